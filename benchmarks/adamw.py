@@ -21,7 +21,7 @@ from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
 from mobius.memory.stage_state import StageState
 from mobius.optim.adamw import AdamWSettings, FlatAdamW
-from mobius.optim.kernel import AdamWKernel, load_kernel
+from mobius.optim.adamw_cpu import CPUAdamW, load_adamw_cpu
 from mobius.ranks import cache_folder
 
 GRADIENTS = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -50,7 +50,7 @@ def bytes_of_one_pass(state: StageState) -> int:
     return 2 * sum(sizes) - state.gradients.element_size()
 
 
-def rate_of(state: StageState, kernel: AdamWKernel | None, *, repeats: int) -> float:
+def rate_of(state: StageState, kernel: CPUAdamW | None, *, repeats: int) -> float:
     """Parameters per second: the median of `repeats` updates after two unmeasured ones."""
     adamw = FlatAdamW(AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01), kernel)
     seconds = []
@@ -74,7 +74,7 @@ def main() -> None:
     num_bytes = bytes_of_one_pass(state)
     held = sum(tensor.element_size() for tensor in state.tensors)
     print(f"{held} bytes per parameter in memory, {num_bytes} moved by one pass; {arguments.gradients} gradients")
-    kernel = load_kernel(cache_folder(), num_threads=arguments.threads)
+    kernel = load_adamw_cpu(cache_folder(), num_threads=arguments.threads)
     if kernel is None:
         raise SystemExit("the kernel cannot be built here: is there a C compiler (`cc`)?")
     repeats = arguments.repeats

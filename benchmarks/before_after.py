@@ -30,7 +30,7 @@ from sweep_results import print_table
 ROOT = Path(__file__).resolve().parents[1]
 WORKERS = ("benchmarks/worker.py", "scripts/benchmark_worker.py")
 """Where trees have their worker, the older ones last."""
-USUAL = ["--batch_size", "64", "--seq_length", "512", "--num_stages", "32", "--num_chunks", "4"]
+DEFAULT_OPTIONS = ["--batch_size", "64", "--seq_length", "512", "--num_stages", "32", "--num_chunks", "4"]
 SETTINGS = {
     "streamed": ["--resident_stages", "0", "--max_grad_norm", "0"],
     "24 GiB": ["--gpu_memory_limit", "24", "--max_grad_norm", "0"],
@@ -62,7 +62,14 @@ def runs_in_turn(
             for tree in (0, 1) if turn % 2 == 0 else (1, 0):
                 if time.monotonic() > end:
                     return
-                words = ["--model_path", str(model), "--num_iterations", str(arguments.steps), *USUAL, *SETTINGS[name]]
+                words = [
+                    "--model_path",
+                    str(model),
+                    "--num_iterations",
+                    str(arguments.steps),
+                    *DEFAULT_OPTIONS,
+                    *SETTINGS[name],
+                ]
                 told = services[tree].run([*words, *arguments.mobius_options], timeout_seconds=arguments.run_seconds)
                 if told.problem is not None:
                     sys.exit(f"{name}, {('before', 'after')[tree]}: {told.problem}\n{told.log_end}")

@@ -9,21 +9,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mobius.checkpoints.checkpoint_reader import CheckpointReader
 from mobius.checkpoints.folders import open_checkpoint
-from mobius.checkpoints.reading import CheckpointReader
 from mobius.checkpoints.saved_stage import optimizer_tensors
-from mobius.data.batches import Batches
+from mobius.data.batches import TrainingBatches
 from mobius.errors import MobiusError
-from mobius.models.base_files import read_base_files
 from mobius.models.blocks import ModelParts
-from mobius.optim.stepper import StepCounts
+from mobius.models.model_files import read_model_files
+from mobius.optim.optimizer_stepper import StepCounts
 from mobius.output.metrics import StepMetrics
-from mobius.training.opening import origin_of, run_texts
 from mobius.training.resuming import restore
-from mobius.training.saving import CheckpointSaver, SavedPoint
+from mobius.training.run_folder import collect_run_metadata, origin_of
+from mobius.training.saving import CheckpointSaver, StepMetadata
 from mobius.training.session import Session
 from mobius.training.stages import RankStages
-from mobius.training.trainer import Trainer, numbers_of_ranks
+from mobius.training.trainer import Trainer, all_gather_numbers
 from mobius.units import GIB
 
 
@@ -31,7 +31,7 @@ class FailedSaveError(MobiusError):
     """A save was given up; the log tells why."""
 
 
-class TakenUp:
+class ResumePoint:
     """The checkpoint that a run goes on from; without one it begins at the first step."""
 
     def __init__(self, path: Path | None) -> None:
@@ -42,43 +42,47 @@ class TakenUp:
         """`restore` of `open_session`."""
         return None if self._reader is None else partial(restore, parts=parts, reader=self._reader)
 
-    def trainer(self, session: Session, batches: Batches, saves: "Saves | None", *, has_kernel: bool) -> Trainer:
+    def trainer(
+        self, session: Session, batches: TrainingBatches, saves: "TimedSaves | None", *, has_kernel: bool
+    ) -> Trainer:
         """The trainer behind the steps that are done."""
         manifest = None if self._reader is None else self._reader.manifest
-        steps_done = 0 if manifest is None else manifest.step
-        batches.seek(steps_done)
+        num_steps_done = 0 if manifest is None else manifest.step
+        batches.seek(num_steps_done)
         return session.trainer(
             batches,
             has_kernel=has_kernel,
-            steps_done=steps_done,
+            num_steps_done=num_steps_done,
             counts=None if manifest is None else StepCounts(**manifest.training),
             before_update=None if saves is None else saves.before_update,
         )
 
 
-class Saves:
+class TimedSaves:
     """Owns a run's saves, and the seconds of each."""
 
     def __init__(self, session: Session, model_folder: Path) -> None:
         """Take memory for copies; collective. Whatever is in `--save_dir` stays beside the run's own."""
-        config = session.blueprint.config
-        origin = origin_of(session.blueprint.config, model_folder)
-        texts = run_texts(session.blueprint, read_base_files(model_folder), "random tokens", base=None, origin=origin)
+        config = session.run_setup.config
+        origin = origin_of(session.run_setup.config, model_folder)
+        run_metadata = collect_run_metadata(
+            session.run_setup, read_model_files(model_folder), "random tokens", base=None, origin=origin
+        )
         self._session = session
         self._begun: list[tuple[int, float]] = []
         self._ended: list[float] = []
         self._saver = CheckpointSaver(
             session,
             Path(config.output.save_dir),
-            texts,
-            made_safe=lambda: self._ended.append(time.monotonic()),
+            run_metadata,
+            on_complete=lambda: self._ended.append(time.monotonic()),
         )
         self.before_update = self._saver.before_update
 
     def train(self, trainer: Trainer) -> list[StepMetrics]:
         """Run all steps, saving on the way; collective. Nothing is under way when it returns."""
-        config, steps = self._session.blueprint.config, list[StepMetrics]()
-        trainer.exchange = self._saver
+        config, steps = self._session.run_setup.config, list[StepMetrics]()
+        trainer.step_gather = self._saver
         for metrics in trainer.train():
             steps.append(metrics)
             if metrics.step % int(config.saving.save_steps) == 0 and metrics.step < config.optim.num_steps:
@@ -88,7 +92,7 @@ class Saves:
         self._saver.finish()
         return steps
 
-    def told(self) -> dict[str, Any]:
+    def results(self) -> dict[str, Any]:
         """All saves, by the slowest rank of each; collective, on the first rank with the seconds until each was named.
 
         `stage_gib` is what the largest stage of each rank takes, added up. Raises FailedSaveError on all ranks where a
@@ -96,7 +100,7 @@ class Saves:
         """
         outcomes, transport = self._saver.outcomes, self._session.transport
         missing = len(self._begun) - len(self._ended) if transport.rank == 0 else 0
-        missing = int(numbers_of_ranks(transport, [missing]).sum())
+        missing = int(all_gather_numbers(transport, [missing]).sum())
         if missing:
             raise FailedSaveError(f"{missing} of {len(self._begun)} checkpoints are not saved; see above")
         own = [
@@ -105,7 +109,7 @@ class Saves:
             for number in (each.num_bytes, each.seconds, each.writing_seconds, each.waited_seconds)
         ]
         largest = max((_stage_bytes(self._session.stages, stage) for stage in self._session.stages.memory), default=0)
-        table = numbers_of_ranks(transport, [largest, *own])
+        table = all_gather_numbers(transport, [largest, *own])
         saves = []
         for number, (step, start) in enumerate(self._begun):
             part = table[:, 1 + 4 * number : 5 + 4 * number]
@@ -125,14 +129,14 @@ class Saves:
         self._saver.close()
 
 
-def _point(trainer: Trainer, metrics: StepMetrics) -> SavedPoint:
-    return SavedPoint(
+def _point(trainer: Trainer, metrics: StepMetrics) -> StepMetadata:
+    return StepMetadata(
         step=metrics.step,
         counts=trainer.counts,
         epoch=metrics.epoch,
         metric=None,
         is_best=False,
-        position={},
+        loop_state={},
         trainer_state="{}\n",
     )
 

@@ -23,7 +23,7 @@ from typing import IO, Any
 POLL_SECONDS = 0.2
 PORTS = range(20000, 32000)
 """Ports to listen on; Linux gives those from 32768 on to connections."""
-STARTER = "BENCHMARK_STARTER"
+PARENT_PID_VARIABLE = "BENCHMARK_STARTER"
 """Variable with the number of the process that started a rank."""
 PARENT_SECONDS = 1.0
 """Time between two looks at whether the parent is there."""
@@ -105,7 +105,7 @@ def start_ranks(
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
-        STARTER: str(os.getpid()),
+        PARENT_PID_VARIABLE: str(os.getpid()),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",  # a process that crashes tells where
         "PYTHONWARNINGS": "ignore",  # they would fill the end of the log
@@ -135,7 +135,7 @@ def end_ranks(ranks: Sequence[subprocess.Popen[str]]) -> None:
         process.wait()
 
 
-def end_with(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """End this process, whatever it does by then, once its parent has gone.
 
     A process that is to end with whoever started it names that one's number, STARTER: a rank imports for seconds first,

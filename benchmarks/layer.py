@@ -89,7 +89,7 @@ def main() -> None:
             load_model_config(Path(folder), ModelConfig()),
             device,
             compiled=arguments.compile == "on",
-            packed=torch.bfloat16 if arguments.documents else None,
+            packed_dtype=torch.bfloat16 if arguments.documents else None,
         )
     for batch_size in arguments.batch_size:
         print(f"{batch_size} x {arguments.seq_length}")

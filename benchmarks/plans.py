@@ -44,7 +44,7 @@ from mobius.config.cli import parse_args  # noqa: E402
 from mobius.errors import GpuMemoryError, MobiusError  # noqa: E402
 from mobius.log import setup_logging  # noqa: E402
 from mobius.models.families import load_model_config  # noqa: E402
-from mobius.planning.blueprint import Blueprint, draw_blueprint  # noqa: E402
+from mobius.planning.run_setup import RunSetup, make_run_setup  # noqa: E402
 from mobius.training.data import packed_rows  # noqa: E402
 from mobius.training.session import open_session  # noqa: E402
 from mobius.units import GIB  # noqa: E402
@@ -107,7 +107,7 @@ class Setting:
         return file
 
 
-FOUND = (
+KNOWN_SETTINGS = (
     Setting("7b-8", 512, 64, 12, clips=True, is_packed=True),
     Setting("1b-20", 2048, 32, 4),
     Setting("1b-20", 2048, 32, 4, clips=True),
@@ -138,8 +138,8 @@ class RepeatedWeights:
 
 
 def draw_settings(number: int, seed: int) -> list[Setting]:
-    """So many different settings: those of `FOUND` first, the others drawn."""
-    drawn, settings = random.Random(seed), list(FOUND)
+    """So many different settings: those of `KNOWN_SETTINGS` first, the others drawn."""
+    drawn, settings = random.Random(seed), list(KNOWN_SETTINGS)
     while len(settings) < number:
         shape, length = drawn.choice(list(LIMITS)), drawn.choice(LENGTHS)
         kind = drawn.choice(["full", "full", "packed", "lora"])
@@ -206,16 +206,16 @@ def gpu_share(folder: Path, limit: float | None) -> Iterator[None]:
         change(None)
 
 
-def facts_of(blueprint: Blueprint) -> dict[str, Any]:
+def facts_of(run_setup: RunSetup) -> dict[str, Any]:
     """The plan and its predictions."""
-    plan, found, need = blueprint.plan, blueprint.answer, blueprint.answer.needs[0]
-    numbers = {"stages": plan.num_stages, "chunks": plan.num_chunks, "rounds": plan.num_rounds}
+    plan, found, need = run_setup.plan, run_setup.result, run_setup.result.gpu_estimates[0]
+    numbers = {"stages": plan.num_stages, "chunks": plan.num_chunks, "rounds": plan.accumulation_rounds}
     return {
         "plan": {**numbers, **dataclasses.asdict(plan.use_of(0))},
         "predicted_gib": need.total / GIB,
         "parts": need.describe(),
         "limit_gib": ((found.request.gpu_bytes or 0) + found.request.reserve_bytes) / GIB,
-        "predicted_seconds": None if found.forecast is None else found.forecast.step_seconds,
+        "predicted_seconds": None if found.step_time_prediction is None else found.step_time_prediction.step_seconds,
     }
 
 
@@ -234,7 +234,7 @@ def measure(setting: Setting, folder: Path, more: Sequence[str] = ()) -> dict[st
         marks[part] = time.perf_counter() - start
 
     try:
-        blueprint = draw_blueprint(config, ranks, model_config, packed=packed_rows(batches))
+        run_setup = make_run_setup(config, ranks, model_config, packed=packed_rows(batches))
     except GpuMemoryError as error:
         return {"outcome": "refused", "text": str(error)}
     passed("plan")
@@ -247,12 +247,12 @@ def measure(setting: Setting, folder: Path, more: Sequence[str] = ()) -> dict[st
             measuring.close()
 
     try:
-        session = open_session(blueprint, model, source=RepeatedWeights(), passed=passed_in_session)
+        session = open_session(run_setup, model, source=RepeatedWeights(), on_part_done=passed_in_session)
     except (torch.OutOfMemoryError, GpuMemoryError) as error:
         measuring.close()
         return {"outcome": "out of memory", "text": str(error)[:400], "marks": marks, "rehearsal": told}
     result: dict[str, Any] = {"rehearsal": [line for line in told if line.startswith("rehearsal:")], "marks": marks}
-    result |= facts_of(session.blueprint)
+    result |= facts_of(session.run_setup)
     try:
         trainer = session.trainer(batches)
         with timed(folder):
@@ -342,7 +342,8 @@ def report(results: Sequence[dict[str, Any]]) -> bool:
             print(f"{each['name']:38} OUT OF MEMORY {each.get('plan')} predicted {each.get('predicted_gib')}")
             continue
         plan = each["plan"]
-        uses = f"{plan['num_resident']}r{plan['num_kept']}k{plan['num_stashed']}s{plan['num_slots']}"
+        saving, offloading = plan["num_saving_activations"], plan["num_offloading_activations"]
+        uses = f"{plan['num_resident']}r{saving}k{offloading}s{plan['num_slots']}"
         text = f"{plan['stages']}/{plan['chunks']}/{plan['rounds']} {uses}{' again' if each.get('rehearsal') else ''}"
         bytes_away = each["reserved_gib"] / each["predicted_gib"] - 1
         predicted = each["predicted_seconds"]

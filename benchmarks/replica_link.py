@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from mobius.ranks import Ranks, prepare_environment, separate_device_queues
+from mobius.ranks import Ranks, prepare_environment, set_cuda_max_connections
 
 prepare_environment()  # before torch is imported
 
@@ -27,8 +27,8 @@ from shared_gpu import share_first_gpu  # noqa: E402
 from mobius.config.config import Device  # noqa: E402
 from mobius.machine import devices  # noqa: E402
 from mobius.machine.devices import MemoryMeter  # noqa: E402
-from mobius.memory.shares import Segment, cut  # noqa: E402
-from mobius.messages.replicas import meet_replicas  # noqa: E402
+from mobius.memory.shards import Segment, cut  # noqa: E402
+from mobius.messages.replicas import create_replica_group  # noqa: E402
 from mobius.messages.world import World  # noqa: E402
 
 REPEATS = 3
@@ -45,8 +45,8 @@ def main() -> None:
     parser.add_argument("--share_gpu", action="store_true", help="all ranks are on the first GPU")
     parser.add_argument("--socket_rate", type=float, help="GB/s that each TCP connection sends at most")
     arguments = parser.parse_args()
-    separate_device_queues()
-    ranks = Ranks.from_environment().cut(arguments.pipeline_ranks)
+    set_cuda_max_connections()
+    ranks = Ranks.from_environment().split_into_pipelines(arguments.pipeline_ranks)
     if arguments.share_gpu:
         share_first_gpu()
     if arguments.socket_rate is not None:
@@ -56,14 +56,14 @@ def main() -> None:
     segment = cut(0, arguments.elements, ranks.num_replicas)
     rates = {}
     for dtype in (torch.float32, torch.bfloat16):
-        replicas = meet_replicas(
+        replicas = create_replica_group(
             world, index=ranks.replica, num_replicas=ranks.num_replicas, device=device, reduce_dtype=dtype
         )
         sums = torch.zeros(arguments.elements, device=device)
-        seconds = time_of(lambda: replicas.reduce(sums, [segment]), world, device)  # noqa: B023
+        seconds = time_of(lambda: replicas.reduce_scatter(sums, [segment]), world, device)  # noqa: B023
         rates[f"sums in {str(dtype).removeprefix('torch.')}"] = sent(segment, dtype.itemsize) / seconds / 1e9
     weights = torch.zeros(arguments.elements, dtype=torch.bfloat16, device=device)
-    seconds = time_of(lambda: replicas.gather(weights, [segment]), world, device)
+    seconds = time_of(lambda: replicas.all_gather_for_load(weights, [segment]), world, device)
     rates["weights"] = sent(segment, weights.element_size()) / seconds / 1e9
     if ranks.is_first:
         arguments.output.write_text(json.dumps(rates))

@@ -128,10 +128,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def options_of(case: Case, arguments: argparse.Namespace) -> list[str]:
     """Options of a row's run, but for the model; later ones count."""
-    num_places = num_ranks(case.num_replicas, arguments) // case.num_replicas
+    num_pipeline_ranks = num_ranks(case.num_replicas, arguments) // case.num_replicas
     words = ["--batch_size", str(arguments.batch_size), "--seq_length", str(arguments.seq_length)]
     words += ["--num_iterations", str(arguments.steps), "--num_chunks", str(arguments.num_chunks // case.num_replicas)]
-    words += ["--resident_stages", "0", "--pipeline_ranks", str(num_places), *arguments.own_options]
+    words += ["--resident_stages", "0", "--pipeline_ranks", str(num_pipeline_ranks), *arguments.own_options]
     words += arguments.mobius_options
     return [*words, *(["--reduce_dtype", "bf16"] if case.dtype == "bfloat16" else [])]
 

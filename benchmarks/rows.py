@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mobius.plan.cards import card_of_device
+from mobius.plan.gpu_specs import gpu_spec_of_device
 from mobius.units import GIB
 
 CAUSES = ("weights", "optimizer", "neighbours")
@@ -129,7 +129,7 @@ def _measurement(seconds: Sequence[float], workload: Workload, **others: Any) ->
 
 def model_flops_utilization(tokens_per_second: float, workload: Workload) -> float | None:
     """Share of the GPUs' bf16 rate that useful work takes (recompute is none); None for an unknown GPU."""
-    card = card_of_device(workload.gpu_name)
+    card = gpu_spec_of_device(workload.gpu_name)
     if card is None:
         return None
     active = workload.num_active or workload.num_parameters

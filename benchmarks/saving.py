@@ -116,14 +116,14 @@ def measure_disk(folder: Path, *, num_bytes: int, num_files: int) -> DiskRates:
     try:
         written = rate(write)
         for path in files:
-            forget(path)
+            drop_page_cache(path)
         return DiskRates(written, rate(read))
     finally:
         for path in files:
             path.unlink(missing_ok=True)
 
 
-def forget(path: Path) -> None:
+def drop_page_cache(path: Path) -> None:
     """Take a file, or those of a folder, out of the page cache; they are on the disk. Memory's own files stay there."""
     for file in sorted(path.iterdir()) if path.is_dir() else [path]:
         descriptor = os.open(file, os.O_RDONLY)
@@ -131,7 +131,7 @@ def forget(path: Path) -> None:
         os.close(descriptor)
 
 
-def spacing(num_bytes: float, rate: float, step_seconds: float, seconds: float, most: int) -> tuple[int, int]:
+def save_interval(num_bytes: float, rate: float, step_seconds: float, seconds: float, most: int) -> tuple[int, int]:
     """Steps from a save to the next one, and the number of saves that `seconds` have time for: one to `most`."""
     steps = max(LEAST_STEPS, math.ceil(SPARED * num_bytes / rate / step_seconds))
     return steps, min(most, max(1, int(seconds / (steps * step_seconds)) - 1))
@@ -273,9 +273,9 @@ class Runs:
     def resumed(self, newest: Path, num_steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """A run from the weights in `newest`, and one that goes on from it; two steps each."""
         alone = ["--save_strategy", "no"]
-        forget(newest)
+        drop_page_cache(newest)
         fresh = self.run("from weights", newest, 2, [*alone, "--stored_weights"])
-        forget(newest)
+        drop_page_cache(newest)
         return fresh, self.run("resumed", newest, num_steps + 2, [*alone, "--resume", str(newest)])
 
 
@@ -297,7 +297,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             plain = runs.run("without saves", model, arguments.steps, ["--save_strategy", "no"])
             print(plain["plan"])
             step_seconds = statistics.median(step["step_seconds"] for step in plain["steps"][WARMUP:])
-            every, number = spacing(num_bytes, rates.write, step_seconds, arguments.seconds, most_saves)
+            every, number = save_interval(num_bytes, rates.write, step_seconds, arguments.seconds, most_saves)
             print(f"a checkpoint has {num_bytes / 1e9:.2f} GB; {number} saves, one every {every} steps", flush=True)
             waits = number * num_bytes / rates.write if arguments.no_room else 0.0
             check_time(plain["load_seconds"] + every * (number + 1) * step_seconds + waits, arguments.run_seconds)

@@ -12,7 +12,7 @@ import torch
 from mobius.config.config import Device
 from mobius.machine import cpu_dtype, devices, numa
 from mobius.messages.cuda_copies import CudaCopyEngine
-from mobius.planning import blueprint
+from mobius.planning import run_setup
 from mobius.ranks import Ranks, allows_peer_copies
 
 
@@ -31,10 +31,10 @@ def share_first_gpu() -> None:
     addresses = numa.gpu_addresses
     for place, name, put in (
         (cpu_dtype, "has_gpus", has_gpus),
-        (blueprint, "has_gpus", has_gpus),
-        (blueprint, "choose_device", choose_device),
+        (run_setup, "has_gpus", has_gpus),
+        (run_setup, "choose_device", choose_device),
         (devices, "choose_device", choose_device),
         (numa, "gpu_addresses", lambda indices: addresses([first.index for _ in indices])),
-        (CudaCopyEngine, "reaches", lambda engine, device_index: allows_peer_copies()),
+        (CudaCopyEngine, "can_access_peer", lambda engine, device_index: allows_peer_copies()),
     ):
         setattr(place, name, put)

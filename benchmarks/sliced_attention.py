@@ -27,10 +27,10 @@ from sweep_results import print_table  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from mobius.limits import KEYS_PER_CALL  # noqa: E402
-from mobius.models.sliced_attention.attend import attend_slice, attend_slice_backward  # noqa: E402
-from mobius.models.sliced_attention.cache import SequenceCache  # noqa: E402
-from mobius.models.sliced_attention.choice import Kernel, fits, why_not  # noqa: E402
-from mobius.models.sliced_attention.pieces import SliceSettings  # noqa: E402
+from mobius.models.sliced_attention.attention_pieces import SlicedAttentionSettings  # noqa: E402
+from mobius.models.sliced_attention.kernel_choice import AttentionKernel, is_kernel_available, unsupported_reason  # noqa: E402
+from mobius.models.sliced_attention.kv_cache import SequenceKVCache  # noqa: E402
+from mobius.models.sliced_attention.slice_attention import attend_slice, attend_slice_backward  # noqa: E402
 
 TITLES = ["kernel", "slice", "forward, s", "TFLOP/s", "backward, s", "TFLOP/s", "ratio", "GPU GiB"]
 SLOW_BACKWARD = 2.5
@@ -47,7 +47,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--head_size", type=int, default=128)
     parser.add_argument("--window", type=int, help="tokens that a query sees (default: all before it)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--kernels", type=Kernel, nargs="+", help="default: all that can, but tiles on a GPU")
+    parser.add_argument("--kernels", type=AttentionKernel, nargs="+", help="default: all that can, but tiles on a GPU")
     parser.add_argument("--keys_per_call", type=int, default=KEYS_PER_CALL, help="most keys of a rectangle")
     parser.add_argument("--repeats", type=int, default=3, help="of which the median is told")
     arguments = parser.parse_args(argv)
@@ -67,11 +67,11 @@ def num_pairs(length: int, window: int | None) -> int:
 class Work:
     """One sequence on a device, and what its passes need; outputs are kept from forward to backward."""
 
-    def __init__(self, arguments: argparse.Namespace, kernel: Kernel, device: torch.device, size: int) -> None:
+    def __init__(self, arguments: argparse.Namespace, kernel: AttentionKernel, device: torch.device, size: int) -> None:
         dtype, length = getattr(torch, arguments.dtype), arguments.length
         shape = 1, arguments.key_heads, length, arguments.head_size
-        self.cache = SequenceCache(shape, dtype=dtype, device=device)
-        self.settings = SliceSettings(
+        self.cache = SequenceKVCache(shape, dtype=dtype, device=device)
+        self.settings = SlicedAttentionSettings(
             kernel, arguments.head_size**-0.5, window=arguments.window, keys_per_call=arguments.keys_per_call
         )
         self.starts = range(0, length, size)
@@ -113,7 +113,9 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def measure(arguments: argparse.Namespace, kernel: Kernel, device: torch.device, size: int) -> tuple[float, float, int]:
+def measure(
+    arguments: argparse.Namespace, kernel: AttentionKernel, device: torch.device, size: int
+) -> tuple[float, float, int]:
     """Median seconds of forward and of backward, and the most bytes beside the sequence (0 on a CPU)."""
     work = Work(arguments, kernel, device, size)
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
@@ -127,7 +129,7 @@ def measure(arguments: argparse.Namespace, kernel: Kernel, device: torch.device,
     return forward, backward, peak
 
 
-def rows_of(arguments: argparse.Namespace, kernel: Kernel, device: torch.device) -> list[list[str]]:
+def rows_of(arguments: argparse.Namespace, kernel: AttentionKernel, device: torch.device) -> list[list[str]]:
     """A row for the sequence in one piece, and one for each size of slices."""
     operations = 4 * arguments.heads * arguments.head_size * num_pairs(arguments.length, arguments.window)
     rows, whole = [], 0.0
@@ -141,17 +143,17 @@ def rows_of(arguments: argparse.Namespace, kernel: Kernel, device: torch.device)
     return rows
 
 
-def kernels_of(arguments: argparse.Namespace, device: torch.device) -> list[Kernel]:
+def kernels_of(arguments: argparse.Namespace, device: torch.device) -> list[AttentionKernel]:
     """The kernels that are asked for, or all that can."""
     dtype = getattr(torch, arguments.dtype)
     able = [
         kernel
-        for kernel in Kernel
-        if why_not(kernel, window=arguments.window, softcap=None) is None
-        and fits(kernel, device, dtype, arguments.head_size)
+        for kernel in AttentionKernel
+        if unsupported_reason(kernel, window=arguments.window, softcap=None) is None
+        and is_kernel_available(kernel, device, dtype, arguments.head_size)
     ]
     if arguments.kernels is None:
-        return [kernel for kernel in able if kernel is not Kernel.TILES or device.type == "cpu"] or able
+        return [kernel for kernel in able if kernel is not AttentionKernel.TILES or device.type == "cpu"] or able
     if missing := [kernel.value for kernel in arguments.kernels if kernel not in able]:
         sys.exit(f"{', '.join(missing)} cannot do this here; {', '.join(able)} can")
     return list(arguments.kernels)

@@ -35,8 +35,8 @@ prepare_environment()  # before torch is imported
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from checkpointing import Saves, TakenUp  # noqa: E402
-from launch import STARTER, end_with  # noqa: E402
+from checkpointing import ResumePoint, TimedSaves  # noqa: E402
+from launch import PARENT_PID_VARIABLE, die_with_parent  # noqa: E402
 from paced_sockets import pace_sockets  # noqa: E402
 from shared_gpu import share_first_gpu  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -44,18 +44,18 @@ from transformers import PretrainedConfig  # noqa: E402
 
 from mobius.config.cli import parse_args  # noqa: E402
 from mobius.config.config import Config, Packing  # noqa: E402
-from mobius.data.batches import Batches  # noqa: E402
+from mobius.data.batches import TrainingBatches  # noqa: E402
 from mobius.data.mixture import WeightedSamples  # noqa: E402
-from mobius.data.store import TokenizedDataset  # noqa: E402
+from mobius.data.token_store import TokenizedDataset  # noqa: E402
 from mobius.errors import MobiusError  # noqa: E402
 from mobius.log import setup_logging  # noqa: E402
-from mobius.machine.available import huge_page_share, own_host_bytes  # noqa: E402
+from mobius.machine.host_memory import huge_page_share, own_host_bytes  # noqa: E402
 from mobius.models.families import load_model_config  # noqa: E402
-from mobius.planning.alike import meet_replicas  # noqa: E402
-from mobius.planning.blueprint import Blueprint, draw_blueprint  # noqa: E402
+from mobius.planning.node_checks import join_replicas  # noqa: E402
+from mobius.planning.run_setup import RunSetup, make_run_setup  # noqa: E402
 from mobius.training.data import packed_rows  # noqa: E402
-from mobius.training.judging.evaluation import EvaluationSamples, make_evaluator  # noqa: E402
-from mobius.training.records import recordings_of  # noqa: E402
+from mobius.training.evaluation.evaluator import EvaluationSamples, make_evaluator  # noqa: E402
+from mobius.training.reporting import recordings_of  # noqa: E402
 from mobius.training.session import Session, open_session  # noqa: E402
 from mobius.units import GIB  # noqa: E402
 
@@ -75,7 +75,7 @@ def main() -> None:
 def serve(folder: Path) -> None:
     """Make the runs that `folder` tells."""
     is_first = Ranks.from_environment().is_first
-    for output, options in orders(folder):
+    for output, options in run_requests(folder):
         temporary = output.with_suffix(".part")
         try:
             run(temporary, options)
@@ -87,9 +87,9 @@ def serve(folder: Path) -> None:
             temporary.replace(output)
 
 
-def orders(folder: Path) -> Iterator[tuple[Path, list[str]]]:
+def run_requests(folder: Path) -> Iterator[tuple[Path, list[str]]]:
     """Where each run's output goes, and its options: 0.json, 1.json, ... when they appear, while the parent lives."""
-    end_with(int(os.environ[STARTER]))
+    die_with_parent(int(os.environ[PARENT_PID_VARIABLE]))
     for number in itertools.count():
         order = folder / f"{number}.json"
         while not order.exists():
@@ -122,49 +122,51 @@ def run(output: Path, words: Sequence[str]) -> None:
     ranks = Ranks.from_environment()
     setup_logging(ranks.rank)
     config = parse_args(options, num_ranks=ranks.num_ranks)
-    ranks = ranks.cut(config.launch.pipeline_ranks)
+    ranks = ranks.split_into_pipelines(config.launch.pipeline_ranks)
     folder = Path(config.model.model_path)
     clock = StartClock()
     model_config = load_model_config(folder, config.model)
     samples = make_samples(config, own.lengths, model_config.vocab_size)
     batches = make_batches(config, samples, is_packed=own.lengths is not None)
-    blueprint = draw(config, ranks, model_config, batches)
-    device = blueprint.place.device
-    recordings = recordings_of(blueprint, Path(config.output.save_dir))
+    run_setup = make_blueprint(config, ranks, model_config, batches)
+    device = run_setup.rank_context.device
+    recordings = recordings_of(run_setup, Path(config.output.save_dir))
     if config.output.trace:
         Path(config.output.save_dir).mkdir(parents=True, exist_ok=True)
     clock.ends("plan")
 
-    def passed(part: str) -> None:
+    def on_part_done(part: str) -> None:
         clock.ends(part)
         if part == "weights" and device.type == "cuda":  # what making them took does not count
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
 
-    source, resume = None if own.stored_weights else RandomWeights(device), TakenUp(own.resume)
-    restore = resume.restoring(blueprint.parts)
-    session = open_session(blueprint, folder, source=source, recordings=recordings, passed=passed, restore=restore)
-    saves = Saves(session, folder) if own.saves else None
+    source, resume = None if own.stored_weights else RandomWeights(device), ResumePoint(own.resume)
+    restore = resume.restoring(run_setup.parts)
+    session = open_session(
+        run_setup, folder, source=source, recordings=recordings, on_part_done=on_part_done, restore=restore
+    )
+    saves = TimedSaves(session, folder) if own.saves else None
     trainer = resume.trainer(session, batches, saves, has_kernel=not own.torch_adamw)
     clock.ends("trainer")
     load_seconds = seconds_since_launch()
     steps = [dataclasses.asdict(metrics) for metrics in (trainer.train() if saves is None else saves.train(trainer))]
-    num_samples = round(EVALUATION_BATCHES * config.pipeline.batch_size * batches.facts.samples_per_row)
+    num_samples = round(EVALUATION_BATCHES * config.pipeline.batch_size * batches.row_statistics.samples_per_row)
     evaluations = evaluate(session, samples, own.evaluations, num_samples=num_samples)
-    saved = None if saves is None else saves.told()
+    saved = None if saves is None else saves.results()
     if ranks.is_first:
         told: dict[str, object] = {"steps": steps, "load_seconds": load_seconds, "huge_page_share": huge_page_share()}
         told |= {"start": clock.seconds, "start_host_gib": clock.host_gib, "evaluations": evaluations, "saved": saved}
-        told["planned_host_gib"] = session.blueprint.answer.host.total / GIB
-        told["plan"] = dataclasses.asdict(facts_of(session.blueprint))
+        told["planned_host_gib"] = session.run_setup.result.host_estimate.total / GIB
+        told["plan"] = dataclasses.asdict(facts_of(session.run_setup))
         output.write_text(json.dumps(told))
     close(session, saves)
 
 
-def close(session: Session, saves: Saves | None) -> None:
+def close(session: Session, saves: TimedSaves | None) -> None:
     """Leave what was recorded and end the run; collective."""
     session.write_recordings()
-    session.everyone.barrier()
+    session.all_ranks.barrier()
     if saves is not None:
         saves.close()
     session.close()
@@ -194,11 +196,13 @@ def own_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def draw(config: Config, ranks: Ranks, model_config: PretrainedConfig, batches: Batches) -> Blueprint:
+def make_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig, batches: TrainingBatches) -> RunSetup:
     """The plan of a model; raises RefusedError with the planner's reason."""
     try:
-        everyone = meet_replicas(config, ranks)
-        return draw_blueprint(config, ranks, model_config, packed=packed_rows(batches), everyone=everyone)
+        replica_rendezvous = join_replicas(config, ranks)
+        return make_run_setup(
+            config, ranks, model_config, packed=packed_rows(batches), replica_rendezvous=replica_rendezvous
+        )
     except MobiusError as error:
         raise RefusedError(str(error)) from error
 
@@ -245,29 +249,33 @@ class PlanFacts:
     """Host's seconds to enqueue a layer."""
 
 
-def facts_of(blueprint: Blueprint) -> PlanFacts:
+def facts_of(run_setup: RunSetup) -> PlanFacts:
     """The plan of a run, for the record."""
-    found, plan = blueprint.answer, blueprint.plan
-    forecast, profile, uses = found.forecast, found.profile, [plan.use_of(rank) for rank in range(plan.num_ranks)]
+    found, plan = run_setup.result, run_setup.plan
+    step_time_prediction, profile, uses = (
+        found.step_time_prediction,
+        found.profile,
+        [plan.use_of(rank) for rank in range(plan.num_ranks)],
+    )
     return PlanFacts(
         plan.num_stages,
         plan.num_microbatches,
         [use.num_resident for use in uses],
-        [use.num_kept for use in uses],
+        [use.num_saving_activations for use in uses],
         [use.num_slots for use in uses],
-        None if forecast is None else forecast.step_seconds,
-        None if forecast is None else forecast.basis,
-        max(need.total for need in found.needs) / GIB,
-        0.0 if blueprint.place.device.type == "cpu" else found.host.total / GIB,
+        None if step_time_prediction is None else step_time_prediction.step_seconds,
+        None if step_time_prediction is None else step_time_prediction.basis,
+        max(need.total for need in found.gpu_estimates) / GIB,
+        0.0 if run_setup.rank_context.device.type == "cpu" else found.host_estimate.total / GIB,
         None
         if profile is None
         else {
             "updates": profile.cpu_adamw_together,
             "updates_beside_copies": profile.cpu_adamw_beside_copies,
             "copies_beside_updates": profile.copies_beside_cpu_adamw,
-            "copies_each_way": profile.copies.both_down,
+            "copies_each_way": profile.copies.host_to_device_duplex,
         },
-        None if profile is None else dataclasses.asdict(profile.launch),
+        None if profile is None else dataclasses.asdict(profile.launch_overhead),
     )
 
 
@@ -297,7 +305,7 @@ def evaluate(
     """Tokens, seconds and this rank's GPU memory of evaluations, `number` of them, on `num_samples` samples each."""
     if not number:
         return []
-    device = session.blueprint.place.device
+    device = session.run_setup.rank_context.device
     indices = np.arange(num_samples, dtype=np.int64) % len(samples)
     given = EvaluationSamples(name="random tokens", tokenized=samples, indices=indices)
     evaluator, told = make_evaluator(session, [given], pad_token_id=0), []
@@ -320,9 +328,9 @@ def make_samples(config: Config, lengths: Path | None, vocab_size: int) -> Token
     return TokenizedDataset(tokens, np.ones(len(tokens), dtype=bool), offsets)
 
 
-def make_batches(config: Config, samples: TokenizedDataset, *, is_packed: bool) -> Batches:
+def make_batches(config: Config, samples: TokenizedDataset, *, is_packed: bool) -> TrainingBatches:
     """Batches of `samples`, which share rows if the configuration says so and `is_packed` does not forbid it."""
-    return Batches(
+    return TrainingBatches(
         [WeightedSamples(samples, 1.0)],
         batch_size=config.pipeline.batch_size,
         seq_length=config.data.seq_length,

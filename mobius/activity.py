@@ -1,8 +1,8 @@
 """Where a rank is in its work, told so cheaply that every action can tell it, and read only when the rank stands still.
 
-main thread      begins_step(12)  begins(F4.1)  waiting("neighbours", rank=0) ...        one assignment each
-other threads                     works("optimizer", "stage 3")  rests("optimizer")      one assignment each
-watchdog                                                          last_progress, tell    all of the formatting
+main thread      start_step(12)  start_action(F4.1)  waiting("neighbours", rank=0) ...      one assignment each
+other threads                start_task("optimizer", "stage 3")  end_task("optimizer")      one assignment each
+watchdog                                                         last_progress, describe    all of the formatting
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ class _Wait:
 
 
 class Activity:
-    """Owns what one rank does now. Any thread may call; nothing here takes a lock, blocks or formats before `tell`."""
+    """Owns what one rank does now. Any thread may call.
+
+    Nothing here takes a lock, blocks or formats before `describe`.
+    """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` tells seconds that never jump, as the clock on the wall may."""
@@ -38,12 +41,12 @@ class Activity:
         self.is_warming_up = False
         """Whether code may be compiled now, of which nobody tells how far it is."""
 
-    def begins_step(self, step: int) -> None:
+    def start_step(self, step: int) -> None:
         """From now on the rank works at `step`, counted from 1."""
         self._step = step
-        self.begins("the start of the step")
+        self.start_action("the start of the step")
 
-    def begins(self, action: object) -> None:
+    def start_action(self, action: object) -> None:
         """From now on the main thread does `action`: one of the schedule, or a text that ends "at ..."."""
         self._doing = action, self._clock()
 
@@ -72,11 +75,11 @@ class Activity:
             self.progress()  # before: who looks in between sees that something was done
             self.is_warming_up = False
 
-    def works(self, worker: str, what: object) -> None:
+    def start_task(self, worker: str, what: object) -> None:
         """From now on a thread beside the main one, such as the optimizer's, is at `what`."""
         self._workers[worker] = what, self._clock()
 
-    def rests(self, worker: str) -> None:
+    def end_task(self, worker: str) -> None:
         """That thread has done what it was at."""
         self._workers.pop(worker, None)
         self._last_tick = self._clock()
@@ -88,17 +91,17 @@ class Activity:
         times = [self._doing[1], self._last_tick, *(since for _, since in list(self._workers.values()))]
         return max(times if wait is None else [*times, wait.since])
 
-    def tell(self) -> list[str]:
+    def describe(self) -> list[str]:
         """Lines that say it to a reader: step, action with stage and microbatch, wait and workers, with their times."""
         now, (action, since), wait = self._clock(), self._doing, self._waiting
         step = "before the first step" if self._step is None else f"in step {self._step}"
-        lines = [f"{step}, at {_action_text(action)} for {duration_text(now - since)}"]
+        lines = [f"{step}, at {_action_text(action)} for {format_duration(now - since)}"]
         if wait is not None:
             stage = "" if wait.stage is None else f", what stage {wait.stage} makes"
             rank = "" if wait.rank is None else f", from rank {wait.rank}"
-            lines.append(f"waits for {wait.cause}{stage}{rank} for {duration_text(now - wait.since)}")
+            lines.append(f"waits for {wait.cause}{stage}{rank} for {format_duration(now - wait.since)}")
         for worker, (what, begun) in sorted(self._workers.items()):
-            lines.append(f"{worker}: at {what} for {duration_text(now - begun)}")
+            lines.append(f"{worker}: at {what} for {format_duration(now - begun)}")
         return lines
 
 
@@ -110,7 +113,7 @@ def _action_text(action: object) -> str:
     return f"{action} ({', '.join(places)})" if places else str(action)
 
 
-def duration_text(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """`12.3 s`, `30 min 5 s` or `2 h 5 min`."""
     if seconds < 60:
         return f"{seconds:.1f} s"

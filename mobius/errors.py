@@ -14,7 +14,7 @@
     └── NoResultError           training ran to its end and there is nothing to save; exit code 3
 
 The exit codes of a run: 0 everything is saved; 1 an error of this tree, or of Mobius itself; 2 an option; 3 nothing to
-save; 75 the run stood still (watchdog.py); 130 Ctrl-C or SIGTERM (interruption.py).
+save; 75 the run stood still (watchdog.py); 130 Ctrl-C or SIGTERM (signal_handling.py).
 """
 
 from typing import ClassVar

@@ -16,10 +16,10 @@ _NOISY_LIBRARIES: Final = (
     *("httpx", "httpcore", "filelock", "fsspec", "matplotlib", "PIL", "asyncio"),
 )
 
-SILENT_SECONDS: Final = 2.0
+PROGRESS_BAR_DELAY_SECONDS: Final = 2.0
 """Seconds of work that need no bar."""
 
-SAID_ONCE: Final[Mapping[str, object]] = {"is_said_once": True}
+RANK_ZERO_ONLY: Final[Mapping[str, object]] = {"is_said_once": True}
 """`extra` of a record that all ranks make alike, of the model or the data: only the first one says it."""
 
 # C0 and C1 controls, separators of lines, marks and overrides of direction, halves of characters.
@@ -44,13 +44,16 @@ def setup_logging(rank: int) -> None:
 
 
 def progress_bar(desc: str, unit: str, total: int | None = None) -> "tqdm[NoReturn]":
-    """A bar on rank 0's terminal for work that takes more than `SILENT_SECONDS`; it vanishes when it is closed."""
+    """A bar on rank 0's terminal for work that takes more than `PROGRESS_BAR_DELAY_SECONDS`.
+
+    It vanishes when it is closed.
+    """
     speaks = any(isinstance(each, _BarSafeHandler) and each.is_first for each in logging.getLogger().handlers)
     disable = None if speaks else True  # None: shown where standard error is a terminal
-    return tqdm(desc=desc, unit=unit, total=total, delay=SILENT_SECONDS, leave=False, disable=disable)
+    return tqdm(desc=desc, unit=unit, total=total, delay=PROGRESS_BAR_DELAY_SECONDS, leave=False, disable=disable)
 
 
-def drop(stream: IO[str]) -> None:
+def redirect_to_devnull(stream: IO[str]) -> None:
     """Discard all that is written to `stream` from here on, and what its buffer holds: nobody reads it any more."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
@@ -87,6 +90,6 @@ class _BarSafeHandler(logging.Handler):
             tqdm.write(printable(self.format(record), self._stream), file=self._stream)
             self._stream.flush()
         except BrokenPipeError:  # its reader has gone, as behind `| head`
-            drop(self._stream)
+            redirect_to_devnull(self._stream)
         except Exception:  # the logging module's own rule: a record that cannot be written must not end the run
             self.handleError(record)

@@ -92,7 +92,7 @@ class Ranks:
             _refuse_other_counts()
         return cls(rank, num_ranks, local_rank, num_replicas=num_nodes, num_nodes=num_nodes)
 
-    def cut(self, pipeline_ranks: int | None) -> "Ranks":
+    def split_into_pipelines(self, pipeline_ranks: int | None) -> "Ranks":
         """These processes in pipelines of `pipeline_ranks` each; None: a pipeline for each node.
 
         Raises ConfigError where a node's processes do not make whole pipelines.
@@ -108,19 +108,19 @@ class Ranks:
         return replace(self, num_replicas=self.num_ranks // pipeline_ranks)
 
     @property
-    def num_places(self) -> int:
+    def num_pipeline_ranks(self) -> int:
         """Ranks of a pipeline."""
         return self.num_ranks // self.num_replicas
 
     @property
-    def place(self) -> int:
+    def pipeline_rank(self) -> int:
         """This rank's place in its pipeline."""
-        return self.rank % self.num_places
+        return self.rank % self.num_pipeline_ranks
 
     @property
     def replica(self) -> int:
         """Number of the pipeline that this rank belongs to."""
-        return self.rank // self.num_places
+        return self.rank // self.num_pipeline_ranks
 
     @property
     def num_local(self) -> int:
@@ -175,7 +175,7 @@ def num_restarts() -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def meeting_place() -> tuple[str, int]:
+def master_address() -> tuple[str, int]:
     """Host and port of the launcher's store; raises ValueError where there is none."""
     return os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", ""))
 
@@ -194,7 +194,7 @@ def is_restart() -> bool:
 def launch_id() -> str | None:
     """A text that tells this start of torchrun, with its restarts, from all others; None without torchrun."""
     begun = _start_of(os.getppid()) if is_started_by_torchrun() else None
-    return None if begun is None else f"{os.getppid()} at {begun:.2f} s of {boot()}"
+    return None if begun is None else f"{os.getppid()} at {begun:.2f} s of {boot_id()}"
 
 
 def seconds_since_launch() -> float:
@@ -203,12 +203,12 @@ def seconds_since_launch() -> float:
     return 0.0 if begun is None else max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - begun)
 
 
-def launcher_waits() -> None:
+def mark_launcher_as_patient() -> None:
     """Let ranks that this process starts from now on know that it never kills them while they save."""
     os.environ[_OUR_LAUNCHER] = "1"
 
 
-def let_launcher_keep(ignored: Sequence[str]) -> None:
+def keep_ignored_signals(ignored: Sequence[str]) -> None:
     """Keep torchrun, in this process, from handling signals that are ignored, such as SIGHUP under `nohup`."""
     handled = [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if name not in ignored]
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(handled)
@@ -274,7 +274,7 @@ def _facts_of(process: str) -> list[str]:
         return []
 
 
-def boot() -> str:
+def boot_id() -> str:
     """A text that another start of the machine does not have."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -312,18 +312,18 @@ def is_started_by_train_sh() -> bool:
     return _COMMAND in os.environ
 
 
-def told_command(words: Sequence[str]) -> str:
+def command_variable(words: Sequence[str]) -> str:
     """`words` as an assignment for `env`, which `command_words` reads in the processes behind it."""
     return f"{_COMMAND}={shlex.join(words)}"
 
 
-def name_parent_to_workers() -> None:
-    """Let processes that this one starts from now on know it by `parent_of_worker`, even when it has ended."""
+def export_parent_pid() -> None:
+    """Let processes that this one starts from now on know it by `exported_parent_pid`, even when it has ended."""
     os.environ["MOBIUS_PARENT"] = str(os.getpid())
 
 
-def parent_of_worker() -> int | None:
-    """Number of the process that started this one and called `name_parent_to_workers`; None if none has."""
+def exported_parent_pid() -> int | None:
+    """Number of the process that started this one and called `export_parent_pid`; None if none has."""
     text = os.environ.get("MOBIUS_PARENT", "")
     return int(text) if text.isdecimal() else None
 
@@ -348,7 +348,7 @@ def forbid_peer_copies() -> None:
     os.environ["NCCL_P2P_DISABLE"] = "1"
 
 
-def separate_device_queues() -> None:
+def set_cuda_max_connections() -> None:
     """Give each stream a hardware queue of its own, so that none waits behind another; call it before CUDA starts."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # the most there are; the default is 8
 
@@ -370,6 +370,6 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "mobius"
 
 
-def cpu_share(num_ranks: int) -> int:
+def num_cpus_per_rank(num_ranks: int) -> int:
     """Number of CPUs that this process may use, divided among `num_ranks`."""
     return len(os.sched_getaffinity(0)) // num_ranks

@@ -35,18 +35,18 @@ def open_regular(path: Path) -> BinaryIO:
     return file
 
 
-def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
-    """Contents of a regular file. Raises OSError, also where it has more than `most` bytes."""
+def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
+    """Contents of a regular file. Raises OSError, also where it has more than `max_bytes` bytes."""
     with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > most:
-            raise OSError(EFBIG, f"it is too large: {most:,} bytes are allowed", str(path))
+        if os.fstat(file.fileno()).st_size > max_bytes:
+            raise OSError(EFBIG, f"it is too large: {max_bytes:,} bytes are allowed", str(path))
         return file.read()
 
 
-def read_text(path: Path, error: type[MobiusError] = CheckpointError, *, most: int = MAX_BYTES) -> str:
+def read_text(path: Path, error: type[MobiusError] = CheckpointError, *, max_bytes: int = MAX_BYTES) -> str:
     """Contents of a UTF-8 file. Raises `error`, which names the file and the reason."""
     try:
-        return read_bytes(path, most).decode("utf-8")
+        return read_bytes(path, max_bytes).decode("utf-8")
     except UnicodeDecodeError as problem:
         raise error(f"{path} is no UTF-8 text: byte {problem.start} is wrong. Get the file anew.") from problem
     except (OSError, ValueError) as problem:  # ValueError: no file can have this name

@@ -58,7 +58,7 @@ def address_reserve() -> int:
     return _ADDRESSES_PER_THREAD * (8 + len(os.sched_getaffinity(0)))
 
 
-def met_limit(error: BaseException) -> MobiusError | None:
+def limit_error_from(error: BaseException) -> MobiusError | None:
     """The message for an error that a limit of the system has caused, or whose cause has; None for another one."""
     if isinstance(error, HostMemoryError | GpuMemoryError | LimitError):
         return None  # it says so itself

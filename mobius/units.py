@@ -6,7 +6,7 @@ GIB = 2**30
 _UNITS = (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10))
 
 
-def bytes_text(num_bytes: float, *, digits: int = 1) -> str:
+def format_bytes(num_bytes: float, *, digits: int = 1) -> str:
     """`30.4 GiB`, or `512.0 MiB` where there is less than one GiB; with so many digits behind the point."""
     for name, size in _UNITS:
         if num_bytes >= size:
@@ -14,19 +14,19 @@ def bytes_text(num_bytes: float, *, digits: int = 1) -> str:
     return f"{num_bytes:.0f} byte{'s' if num_bytes != 1 else ''}" if num_bytes else f"{0:.{digits}f} GiB"
 
 
-def bytes_sum(parts: Sequence[tuple[str, int]]) -> str:
+def format_bytes_sum(parts: Sequence[tuple[str, int]]) -> str:
     """`weights 3.50 + messages 0.02 = 3.52 GiB`; the sum's unit is every part's, but for those it would make zero."""
-    total = bytes_text(sum(num_bytes for _, num_bytes in parts), digits=2)
+    total = format_bytes(sum(num_bytes for _, num_bytes in parts), digits=2)
     size = next((size for name, size in _UNITS if total.endswith(name)), 1)
 
     def shown(num_bytes: int) -> str:
         in_unit = f"{num_bytes / size:.2f}"
-        return bytes_text(num_bytes, digits=2) if num_bytes and float(in_unit) == 0 else in_unit
+        return format_bytes(num_bytes, digits=2) if num_bytes and float(in_unit) == 0 else in_unit
 
     return f"{' + '.join(f'{name} {shown(num_bytes)}' for name, num_bytes in parts)} = {total}"
 
 
-def gib_cell(num_bytes: int) -> str:
+def format_gib(num_bytes: int) -> str:
     """A cell of a table in GiB: two digits behind the point, and `<0.01` for what they would make zero."""
     text = f"{num_bytes / GIB:.2f}"
     return "<0.01" if num_bytes and float(text) == 0 else text

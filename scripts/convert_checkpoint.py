@@ -33,20 +33,20 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from mobius.atomic_files import sync_to_disk
 from mobius.checkpoints.files import (
     STATE_DTYPES,
     FileRecord,
     StageFiles,
     StageParameter,
     plan_files,
-    told_as,
+    translate_file_errors,
     write_stage,
 )
-from mobius.checkpoints.folders import begin, checkpoint_path, complete, discard, open_checkpoint
+from mobius.checkpoints.folders import checkpoint_path, commit_checkpoint, create_partial, discard, open_checkpoint
 from mobius.checkpoints.manifest import MANIFEST_FILE, Manifest
 from mobius.errors import CheckpointError, MobiusError, first_line
-from mobius.models.base_files import read_json_object
-from mobius.writing import sync_to_disk
+from mobius.models.model_files import read_json_object
 
 CARRIED = "mobius"
 """The folder inside torch's that has the checkpoint's files without tensors."""
@@ -66,9 +66,9 @@ def to_dcp(checkpoint: Path, folder: Path) -> None:
         with safe_open(checkpoint / record.file_name, framework="pt") as file:  # mapped: read as it is written
             tensors |= {name: file.get_tensor(name) for name in record.checksums}
     try:
-        with told_as("write to", partial):
+        with translate_file_errors("write to", partial):
             partial.mkdir(parents=True)
-            with torchs_errors("write to", partial):
+            with translate_torch_errors("write to", partial):
                 save(tensors, storage_writer=FileSystemWriter(partial), no_dist=True)
             for name in (*(other.file_name for other in reader.manifest.others), MANIFEST_FILE):
                 target = partial / CARRIED / name
@@ -102,11 +102,11 @@ def from_dcp(folder: Path, checkpoint: Path) -> list[str]:
             f"{checkpoint_path(checkpoint.parent, manifest.step)}."
         )
     dtype: torch.dtype = getattr(torch, manifest.dtype)
-    with torchs_errors("read", folder):
+    with translate_torch_errors("read", folder):
         parameters = parameters_of(FileSystemReader(folder).read_metadata(), manifest)
-    partial = begin(checkpoint.parent, manifest.step)
+    partial = create_partial(checkpoint.parent, manifest.step)
     try:
-        with told_as("write to", partial):
+        with translate_file_errors("write to", partial):
             for other in manifest.others:
                 if other.file_name not in INDEXES:
                     target = partial / other.file_name
@@ -118,7 +118,9 @@ def from_dcp(folder: Path, checkpoint: Path) -> list[str]:
             for part in (*stage.model, *stage.optimizer):  # a file at a time is in memory
                 tensors = read_dcp(folder, part.names, shapes, dtype)
                 records += write_stage(partial, StageFiles(stage.stage, (part,), ()), tensors)
-        complete(partial, replace(manifest, files=tuple(records), others=()), parameters=parameters, dtype=dtype)
+        commit_checkpoint(
+            partial, replace(manifest, files=tuple(records), others=()), parameters=parameters, dtype=dtype
+        )
     except BaseException:
         discard(partial)
         raise
@@ -161,7 +163,7 @@ def read_dcp(
         is_state = full_name not in shapes
         shape, its_dtype = (shapes[name], STATE_DTYPES[key]) if is_state else (shapes[full_name], dtype)
         tensors[full_name] = torch.empty(shape, dtype=its_dtype)
-    with torchs_errors("read", folder):
+    with translate_torch_errors("read", folder):
         load(tensors, storage_reader=FileSystemReader(folder), no_dist=True)
     return tensors
 
@@ -173,9 +175,9 @@ def refuse_existing(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def torchs_errors(doing: str, path: Path) -> Iterator[None]:
+def translate_torch_errors(doing: str, path: Path) -> Iterator[None]:
     """Turn whatever torch raises into CheckpointError, and leave out its warning that there is one process."""
-    with warnings.catch_warnings(action="ignore", category=UserWarning), told_as(doing, path):
+    with warnings.catch_warnings(action="ignore", category=UserWarning), translate_file_errors(doing, path):
         try:
             yield
         except CheckpointException as error:  # no Exception; it has those of all ranks

@@ -32,8 +32,7 @@ from started_ranks import (
     NUM_RANKS,
     ROOT,
     SHARED_MEMORY,
-    Started,
-    comes,
+    StartedRun,
     descendants,
     end_descendants,
     import_everything,
@@ -41,6 +40,7 @@ from started_ranks import (
     left_in_shared_memory,
     start,
     take_own_shared_memory,
+    wait_until,
 )
 
 STEPS, SAVE_STEPS, KEPT = 12, 3, 2
@@ -200,7 +200,7 @@ class Trial:
         life = self._new_life("launched" if is_launched else "forked")
         begin = time.monotonic()
         started = start(life, [*self._options, "--save_total_limit", "0"], is_launched=is_launched)
-        if not comes(started.is_over, HANG_SECONDS) or started.code():
+        if not wait_until(started.is_over, HANG_SECONDS) or started.code():
             raise TrialError(f"the run that was left alone failed:\n{started.output}")
         self._seconds[is_launched] = time.monotonic() - begin
         found = {path.name: state_of(path) for path in (life / "out").glob("checkpoint-*")}
@@ -242,19 +242,19 @@ class Trial:
     def _has_checkpoint(self, out: Path) -> bool:
         from mobius.checkpoints.folders import find_checkpoints
 
-        return bool(find_checkpoints(out).good)
+        return bool(find_checkpoints(out).valid)
 
-    def _kill_at_random(self, started: Started, out: Path) -> bool:
+    def _kill_at_random(self, started: StartedRun, out: Path) -> bool:
         """Kill one process at a random moment; False if the run ends before."""
         draw = self._draw
         if draw.random() < SHARE_AT_A_SAVE:
             for _ in range(draw.randint(1, STEPS // SAVE_STEPS)):
                 for wanted in (False, True):
-                    comes(lambda: started.is_over() or is_saving(out, started) is wanted, HANG_SECONDS)  # noqa: B023
+                    wait_until(lambda: started.is_over() or is_saving(out, started) is wanted, HANG_SECONDS)  # noqa: B023
             time.sleep(draw.uniform(0, 0.2))
         else:
             end = time.monotonic() + draw.uniform(0, self._seconds[started.is_launched])
-            comes(lambda: started.is_over() or time.monotonic() > end, HANG_SECONDS)
+            wait_until(lambda: started.is_over() or time.monotonic() > end, HANG_SECONDS)
         if started.is_over():
             return False
         name, process = draw.choice(sorted(started.victims().items()))
@@ -272,11 +272,11 @@ class Trial:
                     os.kill(other, signal.SIGKILL)
         return True
 
-    def _see_the_end(self, started: Started) -> None:
+    def _see_the_end(self, started: StartedRun) -> None:
         """Wait for the end of the run; all of it has to end with it."""
-        if not comes(started.is_over, HANG_SECONDS):
+        if not wait_until(started.is_over, HANG_SECONDS):
             raise TrialError(f"a run hangs:\n{started.output}")
-        if not comes(lambda: not descendants(), END_SECONDS, pause=0.02):
+        if not wait_until(lambda: not descendants(), END_SECONDS, pause=0.02):
             raise TrialError(f"a minute after the end these processes live: {descendants()}\n{started.output}")
 
     def _check_checkpoints(self, out: Path) -> None:
@@ -284,9 +284,9 @@ class Trial:
         from mobius.checkpoints.folders import find_checkpoints
 
         found = find_checkpoints(out)
-        if found.bad:
-            raise TrialError(f"a checkpoint that is not complete has its name: {found.bad}")
-        for path, _ in found.good:
+        if found.invalid:
+            raise TrialError(f"a checkpoint that is not complete has its name: {found.invalid}")
+        for path, _ in found.valid:
             expected, own = dict(self._checkpoints[path.name]), state_of(path)
             compare(str(path), expected, own)
             self._counts["checkpoints compared"] += 1
@@ -297,11 +297,11 @@ class Trial:
         if left:
             raise TrialError(f"left behind: {', '.join(left)}")
         # Programs beside this one leave files there, too, for a moment.
-        if not comes(lambda: not left_in_shared_memory(self._shared), END_SECONDS, pause=0.5):
+        if not wait_until(lambda: not left_in_shared_memory(self._shared), END_SECONDS, pause=0.5):
             raise TrialError(f"left in shared memory: {', '.join(left_in_shared_memory(self._shared))}")
 
 
-def is_saving(out: Path, started: Started) -> bool:
+def is_saving(out: Path, started: StartedRun) -> bool:
     """Whether a checkpoint is being written, named or removed; what an earlier start left there is none."""
     with contextlib.suppress(OSError):
         names = os.listdir(out)
@@ -309,7 +309,7 @@ def is_saving(out: Path, started: Started) -> bool:
     return False
 
 
-def phase_of(out: Path, started: Started) -> str:
+def phase_of(out: Path, started: StartedRun) -> str:
     """Whatever a run does now."""
     output = started.output
     if is_saving(out, started):

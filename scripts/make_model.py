@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mobius.models.shapes.known import PUBLISHED, SHORT_NAMES
+from mobius.models.shapes.published_shapes import PUBLISHED_SHAPES, SHORT_NAMES
 
 _TINY = {
     "hidden_size": 64,
@@ -48,7 +48,7 @@ _ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_m
 
 def fields_of(size: str, num_layers: int | None = None) -> dict[str, Any]:
     """Fields of such a model's config.json."""
-    fields: dict[str, Any] = dict(TINY[size] if size in TINY else PUBLISHED[SHORT_NAMES[size]])
+    fields: dict[str, Any] = dict(TINY[size] if size in TINY else PUBLISHED_SHAPES[SHORT_NAMES[size]])
     architecture = f"{_ARCHITECTURES[fields['model_type']]}ForCausalLM"
     fields["num_hidden_layers"] = num_layers or fields["num_hidden_layers"]
     return {"tie_word_embeddings": False, **fields, "architectures": [architecture], "dtype": "bfloat16"}

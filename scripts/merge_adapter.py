@@ -38,7 +38,7 @@ def _merge(folder: Path, output: Path, base: str | None, dtype: str) -> None:
     from mobius.config.config import Dtype, ModelConfig
     from mobius.errors import CheckpointError
     from mobius.machine.devices import TORCH_DTYPES
-    from mobius.models.adapters.files import AdapterFolder, Base, check_base
+    from mobius.models.adapters.peft_folder import AdapterBase, AdapterFolder, check_base
     from mobius.models.blocks import ModelParts
     from mobius.models.families import load_model_config, locate_model
     from mobius.output.adapters.merged import check_free, merge_adapter
@@ -49,7 +49,7 @@ def _merge(folder: Path, output: Path, base: str | None, dtype: str) -> None:
     if not isinstance(name, str) or not name:
         raise CheckpointError(f"{folder} names no base; give --base")
     base_folder = locate_model(name)
-    check_base(folder, Base.of(name, base_folder))
+    check_base(folder, AdapterBase.of(name, base_folder))
     parts = ModelParts(load_model_config(base_folder, ModelConfig(model_path=name)), torch.device("cpu"))
     merge_adapter(adapter, base_folder, parts, output, dtype=TORCH_DTYPES[Dtype(dtype)])
 

@@ -33,13 +33,13 @@ from transformers import (  # noqa: E402
 from mobius.config.cli import parse_args  # noqa: E402
 from mobius.config.config import Config, OptimConfig  # noqa: E402
 from mobius.config.validation import resolve_epochs  # noqa: E402
-from mobius.data.batches import Batch, Batches  # noqa: E402
+from mobius.data.batches import Batch, TrainingBatches  # noqa: E402
 from mobius.machine.devices import TORCH_DTYPES  # noqa: E402
-from mobius.models.families import attention_with_cap  # noqa: E402
+from mobius.models.families import softcap_attention_implementation  # noqa: E402
 from mobius.training.data import RunData  # noqa: E402
 
 
-def make_batches(config: Config) -> Batches:
+def make_batches(config: Config) -> TrainingBatches:
     """The batches of the run that `config` describes."""
     tokenizer = AutoTokenizer.from_pretrained(config.model.model_path, trust_remote_code=False)
     tokenizer.pad_token_id = tokenizer.pad_token_id or 0
@@ -49,7 +49,7 @@ def make_batches(config: Config) -> Batches:
 
 def load_model(folder: str, dtype: torch.dtype) -> PreTrainedModel:
     """The model of `folder`, with all that its configuration says of attention."""
-    attention = attention_with_cap(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    attention = softcap_attention_implementation(AutoConfig.from_pretrained(folder, trust_remote_code=False))
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation=attention, trust_remote_code=False
     )
@@ -59,10 +59,10 @@ def load_model(folder: str, dtype: torch.dtype) -> PreTrainedModel:
 def parts_of(batch: Batch, num_chunks: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Tokens and labels [b, L] that a model takes at a time: a microbatch, or a sample of a packed row by itself."""
     tokens, labels = torch.from_numpy(batch.input_ids), torch.from_numpy(batch.labels)
-    if batch.documents is None:
+    if batch.document_lengths is None:
         yield from zip(tokens.chunk(num_chunks), labels.chunk(num_chunks), strict=True)
         return
-    for row, lengths in enumerate(batch.documents):
+    for row, lengths in enumerate(batch.document_lengths):
         ends = accumulate(lengths, initial=0)
         for start, end in pairwise(ends):
             yield tokens[row : row + 1, start:end], labels[row : row + 1, start:end]

@@ -27,43 +27,43 @@ from typing import Any
 if importlib.util.find_spec("mobius") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-INTERRUPTED = 130
+INTERRUPTED_EXIT_CODE = 130
 """The exit code after Ctrl-C or SIGTERM, as that of the ranks."""
-FINAL = (2, 3, INTERRUPTED)
+FINAL_EXIT_CODES = (2, 3, INTERRUPTED_EXIT_CODE)
 """Exit codes of ranks that would be the same after a restart: a wrong option, nothing to save, an interruption."""
-STOOD_STILL = 75
+STALLED_EXIT_CODE = 75
 """The exit code of ranks that ended because the run stood still; after a restart it may go on."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-PRESS_SECONDS = 2.0
+DUPLICATE_SIGNAL_SECONDS = 2.0
 """Longest time in which one press of Ctrl-C arrives twice, from the terminal and from a program that forwards it."""
 
 
-class Interruptions:
+class SignalForwarder:
     """What signals do to the ranks of now, and how many have come."""
 
     def __init__(self) -> None:
         self.count = 0
         self._processes: list[int] = []
         self._idle = ""
-        self._last = -PRESS_SECONDS
+        self._last = -DUPLICATE_SIGNAL_SECONDS
         self._heeded: list[signal.Signals] = []
 
     def watch(self) -> None:
         """Heed signals; those that this process was started to ignore stay so, as for a job in the background."""
         self._heeded = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-        self.heed()
-        self.concern_none("interrupted before the ranks started: nothing is left")
+        self.install_handlers()
+        self.exit_on_signal("interrupted before the ranks started: nothing is left")
 
-    def heed(self) -> None:
+    def install_handlers(self) -> None:
         """Take the signals over again from torchrun, which takes them whenever it starts ranks."""
         for number in self._heeded:
             signal.signal(number, self._forward)
 
-    def concern(self, processes: Sequence[int]) -> None:
+    def forward_to(self, processes: Sequence[int]) -> None:
         """From now on signals are for these processes."""
         self._processes = list(processes)
 
-    def concern_none(self, text: str) -> None:
+    def exit_on_signal(self, text: str) -> None:
         """From now on a signal ends this process, which has no ranks, with `text`."""
         self._processes, self._idle = [], text
 
@@ -75,15 +75,15 @@ class Interruptions:
     def _forward(self, number: int, _frame: object) -> None:
         now = time.monotonic()
         if number == signal.SIGHUP:
-            from mobius.interruption import leave_terminal
+            from mobius.signal_handling import redirect_closed_terminal
 
-            leave_terminal()
-        if now - self._last > PRESS_SECONDS:
+            redirect_closed_terminal()
+        if now - self._last > DUPLICATE_SIGNAL_SECONDS:
             self.count, self._last = self.count + 1, now
         if not self._processes:
             sys.stderr.write(f"{self._idle}\n")
             sys.stderr.flush()
-            os._exit(INTERRUPTED)
+            os._exit(INTERRUPTED_EXIT_CODE)
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, number if self.count < 3 else signal.SIGKILL)
@@ -99,10 +99,10 @@ class RanksEndedError(Exception):
 
 def main(argv: Sequence[str]) -> int:
     """Run torchrun to its end; returns the exit code of the rank that ended first, 128 + N if signal N ended it."""
-    interruptions = Interruptions()
+    interruptions = SignalForwarder()
     interruptions.watch()
     # Only now: Ctrl-C may come into the seconds that the imports take.
-    from mobius.ranks import launcher_waits, prepare_environment
+    from mobius.ranks import mark_launcher_as_patient, prepare_environment
 
     prepare_environment()
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -115,21 +115,21 @@ def main(argv: Sequence[str]) -> int:
     if arguments.master_port == 0:
         arguments.master_port = free_port()
     logging.disable(logging.ERROR)
-    launcher_waits()
+    mark_launcher_as_patient()
     try:
-        leave_word = met_nodes(arguments)
+        post_failure = join_nodes(arguments)
         agent = api.LocalElasticAgent  # type: ignore[attr-defined]
-        api.LocalElasticAgent = patient_agent(agent, interruptions, leave_word)  # type: ignore[assignment,attr-defined]
+        api.LocalElasticAgent = patient_agent(agent, interruptions, post_failure)  # type: ignore[assignment,attr-defined]
         run(arguments)
     except TransportError as error:
         sys.stderr.write(f"{error}\n")
         return 1
     except RanksEndedError as end:
         interruptions.ignore()
-        return tell_end(end.rank, end.code, is_interrupted=interruptions.count > 0)
+        return report_exit(end.rank, end.code, is_interrupted=interruptions.count > 0)
     except SignalException as error:  # the terminal is gone, or the ranks were just being started
         interruptions.ignore()
-        return tell_end(0, -error.sigval, is_interrupted=True)
+        return report_exit(0, -error.sigval, is_interrupted=True)
     return 0
 
 
@@ -140,7 +140,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def met_nodes(arguments: Any) -> Callable[[int, str], None]:
+def join_nodes(arguments: Any) -> Callable[[int, str], None]:
     """Meet the launchers of the other nodes, if torchrun has numbers for them; raises TransportError.
 
     Returns what leaves a word for the ranks of all nodes: the number of restarts so far, and the text.
@@ -150,39 +150,39 @@ def met_nodes(arguments: Any) -> Callable[[int, str], None]:
     config, *_ = config_from_args(arguments)
     if config.max_nodes == 1 or config.min_nodes != config.max_nodes or config.rdzv_backend != "static":
         return lambda restarts, text: None
-    from mobius.messages.meeting import leave_at
-    from mobius.messages.node_meeting import MEETING_SECONDS, Node, NodeMeeting
+    from mobius.messages.node_rendezvous import RENDEZVOUS_SECONDS, Node, NodeRendezvous
+    from mobius.messages.rendezvous import post_failure_at
 
     own = Node(socket.gethostname(), config.max_nodes, config.nproc_per_node)
-    node, seconds = int(config.rdzv_configs["rank"]), float(config.rdzv_configs.get("timeout", MEETING_SECONDS))
+    node, seconds = int(config.rdzv_configs["rank"]), float(config.rdzv_configs.get("timeout", RENDEZVOUS_SECONDS))
 
     def tell(line: str) -> None:
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
 
-    store = NodeMeeting(config.rdzv_endpoint, node, own, seconds=seconds, tell=tell).meet()
-    return lambda restarts, text: leave_at(store, restarts, f"node {node} ({own.host}): {text}")
+    store = NodeRendezvous(config.rdzv_endpoint, node, own, seconds=seconds, tell=tell).join()
+    return lambda restarts, text: post_failure_at(store, restarts, f"node {node} ({own.host}): {text}")
 
 
 def patient_agent(
     agent_class: type,
-    interruptions: Interruptions,
-    leave_word: Callable[[int, str], None] = lambda restarts, text: None,
+    interruptions: SignalForwarder,
+    post_failure: Callable[[int, str], None] = lambda restarts, text: None,
 ) -> type:
     """The agent of torchrun, with signals left to the ranks, and with restarts only where they can help.
 
-    `leave_word` is told which rank of this node ended, for those of others.
+    `post_failure` is told which rank of this node ended, for those of others.
     """
-    from mobius.ranks import let_launcher_keep
+    from mobius.ranks import keep_ignored_signals
 
     class PatientAgent(agent_class):
         num_restarts = 0
 
         def _start_workers(self, worker_group: Any) -> dict[int, Any]:
-            let_launcher_keep([s.name for s in signal.Signals if signal.getsignal(s) == signal.SIG_IGN])
+            keep_ignored_signals([s.name for s in signal.Signals if signal.getsignal(s) == signal.SIG_IGN])
             started: dict[int, Any] = super()._start_workers(worker_group)
-            interruptions.concern(list(started.values()))
-            interruptions.heed()
+            interruptions.forward_to(list(started.values()))
+            interruptions.install_handlers()
             return started
 
         def _monitor_workers(self, worker_group: Any) -> Any:
@@ -191,14 +191,14 @@ def patient_agent(
                 return result
             rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
             limit = worker_group.spec.max_restarts
-            is_end = bool(interruptions.count) or failure.exitcode in FINAL or self.num_restarts == limit
+            is_end = bool(interruptions.count) or failure.exitcode in FINAL_EXIT_CODES or self.num_restarts == limit
             # Other nodes may start theirs again, and would wait for these.
             for restarts in range(self.num_restarts, (limit if is_end else self.num_restarts) + 1):
-                leave_word(restarts, describe_failure(rank, failure.exitcode))
+                post_failure(restarts, describe_failure(rank, failure.exitcode))
             if is_end:
                 raise RanksEndedError(rank, failure.exitcode)
             self.num_restarts += 1
-            interruptions.concern_none("interrupted before the ranks started again: what they had saved is there")
+            interruptions.exit_on_signal("interrupted before the ranks started again: what they had saved is there")
             line = describe_failure(rank, failure.exitcode)
             sys.stderr.write(f"{line}; they start again ({self.num_restarts} of {limit} times)\n")
             return result
@@ -206,19 +206,19 @@ def patient_agent(
     return PatientAgent
 
 
-def tell_end(rank: int, code: int, *, is_interrupted: bool) -> int:
+def report_exit(rank: int, code: int, *, is_interrupted: bool) -> int:
     """Say what the ranks have not said themselves; returns the exit code. `code` is negative for a signal's number."""
     if is_interrupted and -code in SIGNALS:
         sys.stderr.write("interrupted before the ranks were ready, or after they were done\n")
-    elif code != INTERRUPTED and not (is_interrupted and code < 0):
+    elif code != INTERRUPTED_EXIT_CODE and not (is_interrupted and code < 0):
         sys.stderr.write(describe_failure(rank, code) + "\n")
         return exit_code(code)
-    return INTERRUPTED
+    return INTERRUPTED_EXIT_CODE
 
 
 def describe_failure(rank: int, code: int) -> str:
     """The line for the user; `code` is negative where a signal ended the process."""
-    if code == STOOD_STILL:
+    if code == STALLED_EXIT_CODE:
         return "the run stood still: above, each rank tells where it was; all ranks have ended"
     if code >= 0:
         return f"rank {rank} ended first, with exit code {code}; all ranks were stopped"

@@ -13,7 +13,7 @@ if importlib.util.find_spec("mobius") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mobius.errors import MobiusError, ScheduleError
-from mobius.log import drop, printable
+from mobius.log import printable, redirect_to_devnull
 from mobius.output.schedule_picture import draw_schedule
 from mobius.schedule import Schedule, build_schedule
 from mobius.schedule.render import render_text
@@ -62,18 +62,20 @@ def make_schedule(arguments: argparse.Namespace) -> Schedule:
     if not 0 <= num_resident <= num_stages // num_ranks:
         raise ScheduleError(f"--resident_stages {num_resident}: each GPU has {num_stages // num_ranks} stages")
     resident = range(num_resident * num_ranks)
-    num_stashed = arguments.stashed_stages
-    if not 0 <= num_stashed <= num_stages // num_ranks:
-        raise ScheduleError(f"--stashed_stages {num_stashed}: each GPU has {num_stages // num_ranks} stages")
+    num_offloading_activations = arguments.stashed_stages
+    if not 0 <= num_offloading_activations <= num_stages // num_ranks:
+        raise ScheduleError(
+            f"--stashed_stages {num_offloading_activations}: each GPU has {num_stages // num_ranks} stages"
+        )
     return build_schedule(
         num_ranks,
         num_stages // num_ranks,
         arguments.num_chunks,
         num_slots,
         resident,
-        num_rounds=arguments.num_rounds,
+        accumulation_rounds=arguments.num_rounds,
         num_slices=arguments.num_slices,
-        stashed=range(min(num_stashed * num_ranks, num_stages - 1)),
+        offloaded_activation_stages=range(min(num_offloading_activations * num_ranks, num_stages - 1)),
     )
 
 
@@ -99,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader (head, less) has seen enough; without this Python complains once more when it flushes at exit.
-        drop(sys.stdout)
+        redirect_to_devnull(sys.stdout)
     except (MobiusError, OSError) as error:
         print(f"error: {printable(str(error), sys.stderr)}", file=sys.stderr)
         return 2

@@ -16,7 +16,7 @@ if importlib.util.find_spec("mobius") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mobius.log import printable
-from mobius.machine.mapping import choose_order
+from mobius.machine.cross_mapping import choose_order
 from mobius.machine.topology import Topology
 from mobius.ranks import visible_devices
 
@@ -36,7 +36,7 @@ def look(arguments: argparse.Namespace) -> Topology:
         return Topology.from_json(arguments.input.read_text())
     import torch
 
-    from mobius.machine.load_probe import add_measurement
+    from mobius.machine.load_probe import add_measured_slowdowns
     from mobius.machine.read_topology import read_topology
 
     found = torch.cuda.device_count()
@@ -44,7 +44,7 @@ def look(arguments: argparse.Namespace) -> Topology:
     if not 1 <= num_gpus <= found:
         raise ValueError(f"torch sees {found} GPUs; {num_gpus} cannot be shown")
     topology = read_topology(num_gpus)
-    return add_measurement(topology) if arguments.probe else topology
+    return add_measured_slowdowns(topology) if arguments.probe else topology
 
 
 def main(argv: list[str] | None = None) -> int:

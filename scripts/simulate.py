@@ -1,6 +1,6 @@
 """Predicts a step on GPUs one may not have: seconds, waits, memory, and what limits it; needs no GPU.
 
-Every number is an estimate from data sheets and from shares measured on H200s (mobius/plan/cards.py). It takes the
+Every number is an estimate from data sheets and from shares measured on H200s (mobius/plan/gpu_specs.py). It takes the
 options of main.py, and those below. Options that take several values give a row for each combination, told as soon as
 it is known. With --nodes,
 --batch_size is that of each node, and lines say whether another node pays.
@@ -27,27 +27,33 @@ from mobius.config.cli import given_options, parse_args
 from mobius.config.config import ModelConfig, Packing
 from mobius.config.validation import validate
 from mobius.errors import GpuMemoryError, MobiusError, PlanError
-from mobius.log import drop, printable
+from mobius.log import printable, redirect_to_devnull
 from mobius.models.blocks import ModelParts
 from mobius.models.families import load_planned_config
-from mobius.models.shapes.known import SHORT_NAMES
+from mobius.models.shapes.published_shapes import SHORT_NAMES
 from mobius.output.timeline_picture import draw_timeline
 from mobius.output.trace import predicted_trace, write_trace
-from mobius.plan.budget import estimated_layer, fullest
-from mobius.plan.cards import CARDS, HOST_BANDWIDTH, PCIE_BYTES, Card, Host, find_card
-from mobius.plan.choice import Answer, answer, settle
+from mobius.plan.gpu_specs import GPU_SPECS, HOST_BANDWIDTH, PCIE_BYTES, GpuSpec, Host, find_gpu_spec
+from mobius.plan.memory_estimates import estimated_layer, largest_gpu_estimate
 from mobius.plan.partition import ModelShape
 from mobius.plan.plan_table import format_columns
 from mobius.plan.profile import Profile, ProfileError
+from mobius.plan.replicas.scaling import NodeScaling
 from mobius.plan.replicas.traffic import NODE_LINK
-from mobius.plan.replicas.worth import Worth
 from mobius.plan.request import Machine, PlanRequest
-from mobius.plan.simulation import schedule_of
+from mobius.plan.solver import PlanResult, resolve_auto, solve
+from mobius.plan.step_prediction import build_plan_schedule
 from mobius.planning.dry_run import ROWS_AS_PLANNED
 from mobius.schedule.lanes import WaitCause
 from mobius.units import GIB
 
-USUAL = {"model_path": "7b", "num_stages": "auto", "num_chunks": "auto", "batch_size": "64", "seq_length": "512"}
+DEFAULT_OPTIONS = {
+    "model_path": "7b",
+    "num_stages": "auto",
+    "num_chunks": "auto",
+    "batch_size": "64",
+    "seq_length": "512",
+}
 """Options of main.py that have another default here."""
 HEADER = (
     *("model", "GPUs", "PCIe", "GiB", "stages", "chunks", "slots", "resident", "kept", "s/step", "tokens/s", "MFU"),
@@ -55,7 +61,7 @@ HEADER = (
 )
 WIDEST = {"s/step": "1000.000", "tokens/s": "1,000,000", "MFU": "100 %"}
 """Widest values of columns that may be wider than their heads, and are not known when the head is printed."""
-INTERRUPTED = 130
+INTERRUPTED_EXIT_CODE = 130
 """Exit code after Ctrl-C, as shells have it."""
 
 
@@ -64,7 +70,7 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[st
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--card", nargs="+", default=["H200"], help=f"one or more of {', '.join(CARDS)}")
+    parser.add_argument("--card", nargs="+", default=["H200"], help=f"one or more of {', '.join(GPU_SPECS)}")
     parser.add_argument("--gpus", type=int, default=[4], help="GPUs of a node (default: 4)", nargs="+")
     parser.add_argument(
         "--pcie", type=int, choices=sorted(PCIE_BYTES), nargs="+", help="generation (default: the card's)"
@@ -97,11 +103,11 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[st
     return parser.parse_known_args(argv)
 
 
-def requests(arguments: argparse.Namespace, words: Sequence[str]) -> list[PlanRequest]:
+def make_requests(arguments: argparse.Namespace, words: Sequence[str]) -> list[PlanRequest]:
     """The question of every combination of what was given several times."""
     host = Host(arguments.cores, arguments.host_bandwidth * 1e9)
     given = given_options(words)
-    usual = [word for name, value in USUAL.items() if name not in given for word in (f"--{name}", value)]
+    usual = [word for name, value in DEFAULT_OPTIONS.items() if name not in given for word in (f"--{name}", value)]
     combinations = itertools.product(
         options_of("--model_path", arguments.model_path),
         arguments.card,
@@ -117,7 +123,7 @@ def requests(arguments: argparse.Namespace, words: Sequence[str]) -> list[PlanRe
             model = [*model[:-1], str(Path(model[-1]).parent)]
         machine = Machine(
             gpus,
-            find_card(card),
+            find_gpu_spec(card),
             host=host,
             pcie=pcie,
             num_replicas=nodes,
@@ -165,36 +171,36 @@ def begin_row(request: PlanRequest) -> list[str]:
     ]
 
 
-def card_of(request: PlanRequest) -> Card:
+def card_of(request: PlanRequest) -> GpuSpec:
     """The card that a row is for."""
-    assert request.machine.card is not None
-    return request.machine.card
+    assert request.machine.gpu_spec is not None
+    return request.machine.gpu_spec
 
 
-def row_of(found: Answer) -> list[str]:
+def row_of(found: PlanResult) -> list[str]:
     """One line of the table."""
-    plan, prediction, forecast = found.plan, found.prediction, found.forecast
-    if prediction is None or forecast is None:
+    plan, simulated_steps, step_time_prediction = found.plan, found.simulated_steps, found.step_time_prediction
+    if simulated_steps is None or step_time_prediction is None:
         raise PlanError("no step is predicted: the cards' rates are for formats of two bytes (bf16, fp16).")
     numbers = [number for number in plan.slots if number > 0]
     fewest, most = min(numbers, default="-"), max(numbers, default="-")
     slots = str(most) if fewest == most else f"{fewest}-{most}"
-    waits = [f"{prediction.worst_wait(cause):.3f}" for cause in WaitCause]
+    waits = [f"{simulated_steps.worst_wait(cause):.3f}" for cause in WaitCause]
     return [
         *begin_row(found.request),
         str(plan.num_stages),
         str(plan.num_microbatches),
         slots,
         str(len(plan.resident)),
-        str(len(plan.kept)),
-        f"{prediction.step_seconds:.3f}",
+        str(len(plan.saved_activation_stages)),
+        f"{simulated_steps.step_seconds:.3f}",
         f"{found.tokens_per_second:,.0f}",
         f"{100 * found.mfu:.0f} %",
-        f"{100 * prediction.bubble:.0f} %",
+        f"{100 * simulated_steps.bubble:.0f} %",
         *waits,
-        f"{fullest(found.needs).total / GIB:.1f}",
-        f"{found.host.total / GIB:.0f}",
-        f"{forecast.limit} ({100 * forecast.gain:.0f} % by 10 % more)",
+        f"{largest_gpu_estimate(found.gpu_estimates).total / GIB:.1f}",
+        f"{found.host_estimate.total / GIB:.0f}",
+        f"{step_time_prediction.bottleneck} ({100 * step_time_prediction.gain:.0f} % by 10 % more)",
     ]
 
 
@@ -235,37 +241,37 @@ class Progress:
 
 
 @dataclass
-class Told:
+class TableNotes:
     """Lines for below the table, and the answer that a picture is drawn of."""
 
-    last: Answer | None = None
+    last: PlanResult | None = None
     details: list[str] = field(default_factory=list)
-    alone: Answer | None = None
+    alone: PlanResult | None = None
     """The last answer for one node."""
-    worths: list[Worth] = field(default_factory=list)
+    worths: list[NodeScaling] = field(default_factory=list)
 
-    def compare(self, found: Answer, name: str) -> None:
+    def compare(self, found: PlanResult, name: str) -> None:
         """Lay an answer for several nodes beside that for one, which came before."""
         request = found.request
         if request.machine.num_nodes == 1:
             self.alone = found
         elif self.alone is not None:
-            worth = Worth(found, self.alone)
+            worth = NodeScaling(found, self.alone)
             tokens = f"{request.step_tokens:,} tokens per step and node"
             self.worths.append(worth)
             self.details.append(f"{name}, {request.machine.node_link:g} GB/s, {tokens}: {worth.describe()}")
 
 
-def print_rows(cases: Sequence[PlanRequest], table: Table, progress: Progress, measured: Profile | None) -> Told:
+def print_rows(cases: Sequence[PlanRequest], table: Table, progress: Progress, measured: Profile | None) -> TableNotes:
     """Predict one case after the other, and print what comes out."""
-    told = Told()
+    told = TableNotes()
     for request in cases:
         asked = begin_row(request)
         name = " ".join(asked[:2])
         progress.begin(*asked[:2])
         try:
-            settled = settle(request, measured=measured)
-            found = answer(settled, layer=estimated_layer(settled), profile=measured)
+            settled = resolve_auto(request, measured=measured)
+            found = solve(settled, layer=estimated_layer(settled), profile=measured)
             row = row_of(found)
             told.last = found
             told.compare(found, name)
@@ -283,23 +289,23 @@ def print_rows(cases: Sequence[PlanRequest], table: Table, progress: Progress, m
     return told
 
 
-def print_worths(worths: Sequence[Worth]) -> None:
+def print_worths(worths: Sequence[NodeScaling]) -> None:
     """A table of speed-ups over one node: a row for each number of nodes and link, a column for each batch."""
-    batches = list(dict.fromkeys(worth.found.request.step_tokens for worth in worths))
+    batches = list(dict.fromkeys(worth.result.request.step_tokens for worth in worths))
     rows = [["nodes", "GB/s", *(f"{tokens:,} tokens" for tokens in batches)]]
     cells = {
-        (w.nodes, w.found.request.machine.node_link, w.found.request.step_tokens): f"{w.speed_up:.2f}" for w in worths
+        (w.nodes, w.result.request.machine.node_link, w.result.request.step_tokens): f"{w.speed_up:.2f}" for w in worths
     }
     for nodes, link in dict.fromkeys(key[:2] for key in cells):
         rows.append([str(nodes), f"{link:g}", *(cells.get((nodes, link, tokens), "-") for tokens in batches)])
     print(f"\ntokens per second over those of one node, by tokens per step and node\n{format_columns(rows)}")
 
 
-def draw(found: Answer, arguments: argparse.Namespace) -> None:
+def draw(found: PlanResult, arguments: argparse.Namespace) -> None:
     """Write the picture and the trace file of the predicted step."""
-    prediction = found.prediction
-    assert prediction is not None
-    trace = predicted_trace(prediction, schedule_of(found.plan), device=card_of(found.request).name)
+    simulated_steps = found.simulated_steps
+    assert simulated_steps is not None
+    trace = predicted_trace(simulated_steps, build_plan_schedule(found.plan), device=card_of(found.request).name)
     if arguments.trace is not None:
         write_trace(arguments.trace, trace)
         print(f"trace written to {arguments.trace}")
@@ -311,7 +317,7 @@ def draw(found: Answer, arguments: argparse.Namespace) -> None:
 def run(arguments: argparse.Namespace, words: Sequence[str], progress: Progress) -> bool:
     """Print the table and what belongs to it; whether anything fits."""
     measured = Profile.from_json(arguments.profile.read_text()) if arguments.profile else None
-    cases = requests(arguments, words)
+    cases = make_requests(arguments, words)
     progress.num_rows = len(cases)
     table = Table([begin_row(case) for case in cases])
     table.print_row(HEADER)
@@ -337,9 +343,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if run(arguments, words, progress) else 1
     except KeyboardInterrupt:
         print(f"stopped: {progress.num_done} of {progress.num_rows} rows were computed", file=sys.stderr)
-        return INTERRUPTED
+        return INTERRUPTED_EXIT_CODE
     except BrokenPipeError:  # the reader (head, less) has seen enough
-        drop(sys.stdout)
+        redirect_to_devnull(sys.stdout)
         return 0
     except (MobiusError, ProfileError, OSError) as error:
         print(f"error: {printable(str(error), sys.stderr)}", file=sys.stderr)

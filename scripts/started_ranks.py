@@ -84,7 +84,7 @@ def run_as_rank(words: list[str]) -> NoReturn:
 
 
 @dataclass
-class Started:
+class StartedRun:
     """One start of a run: its processes by name (`rank 0`, `launcher`), and the file that they print to."""
 
     output_file: Path
@@ -120,9 +120,9 @@ class Started:
         return self.processes | {f"rank {rank}": child for rank, child in ranks_of(self.processes["launcher"])}
 
 
-def start(folder: Path, options: list[str], *, is_launched: bool) -> Started:
+def start(folder: Path, options: list[str], *, is_launched: bool) -> StartedRun:
     """Start a run in `folder`."""
-    started = Started(folder / f"output-{time.monotonic_ns()}.txt", is_launched=is_launched)
+    started = StartedRun(folder / f"output-{time.monotonic_ns()}.txt", is_launched=is_launched)
     started.output_file.touch()
     variables = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
     port = str(free_port())
@@ -214,7 +214,7 @@ def end_descendants() -> None:
             os.kill(process, signal.SIGKILL)
 
 
-def comes(condition: Callable[[], object], seconds: float, *, pause: float = 0.002) -> bool:
+def wait_until(condition: Callable[[], object], seconds: float, *, pause: float = 0.002) -> bool:
     """Whether a condition comes true within `seconds`."""
     end = time.monotonic() + seconds
     while not condition():

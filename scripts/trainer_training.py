@@ -30,13 +30,13 @@ from transformers import AutoTokenizer, Trainer, TrainingArguments
 from mobius.config.cli import parse_args
 from mobius.config.config import Config, OptimConfig
 from mobius.config.validation import resolve_epochs
-from mobius.data.batches import IGNORED_LABEL, Batches
+from mobius.data.batches import IGNORE_INDEX, TrainingBatches
 
 
 class StepsOfSamples(IterableDataset[dict[str, Tensor]]):
     """Tokens and labels [n, L] of the n samples of each step, those of the pipeline's batches."""
 
-    def __init__(self, batches: Batches, num_steps: int) -> None:
+    def __init__(self, batches: TrainingBatches, num_steps: int) -> None:
         self._batches, self._num_steps = batches, num_steps
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
@@ -45,7 +45,7 @@ class StepsOfSamples(IterableDataset[dict[str, Tensor]]):
             samples = [(tokens[0], labels[0]) for tokens, labels in parts_of(batch, len(batch.input_ids))]
             yield {
                 "input_ids": pad_sequence([tokens for tokens, _ in samples], batch_first=True),
-                "labels": pad_sequence([own for _, own in samples], batch_first=True, padding_value=IGNORED_LABEL),
+                "labels": pad_sequence([own for _, own in samples], batch_first=True, padding_value=IGNORE_INDEX),
             }
 
 

@@ -25,8 +25,8 @@ from harness.text_parts import check_text_part, families_with_text  # noqa: E402
 from harness.tiny_families import causal_families, planned_families  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
-from mobius.models.by_plan.checked import PATH, CheckedFamilies, checked_families  # noqa: E402
-from mobius.models.text_parts import taken  # noqa: E402
+from mobius.models.multimodal import text_config  # noqa: E402
+from mobius.models.structure.checked_families import PATH, CheckedFamilies, checked_families  # noqa: E402
 
 
 def main() -> int:
@@ -42,7 +42,7 @@ def main() -> int:
     if given.beside:
         return _check_beside()
     planned = planned_families()
-    larger = taken.checked_text_parts().keys()
+    larger = text_config.checked_text_parts().keys()
     found = {family: (check_text_part if family in larger else check_family)(family) for family in named or planned}
     _tell(found)
     if named:
@@ -55,7 +55,7 @@ def main() -> int:
         refused[family] = why_no_plan(family, supported)
     checked = CheckedFamilies(transformers.__version__, supported, dict(sorted(refused.items())))
     PATH.write_text(json.dumps(vars(checked), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    taken.PATH.write_text(json.dumps(parts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    text_config.PATH.write_text(json.dumps(parts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     (ROOT / DOCUMENT).write_text(written_table(checked, parts, other_versions()), encoding="utf-8")
     print(f"{len(supported)} families are supported, {len(refused)} are not: {PATH}, {DOCUMENT}")
     return 0
@@ -71,7 +71,7 @@ def _check_text_parts(supported: Mapping[str, object]) -> dict[str, dict[str, st
 
 def _check_beside() -> int:
     """Check what is supported with the installed transformers, and note how it differs from what was found."""
-    checked, parts = checked_families(), taken.checked_text_parts()
+    checked, parts = checked_families(), text_config.checked_text_parts()
     expected = dict(checked.supported) | {name: found for name, found in parts.items() if "parity" in found}
     known = [family for family in expected if family in CONFIG_MAPPING]
     different = {}

@@ -45,7 +45,7 @@ from harness.runs import environment  # noqa: E402
 from mobius.config.cli import given_options, parse_args  # noqa: E402
 from mobius.errors import MobiusError  # noqa: E402
 from mobius.log import setup_logging  # noqa: E402
-from mobius.system_limits import met_limit  # noqa: E402
+from mobius.system_limits import limit_error_from  # noqa: E402
 
 SILENT_SECONDS = 20
 STUCK_SECONDS = 300
@@ -111,7 +111,7 @@ def play(made: FuzzedInput, folder: Path) -> Outcome:
     start, told = time.monotonic(), io.StringIO()
     with (
         _inside(folder),
-        mock.patch("mobius.training.records.draw_training", lambda history, path, *, title: path.touch()),
+        mock.patch("mobius.training.reporting.draw_training", lambda history, path, *, title: path.touch()),
         contextlib.redirect_stdout(told),
         contextlib.redirect_stderr(told),
         _noticing_silence(),
@@ -153,7 +153,7 @@ def _result_of(arguments: list[str]) -> tuple[str, str]:
     except MobiusError as error:
         return ("message" if str(error).strip() else "silent"), str(error)
     except Exception as error:
-        if (limit := met_limit(error)) is None:
+        if (limit := limit_error_from(error)) is None:
             raise
         return "message", str(limit)
 

@@ -32,9 +32,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mobius.atomic_files import follow_umask, sync_to_disk
 from mobius.errors import CheckpointError, reason_of
-from mobius.units import bytes_text
-from mobius.writing import follow_umask, sync_to_disk
+from mobius.units import format_bytes
 
 STATE_DTYPES: Final[Mapping[str, torch.dtype]] = {
     "exp_avg": torch.float32,
@@ -44,9 +44,9 @@ STATE_DTYPES: Final[Mapping[str, torch.dtype]] = {
 }
 """Everything the optimizer may keep of a parameter beside its weights."""
 
-WHOLE_MODEL: Final = "model"
+MODEL_PREFIX: Final = "model"
 """Begin of the names of files with all weights of a model, which transformers loads."""
-TRAINED_PART: Final = "trained"
+TRAINED_PREFIX: Final = "trained"
 """That of files with nothing but what is trained: adapters."""
 
 _MASTER: Final[Mapping[torch.dtype, tuple[str, ...]]] = {
@@ -90,7 +90,7 @@ class StageParameter:
 
 
 @dataclass(frozen=True, slots=True)
-class FilePart:
+class PlannedFile:
     """One file, and the full names of the tensors in it."""
 
     file_name: str
@@ -102,8 +102,8 @@ class StageFiles:
     """Everything that one stage writes; both are empty where it has nothing to save."""
 
     stage: int
-    model: tuple[FilePart, ...]
-    optimizer: tuple[FilePart, ...]
+    model: tuple[PlannedFile, ...]
+    optimizer: tuple[PlannedFile, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +125,12 @@ def plan_files(
     *,
     dtype: torch.dtype,
     has_optimizer: bool,
-    weights_name: str = WHOLE_MODEL,
+    weights_prefix: str = MODEL_PREFIX,
     max_file_bytes: int = _MAX_FILE_BYTES,
 ) -> tuple[StageFiles, ...]:
     """Divide `parameters` into files of one stage each, of at most `max_file_bytes` unless one parameter is larger.
 
-    `weights_name` begins the names of those with weights.
+    `weights_prefix` begins the names of those with weights.
 
     Returns one entry per stage, at its index, up to the last stage that has a parameter. All ranks get the same answer
     from the same `parameters`.
@@ -142,12 +142,12 @@ def plan_files(
     trained = [parameter for parameter in by_stage if parameter.is_trained] if has_optimizer else []
     state_bytes = sum(STATE_DTYPES[key].itemsize for key in keys)
     states = _divide([(each, each.state_names(keys)) for each in trained], state_bytes, max_file_bytes)
-    model, optimizer = _named(weights_name, weights), _named("optimizer", states)
+    model, optimizer = _named(weights_prefix, weights), _named("optimizer", states)
     num_stages = max((parameter.stage for parameter in parameters), default=-1) + 1
     return tuple(StageFiles(stage, model.get(stage, ()), optimizer.get(stage, ())) for stage in range(num_stages))
 
 
-def space_needed(parameters: Sequence[StageParameter], dtype: torch.dtype, has_optimizer: bool) -> int:
+def checkpoint_disk_bytes(parameters: Sequence[StageParameter], dtype: torch.dtype, has_optimizer: bool) -> int:
     """Bytes that a checkpoint takes on the disk at the most, with its small files."""
     keys = optimizer_keys(dtype) if has_optimizer else ()
     state_bytes = sum(STATE_DTYPES[key].itemsize for key in keys)
@@ -160,13 +160,14 @@ def space_needed(parameters: Sequence[StageParameter], dtype: torch.dtype, has_o
     return num_bytes
 
 
-def check_space(save_dir: Path, num_bytes: int) -> None:
+def check_disk_space(save_dir: Path, num_bytes: int) -> None:
     """Raise CheckpointError where the disk of `save_dir`, which need not exist yet, has less than `num_bytes` free."""
-    with told_as("write to", save_dir):
+    with translate_file_errors("write to", save_dir):
         free = shutil.disk_usage(nearest_folder(save_dir)).free
     if free < num_bytes:
         raise CheckpointError(
-            f"a checkpoint in {save_dir} needs {bytes_text(num_bytes)}, {bytes_text(free)} is free. Free some space, "
+            f"a checkpoint in {save_dir} needs {format_bytes(num_bytes)}, {format_bytes(free)} is free. Free some "
+            "space, "
             "choose another --save_dir, or keep fewer with --save_total_limit."
         )
 
@@ -219,7 +220,7 @@ def write_stage(
             values = {name: tensors[name].contiguous() for name in part.names}
             sums = {name: beside.submit(checksum, value) for name, value in values.items()}
             num_bytes = sum(value.nbytes for value in values.values())
-            with told_as("write", path, num_bytes):
+            with translate_file_errors("write", path, num_bytes):
                 save_file(values, path, metadata={"format": "pt"})
                 follow_umask(path)  # safetensors makes it readable for its owner alone
                 sync_to_disk(path)
@@ -230,7 +231,7 @@ def write_stage(
 
 
 @contextmanager
-def told_as(doing: str, path: Path, num_bytes: int | None = None) -> Iterator[None]:
+def translate_file_errors(doing: str, path: Path, num_bytes: int | None = None) -> Iterator[None]:
     """Turn errors of the file system and of safetensors into CheckpointError: `cannot write PATH: ...`.
 
     Where the disk is full, the message tells what is free there, and of how many bytes.
@@ -242,14 +243,14 @@ def told_as(doing: str, path: Path, num_bytes: int | None = None) -> Iterator[No
         message = f"cannot {doing} {path}: {reason}"
         is_full = getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC})" in str(error)
         if is_full:
-            needed = "" if num_bytes is None else f"{bytes_text(num_bytes)} were to be written, "
+            needed = "" if num_bytes is None else f"{format_bytes(num_bytes)} were to be written, "
             message += f"; {needed}{_free_text(path)} is free. Free some space there"
         raise CheckpointError(f"{message}.") from error
 
 
 def _free_text(path: Path) -> str:
     try:
-        return bytes_text(shutil.disk_usage(path.parent).free)
+        return format_bytes(shutil.disk_usage(path.parent).free)
     except OSError:
         return "nobody knows what"
 
@@ -274,9 +275,9 @@ def _divide(
     return groups
 
 
-def _named(kind: str, groups: Sequence[tuple[int, tuple[str, ...]]]) -> dict[int, tuple[FilePart, ...]]:
-    parts: dict[int, tuple[FilePart, ...]] = {}
+def _named(kind: str, groups: Sequence[tuple[int, tuple[str, ...]]]) -> dict[int, tuple[PlannedFile, ...]]:
+    parts: dict[int, tuple[PlannedFile, ...]] = {}
     for number, (stage, names) in enumerate(groups, start=1):
         file_name = f"{kind}-{number:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else f"{kind}.safetensors"
-        parts[stage] = (*parts.get(stage, ()), FilePart(file_name, names))
+        parts[stage] = (*parts.get(stage, ()), PlannedFile(file_name, names))
     return parts

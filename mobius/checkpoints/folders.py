@@ -6,7 +6,8 @@
     removing  checkpoint-8 -> checkpoint-8.removed   then that is removed
 
 There is an older one where a run went on from an earlier step. A process can be killed between any two of these, so
-that no name but `checkpoint-STEP` counts, and `remove_leftovers` settles the rest before a run looks for checkpoints:
+that no name but `checkpoint-STEP` counts, and `recover_interrupted_saves` settles the rest before a run looks for
+checkpoints:
 
     checkpoint-8      .partial              .replaced
     any               complete and newer    any          .partial gets its name
@@ -32,13 +33,13 @@ from typing import Final
 
 import torch
 
-from mobius.checkpoints.files import WHOLE_MODEL, FileRecord, StageParameter, plan_files, told_as
+from mobius.atomic_files import sync_to_disk
+from mobius.checkpoints.checkpoint_reader import CheckpointReader
+from mobius.checkpoints.files import MODEL_PREFIX, FileRecord, StageParameter, plan_files, translate_file_errors
 from mobius.checkpoints.manifest import MANIFEST_FILE, Manifest, OtherFile
-from mobius.checkpoints.reading import CheckpointReader
 from mobius.errors import CheckpointError, reason_of
 from mobius.excerpt import listed
-from mobius.models.base_files import read_json_object
-from mobius.writing import sync_to_disk
+from mobius.models.model_files import read_json_object
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +55,13 @@ _RUN_FILES: Final = {"merges.txt", "vocab.txt"}
 class FoundCheckpoints:
     """Checkpoints of a folder: all that can be opened, the newest first, and the others with the reason."""
 
-    good: tuple[tuple[Path, Manifest], ...]
-    bad: tuple[tuple[Path, str], ...]
+    valid: tuple[tuple[Path, Manifest], ...]
+    invalid: tuple[tuple[Path, str], ...]
 
     @property
     def next_save_number(self) -> int:
         """Larger than any that is there; 1 in a new folder."""
-        return max((manifest.save_number for _, manifest in self.good), default=0) + 1
+        return max((manifest.save_number for _, manifest in self.valid), default=0) + 1
 
 
 def checkpoint_path(save_dir: Path, step: int) -> Path:
@@ -73,33 +74,33 @@ def partial_path(save_dir: Path, step: int) -> Path:
     return save_dir / f"checkpoint-{step}{_PARTIAL}"
 
 
-def begin(save_dir: Path, step: int) -> Path:
+def create_partial(save_dir: Path, step: int) -> Path:
     """Make `partial_path` anew, and `save_dir` if there is none; raises CheckpointError.
 
     An empty manifest in it tells a later start whose folder it is, whatever is written first.
     """
     partial = partial_path(save_dir, step)
     discard(partial)
-    with told_as("make", partial):
+    with translate_file_errors("make", partial):
         partial.mkdir(parents=True)
         (partial / MANIFEST_FILE).touch()
     return partial
 
 
 def write_text(partial: Path, file_name: str, text: str) -> None:
-    """Write one of the run's own texts; `complete` syncs it. Raises CheckpointError."""
+    """Write one of the run's own texts; `commit_checkpoint` syncs it. Raises CheckpointError."""
     path = partial / file_name
-    with told_as("write", path, len(text)):
+    with translate_file_errors("write", path, len(text)):
         path.write_text(text, encoding="utf-8")
 
 
-def complete(
+def commit_checkpoint(
     partial: Path,
     manifest: Manifest,
     *,
     parameters: Sequence[StageParameter],
     dtype: torch.dtype,
-    weights_name: str = WHOLE_MODEL,
+    weights_prefix: str = MODEL_PREFIX,
 ) -> Path:
     """Write the indexes and the manifest, sync everything, and give `partial` its final name, which is returned.
 
@@ -115,41 +116,42 @@ def complete(
     weights = {name for parameter in parameters for name in parameter.weight_names}
     totals = {"total_parameters": elements, "total_size": elements * dtype.itemsize}
     _write_index(
-        partial, weights_name, totals, {n: r.file_name for n, r in manifest.tensor_files.items() if n in weights}
+        partial, weights_prefix, totals, {n: r.file_name for n, r in manifest.tensor_files.items() if n in weights}
     )
     states = {n: r.file_name for n, r in manifest.tensor_files.items() if n not in weights}
     _write_index(partial, "optimizer", {}, states)
     path = partial / MANIFEST_FILE
-    with told_as("write", path):
+    with translate_file_errors("write", path):
         text = replace(manifest, others=tuple(_synced_others(partial, manifest))).to_json()
         for folder in (*filter(Path.is_dir, partial.rglob("*")), partial):
             sync_to_disk(folder)
         path.write_text(text, encoding="utf-8")  # torn, it is no JSON or has another checksum
         sync_to_disk(path)
         sync_to_disk(partial)
-    return _give_name(partial)
+    return _publish(partial)
 
 
 def discard(partial: Path) -> None:
     """Remove a folder that is not wanted, if it is there; raises CheckpointError."""
-    with told_as("remove", partial):
+    with translate_file_errors("remove", partial):
         _remove(partial)
 
 
 def find_checkpoints(save_dir: Path) -> FoundCheckpoints:
-    """Checkpoints in `save_dir`, which need not exist; call `remove_leftovers` before where a run may have been killed.
+    """Checkpoints in `save_dir`, which need not exist.
 
+    Call `recover_interrupted_saves` before where a run may have been killed.
     Files are looked for by name and size, and not read. Raises CheckpointError where the folder cannot be listed.
     """
-    good, bad = [], []
+    valid, invalid = [], []
     for path in _entries(save_dir):
         if _NAME.fullmatch(path.name):
             try:
-                good.append((path, _inspected(path)))
+                valid.append((path, _inspected(path)))
             except CheckpointError as error:
-                bad.append((path, str(error)))
-    good.sort(key=lambda found: (found[1].save_number, found[1].step), reverse=True)
-    return FoundCheckpoints(tuple(good), tuple(bad))
+                invalid.append((path, str(error)))
+    valid.sort(key=lambda found: (found[1].save_number, found[1].step), reverse=True)
+    return FoundCheckpoints(tuple(valid), tuple(invalid))
 
 
 def open_checkpoint(path: Path) -> CheckpointReader:
@@ -170,7 +172,7 @@ def open_checkpoint(path: Path) -> CheckpointReader:
     return reader
 
 
-def remove_old(save_dir: Path, *, keep: int, protected: Collection[Path]) -> list[Path]:
+def rotate_checkpoints(save_dir: Path, *, keep: int, protected: Collection[Path]) -> list[Path]:
     """Remove all complete checkpoints but the `keep` newest (0: all stay) and those of `protected`; returns them.
 
     Each is renamed before it is deleted, so that none is ever seen with half of its files. Damaged ones stay. Raises
@@ -179,10 +181,10 @@ def remove_old(save_dir: Path, *, keep: int, protected: Collection[Path]) -> lis
     if not keep:
         return []
     kept = {path.resolve() for path in protected}
-    old = [path for path, _ in find_checkpoints(save_dir).good[keep:] if path.resolve() not in kept]
+    old = [path for path, _ in find_checkpoints(save_dir).valid[keep:] if path.resolve() not in kept]
     for path in old:
         aside = path.with_name(path.name + _REMOVED)
-        with told_as("remove", path):
+        with translate_file_errors("remove", path):
             _remove(aside)
             path.rename(aside)
             sync_to_disk(save_dir)
@@ -190,7 +192,7 @@ def remove_old(save_dir: Path, *, keep: int, protected: Collection[Path]) -> lis
     return old
 
 
-def remove_leftovers(save_dir: Path) -> list[str]:
+def recover_interrupted_saves(save_dir: Path) -> list[str]:
     """Settle what killed runs left, as the table above says; returns a line for each thing that was found.
 
     A folder that no run has left is never touched. Raises CheckpointError.
@@ -202,17 +204,17 @@ def remove_leftovers(save_dir: Path) -> list[str]:
             found.setdefault(name, set()).add(ending)
     lines: list[str] = []
     for name in sorted(found):
-        with told_as("settle", save_dir / name):
-            lines += _settle(save_dir / name, found[name])
+        with translate_file_errors("settle", save_dir / name):
+            lines += _recover(save_dir / name, found[name])
     return lines
 
 
-def _settle(final: Path, endings: Collection[str]) -> Iterator[str]:
+def _recover(final: Path, endings: Collection[str]) -> Iterator[str]:
     partial, aside = (final.with_name(final.name + ending) for ending in (_PARTIAL, _REPLACED))
     has_final = final.exists()
     current, written, replaced = map(_manifest_or_none, (final, partial, aside))
     if written and (current is None or current.save_number < written.save_number):
-        _give_name(partial)
+        _publish(partial)
         yield f"{final}: a killed run had written it completely, and it has its name now."
     elif replaced and not has_final:
         aside.rename(final)
@@ -231,11 +233,11 @@ def _settle(final: Path, endings: Collection[str]) -> Iterator[str]:
             yield f"{path}: {what}, left by a killed run, and removed."
 
 
-def _give_name(partial: Path) -> Path:
+def _publish(partial: Path) -> Path:
     """Rename a complete `partial`; an older checkpoint of its name is removed after that."""
     final = partial.with_name(partial.name.removesuffix(_PARTIAL))
     aside = final.with_name(final.name + _REPLACED)
-    with told_as("rename", partial):
+    with translate_file_errors("rename", partial):
         if had_older := final.exists():
             _remove(aside)
             final.rename(aside)
@@ -286,7 +288,7 @@ def _check_sizes(path: Path, manifest: Manifest) -> None:
     records: tuple[FileRecord | OtherFile, ...] = (*manifest.files, *manifest.others)
     for record in records:
         file = path / record.file_name
-        with told_as("read", file):
+        with translate_file_errors("read", file):
             if not file.is_file():
                 raise CheckpointError(f"{path} is incomplete: {record.file_name} is missing.")
             if (size := file.stat().st_size) != record.num_bytes:
@@ -299,11 +301,11 @@ def _others_text(path: Path) -> str:
     """A sentence that tells the newest good checkpoint in or beside `path`, which is not wanted itself."""
     for folder in (path, path.absolute().parent):
         try:
-            good = [other for other, _ in find_checkpoints(folder).good if other.resolve() != path.resolve()]
+            valid = [other for other, _ in find_checkpoints(folder).valid if other.resolve() != path.resolve()]
         except CheckpointError:
             continue
-        if good:
-            return f"The newest good checkpoint there is {good[0]}: --resume_from_checkpoint {good[0]}"
+        if valid:
+            return f"The newest good checkpoint there is {valid[0]}: --resume_from_checkpoint {valid[0]}"
     return f"There is no good checkpoint beside it, in {path.absolute().parent}."
 
 
@@ -326,7 +328,7 @@ def _synced_others(partial: Path, manifest: Manifest) -> Iterator[OtherFile]:
 
 
 def _entries(save_dir: Path) -> list[Path]:
-    with told_as("list", save_dir):
+    with translate_file_errors("list", save_dir):
         return sorted(save_dir.iterdir()) if save_dir.is_dir() else []
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mobius.memory.shares import Replicas
+from mobius.memory.shards import ReplicaGroup
 from mobius.memory.stage_memory import StageMemory
-from mobius.memory.stage_state import Remainder, StageState
-from mobius.models.stored.pieces import Piece, stored_views
+from mobius.memory.stage_state import MasterRemainder, StageState
+from mobius.models.weight_conversion.parameter_pieces import ParameterPiece, stored_views
 
 WEIGHTS = "weights"
 _FROZEN = "weights, frozen"
@@ -25,9 +25,9 @@ class SavedStage:
     names: Collection[str]
     has_frozen: bool = True
     """Whether frozen weights are saved, too."""
-    replicas: Replicas | None = None
+    replicas: ReplicaGroup | None = None
     """Counterparts that share the stage: the first one writes it, and gathers it for that."""
-    pieces: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
+    pieces: Mapping[str, tuple[ParameterPiece, ...]] = field(default_factory=dict)
     """Tensors that weights are stored as, where that is not one by the parameter's name."""
 
     def flat_tensors(self, *, has_optimizer: bool) -> dict[str, Tensor]:
@@ -40,25 +40,25 @@ class SavedStage:
         is_first = self.replicas is None or self.replicas.index == 0
         whole = state.weights if self.has_frozen else state.weights[: state.layout.num_trained]
         weights = {WEIGHTS: whole} if is_first else {}
-        if self.replicas is not None and state.shares is not None:
+        if self.replicas is not None and state.shards is not None:
             frozen = {_FROZEN: whole[state.layout.num_trained :]} if is_first else {}
-            weights = frozen | {_own_weights(number): whole[part] for number, part in enumerate(state.shares.own)}
+            weights = frozen | {_own_weights(number): whole[part] for number, part in enumerate(state.shards.own)}
         return weights | (optimizer_tensors(state) if has_optimizer else {})
 
-    def gathered(self, flat: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def gather_from_replicas(self, flat: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Tensors of all replicas' parts on the first one, nothing on the others; one thread calls it."""
-        shares = self.memory.state.shares
-        if self.replicas is None or shares is None:
+        shards = self.memory.state.shards
+        if self.replicas is None or shards is None:
             return flat
-        own = [flat[_own_weights(number)] for number in range(len(shares.own))]
+        own = [flat[_own_weights(number)] for number in range(len(shards.own))]
         optimizer = flat.keys() - {_FROZEN, *map(_own_weights, range(len(own)))}
         nothing = self.memory.state.weights[:0]
         parts = {WEIGHTS: torch.cat(own or [nothing]), **{kind: flat[kind] for kind in sorted(optimizer)}}
-        found = {kind: self.replicas.collect(part, shares) for kind, part in parts.items()}
+        found = {kind: self.replicas.gather_to_first(part, shards) for kind, part in parts.items()}
         whole = {kind: tensor for kind, tensor in found.items() if tensor is not None}
         return whole | ({WEIGHTS: torch.cat([whole[WEIGHTS], flat[_FROZEN]])} if whole else {})
 
-    def named(self, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def named_tensors(self, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Views of flat tensors like those of `flat_tensors` in the parameters' shapes, as they are named in files."""
         layout = self.memory.state.layout
         found: dict[str, Tensor] = {}
@@ -81,7 +81,7 @@ def optimizer_tensors(state: StageState) -> dict[str, Tensor]:
     """Flat tensors of a stage beside its weights, by the ending of their names in a checkpoint."""
     master = state.master
     own: dict[str, Tensor] = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
-    if isinstance(master, Remainder):
+    if isinstance(master, MasterRemainder):
         own["master_low"] = master.bits
     elif master is not state.weights:
         own["master"] = master

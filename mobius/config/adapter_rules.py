@@ -10,7 +10,7 @@ from mobius.excerpt import excerpt
 _OF_LORA = tuple(field.name for field in fields(AdapterConfig) if field.name not in ("finetuning_type", "freeze"))
 
 
-def misfit_adapters(config: Config) -> Iterator[tuple[str, str]]:
+def find_adapter_conflicts(config: Config) -> Iterator[tuple[str, str]]:
     """Names of options that do not go together, and a line that says so."""
     adapters, usual = config.adapters, AdapterConfig()
     if adapters.lora_dropout:

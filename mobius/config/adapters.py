@@ -58,20 +58,20 @@ class AdapterConfig:
     @property
     def additional_parts(self) -> tuple[str, ...]:
         """Words of `additional_target`."""
-        return words_of(self.additional_target)
+        return split_names(self.additional_target)
 
     @property
     def frozen_parts(self) -> tuple[str, ...]:
         """Words of `freeze`."""
-        return words_of(self.freeze)
+        return split_names(self.freeze)
 
 
-def words_of(text: str | None) -> tuple[str, ...]:
+def split_names(text: str | None) -> tuple[str, ...]:
     """Words between commas, each once."""
     return tuple(dict.fromkeys(filter(None, (word.strip() for word in (text or "").split(",")))))
 
 
-def layers_of(word: str) -> range | None:
+def parse_layer_range(word: str) -> range | None:
     """The layers that a word such as layers.0-15 names; None where it is another word."""
     match = _LAYERS.fullmatch(word)
     return None if match is None else range(int(match[1]), int(match[2] or match[1]) + 1)

@@ -13,23 +13,23 @@ from pathlib import Path
 from typing import Any, Final
 
 from mobius.config.config import Config, DatasetEntry
-from mobius.config.effects import Excuse, idle_launch_options, with_obvious_strategy
 from mobius.config.foreign_options import foreign_option
+from mobius.config.ineffective_options import IsExempt, find_ineffective_launch_options, infer_eval_strategy
 from mobius.config.options import (
     Option,
+    OptionSource,
     OptionValue,
-    Source,
     Spelling,
     config_from,
     options,
     section_titles,
     spellings,
 )
-from mobius.config.validation import ALTERNATIVES, find_problems
+from mobius.config.validation import MUTUALLY_EXCLUSIVE, find_problems
 from mobius.config.yaml_file import read_yaml
 from mobius.errors import ConfigError
 from mobius.excerpt import excerpt
-from mobius.log import SAID_ONCE
+from mobius.log import RANK_ZERO_ONLY
 from mobius.ranks import Ranks, visible_devices
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ _DESCRIPTION: Final = (
 
 
 @dataclass
-class CommandLine(Source):
+class CommandLine(OptionSource):
     """The typed options, and the two that are not part of a Config."""
 
     dashes: str = "--"
@@ -74,7 +74,7 @@ def parse_args(
         raise SystemExit(0)
     config = resolve(command_line, num_ranks=num_ranks, num_nodes=num_nodes, is_without_train_sh=is_without_train_sh)
     for notice in command_line.notices:
-        logger.warning("%s", notice, extra=SAID_ONCE)
+        logger.warning("%s", notice, extra=RANK_ZERO_ONLY)
     return config
 
 
@@ -97,28 +97,28 @@ def resolve(
     config = config_from(values)
     command_line.notices += file.notices
     if config.saving.resume_from_checkpoint is None:  # else the checkpoint's strategy counts
-        config, notice = with_obvious_strategy(config, values)
+        config, notice = infer_eval_strategy(config, values)
         command_line.notices += [] if notice is None else [notice]
     if not config.evaluation.do_train and "dataset" not in values and config.data.eval_dataset is not None:
         # Nothing is trained on; rows are planned for what is judged.
         config = replace(config, data=replace(config.data, dataset=config.data.eval_dataset))
     # A broken value in the file does not matter to the rules where the command line replaces it.
-    unreadable = (file.unreadable - set(command_line.values)) | command_line.unreadable
+    invalid_options = (file.invalid_options - set(command_line.values)) | command_line.invalid_options
     if config.saving.resume_from_checkpoint is not None:  # what is not given is the checkpoint's, and not known yet
-        unreadable |= options().keys() - values.keys()
+        invalid_options |= options().keys() - values.keys()
     problems = [*file.problems, *command_line.problems]
     # A dry run is one process that plans for others, and a preview trains nothing.
     is_run = not config.planning.dry_run and config.data.preview is None
-    num_places, num_replicas = _pipelines(config, num_ranks, num_nodes) if is_run else (None, 1)
+    num_pipeline_ranks, num_replicas = _pipelines(config, num_ranks, num_nodes) if is_run else (None, 1)
     problems += find_problems(
         config,
-        num_ranks=num_places,
+        num_ranks=num_pipeline_ranks,
         num_replicas=num_replicas,
-        unreadable=unreadable,
-        excuse=excuse_of_file(command_line.values),
+        invalid_options=invalid_options,
+        is_exempt=exempt_file_options(command_line.values),
     )
     if is_without_train_sh:
-        found, notices = idle_launch_options(
+        found, notices = find_ineffective_launch_options(
             config, command_line.values, num_ranks=num_ranks or 1, num_nodes=num_nodes, devices=visible_devices()
         )
         problems += found
@@ -128,17 +128,17 @@ def resolve(
     return config
 
 
-def excuse_of_file(typed: Collection[str]) -> Excuse:
+def exempt_file_options(typed: Collection[str]) -> IsExempt:
     """Excuse of options of a file that have no effect in a mode that is `typed`."""
-    return lambda option, made_by: option not in typed and any(name in typed for name in made_by)
+    return lambda option, mode_options: option not in typed and any(name in typed for name in mode_options)
 
 
 def _pipelines(config: Config, num_ranks: int | None, num_nodes: int) -> tuple[int | None, int]:
     """Ranks of a pipeline, if those of the run are known, and replicas; whole ones, or `Ranks.cut` refuses them."""
     if num_ranks is None:
         return None, 1
-    num_places = config.launch.pipeline_ranks or num_ranks // num_nodes
-    return num_places, max(1, num_ranks // num_places)
+    num_pipeline_ranks = config.launch.pipeline_ranks or num_ranks // num_nodes
+    return num_pipeline_ranks, max(1, num_ranks // num_pipeline_ranks)
 
 
 def given_options(argv: Sequence[str]) -> frozenset[str]:
@@ -150,12 +150,12 @@ def given_options(argv: Sequence[str]) -> frozenset[str]:
 def _merged(file: Mapping[str, OptionValue], typed: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
     """Both sources' values; what is typed replaces its alternative in the file, too."""
     chosen = [name for name, value in typed.items() if value != options()[name].default]
-    replaced = {other for pair in ALTERNATIVES for name in chosen for other in pair if name in pair}
+    replaced = {other for pair in MUTUALLY_EXCLUSIVE for name in chosen for other in pair if name in pair}
     return {**{name: value for name, value in file.items() if name not in replaced}, **typed}
 
 
-def _file_of(command_line: CommandLine) -> Source:
-    return read_yaml(command_line.config_path) if command_line.config_path is not None else Source()
+def _file_of(command_line: CommandLine) -> OptionSource:
+    return read_yaml(command_line.config_path) if command_line.config_path is not None else OptionSource()
 
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
@@ -227,7 +227,7 @@ def _put_value(result: CommandLine, spelling: Spelling, words: Sequence[str]) ->
         result.reject(spelling, *(f"`--{name} {shown}`: {problem}" for problem in error.problems))
 
 
-def _full_name(token: str, typed: str, result: Source, words: Sequence[str]) -> str | None:
+def _full_name(token: str, typed: str, result: OptionSource, words: Sequence[str]) -> str | None:
     """The spelling that `typed` is or unambiguously begins; None, with a problem or notice, if there is none."""
     if token == "-h":
         return "help"
@@ -235,7 +235,7 @@ def _full_name(token: str, typed: str, result: Source, words: Sequence[str]) -> 
     names = (*spellings(), "config", "help")
     matches = [name] if name in names else [known for known in names if known.startswith(name)]
     foreign, begun = foreign_option(name), {spellings()[known].option.name for known in matches if known in spellings()}
-    if not token.startswith("--") or not matches or (foreign is not None and not begun <= set(foreign.instead)):
+    if not token.startswith("--") or not matches or (foreign is not None and not begun <= set(foreign.replacements)):
         shown, value = f"option `{excerpt(token.partition('=')[0])}`", " ".join(words) if words else None
         result.reject_unknown(name, shown=shown, value=value, begun=matches[0] if matches else None)
         return None

@@ -25,9 +25,9 @@ from mobius.config.bounds import (
     SliceCount,
     StageCount,
 )
-from mobius.config.long_runs import EvaluationConfig, SavingConfig
+from mobius.config.launch_config import LaunchConfig
 from mobius.config.lr_schedules import ArgumentValue, LrSchedulerType, read_arguments
-from mobius.config.processes import LaunchConfig
+from mobius.config.saving_evaluation import EvaluationConfig, SavingConfig
 
 # Nine digits at most, so that no number is too long to be read.
 _STEPS = re.compile(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", re.ASCII)
@@ -61,7 +61,7 @@ class Recompute(StrEnum):
     NONE = "none"
 
     @property
-    def keeps_all(self) -> bool:
+    def saves_activations(self) -> bool:
         """Whether no layer is recomputed from its input alone."""
         return self in (Recompute.ELEMENTWISE, Recompute.NONE)
 

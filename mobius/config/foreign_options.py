@@ -11,15 +11,15 @@ from typing import Final
 
 @dataclass(frozen=True)
 class ForeignOption:
-    """`answer` ends the message about the option; `instead` are the options here that it was meant for."""
+    """`message` ends the message about the option; `replacements` are the options here that it was meant for."""
 
-    answer: str
-    instead: tuple[str, ...]
+    message: str
+    replacements: tuple[str, ...]
 
     @property
     def is_ignored(self) -> bool:
         """Whether the option changes nothing here, so that a line is enough; others decide something."""
-        return self.answer.startswith(IGNORED)
+        return self.message.startswith(IGNORED)
 
 
 IGNORED: Final = "not needed"
@@ -35,7 +35,7 @@ def foreign_option(name: str, value: str | None = None) -> ForeignOption | None:
     """
     name, value = name.replace("-", "_").lower(), None if value is None else value.strip().lower()
     found = FOREIGN_OPTIONS.get(f"{name}={value}") or FOREIGN_OPTIONS.get(name)
-    if found is not None and value in _NOTHING and found.answer.startswith("not ") and not found.is_ignored:
+    if found is not None and value in _NOTHING and found.message.startswith("not ") and not found.is_ignored:
         return ForeignOption(f"{IGNORED}: the value asks for nothing", ())
     return found
 
@@ -47,8 +47,8 @@ def _read(table: str) -> Mapping[str, ForeignOption]:
     """
     found: dict[str, ForeignOption] = {}
     for entry in re.findall(r"((?:^\S.*\n)+)((?:^ .*\n)+)", table, re.MULTILINE):
-        names, _, instead = entry[0].partition("->")
-        found |= dict.fromkeys(names.split(), ForeignOption(" ".join(entry[1].split()), tuple(instead.split())))
+        names, _, replacements = entry[0].partition("->")
+        found |= dict.fromkeys(names.split(), ForeignOption(" ".join(entry[1].split()), tuple(replacements.split())))
     return found
 
 

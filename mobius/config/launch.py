@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mobius.config.cli import excuse_of_file, read_command_line, resolve
+from mobius.config.cli import exempt_file_options, read_command_line, resolve
 from mobius.config.config import Config, Device
 from mobius.config.validation import validate
 from mobius.errors import ConfigError, reason_of
 from mobius.log import printable
-from mobius.ranks import device_list, omp_num_threads, told_command, visible_devices
+from mobius.ranks import command_variable, device_list, omp_num_threads, visible_devices
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def count_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     return cores if quota == "max" else min(cores, max(1, int(quota) // int(period)))
 
 
-def place(config: Config, resources: Resources, *, is_device_list_typed: bool) -> Placement:
+def plan_processes(config: Config, resources: Resources, *, is_device_list_typed: bool) -> Placement:
     """Decide the number of processes and their GPUs; raises ConfigError if the machine lacks what is asked for.
 
     A device list goes by: typed on the command line, then the environment, then the YAML file.
@@ -128,27 +128,32 @@ def launch_command(arguments: Sequence[str], caller_folder: Path, resources: Res
     program = ["main.py", *options, "--config", config_path]
     if config.data.preview is not None:
         return [sys.executable, *program], None  # one process, wherever it is
-    placement = place(config, resources, is_device_list_typed="cuda_visible_devices" in command_line.values)
+    placement = plan_processes(config, resources, is_device_list_typed="cuda_visible_devices" in command_line.values)
     if config.saving.resume_from_checkpoint is None:  # else most options are the checkpoint's
-        num_places = config.launch.pipeline_ranks or placement.num_processes
+        num_pipeline_ranks = config.launch.pipeline_ranks or placement.num_processes
         num_all = config.launch.nnodes * placement.num_processes
-        validate(config, num_places, max(1, num_all // num_places), excuse=excuse_of_file(command_line.values))
+        validate(
+            config,
+            num_pipeline_ranks,
+            max(1, num_all // num_pipeline_ranks),
+            is_exempt=exempt_file_options(command_line.values),
+        )
     if config.launch.nnodes == 1:
         check_port(config.launch.master_port)
     script = os.path.relpath("train.sh", caller_folder)
-    num_processes, words = placement.num_processes, ["env", told_command(["bash", script, *arguments])]
+    num_processes, words = placement.num_processes, ["env", command_variable(["bash", script, *arguments])]
     if resources.omp_num_threads is None:
         words.append(f"OMP_NUM_THREADS={max(1, resources.num_cores // num_processes)}")
     if placement.cuda_visible_devices is not None:
         words.append(f"CUDA_VISIBLE_DEVICES={placement.cuda_visible_devices}")
     words += [sys.executable, "scripts/run_ranks.py", "--nproc_per_node", str(num_processes)]
-    words += _meeting_place(config)
+    words += _rendezvous_options(config)
     if config.launch.max_restarts:
         words += ["--max_restarts", str(config.launch.max_restarts)]
     return [*words, *program], placement.notice
 
 
-def _meeting_place(config: Config) -> list[str]:
+def _rendezvous_options(config: Config) -> list[str]:
     """Words that tell torchrun where the ranks meet."""
     launch = config.launch
     if launch.nnodes == 1:
@@ -157,7 +162,7 @@ def _meeting_place(config: Config) -> list[str]:
     return [*nodes, "--rdzv_endpoint", str(launch.rdzv_endpoint)]
 
 
-def how_to_resume(words: Sequence[str], *, save_dir: str | None = None) -> str:
+def resume_command(words: Sequence[str], *, save_dir: str | None = None) -> str:
     """Command that goes on from a run's newest checkpoint; `words` are those that started it (`command_words`).
 
     An interpreter's folder is left out, and so are options that would start anew or from an older checkpoint.

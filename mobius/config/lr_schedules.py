@@ -101,7 +101,7 @@ def read_arguments(kind: LrSchedulerType, given: Sequence[tuple[str, str]]) -> d
     return values
 
 
-def misfit_arguments(
+def find_scheduler_conflicts(
     kind: LrSchedulerType, given: Sequence[tuple[str, str]], *, learning_rate: float
 ) -> Iterator[tuple[str, str]]:
     """Options that a broken rule about arguments is about, and the line that says how they break it."""
@@ -130,7 +130,7 @@ def misfit_arguments(
             yield f"{both} learning_rate", f"`--lr_scheduler_kwargs` {name} {told}"
 
 
-def misfit_decay_steps(values: Mapping[str, ArgumentValue], *, num_steps: int, num_warmup_steps: int) -> str | None:
+def find_decay_conflict(values: Mapping[str, ArgumentValue], *, num_steps: int, num_warmup_steps: int) -> str | None:
     """The line about a decay that does not fit after the warm-up in a run of `num_steps`, if there is one."""
     decay = values.get("num_decay_steps")
     most = num_steps - max(0, num_warmup_steps - 1)  # a decay begins at the peak rate, with which a warm-up ends

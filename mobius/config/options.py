@@ -17,8 +17,8 @@ from mobius.config.adapters import FinetuningType
 from mobius.config.bounds import Bounds
 from mobius.config.config import Columns, Config, DatasetEntry, Datasets, Dtype
 from mobius.config.foreign_options import IGNORED, foreign_option
-from mobius.config.long_runs import BestMetric
-from mobius.config.words import parse_dataset, parse_pairs
+from mobius.config.saving_evaluation import BestMetric
+from mobius.config.value_parsing import parse_dataset, parse_pairs
 
 OptionValue = bool | int | float | str | Datasets | Columns | None
 
@@ -165,7 +165,7 @@ class Spelling:
 
 
 @dataclass
-class Source:
+class OptionSource:
     """Values that one source (the file or the command line) gives, by the options' own names, and its problems.
 
     `notices` are lines about options that are ignored.
@@ -174,7 +174,7 @@ class Source:
     values: dict[str, OptionValue] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
-    unreadable: set[str] = field(default_factory=set)
+    invalid_options: set[str] = field(default_factory=set)
     dashes: str = ""
     _spelled: dict[str, str] = field(default_factory=dict)
 
@@ -190,7 +190,7 @@ class Source:
     def reject(self, spelling: Spelling, *problems: str) -> None:
         """Record that the option was given, but not in a usable way."""
         self.problems += problems
-        self.unreadable.add(spelling.option.name)
+        self.invalid_options.add(spelling.option.name)
 
     def reject_unknown(
         self, name: str, *, shown: str, place: str = "", value: str | None = None, begun: str | None = None
@@ -202,15 +202,15 @@ class Source:
         problem = f"{place}unknown {shown}"
         if foreign := foreign_option(name, value):
             if foreign.is_ignored:
-                self.notices.append(f"{place}{shown} is ignored{foreign.answer.removeprefix(IGNORED)}")
+                self.notices.append(f"{place}{shown} is ignored{foreign.message.removeprefix(IGNORED)}")
                 return
-            self.problems.append(f"{problem}: {foreign.answer}")
-            self.unreadable.update(foreign.instead)
+            self.problems.append(f"{problem}: {foreign.message}")
+            self.invalid_options.update(foreign.replacements)
             return
         nearest = begun or nearest_name(name)
         self.problems.append(f"{problem}; did you mean `{self.dashes}{nearest}`?" if nearest else problem)
         if meant := spellings().get(nearest or ""):
-            self.unreadable.add(meant.option.name)
+            self.invalid_options.add(meant.option.name)
 
 
 def section_titles() -> Mapping[str, str]:

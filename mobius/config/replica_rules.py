@@ -10,7 +10,7 @@ from mobius.excerpt import quoted
 _ENDPOINT: Final = re.compile(r"[^\s:]+:\d{1,5}|\[[0-9a-fA-F:.]+\]:\d{1,5}")
 
 
-def misfit_replicas(config: Config, num_replicas: int) -> Iterator[tuple[str, str]]:
+def find_replica_conflicts(config: Config, num_replicas: int) -> Iterator[tuple[str, str]]:
     """Names of options that do not go together, and a line that says so."""
     launch = config.launch
     if launch.node_rank is not None and launch.node_rank >= launch.nnodes:

@@ -13,13 +13,13 @@ from itertools import chain, combinations, islice
 from pathlib import Path, PurePath
 from typing import Final
 
-from mobius.config.adapter_rules import misfit_adapters
+from mobius.config.adapter_rules import find_adapter_conflicts
 from mobius.config.config import TRACKERS, ActivationOffloading, Config, DatasetEntry, Datasets, Device
-from mobius.config.effects import Excuse, idle_options, none_excused
-from mobius.config.long_runs import EvalStrategy, SaveStrategy, steps_between
-from mobius.config.lr_schedules import misfit_arguments, misfit_decay_steps
+from mobius.config.ineffective_options import IsExempt, find_ineffective_options, none_exempt
+from mobius.config.lr_schedules import find_decay_conflict, find_scheduler_conflicts
 from mobius.config.options import Option, OptionValue, config_from, dataset_spellings, option_values, options
-from mobius.config.replica_rules import misfit_replicas
+from mobius.config.replica_rules import find_replica_conflicts
+from mobius.config.saving_evaluation import EvalStrategy, SaveStrategy, steps_between
 from mobius.errors import ConfigError
 from mobius.excerpt import excerpt, quoted
 
@@ -31,17 +31,17 @@ _SCHEDULE_PARTS: Final = 2**15
 """Each is an action of a schedule that is built and simulated some times before a run: seconds, and 200 MiB."""
 _MOST_DATASETS: Final = 1000
 _MOST_SHOWN: Final = 5
-ALTERNATIVES: Final = (("num_iterations", "num_train_epochs"), ("val_size", "eval_dataset"))
+MUTUALLY_EXCLUSIVE: Final = (("num_iterations", "num_train_epochs"), ("val_size", "eval_dataset"))
 """Pairs of options of which a run takes one."""
 _DEVICE: Final = re.compile(r"\d{1,4}|(GPU|MIG)-[\w/-]{1,80}", re.ASCII)
 
 
-def validate(config: Config, num_ranks: int, num_replicas: int = 1, *, excuse: Excuse = none_excused) -> None:
+def validate(config: Config, num_ranks: int, num_replicas: int = 1, *, is_exempt: IsExempt = none_exempt) -> None:
     """Check everything that can be known before the model is read; raises ConfigError with all problems.
 
-    `excuse` is that of `find_problems`.
+    `is_exempt` is that of `find_problems`.
     """
-    if problems := find_problems(config, num_ranks=num_ranks, num_replicas=num_replicas, excuse=excuse):
+    if problems := find_problems(config, num_ranks=num_ranks, num_replicas=num_replicas, is_exempt=is_exempt):
         raise ConfigError(*problems)
 
 
@@ -51,7 +51,7 @@ def resolve_epochs(config: Config, num_steps: int) -> Config:
     Raises ConfigError for what does not fit into so many steps.
     """
     config = replace(config, optim=replace(config.optim, num_iterations=num_steps))
-    if problems := [problem for _, problem in _misfit_steps(config)]:
+    if problems := [problem for _, problem in _find_step_conflicts(config)]:
         raise ConfigError(*problems)
     return config
 
@@ -61,15 +61,15 @@ def find_problems(
     *,
     num_ranks: int | None = None,
     num_replicas: int = 1,
-    unreadable: Iterable[str] = (),
-    excuse: Excuse = none_excused,
+    invalid_options: Iterable[str] = (),
+    is_exempt: IsExempt = none_exempt,
 ) -> list[str]:
     """All problems, each as one line; without `num_ranks`, those of a pipeline, what depends on it is left out.
 
-    `unreadable` names options whose values are only stand-ins: no rule that involves one of them is applied. `excuse`
-    says of an option without effect, and of those that make it so, whether that is no mistake.
+    `invalid_options` names options whose values are only stand-ins: no rule that involves one of them is applied.
+    `is_exempt` says of an option without effect, and of those that make it so, whether that is no mistake.
     """
-    doubtful, reported = set(unreadable), set[str]()
+    doubtful, reported = set(invalid_options), set[str]()
     problems: list[str] = []
     for name, value in (values := option_values(config)).items():
         if name not in doubtful and (found := _value_problems(options()[name], value)):
@@ -77,29 +77,29 @@ def find_problems(
             doubtful.add(name)
     usable = config_from({name: value for name, value in values.items() if name not in doubtful})
     broken = chain(
-        _misfit_sizes(usable, num_ranks),
-        _misfit_names(usable),
-        _misfit_choices(usable),
-        _misfit_data(usable),
-        misfit_arguments(
+        _find_size_conflicts(usable, num_ranks),
+        _find_name_conflicts(usable),
+        _find_choice_conflicts(usable),
+        _find_data_conflicts(usable),
+        find_scheduler_conflicts(
             usable.optim.lr_scheduler_type,
             usable.optim.lr_scheduler_kwargs or (),
             learning_rate=usable.optim.learning_rate,
         ),
-        _misfit_saving(usable),
-        _misfit_evaluation(usable),
-        misfit_adapters(usable),
-        misfit_replicas(usable, num_replicas),
-        () if usable.optim.num_train_epochs is not None else _misfit_steps(usable),
+        _find_saving_conflicts(usable),
+        _find_evaluation_conflicts(usable),
+        find_adapter_conflicts(usable),
+        find_replica_conflicts(usable, num_replicas),
+        () if usable.optim.num_train_epochs is not None else _find_step_conflicts(usable),
     )
     for names, problem in broken:
         if doubtful.isdisjoint(involved := names.split()):
             problems.append(problem)
             reported.update(involved)
-    idle = idle_options(usable, num_ranks=num_ranks, num_replicas=num_replicas)
+    idle = find_ineffective_options(usable, num_ranks=num_ranks, num_replicas=num_replicas)
     doubtful |= reported  # one line for one mistake
     for name, by, text in idle:
-        if doubtful.isdisjoint([name, *by]) and not excuse(name, by):
+        if doubtful.isdisjoint([name, *by]) and not is_exempt(name, by):
             problems.append(text)
             doubtful.add(name)
     return problems
@@ -159,11 +159,11 @@ def _unusable_name(name: str) -> str | None:
     return None
 
 
-_Misfits = Iterator[tuple[str, str]]
+_Conflicts = Iterator[tuple[str, str]]
 """Options that a broken rule is about, and the line that says how they break it."""
 
 
-def _misfit_sizes(config: Config, num_ranks: int | None) -> _Misfits:
+def _find_size_conflicts(config: Config, num_ranks: int | None) -> _Conflicts:
     batch, chunks, stages = config.pipeline.batch_size, config.pipeline.num_chunks, config.pipeline.num_stages
     length, width, heads = config.data.seq_length, config.model.embedding_dim, config.model.num_heads
     is_planned = config.planning.plan is not None  # then these come from the plan
@@ -198,7 +198,7 @@ def _misfit_sizes(config: Config, num_ranks: int | None) -> _Misfits:
             f"{possible}, or --seq_length {_nearest_multiple(length, slices)}",
         )
     recompute = config.pipeline.recompute
-    if slices is not None and slices > 1 and recompute.keeps_all:
+    if slices is not None and slices > 1 and recompute.saves_activations:
         told = f"`--num_slices` {slices} recomputes each slice, which `--recompute {recompute}` rules out"
         yield "num_slices recompute", f"{told}; use --recompute auto"
     if batch * length > _STEP_TOKENS and not is_planned:
@@ -230,7 +230,7 @@ def _misfit_sizes(config: Config, num_ranks: int | None) -> _Misfits:
         )
 
 
-def _misfit_names(config: Config) -> _Misfits:
+def _find_name_conflicts(config: Config) -> _Conflicts:
     outputs = {name: getattr(config.output, name) for name in ("save_params", "save_results", "save_dir")}
     for (name, path), (other_name, other_path) in combinations(outputs.items(), 2):
         if PurePath(path) == PurePath(other_path):
@@ -265,7 +265,7 @@ def _misfit_names(config: Config) -> _Misfits:
         yield "cuda_visible_devices", f"`--cuda_visible_devices` {told}"
 
 
-def _misfit_choices(config: Config) -> _Misfits:
+def _find_choice_conflicts(config: Config) -> _Conflicts:
     pipeline, planning = config.pipeline, config.planning
     is_cpu, resident = pipeline.device is Device.CPU, pipeline.resident_stages
     if pipeline.gpu_memory_limit is not None and is_cpu:
@@ -277,19 +277,19 @@ def _misfit_choices(config: Config) -> _Misfits:
         told = "`--probe_topology` has no effect with `--no_cross_mapping`; remove one of them"
         yield "probe_topology cross_mapping", told
     recompute = f"`--recompute {pipeline.recompute}`"
-    if pipeline.recompute.keeps_all and pipeline.use_offload and resident != "all":
+    if pipeline.recompute.saves_activations and pipeline.use_offload and resident != "all":
         yield (
             "recompute use_offload resident_stages",
             f"{recompute} needs a layer's weights until its backward, but with `--use_offload` they leave the GPU; use "
             "--no_offload, or --recompute auto",
         )
-    if pipeline.recompute.keeps_all and pipeline.activation_offloading is ActivationOffloading.ON:
+    if pipeline.recompute.saves_activations and pipeline.activation_offloading is ActivationOffloading.ON:
         yield (
             "recompute activation_offloading",
             "`--activation_offloading on` sends inputs that backward recomputes from to the host, and with "
             f"{recompute} it does not; use --recompute auto, or --activation_offloading auto",
         )
-    if pipeline.recompute.keeps_all and pipeline.num_tile_tokens:
+    if pipeline.recompute.saves_activations and pipeline.num_tile_tokens:
         told = f"`--tile_tokens` {excerpt(pipeline.tile_tokens)} is for layers that are recomputed"
         yield "recompute tile_tokens", f"{told}, and with {recompute} none is; remove one of them"
     if resident not in ("auto", "all") and not pipeline.use_offload:
@@ -302,7 +302,7 @@ def _misfit_choices(config: Config) -> _Misfits:
         yield "dry_run plan", "`--dry_run` makes a plan and `--plan` takes one; leave one of them out"
 
 
-def _misfit_data(config: Config) -> _Misfits:
+def _find_data_conflicts(config: Config) -> _Conflicts:
     data, optim = config.data, config.optim
     if optim.num_iterations is not None and optim.num_train_epochs is not None:
         yield (
@@ -327,7 +327,7 @@ def _misfit_data(config: Config) -> _Misfits:
         yield "preview dry_run", told
 
 
-def _misfit_saving(config: Config) -> _Misfits:
+def _find_saving_conflicts(config: Config) -> _Conflicts:
     saving = config.saving
     if saving.resume_changes is not None:
         if saving.resume_from_checkpoint is None:
@@ -342,7 +342,7 @@ def _misfit_saving(config: Config) -> _Misfits:
         yield "dry_run resume_from_checkpoint", told
 
 
-def _misfit_evaluation(config: Config) -> _Misfits:
+def _find_evaluation_conflicts(config: Config) -> _Conflicts:
     evaluation, saving = config.evaluation, config.saving
     has_data = bool(config.data.val_size) or config.data.eval_dataset is not None
     wanted = [
@@ -383,7 +383,7 @@ def _may_save_what_is_evaluated(config: Config) -> bool:
     return saving.save_strategy is SaveStrategy.EPOCH or is_share or saving.save_steps % evaluation.eval_steps == 0
 
 
-def _misfit_steps(config: Config) -> _Misfits:
+def _find_step_conflicts(config: Config) -> _Conflicts:
     """Rules about a number of steps that is known."""
     optim, steps, profiled = config.optim, config.optim.num_steps, config.output.profiled_steps
     length, given = "num_iterations", f"`--num_iterations` {steps}"
@@ -393,7 +393,7 @@ def _misfit_steps(config: Config) -> _Misfits:
         told = f"is more than {given}; use at most {steps}"
         yield "warmup_steps num_iterations num_train_epochs", f"`--warmup_steps` {optim.warmup_steps:g} {told}"
     arguments, num_warmup_steps = optim.schedule_arguments, optim.num_warmup_steps
-    if problem := misfit_decay_steps(arguments, num_steps=steps, num_warmup_steps=num_warmup_steps):
+    if problem := find_decay_conflict(arguments, num_steps=steps, num_warmup_steps=num_warmup_steps):
         yield "lr_scheduler_type lr_scheduler_kwargs warmup_steps num_iterations num_train_epochs", problem
     if any(profiled[:1]) and profiled[-1] > steps:
         told = f"is more than the run has; use steps 1 to {steps}, or more `--{length}`"

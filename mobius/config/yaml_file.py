@@ -14,8 +14,8 @@ import yaml
 from mobius.config.config import Columns, Config, DatasetEntry, Datasets
 from mobius.config.options import (
     Option,
+    OptionSource,
     OptionValue,
-    Source,
     Spelling,
     dataset_spellings,
     option_values,
@@ -23,7 +23,7 @@ from mobius.config.options import (
     section_titles,
     spellings,
 )
-from mobius.config.words import is_plain
+from mobius.config.value_parsing import is_plain
 from mobius.errors import ConfigError, first_line, reason_of
 from mobius.excerpt import excerpt, quoted
 from mobius.regular_files import read_bytes
@@ -48,14 +48,14 @@ _PLAIN_KINDS: Final = ("null", "bool", "int", "float", "str")
 """Tags of the values that an option can have."""
 
 
-def read_yaml(path: str) -> Source:
+def read_yaml(path: str) -> OptionSource:
     """Read a flat mapping of option names; problems carry the file's name and the line."""
-    result, shown = Source(), excerpt(path, _SHOWN_OF_PATH)
+    result, shown = OptionSource(), excerpt(path, _SHOWN_OF_PATH)
     try:
         root = _parse(_read_text(path), shown)
     except ConfigError as error:
         result.problems += error.problems
-        result.unreadable.update(options())
+        result.invalid_options.update(options())
         return result
     if isinstance(root, yaml.MappingNode):
         _put_mapping(result, shown, root)
@@ -150,7 +150,7 @@ _YamlLoader.add_implicit_resolver(
 )
 
 
-def _put_mapping(result: Source, path: str, root: yaml.MappingNode) -> None:
+def _put_mapping(result: OptionSource, path: str, root: yaml.MappingNode) -> None:
     for key, place, node in _pairs(result, path, root, "the name of an option"):
         if spelling := spellings().get(key):
             _put_yaml_value(result, spelling, node, path=path, place=place)
@@ -159,7 +159,9 @@ def _put_mapping(result: Source, path: str, root: yaml.MappingNode) -> None:
             result.reject_unknown(key, shown=f"key `{excerpt(key)}`", place=f"{place}: ", value=value)
 
 
-def _pairs(result: Source, path: str, mapping: yaml.MappingNode, meaning: str) -> Iterator[tuple[str, str, yaml.Node]]:
+def _pairs(
+    result: OptionSource, path: str, mapping: yaml.MappingNode, meaning: str
+) -> Iterator[tuple[str, str, yaml.Node]]:
     """Keys of a mapping, their places and what they are set to; a key that is no word, or doubled, is a problem."""
     lines: dict[str, int] = {}
     for key_node, value_node in mapping.value:
@@ -169,7 +171,7 @@ def _pairs(result: Source, path: str, mapping: yaml.MappingNode, meaning: str) -
             result.problems[_MOST_PROBLEMS:] = [
                 f"{place}: the rest was not read, for there are {_MOST_PROBLEMS} problems"
             ]
-            result.unreadable.update(options())
+            result.invalid_options.update(options())
             return
         if not isinstance(key_node, yaml.ScalarNode):
             result.problems.append(f"{place}: `{_as_written(key_node)}` is given where {meaning} is needed")
@@ -182,7 +184,7 @@ def _pairs(result: Source, path: str, mapping: yaml.MappingNode, meaning: str) -
         yield key, place, value_node
 
 
-def _put_yaml_value(result: Source, spelling: Spelling, node: yaml.Node, *, path: str, place: str) -> None:
+def _put_yaml_value(result: OptionSource, spelling: Spelling, node: yaml.Node, *, path: str, place: str) -> None:
     option = spelling.option
     if option.is_list and not isinstance(node, yaml.ScalarNode):
         _put_datasets(result, spelling, node, path=path, place=place)
@@ -212,7 +214,7 @@ def _put_yaml_value(result: Source, spelling: Spelling, node: yaml.Node, *, path
         result.reject(spelling, *(f"{place}: `{spelling.name}`: {problem}" for problem in error.problems))
 
 
-def _put_datasets(result: Source, spelling: Spelling, node: yaml.Node, *, path: str, place: str) -> None:
+def _put_datasets(result: OptionSource, spelling: Spelling, node: yaml.Node, *, path: str, place: str) -> None:
     """Put a list of names and mappings, or one mapping."""
     items = node.value if isinstance(node, yaml.SequenceNode) else [node]
     if not 0 < len(items) <= _MOST_ITEMS or any(isinstance(item, yaml.SequenceNode) for item in items):
@@ -222,7 +224,7 @@ def _put_datasets(result: Source, spelling: Spelling, node: yaml.Node, *, path: 
     entries: list[DatasetEntry] = []
     single = replace(spelling, option=replace(spelling.option, is_optional=False))
     for item in items:
-        own = Source()
+        own = OptionSource()
         if isinstance(item, yaml.MappingNode):
             _put_dataset_keys(own, path, item)
             name = str(own.values.pop("name", ""))
@@ -237,7 +239,7 @@ def _put_datasets(result: Source, spelling: Spelling, node: yaml.Node, *, path: 
     result.put(spelling, tuple(entries), place=place)
 
 
-def _put_dataset_keys(result: Source, path: str, mapping: yaml.MappingNode) -> None:
+def _put_dataset_keys(result: OptionSource, path: str, mapping: yaml.MappingNode) -> None:
     known = dataset_spellings()
     for key, place, node in _pairs(result, path, mapping, "a key of a dataset"):
         if spelling := known.get(key):
@@ -251,14 +253,14 @@ def _put_dataset_keys(result: Source, path: str, mapping: yaml.MappingNode) -> N
         result.problems.append(f"{path}, line {line}: a dataset without `path`; give its name, file or folder")
 
 
-def _put_pairs(result: Source, spelling: Spelling, mapping: yaml.MappingNode, *, path: str, place: str) -> None:
+def _put_pairs(result: OptionSource, spelling: Spelling, mapping: yaml.MappingNode, *, path: str, place: str) -> None:
     form = spelling.option.pair_form.replace("=", ": ")
     if not 0 < len(mapping.value) <= _MOST_ITEMS:
         told = f"`{spelling.name}` has {len(mapping.value)}; 1 to {_MOST_ITEMS} pairs {form} are needed"
         result.reject(spelling, f"{place}: {told}")
         return
     kinds = ("str", "int", "float") if spelling.option.pair_form.endswith("=NUMBER") else ("str",)
-    own, pairs = Source(), []
+    own, pairs = OptionSource(), []
     for key, key_place, node in _pairs(own, path, mapping, "the key of a pair"):
         if key and node.value and isinstance(node, yaml.ScalarNode) and node.tag.removeprefix(_TAG) in kinds:
             pairs.append((key, str(node.value)))

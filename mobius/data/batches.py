@@ -1,6 +1,7 @@
 """Owns the order of the rows and their padding into batches: the same on every rank, from the seed alone.
 
-`Batches` are those of training, without end or through epochs; `EvaluationBatches` hold each sample once, in order.
+`TrainingBatches` are those of training, without end or through epochs; `EvaluationBatches` hold each sample once, in
+order.
 """
 
 import math
@@ -14,12 +15,19 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 
-from mobius.data.mixture import WeightedSamples, epoch_samples, epoch_size, generator
-from mobius.data.packing import WINDOW, attention_cost, balance, fill_rows, most_samples_per_row, window_size
-from mobius.data.store import Row, TokenizedDataset
+from mobius.data.mixture import WeightedSamples, epoch_samples, epoch_size, seeded_generator
+from mobius.data.packing import (
+    PACKING_WINDOW,
+    attention_cost,
+    balanced_order,
+    choose_max_samples_per_row,
+    pack_samples,
+    packing_window_size,
+)
+from mobius.data.token_store import TokenizedDataset, TokenizedSample
 from mobius.errors import DataError
 
-IGNORED_LABEL = -100  # what torch's cross entropy ignores by default
+IGNORE_INDEX = -100  # what torch's cross entropy ignores by default
 _NEAR = 0.1
 """Share by which the samples of a step may differ from those without packing where a batch is told to keep them."""
 
@@ -41,9 +49,9 @@ class Batch:
     num_samples: int
     epoch: float
     """Epochs that are done after this batch."""
-    documents: tuple[tuple[int, ...], ...] | None = None
+    document_lengths: tuple[tuple[int, ...], ...] | None = None
     """Token counts of the samples of each row, without the padding behind them; None if rows hold one each."""
-    lengths: tuple[int, ...] | None = None
+    row_lengths: tuple[int, ...] | None = None
     """Tokens of each row, without the padding behind them; None: rows are full."""
 
     @property
@@ -52,22 +60,22 @@ class Batch:
         return 1 - self.num_tokens / self.input_ids.size
 
 
-def arrange(batch: Batch, num_microbatches: int) -> Batch:
+def balance_microbatches(batch: Batch, num_microbatches: int) -> Batch:
     """The batch with packed rows in such an order that its microbatches, consecutive rows, cost attention alike."""
-    if batch.documents is None:
+    if batch.document_lengths is None:
         return batch
-    costs = np.array([attention_cost(lengths, batch.input_ids.shape[1]) for lengths in batch.documents])
-    order = balance(costs, num_microbatches)
+    costs = np.array([attention_cost(lengths, batch.input_ids.shape[1]) for lengths in batch.document_lengths])
+    order = balanced_order(costs, num_microbatches)
     return replace(
         batch,
         input_ids=batch.input_ids[order],
         labels=batch.labels[order],
-        documents=tuple(batch.documents[row] for row in order),
-        lengths=None if batch.lengths is None else tuple(batch.lengths[row] for row in order),
+        document_lengths=tuple(batch.document_lengths[row] for row in order),
+        row_lengths=None if batch.row_lengths is None else tuple(batch.row_lengths[row] for row in order),
     )
 
 
-def share_of(batch: Batch, index: int, num_replicas: int) -> Batch:
+def shard_batch(batch: Batch, index: int, num_replicas: int) -> Batch:
     """The rows of `batch` that replica `index` plays: every row whose number is that modulo `num_replicas`.
 
     Counts are still those of the whole batch, so that each replica divides its loss by the same number of targets.
@@ -75,15 +83,19 @@ def share_of(batch: Batch, index: int, num_replicas: int) -> Batch:
     if num_replicas == 1:
         return batch
     own = slice(index, None, num_replicas)
-    documents = None if batch.documents is None else batch.documents[own]
-    lengths = None if batch.lengths is None else batch.lengths[own]
+    document_lengths = None if batch.document_lengths is None else batch.document_lengths[own]
+    row_lengths = None if batch.row_lengths is None else batch.row_lengths[own]
     return replace(
-        batch, input_ids=batch.input_ids[own], labels=batch.labels[own], documents=documents, lengths=lengths
+        batch,
+        input_ids=batch.input_ids[own],
+        labels=batch.labels[own],
+        document_lengths=document_lengths,
+        row_lengths=row_lengths,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class RowFacts:
+class RowStatistics:
     """Averages over the rows of a run's first window, which stand for all."""
 
     samples_per_row: float
@@ -96,7 +108,7 @@ class RowFacts:
     """
 
 
-class Batches:
+class TrainingBatches:
     """Iterator over the batches of a run: without end, or through `num_epochs`, whose last step has empty rows too.
 
     The epochs' rows, each a function of (seed, epoch), form one stream, of which step k takes the rows
@@ -127,14 +139,14 @@ class Batches:
         return None if self._num_rows is None else -(-self._num_rows // self._batch_size)
 
     @property
-    def most_documents(self) -> int | None:
+    def max_documents(self) -> int | None:
         """Limit of documents in a row, the padding behind them counted as one: fixed for a run. None if not packed."""
-        return None if self._stream.most_samples is None else self._stream.most_samples + 1
+        return None if self._stream.max_samples_per_row is None else self._stream.max_samples_per_row + 1
 
     @property
-    def facts(self) -> RowFacts:
+    def row_statistics(self) -> RowStatistics:
         """Averages for log and planner."""
-        return self._stream.facts
+        return self._stream.row_statistics
 
     @property
     def state(self) -> int:
@@ -150,29 +162,31 @@ class Batches:
 
     def num_epochs_of(self, num_steps: int) -> float:
         """Epochs that so many steps make, about: from the first window, without packing the rest."""
-        return num_steps * self._batch_size * self.facts.samples_per_row / self._stream.mean_size
+        return num_steps * self._batch_size * self.row_statistics.samples_per_row / self._stream.mean_size
 
     def describe(self, unit: int | None) -> str:
         """A line for the log: how full rows are, and the samples of a step; batches are multiples of `unit` rows.
 
         Where another batch has about as many samples as this one without packing, it is told; not if `unit` is None.
         """
-        facts, size = self.facts, self._batch_size
-        rows = f"of {self._seq_length} tokens, {facts.padding:.1%} padding".replace("%", " %")
-        if self.most_documents is None:
+        row_statistics, size = self.row_statistics, self._batch_size
+        rows = f"of {self._seq_length} tokens, {row_statistics.padding:.1%} padding".replace("%", " %")
+        if self.max_documents is None:
             return f"no packing: one sample in a row {rows}"
-        text = f"packing: {facts.samples_per_row:.1f} samples in a row {rows}; a step of {size} rows holds some "
-        text += f"{facts.samples_per_row * size:.0f} samples"
+        text = (
+            f"packing: {row_statistics.samples_per_row:.1f} samples in a row {rows}; a step of {size} rows holds some "
+        )
+        text += f"{row_statistics.samples_per_row * size:.0f} samples"
         if unit is None:
             return text
-        smaller = max(1, round(size / facts.samples_per_row / unit)) * unit
-        is_near = abs(smaller * facts.samples_per_row - size) <= _NEAR * size
+        smaller = max(1, round(size / row_statistics.samples_per_row / unit)) * unit
+        is_near = abs(smaller * row_statistics.samples_per_row - size) <= _NEAR * size
         if smaller >= size or not is_near:
             return text
-        kept = f"{smaller * facts.samples_per_row:.0f}"
+        kept = f"{smaller * row_statistics.samples_per_row:.0f}"
         return f"{text} (--batch_size {smaller} keeps it at some {kept}; without packing it is {size})"
 
-    def __iter__(self) -> "Batches":
+    def __iter__(self) -> "TrainingBatches":
         return self
 
     def __next__(self) -> Batch:
@@ -190,12 +204,12 @@ class Batches:
             seq_length=self._seq_length,
             pad_token_id=self._pad_token_id,
             epoch=self._stream.epochs_after(last),
-            is_packed=self.most_documents is not None,
+            is_packed=self.max_documents is not None,
         )
 
 
 def _assemble(
-    rows: Sequence[Sequence[Row]],
+    rows: Sequence[Sequence[TokenizedSample]],
     *,
     batch_size: int,
     seq_length: int,
@@ -205,26 +219,26 @@ def _assemble(
 ) -> Batch:
     """The batch of `rows`, each the samples that share it, and of empty rows behind them."""
     input_ids = np.full((batch_size, seq_length), pad_token_id, dtype=np.int64)
-    labels = np.full_like(input_ids, IGNORED_LABEL)
+    labels = np.full_like(input_ids, IGNORE_INDEX)
     for number, row in enumerate(rows):
         start = 0
         for tokens, is_target in row:
             span = slice(start, start + len(tokens))
             assert span.stop <= seq_length, f"{span.stop} tokens in a row of {seq_length}"
             input_ids[number, span] = tokens
-            labels[number, span] = np.where(is_target, tokens, IGNORED_LABEL)
-            labels[number, start] = IGNORED_LABEL  # nothing predicts the first token
+            labels[number, span] = np.where(is_target, tokens, IGNORE_INDEX)
+            labels[number, start] = IGNORE_INDEX  # nothing predicts the first token
             start = span.stop
-    documents = tuple(tuple(len(tokens) for tokens, _ in row) for row in rows) + ((),) * (batch_size - len(rows))
+    document_lengths = tuple(tuple(len(tokens) for tokens, _ in row) for row in rows) + ((),) * (batch_size - len(rows))
     return Batch(
         input_ids,
         labels,
-        num_targets=int(np.count_nonzero(labels != IGNORED_LABEL)),
-        num_tokens=sum(map(sum, documents)),
-        num_samples=sum(map(len, documents)),
+        num_targets=int(np.count_nonzero(labels != IGNORE_INDEX)),
+        num_tokens=sum(map(sum, document_lengths)),
+        num_samples=sum(map(len, document_lengths)),
         epoch=epoch,
-        documents=documents if is_packed else None,
-        lengths=tuple(map(sum, documents)),
+        document_lengths=document_lengths if is_packed else None,
+        row_lengths=tuple(map(sum, document_lengths)),
     )
 
 
@@ -244,24 +258,24 @@ class EvaluationBatches:
         batch_size: int,
         seq_length: int,
         pad_token_id: int,
-        most_documents: int | None,
+        max_documents: int | None,
     ) -> None:
         """`indices` None stands for all samples, one at least.
 
-        `most_documents` of a row is that of a run, the padding behind them counted as one; None: rows hold one sample.
+        `max_documents` of a row is that of a run, the padding behind them counted as one; None: rows hold one sample.
         """
         self._tokenized, self._batch_size = tokenized, batch_size
         self._seq_length, self._pad_token_id = seq_length, pad_token_id
-        self._is_packed = most_documents is not None
+        self._is_packed = max_documents is not None
         chosen = np.arange(len(tokenized)) if indices is None else np.asarray(indices, dtype=np.int64)
         assert len(chosen), "a dataset without samples must be refused before"
         lengths = tokenized.lengths[chosen]
         rows: list[list[int]] = [[place] for place in range(len(chosen))]
-        if most_documents is not None:
-            rows, size = [], window_size(lengths[:WINDOW], seq_length)
+        if max_documents is not None:
+            rows, size = [], packing_window_size(lengths[:PACKING_WINDOW], seq_length)
             for first in range(0, len(chosen), size):
                 # Behind the last sample of a row padding may be one document more.
-                filled = fill_rows(lengths[first : first + size], seq_length, most_documents - 1)
+                filled = pack_samples(lengths[first : first + size], seq_length, max_documents - 1)
                 rows += sorted(sorted(first + place for place in row) for row in filled)
         self._rows = [[int(chosen[place]) for place in row] for row in rows]
 
@@ -313,17 +327,17 @@ class _RowStream:
         # Of each window made so far: its epoch, its number in it, and the rows of all windows through it.
         self._epochs, self._numbers, self._ends = array("q"), array("q"), array("q")
         self._next = (0, 0)
-        self._window_size = WINDOW
-        self.most_samples: int | None = None
+        self._window_size = PACKING_WINDOW
+        self.max_samples_per_row: int | None = None
         """Limit of samples in a row; None if rows hold one each."""
         first = next(epoch for epoch in count() if epoch_size(parts, epoch))
         if is_packed:
-            self._window_size = window_size(self._fill(first, 0).lengths, seq_length)
-            self.most_samples = most_samples_per_row(self._fill(first, 0).lengths, seq_length)
+            self._window_size = packing_window_size(self._fill(first, 0).lengths, seq_length)
+            self.max_samples_per_row = choose_max_samples_per_row(self._fill(first, 0).lengths, seq_length)
         self._loaded, self._window = -1, self._fill(first, 0)
-        self.facts = self._measure(self._window)
+        self.row_statistics = self._measure(self._window)
 
-    def row(self, number: int) -> list[Row]:
+    def row(self, number: int) -> list[TokenizedSample]:
         """Tokens and targets of each sample of a row, from the start of the stream."""
         while not self._ends or self._ends[-1] <= number:
             self._make_window()
@@ -368,7 +382,7 @@ class _RowStream:
         epoch, number = self._next
         start, stop = self._bounds(epoch, number)
         num_rows = stop - start
-        if self.most_samples is not None:
+        if self.max_samples_per_row is not None:
             self._loaded, self._window = len(self._ends), self._fill(epoch, number)
             num_rows = len(self._window.rows)
         self._epochs.append(epoch)
@@ -391,19 +405,19 @@ class _RowStream:
         lengths = np.empty(len(parts), dtype=np.int64)
         for part, part_lengths in enumerate(self._lengths):
             lengths[parts == part] = part_lengths[indices[parts == part]]
-        if self.most_samples is None:
+        if self.max_samples_per_row is None:
             return _Window(parts, indices, lengths, [[place] for place in range(len(parts))])
-        rows = fill_rows(lengths, self._seq_length, self.most_samples)
+        rows = pack_samples(lengths, self._seq_length, self.max_samples_per_row)
         # Long and short rows mix: best fit makes those of the longest samples first.
-        order = generator(self._seed, epoch, number + 1).permutation(len(rows))
+        order = seeded_generator(self._seed, epoch, number + 1).permutation(len(rows))
         return _Window(parts, indices, lengths, [rows[row] for row in order])
 
-    def _measure(self, window: _Window) -> RowFacts:
+    def _measure(self, window: _Window) -> RowStatistics:
         num_positions = len(window.rows) * self._seq_length
-        documents = ([int(window.lengths[place]) for place in row] for row in window.rows)
-        cost = sum(attention_cost(lengths, self._seq_length) for lengths in documents)
-        return RowFacts(
+        document_lengths = ([int(window.lengths[place]) for place in row] for row in window.rows)
+        cost = sum(attention_cost(lengths, self._seq_length) for lengths in document_lengths)
+        return RowStatistics(
             samples_per_row=len(window.lengths) / len(window.rows),
             padding=1 - int(window.lengths.sum()) / num_positions,
-            attention_length=self._seq_length if self.most_samples is None else cost / num_positions,
+            attention_length=self._seq_length if self.max_samples_per_row is None else cost / num_positions,
         )

@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any, Final
 from tqdm import tqdm
 
 from mobius.config.config import DataConfig, DatasetEntry, Packing
-from mobius.data import store
-from mobius.data.blocks import Block
-from mobius.data.chat_templates import resolve_template
-from mobius.data.formats import Document, RecordFormat, Sample, parse_record, recognize
-from mobius.data.sources import Source, open_source
-from mobius.data.store import DatasetWriter, TokenizedDataset
+from mobius.data import token_store
+from mobius.data.builtin_chat_templates import resolve_template
+from mobius.data.formats import Document, RecordFormat, Sample, detect_format, parse_record
+from mobius.data.ineffective_options import has_format_specific_options, refuse_ineffective_options
+from mobius.data.record_blocks import RecordBlock
+from mobius.data.sources import DatasetSource, open_source
+from mobius.data.token_store import DatasetWriter, TokenizedDataset
 from mobius.data.tokenization import EncodingRules, SampleEncoder
-from mobius.data.unused import asks_for_some_kind, refuse_unused
 from mobius.data.workers import BlockEncoder, EncodedBlock, encode_blocks
 from mobius.errors import DataError
 from mobius.excerpt import excerpt
-from mobius.ranks import cpu_share, seconds_since_launch
-from mobius.units import bytes_text
+from mobius.ranks import num_cpus_per_rank, seconds_since_launch
+from mobius.units import format_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -119,13 +119,13 @@ def prepare_data(
     wanted += [("--eval_dataset", entry) for entry in config.eval_dataset or ()]
     # All are found before the first is tokenized, which may take hours.
     found = [(option, entry, preparation.find(entry, option)) for option, entry in wanted]
-    if asks_for_some_kind(config):
-        refuse_unused(config, [preparation.first_sample(entry, source) for _, entry, source in found])
+    if has_format_specific_options(config):
+        refuse_ineffective_options(config, [preparation.first_sample(entry, source) for _, entry, source in found])
     both = tuple(preparation.dataset(*each) for each in found)
     training, evaluation = both[: len(config.dataset)], both[len(config.dataset) :]
     num_bytes = sum({dataset.cache_folder: dataset.cache_bytes for dataset in both}.values())
     place = both[0].cache_folder if len(both) == 1 else preparation.folder
-    logger.info("tokenized data: %s in %s", bytes_text(num_bytes), place)
+    logger.info("tokenized data: %s in %s", format_bytes(num_bytes), place)
     is_text = all(dataset.is_text for dataset in training)
     is_packed = {Packing.ON: True, Packing.OFF: False}.get(config.packing, not is_text)
     named = ((f"{excerpt(dataset.entry.name)}: " if len(both) > 1 else "", dataset.warnings) for dataset in both)
@@ -155,32 +155,32 @@ class _Preparation:
         self._encoder = SampleEncoder(tokenizer, seq_length=config.seq_length, rules=self._rules)
         self._begun = time.time() - seconds_since_launch()
 
-    def find(self, entry: DatasetEntry, option: str) -> Source:
+    def find(self, entry: DatasetEntry, option: str) -> DatasetSource:
         """Where the records of a dataset are."""
-        memory = None if self._config.overwrite_cache else self.folder / "hashes"
-        return open_source(entry, option=option, show_progress=self._show_downloads, memory=memory)
+        hash_cache = None if self._config.overwrite_cache else self.folder / "hashes"
+        return open_source(entry, option=option, show_progress=self._show_downloads, hash_cache=hash_cache)
 
-    def first_sample(self, entry: DatasetEntry, source: Source) -> Sample:
+    def first_sample(self, entry: DatasetEntry, source: DatasetSource) -> Sample:
         """The first record, parsed; an empty dataset counts as text, and is refused when it is tokenized."""
         for block in source.read():
             for record in block.records():
                 columns = dict(entry.columns or self._config.columns or ())
-                found = recognize([str(column) for column in record.fields], record.where, columns)
+                found = detect_format([str(column) for column in record.fields], record.where, columns)
                 return parse_record(found, record.fields, record.where)
         return Document("")
 
-    def dataset(self, option: str, entry: DatasetEntry, source: Source) -> PreparedDataset:
+    def dataset(self, option: str, entry: DatasetEntry, source: DatasetSource) -> PreparedDataset:
         """A dataset from the cache, or tokenized now while other ranks wait."""
         columns = dict(entry.columns or self._config.columns or ())
         max_samples = self._config.max_samples if entry.max_samples is None else entry.max_samples
         folder = self.folder / self._key(source, columns, max_samples)
-        with store.locked(folder):
+        with token_store.tokenized_lock(folder):
             # One that another rank has made since this run began is as new as can be.
             if self._config.overwrite_cache and not (folder.exists() and folder.stat().st_mtime > self._begun):
-                store.remove(folder)
-            stored = store.load(folder)
+                token_store.remove(folder)
+            stored = token_store.load_tokenized(folder)
             if stored is None:
-                store.remove_abandoned(self.folder)
+                token_store.remove_abandoned(self.folder)
                 with DatasetWriter(folder) as writer:
                     _Tokenization(f"{option} {excerpt(source.label, 300)}", source, max_samples, writer).run(
                         self._encoder,
@@ -189,7 +189,7 @@ class _Preparation:
                         num_workers=self._config.preprocessing_num_workers,
                         show_progress=self._show_progress,
                     )
-                stored = store.load(folder)
+                stored = token_store.load_tokenized(folder)
             assert stored is not None
             cache_bytes = sum(path.stat().st_size for path in folder.iterdir())
         tokenized, facts = stored
@@ -204,7 +204,7 @@ class _Preparation:
             cache_bytes=cache_bytes,
         )
 
-    def _key(self, source: Source, columns: Mapping[str, str], max_samples: int | None) -> str:
+    def _key(self, source: DatasetSource, columns: Mapping[str, str], max_samples: int | None) -> str:
         """A name for the result: it changes with all that changes the tokens."""
         tokenizer, code = self._tokenizer, sorted(Path(__file__).parent.glob("*.py"))
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -230,7 +230,7 @@ class _Preparation:
 class _Tokenization:
     """Tokenizes one dataset into its files, from where an earlier run was stopped."""
 
-    def __init__(self, given: str, source: Source, max_samples: int | None, writer: DatasetWriter) -> None:
+    def __init__(self, given: str, source: DatasetSource, max_samples: int | None, writer: DatasetWriter) -> None:
         self._given, self._source, self._max_samples, self._writer = given, source, max_samples, writer
         known = [number for number in (source.num_records, max_samples) if number is not None]
         self._num_records = min(known, default=None)
@@ -254,7 +254,7 @@ class _Tokenization:
         if first_block is None:
             raise DataError(f"{self._given}: the dataset is empty; it must hold at least one record")
         first = next(first_block.records())
-        record_format = recognize([str(column) for column in first.fields], first.where, columns)
+        record_format = detect_format([str(column) for column in first.fields], first.where, columns)
         is_joined = record_format.is_text and is_text_joined
         num_workers = self._default_workers() if num_workers is None else num_workers
         rest = self._without_finished(chain([first_block], blocks))
@@ -269,7 +269,7 @@ class _Tokenization:
         num_bytes = self._source.num_bytes
         if self._max_samples is not None:
             num_bytes = min(num_bytes, self._max_samples * _BYTES_OF_A_RECORD)
-        return max(1, min(cpu_share(1), _MOST_WORKERS, num_bytes // _BYTES_WORTH_A_WORKER))
+        return max(1, min(num_cpus_per_rank(1), _MOST_WORKERS, num_bytes // _BYTES_WORTH_A_WORKER))
 
     def _progress_bar(self, is_shown: bool) -> "tqdm[Any]":
         """A bar of records, or of bytes where their number is not known; what is logged comes before it opens."""
@@ -279,7 +279,7 @@ class _Tokenization:
             sizes = {"total": self._num_records, "initial": self._tally["read"], "unit": " records"}
         return tqdm(desc="tokenizing", unit_scale=self._num_records is None, disable=not is_shown, **sizes)
 
-    def _without_finished(self, blocks: Iterator[Block]) -> Iterator[Block]:
+    def _without_finished(self, blocks: Iterator[RecordBlock]) -> Iterator[RecordBlock]:
         """The blocks that no earlier run has written; those it has are read, but not parsed."""
         self._num_bytes = sum(block.num_bytes for block in islice(blocks, self._num_blocks))
         if self._num_blocks:
@@ -294,7 +294,7 @@ class _Tokenization:
         self._notes.update(block.notes)
         self._part.update(records=block.tally["read"], tokens=len(block.input_ids))
         if self._part["records"] >= _PART_RECORDS or self._part["tokens"] >= _PART_TOKENS:
-            self._writer.end_part({"blocks": self._num_blocks, "tally": self._tally, "notes": self._notes})
+            self._writer.commit_part({"blocks": self._num_blocks, "tally": self._tally, "notes": self._notes})
             self._part.clear()
 
     def _finish(self, record_format: RecordFormat, seq_length: int, is_joined: bool) -> None:
@@ -314,7 +314,7 @@ class _Tokenization:
         self._writer.finish(facts, row_length=seq_length if is_joined else None)
 
 
-def _limited(blocks: Iterator[Block], most: int | None) -> Iterator[Block]:
+def _limited(blocks: Iterator[RecordBlock], most: int | None) -> Iterator[RecordBlock]:
     """Blocks of the first `most` records."""
     for block in blocks:
         if most is not None and len(block) >= most:

@@ -62,7 +62,7 @@ class RecordFormat:
         return f"{name}={excerpt(self.mapping[name])}" if name in self.mapping else name
 
 
-def recognize(columns: Sequence[str], where: str, mapping: Mapping[str, str] | None = None) -> RecordFormat:
+def detect_format(columns: Sequence[str], where: str, mapping: Mapping[str, str] | None = None) -> RecordFormat:
     """The first format whose required columns are all there, and that reads all of `mapping`.
 
     `mapping` tells the column of what is read: {"prompt": "document"} for `--columns prompt=document`. Raises DataError

@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-from mobius.data.store import TokenizedDataset
+from mobius.data.token_store import TokenizedDataset
 from mobius.errors import DataError
 
 Indices = npt.NDArray[np.int64]
@@ -16,7 +16,7 @@ Indices = npt.NDArray[np.int64]
 _ROTATION, _HELD_OUT = 1, 2
 
 
-def generator(*words: int) -> np.random.Generator:
+def seeded_generator(*words: int) -> np.random.Generator:
     """Random numbers of a seed of several words, the last not 0 where another seed is the words before it.
 
     (seed, epoch) orders samples and (seed, epoch, window + 1) rows.
@@ -54,7 +54,7 @@ def epoch_size(parts: Sequence[WeightedSamples], epoch: int) -> int:
 def epoch_samples(parts: Sequence[WeightedSamples], seed: int, epoch: int) -> tuple[npt.NDArray[np.int16], Indices]:
     """The samples of an epoch in their order: the number of the part of each, and its index in that dataset."""
     chosen = [_chosen(part, number, seed, epoch) for number, part in enumerate(parts)]
-    order = generator(seed, epoch).permutation(sum(map(len, chosen)))
+    order = seeded_generator(seed, epoch).permutation(sum(map(len, chosen)))
     numbers = np.repeat(np.arange(len(parts), dtype=np.int16), [len(indices) for indices in chosen])
     return numbers[order], np.concatenate(chosen)[order]
 
@@ -68,7 +68,7 @@ def _chosen(part: WeightedSamples, number: int, seed: int, epoch: int) -> Indice
     if len(part):
         places %= len(part)
     if part.exact_weight.denominator > 1:
-        places = generator(seed, number, 0, _ROTATION).permutation(len(part))[places]
+        places = seeded_generator(seed, number, 0, _ROTATION).permutation(len(part))[places]
     return places if part.indices is None else part.indices[places]
 
 
@@ -87,6 +87,6 @@ def hold_out(sizes: Sequence[int], val_size: float, seed: int) -> tuple[list[Ind
         most = f"the largest allowed is {total - 1}" if total > 1 else "give more data, or leave it out"
         raise DataError(f"--val_size {val_size:.15g} holds {count:,} of {total:,} samples out of training: {most}")
     is_held_out = np.zeros(total, dtype=np.bool_)
-    is_held_out[generator(seed, 0, 0, _HELD_OUT).permutation(total)[:count]] = True
+    is_held_out[seeded_generator(seed, 0, 0, _HELD_OUT).permutation(total)[:count]] = True
     parts = np.split(is_held_out, np.cumsum(sizes)[:-1])
     return [np.flatnonzero(~part) for part in parts], [np.flatnonzero(part) for part in parts]

@@ -11,7 +11,7 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 import numpy.typing as npt
 
-WINDOW = 8192
+PACKING_WINDOW = 8192
 """Samples packed together. Log-normal lengths of mean 700 leave 0.4 % of rows of 4096 tokens empty; windows of 1024
 samples leave 0.7 %, larger ones no less."""
 _LEAST_ROWS = 64
@@ -22,13 +22,13 @@ _TOLERANCE = 0.005
 Counts = npt.NDArray[np.integer]
 
 
-def window_size(lengths: Counts, seq_length: int) -> int:
-    """Samples to pack together where samples are like these: `WINDOW`, or more if those are but a few rows."""
-    return max(WINDOW, math.ceil(_LEAST_ROWS * seq_length / float(lengths.mean())))
+def packing_window_size(lengths: Counts, seq_length: int) -> int:
+    """Samples to pack together where samples are like these: `PACKING_WINDOW`, or more if those are but a few rows."""
+    return max(PACKING_WINDOW, math.ceil(_LEAST_ROWS * seq_length / float(lengths.mean())))
 
 
-def fill_rows(lengths: Counts, capacity: int, most_samples: int) -> list[list[int]]:
-    """Rows of indices of `lengths`, whose sums are at most `capacity`, with at most `most_samples` in each.
+def pack_samples(lengths: Counts, capacity: int, max_samples_per_row: int) -> list[list[int]]:
+    """Rows of indices of `lengths`, whose sums are at most `capacity`, with at most `max_samples_per_row` in each.
 
     Best fit decreasing: the longest first, each into the fullest row that still takes it. Lengths are 1..capacity.
     """
@@ -51,14 +51,14 @@ def fill_rows(lengths: Counts, capacity: int, most_samples: int) -> list[list[in
                 del spaces[place]
         row.append(index)
         space -= sizes[index]
-        if space >= shortest and len(row) < most_samples:
+        if space >= shortest and len(row) < max_samples_per_row:
             if not by_space[space]:
                 insort(spaces, space)
             by_space[space].append(row)
     return rows
 
 
-def most_samples_per_row(lengths: Counts, seq_length: int) -> int:
+def choose_max_samples_per_row(lengths: Counts, seq_length: int) -> int:
     """The most samples that a row should hold: the smallest number that costs next to no positions.
 
     Tensors of document bounds have this fixed size, and the memory of attention's backward grows with it. Numbers are
@@ -66,8 +66,8 @@ def most_samples_per_row(lengths: Counts, seq_length: int) -> int:
     """
     num_tokens = int(lengths.sum())
 
-    def padding(most_samples: int) -> float:
-        return 1 - num_tokens / (seq_length * len(fill_rows(lengths, seq_length, most_samples)))
+    def padding(max_samples_per_row: int) -> float:
+        return 1 - num_tokens / (seq_length * len(pack_samples(lengths, seq_length, max_samples_per_row)))
 
     least, most = padding(len(lengths)), 2
     while padding(most) > least + _TOLERANCE:
@@ -75,12 +75,12 @@ def most_samples_per_row(lengths: Counts, seq_length: int) -> int:
     return most
 
 
-def attention_cost(documents: Sequence[int], seq_length: int) -> int:
+def attention_cost(document_lengths: Sequence[int], seq_length: int) -> int:
     """Sum of squared token counts in a row; the padding behind the documents is attended to as one more."""
-    return sum(length * length for length in documents) + (seq_length - sum(documents)) ** 2
+    return sum(length * length for length in document_lengths) + (seq_length - sum(document_lengths)) ** 2
 
 
-def balance(costs: Counts, num_microbatches: int) -> list[int]:
+def balanced_order(costs: Counts, num_microbatches: int) -> list[int]:
     """An order of a step's rows in which each microbatch, its next B / M rows, costs nearly as much as any other.
 
     The most expensive row goes first, each to the microbatch with the least cost that has space.

@@ -11,7 +11,7 @@ from enum import StrEnum
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
-from mobius.data.store import Row
+from mobius.data.token_store import TokenizedSample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,7 +50,7 @@ class Line:
         return f"\x1b[{self.tone.value}m{self.text}\x1b[0m" if self.tone.value else self.text
 
 
-def visible(text: str) -> str:
+def escape_invisible(text: str) -> str:
     """`text` with every character that has no shape of its own as an escape (`\\x1b`, `\\u202e`), but for line feeds.
 
     Tabs are spaces; accents beyond those that a letter can have are escapes as well.
@@ -70,7 +70,7 @@ def visible(text: str) -> str:
     return "".join(shown)
 
 
-def sample_lines(row: Row, tokenizer: "PreTrainedTokenizerBase", title: str) -> list[Line]:
+def format_sample(row: TokenizedSample, tokenizer: "PreTrainedTokenizerBase", title: str) -> list[Line]:
     """A sample as the model sees it: special tokens, prompt and target apart, what is long without its middle."""
     input_ids, is_target = row
     heading = f"{title}: {len(input_ids)} tokens, {int(is_target[1:].sum())} of them targets"
@@ -80,7 +80,7 @@ def sample_lines(row: Row, tokenizer: "PreTrainedTokenizerBase", title: str) -> 
         length = sum(1 for _ in group)
         spans.append((part_is_target, position, position + length))
         position += length
-    lines = [Line(visible(heading), Tone.TITLE)]
+    lines = [Line(escape_invisible(heading), Tone.TITLE)]
     left_out = len(spans) - _SHOWN_PARTS
     for number, (part_is_target, first, last) in enumerate(spans):
         if left_out > 0 and _SHOWN_PARTS // 2 <= number < _SHOWN_PARTS // 2 + left_out:
@@ -98,7 +98,7 @@ def sample_lines(row: Row, tokenizer: "PreTrainedTokenizerBase", title: str) -> 
 
 def describe_sample(prepared: "PreparedDataset", tokenizer: "PreTrainedTokenizerBase") -> str:
     """The first sample of a dataset as a record for the log."""
-    return "\n".join(line.text for line in sample_lines(prepared.tokenized.sample(0), tokenizer, "sample 0"))
+    return "\n".join(line.text for line in format_sample(prepared.tokenized.sample(0), tokenizer, "sample 0"))
 
 
 def _shortened(text: str) -> Iterator[str]:
@@ -110,4 +110,4 @@ def _shortened(text: str) -> Iterator[str]:
     if len(lines) > _SHOWN_LINES:
         half = _SHOWN_LINES // 2
         lines = [*lines[:half], f"[... {len(lines) - 2 * half} lines ...]", *lines[-half:]]
-    return map(visible, lines)
+    return map(escape_invisible, lines)

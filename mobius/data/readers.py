@@ -16,16 +16,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
-from mobius.data.blocks import (
-    BLOCK_RECORDS,
-    Block,
+from mobius.data.record_blocks import (
+    MAX_BLOCK_RECORDS,
+    RecordBlock,
     beyond_python,
-    item_blocks,
     not_utf8,
     parse_line,
     parse_row,
     parse_text,
     table_blocks,
+    text_blocks,
 )
 from mobius.errors import DataError, reason_of
 from mobius.excerpt import excerpt
@@ -42,7 +42,7 @@ _MOST_BLANK = 1 << 22  # bytes between two records: a compressed file of some ki
 _READ_CHARACTERS = 1 << 20
 
 
-def reader_of(path: Path) -> Callable[[Path], Iterator[Block]] | None:
+def find_reader(path: Path) -> Callable[[Path], Iterator[RecordBlock]] | None:
     """The function that reads files of this name; None if there is none. It raises DataError with file and place."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in _COMPRESSIONS:
@@ -93,7 +93,7 @@ class _File:
         self._raw.close()
 
 
-def _read(read: Callable[[_File], Iterator[Block]], path: Path) -> Iterator[Block]:
+def _read(read: Callable[[_File], Iterator[RecordBlock]], path: Path) -> Iterator[RecordBlock]:
     try:
         with _File(path) as file:
             yield from read(file)
@@ -106,16 +106,16 @@ def _read(read: Callable[[_File], Iterator[Block]], path: Path) -> Iterator[Bloc
         raise DataError(f"{path}: cannot be read: {excerpt(reason_of(error), 300)}") from error
 
 
-def _read_json(file: _File) -> Iterator[Block]:
+def _read_json(file: _File) -> Iterator[RecordBlock]:
     """A file of one array of objects, or of one object per line."""
     start = file.stream.peek(1 << 12) if isinstance(file.stream, io.BufferedReader) else b""
     if start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
-        return item_blocks(_JsonArray(file).items(), parse_text, file.advance)
+        return text_blocks(_JsonArray(file).items(), parse_text, file.advance)
     return _read_json_lines(file)
 
 
-def _read_json_lines(file: _File) -> Iterator[Block]:
-    return item_blocks(_lines(file), parse_line, file.advance)
+def _read_json_lines(file: _File) -> Iterator[RecordBlock]:
+    return text_blocks(_lines(file), parse_line, file.advance)
 
 
 def _lines(file: _File) -> Iterator[tuple[bytes, int, str]]:
@@ -220,7 +220,7 @@ class _JsonArray:
         return DataError(f"{self._path}, {place}: broken JSON: {message.removesuffix(' at')}")
 
 
-def _read_csv(file: _File) -> Iterator[Block]:
+def _read_csv(file: _File) -> Iterator[RecordBlock]:
     """Comma-separated with a header line; every value is text."""
     csv.field_size_limit(_LONGEST_FIELD)
     rows = csv.reader(file.text(), strict=True)
@@ -228,7 +228,7 @@ def _read_csv(file: _File) -> Iterator[Block]:
         header = next(rows, [])
         filled = _filled_rows(rows, file.path)
         places = ((row, sum(map(len, row)), f"{file.path}, line {rows.line_num}") for row in filled)
-        yield from item_blocks(places, partial(parse_row, header), file.advance)
+        yield from text_blocks(places, partial(parse_row, header), file.advance)
     except csv.Error as error:
         raise DataError(f"{file.path}, line {rows.line_num}: broken CSV: {error}") from error
 
@@ -244,7 +244,7 @@ def _filled_rows(rows: Iterable[list[str]], path: Path) -> Iterator[list[str]]:
             yield row
 
 
-def _read_parquet(file: _File) -> Iterator[Block]:
+def _read_parquet(file: _File) -> Iterator[RecordBlock]:
     _pyarrow(file.path)
     import pyarrow.parquet
 
@@ -252,7 +252,7 @@ def _read_parquet(file: _File) -> Iterator[Block]:
         source = file.with_places(is_mapped=False)
         with pyarrow.parquet.ParquetFile(source, buffer_size=_READ_CHARACTERS, pre_buffer=False) as table:
             num_rows, num_read = max(table.metadata.num_rows, 1), 0
-            for batch in table.iter_batches(batch_size=BLOCK_RECORDS):
+            for batch in table.iter_batches(batch_size=MAX_BLOCK_RECORDS):
                 num_read += batch.num_rows
                 yield batch, file.size * batch.num_rows // num_rows
             if num_read < table.metadata.num_rows:  # read through a buffer, Arrow takes a sudden end for the end
@@ -261,7 +261,7 @@ def _read_parquet(file: _File) -> Iterator[Block]:
     return table_blocks(batches(), str(file.path), "Parquet")
 
 
-def _read_arrow(file: _File) -> Iterator[Block]:
+def _read_arrow(file: _File) -> Iterator[RecordBlock]:
     """The file or the stream format, as the datasets library saves them."""
     _pyarrow(file.path)
     import pyarrow.ipc
@@ -296,7 +296,7 @@ def _pyarrow(path: Path) -> Any:
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 COMPRESSED: Final = tuple(_COMPRESSIONS)
 """Suffixes of compressed files."""
-_READERS: Mapping[str, Callable[[_File], Iterator[Block]]] = {
+_READERS: Mapping[str, Callable[[_File], Iterator[RecordBlock]]] = {
     ".json": _read_json,
     ".jsonl": _read_json_lines,
     ".csv": _read_csv,

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from mobius.atomic_files import atomic_write
 from mobius.config.config import DatasetEntry
-from mobius.data.blocks import Block, table_blocks
-from mobius.data.readers import COMPRESSED, SUFFIXES, reader_of
+from mobius.data.readers import COMPRESSED, SUFFIXES, find_reader
+from mobius.data.record_blocks import RecordBlock, table_blocks
 from mobius.errors import DataError, first_line, reason_of
 from mobius.excerpt import excerpt, listed, quoted
 from mobius.regular_files import open_regular, read_json
-from mobius.writing import replaced_whole
 
 logger = logging.getLogger(__name__)
 
-KNOWN_DATASETS: Final[Mapping[str, str]] = {"xsum": "EdinburghNLP/xsum"}
+DATASET_ALIASES: Final[Mapping[str, str]] = {"xsum": "EdinburghNLP/xsum"}
 """Names that the user may type instead of a hub id."""
 
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -46,19 +46,19 @@ _SETTLED_SECONDS: Final = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class DatasetSource:
     """`fingerprint` changes with the content; `num_records` is None where only reading everything would tell."""
 
     label: str
     fingerprint: str
     num_records: int | None
     num_bytes: int
-    read: Callable[[], Iterator[Block]]
+    read: Callable[[], Iterator[RecordBlock]]
 
 
 def open_source(
-    entry: DatasetEntry, *, option: str = "--dataset", show_progress: bool = False, memory: Path | None = None
-) -> Source:
+    entry: DatasetEntry, *, option: str = "--dataset", show_progress: bool = False, hash_cache: Path | None = None
+) -> DatasetSource:
     """Find what `entry` names: an existing path first, then a known name, then a hub id.
 
     Local files are hashed here and read later; `memory` is a folder where the hashes of large ones are remembered.
@@ -77,14 +77,14 @@ def open_source(
                     "local file or folder; leave it out, or give the subset's own folder"
                 )
             files = _files_of(path, entry.split, given, is_evaluated=option == "--eval_dataset")
-            return _open_files(files, path, given, memory)
+            return _open_files(files, path, given, hash_cache)
         if path.exists():
             raise DataError(f"{given}: is neither a file nor a folder but a pipe or device; give a file")
     except (OSError, ValueError) as error:  # no right to look there, or a name that no file can have
         raise DataError(f"{given}: cannot be looked up: {reason_of(error)}") from error
-    hub_id = KNOWN_DATASETS.get(entry.name, entry.name)
+    hub_id = DATASET_ALIASES.get(entry.name, entry.name)
     is_hub_id = _HUB_ID.fullmatch(hub_id) and len(hub_id) <= _LONGEST_HUB_ID
-    if reader_of(path) is not None or not is_hub_id:
+    if find_reader(path) is not None or not is_hub_id:
         name, _, end = entry.name.rpartition(":")
         slip = f" If {quoted(end)} is meant as a weight, write one number with a point, as in a.jsonl:0.3."
         raise DataError(
@@ -100,7 +100,7 @@ def _files_of(place: Path, split: str, given: str, *, is_evaluated: bool) -> lis
     if place.is_file():
         if split != "train":
             raise DataError(f"{given}: split {excerpt(split)} is for folders and datasets of the hub; this is a file")
-        if reader_of(place) is None:
+        if find_reader(place) is None:
             kind = quoted(place.suffix or "(none)")
             raise DataError(f"{given}: files of the kind {kind} cannot be read; use {SUFFIXES}")
         return [place]
@@ -111,7 +111,7 @@ def _files_of(place: Path, split: str, given: str, *, is_evaluated: bool) -> lis
         place = place / split
     if (place / "state.json").is_file():
         return _saved_files(place)
-    found = (path for path in place.rglob("*") if reader_of(path) is not None and path.is_file())
+    found = (path for path in place.rglob("*") if find_reader(path) is not None and path.is_file())
     inside = [
         path
         for path in sorted(path.relative_to(place) for path in found)
@@ -179,28 +179,28 @@ def _saved_files(place: Path) -> list[Path]:
         ) from error
 
 
-def _open_files(files: list[Path], place: Path, given: str, memory: Path | None) -> Source:
+def _open_files(files: list[Path], place: Path, given: str, hash_cache: Path | None) -> DatasetSource:
     digest, num_lines, num_bytes, states = hashlib.sha256(), 0, 0, list[os.stat_result]()
     for path in files:
         try:
             states.append(path.stat())
-            content, lines, size = _content(path, memory)
+            content, lines, size = _content(path, hash_cache)
         except OSError as error:
             raise DataError(f"{given}: cannot read {path.absolute()}: {reason_of(error)}") from error
         digest.update(f"{[suffix.lower() for suffix in path.suffixes[-2:]]} {content}\n".encode())
         num_lines, num_bytes = num_lines + lines, num_bytes + size
 
-    def read() -> Iterator[Block]:
+    def read() -> Iterator[RecordBlock]:
         for path, state in zip(files, states, strict=True):
             yield from _read_unchanged(path, state)
 
     is_counted = all(path.suffix.lower() == ".jsonl" for path in files)
-    return Source(str(place), digest.hexdigest(), num_lines if is_counted else None, num_bytes, read)
+    return DatasetSource(str(place), digest.hexdigest(), num_lines if is_counted else None, num_bytes, read)
 
 
-def _read_unchanged(path: Path, before: os.stat_result) -> Iterator[Block]:
+def _read_unchanged(path: Path, before: os.stat_result) -> Iterator[RecordBlock]:
     """A file's blocks; raises DataError if it is not the one that was hashed, as tokens are kept by its hash."""
-    reader, problem = reader_of(path), None
+    reader, problem = find_reader(path), None
     assert reader is not None
     try:
         yield from reader(path)
@@ -214,7 +214,7 @@ def _read_unchanged(path: Path, before: os.stat_result) -> Iterator[Block]:
         raise problem
 
 
-def _content(path: Path, memory: Path | None) -> tuple[str, int, int]:
+def _content(path: Path, hash_cache: Path | None) -> tuple[str, int, int]:
     """Hash, number of lines and size of a file.
 
     A large file's are remembered while its inode, size and times stay as they are. Of those only the time of its last
@@ -223,8 +223,8 @@ def _content(path: Path, memory: Path | None) -> tuple[str, int, int]:
     facts = path.stat()
     identity = [facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns]
     note = None
-    if memory is not None and facts.st_size >= _REMEMBERED_BYTES:
-        note = memory / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"
+    if hash_cache is not None and facts.st_size >= _REMEMBERED_BYTES:
+        note = hash_cache / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"
         with suppress(DataError, ValueError, KeyError, TypeError):
             known = read_json(note, DataError)
             if known["identity"] == identity:
@@ -240,12 +240,12 @@ def _content(path: Path, memory: Path | None) -> tuple[str, int, int]:
         text = json.dumps({"identity": identity, "hash": digest.hexdigest(), "lines": num_lines})
         with suppress(OSError):  # then the next run hashes it again
             note.parent.mkdir(parents=True, exist_ok=True)
-            with replaced_whole(note, has_many_writers=True) as temporary:
+            with atomic_write(note, has_many_writers=True) as temporary:
                 temporary.write_text(text, encoding="utf-8")
     return digest.hexdigest(), num_lines, facts.st_size
 
 
-def _open_hub(entry: DatasetEntry, hub_id: str, missing: str, show_progress: bool) -> Source:
+def _open_hub(entry: DatasetEntry, hub_id: str, missing: str, show_progress: bool) -> DatasetSource:
     """A split as the `datasets` library downloads or caches it."""
     folder = hub_id.rpartition("/")[2]
     advice = (
@@ -274,7 +274,7 @@ def _open_hub(entry: DatasetEntry, hub_id: str, missing: str, show_progress: boo
         for table in split.with_format("arrow").iter(batch_size=1000):
             yield from ((batch, batch.nbytes) for batch in table.combine_chunks().to_batches())
 
-    def read() -> Iterator[Block]:
+    def read() -> Iterator[RecordBlock]:
         return table_blocks(batches(), hub_id, "a dataset of the Hugging Face Hub")
 
-    return Source(hub_id, str(split._fingerprint), len(split), int(split.data.nbytes), read)
+    return DatasetSource(hub_id, str(split._fingerprint), len(split), int(split.data.nbytes), read)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mobius.data.datasets import PreparedDataset
-from mobius.data.store import TokenizedDataset
+from mobius.data.token_store import TokenizedDataset
 
 Fingerprints = npt.NDArray[np.uint64]
 """One number for each sample, the same for samples of the same tokens."""
@@ -27,7 +27,7 @@ _MANY_UNKNOWN: Final = 0.001
 
 @dataclass(frozen=True, slots=True)
 class SampleStatistics:
-    """Numbers of a dataset's samples; fingerprints are kept of one sample in `kept_one_in`, with its index."""
+    """Numbers of a dataset's samples; fingerprints are kept of one sample in `fingerprint_stride`, with its index."""
 
     num_samples: int
     num_tokens: int
@@ -36,38 +36,38 @@ class SampleStatistics:
     """Samples whose last token is the end-of-sequence token."""
     num_eos_targets: int
     """Targets that are the end-of-sequence token."""
-    num_bare: int
+    num_single_token_targets: int
     """Samples of which one token alone is a target: such an answer is nothing but its end."""
     num_unknown: int
     """Tokens that stand for what the tokenizer does not know."""
     length_counts: npt.NDArray[np.int64]
     """Samples of each length, from 0 tokens to those of the longest."""
-    kept_one_in: int
+    fingerprint_stride: int
     indices: npt.NDArray[np.int64]
     fingerprints: Fingerprints
 
     @property
     def num_duplicates(self) -> int:
         """Samples with the tokens of an earlier one; an estimate where not every fingerprint is kept."""
-        return self.kept_one_in * (len(self.fingerprints) - len(np.unique(self.fingerprints)))
+        return self.fingerprint_stride * (len(self.fingerprints) - len(np.unique(self.fingerprints)))
 
     @property
     def is_exact(self) -> bool:
         """Whether duplicates are counted, not estimated."""
-        return self.kept_one_in == 1
+        return self.fingerprint_stride == 1
 
     def fingerprints_of(self, indices: npt.NDArray[np.int64] | None) -> Fingerprints:
         """The kept fingerprints of the samples `indices`; None: of all."""
         return self.fingerprints if indices is None else self.fingerprints[np.isin(self.indices, indices)]
 
 
-def keep_one_in(num_samples: int) -> int:
+def choose_fingerprint_stride(num_samples: int) -> int:
     """One in how many fingerprints to keep of so many samples."""
     return -(-num_samples // _KEPT_FINGERPRINTS)
 
 
-def count_samples(
-    tokenized: TokenizedDataset, *, eos_token_id: int, unknown_token_id: int | None, kept_one_in: int = 1
+def compute_sample_statistics(
+    tokenized: TokenizedDataset, *, eos_token_id: int, unknown_token_id: int | None, fingerprint_stride: int = 1
 ) -> SampleStatistics:
     """Walk through all samples once; some three seconds for a million of 500 tokens."""
     lengths = tokenized.lengths
@@ -92,7 +92,7 @@ def count_samples(
         if unknown_token_id is not None:
             sums["unknown"] += int(np.count_nonzero(ids == unknown_token_id))
         prints = _fingerprints(ids, starts, own, multipliers)
-        kept = np.flatnonzero(prints % np.uint64(kept_one_in) == 0)
+        kept = np.flatnonzero(prints % np.uint64(fingerprint_stride) == 0)
         indices.append(kept + first)
         fingerprints.append(prints[kept])
     return SampleStatistics(
@@ -101,10 +101,10 @@ def count_samples(
         num_targets=sums["targets"],
         num_ended=sums["ended"],
         num_eos_targets=sums["eos"],
-        num_bare=sums["bare"],
+        num_single_token_targets=sums["bare"],
         num_unknown=sums["unknown"],
         length_counts=length_counts,
-        kept_one_in=kept_one_in,
+        fingerprint_stride=fingerprint_stride,
         indices=np.concatenate(indices),
         fingerprints=np.concatenate(fingerprints),
     )
@@ -142,7 +142,7 @@ def _fingerprints(
     return sums ^ (sums >> np.uint64(29))
 
 
-def concerns(dataset: PreparedDataset, found: SampleStatistics) -> list[str]:
+def find_data_warnings(dataset: PreparedDataset, found: SampleStatistics) -> list[str]:
     """Sentences about what a user would want to know of a dataset before it is trained on."""
     counts, texts = dataset.counts, list(dataset.warnings)
 
@@ -156,7 +156,11 @@ def concerns(dataset: PreparedDataset, found: SampleStatistics) -> list[str]:
     tell(counts.cut, counts.read, "records are longer than seq_length: they were cut, and tokens of them are lost")
     if found.num_duplicates:
         texts.append(duplicates_text(found))
-    tell(found.num_bare, found.num_samples, "samples have one token alone as their target: answers without words?")
+    tell(
+        found.num_single_token_targets,
+        found.num_samples,
+        "samples have one token alone as their target: answers without words?",
+    )
     if not found.num_eos_targets:
         texts.append("no target is the end-of-sequence token: the model would not learn to stop")
     elif not dataset.is_text:
@@ -178,6 +182,6 @@ def duplicates_text(found: SampleStatistics) -> str:
     return f"{about}{found.num_duplicates:,} of {found.num_samples:,} samples repeat an earlier one exactly"
 
 
-def num_repeated(fingerprints: Fingerprints, earlier: Fingerprints) -> int:
+def count_repeated(fingerprints: Fingerprints, earlier: Fingerprints) -> int:
     """How many of the samples are among `earlier` ones too, as an answer that is trained on and evaluated on."""
     return int(np.count_nonzero(np.isin(fingerprints, earlier)))

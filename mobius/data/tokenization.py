@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from mobius.data.chat_template import Chat
+from mobius.data.chat_rendering import ChatRenderer
 from mobius.data.formats import Completion, Conversation, Document, Sample
-from mobius.data.store import Row
-from mobius.data.turns import Role, Turn, called_names, function_of, reasoning_of
+from mobius.data.token_store import TokenizedSample
+from mobius.data.turns import Role, Turn, function_of, reasoning_of, tool_call_names
 from mobius.errors import DataError
 from mobius.excerpt import listed
 
@@ -34,7 +34,7 @@ _REASONING: Final = (
 )
 
 
-class Note(StrEnum):
+class EncodingNote(StrEnum):
     """Facts about the tokenizing for the user; the value completes "<n> records: ..."."""
 
     SPLIT_TURNS = (
@@ -82,22 +82,22 @@ class EncodingRules:
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
-    """Rows of a record; `is_cut` if tokens were lost to seq_length. A document is one row, however long.
+class EncodedSample:
+    """Rows of a record; `is_truncated` if tokens were lost to seq_length. A document is one row, however long.
 
     Without a row it `is_empty` (no text at all), or `is_unanswered`, or its answer has no token to train on.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[TokenizedSample, ...]
     is_empty: bool = False
     is_unanswered: bool = False
-    is_cut: bool = False
-    notes: frozenset[Note] = frozenset()
+    is_truncated: bool = False
+    notes: frozenset[EncodingNote] = frozenset()
 
 
-Exchange = tuple[str, str]
+PromptAndTarget = tuple[str, str]
 """Text of a prompt, and of the target that follows it."""
-ExchangeIds = tuple[list[int], list[int]]
+PromptAndTargetIds = tuple[list[int], list[int]]
 """Token ids of both."""
 
 
@@ -118,28 +118,28 @@ class SampleEncoder:
         adds_bos = bos_id is not None and list(tokenizer("a").input_ids[:1]) == [bos_id]
         self._start: list[int] = [int(bos_id)] if adds_bos else []
 
-    def encode(self, sample: Sample, where: str) -> Encoded:
+    def encode(self, sample: Sample, where: str) -> EncodedSample:
         """The rows of a sample; raises DataError that names `where` if the chat template refuses it or is broken."""
         try:
             return self._encode(sample, where)
         except _EndlessWordError as error:
             raise DataError(f"{where}: {error}") from None
 
-    def _encode(self, sample: Sample, where: str) -> Encoded:
+    def _encode(self, sample: Sample, where: str) -> EncodedSample:
         match sample:
             case Document(text) if text.strip():
-                pieces = [np.array(ids, dtype=np.int32) for ids in map(self._tokenize, list(pieces_of(text)))]
+                pieces = [np.array(ids, dtype=np.int32) for ids in map(self._tokenize, list(split_text(text)))]
                 ids = np.concatenate(
                     [np.array(self._start, dtype=np.int32), *pieces, np.array([self._eos_id], dtype=np.int32)]
                 )
-                return Encoded(((ids, np.ones(len(ids), dtype=np.bool_)),))
+                return EncodedSample(((ids, np.ones(len(ids), dtype=np.bool_)),))
             case Completion(prompt, response) if response.strip():
                 return self._encode_rows([[(prompt, response)]], self._start)
             case Completion(prompt) if prompt.strip():
-                return Encoded((), is_unanswered=True)
-            case Conversation(turns) if any(turn.is_said for turn in turns):
+                return EncodedSample((), is_unanswered=True)
+            case Conversation(turns) if any(turn.has_content for turn in turns):
                 return self._encode_conversation(self._with_system(sample), where)
-        return Encoded((), is_empty=True)
+        return EncodedSample((), is_empty=True)
 
     def _with_system(self, conversation: Conversation) -> Conversation:
         system, turns = self._rules.default_system, conversation.turns
@@ -148,14 +148,14 @@ class SampleEncoder:
         num_prompt_turns = conversation.num_prompt_turns + 1
         return replace(conversation, turns=(Turn(Role.SYSTEM, system), *turns), num_prompt_turns=num_prompt_turns)
 
-    def _encode_conversation(self, conversation: Conversation, where: str) -> Encoded:
+    def _encode_conversation(self, conversation: Conversation, where: str) -> EncodedSample:
         turns = conversation.turns
         asked = next((index for index, turn in enumerate(turns) if turn.role in (Role.USER, Role.TOOL)), len(turns))
         first = max(asked + 1, conversation.num_prompt_turns)
         answers = ((index, turn) for index, turn in enumerate(turns) if turn.role is Role.ASSISTANT)
-        answered = [index for index, turn in answers if index >= first and turn.is_said]
+        answered = [index for index, turn in answers if index >= first and turn.has_content]
         if not answered:
-            return Encoded((), is_unanswered=True)
+            return EncodedSample((), is_unanswered=True)
         if self._rules.mask_history:
             del answered[:-1]
         if self._rules.train_on_prompt and not all(turn.is_trained for turn in turns if turn.role is Role.ASSISTANT):
@@ -165,13 +165,13 @@ class SampleEncoder:
             )
         answered = [index for index in answered if turns[index].is_trained]
         if not answered:
-            return Encoded(())
+            return EncodedSample(())
         conversation = replace(conversation, turns=turns[: answered[-1] + 1])
         if self._rules.chat_template is None and self._tokenizer.chat_template is None:
             return self._encode_plain(conversation, answered, where)
         return self._encode_chat(conversation, answered, where)
 
-    def _encode_plain(self, conversation: Conversation, answered: Sequence[int], where: str) -> Encoded:
+    def _encode_plain(self, conversation: Conversation, answered: Sequence[int], where: str) -> EncodedSample:
         """Rows of a conversation for tokenizers without a chat template."""
         if any(turn.has_calls for turn in conversation.turns):
             raise DataError(
@@ -183,7 +183,7 @@ class SampleEncoder:
                 f"{where}: the tokenizer has no chat template, so an answer's reasoning cannot be written. {_REASONING}"
             )
         headings = {Role.SYSTEM: "", Role.USER: "### Instruction:\n", Role.TOOL: "### Tool:\n"}
-        exchanges, prompt = list[Exchange](), ""
+        exchanges, prompt = list[PromptAndTarget](), ""
         for index, turn in enumerate(conversation.turns):
             if index in answered:
                 exchanges.append((f"{prompt}### Response:\n", turn.content + self._eos))
@@ -192,15 +192,15 @@ class SampleEncoder:
                 prompt += f"### Response:\n{turn.content}{self._eos}\n\n"
             else:
                 prompt += f"{headings[turn.role]}{turn.content}\n\n"
-        return self._encode_rows([exchanges], self._start, {Note.NO_TOOLS} if conversation.tools else set())
+        return self._encode_rows([exchanges], self._start, {EncodingNote.NO_TOOLS} if conversation.tools else set())
 
-    def _encode_chat(self, conversation: Conversation, answered: Sequence[int], where: str) -> Encoded:
+    def _encode_chat(self, conversation: Conversation, answered: Sequence[int], where: str) -> EncodedSample:
         """Rows of a conversation by the chat template: one, or one for each answer if the template is not regular."""
-        chat = Chat(self._tokenizer, self._rules.chat_template, conversation, where)
+        chat = ChatRenderer(self._tokenizer, self._rules.chat_template, conversation, where)
         whole = chat.render_all()
-        notes = set[Note]()
+        notes = set[EncodingNote]()
         if any(str(function_of(tool).get("name", "")) not in whole for tool in conversation.tools):
-            notes.add(Note.NO_TOOLS)
+            notes.add(EncodingNote.NO_TOOLS)
         exchanges = self._regular_exchanges(chat, whole, answered)
         if exchanges is not None:
             conversations = [exchanges]
@@ -210,14 +210,14 @@ class SampleEncoder:
             split = [self._last_exchange(chat, index, where) for index in answered]
             conversations = [[exchange] for exchange, _ in split]
             if len(answered) > 1:
-                notes.add(Note.SPLIT_TURNS)
+                notes.add(EncodingNote.SPLIT_TURNS)
             if not all(is_prompt_whole for _, is_prompt_whole in split):
-                notes.add(Note.OTHER_PROMPT)
+                notes.add(EncodingNote.OTHER_PROMPT)
         if not all(exchanges[-1][1].endswith(self._eos) for exchanges in conversations):
-            notes.add(Note.OTHER_END)
+            notes.add(EncodingNote.OTHER_END)
         targets = (target for exchanges in conversations for _, target in exchanges)
         for index, target in zip(answered, targets, strict=True):
-            if lost := [name for name in called_names(conversation.turns[index]) if name not in target]:
+            if lost := [name for name in tool_call_names(conversation.turns[index]) if name not in target]:
                 raise DataError(
                     f"{where}: the chat template leaves out the tool calls of turn {index + 1} ({listed(lost)}). Give "
                     "one that writes them with --chat_template, such as the built-in chatml"
@@ -228,12 +228,14 @@ class SampleEncoder:
                 )
         return self._encode_rows(conversations, [], notes)
 
-    def _regular_exchanges(self, chat: Chat, whole: str, answered: Sequence[int]) -> list[Exchange] | None:
+    def _regular_exchanges(
+        self, chat: ChatRenderer, whole: str, answered: Sequence[int]
+    ) -> list[PromptAndTarget] | None:
         """The whole conversation as one text, cut where each turn adds to the rendering of those before it.
 
         None if the template is not that regular, or ends an inner turn without the end-of-sequence token.
         """
-        exchanges, position = list[Exchange](), 0
+        exchanges, position = list[PromptAndTarget](), 0
         for index in answered:
             prompt = chat.render(index, add_generation_prompt=True)
             through = whole if index == answered[-1] else chat.render(index + 1)
@@ -246,7 +248,7 @@ class SampleEncoder:
             position = len(prompt) + len(target)
         return exchanges
 
-    def _last_exchange(self, chat: Chat, index: int, where: str) -> tuple[Exchange, bool]:
+    def _last_exchange(self, chat: ChatRenderer, index: int, where: str) -> tuple[PromptAndTarget, bool]:
         """The turn `index` as the target of all before it, and whether the prompt is what inference would render."""
         prompt = chat.render(index, add_generation_prompt=True)
         through = chat.render(index + 1)
@@ -269,21 +271,28 @@ class SampleEncoder:
         return stripped if stripped.endswith(self._eos) else text
 
     def _encode_rows(
-        self, conversations: Iterable[Sequence[Exchange]], start: list[int], notes: Iterable[Note] = ()
-    ) -> Encoded:
-        fitted = (fit(self._tokenize_exchanges(exchanges, start), self.seq_length) for exchanges in conversations)
-        rows = [(_as_row(ids, self._rules.train_on_prompt), is_cut) for ids, is_cut in fitted]
-        kept = [(row, is_cut) for row, is_cut in rows if row[1][1:].any()]
-        return Encoded(tuple(row for row, _ in kept), is_cut=any(is_cut for _, is_cut in kept), notes=frozenset(notes))
+        self, conversations: Iterable[Sequence[PromptAndTarget]], start: list[int], notes: Iterable[EncodingNote] = ()
+    ) -> EncodedSample:
+        fitted = (
+            truncate_exchanges(self._tokenize_exchanges(exchanges, start), self.seq_length)
+            for exchanges in conversations
+        )
+        rows = [(_as_row(ids, self._rules.train_on_prompt), is_truncated) for ids, is_truncated in fitted]
+        kept = [(row, is_truncated) for row, is_truncated in rows if row[1][1:].any()]
+        return EncodedSample(
+            tuple(row for row, _ in kept),
+            is_truncated=any(is_truncated for _, is_truncated in kept),
+            notes=frozenset(notes),
+        )
 
-    def _tokenize_exchanges(self, exchanges: Sequence[Exchange], start: list[int]) -> list[ExchangeIds]:
+    def _tokenize_exchanges(self, exchanges: Sequence[PromptAndTarget], start: list[int]) -> list[PromptAndTargetIds]:
         """Token ids of each prompt and target; the last target ends with the end-of-sequence token.
 
         Those behind seq_length are left out, as they would be cut off. Where a token would span the border of two
         parts, they are tokenized one by one, as inference does it.
         """
         text, before = "", list[int]()
-        result: list[ExchangeIds] = []
+        result: list[PromptAndTargetIds] = []
         for prompt, target in exchanges:
             through_prompt, is_whole = self._tokenize_ends(text + prompt)
             through_target, is_whole = self._tokenize_ends(text + prompt + target) if is_whole else ([], False)
@@ -305,11 +314,12 @@ class SampleEncoder:
         return result
 
     def _tokenize_ends(self, text: str) -> tuple[list[int], bool]:
-        """Token ids, and whether they are all: of a long text those in the middle, which `fit` would cut, are not made.
+        """Token ids, and whether they are all.
 
+        Of a long text those in the middle, which `truncate_exchanges` would cut, are not made.
         Then at least seq_length of them are from either end.
         """
-        pieces = list(pieces_of(text))
+        pieces = list(split_text(text))
         head, tail, first, last = list[int](), list[int](), 0, len(pieces)
         while first < last and len(head) < self.seq_length:
             head += self._tokenize(pieces[first])
@@ -320,12 +330,12 @@ class SampleEncoder:
         return head + tail, first == last
 
     def _tokenize(self, piece: str) -> list[int]:
-        # verbose=False: no warning that the text is longer than the model's window; `fit` cuts it.
+        # verbose=False: no warning that the text is longer than the model's window; `truncate_exchanges` cuts it.
         ids: list[int] = self._tokenizer(piece, add_special_tokens=False, verbose=False).input_ids
         return ids
 
 
-def pieces_of(text: str) -> Iterator[str]:
+def split_text(text: str) -> Iterator[str]:
     """The text in pieces that a tokenizer takes with little memory; all but a very long one is one piece.
 
     A piece ends with a line, else before a space, else anywhere. So a token that would span two pieces becomes two, and
@@ -346,7 +356,9 @@ def pieces_of(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def fit(exchanges: Sequence[ExchangeIds], seq_length: int) -> tuple[list[ExchangeIds], bool]:
+def truncate_exchanges(
+    exchanges: Sequence[PromptAndTargetIds], seq_length: int
+) -> tuple[list[PromptAndTargetIds], bool]:
     """As many leading exchanges as seq_length holds, and whether something was lost.
 
     If not even the first fits, prompt and target share the length. The prompt is cut in its middle: its head holds the
@@ -359,14 +371,14 @@ def fit(exchanges: Sequence[ExchangeIds], seq_length: int) -> tuple[list[Exchang
             continue
         if index > 0:
             return list(exchanges[:index]), True
-        num_prompt, num_target = share_length(len(prompt), len(target), seq_length)
+        num_prompt, num_target = split_token_budget(len(prompt), len(target), seq_length)
         num_end = num_prompt // 4
         kept = prompt[: num_prompt - num_end] + prompt[len(prompt) - num_end :]
         return [(kept, target[:num_target])], True
     return list(exchanges), False
 
 
-def share_length(num_prompt: int, num_target: int, seq_length: int) -> tuple[int, int]:
+def split_token_budget(num_prompt: int, num_target: int, seq_length: int) -> tuple[int, int]:
     """Numbers of tokens of prompt and target to keep when both together exceed seq_length.
 
     One that needs at most half stays whole, and the other takes the rest; if both need more, each gets half.
@@ -380,14 +392,14 @@ def _squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-def cut_document(row: Row, seq_length: int) -> list[Row]:
+def split_document(row: TokenizedSample, seq_length: int) -> list[TokenizedSample]:
     """Consecutive pieces of at most seq_length tokens; a last one of a single token is dropped."""
     ids, is_target = row
     pieces = (slice(first, first + seq_length) for first in range(0, len(ids), seq_length))
     return [(ids[piece], is_target[piece]) for piece in pieces if len(ids[piece]) > 1]
 
 
-def _as_row(exchanges: Sequence[ExchangeIds], train_on_prompt: bool = False) -> Row:
+def _as_row(exchanges: Sequence[PromptAndTargetIds], train_on_prompt: bool = False) -> TokenizedSample:
     ids = [token for prompt, target in exchanges for token in (*prompt, *target)]
     mask = [
         is_target

@@ -36,7 +36,7 @@ class Turn:
         return bool(self.fields.get("tool_calls"))
 
     @property
-    def is_said(self) -> bool:
+    def has_content(self) -> bool:
         """Whether there is anything but white space."""
         return bool(self.content.strip()) or self.has_calls
 
@@ -68,7 +68,7 @@ def parse_tools(value: object, place: str) -> tuple[Mapping[str, object], ...]:
     return tuple(_mappings(value, place))
 
 
-def called_names(turn: Turn) -> list[str]:
+def tool_call_names(turn: Turn) -> list[str]:
     """Names of the functions that a turn calls."""
     calls = turn.fields.get("tool_calls", ())
     assert isinstance(calls, Sequence)

@@ -17,12 +17,12 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from mobius.data.blocks import Block
 from mobius.data.formats import RecordFormat, parse_record
-from mobius.data.store import Row
-from mobius.data.tokenization import SampleEncoder, cut_document
+from mobius.data.record_blocks import RecordBlock
+from mobius.data.token_store import TokenizedSample
+from mobius.data.tokenization import SampleEncoder, split_document
 from mobius.errors import DataError
-from mobius.interruption import end_with_parent, workers_not_interrupted
+from mobius.signal_handling import die_with_parent, sigint_blocked
 
 logger = logging.getLogger(__name__)
 
@@ -51,20 +51,20 @@ class BlockEncoder:
     record_format: RecordFormat
     is_joined: bool
 
-    def encode(self, block: Block) -> EncodedBlock:
+    def encode(self, block: RecordBlock) -> EncodedBlock:
         """The rows of a block; raises DataError that names the place of a record that cannot be used."""
-        rows: list[Row] = []
+        rows: list[TokenizedSample] = []
         tally, notes = Counter[str](), Counter[str]()
         for record in block.records():
             sample = parse_record(self.record_format, record.fields, record.where)
             encoded = self.encoder.encode(sample, record.where)
-            own: Sequence[Row] = encoded.rows
+            own: Sequence[TokenizedSample] = encoded.rows
             if self.record_format.is_text and not self.is_joined:
-                own = [piece for row in own for piece in cut_document(row, self.encoder.seq_length)]
+                own = [piece for row in own for piece in split_document(row, self.encoder.seq_length)]
             rows += own
             notes.update(note.value for note in encoded.notes)
             tally["read"] += 1
-            tally["cut"] += encoded.is_cut
+            tally["cut"] += encoded.is_truncated
             tally["kept" if own else "empty" if encoded.is_empty else "dropped"] += 1
             tally["unanswered"] += encoded.is_unanswered
         return EncodedBlock(
@@ -78,7 +78,7 @@ class BlockEncoder:
 
 
 def encode_blocks(
-    blocks: Iterator[Block], encoder: BlockEncoder, num_workers: int, label: str
+    blocks: Iterator[RecordBlock], encoder: BlockEncoder, num_workers: int, label: str
 ) -> Iterator[EncodedBlock]:
     """Encoded blocks in the order given; a single block, or with one worker all, are encoded in this process.
 
@@ -93,7 +93,9 @@ def encode_blocks(
     return _encode_in_processes(blocks, encoder, num_workers)
 
 
-def _encode_in_processes(blocks: Iterator[Block], encoder: BlockEncoder, num_workers: int) -> Iterator[EncodedBlock]:
+def _encode_in_processes(
+    blocks: Iterator[RecordBlock], encoder: BlockEncoder, num_workers: int
+) -> Iterator[EncodedBlock]:
     # Not fork: by now torch and the tokenizer may have threads, and a fork keeps their locks but not the threads.
     context = multiprocessing.get_context("spawn")
     pending: deque[Future[EncodedBlock]] = deque()
@@ -103,7 +105,7 @@ def _encode_in_processes(blocks: Iterator[Block], encoder: BlockEncoder, num_wor
     ):
         try:
             for block in blocks:
-                with workers_not_interrupted():  # it starts workers as they are needed
+                with sigint_blocked():  # it starts workers as they are needed
                     pending.append(pool.submit(_work, block))
                 if len(pending) == num_workers * _BLOCKS_PER_WORKER:
                     yield pending.popleft().result()
@@ -126,7 +128,7 @@ class _ChildOfParent:
     """Makes a worker end with its parent as soon as it arrives there: before the tokenizer, which takes seconds."""
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return end_with_parent, ()
+        return die_with_parent, ()
 
 
 @contextlib.contextmanager
@@ -145,5 +147,5 @@ def _start_worker(_: object, place: Path) -> None:
     _worker_state[:] = [ForkingPickler.loads(place.read_bytes())]
 
 
-def _work(block: Block) -> EncodedBlock:
+def _work(block: RecordBlock) -> EncodedBlock:
     return _worker_state[0].encode(block)

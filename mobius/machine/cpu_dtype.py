@@ -17,11 +17,11 @@ import torch
 
 from mobius.config.config import Config, Dtype
 from mobius.machine.devices import TORCH_DTYPES, has_gpus
-from mobius.ranks import Ranks, separate_device_queues
+from mobius.ranks import Ranks, set_cuda_max_connections
 
 logger = logging.getLogger(__name__)
 
-INSTRUCTIONS = {
+DTYPE_CPU_FLAGS = {
     Dtype.BF16: frozenset({"avx512_bf16", "amx_bf16", "bf16"}),
     Dtype.FP16: frozenset({"avx512_fp16", "amx_fp16", "asimdhp"}),
 }
@@ -46,7 +46,7 @@ def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
     return frozenset.intersection(*found) if found else frozenset()
 
 
-def slowdown(dtype: Dtype) -> float:
+def cpu_slowdown(dtype: Dtype) -> float:
     """The time of a layer's three products in `dtype` over that in fp32; takes less than a tenth of a second."""
     return _product_seconds(TORCH_DTYPES[dtype]) / _product_seconds(torch.float32)
 
@@ -63,7 +63,7 @@ def _product_seconds(dtype: torch.dtype) -> float:
     return min(times[1:])
 
 
-def settle_dtype(config: Config, ranks: Ranks, *, given: Collection[str] | None) -> Config:
+def resolve_dtype(config: Config, ranks: Ranks, *, given: Collection[str] | None) -> Config:
     """The config in the format in which a run computes; it stays as it is on GPUs.
 
     Call it before anything else asks for the format. `given` are the options that the user set; None: all of them.
@@ -72,26 +72,26 @@ def settle_dtype(config: Config, ranks: Ranks, *, given: Collection[str] | None)
     if config.model.dtype is Dtype.FP32:
         return config
     if config.pipeline.copy_messages:
-        separate_device_queues()  # before CUDA is asked for its devices, which may start it
+        set_cuda_max_connections()  # before CUDA is asked for its devices, which may start it
     if has_gpus(config.pipeline.device, ranks):
         return config
-    return settle_on_cpus(config, given=given, tells=ranks.is_first)
+    return resolve_cpu_dtype(config, given=given, is_first=ranks.is_first)
 
 
-def settle_on_cpus(config: Config, *, given: Collection[str] | None, tells: bool = True) -> Config:
+def resolve_cpu_dtype(config: Config, *, given: Collection[str] | None, is_first: bool = True) -> Config:
     """The config in the format in which a run on CPUs computes.
 
     fp32 instead of a default that the CPU has no instructions for; a format that was asked for stays, with a warning
-    that tells by how much it is slower. `tells`: one rank speaks for all.
+    that tells by how much it is slower. `is_first`: one rank speaks for all.
     """
     dtype = config.model.dtype
-    if dtype is Dtype.FP32 or INSTRUCTIONS[dtype] & cpu_flags():
+    if dtype is Dtype.FP32 or DTYPE_CPU_FLAGS[dtype] & cpu_flags():
         return config
     if given is not None and "dtype" not in given:
-        if tells:
+        if is_first:
             logger.info("computing in fp32: this CPU has no instructions for %s (--dtype %s insists)", dtype, dtype)
         return replace(config, model=replace(config.model, dtype=Dtype.FP32))
-    if tells and (factor := slowdown(dtype)) >= _WORTH_TELLING:
+    if is_first and (factor := cpu_slowdown(dtype)) >= _WORTH_TELLING:
         logger.warning(
             "--dtype %s: this CPU has no instructions for it; products of matrices take %.2g times as long as in fp32, "
             "as measured now. --dtype fp32 is faster here.",

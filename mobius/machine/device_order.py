@@ -12,11 +12,11 @@ from functools import partial
 from typing import Any
 
 from mobius.config.config import Config
-from mobius.machine.load_probe import add_measurement
-from mobius.machine.mapping import choose_order
+from mobius.machine.cross_mapping import choose_order
+from mobius.machine.load_probe import add_measured_slowdowns
 from mobius.machine.read_topology import read_topology
 from mobius.machine.topology import Topology
-from mobius.messages.meeting import Meeting, read_numbers, read_told
+from mobius.messages.rendezvous import Rendezvous, parse_counts, parse_value
 from mobius.ranks import device_list, visible_devices
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _USUAL_CHUNKS = 2
 """Microbatches per rank where `--num_chunks auto` is still to be chosen, for which the devices must be known."""
 
 
-def order_devices(config: Config, num_ranks: int, meeting: Meeting | None) -> tuple[int, ...]:
+def order_devices(config: Config, num_ranks: int, rendezvous: Rendezvous | None) -> tuple[int, ...]:
     """The index of every rank's GPU among the visible ones; collective, the same on all ranks of the meeting.
 
     Only the first rank looks at the machine, and makes no context on any GPU. A list in CUDA_VISIBLE_DEVICES that does
@@ -37,10 +37,10 @@ def order_devices(config: Config, num_ranks: int, meeting: Meeting | None) -> tu
     if not pipeline.cross_mapping or num_ranks < _MIN_RANKS:
         return tuple(range(num_ranks))
     order: list[int] | None = None
-    if meeting is None or meeting.rank == 0:
+    if rendezvous is None or rendezvous.rank == 0:
         topology, listed = read_topology(num_ranks), visible_devices()
         if pipeline.probe_topology:
-            topology = add_measurement(topology)
+            topology = add_measured_slowdowns(topology)
         choice = choose_order(
             topology,
             num_microbatches=pipeline.num_chunks or _USUAL_CHUNKS * num_ranks,
@@ -50,12 +50,12 @@ def order_devices(config: Config, num_ranks: int, meeting: Meeting | None) -> tu
         if choice.line is not None:
             logger.info("%s", choice.line)
         order = list(choice.order)
-    told = [order] if meeting is None else meeting.gather(order)
-    return read_told(told[0], partial(_read_order, num_ranks=num_ranks), by=0)
+    told = [order] if rendezvous is None else rendezvous.gather(order)
+    return parse_value(told[0], partial(_read_order, num_ranks=num_ranks), by=0)
 
 
 def _read_order(told: Any, *, num_ranks: int) -> tuple[int, ...]:
-    order = read_numbers(told)
+    order = parse_counts(told)
     if sorted(order) != list(range(num_ranks)):
         raise ValueError(f"{order} is no order of {num_ranks} GPUs")
     return order

@@ -10,12 +10,12 @@ import torch
 
 from mobius.config.config import Device, Dtype
 from mobius.errors import GpuMemoryError
-from mobius.machine.available import peak_host_bytes
-from mobius.machine.numa import bind_to_gpu_node, num_nodes
-from mobius.ranks import Ranks, cpu_share, omp_num_threads
+from mobius.machine.host_memory import peak_host_bytes
+from mobius.machine.numa import bind_to_gpu_node, num_numa_nodes
+from mobius.ranks import Ranks, num_cpus_per_rank, omp_num_threads
 from mobius.units import GIB
 
-SPARED_THREADS = 2
+NUM_RESERVED_THREADS = 2
 MIN_THREADS_TO_SPARE = 8
 SATURATING_THREADS = 32
 """Threads of all ranks' optimizers together that use up the memory bandwidth of a NUMA node: on 64 cores of a machine
@@ -73,10 +73,10 @@ def set_host_threads(ranks: Ranks, device: torch.device, order: Sequence[int]) -
     if bound is not None and (wanted == 1 or wanted > len(bound)):
         torch.set_num_threads(len(bound))
     elif wanted == 1:
-        torch.set_num_threads(max(1, cpu_share(ranks.num_local)))
+        torch.set_num_threads(max(1, num_cpus_per_rank(ranks.num_local)))
 
 
-def optimizer_threads(num_ranks: int) -> int:
+def num_optimizer_threads(num_ranks: int) -> int:
     """Threads of the CPU optimizer of each rank of a node: as many as help, less two for the GPU's feeder and autograd.
 
     Those two must not wait for a core meanwhile.
@@ -84,8 +84,8 @@ def optimizer_threads(num_ranks: int) -> int:
     threads = torch.get_num_threads()
     if threads < MIN_THREADS_TO_SPARE:
         return threads
-    saturating = SATURATING_THREADS * num_nodes() // num_ranks
-    return min(threads - SPARED_THREADS, max(saturating, MIN_THREADS_TO_SPARE - SPARED_THREADS))
+    saturating = SATURATING_THREADS * num_numa_nodes() // num_ranks
+    return min(threads - NUM_RESERVED_THREADS, max(saturating, MIN_THREADS_TO_SPARE - NUM_RESERVED_THREADS))
 
 
 def check_dtype(dtype: Dtype, device: torch.device) -> None:

@@ -12,7 +12,7 @@ MOST_SECONDS = 1.0
 MOST_BYTES = 2**30
 
 
-def write_rate(folder: Path) -> float | None:
+def measure_write_rate(folder: Path) -> float | None:
     """Bytes per second of one file that is written, synced and removed, in some two seconds; None if it cannot be."""
     chunk = os.urandom(2**20) * (CHUNK_BYTES // 2**20)
     try:

@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mobius.atomic_files import atomic_write
 from mobius.errors import CheckpointError
-from mobius.machine.numa import gpu_addresses, read_places
+from mobius.machine.numa import gpu_addresses, read_gpu_locations
 from mobius.machine.topology import Topology
 from mobius.ranks import cache_folder
 from mobius.regular_files import read_text
-from mobius.writing import replaced_whole
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ NUM_WARM_LOADS = 8
 """Idle cards take their link to a lower speed and need some traffic before it is back."""
 NUM_LOADS = 5
 """Loads of each kind; their median counts."""
-PATIENCE_SECONDS = 180.0
+PROBE_TIMEOUT_SECONDS = 180.0
 
 TimeLoads = Callable[[Sequence[int]], Sequence[float]]
 """GPUs that load at the same time -> seconds that each of them took for the same number of bytes."""
@@ -58,7 +58,7 @@ def measure_slowdowns(num_gpus: int, time_loads: TimeLoads) -> Slowdowns:
     return {pair: float(max(median_times(*pair) / alone[list(pair)])) for pair in combinations(range(num_gpus), 2)}
 
 
-def add_measurement(topology: Topology) -> Topology:
+def add_measured_slowdowns(topology: Topology) -> Topology:
     """The topology with slowdowns measured of these very GPUs, now or in an earlier run; unchanged if that fails."""
     if not topology.links:
         return topology
@@ -70,7 +70,7 @@ def add_measurement(topology: Topology) -> Topology:
             return known
         logger.info("%s cannot be read: shared links are measured again", file)
     try:
-        slowdowns = measure_in_process(len(topology.gpus))
+        slowdowns = measure_in_subprocess(len(topology.gpus))
         topology = topology.with_slowdowns(slowdowns)
     except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
         reason = str(error).strip().splitlines()
@@ -79,7 +79,7 @@ def add_measurement(topology: Topology) -> Topology:
     if file is not None:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            with replaced_whole(file, has_many_writers=True) as temporary:
+            with atomic_write(file, has_many_writers=True) as temporary:
                 temporary.write_text(topology.to_json())
         except OSError as error:
             logger.info("the measured shared links are not kept for the next run: %s", error)
@@ -111,11 +111,13 @@ def _with_kept(topology: Topology, kept: Topology) -> Topology:
     return replace(topology, links=tuple(links))
 
 
-def measure_in_process(num_gpus: int) -> Slowdowns:
+def measure_in_subprocess(num_gpus: int) -> Slowdowns:
     """Let a process of its own measure; raises OSError, ValueError or SubprocessError if it comes to nothing."""
     command = [sys.executable, "-m", "mobius.machine.load_probe", str(num_gpus)]
     folder = Path(__file__).resolve().parents[2]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
+    result = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=PROBE_TIMEOUT_SECONDS, check=False
+    )
     if result.returncode != 0:
         raise ValueError(result.stderr.strip() or f"the measuring process ended with exit code {result.returncode}")
     return {(a, b): value for a, b, value in json.loads(result.stdout.strip().rpartition("\n")[2])}
@@ -156,7 +158,7 @@ def _near_gpu(gpu: int) -> Iterator[None]:
     """Within it this thread runs, and so takes memory, on the GPU's NUMA node, if the machine tells which that is."""
     before = os.sched_getaffinity(0)
     with contextlib.suppress(OSError, ValueError):
-        os.sched_setaffinity(0, read_places(gpu_addresses([gpu]), Path("/"))[0].cpus & before)
+        os.sched_setaffinity(0, read_gpu_locations(gpu_addresses([gpu]), Path("/"))[0].cpus & before)
     try:
         yield
     finally:

@@ -37,9 +37,9 @@ def bind_to_gpu_node(ranks: Ranks, order: Sequence[int], root: Path = Path("/"))
     is for tests.
     """
     try:
-        places = read_places(gpu_addresses(order), root)
+        places = read_gpu_locations(gpu_addresses(order), root)
         own, common = os.sched_getaffinity(0), _launcher_cpus()
-        share = cut_shares(places, read_siblings(common, root), allowed=common)[ranks.local_rank]
+        share = split_cpus_by_rank(places, read_siblings(common, root), allowed=common)[ranks.local_rank]
         if not share <= own:
             logger.info("rank %d keeps the %d CPUs that its launcher bound it to", ranks.rank, len(own))
             return frozenset(own)
@@ -53,7 +53,7 @@ def bind_to_gpu_node(ranks: Ranks, order: Sequence[int], root: Path = Path("/"))
 
 
 @dataclass(frozen=True)
-class GpuPlace:
+class GpuLocation:
     """Where a GPU is attached."""
 
     address: str
@@ -79,7 +79,7 @@ def parse_cpu_list(text: str) -> frozenset[int]:
     return frozenset(cpus)
 
 
-def share_cpus(
+def slice_cpus(
     cpus: Collection[int], siblings: Mapping[int, frozenset[int]], *, num_shares: int, index: int
 ) -> frozenset[int]:
     """Share `index` of `num_shares` of `cpus`: whole cores with neighbouring numbers; the shares are disjoint.
@@ -93,8 +93,8 @@ def share_cpus(
     return frozenset(cpu for cpu, core in cores.items() if core in taken)
 
 
-def cut_shares(
-    places: Sequence[GpuPlace], siblings: Mapping[int, frozenset[int]], *, allowed: frozenset[int]
+def split_cpus_by_rank(
+    places: Sequence[GpuLocation], siblings: Mapping[int, frozenset[int]], *, allowed: frozenset[int]
 ) -> list[frozenset[int]]:
     """The CPUs of every rank, disjoint: its part of its GPU's node, as far as it is `allowed`. `places` go by rank.
 
@@ -105,7 +105,7 @@ def cut_shares(
     for rank, place in enumerate(places):
         ranks_on_node = [other for other, its in enumerate(places) if its.node == place.node]
         cpus = place.cpus & allowed
-        share = share_cpus(cpus, siblings, num_shares=len(ranks_on_node), index=ranks_on_node.index(rank))
+        share = slice_cpus(cpus, siblings, num_shares=len(ranks_on_node), index=ranks_on_node.index(rank))
         if not share or 2 * len(share) * len(places) < len(allowed):
             raise ValueError(
                 f"GPU {place.address} is on NUMA node {place.node}, which has {len(cpus)} of the "
@@ -133,7 +133,7 @@ def gpu_addresses(indices: Iterable[int]) -> list[str]:
     return addresses
 
 
-def read_places(addresses: Sequence[str], root: Path) -> list[GpuPlace]:
+def read_gpu_locations(addresses: Sequence[str], root: Path) -> list[GpuLocation]:
     """Where the kernel says that GPUs are; raises OSError or ValueError if it does not say, or nothing sensible."""
     places = []
     for address in addresses:
@@ -141,11 +141,11 @@ def read_places(addresses: Sequence[str], root: Path) -> list[GpuPlace]:
         node = int((folder / "numa_node").read_text())
         if node < 0:
             raise ValueError(f"the machine does not tell the node of GPU {address}")
-        places.append(GpuPlace(address, node, parse_cpu_list((folder / "local_cpulist").read_text())))
+        places.append(GpuLocation(address, node, parse_cpu_list((folder / "local_cpulist").read_text())))
     return places
 
 
-def num_nodes(root: Path = Path("/")) -> int:
+def num_numa_nodes(root: Path = Path("/")) -> int:
     """NUMA nodes of the machine; 1 if the kernel does not tell. `root` is for tests."""
     return max(1, len(list(root.glob("sys/devices/system/node/node[0-9]*"))))
 

@@ -87,7 +87,7 @@ class Topology:
         return bool(self.links) and all(link.slowdown is not None for link in self.links)
 
     @property
-    def unknown(self) -> str | None:
+    def unknown_reason(self) -> str | None:
         """Why nothing can be said of how loads share links; None if something can."""
         if self.is_measured:
             return None

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from mobius.measuring.bench import MIN_REPEATS, Bench, Work
+from mobius.measuring.timer import MIN_REPEATS, CollectiveTimer, Work
 from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
 from mobius.memory.stage_state import StageState
 from mobius.memory.streams import Event, new_stream
 from mobius.messages.transport import Transport
 from mobius.optim.adamw import AdamWSettings, FlatAdamW
-from mobius.optim.kernel import AdamWKernel
+from mobius.optim.adamw_cpu import CPUAdamW
 from mobius.plan.profile import CopyRates, Profile
 
 SETTINGS = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01)
@@ -60,14 +60,14 @@ class HostRates:
 
 
 def measure_host_rates(
-    dtype: torch.dtype, *, device: torch.device, transport: Transport, kernel: AdamWKernel | None
+    dtype: torch.dtype, *, device: torch.device, transport: Transport, kernel: CPUAdamW | None
 ) -> HostRates:
     """Time copies both ways, updates, and updates beside such copies; gives all memory back."""
-    bench = Bench(device, transport, part_seconds=PART_SECONDS)
+    timer = CollectiveTimer(device, transport, part_seconds=PART_SECONDS)
     with Copies(device) as copies:
-        each_way = copies.num_bytes / bench.seconds(copies.both)
-        _, rates = measure_cpu_optimizer(bench, dtype, kernel, copies, each_way=each_way)
-    bench.forget()
+        each_way = copies.num_bytes / timer.seconds(copies.both)
+        _, rates = measure_cpu_optimizer(timer, dtype, kernel, copies, each_way=each_way)
+    timer.forget()
     return rates
 
 
@@ -79,10 +79,10 @@ def with_host_rates(profile: Profile, rates: HostRates) -> Profile:
         basis=f"{profile.basis}, the host measured",
         copies=replace(
             copies,
-            both_down=each_way,
-            both_up=each_way,
-            down_together=max(copies.down_together, each_way),
-            up_together=max(copies.up_together, each_way),
+            host_to_device_duplex=each_way,
+            device_to_host_duplex=each_way,
+            host_to_device_all_gpus=max(copies.host_to_device_all_gpus, each_way),
+            device_to_host_all_gpus=max(copies.device_to_host_all_gpus, each_way),
         ),
         cpu_adamw=max(profile.cpu_adamw, UPDATES_WITHIN_STEP * rates.updates),
         **rates.profile_fields(profile.num_ranks),
@@ -114,36 +114,36 @@ class Copies:
                 torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
         del self._host, self._on_device
 
-    def down(self) -> None:
+    def host_to_device(self) -> None:
         """Start a copy to the device."""
         with self._streams[0].run():
             self._on_device[0].copy_(self._host[0], non_blocking=True)
 
-    def up(self) -> None:
+    def device_to_host(self) -> None:
         """Start a copy to the host."""
         with self._streams[1].run():
             self._host[1].copy_(self._on_device[1], non_blocking=True)
 
     def both(self) -> None:
         """Start one each way."""
-        self.down()
-        self.up()
+        self.host_to_device()
+        self.device_to_host()
 
     def mark(self) -> list[Event]:
         """Events behind what was started so far, one for each direction."""
         return [stream.record() for stream in self._streams]
 
 
-def measure_copies(bench: Bench, copies: Copies) -> CopyRates:
+def measure_copies(timer: CollectiveTimer, copies: Copies) -> CopyRates:
     """Bytes per second of `copies`, alone and all at once."""
-    both = bench.seconds(copies.both)
-    alone = bench.seconds_alone(copies.down), bench.seconds_alone(copies.up)
-    together = bench.seconds(copies.down), bench.seconds(copies.up)
+    both = timer.seconds(copies.both)
+    alone = timer.seconds_alone(copies.host_to_device), timer.seconds_alone(copies.device_to_host)
+    together = timer.seconds(copies.host_to_device), timer.seconds(copies.device_to_host)
     return CopyRates(*(copies.num_bytes / seconds for seconds in (*alone, *together, both, both)))
 
 
 def measure_cpu_optimizer(
-    bench: Bench, dtype: torch.dtype, kernel: AdamWKernel | None, copies: Copies, *, each_way: float
+    timer: CollectiveTimer, dtype: torch.dtype, kernel: CPUAdamW | None, copies: Copies, *, each_way: float
 ) -> tuple[float, HostRates]:
     """Parameters per second that the run's threads update of a streamed stage on one rank alone, and the rates of all.
 
@@ -155,20 +155,20 @@ def measure_cpu_optimizer(
     state.gradients.fill_(1e-3)
     adamw = FlatAdamW(SETTINGS, kernel)
     update = partial(update_once, adamw, state)
-    alone, together = bench.seconds_alone(update), bench.seconds(update)
+    alone, together = timer.seconds_alone(update), timer.seconds(update)
     beside, meanwhile = together, each_way
-    if bench.device.type == "cuda":
+    if timer.device.type == "cuda":
         # Enough that the copies outlast the updates, which are as long as the bench's parts.
-        long = 2 * max(bench.part_seconds, MIN_REPEATS * together)
-        beside, meanwhile = measure_beside(bench, update, copies, int(long * each_way / copies.num_bytes) + 1)
+        long = 2 * max(timer.part_seconds, MIN_REPEATS * together)
+        beside, meanwhile = measure_beside(timer, update, copies, int(long * each_way / copies.num_bytes) + 1)
     moved = 2 * sum(tensor.element_size() for tensor in state.tensors) - state.gradients.element_size()
     count = layout.num_elements
     return count / alone, HostRates(each_way, count / together, count / beside, meanwhile, moved)
 
 
-def measure_beside(bench: Bench, update: Work, copies: Copies, num_copies: int) -> tuple[float, float]:
+def measure_beside(timer: CollectiveTimer, update: Work, copies: Copies, num_copies: int) -> tuple[float, float]:
     """Seconds of `update` beside that many copies both ways, and the bytes per second that these moved each way."""
-    repeats = bench.warm_up(update)
+    repeats = timer.warm_up(update)
     ends: list[Event] = []
     for _ in range(num_copies):
         copies.both()
@@ -179,8 +179,8 @@ def measure_beside(bench: Bench, update: Work, copies: Copies, num_copies: int) 
         update()
     seconds = time.perf_counter() - start
     num_done = sum(end.is_completed() for end in ends) - num_before
-    bench.synchronize()
-    return bench.mean(seconds / repeats), bench.mean(copies.num_bytes * max(num_done, 1) / 2 / seconds)
+    timer.synchronize()
+    return timer.mean(seconds / repeats), timer.mean(copies.num_bytes * max(num_done, 1) / 2 / seconds)
 
 
 def update_once(adamw: FlatAdamW, state: StageState) -> None:

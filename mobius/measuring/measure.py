@@ -13,8 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mobius.machine.available import available_host_bytes
-from mobius.measuring.bench import Bench, Work
+from mobius.machine.host_memory import available_host_bytes
 from mobius.measuring.host_rates import (
     SETTINGS,
     UPDATES_WITHIN_STEP,
@@ -23,23 +22,24 @@ from mobius.measuring.host_rates import (
     measure_cpu_optimizer,
     update_once,
 )
+from mobius.measuring.timer import CollectiveTimer, Work
 from mobius.memory.layout import StageLayout
 from mobius.memory.resident import ResidentStage
 from mobius.messages.transport import Transport
 from mobius.models.blocks import ModelParts
 from mobius.optim.adamw import FlatAdamW
-from mobius.optim.fused_update import FusedUpdate
-from mobius.optim.kernel import AdamWKernel
-from mobius.plan.cards import STEP_OVERHEAD, SUSTAINED_SHARE, action_launch
+from mobius.optim.adamw_cpu import CPUAdamW
+from mobius.optim.adamw_gpu import GPUAdamW
+from mobius.plan.gpu_specs import STEP_OVERHEAD, SUSTAINED_SHARE, action_launch
 from mobius.plan.partition import StageCut
 from mobius.plan.profile import LayerSeconds, MessageRates, Profile, Source
 from mobius.plan.request import PackedRows
 from mobius.runtime.documents import typical_arguments
-from mobius.runtime.places import Place
-from mobius.runtime.routers import Routers, RouterTurn, sent_shape
-from mobius.runtime.slices import SequenceCaches, SlicedStage
+from mobius.runtime.pipelined_router_loss import PipelinedRouterLoss, RouterContext, sent_shape
+from mobius.runtime.sequence_slices import SequenceSlice
+from mobius.runtime.sliced_layers import SequenceKVCaches, SlicedLayers
 from mobius.runtime.stage import StageModule
-from mobius.runtime.stage_layers import Turn
+from mobius.runtime.stage_layers import MicrobatchContext
 
 GPU_PARAMETERS, MESSAGES = 2**26, 8
 """Updated at a time, and sent in a row to a neighbour."""
@@ -58,13 +58,13 @@ class MicrobatchShape:
     """None: rows are one document each."""
     tile_tokens: int | None = None
     """None: recomputed layers run whole."""
-    whole_length: int | None = None
+    full_seq_length: int | None = None
     """Tokens of a sequence where microbatches are slices; None: they hold whole sequences."""
 
     @property
     def is_sliced(self) -> bool:
         """Whether slices are measured as such; those of packed rows attend to few tokens before them."""
-        return self.whole_length is not None and self.packed is None
+        return self.full_seq_length is not None and self.packed is None
 
     @property
     def tokens(self) -> int:
@@ -86,30 +86,32 @@ def measure_profile(
     *,
     device: torch.device,
     transport: Transport,
-    kernel: AdamWKernel | None,
+    kernel: CPUAdamW | None,
     messages_through_host: bool = False,
 ) -> Profile:
     """Time everything; collective over all ranks of `transport`, whose messages must have the shape of the model's.
 
     `kernel` is the CPU optimizer's; None measures torch's. All memory that it takes is given back.
     """
-    bench = Bench(device, transport)
+    timer = CollectiveTimer(device, transport)
     # Layers of one kind share a module; masks differ by what the family gives them beside the hidden states.
     modules = [id(layer.module) for layer in parts.layers]
     kinds = list(dict.fromkeys(modules))
     attention: LayerSeconds | None = None
     if shape.is_sliced:
-        both = [_slice_seconds(bench, parts, shape, modules.index(kind)) for kind in kinds]
+        both = [_slice_seconds(timer, parts, shape, modules.index(kind)) for kind in kinds]
         layers, (attention, *_) = [layer for layer, _ in both], [own for _, own in both]
     else:
         layers = [
-            _layer_seconds(bench.seconds, _layer_work(bench, parts, shape, modules.index(kind))) for kind in kinds
+            _layer_seconds(timer.seconds, _layer_work(timer, parts, shape, modules.index(kind))) for kind in kinds
         ]
-    launch = measure_launches(bench, parts, shape)
-    embedding_forward, embedding_backward, loss = _measure_ends(bench, parts, shape)
+    launch_overhead = measure_launches(timer, parts, shape)
+    embedding_forward, embedding_backward, loss = _measure_ends(timer, parts, shape)
     with Copies(device) as memory:
-        copies = measure_copies(bench, memory)
-        updates_alone, rates = measure_cpu_optimizer(bench, shape.dtype, kernel, memory, each_way=copies.both_down)
+        copies = measure_copies(timer, memory)
+        updates_alone, rates = measure_cpu_optimizer(
+            timer, shape.dtype, kernel, memory, each_way=copies.host_to_device_duplex
+        )
     is_cuda = device.type == "cuda"
     gpu_memory = torch.cuda.get_device_properties(device).total_memory if is_cuda else available_host_bytes()
     profile = Profile(
@@ -123,19 +125,19 @@ def measure_profile(
         embedding_backward=embedding_backward,
         loss=loss / SUSTAINED_SHARE,
         copies=copies,
-        messages=_message_rates(bench, parts, shape, is_through_host=messages_through_host),
+        messages=_message_rates(timer, parts, shape, is_through_host=messages_through_host),
         cpu_adamw=UPDATES_WITHIN_STEP * updates_alone,
-        gpu_adamw=_measure_gpu_optimizer(bench, shape.dtype),
-        gpu_bandwidth=_measure_gpu_memory(bench, memory.num_bytes),
-        gpu_memory=int(bench.mean(gpu_memory)),  # a host's changes from one look to the next
-        step_overhead=STEP_OVERHEAD + 2 * bench.seconds(transport.barrier),
-        launch=launch,
-        action_launch=action_launch(launch),
+        gpu_adamw=_measure_gpu_optimizer(timer, shape.dtype),
+        gpu_bandwidth=_measure_gpu_memory(timer, memory.num_bytes),
+        gpu_memory=int(timer.mean(gpu_memory)),  # a host's changes from one look to the next
+        step_overhead=STEP_OVERHEAD + 2 * timer.seconds(transport.barrier),
+        launch_overhead=launch_overhead,
+        action_launch=action_launch(launch_overhead),
         **rates.profile_fields(transport.num_ranks),
     )
-    bench.forget()
+    timer.forget()
     if attention is not None:
-        return replace(profile, attention=_sustained(attention), attention_length=shape.whole_length)
+        return replace(profile, attention=_sustained(attention), attention_length=shape.full_seq_length)
     return profile
 
 
@@ -144,15 +146,15 @@ def _sustained(layer: LayerSeconds) -> LayerSeconds:
     return LayerSeconds(*(each / SUSTAINED_SHARE for each in astuple(layer)))
 
 
-def measure_launches(bench: Bench, parts: ModelParts, shape: MicrobatchShape) -> LayerSeconds:
+def measure_launches(timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShape) -> LayerSeconds:
     """The host's seconds to enqueue the first layer, while the other ranks do the same; 0 on a CPU. Collective.
 
     Compiling the layer comes on top, where that is not done yet.
     """
-    work = _layer_work(bench, parts, shape, 0)
+    work = _layer_work(timer, parts, shape, 0)
     for each in work:
         each()  # makes its kernels
-    return _layer_seconds(bench.launch_seconds, work)
+    return _layer_seconds(timer.launch_seconds, work)
 
 
 def _layer_seconds(seconds: Callable[[Work], float], work: Sequence[Work]) -> LayerSeconds:
@@ -161,56 +163,56 @@ def _layer_seconds(seconds: Callable[[Work], float], work: Sequence[Work]) -> La
     return LayerSeconds(forward, max(both - forward, 0.0), recomputed)
 
 
-def _layer_work(bench: Bench, parts: ModelParts, shape: MicrobatchShape, index: int) -> Sequence[Work]:
+def _layer_work(timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShape, index: int) -> Sequence[Work]:
     """A stage of one layer on a microbatch, with random weights: forward, with a kept graph both ways, recomputed.
 
     Where it runs in tiles, the graph of all tokens may not fit: both ways are then those that recompute, too.
     """
     span = StageCut(0, index, index + 1, is_first=False, is_last=False)
     arguments = typical_arguments(
-        parts, shape.packed, batch=shape.batch, seq_length=shape.seq_length, dtype=shape.dtype, device=bench.device
+        parts, shape.packed, batch=shape.batch, seq_length=shape.seq_length, dtype=shape.dtype, device=timer.device
     )
     stage = StageModule(parts, span, loss_chunk_tokens=shape.loss_chunk_tokens, tile_tokens=shape.tile_tokens)
-    weights, gradients = _memory_of(stage, shape.dtype, bench.device)
-    hidden = torch.randn(shape.hidden_size(parts), device=bench.device, dtype=shape.dtype)
+    weights, gradients = _memory_of(stage, shape.dtype, timer.device)
+    hidden = torch.randn(shape.hidden_size(parts), device=timer.device, dtype=shape.dtype)
 
-    turn = _turns(bench, parts, shape)
+    context = _turns(timer, parts, shape)
 
     def forward_and_backward() -> None:
-        routers = turn()
+        routers = context()
         kept = stage.forward(weights, hidden, arguments, keep_graphs=not shape.is_tiled, routers=routers)[1]
         stage.backward(weights, gradients, kept, hidden, arguments, routers)
 
     return (
-        lambda: stage.forward(weights, hidden, arguments, routers=turn()),
+        lambda: stage.forward(weights, hidden, arguments, routers=context()),
         forward_and_backward,
-        lambda: stage.backward(weights, gradients, [hidden], hidden, arguments, turn()),
+        lambda: stage.backward(weights, gradients, [hidden], hidden, arguments, context()),
     )
 
 
 def _slice_seconds(
-    bench: Bench, parts: ModelParts, shape: MicrobatchShape, index: int
+    timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShape, index: int
 ) -> tuple[LayerSeconds, LayerSeconds]:
     """Seconds of a layer on a slice, and of its attention among them, both as means over the slices of a sequence.
 
     The first and the last slice are run. Attention's time grows evenly with the tokens before a slice, so that the mean
     of both is that of all, and their difference tells attention's part.
     """
-    length, tokens = shape.whole_length, shape.seq_length
+    length, tokens = shape.full_seq_length, shape.seq_length
     assert length is not None
     span = StageCut(1, index, index + 1, is_first=False, is_last=False)
-    stage = SlicedStage(parts, span, SequenceCaches(), tile_tokens=shape.tile_tokens)
-    weights, gradients = _memory_of(StageModule(parts, span, loss_chunk_tokens=1), shape.dtype, bench.device)
-    hidden = torch.randn(shape.hidden_size(parts), device=bench.device, dtype=shape.dtype)
+    stage = SlicedLayers(parts, span, SequenceKVCaches(), tile_tokens=shape.tile_tokens)
+    weights, gradients = _memory_of(StageModule(parts, span, loss_chunk_tokens=1), shape.dtype, timer.device)
+    hidden = torch.randn(shape.hidden_size(parts), device=timer.device, dtype=shape.dtype)
     arguments = typical_arguments(
-        parts, None, batch=shape.batch, seq_length=length, dtype=shape.dtype, device=bench.device
+        parts, None, batch=shape.batch, seq_length=length, dtype=shape.dtype, device=timer.device
     )
 
     def measure(start: int) -> tuple[float, float]:
-        turn = Turn(arguments, Place(start, start + tokens, length))
+        context = MicrobatchContext(arguments, SequenceSlice(start, start + tokens, length))
         return (
-            bench.seconds(lambda: stage.forward(weights, hidden, turn)),
-            bench.seconds(lambda: stage.backward(weights, gradients, [hidden], hidden, turn)),
+            timer.seconds(lambda: stage.forward(weights, hidden, context)),
+            timer.seconds(lambda: stage.backward(weights, gradients, [hidden], hidden, context)),
         )
 
     ends = list(zip(measure(0), measure(length - tokens), strict=True))
@@ -223,26 +225,26 @@ def _slice_seconds(
     )
 
 
-def _turns(bench: Bench, parts: ModelParts, shape: MicrobatchShape) -> Callable[[], RouterTurn | None]:
+def _turns(timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShape) -> Callable[[], RouterContext | None]:
     """Makes the turns of routers that layers get in a run; None where routers have no loss."""
     if parts.router_loss is None:
         return lambda: None
-    routers = Routers(parts.router_loss, bench.device)
-    return partial(routers.turn, routers.counted((shape.batch, shape.seq_length)), None)
+    routers = PipelinedRouterLoss(parts.router_loss, timer.device)
+    return partial(routers.context, routers.token_mask((shape.batch, shape.seq_length)), None)
 
 
-def _measure_ends(bench: Bench, parts: ModelParts, shape: MicrobatchShape) -> tuple[float, float, float]:
+def _measure_ends(timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShape) -> tuple[float, float, float]:
     """Embedding forward, embedding backward, and norm, head and loss with their backward."""
-    device, end = bench.device, len(parts.layers)
+    device, end = timer.device, len(parts.layers)
     tokens = torch.randint(0, parts.config.vocab_size, (shape.batch, shape.seq_length), device=device)
     hidden = torch.randn(shape.hidden_size(parts), device=device, dtype=shape.dtype)
     first = StageModule(parts, StageCut(0, 0, 0, True, False), loss_chunk_tokens=shape.loss_chunk_tokens)
     weights, gradients = _memory_of(first, shape.dtype, device)
-    forward = bench.seconds(lambda: first.forward(weights, tokens, ()))
-    backward = bench.seconds(lambda: first.embedding_backward(weights, gradients, tokens, hidden))
+    forward = timer.seconds(lambda: first.forward(weights, tokens, ()))
+    backward = timer.seconds(lambda: first.embedding_backward(weights, gradients, tokens, hidden))
     last = StageModule(parts, StageCut(1, end, end, False, True), loss_chunk_tokens=shape.loss_chunk_tokens)
     own_weights, own_gradients = _memory_of(last, shape.dtype, device)
-    loss = bench.seconds(
+    loss = timer.seconds(
         lambda: last.loss(own_weights, own_gradients, hidden, tokens, num_targets=shape.tokens, loss_scale=1.0)
     )
     return forward, backward, loss
@@ -255,13 +257,15 @@ def _memory_of(stage: StageModule, dtype: torch.dtype, device: torch.device) -> 
     return layout.views(weights), layout.trained_views(torch.zeros(layout.num_trained, device=device))
 
 
-def _message_rates(bench: Bench, parts: ModelParts, shape: MicrobatchShape, *, is_through_host: bool) -> MessageRates:
+def _message_rates(
+    timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShape, *, is_through_host: bool
+) -> MessageRates:
     """Messages round the ring, all edges at once; their latency is in the rate, at their real size."""
-    transport = bench.transport
+    transport = timer.transport
     if transport.num_ranks == 1:
         return MessageRates(1e15, 0.0, is_through_host=False)  # handed over, not sent
     size = sent_shape(shape.hidden_size(parts), shape.dtype, parts.router_loss)
-    message = torch.zeros(size, dtype=shape.dtype, device=bench.device)
+    message = torch.zeros(size, dtype=shape.dtype, device=timer.device)
     target, source = (transport.rank + 1) % transport.num_ranks, (transport.rank - 1) % transport.num_ranks
 
     def send_round() -> None:
@@ -271,19 +275,19 @@ def _message_rates(bench: Bench, parts: ModelParts, shape: MicrobatchShape, *, i
             transport.receive(source)
         transport.finish_step()
 
-    seconds = bench.seconds(send_round) / MESSAGES
+    seconds = timer.seconds(send_round) / MESSAGES
     return MessageRates(message.nbytes / seconds, 0.0, is_through_host=is_through_host)
 
 
-def _measure_gpu_optimizer(bench: Bench, dtype: torch.dtype) -> float:
+def _measure_gpu_optimizer(timer: CollectiveTimer, dtype: torch.dtype) -> float:
     layout = StageLayout.of({"weight": (GPU_PARAMETERS, 1)})
-    state = ResidentStage(0, layout, dtype=dtype, device=bench.device).state
-    adamw = FlatAdamW(SETTINGS, fused=FusedUpdate())
+    state = ResidentStage(0, layout, dtype=dtype, device=timer.device).state
+    adamw = FlatAdamW(SETTINGS, fused=GPUAdamW())
     adamw.warm_up([state])
-    return layout.num_elements / bench.seconds(lambda: update_once(adamw, state))
+    return layout.num_elements / timer.seconds(lambda: update_once(adamw, state))
 
 
-def _measure_gpu_memory(bench: Bench, num_bytes: int) -> float:
+def _measure_gpu_memory(timer: CollectiveTimer, num_bytes: int) -> float:
     """Bytes per second read and written by a copy within the device."""
-    source, target = (torch.zeros(num_bytes, dtype=torch.uint8, device=bench.device) for _ in range(2))
-    return 2 * num_bytes / bench.seconds(lambda: target.copy_(source))
+    source, target = (torch.zeros(num_bytes, dtype=torch.uint8, device=timer.device) for _ in range(2))
+    return 2 * num_bytes / timer.seconds(lambda: target.copy_(source))

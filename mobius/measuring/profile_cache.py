@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 
 from mobius import __version__
+from mobius.atomic_files import atomic_write
 from mobius.errors import CheckpointError, reason_of
 from mobius.measuring.measure import MicrobatchShape
 from mobius.messages.transport import Transport, all_have_same
 from mobius.plan.partition import ModelShape
 from mobius.plan.profile import FORMAT, Profile, ProfileError
 from mobius.regular_files import read_text
-from mobius.writing import replaced_whole
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def profile_key(
         "model": repr(model),
         "microbatch": [shape.batch, shape.seq_length, str(shape.dtype), shape.loss_chunk_tokens, *_documents(shape)],
         "tile_tokens": shape.tile_tokens,
-        "whole_length": shape.whole_length,
+        "whole_length": shape.full_seq_length,
         "num_ranks": num_ranks,
         "is_compiled": is_compiled,
         "has_peer_copies": has_peer_copies,
@@ -57,7 +57,7 @@ def _documents(shape: MicrobatchShape) -> list[int]:
     """Documents of a measured row, and how many there may be; nothing if it is one."""
     if shape.packed is None:
         return []
-    return [len(shape.packed.typical_row(shape.seq_length)), shape.packed.most_documents]
+    return [len(shape.packed.typical_row(shape.seq_length)), shape.packed.max_documents]
 
 
 def profile_path(folder: Path, key: Mapping[str, object]) -> Path:
@@ -73,7 +73,7 @@ def cached_profile(path: Path, measure: Callable[[], Profile], transport: Transp
     replaced; one that cannot be written is logged only.
     """
     known = _read(path)
-    all_know = all_have_same("" if known is None else known.to_json(), transport.everyone)
+    all_know = all_have_same("" if known is None else known.to_json(), transport.all_ranks)
     if known is not None and all_know:
         return known, False
     profile = measure()
@@ -93,7 +93,7 @@ def _read(path: Path) -> Profile | None:
 def _write(path: Path, profile: Profile) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replaced_whole(path, has_many_writers=True) as temporary:
+        with atomic_write(path, has_many_writers=True) as temporary:
             temporary.write_text(profile.to_json(), encoding="utf-8")
     except OSError as error:
         logger.warning("the profile cannot be kept in %s, the next run measures again: %s", path, reason_of(error))

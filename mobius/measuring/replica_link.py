@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from mobius.measuring.bench import Bench
-from mobius.memory.shares import cut
+from mobius.measuring.timer import CollectiveTimer
+from mobius.memory.shards import cut
 from mobius.plan.replicas.traffic import ReplicaRates
 
 LINK_ELEMENTS = 2**25
@@ -19,21 +19,21 @@ LINK_SECONDS = 0.5
 and in 1 s no nearer (docs/benchmarks.md)."""
 
 
-def measure_replica_rates(bench: Bench, *, is_through_host: bool) -> ReplicaRates:
+def measure_replica_rates(timer: CollectiveTimer, *, is_through_host: bool) -> ReplicaRates:
     """Time gathers of all places of the pipelines at once, and of one after the other.
 
     `is_through_host` is how the link is known to be. The transport has replicas.
     """
-    transport = bench.transport
+    transport = timer.transport
     replicas = transport.replicas
     assert replicas is not None, "there is a link between replicas"
     segment = cut(0, LINK_ELEMENTS, replicas.num_replicas)
-    weights = torch.zeros(LINK_ELEMENTS, dtype=torch.bfloat16, device=bench.device)
+    weights = torch.zeros(LINK_ELEMENTS, dtype=torch.bfloat16, device=timer.device)
     sent = (replicas.num_replicas - 1) * segment[0].stop * weights.element_size()
 
-    def gather() -> None:
-        replicas.gather(weights, [segment])
+    def all_gather_for_load() -> None:
+        replicas.all_gather_for_load(weights, [segment])
 
-    together = transport.num_ranks * sent / bench.seconds(gather)
-    alone = together if transport.num_ranks == 1 else min(together, sent / bench.seconds_alone(gather))
+    together = transport.num_ranks * sent / timer.seconds(all_gather_for_load)
+    alone = together if transport.num_ranks == 1 else min(together, sent / timer.seconds_alone(all_gather_for_load))
     return ReplicaRates(together, alone, is_through_host)

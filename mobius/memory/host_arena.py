@@ -14,9 +14,9 @@ from torch import Tensor
 
 from mobius.errors import HostMemoryError
 from mobius.memory.layout import StageLayout
-from mobius.memory.shares import Shares
+from mobius.memory.shards import Shards
 from mobius.memory.stage_state import StageState, num_owned
-from mobius.units import bytes_text
+from mobius.units import format_bytes
 
 _MADV_COLLAPSE = 25
 """Puts what lies on small pages (when memory was fragmented or grew late) onto huge ones; Linux's number for it."""
@@ -36,13 +36,13 @@ class HostArena:
         register: bool,
         gradient_dtype: torch.dtype | None = None,
         keeps_sums: bool = False,
-        shares: Mapping[int, Shares] | None = None,
+        shards: Mapping[int, Shards] | None = None,
     ) -> None:
         """Map zeroed memory for `layouts` (stage -> layout): weights in `dtype`, masters split where that is bf16.
 
         `register` page-locks weights and gradients for asynchronous copies. `gradient_dtype` is fp32 or, by default,
         the weights' dtype. With `keeps_sums` a stage's fp32 sums lie where its gradients will, once they are complete.
-        Of a stage in `shares` all but weights and sums is kept for what this replica owns.
+        Of a stage in `shards` all but weights and sums is kept for what this replica owns.
         """
         self._register = register
         self._registered: list[Tensor] = []
@@ -53,13 +53,13 @@ class HostArena:
         try:
             for stage, layout in layouts.items():
                 weights = self._lock(map_zeros(layout.num_elements, dtype))
-                own = (shares or {}).get(stage)
+                own = (shards or {}).get(stage)
                 count = layout.num_trained if keeps_sums else num_owned(layout, own)
                 gradients = self._lock(map_zeros(count, torch.float32 if keeps_sums else leaving))
                 if keeps_sums:
                     self.sums[stage] = gradients
                     gradients = gradients.view(leaving)[: num_owned(layout, own)]
-                self.states[stage] = StageState.around(layout, weights, gradients, map_zeros, own)
+                self.states[stage] = StageState.with_buffers(layout, weights, gradients, map_zeros, own)
         except BaseException:
             self.close()
             raise
@@ -87,7 +87,7 @@ def lock_pages(tensor: Tensor) -> None:
     error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
     if int(error) != 0:
         raise HostMemoryError(
-            f"CUDA cannot page-lock {bytes_text(tensor.nbytes, digits=2)} of host memory (cudaHostRegister: "
+            f"CUDA cannot page-lock {format_bytes(tensor.nbytes, digits=2)} of host memory (cudaHostRegister: "
             f"{error}). Raise the limit of locked memory (`ulimit -l unlimited`; in a container --ulimit "
             "memlock=-1)."
         )
@@ -111,7 +111,7 @@ def map_zeros(num_elements: int, dtype: torch.dtype) -> Tensor:
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise HostMemoryError(
-            f"the system refuses {bytes_text(num_bytes, digits=2)} of host memory: {error}"
+            f"the system refuses {format_bytes(num_bytes, digits=2)} of host memory: {error}"
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)

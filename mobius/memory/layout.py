@@ -46,14 +46,14 @@ class StageLayout:
         shapes: Mapping[str, tuple[int, ...]],
         *,
         frozen: Collection[str] = frozenset(),
-        undecayed: Collection[str] | None = None,
+        no_weight_decay: Collection[str] | None = None,
     ) -> StageLayout:
         """Lay out `shapes` (name -> shape); the parameters named in `frozen` are not trained.
 
-        Those in `undecayed` have no weight decay; None: all of fewer than two dimensions.
+        Those in `no_weight_decay` have no weight decay; None: all of fewer than two dimensions.
         """
         trained = [name for name in shapes if name not in frozen]
-        without = {name for name in shapes if len(shapes[name]) < 2} if undecayed is None else undecayed
+        without = {name for name in shapes if len(shapes[name]) < 2} if no_weight_decay is None else no_weight_decay
         decayed = [name for name in trained if name not in without]
         others = [name for name in trained if name in without]
         offsets: dict[str, tuple[int, tuple[int, ...]]] = {}
@@ -75,8 +75,8 @@ class StageLayout:
         frozen = {name: shape for name, shape in shapes.items() if not self.is_trained(name)}
         trained = {name: shape for name, shape in shapes.items() if name not in frozen}
         decayed_end = max((part.end for part in self.ranges if part.has_decay), default=0)
-        undecayed = {name for name in trained if self.offsets[name][0] >= decayed_end}
-        return StageLayout.of(frozen, frozen=frozen), StageLayout.of(trained, undecayed=undecayed)
+        no_weight_decay = {name for name in trained if self.offsets[name][0] >= decayed_end}
+        return StageLayout.of(frozen, frozen=frozen), StageLayout.of(trained, no_weight_decay=no_weight_decay)
 
     def part(self, trained: slice) -> StageLayout:
         """A layout of these trained elements alone, without names."""

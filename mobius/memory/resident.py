@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from mobius.errors import ScheduleError
-from mobius.memory.gradient_sum import GradientSum, cast_gradients, round_gradients
+from mobius.memory.gradient_accumulator import GradientAccumulator, cast_gradients, round_gradients
 from mobius.memory.layout import StageLayout
-from mobius.memory.shared.reductions import Shared
+from mobius.memory.sharding.reductions import StageSharding
 from mobius.memory.spans import NO_SPANS, Spans
-from mobius.memory.stage_memory import GradientListener, Update
+from mobius.memory.stage_memory import GradientsReadyCallback, Update
 from mobius.memory.stage_state import StageState, num_owned
 from mobius.memory.streams import Event
 from mobius.schedule.lanes import Lane
@@ -47,33 +47,38 @@ class ResidentStage:
         device: torch.device,
         gradient_dtype: torch.dtype | None = None,
         keeps_gradients: bool = True,
-        in_rounds: bool = False,
-        total: GradientSum | None = None,
-        shared: Shared | None = None,
+        has_accumulation_rounds: bool = False,
+        accumulator: GradientAccumulator | None = None,
+        sharding: StageSharding | None = None,
         spans: Spans = NO_SPANS,
     ) -> None:
         """Take zeroed memory on `device`, weights in `dtype`.
 
         `gradient_dtype` is fp32 or, by default, the weights' dtype. Without `keeps_gradients` the update must begin
-        before another stage's backward. A step `in_rounds` comes back to a stage after others. `total` is the rank's
-        sum, not needed where `adds_in_place`. Where it is `shared`, it owns a part of the state, keeps that part's
-        gradients in any case, and gives the updated weights to the other replicas; then `total` has two buffers.
+        before another stage's backward. A step `has_accumulation_rounds` comes back to a stage after others.
+        `accumulator` is the rank's sum, not needed where `accumulates_in_place`. Where it is `sharding`, it owns a part
+        of the state, keeps that part's gradients in any case, and gives the updated weights to the other replicas; then
+        `accumulator` has two buffers.
         """
         assert dtype != torch.float16 or keeps_gradients, "loss scaling waits for every norm"
         self._stage, self._spans = stage, spans
         self._gradient_dtype, self._keeps_gradients = gradient_dtype or dtype, keeps_gradients
-        self._is_in_place = adds_in_place(self._gradient_dtype, keeps_gradients=keeps_gradients, in_rounds=in_rounds)
-        self._sum = GradientSum(layout.num_trained, device=device) if self._is_in_place else total
+        self._is_in_place = accumulates_in_place(
+            self._gradient_dtype, keeps_gradients=keeps_gradients, has_accumulation_rounds=has_accumulation_rounds
+        )
+        self._optional_accumulator = (
+            GradientAccumulator(layout.num_trained, device=device) if self._is_in_place else accumulator
+        )
 
         def zeros(num_elements: int, kind: torch.dtype) -> Tensor:
             return torch.zeros(num_elements, dtype=kind, device=device)
 
         weights = zeros(layout.num_elements, dtype)
-        self._shared, shares = shared, None if shared is None else shared.shares
-        self._has_copy = (keeps_gradients and not self._is_in_place) or shared is not None
-        count = num_owned(layout, shares)
-        gradients = zeros(count, self._gradient_dtype) if self._has_copy else self._total.flat(layout)
-        self.state = StageState.around(layout, weights, gradients, zeros, shares)
+        self._sharding, shards = sharding, None if sharding is None else sharding.shards
+        self._has_copy = (keeps_gradients and not self._is_in_place) or sharding is not None
+        count = num_owned(layout, shards)
+        gradients = zeros(count, self._gradient_dtype) if self._has_copy else self._accumulator.finished_sum(layout)
+        self.state = StageState.with_buffers(layout, weights, gradients, zeros, shards)
         self._weights = layout.views(weights)
         self._square: Tensor | None = None
         self._reduction: Event | None = None
@@ -100,11 +105,11 @@ class ResidentStage:
             self._updated.wait()
             self._updated = None
 
-    def complete_weights(self) -> None:
+    def gather_updated_weights(self) -> None:
         """Make compute wait for an update that replicas share, which has brought all weights."""
         self.wait_until_updated()
 
-    def when_updated(self, action: Callable[[], None]) -> None:
+    def run_after_update(self, action: Callable[[], None]) -> None:
         self.wait_until_updated()
         action()
 
@@ -113,43 +118,45 @@ class ResidentStage:
         return self._weights
 
     def gradients(self) -> dict[str, Tensor]:
-        return self._total.views(self._stage, self.state.layout)
+        return self._accumulator.views(self._stage, self.state.layout)
 
-    def seal_gradients(self, *, excluded: frozenset[str], listener: GradientListener | None = None) -> Tensor:
+    def finish_gradients(
+        self, *, excluded: frozenset[str], on_gradients_ready: GradientsReadyCallback | None = None
+    ) -> Tensor:
         """End accumulation; what is not kept stays in the rank's sum until another stage's backward begins."""
         layout = self.state.layout
-        if self._shared is not None:
-            self._square = self._reduce(self._shared, excluded)
+        if self._sharding is not None:
+            self._square = self._reduce(self._sharding, excluded)
         else:
-            self._square = self._total.seal(self._stage, layout, excluded=excluded)
-            sums = self._total.flat(layout)
+            self._square = self._accumulator.finish_with_norm(self._stage, layout, excluded=excluded)
+            sums = self._accumulator.finished_sum(layout)
             if self._has_copy:
                 self._square = cast_gradients(sums, self.state.gradients, self._square)
             else:
                 if self._gradient_dtype != torch.float32:
                     self._square = round_gradients(sums, self._gradient_dtype, self._square)
                 self.state = replace(self.state, gradients=sums)  # the sum may have two buffers, in turns
-        if listener is not None:
-            listener(self._stage)
+        if on_gradients_ready is not None:
+            on_gradients_ready(self._stage)
         return self._square
 
-    def _reduce(self, shared: Shared, excluded: frozenset[str]) -> Tensor:
+    def _reduce(self, sharding: StageSharding, excluded: frozenset[str]) -> Tensor:
         """Begin to sum over the replicas; the own part is in the state behind `reduction`."""
         layout = self.state.layout
-        self._total.end(self._stage, layout)
-        sums, target = self._total.flat(layout), self.state.gradients
-        square = shared.reduce(self._stage, layout, sums, target, excluded=excluded)
-        self._reduction = shared.reductions.record()
-        self._total.keep_until(self._reduction)
+        self._accumulator.finish(self._stage, layout)
+        sums, target = self._accumulator.finished_sum(layout), self.state.gradients
+        square = sharding.reduce_scatter(self._stage, layout, sums, target, excluded=excluded)
+        self._reduction = sharding.reductions.record()
+        self._accumulator.keep_until(self._reduction)
         return square
 
-    def offload(self, listener: GradientListener | None = None) -> None:
+    def offload(self, on_gradients_ready: GradientsReadyCallback | None = None) -> None:
         raise ScheduleError(f"stage {self._stage} is resident and cannot be offloaded")
 
-    def offload_sums(self) -> None:
+    def offload_gradient_sums(self) -> None:
         raise ScheduleError(f"stage {self._stage} is resident, and its sums stay")
 
-    def load_sums(self) -> None:
+    def load_gradient_sums(self) -> None:
         raise ScheduleError(f"stage {self._stage} is resident, and its sums stay")
 
     def wait_for_gradients(self) -> None:
@@ -169,13 +176,13 @@ class ResidentStage:
 
     def _run(self, update: Update, square: Tensor | None) -> None:
         """Update unless `square`, if it is looked at, is not finite."""
-        if self._shared is None:
+        if self._sharding is None:
             self._update(update, square)
             return
-        reductions = self._shared.reductions
-        with reductions.behind():
+        reductions = self._sharding.reductions
+        with reductions.after():
             self._update(update, square)
-            reductions.replicas.spread(self.state.weights, self._shared.shares.segments)
+            reductions.replicas.all_gather(self.state.weights, self._sharding.shards.segments)
         self._updated = reductions.record()
 
     def _update(self, update: Update, square: Tensor | None) -> None:
@@ -184,11 +191,15 @@ class ResidentStage:
             update(pieces=self.state.layout.ranges, found_inf=found_inf)
 
     @property
-    def _total(self) -> GradientSum:
-        assert self._sum is not None, f"stage {self._stage} adds up in the rank's sum, and there is none"
-        return self._sum
+    def _accumulator(self) -> GradientAccumulator:
+        assert self._optional_accumulator is not None, (
+            f"stage {self._stage} adds up in the rank's sum, and there is none"
+        )
+        return self._optional_accumulator
 
 
-def adds_in_place(gradient_dtype: torch.dtype, *, keeps_gradients: bool, in_rounds: bool = False) -> bool:
+def accumulates_in_place(
+    gradient_dtype: torch.dtype, *, keeps_gradients: bool, has_accumulation_rounds: bool = False
+) -> bool:
     """Whether a resident stage keeps its gradients in fp32, the format in which they are added up: it needs no sum."""
-    return in_rounds or (keeps_gradients and gradient_dtype == torch.float32)
+    return has_accumulation_rounds or (keeps_gradients and gradient_dtype == torch.float32)

@@ -1,12 +1,12 @@
 """One stage's memory, as executor and stepper see it: streamed (`streamed.py`) or resident (`resident.py`).
 
     load -> weights -> forward -> offload     and later     load -> weights, gradients -> backward
-                                                                 -> seal_gradients -> offload -> update
+                                                                 -> finish_gradients -> offload -> update
 
 A resident stage is neither loaded nor offloaded. In a step of several rounds this goes round as often, and between
 them a streamed stage's sums are on the host:
 
-    load -> weights -> forward -> load_sums -> weights, gradients -> backward -> offload_sums
+    load -> weights -> forward -> load_gradient_sums -> weights, gradients -> backward -> offload_gradient_sums
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Update(Protocol):
         """Update `pieces` of the trained part; nothing changes where `found_inf` (fp32 scalar, on the device) is 1."""
 
 
-GradientListener = Callable[[int], None]
+GradientsReadyCallback = Callable[[int], None]
 """Told in the middle of the step that all microbatches are in a stage's gradients, and `begin_update` may be called.
 
 They are sealed, and if they leave the device they have started to.
@@ -59,13 +59,13 @@ class StageMemory(Protocol):
     def wait_until_updated(self) -> None:
         """Make the host, or compute where the state is on the device, wait for the update; raises what it raised."""
 
-    def when_updated(self, action: Callable[[], None]) -> None:
+    def run_after_update(self, action: Callable[[], None]) -> None:
         """Call `action` once the state has all updates that were begun: now, or in the thread that updates.
 
         Behind updates on a GPU it is called before they are done, in the order of their stream.
         """
 
-    def complete_weights(self) -> None:
+    def gather_updated_weights(self) -> None:
         """Bring the weights of `state` that other replicas have updated; collective over them.
 
         Blocks until weights and updates are there. Only what reads the state by itself needs it: a load brings them.
@@ -77,24 +77,26 @@ class StageMemory(Protocol):
     def gradients(self) -> dict[str, Tensor]:
         """fp32 sums of the trained parameters on the device, zero at the first call of a step."""
 
-    def seal_gradients(self, *, excluded: frozenset[str], listener: GradientListener | None = None) -> Tensor:
+    def finish_gradients(
+        self, *, excluded: frozenset[str], on_gradients_ready: GradientsReadyCallback | None = None
+    ) -> Tensor:
         """End accumulation: bring the gradients into the form in which they leave or are read by the update.
 
         Returns their squared norm without the parameters in `excluded` (fp32 scalar on the device, not synchronized,
         and to be read behind `reduction`), computed in fp32 before any cast; a value that the cast makes infinite
-        (fp16) makes it NaN. Tells `listener` if the gradients stay.
+        (fp16) makes it NaN. Tells `on_gradients_ready` if the gradients stay.
         """
 
-    def offload(self, listener: GradientListener | None = None) -> None:
+    def offload(self, on_gradients_ready: GradientsReadyCallback | None = None) -> None:
         """Free the stage's place on the device; returns at once.
 
-        Sealed gradients start on their way to the host, and `listener` is told.
+        Sealed gradients start on their way to the host, and `on_gradients_ready` is told.
         """
 
-    def offload_sums(self) -> None:
-        """Send what is added up so far to the host, where it waits for `load_sums`; returns at once."""
+    def offload_gradient_sums(self) -> None:
+        """Send what is added up so far to the host, where it waits for `load_gradient_sums`; returns at once."""
 
-    def load_sums(self) -> None:
+    def load_gradient_sums(self) -> None:
         """Start bringing back what was added up; `gradients` goes on with it. Returns at once."""
 
     def wait_for_gradients(self) -> None:

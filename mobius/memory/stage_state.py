@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mobius.memory.layout import StageLayout
-from mobius.memory.shares import Shares
+from mobius.memory.shards import Shards
 from mobius.memory.split_master import join_master, split_master
 
 CHUNK_ELEMENTS = 2**22
@@ -18,7 +18,7 @@ CHUNK_ELEMENTS = 2**22
 
 
 @dataclass(frozen=True)
-class Remainder:
+class MasterRemainder:
     """Rest that bf16 weights lack of their fp32 master (`split_master.py`); the two together are the master."""
 
     bits: Tensor
@@ -26,7 +26,7 @@ class Remainder:
 
 
 @dataclass(frozen=True)
-class OwnPart:
+class OwnedShard:
     """A run of trained elements whose optimizer state is here."""
 
     place: slice
@@ -55,47 +55,47 @@ class StageState:
     """Working copy in the compute dtype: the master rounded, and frozen parameters, which have no master."""
     gradients: Tensor
     """Streamed: as they came from the GPU, in the dtype of `weights` or fp32. Resident: in one of these or fp32."""
-    master: Tensor | Remainder
+    master: Tensor | MasterRemainder
     """fp32, or the remainder that makes it up with bf16 weights; in an fp32 run the same tensor as `weights`."""
     exp_avg: Tensor
     exp_avg_sq: Tensor
-    shares: Shares | None = None
+    shards: Shards | None = None
     """None where all is owned: there is one replica."""
 
     @classmethod
-    def around(
+    def with_buffers(
         cls,
         layout: StageLayout,
         weights: Tensor,
         gradients: Tensor,
         zeros: Callable[[int, torch.dtype], Tensor],
-        shares: Shares | None = None,
+        shards: Shards | None = None,
     ) -> StageState:
         """State with `weights` and `gradients`; `zeros` (length, dtype) makes what else their format needs."""
-        count = num_owned(layout, shares)
-        master: Tensor | Remainder
+        count = num_owned(layout, shards)
+        master: Tensor | MasterRemainder
         if weights.dtype == torch.float32:
             master = weights
         elif weights.dtype == torch.bfloat16:
-            master = Remainder(zeros(count, torch.int16))
+            master = MasterRemainder(zeros(count, torch.int16))
         else:  # fp16 is no high half of fp32
             master = zeros(count, torch.float32)
         moments = zeros(count, torch.float32), zeros(count, torch.float32)
-        return cls(layout, weights, gradients, master, *moments, shares)
+        return cls(layout, weights, gradients, master, *moments, shards)
 
     @cached_property
-    def owned(self) -> tuple[OwnPart, ...]:
+    def owned(self) -> tuple[OwnedShard, ...]:
         """Each run of owned elements as a state of its own: one with everything, where there is one replica."""
-        if self.shares is None:
+        if self.shards is None:
             whole = slice(0, self.layout.num_trained)
-            return (OwnPart(whole, self),)
-        return tuple(OwnPart(place, self._part(place, inner)) for place, inner in self.shares.places())
+            return (OwnedShard(whole, self),)
+        return tuple(OwnedShard(place, self._part(place, inner)) for place, inner in self.shards.places())
 
     def _part(self, place: slice, inner: slice) -> StageState:
         weights, master = self.weights[place], self.master
-        own: Tensor | Remainder
-        if isinstance(master, Remainder):
-            own = Remainder(master.bits[inner])
+        own: Tensor | MasterRemainder
+        if isinstance(master, MasterRemainder):
+            own = MasterRemainder(master.bits[inner])
         else:
             own = weights if master is self.weights else master[inner]
         moments = self.exp_avg[inner], self.exp_avg_sq[inner]
@@ -110,14 +110,14 @@ class StageState:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The distinct tensors that hold the state."""
-        master = self.master.bits if isinstance(self.master, Remainder) else self.master
+        master = self.master.bits if isinstance(self.master, MasterRemainder) else self.master
         own_master = () if master is self.weights else (master,)
         return (self.weights, self.gradients, *own_master, self.exp_avg, self.exp_avg_sq)
 
     def read_master(self, part: slice = slice(None)) -> Tensor:
         """The fp32 master of the trained elements in `part`: a view where it is stored whole, else new memory."""
         trained = slice(0, self.layout.num_trained)
-        if not isinstance(self.master, Remainder):
+        if not isinstance(self.master, MasterRemainder):
             return self.master[trained][part]
         weights = self.weights[trained][part]
         return join_master(weights, self.master.bits[part], out=torch.empty_like(weights, dtype=torch.float32))
@@ -130,7 +130,7 @@ class StageState:
         """
         trained = slice(0, self.layout.num_trained)
         weights, master = self.weights[trained][part], self.master
-        if isinstance(master, Remainder):
+        if isinstance(master, MasterRemainder):
             chunks = (tensor.split(CHUNK_ELEMENTS) for tensor in (values, weights, master.bits[part]))
             for chunk, rounded, remainder in zip(*chunks, strict=True):
                 split_master(chunk.to(weights.device, torch.float32), weights=rounded, remainder=remainder)
@@ -146,7 +146,7 @@ class StageState:
         """
         start, flat = self.layout.slice_of(name).start + offset, value.reshape(-1)
         part = slice(start, start + len(flat))
-        if self.shares is not None or not self.layout.is_trained(name):
+        if self.shards is not None or not self.layout.is_trained(name):
             # In chunks: torch makes a copy in the value's dtype of all that comes from a GPU at once.
             chunks = (tensor.split(CHUNK_ELEMENTS) for tensor in (flat, self.weights[part]))
             for chunk, weights in zip(*chunks, strict=True):
@@ -157,6 +157,6 @@ class StageState:
                     own.state.write_master(cut[0], flat[cut[1]])
 
 
-def num_owned(layout: StageLayout, shares: Shares | None) -> int:
+def num_owned(layout: StageLayout, shards: Shards | None) -> int:
     """Trained elements whose gradients and optimizer state are here."""
-    return layout.num_trained if shares is None else shares.num_elements
+    return layout.num_trained if shards is None else shards.num_elements

@@ -40,13 +40,13 @@ import torch
 from torch import Tensor
 
 from mobius.errors import ScheduleError
-from mobius.limits import PIECE_ELEMENTS
-from mobius.memory.gradient_sum import GradientSum, cast_gradients
+from mobius.limits import UPDATE_CHUNK_ELEMENTS
+from mobius.memory.gradient_accumulator import GradientAccumulator, cast_gradients
 from mobius.memory.layout import FlatRange
-from mobius.memory.shared.reductions import Shared
-from mobius.memory.shared.turns import Turn
+from mobius.memory.sharding.ordered_tasks import OrderedTask
+from mobius.memory.sharding.reductions import StageSharding
 from mobius.memory.spans import NO_SPANS, Spans
-from mobius.memory.stage_memory import GradientListener, Update
+from mobius.memory.stage_memory import GradientsReadyCallback, Update
 from mobius.memory.stage_state import StageState, num_owned
 from mobius.memory.streams import Event, Stream, new_stream, record_current
 from mobius.memory.update_queue import UpdateQueue
@@ -54,19 +54,19 @@ from mobius.schedule.lanes import Lane
 
 
 @dataclass
-class _Slot:
+class _WeightSlot:
     buffer: Tensor
     filling: Stream
     """Its own stream: a copy that waits for its slot or its update must not hold up another slot's."""
     stage: int | None = None
     ready: Event | None = None
     free: Event = field(default_factory=Event)
-    kept: Event = field(default_factory=Event)
+    gathered_to_host: Event = field(default_factory=Event)
     """Behind the copy of weights that were gathered here; nothing may lie over them before."""
     views: dict[str, Tensor] = field(default_factory=dict)
 
 
-class SlotPool:
+class WeightSlotPool:
     """Owns the weight slots of one device, and the stream on which gradients leave."""
 
     def __init__(
@@ -75,15 +75,16 @@ class SlotPool:
         """Take memory for `num_slots` stages of at most `num_elements` weights each, some `is_shared` by replicas."""
         self.device = device
         self._slots = [
-            _Slot(torch.empty(num_elements, dtype=dtype, device=device), new_stream(device)) for _ in range(num_slots)
+            _WeightSlot(torch.empty(num_elements, dtype=dtype, device=device), new_stream(device))
+            for _ in range(num_slots)
         ]
         self._free = deque(self._slots)
         """In the order in which they become free on the device: a load waits for the first."""
         self.to_host = new_stream(device)
         self.sums_to_device = new_stream(device)
-        self.weights_home = new_stream(device) if is_shared else Stream()
+        self.weights_to_host = new_stream(device) if is_shared else Stream()
 
-    def take(self, stage: int) -> _Slot:
+    def take(self, stage: int) -> _WeightSlot:
         """A free slot, now `stage`'s. Raises ScheduleError if none is free, i.e. the schedule needs more slots."""
         if not self._free:
             held = [slot.stage for slot in self._slots]
@@ -92,12 +93,12 @@ class SlotPool:
         slot.stage = stage
         return slot
 
-    def give_back(self, slot: _Slot) -> None:
+    def release(self, slot: _WeightSlot) -> None:
         """Let another stage take the slot, behind its `free`."""
         slot.stage, slot.views = None, {}
         self._free.append(slot)
 
-    def slot_of(self, stage: int) -> _Slot:
+    def slot_of(self, stage: int) -> _WeightSlot:
         """The slot that `stage` took. Raises ScheduleError if it has none."""
         held = [slot.stage for slot in self._slots]
         if stage not in held:
@@ -112,29 +113,31 @@ class StreamedStage:
         self,
         stage: int,
         state: StageState,
-        pool: SlotPool,
-        total: GradientSum,
+        pool: WeightSlotPool,
+        accumulator: GradientAccumulator,
         *,
         host_sums: Tensor | None = None,
         updates: UpdateQueue | None = None,
-        shared: Shared | None = None,
+        sharding: StageSharding | None = None,
         spans: Spans = NO_SPANS,
     ) -> None:
-        """`total` has two buffers if gradients leave in fp32, or sums go to `host_sums`, the memory of the gradients.
+        """Take the buffers of the stage.
 
+        `accumulator` has two buffers if gradients leave in fp32, or sums go to `host_sums`, the gradients' memory.
         With `updates` the stage is updated there, under the rest of the step and the next one, and a load waits for
-        that without stopping the caller. `shared` tells how a state with shares is, and then `total` has two buffers.
+        that without stopping the caller. `sharding` tells how a state with shares is, and then `accumulator` has two
+        buffers.
         """
-        assert (state.shares is None) == (shared is None), "a stage is shared with somebody"
-        self.state, self._shared = state, shared
+        assert (state.shards is None) == (sharding is None), "a stage is shared with somebody"
+        self.state, self._sharding = state, sharding
         self._reduction: Event | None = None
-        self._is_whole = True
+        self._has_all_shards = True
         """Whether the host has the others' updates, or a load that was asked for brings them."""
-        self._whole = Event()
+        self._all_shards_event = Event()
         """Point behind which it has those that a load has brought."""
-        self._turn: Turn | None = None
+        self._gather_task: OrderedTask | None = None
         """The gather of the load, until somebody has waited for its start."""
-        self._stage, self._pool, self._sum, self._host_sums = stage, pool, total, host_sums
+        self._stage, self._pool, self._accumulator, self._host_sums = stage, pool, accumulator, host_sums
         self._updates, self._spans = updates, spans
         self._leaves_in_fp32 = state.gradients.dtype == torch.float32 != state.weights.dtype
         self._square: Tensor | None = None
@@ -147,52 +150,52 @@ class StreamedStage:
     def frozen_state(self) -> StageState:
         return self.state
 
-    def _leaving(self, slot: _Slot) -> Tensor:
+    def _leaving(self, slot: _WeightSlot) -> Tensor:
         """Place of gradients that leave from the slot, over weights that are no longer needed."""
-        return slot.buffer[: num_owned(self.state.layout, self.state.shares)]
+        return slot.buffer[: num_owned(self.state.layout, self.state.shards)]
 
     def load(self) -> None:
         slot = self._pool.take(self._stage)
         slot.views = self.state.layout.views(slot.buffer)
         begin: Callable[[], None] = partial(self._fill, slot)
-        if self._shared is not None and not self._is_whole:
-            self._is_whole = True
-            self._turn = self._shared.reductions.gathers.take(partial(self._gather, slot, self._shared))
-            begin = self._turn.begin
+        if self._sharding is not None and not self._has_all_shards:
+            self._has_all_shards = True
+            self._gather_task = self._sharding.reductions.gathers.add(partial(self._gather, slot, self._sharding))
+            begin = self._gather_task.allow_start
         if self._updates is None:
             begin()
         else:
-            self._updates.when_updated(self._stage, begin)
+            self._updates.run_after_update(self._stage, begin)
 
-    def _fill(self, slot: _Slot) -> None:
+    def _fill(self, slot: _WeightSlot) -> None:
         with slot.filling.run():
-            for point in (slot.free, slot.kept, self._whole):
+            for point in (slot.free, slot.gathered_to_host, self._all_shards_event):
                 point.wait()
             with self._spans.device_span(Lane.LOAD, f"L{self._stage}"):
                 slot.buffer[: self.state.layout.num_elements].copy_(self.state.weights, non_blocking=True)
             slot.ready = slot.filling.record()
 
-    def _gather(self, slot: _Slot, shared: Shared) -> None:
+    def _gather(self, slot: _WeightSlot, sharding: StageSharding) -> None:
         """Fill the slot with the own share from the host, and the others' from the replicas; those go home, too."""
-        weights, layout, shares = self.state.weights, self.state.layout, shared.shares
+        weights, layout, shards = self.state.weights, self.state.layout, sharding.shards
         frozen = slice(layout.num_trained, layout.num_elements)
         with slot.filling.run():
-            for point in (slot.free, slot.kept):
+            for point in (slot.free, slot.gathered_to_host):
                 point.wait()
             with self._spans.device_span(Lane.LOAD, f"L{self._stage}"):
-                for part in (*shares.own, frozen):
+                for part in (*shards.own, frozen):
                     slot.buffer[part].copy_(weights[part], non_blocking=True)
             with self._spans.device_span(Lane.GATHER, f"G{self._stage}"):
-                shared.reductions.replicas.gather(slot.buffer, shares.segments)
+                sharding.reductions.replicas.all_gather_for_load(slot.buffer, shards.segments)
             slot.ready = ready = slot.filling.record()
-        with self._pool.weights_home.run():
+        with self._pool.weights_to_host.run():
             ready.wait()
-            for part in shares.others:
+            for part in shards.others:
                 weights[part].copy_(slot.buffer[part], non_blocking=True)
-            self._whole = slot.kept = self._pool.weights_home.record()
+            self._all_shards_event = slot.gathered_to_host = self._pool.weights_to_host.record()
 
     def is_ready(self) -> bool:
-        if self._turn is not None:
+        if self._gather_task is not None:
             return False
         is_updated = self._updates is None or not self._updates.is_under_way(self._stage)
         return is_updated and self._pool.slot_of(self._stage).ready is None
@@ -201,22 +204,22 @@ class StreamedStage:
         """Make the host wait for the update, and for the start of a load that waits for it."""
         if self._updates is not None:
             self._updates.wait(self._stage)
-        if self._turn is not None:
-            self._turn.wait()
-            self._turn = None
+        if self._gather_task is not None:
+            self._gather_task.wait()
+            self._gather_task = None
 
-    def complete_weights(self) -> None:
+    def gather_updated_weights(self) -> None:
         self.wait_until_updated()
-        if self._shared is not None and not self._is_whole:
-            self._shared.reductions.replicas.spread_on_host(self.state.weights, self._shared.shares.segments)
-            self._is_whole = True
-        self._whole.synchronize()
+        if self._sharding is not None and not self._has_all_shards:
+            self._sharding.reductions.replicas.all_gather_on_host(self.state.weights, self._sharding.shards.segments)
+            self._has_all_shards = True
+        self._all_shards_event.synchronize()
 
-    def when_updated(self, action: Callable[[], None]) -> None:
+    def run_after_update(self, action: Callable[[], None]) -> None:
         if self._updates is None:
             action()
         else:
-            self._updates.when_updated(self._stage, action)
+            self._updates.run_after_update(self._stage, action)
 
     def weights(self) -> dict[str, Tensor]:
         """Views of the slot; at the first call after a load, the compute stream waits for it."""
@@ -228,79 +231,81 @@ class StreamedStage:
         return slot.views
 
     def gradients(self) -> dict[str, Tensor]:
-        return self._sum.views(self._stage, self.state.layout)
+        return self._accumulator.views(self._stage, self.state.layout)
 
-    def seal_gradients(self, *, excluded: frozenset[str], listener: GradientListener | None = None) -> Tensor:
+    def finish_gradients(
+        self, *, excluded: frozenset[str], on_gradients_ready: GradientsReadyCallback | None = None
+    ) -> Tensor:
         slot, layout = self._pool.slot_of(self._stage), self.state.layout
-        if self._shared is not None:
-            square = self._reduce(self._shared, slot, excluded)
+        if self._sharding is not None:
+            square = self._reduce(self._sharding, slot, excluded)
         else:
-            square = self._sum.seal(self._stage, layout, excluded=excluded)
+            square = self._accumulator.finish_with_norm(self._stage, layout, excluded=excluded)
             if not self._leaves_in_fp32:
-                square = cast_gradients(self._sum.flat(layout), self._leaving(slot), square)
-                self._sum.release()
+                square = cast_gradients(self._accumulator.finished_sum(layout), self._leaving(slot), square)
+                self._accumulator.release()
         slot.views = {}
         self._square = square
         return square
 
-    def _reduce(self, shared: Shared, slot: _Slot, excluded: frozenset[str]) -> Tensor:
+    def _reduce(self, sharding: StageSharding, slot: _WeightSlot, excluded: frozenset[str]) -> Tensor:
         """Begin to sum over the replicas; what leaves is there behind `reduction`."""
         layout = self.state.layout
-        self._sum.end(self._stage, layout)
+        self._accumulator.finish(self._stage, layout)
         target = None if self._leaves_in_fp32 else self._leaving(slot)
-        sums, free = self._sum.flat(layout), slot.kept
-        square = shared.reduce(self._stage, layout, sums, target, excluded=excluded, free=free)
-        self._reduction = shared.reductions.record()
-        self._sum.keep_until(self._reduction)
+        sums, free = self._accumulator.finished_sum(layout), slot.gathered_to_host
+        square = sharding.reduce_scatter(self._stage, layout, sums, target, excluded=excluded, free=free)
+        self._reduction = sharding.reductions.record()
+        self._accumulator.keep_until(self._reduction)
         return square
 
     @property
     def reduction(self) -> Event | None:
         return self._reduction
 
-    def offload(self, listener: GradientListener | None = None) -> None:
+    def offload(self, on_gradients_ready: GradientsReadyCallback | None = None) -> None:
         slot, square = self._pool.slot_of(self._stage), self._square
-        self._pool.give_back(slot)
+        self._pool.release(slot)
         self._square = None
         done = slot.free = record_current(self._pool.device)
         if square is None:
             return
-        to_host, shares = self._pool.to_host, self.state.shares
-        source = self._sum.flat(self.state.layout) if self._leaves_in_fp32 else self._leaving(slot)
+        to_host, shards = self._pool.to_host, self.state.shards
+        source = self._accumulator.finished_sum(self.state.layout) if self._leaves_in_fp32 else self._leaving(slot)
         with to_host.run():
             (self._reduction or done).wait()
             with self._spans.device_span(Lane.OFFLOAD, f"O{self._stage}"):
                 self._host_square.copy_(square, non_blocking=True)
-                if shares is not None and self._leaves_in_fp32:
-                    shares.take(source, self.state.gradients, non_blocking=True)
+                if shards is not None and self._leaves_in_fp32:
+                    shards.copy_owned(source, self.state.gradients, non_blocking=True)
                 else:
                     self.state.gradients.copy_(source, non_blocking=True)
             self._arrival = arrival = to_host.record()
-        to_host.keep(square)
+        to_host.record_use(square)
         if self._leaves_in_fp32:
-            self._sum.keep_until(arrival)
+            self._accumulator.keep_until(arrival)
         else:
             slot.free = arrival
-        if listener is not None:
-            listener(self._stage)
+        if on_gradients_ready is not None:
+            on_gradients_ready(self._stage)
 
-    def offload_sums(self) -> None:
+    def offload_gradient_sums(self) -> None:
         assert self._host_sums is not None, f"there is no room for the sums of stage {self._stage}"
         span = self._spans.device_span(Lane.OFFLOAD, f"OS{self._stage}")
-        self._arrival = self._sum.offload(
+        self._arrival = self._accumulator.offload(
             self._stage, self.state.layout, self._host_sums, self._pool.to_host, span=span
         )
 
-    def load_sums(self) -> None:
+    def load_gradient_sums(self) -> None:
         assert self._host_sums is not None, f"there is no room for the sums of stage {self._stage}"
         assert self._arrival is not None, f"stage {self._stage} has sent no sums"
         span = self._spans.device_span(Lane.LOAD, f"LS{self._stage}")
-        self._sum.load(
+        self._accumulator.load(
             self._stage,
             self.state.layout,
             self._host_sums,
             self._pool.sums_to_device,
-            behind=self._arrival,
+            after=self._arrival,
             span=span,
         )
 
@@ -329,8 +334,10 @@ class StreamedStage:
             with self._spans.host_span(Lane.OPTIMIZER, f"U{self._stage}"):
                 update(pieces=part)
 
-        pieces: list[Callable[[], None]] = [partial(run, part) for part in self.state.layout.pieces(PIECE_ELEMENTS)]
-        self._is_whole = self._shared is None
+        pieces: list[Callable[[], None]] = [
+            partial(run, part) for part in self.state.layout.pieces(UPDATE_CHUNK_ELEMENTS)
+        ]
+        self._has_all_shards = self._sharding is None
         if self._updates is None:
             for piece in pieces:
                 piece()

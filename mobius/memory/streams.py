@@ -37,7 +37,7 @@ class Stream:
         """The point behind all work given to this stream so far."""
         return Event()
 
-    def keep(self, tensor: Tensor) -> None:
+    def record_use(self, tensor: Tensor) -> None:
         """Do not reuse the memory of `tensor`, which another stream made, before this stream is done with it."""
 
 
@@ -72,7 +72,7 @@ class _CudaStream(Stream):
     def record(self) -> Event:
         return CudaEvent(self._stream)
 
-    def keep(self, tensor: Tensor) -> None:
+    def record_use(self, tensor: Tensor) -> None:
         tensor.record_stream(self._stream)
 
 

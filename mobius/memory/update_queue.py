@@ -3,7 +3,7 @@
 An update consists of pieces, and before each piece the thread turns to the lowest stage that can go on: the next step's
 forward needs that one first. Where none can, it waits for the one submitted first.
 
-    main thread        submit(2)    submit(0)  load(0): when_updated       weights(0): wait        load(1) ...
+    main thread        submit(2)    submit(0)  load(0): run_after_update   weights(0): wait        load(1) ...
                            |            |           |                          |
     optimizer thread    2, piece 1    0, pieces 1 and 2 -> copy of 0 starts --> done    2, piece 2  ...
 
@@ -57,7 +57,7 @@ class UpdateQueue:
         for _ in pieces:
             self._thread.submit(self._run_next)
 
-    def when_updated(self, stage: int, action: Callable[[], None]) -> None:
+    def run_after_update(self, stage: int, action: Callable[[], None]) -> None:
         """Run `action` as soon as `stage` has no update to wait for: now, or later in the optimizer's thread."""
         with self._lock:
             entry = self._updates.get(stage)
@@ -94,7 +94,7 @@ class UpdateQueue:
             piece = entry.pieces.popleft()
             if not entry.pieces:
                 del self._pending[stage]
-        self._activity.works("optimizer", f"stage {stage}")
+        self._activity.start_task("optimizer", f"stage {stage}")
         try:
             piece()
             if entry.pieces:
@@ -111,4 +111,4 @@ class UpdateQueue:
         else:
             entry.future.set_result(None)
         finally:
-            self._activity.rests("optimizer")
+            self._activity.end_task("optimizer")

@@ -129,7 +129,7 @@ class CudaCopyEngine(CudaDriver):
         torch.cuda.set_device(device)
         torch.cuda.synchronize(device)  # the context exists from here on; sync: once, before training
 
-    def reaches(self, device_index: int) -> bool:
+    def can_access_peer(self, device_index: int) -> bool:
         """Whether this device can write into that one's memory."""
         return (
             allows_peer_copies()

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mobius.memory.shares import Replicas
+from mobius.memory.shards import ReplicaGroup
 from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.streams import Event
 from mobius.messages.mailboxes import Mailboxes
-from mobius.messages.replicas import meet_replicas
-from mobius.messages.transport import Assembly, ring_edges
-from mobius.messages.world import MESSAGES_TIMEOUT, World, message_options, needing_others, summed
+from mobius.messages.replicas import create_replica_group
+from mobius.messages.transport import RankGroup, ring_edges
+from mobius.messages.world import MESSAGES_TIMEOUT, World, nccl_options, sum_over_group, translate_peer_errors
 from mobius.schedule.lanes import Lane
 
 EXCHANGE_ELEMENTS = 2**24
@@ -45,7 +45,7 @@ class DistributedTransport:
         dtype: torch.dtype,
         spans: Spans = NO_SPANS,
         mailboxes: Mailboxes | None = None,
-        max_sends: int | None = None,
+        max_pending_sends: int | None = None,
         replica: int = 0,
         num_replicas: int = 1,
         reduce_dtype: torch.dtype = torch.float32,
@@ -55,10 +55,11 @@ class DistributedTransport:
         `rank` is the place in the pipeline of `num_ranks`, which is number `replica` of `num_replicas`.
 
         `shape` and `dtype` are those of every activation and activation gradient. `mailboxes` carry them instead of the
-        communicators, where they can be opened. `max_sends` bounds the messages that are kept because they may not have
-        left (limits.py); without it all that have not are kept. `reduce_dtype` is as in `meet_replicas`.
+        communicators, where they can be opened. `max_pending_sends` bounds the messages that are kept because they may
+        not have left (limits.py); without it all that have not are kept. `reduce_dtype` is as in
+        `create_replica_group`.
         """
-        self._spans, self._max_sends = spans, max_sends
+        self._spans, self._max_sends = spans, max_pending_sends
         self.rank, self.num_ranks = rank, num_ranks
         self._device, self._shape, self._dtype = device, shape, dtype
         self._first = replica * num_ranks
@@ -66,17 +67,17 @@ class DistributedTransport:
         self._world = world = World(rank=self._first + rank, num_ranks=num_replicas * num_ranks, device=device)
         backend = world.backend
         self._scalars, self._edges = world.scalars, _edges_of(0, num_ranks, backend)
-        self.everyone: Assembly = self
-        self.replicas: Replicas | None = None
+        self.all_ranks: RankGroup = self
+        self.replicas: ReplicaGroup | None = None
         if num_replicas > 1:
-            self.everyone = world
+            self.all_ranks = world
             pipelines = [range(first, first + num_ranks) for first in range(0, world.num_ranks, num_ranks)]
             # Every process makes the groups of all, in one order. On GPUs torch has those outside of a group, of gloo's
             # too, take part in a split of NCCL's communicator of all: each must be outside of equally many.
             groups = [dist.new_group([*each], backend="gloo", timeout=MESSAGES_TIMEOUT) for each in pipelines]
             edges = [self._edges, *(_edges_of(each.start, num_ranks, backend) for each in pipelines[1:])]
             self._scalars, self._edges = groups[replica], edges[replica]
-            self.replicas = meet_replicas(
+            self.replicas = create_replica_group(
                 world, index=replica, num_replicas=num_replicas, device=device, reduce_dtype=reduce_dtype
             )
         self._posted: defaultdict[int, deque[tuple[Tensor, _Message]]] = defaultdict(deque)
@@ -130,12 +131,12 @@ class DistributedTransport:
             self._wait(self._sent[0][1])
             self._sent.popleft()  # not before: its tensor is being read until then
 
-    def bound_sends(self, max_sends: int) -> None:
+    def limit_pending_sends(self, max_pending_sends: int) -> None:
         if self._max_sends is not None:
-            self._max_sends = max_sends
+            self._max_sends = max_pending_sends
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
-        return summed(values, self._scalars, self._world.rank)
+        return sum_over_group(values, self._scalars, self._world.rank)
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
         """CPU tensors travel over gloo, GPU tensors over the edges between the two ranks."""
@@ -160,17 +161,17 @@ class DistributedTransport:
         self._world.close()
 
     def _start(self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int, group: Any) -> dist.Work:
-        with self._needing(peer):
+        with self._translate_peer_errors(peer):
             work = operation(tensor, self._first + peer, group=group)
         assert work is not None  # torch gives none to a rank outside of the group
         return work
 
     def _wait(self, work: _Message, peer: int | None = None) -> None:
-        with self._needing(peer):
+        with self._translate_peer_errors(peer):
             work.wait()
 
-    def _needing(self, peer: int | None = None) -> AbstractContextManager[None]:
-        return needing_others(self._world.rank, None if peer is None else self._first + peer)
+    def _translate_peer_errors(self, peer: int | None = None) -> AbstractContextManager[None]:
+        return translate_peer_errors(self._world.rank, None if peer is None else self._first + peer)
 
 
 def _edges_of(first: int, num_ranks: int, backend: str) -> dict[tuple[int, int], Any]:
@@ -180,7 +181,7 @@ def _edges_of(first: int, num_ranks: int, backend: str) -> dict[tuple[int, int],
             [first + source, first + target],
             backend=backend,
             timeout=MESSAGES_TIMEOUT,
-            pg_options=message_options(backend),
+            pg_options=nccl_options(backend),
         )
         for source, target in ring_edges(num_ranks)
     }

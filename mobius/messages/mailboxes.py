@@ -27,13 +27,13 @@ from mobius.errors import TransportError
 from mobius.limits import NUM_MAILBOXES
 from mobius.memory.streams import Event, record_current
 from mobius.messages.cuda_copies import CudaQueue
-from mobius.messages.meeting import Told, read_number, read_told, take_together
-from mobius.messages.neighbours import Neighbours
+from mobius.messages.peer_memory import PeerMemory
+from mobius.messages.rendezvous import JsonValue, parse_count, parse_value, run_steps_together
 from mobius.messages.shared_memory import SharedMemory
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_SECONDS = 30.0
+FIRST_MESSAGE_TIMEOUT_SECONDS = 30.0
 """Time that the first message of every edge may take."""
 
 _ARRIVED, _FREED, _COUNTERS_BYTES = 0, 128, 4096
@@ -98,16 +98,16 @@ class Inbox:
 def _read_offer(told: Any) -> tuple[int, int, bytes]:
     """Process and descriptor of an edge's counters, and the handle of its mailboxes."""
     process, descriptor, handle = told
-    return read_number(process), read_number(descriptor), bytes.fromhex(handle)
+    return parse_count(process), parse_count(descriptor), bytes.fromhex(handle)
 
 
 @dataclass(kw_only=True)
-class Mailboxes(Neighbours):
+class Mailboxes(PeerMemory):
     """This rank's ends of all its edges; nothing is taken before `open`."""
 
     message_bytes: int
     """Size of all messages."""
-    patience: float = PATIENCE_SECONDS
+    timeout_seconds: float = FIRST_MESSAGE_TIMEOUT_SECONDS
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -142,8 +142,8 @@ class Mailboxes(Neighbours):
         The first problem of any rank is logged as the reason. Takes 2 messages of memory per incoming edge for good,
         and while the edges are tried some messages more. Raises TransportError if the device does not come to rest.
         """
-        steps = (self.start, self.reach, self._offer, self._accept, self._post, self._send)
-        problem = take_together(self.meeting, steps).problem
+        steps = (self.start, self.reachable_targets, self._offer, self._accept, self._post, self._send)
+        problem = run_steps_together(self.rendezvous, steps).problem
         if problem is not None:
             self._call_off()
             logger.info("messages travel over NCCL: %s", problem)
@@ -153,17 +153,17 @@ class Mailboxes(Neighbours):
         del self._probe
         return self
 
-    def reach(self, answers: Sequence[Any]) -> list[int]:
+    def reachable_targets(self, gathered: Sequence[Any]) -> list[int]:
         """All targets: one that the device does not reach is a problem."""
-        reached = super().reach(answers)
+        reached = super().reachable_targets(gathered)
         missing = [target for target in self.targets if target not in reached]
         if missing:
             raise RuntimeError(f"its GPU cannot write into that of rank {missing[0]}")
         return reached
 
-    def _offer(self, answers: Sequence[Any]) -> Told:
+    def _offer(self, gathered: Sequence[Any]) -> JsonValue:
         """Make the memory of the incoming edges; an offer for each source, by its number."""
-        offers: dict[str, Told] = {}
+        offers: dict[str, JsonValue] = {}
         for source in self.sources:
             shared = SharedMemory.create(_COUNTERS_BYTES)
             counters = self._register(shared, self.own)
@@ -172,11 +172,11 @@ class Mailboxes(Neighbours):
             offers[str(source)] = [os.getpid(), shared.descriptor, handle]
         return offers
 
-    def _accept(self, answers: Sequence[Any]) -> None:
+    def _accept(self, gathered: Sequence[Any]) -> None:
         """Open the memory of the outgoing edges, which their targets have made."""
-        own = str(self.meeting.rank)
+        own = str(self.rendezvous.rank)
         for target in self.targets:
-            process, descriptor, handle = read_told(answers[target], lambda told: _read_offer(told[own]), by=target)
+            process, descriptor, handle = parse_value(gathered[target], lambda told: _read_offer(told[own]), by=target)
             counters = self._register(SharedMemory.open(process, descriptor, _COUNTERS_BYTES), self.opened)
             self._outboxes[target] = Outbox(self._ring(counters, self.open_memory(handle)), self.engine.new_queue())
 
@@ -188,29 +188,29 @@ class Mailboxes(Neighbours):
         held.callback(self.engine.unregister, shared.address)
         return address
 
-    def _post(self, answers: Sequence[Any]) -> None:
+    def _post(self, gathered: Sequence[Any]) -> None:
         """Post a receive on every edge before anybody sends, and see that compute goes on beside it."""
         # Memory is taken and kernels are loaded now: with a waiting receive either could wait for an idle device.
-        self._probe = self.pattern(self.meeting.rank, self.message_bytes)
+        self._probe = self.pattern(self.rendezvous.rank, self.message_bytes)
         buffers = {source: torch.zeros_like(self._probe) for source in self.sources}
-        torch.equal(self.pattern(self.meeting.rank, self.message_bytes), self._probe)
+        torch.equal(self.pattern(self.rendezvous.rank, self.message_bytes), self._probe)
         torch.zeros(8, device=self.device).add_(1)
         record_current(self.device).synchronize()  # sync: once, before training
         for source, buffer in buffers.items():
             self._received[source] = (buffer, self._inboxes[source].post(buffer.data_ptr()))
         torch.zeros(8, device=self.device).add_(1)
-        if not self.comes(record_current(self.device)):
+        if not self.completes_in_time(record_current(self.device)):
             raise RuntimeError("a receive that waits for its message holds up compute")
 
-    def _send(self, answers: Sequence[Any]) -> None:
+    def _send(self, gathered: Sequence[Any]) -> None:
         """Send a message over every edge, and compare what came with what was sent."""
         sent = [(target, outbox.send(self._probe.data_ptr())) for target, outbox in self._outboxes.items()]
         for target, event in sent:
-            if not self.comes(event):
-                raise RuntimeError(f"a message to rank {target} did not leave within {self.patience:g} s")
+            if not self.completes_in_time(event):
+                raise RuntimeError(f"a message to rank {target} did not leave within {self.timeout_seconds:g} s")
         for source, (_, event) in self._received.items():
-            if not self.comes(event):
-                raise RuntimeError(f"no message from rank {source} within {self.patience:g} s")
+            if not self.completes_in_time(event):
+                raise RuntimeError(f"no message from rank {source} within {self.timeout_seconds:g} s")
         for source, (buffer, _) in self._received.items():
             if not torch.equal(buffer, self.pattern(source, self.message_bytes)):
                 raise RuntimeError(f"a message from rank {source} arrived with other contents")
@@ -219,9 +219,9 @@ class Mailboxes(Neighbours):
         """Let posted receives pass, come to rest, and give everything back."""
         for shared in self._counters:
             shared.write_word(_ARRIVED, 1)
-        if not all(map(self.comes, self._ends_of_queues())):
+        if not all(map(self.completes_in_time, self._ends_of_queues())):
             raise TransportError(
-                f"rank {self.meeting.rank} stops: its GPU still waits for a message that was called off"
+                f"rank {self.rendezvous.rank} stops: its GPU still waits for a message that was called off"
             )
         self.close()
 

@@ -9,13 +9,14 @@ Why no replicas wait for each other in a circle:
 
 - NCCL pairs what is enqueued to one communicator by its order. So each use has its own, in an order that is the same
   on all replicas: reductions follow the order in which the schedule seals stages, gathers that in which it loads them
-  (`memory/shared/turns.py`). Between the two there is no such order: a gather may begin in the optimizer's thread.
+  (`memory/sharding/ordered_tasks.py`). Between the two there is no such order: a gather may begin in the optimizer's
+  thread.
 - All replicas play one schedule. Take the order in which its check plays the actions of a pipeline one by one. All that
   a reduction or a gather waits for on any replica, messages of the pipeline too, comes before it there. So the first
   one that is not done waits only for counterparts, and nothing keeps these from reaching it.
-- A kernel of NCCL that waits occupies MESSAGE_CTAS multiprocessors. Those of four edges, the reduction and the gather,
+- A kernel of NCCL that waits occupies NCCL_MAX_CTAS multiprocessors. Those of four edges, the reduction and the gather,
   which may be there at once, take 24 of them, fewer than a GPU of this kind has, and kernels of compute end by
-  themselves. Their streams have queues of their own (`ranks.separate_device_queues`): none stands behind another.
+  themselves. Their streams have queues of their own (`ranks.set_cuda_max_connections`): none stands behind another.
 - A first use connects, which may wait for the device. It is here, at the meeting, one connection after the other.
 """
 
@@ -29,9 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mobius.limits import RECEIVED_ELEMENTS, SHARE_ALIGNMENT
-from mobius.memory.shares import Replicas, Segment, Shares, cut
-from mobius.messages.world import MESSAGES_TIMEOUT, World, message_options, needing_others
+from mobius.limits import REDUCE_CHUNK_ELEMENTS, SHARD_ALIGNMENT
+from mobius.memory.shards import ReplicaGroup, Segment, Shards, cut
+from mobius.messages.world import MESSAGES_TIMEOUT, World, nccl_options, translate_peer_errors
 
 HOST_CHUNK_ELEMENTS = 2**22
 """Elements that a host receives from each replica at a time: 16 MiB."""
@@ -41,26 +42,26 @@ an element is to it here.
 """
 
 
-def meet_replicas(
+def create_replica_group(
     world: World,
     *,
     index: int,
     num_replicas: int,
     device: torch.device,
     reduce_dtype: torch.dtype = torch.float32,
-) -> Replicas:
+) -> ReplicaGroup:
     """This rank's counterparts; collective over all processes, which make `num_replicas` pipelines.
 
     Gradients travel between GPUs, or what computes instead, in `reduce_dtype`, which is fp32 or bf16.
     """
-    num_places = world.num_ranks // num_replicas
-    place = world.rank % num_places
-    places = [[*range(each, world.num_ranks, num_places)] for each in range(num_places)]
+    num_pipeline_ranks = world.num_ranks // num_replicas
+    place = world.rank % num_pipeline_ranks
+    places = [[*range(each, world.num_ranks, num_pipeline_ranks)] for each in range(num_pipeline_ranks)]
 
     def connection(backend: str, chunk_elements: int) -> _Connection:
         """One of this place's; every process makes those of all places, in one order (as in distributed.py)."""
         groups = [
-            dist.new_group(peers, backend=backend, timeout=MESSAGES_TIMEOUT, pg_options=message_options(backend))
+            dist.new_group(peers, backend=backend, timeout=MESSAGES_TIMEOUT, pg_options=nccl_options(backend))
             for peers in places
         ]
         return _Connection(groups[place], index, places[place], chunk_elements=chunk_elements)
@@ -68,8 +69,8 @@ def meet_replicas(
     hosts = partial(connection, "gloo", HOST_CHUNK_ELEMENTS)
     devices = hosts
     if device.type == "cuda":
-        devices = partial(connection, "nccl", RECEIVED_ELEMENTS // (num_replicas - 1))
-    replicas = DistributedReplicas(devices(), devices(), hosts(), hosts(), reduce_dtype=reduce_dtype)
+        devices = partial(connection, "nccl", REDUCE_CHUNK_ELEMENTS // (num_replicas - 1))
+    replicas = DistributedReplicaGroup(devices(), devices(), hosts(), hosts(), reduce_dtype=reduce_dtype)
     replicas.connect(device)
     return replicas
 
@@ -120,11 +121,11 @@ class _Connection:
         both = operations(dist.irecv, incoming) + operations(dist.isend, outgoing)
         if not both:
             return
-        with needing_others(self._peers[self.index]):
+        with translate_peer_errors(self._peers[self.index]):
             for work in dist.batch_isend_irecv(both):
                 work.wait()
 
-    def spread(self, values: Tensor, segments: Sequence[Segment]) -> None:
+    def all_gather(self, values: Tensor, segments: Sequence[Segment]) -> None:
         """Give each member's part of `values` to all."""
         for segment in segments:
             for parts in self.chunks(values, segment):
@@ -132,7 +133,7 @@ class _Connection:
                 self.exchange(dict.fromkeys(others, own), {peer: parts[peer] for peer in others})
 
 
-class DistributedReplicas:
+class DistributedReplicaGroup:
     """Replicas over process groups: one for each use, each of which has its own order."""
 
     def __init__(
@@ -151,13 +152,13 @@ class DistributedReplicas:
 
     def connect(self, device: torch.device) -> None:
         """Use each connection between devices once; collective."""
-        length = self.num_replicas * SHARE_ALIGNMENT
+        length = self.num_replicas * SHARD_ALIGNMENT
         for connection in (self._reducing, self._gathering):
-            connection.spread(torch.ones(length, device=device), [cut(0, length, self.num_replicas)])
+            connection.all_gather(torch.ones(length, device=device), [cut(0, length, self.num_replicas)])
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
-    def reduce(self, values: Tensor, segments: Sequence[Segment]) -> None:
+    def reduce_scatter(self, values: Tensor, segments: Sequence[Segment]) -> None:
         for segment in segments:
             for parts in self._reducing.chunks(values, segment):
                 self._reduce_chunk(parts)
@@ -178,32 +179,32 @@ class DistributedReplicas:
         if total is not own:
             own.copy_(total)
 
-    def total(self, value: Tensor) -> Tensor:
+    def sum_over_replicas(self, value: Tensor) -> Tensor:
         connection, own = self._reducing, value.reshape(1)
         received = {peer: torch.empty_like(own) for peer in connection.others()}
         connection.exchange(dict.fromkeys(received, own), received)
         return torch.stack(connection.in_order(own, received)).sum()
 
-    def spread(self, values: Tensor, segments: Sequence[Segment]) -> None:
-        self._reducing.spread(values, segments)
+    def all_gather(self, values: Tensor, segments: Sequence[Segment]) -> None:
+        self._reducing.all_gather(values, segments)
 
-    def gather(self, values: Tensor, segments: Sequence[Segment]) -> None:
-        self._gathering.spread(values, segments)
+    def all_gather_for_load(self, values: Tensor, segments: Sequence[Segment]) -> None:
+        self._gathering.all_gather(values, segments)
 
-    def spread_on_host(self, values: Tensor, segments: Sequence[Segment]) -> None:
-        self._spreading.spread(values, segments)
+    def all_gather_on_host(self, values: Tensor, segments: Sequence[Segment]) -> None:
+        self._spreading.all_gather(values, segments)
 
-    def collect(self, own: Tensor, shares: Shares) -> Tensor | None:
+    def gather_to_first(self, own: Tensor, shards: Shards) -> Tensor | None:
         saving = self._saving
         if self.index > 0:
             for values in own.split(HOST_CHUNK_ELEMENTS):
                 saving.exchange({0: values}, {})
             return None
-        whole = torch.empty(shares.num_trained, dtype=own.dtype)
-        for part, place in shares.places():
+        whole = torch.empty(shards.num_trained, dtype=own.dtype)
+        for part, place in shards.places():
             whole[part] = own[place]
         for peer in saving.others():
-            parts = shares.of_owner(peer)
+            parts = shards.of_owner(peer)
             lengths = [part.stop - part.start for part in parts]
             received = torch.empty(sum(lengths), dtype=own.dtype)
             for values in received.split(HOST_CHUNK_ELEMENTS):

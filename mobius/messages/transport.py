@@ -13,11 +13,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mobius.memory.shares import Replicas
+from mobius.memory.shards import ReplicaGroup
 from mobius.messages.world import World
 
 
-class Assembly(Protocol):
+class RankGroup(Protocol):
     """Ranks that tell each other numbers; all of them make the same calls in the same order."""
 
     rank: int
@@ -34,15 +34,15 @@ _DIGEST_BITS = 20
 """Bits of a text's digest that ranks compare: sums of so small numbers' squares are exact."""
 
 
-def all_have_same(text: str, everyone: Assembly) -> bool:
+def all_have_same(text: str, all_ranks: RankGroup) -> bool:
     """Whether all ranks call it with the same text; collective."""
     own = int(hashlib.sha256(text.encode()).hexdigest(), 16) % 2**_DIGEST_BITS
     # All are equal if and only if their variance is 0.
-    sums = everyone.sum_over_ranks(torch.tensor([own, own * own], dtype=torch.float64)).tolist()
-    return everyone.num_ranks * int(sums[1]) == int(sums[0]) ** 2
+    sums = all_ranks.sum_over_ranks(torch.tensor([own, own * own], dtype=torch.float64)).tolist()
+    return all_ranks.num_ranks * int(sums[1]) == int(sums[0]) ** 2
 
 
-class Messages(Protocol):
+class ActivationTransport(Protocol):
     """One rank's activations and activation gradients, sent and received."""
 
     rank: int
@@ -61,15 +61,15 @@ class Messages(Protocol):
         """Let go of sent tensors; every message of the step must have been received."""
 
 
-class Transport(Messages, Assembly, Protocol):
+class Transport(ActivationTransport, RankGroup, Protocol):
     """One rank's connection to the others of its pipeline, and through it to those of other replicas."""
 
-    everyone: Assembly
+    all_ranks: RankGroup
     """All processes of the run, by torchrun's numbers; where there is one pipeline, its own ranks."""
-    replicas: Replicas | None
+    replicas: ReplicaGroup | None
     """This rank's counterparts in the other replicas; None where there are none."""
 
-    def bound_sends(self, max_sends: int) -> None:
+    def limit_pending_sends(self, max_pending_sends: int) -> None:
         """Keep at most so many messages that may not have left, from the next one on, where their number is bounded."""
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
@@ -95,11 +95,11 @@ class SingleRankTransport:
     rank = 0
     num_ranks = 1
 
-    def __init__(self, world: World | None = None, replicas: Replicas | None = None) -> None:
+    def __init__(self, world: World | None = None, replicas: ReplicaGroup | None = None) -> None:
         """`world` is that of all replicas, if there are several; `close` ends it."""
         self._sent: deque[Tensor] = deque()
         self._world, self.replicas = world, replicas
-        self.everyone: Assembly = world or self
+        self.all_ranks: RankGroup = world or self
 
     def post_receive(self, source: int) -> None:
         """Nothing to announce: the sender is this rank."""
@@ -113,7 +113,7 @@ class SingleRankTransport:
     def finish_step(self) -> None:
         """Nothing is under way."""
 
-    def bound_sends(self, max_sends: int) -> None:
+    def limit_pending_sends(self, max_pending_sends: int) -> None:
         """Nothing is bounded: what is sent waits for this rank itself."""
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:

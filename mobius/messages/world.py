@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mobius.errors import TransportError, first_line
-from mobius.messages.meeting import open_store
+from mobius.messages.rendezvous import open_store
 
-MEETING_TIMEOUT = timedelta(minutes=10)
+RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 MESSAGES_TIMEOUT = timedelta(hours=12)
 """Ranks wait for one another's loading, saving and disks, too. A dead rank is seen at once all the same, and one that
 stands still is the watchdog's business.
 """
-MESSAGE_CTAS = 4
+NCCL_MAX_CTAS = 4
 """Multiprocessors that an NCCL message occupies. A receive that is posted ahead occupies them while it waits, which is
 most of the time, and takes them from compute."""
 
@@ -40,7 +40,7 @@ class World:
                 rank=rank,
                 world_size=num_ranks,
                 device_id=device if self.backend == "nccl" else None,
-                timeout=MEETING_TIMEOUT,
+                timeout=RENDEZVOUS_TIMEOUT,
             )
             self.scalars = dist.new_group(backend="gloo", timeout=MESSAGES_TIMEOUT)
         except RuntimeError as error:
@@ -53,7 +53,7 @@ class World:
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Sum a small CPU tensor (float64) over all processes; blocks."""
-        return summed(values, self.scalars, self.rank)
+        return sum_over_group(values, self.scalars, self.rank)
 
     def barrier(self) -> None:
         """Wait for all processes."""
@@ -64,25 +64,25 @@ class World:
         dist.destroy_process_group()
 
 
-def summed(values: Tensor, group: Any, rank: int) -> Tensor:
+def sum_over_group(values: Tensor, group: Any, rank: int) -> Tensor:
     """The sum of a CPU tensor over a group of gloo, to which process `rank` belongs; raises TransportError."""
     total = values.clone()
-    with needing_others(rank):
+    with translate_peer_errors(rank):
         dist.all_reduce(total, group=group)
     return total
 
 
-def message_options(backend: str) -> dist.ProcessGroupNCCL.Options | None:
+def nccl_options(backend: str) -> dist.ProcessGroupNCCL.Options | None:
     """Options that give a message few multiprocessors, but at once, before the compute that is enqueued already."""
     if backend != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options.config.max_ctas = MESSAGE_CTAS
+    options.config.max_ctas = NCCL_MAX_CTAS
     return options
 
 
 @contextmanager
-def needing_others(rank: int, peer: int | None = None) -> Iterator[None]:
+def translate_peer_errors(rank: int, peer: int | None = None) -> Iterator[None]:
     """Within it, torch's errors are told as the loss of `peer`, or of another rank that is not known."""
     try:
         yield

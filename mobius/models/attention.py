@@ -23,11 +23,11 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.nn import functional as F
 
 from mobius.errors import PlanError, first_line
-from mobius.models.one_by_one import attend_one_by_one
+from mobius.models.per_document_attention import attend_per_document
 
-IMPLEMENTATION = "mobius_documents"
+ATTENTION_IMPLEMENTATION = "mobius_documents"
 """Name by which transformers finds `attend_documents`."""
-BLOCK = 128
+FLEX_BLOCK_SIZE = 128
 """Tokens of a block of FlexAttention's masks."""
 _MOST_HEAD_SIZE = 256
 _LEAST_FLEX_SIZE = 16
@@ -40,16 +40,16 @@ class DocumentAttention(StrEnum):
 
     VARLEN = "variable-length FlashAttention"
     FLEX = "FlexAttention"
-    ONE_BY_ONE = "attention document by document"
+    PER_DOCUMENT = "attention document by document"
 
 
 @dataclass(frozen=True)
-class Documents:
+class DocumentLayout:
     """Where the documents of a microbatch lie, on the device that computes."""
 
-    positions: Tensor
+    position_ids: Tensor
     """int32 [B, L]: each token's place in its document."""
-    bounds: Tensor
+    cu_seqlens: Tensor
     """int32 [D + 1]: first token of each document among the B * L, then B * L as often as documents are missing."""
 
 
@@ -58,7 +58,7 @@ def choose_attention(
 ) -> DocumentAttention:
     """The fastest that can: FlashAttention takes formats of two bytes, heads of up to 256, and no capped scores."""
     if device.type != "cuda":
-        return DocumentAttention.ONE_BY_ONE
+        return DocumentAttention.PER_DOCUMENT
     major, minor = torch.cuda.get_device_capability(device)
     # As in torch's own choice: backward of these widths asks for more shared memory than such cards have.
     is_too_wide = (major, minor) in ((8, 6), (8, 9), (12, 0), (12, 1)) and 192 < head_size <= 224
@@ -68,11 +68,11 @@ def choose_attention(
     return DocumentAttention.FLEX
 
 
-def register() -> None:
+def register_attention() -> None:
     """Make `attend_documents` known to transformers; once is enough."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(IMPLEMENTATION, attend_documents)
+    AttentionInterface.register(ATTENTION_IMPLEMENTATION, attend_documents)
 
 
 def attend_documents(
@@ -85,34 +85,34 @@ def attend_documents(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    document_bounds: Tensor | None = None,
+    document_cu_seqlens: Tensor | None = None,
     block_masks: BlockMasks | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within documents, as transformers calls it: heads [B, H, L, D] -> [B, L, H, D].
 
-    `sliding_window` counts the token itself. Without `document_bounds` each row is one document.
+    `sliding_window` counts the token itself. Without `document_cu_seqlens` each row is one document.
     """
     assert attention_mask is None, "documents need no mask"
-    if document_bounds is None:
+    if document_cu_seqlens is None:
         batch, length = query.shape[0], query.shape[2]
-        document_bounds = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
+        document_cu_seqlens = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
     scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
     if query.device.type != "cuda":
-        output = attend_one_by_one(query, key, value, document_bounds, scale, sliding_window or 0, softcap or 0.0)
+        output = attend_per_document(query, key, value, document_cu_seqlens, scale, sliding_window or 0, softcap or 0.0)
         return output.transpose(1, 2), None
     if block_masks is not None:
         return _flex(query, key, value, block_masks.of_window(sliding_window), scale, softcap).transpose(1, 2), None
-    return _varlen(query, key, value, document_bounds, scale, sliding_window), None
+    return _varlen(query, key, value, document_cu_seqlens, scale, sliding_window), None
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float, window: int | None) -> Tensor:
+def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float, window: int | None) -> Tensor:
     length = query.shape[2]
     flat = [each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
     seen = (-1 if window is None else window - 1, 0)
     # No document is longer than its row; the longest of each microbatch would be another graph each time.
     run = _flash(query.shape[1] != key.shape[1])
-    output = run(*flat, bounds, bounds, length, length, scale=scale, window_size=seen)
+    output = run(*flat, cu_seqlens, cu_seqlens, length, length, scale=scale, window_size=seen)
     return cast(Tensor, output.unflatten(0, (-1, length)))
 
 
@@ -130,7 +130,7 @@ def _flash(is_grouped: bool) -> Callable[..., Tensor]:
 class BlockMasks:
     """FlexAttention's masks of a microbatch, made when a window is first asked for."""
 
-    documents: Documents
+    documents: DocumentLayout
     _made: dict[int | None, Any] = field(default_factory=dict)
 
     def of_window(self, window: int | None) -> Any:
@@ -140,41 +140,47 @@ class BlockMasks:
         return self._made[window]
 
 
-def make_block_mask(documents: Documents, window: int | None) -> Any:
+def make_block_mask(documents: DocumentLayout, window: int | None) -> Any:
     """The blocks of 128 x 128 that documents touch, made from their bounds alone."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    positions = _in_whole_blocks(documents.positions)
-    length = positions.shape[1]
-    tokens = torch.arange(length, device=positions.device)
-    reach = positions if window is None else positions.clamp(max=window - 1)
-    starts = (tokens - reach)[:, ::BLOCK] // BLOCK  # the block of the first token that a block's first one sees
+    position_ids = _in_whole_blocks(documents.position_ids)
+    length = position_ids.shape[1]
+    tokens = torch.arange(length, device=position_ids.device)
+    reach = position_ids if window is None else position_ids.clamp(max=window - 1)
+    starts = (tokens - reach)[
+        :, ::FLEX_BLOCK_SIZE
+    ] // FLEX_BLOCK_SIZE  # the block of the first token that a block's first one sees
     number = starts.shape[1]
-    blocks = torch.arange(number, device=positions.device)
+    blocks = torch.arange(number, device=position_ids.device)
     counts = (blocks - starts + 1).to(torch.int32)
     indices = (starts.unsqueeze(-1) + blocks).clamp(max=number - 1).to(torch.int32)
-    firsts = tokens - positions  # a token's document by its first token
+    firsts = tokens - position_ids  # a token's document by its first token
 
     def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         seen = (q >= k) & (firsts[b, q] == firsts[b, k])
         return seen if window is None else seen & (q - k < window)
 
     return BlockMask.from_kv_blocks(
-        counts.unsqueeze(1), indices.unsqueeze(1), BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(length, length)
+        counts.unsqueeze(1),
+        indices.unsqueeze(1),
+        BLOCK_SIZE=FLEX_BLOCK_SIZE,
+        mask_mod=sees,
+        seq_lengths=(length, length),
     )
 
 
-def _in_whole_blocks(positions: Tensor) -> Tensor:
+def _in_whole_blocks(position_ids: Tensor) -> Tensor:
     """Positions of whole blocks: what fills the last is a document of each row, which nobody else sees."""
-    missing = -positions.shape[1] % BLOCK
-    filling = torch.arange(missing, dtype=positions.dtype, device=positions.device)
-    return torch.cat([positions, filling.expand(positions.shape[0], missing)], dim=1)
+    missing = -position_ids.shape[1] % FLEX_BLOCK_SIZE
+    filling = torch.arange(missing, dtype=position_ids.dtype, device=position_ids.device)
+    return torch.cat([position_ids, filling.expand(position_ids.shape[0], missing)], dim=1)
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, softcap: float | None) -> Tensor:
     length, size = query.shape[2:]
     # Zeros behind a small head change neither scores nor what is taken of the values.
-    filling = (0, max(0, _LEAST_FLEX_SIZE - size), 0, -length % BLOCK)
+    filling = (0, max(0, _LEAST_FLEX_SIZE - size), 0, -length % FLEX_BLOCK_SIZE)
     given = [F.pad(each, filling) for each in (query, key, value)]
     is_grouped = query.shape[1] != key.shape[1]
     capped = None if softcap is None else functools.partial(_cap, softcap)

@@ -30,9 +30,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from mobius.errors import first_line
-from mobius.models.cheap import recompute_cheap
-from mobius.models.linear import Tap, make_leaves
-from mobius.plan.plan import KeptLevel
+from mobius.models.linear import GradientFactors, make_leaves
+from mobius.models.recompute_policy import mark_for_recompute
+from mobius.plan.plan import RecomputeLevel
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ _SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 """Operations that give what they are given."""
 
 
-class Arguments(dict[str, Any]):
+class KeywordArguments(dict[str, Any]):
     """Keyword arguments, which do not change; layers that share them flatten them once.
 
     torch's pytree takes them for a leaf, like any class of one's own: it must be given `dict(arguments)`.
@@ -83,11 +83,11 @@ class CompiledFunction(Generic[Parameters, Result]):
 
 
 @dataclass(frozen=True)
-class KeptActivations:
+class CompiledGraph:
     """A forward until `backward` consumes it: its outputs, and what backward needs."""
 
     outputs: Tensors
-    """Empty where backward goes on from `LayerProducts`, whose outputs have gone their way."""
+    """Empty where backward goes on from `SavedProducts`, whose outputs have gone their way."""
     _known: list[Tensor]
     """Tensors of the call, and what the forward kept beside them."""
     _graphs: _SplitGraphs
@@ -102,29 +102,29 @@ class KeptActivations:
             assert (gradient.shape, gradient.dtype) == (output.shape, output.dtype)
         with torch.no_grad():
             self._known.extend(gradient.contiguous() for gradient in gradients)
-            taken = [self._known[position] for position in self._graphs.taken]
+            backward_inputs = [self._known[position] for position in self._graphs.backward_inputs]
             self._known.clear()  # what is kept is freed as soon as it is used
-            return _named(self._graphs.leaves, self._graphs.backward(taken))
+            return _named(self._graphs.leaves, self._graphs.backward(backward_inputs))
 
 
 @dataclass(frozen=True)
-class LayerProducts:
+class SavedProducts:
     """Activations of a forward that its backward can go on from anywhere and at any time, given weights and arguments.
 
-    That is the input, and what the forward keeps of level `PRODUCTS`.
+    That is the input, and what the forward keeps of level `ELEMENTWISE`.
     """
 
     inputs: Tensor
-    made: list[Tensor]
+    saved: list[Tensor]
 
 
-class ModuleGraphs:
+class CompiledModule:
     """A module as graphs, one of each kind per shape; the first call of each shape compiles.
 
-    `weights` are by name within the module; `make_leaves` gives the leaves of gradients for them and `tapped`, but for
-    parameters of the module that require none. `inputs` are the module's first arguments, floating point and with as
-    many rows; `arguments` are the others by name. Outputs are one tensor or a tuple of them. All methods return None if
-    the module cannot be traced or compiled: it must then be called as it is.
+    `weights` are by name within the module; `make_leaves` gives the leaves of gradients for them and
+    `gradient_factors`, but for parameters of the module that require none. `inputs` are the module's first arguments,
+    floating point and with as many rows; `arguments` are the others by name. Outputs are one tensor or a tuple of them.
+    All methods return None if the module cannot be traced or compiled: it must then be called as it is.
     """
 
     def __init__(self, module: nn.Module, *, name: str) -> None:
@@ -142,68 +142,90 @@ class ModuleGraphs:
             graph = self._graph(("forward", call.key), lambda: _compile_function(call.run, call.tensors))
             return None if graph is None else cast(Tensors, tuple(graph(*call.tensors)))
 
-    def recompute(
-        self, weights: Weights, tapped: Sequence[Tap], inputs: Tensors, arguments: Mapping[str, Any], gradients: Tensors
+    def recomputed_backward(
+        self,
+        weights: Weights,
+        gradient_factors: Sequence[GradientFactors],
+        inputs: Tensors,
+        arguments: Mapping[str, Any],
+        gradients: Tensors,
     ) -> tuple[Gradients, Tensors] | None:
         """Gradients of the leaves and those of `inputs`, from the inputs; `gradients` are those of the outputs."""
         with torch.no_grad():
-            call = self._call(weights, tapped, inputs, arguments)
+            call = self._call(weights, gradient_factors, inputs, arguments)
             tensors = [*call.tensors, *gradients]
             key = "both", call.key, *map(_kind, gradients)
             made = self._graph(key, lambda: (_compile_function(call.gradients, tensors), call.leaves))
             return None if made is None else _named(made[1], made[0](*tensors))
 
-    def keep(
+    def forward_with_saved(
         self,
         weights: Weights,
-        tapped: Sequence[Tap],
+        gradient_factors: Sequence[GradientFactors],
         inputs: Tensors,
         arguments: Mapping[str, Any],
-        level: KeptLevel = KeptLevel.EVERYTHING,
-    ) -> KeptActivations | None:
+        level: RecomputeLevel = RecomputeLevel.NONE,
+    ) -> CompiledGraph | None:
         """The forward, which keeps what `level` says; its backward needs the same `weights` where they are."""
         with torch.no_grad():
-            call = self._call(weights, tapped, inputs, arguments)
+            call = self._call(weights, gradient_factors, inputs, arguments)
             graphs = self._split_graphs(call, level)
             if graphs is None:
                 return None
             outputs, kept = graphs.run(call)
-            return KeptActivations(outputs, [*call.tensors, *kept], graphs)
+            return CompiledGraph(outputs, [*call.tensors, *kept], graphs)
 
-    def make_products(
-        self, weights: Weights, tapped: Sequence[Tap], inputs: Tensor, arguments: Mapping[str, Any]
-    ) -> tuple[Tensors, LayerProducts] | None:
+    def forward_with_saved_products(
+        self,
+        weights: Weights,
+        gradient_factors: Sequence[GradientFactors],
+        inputs: Tensor,
+        arguments: Mapping[str, Any],
+    ) -> tuple[Tensors, SavedProducts] | None:
         """The outputs, and what `resume` needs: neither weights nor arguments are held."""
         with torch.no_grad():
-            call = self._call(weights, tapped, (inputs,), arguments)
-            graphs = self._split_graphs(call, KeptLevel.PRODUCTS)
+            call = self._call(weights, gradient_factors, (inputs,), arguments)
+            graphs = self._split_graphs(call, RecomputeLevel.ELEMENTWISE)
             if graphs is None:
                 return None
             outputs, kept = graphs.run(call)
-            return outputs, LayerProducts(inputs, [*kept])
+            return outputs, SavedProducts(inputs, [*kept])
 
-    def resume(
-        self, weights: Weights, tapped: Sequence[Tap], products: LayerProducts, arguments: Mapping[str, Any]
-    ) -> KeptActivations:
-        """Backward's part of what `make_products` gave, with equal weights and arguments; empties `products`."""
-        call = self._call(weights, tapped, (products.inputs,), arguments)
-        graphs = self._split_graphs(call, KeptLevel.PRODUCTS)
+    def resume_from_products(
+        self,
+        weights: Weights,
+        gradient_factors: Sequence[GradientFactors],
+        products: SavedProducts,
+        arguments: Mapping[str, Any],
+    ) -> CompiledGraph:
+        """Backward's part of what `forward_with_saved_products` gave, with equal weights and arguments.
+
+        Empties `products`.
+        """
+        call = self._call(weights, gradient_factors, (products.inputs,), arguments)
+        graphs = self._split_graphs(call, RecomputeLevel.ELEMENTWISE)
         assert graphs is not None, "the forward had the graphs"
-        known = [*call.tensors, *products.made]
-        products.made.clear()
-        return KeptActivations((), known, graphs)
+        known = [*call.tensors, *products.saved]
+        products.saved.clear()
+        return CompiledGraph((), known, graphs)
 
-    def _split_graphs(self, call: _Call, level: KeptLevel) -> _SplitGraphs | None:
+    def _split_graphs(self, call: _Call, level: RecomputeLevel) -> _SplitGraphs | None:
         return self._graph(("split", level, call.key), lambda: _split(call, level))
 
-    def _call(self, weights: Weights, tapped: Sequence[Tap], inputs: Tensors, arguments: Mapping[str, Any]) -> _Call:
-        tensors, kinds = (arguments if isinstance(arguments, Arguments) else Arguments(arguments)).flat
+    def _call(
+        self,
+        weights: Weights,
+        gradient_factors: Sequence[GradientFactors],
+        inputs: Tensors,
+        arguments: Mapping[str, Any],
+    ) -> _Call:
+        tensors, kinds = (arguments if isinstance(arguments, KeywordArguments) else KeywordArguments(arguments)).flat
         return _Call(
             self._module,
             tuple(weights),
             len(inputs),
             tuple(self._buffers),
-            tapped,
+            gradient_factors,
             self._frozen,
             arguments,
             [*weights.values(), *inputs, *self._buffers.values(), *tensors],
@@ -244,7 +266,7 @@ class _Call:
     weights: Sequence[str]
     num_inputs: int
     buffers: Sequence[str]
-    tapped: Sequence[Tap]
+    gradient_factors: Sequence[GradientFactors]
     frozen: frozenset[str]
     arguments: Mapping[str, Any]
     """Arguments behind the module's inputs."""
@@ -256,7 +278,7 @@ class _Call:
     @property
     def leaves(self) -> Sequence[str]:
         """Names of what has a gradient beside the inputs."""
-        return tuple(make_leaves(self._sorted(self.tensors)[0], self.tapped, self.frozen, num_tokens=1)[1])
+        return tuple(make_leaves(self._sorted(self.tensors)[0], self.gradient_factors, self.frozen, num_tokens=1)[1])
 
     def run(self, tensors: Sequence[Tensor]) -> Results:
         """The outputs for `tensors`, in a row; what is no tensor is as in this call."""
@@ -266,7 +288,9 @@ class _Call:
         """The outputs, and gradients of `leaves` and of the inputs."""
         weights, given, rest = self._sorted(tensors)
         inputs = tuple(each.detach().requires_grad_() for each in given)
-        fixed, leaves = make_leaves(weights, self.tapped, self.frozen, num_tokens=inputs[0].shape[:-1].numel())
+        fixed, leaves = make_leaves(
+            weights, self.gradient_factors, self.frozen, num_tokens=inputs[0].shape[:-1].numel()
+        )
         with torch.enable_grad():
             outputs = self._outputs({**fixed, **leaves}, inputs, rest)
         found = torch.autograd.grad(outputs, [*leaves.values(), *inputs], gradients, allow_unused=True)
@@ -299,7 +323,7 @@ class _SplitGraphs:
     """Gives the outputs, and what is kept beside the call's tensors, which it takes one by one."""
     backward: Callable[[list[Tensor]], Results]
     """Takes a list, which it empties."""
-    taken: tuple[int, ...]
+    backward_inputs: tuple[int, ...]
     """Positions in [*tensors, *kept, *gradients] of what `backward` takes."""
     leaves: Sequence[str]
 
@@ -316,7 +340,7 @@ def _compile_function(
     return _compile(make_fx(lambda *tensors: function(tensors), tracing_mode="fake")(*tensors))
 
 
-def _split(call: _Call, level: KeptLevel) -> _SplitGraphs:
+def _split(call: _Call, level: RecomputeLevel) -> _SplitGraphs:
     """`call.differentiate` for gradients in a row, cut by torch's partitioner as under torch.compile."""
 
     # By this name the partitioner tells gradients from other inputs; it sees what is cheap in small operations only.
@@ -331,12 +355,12 @@ def _split(call: _Call, level: KeptLevel) -> _SplitGraphs:
         if node.target in _SAME:  # or what is kept would be its output, in the place of an input
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
-    if level is KeptLevel.PRODUCTS:
-        recompute_cheap(graph.graph)
+    if level is RecomputeLevel.ELEMENTWISE:
+        mark_for_recompute(graph.graph)
     forward, backward = min_cut_rematerialization_partition(graph, given, num_fwd_outputs=len(like))
-    taken = _keep_no_inputs(forward.graph, backward.graph, num_outputs=len(like))
+    backward_inputs = _keep_no_inputs(forward.graph, backward.graph, num_outputs=len(like))
     forward.recompile()
-    return _SplitGraphs(len(like), _compile(forward), _compile_emptying(backward), taken, call.leaves)
+    return _SplitGraphs(len(like), _compile(forward), _compile_emptying(backward), backward_inputs, call.leaves)
 
 
 def _outputs_like(call: _Call) -> Sequence[Tensor]:

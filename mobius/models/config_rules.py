@@ -13,7 +13,7 @@ from typing import Any
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from mobius.models.base_files import shown
+from mobius.models.model_files import format_json_value
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ _ROPE_RULES: Mapping[str, Rule] = {
 }
 
 
-def wrong_fields(fields: Mapping[str, Any], known: Collection[str]) -> list[str]:
+def find_invalid_fields(fields: Mapping[str, Any], known: Collection[str]) -> list[str]:
     """A sentence on each field that cannot be right; `known` are the fields that the family's class has."""
     read = {name: value for name, value in fields.items() if name in known or name in _ALSO_READ}
     rules, vocab_size = dict(_RULES), read.get("vocab_size")
@@ -137,7 +137,7 @@ def wrong_fields(fields: Mapping[str, Any], known: Collection[str]) -> list[str]
     return problems
 
 
-def disagreements(config: Any) -> list[str]:
+def find_inconsistent_fields(config: Any) -> list[str]:
     """A sentence on each pair of fields that do not go together, defaults included."""
     problems = []
     heads = config.num_attention_heads
@@ -150,7 +150,7 @@ def disagreements(config: Any) -> list[str]:
     return problems
 
 
-def unseen_positions(config: Any, seq_length: int) -> str | None:
+def max_positions_warning(config: Any, seq_length: int) -> str | None:
     """A sentence on rows of `seq_length` tokens that are longer than the model was made for, if they are.
 
     All supported families have rotary positions, which go on beyond that; learned ones would end there.
@@ -167,13 +167,13 @@ def unseen_positions(config: Any, seq_length: int) -> str | None:
 
 
 def _complaint(name: str, value: object, rule: Rule) -> str:
-    return f"{name!r} is {shown(value)}, it must be {rule.wanted}"
+    return f"{name!r} is {format_json_value(value)}, it must be {rule.wanted}"
 
 
 def _wrong_rope(name: str, parameters: object) -> Iterator[str]:
     """Rotary embeddings are one object, or one for each kind of layer."""
     if not isinstance(parameters, dict):
-        yield f"{name!r} is {shown(parameters)}, it must be an object"
+        yield f"{name!r} is {format_json_value(parameters)}, it must be an object"
         return
     for key, value in parameters.items():
         path = f"{name}.{key}"
@@ -184,4 +184,4 @@ def _wrong_rope(name: str, parameters: object) -> Iterator[str]:
             if not rule.allows(value):
                 yield _complaint(path, value, rule)
         elif isinstance(value, float) and not math.isfinite(value):
-            yield f"{path!r} is {shown(value)}, it must be finite"
+            yield f"{path!r} is {format_json_value(value)}, it must be finite"

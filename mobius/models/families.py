@@ -15,18 +15,18 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from mobius.config.config import ModelConfig
 from mobius.errors import CheckpointError, ConfigError, first_line
 from mobius.excerpt import excerpt
-from mobius.log import SAID_ONCE
-from mobius.models.base_files import read_json_object, shown, told
-from mobius.models.by_plan.checked import checked_families
-from mobius.models.config_rules import disagreements, wrong_fields
-from mobius.models.shapes.known import KnownShape, known_shape
-from mobius.models.text_parts.taken import checked_text_parts, is_taken, text_part
-from mobius.models.weights import HEAD, folder_has_weights, has_own_head
+from mobius.log import RANK_ZERO_ONLY
+from mobius.models.config_rules import find_inconsistent_fields, find_invalid_fields
+from mobius.models.model_files import describe_error, format_json_value, read_json_object
+from mobius.models.multimodal.text_config import checked_text_parts, is_text_config_supported, supported_text_config
+from mobius.models.shapes.published_shapes import PublishedShape, find_published_shape
+from mobius.models.structure.checked_families import checked_families
+from mobius.models.weights import LM_HEAD_WEIGHT, folder_has_weights, has_untied_head
 from mobius.regular_files import refuse_special_files
 
 logger = logging.getLogger(__name__)
 
-HUB_SECONDS = 10.0
+HUB_TIMEOUT_SECONDS = 10.0
 """Time for the hub to answer before it counts as out of reach."""
 
 _SHAPE_OPTIONS = {
@@ -65,7 +65,7 @@ def locate_model(model_path: str, *, with_weights: bool = True) -> Path:
         refuse_special_files([*folder.glob("[!.]*"), *folder.glob("additional_chat_templates/*")])
         return folder
     advice = "Give a folder with a config.json, or an id such as meta-llama/Llama-2-7b-hf."
-    known = known_shape(model_path)
+    known = find_published_shape(model_path)
     if known is not None and not known.is_on_hub:
         name = f", or {known.model}" if "/" in known.model else ""
         raise CheckpointError(
@@ -112,7 +112,7 @@ def _fetch(model_path: str, with_weights: bool) -> Path:
 
     try:
         # snapshot_download asks without a time-out: where a firewall swallows packets it would wait for minutes.
-        HfApi().model_info(model_path, timeout=HUB_SECONDS)
+        HfApi().model_info(model_path, timeout=HUB_TIMEOUT_SECONDS)
     except Exception as error:
         try:
             folder = Path(snapshot_download(model_path, local_files_only=True))
@@ -135,17 +135,17 @@ def load_model_config(folder: Path, options: ModelConfig) -> PretrainedConfig:
     config = _own_config(folder, options)
     has_weights = folder_has_weights(folder)
     _apply_options(config, options, has_weights=has_weights)
-    if has_weights and config.tie_word_embeddings and has_own_head(folder):
+    if has_weights and config.tie_word_embeddings and has_untied_head(folder):
         text = (
             "%s ties the head to the embedding (tie_word_embeddings), but the checkpoint stores a matrix for each: "
             "they are trained apart, as transformers loads them, and saved with tie_word_embeddings false"
         )
-        logger.warning(text, folder / "config.json", extra=SAID_ONCE)
+        logger.warning(text, folder / "config.json", extra=RANK_ZERO_ONLY)
         config.tie_word_embeddings = False
     return config
 
 
-def attention_with_cap(config: PretrainedConfig) -> str | None:
+def softcap_attention_implementation(config: PretrainedConfig) -> str | None:
     """Name of transformers' own attention for a model that caps its scores; None where there is no cap.
 
     Its other attention leaves the cap out without a word, and before 5.23 was what such a model got unless asked.
@@ -182,7 +182,7 @@ def _warn_of_noise(config: PretrainedConfig, folder: Path) -> None:
             "%s asks for %s: trained without, since backward computes layers again and would draw other numbers; what "
             "is saved still says it"
         )
-        logger.warning(text, folder / "config.json", " and ".join(noise), extra=SAID_ONCE)
+        logger.warning(text, folder / "config.json", " and ".join(noise), extra=RANK_ZERO_ONLY)
 
 
 def _read_config(path: Path) -> PretrainedConfig:
@@ -192,7 +192,7 @@ def _read_config(path: Path) -> PretrainedConfig:
     checked = checked_families()
     supported = f"Supported: {checked.names}."
     if not isinstance(family, str):
-        raise CheckpointError(f"{path} names no family ('model_type' is {shown(family)}). {supported}")
+        raise CheckpointError(f"{path} names no family ('model_type' is {format_json_value(family)}). {supported}")
     if (reason := _why_not(family, fields)) is not None:
         raise CheckpointError(f"{path} is of the family {family!r}, which is not supported: {reason}. {supported}")
     if family not in CONFIG_MAPPING:
@@ -201,14 +201,14 @@ def _read_config(path: Path) -> PretrainedConfig:
             f"{checked.transformers} does."
         )
     family_class = cast(type[PretrainedConfig], CONFIG_MAPPING[family])
-    problems = wrong_fields(fields, {field.name for field in dataclasses.fields(family_class)})
+    problems = find_invalid_fields(fields, {field.name for field in dataclasses.fields(family_class)})
     if not problems:
         try:
             config = family_class.from_dict(copy.deepcopy(fields))
             config._name_or_path = str(path.parent)  # not what the file says that it once was
-            problems = disagreements(config)
+            problems = find_inconsistent_fields(config)
         except Exception as error:  # transformers and its validators raise whatever a value makes them stumble over
-            raise CheckpointError(f"{path} is refused by transformers: {told(error)}") from error
+            raise CheckpointError(f"{path} is refused by transformers: {describe_error(error)}") from error
     if problems:
         raise CheckpointError(f"{path}: {'; '.join(problems)}. Mend it, or get the file anew.")
     return config
@@ -217,8 +217,8 @@ def _read_config(path: Path) -> PretrainedConfig:
 def _why_not(family: str, fields: Mapping[str, Any]) -> str | None:
     """A clause that says why models of `family` cannot be trained, or None if they can."""
     checked = checked_families()
-    reason = checked.why_not(family)
-    if reason is None or is_taken(family):
+    reason = checked.unsupported_reason(family)
+    if reason is None or is_text_config_supported(family):
         return None
     if (of_part := checked_text_parts().get(family)) is not None:
         return f"it is more than a text model, and its text part alone {of_part['refused']}"
@@ -238,22 +238,23 @@ def _fields_of_text(path: Path) -> dict[str, Any]:
     fields = read_json_object(path)
     _refuse_foreign(path, fields)
     try:
-        part = text_part(fields)
+        part = supported_text_config(fields)
     except Exception as error:  # transformers and its validators raise whatever a value makes them stumble over
-        raise CheckpointError(f"{path} is refused by transformers: {told(error)}") from error
+        raise CheckpointError(f"{path} is refused by transformers: {describe_error(error)}") from error
     if part is None:
-        if is_taken(family := fields.get("model_type")) and family in CONFIG_MAPPING:
+        if is_text_config_supported(family := fields.get("model_type")) and family in CONFIG_MAPPING:
             raise CheckpointError(
                 f"{path} describes more than a text model ({family}), and its 'text_config' is of the "
-                f"family {shown(_family_of_text(fields))}, which is no causal language model by itself. Supported: "
+                f"family {format_json_value(_family_of_text(fields))}, which is no causal language model by itself. "
+                "Supported: "
                 f"{checked_families().names}."
             )
         return fields
     logger.warning(
         "%s describes more than a text model (%s): its text part (%s) is trained, and saved as a text model by itself; "
         "what is described by %s is neither trained nor saved",
-        *(path, part.whole, part.fields["model_type"], ", ".join(part.left_out) or "its other parts"),
-        extra=SAID_ONCE,
+        *(path, part.full_model_type, part.fields["model_type"], ", ".join(part.ignored_configs) or "its other parts"),
+        extra=RANK_ZERO_ONLY,
     )
     return part.fields
 
@@ -268,8 +269,9 @@ def _refuse_foreign(path: Path, fields: Mapping[str, Any]) -> None:
     auto_map = fields.get("auto_map")
     if isinstance(auto_map, dict) and (code := auto_map.get("AutoModelForCausalLM") or auto_map.get("AutoConfig")):
         raise CheckpointError(
-            f"{path} names custom code ('auto_map': {shown(code)}), which is not run. If transformers' own "
-            f"{shown(fields.get('model_type'))} is the same model, remove 'auto_map' from the file; if not, the model "
+            f"{path} names custom code ('auto_map': {format_json_value(code)}), which is not run. If transformers' own "
+            f"{format_json_value(fields.get('model_type'))} is the same model, remove 'auto_map' from the file; if "
+            "not, the model "
             f"cannot be trained. Supported: {checked_families().names}."
         )
 
@@ -278,7 +280,7 @@ def _refuse_foreign(path: Path, fields: Mapping[str, Any]) -> None:
         if settings is not None:
             method = settings.get("quant_method") if isinstance(settings, dict) else settings
             raise CheckpointError(
-                f"{path} describes a quantized model ({field!r}, method {shown(method)}). Only plain fp64, "
+                f"{path} describes a quantized model ({field!r}, method {format_json_value(method)}). Only plain fp64, "
                 "fp32, fp16 and bf16 weights are trained: give the unquantized checkpoint it was made from, or "
                 "dequantize it with transformers (`model.dequantize()`, then `save_pretrained`)."
             )
@@ -286,7 +288,7 @@ def _refuse_foreign(path: Path, fields: Mapping[str, Any]) -> None:
 
 def _apply_options(config: PretrainedConfig, options: ModelConfig, *, has_weights: bool) -> None:
     """Apply the shape options as far as the model's weights, if it has any, allow it. Raises ConfigError."""
-    config._attn_implementation = attention_with_cap(config) or "sdpa"
+    config._attn_implementation = softcap_attention_implementation(config) or "sdpa"
     width = config.hidden_size, config.num_attention_heads
     for option, field in _SHAPE_OPTIONS.items():
         wanted, own = getattr(options, option), getattr(config, field, None)
@@ -294,7 +296,7 @@ def _apply_options(config: PretrainedConfig, options: ModelConfig, *, has_weight
             continue
         if has_weights and option != "num_layers":
             text = "--%s %s differs from the checkpoint's %s %s: the checkpoint's is used"
-            logger.warning(text, option, wanted, field, own, extra=SAID_ONCE)
+            logger.warning(text, option, wanted, field, own, extra=RANK_ZERO_ONLY)
             continue
         if has_weights and wanted > own:
             raise ConfigError(
@@ -302,8 +304,8 @@ def _apply_options(config: PretrainedConfig, options: ModelConfig, *, has_weight
             )
         if has_weights:
             text = "--num_layers %s: only the first %s of the checkpoint's %s layers are used"
-            logger.warning(text, wanted, wanted, own, extra=SAID_ONCE)
-        if problems := wrong_fields({field: wanted}, {field}):
+            logger.warning(text, wanted, wanted, own, extra=RANK_ZERO_ONLY)
+        if problems := find_invalid_fields({field: wanted}, {field}):
             raise ConfigError(f"--{option} {wanted} describes no model: {problems[0]}.")
         _set_shape(config, field, wanted)
     is_width_new = width != (config.hidden_size, config.num_attention_heads)
@@ -344,7 +346,7 @@ class PlannedModel(NamedTuple):
     config: PretrainedConfig
     folder: Path | None = None
     """Its files, if there are any."""
-    unseen_bytes: int = 0
+    undownloaded_bytes: int = 0
     """Weights of a model of the hub that were not downloaded."""
     name: str | None = None
     """Name of a shape without files, and of the model that has it."""
@@ -358,7 +360,7 @@ def load_planned_config(options: ModelConfig) -> PlannedModel:
     what a plan needs of them. Raises CheckpointError like `locate_model` and `load_model_config`.
     """
     name = options.model_path
-    known = None if Path(name).expanduser().is_dir() else known_shape(name)
+    known = None if Path(name).expanduser().is_dir() else find_published_shape(name)
     if known is not None and not known.is_on_hub:
         return _of_shape(known, options)
     try:
@@ -389,14 +391,14 @@ def _by_index(folder: Path, options: ModelConfig) -> PlannedModel | None:
     if not isinstance(files, dict) or not isinstance(size, int):
         return None
     config = _own_config(folder, options)
-    is_ambiguous = config.tie_word_embeddings and any(name.endswith(HEAD) for name in files)
+    is_ambiguous = config.tie_word_embeddings and any(name.endswith(LM_HEAD_WEIGHT) for name in files)
     if is_ambiguous or all((folder / str(file)).is_file() for file in files.values()):
         return None
     _apply_options(config, options, has_weights=True)
     return PlannedModel(config, folder, size)
 
 
-def _of_shape(known: KnownShape, options: ModelConfig) -> PlannedModel:
+def _of_shape(known: PublishedShape, options: ModelConfig) -> PlannedModel:
     """As of a folder with weights, which decides what the shape options may change, or without, for a short name."""
     config: PretrainedConfig = CONFIG_MAPPING[str(known.fields["model_type"])].from_dict(dict(known.fields))
     _apply_options(config, options, has_weights=known.is_on_hub)

@@ -19,26 +19,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-INPUT_TAP, OUTPUT_TAP = "input_tap", "output_tap"
+INPUT_PLACEHOLDER, OUTPUT_PLACEHOLDER = "input_placeholder", "output_placeholder"
 
 
-class Tap(Protocol):
+class GradientFactors(Protocol):
     """A way for the gradient of one weight to leave backward as factors."""
 
     @property
     def weight(self) -> str:
         """Name of the weight within its block."""
 
-    def make(self, weight: Tensor, *, num_tokens: int) -> dict[str, Tensor]:
+    def make_placeholders(self, weight: Tensor, *, num_tokens: int) -> dict[str, Tensor]:
         """Inputs of a graph, by name, whose gradients are the factors; `weight` is its value."""
 
-    def add(self, total: Tensor, found: Mapping[str, Tensor]) -> None:
+    def add_gradient(self, total: Tensor, found: Mapping[str, Tensor]) -> None:
         """Add the gradient whose factors are in `found`, by name, to `total` (fp32); nothing if none are."""
 
 
 @dataclass(frozen=True)
-class LinearTap:
-    """The taps of a TappedLinear, whose name is empty for the block itself."""
+class LinearGradientFactors:
+    """The taps of a GradientFactorLinear, whose name is empty for the block itself."""
 
     linear: str
 
@@ -49,35 +49,37 @@ class LinearTap:
     @property
     def _names(self) -> tuple[str, str]:
         """Names of its input's tap and of its output's."""
-        return f"{self.linear}.{INPUT_TAP}".removeprefix("."), f"{self.linear}.{OUTPUT_TAP}".removeprefix(".")
+        return f"{self.linear}.{INPUT_PLACEHOLDER}".removeprefix(
+            "."
+        ), f"{self.linear}.{OUTPUT_PLACEHOLDER}".removeprefix(".")
 
-    def make(self, weight: Tensor, *, num_tokens: int) -> dict[str, Tensor]:
-        return dict(zip(self._names, make_taps(weight, num_tokens=num_tokens), strict=True))
+    def make_placeholders(self, weight: Tensor, *, num_tokens: int) -> dict[str, Tensor]:
+        return dict(zip(self._names, make_linear_placeholders(weight, num_tokens=num_tokens), strict=True))
 
-    def add(self, total: Tensor, found: Mapping[str, Tensor]) -> None:
+    def add_gradient(self, total: Tensor, found: Mapping[str, Tensor]) -> None:
         of_input, of_output = self._names
         if of_output in found:
-            add_product(total, found[of_output], found[of_input])
+            add_linear_weight_gradient(total, found[of_output], found[of_input])
 
 
-class TappedLinear(nn.Linear):
+class GradientFactorLinear(nn.Linear):
     """`nn.Linear`, which it is unless `functional_call` hands it taps; then its weight gets no gradient."""
 
-    input_tap: Tensor | None
+    input_placeholder: Tensor | None
     """[tokens, in_features]; its gradient is the input."""
-    output_tap: Tensor | None
+    output_placeholder: Tensor | None
     """[tokens, out_features]; its gradient is that of the output."""
 
     def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
         super().__init__(in_features, out_features, **options)
-        for tap in (INPUT_TAP, OUTPUT_TAP):
+        for tap in (INPUT_PLACEHOLDER, OUTPUT_PLACEHOLDER):
             self.register_buffer(tap, None, persistent=False)
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
-        if self.input_tap is None:
+        if self.input_placeholder is None:
             return super().forward(input)
-        tensors = input, self.weight, self.bias, self.input_tap, self.output_tap
+        tensors = input, self.weight, self.bias, self.input_placeholder, self.output_placeholder
         return cast(Tensor, _TappedProduct.apply(*tensors))  # type: ignore[no-untyped-call]
 
 
@@ -86,7 +88,12 @@ class _TappedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, input_tap: Tensor, output_tap: Tensor
+        ctx: Any,
+        inputs: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        input_placeholder: Tensor,
+        output_placeholder: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(inputs, weight)
         ctx.has_bias = bias is not None
@@ -101,16 +108,18 @@ class _TappedProduct(torch.autograd.Function):
         return gradient @ weight, None, bias_gradient, inputs.detach().reshape(-1, inputs.shape[-1]), rows
 
 
-def tap_linears(module: nn.Module) -> None:
-    """Put a TappedLinear in the place of every plain `nn.Linear` below `module`, on the meta device as it is."""
+def replace_linears(module: nn.Module) -> None:
+    """Replace every plain `nn.Linear` below `module` by a GradientFactorLinear, on the meta device as it is."""
     for name, child in list(module.named_modules()):
         if type(child) is nn.Linear:
             options = {"bias": child.bias is not None, "device": "meta", "dtype": child.weight.dtype}
-            tapped = TappedLinear(child.in_features, child.out_features, **options)
+            tapped = GradientFactorLinear(child.in_features, child.out_features, **options)
             module.set_submodule(name, tapped.train(child.training))
 
 
-def linears_called_once(module: nn.Module, run: Callable[[], object], *, num_tokens: int) -> tuple[LinearTap, ...]:
+def find_linear_gradient_factors(
+    module: nn.Module, run: Callable[[], object], *, num_tokens: int
+) -> tuple[LinearGradientFactors, ...]:
     """Taps of the trained tapped linears below `module` that `run` calls once, each on `num_tokens` rows.
 
     Others cannot be tapped: one that is called twice would add up its factors, one that sees only some tokens (experts)
@@ -119,7 +128,7 @@ def linears_called_once(module: nn.Module, run: Callable[[], object], *, num_tok
     linears = {
         child: name
         for name, child in module.named_modules()
-        if isinstance(child, TappedLinear) and child.weight.requires_grad
+        if isinstance(child, GradientFactorLinear) and child.weight.requires_grad
     }
     outputs: dict[nn.Module, list[Tensor]] = {linear: [] for linear in linears}
 
@@ -134,32 +143,36 @@ def linears_called_once(module: nn.Module, run: Callable[[], object], *, num_tok
     def is_fit(made: list[Tensor]) -> bool:
         return [each.shape[:-1].numel() for each in made] == [num_tokens] and made[0]._version == 0
 
-    return tuple(LinearTap(name) for linear, name in linears.items() if is_fit(outputs[linear]))
+    return tuple(LinearGradientFactors(name) for linear, name in linears.items() if is_fit(outputs[linear]))
 
 
-def make_taps(weight: Tensor, *, num_tokens: int) -> tuple[Tensor, Tensor]:
+def make_linear_placeholders(weight: Tensor, *, num_tokens: int) -> tuple[Tensor, Tensor]:
     """Taps for the input and the output of a linear with this weight [out, in], without memory but for one element."""
     element = torch.empty(1, dtype=weight.dtype, device=weight.device)
-    input_tap, output_tap = (element.expand(num_tokens, width) for width in reversed(weight.shape))
-    return input_tap.requires_grad_(), output_tap.requires_grad_()
+    input_placeholder, output_placeholder = (element.expand(num_tokens, width) for width in reversed(weight.shape))
+    return input_placeholder.requires_grad_(), output_placeholder.requires_grad_()
 
 
 def make_leaves(
-    weights: Mapping[str, Tensor], tapped: Sequence[Tap], frozen: Collection[str] = frozenset(), *, num_tokens: int
+    weights: Mapping[str, Tensor],
+    gradient_factors: Sequence[GradientFactors],
+    frozen: Collection[str] = frozenset(),
+    *,
+    num_tokens: int,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Inputs of a graph by name: weights of what is `tapped` and what is `frozen`, and the graph's leaves.
 
     These are the other parameters, and taps.
     """
     own = dict(weights)
-    fixed = {name: own.pop(name).detach() for name in (*(tap.weight for tap in tapped), *frozen)}
+    fixed = {name: own.pop(name).detach() for name in (*(tap.weight for tap in gradient_factors), *frozen)}
     leaves = {name: weight.detach().requires_grad_() for name, weight in own.items()}
-    for tap in tapped:
-        leaves |= tap.make(fixed[tap.weight], num_tokens=num_tokens)
+    for tap in gradient_factors:
+        leaves |= tap.make_placeholders(fixed[tap.weight], num_tokens=num_tokens)
     return fixed, leaves
 
 
-def add_product(total: Tensor, output_gradient: Tensor, inputs: Tensor) -> None:
+def add_linear_weight_gradient(total: Tensor, output_gradient: Tensor, inputs: Tensor) -> None:
     """Add dy^T x to `total` (fp32 [out, in]) for dy [tokens, out] and x [tokens, in] of the working dtype.
 
     A GPU sums in fp32 throughout, in one kernel; on a CPU the product is rounded to the working dtype first.

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mobius.models.by_plan.scalings import Steps, scale, scale_with_slope
 from mobius.models.compiled import CompiledFunction
+from mobius.models.structure.scaling_steps import ScalingSteps, apply_scaling, apply_scaling_with_derivative
 
-IGNORED = -100
+IGNORE_INDEX = -100
 """The label of a position where nothing is to be learned."""
 
 Head = Callable[[Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]]
@@ -28,13 +28,13 @@ Logits = Callable[[Tensor], Tensor]
 
 def shift_labels(labels: Tensor) -> Tensor:
     """Move labels [B, L] so that position t holds the token that t predicts; the last position holds -100."""
-    return F.pad(labels, (0, 1), value=IGNORED)[:, 1:].contiguous()
+    return F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:].contiguous()
 
 
 class LogitsLoss:
     """Cross entropy of logits, with its gradient: torch's own, or as one compiled function that reads them twice."""
 
-    def __init__(self, steps: Steps = (), *, compiled: bool = False) -> None:
+    def __init__(self, steps: ScalingSteps = (), *, compiled: bool = False) -> None:
         """`steps` scale or bound the logits, such as softcap * tanh(logits / softcap)."""
         self._steps = steps
         self._compiled = CompiledFunction(_loss_and_gradient, name="losses") if compiled else None
@@ -55,8 +55,8 @@ class LogitsLoss:
             return summed / num_targets, gradient
         logits = logits.detach().requires_grad_()
         with torch.enable_grad():
-            scaled = scale(logits, self._steps)
-            summed = F.cross_entropy(scaled.float(), targets, ignore_index=IGNORED, reduction="sum")
+            scaled = apply_scaling(logits, self._steps)
+            summed = F.cross_entropy(scaled.float(), targets, ignore_index=IGNORE_INDEX, reduction="sum")
             loss = summed / num_targets
             (gradient,) = torch.autograd.grad(loss * loss_scale, logits)
         return loss.detach(), gradient
@@ -69,15 +69,15 @@ class LogitsLoss:
         with torch.no_grad():
             if self._evaluate is not None:
                 return self._evaluate(logits, targets, self._steps)
-            values = scale(logits, self._steps).float()
+            values = apply_scaling(logits, self._steps).float()
             hits = (values.argmax(-1) == targets).sum()  # no token has the number -100
-            return F.cross_entropy(values, targets, ignore_index=IGNORED, reduction="sum"), hits
+            return F.cross_entropy(values, targets, ignore_index=IGNORE_INDEX, reduction="sum"), hits
 
 
-def _loss_and_gradient(logits: Tensor, targets: Tensor, factor: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
+def _loss_and_gradient(logits: Tensor, targets: Tensor, factor: Tensor, steps: ScalingSteps) -> tuple[Tensor, Tensor]:
     """Summed cross entropy, and `factor` times its gradient: softmax minus one at the target, in fp32 throughout."""
-    values, slope = scale_with_slope(logits.float(), steps)
-    is_target = targets != IGNORED
+    values, slope = apply_scaling_with_derivative(logits.float(), steps)
+    is_target = targets != IGNORE_INDEX
     indices = targets.clamp(min=0).unsqueeze(-1)
     log_sums = torch.logsumexp(values, -1, keepdim=True)
     losses = log_sums - values.gather(-1, indices)
@@ -89,11 +89,11 @@ def _loss_and_gradient(logits: Tensor, targets: Tensor, factor: Tensor, steps: S
     return summed, (gradient * slope).to(logits.dtype)
 
 
-def _loss_and_hits(logits: Tensor, targets: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
+def _loss_and_hits(logits: Tensor, targets: Tensor, steps: ScalingSteps) -> tuple[Tensor, Tensor]:
     """Summed cross entropy, in fp32 throughout, and how often the largest logit is the target's."""
-    values = scale(logits.float(), steps)
+    values = apply_scaling(logits.float(), steps)
     losses = torch.logsumexp(values, -1) - values.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return torch.where(targets != IGNORED, losses, 0.0).sum(), (values.argmax(-1) == targets).sum()
+    return torch.where(targets != IGNORE_INDEX, losses, 0.0).sum(), (values.argmax(-1) == targets).sum()
 
 
 def chunked_evaluation(

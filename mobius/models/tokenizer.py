@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mobius.errors import CheckpointError, first_line
-from mobius.models.base_files import read_json_object, shown, told
+from mobius.models.model_files import describe_error, format_json_value, read_json_object
 
 _SETTINGS, _BACKEND = "tokenizer_config.json", "tokenizer.json"
 _TEXT = "A text."
@@ -57,7 +57,8 @@ def _check_settings(path: Path) -> None:
     code = auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else auto_map
     if code is not None:
         raise CheckpointError(
-            f"--model_path: {path} names custom code ('auto_map': {shown(code)}), which is not run. If the folder's "
+            f"--model_path: {path} names custom code ('auto_map': {format_json_value(code)}), which is not run. If "
+            "the folder's "
             f"{_BACKEND} does the same, remove 'auto_map' from the file; if not, save one with transformers "
             "(`AutoTokenizer.from_pretrained(..., trust_remote_code=True).save_pretrained(...)`) where you trust it."
         )
@@ -68,7 +69,8 @@ def _check_settings(path: Path) -> None:
     )
     if not (template is None or isinstance(template, str) or is_list):
         raise CheckpointError(
-            f"--model_path: {path}: 'chat_template' is {shown(template)}, it must be a text, or a list of objects with "
+            f"--model_path: {path}: 'chat_template' is {format_json_value(template)}, it must be a text, or a list "
+            "of objects with "
             "'name' and 'template'. Mend it, or remove it."
         )
 
@@ -114,5 +116,5 @@ def _reason(folder: Path, error: BaseException) -> str:
         return f"{backend} is no tokenizer: {first_line(broken):.400}. Get the file anew."
     settings = [str(path) for path in others if path.is_file()]
     if settings:
-        return f"{' or '.join(settings)} has values that no tokenizer can be made of: {told(error)}"
-    return f"{folder} has no tokenizer that transformers can load: {told(error)}"
+        return f"{' or '.join(settings)} has values that no tokenizer can be made of: {describe_error(error)}"
+    return f"{folder} has no tokenizer that transformers can load: {describe_error(error)}"

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from mobius.config.config import ModelConfig
 from mobius.errors import CheckpointError
-from mobius.log import SAID_ONCE
-from mobius.models.base_files import read_json_object, shown
+from mobius.log import RANK_ZERO_ONLY
 from mobius.models.blocks import ModelParts
-from mobius.models.stored.pieces import Piece
-from mobius.models.text_parts.names import text_names
+from mobius.models.model_files import format_json_value, read_json_object
+from mobius.models.multimodal.weight_names import text_weight_names
+from mobius.models.weight_conversion.parameter_pieces import ParameterPiece
 from mobius.regular_files import open_regular
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 PLAIN_DTYPES = tuple(_DTYPES)
 """Dtypes that are trained, in the words of the format; others are quantized weights, or no weights."""
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING_WEIGHT, LM_HEAD_WEIGHT = "model.embed_tokens.weight", "lm_head.weight"
 """Names of the two matrices that may be tied; the same in all supported families."""
 
 _QUANTIZED = re.compile(
@@ -48,7 +48,7 @@ _QUANTIZED = re.compile(
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 """Tables that older versions stored and that are computed today."""
 
-LARGEST_SOUND: Final = torch.finfo(torch.float16).max
+MAX_PLAUSIBLE_WEIGHT: Final = torch.finfo(torch.float16).max
 """65504: a model that is released in fp16 can have no weight beyond it, and products with a larger one swamp everything
 they are added to: gradients are then zero, or not finite."""
 _MOST_WARNINGS: Final = 3
@@ -114,7 +114,7 @@ def read_header(path: Path) -> list[StoredTensor]:
 def _read_headers(folder: Path) -> dict[str, StoredTensor]:
     """Tensors of the checkpoint in `folder`, those of a text part by the names that it has alone."""
     tensors = _read_stored(folder)
-    renamed = text_names(tensors)
+    renamed = text_weight_names(tensors)
     return {renamed.get(name, name): tensor for name, tensor in tensors.items()}
 
 
@@ -143,7 +143,8 @@ def _read_indexed(folder: Path, index: Path) -> dict[str, StoredTensor]:
         is_name = isinstance(file, str) and file.endswith(".safetensors") and "\0" not in file
         if not is_name or file.startswith("/") or ".." in file.split("/"):  # links are well: a download is made of them
             raise CheckpointError(
-                f"{index}: 'weight_map' says that {name!r} is in {shown(file)}; it must name a safetensors file in the "
+                f"{index}: 'weight_map' says that {name!r} is in {format_json_value(file)}; it must name a "
+                "safetensors file in the "
                 "same folder. Get the index anew."
             )
     files = sorted(set(weight_map.values()))
@@ -166,14 +167,16 @@ def check_model_weights(folder: Path, parts: ModelParts, options: ModelConfig) -
     """
     if not folder_has_weights(folder):
         return
-    checkpoint = CheckpointWeights(folder, parts.stored_names, parts.pieces)
+    checkpoint = CheckpointWeights(folder, parts.stored_names, parts.parameter_pieces)
     stored = checkpoint.stored
     shapes = parts.base_shapes()
-    known = {piece.name for pieces in parts.pieces.values() for piece in pieces} | shapes.keys()
+    known = {
+        piece.name for parameter_pieces in parts.parameter_pieces.values() for piece in parameter_pieces
+    } | shapes.keys()
     unknown = [name for name in stored if name not in known]
     _refuse_quantized(folder, filter(None, map(checkpoint.find, sorted(known))), unknown)
     for name, shape in shapes.items():
-        checkpoint.find_parts(name, shape)
+        checkpoint.find_pieces(name, shape)
     # An adapter's, for example; Mistral's own copy of the model is known.
     others = {*folder.glob("*.safetensors")} - {tensor.path for tensor in stored.values()}
     unread = sorted(path.name for path in others if not path.name.startswith(("consolidated", "optimizer")))
@@ -191,7 +194,7 @@ def _warn(folder: Path, text: str, names: Sequence[str]) -> None:
     """Warn of the first of `names`, if there are any; `text` gets their number."""
     if names:
         shown_names = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        logger.warning(f"%s: {text}: %s", folder, len(names), shown_names, extra=SAID_ONCE)
+        logger.warning(f"%s: {text}: %s", folder, len(names), shown_names, extra=RANK_ZERO_ONLY)
 
 
 def _refuse_quantized(folder: Path, own: Iterable[StoredTensor], unknown: Iterable[str]) -> None:
@@ -212,12 +215,12 @@ def _refuse_quantized(folder: Path, own: Iterable[StoredTensor], unknown: Iterab
         )
 
 
-def has_own_head(folder: Path) -> bool:
+def has_untied_head(folder: Path) -> bool:
     """Whether the checkpoint stores an embedding and another matrix as its head: transformers leaves these untied."""
     stored = _read_headers(folder)
-    if EMBEDDING not in stored or HEAD not in stored:
+    if EMBEDDING_WEIGHT not in stored or LM_HEAD_WEIGHT not in stored:
         return False
-    embedding, head = stored[EMBEDDING], stored[HEAD]
+    embedding, head = stored[EMBEDDING_WEIGHT], stored[LM_HEAD_WEIGHT]
     if embedding.shape != head.shape or len(head.shape) != 2 or not {embedding.dtype, head.dtype} <= {*PLAIN_DTYPES}:
         return False  # refused by check_model_weights, by name
     step = max(1, _PART_ELEMENTS // max(head.shape[1], 1))
@@ -237,7 +240,7 @@ class CheckpointWeights:
         self,
         folder: Path,
         aliases: Mapping[str, str],
-        pieces: Mapping[str, tuple[Piece, ...]] = MappingProxyType({}),
+        pieces: Mapping[str, tuple[ParameterPiece, ...]] = MappingProxyType({}),
         *,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -269,7 +272,7 @@ class CheckpointWeights:
             )
         return tensor
 
-    def find_parts(self, name: str, shape: tuple[int, ...]) -> list[tuple[Piece | None, StoredTensor]]:
+    def find_pieces(self, name: str, shape: tuple[int, ...]) -> list[tuple[ParameterPiece | None, StoredTensor]]:
         """The tensors that make up a parameter, each with its place in it; None: it is all of it.
 
         A checkpoint may have it whole although the family stores pieces. Raises CheckpointError as `find_shaped`.
@@ -283,7 +286,7 @@ class CheckpointWeights:
 
         Pieces are read one at a time, each into its place.
         """
-        found = self.find_parts(name, shape)
+        found = self.find_pieces(name, shape)
         if found[0][0] is None:
             return self._check.read(found[0][1])
         dtypes = {_DTYPES.get(stored.dtype, torch.float32) for _, stored in found}
@@ -293,12 +296,12 @@ class CheckpointWeights:
             piece.of(whole).copy_(self._check.read(stored))
         return whole
 
-    def read_parts(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, Tensor]]:
+    def read_pieces(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, Tensor]]:
         """The parameter in parts, each with the element that it begins at; raises CheckpointError as `read`.
 
         These are the pieces that it is stored as, where their elements follow each other in the parameter.
         """
-        found = self.find_parts(name, shape)
+        found = self.find_pieces(name, shape)
         if not all(piece is None or piece.is_contiguous for piece, _ in found):
             yield 0, self.read(name, shape)
             return
@@ -325,7 +328,7 @@ class ValueCheck:
         if not extremes.to(self._dtype).isfinite().all():
             raise CheckpointError(f"{stored.path}: {stored.name!r} {_describe_misfits(tensor, self._dtype)}")
         largest = max(map(float, extremes), key=abs)
-        if abs(largest) > LARGEST_SOUND and stored.name not in self._told:
+        if abs(largest) > MAX_PLAUSIBLE_WEIGHT and stored.name not in self._told:
             self._told.add(stored.name)
             self._warn(stored, largest)
         return tensor
@@ -340,18 +343,18 @@ class ValueCheck:
             stored.path,
             stored.name,
             largest,
-            LARGEST_SOUND,
+            MAX_PLAUSIBLE_WEIGHT,
             more,
         )
 
 
-def parts_of(source: WeightSource, name: str, shape: tuple[int, ...]) -> Iterable[tuple[int, Tensor]]:
+def read_in_pieces(source: WeightSource, name: str, shape: tuple[int, ...]) -> Iterable[tuple[int, Tensor]]:
     """The parameter in parts that follow each other in it, each with the element that it begins at.
 
     From a checkpoint a layer's experts come one by one, so that no copy of all of them is made.
     """
     if isinstance(source, CheckpointWeights):
-        return source.read_parts(name, shape)
+        return source.read_pieces(name, shape)
     return [(0, source.read(name, shape))]
 
 

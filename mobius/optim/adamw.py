@@ -17,10 +17,10 @@ from torch.optim.adamw import adamw
 
 from mobius.memory.layout import FlatRange, StageLayout, within
 from mobius.memory.split_master import join_master, split_master
-from mobius.memory.stage_state import Remainder, StageState
-from mobius.optim.fused_update import FusedUpdate
-from mobius.optim.kernel import AdamWKernel
-from mobius.optim.update_numbers import UpdateNumbers
+from mobius.memory.stage_state import MasterRemainder, StageState
+from mobius.optim.adamw_cpu import CPUAdamW
+from mobius.optim.adamw_gpu import GPUAdamW
+from mobius.optim.update_arguments import UpdateArguments
 
 GPU_CHUNK_ELEMENTS = 2**24
 """Parameters updated at a time by torch on a GPU: bounds the fp32 copy of the gradient to 64 MiB."""
@@ -44,9 +44,7 @@ class FlatAdamW:
     Torch's update takes several passes: the gradient in fp32, a split master joined, the update, the master rounded.
     """
 
-    def __init__(
-        self, settings: AdamWSettings, kernel: AdamWKernel | None = None, fused: FusedUpdate | None = None
-    ) -> None:
+    def __init__(self, settings: AdamWSettings, kernel: CPUAdamW | None = None, fused: GPUAdamW | None = None) -> None:
         """`kernel` is for states on the host, `fused` for those on a GPU."""
         self._settings, self._fused = settings, fused
         self._one_pass = [each for each in (kernel, fused) if each is not None]
@@ -72,7 +70,7 @@ class FlatAdamW:
         correction. Formula: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", algorithm 2, as
         torch.optim.AdamW has it.
         """
-        decayed = UpdateNumbers(
+        decayed = UpdateArguments(
             **vars(self._settings), step=step, learning_rate=learning_rate, gradient_factor=gradient_factor
         )
         wanted = state.layout.ranges if pieces is None else tuple(pieces)
@@ -80,7 +78,7 @@ class FlatAdamW:
             self._update(own.state, within(wanted, own.place), decayed, found_inf)
 
     def _update(
-        self, state: StageState, ranges: Iterable[FlatRange], decayed: UpdateNumbers, found_inf: Tensor | None
+        self, state: StageState, ranges: Iterable[FlatRange], decayed: UpdateArguments, found_inf: Tensor | None
     ) -> None:
         one_pass = next((each for each in self._one_pass if each.supports(state)), None)
         length = _chunk_elements(state.weights.device)
@@ -108,17 +106,19 @@ class FlatAdamW:
             layout = StageLayout({}, count, count, (FlatRange(0, count, has_decay=True),))
             zeros = partial(_zeros_on, state.weights.device)
             weights, gradients = zeros(count, state.weights.dtype), zeros(count, state.gradients.dtype)
-            blank = StageState.around(layout, weights, gradients, zeros)
+            blank = StageState.with_buffers(layout, weights, gradients, zeros)
             nothing = torch.zeros((), dtype=torch.float32, device=weights.device)
             self.update(blank, step=1, learning_rate=0.0, gradient_factor=0.5, found_inf=nothing)
 
-    def _update_chunk(self, state: StageState, chunk: slice, numbers: UpdateNumbers, found_inf: Tensor | None) -> None:
+    def _update_chunk(
+        self, state: StageState, chunk: slice, numbers: UpdateArguments, found_inf: Tensor | None
+    ) -> None:
         weights, gradient = state.weights[chunk], state.gradients[chunk]
         if gradient.dtype != torch.float32:
             gradient = self._scratch_like(weights, "gradient").copy_(gradient)
         if numbers.gradient_factor != 1.0:
             gradient.mul_(numbers.gradient_factor)
-        if isinstance(state.master, Remainder):
+        if isinstance(state.master, MasterRemainder):
             remainder = state.master.bits[chunk]
             master = join_master(weights, remainder, out=self._scratch_like(weights, "master"))
         else:
@@ -140,7 +140,7 @@ class FlatAdamW:
             maximize=False,
             found_inf=found_inf,
         )
-        if isinstance(state.master, Remainder):
+        if isinstance(state.master, MasterRemainder):
             split_master(master, weights=weights, remainder=remainder)
         elif state.master is not state.weights:
             weights.copy_(master)

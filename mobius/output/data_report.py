@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from mobius.config.config import DatasetEntry
-from mobius.data.batches import Batches
+from mobius.data.batches import TrainingBatches
 from mobius.data.datasets import PreparedDataset
-from mobius.data.preview import visible
+from mobius.data.preview import escape_invisible
 from mobius.data.statistics import SampleStatistics
 
 _NAME: Final = 32
@@ -16,11 +16,11 @@ _NAME: Final = 32
 
 
 @dataclass(frozen=True)
-class LookedAt:
+class DatasetStatistics:
     """A dataset, what was counted in it, and how many of its samples are trained on (none: it is evaluated on)."""
 
     dataset: PreparedDataset
-    found: SampleStatistics
+    statistics: SampleStatistics
     num_trained: int
 
     @property
@@ -30,33 +30,39 @@ class LookedAt:
     @property
     def epoch_tokens(self) -> float:
         """Tokens that an epoch takes of it, on average."""
-        return self.found.num_tokens * self.dataset.entry.weight * self.num_trained / self.found.num_samples
+        return self.statistics.num_tokens * self.dataset.entry.weight * self.num_trained / self.statistics.num_samples
 
 
 def name_of(entry: DatasetEntry) -> str:
     """The dataset as it was given, short and visible, with what chooses a part of it."""
     parts = [entry.name, *([entry.subset] if entry.subset else []), *([entry.split] if entry.split != "train" else [])]
-    name = visible(" ".join(parts)).replace("\n", "\\n")
+    name = escape_invisible(" ".join(parts)).replace("\n", "\\n")
     return name if len(name) <= _NAME else f"...{name[3 - _NAME :]}"
 
 
-def dataset_table(datasets: Sequence[LookedAt]) -> list[str]:
+def dataset_table(datasets: Sequence[DatasetStatistics]) -> list[str]:
     """A line for each dataset: what became of its records, its samples and tokens, and its share of an epoch."""
     total = sum(each.epoch_tokens for each in datasets)
     has_weights = any(each.dataset.entry.weight != 1 for each in datasets)
     heads = ("dataset", "format", "read", "kept", "cut", "dropped", "empty", "samples", "tokens", "targets", "of them")
     rows: list[Sequence[str]] = [(*heads, *(["weight"] if has_weights else []), "epoch")]
     for each in datasets:
-        counts, found = each.dataset.counts, each.found
+        counts, statistics = each.dataset.counts, each.statistics
         numbers = (counts.read, counts.kept, counts.cut, counts.dropped, counts.empty)
-        sums = (found.num_samples, found.num_tokens, found.num_targets)
+        sums = (statistics.num_samples, statistics.num_tokens, statistics.num_targets)
         uses = [_percent(each.epoch_tokens / total)]
         if has_weights:
             uses.insert(0, f"{each.dataset.entry.weight:g}")
         uses = uses if each.num_trained else ["-"] * len(uses)
         cells = (f"{number:,}" for number in (*numbers, *sums))
         rows.append(
-            (each.name, each.dataset.format_name, *cells, _percent(found.num_targets / found.num_tokens), *uses)
+            (
+                each.name,
+                each.dataset.format_name,
+                *cells,
+                _percent(statistics.num_targets / statistics.num_tokens),
+                *uses,
+            )
         )
     lines = _aligned(rows, num_left=2)
     if any(each.dataset.counts.cut for each in datasets):
@@ -68,16 +74,21 @@ def dataset_table(datasets: Sequence[LookedAt]) -> list[str]:
 
 
 def step_table(
-    ways: Sequence[tuple[str, Batches]], *, batch_size: int, seq_length: int, target_share: float
+    ways: Sequence[tuple[str, TrainingBatches]], *, batch_size: int, seq_length: int, target_share: float
 ) -> list[str]:
     """A line for each way (name, batches) to make rows: what a step holds and how many make an epoch."""
     rows: list[Sequence[str]] = [("a step holds", "samples", "tokens", "targets", "padding", "steps of an epoch")]
     for name, batches in ways:
-        facts = batches.facts
-        tokens = batch_size * seq_length * (1 - facts.padding)
-        samples = facts.samples_per_row * batch_size
+        row_statistics = batches.row_statistics
+        tokens = batch_size * seq_length * (1 - row_statistics.padding)
+        samples = row_statistics.samples_per_row * batch_size
         steps = 1 / batches.num_epochs_of(1)
-        numbers = (f"{samples:,.0f}", f"{tokens:,.0f}", f"{tokens * target_share:,.0f}", _percent(facts.padding))
+        numbers = (
+            f"{samples:,.0f}",
+            f"{tokens:,.0f}",
+            f"{tokens * target_share:,.0f}",
+            _percent(row_statistics.padding),
+        )
         rows.append((name, *numbers, f"{steps:,.1f}" if steps >= 1 else f"{steps:.2g}"))
     return _aligned(rows, num_left=1)
 

@@ -20,13 +20,13 @@ from safetensors.torch import save_file
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from mobius.atomic_files import atomic_write, follow_umask, sync_to_disk
 from mobius.errors import CheckpointError
-from mobius.models.adapters.files import WEIGHTS_FILE
-from mobius.models.base_files import BaseFiles
+from mobius.models.adapters.peft_folder import WEIGHTS_FILE
 from mobius.models.families import changed_fields
-from mobius.models.weights import EMBEDDING, HEAD
+from mobius.models.model_files import ModelFiles
+from mobius.models.weights import EMBEDDING_WEIGHT, LM_HEAD_WEIGHT
 from mobius.regular_files import read_json
-from mobius.writing import follow_umask, replaced_whole, sync_to_disk
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -95,7 +95,7 @@ def write_shards(folder: Path, shards: Sequence[Shard], rank: int, read: Callabl
     """
     for shard in (shard for shard in shards if shard.owner_rank == rank):
         path = folder / shard.file_name
-        with told_as("write", path):
+        with translate_file_errors("write", path):
             save_file({name: read(name) for name in shard.names}, path, metadata={"format": "pt"})
             follow_umask(path)  # safetensors makes it readable for its owner alone
             sync_to_disk(path)
@@ -111,11 +111,11 @@ def write_index(folder: Path, shards: Sequence[Shard], parameters: Sequence[Save
         "weight_map": {name: shard.file_name for shard in shards for name in shard.names},
     }
     path = folder / INDEX_FILE_NAME
-    with told_as("write", path):
+    with translate_file_errors("write", path):
         path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def write_model_files(folder: Path, base: BaseFiles, model_config: PretrainedConfig, *, dtype: torch.dtype) -> None:
+def write_model_files(folder: Path, base: ModelFiles, model_config: PretrainedConfig, *, dtype: torch.dtype) -> None:
     """Write what transformers needs besides the weights, which have `dtype`; raises CheckpointError.
 
     These are the base's own files, byte by byte, and its configuration with the fields that the run changed.
@@ -129,7 +129,7 @@ def write_model_files(folder: Path, base: BaseFiles, model_config: PretrainedCon
     files = {**base.copied, "config.json": (json.dumps(fields, indent=2) + "\n").encode()}
     for name, contents in files.items():
         path = folder / name
-        with told_as("write", path):
+        with translate_file_errors("write", path):
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(contents)
 
@@ -144,11 +144,11 @@ def write_params_file(path: Path, folder: Path, *, progress: Callable[[], None] 
     """
     files = [_map_file(folder / file_name) for file_name in dict.fromkeys(_weight_map(folder).values())]
     tensors = {name: tensor for _, part in files for name, tensor in part.items()}
-    if EMBEDDING in tensors:
-        tensors.setdefault(HEAD, tensors[EMBEDDING])
+    if EMBEDDING_WEIGHT in tensors:
+        tensors.setdefault(LM_HEAD_WEIGHT, tensors[EMBEDDING_WEIGHT])
     with (
-        told_as("write", path),
-        replaced_whole(path) as temporary,
+        translate_file_errors("write", path),
+        atomic_write(path) as temporary,
         _ReleasingFile(temporary, [mapped for mapped, _ in files], progress) as file,
     ):
         try:
@@ -173,13 +173,13 @@ def verify_folder(folder: Path, expected: Iterable[tuple[str, Callable[[], torch
             raise CheckpointError(f"{folder} has no tensor {name!r}.")
         path = folder / weight_map[name]
         # Opened anew for each tensor: an open file keeps every page that was read in this process's memory.
-        with told_as(f"read {name!r} of", path), safe_open(path, framework="pt") as file:
+        with translate_file_errors(f"read {name!r} of", path), safe_open(path, framework="pt") as file:
             stored = file.get_tensor(name)
-        if problem := difference(stored, read()):
+        if problem := describe_difference(stored, read()):
             raise CheckpointError(f"{path}: {name!r} was not saved as it was trained: {problem}.")
 
 
-def difference(stored: torch.Tensor, trained: torch.Tensor) -> str | None:
+def describe_difference(stored: torch.Tensor, trained: torch.Tensor) -> str | None:
     """Words for how two tensors differ, bit by bit; None where they do not."""
     if stored.shape != trained.shape:
         return f"shape {tuple(stored.shape)} instead of {tuple(trained.shape)}"
@@ -201,12 +201,12 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _names_in(path: Path) -> set[str]:
-    with told_as("read", path), safe_open(path, framework="pt") as file:
+    with translate_file_errors("read", path), safe_open(path, framework="pt") as file:
         return set(file.keys())
 
 
 @contextmanager
-def told_as(doing: str, path: Path) -> Iterator[None]:
+def translate_file_errors(doing: str, path: Path) -> Iterator[None]:
     """Turn errors of the file system and of safetensors into CheckpointError: `cannot write PATH: ...`."""
     try:
         yield

@@ -12,7 +12,7 @@ import numpy.typing as npt
 Counts = npt.NDArray[np.int64]
 """Samples of each length, from 0 tokens on."""
 
-_MOST_BINS: Final = 16
+_MAX_BINS: Final = 16
 _BAR: Final = 50
 """Characters of the longest bar."""
 
@@ -33,10 +33,10 @@ def bin_edges(counts: Counts) -> list[int]:
     """
     found = np.flatnonzero(counts)
     shortest, longest = int(found[0]), int(found[-1])
-    width = 1 << max(0, -(-longest // _MOST_BINS) - 1).bit_length()
+    width = 1 << max(0, -(-longest // _MAX_BINS) - 1).bit_length()
     inner = range((shortest - 1) // width * width, longest, width)
     first = int(counts[: inner[0] + width + 1].sum())
-    if 2 * first < int(counts.sum()) or 8 * inner[0] >= longest or longest <= _MOST_BINS:
+    if 2 * first < int(counts.sum()) or 8 * inner[0] >= longest or longest <= _MAX_BINS:
         return [*inner, longest]
     start = max(0, (shortest - 1).bit_length() - 1)
     powers = [1 << power for power in range(start, longest.bit_length()) if 1 << power < longest]

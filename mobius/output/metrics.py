@@ -14,9 +14,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Final, overload
 
+from mobius.atomic_files import atomic_write
 from mobius.errors import reason_of
 from mobius.regular_files import open_regular
-from mobius.writing import replaced_whole
 
 logger = logging.getLogger(__name__)
 
@@ -110,13 +110,13 @@ class JsonLines:
         if self._path.exists():
             return
         opened.seek(0)
-        with replaced_whole(self._path) as temporary, temporary.open("wb") as file:
+        with atomic_write(self._path) as temporary, temporary.open("wb") as file:
             shutil.copyfileobj(opened, file)
         self._file = FileIO(self._path, "a+")
         self._num_bytes = self._file.seek(0, os.SEEK_END)
         opened.close()
 
-    def complete(self) -> None:
+    def flush(self) -> None:
         """See to it that the file has every line. Raises OSError."""
         if self._file is not None or self._waiting:
             self._write()
@@ -129,7 +129,7 @@ class JsonLines:
             self._file.close()
 
 
-class History(Sequence[dict[str, Any]]):
+class LogHistory(Sequence[dict[str, Any]]):
     """Entries that a run has shown, in their order, as lines of JSON: each becomes text once, when it comes.
 
     A week has hundreds of thousands. As objects they take three times the memory (600,000 steps: 960 MiB with what else
@@ -143,9 +143,9 @@ class History(Sequence[dict[str, Any]]):
         """Add the latest entry."""
         self._lines.append(json_text(entry))
 
-    def copy(self) -> History:
+    def copy(self) -> LogHistory:
         """Another one with these entries, to be carried on by itself."""
-        other = History()
+        other = LogHistory()
         other._lines = [*self._lines]
         return other
 
@@ -176,12 +176,12 @@ class History(Sequence[dict[str, Any]]):
         return _entry(found) if isinstance(found, str) else [_entry(line) for line in found]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, History) and self._lines == other._lines
+        return isinstance(other, LogHistory) and self._lines == other._lines
 
     __hash__ = None  # type: ignore[assignment]
 
 
-def cut_lines(path: Path, keeps: Callable[[Mapping[str, Any]], bool]) -> int:
+def filter_lines(path: Path, keeps: Callable[[Mapping[str, Any]], bool]) -> int:
     """Remove lines from a file of JSON lines, at once and synced; returns their number. Raises OSError.
 
     Those that `keeps` refuses, which is asked once for each in their order, and those that are no whole line of a JSON
@@ -192,7 +192,7 @@ def cut_lines(path: Path, keeps: Callable[[Mapping[str, Any]], bool]) -> int:
     with open_regular(path) as file:
         kept = bytearray(_keeps_line(line, keeps) for line in file)
     if not all(kept):
-        with replaced_whole(path) as temporary, path.open("rb") as file, temporary.open("wb") as shorter:
+        with atomic_write(path) as temporary, path.open("rb") as file, temporary.open("wb") as shorter:
             shorter.writelines(line for line, is_kept in zip(file, kept, strict=True) if is_kept)
     return kept.count(0)
 
@@ -228,11 +228,11 @@ def step_line(metrics: StepMetrics, total_steps: int, seconds_left: float | None
     if metrics.skipped_steps:
         columns.append(f"{metrics.skipped_steps} skipped")
     if seconds_left is not None:
-        columns.append(f"{clock_text(seconds_left)} left")
+        columns.append(f"{format_clock(seconds_left)} left")
     return " | ".join(columns)
 
 
-def clock_text(seconds: float) -> str:
+def format_clock(seconds: float) -> str:
     """Hours, minutes and seconds, such as `0:02:05`, and days before them if there are any."""
     return str(timedelta(seconds=round(seconds)))
 

@@ -11,7 +11,7 @@ A run that keeps checkpoints, or goes on from one of its own folder:
     prepare   save_ckpt (old, if any)          save_ckpt.partial (made, locked)
     begin     save_ckpt -> save_ckpt.replaced  save_ckpt.partial -> save_ckpt   (resumed: its files move into save_ckpt)
     a run     save_ckpt <- logs, and each checkpoint-<step> when it is whole
-    `first_is_safe`, when there is a checkpoint or the model:                   save_ckpt.replaced is removed
+    `remove_older_results`, when there is a checkpoint or the model:                   save_ckpt.replaced is removed
     commit    save_ckpt/final.partial -> save_ckpt, file by file, config.json as the last (run_folder/final_weights.py)
 
 A process can be killed between any two of these; the next run's `prepare` settles what it finds, as the table in
@@ -27,19 +27,19 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from mobius.atomic_files import sync_to_disk
 from mobius.errors import CheckpointError, reason_of
-from mobius.output.run_folder import final_weights, interrupted
+from mobius.output.run_folder import final_weights, recovery
 from mobius.output.run_folder.contents import (
     REPLACES_MARK,
     SETTINGS,
     checkpoints_in,
     has_model,
+    has_results,
     is_empty,
-    is_result,
     shown,
 )
-from mobius.units import bytes_text
-from mobius.writing import sync_to_disk
+from mobius.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class OutputFolder:
         return self.save_dir / final_weights.EXPORT_NAME if self._is_in_place else self.partial
 
     @property
-    def moves_at_the_end(self) -> bool:
+    def is_renamed_at_commit(self) -> bool:
         """Whether `training_folder` gets another name with the result."""
         return not self._is_in_place
 
@@ -103,10 +103,10 @@ class OutputFolder:
         They were in `save_dir` when the run was prepared, and its own are not complete.
         """
         older = self._replaced if self._has_begun else self.save_dir
-        return older if self._has_older and is_result(older) else None
+        return older if self._has_older and has_results(older) else None
 
     @property
-    def told_older_results(self) -> str | None:
+    def older_results_message(self) -> str | None:
         """Sentence about `older_results` for the end of a run that failed."""
         older = self.older_results
         if older is None:
@@ -115,7 +115,7 @@ class OutputFolder:
             return f"The results that were to be replaced are in {older}, as they were."
         return f"The results that were to be replaced are in {older}; the next start puts them back."
 
-    def place(self, path: Path) -> Path:
+    def path_in_folder(self, path: Path) -> Path:
         """Return where to write what the user wants at `path`: inside `folder` if `path` is inside `save_dir`."""
         resolved = path.resolve()
         if resolved.is_relative_to(self.save_dir):
@@ -130,7 +130,7 @@ class OutputFolder:
         process ends, or `close`, no other run can use `save_dir`.
         """
         try:
-            self._settle()
+            self._recover()
             _refuse([*self._folder_problems(), *self._file_problems()])
             self._claim()
         except CheckpointError:
@@ -147,7 +147,7 @@ class OutputFolder:
         except CheckpointError:
             self.discard()
             raise
-        self._has_older = not self._resumes and is_result(self.save_dir)
+        self._has_older = not self._resumes and has_results(self.save_dir)
 
     def discard(self) -> None:
         """Remove `partial`, if this process made it and has not begun; an older `save_dir` stays as it was."""
@@ -180,7 +180,7 @@ class OutputFolder:
         else:
             self._locks[self.save_dir] = lock  # it goes with the folder, whatever its name
 
-    def first_is_safe(self) -> None:
+    def remove_older_results(self) -> None:
         """Remove the older results that this run replaces: its first checkpoint or its model is complete.
 
         Fast if there are none. What cannot be removed is told, and ends nothing.
@@ -191,12 +191,12 @@ class OutputFolder:
             return
         try:
             if self._replaced.exists():
-                interrupted.remove_results(self._replaced)
+                recovery.remove_results(self._replaced)
             mark.unlink()
         except OSError as error:
             logger.warning("the older results in %s cannot be removed (%s)", self._replaced, reason_of(error))
 
-    def make_anew_if_removed(self) -> bool:
+    def recreate_if_removed(self) -> bool:
         """Whether somebody has removed the folder since the run is at it; it is there and locked again then.
 
         Costs two looks at the disk. Raises CheckpointError where another run is in its place, or it cannot be made.
@@ -238,13 +238,13 @@ class OutputFolder:
         """
         if self._is_in_place:
             try:
-                final_weights.hand_over(self.save_dir)
+                final_weights.publish_model(self.save_dir)
             except OSError as error:
                 raise CheckpointError(
                     f"--save_dir {self.save_dir}: {error}. The model is complete in there; its files get their places "
                     "when a run is started with the same --save_dir."
                 ) from error
-            self.first_is_safe()
+            self.remove_older_results()
             return
         left = f"The results of this run are in {self.partial}."
         if problems := self._folder_problems():
@@ -274,7 +274,7 @@ class OutputFolder:
         self._has_older = False
         sync_to_disk(self.save_dir.parent)
         if had_older:
-            interrupted.remove_results(self._replaced)
+            recovery.remove_results(self._replaced)
 
     def _take_the_name(self) -> None:
         """Rename `partial` to `save_dir`; an older one waits in `.replaced`, and the mark says whose it is."""
@@ -293,13 +293,13 @@ class OutputFolder:
             raise
         sync_to_disk(self.save_dir.parent)
 
-    def _settle(self) -> None:
+    def _recover(self) -> None:
         """Bring what a killed run left into order; raises CheckpointError where the user has to decide."""
         with contextlib.ExitStack() as held:  # what is under way is nobody else's business
             for folder in (self.partial, self.save_dir):
                 if folder.is_dir():
                     held.callback(os.close, self._lock_folder(folder))
-            _refuse(interrupted.settle(self.save_dir, self.partial, self._replaced, resumes=self._resumes))
+            _refuse(recovery.recover_folder(self.save_dir, self.partial, self._replaced, resumes=self._resumes))
 
     def _folder_problems(self) -> list[str]:
         folder, checkpoints = self.save_dir, checkpoints_in(self.save_dir)
@@ -320,12 +320,14 @@ class OutputFolder:
             return []
         elif Path.cwd().is_relative_to(folder):
             problem = "is the current folder or contains it. Use a folder inside the current one."
-        elif is_empty(folder) or (self._overwrite and is_result(folder)):
+        elif is_empty(folder) or (self._overwrite and has_results(folder)):
             return []
         elif checkpoints:
             also = ", and a complete model" if has_model(folder) else ""
-            ways_on = interrupted.ways_on(folder)
-            problem = f"holds the checkpoints of an earlier run{also}. The newest is {checkpoints[0]}. {ways_on}"
+            next_steps_hint = recovery.next_steps_hint(folder)
+            problem = (
+                f"holds the checkpoints of an earlier run{also}. The newest is {checkpoints[0]}. {next_steps_hint}"
+            )
         elif not self._overwrite:
             problem = "exists and is not empty. Choose another folder, or add --overwrite_output_dir to replace it."
         else:
@@ -351,7 +353,7 @@ class OutputFolder:
         self.save_dir.parent.mkdir(parents=True, exist_ok=True)
         if self.partial.exists():
             stale = self._lock_folder(self.partial)
-            interrupted.remove_results(self.partial)
+            recovery.remove_results(self.partial)
             os.close(stale)
         if self._resumes:
             self._locks[self.save_dir] = self._lock_folder(self.save_dir)
@@ -370,7 +372,7 @@ class OutputFolder:
 
     def _unwritable_files(self) -> Iterator[str]:
         for option, path in self._files.items():
-            folder = self.place(path).parent
+            folder = self.path_in_folder(path).parent
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 with tempfile.TemporaryFile(dir=folder):
@@ -379,7 +381,7 @@ class OutputFolder:
                 yield f"{option} {path}: cannot write to {folder} ({reason_of(error)}). Choose another place."
 
     def _space_problems(self, needed_bytes: Mapping[str, int]) -> Iterator[str]:
-        folders = {option: self.place(path).parent for option, path in self._files.items()}
+        folders = {option: self.path_in_folder(path).parent for option, path in self._files.items()}
         folders["--save_dir"] = self.save_dir.parent
         options_of: dict[int, list[str]] = {}
         for option in needed_bytes:
@@ -389,13 +391,14 @@ class OutputFolder:
             free = shutil.disk_usage(folder).free
             if free < needed:
                 yield (
-                    f"{' and '.join(options)} need {bytes_text(needed)} in {folder}, {bytes_text(free)} is free. Free "
+                    f"{' and '.join(options)} need {format_bytes(needed)} in {folder}, {format_bytes(free)} is "
+                    "free. Free "
                     "some space, or choose another place."
                 )
 
 
 @contextlib.contextmanager
-def kept_free(save_dir: Path) -> Iterator[bool]:
+def lock_if_free(save_dir: Path) -> Iterator[bool]:
     """Tell whether no run is writing to `save_dir`, and let none begin within; True for one that does not exist."""
     folder = _resolved("--save_dir", save_dir)
     descriptor = _locked(folder) if folder.is_dir() else None

@@ -22,7 +22,7 @@ from mobius.output.trace import TraceFacts, merge_parts, write_part, write_trace
 
 logger = logging.getLogger(__name__)
 
-StepWatch = Callable[[int], AbstractContextManager[object]]
+StepHook = Callable[[int], AbstractContextManager[object]]
 """Called with the number of a step, counted from 1; the step runs within what it returns."""
 
 
@@ -33,17 +33,17 @@ def traced_steps(num_iterations: int) -> range:
 
 
 class Recordings:
-    """Owns the recorders of one rank; parts tell `spans` what they do, the trainer runs steps within `watches`."""
+    """Owns the recorders of one rank; parts tell `spans` what they do, the trainer runs steps within `step_hooks`."""
 
     def __init__(self, config: Config, *, rank: int, device: torch.device, folder: Path) -> None:
         """`folder` takes the files; it need not exist before the first step."""
         self._folder, self._rank = folder, rank
         self._recorder = SpanRecorder(device, traced_steps(config.optim.num_steps)) if config.output.trace else None
         self.spans: Spans = self._recorder or NO_SPANS
-        watches: list[StepWatch] = [self._recorder.step] if self._recorder else []
+        step_hooks: list[StepHook] = [self._recorder.step] if self._recorder else []
         if steps := config.output.profiled_steps:
-            watches.append(StepProfiler(device, steps, folder / "profile" / f"rank{rank}.json.gz").step)
-        self.watches = tuple(watches)
+            step_hooks.append(StepProfiler(device, steps, folder / "profile" / f"rank{rank}.json.gz").step)
+        self.step_hooks = tuple(step_hooks)
 
     def write(self, facts: TraceFacts, transport: Transport) -> None:
         """Leave trace.json and timeline.png, if they are wanted; collective, after the last step. Synchronizes.

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mobius.atomic_files import atomic_write
 from mobius.errors import CheckpointError
-from mobius.output.metrics import StepMetrics, clock_text
-from mobius.plan.simulation import Forecast, steady_seconds
+from mobius.output.metrics import StepMetrics, format_clock
+from mobius.plan.step_prediction import StepTimePrediction, steady_seconds
 from mobius.schedule.lanes import WaitCause
-from mobius.units import gib_cell
-from mobius.writing import replaced_whole
+from mobius.units import format_gib
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ def closing_lines(
     peaks.append(f"{_gib(sum(memory.peak_host_bytes for memory in per_rank))} of host memory of all ranks together")
     return [
         f"trained {len(steps)} steps, {last.epoch:.3f} epochs done: {steps.num_samples:,} samples, "
-        f"{steps.num_tokens:,} tokens without padding, in {clock_text(training)} ({speed})",
+        f"{steps.num_tokens:,} tokens without padding, in {format_clock(training)} ({speed})",
         f"time: {', '.join(parts)}; in steps, computation waited for {', '.join(waits)}",
         f"memory: at most {', '.join(peaks)}",
     ]
@@ -117,14 +117,14 @@ def write_report(
     steps: StepTotals,
     per_rank: Sequence[RankMemory],
     timings: RunTimings,
-    forecast: Forecast | None = None,
+    step_time_prediction: StepTimePrediction | None = None,
     mfu: float | None = None,
 ) -> None:
     """Write the summary to `path`; it appears whole or not at all. Raises CheckpointError."""
     assert steps, "a run has at least one step"
     sections = [
         ("Result", _result(steps)),
-        ("Time", _time(steps, timings, forecast, mfu)),
+        ("Time", _time(steps, timings, step_time_prediction, mfu)),
         ("Waiting", _waiting(steps)),
         ("Memory", _memory(per_rank)),
         ("Settings", config_yaml.strip()),
@@ -132,7 +132,7 @@ def write_report(
     ]
     text = "\n\n".join(f"{title}\n{'=' * len(title)}\n{body}" for title, body in sections) + "\n"
     try:
-        with replaced_whole(path) as temporary:
+        with atomic_write(path) as temporary:
             temporary.write_text(text, encoding="utf-8")
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error}") from error
@@ -162,7 +162,9 @@ def _parts(timings: RunTimings) -> list[tuple[str, float]]:
     ]
 
 
-def _time(steps: StepTotals, timings: RunTimings, forecast: Forecast | None, mfu: float | None) -> str:
+def _time(
+    steps: StepTotals, timings: RunTimings, step_time_prediction: StepTimePrediction | None, mfu: float | None
+) -> str:
     seconds = steps.seconds
     names = {"training": "training, optimizer included"}
     rows = [
@@ -174,11 +176,14 @@ def _time(steps: StepTotals, timings: RunTimings, forecast: Forecast | None, mfu
     ]
     if mfu is not None:
         rows.append(("MFU of steady steps, by the data sheet", f"{mfu:.1%}"))
-    if forecast is not None:
-        off = forecast.step_seconds / steady_seconds(seconds) - 1
+    if step_time_prediction is not None:
+        off = step_time_prediction.step_seconds / steady_seconds(seconds) - 1
         rows += [
-            ("seconds per step, predicted", f"{forecast.step_seconds:.3f} s, limited by {forecast.limit}"),
-            ("prediction off by", f"{off:+.1%} of a steady step, {forecast.basis}"),
+            (
+                "seconds per step, predicted",
+                f"{step_time_prediction.step_seconds:.3f} s, limited by {step_time_prediction.bottleneck}",
+            ),
+            ("prediction off by", f"{off:+.1%} of a steady step, {step_time_prediction.basis}"),
         ]
     return _table(rows)
 
@@ -203,7 +208,7 @@ def _percent(share: float) -> str:
 
 
 def _gib(num_bytes: int | None) -> str:
-    return "-" if num_bytes is None else f"{gib_cell(num_bytes)} GiB"
+    return "-" if num_bytes is None else f"{format_gib(num_bytes)} GiB"
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:

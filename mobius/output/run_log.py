@@ -20,22 +20,22 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
+from mobius.atomic_files import atomic_write
 from mobius.config.config import Config
 from mobius.errors import CheckpointError, reason_of
 from mobius.excerpt import quoted
 from mobius.output.metrics import (
-    History,
     JsonLines,
+    LogHistory,
     StepMetrics,
     as_numbers,
-    clock_text,
-    cut_lines,
+    filter_lines,
+    format_clock,
     json_text,
     step_line,
 )
 from mobius.output.trackers import Trackers
 from mobius.regular_files import parse_json, typed_object
-from mobius.writing import replaced_whole
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class TrainerState:
     best_metric: float | None = None
     best_global_step: int | None = None
     best_model_checkpoint: str | None = None
-    log_history: History = field(default_factory=History)
+    log_history: LogHistory = field(default_factory=LogHistory)
     is_local_process_zero: bool = True
     is_world_process_zero: bool = True
 
@@ -94,7 +94,7 @@ class TrainerState:
                 raise _no_state(path, f"entry {number} of log_history is none of a step of the run: {quoted(entry)}")
             if wrong := [name for name, value in entry.items() if isinstance(value, str | list)]:
                 raise _no_state(path, f"entry {number} of log_history has {quoted(entry[wrong[0]])} for {wrong[0]}")
-        return replace(state, log_history=History(state.log_history))
+        return replace(state, log_history=LogHistory(state.log_history))
 
     def to_json(self) -> str:
         """JSON that transformers reads; numbers that JSON does not have are words that `float` reads."""
@@ -115,7 +115,7 @@ class TrainerState:
 
 
 @dataclass
-class _Earlier:
+class _PreviousSteps:
     """Steps of earlier processes of the run, as metrics.jsonl has them."""
 
     seconds: float = 0.0
@@ -149,7 +149,7 @@ class RunLog:
         """
         self.state = state
         self._folder, self._trackers, self._ideal_step_seconds = folder, trackers, ideal_step_seconds
-        self._first_step, self._earlier = state.global_step, _Earlier()
+        self._first_step, self._earlier = state.global_step, _PreviousSteps()
         self._cut_logs()
         self._metrics = JsonLines(folder / METRICS_FILE)
         self._lines = JsonLines(folder / LOG_FILE)
@@ -247,7 +247,7 @@ class RunLog:
         everything["epoch"] = self.state.epoch
         try:
             for lines in (self._metrics, self._lines):
-                lines.complete()
+                lines.flush()
             self.write_state(self._folder)
             if "eval" not in self.results:  # that of the model before, where a run went on behind its end
                 (self._folder / "eval_results.json").unlink(missing_ok=True)
@@ -324,7 +324,7 @@ class RunLog:
         for name, keeps in ((METRICS_FILE, is_earlier), (LOG_FILE, is_shown_before)):
             path = self._folder / name
             try:
-                num_lines = cut_lines(path, keeps)
+                num_lines = filter_lines(path, keeps)
             except OSError as error:
                 raise CheckpointError(
                     f"cannot cut {path} to the {last} steps of the checkpoint ({reason_of(error)}). Free some space, "
@@ -350,8 +350,8 @@ class RunLog:
                 **shown,
                 "epoch": state.epoch,
                 "percentage": round(100 * state.global_step / state.max_steps, 2),
-                "elapsed_time": clock_text(seconds),
-                "remaining_time": clock_text(self._seconds_left()) if self._recent else None,
+                "elapsed_time": format_clock(seconds),
+                "remaining_time": format_clock(self._seconds_left()) if self._recent else None,
                 "throughput": round((self._earlier.num_tokens + self._num_tokens) / seconds, 2) if seconds else None,
                 "total_tokens": state.num_input_tokens_seen,
             }
@@ -362,7 +362,7 @@ class RunLog:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    with replaced_whole(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mobius.output.step_picture import LANES, StepPicture, check_picture_name, describe_sizes, lane_bars
+from mobius.output.step_picture import LANE_STYLES, StepPicture, check_picture_name, describe_sizes, lane_bars
 from mobius.schedule.lanes import Lane, LaneSpan
 from mobius.schedule.schedule import Schedule
 from mobius.schedule.simulate import simulate
@@ -18,7 +18,7 @@ def draw_schedule(schedule: Schedule, path: Path) -> None:
     duration = max(max(span.end, span.start + 1) for span in every)
     drops = []
     if any(span.lane is Lane.OFFLOAD and span.start == span.end for span in every):
-        text, colour = "O s  weights dropped, nothing to copy", LANES[Lane.OFFLOAD][0]
+        text, colour = "O s  weights dropped, nothing to copy", LANE_STYLES[Lane.OFFLOAD][0]
         drops.append(Line2D([], [], marker="d", color=colour, linestyle="", label=text))
     StepPicture(
         step=schedule,

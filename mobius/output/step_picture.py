@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mobius.errors import ConfigError
-from mobius.output.trace import TraceFacts, take_apart
+from mobius.output.trace import TraceFacts, parse_action_name
 from mobius.schedule.lanes import Lane, LaneSpan, WaitCause
 from mobius.schedule.schedule import Schedule
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 Colour = tuple[float, float, float]
 
-LANES: dict[Lane, tuple[Colour, str]] = {
+LANE_STYLES: dict[Lane, tuple[Colour, str]] = {
     Lane.LOAD: ((0.95, 0.65, 0.22), "L s  load weights"),
     Lane.OFFLOAD: ((0.54, 0.37, 0.75), "O s  offload: gradients go home"),
     Lane.REDUCE: ((0.35, 0.62, 0.80), "R s  reduction: gradients are summed over the replicas"),
     Lane.GATHER: ((0.80, 0.75, 0.40), "G s  gather: weights come from the replicas that updated them"),
     Lane.OPTIMIZER: ((0.76, 0.30, 0.30), "U s  update of stage s"),
-    Lane.STASH: ((0.36, 0.62, 0.55), "S s  stash: layers' inputs go home"),
-    Lane.FETCH: ((0.60, 0.75, 0.45), "T s  fetch: they are taken back"),
+    Lane.OFFLOAD_ACTIVATIONS: ((0.36, 0.62, 0.55), "S s  stash: layers' inputs go home"),
+    Lane.PREFETCH_ACTIVATIONS: ((0.60, 0.75, 0.45), "T s  fetch: they are taken back"),
     Lane.SEND: ((0.45, 0.45, 0.45), "message on its way"),
 }
 """Colour and words of every lane beneath the computation."""
@@ -38,7 +38,7 @@ WAIT_COLOURS: dict[str, Colour] = {
 }
 
 _IDLE_COLOUR = (0.95, 0.95, 0.95)
-_KEYS_COLOUR = (0.86, 0.78, 0.92)
+_KV_COLOUR = (0.86, 0.78, 0.92)
 _PICTURE_SUFFIXES = (".png", ".svg")
 _LIGHTEST, _DARKEST = 0.35, 0.75
 """The part of matplotlib's colour maps in which black or white text is readable."""
@@ -85,8 +85,8 @@ class StepPicture:
         from matplotlib.patches import Patch
         from matplotlib.ticker import MaxNLocator
 
-        lanes = [lane for lane in LANES if any(lane in band for band in self.bands)]
-        places, pitch = _places([Lane.COMPUTE, *lanes])
+        lanes = [lane for lane in LANE_STYLES if any(lane in band for band in self.bands)]
+        places, pitch = _lane_positions([Lane.COMPUTE, *lanes])
         height = 1.4 + _INCHES_PER_UNIT * pitch * len(self.bands)
         figure = Figure(figsize=(self.width, height), facecolor="white")
         axes = figure.add_axes((1.0 / self.width, 0.90 / height, 1 - 1.2 / self.width, 1 - 1.35 / height))
@@ -110,8 +110,8 @@ class StepPicture:
                 color=_stage_colour(self.step, 0, is_backward=False), label="F s.m  forward of stage s, microbatch m"
             ),
             Patch(color=_stage_colour(self.step, 0, is_backward=True), label="B s.m  backward"),
-            *([Patch(color=_KEYS_COLOUR, label="K s.m  keys and values of a slice")] if self._makes_keys else []),
-            *(Patch(color=LANES[lane][0], label=LANES[lane][1]) for lane in lanes),
+            *([Patch(color=_KV_COLOUR, label="K s.m  keys and values of a slice")] if self._recomputes_kv else []),
+            *(Patch(color=LANE_STYLES[lane][0], label=LANE_STYLES[lane][1]) for lane in lanes),
             *self.more_legend,
         ]
         columns = len(handles) if len(handles) <= 5 else -(-len(handles) // 2)
@@ -121,8 +121,8 @@ class StepPicture:
             figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
 
     @property
-    def _makes_keys(self) -> bool:
-        return any(bar.colour == _KEYS_COLOUR for band in self.bands for bar in band.get(Lane.COMPUTE, []))
+    def _recomputes_kv(self) -> bool:
+        return any(bar.colour == _KV_COLOUR for band in self.bands for bar in band.get(Lane.COMPUTE, []))
 
     def _draw_lane(self, axes: Axes, bars: list[Bar], top: float, thickness: float, lane: Lane) -> None:
         middle = top + thickness / 2
@@ -170,14 +170,16 @@ def lane_bars(
     """Bars of one rank's lanes, `scale` units long for one of the spans; none for steps, batches and receives."""
     bars: dict[Lane, list[Bar]] = {}
     for span in spans:
-        action = take_apart(span.name)
+        action = parse_action_name(span.name)
         colour: Colour | None
         if span.lane is Lane.COMPUTE and action and action.letter in "FB":
             colour = _stage_colour(step, action.stage, is_backward=action.letter == "B")
         elif span.lane is Lane.COMPUTE and action and action.letter == "K":
-            colour = _KEYS_COLOUR
+            colour = _KV_COLOUR
         else:
-            colour = WAIT_COLOURS.get(span.name) if span.lane is Lane.WAIT else LANES.get(span.lane, (None, ""))[0]
+            colour = (
+                WAIT_COLOURS.get(span.name) if span.lane is Lane.WAIT else LANE_STYLES.get(span.lane, (None, ""))[0]
+            )
         if colour is not None:
             bar = Bar(
                 scale * (span.start - origin), scale * (span.end - span.start), span.name if action else "", colour
@@ -222,7 +224,7 @@ def _count(number: int, one: str, many: str | None = None) -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
-def _places(lanes: Sequence[Lane]) -> tuple[dict[Lane, tuple[float, float]], float]:
+def _lane_positions(lanes: Sequence[Lane]) -> tuple[dict[Lane, tuple[float, float]], float]:
     """Top and height of each lane in a rank's band, and the height of a band."""
     places, top = {}, _GAP
     for lane in lanes:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mobius.errors import ConfigError
-from mobius.plan.simulation import Prediction
+from mobius.plan.step_prediction import SimulatedSteps
 from mobius.regular_files import read_json
 from mobius.schedule.lanes import Lane, LaneSpan
 from mobius.schedule.schedule import Schedule
@@ -84,21 +84,21 @@ class ActionName(NamedTuple):
     microbatch: int | None
 
 
-def take_apart(name: str) -> ActionName | None:
+def parse_action_name(name: str) -> ActionName | None:
     """`F4.1` -> (F, 4, 1), `L4` -> (L, 4, None), None for a name that is no action's."""
     if match := re.fullmatch(r"(LS|OS|[DFBGKLORSTU])(\d+)(?:\.(\d+))?", name):
         return ActionName(match[1], int(match[2]), int(match[3]) if match[3] else None)
     return None
 
 
-def predicted_trace(prediction: Prediction, schedule: Schedule, *, device: str) -> Trace:
+def predicted_trace(simulated_steps: SimulatedSteps, schedule: Schedule, *, device: str) -> Trace:
     """The simulated steps as a trace whose time 0 is their start; `device` is the card's name."""
     sizes = (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches, schedule.num_slots)
     steps = [
         LaneSpan(Lane.STEP, f"step {number}", number, start, end)
-        for number, (start, end) in enumerate(pairwise((0.0, *prediction.step_ends)), start=1)
+        for number, (start, end) in enumerate(pairwise((0.0, *simulated_steps.step_ends)), start=1)
     ]
-    spans = (sorted([*steps, *own], key=lambda span: (span.start, -span.end)) for own in prediction.spans)
+    spans = (sorted([*steps, *own], key=lambda span: (span.start, -span.end)) for own in simulated_steps.spans)
     return Trace(TraceFacts(*sizes, device, is_predicted=True), tuple(map(tuple, spans)))
 
 
@@ -158,7 +158,7 @@ def _events(rank: int, spans: Sequence[LaneSpan], origin: float, facts: TraceFac
         yield metadata(tid, "thread_name", name=f"{lane}{direction}")
         yield metadata(tid, "thread_sort_index", sort_index=tid)
     for span in spans:
-        action = take_apart(span.name.partition(" ")[0])  # a message is about the action that sent it
+        action = parse_action_name(span.name.partition(" ")[0])  # a message is about the action that sent it
         about = {"stage": action.stage, "microbatch": action.microbatch} if action else {}
         values = {"step": span.step, **about, "peer": span.peer}
         yield {

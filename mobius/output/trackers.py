@@ -28,7 +28,7 @@ from mobius.excerpt import excerpt
 
 logger = logging.getLogger(__name__)
 
-_MOST_WAITING: Final = 1000
+_MAX_QUEUED_LINES: Final = 1000
 """Lines that wait for a tracker that is slow, or that is still looking for its server."""
 _CLOSE_SECONDS: Final = 20.0
 """Time that all trackers together have at the end of a run to pass on what waits."""
@@ -75,7 +75,7 @@ class Trackers:
     def __init__(self, starts: Mapping[str, Callable[[], Tracker]], *, run_id: str | None = None) -> None:
         """`starts` maps a tracker's name to what connects to it, which is called in its thread."""
         self.run_id = run_id
-        self._feeds = [_Feed(name, start) for name, start in starts.items()]
+        self._feeds = [_TrackerThread(name, start) for name, start in starts.items()]
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Hand numbers over; returns at once."""
@@ -101,7 +101,7 @@ def check_installed(names: Sequence[str]) -> None:
         )
 
 
-def trackers_of(names: Sequence[str], run: TrackedRun) -> Trackers:
+def start_trackers(names: Sequence[str], run: TrackedRun) -> Trackers:
     """Trackers by the words of `--report_to`; they connect while the run goes on."""
     if _WITH_RUN_IDS.isdisjoint(names):
         run = replace(run, run_id=None)
@@ -110,7 +110,7 @@ def trackers_of(names: Sequence[str], run: TrackedRun) -> Trackers:
     return Trackers({name: partial(_CONNECT[name], run) for name in names}, run_id=run.run_id)
 
 
-class _Feed:
+class _TrackerThread:
     """One tracker's queue and thread."""
 
     def __init__(self, name: str, start: Callable[[], Tracker]) -> None:
@@ -124,7 +124,7 @@ class _Feed:
     def put(self, line: _Line) -> None:
         """Queue a line, or leave it out where the tracker is that far behind."""
         self._num_lines += 1
-        if self._queue.qsize() < _MOST_WAITING:
+        if self._queue.qsize() < _MAX_QUEUED_LINES:
             self._queue.put(line)
 
     def end(self) -> None:

@@ -27,41 +27,48 @@ from functools import cache, lru_cache
 
 from mobius.config.config import ActivationOffloading, Recompute
 from mobius.errors import GpuMemoryError, PlanError
-from mobius.plan.budget import (
-    FILLED_SHARE,
+from mobius.plan.memory_estimates import (
     TILE_TOKENS,
-    GpuNeed,
+    USABLE_MEMORY_FRACTION,
+    GpuMemoryEstimate,
     Remedy,
     check_gpu_memory,
     describe_experts,
+    estimate_gpu_memory,
+    estimate_gpu_memory_of_ranks,
+    estimate_host_memory,
     estimated_layer,
-    fullest,
-    gpu_need,
-    gpu_needs,
-    host_need,
+    largest_gpu_estimate,
     state_bytes,
     tile_tokens,
 )
-from mobius.plan.gpu_peak import LayerBytes
-from mobius.plan.memory_use import Choose, by_score, closed_form, fits_host, lightest, within_host
-from mobius.plan.plan import KeptLevel, MemoryUse, Plan
-from mobius.plan.replicas.told import more_nodes
+from mobius.plan.memory_policy import (
+    MemoryPolicy,
+    closed_form_score,
+    fits_host,
+    lightest,
+    policy_by_score,
+    policy_within_host_memory,
+)
+from mobius.plan.peak_memory import LayerBytes
+from mobius.plan.plan import MemoryUse, Plan, RecomputeLevel
+from mobius.plan.replicas.report import more_nodes
 from mobius.plan.request import PlanRequest
-from mobius.units import bytes_text
+from mobius.units import format_bytes
 
 PREFETCH_SLOTS = 3
 """A third slot loads a stage while the gradients of another leave: it pays where a stage computes no longer than that
 takes."""
 SMALLEST_CHUNK = 128
-LEAST_SLICE = 4096
+MIN_SLICE_TOKENS = 4096
 """Tokens of a slice: fewer leave a GPU too little to do at a time."""
 SEQUENCE_STEP = 64
 SEQUENCE_TRIES = 64
 """Shorter sequences that a refusal looks at, about: each takes milliseconds."""
 
 
-def fit_plan(request: PlanRequest, *, layer: LayerBytes | None = None, choose: Choose | None = None) -> Plan:
-    """Check that the plan of `request` fits, and use what is left of the memory as `choose` likes best.
+def fit_plan(request: PlanRequest, *, layer: LayerBytes | None = None, policy: MemoryPolicy | None = None) -> Plan:
+    """Check that the plan of `request` fits, and use what is left of the memory as `policy` likes best.
 
     The default choice is the closed form's at default rates. Residency and slots of a rank change nothing that another
     one sees; all ranks are taken to have as much memory as this one. `layer` is what a layer takes for a microbatch;
@@ -77,10 +84,12 @@ def fit_plan(request: PlanRequest, *, layer: LayerBytes | None = None, choose: C
             "--num_stages."
         )
     if request.gpu_bytes is None:
-        return plan.using([_least(request, layer)] * plan.num_ranks)
+        return plan.with_memory_uses([_least(request, layer)] * plan.num_ranks)
     _refuse_what_cannot_fit(request, layer, request.gpu_bytes)
     fitting = [_fitting(request, rank, layer, request.gpu_bytes) for rank in range(plan.num_ranks)]
-    return plan.using(within_host(choose or by_score(closed_form(request)))(request, fitting))
+    return plan.with_memory_uses(
+        policy_within_host_memory(policy or policy_by_score(closed_form_score(request)))(request, fitting)
+    )
 
 
 def fits_gpus(request: PlanRequest, layer: LayerBytes | None) -> bool:
@@ -100,7 +109,7 @@ def least_host_bytes(request: PlanRequest) -> float:
         return math.inf
     ranks = range(request.plan.num_ranks)
     least = lightest(request, [_fitting(request, rank, layer, available, keeps=False) for rank in ranks])
-    return host_need(request, request.plan.using(least)).total
+    return estimate_host_memory(request, request.plan.with_memory_uses(least)).total
 
 
 def may_keep_products(request: PlanRequest) -> bool:
@@ -112,28 +121,28 @@ def may_keep_products(request: PlanRequest) -> bool:
     return is_open or request.recompute is Recompute.ELEMENTWISE
 
 
-def most_attention_kept(request: PlanRequest, *, layer: LayerBytes | None, choose: Choose) -> int:
+def max_saving_attention(request: PlanRequest, *, layer: LayerBytes | None, policy: MemoryPolicy) -> int:
     """The most stages of each rank that can keep attention's results; arguments as in `fit_plan`."""
     most = request.plan.stages_per_rank
 
     def fits(number: int) -> bool:
-        asked = replace(request, num_attention_kept=number)
+        asked = replace(request, num_saving_attention=number)
         try:
-            return fits_host(request, fit_plan(asked, layer=layer, choose=choose))
+            return fits_host(request, fit_plan(asked, layer=layer, policy=policy))
         except GpuMemoryError:
             return False
 
     return most if fits(most) else bisect_left(range(1, most), True, key=lambda number: not fits(number))
 
 
-def levels_to_try(request: PlanRequest, layer: LayerBytes | None) -> tuple[KeptLevel, ...]:
+def levels_to_try(request: PlanRequest, layer: LayerBytes | None) -> tuple[RecomputeLevel, ...]:
     """Levels to plan with, the fastest first; one where it is asked for, or products are not known of layers.
 
     `layer` as in `fit_plan`.
     """
-    is_known = layer is not None and layer.products is not None
+    is_known = layer is not None and layer.saved_products is not None
     is_open = request.recompute is Recompute.AUTO and may_keep_products(request)
-    return tuple(KeptLevel) if is_open and is_known else (request.plan.kept_level,)
+    return tuple(RecomputeLevel) if is_open and is_known else (request.plan.recompute_level,)
 
 
 def numbers_of_rounds(request: PlanRequest) -> list[int]:
@@ -146,7 +155,7 @@ def numbers_of_rounds(request: PlanRequest) -> list[int]:
         return [1]
     choices = [ActivationOffloading.OFF, ActivationOffloading.ON]
     asked = request.config.pipeline.activation_offloading
-    if asked is not ActivationOffloading.AUTO or request.recompute.keeps_all:
+    if asked is not ActivationOffloading.AUTO or request.recompute.saves_activations:
         choices = [asked]
     found = [_fewest_rounds(request.with_pipeline(activation_offloading=choice)) for choice in choices]
     most = request.plan.num_chunks
@@ -159,13 +168,17 @@ def _fewest_rounds(request: PlanRequest) -> int | None:
     available = request.gpu_bytes
     assert available is not None
     for number in _divisors(request.plan.num_chunks):
-        tried = replace(request, num_rounds=number)
+        tried = replace(request, accumulation_rounds=number)
         layer = estimated_layer(tried)
         need = _fullest_need(tried, tried.num_resident or 0, layer)
-        if need.total > int(available * FILLED_SHARE) - tried.mailbox_bytes:
+        if need.total > int(available * USABLE_MEMORY_FRACTION) - tried.mailbox_bytes:
             continue
         use = _least(tried, layer)
-        if use.num_stashed == 0 or _all_fit_host(tried, use) or fits_host(tried, fit_plan(tried, layer=layer)):
+        if (
+            use.num_offloading_activations == 0
+            or _all_fit_host(tried, use)
+            or fits_host(tried, fit_plan(tried, layer=layer))
+        ):
             return number
     return None
 
@@ -176,11 +189,11 @@ def _divisors(number: int) -> list[int]:
 
 def check_given_plan(request: PlanRequest, plan: Plan, *, layer: LayerBytes | None = None) -> None:
     """Raise GpuMemoryError, with the arithmetic, if a plan made elsewhere does not fit on every rank."""
-    need = fullest(gpu_needs(request, plan, layer))
+    need = largest_gpu_estimate(estimate_gpu_memory_of_ranks(request, plan, layer))
     if request.gpu_bytes is not None and need.total > request.gpu_bytes:
         raise GpuMemoryError(
-            f"--plan: rank {need.rank} needs {bytes_text(need.total)} of GPU memory ({need.describe()}), "
-            f"{bytes_text(request.gpu_bytes)} is available. Make a plan for this memory (--dry_run "
+            f"--plan: rank {need.rank} needs {format_bytes(need.total)} of GPU memory ({need.describe()}), "
+            f"{format_bytes(request.gpu_bytes)} is available. Make a plan for this memory (--dry_run "
             "--gpu_memory_limit), or leave --plan out."
         )
 
@@ -193,19 +206,19 @@ def _least(request: PlanRequest, layer: LayerBytes | None) -> MemoryUse:
 def _with_resident(request: PlanRequest, num_resident: int, layer: LayerBytes | None) -> MemoryUse:
     """So many resident stages, and beside them no more than is asked for."""
     per_rank = request.plan.stages_per_rank
-    num_kept = per_rank if request.recompute.keeps_all else 0
-    use = MemoryUse(num_resident, num_kept, min(request.plan.num_slots or 0, per_rank - num_resident))
-    numbers = _stash_numbers(request, num_kept)
+    num_saving_activations = per_rank if request.recompute.saves_activations else 0
+    use = MemoryUse(num_resident, num_saving_activations, min(request.plan.num_slots or 0, per_rank - num_resident))
+    numbers = _stash_numbers(request, num_saving_activations)
     if request.gpu_bytes is None or len(numbers) == 1:
-        return replace(use, num_stashed=numbers[0])
+        return replace(use, num_offloading_activations=numbers[0])
     # With few microbatches what is on its way takes more than what stays.
-    uses = [replace(use, num_stashed=number) for number in (numbers[0], numbers[-1])]
-    return min(uses, key=lambda each: fullest(_needs(request, each, layer)).total)
+    uses = [replace(use, num_offloading_activations=number) for number in (numbers[0], numbers[-1])]
+    return min(uses, key=lambda each: largest_gpu_estimate(_needs(request, each, layer)).total)
 
 
-def _stash_numbers(request: PlanRequest, num_kept: int) -> range:
+def _stash_numbers(request: PlanRequest, num_saving_activations: int) -> range:
     """How many of a rank's stages may stash activations, where so many keep them."""
-    asked, most = request.config.pipeline.activation_offloading, request.plan.stages_per_rank - num_kept
+    asked, most = request.config.pipeline.activation_offloading, request.plan.stages_per_rank - num_saving_activations
     if asked is ActivationOffloading.AUTO:
         return range(most + 1)
     return range(most, most + 1) if asked is ActivationOffloading.ON else range(1)
@@ -220,15 +233,19 @@ def _uses(request: PlanRequest, *, knows_layer: bool) -> Iterator[MemoryUse]:
     most_resident = per_rank if request.num_resident is None else least.num_resident
     for num_resident in range(least.num_resident, most_resident + 1):
         num_streamed = per_rank - num_resident
-        for num_kept in range(least.num_kept, per_rank + 1 if may_keep else least.num_kept + 1):
-            in_slots = min(num_kept, num_streamed)
+        for num_saving_activations in range(
+            least.num_saving_activations, per_rank + 1 if may_keep else least.num_saving_activations + 1
+        ):
+            in_slots = min(num_saving_activations, num_streamed)
             if num_streamed == 0:
-                yield MemoryUse(num_resident, num_kept, 0)
+                yield MemoryUse(num_resident, num_saving_activations, 0)
             elif plan.num_slots == 1:  # no prefetch: of the streamed stages nothing but the last stays
-                yield from [MemoryUse(num_resident, num_kept, 1)] if in_slots <= 1 else []
+                yield from [MemoryUse(num_resident, num_saving_activations, 1)] if in_slots <= 1 else []
             else:
                 wanted = {max(slots, in_slots) for slots in (PREFETCH_SLOTS, plan.num_slots or 0)}
-                yield from (MemoryUse(num_resident, num_kept, s) for s in {min(w, num_streamed) for w in wanted})
+                yield from (
+                    MemoryUse(num_resident, num_saving_activations, s) for s in {min(w, num_streamed) for w in wanted}
+                )
 
 
 def _fitting(
@@ -238,43 +255,52 @@ def _fitting(
 
     Without `keeps` stages keep no more activations than is asked for.
     """
-    usable = int(gpu_bytes * FILLED_SHARE) - request.mailbox_bytes
+    usable = int(gpu_bytes * USABLE_MEMORY_FRACTION) - request.mailbox_bytes
 
     @cache
     def states_take(num_resident: int, num_slots: int) -> int:
         use = MemoryUse(num_resident, 0, num_slots)
-        return state_bytes(request, request.plan.using([use] * request.plan.num_ranks), rank=rank)
+        return state_bytes(request, request.plan.with_memory_uses([use] * request.plan.num_ranks), rank=rank)
 
     @cache
-    def rest_takes(num_kept: int, num_stashed: int) -> int:
-        need = _need(request, rank, MemoryUse(0, num_kept, request.plan.num_slots or 0, num_stashed), layer)
+    def rest_takes(num_saving_activations: int, num_offloading_activations: int) -> int:
+        need = _need(
+            request,
+            rank,
+            MemoryUse(0, num_saving_activations, request.plan.num_slots or 0, num_offloading_activations),
+            layer,
+        )
         return need.total - need.states
 
     fitting = []
     for use in _uses(request, knows_layer=keeps and layer is not None):
         rest = usable - states_take(use.num_resident, use.num_slots)
-        numbers = _stash_numbers(request, use.num_kept)
-        fewest = next((number for number in numbers if rest_takes(use.num_kept, number) <= rest), None)
-        if fewest is not None and (fewest == numbers[0] or _all_fit_host(request, replace(use, num_stashed=fewest))):
-            fitting.append(replace(use, num_stashed=fewest))
+        numbers = _stash_numbers(request, use.num_saving_activations)
+        fewest = next((number for number in numbers if rest_takes(use.num_saving_activations, number) <= rest), None)
+        if fewest is not None and (
+            fewest == numbers[0] or _all_fit_host(request, replace(use, num_offloading_activations=fewest))
+        ):
+            fitting.append(replace(use, num_offloading_activations=fewest))
     return fitting or [_least(request, layer)]
 
 
 def _all_fit_host(request: PlanRequest, use: MemoryUse) -> bool:
     """Whether the host has the memory for ranks that all do this."""
-    return fits_host(request, request.plan.using([use] * request.plan.num_ranks))
+    return fits_host(request, request.plan.with_memory_uses([use] * request.plan.num_ranks))
 
 
-def _need(request: PlanRequest, rank: int, use: MemoryUse, layer: LayerBytes | None) -> GpuNeed:
-    return gpu_need(request, request.plan.using([use] * request.plan.num_ranks), rank=rank, layer=layer)
+def _need(request: PlanRequest, rank: int, use: MemoryUse, layer: LayerBytes | None) -> GpuMemoryEstimate:
+    return estimate_gpu_memory(
+        request, request.plan.with_memory_uses([use] * request.plan.num_ranks), rank=rank, layer=layer
+    )
 
 
-def _needs(request: PlanRequest, use: MemoryUse, layer: LayerBytes | None) -> tuple[GpuNeed, ...]:
-    return gpu_needs(request, request.plan.using([use] * request.plan.num_ranks), layer)
+def _needs(request: PlanRequest, use: MemoryUse, layer: LayerBytes | None) -> tuple[GpuMemoryEstimate, ...]:
+    return estimate_gpu_memory_of_ranks(request, request.plan.with_memory_uses([use] * request.plan.num_ranks), layer)
 
 
-def _fullest_need(request: PlanRequest, num_resident: int, layer: LayerBytes | None) -> GpuNeed:
-    return fullest(_needs(request, _with_resident(request, num_resident, layer), layer))
+def _fullest_need(request: PlanRequest, num_resident: int, layer: LayerBytes | None) -> GpuMemoryEstimate:
+    return largest_gpu_estimate(_needs(request, _with_resident(request, num_resident, layer), layer))
 
 
 def _refuse_what_cannot_fit(request: PlanRequest, layer: LayerBytes | None, available: int) -> None:
@@ -303,9 +329,9 @@ def _refuse_what_cannot_fit(request: PlanRequest, layer: LayerBytes | None, avai
         )
         return
     raise GpuMemoryError(
-        f"--resident_stages {wanted}: rank {need.rank} needs {bytes_text(need.total)} of GPU "
-        f"memory ({need.describe()}), {bytes_text(available)} is available. At most --resident_stages {fits} fits, "
-        f"which needs {bytes_text(_fullest_need(request, fits, layer).total)}; auto chooses by what is free."
+        f"--resident_stages {wanted}: rank {need.rank} needs {format_bytes(need.total)} of GPU "
+        f"memory ({need.describe()}), {format_bytes(available)} is available. At most --resident_stages {fits} fits, "
+        f"which needs {format_bytes(_fullest_need(request, fits, layer).total)}; auto chooses by what is free."
     )
 
 
@@ -346,14 +372,14 @@ def _has_host_room(request: PlanRequest) -> bool:
 def _stashes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     pipeline = request.config.pipeline
     is_off = pipeline.activation_offloading is ActivationOffloading.OFF
-    if is_off and not pipeline.recompute.keeps_all:
+    if is_off and not pipeline.recompute.saves_activations:
         on = request.with_pipeline(activation_offloading=ActivationOffloading.ON)
         yield "--activation_offloading on", on
 
 
 def _tiles(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     """Smaller tiles of recomputed layers, or the first."""
-    if request.shape.is_tileable and not request.recompute.keeps_all:
+    if request.shape.is_tileable and not request.recompute.saves_activations:
         whole = tile_tokens(request) or request.microbatch_tokens
         for number in TILE_TOKENS:
             if number < whole:
@@ -362,10 +388,10 @@ def _tiles(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
 
 def _slices(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     """More slices of each sequence, of as many tokens as keep a GPU busy."""
-    if not request.shape.is_sliceable or request.recompute.keeps_all:
+    if not request.shape.is_sliceable or request.recompute.saves_activations:
         return
     length, now = request.config.data.seq_length, request.num_slices or 1
-    for number in range(now + 1, length // LEAST_SLICE + 1):
+    for number in range(now + 1, length // MIN_SLICE_TOKENS + 1):
         if length % number == 0:
             yield f"--num_slices {number}", replace(request, num_slices=number)
 
@@ -373,14 +399,14 @@ def _slices(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
 def _rounds(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     """More rounds than are asked for; those of auto are as many as there can be, if one is refused."""
     for number in _divisors(request.plan.num_chunks):
-        if number > request.plan.num_rounds:
-            yield f"--num_rounds {number}", replace(request, num_rounds=number)
+        if number > request.plan.accumulation_rounds:
+            yield f"--num_rounds {number}", replace(request, accumulation_rounds=number)
 
 
 def _recompute(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     if request.recompute is Recompute.NONE:
         yield "--recompute elementwise", request.with_pipeline(recompute=Recompute.ELEMENTWISE)
-    if request.recompute.keeps_all or request.recompute is Recompute.LINEAR:
+    if request.recompute.saves_activations or request.recompute is Recompute.LINEAR:
         yield "--recompute full", request.with_pipeline(recompute=Recompute.FULL)
 
 

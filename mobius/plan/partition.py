@@ -23,7 +23,7 @@ class TrainedParameters:
     layers: tuple[int, ...]
     head: int
     """Norm's and head's together."""
-    stay: bool
+    is_on_gpu: bool
     """Whether they are always on the GPU, as adapters are, also those of streamed stages."""
     rank: int = 0
     """Rank of the adapters of linear layers; 0: there are none."""
@@ -35,7 +35,7 @@ class Experts:
 
     number: int
     """Experts of a layer."""
-    per_token: int
+    num_experts_per_token: int
     """Experts that a token goes through."""
     layers: tuple[int, ...]
     """Parameters of all experts of every layer, 0 for a layer without any."""
@@ -53,7 +53,7 @@ class Experts:
         return self._idle((self.layers if self.trained is None else self.trained)[layer])
 
     def _idle(self, parameters: int) -> int:
-        return parameters * (self.number - self.per_token) // self.number
+        return parameters * (self.number - self.num_experts_per_token) // self.number
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,9 @@ class ModelShape:
             inner = self.intermediate_size
             return LayerWidths(max(0, own - 3 * hidden * inner) // hidden, inner, 0)
         experts, shared = self.experts, self.experts.shared_width
-        routed = experts.layers[layer] // (3 * hidden * experts.number) * experts.per_token
+        routed = experts.layers[layer] // (3 * hidden * experts.number) * experts.num_experts_per_token
         others = max(0, own - experts.layers[layer] - 3 * hidden * shared) // hidden
-        return LayerWidths(others, routed + shared, experts.per_token * hidden)
+        return LayerWidths(others, routed + shared, experts.num_experts_per_token * hidden)
 
     @property
     def layer_kinds(self) -> tuple[int, ...]:
@@ -185,9 +185,9 @@ class ModelShape:
         return self.vocab_size * self.hidden_size if self.is_tied else 0
 
     @property
-    def keeps_trained(self) -> bool:
+    def keeps_trained_on_gpu(self) -> bool:
         """Whether what is trained is always on the GPU."""
-        return self.trained is not None and self.trained.stay
+        return self.trained is not None and self.trained.is_on_gpu
 
     @property
     def first_backward(self) -> int:
@@ -246,16 +246,16 @@ class StageCut:
         own = shape.trained
         return self.num_active(shape) if own is None else self._sum(own.embedding, shape.active_trained, own.head)
 
-    def num_travelling(self, shape: ModelShape) -> int:
+    def num_streamed_parameters(self, shape: ModelShape) -> int:
         """The parameters among them that are loaded if the stage is streamed."""
-        return self.num_parameters(shape) - (self.num_trained(shape) if shape.keeps_trained else 0)
+        return self.num_parameters(shape) - (self.num_trained(shape) if shape.keeps_trained_on_gpu else 0)
 
     def _sum(self, embedding: int, layers: Sequence[int], head: int) -> int:
         own = sum(layers[self.first_layer : self.end_layer])
         return own + (embedding if self.is_first else 0) + (head if self.is_last else 0)
 
 
-def most_stages(num_layers: int, num_ranks: int) -> int:
+def max_stages(num_layers: int, num_ranks: int) -> int:
     """The largest number of stages: a layer in each, embedding and head apart, filled up to a multiple of the ranks."""
     return -(-(num_layers + OUTER_STAGES) // num_ranks) * num_ranks
 
@@ -268,7 +268,7 @@ def balanced_partition(num_layers: int, num_stages: int, *, num_ranks: int = 1) 
     multiple of `num_ranks` are stages behind it that pass messages on. The step's first stage is then ready sooner,
     and its first gradients leave sooner. Raises PlanError for more stages than that makes sense for.
     """
-    most = most_stages(num_layers, num_ranks)
+    most = max_stages(num_layers, num_ranks)
     if num_stages > most:
         raise PlanError(
             f"--num_stages {num_stages} is more than the model can be cut into: {num_layers} layers, the embedding and "

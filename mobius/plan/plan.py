@@ -8,21 +8,21 @@ from enum import StrEnum
 
 from mobius.config.config import Recompute
 from mobius.plan.partition import ModelShape, StageCut, cut_model
-from mobius.schedule.stashing import goes_whole, reach
+from mobius.schedule.activation_offloading import copy_lookahead, offloads_all
 
 
-class KeptLevel(StrEnum):
+class RecomputeLevel(StrEnum):
     """Activations that a stage keeps from forward to backward, if it keeps any."""
 
-    EVERYTHING = "everything"
+    NONE = "everything"
     """All that backward needs."""
-    PRODUCTS = "products"
+    ELEMENTWISE = "products"
     """Results of matrix products and of attention; backward runs again what is element by element."""
 
 
-def level_of(recompute: Recompute) -> KeptLevel:
+def recompute_level_of(recompute: Recompute) -> RecomputeLevel:
     """Level that an option asks for; where it is left open, everything."""
-    return KeptLevel.PRODUCTS if recompute is Recompute.ELEMENTWISE else KeptLevel.EVERYTHING
+    return RecomputeLevel.ELEMENTWISE if recompute is Recompute.ELEMENTWISE else RecomputeLevel.NONE
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class MemoryUse:
 
     num_resident: int
     """Resident stages: the first ones of the rank, which the next step needs first."""
-    num_kept: int
+    num_saving_activations: int
     """Stages that keep their activations from forward to backward: the last ones of the rank."""
     num_slots: int
     """Slots for the streamed stages; 0 where nothing is streamed."""
-    num_stashed: int = 0
+    num_offloading_activations: int = 0
     """Stages whose layers' inputs wait on the host from forward to backward: the first ones of the rank, which wait
     longest. The model's last stage is never one."""
 
@@ -52,30 +52,32 @@ class Plan:
     """The layers of every stage."""
     resident: frozenset[int]
     """Stages whose whole state stays on their GPU; the others are streamed."""
-    kept: frozenset[int] = frozenset()
+    saved_activation_stages: frozenset[int] = frozenset()
     """Stages that keep their activations from forward to backward; the others recompute them."""
-    num_rounds: int = 1
+    accumulation_rounds: int = 1
     """Parts of a step's microbatches that go forward and backward one after the other."""
-    stashed: frozenset[int] = frozenset()
+    offloaded_activation_stages: frozenset[int] = frozenset()
     """Stages whose layers' inputs wait on the host from forward to backward."""
     num_slices: int = 1
     """Slices of each sequence; a microbatch is a slice of some sequences, and `num_microbatches` counts all."""
-    kept_level: KeptLevel = KeptLevel.EVERYTHING
+    recompute_level: RecomputeLevel = RecomputeLevel.NONE
     """Activations of the `kept` stages that are kept; of importance only where there are such stages."""
-    attention_kept: frozenset[int] = frozenset()
+    saved_attention_stages: frozenset[int] = frozenset()
     """Stages whose layers keep attention's result of a slice beside their input: backward does not attend again."""
-    num_products_home: int = 0
+    num_offloaded_microbatches: int = 0
     """Microbatches of each round of which the `stashed` stages send home all that products need, and run none again."""
 
     @property
-    def reach(self) -> int:
+    def copy_lookahead(self) -> int:
         """Computations under which what is stashed may leave, or come back."""
-        return reach(self.round_size, self.num_products_home)
+        return copy_lookahead(self.microbatches_per_round, self.num_offloaded_microbatches)
 
-    def sends_products(self, stage: int, microbatch: int) -> bool:
+    def offloads_all(self, stage: int, microbatch: int) -> bool:
         """Whether the stage sends a microbatch's products home, and not only its layers' inputs."""
-        home = goes_whole(microbatch, round_size=self.round_size, number=self.num_products_home)
-        return stage in self.stashed and home
+        home = offloads_all(
+            microbatch, microbatches_per_round=self.microbatches_per_round, number=self.num_offloaded_microbatches
+        )
+        return stage in self.offloaded_activation_stages and home
 
     @property
     def num_chunks(self) -> int:
@@ -83,9 +85,9 @@ class Plan:
         return self.num_microbatches // self.num_slices
 
     @property
-    def round_size(self) -> int:
+    def microbatches_per_round(self) -> int:
         """Microbatches of a round: the most that are between forward and backward at a time."""
-        return self.num_microbatches // self.num_rounds
+        return self.num_microbatches // self.accumulation_rounds
 
     @property
     def num_stages(self) -> int:
@@ -100,36 +102,41 @@ class Plan:
     def stages_per_rank(self) -> int:
         return self.num_stages // self.num_ranks
 
-    def stages_of(self, rank: int) -> range:
+    def local_stages(self, rank: int) -> range:
         """The stages that `rank` owns: rank, rank + N, rank + 2N, ..."""
         return range(rank, self.num_stages, self.num_ranks)
 
     def streamed_stages(self, rank: int) -> list[int]:
         """The stages of `rank` whose weights come and go, ascending."""
-        return [stage for stage in self.stages_of(rank) if stage not in self.resident]
+        return [stage for stage in self.local_stages(rank) if stage not in self.resident]
 
-    def using(self, uses: Sequence[MemoryUse]) -> Plan:
+    def with_memory_uses(self, uses: Sequence[MemoryUse]) -> Plan:
         """The plan in which each rank does what `uses` says; a rank has no more slots than it streams stages."""
-        own = [self.stages_of(rank) for rank in range(self.num_ranks)]
+        own = [self.local_stages(rank) for rank in range(self.num_ranks)]
         each = list(zip(own, uses, strict=True))
         return replace(
             self,
             slots=tuple(min(use.num_slots, len(stages) - use.num_resident) for stages, use in each),
             resident=frozenset(stage for stages, use in each for stage in stages[: use.num_resident]),
-            kept=frozenset(stage for stages, use in each for stage in stages[len(stages) - use.num_kept :]),
-            stashed=frozenset(
+            saved_activation_stages=frozenset(
+                stage for stages, use in each for stage in stages[len(stages) - use.num_saving_activations :]
+            ),
+            offloaded_activation_stages=frozenset(
                 stage
                 for stages, use in each
-                for stage in stages[: min(use.num_stashed, len(stages) - use.num_kept)]
+                for stage in stages[: min(use.num_offloading_activations, len(stages) - use.num_saving_activations)]
                 if stage != self.num_stages - 1
             ),
         )
 
     def use_of(self, rank: int) -> MemoryUse:
         """The numbers of resident, keeping and stashed stages of `rank`, and its slots."""
-        own = self.stages_of(rank)
-        resident, kept, stashed = (len(each.intersection(own)) for each in (self.resident, self.kept, self.stashed))
-        return MemoryUse(resident, kept, self.slots[rank], stashed)
+        own = self.local_stages(rank)
+        resident, saved_activation_stages, offloaded_activation_stages = (
+            len(each.intersection(own))
+            for each in (self.resident, self.saved_activation_stages, self.offloaded_activation_stages)
+        )
+        return MemoryUse(resident, saved_activation_stages, self.slots[rank], offloaded_activation_stages)
 
     def describe_slots(self) -> str:
         """The slots of the ranks that have any, as text."""
@@ -140,13 +147,13 @@ class Plan:
 
     def describe_microbatches(self) -> str:
         """The number of microbatches and, if there are several, of rounds, as text."""
-        rounds = f" in {self.num_rounds} rounds" if self.num_rounds > 1 else ""
+        rounds = f" in {self.accumulation_rounds} rounds" if self.accumulation_rounds > 1 else ""
         slices = f" (slices, {self.num_slices} of each sequence)" if self.num_slices > 1 else ""
         return f"{self.num_microbatches} microbatches{slices}{rounds}"
 
-    def sums_travel(self, rank: int) -> bool:
+    def offloads_gradient_sums(self, rank: int) -> bool:
         """Whether the sums of the rank's streamed stages are on the host between rounds; a single stage's stay."""
-        return self.num_rounds > 1 and len(self.streamed_stages(rank)) > 1
+        return self.accumulation_rounds > 1 and len(self.streamed_stages(rank)) > 1
 
     def describe(self, shape: ModelShape) -> str:
         """A short table for the log and the report: one line per stage."""
@@ -176,15 +183,15 @@ def make_plan(
     num_stages: int,
     num_microbatches: int,
     num_slots: int | None,
-    num_rounds: int = 1,
+    accumulation_rounds: int = 1,
     num_slices: int = 1,
-    kept_level: KeptLevel = KeptLevel.EVERYTHING,
-    num_attention_kept: int = 0,
-    num_products_home: int = 0,
+    recompute_level: RecomputeLevel = RecomputeLevel.NONE,
+    num_saving_attention: int = 0,
+    num_offloaded_microbatches: int = 0,
 ) -> Plan:
     """Cut the model (`cut_model`); all stages are streamed through `num_slots` slots, None: all are resident.
 
-    The last `num_attention_kept` stages of each rank keep attention's results.
+    The last `num_saving_attention` stages of each rank keep attention's results.
     Raises PlanError if there are more stages than can be.
     """
     cuts = cut_model(shape, num_stages, num_ranks=num_ranks)
@@ -194,11 +201,11 @@ def make_plan(
         (0,) * num_ranks,
         cuts,
         frozenset(),
-        num_rounds=num_rounds,
+        accumulation_rounds=accumulation_rounds,
         num_slices=num_slices,
-        kept_level=kept_level,
-        attention_kept=frozenset(range(num_stages - num_attention_kept * num_ranks, num_stages)),
-        num_products_home=num_products_home,
+        recompute_level=recompute_level,
+        saved_attention_stages=frozenset(range(num_stages - num_saving_attention * num_ranks, num_stages)),
+        num_offloaded_microbatches=num_offloaded_microbatches,
     )
     num_resident = plan.stages_per_rank if num_slots is None else 0
-    return plan.using([MemoryUse(num_resident, 0, num_slots or 0)] * num_ranks)
+    return plan.with_memory_uses([MemoryUse(num_resident, 0, num_slots or 0)] * num_ranks)

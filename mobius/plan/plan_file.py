@@ -17,7 +17,7 @@ from mobius.config.options import options
 from mobius.errors import PlanError, first_line, reason_of
 from mobius.excerpt import excerpt, quoted
 from mobius.plan.partition import ModelShape, StageCut
-from mobius.plan.plan import KeptLevel, Plan
+from mobius.plan.plan import Plan, RecomputeLevel
 from mobius.regular_files import read_bytes
 
 VERSION = 2
@@ -69,16 +69,16 @@ class SavedPlan:
             **({"num_replicas": self.num_replicas} if self.num_replicas > 1 else {}),
             "num_ranks": plan.num_ranks,
             "num_microbatches": plan.num_microbatches,
-            "num_rounds": plan.num_rounds,
+            "num_rounds": plan.accumulation_rounds,
             "num_slices": plan.num_slices,
-            "kept_level": plan.kept_level,
-            "kept_attention": sorted(plan.attention_kept),
-            "products_home": plan.num_products_home,
+            "kept_level": plan.recompute_level,
+            "kept_attention": sorted(plan.saved_attention_stages),
+            "products_home": plan.num_offloaded_microbatches,
             "slots": plan.slots,
             "spans": [asdict(cut) for cut in plan.cuts],
             "resident": sorted(plan.resident),
-            "kept_activations": sorted(plan.kept),
-            "stashed_activations": sorted(plan.stashed),
+            "kept_activations": sorted(plan.saved_activation_stages),
+            "stashed_activations": sorted(plan.offloaded_activation_stages),
         }
         return json.dumps(fields, indent=2) + "\n"
 
@@ -133,7 +133,7 @@ def _saved_plan(fields: Mapping[str, Any]) -> SavedPlan:
         _count(fields, "num_rounds", least=1) if "num_rounds" in fields else 1,  # plans from before rounds
         frozenset(_counts(fields, "stashed_activations") if "stashed_activations" in fields else ()),
         _count(fields, "num_slices", least=1) if "num_slices" in fields else 1,
-        _level(fields["kept_level"]) if "kept_level" in fields else KeptLevel.EVERYTHING,
+        _level(fields["kept_level"]) if "kept_level" in fields else RecomputeLevel.NONE,
         frozenset(_counts(fields, "kept_attention") if "kept_attention" in fields else ()),
         _count(fields, "products_home") if "products_home" in fields else 0,
     )
@@ -143,10 +143,10 @@ def _saved_plan(fields: Mapping[str, Any]) -> SavedPlan:
     return SavedPlan(digest, plan, rows, length, num_replicas)
 
 
-def _level(value: object) -> KeptLevel:
-    if not isinstance(value, str) or value not in list(KeptLevel):
-        raise _FieldError(f"`kept_level` is {quoted(value)}, not one of {', '.join(KeptLevel)}")
-    return KeptLevel(value)
+def _level(value: object) -> RecomputeLevel:
+    if not isinstance(value, str) or value not in list(RecomputeLevel):
+        raise _FieldError(f"`recompute_level` is {quoted(value)}, not one of {', '.join(RecomputeLevel)}")
+    return RecomputeLevel(value)
 
 
 def _cut(value: object, name: str) -> StageCut:
@@ -213,8 +213,8 @@ def _contradiction(saved: SavedPlan) -> str | None:
             return f"`{name}` are {value}, which must be {bounds.demand(value)}"
     if plan.num_microbatches % plan.num_slices or saved.seq_length % plan.num_slices:
         return f"{plan.num_microbatches} microbatches of {saved.seq_length} tokens in {plan.num_slices} slices"
-    if plan.num_chunks % plan.num_rounds:
-        return f"{plan.num_chunks} microbatches in {plan.num_rounds} rounds"
+    if plan.num_chunks % plan.accumulation_rounds:
+        return f"{plan.num_chunks} microbatches in {plan.accumulation_rounds} rounds"
     if saved.batch_size % (plan.num_chunks * saved.num_replicas):
         each = f" of each of {saved.num_replicas} replicas" if saved.num_replicas > 1 else ""
         return f"{saved.batch_size} sequences in {plan.num_chunks} microbatches{each}"
@@ -224,16 +224,20 @@ def _contradiction(saved: SavedPlan) -> str | None:
         return "its stages do not follow each other"
     if any(cut.end_layer < cut.first_layer for cut in plan.cuts) or starts[-1] != saved.model.num_layers:
         return f"its stages do not hold the model's {saved.model.num_layers} layers"
-    if not (plan.resident | plan.kept | plan.stashed | plan.attention_kept) <= set(range(number)):
+    if not (
+        plan.resident | plan.saved_activation_stages | plan.offloaded_activation_stages | plan.saved_attention_stages
+    ) <= set(range(number)):
         return "resident stages, kept or stashed activations name a stage that there is not"
-    if both := sorted(plan.stashed & (plan.kept | {number - 1})):
+    if both := sorted(plan.offloaded_activation_stages & (plan.saved_activation_stages | {number - 1})):
         return f"the stages {both} stash activations, which those that keep them and the last one cannot"
-    if plan.num_products_home > (plan.round_size if plan.stashed and plan.num_slices == 1 else 0):
-        told = f"products of {plan.num_products_home} microbatches of a round go home"
-        return f"{told}, which has {plan.round_size}; it takes stages that stash, and no slices"
-    if plan.kept and plan.num_slices > 1:
-        return f"the stages {sorted(plan.kept)} keep activations, but slices are recomputed"
-    if plan.attention_kept and plan.num_slices == 1:
+    if plan.num_offloaded_microbatches > (
+        plan.microbatches_per_round if plan.offloaded_activation_stages and plan.num_slices == 1 else 0
+    ):
+        told = f"products of {plan.num_offloaded_microbatches} microbatches of a round go home"
+        return f"{told}, which has {plan.microbatches_per_round}; it takes stages that stash, and no slices"
+    if plan.saved_activation_stages and plan.num_slices > 1:
+        return f"the stages {sorted(plan.saved_activation_stages)} keep activations, but slices are recomputed"
+    if plan.saved_attention_stages and plan.num_slices == 1:
         return "attention's results are kept, but sequences are not in slices"
     if len(plan.slots) != plan.num_ranks:
         return f"slots of {len(plan.slots)} ranks, not {plan.num_ranks}"
@@ -241,8 +245,8 @@ def _contradiction(saved: SavedPlan) -> str | None:
         streamed = plan.streamed_stages(rank)
         if not min(1, len(streamed)) <= plan.slots[rank] <= len(streamed):
             return f"{plan.slots[rank]} slots for the {len(streamed)} streamed stages of rank {rank}"
-        staying = set(streamed[len(streamed) - plan.slots[rank] :])
-        lost = sorted(plan.kept & set(streamed) - staying)
+        in_slots = set(streamed[len(streamed) - plan.slots[rank] :])
+        lost = sorted(plan.saved_activation_stages & set(streamed) - in_slots)
         if lost:
             return f"the stages {lost} keep activations, but their weights leave"
     return None

@@ -6,22 +6,29 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mobius.plan.budget import COMMUNICATOR_BYTES, CONTEXT_BYTES, HostNeed, fullest, host_need, tile_tokens
-from mobius.plan.choice import Answer
+from mobius.plan.memory_estimates import (
+    COMMUNICATOR_BYTES,
+    CONTEXT_BYTES,
+    HostMemoryEstimate,
+    estimate_host_memory,
+    largest_gpu_estimate,
+    tile_tokens,
+)
 from mobius.plan.partition import ModelShape, StageCut
-from mobius.plan.plan import KeptLevel, Plan
+from mobius.plan.plan import Plan, RecomputeLevel
 from mobius.plan.profile import Profile
-from mobius.plan.simulation import plan_seconds
+from mobius.plan.solver import PlanResult
+from mobius.plan.step_prediction import predict_step_seconds
 from mobius.schedule.lanes import WaitCause
-from mobius.units import GIB, bytes_text, gib_cell
+from mobius.units import GIB, format_bytes, format_gib
 
 _CATEGORIES = (
     ("weights", "weights"),
     ("gradients", "gradients"),
     ("optimizer", "optimizer"),
-    ("keys", "keys"),
+    ("keys", "kv_cache"),
     ("inputs", "inputs"),
-    ("kept", "graphs"),
+    ("kept", "saved_activations"),
     ("messages", "messages"),
     ("work", "working_set"),
     ("libraries", "libraries"),
@@ -87,101 +94,111 @@ def _activations(plan: Plan, cut: StageCut, shape: ModelShape) -> str:
         return "-"
     if not cut.backward_layers(shape.first_backward):
         return "no backward"
-    if cut.stage in plan.kept:
-        return "kept" if plan.kept_level is KeptLevel.EVERYTHING else f"{plan.kept_level} kept"
-    if cut.stage in plan.stashed and plan.num_products_home:
-        share = f"{plan.num_products_home} of {plan.round_size}"
+    if cut.stage in plan.saved_activation_stages:
+        return "kept" if plan.recompute_level is RecomputeLevel.NONE else f"{plan.recompute_level} kept"
+    if cut.stage in plan.offloaded_activation_stages and plan.num_offloaded_microbatches:
+        share = f"{plan.num_offloaded_microbatches} of {plan.microbatches_per_round}"
         return f"products from the host ({share}), else recomputed"
-    what = "linear parts recomputed" if cut.stage in plan.attention_kept else "recomputed"
-    return f"{what} from the host" if cut.stage in plan.stashed else what
+    what = "linear parts recomputed" if cut.stage in plan.saved_attention_stages else "recomputed"
+    return f"{what} from the host" if cut.stage in plan.offloaded_activation_stages else what
 
 
-def describe_gpus(found: Answer) -> str:
+def describe_gpus(result: PlanResult) -> str:
     """GiB by category, a line per rank; what is outside of torch's memory is in a column of its own."""
-    machine, limit = found.request.machine, found.request.config.pipeline.gpu_memory_limit
-    assert machine.card is not None
-    has_keys = any(need.keys for need in found.needs)
-    categories = [each for each in _CATEGORIES if has_keys or each[1] != "keys"]
+    machine, limit = result.request.machine, result.request.config.pipeline.gpu_memory_limit
+    assert machine.gpu_spec is not None
+    has_keys = any(need.kv_cache for need in result.gpu_estimates)
+    categories = [each for each in _CATEGORIES if has_keys or each[1] != "kv_cache"]
     rows = [["ranks", *(title for title, _ in categories), "= torch", "+ driver, mailboxes"]]
     # An estimate: context, mailboxes, communicators of a rank's edges and of all ranks; and two for each other replica,
     # of sums and of weights.
     edges = {1: 0, 2: 2}.get(machine.num_ranks, 4)
     pairs = edges + 2 * (machine.num_replicas - 1)
-    beside = (pairs + (pairs > 0)) * COMMUNICATOR_BYTES + (found.request.mailbox_bytes if edges else 0)
-    cells = [[*(gib_cell(getattr(need, name)) for _, name in categories), gib_cell(need.total)] for need in found.needs]
+    beside = (pairs + (pairs > 0)) * COMMUNICATOR_BYTES + (result.request.mailbox_bytes if edges else 0)
+    cells = [
+        [*(format_gib(getattr(need, name)) for _, name in categories), format_gib(need.total)]
+        for need in result.gpu_estimates
+    ]
     first = 0
     for alike in (list(group) for _, group in itertools.groupby(cells)):
-        rows.append([_numbers(first, first + len(alike) - 1), *alike[0], gib_cell(CONTEXT_BYTES + beside)])
+        rows.append([_numbers(first, first + len(alike) - 1), *alike[0], format_gib(CONTEXT_BYTES + beside)])
         first += len(alike)
     memory = (machine.gpu_bytes or 0) / GIB
     available = memory if limit is None else min(limit, memory)
-    tile = tile_tokens(found.request)
+    tile = tile_tokens(result.request)
     in_tiles = "" if tile is None else f"\n  recomputed layers run in tiles of {tile} tokens"
-    return f"GPU memory in GiB, {available:g} of {machine.card.name} may be used\n{format_columns(rows)}{in_tiles}"
+    return f"GPU memory in GiB, {available:g} of {machine.gpu_spec.name} may be used\n{format_columns(rows)}{in_tiles}"
 
 
-def describe_verdict(found: Answer, available_bytes: int | None) -> str:
+def describe_verdict(result: PlanResult, available_bytes: int | None) -> str:
     """The verdict on a plan: whether it fits, its step, the fullest GPU, the host; None: its memory is not known."""
-    request, host = found.request, found.host.total
-    short = 0 if available_bytes is None else host - available_bytes
-    fits = f"the run does not fit: {bytes_text(short)} of host memory are missing" if short > 0 else "the run fits"
+    request, host_bytes = result.request, result.host_estimate.total
+    short = 0 if available_bytes is None else host_bytes - available_bytes
+    fits = f"the run does not fit: {format_bytes(short)} of host memory are missing" if short > 0 else "the run fits"
     lines = [fits]
-    if found.prediction is not None:
+    if result.simulated_steps is not None:
         lines.append(
-            f"  step         {found.step_seconds:.3f} s for {request.all_tokens:,} tokens: "
-            f"{found.tokens_per_second:,.0f} tokens/s, {100 * found.mfu:.0f} % MFU"
+            f"  step         {result.step_seconds:.3f} s for {request.all_tokens:,} tokens: "
+            f"{result.tokens_per_second:,.0f} tokens/s, {100 * result.mfu:.0f} % MFU"
         )
     if request.gpu_bytes is not None:
-        most, name = fullest(found.needs).total, f" {request.machine.card.name}" if request.machine.card else " GPU"
+        most, name = (
+            largest_gpu_estimate(result.gpu_estimates).total,
+            f" {request.machine.gpu_spec.name}" if request.machine.gpu_spec else " GPU",
+        )
         lines.append(
-            f"  GPU memory   {bytes_text(most)} of {bytes_text(request.gpu_bytes)} on each{name}, to within 5 %"
+            f"  GPU memory   {format_bytes(most)} of {format_bytes(request.gpu_bytes)} on each{name}, to within 5 %"
         )
     of = " (--host_memory_limit tells how much there is)" if available_bytes is None else ""
-    of = of or f" of {bytes_text(available_bytes or 0)}"
-    lines.append(f"  host memory  {bytes_text(host)}{of}")
+    of = of or f" of {format_bytes(available_bytes or 0)}"
+    lines.append(f"  host memory  {format_bytes(host_bytes)}{of}")
     return "\n".join(lines)
 
 
-def describe_host(need: HostNeed) -> str:
+def describe_host(need: HostMemoryEstimate) -> str:
     """The host's bytes of all ranks, with their arithmetic."""
-    return f"host memory: {bytes_text(need.total)} = {need.describe()}"
+    return f"host memory: {format_bytes(need.total)} = {need.describe()}"
 
 
-def describe_short_host(found: Answer) -> str | None:
+def describe_short_host(result: PlanResult) -> str | None:
     """A line where stages stay on the GPUs because the host cannot hold them; None where it could hold all."""
-    request, plan = found.request, found.plan
-    streamed = host_need(request, request.plan).total
+    request, plan = result.request, result.plan
+    streamed = estimate_host_memory(request, request.plan).total
     is_open = request.num_resident is None and not request.machine.on_cpu
     if not is_open or request.host_bytes is None or streamed <= request.host_bytes:
         return None
-    rounds = f", in {plan.num_rounds} rounds" * (plan.num_rounds > 1)
+    rounds = f", in {plan.accumulation_rounds} rounds" * (plan.accumulation_rounds > 1)
     return (
-        f"all stages would take {bytes_text(streamed)} of host memory, and {bytes_text(request.host_bytes)} may be "
+        f"all stages would take {format_bytes(streamed)} of host memory, and {format_bytes(request.host_bytes)} may be "
         f"used: {len(plan.resident)} stay on the GPUs{rounds}; more host memory may make steps shorter"
     )
 
 
-def describe_step(found: Answer) -> str:
+def describe_step(result: PlanResult) -> str:
     """The part of the machine that limits the predicted step, waits, and the numbers that it rests on."""
-    if found.prediction is None or found.forecast is None or found.profile is None:
+    if result.simulated_steps is None or result.step_time_prediction is None or result.profile is None:
         return "no step is predicted: the cards' rates are for formats of two bytes (bf16, fp16)"
-    waits = ", ".join(f"{cause} {found.prediction.worst_wait(cause):.3f}" for cause in WaitCause)
+    waits = ", ".join(f"{cause} {result.simulated_steps.worst_wait(cause):.3f}" for cause in WaitCause)
     return "\n".join(
         [
-            f"the step is limited by {found.forecast.limit} ({100 * found.forecast.gain:.1f} % shorter if it were 1.1 "
-            f"times as fast); bubble {100 * found.prediction.bubble:.0f} %; the worst rank waits, s: {waits}",
-            *([] if found.plan.num_rounds == 1 else [f"  {_describe_rounds(found, found.profile)}"]),
-            f"  {found.profile.describe()}",
+            f"the step is limited by {result.step_time_prediction.bottleneck} "
+            f"({100 * result.step_time_prediction.gain:.1f} % shorter if it were 1.1 "
+            f"times as fast); bubble {100 * result.simulated_steps.bubble:.0f} %; the worst rank waits, s: {waits}",
+            *([] if result.plan.accumulation_rounds == 1 else [f"  {_describe_rounds(result, result.profile)}"]),
+            f"  {result.profile.describe()}",
         ]
     )
 
 
-def _describe_rounds(found: Answer, profile: Profile) -> str:
+def _describe_rounds(result: PlanResult, profile: Profile) -> str:
     """Compare with the same plan with all microbatches at once, as if there were the memory for it."""
-    plan = found.plan
-    at_once = plan_seconds(replace(plan, num_rounds=1), found.request, profile)
-    sums = f", their fp32 sums {plan.num_rounds - 1} times each way" * (not found.request.shape.keeps_trained)
+    plan = result.plan
+    at_once = predict_step_seconds(replace(plan, accumulation_rounds=1), result.request, profile)
+    sums = f", their fp32 sums {plan.accumulation_rounds - 1} times each way" * (
+        not result.request.shape.keeps_trained_on_gpu
+    )
     return (
-        f"{plan.num_rounds} rounds of {plan.round_size} microbatches cost {found.step_seconds - at_once:.3f} s of it: "
-        f"weights of streamed stages travel {plan.num_rounds} times{sums}"
+        f"{plan.accumulation_rounds} rounds of {plan.microbatches_per_round} microbatches cost "
+        f"{result.step_seconds - at_once:.3f} s of it: "
+        f"weights of streamed stages travel {plan.accumulation_rounds} times{sums}"
     )

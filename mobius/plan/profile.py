@@ -14,7 +14,7 @@ from typing import Any
 from mobius.plan.partition import ModelShape
 from mobius.plan.replicas.traffic import ReplicaRates
 
-FORMAT = 7
+FORMAT = 8
 """Counted up when a field changes its meaning, so that an older file is not believed."""
 ADAPTER_FORWARD, ADAPTER_BACKWARD = 2.5, 3.5
 """Passes of adapters over the inputs and outputs of their linear layers. Forward reads inputs, writes what it adds,
@@ -67,16 +67,16 @@ class LayerSeconds:
 class CopyRates:
     """Bytes per second of one GPU's copies between page-locked host memory and the GPU."""
 
-    down: float
+    host_to_device: float
     """Host to device, this GPU alone."""
-    up: float
+    device_to_host: float
     """Device to host, alone."""
-    down_together: float
+    host_to_device_all_gpus: float
     """Host to device, each of all GPUs at once."""
-    up_together: float
-    both_down: float
+    device_to_host_all_gpus: float
+    host_to_device_duplex: float
     """Host to device, each of all GPUs at once while each also copies to the host."""
-    both_up: float
+    device_to_host_duplex: float
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Profile:
     """Bytes of one GPU."""
     step_overhead: float
     """Seconds between the last backward of a step and the first action of the next: norms and losses are summed."""
-    launch: LayerSeconds = LayerSeconds(0.0, 0.0, 0.0)
+    launch_overhead: LayerSeconds = LayerSeconds(0.0, 0.0, 0.0)
     """Seconds of the host to enqueue a layer: small microbatches are computed faster than that."""
     action_launch: float = 0.0
     """Seconds of the host for everything else that an action needs: events, messages, slots."""
@@ -191,7 +191,7 @@ class Profile:
                 layer_kinds=kinds,
                 kind_of_layer=tuple(fields.pop("kind_of_layer")),
                 copies=_numbers(CopyRates, fields.pop("copies")),
-                launch=_numbers(LayerSeconds, fields.pop("launch")),
+                launch_overhead=_numbers(LayerSeconds, fields.pop("launch_overhead")),
                 attention=_numbers(LayerSeconds, fields.pop("attention")),
                 messages=_numbers(MessageRates, fields.pop("messages")),
                 replicas=_numbers(ReplicaRates, found) if (found := fields.pop("replicas", None)) else None,

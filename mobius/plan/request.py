@@ -10,14 +10,14 @@ from functools import cached_property
 from typing import Any
 
 from mobius.config.config import Compile, Config, Dtype, Recompute, ReduceDtype
-from mobius.limits import INCOMING_EDGES, NUM_MAILBOXES
-from mobius.plan.cards import Card, Host
-from mobius.plan.gpu_peak import estimate_layer
+from mobius.limits import NUM_INCOMING_EDGES, NUM_MAILBOXES
+from mobius.plan.event_simulation import StepRules
+from mobius.plan.gpu_specs import GpuSpec, Host
 from mobius.plan.partition import ModelShape
-from mobius.plan.plan import KeptLevel, Plan, level_of, make_plan
+from mobius.plan.peak_memory import estimate_layer
+from mobius.plan.plan import Plan, RecomputeLevel, make_plan, recompute_level_of
 from mobius.plan.replicas.state_bytes import SUM_BYTES, ByteSizes
-from mobius.plan.replicas.traffic import NODE_LINK, Sharing
-from mobius.plan.tasks import StepRules
+from mobius.plan.replicas.traffic import NODE_LINK, ReplicaSharding
 from mobius.units import GIB
 
 BESIDE_PRODUCTS = 1 / 64
@@ -32,7 +32,7 @@ class Machine:
 
     num_ranks: int
     """Ranks of one pipeline."""
-    card: Card | None = None
+    gpu_spec: GpuSpec | None = None
     """Data sheet of the GPU; None where there is none: for a CPU, and for a GPU that is not known."""
     total_bytes: int | None = None
     """Memory of a GPU where the driver has told it; else the card's counts."""
@@ -57,8 +57,8 @@ class Machine:
     @property
     def gpu_bytes(self) -> int | None:
         """All memory of a GPU; None on CPUs."""
-        if self.total_bytes is None and self.card is not None:
-            return int(self.card.memory_gb * GIB)
+        if self.total_bytes is None and self.gpu_spec is not None:
+            return int(self.gpu_spec.memory_gb * GIB)
         return self.total_bytes
 
     @property
@@ -83,22 +83,22 @@ class PackedRows:
 
     attention_length: float
     """Mean over all tokens of the length of the token's own document: sum of squared lengths over sum of lengths."""
-    most_documents: int
+    max_documents: int
     """Fixed bound of the documents of a row."""
 
     def __post_init__(self) -> None:
         assert self.attention_length > 0, self
-        assert self.most_documents > 0, self
+        assert self.max_documents > 0, self
 
     def typical_row(self, seq_length: int) -> tuple[int, ...]:
         """Lengths of equal documents that fill a row and are about as long as the run's; what is measured has them."""
-        number = min(max(1, round(seq_length / self.attention_length)), self.most_documents, seq_length)
+        number = min(max(1, round(seq_length / self.attention_length)), self.max_documents, seq_length)
         length, longer = divmod(seq_length, number)
         return (length + 1,) * longer + (length,) * (number - longer)
 
     def fullest_row(self, seq_length: int) -> tuple[int, ...]:
         """Token counts of a row with as many documents as a row may hold; the last one is the longest."""
-        number = min(self.most_documents, seq_length)
+        number = min(self.max_documents, seq_length)
         return (seq_length // number,) * (number - 1) + (seq_length - seq_length // number * (number - 1),)
 
 
@@ -114,17 +114,17 @@ class PlanRequest:
     num_chunks: int | None
     packed: PackedRows | None = None
     """None: every row is one document of `seq_length` tokens, as in a dry run, which does not read the data."""
-    num_rounds: int | None = None
+    accumulation_rounds: int | None = None
     """None while auto is not resolved, which is planned as one round."""
     num_slices: int | None = None
     """None while auto is not resolved, which is planned as whole sequences."""
-    kept_level: KeptLevel | None = None
+    recompute_level: RecomputeLevel | None = None
     """None while it is not tried out, which is planned as what `recompute` says, or everything."""
-    num_products_home: int = 0
+    num_offloaded_microbatches: int = 0
     """Microbatches of a round whose products go home from stashed stages."""
     measured_products: int | None = None
     """Bytes of a layer's products and a microbatch where they were measured."""
-    num_attention_kept: int | None = None
+    num_saving_attention: int | None = None
     """Stages of each rank that keep attention's results; None while it is not tried out, which is planned as what
     `recompute` says, or none."""
     reduce_bytes: int = SUM_BYTES
@@ -150,9 +150,9 @@ class PlanRequest:
         return replace(self, config=replace(self.config, data=replace(self.config.data, seq_length=seq_length)))
 
     @property
-    def settled_config(self) -> Config:
+    def resolved_config(self) -> Config:
         """The configuration with numbers in the place of auto."""
-        stages, chunks, rounds = self.num_stages, self.num_chunks, self.num_rounds
+        stages, chunks, rounds = self.num_stages, self.num_chunks, self.accumulation_rounds
         pipeline = replace(
             self.config.pipeline,
             num_stages=stages,
@@ -177,19 +177,19 @@ class PlanRequest:
             num_stages=self.num_stages,
             num_microbatches=self.num_chunks * (self.num_slices or 1),
             num_slots=pipeline.num_slots if pipeline.use_offload else None,
-            num_rounds=self.num_rounds or 1,
+            accumulation_rounds=self.accumulation_rounds or 1,
             num_slices=self.num_slices or 1,
-            kept_level=self.kept_level or level_of(pipeline.recompute),
-            num_attention_kept=self._num_attention_kept,
-            num_products_home=self.num_products_home,
+            recompute_level=self.recompute_level or recompute_level_of(pipeline.recompute),
+            num_saving_attention=self._num_attention_kept,
+            num_offloaded_microbatches=self.num_offloaded_microbatches,
         )
 
     @property
     def _num_attention_kept(self) -> int:
         if (self.num_slices or 1) == 1:
             return 0
-        if self.num_attention_kept is not None:
-            return self.num_attention_kept
+        if self.num_saving_attention is not None:
+            return self.num_saving_attention
         assert self.num_stages is not None
         return self.num_stages // self.machine.num_ranks if self.recompute is Recompute.LINEAR else 0
 
@@ -206,9 +206,9 @@ class PlanRequest:
         return self.plan.stages_per_rank if everything else pipeline.num_resident_stages
 
     @property
-    def card(self) -> Card | None:
+    def gpu_spec(self) -> GpuSpec | None:
         """The card whose rates are an estimate for this run: of formats of two bytes, which data sheets tell of."""
-        return None if self.config.model.dtype is Dtype.FP32 else self.machine.card
+        return None if self.config.model.dtype is Dtype.FP32 else self.machine.gpu_spec
 
     @property
     def gpu_bytes(self) -> int | None:
@@ -241,8 +241,8 @@ class PlanRequest:
     def sizes(self) -> ByteSizes:
         return ByteSizes.of(
             self.config.model.dtype,
-            has_fp32_gradients=self.config.pipeline.fp32_gradients or self.shape.keeps_trained,
-            in_rounds=(self.num_rounds or 1) > 1,
+            has_fp32_gradients=self.config.pipeline.fp32_gradients or self.shape.keeps_trained_on_gpu,
+            has_accumulation_rounds=(self.accumulation_rounds or 1) > 1,
             num_replicas=self.machine.num_replicas,
         )
 
@@ -277,7 +277,7 @@ class PlanRequest:
         return self.config.data.seq_length // (self.num_slices or 1)
 
     @property
-    def key_bytes(self) -> int:
+    def kv_cache_bytes(self) -> int:
         """GPU bytes of a layer's keys and values where they stay from slice to slice, with their gradients in fp32."""
         assert self.num_chunks is not None
         if (self.num_slices or 1) == 1:
@@ -297,14 +297,14 @@ class PlanRequest:
         # CPUs and fp32 have no such attention.
         if self.packed is None or self.machine.on_cpu or self.config.model.dtype is Dtype.FP32:
             return 0
-        return self.microbatch_rows * self.packed.most_documents
+        return self.microbatch_rows * self.packed.max_documents
 
     @property
     def position_bytes(self) -> int:
         """GPU bytes of a step's positions and bounds of documents, int32, which every rank has; 0 if not packed."""
         if self.packed is None:
             return 0
-        return 4 * (self.step_tokens + self.rows * self.packed.most_documents)
+        return 4 * (self.step_tokens + self.rows * self.packed.max_documents)
 
     @property
     def message_bytes(self) -> int:
@@ -325,23 +325,23 @@ class PlanRequest:
         if found is None:
             found = estimate_layer(
                 self.sizes.weight, self.shape, self.microbatch_tokens, compiled=self.compiles
-            ).products
+            ).saved_products
         return int((1 + BESIDE_PRODUCTS) * (found or 0))
 
     @property
     def mailbox_bytes(self) -> int:
         """GPU memory outside of torch's for the messages that arrive at a rank."""
-        return INCOMING_EDGES * NUM_MAILBOXES * self.message_bytes
+        return NUM_INCOMING_EDGES * NUM_MAILBOXES * self.message_bytes
 
     @cached_property
-    def waiting(self) -> frozenset[int]:
+    def deferred_updates(self) -> frozenset[int]:
         """The stages whose gradients are kept until all of the step's are known.
 
         Clipping and loss scaling wait for every stage's norm, the two halves of a tied matrix for each other. The other
         stages are updated behind their backward; adapters keep theirs in any case.
         """
         assert self.num_stages is not None
-        if self.rules.clips or self.shape.keeps_trained:
+        if self.rules.clips or self.shape.keeps_trained_on_gpu:
             return frozenset(range(self.num_stages))
         return frozenset((0, self.num_stages - 1)) if self.rules.is_tied else frozenset()
 
@@ -358,7 +358,7 @@ class PlanRequest:
             is_tied=self.shape.is_tied and (self.shape.trained is None or self.shape.trained.embedding > 0),
             attention_bytes=self.attention_bytes,
             product_bytes=self.product_bytes,
-            sharing=Sharing(self.machine.num_replicas, self.reduce_bytes),
+            sharding=ReplicaSharding(self.machine.num_replicas, self.reduce_bytes),
         )
 
     @property

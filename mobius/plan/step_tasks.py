@@ -6,15 +6,15 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from mobius.limits import MAX_SUMS, PIECE_ELEMENTS, max_leaving
+from mobius.limits import MAX_GRADIENT_SUMS, UPDATE_CHUNK_ELEMENTS, max_pending_offloads
+from mobius.plan.event_simulation import Flow, SharedBandwidth, StageCost, StepRules, Task
 from mobius.plan.profile import Profile
 from mobius.plan.replicas.traffic import CLEARED_BYTES, REDUCES_BESIDE_COMPUTE
-from mobius.plan.tasks import Flow, SharedRates, StageCost, StepRules, Task
-from mobius.schedule.action import Action, ActionKind, incoming, outgoing
+from mobius.schedule.action import Action, ActionKind, source_stage, target_stage
 from mobius.schedule.lanes import Lane, WaitCause
-from mobius.schedule.schedule import Schedule, take_turns
+from mobius.schedule.schedule import Schedule, topological_order
 
-SEAL_BYTES = 14
+FINISH_GRADIENTS_BYTES = 14
 """GPU memory traffic per parameter behind a stage's last backward, when its message has left: norm 4, rounded to the
 format in which gradients travel 6, sums cleared 4."""
 
@@ -45,7 +45,7 @@ class _Sent:
 class _Slot:
     stage: int | None = None
     free: Task | None = None
-    kept: Task | None = None
+    weights_on_host: Task | None = None
     """Behind which weights that replicas have brought are on the host."""
 
 
@@ -68,7 +68,7 @@ class _RankTasks:
     """The copy to the host that frees the memory into which sums come next."""
     leaving: deque[Task] = field(default_factory=deque)
     """Copies of layers' inputs to the host that compute has not waited for."""
-    stashed: dict[tuple[int, int | None], Task] = field(default_factory=dict)
+    activation_copies: dict[tuple[int, int | None], Task] = field(default_factory=dict)
     """The last copy of layers' inputs of a stage and microbatch, to the host or back."""
     left: Task | None = None
     """The copy that compute waits for before it goes on."""
@@ -98,17 +98,17 @@ class StepTasks:
         """Rank, lane, what tells its name as text, step and peer."""
         self.ranks = [_RankTasks() for _ in range(schedule.num_ranks)]
         self.step_ends: list[Task] = []
-        self.flows = SharedRates(profile, schedule.num_ranks)
+        self.flows = SharedBandwidth(profile, schedule.num_ranks)
         self.capacities = self.flows.capacities
         # A message must be made before what receives it.
-        self._order, conflict = take_turns(schedule)
+        self._order, conflict = topological_order(schedule)
         assert conflict is None, "the schedule has not passed the check"
         self._messages: dict[tuple[bool, int, int | None], Task] = {}
-        self._homes: dict[int, Task] = {}
+        self._gradient_offloads: dict[int, Task] = {}
 
     def add_step(self) -> None:
         """Append the tasks of one more step, which begins when the one before has ended."""
-        self._messages, self._homes = {}, {}
+        self._messages, self._gradient_offloads = {}, {}
         for rank, action in self._order:
             self._add(rank, action)
         ends = [state.last for state in self.ranks if state.last is not None]
@@ -119,25 +119,25 @@ class StepTasks:
 
     def _add(self, rank: int, action: Action) -> None:
         is_resident = self.costs[action.stage].is_resident
-        has_travelling_sums = not is_resident and not self.costs[action.stage].keeps_trained
-        if action.kind.computes:
+        has_travelling_sums = not is_resident and not self.costs[action.stage].keeps_trained_on_gpu
+        if action.kind.runs_on_compute_lane:
             self._add_compute(rank, action)
         elif action.kind is ActionKind.LOAD and not is_resident:
             self._add_load(rank, action.stage)
         elif action.kind is ActionKind.OFFLOAD and not is_resident:
             self._add_offload(rank, action.stage)
-        elif action.kind is ActionKind.OFFLOAD_SUMS and has_travelling_sums:
+        elif action.kind is ActionKind.OFFLOAD_GRADIENT_SUMS and has_travelling_sums:
             self._add_sums_offload(rank, action.stage)
-        elif action.kind is ActionKind.LOAD_SUMS and has_travelling_sums:
+        elif action.kind is ActionKind.LOAD_GRADIENT_SUMS and has_travelling_sums:
             self._add_sums_load(rank, action.stage)
-        elif action.kind is ActionKind.STASH:
+        elif action.kind is ActionKind.OFFLOAD_ACTIVATIONS:
             self._add_stash(rank, action)
-        elif action.kind is ActionKind.FETCH:
+        elif action.kind is ActionKind.PREFETCH_ACTIVATIONS:
             self._add_fetch(rank, action)
 
     def _add_compute(self, rank: int, action: Action) -> None:
         state, stage, cost = self.ranks[rank], action.stage, self.costs[action.stage]
-        source = incoming(action, self.schedule.num_stages)
+        source = source_stage(action, self.schedule.num_stages)
         message = None if source is None else self._messages[action.kind.is_backward, source, action.microbatch]
         # The model's last stage only keeps its input in forward.
         needs_weights = action.kind is not ActionKind.FORWARD_LAST or self.schedule.num_slices > 1
@@ -147,7 +147,7 @@ class StepTasks:
             WaitCause.WEIGHTS: state.loads.get(stage) if needs_weights else None,
         }
         is_backward = action.kind.is_backward
-        fetched = None if action.kind.is_forward else state.stashed.get((stage, action.microbatch))
+        fetched = None if action.kind.is_forward else state.activation_copies.get((stage, action.microbatch))
         copies = [state.left, fetched]
         if any(copies):
             waits[WaitCause.ACTIVATIONS] = self._task(None, 0.0, [task for task in copies if task is not None])
@@ -157,23 +157,23 @@ class StepTasks:
             waits[WaitCause.WEIGHTS] = self._task(None, 0.0, both)
         if is_backward and self._is_shared and state.adds_up != stage:
             state.adds_up = stage
-            both = [task for task in (message, *state.reductions[-MAX_SUMS:-1]) if task is not None]
+            both = [task for task in (message, *state.reductions[-MAX_GRADIENT_SUMS:-1]) if task is not None]
             waits[WaitCause.NEIGHBOURS] = self._task(None, 0.0, both) if both else None
         ends_stage = is_backward and action.microbatch == self.schedule.last_backward
-        has_products = self.schedule.sends_products(stage, action.microbatch)
-        seconds = cost.slice_seconds(action, self.schedule.num_slices, has_products=has_products)
-        launch = cost.launch_seconds(action, has_products=has_products)
+        offloads_all = self.schedule.offloads_all(stage, action.microbatch)
+        seconds = cost.slice_seconds(action, self.schedule.num_slices, offloads_all=offloads_all)
+        launch = cost.launch_seconds(action, offloads_all=offloads_all)
         task = self._compute(rank, action, seconds, waits, launch=launch)
-        target = outgoing(action, self.schedule.num_stages)
+        target = target_stage(action, self.schedule.num_stages)
         if target is not None:
             self._send(rank, self.schedule.rank_of(target), action, task)
         if ends_stage:
-            sealed = CLEARED_BYTES if self._is_shared else SEAL_BYTES
+            sealed = CLEARED_BYTES if self._is_shared else FINISH_GRADIENTS_BYTES
             task = self._compute(rank, f"seal {stage}", sealed * cost.parameters / self.profile.gpu_bandwidth, {})
             if self._is_shared and cost.parameters:
                 task = self._reduce(rank, stage, task)
         state.last_of_stage[stage], state.last_is_backward[stage] = task, is_backward
-        if ends_stage and (cost.is_resident or cost.keeps_trained) and self._updates_at_once(stage):
+        if ends_stage and (cost.is_resident or cost.keeps_trained_on_gpu) and self._updates_at_once(stage):
             self._update_on_gpu(rank, stage)
 
     def _compute(
@@ -202,26 +202,26 @@ class StepTasks:
 
     @property
     def _is_shared(self) -> bool:
-        return self.rules.sharing.num_replicas > 1
+        return self.rules.sharding.num_replicas > 1
 
     def _reduce(self, rank: int, stage: int, done: Task) -> Task:
         """Sum a stage's gradients over the replicas, on a stream of its own."""
         state = self.ranks[rank]
-        flow = self.flows.between_replicas(rank, self.rules.sharing.reduce_bytes(self.costs[stage].parameters))
+        flow = self.flows.between_replicas(rank, self.rules.sharding.reduce_bytes(self.costs[stage].parameters))
         task = self._task((Lane.REDUCE, rank), flow, [done], name=f"R{stage}")
-        state.reductions = [*state.reductions[1 - MAX_SUMS :], task]
+        state.reductions = [*state.reductions[1 - MAX_GRADIENT_SUMS :], task]
         if not REDUCES_BESIDE_COMPUTE:
             state.last = task
         return task
 
     def _gather(self, rank: int, stage: int, slot: _Slot, load: Task) -> Task:
         """Bring the weights that other replicas have updated to the GPU and, for later loads, to the host."""
-        num_bytes = self.rules.sharing.others(self.costs[stage].parameters) * self.rules.weight_bytes
+        num_bytes = self.rules.sharding.remote_size(self.costs[stage].parameters) * self.rules.weight_bytes
         flow = self.flows.between_replicas(rank, num_bytes)
         state = self.ranks[rank]
         needs = [task for task in (load, state.gathered) if task is not None]  # all replicas gather in the loads' order
         task = state.gathered = self._task((Lane.GATHER, rank), flow, needs, name=f"G{stage}")
-        slot.kept = self._task(f"weights home {rank}", self.flows.offload(rank, num_bytes), [task])
+        slot.weights_on_host = self._task(f"weights home {rank}", self.flows.offload(rank, num_bytes), [task])
         return task
 
     def _add_load(self, rank: int, stage: int) -> None:
@@ -230,12 +230,12 @@ class StepTasks:
         if slot is None:
             slot = _Slot()
             state.slots.append(slot)
-        points = (slot.free, slot.kept, state.begin, state.updates.get(stage))
+        points = (slot.free, slot.weights_on_host, state.begin, state.updates.get(stage))
         needs = [task for task in points if task is not None]
         cost = self.costs[stage]
         loaded = cost.parameters if cost.loaded is None else cost.loaded
         gathers = stage in state.updated
-        loaded -= self.rules.sharing.others(cost.parameters) if gathers else 0
+        loaded -= self.rules.sharding.remote_size(cost.parameters) if gathers else 0
         flow = self.flows.load(rank, loaded * self.rules.weight_bytes)
         slot.stage = stage
         load = self._task((Lane.LOAD, rank), flow, needs, name=f"L{stage}")
@@ -247,12 +247,12 @@ class StepTasks:
         slot = next(slot for slot in state.slots if slot.stage == stage)
         last = state.last_of_stage[stage]
         slot.stage, slot.free = None, last
-        if not self._has_gradients(rank, stage) or self.costs[stage].keeps_trained:
+        if not self._has_gradients(rank, stage) or self.costs[stage].keeps_trained_on_gpu:
             return
-        owned = self.rules.sharing.own(self.costs[stage].parameters)
+        owned = self.rules.sharding.shard_size(self.costs[stage].parameters)
         flow = self.flows.offload(rank, owned * self.rules.gradient_bytes)
         home = slot.free = self._task((Lane.OFFLOAD, rank), flow, [last], name=f"O{stage}")
-        self._homes[stage] = home
+        self._gradient_offloads[stage] = home
         if self._updates_at_once(stage) and self.rules.overlaps_optimizer:
             self._update_on_host(rank, stage, [home])
 
@@ -270,24 +270,26 @@ class StepTasks:
 
     def _add_stash(self, rank: int, action: Action) -> None:
         state = self.ranks[rank]
-        flow = self.flows.offload(rank, self._home_bytes(action))
-        task = self._task((Lane.STASH, rank), flow, [] if state.last is None else [state.last], name=action)
-        state.stashed[action.stage, action.microbatch] = task
+        flow = self.flows.offload(rank, self._offloaded_bytes(action))
+        task = self._task(
+            (Lane.OFFLOAD_ACTIVATIONS, rank), flow, [] if state.last is None else [state.last], name=action
+        )
+        state.activation_copies[action.stage, action.microbatch] = task
         state.leaving.append(task)
-        while len(state.leaving) > max_leaving(self.schedule.reach):
+        while len(state.leaving) > max_pending_offloads(self.schedule.copy_lookahead):
             state.left = state.leaving.popleft()
 
     def _add_fetch(self, rank: int, action: Action) -> None:
         state, key = self.ranks[rank], (action.stage, action.microbatch)
-        flow = self.flows.load(rank, self._home_bytes(action))
-        needs = [task for task in (state.last, state.stashed[key]) if task is not None]
-        state.stashed[key] = self._task((Lane.FETCH, rank), flow, needs, name=action)
+        flow = self.flows.load(rank, self._offloaded_bytes(action))
+        needs = [task for task in (state.last, state.activation_copies[key]) if task is not None]
+        state.activation_copies[key] = self._task((Lane.PREFETCH_ACTIVATIONS, rank), flow, needs, name=action)
         while state.leaving:
             state.left = state.leaving.popleft()
 
-    def _home_bytes(self, action: Action) -> int:
-        has_products = self.schedule.sends_products(action.stage, action.microbatch)
-        return self.rules.kept_bytes(self.costs[action.stage], has_products=has_products)
+    def _offloaded_bytes(self, action: Action) -> int:
+        offloads_all = self.schedule.offloads_all(action.stage, action.microbatch)
+        return self.rules.offloaded_bytes(self.costs[action.stage], offloads_all=offloads_all)
 
     def _has_gradients(self, rank: int, stage: int) -> bool:
         return self.ranks[rank].last_is_backward[stage]
@@ -302,32 +304,32 @@ class StepTasks:
         for rank, state in enumerate(self.ranks):
             state.begin, state.enqueued, state.computed = end, 0.0, 0.0
             for stage in self.schedule.local_stages(rank):
-                if self.costs[stage].is_resident or self.costs[stage].keeps_trained:
+                if self.costs[stage].is_resident or self.costs[stage].keeps_trained_on_gpu:
                     if not self._updates_at_once(stage):
                         self._update_on_gpu(rank, stage)
                 elif not self._updates_at_once(stage) or not self.rules.overlaps_optimizer:
-                    self._update_on_host(rank, stage, [self._homes[stage], state.begin])
+                    self._update_on_host(rank, stage, [self._gradient_offloads[stage], state.begin])
                     if not self.rules.overlaps_optimizer and stage in state.updates:
                         state.begin = state.updates[stage]
 
     def _update_on_gpu(self, rank: int, stage: int) -> None:
         state, parameters = self.ranks[rank], self.costs[stage].parameters
-        seconds = self.rules.sharing.own(parameters) / self.profile.gpu_adamw
+        seconds = self.rules.sharding.shard_size(parameters) / self.profile.gpu_adamw
         if not self._is_shared:
             self._compute(rank, f"U{stage}", seconds, {})
         elif parameters:  # behind its reduction, on the same stream
             needs = [task for task in (state.last_of_stage.get(stage), state.begin) if task is not None]
             update = self._task((Lane.REDUCE, rank), seconds, needs, name=f"U{stage}")
-            num_bytes = self.rules.sharing.others(parameters) * self.rules.weight_bytes
+            num_bytes = self.rules.sharding.remote_size(parameters) * self.rules.weight_bytes
             flow = self.flows.between_replicas(rank, num_bytes)
             state.updates[stage] = self._task((Lane.REDUCE, rank), flow, [update], name=f"G{stage}")
 
     def _update_on_host(self, rank: int, stage: int, needs: Sequence[Task]) -> None:
-        left = self.rules.sharing.own(self.costs[stage].parameters)
+        left = self.rules.sharding.shard_size(self.costs[stage].parameters)
         if self._is_shared and left:
             self.ranks[rank].updated.add(stage)
         while left > 0:
-            piece = min(left, PIECE_ELEMENTS)
+            piece = min(left, UPDATE_CHUNK_ELEMENTS)
             flow = self.flows.update(piece)
             task = self._task((Lane.OPTIMIZER, rank), flow, needs, name=f"U{stage}", priority=stage)
             left, needs = left - piece, [task]

@@ -13,20 +13,20 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
+from mobius.atomic_files import atomic_write
 from mobius.config.config import Config, Device, Packing
 from mobius.config.validation import validate
 from mobius.errors import GpuMemoryError, HostMemoryError, PlanError, reason_of
-from mobius.machine.available import available_host_bytes
-from mobius.machine.cpu_dtype import settle_on_cpus
+from mobius.machine.cpu_dtype import resolve_cpu_dtype
 from mobius.machine.device_order import device_names, order_devices
+from mobius.machine.host_memory import available_host_bytes
 from mobius.models.blocks import ModelParts
-from mobius.models.config_rules import unseen_positions
+from mobius.models.config_rules import max_positions_warning
 from mobius.models.families import load_planned_config
 from mobius.models.weights import check_model_weights
-from mobius.plan.budget import check_host_memory, estimated_layer, list_remedies
-from mobius.plan.cards import CARDS, find_card
-from mobius.plan.checkpoint_need import checkpoint_need
-from mobius.plan.choice import Answer, answer, settle
+from mobius.plan.checkpoint_estimates import estimate_checkpoint
+from mobius.plan.gpu_specs import GPU_SPECS, find_gpu_spec
+from mobius.plan.memory_estimates import check_host_memory, estimated_layer, list_remedies
 from mobius.plan.partition import ModelShape
 from mobius.plan.plan_table import (
     describe_gpus,
@@ -36,15 +36,15 @@ from mobius.plan.plan_table import (
     describe_step,
     describe_verdict,
 )
-from mobius.plan.replicas.told import describe_replicas
-from mobius.plan.replicas.worth import describe_traffic
+from mobius.plan.replicas.report import describe_replicas
+from mobius.plan.replicas.scaling import describe_traffic
 from mobius.plan.request import Machine, PackedRows, PlanRequest
-from mobius.planning.blueprint import machine_of_gpu
-from mobius.planning.host_remedies import gpu_remedies, host_remedies
-from mobius.planning.planned import saved_plan_of
+from mobius.plan.solver import PlanResult, resolve_auto, solve
+from mobius.planning.memory_remedies import gpu_remedies, host_remedies
+from mobius.planning.run_setup import machine_of_gpu
+from mobius.planning.saved_plan import saved_plan_of
 from mobius.ranks import Ranks, visible_devices
-from mobius.units import GIB, bytes_text
-from mobius.writing import replaced_whole
+from mobius.units import GIB, format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -65,25 +65,25 @@ def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = Non
         return True
     machine = machine_to_plan_for(config, planned_ranks(config, ranks))
     if machine.on_cpu:
-        config = settle_on_cpus(config, given=given)
+        config = resolve_cpu_dtype(config, given=given)
     # What has no effect was refused when it was read, where it is known what was typed.
-    validate(config, machine.num_ranks, machine.num_replicas, excuse=lambda *_: True)
+    validate(config, machine.num_ranks, machine.num_replicas, is_exempt=lambda *_: True)
     model = load_planned_config(config.model)
     parts = ModelParts(model.config, torch.device("cpu"), adapters=config.adapters)
     if model.folder is not None:
-        if model.unseen_bytes:
+        if model.undownloaded_bytes:
             text = "%s of weights are not downloaded by a dry run, which goes by their index; a run checks them"
-            logger.info(text, bytes_text(model.unseen_bytes))
+            logger.info(text, format_bytes(model.undownloaded_bytes))
         else:
             check_model_weights(model.folder, parts, config.model)
-        if (warning := unseen_positions(model.config, config.data.seq_length)) is not None:
+        if (warning := max_positions_warning(model.config, config.data.seq_length)) is not None:
             logger.warning("%s", warning)
     shape, name = parts.shape(), model.name or config.model.model_path
     logger.info("plan of %s: %s, %s", name, shape.describe(), config.model.dtype)
     request = PlanRequest.of(config, shape, machine)
     available = _host_bytes(request)
     try:
-        found = planned(config, shape, machine)
+        found = plan_by_estimates(config, shape, machine)
     except GpuMemoryError as error:
         logger.info("the run does not fit")
         has_numbers = request.num_stages is not None and request.num_chunks is not None  # auto has tried all
@@ -102,58 +102,60 @@ def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = Non
     return fits
 
 
-def _log_details(found: Answer, available: int | None) -> None:
+def _log_details(result: PlanResult, available: int | None) -> None:
     """Print the plan and its arithmetic."""
-    request, config = found.request, found.request.config
+    request, config = result.request, result.request.config
     if not request.machine.on_cpu:
         _log_devices(config, request.machine.num_ranks)
     if request.machine.num_replicas > 1:
         logger.info("%s", describe_replicas(request))
-    logger.info("%s", describe_stages(found.plan, request.shape))
+    logger.info("%s", describe_stages(result.plan, request.shape))
     if request.machine.on_cpu:
         logger.info("no step is predicted for CPUs; name a GPU to plan for with --card")
     else:
-        logger.info("%s", describe_gpus(found))
-        logger.info("%s", describe_step(found))
-        if found.profile is not None and found.profile.replicas is not None:
-            logger.info("  %s", describe_traffic(found))
+        logger.info("%s", describe_gpus(result))
+        logger.info("%s", describe_step(result))
+        if result.profile is not None and result.profile.replicas is not None:
+            logger.info("  %s", describe_traffic(result))
         if config.data.packing in (Packing.AUTO, Packing.ON):
             logger.info("  %s", ROWS_AS_PLANNED)
-    logger.info("%s", describe_host(found.host))
-    if (sharing := request.machine.replicas_per_node) > 1:
-        together = bytes_text(sharing * found.host.total)
-        logger.info("  %d pipelines on each node: %s of each node's host memory together", sharing, together)
-    if available is not None and (short := describe_short_host(found)) is not None:
+    logger.info("%s", describe_host(result.host_estimate))
+    if (pipelines_per_host := request.machine.replicas_per_node) > 1:
+        together = format_bytes(pipelines_per_host * result.host_estimate.total)
+        logger.info("  %d pipelines on each node: %s of each node's host memory together", pipelines_per_host, together)
+    if available is not None and (short := describe_short_host(result)) is not None:
         logger.info("  %s", short)
     if config.saving.is_on:
-        need = checkpoint_need(request, found.plan, has_optimizer=not config.saving.save_only_model)
-        logger.info("%s", need.describe(None if available is None else available - found.host.total, None))
+        need = estimate_checkpoint(request, result.plan, has_optimizer=not config.saving.save_only_model)
+        logger.info("%s", need.describe(None if available is None else available - result.host_estimate.total, None))
 
 
-def planned(config: Config, shape: ModelShape, machine: Machine, packed: PackedRows | None = None) -> Answer:
-    """The answer by estimates, where a run goes by what it measures; errors as `answer`."""
-    request = settle(PlanRequest.of(config, shape, machine, packed))
-    return answer(request, layer=None if machine.on_cpu else estimated_layer(request))
+def plan_by_estimates(
+    config: Config, shape: ModelShape, machine: Machine, packed: PackedRows | None = None
+) -> PlanResult:
+    """The answer by estimates, where a run goes by what it measures; errors as `solve`."""
+    request = resolve_auto(PlanRequest.of(config, shape, machine, packed))
+    return solve(request, layer=None if machine.on_cpu else estimated_layer(request))
 
 
 def machine_to_plan_for(config: Config, ranks: Ranks) -> Machine:
     """The machine with the card that is named, else this one. Raises PlanError for a card that is not known."""
-    machine = _machine_of_pipeline(config, ranks.num_places)
+    machine = _machine_of_pipeline(config, ranks.num_pipeline_ranks)
     machine = replace(machine, num_replicas=ranks.num_replicas, num_nodes=ranks.num_nodes)
     return replace(machine, node_link=config.planning.node_link or machine.node_link)
 
 
 def _machine_of_pipeline(config: Config, num_ranks: int) -> Machine:
     if config.planning.card is not None:
-        return Machine(num_ranks, find_card(config.planning.card))
+        return Machine(num_ranks, find_gpu_spec(config.planning.card))
     if config.pipeline.device is Device.CPU or not torch.cuda.is_available():
         if config.pipeline.device is Device.CUDA:
             raise PlanError("--device cuda: there is no GPU here; say with --card which one to plan for.")
         return Machine(num_ranks)
     name = torch.cuda.get_device_name(0)
     machine = machine_of_gpu(name, torch.cuda.get_device_properties(0).total_memory, num_ranks)
-    if machine.card is None:
-        raise PlanError(f"the GPU {name!r} is not known; name one like it with --card: {', '.join(CARDS)}.")
+    if machine.gpu_spec is None:
+        raise PlanError(f"the GPU {name!r} is not known; name one like it with --card: {', '.join(GPU_SPECS)}.")
     return machine
 
 
@@ -176,15 +178,19 @@ def planned_ranks(config: Config, ranks: Ranks) -> Ranks:
     visible = len(listed.split(",")) if listed else torch.cuda.device_count()
     of_node = config.planning.num_ranks or started or config.launch.nproc_per_node or visible or CPU_RANKS
     nodes = max(ranks.num_nodes, config.launch.nnodes)
-    return Ranks(0, nodes * of_node, 0, num_replicas=nodes, num_nodes=nodes).cut(config.launch.pipeline_ranks)
+    return Ranks(0, nodes * of_node, 0, num_replicas=nodes, num_nodes=nodes).split_into_pipelines(
+        config.launch.pipeline_ranks
+    )
 
 
-def _check_host(found: Answer, available: int | None, model: PretrainedConfig) -> bool:
+def _check_host(result: PlanResult, available: int | None, model: PretrainedConfig) -> bool:
     """Whether the host has the memory; what to change where it has not."""
     if available is None:
         return True
     try:
-        check_host_memory(found.host, available_bytes=available, remedies=host_remedies(found, available, model))
+        check_host_memory(
+            result.host_estimate, available_bytes=available, remedies=host_remedies(result, available, model)
+        )
     except HostMemoryError as error:
         logger.error("does not fit: %s", error)
         return False
@@ -196,20 +202,20 @@ def _host_bytes(request: PlanRequest) -> int | None:
 
     None if the plan is for another one.
     """
-    config, sharing = request.config, request.machine.replicas_per_node
+    config, pipelines_per_host = request.config, request.machine.replicas_per_node
     if config.pipeline.host_memory_limit is not None:
-        return int(config.pipeline.host_memory_limit * GIB) // sharing
-    return available_host_bytes() // sharing if config.planning.card is None else None
+        return int(config.pipeline.host_memory_limit * GIB) // pipelines_per_host
+    return available_host_bytes() // pipelines_per_host if config.planning.card is None else None
 
 
-def _save(found: Answer) -> None:
-    if (name := found.request.config.planning.plan_output) is None:
+def _save(result: PlanResult) -> None:
+    if (name := result.request.config.planning.plan_output) is None:
         return
     path = Path(name)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replaced_whole(path) as temporary:
-            temporary.write_text(saved_plan_of(found).to_json(), encoding="utf-8")
+        with atomic_write(path) as temporary:
+            temporary.write_text(saved_plan_of(result).to_json(), encoding="utf-8")
     except OSError as error:
         raise PlanError(f"--plan_output {path} cannot be written: {reason_of(error)}. Name another file.") from error
     logger.info("  plan         saved to %s; train by it with --plan %s", path, path)

@@ -20,7 +20,9 @@ class DevicePosition:
         """Events of `actions`, which one rank plays in this order, again and again."""
         self._actions, self._device, self.is_on = actions, device, device.type == "cuda"
         self._events = {
-            index: torch.cuda.Event() for index, action in enumerate(actions) if self.is_on and action.kind.is_compute
+            index: torch.cuda.Event()
+            for index, action in enumerate(actions)
+            if self.is_on and action.kind.is_forward_or_backward
         }
         self._num_begun = 0
         self._ends: deque[torch.cuda.Event] = deque()

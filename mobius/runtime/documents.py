@@ -8,33 +8,33 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mobius.models.attention import DocumentAttention, Documents
-from mobius.models.blocks import LayerArguments, LayerInputs, ModelParts
+from mobius.models.attention import DocumentAttention, DocumentLayout
+from mobius.models.blocks import LayerArguments, LayerArgumentsBuilder, ModelParts
 from mobius.plan.request import PackedRows
 
 Rows = Sequence[Sequence[int]]
 """Lengths of the documents of each row, without the padding behind them."""
 
 
-def place_documents(
-    rows: Rows, *, seq_length: int, num_microbatches: int, most_documents: int
+def position_ids_and_cu_seqlens(
+    rows: Rows, *, seq_length: int, num_microbatches: int, max_documents: int
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """Positions [rows, seq_length] within documents, and bounds [num_microbatches, D + 1] (`models.attention`).
 
-    D is `most_documents` for each row, whatever the step holds: the padding behind a row's last one is a document, too.
+    D is `max_documents` for each row, whatever the step holds: the padding behind a row's last one is a document, too.
     """
     lengths = [_with_padding(row, seq_length) for row in rows]
-    positions = np.concatenate([np.arange(length, dtype=np.int32) for row in lengths for length in row])
-    assert max(map(len, lengths)) <= most_documents, f"{max(map(len, lengths))} documents in a row"
+    position_ids = np.concatenate([np.arange(length, dtype=np.int32) for row in lengths for length in row])
+    assert max(map(len, lengths)) <= max_documents, f"{max(map(len, lengths))} documents in a row"
     per_microbatch = len(rows) // num_microbatches
-    shape = num_microbatches, per_microbatch * most_documents + 1
-    bounds = np.full(shape, per_microbatch * seq_length, dtype=np.int32)
-    for microbatch, own in enumerate(bounds):
+    shape = num_microbatches, per_microbatch * max_documents + 1
+    cu_seqlens = np.full(shape, per_microbatch * seq_length, dtype=np.int32)
+    for microbatch, own in enumerate(cu_seqlens):
         first = microbatch * per_microbatch
         ends = np.cumsum([length for row in lengths[first : first + per_microbatch] for length in row])
         own[0] = 0
         own[1 : len(ends) + 1] = ends
-    return positions.reshape(len(rows), seq_length), bounds
+    return position_ids.reshape(len(rows), seq_length), cu_seqlens
 
 
 def typical_arguments(
@@ -47,20 +47,20 @@ def typical_arguments(
     device: torch.device,
 ) -> LayerArguments:
     """Arguments of every layer for a microbatch that stands for a run's; packed rows have equal documents."""
-    inputs = LayerInputs(parts, device=device, dtype=dtype)
+    inputs = LayerArgumentsBuilder(parts, device=device, dtype=dtype)
     if packed is None and parts.attention is not DocumentAttention.FLEX:
         return inputs(seq_length)
     # FlexAttention has no other masks than those of documents.
     documents = typical_documents(packed, batch=batch, seq_length=seq_length)
-    return inputs(seq_length, Documents(documents.positions.to(device), documents.bounds.to(device)))
+    return inputs(seq_length, DocumentLayout(documents.position_ids.to(device), documents.cu_seqlens.to(device)))
 
 
-def typical_documents(packed: PackedRows | None, *, batch: int, seq_length: int) -> Documents:
+def typical_documents(packed: PackedRows | None, *, batch: int, seq_length: int) -> DocumentLayout:
     """Documents, on the host, of a microbatch that stands for a run's; without `packed` each row is one."""
-    row, most = ((seq_length,), 1) if packed is None else (packed.typical_row(seq_length), packed.most_documents)
-    places = place_documents([row] * batch, seq_length=seq_length, num_microbatches=1, most_documents=most)
-    positions, (bounds,) = (torch.from_numpy(each) for each in places)
-    return Documents(positions, bounds)
+    row, most = ((seq_length,), 1) if packed is None else (packed.typical_row(seq_length), packed.max_documents)
+    places = position_ids_and_cu_seqlens([row] * batch, seq_length=seq_length, num_microbatches=1, max_documents=most)
+    position_ids, (cu_seqlens,) = (torch.from_numpy(each) for each in places)
+    return DocumentLayout(position_ids, cu_seqlens)
 
 
 def _with_padding(row: Sequence[int], seq_length: int) -> list[int]:

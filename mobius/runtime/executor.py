@@ -15,26 +15,26 @@ from torch import Tensor
 from torch._C._autograd import _profiler_enabled
 
 from mobius.activity import Activity
-from mobius.limits import RECEIVES_AHEAD
-from mobius.memory.activation_home import ActivationHome
+from mobius.limits import NUM_PREPOSTED_RECEIVES
+from mobius.memory.pinned_activation_buffer import PinnedActivationBuffer
 from mobius.memory.spans import NO_SPANS, Spans
-from mobius.memory.stage_memory import GradientListener, StageMemory
+from mobius.memory.stage_memory import GradientsReadyCallback, StageMemory
 from mobius.memory.streams import new_stream, record_current
-from mobius.messages.transport import Messages
-from mobius.models.attention import Documents
+from mobius.messages.transport import ActivationTransport
+from mobius.models.attention import DocumentLayout
+from mobius.models.block_autograd import NamedTensors
 from mobius.models.blocks import LayerArguments
-from mobius.models.graph import Views
 from mobius.models.loss import shift_labels
 from mobius.runtime.device_position import DevicePosition
 from mobius.runtime.evaluation_sums import EvaluationSums
-from mobius.runtime.places import Place, cut_rows, place_slices
-from mobius.runtime.routers import Routers, RouterTurn
-from mobius.runtime.stage import Kept, StageModule
-from mobius.runtime.stage_layers import StageLayers, Turn
-from mobius.runtime.stash import Stash
+from mobius.runtime.pipelined_router_loss import PipelinedRouterLoss, RouterContext
+from mobius.runtime.saved_activations import SavedActivations
+from mobius.runtime.sequence_slices import SequenceSlice, cut_rows, slice_sequences
+from mobius.runtime.stage import SavedForBackward, StageModule
+from mobius.runtime.stage_layers import MicrobatchContext, StageLayers
 from mobius.runtime.step_sums import StepSums
 from mobius.runtime.waits import WaitClock
-from mobius.schedule.action import Action, ActionKind, incoming
+from mobius.schedule.action import Action, ActionKind, source_stage
 from mobius.schedule.lanes import Lane, WaitCause
 from mobius.schedule.render import render_text
 from mobius.schedule.schedule import Schedule
@@ -74,14 +74,14 @@ class _Step:
     sums: StepSums
     evaluated: EvaluationSums
     loss_scale: float = 1.0
-    listener: GradientListener | None = None
+    on_gradients_ready: GradientsReadyCallback | None = None
     tokens: Sequence[Tensor] = ()
     targets: Sequence[Tensor] = ()
-    documents: Sequence[Documents | None] = ()
+    documents: Sequence[DocumentLayout | None] = ()
     """Documents of each microbatch or its sequences, on the device of every rank."""
-    places: Sequence[Place] = ()
+    sequence_slices: Sequence[SequenceSlice] = ()
     """Places of the microbatches in their sequences; none where they are whole."""
-    counted: Sequence[Tensor] = ()
+    token_mask: Sequence[Tensor] = ()
     """Where the tokens of each microbatch are, fp32 [B, L], for a loss over routers."""
     router_sums: dict[int, Tensor] = field(default_factory=dict)
     """Sums of routers that the last stage got with a microbatch, until its turn."""
@@ -97,42 +97,44 @@ class Executor:
         stages: Mapping[int, StageModule],
         layers: Mapping[int, StageLayers],
         memory: Mapping[int, StageMemory],
-        layer_inputs: Callable[[int, Documents | None], LayerArguments],
-        transport: Messages,
+        layer_inputs: Callable[[int, DocumentLayout | None], LayerArguments],
+        transport: ActivationTransport,
         clock: WaitClock,
         device: torch.device,
-        unsealed_names: frozenset[str] = frozenset(),
-        home: ActivationHome | None = None,
-        routers: Routers | None = None,
+        norm_deferred_names: frozenset[str] = frozenset(),
+        activation_buffer: PinnedActivationBuffer | None = None,
+        routers: PipelinedRouterLoss | None = None,
         spans: Spans = NO_SPANS,
         activity: Activity | None = None,
     ) -> None:
         """`stages`, their `layers` and `memory` are this rank's, and `activity` is told each action and wait.
 
-        `unsealed_names` are parameters whose norm is taken later (tied weights). `home` has places for what the stashed
-        stages of the schedule send to the host. `routers` is for models with a loss over them.
+        `norm_deferred_names` are parameters whose norm is taken later (tied weights). `activation_buffer` has places
+        for what the stashed stages of the schedule send to the host. `routers` is for models with a loss over them.
         """
         self._schedule, self._rank = schedule, transport.rank
         self._actions: Sequence[Action] = schedule.actions[transport.rank]
         self._stages, self._layers, self._memory = stages, layers, memory
         self._transport, self._clock = transport, clock
         self._layer_inputs, self._routers = layer_inputs, routers
-        self._device, self._unsealed_names = device, unsealed_names
+        self._device, self._unsealed_names = device, norm_deferred_names
         self._spans, self._activity = spans, activity or Activity()
         self._position = DevicePosition(self._actions, device)
         self._to_device = new_stream(device)
         waiting = partial(self._waiting, WaitCause.ACTIVATIONS)
-        self._stash = Stash(home, device=device, waiting=waiting, reach=schedule.reach, spans=spans)
+        self._saved_activations = SavedActivations(
+            activation_buffer, device=device, waiting=waiting, copy_lookahead=schedule.copy_lookahead, spans=spans
+        )
         self._step: _Step
-        sources = [incoming(action, schedule.num_stages) for action in self._actions]
+        sources = [source_stage(action, schedule.num_stages) for action in self._actions]
         self._senders = [self._schedule.rank_of(source) for source in sources if source is not None]
         """Rank that sends each message of a step, in the order in which they are received."""
         self._stage_handlers: dict[ActionKind, Callable[[int], None]] = {
             ActionKind.GENERATE_DATA: self._generate_data,
             ActionKind.LOAD: lambda stage: self._memory[stage].load(),
-            ActionKind.OFFLOAD: lambda stage: self._memory[stage].offload(self._step.listener),
-            ActionKind.LOAD_SUMS: lambda stage: self._memory[stage].load_sums(),
-            ActionKind.OFFLOAD_SUMS: lambda stage: self._memory[stage].offload_sums(),
+            ActionKind.OFFLOAD: lambda stage: self._memory[stage].offload(self._step.on_gradients_ready),
+            ActionKind.LOAD_GRADIENT_SUMS: lambda stage: self._memory[stage].load_gradient_sums(),
+            ActionKind.OFFLOAD_GRADIENT_SUMS: lambda stage: self._memory[stage].offload_gradient_sums(),
         }
         self._microbatch_handlers: dict[ActionKind, Callable[[int, int], None]] = {
             ActionKind.FORWARD_FIRST: self._forward_only if schedule.is_evaluation else self._forward,
@@ -142,12 +144,14 @@ class Executor:
             ActionKind.BACKWARD_FIRST: self._backward,
             ActionKind.BACKWARD_MIDDLE: self._backward,
             ActionKind.BACKWARD_LAST: self._backward_last,
-            ActionKind.KEYS: self._make_keys,
-            ActionKind.STASH: self._stash.send,
-            ActionKind.FETCH: self._stash.fetch,
+            ActionKind.RECOMPUTE_KV: self._recompute_kv,
+            ActionKind.OFFLOAD_ACTIVATIONS: self._saved_activations.offload,
+            ActionKind.PREFETCH_ACTIVATIONS: self._saved_activations.prefetch,
         }
 
-    def run(self, batch: StepBatch, *, loss_scale: float = 1.0, listener: GradientListener | None = None) -> StepSums:
+    def run(
+        self, batch: StepBatch, *, loss_scale: float = 1.0, on_gradients_ready: GradientsReadyCallback | None = None
+    ) -> StepSums:
         """Forward and backward of all microbatches of one step.
 
         The gradients of `loss * loss_scale` end in the states of `memory`. Raises what the failing action raised, with
@@ -155,7 +159,7 @@ class Executor:
         """
         assert not self._schedule.is_evaluation, "the schedule has no backward"
         self._step = self._start(batch)
-        self._step.loss_scale, self._step.listener = loss_scale, listener
+        self._step.loss_scale, self._step.on_gradients_ready = loss_scale, on_gradients_ready
         self._play_all()
         return self._step.sums
 
@@ -183,14 +187,14 @@ class Executor:
         sums = StepSums(zero, {}, None if self._routers is None else zero.clone())
         evaluated = EvaluationSums.zeros(self._schedule.num_microbatches if self._schedule.is_evaluation else 0, device)
         rows = batch.input_ids.chunk(number)
-        step = _Step(batch, rows, sums, evaluated, documents=self._place_documents(batch, number))
+        step = _Step(batch, rows, sums, evaluated, documents=self._copy_documents(batch, number))
         if self._schedule.num_slices > 1:
-            bounds = [None] * number if batch.documents is None else [*batch.documents[1]]
+            cu_seqlens = [None] * number if batch.documents is None else [*batch.documents[1]]
             length = batch.input_ids.shape[1]
-            step.places = place_slices(length, bounds, num_slices=self._schedule.num_slices)
+            step.sequence_slices = slice_sequences(length, cu_seqlens, num_slices=self._schedule.num_slices)
         if self._routers is not None and not self._schedule.is_evaluation:
-            lengths = [] if batch.lengths is None else self._bring(batch.lengths)
-            step.counted = self._routers.counted(batch.input_ids.shape, *lengths).chunk(number)
+            lengths = [] if batch.lengths is None else self._copy_to_device(batch.lengths)
+            step.token_mask = self._routers.token_mask(batch.input_ids.shape, *lengths).chunk(number)
         return step
 
     def _play_all(self) -> None:
@@ -200,25 +204,25 @@ class Executor:
         self._position.begins()
         for index, action in enumerate(self._actions):
             try:
-                while num_posted < min(len(self._senders), num_received + RECEIVES_AHEAD):
+                while num_posted < min(len(self._senders), num_received + NUM_PREPOSTED_RECEIVES):
                     self._transport.post_receive(self._senders[num_posted])
                     num_posted += 1
-                num_received += incoming(action, self._schedule.num_stages) is not None
-                self._activity.begins(action)
+                num_received += source_stage(action, self._schedule.num_stages) is not None
+                self._activity.start_action(action)
                 self._play(action)
                 self._position.enqueued(index)
             except Exception as error:
-                self._stash.clear()
+                self._saved_activations.clear()
                 error.add_note(render_text(self._schedule, failed=(self._rank, index)))
                 raise
         self._await_reductions()
         self._position.ends()
-        self._activity.begins("the end of the messages")
+        self._activity.start_action("the end of the messages")
         self._transport.finish_step()
 
     def _play(self, action: Action) -> None:
         """Run the action's handler under its name; loads and offloads record their copies where they make them."""
-        name, is_compute = str(action), action.kind.computes or action.kind is ActionKind.GENERATE_DATA
+        name, is_compute = str(action), action.kind.runs_on_compute_lane or action.kind is ActionKind.GENERATE_DATA
         span = self._spans.device_span(Lane.COMPUTE, name) if is_compute else nullcontext()
         # A name takes the host 5 microseconds, and nobody reads it otherwise.
         named = torch.profiler.record_function(name) if _profiler_enabled() else nullcontext()
@@ -231,18 +235,18 @@ class Executor:
     def _generate_data(self, stage: int) -> None:
         """Bring the step's tokens and labels to the device."""
         step, num_slices = self._step, self._schedule.num_slices
-        tokens, labels = self._bring(step.batch.input_ids, step.batch.labels)
+        tokens, labels = self._copy_to_device(step.batch.input_ids, step.batch.labels)
         cut = partial(cut_rows, num_groups=len(step.rows), num_slices=num_slices)
         step.tokens, step.targets = cut(tokens), cut(shift_labels(labels))
 
-    def _place_documents(self, batch: StepBatch, number: int) -> Sequence[Documents | None]:
+    def _copy_documents(self, batch: StepBatch, number: int) -> Sequence[DocumentLayout | None]:
         """The documents of each of `number` groups of rows; every rank needs them."""
         if batch.documents is None:
             return (None,) * number
-        positions, bounds = self._bring(*batch.documents)
-        return [Documents(*own) for own in zip(positions.chunk(number), bounds, strict=True)]
+        position_ids, cu_seqlens = self._copy_to_device(*batch.documents)
+        return [DocumentLayout(*own) for own in zip(position_ids.chunk(number), cu_seqlens, strict=True)]
 
-    def _bring(self, *sources: Tensor) -> list[Tensor]:
+    def _copy_to_device(self, *sources: Tensor) -> list[Tensor]:
         """Copies on the device; from page-locked memory they do not block.
 
         On a stream of their own: behind a copy on the compute stream, compute waited for all loads that were enqueued
@@ -260,10 +264,10 @@ class Executor:
 
     def _forward(self, stage: int, microbatch: int) -> None:
         inputs, sums = self._stage_input(stage, microbatch)
-        turn = self._turn(microbatch, sums, for_home=self._schedule.sends_products(stage, microbatch))
-        output, kept = self._layers[stage].forward(self._weights(stage), inputs, turn)
-        self._stash.put(stage, microbatch, kept)
-        self._send(output, turn.routers, stage + 1)
+        context = self._context(microbatch, sums, offload_saved_tensors=self._schedule.offloads_all(stage, microbatch))
+        output, saved_for_backward = self._layers[stage].forward(self._weights(stage), inputs, context)
+        self._saved_activations.put(stage, microbatch, saved_for_backward)
+        self._send(output, context.routers, stage + 1)
 
     def _forward_only(self, stage: int, microbatch: int) -> None:
         self._send(self._evaluate_layers(stage, microbatch), None, stage + 1)
@@ -278,33 +282,35 @@ class Executor:
     def _evaluate_layers(self, stage: int, microbatch: int) -> Tensor:
         """Output of the stage's layers for its next input, of which nothing is kept."""
         inputs, _ = self._stage_input(stage, microbatch)
-        return self._layers[stage].evaluate(self._weights(stage), inputs, self._turn(microbatch))
+        return self._layers[stage].evaluate(self._weights(stage), inputs, self._context(microbatch))
 
     def _forward_last(self, stage: int, microbatch: int) -> None:
         """Keep the input, if forward can happen inside backward, just before the loss, when weights are there."""
         (inputs, sums), layers = self._stage_input(stage, microbatch), self._layers[stage]
         if sums is not None:
             self._step.router_sums[microbatch] = sums
-        kept = layers.receive(inputs)
-        if kept is None:
-            _, kept = layers.forward(self._weights(stage), inputs, self._turn(microbatch))
-        self._stash.put(stage, microbatch, kept)
+        saved_for_backward = layers.save_input(inputs)
+        if saved_for_backward is None:
+            _, saved_for_backward = layers.forward(self._weights(stage), inputs, self._context(microbatch))
+        self._saved_activations.put(stage, microbatch, saved_for_backward)
 
-    def _make_keys(self, stage: int, microbatch: int) -> None:
+    def _recompute_kv(self, stage: int, microbatch: int) -> None:
         is_last = (microbatch + 1) % self._schedule.num_slices == 0
-        kept = self._stash.look(stage, microbatch, comes_again=not is_last)
-        self._layers[stage].make_keys(self._weights(stage), kept, self._turn(microbatch))
+        saved_for_backward = self._saved_activations.look(stage, microbatch, comes_again=not is_last)
+        self._layers[stage].recompute_kv(self._weights(stage), saved_for_backward, self._context(microbatch))
 
     def _backward(self, stage: int, microbatch: int) -> None:
         (gradient, of_sums), weights = self._receive(stage + 1, microbatch), self._weights(stage)
-        self._finish_backward(stage, microbatch, weights, self._stash.take(stage, microbatch), gradient, of_sums)
+        self._finish_backward(
+            stage, microbatch, weights, self._saved_activations.take(stage, microbatch), gradient, of_sums
+        )
 
     def _backward_last(self, stage: int, microbatch: int) -> None:
-        weights, kept = self._weights(stage), self._stash.take(stage, microbatch)
-        turn = self._turn(microbatch, self._step.router_sums.pop(microbatch, None))
-        hidden, kept = self._layers[stage].finish(weights, kept, turn)
-        routers = turn.routers
-        del turn  # its arguments would be there beside the logits
+        weights, saved_for_backward = self._weights(stage), self._saved_activations.take(stage, microbatch)
+        context = self._context(microbatch, self._step.router_sums.pop(microbatch, None))
+        hidden, saved_for_backward = self._layers[stage].finish_forward(weights, saved_for_backward, context)
+        routers = context.routers
+        del context  # its arguments would be there beside the logits
         loss, gradient = self._stages[stage].loss(
             weights,
             self._memory[stage].gradients(),
@@ -313,21 +319,27 @@ class Executor:
             num_targets=self._step.batch.num_targets,
             loss_scale=self._step.loss_scale,
         )
-        self._step.sums.loss.add_(loss if routers is None else loss + self._end_of_routers(routers))
-        of_sums = None if routers is None else routers.numbers
-        self._finish_backward(stage, microbatch, weights, kept, gradient, of_sums)
+        self._step.sums.loss.add_(loss if routers is None else loss + self._add_router_loss(routers))
+        of_sums = None if routers is None else routers.router_sums
+        self._finish_backward(stage, microbatch, weights, saved_for_backward, gradient, of_sums)
 
-    def _end_of_routers(self, turn: RouterTurn) -> Tensor:
+    def _add_router_loss(self, context: RouterContext) -> Tensor:
         """The part of the step's loss that a microbatch's routers make; their turn then goes backward."""
         sums, number = self._step.sums.router_loss, self._schedule.num_microbatches * self._step.batch.num_replicas
         assert self._routers is not None
         assert sums is not None
-        value = self._routers.end(turn, num_microbatches=number, loss_scale=self._step.loss_scale)
+        value = self._routers.compute_loss(context, num_microbatches=number, loss_scale=self._step.loss_scale)
         sums.add_(value.loss / number)
         return value.weighted
 
     def _finish_backward(
-        self, stage: int, microbatch: int, weights: Views, kept: list[Kept], gradient: Tensor, of_sums: Tensor | None
+        self,
+        stage: int,
+        microbatch: int,
+        weights: NamedTensors,
+        saved_for_backward: list[SavedForBackward],
+        gradient: Tensor,
+        of_sums: Tensor | None,
     ) -> None:
         """Backward through the layers, then to the stage before or into the embedding; the last microbatch seals.
 
@@ -335,27 +347,38 @@ class Executor:
         """
         module, memory = self._stages[stage], self._memory[stage]
         gradients = memory.gradients()
-        turn = self._turn(microbatch, of_sums)
-        gradient = self._layers[stage].backward(weights, gradients, kept, gradient, turn)
+        context = self._context(microbatch, of_sums)
+        gradient = self._layers[stage].backward(weights, gradients, saved_for_backward, gradient, context)
         if module.cut.is_first:
             module.embedding_backward(weights, gradients, self._step.tokens[microbatch], gradient)
         else:
-            self._send(gradient, turn.routers, stage - 1)
+            self._send(gradient, context.routers, stage - 1)
         if microbatch == self._schedule.last_backward:
-            square = memory.seal_gradients(excluded=self._unsealed_names, listener=self._step.listener)
+            square = memory.finish_gradients(
+                excluded=self._unsealed_names, on_gradients_ready=self._step.on_gradients_ready
+            )
             self._step.sums.squared_norms[stage] = square
 
-    def _turn(self, microbatch: int, numbers: Tensor | None = None, *, for_home: bool = False) -> Turn:
+    def _context(
+        self, microbatch: int, router_sums: Tensor | None = None, *, offload_saved_tensors: bool = False
+    ) -> MicrobatchContext:
         """Return what layers get beside the hidden states; without documents its arguments go by length.
 
-        `numbers` of routers came with the message, if there was one.
+        `router_sums` of routers came with the message, if there was one.
         """
         step, group = self._step, microbatch // self._schedule.num_slices
         arguments = self._layer_inputs(step.rows[group].shape[1], step.documents[group])
         routers = (
-            None if self._routers is None or not step.counted else self._routers.turn(step.counted[group], numbers)
+            None
+            if self._routers is None or not step.token_mask
+            else self._routers.context(step.token_mask[group], router_sums)
         )
-        return Turn(arguments, step.places[microbatch] if step.places else None, for_home, routers)
+        return MicrobatchContext(
+            arguments,
+            step.sequence_slices[microbatch] if step.sequence_slices else None,
+            offload_saved_tensors,
+            routers,
+        )
 
     def _stage_input(self, stage: int, microbatch: int) -> tuple[Tensor, Tensor | None]:
         """Tokens or hidden states, and what came of routers."""
@@ -372,8 +395,8 @@ class Executor:
         with self._waiting(WaitCause.WEIGHTS, stage=stage):
             return memory.weights()
 
-    def _send(self, hidden: Tensor, turn: RouterTurn | None, stage: int) -> None:
-        message = hidden if self._routers is None else self._routers.pack(hidden, turn)
+    def _send(self, hidden: Tensor, context: RouterContext | None, stage: int) -> None:
+        message = hidden if self._routers is None else self._routers.pack(hidden, context)
         self._transport.send(message, self._schedule.rank_of(stage))
 
     def _receive(self, source_stage: int, microbatch: int) -> tuple[Tensor, Tensor | None]:

@@ -10,19 +10,19 @@ from torch import Tensor
 
 from mobius.limits import KEYS_PER_CALL
 from mobius.models.attention import DocumentAttention
+from mobius.models.block_autograd import NamedTensors, backward, recomputed_backward, run_with_graph
 from mobius.models.blocks import LayerArguments, ModelParts
-from mobius.models.compiled import Arguments
-from mobius.models.graph import Views, backward, recomputed_backward, run_with_graph
-from mobius.models.halves import LayerHalves
-from mobius.plan.gpu_peak import LayerBytes
+from mobius.models.compiled import KeywordArguments
+from mobius.models.pre_post_attention import PrePostAttention
 from mobius.plan.partition import StageCut
-from mobius.plan.plan import KeptLevel
+from mobius.plan.peak_memory import LayerBytes
+from mobius.plan.plan import RecomputeLevel
 from mobius.plan.request import PackedRows
 from mobius.runtime.documents import typical_arguments, typical_documents
-from mobius.runtime.places import Place
-from mobius.runtime.routers import Routers
-from mobius.runtime.slices import SequenceCaches, SlicedStage
-from mobius.runtime.stage_layers import Turn
+from mobius.runtime.pipelined_router_loss import PipelinedRouterLoss
+from mobius.runtime.sequence_slices import SequenceSlice
+from mobius.runtime.sliced_layers import SequenceKVCaches, SlicedLayers
+from mobius.runtime.stage_layers import MicrobatchContext
 from mobius.runtime.tiles import TiledLayer
 
 
@@ -47,9 +47,9 @@ def measure_layer_bytes(
     `sliced_length`: microbatches are slices of sequences of so many tokens. Recomputed is one that attends to as many
     tokens before it as a slice does at a time; their keys, values and sums of gradients do not count.
     """
-    levels = [KeptLevel.EVERYTHING]
+    levels = [RecomputeLevel.NONE]
     if with_products and parts.attention is not DocumentAttention.FLEX:
-        levels.append(KeptLevel.PRODUCTS)
+        levels.append(RecomputeLevel.ELEMENTWISE)
     tokens, whole = shape[0] * shape[1], shape
     tile_tokens = min(tile_tokens or tokens, tokens)
     if tokens > tile_tokens:
@@ -69,8 +69,8 @@ def measure_layer_bytes(
             recomputed = max(recomputed, bench.measure_recomputed(shape))
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)  # what a run reports is to be its own
-    products = held.get(KeptLevel.PRODUCTS)
-    return LayerBytes(held[KeptLevel.EVERYTHING], peak, parted or recomputed, products)
+    products = held.get(RecomputeLevel.ELEMENTWISE)
+    return LayerBytes(held[RecomputeLevel.NONE], peak, parted or recomputed, products)
 
 
 @dataclass(frozen=True)
@@ -83,35 +83,35 @@ class _LayerBench:
     device: torch.device
     packed: PackedRows | None
 
-    def measure_kept(self, shape: tuple[int, int, int], level: KeptLevel) -> tuple[int, int]:
+    def measure_kept(self, shape: tuple[int, int, int], level: RecomputeLevel) -> tuple[int, int]:
         """Bytes of its graph, and most in the backward that consumes it, for hidden states of `shape`."""
-        layer, (arguments, further) = self.parts.layers[self.index], self._arguments(shape)
+        layer, (arguments, other_gradients) = self.parts.layers[self.index], self._arguments(shape)
 
-        def play(weights: Views, sums: Views, inputs: Tensor, gradient: Tensor) -> int:
+        def play(weights: NamedTensors, sums: NamedTensors, inputs: Tensor, gradient: Tensor) -> int:
             graph = run_with_graph(layer, weights, inputs, arguments, level)
             held = torch.cuda.memory_allocated(self.device)
-            backward(layer, graph, sums, gradient, *further)
+            backward(layer, graph, sums, gradient, *other_gradients)
             return held
 
         return self._measure(shape, play)
 
     def measure_recomputed(self, shape: tuple[int, int, int]) -> int:
         """Most bytes in a backward that runs the forward again, for hidden states of `shape`."""
-        layer, (arguments, further) = self.parts.layers[self.index], self._arguments(shape)
+        layer, (arguments, other_gradients) = self.parts.layers[self.index], self._arguments(shape)
 
-        def play(weights: Views, sums: Views, inputs: Tensor, gradient: Tensor) -> int:
-            recomputed_backward(layer, weights, inputs, arguments, sums, gradient, *further)
+        def play(weights: NamedTensors, sums: NamedTensors, inputs: Tensor, gradient: Tensor) -> int:
+            recomputed_backward(layer, weights, inputs, arguments, sums, gradient, *other_gradients)
             return torch.cuda.memory_allocated(self.device)
 
         return self._measure(shape, play)[1]
 
     def measure_tiles(self, shape: tuple[int, int, int], tile_tokens: int) -> int:
         """Most bytes in a recomputed backward in tiles, for hidden states of `shape`."""
-        layer = TiledLayer(LayerHalves(self.parts.halves(self.index)), tile_tokens=tile_tokens)
-        arguments, further = self._arguments(shape)
+        layer = TiledLayer(PrePostAttention(self.parts.split_at_attention(self.index)), tile_tokens=tile_tokens)
+        arguments, other_gradients = self._arguments(shape)
 
-        def play(weights: Views, sums: Views, inputs: Tensor, gradient: Tensor) -> int:
-            layer.backward(weights, sums, inputs, gradient, arguments, further=further)
+        def play(weights: NamedTensors, sums: NamedTensors, inputs: Tensor, gradient: Tensor) -> int:
+            layer.backward(weights, sums, inputs, gradient, arguments, other_gradients=other_gradients)
             return torch.cuda.memory_allocated(self.device)
 
         return self._measure(shape, play)[1]
@@ -121,26 +121,28 @@ class _LayerBench:
         tokens = shape[1]
         start = min(length // tokens - 1, -(-KEYS_PER_CALL // tokens)) * tokens
         cut = StageCut(1, self.index, self.index + 1, is_first=False, is_last=False)
-        stage = SlicedStage(self.parts, cut, SequenceCaches(), tile_tokens=tile_tokens)
+        stage = SlicedLayers(self.parts, cut, SequenceKVCaches(), tile_tokens=tile_tokens)
         seen, packed = start + tokens, self.packed
-        bounds = None if packed is None else typical_documents(packed, batch=shape[0], seq_length=seen).bounds
-        turn = Turn(self._all_arguments((shape[0], seen, shape[2])), Place(start, seen, seen, bounds))
+        cu_seqlens = None if packed is None else typical_documents(packed, batch=shape[0], seq_length=seen).cu_seqlens
+        context = MicrobatchContext(
+            self._all_arguments((shape[0], seen, shape[2])), SequenceSlice(start, seen, seen, cu_seqlens)
+        )
 
-        def play(weights: Views, sums: Views, inputs: Tensor, gradient: Tensor) -> int:
-            _, kept = stage.forward(weights, inputs, turn)
-            stage.backward(weights, sums, kept, gradient, turn)
+        def play(weights: NamedTensors, sums: NamedTensors, inputs: Tensor, gradient: Tensor) -> int:
+            _, saved_for_backward = stage.forward(weights, inputs, context)
+            stage.backward(weights, sums, saved_for_backward, gradient, context)
             return torch.cuda.memory_allocated(self.device)
 
         return self._measure(shape, play)[1]
 
-    def _arguments(self, shape: tuple[int, int, int]) -> tuple[Arguments, list[Tensor]]:
+    def _arguments(self, shape: tuple[int, int, int]) -> tuple[KeywordArguments, list[Tensor]]:
         """Arguments as in a run, and the gradients of the layer's outputs behind the hidden states."""
         own = self._all_arguments(shape)[self.index]
         if self.parts.router_loss is None or self.index not in self.parts.router_loss.layers:
             return own, []
-        routers = Routers(self.parts.router_loss, self.device)
-        turn = routers.turn(routers.counted(shape[:2]), None)
-        return turn.arguments(own), [turn.numbers]
+        routers = PipelinedRouterLoss(self.parts.router_loss, self.device)
+        context = routers.context(routers.token_mask(shape[:2]), None)
+        return context.arguments(own), [context.router_sums]
 
     def _all_arguments(self, shape: tuple[int, int, int]) -> LayerArguments:
         return typical_arguments(
@@ -148,10 +150,10 @@ class _LayerBench:
         )
 
     def _measure(
-        self, shape: tuple[int, int, int], play: Callable[[Views, Views, Tensor, Tensor], int]
+        self, shape: tuple[int, int, int], play: Callable[[NamedTensors, NamedTensors, Tensor, Tensor], int]
     ) -> tuple[int, int]:
         """Bytes that `play` reads at its moment, and the most at any, both beside those of what it is given."""
-        shapes, dtype, device = self.parts.layers[self.index].full_shapes(), self.dtype, self.device
+        shapes, dtype, device = self.parts.layers[self.index].parameter_shapes(), self.dtype, self.device
         weights = {name: torch.zeros(size, dtype=dtype, device=device) for name, size in shapes.items()}
         frozen = self.parts.layers[self.index].frozen_names()
         sums = {name: torch.zeros(size, device=device) for name, size in shapes.items() if name not in frozen}

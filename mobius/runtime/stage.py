@@ -14,35 +14,35 @@ from torch import Tensor
 
 from mobius.memory.layout import StageLayout
 from mobius.models.attention import DocumentAttention
-from mobius.models.blocks import Block, LayerArguments, ModelParts
-from mobius.models.compiled import Arguments, LayerProducts, Tensors
-from mobius.models.graph import (
+from mobius.models.block_autograd import (
     BlockGraph,
-    Views,
+    NamedTensors,
     backward,
     recomputed_backward,
-    resume,
-    run,
-    run_many,
+    resume_from_products,
+    run_many_without_graph,
+    run_saving_products,
     run_with_graph,
-    run_with_products,
+    run_without_graph,
 )
-from mobius.models.halves import LayerHalves
+from mobius.models.blocks import Block, LayerArguments, ModelParts
+from mobius.models.compiled import KeywordArguments, SavedProducts, Tensors
 from mobius.models.loss import chunked_cross_entropy, chunked_evaluation
+from mobius.models.pre_post_attention import PrePostAttention
 from mobius.plan.partition import StageCut
-from mobius.plan.plan import KeptLevel
-from mobius.runtime.routers import RouterTurn
+from mobius.plan.plan import RecomputeLevel
+from mobius.runtime.pipelined_router_loss import RouterContext
 from mobius.runtime.tiles import TiledLayer
 
-Kept = Tensor | BlockGraph | LayerProducts
+SavedForBackward = Tensor | BlockGraph | SavedProducts
 """A layer's forward as backward needs it: its input [B, L, H] to recompute from, its graph, or what may leave the GPU.
 """
 
 
-def tensors_of(kept: Sequence[Kept]) -> list[Tensor]:
+def tensors_of(saved_for_backward: Sequence[SavedForBackward]) -> list[Tensor]:
     """Tensors from which layers are run again, where that is what was kept, and no graphs."""
-    tensors = [each for each in kept if isinstance(each, Tensor)]
-    assert len(tensors) == len(kept), "graphs are not run again"
+    tensors = [each for each in saved_for_backward if isinstance(each, Tensor)]
+    assert len(tensors) == len(saved_for_backward), "graphs are not run again"
     return tensors
 
 
@@ -56,9 +56,9 @@ class StageModule:
         *,
         loss_chunk_tokens: int,
         tile_tokens: int | None = None,
-        kept_level: KeptLevel = KeptLevel.EVERYTHING,
+        recompute_level: RecomputeLevel = RecomputeLevel.NONE,
     ) -> None:
-        """`kept_level` is what a forward keeps that keeps its graphs; around FlexAttention, everything or nothing.
+        """`recompute_level` is what a forward keeps that keeps its graphs; around FlexAttention, everything or nothing.
 
         `tile_tokens`: layers that are recomputed run in tiles of at most so many tokens, which gives the same.
         None runs each layer at once, and so do microbatches of no more tokens. Raises CheckpointError for a family
@@ -68,46 +68,48 @@ class StageModule:
         self._parts = parts
         self._layers = [parts.layers[index] for index in cut.layers]
         self._loss_chunk_tokens = loss_chunk_tokens
-        self._kept_level = kept_level
+        self._recompute_level = recompute_level
         # It compiles itself, and would not under the mode that keeps an eager layer's products.
-        self._may_keep = kept_level is KeptLevel.EVERYTHING or parts.attention is not DocumentAttention.FLEX
+        self._may_keep = recompute_level is RecomputeLevel.NONE or parts.attention is not DocumentAttention.FLEX
         self._tile_tokens = tile_tokens
         self._tiled: dict[int, TiledLayer] = {}
         if tile_tokens is not None:
-            halves = {index: LayerHalves(parts.halves(index)) for index in cut.layers}
-            self._tiled = {index: TiledLayer(each, tile_tokens=tile_tokens) for index, each in halves.items()}
+            split_at_attention = {index: PrePostAttention(parts.split_at_attention(index)) for index in cut.layers}
+            self._tiled = {
+                index: TiledLayer(each, tile_tokens=tile_tokens) for index, each in split_at_attention.items()
+            }
         blocks = [
             *([parts.embedding] if cut.is_first else []),
             *self._layers,
             *([parts.norm, parts.head] if cut.is_last else []),
         ]
-        self.shapes = {name: shape for block in blocks for name, shape in block.full_shapes().items()}
+        self.shapes = {name: shape for block in blocks for name, shape in block.parameter_shapes().items()}
         """Hugging Face name -> shape of every parameter that this stage holds, in forward order."""
         self.frozen = frozenset[str]().union(*(block.frozen_names() for block in blocks))
         """Names of those that are not trained."""
-        self.undecayed = frozenset[str]().union(*(block.undecayed_names() for block in blocks))
+        self.no_weight_decay = frozenset[str]().union(*(block.no_weight_decay_names() for block in blocks))
         """Names of those without weight decay."""
-        self._first_trained = parts.first_trained
+        self._first_trained = parts.first_trained_layer
         self._routed = frozenset() if parts.router_loss is None else parts.router_loss.layers
 
     def layout(self) -> StageLayout:
         """Layout of the stage's flat buffers."""
-        return StageLayout.of(self.shapes, frozen=self.frozen, undecayed=self.undecayed)
+        return StageLayout.of(self.shapes, frozen=self.frozen, no_weight_decay=self.no_weight_decay)
 
     def forward(
         self,
-        weights: Views,
+        weights: NamedTensors,
         inputs: Tensor,
         arguments: LayerArguments,
         *,
         keep_graphs: bool = False,
-        for_home: bool = False,
-        routers: RouterTurn | None = None,
-    ) -> tuple[Tensor, list[Kept]]:
+        offload_saved_tensors: bool = False,
+        routers: RouterContext | None = None,
+    ) -> tuple[Tensor, list[SavedForBackward]]:
         """Run the layers; with `keep_graphs` their backward will not recompute them.
 
-        `for_home`: nor will it run products again, and what is kept may go to the host and come back. Layers that are
-        not compiled keep their input then.
+        `offload_saved_tensors`: nor will it run products again, and what is kept may go to the host and come back.
+        Layers that are not compiled keep their input then.
 
         Args:
             inputs: token ids [B, L] in the first stage, hidden states [B, L, H] in the others.
@@ -116,44 +118,46 @@ class StageModule:
 
         Returns the hidden states [B, L, H], without a graph, and what `backward` needs of every layer.
         """
-        hidden = run(self._parts.embedding, weights, inputs, {}) if self.cut.is_first else inputs
-        kept: list[Kept] = []
+        hidden = run_without_graph(self._parts.embedding, weights, inputs, {}) if self.cut.is_first else inputs
+        saved_for_backward: list[SavedForBackward] = []
         for index, layer in zip(self.cut.layers, self._layers, strict=True):
             is_trained, own = index >= self._first_trained, self._arguments(index, arguments, routers)
-            made = run_with_products(layer, weights, hidden, own) if for_home and is_trained else None
+            made = run_saving_products(layer, weights, hidden, own) if offload_saved_tensors and is_trained else None
             if made is not None:
                 outputs, products = made
-                kept.append(products)
+                saved_for_backward.append(products)
             elif keep_graphs and self._may_keep and is_trained:
-                graph = run_with_graph(layer, weights, hidden, own, self._kept_level)
-                kept.append(graph)
+                graph = run_with_graph(layer, weights, hidden, own, self._recompute_level)
+                saved_for_backward.append(graph)
                 outputs = tuple(each.detach() for each in graph.outputs)
             else:
-                kept.append(hidden if is_trained else hidden.new_empty(0))  # there is no backward that would read it
+                saved_for_backward.append(
+                    hidden if is_trained else hidden.new_empty(0)
+                )  # there is no backward that would read it
                 outputs = self._run(index, layer, weights, hidden, own)
             hidden = outputs[0]
             if routers is not None and index in self._routed:
                 routers.add(outputs[1])
-        return hidden, kept
+        return hidden, saved_for_backward
 
-    def run(self, weights: Views, inputs: Tensor, arguments: LayerArguments) -> Tensor:
+    def run(self, weights: NamedTensors, inputs: Tensor, arguments: LayerArguments) -> Tensor:
         """Run the layers for their output [B, L, H] alone: no more than one layer's activations exist at a time.
 
         `inputs` and `arguments` are those of `forward`, and so are the bits of the result.
         """
-        hidden = run(self._parts.embedding, weights, inputs, {}) if self.cut.is_first else inputs
+        hidden = run_without_graph(self._parts.embedding, weights, inputs, {}) if self.cut.is_first else inputs
         for index, layer in zip(self.cut.layers, self._layers, strict=True):
             hidden = self._run(index, layer, weights, hidden, arguments[index])[0]
         return hidden
 
     def backward(
         self,
-        weights: Views,
-        gradients: Views,
-        kept: list[Kept],
+        weights: NamedTensors,
+        gradients: NamedTensors,
+        saved_for_backward: list[SavedForBackward],
         gradient: Tensor,
         arguments: LayerArguments,
-        routers: RouterTurn | None = None,
+        routers: RouterContext | None = None,
     ) -> Tensor:
         """Add the layers' parameter gradients to `gradients` and return the gradient of the first layer's input.
 
@@ -167,46 +171,59 @@ class StageModule:
             routers: with the gradient of the sums that `forward` added.
         """
         for index, layer in zip(reversed(self.cut.layers), reversed(self._layers), strict=True):
-            last = kept.pop()
+            last = saved_for_backward.pop()
             if index < self._first_trained:
                 continue
             own = self._arguments(index, arguments, routers)
-            further = [routers.numbers] if routers is not None and index in self._routed else []
-            if isinstance(last, LayerProducts):
-                gradient = backward(layer, resume(layer, weights, last, own), gradients, gradient, *further)
+            other_gradients = [routers.router_sums] if routers is not None and index in self._routed else []
+            if isinstance(last, SavedProducts):
+                gradient = backward(
+                    layer, resume_from_products(layer, weights, last, own), gradients, gradient, *other_gradients
+                )
             elif isinstance(last, BlockGraph):
-                gradient = backward(layer, last, gradients, gradient, *further)
+                gradient = backward(layer, last, gradients, gradient, *other_gradients)
             elif self._is_tiled(last):
                 tiled = self._tiled[index]
-                gradient = tiled.backward(weights, gradients, last, gradient, own, further=further)
+                gradient = tiled.backward(weights, gradients, last, gradient, own, other_gradients=other_gradients)
             else:
-                gradient = recomputed_backward(layer, weights, last, own, gradients, gradient, *further)
+                gradient = recomputed_backward(layer, weights, last, own, gradients, gradient, *other_gradients)
             del last
         return gradient
 
-    def _arguments(self, index: int, arguments: LayerArguments, routers: RouterTurn | None) -> Arguments:
+    def _arguments(self, index: int, arguments: LayerArguments, routers: RouterContext | None) -> KeywordArguments:
         """One layer's arguments, with those by which it gives the sums of its router."""
         own = arguments[index]
         return own if routers is None or index not in self._routed else routers.arguments(own)
 
-    def _run(self, index: int, layer: Block, weights: Views, hidden: Tensor, arguments: Arguments) -> Tensors:
+    def _run(
+        self, index: int, layer: Block, weights: NamedTensors, hidden: Tensor, arguments: KeywordArguments
+    ) -> Tensors:
         """One layer's outputs."""
         if self._is_tiled(hidden):
             return self._tiled[index].run(weights, hidden, arguments)
-        return run_many(layer, weights, (hidden,), arguments)
+        return run_many_without_graph(layer, weights, (hidden,), arguments)
 
     def _is_tiled(self, hidden: Tensor) -> bool:
         return self._tile_tokens is not None and hidden.shape[:2].numel() > self._tile_tokens
 
-    def embedding_backward(self, weights: Views, gradients: Views, tokens: Tensor, gradient: Tensor) -> None:
+    def embedding_backward(
+        self, weights: NamedTensors, gradients: NamedTensors, tokens: Tensor, gradient: Tensor
+    ) -> None:
         """Add the embedding's gradient for `tokens` [B, L]; `gradient` [B, L, H] is that of the first layer's input."""
         embedding = self._parts.embedding
-        if embedding.num_trained == 0:
+        if embedding.num_trained_parameters == 0:
             return
         backward(embedding, run_with_graph(embedding, weights, tokens, {}), gradients, gradient)
 
     def loss(
-        self, weights: Views, gradients: Views, hidden: Tensor, targets: Tensor, *, num_targets: int, loss_scale: float
+        self,
+        weights: NamedTensors,
+        gradients: NamedTensors,
+        hidden: Tensor,
+        targets: Tensor,
+        *,
+        num_targets: int,
+        loss_scale: float,
     ) -> tuple[Tensor, Tensor]:
         """Final norm, head and loss of one microbatch, with their backward.
 
@@ -235,7 +252,7 @@ class StageModule:
         )
         return loss, backward(parts.norm, normed, gradients, gradient)
 
-    def evaluate(self, weights: Views, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def evaluate(self, weights: NamedTensors, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Final norm, head and loss of one microbatch, forward only; `hidden` and `targets` as `loss` gets them.
 
         Returns the loss summed over the microbatch's targets (fp32 scalar), and how many of them have the largest logit
@@ -243,8 +260,8 @@ class StageModule:
         """
         parts = self._parts
         return chunked_evaluation(
-            lambda part: run(parts.head, weights, part, {}),
-            run(parts.norm, weights, hidden, {}),
+            lambda part: run_without_graph(parts.head, weights, part, {}),
+            run_without_graph(parts.norm, weights, hidden, {}),
             targets,
             chunk_tokens=self._loss_chunk_tokens,
             logits_loss=parts.logits_loss,

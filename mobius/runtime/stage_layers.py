@@ -1,6 +1,6 @@
 """Layers of a stage as the executor runs them, whether its microbatches are whole sequences or slices of them.
 
-`WholeLayers` is the first kind, `slices.SlicedStage` the other.
+`WholeLayers` is the first kind, `slices.SlicedLayers` the other.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from typing import Protocol
 
 from torch import Tensor
 
+from mobius.models.block_autograd import NamedTensors
 from mobius.models.blocks import LayerArguments
-from mobius.models.graph import Views
-from mobius.runtime.places import Place
-from mobius.runtime.routers import RouterTurn
-from mobius.runtime.stage import Kept, StageModule, tensors_of
+from mobius.runtime.pipelined_router_loss import RouterContext
+from mobius.runtime.sequence_slices import SequenceSlice
+from mobius.runtime.stage import SavedForBackward, StageModule, tensors_of
 
 
 @dataclass(frozen=True)
-class Turn:
+class MicrobatchContext:
     """A microbatch as layers see it beside its hidden states."""
 
     arguments: LayerArguments
     """For all layers of the model; of whole sequences."""
-    place: Place | None = None
+    sequence_slice: SequenceSlice | None = None
     """Where the microbatch is in its sequences; None where it is them."""
-    for_home: bool = False
+    offload_saved_tensors: bool = False
     """Whether what layers keep of it goes to the host, with all that products need."""
-    routers: RouterTurn | None = None
+    routers: RouterContext | None = None
     """Its routers, whose sums layers add to, or whose gradient they take; None where they have no loss."""
 
 
@@ -39,25 +39,38 @@ class StageLayers(Protocol):
     inputs of the first stage token ids [B, T].
     """
 
-    def forward(self, weights: Views, inputs: Tensor, turn: Turn) -> tuple[Tensor, list[Kept]]:
+    def forward(
+        self, weights: NamedTensors, inputs: Tensor, context: MicrobatchContext
+    ) -> tuple[Tensor, list[SavedForBackward]]:
         """Run the layers; return the hidden states, without a graph, and what is to be kept for backward."""
 
-    def evaluate(self, weights: Views, inputs: Tensor, turn: Turn) -> Tensor:
+    def evaluate(self, weights: NamedTensors, inputs: Tensor, context: MicrobatchContext) -> Tensor:
         """Run the layers for their hidden states alone; of the model's last stage those that norm and head get."""
 
-    def receive(self, inputs: Tensor) -> list[Kept] | None:
+    def save_input(self, inputs: Tensor) -> list[SavedForBackward] | None:
         """Return what the model's last stage keeps of its input until its turn; None: it runs `forward` for that."""
 
-    def make_keys(self, weights: Views, kept: Sequence[Tensor], turn: Turn) -> None:
+    def recompute_kv(
+        self, weights: NamedTensors, saved_for_backward: Sequence[Tensor], context: MicrobatchContext
+    ) -> None:
         """Make keys and values anew that backward of later microbatches needs."""
 
-    def finish(self, weights: Views, kept: list[Kept], turn: Turn) -> tuple[Tensor, list[Kept]]:
+    def finish_forward(
+        self, weights: NamedTensors, saved_for_backward: list[SavedForBackward], context: MicrobatchContext
+    ) -> tuple[Tensor, list[SavedForBackward]]:
         """In the model's last stage, the hidden states for norm and head, and what backward then takes."""
 
-    def backward(self, weights: Views, gradients: Views, kept: list[Kept], gradient: Tensor, turn: Turn) -> Tensor:
+    def backward(
+        self,
+        weights: NamedTensors,
+        gradients: NamedTensors,
+        saved_for_backward: list[SavedForBackward],
+        gradient: Tensor,
+        context: MicrobatchContext,
+    ) -> Tensor:
         """Add the layers' parameter gradients to `gradients`, fp32 sums by name; return that of the input.
 
-        `gradient` is that of the hidden states. Empties `kept`.
+        `gradient` is that of the hidden states. Empties `saved_for_backward`.
         """
 
 
@@ -69,22 +82,42 @@ class WholeLayers:
     keep_graphs: bool
     """Whether activations are kept from forward to backward, instead of recomputed; weights then must stay there."""
 
-    def forward(self, weights: Views, inputs: Tensor, turn: Turn) -> tuple[Tensor, list[Kept]]:
-        given = weights, inputs, turn.arguments
-        return self.module.forward(*given, keep_graphs=self.keep_graphs, for_home=turn.for_home, routers=turn.routers)
+    def forward(
+        self, weights: NamedTensors, inputs: Tensor, context: MicrobatchContext
+    ) -> tuple[Tensor, list[SavedForBackward]]:
+        given = weights, inputs, context.arguments
+        return self.module.forward(
+            *given,
+            keep_graphs=self.keep_graphs,
+            offload_saved_tensors=context.offload_saved_tensors,
+            routers=context.routers,
+        )
 
-    def evaluate(self, weights: Views, inputs: Tensor, turn: Turn) -> Tensor:
-        return self.module.run(weights, inputs, turn.arguments)
+    def evaluate(self, weights: NamedTensors, inputs: Tensor, context: MicrobatchContext) -> Tensor:
+        return self.module.run(weights, inputs, context.arguments)
 
-    def receive(self, inputs: Tensor) -> list[Kept] | None:
+    def save_input(self, inputs: Tensor) -> list[SavedForBackward] | None:
         return [inputs]
 
-    def make_keys(self, weights: Views, kept: Sequence[Tensor], turn: Turn) -> None:
+    def recompute_kv(
+        self, weights: NamedTensors, saved_for_backward: Sequence[Tensor], context: MicrobatchContext
+    ) -> None:
         raise AssertionError("whole sequences have no keys to be made anew")
 
-    def finish(self, weights: Views, kept: list[Kept], turn: Turn) -> tuple[Tensor, list[Kept]]:
-        (inputs,) = tensors_of(kept)
-        return self.forward(weights, inputs, turn)
+    def finish_forward(
+        self, weights: NamedTensors, saved_for_backward: list[SavedForBackward], context: MicrobatchContext
+    ) -> tuple[Tensor, list[SavedForBackward]]:
+        (inputs,) = tensors_of(saved_for_backward)
+        return self.forward(weights, inputs, context)
 
-    def backward(self, weights: Views, gradients: Views, kept: list[Kept], gradient: Tensor, turn: Turn) -> Tensor:
-        return self.module.backward(weights, gradients, kept, gradient, turn.arguments, turn.routers)
+    def backward(
+        self,
+        weights: NamedTensors,
+        gradients: NamedTensors,
+        saved_for_backward: list[SavedForBackward],
+        gradient: Tensor,
+        context: MicrobatchContext,
+    ) -> Tensor:
+        return self.module.backward(
+            weights, gradients, saved_for_backward, gradient, context.arguments, context.routers
+        )

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from mobius.models.attention_split import without_attention_arguments
+from mobius.models.block_autograd import NamedTensors
 from mobius.models.compiled import Tensors
-from mobius.models.graph import Views
-from mobius.models.halves import AttentionGraph, Heads, LayerHalves
-from mobius.models.seam import without_attention
+from mobius.models.pre_post_attention import AttentionGraph, Heads, PrePostAttention
 
 _WHOLE = 128
 """Tiles are cut evenly in multiples of so many tokens, which matrix products of GPUs take at once."""
@@ -39,7 +39,7 @@ class TokenAttention(Protocol):
 class _WholeRows:
     """A layer's own attention."""
 
-    def __init__(self, halves: LayerHalves, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, halves: PrePostAttention, arguments: Mapping[str, Any]) -> None:
         self._halves, self._arguments = halves, arguments
         self._graph: AttentionGraph | None = None
 
@@ -56,15 +56,19 @@ class _WholeRows:
 class TiledLayer:
     """A layer of a stage, run in tiles of at most `tile_tokens` tokens."""
 
-    def __init__(self, halves: LayerHalves, *, tile_tokens: int) -> None:
+    def __init__(self, halves: PrePostAttention, *, tile_tokens: int) -> None:
         self._halves, self._tile_tokens = halves, tile_tokens
 
-    def project(self, weights: Views, hidden: Tensor, arguments: Mapping[str, Any]) -> Heads:
+    def run_pre_attention(self, weights: NamedTensors, hidden: Tensor, arguments: Mapping[str, Any]) -> Heads:
         """Query, key and value of whole rows, without a graph."""
         return self._project(weights, hidden, _Rows(hidden, arguments, self._tile_tokens))
 
     def run(
-        self, weights: Views, hidden: Tensor, arguments: Mapping[str, Any], attention: TokenAttention | None = None
+        self,
+        weights: NamedTensors,
+        hidden: Tensor,
+        arguments: Mapping[str, Any],
+        attention: TokenAttention | None = None,
     ) -> Tensors:
         """The layer's output [B, L, hidden], without a graph; `arguments` are the whole layer's.
 
@@ -78,71 +82,82 @@ class TiledLayer:
         output = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         sums: list[Tensor] = []
         for tile in rows.tiles():
-            made, *own = self._halves.finish(weights, tile.of(hidden), tile.of(attended), tile.arguments)
+            made, *own = self._halves.run_post_attention(weights, tile.of(hidden), tile.of(attended), tile.arguments)
             tile.of(output).copy_(made)
             sums = [before + each for before, each in zip(sums, own, strict=True)] if sums else own
         return output, *sums
 
     def backward(
         self,
-        weights: Views,
-        gradients: Views,
+        weights: NamedTensors,
+        gradients: NamedTensors,
         hidden: Tensor,
         gradient: Tensor,
         arguments: Mapping[str, Any],
         attention: TokenAttention | None = None,
-        further: Sequence[Tensor] = (),
+        other_gradients: Sequence[Tensor] = (),
     ) -> Tensor:
         """Add the parameters' gradients to `gradients`, fp32 sums by Hugging Face name; return that of `hidden`.
 
-        `gradient` is that of the output; both are [B, L, hidden]. `further` is that of the router's sums. The layer is
-        recomputed from `hidden`, with `attention` instead of its own as in `run`.
+        `gradient` is that of the output; both are [B, L, hidden]. `other_gradients` is that of the router's sums. The
+        layer is recomputed from `hidden`, with `attention` instead of its own as in `run`.
         """
         rows = _Rows(hidden, arguments, self._tile_tokens)
         heads = self._project(weights, hidden, rows)
         graph = _WholeRows(self._halves, arguments) if attention is None else attention
         attended = graph.attend(heads)
         del heads
-        of_hidden, of_attended = self._finish_backward(weights, gradients, hidden, attended, gradient, rows, further)
+        of_hidden, of_attended = self._finish_backward(
+            weights, gradients, hidden, attended, gradient, rows, other_gradients
+        )
         of_heads = Heads(*(each.transpose(1, 2) for each in graph.backward(of_attended)))
         del graph, attended, of_attended
         for tile in rows.tiles():
             own = Heads(*(tile.of(each).transpose(1, 2) for each in of_heads))
-            part = self._halves.project_backward(weights, gradients, tile.of(hidden), own, tile.arguments)
+            part = self._halves.pre_attention_backward(weights, gradients, tile.of(hidden), own, tile.arguments)
             tile.of(of_hidden).add_(part)
         return of_hidden
 
     def _finish_backward(
         self,
-        weights: Views,
-        gradients: Views,
+        weights: NamedTensors,
+        gradients: NamedTensors,
         hidden: Tensor,
         attended: Tensor,
         gradient: Tensor,
         rows: _Rows,
-        further: Sequence[Tensor],
+        other_gradients: Sequence[Tensor],
     ) -> tuple[Tensor, Tensor]:
         """Gradients of the layer's input, as far as they do not come by attention, and of attention's result.
 
-        `gradient` is that of the output, `further` that of the router's sums, the same for each tile. No tile is left
-        when attention's backward begins.
+        `gradient` is that of the output, `other_gradients` that of the router's sums, the same for each tile. No tile
+        is left when attention's backward begins.
         """
         of_hidden, of_attended = (
             torch.empty_like(each, memory_format=torch.contiguous_format) for each in (hidden, attended)
         )
         for tile in rows.tiles():
-            made = self._halves.finish_backward(
-                weights, gradients, tile.of(hidden), tile.of(attended), tile.of(gradient), tile.arguments, *further
+            made = self._halves.post_attention_backward(
+                weights,
+                gradients,
+                tile.of(hidden),
+                tile.of(attended),
+                tile.of(gradient),
+                tile.arguments,
+                *other_gradients,
             )
             tile.of(of_hidden).copy_(made[0])
             tile.of(of_attended).copy_(made[1])
         return of_hidden, of_attended
 
-    def _project(self, weights: Views, hidden: Tensor, rows: _Rows) -> Heads:
+    def _project(self, weights: NamedTensors, hidden: Tensor, rows: _Rows) -> Heads:
         """Query, key and value of whole rows."""
         whole: list[Tensor] = []
         for tile in rows.tiles():
-            parts = [each.transpose(1, 2) for each in self._halves.project(weights, tile.of(hidden), tile.arguments)]
+            parts = [
+                each.transpose(1, 2)
+                for each in self._halves.run_pre_attention(weights, tile.of(hidden), tile.arguments)
+            ]
             if not whole:
                 whole = [each.new_empty(*hidden.shape[:2], *each.shape[2:]) for each in parts]
             for each, part in zip(whole, parts, strict=True):
@@ -158,7 +173,7 @@ class _Rows:
         tokens = self._shape.numel()
         even = -(-tokens // -(-tokens // tile_tokens))
         self._step = min(tile_tokens, -(-even // _WHOLE) * _WHOLE)
-        self._arguments = without_attention(arguments)
+        self._arguments = without_attention_arguments(arguments)
 
     def tiles(self) -> Iterator[_Tile]:
         batch, length = self._shape

@@ -27,17 +27,17 @@ class ActionKind(StrEnum):
     BACKWARD_FIRST = "backward_first"
     BACKWARD_MIDDLE = "backward_middle"
     BACKWARD_LAST = "backward_last"
-    KEYS = "keys"
+    RECOMPUTE_KV = "keys"
     """A slice's keys and values are made anew in each layer of the stage, before its sequence's backward begins."""
     LOAD = "load"
     OFFLOAD = "offload"
-    LOAD_SUMS = "load_sums"
+    LOAD_GRADIENT_SUMS = "load_sums"
     """Gradients that a stage's earlier microbatches have added up come back from the host, to go on with."""
-    OFFLOAD_SUMS = "offload_sums"
+    OFFLOAD_GRADIENT_SUMS = "offload_sums"
     """Gradients that have been added up so far go to the host, for another round of the step to go on with."""
-    STASH = "stash"
+    OFFLOAD_ACTIVATIONS = "stash"
     """Inputs of the stage's layers, which a microbatch's forward leaves for its backward, go to the host."""
-    FETCH = "fetch"
+    PREFETCH_ACTIVATIONS = "fetch"
     """They come back to the GPU."""
 
     @property
@@ -49,18 +49,18 @@ class ActionKind(StrEnum):
         return self in _BACKWARD_KINDS
 
     @property
-    def is_compute(self) -> bool:
+    def is_forward_or_backward(self) -> bool:
         return self.is_forward or self.is_backward
 
     @property
-    def computes(self) -> bool:
+    def runs_on_compute_lane(self) -> bool:
         """Whether it is on the compute lane, weights at hand: forward, backward, or keys."""
-        return self.is_compute or self is ActionKind.KEYS
+        return self.is_forward_or_backward or self is ActionKind.RECOMPUTE_KV
 
     @property
     def has_microbatch(self) -> bool:
         """Whether it concerns one microbatch; the others concern a whole stage."""
-        return self.computes or self in (ActionKind.STASH, ActionKind.FETCH)
+        return self.runs_on_compute_lane or self in (ActionKind.OFFLOAD_ACTIVATIONS, ActionKind.PREFETCH_ACTIVATIONS)
 
 
 _POSITIONS = (ActionKind.FORWARD_FIRST, ActionKind.FORWARD_MIDDLE, ActionKind.FORWARD_LAST)
@@ -68,13 +68,13 @@ _FORWARD_KINDS = (*_POSITIONS, ActionKind.EVALUATE_LAST)
 _BACKWARD_KINDS = (ActionKind.BACKWARD_FIRST, ActionKind.BACKWARD_MIDDLE, ActionKind.BACKWARD_LAST)
 _LETTERS = {
     ActionKind.GENERATE_DATA: "D",
-    ActionKind.KEYS: "K",
+    ActionKind.RECOMPUTE_KV: "K",
     ActionKind.LOAD: "L",
     ActionKind.OFFLOAD: "O",
-    ActionKind.LOAD_SUMS: "LS",
-    ActionKind.OFFLOAD_SUMS: "OS",
-    ActionKind.STASH: "S",
-    ActionKind.FETCH: "T",
+    ActionKind.LOAD_GRADIENT_SUMS: "LS",
+    ActionKind.OFFLOAD_GRADIENT_SUMS: "OS",
+    ActionKind.OFFLOAD_ACTIVATIONS: "S",
+    ActionKind.PREFETCH_ACTIVATIONS: "T",
 }
 
 
@@ -97,7 +97,7 @@ class Action:
 
     def to_text(self, num_stages: int) -> str:
         """The five-field form; the peers are computed, hence `num_stages`."""
-        numbers = (incoming(self, num_stages), self.stage, outgoing(self, num_stages), self.microbatch)
+        numbers = (source_stage(self, num_stages), self.stage, target_stage(self, num_stages), self.microbatch)
         return " ".join([self.kind.value, *("-1" if n is None else str(n) for n in numbers)])
 
 
@@ -112,19 +112,19 @@ def evaluation_kind(stage: int, num_stages: int) -> ActionKind:
     return ActionKind.EVALUATE_LAST if stage == num_stages - 1 else compute_kinds(stage, num_stages)[0]
 
 
-def incoming(action: Action, num_stages: int) -> int | None:
+def source_stage(action: Action, num_stages: int) -> int | None:
     """The stage whose message `action` consumes: an activation in forward, an activation gradient in backward."""
     return _neighbour(action, num_stages, -1)
 
 
-def outgoing(action: Action, num_stages: int) -> int | None:
+def target_stage(action: Action, num_stages: int) -> int | None:
     """The stage that consumes what `action` produces, None where nothing leaves the stage."""
     return _neighbour(action, num_stages, 1)
 
 
 def _neighbour(action: Action, num_stages: int, distance: int) -> int | None:
     """The stage so far on in the direction in which `action` computes; backward goes down the stages."""
-    if not action.kind.is_compute:
+    if not action.kind.is_forward_or_backward:
         return None
     stage = action.stage + (distance if action.kind.is_forward else -distance)
     return stage if 0 <= stage < num_stages else None
@@ -138,7 +138,7 @@ def describe_misfit(action: Action, num_stages: int, *, is_evaluation: bool = Fa
         return None if action.microbatch is None else f"{action.kind} concerns a whole stage, not a microbatch"
     if action.microbatch is None:
         return f"{action.kind} needs a microbatch"
-    if not action.kind.is_compute:
+    if not action.kind.is_forward_or_backward:
         turns = action.stage == num_stages - 1
         return f"stage {action.stage} is the model's last, whose backward follows its forward" if turns else None
     expected = compute_kinds(action.stage, num_stages)[action.kind.is_backward]

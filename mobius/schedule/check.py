@@ -10,9 +10,9 @@ from enum import StrEnum
 from itertools import product
 
 from mobius.errors import ScheduleError
-from mobius.limits import MAX_SUMS, max_fetched
+from mobius.limits import MAX_GRADIENT_SUMS, max_prefetched
 from mobius.schedule.action import ActionKind, describe_misfit
-from mobius.schedule.schedule import Schedule, take_turns
+from mobius.schedule.schedule import Schedule, topological_order
 
 
 class Rule(StrEnum):
@@ -41,16 +41,16 @@ class Rule(StrEnum):
     SLICES = "slices"
     """Slices of a sequence go forward in their order and backward in reverse. Before its first backward in a stage,
     keys and values of all its slices are made anew, once and in order; the model's last stage still has them."""
-    STASH = "stash"
+    OFFLOAD_ACTIVATIONS = "stash"
     """Inputs of a stashed stage's layers go to the host behind their forward and come back before their backward, into
-    a place that is free; no more microbatches have come back and wait than `Schedule.reach` allows. Other stages have
-    no stash or fetch."""
+    a place that is free; no more microbatches have come back and wait than `Schedule.copy_lookahead` allows. Other
+    stages have no stash or fetch."""
     DEADLOCK = "deadlock"
     """All ranks reach the end of their lists."""
 
 
-_STASHES = (ActionKind.STASH, ActionKind.FETCH)
-_OUTSIDE_SLOTS = (ActionKind.GENERATE_DATA, ActionKind.LOAD_SUMS, ActionKind.OFFLOAD_SUMS, *_STASHES)
+_STASHES = (ActionKind.OFFLOAD_ACTIVATIONS, ActionKind.PREFETCH_ACTIVATIONS)
+_OUTSIDE_SLOTS = (ActionKind.GENERATE_DATA, ActionKind.LOAD_GRADIENT_SUMS, ActionKind.OFFLOAD_GRADIENT_SUMS, *_STASHES)
 
 _Breach = tuple[int, Rule, str]
 """Index of the action, the rule that it breaks, and how."""
@@ -62,14 +62,20 @@ def check(schedule: Schedule) -> None:
         raise ScheduleError(f"{Rule.SHAPE}: {len(schedule.actions)} lists of actions for {schedule.num_ranks} ranks")
     if schedule.num_stages < 1 or schedule.num_stages % schedule.num_ranks:
         raise ScheduleError(f"{Rule.SHAPE}: {schedule.num_stages} stages is no multiple of {schedule.num_ranks} ranks")
-    if not 0 <= schedule.num_products_home <= (schedule.round_size if schedule.num_slices == 1 else 0):
-        told = f"{schedule.num_products_home} microbatches of a round send their products home"
-        raise ScheduleError(f"{Rule.STASH}: {told}, a round has {schedule.round_size}, and slices cannot")
+    if (
+        not 0
+        <= schedule.num_offloaded_microbatches
+        <= (schedule.microbatches_per_round if schedule.num_slices == 1 else 0)
+    ):
+        told = f"{schedule.num_offloaded_microbatches} microbatches of a round send their products home"
+        raise ScheduleError(
+            f"{Rule.OFFLOAD_ACTIVATIONS}: {told}, a round has {schedule.microbatches_per_round}, and slices cannot"
+        )
     for rank in range(schedule.num_ranks):
         for breaches in _CHECKS:
             for index, rule, text in breaches(schedule, rank):
                 raise _violation(schedule, rank, index, rule, text)
-    _, conflict = take_turns(schedule)
+    _, conflict = topological_order(schedule)
     if conflict is not None:
         rule = Rule.DEADLOCK if conflict.is_deadlock else Rule.ORDER
         raise _violation(schedule, conflict.rank, conflict.index, rule, conflict.text)
@@ -111,9 +117,9 @@ def _check_complete(schedule: Schedule, rank: int) -> Iterator[_Breach]:
     seen: set[tuple[bool, int, int | None]] = set()
     for index, action in enumerate(schedule.actions[rank]):
         key = (action.kind.is_backward, action.stage, action.microbatch)
-        if action.kind.is_compute and key in seen:
+        if action.kind.is_forward_or_backward and key in seen:
             yield index, Rule.COMPLETE, "it is there a second time"
-        if action.kind.is_compute:
+        if action.kind.is_forward_or_backward:
             seen.add(key)
     directions = (False,) if schedule.is_evaluation else (False, True)
     for key in product(directions, schedule.local_stages(rank), range(schedule.num_microbatches)):
@@ -133,11 +139,11 @@ def _check_order(schedule: Schedule, rank: int) -> Iterator[_Breach]:
             yield index, Rule.ORDER, "its forward has not run yet"
         elif action.kind.is_backward:
             own.remove(action.microbatch)
-        if len(own) > schedule.round_size and not schedule.is_evaluation:
+        if len(own) > schedule.microbatches_per_round and not schedule.is_evaluation:
             yield (
                 index,
                 Rule.ROUND,
-                f"{len(own)} microbatches wait for their backward, a round has {schedule.round_size}",
+                f"{len(own)} microbatches wait for their backward, a round has {schedule.microbatches_per_round}",
             )
 
 
@@ -147,7 +153,7 @@ def _check_residency(schedule: Schedule, rank: int) -> Iterator[_Breach]:
     num_backwards: Counter[int] = Counter()
     for index, action in enumerate(schedule.actions[rank]):
         stage, kind = action.stage, action.kind
-        if not kind.computes and kind is not ActionKind.GENERATE_DATA and kind not in _STASHES:
+        if not kind.runs_on_compute_lane and kind is not ActionKind.GENERATE_DATA and kind not in _STASHES:
             if schedule.num_slots is None:
                 yield index, Rule.BUDGET, "the schedule has no slots, all weights stay on the GPU"
             if stage in schedule.resident:
@@ -183,11 +189,11 @@ def _check_sums(schedule: Schedule, rank: int) -> Iterator[_Breach]:
         if stage in schedule.resident:
             continue
         there = f"the sums of its {done} backwards are {'on the GPU' if stage in on_gpu else 'on the host'}"
-        if kind is ActionKind.LOAD_SUMS:
+        if kind is ActionKind.LOAD_GRADIENT_SUMS:
             if done == 0 or stage in on_gpu:
                 yield index, Rule.GRADIENTS, there if done else "it has no sums yet"
             on_gpu.add(stage)
-        elif kind is ActionKind.OFFLOAD_SUMS:
+        elif kind is ActionKind.OFFLOAD_GRADIENT_SUMS:
             if done in (0, schedule.num_microbatches) or stage not in on_gpu:
                 yield index, Rule.GRADIENTS, there
             on_gpu.discard(stage)
@@ -201,7 +207,7 @@ def _check_sums(schedule: Schedule, rank: int) -> Iterator[_Breach]:
                 yield index, Rule.GRADIENTS, there
             on_gpu.add(stage)
             num_backwards[stage] += 1
-        if len(on_gpu) > MAX_SUMS:
+        if len(on_gpu) > MAX_GRADIENT_SUMS:
             yield index, Rule.BUDGET, f"the sums of the stages {sorted(on_gpu)} are on the GPU at a time"
 
 
@@ -211,35 +217,39 @@ def _check_stashes(schedule: Schedule, rank: int) -> Iterator[_Breach]:
     home: dict[tuple[int, int], int] = {}
     """Microbatch whose inputs lie on the host, by stage and place."""
     back: set[tuple[int, int]] = set()
-    most_back = max_fetched(schedule.reach)
+    most_back = max_prefetched(schedule.copy_lookahead)
     for index, action in enumerate(schedule.actions[rank]):
         kind, stage, microbatch = action.kind, action.stage, action.microbatch
-        if kind in _STASHES and stage not in schedule.stashed:
-            yield index, Rule.STASH, f"what backward needs of stage {stage} stays on the GPU"
-        if microbatch is None or stage not in schedule.stashed or schedule.is_evaluation:
+        if kind in _STASHES and stage not in schedule.offloaded_activation_stages:
+            yield index, Rule.OFFLOAD_ACTIVATIONS, f"what backward needs of stage {stage} stays on the GPU"
+        if microbatch is None or stage not in schedule.offloaded_activation_stages or schedule.is_evaluation:
             continue
-        own, place = (stage, microbatch), (stage, microbatch % schedule.round_size)
+        own, place = (stage, microbatch), (stage, microbatch % schedule.microbatches_per_round)
         if kind.is_forward:
             left.add(own)
-        elif kind is ActionKind.STASH:
+        elif kind is ActionKind.OFFLOAD_ACTIVATIONS:
             if own not in left:
-                yield index, Rule.STASH, "its forward has not run yet, or its inputs have left already"
+                yield index, Rule.OFFLOAD_ACTIVATIONS, "its forward has not run yet, or its inputs have left already"
             if place in home:
-                yield index, Rule.STASH, f"microbatch {home[place]} still lies in its place on the host"
+                yield index, Rule.OFFLOAD_ACTIVATIONS, f"microbatch {home[place]} still lies in its place on the host"
             left.discard(own)
             home[place] = microbatch
-        elif kind is ActionKind.FETCH:
+        elif kind is ActionKind.PREFETCH_ACTIVATIONS:
             if home.get(place) != microbatch:
-                yield index, Rule.STASH, "its inputs are not on the host"
+                yield index, Rule.OFFLOAD_ACTIVATIONS, "its inputs are not on the host"
             back.add(own)
             if len(back) > most_back:
-                yield index, Rule.STASH, f"{len(back)} microbatches have come back and wait, {most_back} may"
+                yield (
+                    index,
+                    Rule.OFFLOAD_ACTIVATIONS,
+                    f"{len(back)} microbatches have come back and wait, {most_back} may",
+                )
         else:
             if own not in back:
-                yield index, Rule.STASH, "its inputs have not come back"
-            if kind is not ActionKind.KEYS:
+                yield index, Rule.OFFLOAD_ACTIVATIONS, "its inputs have not come back"
+            if kind is not ActionKind.RECOMPUTE_KV:
                 home.pop(place, None)
-            if kind is not ActionKind.KEYS or (microbatch + 1) % schedule.num_slices:
+            if kind is not ActionKind.RECOMPUTE_KV or (microbatch + 1) % schedule.num_slices:
                 back.discard(own)  # the backward of a sequence's last slice follows, and takes the same
 
 
@@ -249,9 +259,9 @@ def _check_slices(schedule: Schedule, rank: int) -> Iterator[_Breach]:
     """Slices of a sequence that have gone so far in a stage, by stage and sequence."""
     for index, action in enumerate(schedule.actions[rank]):
         kind, microbatch = action.kind, action.microbatch
-        if kind is ActionKind.KEYS and (number == 1 or action.stage == last_stage):
+        if kind is ActionKind.RECOMPUTE_KV and (number == 1 or action.stage == last_stage):
             yield index, Rule.SLICES, "there are no keys and values to be made anew"
-        if microbatch is None or not kind.computes or number == 1:
+        if microbatch is None or not kind.runs_on_compute_lane or number == 1:
             continue
         sequence, place = divmod(microbatch, number)
         own = action.stage, sequence

@@ -40,14 +40,14 @@ def data_actions(rank: int, num_ranks: int, num_stages: int) -> list[Action]:
 
 
 def compute_order(
-    rank: int, num_ranks: int, num_stages: int, num_microbatches: int, num_rounds: int = 1, num_slices: int = 1
+    rank: int, num_ranks: int, num_stages: int, num_microbatches: int, accumulation_rounds: int = 1, num_slices: int = 1
 ) -> list[Action]:
     """All forwards and backwards of `rank` in order; the microbatches are a multiple of rounds and slices.
 
     Backward mirrors the stages but not the microbatches, slices of a sequence apart: gradients are added in the order
     0, 1, ..., as a plain loop over the microbatches adds them, so that the sums are equal to the last bit.
     """
-    size = num_microbatches // num_rounds
+    size = num_microbatches // accumulation_rounds
     rounds = [range(first, first + size) for first in range(0, num_microbatches, size)]
     numbers = rank, num_ranks, num_stages
     return [action for microbatches in rounds for action in _round(*numbers, microbatches, num_slices)]
@@ -62,7 +62,7 @@ def _round(rank: int, num_ranks: int, num_stages: int, microbatches: range, num_
     for stage in reversed(stages):
         forward, backward = kinds[stage]
         # Of whole sequences there are no keys and values to be kept from one to another.
-        first = forward if stage == last_stage else ActionKind.KEYS if num_slices > 1 else None
+        first = forward if stage == last_stage else ActionKind.RECOMPUTE_KV if num_slices > 1 else None
         for slices in sequences:
             actions += [Action(first, stage, m) for m in slices] if first is not None else []
             actions += [Action(backward, stage, m) for m in reversed(slices)]

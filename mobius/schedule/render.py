@@ -43,8 +43,10 @@ def render_text(schedule: Schedule, failed: tuple[int, int] | None = None, *, li
 def _lanes(schedule: Schedule, rank: int) -> list[Lane]:
     """The lanes on which the rank has anything to do."""
     moves = [Lane.LOAD, Lane.OFFLOAD] if schedule.streamed_stages(rank) else []
-    stashes = schedule.stashed.intersection(schedule.local_stages(rank)) and not schedule.is_evaluation
-    return [Lane.COMPUTE, *moves, *([Lane.STASH, Lane.FETCH] if stashes else [])]
+    stashes = (
+        schedule.offloaded_activation_stages.intersection(schedule.local_stages(rank)) and not schedule.is_evaluation
+    )
+    return [Lane.COMPUTE, *moves, *([Lane.OFFLOAD_ACTIVATIONS, Lane.PREFETCH_ACTIVATIONS] if stashes else [])]
 
 
 def _name(span: ActionSpan, failed_span: ActionSpan | None) -> str:

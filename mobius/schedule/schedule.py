@@ -10,8 +10,8 @@ receive that it waits for, because NCCL buffers no large messages.
 from collections import defaultdict, deque
 from dataclasses import dataclass
 
-from mobius.schedule.action import Action, incoming, outgoing
-from mobius.schedule.stashing import goes_whole, reach
+from mobius.schedule.action import Action, source_stage, target_stage
+from mobius.schedule.activation_offloading import copy_lookahead, offloads_all
 
 
 @dataclass(frozen=True)
@@ -30,30 +30,32 @@ class Schedule:
     resident: frozenset[int] = frozenset()
     is_evaluation: bool = False
     """Whether there is no backward: stages only go forward, the last one with its loss."""
-    num_rounds: int = 1
+    accumulation_rounds: int = 1
     """Parts of the microbatches that go forward and backward one after the other; each has as many."""
-    stashed: frozenset[int] = frozenset()
+    offloaded_activation_stages: frozenset[int] = frozenset()
     """Stages whose layers' inputs wait on the host from forward to backward."""
     num_slices: int = 1
     """Slices of each sequence; a microbatch is a slice of some sequences, and `num_microbatches` counts all."""
-    num_products_home: int = 0
+    num_offloaded_microbatches: int = 0
     """Microbatches of each round whose products go to the host from stashed stages, which do not run them again."""
 
-    def sends_products(self, stage: int, microbatch: int | None) -> bool:
+    def offloads_all(self, stage: int, microbatch: int | None) -> bool:
         """Whether the products of a microbatch wait on the host, and not only the inputs of the stage's layers."""
-        if stage not in self.stashed or microbatch is None:
+        if stage not in self.offloaded_activation_stages or microbatch is None:
             return False
-        return goes_whole(microbatch, round_size=self.round_size, number=self.num_products_home)
+        return offloads_all(
+            microbatch, microbatches_per_round=self.microbatches_per_round, number=self.num_offloaded_microbatches
+        )
 
     @property
-    def reach(self) -> int:
+    def copy_lookahead(self) -> int:
         """Computations under which what is stashed may leave, or come back."""
-        return reach(self.round_size, self.num_products_home)
+        return copy_lookahead(self.microbatches_per_round, self.num_offloaded_microbatches)
 
     @property
-    def round_size(self) -> int:
+    def microbatches_per_round(self) -> int:
         """Microbatches of a round: the most that are between forward and backward at a time."""
-        return self.num_microbatches // self.num_rounds
+        return self.num_microbatches // self.accumulation_rounds
 
     @property
     def last_backward(self) -> int:
@@ -89,7 +91,7 @@ class Conflict:
     text: str
 
 
-def take_turns(schedule: Schedule) -> tuple[list[tuple[int, Action]], Conflict | None]:
+def topological_order(schedule: Schedule) -> tuple[list[tuple[int, Action]], Conflict | None]:
     """The actions with their ranks, each receiver behind its sender, as far as they can be played, and what stops them.
 
     The ranks take turns; each goes on until a message is missing. The conflict is None if all reach the end.
@@ -103,7 +105,7 @@ def take_turns(schedule: Schedule) -> tuple[list[tuple[int, Action]], Conflict |
         for rank, actions in enumerate(schedule.actions):
             while positions[rank] < len(actions):
                 action = actions[positions[rank]]
-                source, target = incoming(action, schedule.num_stages), outgoing(action, schedule.num_stages)
+                source, target = source_stage(action, schedule.num_stages), target_stage(action, schedule.num_stages)
                 if source is not None:
                     wanted, arriving = (source, action.stage, action.microbatch), edges[schedule.rank_of(source), rank]
                     if not arriving:
@@ -130,7 +132,7 @@ def _deadlock(schedule: Schedule, positions: list[int]) -> Conflict | None:
         return None
     waits = []
     for rank, action in stuck.items():
-        source = incoming(action, schedule.num_stages)
+        source = source_stage(action, schedule.num_stages)
         assert source is not None, "only an action that receives can be stuck"
         waits.append(f"rank {rank} at {action} for stage {source} on rank {schedule.rank_of(source)}")
     first = min(stuck)

@@ -13,10 +13,10 @@ and
 
 from dataclasses import dataclass, field, replace
 
-from mobius.limits import max_leaving
-from mobius.schedule.action import Action, ActionKind, incoming
+from mobius.limits import max_pending_offloads
+from mobius.schedule.action import Action, ActionKind, source_stage
 from mobius.schedule.lanes import Lane
-from mobius.schedule.schedule import Schedule, take_turns
+from mobius.schedule.schedule import Schedule, topological_order
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Costs:
     """Sending the gradients of a stage home; giving up a slot without gradients takes no time."""
     sums: int = 4
     """Sending the fp32 sums of a stage home between rounds, or bringing them back."""
-    stash: int = 1
+    offload_activations: int = 1
     """Sending the inputs of a stage's layers and a microbatch home, or bringing them back."""
     products: int = 3
     """Sending all that products need of a microbatch home, or bringing it back."""
@@ -55,11 +55,11 @@ Timeline = tuple[tuple[ActionSpan, ...], ...]
 
 _LANES = {
     ActionKind.LOAD: Lane.LOAD,
-    ActionKind.LOAD_SUMS: Lane.LOAD,
+    ActionKind.LOAD_GRADIENT_SUMS: Lane.LOAD,
     ActionKind.OFFLOAD: Lane.OFFLOAD,
-    ActionKind.OFFLOAD_SUMS: Lane.OFFLOAD,
-    ActionKind.STASH: Lane.STASH,
-    ActionKind.FETCH: Lane.FETCH,
+    ActionKind.OFFLOAD_GRADIENT_SUMS: Lane.OFFLOAD,
+    ActionKind.OFFLOAD_ACTIVATIONS: Lane.OFFLOAD_ACTIVATIONS,
+    ActionKind.PREFETCH_ACTIVATIONS: Lane.PREFETCH_ACTIVATIONS,
 }
 
 
@@ -88,16 +88,18 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:
     spans: list[list[ActionSpan]] = [[] for _ in range(schedule.num_ranks)]
     clocks = [_RankClock() for _ in range(schedule.num_ranks)]
     computed: dict[tuple[bool, int, int | None], int] = {}
-    order, conflict = take_turns(schedule)
+    order, conflict = topological_order(schedule)
     assert conflict is None, "the schedule has not passed the check"
     for rank, action in order:
-        source = incoming(action, schedule.num_stages)
+        source = source_stage(action, schedule.num_stages)
         arrival = 0 if source is None else computed[action.kind.is_backward, source, action.microbatch]
         own = costs
-        if schedule.sends_products(action.stage, action.microbatch):
-            own = replace(costs, stash=costs.products, backward=costs.kept_backward)
-        span = _play(clocks[rank], action, arrival, schedule.slots[rank], max_leaving(schedule.reach), own)
-        if action.kind.is_compute:
+        if schedule.offloads_all(action.stage, action.microbatch):
+            own = replace(costs, offload_activations=costs.products, backward=costs.kept_backward)
+        span = _play(
+            clocks[rank], action, arrival, schedule.slots[rank], max_pending_offloads(schedule.copy_lookahead), own
+        )
+        if action.kind.is_forward_or_backward:
             computed[action.kind.is_backward, action.stage, action.microbatch] = span.end
         spans[rank].append(span)
     return tuple(tuple(rank_spans) for rank_spans in spans)
@@ -119,21 +121,24 @@ def _play(
         start = max(start, clock.stage_idle.get(action.stage, clock.weights_ready[action.stage]))
         duration = costs.offload if action.stage in clock.with_gradients else 0
         clock.offload_ends.append(start + duration)
-    elif action.kind is ActionKind.OFFLOAD_SUMS:
+    elif action.kind is ActionKind.OFFLOAD_GRADIENT_SUMS:
         start, duration = max(start, clock.stage_idle[action.stage]), costs.sums
         clock.with_gradients.remove(action.stage)
         clock.sums_ready[action.stage] = clock.sums_left = start + duration
-    elif action.kind is ActionKind.LOAD_SUMS:
+    elif action.kind is ActionKind.LOAD_GRADIENT_SUMS:
         start, duration = max(start, clock.sums_ready[action.stage], clock.sums_left), costs.sums
         clock.sums_ready[action.stage] = start + duration
-    elif action.kind is ActionKind.STASH:
-        start, duration = max(start, clock.computed), costs.stash
+    elif action.kind is ActionKind.OFFLOAD_ACTIVATIONS:
+        start, duration = max(start, clock.computed), costs.offload_activations
         clock.left[action.stage, action.microbatch] = start + duration
         clock.stash_ends.append(start + duration)
-    elif action.kind is ActionKind.FETCH:
-        start, duration = max(start, clock.left[action.stage, action.microbatch], clock.computed), costs.stash
+    elif action.kind is ActionKind.PREFETCH_ACTIVATIONS:
+        start, duration = (
+            max(start, clock.left[action.stage, action.microbatch], clock.computed),
+            costs.offload_activations,
+        )
         clock.left[action.stage, action.microbatch] = start + duration
-    elif action.kind.computes:
+    elif action.kind.runs_on_compute_lane:
         start = max(start, clock.weights_ready.get(action.stage, 0))
         if action.kind.is_forward and len(clock.stash_ends) > most_leaving:
             start = max(start, clock.stash_ends[-most_leaving - 1])
@@ -151,6 +156,6 @@ def _play(
 
 def _duration(action: Action, costs: Costs) -> int:
     """Time slots of what is on the compute lane."""
-    if action.kind is ActionKind.KEYS:
+    if action.kind is ActionKind.RECOMPUTE_KV:
         return costs.keys
     return costs.backward if action.kind.is_backward else costs.forward

@@ -14,14 +14,14 @@ from transformers import PreTrainedTokenizerBase
 
 from mobius.config.config import Config
 from mobius.config.validation import resolve_epochs
-from mobius.data.batches import Batches
+from mobius.data.batches import TrainingBatches
 from mobius.data.datasets import PreparedData, PreparedDataset, prepare_data
 from mobius.data.mixture import WeightedSamples, hold_out
 from mobius.data.preview import describe_sample
-from mobius.data.statistics import count_samples, duplicates_text, keep_one_in, num_repeated
-from mobius.log import SAID_ONCE
+from mobius.data.statistics import choose_fingerprint_stride, compute_sample_statistics, count_repeated, duplicates_text
+from mobius.log import RANK_ZERO_ONLY
 from mobius.models.tokenizer import pad_token_id
-from mobius.output.data_report import LookedAt
+from mobius.output.data_report import DatasetStatistics
 from mobius.plan.request import PackedRows
 from mobius.ranks import Ranks, cache_folder
 
@@ -40,8 +40,8 @@ class RunData:
     """Tokenized datasets, and which samples of each are trained on and which are held out."""
 
     prepared: PreparedData
-    trained: Sequence[npt.NDArray[np.int64]]
-    held_out: Sequence[npt.NDArray[np.int64]]
+    training_indices: Sequence[npt.NDArray[np.int64]]
+    validation_indices: Sequence[npt.NDArray[np.int64]]
 
     @classmethod
     def of(cls, config: Config, tokenizer: PreTrainedTokenizerBase, *, is_first: bool) -> RunData:
@@ -54,23 +54,23 @@ class RunData:
 
     def fingerprint(self) -> str:
         """A text that tells these training samples from others: from all lengths, and the tokens of some samples."""
-        return _fingerprint(zip(self.prepared.training, self.trained, strict=True))
+        return _fingerprint(zip(self.prepared.training, self.training_indices, strict=True))
 
-    def judged_fingerprint(self) -> str:
+    def evaluation_fingerprint(self) -> str:
         """A text that tells the samples to evaluate on from others, in the same way."""
-        return _fingerprint(self.judged())
+        return _fingerprint(self.evaluation_parts())
 
-    def judged(self) -> Iterator[tuple[PreparedDataset, npt.NDArray[np.int64]]]:
+    def evaluation_parts(self) -> Iterator[tuple[PreparedDataset, npt.NDArray[np.int64]]]:
         """Each dataset to evaluate on, and which of its samples."""
         yield from ((dataset, np.arange(len(dataset.tokenized))) for dataset in self.prepared.evaluation)
-        for dataset, held_out in zip(self.prepared.training, self.held_out, strict=True):
-            if len(held_out):
-                yield dataset, held_out
+        for dataset, validation_indices in zip(self.prepared.training, self.validation_indices, strict=True):
+            if len(validation_indices):
+                yield dataset, validation_indices
 
-    def batches(self, config: Config, tokenizer: PreTrainedTokenizerBase, *, is_packed: bool) -> Batches:
+    def batches(self, config: Config, tokenizer: PreTrainedTokenizerBase, *, is_packed: bool) -> TrainingBatches:
         """Batches of `config`, which end with its epochs, if it has any."""
-        parts = zip(self.prepared.training, self.trained, strict=True)
-        return Batches(
+        parts = zip(self.prepared.training, self.training_indices, strict=True)
+        return TrainingBatches(
             [WeightedSamples(dataset.tokenized, dataset.entry.weight, indices) for dataset, indices in parts],
             batch_size=config.pipeline.batch_size,
             seq_length=config.data.seq_length,
@@ -93,7 +93,9 @@ def _fingerprint(parts: Iterable[tuple[PreparedDataset, npt.NDArray[np.int64]]])
     return found.hexdigest()[:16]
 
 
-def read_data(config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBase) -> tuple[Config, RunData, Batches]:
+def read_data(
+    config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Config, RunData, TrainingBatches]:
     """The data and batches of a run, and its configuration with their number in the place of epochs; tells about them.
 
     Raises DataError, and ConfigError for steps that are not there.
@@ -102,8 +104,8 @@ def read_data(config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBase) 
     for dataset in data.prepared.training:
         logger.info("dataset loaded: %s (%s): %s", dataset.entry.name, dataset.format_name, dataset.counts)
     for warning in data.prepared.warnings:
-        logger.warning("%s", warning, extra=SAID_ONCE)
-    num_held = sum(map(len, data.held_out))
+        logger.warning("%s", warning, extra=RANK_ZERO_ONLY)
+    num_held = sum(map(len, data.validation_indices))
     if num_held:
         logger.info("%d samples are held out of training (--val_size)", num_held)
     logger.info("%s", describe_sample(data.prepared.training[0], tokenizer))
@@ -120,7 +122,9 @@ def read_data(config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBase) 
     return config, data, batches
 
 
-def _repeats(config: Config, data: RunData, batches: Batches, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+def _repeats(
+    config: Config, data: RunData, batches: TrainingBatches, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[str]:
     """Sentences about samples that are trained on several times in a step or an epoch, or trained and evaluated on."""
     yield from repeats_in_steps(batches, config.pipeline.batch_size)
     every = (*data.prepared.training, *data.prepared.evaluation)
@@ -129,58 +133,62 @@ def _repeats(config: Config, data: RunData, batches: Batches, tokenizer: PreTrai
         return
     training, evaluation = count_data(data, tokenizer)
     for each in training:
-        if each.found.num_duplicates >= _MANY_DUPLICATES * each.found.num_samples:
-            yield f"{each.name}: {duplicates_text(each.found)}"
+        if each.statistics.num_duplicates >= _MANY_DUPLICATES * each.statistics.num_samples:
+            yield f"{each.name}: {duplicates_text(each.statistics)}"
     yield from repeats_of_datasets(data, training, evaluation)
 
 
-def count_data(data: RunData, tokenizer: PreTrainedTokenizerBase) -> tuple[list[LookedAt], list[LookedAt]]:
+def count_data(
+    data: RunData, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[DatasetStatistics], list[DatasetStatistics]]:
     """Statistics of the datasets that are trained on, and of those that are evaluated on."""
     every = (*data.prepared.training, *data.prepared.evaluation)
-    kept_one_in = keep_one_in(sum(len(dataset.tokenized) for dataset in every))
+    fingerprint_stride = choose_fingerprint_stride(sum(len(dataset.tokenized) for dataset in every))
     eos, unknown = tokenizer.eos_token_id, tokenizer.unk_token_id
     assert isinstance(eos, int), "without one the data would have been refused"
 
-    def counted(dataset: PreparedDataset, num_trained: int) -> LookedAt:
-        found = count_samples(
+    def counted(dataset: PreparedDataset, num_trained: int) -> DatasetStatistics:
+        found = compute_sample_statistics(
             dataset.tokenized,
             eos_token_id=eos,
             unknown_token_id=unknown if isinstance(unknown, int) else None,
-            kept_one_in=kept_one_in,
+            fingerprint_stride=fingerprint_stride,
         )
-        return LookedAt(dataset, found, num_trained)
+        return DatasetStatistics(dataset, found, num_trained)
 
-    training = list(map(counted, data.prepared.training, map(len, data.trained)))
+    training = list(map(counted, data.prepared.training, map(len, data.training_indices)))
     return training, [counted(dataset, 0) for dataset in data.prepared.evaluation]
 
 
-def repeats_in_steps(batches: Batches, batch_size: int) -> Iterator[str]:
+def repeats_in_steps(batches: TrainingBatches, batch_size: int) -> Iterator[str]:
     """A sentence where a step takes more than an epoch."""
     if (epochs := batches.num_epochs_of(1)) > 1:
         advice = f"Lower --batch_size {batch_size}, or give more data"
         yield f"a step takes {epochs:.3g} epochs: samples repeat in it. {advice}"
 
 
-def repeats_of_datasets(data: RunData, training: Sequence[LookedAt], evaluation: Sequence[LookedAt]) -> Iterator[str]:
+def repeats_of_datasets(
+    data: RunData, training: Sequence[DatasetStatistics], evaluation: Sequence[DatasetStatistics]
+) -> Iterator[str]:
     """Sentences about samples of two datasets, which count twice, and of the validation, which make it too good."""
     trained, held = (
-        [each.found.fingerprints_of(indices) for each, indices in zip(training, chosen, strict=True)]
-        for chosen in (data.trained, data.held_out)
+        [each.statistics.fingerprints_of(indices) for each, indices in zip(training, chosen, strict=True)]
+        for chosen in (data.training_indices, data.validation_indices)
     )
-    held += [each.found.fingerprints for each in evaluation]
+    held += [each.statistics.fingerprints for each in evaluation]
     pairs = [
         (f"samples of {each.name} are in an earlier dataset too", trained[number], trained[:number])
         for number, each in enumerate(training)
         if number
     ]
-    found = training[0].found
+    statistics = training[0].statistics
     for text, own, others in [*pairs, ("samples of the validation are trained on too", np.concatenate(held), trained)]:
-        if repeated := found.kept_one_in * num_repeated(own, np.concatenate(others)):
-            yield f"{'' if found.is_exact else 'about '}{repeated:,} {text}, the same to the token"
+        if repeated := statistics.fingerprint_stride * count_repeated(own, np.concatenate(others)):
+            yield f"{'' if statistics.is_exact else 'about '}{repeated:,} {text}, the same to the token"
 
 
-def packed_rows(batches: Batches) -> PackedRows | None:
+def packed_rows(batches: TrainingBatches) -> PackedRows | None:
     """Facts of packed rows for the planner; None where a row holds one sample."""
-    if batches.most_documents is None:
+    if batches.max_documents is None:
         return None
-    return PackedRows(batches.facts.attention_length, batches.most_documents)
+    return PackedRows(batches.row_statistics.attention_length, batches.max_documents)

@@ -23,18 +23,18 @@ from tqdm import tqdm
 
 from mobius.checkpoints.folders import checkpoint_path
 from mobius.config.config import Config
-from mobius.config.long_runs import EvalStrategy, SaveStrategy, steps_between
+from mobius.config.saving_evaluation import EvalStrategy, SaveStrategy, steps_between
 from mobius.errors import NonFiniteLossError
-from mobius.interruption import Standing
-from mobius.log import SAID_ONCE
+from mobius.log import RANK_ZERO_ONLY
 from mobius.output.metrics import StepMetrics
 from mobius.output.report import StepTotals
 from mobius.output.run_log import METRICS_FILE, RunLog, TrainerState
 from mobius.ranks import launch_id
-from mobius.training.judging.best import BEST, BEST_SAVED, BestSoFar, value_of
-from mobius.training.judging.evaluation import EvaluationResult, Evaluator
+from mobius.signal_handling import RunStatus
+from mobius.training.evaluation.best_evaluation import BEST, BEST_SAVED, BestEvaluation, metric_value
+from mobius.training.evaluation.evaluator import EvaluationResult, Evaluator
 from mobius.training.resuming import LAUNCH, REPLICAS, TRACKER_RUN
-from mobius.training.saving import CheckpointSaver, SavedPoint
+from mobius.training.saving import CheckpointSaver, StepMetadata
 from mobius.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 _NOTHING_KEPT: Final = "what was trained is lost: no checkpoint is complete"
 
 
-class Ending(StrEnum):
+class StopReason(StrEnum):
     """Reasons for which a run ends."""
 
     LAST_STEP = "last step"
@@ -53,10 +53,10 @@ class Ending(StrEnum):
 
 _FOLLOWS: Final = {
     None: "training goes on",
-    Ending.LAST_STEP: "the model is saved next",
-    Ending.EARLY_STOPPING: "the model is saved next",
-    Ending.SIGNAL: "the run ends",
-    Ending.TIME: "the run ends",
+    StopReason.LAST_STEP: "the model is saved next",
+    StopReason.EARLY_STOPPING: "the model is saved next",
+    StopReason.SIGNAL: "the run ends",
+    StopReason.TIME: "the run ends",
 }
 """Words of a failed save about what follows it."""
 
@@ -86,7 +86,7 @@ def evaluation_line(step: int, result: EvaluationResult) -> str:
     )
 
 
-def early_stopping_line(step: int, best: BestSoFar, patience: int) -> str:
+def early_stopping_line(step: int, best: BestEvaluation, patience: int) -> str:
     """The reason why a run ends after `step`, for the log."""
     name, number = best.metric.value.replace("_", " "), best.evaluations_since
     reason = f"none of {number} evaluations had a finite {name}"
@@ -96,28 +96,28 @@ def early_stopping_line(step: int, best: BestSoFar, patience: int) -> str:
 
 
 @dataclass
-class _Exchange:
+class _LoopGather:
     """Numbers that ranks tell each other with each step's: saves, and wishes to end."""
 
     saver: CheckpointSaver | None
-    standing: Standing
+    run_status: RunStatus
     is_time_up: Callable[[], bool]
-    ending: Ending | None = None
+    ending: StopReason | None = None
 
-    def own(self) -> Sequence[float]:
-        name = self.standing.stop_requested
+    def local(self) -> Sequence[float]:
+        name = self.run_status.stop_signal
         told = [float(signal.Signals[name]) if name else 0.0, float(self.is_time_up())]
-        return [*told, *(self.saver.own() if self.saver else ())]
+        return [*told, *(self.saver.local() if self.saver else ())]
 
-    def hear(self, table: Tensor) -> None:
+    def gathered(self, table: Tensor) -> None:
         number, is_time_up = table[:, :2].amax(0).tolist()
         if number:
-            self.standing.request_stop(signal.Signals(int(number)).name)
-            self.ending = Ending.SIGNAL
+            self.run_status.request_stop(signal.Signals(int(number)).name)
+            self.ending = StopReason.SIGNAL
         elif is_time_up:
-            self.ending = Ending.TIME
+            self.ending = StopReason.TIME
         if self.saver is not None:
-            self.saver.hear(table[:, 2:])
+            self.saver.gathered(table[:, 2:])
 
 
 @dataclass(kw_only=True)
@@ -129,21 +129,21 @@ class TrainingLoop:
     saver: CheckpointSaver | None
     evaluator: Evaluator | None
     log: RunLog | None
-    standing: Standing
+    run_status: RunStatus
     folder: Path
     """Where the run's files are from the first step on."""
     save_dir: Path
     started: float
     """Time of `time.monotonic` at which the process began."""
-    steps_done: int = 0
+    num_steps_done: int = 0
     epoch: float = 0.0
-    best: BestSoFar
+    best: BestEvaluation
     num_replicas: int = 1
-    best_saved: BestSoFar
+    best_saved: BestEvaluation
     """Best evaluation of those whose weights were to be saved."""
     older: str | None = None
     """Word of an interruption about the results that this run would have replaced, if there are any."""
-    restore_folder: Callable[[], None] = lambda: None
+    recreate_run_folder: Callable[[], None] = lambda: None
     """Called after each step on the first rank, which sees to it that the folder of the run is there."""
     steps: StepTotals = field(default_factory=StepTotals)
     evaluated_step: int | None = None
@@ -151,31 +151,31 @@ class TrainingLoop:
     result_step: int | None = None
     """Step whose weights are the result, where that is not the last one."""
 
-    def run(self) -> Ending:
+    def run(self) -> StopReason:
         """Train to the end, or until something ends the run before; collective. A checkpoint is saved for the latter.
 
         All updates are done when it returns, and no save is under way.
         """
         total = self.config.optim.num_steps
-        exchange = _Exchange(self.saver, self.standing, self._is_time_up)
-        self.trainer.exchange = exchange
-        if self.evaluator is not None and self.config.evaluation.eval_on_start and self.steps_done == 0:
-            self._tell_standing(0, can_save=False)
+        step_gather = _LoopGather(self.saver, self.run_status, self._is_time_up)
+        self.trainer.step_gather = step_gather
+        if self.evaluator is not None and self.config.evaluation.eval_on_start and self.num_steps_done == 0:
+            self._update_run_status(0, can_save=False)
             self.evaluate(0)
-        self._tell_standing(self.steps_done)
+        self._update_run_status(self.num_steps_done)
         progress = tqdm(
             total=total,
-            initial=self.steps_done,
+            initial=self.num_steps_done,
             desc="training",
             unit="step",
             leave=False,
             disable=True if self.log is None else None,
         )
-        ending = Ending.LAST_STEP
+        ending = StopReason.LAST_STEP
         try:
             for metrics in self.trainer.train():
                 progress.update()
-                if (found := self._after_step(metrics, exchange)) is not None:
+                if (found := self._after_step(metrics, step_gather)) is not None:
                     ending = found
                     break
         except NonFiniteLossError as error:
@@ -200,13 +200,13 @@ class TrainingLoop:
         if self.log is not None:
             self.log.event("eval", numbers_of(result))
             logger.info("%s", evaluation_line(step, result))
-        if self.best.take(result, step) and self.log is not None and self.best.value is not None:
+        if self.best.update(result, step) and self.log is not None and self.best.value is not None:
             self.log.note_best(self.best.value, step, None)
         self.evaluated_step = step
-        self.trainer.leave_out_time()
+        self.trainer.restart_step_timer()
         return result
 
-    def judge_result(self) -> None:
+    def evaluate_final(self) -> None:
         """See to it that results tell of the weights that the run ends with; collective.
 
         They are evaluated if that is wanted and was not just done. The best weights were evaluated when they were made.
@@ -219,16 +219,16 @@ class TrainingLoop:
         elif self.result_step is not None and self.log is not None:
             self.log.take_evaluation(step)
 
-    def _after_step(self, metrics: StepMetrics, exchange: _Exchange) -> Ending | None:
+    def _after_step(self, metrics: StepMetrics, step_gather: _LoopGather) -> StopReason | None:
         """Everything that follows a step; the reason to end now, if there is one."""
         config, step, is_last = self.config, metrics.step, metrics.step == self.config.optim.num_steps
         ends_epoch = math.floor(metrics.epoch) > math.floor(self.epoch)
         self.epoch = metrics.epoch
         self.steps.add(metrics)
         if self.log is not None:
-            self.restore_folder()
+            self.recreate_run_folder()
             self.log.step(metrics)
-        ending = None if is_last else exchange.ending
+        ending = None if is_last else step_gather.ending
         evaluation, saving = config.evaluation, config.saving
         result = None
         if self.evaluator is not None and (
@@ -238,39 +238,39 @@ class TrainingLoop:
             result = self.evaluate(step)
             patience = evaluation.early_stopping_patience
             if patience is not None and self.best.evaluations_since >= patience and not is_last and ending is None:
-                ending = Ending.EARLY_STOPPING
-                logger.info("%s", early_stopping_line(step, self.best, patience), extra=SAID_ONCE)
+                ending = StopReason.EARLY_STOPPING
+                logger.info("%s", early_stopping_line(step, self.best, patience), extra=RANK_ZERO_ONLY)
         is_due = (saving.save_strategy is SaveStrategy.EPOCH and ends_epoch) or (
             saving.save_strategy is SaveStrategy.STEPS and self._is_due(step, saving.save_steps)
         )
-        if self.saver is not None and (is_due or ending in (Ending.SIGNAL, Ending.TIME)):
-            self._save(metrics, result, ending or (Ending.LAST_STEP if is_last else None))
-        self._tell_standing(step)
+        if self.saver is not None and (is_due or ending in (StopReason.SIGNAL, StopReason.TIME)):
+            self._save(metrics, result, ending or (StopReason.LAST_STEP if is_last else None))
+        self._update_run_status(step)
         return ending
 
-    def _save(self, metrics: StepMetrics, result: EvaluationResult | None, ending: Ending | None) -> None:
+    def _save(self, metrics: StepMetrics, result: EvaluationResult | None, ending: StopReason | None) -> None:
         assert self.saver is not None, "nothing is saved"
-        is_best = result is not None and self.best_saved.take(result, metrics.step)
+        is_best = result is not None and self.best_saved.update(result, metrics.step)
         state: TrainerState | str = ""
         if self.log is not None:
             if self.best.step == metrics.step and self.best.value is not None and result is not None:
                 self.log.note_best(self.best.value, metrics.step, checkpoint_path(self.save_dir, metrics.step))
             state = self.log.state.snapshot()
-        metric = None if result is None else value_of(self.best.metric, result)
+        metric = None if result is None else metric_value(self.best.metric, result)
         self.saver.save(
-            SavedPoint(
+            StepMetadata(
                 step=metrics.step,
                 counts=self.trainer.counts,
                 epoch=metrics.epoch,
                 metric=metric if metric is not None and math.isfinite(metric) else None,
                 is_best=is_best,
                 trainer_state=state,
-                position=self._position(),
+                loop_state=self._loop_state(),
                 follows=_FOLLOWS[ending],
             )
         )
 
-    def _position(self) -> dict[str, Any]:
+    def _loop_state(self) -> dict[str, Any]:
         both = {BEST: self.best, BEST_SAVED: self.best_saved}
         return {
             LAUNCH: launch_id(),
@@ -286,14 +286,14 @@ class TrainingLoop:
         limit = self.config.saving.max_run_time
         return limit is not None and time.monotonic() - self.started >= 60 * limit
 
-    def _tell_standing(self, step: int, *, can_save: bool = True) -> None:
+    def _update_run_status(self, step: int, *, can_save: bool = True) -> None:
         """Say what an interruption from now on would lose; a save that is under way may be complete by then."""
         total = self.config.optim.num_steps
         where = f"after step {step} of {total}" if step else f"in step 1 of {total}"
         numbers = f"every step's numbers are in {self.folder / METRICS_FILE}"
         if self.saver is None:
             lost = f"{where}: what was trained is lost, for only the end is saved; {numbers}"
-            self.standing.becomes(f"{lost}, and {self.older}" if self.older else lost)
+            self.run_status.set_status(f"{lost}, and {self.older}" if self.older else lost)
             return
         saver = self.saver
 
@@ -304,11 +304,11 @@ class TrainingLoop:
         def lost_now() -> str:
             return f"what was trained since step {saver.newest_step} would be lost"
 
-        self.standing.becomes(left)
+        self.run_status.set_status(left)
         if step < total and can_save:
-            self.standing.offers_to_save(lost_now, seconds=self._seconds_to_save())
+            self.run_status.save_on_signal(lost_now, seconds=self._seconds_to_save())
         else:
-            self.standing.no_longer_saves()
+            self.run_status.stop_saving_on_signal()
 
     def _seconds_to_save(self) -> float | None:
         """Time from a request to stop to the end of the save, where both are known."""

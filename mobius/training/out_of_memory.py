@@ -6,44 +6,48 @@ import torch
 
 from mobius.config.config import ActivationOffloading, Recompute
 from mobius.errors import GpuMemoryError, first_line
-from mobius.limits import max_fetched
+from mobius.limits import max_prefetched
 from mobius.plan.plan import Plan
-from mobius.planning.blueprint import Blueprint
+from mobius.planning.run_setup import RunSetup
 
 
-def out_of_memory(error: torch.OutOfMemoryError, rank: int, blueprint: Blueprint | None = None) -> GpuMemoryError:
-    """The error to raise in place of `error`, with its notes; `blueprint` is the run's where that got so far."""
+def out_of_memory(error: torch.OutOfMemoryError, rank: int, run_setup: RunSetup | None = None) -> GpuMemoryError:
+    """The error to raise in place of `error`, with its notes; `run_setup` is the run's where that got so far."""
     told = f"rank {rank} ran out of GPU memory: {first_line(error)}"
-    if blueprint is None:
+    if run_setup is None:
         told += (
             " To fit: raise --num_stages (smaller stages), raise --num_chunks (smaller microbatches), lower "
             "--resident_stages, --batch_size or --seq_length, or use --use_offload if it is off."
         )
     else:
-        told += f"\nThe plan was: {_plan_text(blueprint, rank)}. The smallest change: {smallest_change(blueprint)}."
+        told += f"\nThe plan was: {_plan_text(run_setup, rank)}. The smallest change: {smallest_change(run_setup)}."
     failure = GpuMemoryError(told)
     for note in getattr(error, "__notes__", ()):
         failure.add_note(note)
     return failure
 
 
-def smallest_change(blueprint: Blueprint) -> str:
+def smallest_change(run_setup: RunSetup) -> str:
     """The change that costs a step least, as it is typed; none of the first seven changes what is trained."""
-    config, plan = blueprint.config.pipeline, blueprint.plan
+    config, plan = run_setup.config.pipeline, run_setup.plan
     num_resident = max(plan.use_of(rank).num_resident for rank in range(plan.num_ranks))
-    rows = blueprint.answer.request.rows
+    rows = run_setup.result.request.rows
     chunks = [n for n in range(plan.num_chunks + 1, rows + 1) if rows % n == 0]
-    rounds = [n for n in range(plan.num_rounds + 1, plan.num_chunks + 1) if plan.num_chunks % n == 0]
-    stages = range(plan.num_stages + plan.num_ranks, blueprint.shape.num_layers + 1, plan.num_ranks)
-    if config.recompute is not Recompute.FULL and (plan.kept or not config.use_offload):
+    rounds = [n for n in range(plan.accumulation_rounds + 1, plan.num_chunks + 1) if plan.num_chunks % n == 0]
+    stages = range(plan.num_stages + plan.num_ranks, run_setup.shape.num_layers + 1, plan.num_ranks)
+    if config.recompute is not Recompute.FULL and (plan.saved_activation_stages or not config.use_offload):
         return "--recompute full, so that no stage keeps its activations"
-    if plan.attention_kept:
+    if plan.saved_attention_stages:
         return "--recompute full, so that attention's results are not kept"
     if not config.use_offload:
         return "--use_offload"
     if num_resident:
         return f"--resident_stages {num_resident - 1}"
-    if config.activation_offloading is not ActivationOffloading.ON and not plan.stashed and _stashes_help(plan):
+    if (
+        config.activation_offloading is not ActivationOffloading.ON
+        and not plan.offloaded_activation_stages
+        and _offloading_helps(plan)
+    ):
         return "--activation_offloading on (activations wait in CPU memory)"
     if rounds:
         return f"--num_rounds {rounds[0]} (activations of fewer microbatches at a time)"
@@ -54,19 +58,22 @@ def smallest_change(blueprint: Blueprint) -> str:
     return "a lower --seq_length"
 
 
-def _stashes_help(plan: Plan) -> bool:
+def _offloading_helps(plan: Plan) -> bool:
     """Whether fewer inputs of layers are under way to the host and back than wait on the GPU now."""
     for rank in range(plan.num_ranks):
-        layers = [len(plan.cuts[stage].layers) for stage in plan.stages_of(rank) if not plan.cuts[stage].is_last]
-        if sum(layers) * plan.round_size > max(layers, default=0) * min(max_fetched(plan.reach), plan.round_size):
+        layers = [len(plan.cuts[stage].layers) for stage in plan.local_stages(rank) if not plan.cuts[stage].is_last]
+        if sum(layers) * plan.microbatches_per_round > max(layers, default=0) * min(
+            max_prefetched(plan.copy_lookahead), plan.microbatches_per_round
+        ):
             return True
     return False
 
 
-def _plan_text(blueprint: Blueprint, rank: int) -> str:
-    plan, use = blueprint.plan, blueprint.plan.use_of(rank)
+def _plan_text(run_setup: RunSetup, rank: int) -> str:
+    plan, use = run_setup.plan, run_setup.plan.use_of(rank)
     return (
         f"{plan.num_stages} stages on {plan.num_ranks} rank(s), {plan.describe_microbatches()}; on rank {rank} "
-        f"{use.num_resident} stage(s) resident, {use.num_kept} keep their activations, {use.num_stashed} stash them on "
+        f"{use.num_resident} stage(s) resident, {use.num_saving_activations} keep their activations, "
+        f"{use.num_offloading_activations} stash them on "
         f"the host, {use.num_slots} slot(s)"
     )

@@ -13,21 +13,21 @@ from typing import IO, Final
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from mobius.atomic_files import atomic_write
 from mobius.config.config import Config
-from mobius.data.batches import Batches
-from mobius.data.preview import Line, Tone, sample_lines
-from mobius.data.statistics import concerns
+from mobius.data.batches import TrainingBatches
+from mobius.data.preview import Line, Tone, format_sample
+from mobius.data.statistics import find_data_warnings
 from mobius.errors import reason_of
-from mobius.log import drop, printable
-from mobius.models.base_files import read_json_object
+from mobius.log import printable, redirect_to_devnull
 from mobius.models.families import locate_model
+from mobius.models.model_files import read_json_object
 from mobius.models.tokenizer import load_tokenizer
-from mobius.output.data_report import LookedAt, dataset_table, step_table
+from mobius.output.data_report import DatasetStatistics, dataset_table, step_table
 from mobius.output.lengths_picture import added, describe_lengths, draw_lengths, histogram_lines
-from mobius.planning.planned import adopt_plan
+from mobius.planning.saved_plan import apply_saved_plan
 from mobius.ranks import Ranks, allows_colour
 from mobius.training.data import RunData, count_data, repeats_in_steps, repeats_of_datasets
-from mobius.writing import replaced_whole
 
 logger = logging.getLogger(__name__)
 
@@ -42,15 +42,15 @@ class _Look:
     config: Config
     tokenizer: PreTrainedTokenizerBase
     data: RunData
-    training: Sequence[LookedAt]
-    evaluation: Sequence[LookedAt]
+    training: Sequence[DatasetStatistics]
+    evaluation: Sequence[DatasetStatistics]
 
     @cached_property
-    def own(self) -> Batches:
+    def own(self) -> TrainingBatches:
         """The batches of the run."""
         return self.batches(is_packed=self.data.prepared.is_packed)
 
-    def batches(self, *, is_packed: bool) -> Batches:
+    def batches(self, *, is_packed: bool) -> TrainingBatches:
         """Batches whose rows are made in this way."""
         return self.data.batches(self.config, self.tokenizer, is_packed=is_packed)
 
@@ -65,7 +65,7 @@ def run_preview(config: Config, ranks: Ranks, *, given: Collection[str] = ()) ->
     """
     if not ranks.is_first:
         return
-    config = adopt_plan(config, given=given).config
+    config = apply_saved_plan(config, given=given).config
     folder = Path(config.model.model_path).expanduser()
     folder = folder if folder.is_dir() else locate_model(config.model.model_path, with_weights=False)
     # A tokenizer with more tokens than the model has rows is told below, beside what it makes of the data.
@@ -82,11 +82,11 @@ def _samples(look: _Look) -> Iterator[Line]:
     """As many samples as are wanted, of the datasets in turns, drawn by the seed."""
     wanted, num_datasets = look.config.data.preview or 0, len(look.training)
     generator = np.random.Generator(np.random.PCG64(look.config.optim.seed))
-    for number, (each, indices) in enumerate(zip(look.training, look.data.trained, strict=True)):
+    for number, (each, indices) in enumerate(zip(look.training, look.data.training_indices, strict=True)):
         share = wanted // num_datasets + (number < wanted % num_datasets)
         for index in np.sort(generator.choice(indices, min(share, len(indices)), replace=False)).tolist():
             row = each.dataset.tokenized.sample(index)
-            yield from sample_lines(row, look.tokenizer, f"{each.name}, sample {index}")
+            yield from format_sample(row, look.tokenizer, f"{each.name}, sample {index}")
 
 
 def _datasets(look: _Look) -> Iterator[Line]:
@@ -95,17 +95,17 @@ def _datasets(look: _Look) -> Iterator[Line]:
     yield from map(Line, lines)
     if look.config.data.is_text_joined and any(each.dataset.is_text for each in [*look.training, *look.evaluation]):
         yield Line("  text is joined: a sample of it is a row of documents, cut anywhere")
-    num_held = sum(map(len, look.data.held_out))
+    num_held = sum(map(len, look.data.validation_indices))
     if num_held:
-        total = num_held + sum(map(len, look.data.trained))
+        total = num_held + sum(map(len, look.data.training_indices))
         yield Line(f"  validation: {num_held:,} of {total:,} samples are held out (--val_size)")
     elif look.evaluation:
         names = ", ".join(each.name for each in look.evaluation)
-        yield Line(f"  validation: {sum(each.found.num_samples for each in look.evaluation):,} samples of {names}")
+        yield Line(f"  validation: {sum(each.statistics.num_samples for each in look.evaluation):,} samples of {names}")
 
 
 def _lengths(look: _Look, stream: IO[str]) -> Iterator[Line]:
-    counts = added([each.found.length_counts for each in look.training])
+    counts = added([each.statistics.length_counts for each in look.training])
     yield Line(f"  tokens of a sample: {describe_lengths(counts)}", Tone.TITLE)
     block = "\N{FULL BLOCK}"
     yield from map(Line, histogram_lines(counts, block=block if printable(block, stream) == block else "#"))
@@ -120,7 +120,9 @@ def _steps(look: _Look) -> Iterator[Line]:
         packed, single = (own, other) if is_packed else (other, own)
         ways = [("packed", packed), ("one sample in a row", single)]
     num_tokens = sum(each.epoch_tokens for each in look.training)
-    num_targets = sum(each.epoch_tokens * each.found.num_targets / each.found.num_tokens for each in look.training)
+    num_targets = sum(
+        each.epoch_tokens * each.statistics.num_targets / each.statistics.num_tokens for each in look.training
+    )
     batch_size, seq_length = config.pipeline.batch_size, config.data.seq_length
     heads, *lines = step_table(
         ways, batch_size=batch_size, seq_length=seq_length, target_share=num_targets / num_tokens
@@ -151,7 +153,7 @@ def _warnings(look: _Look, folder: Path) -> Iterator[Line]:
     texts = [
         f"{each.name}: {text}" if len(every) > 1 else text
         for each in every
-        for text in concerns(each.dataset, each.found)
+        for text in find_data_warnings(each.dataset, each.statistics)
     ]
     texts += repeats_in_steps(look.own, look.config.pipeline.batch_size)
     texts += [*repeats_of_datasets(look.data, look.training, look.evaluation), *_of_tokenizer(look, folder)]
@@ -192,17 +194,17 @@ def _show(lines: Iterable[Line], stream: IO[str]) -> None:
             stream.write(f"{line.painted() if is_painted else line.text}\n")
         stream.flush()
     except BrokenPipeError:  # its reader has gone, as behind `| head`
-        drop(stream)
+        redirect_to_devnull(stream)
 
 
 def _draw(look: _Look) -> None:
     if look.config.data.preview_output is None:
         return
     path = Path(look.config.data.preview_output)
-    counts = [(each.name, each.found.length_counts) for each in look.training]
+    counts = [(each.name, each.statistics.length_counts) for each in look.training]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replaced_whole(path) as temporary:
+        with atomic_write(path) as temporary:
             draw_lengths(temporary, counts, seq_length=look.config.data.seq_length)
     except OSError as error:
         logger.warning("the picture of the lengths cannot be written to %s: %s", path.absolute(), reason_of(error))

@@ -20,28 +20,28 @@ import yaml
 from torch import Tensor
 
 from mobius.activity import Activity
-from mobius.checkpoints.folders import find_checkpoints, remove_leftovers
-from mobius.checkpoints.reading import CheckpointReader
+from mobius.checkpoints.checkpoint_reader import CheckpointReader
+from mobius.checkpoints.folders import find_checkpoints, recover_interrupted_saves
 from mobius.checkpoints.saved_stage import optimizer_tensors
 from mobius.config.config import Config
-from mobius.config.effects import with_obvious_strategy
+from mobius.config.ineffective_options import infer_eval_strategy
 from mobius.config.options import OptionValue, config_from, option_values, options
-from mobius.config.validation import ALTERNATIVES, validate
+from mobius.config.validation import MUTUALLY_EXCLUSIVE, validate
 from mobius.config.yaml_file import read_yaml, to_yaml
 from mobius.errors import CheckpointError, ConfigError, MobiusError, PlanError
 from mobius.excerpt import quoted
-from mobius.log import SAID_ONCE
+from mobius.log import RANK_ZERO_ONLY
 from mobius.memory.stage_state import StageState
-from mobius.messages.meeting import Meeting, meet_at_store
+from mobius.messages.rendezvous import Rendezvous, join_run
 from mobius.models.blocks import ModelParts
-from mobius.models.stored.pieces import Piece
-from mobius.optim.stepper import StepCounts
+from mobius.models.weight_conversion.parameter_pieces import ParameterPiece
+from mobius.optim.optimizer_stepper import StepCounts
 from mobius.output.model_card import Origin
-from mobius.output.output_folder import kept_free
+from mobius.output.output_folder import lock_if_free
 from mobius.output.run_log import STATE_FILE, TrainerState
-from mobius.planning.blueprint import Blueprint
-from mobius.planning.planned import adopt_plan
-from mobius.planning.same_files import open_same_checkpoint
+from mobius.planning.file_checks import open_same_checkpoint
+from mobius.planning.run_setup import RunSetup
+from mobius.planning.saved_plan import apply_saved_plan
 from mobius.ranks import Ranks, is_restart, launch_id
 from mobius.regular_files import read_text, typed_object
 from mobius.training.session import base_weights
@@ -62,17 +62,17 @@ _CHANGES_NOTHING: Final = frozenset(
     )
 )
 """Options of model, data and optimizer that leave what is trained as it is."""
-_TRAINED_BY: Final = ("model", "data", "optim", "adapters")
+_TRAINING_SECTIONS: Final = ("model", "data", "optim", "adapters")
 """Sections whose options decide on what is trained."""
-_TRAINED_BY_TOO: Final = ("batch_size", "fp32_gradients", "reduce_dtype")
-_OWN: Final = ("planning", "launch")
+_TRAINING_OPTIONS: Final = ("batch_size", "fp32_gradients", "reduce_dtype")
+_START_SECTIONS: Final = ("planning", "launch")
 """Sections that are a start's own; a checkpoint's are not taken over."""
-_OWN_TOO: Final = (
+_START_OPTIONS: Final = (
     *("resume_from_checkpoint", "resume_changes", "overwrite_output_dir", "max_run_time"),
     *("save_dir", "save_params", "save_results", "host_memory_limit", "gpu_memory_limit", "device"),
     *("do_train", "do_eval", "do_predict", "predict_with_generate"),
 )
-_READERS: Final = 4
+_NUM_READER_THREADS: Final = 4
 """Threads of a rank that read a checkpoint."""
 LAUNCH: Final = "launch"
 """Key in a checkpoint's position of the launcher's start that saved it (`launch_id`)."""
@@ -82,7 +82,7 @@ TRACKER_RUN: Final = "tracker_run"
 """Key in a checkpoint's position of the run's id at the trackers' servers."""
 REPLICAS: Final = "replicas"
 """Key in a checkpoint's position of the number of pipelines that shared it."""
-_PLANNED_BY: Final = (
+_PLAN_OPTIONS: Final = (
     *("num_stages", "num_chunks", "num_rounds", "num_slices", "use_offload", "use_prefetch", "resident_stages"),
     *("recompute", "activation_offloading", "tile_tokens", "gpu_memory_limit", "host_memory_limit"),
 )
@@ -97,13 +97,13 @@ class Resume:
 
     reader: CheckpointReader
     config: Config
-    taken_save_dir: str | None = None
+    inherited_save_dir: str | None = None
     """--save_dir, where that is the named checkpoint's folder because no other was given."""
-    meeting: Meeting | None = None
+    rendezvous: Rendezvous | None = None
     """Where ranks agreed on it. Without torchrun the first rank's process is the store, and others may still read."""
 
     @property
-    def steps_done(self) -> int:
+    def num_steps_done(self) -> int:
         """Steps that the run has made."""
         return self.reader.manifest.step
 
@@ -119,14 +119,14 @@ class Resume:
         return counts
 
     @property
-    def position(self) -> Mapping[str, Any]:
+    def loop_state(self) -> Mapping[str, Any]:
         """The loop's own numbers."""
         return self.reader.manifest.data
 
     @property
     def epochs_done(self) -> float:
         """Passes over the data that the run has made. Raises CheckpointError for what is no such number."""
-        found = self.position.get("epoch", 0.0)
+        found = self.loop_state.get("epoch", 0.0)
         if type(found) not in (int, float) or not 0 <= found < math.inf:
             raise CheckpointError(f"{self.reader.path}: its epoch is {quoted(found)}, which no run can have made.")
         return float(found)
@@ -134,12 +134,12 @@ class Resume:
     @property
     def origin(self) -> Origin:
         """The weights that the run began with, as far as the checkpoint tells them."""
-        return Origin.from_json(self.position.get(ORIGIN), model_path=self.config.model.model_path)
+        return Origin.from_json(self.loop_state.get(ORIGIN), model_path=self.config.model.model_path)
 
     @property
     def tracker_run_id(self) -> str | None:
         """Id of the run at the trackers' servers; None where there is none."""
-        found = self.position.get(TRACKER_RUN)
+        found = self.loop_state.get(TRACKER_RUN)
         return found if isinstance(found, str) else None
 
     def trainer_state(self) -> TrainerState:
@@ -149,7 +149,7 @@ class Resume:
 
     def check_steps(self, config: Config) -> None:
         """Raise ConfigError where the run, whose steps are counted now, would be shorter than what is done."""
-        optim, done = config.optim, self.steps_done
+        optim, done = config.optim, self.num_steps_done
         if optim.num_steps < done:
             given = f"`--num_iterations` {optim.num_steps}"
             if optim.num_train_epochs is not None:
@@ -177,13 +177,13 @@ def find_resume(config: Config, ranks: Ranks, *, given: Collection[str] | None) 
     word = config.saving.resume_from_checkpoint
     if word is None and not is_restart():
         return None
-    meeting = meet_at_store(ranks) if ranks.num_ranks > 1 else None
-    taken = _taken_save_dir(config, given)
-    path = _agreed(config, Path(config.output.save_dir if taken is None else taken), ranks, meeting)
+    rendezvous = join_run(ranks) if ranks.num_ranks > 1 else None
+    taken = _inherited_save_dir(config, given)
+    path = _agreed(config, Path(config.output.save_dir if taken is None else taken), ranks, rendezvous)
     if path is None:
         logger.info("started again by the launcher, from the first step: there is no checkpoint yet")
         return None
-    reader = open_same_checkpoint(path, ranks, meeting)
+    reader = open_same_checkpoint(path, ranks, rendezvous)
     merged, changed = _merged(config, reader.path, given, taken)
     if not reader.manifest.has_optimizer:
         raise CheckpointError(
@@ -192,19 +192,19 @@ def find_resume(config: Config, ranks: Ranks, *, given: Collection[str] | None) 
         )
     names = option_values(config) if given is None else given
     if not {"eval_steps", "eval_dataset", "val_size"}.isdisjoint(changed):
-        merged, notice = with_obvious_strategy(merged, names)
+        merged, notice = infer_eval_strategy(merged, names)
         if notice is not None:
-            logger.warning("%s", notice, extra=SAID_ONCE)
+            logger.warning("%s", notice, extra=RANK_ZERO_ONLY)
     # What this start gives was checked when it was read; here that it has an effect with what the checkpoint adds.
     validate(
         merged,
-        ranks.num_places,
+        ranks.num_pipeline_ranks,
         ranks.num_replicas,
-        excuse=lambda option, made_by: option not in changed or any(name in names for name in made_by),
+        is_exempt=lambda option, mode_options: option not in changed or any(name in names for name in mode_options),
     )
     merged = _with_saved_plan(merged, reader, ranks, given, changed)
     logger.info("resumed from %s: %d steps are done", path, reader.manifest.step)
-    return Resume(reader=reader, config=merged, taken_save_dir=taken, meeting=meeting)
+    return Resume(reader=reader, config=merged, inherited_save_dir=taken, rendezvous=rendezvous)
 
 
 def restore(
@@ -221,17 +221,17 @@ def restore(
     With `weights_only` only working weights: to evaluate or save them, not to train on. `progress` is called with each
     parameter that is set.
     """
-    stored, pieces = parts.stored_names, parts.pieces
+    stored, parameter_pieces = parts.stored_names, parts.parameter_pieces
 
     def set_one(job: tuple[StageState, str]) -> None:
         state, name = job
         stored_name = stored.get(name, name)
-        _restore_parameter(state, name, reader, stored_name, pieces.get(stored_name), weights_only)
+        _restore_parameter(state, name, reader, stored_name, parameter_pieces.get(stored_name), weights_only)
 
     layouts = [(own.state, own.state.layout) for own in stages.memory.values()]
     has_all = not parts.adapters.is_lora
     jobs = [(state, name) for state, layout in layouts for name in layout.offsets if has_all or layout.is_trained(name)]
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="reading") as threads:
+    with ThreadPoolExecutor(_NUM_READER_THREADS, thread_name_prefix="reading") as threads:
         for _ in threads.map(set_one, jobs):
             progress()
 
@@ -245,22 +245,22 @@ class SavedWeights:
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Value of parameter `name`. Raises CheckpointError."""
         stored_name = self._parts.stored_names.get(name, name)
-        return _read_weight(self._reader, stored_name, shape, self._parts.pieces.get(stored_name))
+        return _read_weight(self._reader, stored_name, shape, self._parts.parameter_pieces.get(stored_name))
 
 
 def restoring(
-    resume: Resume, blueprint: Blueprint, model_folder: Path, activity: Activity
+    resume: Resume, run_setup: RunSetup, model_folder: Path, activity: Activity
 ) -> Callable[[RankStages], None]:
     """Setter of a rank's stages to the checkpoint's state; the base of adapters comes from `model_folder`."""
-    put_back = partial(restore, parts=blueprint.parts, reader=resume.reader, progress=activity.progress)
-    if not blueprint.parts.adapters.is_lora:
+    put_back = partial(restore, parts=run_setup.parts, reader=resume.reader, progress=activity.progress)
+    if not run_setup.parts.adapters.is_lora:
         return put_back
 
-    def fill(stages: RankStages) -> None:
-        stages.fill(base_weights(blueprint, model_folder), only_frozen=True, progress=activity.progress)
+    def load_weights(stages: RankStages) -> None:
+        stages.load_weights(base_weights(run_setup, model_folder), only_frozen=True, progress=activity.progress)
         put_back(stages)
 
-    return fill
+    return load_weights
 
 
 def _restore_parameter(
@@ -268,7 +268,7 @@ def _restore_parameter(
     name: str,
     reader: CheckpointReader,
     stored_name: str,
-    pieces: Sequence[Piece] | None,
+    pieces: Sequence[ParameterPiece] | None,
     weights_only: bool,
 ) -> None:
     layout = state.layout
@@ -285,7 +285,7 @@ def _restore_parameter(
     place(state.weights, partial(_read_weight, reader, stored_name, shape, pieces))
     if not layout.is_trained(name) or weights_only:
         return
-    if state.shares is None:
+    if state.shards is None:
         for key, tensor in optimizer_tensors(state).items():
             place(tensor, partial(reader.read_state, stored_name, key, shape))
         return
@@ -300,7 +300,7 @@ def _read_weight(
     reader: CheckpointReader,
     name: str,
     shape: tuple[int, ...],
-    pieces: Sequence[Piece] | None,
+    pieces: Sequence[ParameterPiece] | None,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -323,12 +323,12 @@ def _named(config: Config) -> Path | None:
     return None if word is None or word.lower() == _NEWEST else Path(word)
 
 
-def _taken_save_dir(config: Config, given: Collection[str] | None) -> str | None:
+def _inherited_save_dir(config: Config, given: Collection[str] | None) -> str | None:
     named = _named(config)
     return None if named is None or given is None or "save_dir" in given else str(named.parent)
 
 
-def _agreed(config: Config, save_dir: Path, ranks: Ranks, meeting: Meeting | None) -> Path | None:
+def _agreed(config: Config, save_dir: Path, ranks: Ranks, rendezvous: Rendezvous | None) -> Path | None:
     """Path of the checkpoint, chosen by the first rank: another one could see a folder at another moment."""
     problem, path = None, None
     if ranks.is_first:
@@ -336,8 +336,8 @@ def _agreed(config: Config, save_dir: Path, ranks: Ranks, meeting: Meeting | Non
             path = _chosen(config, save_dir)
         except MobiusError as error:
             problem = str(error)
-    if meeting is not None:
-        told = meeting.gather([problem, None if path is None else str(path)])[0]
+    if rendezvous is not None:
+        told = rendezvous.gather([problem, None if path is None else str(path)])[0]
         problem, path = told[0], None if told[1] is None else Path(told[1])
     if problem is not None:
         raise CheckpointError(problem)
@@ -349,21 +349,21 @@ def _chosen(config: Config, save_dir: Path) -> Path | None:
     named = _named(config)
     if named is not None and not is_restart():
         return named
-    with kept_free(save_dir) as is_free:
+    with lock_if_free(save_dir) as is_free:
         if is_free:  # else another run is at it, which is told when the folder is prepared
-            for line in remove_leftovers(save_dir):
+            for line in recover_interrupted_saves(save_dir):
                 logger.info("%s", line)
     found = find_checkpoints(save_dir)
-    for path, reason in found.bad:
+    for path, reason in found.invalid:
         logger.warning("%s is passed over: %s", path, reason)
     if is_restart():
         launch = launch_id()
-        own = [path for path, manifest in found.good if launch and manifest.data.get(LAUNCH) == launch]
+        own = [path for path, manifest in found.valid if launch and manifest.data.get(LAUNCH) == launch]
         # Others in the folder are those of an earlier run, which this one replaces, or behind the one that was named.
         if own or named is not None or config.saving.resume_from_checkpoint is None:
             return own[0] if own else named
-    if found.good:
-        return found.good[0][0]
+    if found.valid:
+        return found.valid[0][0]
     raise CheckpointError(
         f"--resume_from_checkpoint true: there is no complete checkpoint in {save_dir}. Name one by its folder, give "
         "the --save_dir of the run that is to go on, or leave the option out to begin anew."
@@ -384,10 +384,10 @@ def _merged(
     names = set(own if given is None else given)
     # A checkpoint without a value of its own has the default: of a newer option, for instance.
     saved = {name: file.values.get(name, option.default) for name, option in options().items()}
-    for pair in ALTERNATIVES:
+    for pair in MUTUALLY_EXCLUSIVE:
         if names & set(pair):
             saved |= {other: options()[other].default for other in pair if other not in names}
-    taken = {name for name in own if name in names or _is_own(name)}
+    taken = {name for name in own if name in names or _belongs_to_start(name)}
     merged = {name: own[name] if name in taken else saved[name] for name in own}
     if save_dir is not None:
         merged["save_dir"] = save_dir
@@ -396,21 +396,21 @@ def _merged(
     return config_from(merged), [name for name in own if name in names and own[name] != written[name]]
 
 
-def _is_own(name: str) -> bool:
-    return options()[name].section in _OWN or name in _OWN_TOO
+def _belongs_to_start(name: str) -> bool:
+    return options()[name].section in _START_SECTIONS or name in _START_OPTIONS
 
 
-def _decides(name: str) -> bool:
+def _affects_training(name: str) -> bool:
     """Whether another value trains something else."""
-    is_part = options()[name].section in _TRAINED_BY and name not in _CHANGES_NOTHING
-    return is_part or name in _TRAINED_BY_TOO
+    is_part = options()[name].section in _TRAINING_SECTIONS and name not in _CHANGES_NOTHING
+    return is_part or name in _TRAINING_OPTIONS
 
 
 def _refuse_changes(
     values: Mapping[str, OptionValue], saved: Mapping[str, OptionValue], config: Config, path: Path
 ) -> None:
     allowed = set(config.saving.changes)
-    wrong = [name for name, value in values.items() if value != saved[name] and _decides(name)]
+    wrong = [name for name, value in values.items() if value != saved[name] and _affects_training(name)]
     if values["dtype"] != saved["dtype"]:
         raise ConfigError(
             f"`--dtype` is {_shown(values['dtype'])}, {path.name} has {_shown(saved['dtype'])}, in which its weights "
@@ -450,12 +450,12 @@ def _with_saved_plan(
     try:
         if num_replicas != ranks.num_replicas:
             raise PlanError(f"it is for {num_replicas} replica(s)")
-        adopted = adopt_plan(planned, given=given or ())
-        is_for_ranks = adopted.saved is not None and adopted.saved.plan.num_ranks == ranks.num_places
-        if is_for_ranks and not set(_PLANNED_BY) & set(changed):
+        adopted = apply_saved_plan(planned, given=given or ())
+        is_for_ranks = adopted.saved is not None and adopted.saved.plan.num_ranks == ranks.num_pipeline_ranks
+        if is_for_ranks and not set(_PLAN_OPTIONS) & set(changed):
             return planned
         reason = "it is for another number of ranks"
-        if anew := [name for name in _PLANNED_BY if name in changed]:
+        if anew := [name for name in _PLAN_OPTIONS if name in changed]:
             reason = f"--{anew[0]} is another one"
     except PlanError as error:
         reason = str(error)

@@ -23,52 +23,52 @@ from typing import Any
 
 from torch import Tensor
 
+from mobius.checkpoints.async_stage_saver import AsyncStageSaver, SaveOutcome
 from mobius.checkpoints.files import (
-    TRAINED_PART,
-    WHOLE_MODEL,
+    MODEL_PREFIX,
+    TRAINED_PREFIX,
     FileRecord,
-    check_space,
+    check_disk_space,
+    checkpoint_disk_bytes,
     nearest_folder,
     plan_files,
-    space_needed,
-    told_as,
+    translate_file_errors,
     write_stage,
 )
 from mobius.checkpoints.folders import (
-    begin,
     checkpoint_path,
-    complete,
+    commit_checkpoint,
+    create_partial,
     discard,
     find_checkpoints,
     partial_path,
-    remove_old,
+    rotate_checkpoints,
     write_text,
 )
 from mobius.checkpoints.manifest import Manifest, file_record
 from mobius.checkpoints.saved_stage import SavedStage
-from mobius.checkpoints.snapshot import SaveOutcome, Snapshots
 from mobius.config.config import Config
-from mobius.config.long_runs import ALL_CHECKPOINTS, SaveStrategy, steps_between
+from mobius.config.saving_evaluation import ALL_CHECKPOINTS, SaveStrategy, steps_between
 from mobius.errors import CheckpointError, MobiusError, first_line
-from mobius.machine.available import available_host_bytes
-from mobius.machine.devices import optimizer_threads
-from mobius.machine.disk_rate import write_rate
-from mobius.models.adapters.files import Base
-from mobius.models.base_files import BaseFiles
-from mobius.optim.stepper import StepCounts
+from mobius.machine.devices import num_optimizer_threads
+from mobius.machine.disk_rate import measure_write_rate
+from mobius.machine.host_memory import available_host_bytes
+from mobius.models.adapters.peft_folder import AdapterBase
+from mobius.models.model_files import ModelFiles
+from mobius.optim.optimizer_stepper import StepCounts
 from mobius.output.adapters.folder import write_adapter
 from mobius.output.hf_folder import write_model_files
 from mobius.output.model_card import Origin
 from mobius.output.run_log import STATE_FILE, TrainerState
-from mobius.plan.checkpoint_need import checkpoint_need
-from mobius.planning.alike import versions
-from mobius.planning.blueprint import Blueprint
+from mobius.plan.checkpoint_estimates import estimate_checkpoint
+from mobius.planning.node_checks import versions
+from mobius.planning.run_setup import RunSetup
 from mobius.regular_files import read_json
 from mobius.training.export import export_bytes, saved_parameters
 from mobius.training.resuming import ORIGIN
 from mobius.training.session import Session
-from mobius.training.trainer import numbers_of_ranks
-from mobius.units import GIB, bytes_text
+from mobius.training.trainer import all_gather_numbers
+from mobius.units import GIB, format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ _WORTH_MEASURING = GIB
 
 
 @dataclass(frozen=True, kw_only=True)
-class SavedPoint:
+class StepMetadata:
     """Everything that a checkpoint tells beside tensors, at the end of a step."""
 
     step: int
@@ -86,7 +86,7 @@ class SavedPoint:
     metric: float | None
     is_best: bool
     """Whether no evaluation so far had a better metric."""
-    position: Mapping[str, Any]
+    loop_state: Mapping[str, Any]
     """Whatever else the loop needs to go on, as JSON has it."""
     trainer_state: TrainerState | str
     """Contents of trainer_state.json, as a snapshot of which the text is made beside training; the first rank's."""
@@ -95,45 +95,45 @@ class SavedPoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunTexts:
+class RunMetadata:
     """Everything in a checkpoint that stays the same over a run; the first rank's."""
 
-    base_files: BaseFiles
+    model_files: ModelFiles
     files: Mapping[str, str]
     """Texts by file name, such as training_args.yaml and plan.json."""
     options: Mapping[str, Any]
     data_fingerprint: str
     origin: Origin
-    base: Base | None = None
+    base: AdapterBase | None = None
     """The model that adapters are for; None where there are none."""
 
 
-def count_saves(config: Config, *, steps_done: int, epochs_done: float, epochs: float) -> int:
-    """Checkpoints that a run is to save from `steps_done` on; its last step is in epoch `epochs`, about."""
+def count_saves(config: Config, *, num_steps_done: int, epochs_done: float, epochs: float) -> int:
+    """Checkpoints that a run is to save from `num_steps_done` on; its last step is in epoch `epochs`, about."""
     saving, total = config.saving, config.optim.num_steps
     if saving.save_strategy is SaveStrategy.EPOCH:
         return math.floor(epochs) - math.floor(epochs_done)
     every = steps_between(saving.save_steps, total)
-    return total // every - steps_done // every
+    return total // every - num_steps_done // every
 
 
-def check_room(blueprint: Blueprint, save_dir: Path, *, num_saves: int) -> None:
+def check_disk_space_for_run(run_setup: RunSetup, save_dir: Path, *, num_saves: int) -> None:
     """Refuse a run whose disk has no room for its first checkpoint and its model; warn where later ones do not fit.
 
     Call it before weights are read, on the first rank. Raises CheckpointError.
     """
-    config = blueprint.config
-    parameters, limit = saved_parameters(blueprint), config.saving.save_total_limit
-    has_optimizer, model = not config.saving.save_only_model, export_bytes(blueprint)
-    each = space_needed(parameters, blueprint.dtype, has_optimizer)
-    with told_as("write to", save_dir):
+    config = run_setup.config
+    parameters, limit = saved_parameters(run_setup), config.saving.save_total_limit
+    has_optimizer, model = not config.saving.save_only_model, export_bytes(run_setup)
+    each = checkpoint_disk_bytes(parameters, run_setup.dtype, has_optimizer)
+    with translate_file_errors("write to", save_dir):
         free = shutil.disk_usage(nearest_folder(save_dir)).free
     room = (free - model) // each
-    found = f"--save_dir {save_dir}: a checkpoint takes {bytes_text(each)}, the model {bytes_text(model)}; "
-    found += f"{bytes_text(free)} is free"
-    smaller = space_needed(parameters, blueprint.dtype, has_optimizer=False)
+    found = f"--save_dir {save_dir}: a checkpoint takes {format_bytes(each)}, the model {format_bytes(model)}; "
+    found += f"{format_bytes(free)} is free"
+    smaller = checkpoint_disk_bytes(parameters, run_setup.dtype, has_optimizer=False)
     if num_saves > 0 and room < 1:
-        less = f"save weights only (--save_only_model: {bytes_text(smaller)}), " if has_optimizer else ""
+        less = f"save weights only (--save_only_model: {format_bytes(smaller)}), " if has_optimizer else ""
         raise CheckpointError(
             f"{found}. Nothing is trained yet. Free some space, choose another --save_dir, {less}or save no "
             "checkpoints: --save_strategy no."
@@ -141,7 +141,7 @@ def check_room(blueprint: Blueprint, save_dir: Path, *, num_saves: int) -> None:
     # An older one is removed when the new one is complete.
     wanted = num_saves
     if limit != ALL_CHECKPOINTS:
-        wanted = min(num_saves, max(1, limit + 1 - len(find_checkpoints(save_dir).good)))
+        wanted = min(num_saves, max(1, limit + 1 - len(find_checkpoints(save_dir).valid)))
     if room < wanted:
         logger.warning(
             "%s, room for %d of the %d further checkpoints that are there at once. Saves that find no room are told "
@@ -160,39 +160,44 @@ class CheckpointSaver:
     """Owns the saves of a run, one at a time, and the copies that they are made from."""
 
     def __init__(
-        self, session: Session, save_dir: Path, texts: RunTexts, *, made_safe: Callable[[], None] = lambda: None
+        self,
+        session: Session,
+        save_dir: Path,
+        run_metadata: RunMetadata,
+        *,
+        on_complete: Callable[[], None] = lambda: None,
     ) -> None:
         """Take memory for copies; collective. What is complete in `save_dir` counts as the run's own.
 
-        `made_safe` is called on the first rank with each checkpoint that is complete.
+        `on_complete` is called on the first rank with each checkpoint that is complete.
         """
-        self._made_safe = made_safe
-        blueprint = session.blueprint
-        self._session, self.save_dir, self._texts = session, save_dir, texts
+        self._made_safe = on_complete
+        run_setup = session.run_setup
+        self._session, self.save_dir, self._run_metadata = session, save_dir, run_metadata
         self._activity = session.activity
-        self._config, self._blueprint, self._everyone = blueprint.config, blueprint, session.everyone
-        self._rank, self._is_first = self._everyone.rank, self._everyone.rank == 0
-        self._writes = blueprint.place.ranks.replica == 0
+        self._config, self._run_setup, self._all_ranks = run_setup.config, run_setup, session.all_ranks
+        self._rank, self._is_first = self._all_ranks.rank, self._all_ranks.rank == 0
+        self._writes = run_setup.rank_context.ranks.replica == 0
         """Whether this rank writes its stages, of which all replicas have the same."""
-        saving = blueprint.config.saving
+        saving = run_setup.config.saving
         self._has_optimizer = not saving.save_only_model
-        self._parameters = saved_parameters(blueprint)
+        self._parameters = saved_parameters(run_setup)
         self._is_whole = not self._config.adapters.is_lora
-        self._weights_name = WHOLE_MODEL if self._is_whole else TRAINED_PART
+        self._weights_name = MODEL_PREFIX if self._is_whole else TRAINED_PREFIX
         self._files = plan_files(
             self._parameters,
-            dtype=blueprint.dtype,
+            dtype=run_setup.dtype,
             has_optimizer=self._has_optimizer,
-            weights_name=self._weights_name,
+            weights_prefix=self._weights_name,
         )
-        self.num_bytes = space_needed(self._parameters, blueprint.dtype, self._has_optimizer)
-        self.need = checkpoint_need(blueprint.answer.request, blueprint.plan, has_optimizer=self._has_optimizer)
+        self.num_bytes = checkpoint_disk_bytes(self._parameters, run_setup.dtype, self._has_optimizer)
+        self.estimate = estimate_checkpoint(run_setup.result.request, run_setup.plan, has_optimizer=self._has_optimizer)
         self.disk_rate = self._measure_disk()
         """Bytes per second; None where a save takes no time to speak of."""
-        self._snapshots = self._take_room()
+        self._stage_saver = self._take_room()
         self._next_number = self._first_number()
-        self._point: SavedPoint | None = None
-        self._number = 0
+        self._metadata: StepMetadata | None = None
+        self._save_number = 0
         """Number of the save that is under way; 0 if there is none."""
         self._is_written = False
         self._finisher: threading.Thread | None = None
@@ -203,7 +208,7 @@ class CheckpointSaver:
         self.newest_step = 0
         self.outcomes: list[SaveOutcome] = []
 
-    def continues(self, newest: Path, step: int, best_step: int | None) -> None:
+    def resume_from(self, newest: Path, step: int, best_step: int | None) -> None:
         """Take over what the run had before it was resumed: its checkpoint, and the best one."""
         if newest.resolve().parent == self.save_dir.resolve():
             self._newest, self.newest_step = newest, step
@@ -217,38 +222,38 @@ class CheckpointSaver:
 
     def before_update(self, stage: int) -> None:
         """For the stepper: return when the state of `stage` may change."""
-        self._snapshots.before_update(stage)
+        self._stage_saver.before_update(stage)
 
     def describe(self) -> str:
         """A line for the log: what a checkpoint takes, how long, and what training waits for."""
         limit = self._config.saving.save_total_limit
         kept = "all" if limit == ALL_CHECKPOINTS else f"the newest {limit}"
-        return f"{self.need.describe(self._free_bytes, self.disk_rate)}; {kept} are kept in {self.save_dir}"
+        return f"{self.estimate.describe(self._free_bytes, self.disk_rate)}; {kept} are kept in {self.save_dir}"
 
     @property
     def seconds(self) -> float | None:
         """Time that a save takes, where the disk was measured."""
-        return None if self.disk_rate is None else self.need.seconds(self.disk_rate)
+        return None if self.disk_rate is None else self.estimate.seconds(self.disk_rate)
 
-    def save(self, point: SavedPoint) -> None:
+    def save(self, metadata: StepMetadata) -> None:
         """Begin to save the state behind the last step; collective. Waits for the save before."""
-        self._activity.begins(f"the begin of the save of step {point.step}")
+        self._activity.start_action(f"the begin of the save of step {metadata.step}")
         self.finish()
-        self._point, self._number, self._is_written = point, self._next_number, False
+        self._metadata, self._save_number, self._is_written = metadata, self._next_number, False
         self._next_number += 1
         self._begun = time.monotonic()
         self._records: list[FileRecord] = []
-        partial = partial_path(self.save_dir, point.step)
-        num_bytes = self.num_bytes if self._is_first else self._snapshots.num_bytes
+        partial = partial_path(self.save_dir, metadata.step)
+        num_bytes = self.num_bytes if self._is_first else self._stage_saver.num_bytes
         problem: list[Exception] = []
         try:
             if self._writes:
-                check_space(self.save_dir, num_bytes)
+                check_disk_space(self.save_dir, num_bytes)
             if self._is_first:
-                begin(self.save_dir, point.step)
+                create_partial(self.save_dir, metadata.step)
         except CheckpointError as error:
             problem = [error]
-        self._everyone.barrier()  # the folder is there, or there is none to write to
+        self._all_ranks.barrier()  # the folder is there, or there is none to write to
         if not problem and self._writes and not partial.is_dir():
             problem = [_NotBegunError("the first rank tells why")]
 
@@ -263,54 +268,54 @@ class CheckpointSaver:
                     raise
                 problem[:] = problem or [error]  # other replicas wait until they have given all their parts
 
-        def written() -> None:
+        def on_written() -> None:
             if problem:
                 raise problem[0]
             if not self._is_first and self._writes:
                 text = json.dumps([asdict(record) for record in self._records])
                 write_text(partial, f"records-{self._rank}.json", text)
 
-        self._snapshots.begin(write, written=written)
+        self._stage_saver.begin(write, on_written=on_written)
 
-    def own(self) -> Sequence[float]:
+    def local(self) -> Sequence[float]:
         """This rank's part in each step's exchange: the save that it has written, negative if that failed."""
-        if not self._number or self._is_written or not self._snapshots.is_done:
+        if not self._save_number or self._is_written or not self._stage_saver.is_done:
             return [0.0]
         return [self._report()]
 
-    def hear(self, table: Tensor) -> None:
+    def gathered(self, table: Tensor) -> None:
         """Finish the save once all ranks have written: the other part of the exchange."""
-        if not self._number or self._is_written:
+        if not self._save_number or self._is_written:
             return
         told = table[:, 0].tolist()
-        if all(abs(number) == self._number for number in told):
+        if all(abs(number) == self._save_number for number in told):
             self._is_written = True
             self._all_have_written(all(number > 0 for number in told))
 
     def finish(self) -> None:
         """Wait until no save is under way; collective."""
-        if not self._number or self._point is None:
+        if not self._save_number or self._metadata is None:
             return
-        with self._activity.waiting(f"the save of step {self._point.step} on all ranks"):
+        with self._activity.waiting(f"the save of step {self._metadata.step} on all ranks"):
             if not self._is_written:
-                if self._snapshots.is_saving:
-                    self._settled(self._snapshots.wait())
-                self.hear(numbers_of_ranks(self._everyone, [self._report()]))
+                if self._stage_saver.is_saving:
+                    self._settled(self._stage_saver.wait())
+                self.gathered(all_gather_numbers(self._all_ranks, [self._report()]))
             if self._finisher is not None:
                 self._finisher.join()
                 self._finisher = None
-            self._number = 0
-            self._everyone.barrier()
+            self._save_number = 0
+            self._all_ranks.barrier()
 
     def close(self) -> None:
         """Give memory back; no save may be under way."""
-        self._snapshots.close()
+        self._stage_saver.close()
 
     def _report(self) -> float:
         """Number that `own` tells once this rank's threads are through."""
-        if self._snapshots.is_saving:
-            self._settled(self._snapshots.wait())
-        return float(-self._number if self._outcome.error else self._number)
+        if self._stage_saver.is_saving:
+            self._settled(self._stage_saver.wait())
+        return float(-self._save_number if self._outcome.error else self._save_number)
 
     def _settled(self, outcome: SaveOutcome) -> None:
         """Take the outcome of this rank's threads; what they wrote they have told the first rank by a file."""
@@ -320,13 +325,13 @@ class CheckpointSaver:
         self.outcomes.append(outcome)
 
     def _tell_failure(self, error: BaseException) -> None:
-        assert self._point is not None
+        assert self._metadata is not None
         if isinstance(error, _NotBegunError):
             return
         is_ours = isinstance(error, MobiusError)
         told = str(error) if is_ours else f"{type(error).__name__}: {first_line(error)}"
         last = f" The last good checkpoint is {self.newest}." if self.newest else ""
-        step, follows = self._point.step, self._point.follows
+        step, follows = self._metadata.step, self._metadata.follows
         trace = None if is_ours else error  # nobody else would tell where a save stumbled that is not seen again
         logger.warning("checkpoint of step %d is not saved, and %s: %s%s", step, follows, told, last, exc_info=trace)
 
@@ -339,124 +344,128 @@ class CheckpointSaver:
 
     def _name(self, is_good: bool) -> None:
         """Make a complete checkpoint of what all ranks have written, on the first rank."""
-        point = self._point
-        assert point is not None
-        self._activity.works("writer", f"the end of the checkpoint of step {point.step}")
+        metadata = self._metadata
+        assert metadata is not None
+        self._activity.start_task("writer", f"the end of the checkpoint of step {metadata.step}")
         try:
-            partial = partial_path(self.save_dir, point.step)
+            partial = partial_path(self.save_dir, metadata.step)
             if not is_good:
                 discard(partial)
-            elif self._is_completed(partial, point):
+            elif self._is_completed(partial, metadata):
                 self._made_safe()
                 self._remove_old()
         except CheckpointError as error:  # the checkpoint itself is there, or was told
             logger.warning("%s", error)
         finally:
-            self._activity.rests("writer")
+            self._activity.end_task("writer")
 
-    def _is_completed(self, partial: Path, point: SavedPoint) -> bool:
+    def _is_completed(self, partial: Path, metadata: StepMetadata) -> bool:
         """Give the checkpoint its name; False where that failed, which is told."""
         try:
-            newest = self._complete(partial, point)
+            newest = self._complete(partial, metadata)
         except Exception as error:
             self._tell_failure(error)
-            if not checkpoint_path(self.save_dir, point.step).exists():
+            if not checkpoint_path(self.save_dir, metadata.step).exists():
                 discard(partial)
             return False
-        self._newest, self.newest_step = newest, point.step
-        if point.is_best:
-            self.best_step = point.step
+        self._newest, self.newest_step = newest, metadata.step
+        if metadata.is_best:
+            self.best_step = metadata.step
         seconds = time.monotonic() - self._begun
         logger.info(
             "checkpoint saved: %s, %s in %.1f s (%s/s); updates waited %.2f s for copies",
             newest,
-            bytes_text(self.need.disk_bytes),
+            format_bytes(self.estimate.disk_bytes),
             seconds,
-            bytes_text(int(self.need.disk_bytes / max(seconds, 1e-3))),
+            format_bytes(int(self.estimate.disk_bytes / max(seconds, 1e-3))),
             self._outcome.waited_seconds,
         )
         return True
 
     def _remove_old(self) -> None:
         best = [] if self.best_step is None else [checkpoint_path(self.save_dir, self.best_step)]
-        for path in remove_old(self.save_dir, keep=self._config.saving.save_total_limit, protected=best):
+        for path in rotate_checkpoints(self.save_dir, keep=self._config.saving.save_total_limit, protected=best):
             logger.info("checkpoint removed: %s (--save_total_limit)", path)
 
-    def _complete(self, partial: Path, point: SavedPoint) -> Path:
+    def _complete(self, partial: Path, metadata: StepMetadata) -> Path:
         records = list(self._records)
         for file in sorted(partial.glob("records-*.json")):
             records += [file_record(entry) for entry in read_json(file)]
             file.unlink()
-        write_model_files(partial, self._texts.base_files, self._blueprint.parts.config, dtype=self._blueprint.dtype)
-        if self._texts.base is not None:
-            files = sorted(partial.glob(f"{TRAINED_PART}*.safetensors"))
-            write_adapter(partial, files, self._blueprint.parts, self._texts.base)
+        write_model_files(
+            partial, self._run_metadata.model_files, self._run_setup.parts.config, dtype=self._run_setup.dtype
+        )
+        if self._run_metadata.base is not None:
+            files = sorted(partial.glob(f"{TRAINED_PREFIX}*.safetensors"))
+            write_adapter(partial, files, self._run_setup.parts, self._run_metadata.base)
             (partial / "config.json").unlink()
-        state = point.trainer_state
+        state = metadata.trainer_state
         state_text = state if isinstance(state, str) else state.to_json()
-        for name, text in {**self._texts.files, STATE_FILE: state_text}.items():
+        for name, text in {**self._run_metadata.files, STATE_FILE: state_text}.items():
             write_text(partial, name, text)
         manifest = Manifest(
-            step=point.step,
-            save_number=self._number,
+            step=metadata.step,
+            save_number=self._save_number,
             num_parameters=sum(parameter.num_elements for parameter in self._parameters),
-            dtype=str(self._blueprint.dtype).removeprefix("torch."),
+            dtype=str(self._run_setup.dtype).removeprefix("torch."),
             has_optimizer=self._has_optimizer,
             files=tuple(sorted(records, key=lambda record: record.file_name)),
-            training=asdict(point.counts),
+            training=asdict(metadata.counts),
             data={
-                **point.position,
-                "epoch": point.epoch,
-                "fingerprint": self._texts.data_fingerprint,
-                ORIGIN: asdict(self._texts.origin),
+                **metadata.loop_state,
+                "epoch": metadata.epoch,
+                "fingerprint": self._run_metadata.data_fingerprint,
+                ORIGIN: asdict(self._run_metadata.origin),
             },
-            options=self._texts.options,
+            options=self._run_metadata.options,
             versions=versions(),
-            metric=point.metric,
+            metric=metadata.metric,
         )
-        return complete(
+        return commit_checkpoint(
             partial,
             manifest,
             parameters=self._parameters,
-            dtype=self._blueprint.dtype,
-            weights_name=self._weights_name,
+            dtype=self._run_setup.dtype,
+            weights_prefix=self._weights_name,
         )
 
     def _first_number(self) -> int:
         """The number of the next save, as the first rank counts: other nodes may not see --save_dir."""
         own = find_checkpoints(self.save_dir).next_save_number if self._is_first else 0
-        return int(numbers_of_ranks(self._everyone, [float(own)]).sum())
+        return int(all_gather_numbers(self._all_ranks, [float(own)]).sum())
 
     def _measure_disk(self) -> float | None:
         """The rate that the first rank measures, on all ranks."""
-        if self.need.disk_bytes < _WORTH_MEASURING:
+        if self.estimate.disk_bytes < _WORTH_MEASURING:
             return None
-        own = write_rate(nearest_folder(self.save_dir)) if self._is_first else None
-        return float(numbers_of_ranks(self._everyone, [own or 0.0]).sum()) or None
+        own = measure_write_rate(nearest_folder(self.save_dir)) if self._is_first else None
+        return float(all_gather_numbers(self._all_ranks, [own or 0.0]).sum()) or None
 
-    def _take_room(self) -> Snapshots:
+    def _take_room(self) -> AsyncStageSaver:
         config = self._config
         own = self._session.stages.memory
         replicas = self._session.transport.replicas
-        common = self._is_whole, replicas, self._blueprint.parts.pieces
+        common = self._is_whole, replicas, self._run_setup.parts.parameter_pieces
         names = {stage: {p.name for p in self._parameters if p.stage == stage} for stage in own}
         stages = {stage: SavedStage(memory, names[stage], *common) for stage, memory in own.items()}
         limit = config.pipeline.host_memory_limit
         if limit is None:
-            free = float(numbers_of_ranks(self._everyone, [float(available_host_bytes())]).amin())
+            free = float(all_gather_numbers(self._all_ranks, [float(available_host_bytes())]).amin())
         else:  # memory that grows on demand is not there yet
-            free = limit * GIB - self._blueprint.answer.host.total
+            free = limit * GIB - self._run_setup.result.host_estimate.total
         self._free_bytes = free
-        place = self._blueprint.place
+        rank_context = self._run_setup.rank_context
         # Clipping updates in forward order behind the step; else stages follow their backward.
         forward = config.optim.max_grad_norm > 0
-        return Snapshots(
+        return AsyncStageSaver(
             stages,
             order=sorted(own, reverse=not forward),
             has_optimizer=self._has_optimizer,
-            room_bytes=self.need.room(place.ranks.place, free / place.sharing),
-            device=place.device,
-            num_threads=optimizer_threads(place.ranks.num_local),
+            staging_bytes=self.estimate.staging_bytes(
+                rank_context.ranks.pipeline_rank, free / rank_context.pipelines_per_host
+            ),
+            device=rank_context.device,
+            num_threads=num_optimizer_threads(rank_context.ranks.num_local),
             activity=self._activity,
             in_order=replicas is not None,
         )

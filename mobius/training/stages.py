@@ -9,24 +9,24 @@ import torch
 from tqdm import tqdm
 
 from mobius.activity import Activity
-from mobius.memory.activation_home import ActivationHome
 from mobius.memory.host_arena import HostArena
-from mobius.memory.rank_memory import take_memory
-from mobius.memory.shares import Replicas
+from mobius.memory.pinned_activation_buffer import PinnedActivationBuffer
+from mobius.memory.rank_memory import allocate_memory
+from mobius.memory.shards import ReplicaGroup
 from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.stage_memory import StageMemory
 from mobius.memory.update_queue import UpdateQueue
-from mobius.messages.transport import Messages
-from mobius.models.blocks import LayerInputs, ModelParts
+from mobius.messages.transport import ActivationTransport
+from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.experts.router_loss import refuse_slices
-from mobius.models.weights import WeightSource, parts_of
+from mobius.models.weights import WeightSource, read_in_pieces
 from mobius.plan.plan import Plan
 from mobius.runtime.executor import Executor
-from mobius.runtime.routers import Routers
-from mobius.runtime.slices import SequenceCaches, SlicedStage
+from mobius.runtime.pipelined_router_loss import PipelinedRouterLoss
+from mobius.runtime.saved_activations import ALIGNMENT, pinned_buffer_bytes
+from mobius.runtime.sliced_layers import SequenceKVCaches, SlicedLayers
 from mobius.runtime.stage import StageModule
 from mobius.runtime.stage_layers import StageLayers, WholeLayers
-from mobius.runtime.stash import ALIGNMENT, home_bytes
 from mobius.runtime.waits import WaitClock
 from mobius.schedule.schedule import Schedule
 
@@ -39,18 +39,18 @@ class RankStages:
     device: torch.device
     modules: Mapping[int, StageModule]
     memory: Mapping[int, StageMemory]
-    layer_inputs: LayerInputs
+    layer_inputs: LayerArgumentsBuilder
     arena: HostArena | None
     """The host's part of the memory; None where no stage is streamed."""
-    slices: Mapping[int, SlicedStage] | None = None
+    sliced_layers: Mapping[int, SlicedLayers] | None = None
     """The layers of each stage where microbatches are slices of sequences."""
-    home: ActivationHome | None = None
+    activation_buffer: PinnedActivationBuffer | None = None
     """Places of the activations that wait on the host; None where none do."""
-    routers: Routers | None = None
+    routers: PipelinedRouterLoss | None = None
     """For models with a loss over their routers."""
 
     @classmethod
-    def take(
+    def allocate(
         cls,
         parts: ModelParts,
         plan: Plan,
@@ -60,15 +60,15 @@ class RankStages:
         dtype: torch.dtype,
         gradient_dtype: torch.dtype,
         loss_chunk_tokens: int,
-        waiting: Collection[int],
+        deferred_updates: Collection[int],
         message_shape: tuple[int, int, int] | None = None,
         product_bytes: int = 0,
         tile_tokens: int | None = None,
         updates: UpdateQueue | None = None,
-        replicas: Replicas | None = None,
+        replicas: ReplicaGroup | None = None,
         spans: Spans = NO_SPANS,
     ) -> RankStages:
-        """Zeroed stages of `rank` as `plan` says; those in `waiting` keep their gradients (`take_memory`).
+        """Zeroed stages of `rank` as `plan` says; those in `deferred_updates` keep their gradients (`allocate_memory`).
 
         `message_shape` [B, L, H] is that of a layer's input, needed where some are stashed, and `product_bytes` are
         those of a layer and microbatch of which products go home; `tile_tokens` is as in `StageModule`; `replicas`
@@ -83,56 +83,58 @@ class RankStages:
                 plan.cuts[stage],
                 loss_chunk_tokens=loss_chunk_tokens,
                 tile_tokens=tile_tokens,
-                kept_level=plan.kept_level,
+                recompute_level=plan.recompute_level,
             )
-            for stage in plan.stages_of(rank)
+            for stage in plan.local_stages(rank)
         }
-        memory, arena = take_memory(
+        memory, arena = allocate_memory(
             {stage: module.layout() for stage, module in modules.items()},
             resident=plan.resident,
             num_slots=plan.slots[rank],
             dtype=dtype,
             gradient_dtype=gradient_dtype,
-            waiting=waiting,
+            deferred_updates=deferred_updates,
             device=device,
-            in_rounds=plan.num_rounds > 1,
-            keeps_trained=parts.adapters.is_lora,
+            has_accumulation_rounds=plan.accumulation_rounds > 1,
+            keeps_trained_on_gpu=parts.adapters.is_lora,
             updates=updates,
             replicas=replicas,
             tied=parts.trained_tied_names or (),
             spans=spans,
         )
-        layer_inputs = LayerInputs(parts, device=device, dtype=dtype)
-        home = None
-        stashed = plan.stashed.intersection(modules)
-        if stashed:
+        layer_inputs = LayerArgumentsBuilder(parts, device=device, dtype=dtype)
+        activation_buffer = None
+        offloaded_activation_stages = plan.offloaded_activation_stages.intersection(modules)
+        if offloaded_activation_stages:
             assert message_shape is not None, "what is stashed has a shape"
             inputs_alone = {
-                stage: _kept_bytes(parts, message_shape, dtype, keeps_attention=stage in plan.attention_kept)
-                for stage in sorted(stashed)
+                stage: _offloaded_bytes(
+                    parts, message_shape, dtype, keeps_attention=stage in plan.saved_attention_stages
+                )
+                for stage in sorted(offloaded_activation_stages)
             }
             whole = -(-product_bytes // ALIGNMENT) * ALIGNMENT
-            home = ActivationHome(
+            activation_buffer = PinnedActivationBuffer(
                 {
                     stage: [
-                        len(plan.cuts[stage].backward_layers(parts.first_trained))
-                        * (max(whole, alone) if plan.sends_products(stage, place) else alone)
-                        for place in range(plan.round_size)
+                        len(plan.cuts[stage].backward_layers(parts.first_trained_layer))
+                        * (max(whole, alone) if plan.offloads_all(stage, place) else alone)
+                        for place in range(plan.microbatches_per_round)
                     ]
                     for stage, alone in inputs_alone.items()
                 },
                 register=device.type == "cuda",
             )
-        slices = None
+        sliced_layers = None
         if plan.num_slices > 1:
-            caches = SequenceCaches()
-            slices = {
-                stage: SlicedStage(
+            caches = SequenceKVCaches()
+            sliced_layers = {
+                stage: SlicedLayers(
                     parts,
                     plan.cuts[stage],
                     caches,
                     tile_tokens=tile_tokens,
-                    keeps_attention=stage in plan.attention_kept,
+                    keeps_attention=stage in plan.saved_attention_stages,
                 )
                 for stage in modules
             }
@@ -143,12 +145,12 @@ class RankStages:
             memory=memory,
             layer_inputs=layer_inputs,
             arena=arena,
-            slices=slices,
-            home=home,
-            routers=None if parts.router_loss is None else Routers(parts.router_loss, device),
+            sliced_layers=sliced_layers,
+            activation_buffer=activation_buffer,
+            routers=None if parts.router_loss is None else PipelinedRouterLoss(parts.router_loss, device),
         )
 
-    def fill(
+    def load_weights(
         self,
         source: WeightSource,
         *,
@@ -170,17 +172,17 @@ class RankStages:
         for stage, name, shape in tqdm(named, desc="loading weights", unit="tensor", leave=False, disable=disable):
             own = self.memory[stage]
             state = own.frozen_state if name in self.modules[stage].frozen else own.state
-            for offset, value in parts_of(source, name, shape):
+            for offset, value in read_in_pieces(source, name, shape):
                 state.set_parameter(name, value, offset=offset)
             progress()
 
     def executor(
         self,
         schedule: Schedule,
-        transport: Messages,
+        transport: ActivationTransport,
         clock: WaitClock | None = None,
         *,
-        unsealed_names: frozenset[str] = frozenset(),
+        norm_deferred_names: frozenset[str] = frozenset(),
         spans: Spans = NO_SPANS,
         activity: Activity | None = None,
     ) -> Executor:
@@ -194,27 +196,30 @@ class RankStages:
             transport=transport,
             clock=clock or WaitClock(self.device),
             device=self.device,
-            unsealed_names=unsealed_names,
-            home=self.home,
+            norm_deferred_names=norm_deferred_names,
+            activation_buffer=self.activation_buffer,
             routers=self.routers,
             spans=spans,
             activity=activity,
         )
 
     def _layers(self, schedule: Schedule) -> Mapping[int, StageLayers]:
-        if self.slices is not None and schedule.num_slices > 1:
-            return self.slices
-        return {stage: WholeLayers(module, stage in self.plan.kept) for stage, module in self.modules.items()}
+        if self.sliced_layers is not None and schedule.num_slices > 1:
+            return self.sliced_layers
+        return {
+            stage: WholeLayers(module, stage in self.plan.saved_activation_stages)
+            for stage, module in self.modules.items()
+        }
 
     def close(self) -> None:
         """Give page-locked memory back; nothing may be copying any more."""
         if self.arena is not None:
             self.arena.close()
-        if self.home is not None:
-            self.home.close()
+        if self.activation_buffer is not None:
+            self.activation_buffer.close()
 
 
-def _kept_bytes(
+def _offloaded_bytes(
     parts: ModelParts, message_shape: tuple[int, int, int], dtype: torch.dtype, *, keeps_attention: bool
 ) -> int:
     """Bytes on the host of what a layer keeps of a microbatch: its input and, if asked for, attention's result."""
@@ -224,4 +229,4 @@ def _kept_bytes(
         shape = parts.shape()
         kept.append(((batch, tokens, shape.attention_width), dtype))
         kept.append(((batch, shape.num_heads or 0, tokens), torch.float32))
-    return home_bytes(*kept)
+    return pinned_buffer_bytes(*kept)

@@ -10,46 +10,46 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mobius.data.batches import Batch, arrange, share_of
-from mobius.planning.blueprint import Blueprint
-from mobius.runtime.documents import Rows, place_documents
+from mobius.data.batches import Batch, balance_microbatches, shard_batch
+from mobius.planning.run_setup import RunSetup
+from mobius.runtime.documents import Rows, position_ids_and_cu_seqlens
 from mobius.runtime.executor import StepBatch
 
 
-def step_batches(batches: Iterable[Batch], blueprint: Blueprint) -> Iterator[StepBatch]:
+def step_batches(batches: Iterable[Batch], run_setup: RunSetup) -> Iterator[StepBatch]:
     """The batches as tensors, page-locked if they go to a GPU, packed rows in the order of microbatches."""
-    ranks = blueprint.place.ranks
+    ranks = run_setup.rank_context.ranks
     for given in batches:
         assert given.num_targets > 0, "samples without a target are dropped, and no step is without samples"
-        num_chunks = blueprint.plan.num_chunks
-        batch = arrange(share_of(given, ranks.replica, ranks.num_replicas), num_chunks)
-        input_ids, labels = (_tensor(each, blueprint) for each in (batch.input_ids, batch.labels))
+        num_chunks = run_setup.plan.num_chunks
+        batch = balance_microbatches(shard_batch(given, ranks.replica, ranks.num_replicas), num_chunks)
+        input_ids, labels = (_tensor(each, run_setup) for each in (batch.input_ids, batch.labels))
         documents = (
             None
-            if batch.documents is None
-            else document_tensors(batch.documents, blueprint, num_microbatches=blueprint.plan.num_chunks)
+            if batch.document_lengths is None
+            else document_tensors(batch.document_lengths, run_setup, num_microbatches=run_setup.plan.num_chunks)
         )
         numbers = batch.num_targets, batch.num_tokens, batch.num_samples, batch.epoch
-        lengths = None
-        if blueprint.parts.router_loss is not None and batch.lengths is not None:
-            lengths = _tensor(np.array(batch.lengths, dtype=np.int64), blueprint)
-        yield StepBatch(input_ids, labels, *numbers, documents, ranks.num_replicas, lengths)
+        row_lengths = None
+        if run_setup.parts.router_loss is not None and batch.row_lengths is not None:
+            row_lengths = _tensor(np.array(batch.row_lengths, dtype=np.int64), run_setup)
+        yield StepBatch(input_ids, labels, *numbers, documents, ranks.num_replicas, row_lengths)
 
 
-def document_tensors(rows: Rows, blueprint: Blueprint, *, num_microbatches: int) -> tuple[Tensor, Tensor] | None:
+def document_tensors(rows: Rows, run_setup: RunSetup, *, num_microbatches: int) -> tuple[Tensor, Tensor] | None:
     """Places of the documents of `rows`, which have these token counts; None where rows are one document each."""
-    packed = blueprint.answer.request.packed
+    packed = run_setup.result.request.packed
     if packed is None:
         return None
-    positions, bounds = place_documents(
+    position_ids, cu_seqlens = position_ids_and_cu_seqlens(
         rows,
-        seq_length=blueprint.config.data.seq_length,
+        seq_length=run_setup.config.data.seq_length,
         num_microbatches=num_microbatches,
-        most_documents=packed.most_documents,
+        max_documents=packed.max_documents,
     )
-    return _tensor(positions, blueprint), _tensor(bounds, blueprint)
+    return _tensor(position_ids, run_setup), _tensor(cu_seqlens, run_setup)
 
 
-def _tensor(array: npt.NDArray[Any], blueprint: Blueprint) -> Tensor:
+def _tensor(array: npt.NDArray[Any], run_setup: RunSetup) -> Tensor:
     tensor = torch.from_numpy(array)
-    return tensor.pin_memory() if blueprint.place.device.type == "cuda" else tensor
+    return tensor.pin_memory() if run_setup.rank_context.device.type == "cuda" else tensor

@@ -16,24 +16,24 @@ from torch import Tensor
 from mobius.activity import Activity
 from mobius.config.config import OptimConfig
 from mobius.machine.devices import MemoryMeter
-from mobius.messages.transport import Assembly, Transport
+from mobius.messages.transport import RankGroup, Transport
 from mobius.optim.lr_schedule import learning_rate_at
-from mobius.optim.stepper import StepCounts, StepOutcome, Stepper
+from mobius.optim.optimizer_stepper import OptimizerStepper, StepCounts, StepOutcome
 from mobius.output.metrics import StepMetrics
-from mobius.output.recordings import StepWatch
+from mobius.output.recordings import StepHook
 from mobius.runtime.executor import Executor, StepBatch
 from mobius.runtime.waits import WaitClock
 from mobius.schedule.lanes import WaitCause
 from mobius.units import GIB
 
 
-class Exchange(Protocol):
+class StepGather(Protocol):
     """Numbers that ranks tell each other at the end of each step, beside the step's own."""
 
-    def own(self) -> Sequence[float]:
+    def local(self) -> Sequence[float]:
         """This rank's numbers; every rank has as many."""
 
-    def hear(self, table: Tensor) -> None:
+    def gathered(self, table: Tensor) -> None:
         """Take all ranks' numbers, [num_ranks, len(own)] in float64."""
 
 
@@ -45,25 +45,25 @@ class Trainer:
         config: OptimConfig,
         *,
         executor: Executor,
-        stepper: Stepper,
+        stepper: OptimizerStepper,
         batches: Iterator[StepBatch],
         transport: Transport,
         clock: WaitClock,
         meter: MemoryMeter,
-        watches: Sequence[StepWatch] = (),
-        steps_done: int = 0,
+        step_hooks: Sequence[StepHook] = (),
+        num_steps_done: int = 0,
         activity: Activity | None = None,
     ) -> None:
-        """Each step runs within what `watches` return for its number. `batches` begin behind `steps_done` steps.
+        """Each step runs within what `step_hooks` return for its number. `batches` begin behind `num_steps_done` steps.
 
         `activity` is told of each part of a step; the first one may compile.
         """
-        self._watches, self._activity, self._is_first = watches, activity or Activity(), True
+        self._watches, self._activity, self._is_first = step_hooks, activity or Activity(), True
         self._config = config
         self._executor, self._stepper, self._batches = executor, stepper, batches
         self._transport, self._clock, self._meter = transport, clock, meter
-        self._step = steps_done
-        self.exchange: Exchange | None = None
+        self._step = num_steps_done
+        self.step_gather: StepGather | None = None
         """Set by who wants to tell other ranks something."""
         self._step_end = 0.0
         self._next_batch: StepBatch | None = None
@@ -80,7 +80,7 @@ class Trainer:
 
     def train(self) -> Iterator[StepMetrics]:
         """Run all steps, yielding the numbers of each as it ends."""
-        self._transport.everyone.barrier()
+        self._transport.all_ranks.barrier()
         self._step_end = time.perf_counter()
         while self._step < self._config.num_steps:
             with ExitStack() as stack:
@@ -91,42 +91,42 @@ class Trainer:
             self._is_first = False
             yield metrics
 
-    def leave_out_time(self) -> None:
+    def restart_step_timer(self) -> None:
         """Begin the next step's seconds now: an evaluation, for instance, is no part of a step."""
         self._step_end = time.perf_counter()
 
     def drain(self) -> None:
-        """Wait for all updates, as the Stepper does: before the parameters are read."""
+        """Wait for all updates, as the OptimizerStepper does: before the parameters are read."""
         self._stepper.drain()
 
     def train_step(self) -> StepMetrics:
         """One optimizer step: M microbatches through all stages, then AdamW."""
-        self._activity.begins_step(self._step + 1)
-        self._activity.begins("the batch")
+        self._activity.start_step(self._step + 1)
+        self._activity.start_action("the batch")
         batch = self._next_batch or next(self._batches)
         learning_rate = learning_rate_at(self._step, self._config)
         self._stepper.begin_step(learning_rate)
         sums = self._executor.run(
-            batch, loss_scale=self._stepper.loss_scale.value, listener=self._stepper.gradients_complete
+            batch, loss_scale=self._stepper.loss_scale.value, on_gradients_ready=self._stepper.on_gradients_ready
         )
         self._step += 1
         is_last = self._step == self._config.num_steps
-        self._activity.begins("the next batch")
+        self._activity.start_action("the next batch")
         self._next_batch = None if is_last else next(self._batches)  # while the device works
-        self._activity.begins("the update")
+        self._activity.start_action("the update")
         outcome = self._stepper.apply(sums, step=self._step)
         if is_last:
             self._stepper.drain()
         return self._measure(batch, outcome, learning_rate)
 
     def _measure(self, batch: StepBatch, outcome: StepOutcome, learning_rate: float) -> StepMetrics:
-        self._activity.begins("the numbers of all ranks")
+        self._activity.start_action("the numbers of all ranks")
         memory, waits = self._meter.read(), self._clock.collect()
         own = [memory.peak_allocated, memory.peak_reserved, memory.peak_host, *(waits[cause] for cause in WaitCause)]
-        told = () if self.exchange is None else self.exchange.own()
-        both = numbers_of_ranks(self._transport.everyone, [*own, *told])
-        if self.exchange is not None:
-            self.exchange.hear(both[:, len(own) :])
+        told = () if self.step_gather is None else self.step_gather.local()
+        both = all_gather_numbers(self._transport.all_ranks, [*own, *told])
+        if self.step_gather is not None:
+            self.step_gather.gathered(both[:, len(own) :])
         table = both[:, : len(own)]
         worst = table.amax(0).tolist()
         previous, self._step_end = self._step_end, time.perf_counter()
@@ -154,7 +154,7 @@ class Trainer:
         )
 
 
-def numbers_of_ranks(ranks: Assembly, own: Sequence[float]) -> Tensor:
+def all_gather_numbers(ranks: RankGroup, own: Sequence[float]) -> Tensor:
     """A row of numbers from every rank, [num_ranks, len(own)] in float64; collective."""
     table = torch.zeros(ranks.num_ranks, len(own), dtype=torch.float64)
     table[ranks.rank] = torch.tensor(own, dtype=torch.float64)

@@ -18,7 +18,7 @@ from harness.grids import named
 from harness.launched import Launched
 from harness.processes import family, is_alive, ranks_of
 from harness.runs import ROOT, command, environment, free_port, make_checkpoint, make_dataset
-from started_ranks import comes
+from started_ranks import wait_until
 
 MINUTE = 60.0
 Process = subprocess.Popen[bytes] | Launched
@@ -58,7 +58,7 @@ def our_launcher(*arguments: str) -> list[str]:
 
 def wait_for(moment: Moment, process: Process, folder: Path) -> None:
     """Return when the run has come to the moment; one that ends before fails the test."""
-    come = comes(lambda: process.poll() is not None or moment(folder, process.pid), seconds=300)
+    come = wait_until(lambda: process.poll() is not None or moment(folder, process.pid), seconds=300)
     assert come, (folder / "output.txt").read_text()
     assert process.poll() is None, (folder / "output.txt").read_text()
 
@@ -95,7 +95,7 @@ def kill_and_look(process: Process, folder: Path, victim: int, shared: set[str])
     members = {process.pid, *family(process.pid)}
     os.kill(ranks_of(process.pid)[victim], signal.SIGKILL)
     begin = time.monotonic()
-    gone = comes(lambda: process.poll() is not None and not any(map(is_alive, members)), seconds=MINUTE)
+    gone = wait_until(lambda: process.poll() is not None and not any(map(is_alive, members)), seconds=MINUTE)
     output, living = (folder / "output.txt").read_text(), [*filter(is_alive, members)]
     for member in living:
         os.kill(member, signal.SIGKILL)
@@ -104,7 +104,7 @@ def kill_and_look(process: Process, folder: Path, victim: int, shared: set[str])
     # Other runs of this machine have files there, too, which go when they end.
     left = shared_files() - shared
     rest = MINUTE - (time.monotonic() - begin)
-    assert comes(lambda: not left & shared_files(), seconds=rest), f"left in /dev/shm: {left & shared_files()}"
+    assert wait_until(lambda: not left & shared_files(), seconds=rest), f"left in /dev/shm: {left & shared_files()}"
     return output
 
 

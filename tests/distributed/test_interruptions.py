@@ -19,7 +19,7 @@ from harness.forked import HANG_SECONDS, Ranks
 from harness.processes import is_alive
 from harness.runs import command, environment, make_checkpoint, make_dataset
 from launch import free_port
-from started_ranks import comes
+from started_ranks import wait_until
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = """--model_path model --dataset data.jsonl --fp32 --num_stages 4 --num_chunks 2 --batch_size 4 --seq_length 16
@@ -98,7 +98,7 @@ def in_step(number: int, folder: Path, *options: str) -> Iterator[tuple[subproce
         ranks = children(process.pid)
         assert len(ranks) == 2
         yield process, ranks
-        assert comes(lambda: not any(is_alive(rank) for rank in ranks), HANG_SECONDS)
+        assert wait_until(lambda: not any(is_alive(rank) for rank in ranks), HANG_SECONDS)
 
 
 def forked_to_step(number: int, folder: Path, *options: str) -> Ranks:
@@ -107,7 +107,7 @@ def forked_to_step(number: int, folder: Path, *options: str) -> Ranks:
     make_dataset(folder / "data.jsonl")
     arguments, variables = ["--device", "cpu", *ENDLESS, *options], environment(folder / "cache")
     ranks = Ranks("main", "main", arguments, num_ranks=2, folder=folder, environment=variables)
-    assert comes(lambda: f"step {number:>6}/100000" in ranks.output(), HANG_SECONDS), ranks.output()
+    assert wait_until(lambda: f"step {number:>6}/100000" in ranks.output(), HANG_SECONDS), ranks.output()
     return ranks
 
 
@@ -172,7 +172,7 @@ def test_ctrl_c_again_leaves_at_once_without_a_checkpoint(tmp_path: Path) -> Non
     assert other is not None
     os.kill(other, signal.SIGSTOP)  # the step that the first one waits for never ends
     os.kill(first, signal.SIGINT)
-    assert comes(lambda: "once more to leave at once" in ranks.output(), HANG_SECONDS), "the press was not heard"
+    assert wait_until(lambda: "once more to leave at once" in ranks.output(), HANG_SECONDS), "the press was not heard"
     time.sleep(ANOTHER_PRESS)
     os.kill(first, signal.SIGINT)
     ranks.processes[0].join(HANG_SECONDS)
@@ -197,7 +197,7 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
         assert len(ranks) == 2
         process.kill()
         try:
-            assert comes(lambda: not any(is_alive(rank) for rank in ranks), HANG_SECONDS)
+            assert wait_until(lambda: not any(is_alive(rank) for rank in ranks), HANG_SECONDS)
         finally:
             for rank in filter(is_alive, ranks):
                 os.kill(rank, signal.SIGKILL)
@@ -209,7 +209,7 @@ def test_ctrl_c_while_workers_tokenize_leaves_one_line_and_nothing_else(tmp_path
     (tmp_path / "data.jsonl").write_text(lines * 200)
     before = {path.name for path in tmp_path.iterdir()} | {"cache"}
     with started(command(1, [*ENDLESS, "--preprocessing_num_workers", "2"]), tmp_path) as process:
-        assert comes(lambda: (tmp_path / "cache").exists() and children(process.pid), HANG_SECONDS, pause=0.02)
+        assert wait_until(lambda: (tmp_path / "cache").exists() and children(process.pid), HANG_SECONDS, pause=0.02)
         workers = children(process.pid)
         os.killpg(process.pid, signal.SIGINT)
         lines_seen = [line for line in lines_after(process) if not line.startswith(("model loaded", "tokenizing"))]
@@ -218,4 +218,4 @@ def test_ctrl_c_while_workers_tokenize_leaves_one_line_and_nothing_else(tmp_path
     assert lines_seen == [expected], "\n".join(lines_seen)
     assert process.returncode == 130
     assert {path.name for path in tmp_path.iterdir()} == before
-    assert comes(lambda: not any(is_alive(worker) for worker in workers), HANG_SECONDS)
+    assert wait_until(lambda: not any(is_alive(worker) for worker in workers), HANG_SECONDS)

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, get_scheduler
 
 from mobius.config.config import DataConfig, DatasetEntry
-from mobius.data.batches import Batch, Batches
+from mobius.data.batches import Batch, TrainingBatches
 from mobius.data.datasets import PreparedDataset, prepare_data
 from mobius.data.mixture import WeightedSamples
 
@@ -63,10 +63,10 @@ def entries_of(folder: Path, names: Sequence[str]) -> tuple[DatasetEntry, ...]:
 def samples_of(batch: Batch) -> list[Sample]:
     """Each sample of a step by itself."""
     tokens, labels = torch.from_numpy(batch.input_ids), torch.from_numpy(batch.labels)
-    assert batch.documents is not None
+    assert batch.document_lengths is not None
     return [
         (tokens[row : row + 1, start:end], labels[row : row + 1, start:end])
-        for row, lengths in enumerate(batch.documents)
+        for row, lengths in enumerate(batch.document_lengths)
         for start, end in pairwise(accumulate(lengths, initial=0))
     ]
 
@@ -123,7 +123,7 @@ def test_two_epochs_of_packed_rows_equal_a_plain_loop_of_samples(
 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     prepared = prepare_data(DataConfig(dataset=entries, seq_length=LENGTH), tokenizer, cache_dir=tmp_path / "own")
-    batches = Batches(
+    batches = TrainingBatches(
         [WeightedSamples(dataset.tokenized, dataset.entry.weight) for dataset in prepared.training],
         batch_size=BATCH,
         seq_length=LENGTH,
@@ -135,8 +135,8 @@ def test_two_epochs_of_packed_rows_equal_a_plain_loop_of_samples(
     taken = list(batches)
     steps = [samples_of(batch) for batch in taken]
     assert_seen_by_weight(steps, prepared.training)
-    assert any(len(lengths) > 1 for lengths in taken[0].documents or ()), "rows hold several samples"
-    assert () in (taken[-1].documents or ()), "the last step has empty rows"
+    assert any(len(lengths) > 1 for lengths in taken[0].document_lengths or ()), "rows hold several samples"
+    assert () in (taken[-1].document_lengths or ()), "the last step has empty rows"
 
     losses = plain_training(model, steps)
     logged = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]

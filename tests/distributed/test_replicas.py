@@ -13,7 +13,7 @@ from harness.launched import Launched
 from harness.processes import ranks_of
 from harness.runs import ROOT, environment, free_port, make_checkpoint, make_dataset, run_main
 from safetensors.torch import load_file
-from started_ranks import comes
+from started_ranks import wait_until
 from torch import Tensor
 
 MINUTE = 60.0
@@ -94,7 +94,7 @@ def test_all_nodes_end_with_a_rank_and_a_restart_goes_on_to_the_same_bits(tmp_pa
     nodes = launchers(tmp_path, *save, max_restarts=1)
     try:
         first = tmp_path / "out" / "checkpoint-4"
-        assert comes(lambda: first.exists() or any(node.poll() is not None for node in nodes), seconds=300)
+        assert wait_until(lambda: first.exists() or any(node.poll() is not None for node in nodes), seconds=300)
         os.kill(ranks_of(nodes[1].pid)[1], signal.SIGKILL)
         codes = [node.wait(300) for node in nodes]
         told = "".join(node.output() for node in nodes)
@@ -113,7 +113,7 @@ def test_a_node_that_is_lost_ends_the_others_within_a_minute(tmp_path: Path) -> 
     save = ["--num_iterations", "100000", "--save_dir", "out", "--save_results", "out.txt"]
     nodes = launchers(tmp_path, *save, max_restarts=0)
     try:
-        assert comes((tmp_path / "out" / "checkpoint-2").exists, seconds=300), nodes[0].output()
+        assert wait_until((tmp_path / "out" / "checkpoint-2").exists, seconds=300), nodes[0].output()
         nodes[1].kill()
         start = time.monotonic()
         assert nodes[0].wait(MINUTE) == 1

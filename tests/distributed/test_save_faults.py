@@ -16,7 +16,7 @@ import pytest
 from harness.forked import HANG_SECONDS, ROOT, Ranks
 from harness.runs import environment, make_checkpoint, make_dataset
 from kill_and_resume import TrialError, compare
-from started_ranks import Started, comes, descendants, forked, left_in_shared_memory
+from started_ranks import StartedRun, descendants, forked, left_in_shared_memory, wait_until
 
 
 @pytest.mark.extended
@@ -45,9 +45,9 @@ def test_a_run_that_is_killed_four_times_is_the_one_that_was_left_alone(tmp_path
 FULL_FOR_THE_FIRST = """
 import os
 import mobius.training.saving as saving
-def no_space(save_dir, num_bytes, check=saving.check_space):
+def no_space(save_dir, num_bytes, check=saving.check_disk_space):
     check(save_dir, 10**18 if os.environ["RANK"] == "0" else num_bytes)
-saving.check_space = no_space
+saving.check_disk_space = no_space
 """
 
 
@@ -104,11 +104,11 @@ def test_the_script_finds_a_process_that_outlives_its_parent(tmp_path: Path) -> 
         inherit_orphans()
         parent = forked(lambda: forked(lambda: time.sleep(60), tmp_path, output), tmp_path, output)
         codes: dict[int, int] = {}
-        started = Started(output, {"rank 0": parent}, codes)
-        assert comes(started.is_over, 20)
+        started = StartedRun(output, {"rank 0": parent}, codes)
+        assert wait_until(started.is_over, 20)
         (orphan,) = descendants()
         os.kill(orphan, signal.SIGKILL)
-        assert comes(lambda: not descendants(), 20)
+        assert wait_until(lambda: not descendants(), 20)
 
     _, status = os.waitpid(forked(work, tmp_path, output), 0)
     assert os.waitstatus_to_exitcode(status) == 0, output.read_text()
@@ -126,7 +126,7 @@ def test_the_script_finds_what_is_left_in_shared_memory_unless_somebody_has_it_o
 
 
 def test_the_script_tells_a_save_of_now_from_what_an_earlier_start_left(tmp_path: Path) -> None:
-    out, started = tmp_path / "out", Started(tmp_path / "output.txt")
+    out, started = tmp_path / "out", StartedRun(tmp_path / "output.txt")
     (out / "checkpoint-3.partial").mkdir(parents=True)
     phases = []
     for line in ("", "tokenizing: 1 %", "dataset loaded", "start of training"):

@@ -13,7 +13,7 @@ import pytest
 from harness.forked import HANG_SECONDS, ROOT, Ranks
 from harness.runs import environment, make_checkpoint, make_dataset
 from launch import free_port
-from started_ranks import comes
+from started_ranks import wait_until
 
 NUM_STEPS = 6
 OPTIONS = f"""--device cpu --fp32 --model_path model --dataset data.jsonl --num_stages 4 --num_chunks 2 --batch_size 4
@@ -49,14 +49,14 @@ def slowly(*arguments, run=saving.write_stage, **named):
 saving.write_stage = slowly
 """
 SLOW_EVALUATION = """
-import mobius.training.judging.evaluation as evaluation
-evaluation.MOST_BATCHES_PER_PASS = 1
+import mobius.training.evaluation.evaluator as evaluation
+evaluation.MAX_BATCHES_PER_PASS = 1
 calls = [0]
-def slowly_again(*arguments, run=evaluation.join):
+def slowly_again(*arguments, run=evaluation.concatenate_batches):
     calls[0] += 1
     time.sleep(1 if 4 < calls[0] < 9 else 0)  # the second one: none may compile any more
     return run(*arguments)
-evaluation.join = slowly_again
+evaluation.concatenate_batches = slowly_again
 """
 COMPILES = """
 from mobius.runtime.executor import Executor
@@ -67,7 +67,7 @@ def compiles(self, *arguments, run=Executor.run, **named):
 Executor.run = compiles
 """
 NO_PICTURE = """
-import mobius.training.records as records
+import mobius.training.reporting as records
 records.draw_training = lambda history, path, title: path.touch()  # takes seconds of a core that others want
 """
 
@@ -131,7 +131,7 @@ def test_a_hang_in_one_rank_is_told_by_all_and_ends_the_run(place: Path) -> None
     assert output.rstrip().endswith("the run stood still: above, each rank tells where it was; all ranks have ended")
     processes = [int(number) for number in re.findall(r"rank \d \(process (\d+)", output)]
     assert not any(Path(f"/proc/{number}").exists() for number in processes)
-    assert comes(lambda: set(os.listdir("/dev/shm")) <= before, 60)  # those of other tests go
+    assert wait_until(lambda: set(os.listdir("/dev/shm")) <= before, 60)  # those of other tests go
     assert (place / "saved" / "checkpoint-2" / "config.json").exists()
 
 

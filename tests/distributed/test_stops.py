@@ -17,7 +17,7 @@ import torch.distributed.run
 from harness.forked import HANG_SECONDS
 from harness.launched import Launched
 from harness.processes import is_alive
-from started_ranks import comes
+from started_ranks import wait_until
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = str(ROOT / "tests" / "harness" / "saving_run.py")
@@ -33,7 +33,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass
-class Started:
+class StartedRun:
     """A launcher in a process group of its own, as a terminal starts it, and the folder of its run."""
 
     process: subprocess.Popen[bytes] | Launched
@@ -44,13 +44,15 @@ class Started:
     def wait_until_ready(self) -> str:
         """Returns the line of the first rank, once all are in the first step of this start."""
         self.num_ready += 1
-        assert comes(lambda: self.process.poll() is not None or len(self.ready_lines()) >= self.num_ready, HANG_SECONDS)
+        assert wait_until(
+            lambda: self.process.poll() is not None or len(self.ready_lines()) >= self.num_ready, HANG_SECONDS
+        )
         assert len(self.ready_lines()) >= self.num_ready, self.output_file.read_text()
         return self.ready_lines()[self.num_ready - 1]
 
     def wait_until_asked(self) -> None:
         """Returns when the first rank has said that it saves and ends."""
-        assert comes(lambda: "once more to leave at once" in self.output_file.read_text(), HANG_SECONDS)
+        assert wait_until(lambda: "once more to leave at once" in self.output_file.read_text(), HANG_SECONDS)
 
     def ready_lines(self) -> list[str]:
         text = self.output_file.read_text(errors="replace")
@@ -62,7 +64,7 @@ class Started:
     def output(self) -> str:
         """What was printed after the last `ready`, once all processes have ended."""
         self.process.wait(HANG_SECONDS)
-        assert comes(lambda: not any(is_alive(self.rank(number)) for number in range(2)), HANG_SECONDS)
+        assert wait_until(lambda: not any(is_alive(self.rank(number)) for number in range(2)), HANG_SECONDS)
         printed = self.output_file.read_text(errors="replace").splitlines()
         begin = max((number for number, line in enumerate(printed, 1) if line.startswith("ready")), default=0)
         return "\n".join(line for line in printed[begin:] if not re.match(r"\*|W\d|\[W|Setting OMP", line))
@@ -85,7 +87,7 @@ class Starter:
 
     def __call__(
         self, launcher: Sequence[str], *arguments: str, ignores_hang_up: bool = False, **environment: str
-    ) -> Started:
+    ) -> StartedRun:
         words = [*launcher[1:], PROGRAM, str(self.folder), *arguments]
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **environment}
         process: subprocess.Popen[bytes] | Launched
@@ -105,7 +107,7 @@ class Starter:
                     preexec_fn=heed_signals,
                 )
         self.running.append(process)
-        started = Started(process, self.folder, output_file)
+        started = StartedRun(process, self.folder, output_file)
         started.wait_until_ready()
         return started
 
@@ -123,10 +125,10 @@ def start(tmp_path: Path) -> Iterator[Starter]:
     def own() -> set[Path]:
         return {path for path in set(SHARED_MEMORY.iterdir()) - before if path.name.startswith(("mobius", "torch"))}
 
-    assert comes(lambda: not own(), 60), own()  # those of other tests go
+    assert wait_until(lambda: not own(), 60), own()  # those of other tests go
 
 
-def send(run: Started, to: str, number: signal.Signals) -> None:
+def send(run: StartedRun, to: str, number: signal.Signals) -> None:
     if to == "group":
         os.killpg(run.process.pid, number)
     else:
@@ -194,10 +196,12 @@ def test_a_third_signal_kills_ranks_that_do_not_end(start: Starter) -> None:
     for rank in range(2):
         os.kill(run.rank(rank), signal.SIGSTOP)
     # A thread that has not stopped yet would take the next signal first, and nothing would be pending.
-    assert comes(lambda: all(is_stopped(run.rank(rank)) for rank in range(2)), HANG_SECONDS)
+    assert wait_until(lambda: all(is_stopped(run.rank(rank)) for rank in range(2)), HANG_SECONDS)
     for number in (signal.SIGINT, signal.SIGTERM):
         send(run, "launcher", number)
-        assert comes(lambda number=number: all(has_pending(run.rank(rank), number) for rank in range(2)), HANG_SECONDS)
+        assert wait_until(
+            lambda number=number: all(has_pending(run.rank(rank), number) for rank in range(2)), HANG_SECONDS
+        )
         time.sleep(ANOTHER_PRESS)
     send(run, "launcher", signal.SIGINT)
     run.output()
@@ -247,7 +251,7 @@ def test_a_rank_that_dies_is_no_request_to_save(start: Starter) -> None:
 
 def test_ranks_start_again_from_the_newest_checkpoint_but_not_after_a_signal(start: Starter) -> None:
     run = start([*OURS, "--max_restarts", "2"], "0.5", "store")  # which has a port, though 0 was given
-    assert comes(lambda: "checkpoint-40" in run.checkpoints(), HANG_SECONDS)
+    assert wait_until(lambda: "checkpoint-40" in run.checkpoints(), HANG_SECONDS)
     send(run, "rank 1", signal.SIGKILL)
     assert run.wait_until_ready() == "ready, goes on from step 40\n"
     assert "they start again (1 of 2 times)" in run.output_file.read_text()

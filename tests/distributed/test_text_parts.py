@@ -6,8 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
+import extract_text_model
 import pytest
-import take_text_part
 import torch
 from harness.runs import TOKENIZER, make_dataset, run_main
 from harness.text_parts import tiny_whole
@@ -15,7 +15,7 @@ from harness.tiny_families import tiny_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from mobius.models.text_parts.names import text_names
+from mobius.models.multimodal.weight_names import text_weight_names
 
 OPTIONS = """--model_path model --dataset data.jsonl --fp32 --num_stages 2 --num_chunks 1 --batch_size 2 --seq_length 32
     --num_iterations 2 --warmup_steps 0 --save_dir out"""
@@ -35,7 +35,7 @@ def make_whole(folder: Path, family: str) -> PreTrainedModel:
 def text_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Tensors of the text part, by the names that it has alone."""
     stored = model.state_dict()
-    names = text_names(stored) | {"lm_head.weight": "lm_head.weight"}
+    names = text_weight_names(stored) | {"lm_head.weight": "lm_head.weight"}
     return {own: stored[name] for name, own in names.items()}
 
 
@@ -73,13 +73,13 @@ def test_adapters_ask_for_the_text_part_as_a_model_of_its_own_which_a_script_wri
 
     assert refused.returncode == 1
     assert "is more than a text model (mistral3)" in refused.stdout
-    assert "python scripts/take_text_part.py model FOLDER" in refused.stdout
-    assert take_text_part.main([str(tmp_path / "model"), str(tmp_path / "text"), "--dtype", "fp32"]) == 0
+    assert "python scripts/extract_text_model.py model FOLDER" in refused.stdout
+    assert extract_text_model.main([str(tmp_path / "model"), str(tmp_path / "text"), "--dtype", "fp32"]) == 0
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "text").state_dict()
     expected = text_tensors(whole)
     assert saved.keys() == expected.keys()
     assert all(torch.equal(saved[name], value) for name, value in expected.items())
-    assert take_text_part.main([str(tmp_path / "text"), str(tmp_path / "again")]) == 1, "it is a text model already"
+    assert extract_text_model.main([str(tmp_path / "text"), str(tmp_path / "again")]) == 1, "it is a text model already"
 
 
 def test_constants_among_the_weights_are_read_and_saved_unchanged(tmp_path: Path) -> None:

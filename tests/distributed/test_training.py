@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, get_scheduler
 
 from mobius.config.config import DataConfig, DatasetEntry
-from mobius.data.batches import Batches
+from mobius.data.batches import TrainingBatches
 from mobius.data.datasets import prepare_data
 from mobius.data.mixture import WeightedSamples
 
@@ -31,7 +31,7 @@ def plain_training(model: PreTrainedModel, dataset: Path, tokenizer_folder: Path
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     config = DataConfig(dataset=(DatasetEntry(str(dataset)),), seq_length=LENGTH)
     prepared = prepare_data(config, tokenizer, cache_dir=cache)
-    batches = Batches(
+    batches = TrainingBatches(
         [WeightedSamples(prepared.training[0].tokenized)],
         batch_size=BATCH,
         seq_length=LENGTH,

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mobius.ranks import separate_device_queues
+from mobius.ranks import set_cuda_max_connections
 
-separate_device_queues()  # as a run does, before CUDA starts
+set_cuda_max_connections()  # as a run does, before CUDA starts
 # cuBLAS reads it when it starts; without it deterministic algorithms are refused.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 

@@ -7,8 +7,8 @@ import torch
 from harness.expert_products import Case, off
 from harness.expert_training import losses_of_both
 
-from mobius.models.experts.kernels import ExpertKernels
-from mobius.models.experts.products import add_weight_gradient, grouped_product, weight_gradient
+from mobius.models.experts.grouped_matmul import add_weight_gradient, grouped_matmul, grouped_weight_gradient
+from mobius.models.experts.kernel_launch import ExpertKernels
 
 pytestmark = pytest.mark.gpu
 
@@ -24,33 +24,36 @@ WIDTHS = [(256, 384), (40, 72), (130, 33)]
 def test_products_are_those_of_each_expert(dtype: torch.dtype, widths: tuple[int, int]) -> None:
     case, own = Case(GPU, dtype, width=widths[0], out_width=widths[1]), ExpertKernels()
     for matrix in case.matrices:
-        of_triton = own.multiply(case.rows, matrix, case.ends)
+        of_triton = own.multiply(case.rows, matrix, case.expert_offsets)
         assert of_triton is not None
         assert off(of_triton, case.product(matrix)) < NEAR[dtype]
-        assert off(grouped_product(case.rows, matrix, case.ends), case.product(matrix)) < NEAR[dtype]
+        assert off(grouped_matmul(case.rows, matrix, case.expert_offsets), case.product(matrix)) < NEAR[dtype]
 
 
 @pytest.mark.parametrize("widths", WIDTHS)
 @pytest.mark.parametrize("dtype", NEAR)
 def test_factors_are_added_to_the_fp32_sum_in_fp32(dtype: torch.dtype, widths: tuple[int, int]) -> None:
     case = Case(GPU, dtype, width=widths[0], out_width=widths[1])
-    total = torch.ones_like(case.weight_gradient(), dtype=torch.float32)
+    total = torch.ones_like(case.grouped_weight_gradient(), dtype=torch.float32)
 
-    assert ExpertKernels().add_factors(total, case.gradient, case.rows, case.ends)
+    assert ExpertKernels().add_factors(total, case.gradient, case.rows, case.expert_offsets)
 
-    assert off(total, case.weight_gradient() + 1) < NEAR[torch.float32]
-    assert off(weight_gradient(case.gradient, case.rows, case.ends), case.weight_gradient()) < NEAR[dtype]
+    assert off(total, case.grouped_weight_gradient() + 1) < NEAR[torch.float32]
+    assert (
+        off(grouped_weight_gradient(case.gradient, case.rows, case.expert_offsets), case.grouped_weight_gradient())
+        < NEAR[dtype]
+    )
 
 
 def test_neither_product_waits_for_the_gpu() -> None:
     case = Case(GPU, torch.bfloat16, width=256, out_width=384)
-    total = torch.zeros_like(case.weight_gradient(), dtype=torch.float32)
+    total = torch.zeros_like(case.grouped_weight_gradient(), dtype=torch.float32)
     for mode in ("default", "error"):  # the first round compiles
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            grouped_product(case.rows, case.matrices[0], case.ends)
-            grouped_product(case.gradient, case.matrices[0].transpose(1, 2), case.ends)
-            add_weight_gradient(total, case.gradient, case.rows, case.ends)
+            grouped_matmul(case.rows, case.matrices[0], case.expert_offsets)
+            grouped_matmul(case.gradient, case.matrices[0].transpose(1, 2), case.expert_offsets)
+            add_weight_gradient(total, case.gradient, case.rows, case.expert_offsets)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

@@ -9,9 +9,9 @@ from harness.plan_requests import request_of
 from transformers import LlamaConfig
 
 from mobius.models.blocks import ModelParts
-from mobius.plan.budget import STEP_BYTES_PER_TOKEN, microbatch_bytes
-from mobius.plan.cards import CARDS
-from mobius.plan.gpu_peak import estimate_layer, largest_moment
+from mobius.plan.gpu_specs import GPU_SPECS
+from mobius.plan.memory_estimates import STEP_BYTES_PER_TOKEN, microbatch_bytes
+from mobius.plan.peak_memory import estimate_layer, find_peak
 from mobius.plan.plan import make_plan
 from mobius.plan.request import Machine
 from mobius.runtime.layer_bytes import measure_layer_bytes
@@ -50,8 +50,8 @@ def test_a_compiled_layer_is_measured_near_its_estimate() -> None:
     shape = BATCH, SEQ_LENGTH, 2048
     measured = measure_layer_bytes(parts, shape=shape, dtype=torch.bfloat16, device=CUDA, with_products=True)
     estimate = estimate_layer(2, parts.shape(), BATCH * SEQ_LENGTH, compiled=True)
-    assert measured.products == pytest.approx(estimate.products, rel=0.1)
-    assert measured.graph == pytest.approx(estimate.graph, rel=0.1)
+    assert measured.saved_products == pytest.approx(estimate.saved_products, rel=0.1)
+    assert measured.saved_activations == pytest.approx(estimate.saved_activations, rel=0.1)
     assert measured.peak == pytest.approx(estimate.peak, rel=0.1)
 
 
@@ -87,15 +87,15 @@ def test_a_compiled_step_holds_at_most_what_is_predicted_and_not_much_less(num_r
     shape, batch = parts.shape(), BATCH * CHUNKS
     measured = measure_layer_bytes(parts, shape=(BATCH, SEQ_LENGTH, 2048), dtype=torch.bfloat16, device=CUDA)
     plan = make_plan(shape, num_ranks=num_ranks, num_stages=8, num_microbatches=CHUNKS, num_slots=2)
-    machine = Machine(num_ranks, CARDS["H200"])
+    machine = Machine(num_ranks, GPU_SPECS["H200"])
     request = request_of(
         shape, machine, batch_size=batch, seq_length=SEQ_LENGTH, num_stages=8, num_chunks=CHUNKS, loss_chunk_tokens=2048
     )
     size = microbatch_bytes(request, measured)
     for rank in (0, num_ranks - 1):
-        own = plan.stages_of(rank)
+        own = plan.local_stages(rank)
         graphs = own[len(own) - num_graphs :]
-        keeping = replace(plan, kept=frozenset(graphs))
+        keeping = replace(plan, saved_activation_stages=frozenset(graphs))
         held: list[str] = []
         counted = count_step(
             config(),
@@ -109,6 +109,6 @@ def test_a_compiled_step_holds_at_most_what_is_predicted_and_not_much_less(num_r
             device=CUDA,
             held=held,
         )
-        predicted = largest_moment(keeping, rank, size).total + STEP_BYTES_PER_TOKEN * request.step_tokens
+        predicted = find_peak(keeping, rank, size).total + STEP_BYTES_PER_TOKEN * request.step_tokens
         told = "\n".join([f"rank {rank}: {predicted / counted:.3f}; at the peak, of {counted:,} bytes:", *held[:30]])
         assert 0.97 * counted <= predicted <= 1.10 * counted, told

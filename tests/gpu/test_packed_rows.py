@@ -15,8 +15,8 @@ from harness.pipelines import Pipeline, make_model
 from harness.runs import ROOT, environment, make_checkpoint, make_dataset
 from torch import Tensor, nn
 
-from mobius.models.attention import BlockMasks, DocumentAttention, Documents, attend_documents, choose_attention
-from mobius.runtime.documents import place_documents
+from mobius.models.attention import BlockMasks, DocumentAttention, DocumentLayout, attend_documents, choose_attention
+from mobius.runtime.documents import position_ids_and_cu_seqlens
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -24,11 +24,11 @@ FAMILIES = ["gemma3", "llama", "llama-tied", "mistral", "qwen3"]
 
 
 def dense(
-    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, *, window: int | None, softcap: float | None
+    query: Tensor, key: Tensor, value: Tensor, position_ids: Tensor, *, window: int | None, softcap: float | None
 ) -> Tensor:
     """Scores of all pairs, and a mask of those that see each other; in fp32."""
-    places = torch.arange(positions.shape[1], device=CUDA)
-    document, distance = places - positions, places.unsqueeze(1) - places
+    places = torch.arange(position_ids.shape[1], device=CUDA)
+    document, distance = places - position_ids, places.unsqueeze(1) - places
     seen = (distance >= 0) & (document.unsqueeze(2) == document.unsqueeze(1))
     seen = seen if window is None else seen & (distance < window)
     groups = query.shape[1] // key.shape[1]
@@ -54,18 +54,18 @@ def test_kernels_give_what_a_dense_mask_gives(
     dtype: torch.dtype, heads: tuple[int, int], size: int, softcap: float | None, window: int | None
 ) -> None:
     rows = [[300, 100, 7, 93], [512], [1, 511], [128, 128, 130, 120]]
-    places = place_documents(rows, seq_length=512, num_microbatches=1, most_documents=6)
-    positions, (bounds,) = (torch.from_numpy(each).to(CUDA) for each in places)
+    places = position_ids_and_cu_seqlens(rows, seq_length=512, num_microbatches=1, max_documents=6)
+    position_ids, (cu_seqlens,) = (torch.from_numpy(each).to(CUDA) for each in places)
     torch.manual_seed(0)
     given = [torch.randn(4, number, 512, size, device=CUDA, dtype=dtype) for number in (heads[0], heads[1], heads[1])]
     kind = choose_attention(CUDA, dtype, head_size=size, softcap=softcap)
     assert (kind is DocumentAttention.FLEX) == (dtype == torch.float32 or softcap is not None)
-    masks = BlockMasks(Documents(positions, bounds)) if kind is DocumentAttention.FLEX else None
+    masks = BlockMasks(DocumentLayout(position_ids, cu_seqlens)) if kind is DocumentAttention.FLEX else None
     ours = partial(attend_documents, nn.Identity(), attention_mask=None, sliding_window=window, softcap=softcap)
     results = []
     for attend in (
-        lambda *each: ours(*each, document_bounds=bounds, block_masks=masks)[0],
-        partial(dense, positions=positions, window=window, softcap=softcap),
+        lambda *each: ours(*each, document_cu_seqlens=cu_seqlens, block_masks=masks)[0],
+        partial(dense, position_ids=position_ids, window=window, softcap=softcap),
     ):
         leaves = [each.clone().requires_grad_() for each in given]
         output = attend(*leaves)

@@ -7,7 +7,7 @@ import torch
 from harness.pipelines import Pipeline, make_batch, make_model
 from torch import Tensor
 
-from mobius.runtime import stash
+from mobius.runtime import saved_activations
 
 pytestmark = pytest.mark.gpu
 
@@ -17,22 +17,22 @@ MICROBATCHES = 4
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "qwen3"])
-@pytest.mark.parametrize("num_rounds", [1, 2])
+@pytest.mark.parametrize("accumulation_rounds", [1, 2])
 def test_compiled_layers_go_on_from_what_came_back(
-    family: str, num_rounds: int, monkeypatch: pytest.MonkeyPatch
+    family: str, accumulation_rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Products go home and come back beside loads and gradients; a place taken too early shows."""
     model, batch = make_model(family, LAYERS).to(CUDA), make_batch(MICROBATCHES)
-    sent, leave = [], stash._leave
+    sent, leave = [], saved_activations._select_for_offload
 
     def counted(kept: object, room: int) -> object:
         layers, leaving = leave(kept, room)  # type: ignore[arg-type]
-        sent.append(sum(layer.made is not None for layer in layers))
+        sent.append(sum(layer.saved is not None for layer in layers))
         return layers, leaving
 
-    monkeypatch.setattr(stash, "_leave", counted)
+    monkeypatch.setattr(saved_activations, "_select_for_offload", counted)
     expected: tuple[Tensor, dict[str, Tensor]] | None = None
-    for number in (0, 1, MICROBATCHES // num_rounds):
+    for number in (0, 1, MICROBATCHES // accumulation_rounds):
         sent.clear()
         pipeline = Pipeline(
             model,
@@ -40,15 +40,15 @@ def test_compiled_layers_go_on_from_what_came_back(
             STAGES,
             MICROBATCHES,
             2,
-            num_rounds=num_rounds,
-            stashed=frozenset(range(STAGES - 1)),
-            num_products_home=number,
+            accumulation_rounds=accumulation_rounds,
+            offloaded_activation_stages=frozenset(range(STAGES - 1)),
+            num_offloaded_microbatches=number,
             compiled=True,
             dtype=torch.bfloat16,
             device=CUDA,
         )
         found = pipeline.run(batch), {name: each.cpu() for name, each in pipeline.gradients.items()}
-        assert sum(sent) == number * num_rounds * (STAGES - 1)
+        assert sum(sent) == number * accumulation_rounds * (STAGES - 1)
         expected = expected or found
         assert torch.equal(found[0], expected[0]), number
         for name, gradient in expected[1].items():

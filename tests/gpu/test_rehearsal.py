@@ -11,11 +11,11 @@ from harness.sessions import random_samples
 from transformers import LlamaConfig
 
 from mobius.config.cli import parse_args
-from mobius.data.batches import Batches
+from mobius.data.batches import TrainingBatches
 from mobius.data.mixture import WeightedSamples
 from mobius.models.families import load_model_config
-from mobius.plan import budget
-from mobius.planning.blueprint import draw_blueprint
+from mobius.plan import memory_estimates
+from mobius.planning.run_setup import make_run_setup
 from mobius.ranks import Ranks
 from mobius.training.data import packed_rows
 from mobius.training.session import open_session
@@ -43,10 +43,10 @@ def test_a_plan_that_promises_too_little_is_replaced(
     )
     config.save_pretrained(tmp_path / "model")
     # A planner that overlooks half a GiB fills the limit with states and activations that do not fit.
-    monkeypatch.setattr(budget, "LIBRARY_BYTES", -GIB // 2)
+    monkeypatch.setattr(memory_estimates, "LIBRARY_BYTES", -GIB // 2)
     words = ["--model_path", str(tmp_path / "model"), *OPTIONS.split()]
     asked = parse_args(words, num_ranks=1)
-    batches = Batches(
+    batches = TrainingBatches(
         [WeightedSamples(random_samples(200, 1024, seed=1))],
         batch_size=16,
         seq_length=1024,
@@ -55,10 +55,10 @@ def test_a_plan_that_promises_too_little_is_replaced(
         is_packed=True,
     )
     model_config = load_model_config(tmp_path / "model", asked.model)
-    blueprint = draw_blueprint(asked, Ranks(0, 1, 0), model_config, packed=packed_rows(batches))
+    run_setup = make_run_setup(asked, Ranks(0, 1, 0), model_config, packed=packed_rows(batches))
     try:
         with caplog.at_level(logging.INFO):
-            session = open_session(blueprint, tmp_path / "model")
+            session = open_session(run_setup, tmp_path / "model")
         losses = [metrics.loss for metrics in session.trainer(batches).train()]
         session.close()
     finally:

@@ -86,7 +86,12 @@ def test_pipelines_of_two_train_what_one_rank_trains(tmp_path: Path, messages: s
     wheres = (STREAMED, OTHERS[0], "--resident_stages 1")
     variants = [f"{where} {clipping}" for where in wheres for clipping in CLIPPINGS]
     shared = trained(
-        2, tmp_path, f"--device cuda --bf16 --num_chunks 2 {messages}", variants, num_places=2, num_nodes=nodes_for(4)
+        2,
+        tmp_path,
+        f"--device cuda --bf16 --num_chunks 2 {messages}",
+        variants,
+        num_pipeline_ranks=2,
+        num_nodes=nodes_for(4),
     )
     alone = trained(1, tmp_path, "--device cuda --bf16 --num_chunks 4", variants[: len(CLIPPINGS)])
     for number, (single,) in enumerate(alone):

@@ -14,14 +14,14 @@ from harness.pipelines import Pipeline, make_batch, make_model
 from harness.trainers import make_single_trainer
 from torch import Tensor
 
-from mobius.memory.gradient_sum import GradientSum
+from mobius.memory.gradient_accumulator import GradientAccumulator
 from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
 from mobius.memory.resident import ResidentStage
 from mobius.memory.stage_state import StageState
 from mobius.optim.adamw import AdamWSettings, FlatAdamW
-from mobius.optim.fused_update import FusedUpdate
-from mobius.optim.kernel import load_kernel
+from mobius.optim.adamw_cpu import load_adamw_cpu
+from mobius.optim.adamw_gpu import GPUAdamW
 from mobius.training.session import Session
 
 pytestmark = pytest.mark.gpu
@@ -160,8 +160,8 @@ def test_an_update_on_the_gpu_is_the_c_kernels(
     host, gpu = _pair(gradient_dtype, step)
     before = host.read_master()
     settings = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.1)
-    fused = FusedUpdate() if is_fused else None
-    adamw = FlatAdamW(settings, load_kernel(tmp_path, num_threads=4), fused)
+    fused = GPUAdamW() if is_fused else None
+    adamw = FlatAdamW(settings, load_adamw_cpu(tmp_path, num_threads=4), fused)
     gradient = host.gradients.float() * 0.25
     for state in (host, gpu):
         adamw.update(state, step=step, learning_rate=LEARNING_RATE, gradient_factor=0.25)
@@ -188,7 +188,7 @@ def test_what_is_not_finite_changes_nothing_on_the_gpu(is_fused: bool) -> None:
     _, gpu = _pair(torch.bfloat16, 2)
     before = [tensor.clone() for tensor in gpu.tensors]
     settings = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.1)
-    adamw = FlatAdamW(settings, None, FusedUpdate() if is_fused else None)
+    adamw = FlatAdamW(settings, None, GPUAdamW() if is_fused else None)
     found = torch.ones((), device=CUDA)
     adamw.update(gpu, step=2, learning_rate=LEARNING_RATE, gradient_factor=1.0, found_inf=found)
     # Without the fused kernel master, weight and remainder are joined and split again, which changes no bit.
@@ -197,7 +197,7 @@ def test_what_is_not_finite_changes_nothing_on_the_gpu(is_fused: bool) -> None:
 
 def test_the_fused_update_takes_no_memory() -> None:
     _, gpu = _pair(torch.bfloat16, 2)
-    adamw = FlatAdamW(AdamWSettings(0.9, 0.999, 1e-8, 0.0), None, FusedUpdate())
+    adamw = FlatAdamW(AdamWSettings(0.9, 0.999, 1e-8, 0.0), None, GPUAdamW())
     adamw.warm_up([gpu])
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated(CUDA)
@@ -207,13 +207,20 @@ def test_the_fused_update_takes_no_memory() -> None:
     assert torch.cuda.max_memory_allocated(CUDA) - before <= 64 * 512  # scalars
 
 
-@pytest.mark.parametrize(("waiting", "num_bytes"), [((0, 1), 14), ((), 12)])
-def test_resident_stages_take_the_bytes_planned(waiting: tuple[int, ...], num_bytes: int) -> None:
+@pytest.mark.parametrize(("deferred_updates", "num_bytes"), [((0, 1), 14), ((), 12)])
+def test_resident_stages_take_the_bytes_planned(deferred_updates: tuple[int, ...], num_bytes: int) -> None:
     layouts = {stage: StageLayout.of({"matrix": (4096, 4096)}) for stage in range(2)}
-    total = GradientSum(4096 * 4096, device=CUDA)
+    accumulator = GradientAccumulator(4096 * 4096, device=CUDA)
     before = torch.cuda.memory_allocated(CUDA)
     stages = [
-        ResidentStage(stage, layout, dtype=torch.bfloat16, device=CUDA, keeps_gradients=stage in waiting, total=total)
+        ResidentStage(
+            stage,
+            layout,
+            dtype=torch.bfloat16,
+            device=CUDA,
+            keeps_gradients=stage in deferred_updates,
+            accumulator=accumulator,
+        )
         for stage, layout in layouts.items()
     ]
     assert torch.cuda.memory_allocated(CUDA) - before == 2 * 4096 * 4096 * num_bytes

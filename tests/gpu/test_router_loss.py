@@ -8,7 +8,7 @@ from harness.pipelines import Pipeline, make_batch, model_of, plain_step
 from harness.tiny_families import tiny_config
 
 from mobius.models.experts.router_loss import RouterLoss, router_sums
-from mobius.runtime.routers import Routers
+from mobius.runtime.pipelined_router_loss import PipelinedRouterLoss
 
 pytestmark = pytest.mark.gpu
 
@@ -36,15 +36,15 @@ def test_loss_and_gradients_are_near_those_of_the_plain_model(compiled: bool) ->
 
 def test_no_part_of_it_waits_for_the_gpu() -> None:
     loss = RouterLoss(8, 2, COEFFICIENT, frozenset({0}))
-    routers, hidden = Routers(loss, GPU), torch.randn(2, 5, 32, device=GPU, dtype=torch.bfloat16)
+    routers, hidden = PipelinedRouterLoss(loss, GPU), torch.randn(2, 5, 32, device=GPU, dtype=torch.bfloat16)
     logits = torch.randn(10, 8, device=GPU, dtype=torch.bfloat16)
     lengths = torch.tensor([5, 3], device=GPU)
     for mode in ("default", "error"):  # the first round loads kernels
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            turn = routers.turn(routers.counted((2, 5), lengths), None)
-            turn.add(router_sums(logits, turn.counted, 2))
-            routers.unpack(routers.pack(hidden, turn), (2, 5))
-            routers.end(turn, num_microbatches=2, loss_scale=1.0)
+            context = routers.context(routers.token_mask((2, 5), lengths), None)
+            context.add(router_sums(logits, context.token_mask, 2))
+            routers.unpack(routers.pack(hidden, context), (2, 5))
+            routers.compute_loss(context, num_microbatches=2, loss_scale=1.0)
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -14,8 +14,8 @@ import pytest
 import torch
 from harness.shared_links import NUM_MICROBATCHES, host_states, run_on
 
+from mobius.machine.cross_mapping import best_order
 from mobius.machine.load_probe import LOAD_BYTES, PinnedLoads, measure_slowdowns
-from mobius.machine.mapping import best_order
 from mobius.machine.topology import Gpu, Link, Topology
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]

@@ -6,8 +6,13 @@ import pytest
 import torch
 from harness.sliced_sequences import Rows, Sequences, at_once, in_slices
 
-from mobius.models.sliced_attention.attend import attend_slice, attend_slice_backward
-from mobius.models.sliced_attention.choice import Kernel, choose_kernel, fits, why_not
+from mobius.models.sliced_attention.kernel_choice import (
+    AttentionKernel,
+    choose_kernel,
+    is_kernel_available,
+    unsupported_reason,
+)
+from mobius.models.sliced_attention.slice_attention import attend_slice, attend_slice_backward
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -23,12 +28,12 @@ def _any_kernel(_deterministic_kernels: None) -> None:
     torch.use_deterministic_algorithms(False)
 
 
-def skip_unless_fit(kernel: Kernel, dtype: torch.dtype, size: int) -> None:
-    if not fits(kernel, CUDA, dtype, size):
+def skip_unless_fit(kernel: AttentionKernel, dtype: torch.dtype, size: int) -> None:
+    if not is_kernel_available(kernel, CUDA, dtype, size):
         pytest.skip(f"this GPU's {kernel} takes no heads of {size} in {dtype}")
 
 
-def assert_near(given: Sequences, lengths: list[int], kernel: Kernel) -> None:
+def assert_near(given: Sequences, lengths: list[int], kernel: AttentionKernel) -> None:
     """Norms of differences: two-byte formats are rounded to 8 or 11 bits, and probabilities within the kernels, too."""
     errors = in_slices(given, lengths, given.settings(kernel, **SMALL)).errors(at_once(given, torch.float32))
     share = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}[given.query.dtype]
@@ -40,22 +45,22 @@ def assert_near(given: Sequences, lengths: list[int], kernel: Kernel) -> None:
 @pytest.mark.parametrize(
     ("kernel", "dtype", "heads", "size"),
     [
-        (Kernel.CUDNN, torch.bfloat16, (8, 2), 128),
-        (Kernel.CUDNN, torch.bfloat16, (4, 4), 64),
-        (Kernel.CUDNN, torch.float16, (8, 1), 64),
-        (Kernel.CUDNN, torch.bfloat16, (4, 2), 256),
-        (Kernel.FLASH, torch.bfloat16, (8, 2), 128),
-        (Kernel.FLASH, torch.bfloat16, (4, 4), 64),
-        (Kernel.FLASH, torch.float16, (8, 1), 64),
-        (Kernel.FLASH, torch.bfloat16, (4, 2), 256),
-        (Kernel.TILES, torch.bfloat16, (8, 2), 64),
-        (Kernel.TILES, torch.float32, (8, 2), 64),
+        (AttentionKernel.CUDNN, torch.bfloat16, (8, 2), 128),
+        (AttentionKernel.CUDNN, torch.bfloat16, (4, 4), 64),
+        (AttentionKernel.CUDNN, torch.float16, (8, 1), 64),
+        (AttentionKernel.CUDNN, torch.bfloat16, (4, 2), 256),
+        (AttentionKernel.FLASH, torch.bfloat16, (8, 2), 128),
+        (AttentionKernel.FLASH, torch.bfloat16, (4, 4), 64),
+        (AttentionKernel.FLASH, torch.float16, (8, 1), 64),
+        (AttentionKernel.FLASH, torch.bfloat16, (4, 2), 256),
+        (AttentionKernel.TILES, torch.bfloat16, (8, 2), 64),
+        (AttentionKernel.TILES, torch.float32, (8, 2), 64),
     ],
 )
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("lengths", CUTS)
 def test_slices_are_what_the_whole_is(
-    lengths: list[int], rows: Rows, kernel: Kernel, dtype: torch.dtype, heads: tuple[int, int], size: int
+    lengths: list[int], rows: Rows, kernel: AttentionKernel, dtype: torch.dtype, heads: tuple[int, int], size: int
 ) -> None:
     skip_unless_fit(kernel, dtype, size)
     given = Sequences.draw(rows, heads, size, dtype=dtype, device=CUDA, scale=size**-0.5)
@@ -66,11 +71,11 @@ def test_slices_are_what_the_whole_is(
 @pytest.mark.parametrize("window", [None, 7, 64, 300])
 @pytest.mark.parametrize("rows", [WHOLE, PACKED])
 @pytest.mark.parametrize("lengths", CUTS)
-@pytest.mark.parametrize("kernel", [Kernel.FLASH, Kernel.TILES])
+@pytest.mark.parametrize("kernel", [AttentionKernel.FLASH, AttentionKernel.TILES])
 def test_slices_keep_windows_and_caps(
-    kernel: Kernel, lengths: list[int], rows: Rows, window: int | None, softcap: float | None
+    kernel: AttentionKernel, lengths: list[int], rows: Rows, window: int | None, softcap: float | None
 ) -> None:
-    if why_not(kernel, window=window, softcap=softcap) is not None:
+    if unsupported_reason(kernel, window=window, softcap=softcap) is not None:
         return
     skip_unless_fit(kernel, torch.bfloat16, 64)
     given = Sequences.draw(
@@ -86,8 +91,8 @@ def test_the_kernel_that_is_chosen_runs() -> None:
         assert_near(given, CUTS[2], kernel)
 
 
-@pytest.mark.parametrize("kernel", [Kernel.FLASH, Kernel.TILES])
-def test_deterministic_kernels_give_the_same_bits_twice(kernel: Kernel) -> None:
+@pytest.mark.parametrize("kernel", [AttentionKernel.FLASH, AttentionKernel.TILES])
+def test_deterministic_kernels_give_the_same_bits_twice(kernel: AttentionKernel) -> None:
     torch.use_deterministic_algorithms(True)
     skip_unless_fit(kernel, torch.bfloat16, 64)
     given = Sequences.draw(PACKED, (8, 2), 64, dtype=torch.bfloat16, device=CUDA)
@@ -95,8 +100,8 @@ def test_deterministic_kernels_give_the_same_bits_twice(kernel: Kernel) -> None:
     assert all(torch.equal(*pair) for pair in zip(vars(first).values(), vars(second).values(), strict=True))
 
 
-@pytest.mark.parametrize("kernel", [Kernel.CUDNN, Kernel.FLASH, Kernel.TILES])
-def test_memory_does_not_grow_with_the_keys_before_a_slice(kernel: Kernel) -> None:
+@pytest.mark.parametrize("kernel", [AttentionKernel.CUDNN, AttentionKernel.FLASH, AttentionKernel.TILES])
+def test_memory_does_not_grow_with_the_keys_before_a_slice(kernel: AttentionKernel) -> None:
     """As torch's own meter has it, workspaces of the kernels included; a slice's scores would be 512 MiB at 32768."""
     skip_unless_fit(kernel, torch.bfloat16, 64)
     peaks = []

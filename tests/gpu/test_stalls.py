@@ -12,7 +12,7 @@ from harness.shared_links import NUM_MICROBATCHES, host_states, run_on
 from harness.trainers import make_single_trainer
 
 from mobius.machine.load_probe import LOAD_BYTES, PinnedLoads
-from mobius.optim.stepper import Stepper
+from mobius.optim.optimizer_stepper import OptimizerStepper
 from mobius.runtime.executor import Executor
 from mobius.runtime.step_sums import StepSums
 from mobius.training.session import Session
@@ -92,7 +92,7 @@ def test_a_wait_within_a_step_would_be_seen(
     make_trainer: Callable[[str], Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make_trainer("--resident_stages 0 --compile off")
-    monkeypatch.setattr(Stepper, "gradients_complete", lambda *_: torch.zeros(1, device="cuda").item())
+    monkeypatch.setattr(OptimizerStepper, "on_gradients_ready", lambda *_: torch.zeros(1, device="cuda").item())
     with pytest.raises(RuntimeError, match="synchronizing"):
         list(trainer.train())
 

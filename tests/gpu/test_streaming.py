@@ -9,8 +9,8 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
-from mobius.memory.rank_memory import take_memory
-from mobius.models.blocks import LayerInputs, ModelParts
+from mobius.memory.rank_memory import allocate_memory
+from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.runtime.executor import StepBatch
 from mobius.runtime.layer_bytes import measure_layer_bytes
 
@@ -73,15 +73,15 @@ def test_rounds_give_the_bits_of_a_step_at_once_when_copies_are_slower_than_comp
         once = Pipeline(model, num_ranks, stages_per_rank, 4, 2, resident=resident, device=CUDA, dtype=dtype)
         expected_loss = once.run(batch)
         for num_slots in (1, 2, 3):
-            for num_rounds in (2, 4):
+            for accumulation_rounds in (2, 4):
                 rounds = Pipeline(
                     model, num_ranks, stages_per_rank, 4, num_slots,
-                    resident=resident, device=CUDA, dtype=dtype, num_rounds=num_rounds,
+                    resident=resident, device=CUDA, dtype=dtype, accumulation_rounds=accumulation_rounds,
                 )  # fmt: skip
                 assert torch.equal(rounds.run(batch), expected_loss)
                 for name, gradient in once.gradients.items():
                     own = rounds.gradients[name].cpu().to(dtype)
-                    assert torch.equal(own, gradient.cpu().to(dtype)), (name, num_ranks, num_slots, num_rounds)
+                    assert torch.equal(own, gradient.cpu().to(dtype)), (name, num_ranks, num_slots, accumulation_rounds)
 
 
 def test_arena_memory_is_page_locked_and_exact() -> None:
@@ -100,13 +100,13 @@ def test_streamed_stages_take_the_memory_of_their_slots() -> None:
     layouts = {stage: StageLayout.of({"weight": (4096, 4096)}) for stage in range(8)}
     before = torch.cuda.memory_allocated(CUDA)
     elements = layouts[0].num_elements
-    slots, arena = take_memory(
+    slots, arena = allocate_memory(
         layouts,
         resident=(),
         num_slots=2,
         dtype=torch.bfloat16,
         gradient_dtype=torch.bfloat16,
-        waiting=(),
+        deferred_updates=(),
         device=CUDA,
     )
     assert arena is not None
@@ -138,7 +138,7 @@ def test_a_layers_graph_is_measured_as_the_memory_that_its_saved_tensors_take() 
         return tensor
 
     hidden = torch.zeros(shape, dtype=torch.bfloat16, device=CUDA, requires_grad=True)
-    arguments = LayerInputs(parts, device=CUDA, dtype=torch.bfloat16)(shape[1])[0]
+    arguments = LayerArgumentsBuilder(parts, device=CUDA, dtype=torch.bfloat16)(shape[1])[0]
     own.add(hidden.untyped_storage().data_ptr())
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         layer(weights, hidden, **arguments)

@@ -14,8 +14,8 @@ import pytest
 import torch
 from harness.runs import ROOT, environment, free_port, make_checkpoint, make_dataset
 
-from mobius.machine.load_probe import PinnedLoads, add_measurement, measure_slowdowns
-from mobius.machine.mapping import best_order
+from mobius.machine.cross_mapping import best_order
+from mobius.machine.load_probe import PinnedLoads, add_measured_slowdowns, measure_slowdowns
 from mobius.machine.read_topology import import_nvml, read_topology
 from mobius.machine.topology import Topology
 
@@ -31,7 +31,7 @@ def test_the_topology_of_this_machine_is_read_and_can_be_recorded() -> None:
 
     assert len({gpu.uuid for gpu in topology.gpus}) == NUM_GPUS
     assert all(gpu.name and gpu.uuid for gpu in topology.gpus)
-    assert len({gpu.address for gpu in topology.gpus}) == NUM_GPUS or topology.unknown is not None
+    assert len({gpu.address for gpu in topology.gpus}) == NUM_GPUS or topology.unknown_reason is not None
     assert Topology.from_json(topology.to_json()) == topology
     assert sorted(best_order(topology, num_microbatches=NUM_GPUS)) == list(range(NUM_GPUS))
 
@@ -78,10 +78,10 @@ def test_measuring_in_a_process_takes_seconds_once_and_is_kept(
     topology = read_topology(NUM_GPUS)
 
     start = time.monotonic()
-    first = add_measurement(topology)
+    first = add_measured_slowdowns(topology)
     seconds = time.monotonic() - start
     start = time.monotonic()
-    second = add_measurement(topology)
+    second = add_measured_slowdowns(topology)
 
     assert first.is_measured, caplog.messages
     assert first == second

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mobius.config.adapters import AdapterConfig
-from mobius.data.batches import Batch, Batches
-from mobius.data.store import TokenizedDataset
+from mobius.data.batches import Batch, TrainingBatches
+from mobius.data.token_store import TokenizedDataset
 from mobius.runtime.executor import StepBatch
 from mobius.training.session import Session
 
@@ -92,11 +92,11 @@ def train(
 ) -> tuple[list[float], dict[str, Tensor], list[Batch]]:
     """Losses of a run in rank-threads, its parameters by name at the end, and its batches."""
 
-    def work(session: Session, batches: Batches) -> tuple[list[float], dict[str, Tensor], list[Batch]]:
+    def work(session: Session, batches: TrainingBatches) -> tuple[list[float], dict[str, Tensor], list[Batch]]:
         seen = [
             next(given)
             for given in [iter(copy.deepcopy(batches))]
-            for _ in range(session.blueprint.config.optim.num_steps)
+            for _ in range(session.run_setup.config.optim.num_steps)
         ]
         trainer = session.trainer(batches, has_kernel=False)
         losses = [metrics.loss for metrics in trainer.train()]
@@ -122,10 +122,10 @@ def train_by_peft(model: PeftModel, batches: list[Batch], *, epsilon: float, num
         ids, labels = torch.from_numpy(given.input_ids), torch.from_numpy(given.labels)
         batch = StepBatch(ids, labels, given.num_targets, given.num_tokens, given.num_samples)
         model.zero_grad()
-        if given.documents is None:
+        if given.document_lengths is None:
             loss, _ = plain_step(model, batch, num_microbatches)
         else:
-            loss, _ = documents_alone(model, given.documents, batch)
+            loss, _ = documents_alone(model, given.document_lengths, batch)
         torch.nn.utils.clip_grad_norm_(trained, 0.2)
         optimizer.step()
         losses.append(float(loss))

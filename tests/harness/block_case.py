@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mobius.models.block_autograd import backward, recomputed_backward, run_with_graph, run_without_graph
 from mobius.models.blocks import Block
-from mobius.models.graph import backward, recomputed_backward, run, run_with_graph
-from mobius.plan.plan import KeptLevel
+from mobius.plan.plan import RecomputeLevel
 
 
 @dataclass
@@ -24,7 +24,7 @@ class BlockCase:
     arguments: dict[str, Any]
     gradient: Tensor
 
-    def kept(self, level: KeptLevel = KeptLevel.EVERYTHING) -> list[Tensor]:
+    def kept(self, level: RecomputeLevel = RecomputeLevel.NONE) -> list[Tensor]:
         """Output, gradients of the inputs and of every parameter as a run makes them that kept the activations."""
         sums = self.sums()
         graph = run_with_graph(self.block, self.weights, self.hidden, self.arguments, level)
@@ -36,7 +36,7 @@ class BlockCase:
 
     def forward(self) -> Tensor:
         """The output as a run makes it that keeps nothing."""
-        return run(self.block, self.weights, self.hidden, self.arguments)
+        return run_without_graph(self.block, self.weights, self.hidden, self.arguments)
 
     def recomputed(self) -> list[Tensor]:
         """The gradients as a run makes them that kept nothing."""

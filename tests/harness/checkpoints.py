@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mobius.checkpoints.checkpoint_reader import CheckpointReader
 from mobius.checkpoints.files import STATE_DTYPES, StageParameter, optimizer_keys, plan_files, write_stage
-from mobius.checkpoints.folders import begin, complete, write_text
+from mobius.checkpoints.folders import commit_checkpoint, create_partial, write_text
 from mobius.checkpoints.manifest import Manifest
-from mobius.checkpoints.reading import CheckpointReader
 
 PARAMETERS = (
     StageParameter("embed.weight", (7, 3), 0),
@@ -52,7 +52,7 @@ def save(
     """Write `checkpoint-STEP` with the values of `seed` (the step's own unless given)."""
     if tensors is None:
         tensors = values_of(step if seed is None else seed, dtype, parameters, has_optimizer=has_optimizer)
-    partial = begin(save_dir, step)
+    partial = create_partial(save_dir, step)
     write_text(partial, "LICENSE", "as is\n")  # nothing in its name says that it is a run's
     write_text(partial, "config.json", '{"model_type": "llama"}\n')
     plan = plan_files(parameters, dtype=dtype, has_optimizer=has_optimizer, max_file_bytes=max_file_bytes)
@@ -70,7 +70,7 @@ def save(
         options={"learning_rate": 1e-5},
         versions={"mobius": "0"},
     )
-    return complete(partial, manifest, parameters=parameters, dtype=dtype)
+    return commit_checkpoint(partial, manifest, parameters=parameters, dtype=dtype)
 
 
 def has_values(reader: CheckpointReader, seed: int, parameters: Sequence[StageParameter] = PARAMETERS) -> bool:

@@ -23,10 +23,10 @@ from transformers import (
     Starcoder2Config,
 )
 
-from mobius.models.attention import Documents
-from mobius.models.blocks import LayerInputs, ModelParts
-from mobius.models.halves import LayerHalves
-from mobius.runtime.documents import Rows, place_documents
+from mobius.models.attention import DocumentLayout
+from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
+from mobius.models.pre_post_attention import PrePostAttention
+from mobius.runtime.documents import Rows, position_ids_and_cu_seqlens
 
 _TINY: dict[str, Any] = {
     "hidden_size": 32,
@@ -70,24 +70,25 @@ def config_of(family: str) -> PretrainedConfig:
 
 def layer_cases(
     parts: ModelParts, *, shape: tuple[int, int], rows: Rows | None = None, dtype: torch.dtype = torch.float32
-) -> Iterator[tuple[BlockCase, LayerHalves]]:
+) -> Iterator[tuple[BlockCase, PrePostAttention]]:
     """One layer of each kind, whole and in halves, on numbers of `shape` [B, L]; `rows` are lengths of documents."""
     documents = None
     if rows is not None:
         most = 1 + max(len(row) for row in rows)
-        places = place_documents(rows, seq_length=shape[1], num_microbatches=1, most_documents=most)
-        positions, (bounds,) = (torch.from_numpy(each) for each in places)
-        documents = Documents(positions, bounds)
-    arguments = LayerInputs(parts, device=CPU, dtype=dtype)(shape[1], documents)
+        places = position_ids_and_cu_seqlens(rows, seq_length=shape[1], num_microbatches=1, max_documents=most)
+        position_ids, (cu_seqlens,) = (torch.from_numpy(each) for each in places)
+        documents = DocumentLayout(position_ids, cu_seqlens)
+    arguments = LayerArgumentsBuilder(parts, device=CPU, dtype=dtype)(shape[1], documents)
     kinds = {id(layer.module): index for index, layer in reversed(list(enumerate(parts.layers)))}
     for index in kinds.values():
         layer = parts.layers[index]
         generator = torch.Generator().manual_seed(1)
         weights = {
-            name: (torch.randn(size, generator=generator) * 0.1).to(dtype) for name, size in layer.full_shapes().items()
+            name: (torch.randn(size, generator=generator) * 0.1).to(dtype)
+            for name, size in layer.parameter_shapes().items()
         }
         hidden, gradient = (
             torch.randn(*shape, parts.config.hidden_size, generator=generator).to(dtype) for _ in range(2)
         )
         case = BlockCase(layer, weights, hidden, dict(arguments[index]), gradient)
-        yield case, LayerHalves(parts.halves(index))
+        yield case, PrePostAttention(parts.split_at_attention(index))

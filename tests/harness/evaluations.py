@@ -48,7 +48,7 @@ def evaluate(model: PreTrainedModel, batch: StepBatch, case: Case) -> Evaluation
     def work(transport: LocalTransport) -> EvaluationSums:
         own = _parts(model.config, CPU, transport.rank, packed, compiled=False, adapters=settings.adapters)
         plan = settings._plan(len(own.layers))
-        stages = RankStages.take(
+        stages = RankStages.allocate(
             own,
             plan,
             transport.rank,
@@ -56,9 +56,9 @@ def evaluate(model: PreTrainedModel, batch: StepBatch, case: Case) -> Evaluation
             dtype=torch.float32,
             gradient_dtype=torch.float32,
             loss_chunk_tokens=case.loss_chunk_tokens,
-            waiting=range(plan.num_stages),
+            deferred_updates=range(plan.num_stages),
         )
-        stages.fill(ModelWeights(model))
+        stages.load_weights(ModelWeights(model))
         schedule = build_schedule(
             case.num_ranks,
             case.stages_per_rank,
@@ -71,7 +71,7 @@ def evaluate(model: PreTrainedModel, batch: StepBatch, case: Case) -> Evaluation
         before = [stage.state.gradients.clone() for stage in stages.memory.values()]
         executor = stages.executor(schedule, transport)
         sums = executor.evaluate(batch)
-        assert len(executor._stash) == 0
+        assert len(executor._saved_activations) == 0
         for stage, gradients in zip(stages.memory.values(), before, strict=True):
             assert torch.equal(stage.state.gradients, gradients)
         stages.close()

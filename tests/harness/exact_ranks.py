@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from mobius.config.cli import parse_args
-from mobius.data.batches import Batches
+from mobius.data.batches import TrainingBatches
 from mobius.data.mixture import WeightedSamples
-from mobius.data.store import TokenizedDataset
+from mobius.data.token_store import TokenizedDataset
 from mobius.machine.devices import MemoryMeter
 from mobius.messages.transport import Transport
 from mobius.models.families import load_model_config
-from mobius.planning.blueprint import draw_blueprint
+from mobius.planning.run_setup import make_run_setup
 from mobius.ranks import Ranks, prepare_environment
 from mobius.training.session import open_session
 
@@ -24,10 +24,10 @@ from mobius.training.session import open_session
 def train(folder: Path, options: list[str], ranks: Ranks, transport: Transport | None) -> tuple[Transport, float, str]:
     """One run; returns its transport for the next, the last loss and a digest of this rank's masters and moments."""
     config = parse_args(options, num_ranks=ranks.num_ranks)
-    blueprint = draw_blueprint(config, ranks, load_model_config(folder, config.model))
-    session = open_session(blueprint, folder, transport=transport)
-    steps = list(session.trainer(_batches(blueprint.shape.vocab_size, options)).train())
-    MemoryMeter(blueprint.place.device).synchronize()
+    run_setup = make_run_setup(config, ranks, load_model_config(folder, config.model))
+    session = open_session(run_setup, folder, transport=transport)
+    steps = list(session.trainer(_batches(run_setup.shape.vocab_size, options)).train())
+    MemoryMeter(run_setup.rank_context.device).synchronize()
     digest = hashlib.sha256()
     for stage in (memory.state for _, memory in sorted(session.stages.memory.items())):
         for tensor in (stage.read_master(), stage.exp_avg, stage.exp_avg_sq, stage.weights.float()):
@@ -36,13 +36,13 @@ def train(folder: Path, options: list[str], ranks: Ranks, transport: Transport |
     return session.transport, steps[-1].loss, digest.hexdigest()
 
 
-def _batches(vocab_size: int, options: list[str]) -> Batches:
+def _batches(vocab_size: int, options: list[str]) -> TrainingBatches:
     config = parse_args(options)
     size, length = config.pipeline.batch_size, config.data.seq_length
     tokens = np.random.default_rng(0).integers(0, vocab_size, 3 * size * length, dtype=np.int32)
     offsets = np.arange(3 * size + 1, dtype=np.int64) * length
     dataset = TokenizedDataset(tokens, np.ones(len(tokens), dtype=bool), offsets)
-    return Batches(
+    return TrainingBatches(
         [WeightedSamples(dataset)], batch_size=size, seq_length=length, pad_token_id=0, seed=1, is_packed=False
     )
 

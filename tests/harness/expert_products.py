@@ -20,18 +20,18 @@ class Case:
         def draw(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(device, dtype)
 
-        self.ends = torch.tensor(COUNTS).cumsum(0).to(device, torch.int32)
+        self.expert_offsets = torch.tensor(COUNTS).cumsum(0).to(device, torch.int32)
         self.rows, self.gradient = draw(sum(COUNTS), width), draw(sum(COUNTS), out_width)
         plain, turned = draw(len(COUNTS), width, out_width), draw(len(COUNTS), out_width, width).transpose(1, 2)
         self.matrices = plain, turned
-        self._edges = list(pairwise([0, *self.ends.tolist()]))
+        self._edges = list(pairwise([0, *self.expert_offsets.tolist()]))
 
     def product(self, matrix: Tensor) -> Tensor:
         """Rows times their experts' matrices, in fp64."""
         parts = zip(self._edges, matrix.double(), strict=True)
         return torch.cat([self.rows[start:end].double() @ own for (start, end), own in parts])
 
-    def weight_gradient(self) -> Tensor:
+    def grouped_weight_gradient(self) -> Tensor:
         """gradient^T rows of each expert, in fp64."""
         return torch.stack([self.gradient[a:b].double().t() @ self.rows[a:b].double() for a, b in self._edges])
 

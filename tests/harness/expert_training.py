@@ -11,7 +11,7 @@ from harness.tiny_families import tiny_config
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mobius.models.blocks import LayerInputs, ModelParts
+from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.loss import shift_labels
 from mobius.plan.partition import partition_of
 from mobius.runtime.stage import StageModule
@@ -72,7 +72,7 @@ def _by_transformers(model: PreTrainedModel) -> Step:
 def _in_a_stage(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, *, compiled: bool) -> Step:
     parts = ModelParts(model.config, device, compiled=compiled)
     stage = StageModule(parts, partition_of((len(parts.layers),))[0], loss_chunk_tokens=ROWS * LENGTH)
-    arguments = LayerInputs(parts, device=device, dtype=dtype)(LENGTH)
+    arguments = LayerArgumentsBuilder(parts, device=device, dtype=dtype)(LENGTH)
 
     def step(weights: Mapping[str, Tensor], tokens: Tensor) -> tuple[float, dict[str, Tensor]]:
         sums = {name: torch.zeros_like(value, dtype=torch.float32) for name, value in weights.items()}

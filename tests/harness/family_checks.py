@@ -19,8 +19,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mobius.errors import MobiusError, first_line
 from mobius.models.blocks import ModelParts
-from mobius.models.config_rules import wrong_fields
-from mobius.models.sliced_attention.sliceable import sliceable
+from mobius.models.config_rules import find_invalid_fields
+from mobius.models.sliced_attention.slice_support import unsliceable_reason
 from mobius.models.weights import CheckpointWeights
 
 NUM_RANKS, STAGES_PER_RANK, MICROBATCHES, SLOTS = 2, 2, 2, 1
@@ -38,7 +38,7 @@ def check_family(family: str) -> dict[str, str]:
         model = model_of(tiny_config(family))
         ModelParts(model.config, CPU)
         declared = {field.name for field in dataclasses.fields(cast(Any, model.config))}
-        if wrong := wrong_fields(type(model.config)().to_dict(), declared):
+        if wrong := find_invalid_fields(type(model.config)().to_dict(), declared):
             return {"refused": f"has what is not run here in its default configuration ({wrong[0]})"}
     except Exception as error:  # whatever the family's code raises is the reason
         return {"refused": _reason(error)}
@@ -91,9 +91,9 @@ def _name_not_stored(model: PreTrainedModel) -> str | None:
         model.save_pretrained(folder)
         values = model.state_dict()
         parts = ModelParts(model.config, CPU)
-        source = CheckpointWeights(Path(folder), parts.stored_names, parts.pieces)
+        source = CheckpointWeights(Path(folder), parts.stored_names, parts.parameter_pieces)
         for block in (parts.embedding, *parts.layers, parts.norm, parts.head):
-            for name, shape in block.full_shapes().items():
+            for name, shape in block.parameter_shapes().items():
                 try:
                     is_own = torch.equal(source.read(name, shape), values[name])
                 except MobiusError:
@@ -104,7 +104,7 @@ def _name_not_stored(model: PreTrainedModel) -> str | None:
 
 
 def _packing(model: PreTrainedModel) -> str:
-    if reason := sliceable(model.config):
+    if reason := unsliceable_reason(model.config):
         return reason.partition(": ")[2].partition(". ")[0]
     batch = make_packed_batch(ROWS, LENGTH, MICROBATCHES)
     expected = documents_alone(model, ROWS, batch)
@@ -120,7 +120,7 @@ def _tiles(model: PreTrainedModel) -> str:
 
 
 def _slices(model: PreTrainedModel) -> str:
-    if reason := sliceable(model.config):
+    if reason := unsliceable_reason(model.config):
         return reason.partition(": ")[2].partition(". ")[0]
     batch = make_batch(MICROBATCHES)
     expected = plain_step(model, batch, MICROBATCHES)

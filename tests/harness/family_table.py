@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mobius.models.by_plan.checked import CheckedFamilies
+from mobius.models.structure.checked_families import CheckedFamilies
 
 DOCUMENT = "docs/families.md"
 VERSIONS = Path(__file__).with_name("family_versions.json")

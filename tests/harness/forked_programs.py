@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from harness.forked import Ranks
-from launch import STARTER, free_port, rank_variables
+from launch import PARENT_PID_VARIABLE, free_port, rank_variables
 
 
 class ForkedProgram:
@@ -65,7 +65,7 @@ def start_forked(
 def be_program(script: str, *words: str) -> None:
     """Be the program, in a new process."""
     os.setsid()
-    os.environ[STARTER] = str(os.getppid())  # the server that forks
+    os.environ[PARENT_PID_VARIABLE] = str(os.getppid())  # the server that forks
     sys.argv = [script, *words]
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")

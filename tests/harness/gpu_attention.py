@@ -57,29 +57,29 @@ def _layout(tensor: Tensor) -> list[int]:
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, *others: Any, scale: float, **window: int) -> tuple[Tensor, ...]:
     """`others`: bounds of queries and keys, most queries and keys, dropout, is_causal, and a mask for debugging."""
-    bounds, is_causal = others[:2], others[5]
-    q, k, v = (_heads(each, bounds[0]) for each in (q, k, v))
-    output, lse = _forward(q, k, v, _lower_right(q, k, bounds, is_causal, **window), scale)
+    cu_seqlens, is_causal = others[:2], others[5]
+    q, k, v = (_heads(each, cu_seqlens[0]) for each in (q, k, v))
+    output, lse = _forward(q, k, v, _lower_right(q, k, cu_seqlens, is_causal, **window), scale)
     output, none = output.transpose(1, 2).contiguous(), torch.empty(0)
-    return (output, lse, none, none, none) if bounds[0] is None else (output[0], lse[0], none, none, none)
+    return (output, lse, none, none, none) if cu_seqlens[0] is None else (output[0], lse[0], none, none, none)
 
 
 def _flash_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *others: Any, scale: float, **window: int
 ) -> list[Tensor]:
     """`others`: bounds of queries and keys, most queries and keys, dropout, is_causal, and two states."""
-    bounds, is_causal = others[:2], others[5]
+    cu_seqlens, is_causal = others[:2], others[5]
     assert len(others) == 8
     assert lse.is_contiguous()
-    assert lse.dim() == (3 if bounds[0] is None else 2)
-    g, q, k, v, o = (_heads(each, bounds[0]) for each in (g, q, k, v, o))
-    mask = _lower_right(q, k, bounds, is_causal, **window)
+    assert lse.dim() == (3 if cu_seqlens[0] is None else 2)
+    g, q, k, v, o = (_heads(each, cu_seqlens[0]) for each in (g, q, k, v, o))
+    mask = _lower_right(q, k, cu_seqlens, is_causal, **window)
     results = _backward(g, q, k, v, o, lse.reshape(q.shape[:3]), mask, scale)
-    return [each.transpose(1, 2) if bounds[0] is None else each[0].transpose(0, 1) for each in results]
+    return [each.transpose(1, 2) if cu_seqlens[0] is None else each[0].transpose(0, 1) for each in results]
 
 
-def _heads(tokens: Tensor, bounds: Tensor | None) -> Tensor:
-    return tokens.transpose(1, 2) if bounds is None else tokens.transpose(0, 1).unsqueeze(0)
+def _heads(tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    return tokens.transpose(1, 2) if cu_seqlens is None else tokens.transpose(0, 1).unsqueeze(0)
 
 
 def _mask(queries: int, keys: int, causal: bool, offset: int) -> Tensor:
@@ -90,7 +90,7 @@ def _mask(queries: int, keys: int, causal: bool, offset: int) -> Tensor:
 def _lower_right(
     q: Tensor,
     k: Tensor,
-    bounds: Sequence[Tensor | None],
+    cu_seqlens: Sequence[Tensor | None],
     is_causal: bool,
     *,
     window_size_left: int = -1,
@@ -99,7 +99,7 @@ def _lower_right(
     """Which of all pairs see each other: documents keep to their own, each with its own lower right corner."""
     assert window_size_right in (-1, 0)
     ends = q.shape[2], k.shape[2]
-    edges = [[0, end] if own is None else own.tolist() for own, end in zip(bounds, ends, strict=True)]
+    edges = [[0, end] if own is None else own.tolist() for own, end in zip(cu_seqlens, ends, strict=True)]
     mask = torch.zeros(ends, dtype=torch.bool)
     for (a, b), (c, d) in zip(pairwise(edges[0]), pairwise(edges[1]), strict=True):
         corner = (d - c) - (b - a)

@@ -91,7 +91,7 @@ class HostCopyEngine(CudaCopyEngine):
         """Of each piece of device memory."""
         return [memory.num_bytes for memory in self._allocated.values()]
 
-    def reaches(self, device_index: int) -> bool:
+    def can_access_peer(self, device_index: int) -> bool:
         return device_index in self._peers
 
     def new_queue(self) -> CudaQueue:

@@ -20,7 +20,7 @@ import safetensors.torch
 import torch.distributed as dist
 
 import mobius
-from mobius.messages.meeting import Meeting
+from mobius.messages.rendezvous import Rendezvous
 
 _PACKAGE = str(Path(mobius.__file__).parent)
 _MESSAGES = str(Path(_PACKAGE, "messages"))
@@ -90,7 +90,7 @@ def _own_frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _be_late(delay: _Delay) -> None:
-    all_reduce, gather, write = dist.all_reduce, Meeting.gather, safetensors.torch.serialize_file
+    all_reduce, gather, write = dist.all_reduce, Rendezvous.gather, safetensors.torch.serialize_file
 
     def late_all_reduce(*arguments: Any, **named: Any) -> Any:
         delay.has_met()
@@ -98,8 +98,8 @@ def _be_late(delay: _Delay) -> None:
         delay.behind_collective(sys._getframe(1))
         return result
 
-    def late_gather(meeting: Meeting, value: Any) -> list[Any]:
-        result = gather(meeting, value)
+    def late_gather(rendezvous: Rendezvous, value: Any) -> list[Any]:
+        result = gather(rendezvous, value)
         delay.behind_collective(sys._getframe(1))
         return result
 
@@ -108,6 +108,6 @@ def _be_late(delay: _Delay) -> None:
         return write(*arguments, **named)
 
     dist.all_reduce = late_all_reduce
-    Meeting.gather = late_gather  # type: ignore[method-assign]
+    Rendezvous.gather = late_gather  # type: ignore[method-assign]
     safetensors.torch.serialize_file = late_write
     sys.addaudithook(delay.at_file)

@@ -18,13 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
-from mobius.limits import max_sends_under_way
-from mobius.messages.rehearsal import RehearsalTransport
+from mobius.limits import max_sends_in_flight
 from mobius.messages.transport import SingleRankTransport
-from mobius.models.blocks import LayerInputs, ModelParts
-from mobius.models.graph import backward, run_with_graph
-from mobius.plan.gpu_peak import LayerBytes
-from mobius.plan.plan import KeptLevel, Plan
+from mobius.messages.warmup_transport import WarmupTransport
+from mobius.models.block_autograd import backward, run_with_graph
+from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
+from mobius.plan.peak_memory import LayerBytes
+from mobius.plan.plan import Plan, RecomputeLevel
 from mobius.runtime.executor import StepBatch
 from mobius.schedule.build import build_schedule
 from mobius.training.stages import RankStages
@@ -96,16 +96,16 @@ def count_layer(
     *,
     shape: tuple[int, int],
     dtype: torch.dtype,
-    level: KeptLevel = KeptLevel.EVERYTHING,
+    level: RecomputeLevel = RecomputeLevel.NONE,
 ) -> LayerBytes:
     """What the first layer takes for a microbatch of `shape` [B, L], eager."""
     parts = ModelParts(config, CPU)
     layer = parts.layers[0]
-    weights = {name: torch.randn(size, dtype=dtype) * 0.02 for name, size in layer.full_shapes().items()}
-    sums = {name: torch.zeros(size) for name, size in layer.full_shapes().items()}
+    weights = {name: torch.randn(size, dtype=dtype) * 0.02 for name, size in layer.parameter_shapes().items()}
+    sums = {name: torch.zeros(size) for name, size in layer.parameter_shapes().items()}
     hidden = torch.randn(*shape, config.hidden_size, dtype=dtype)
     gradient = torch.randn_like(hidden)
-    arguments = LayerInputs(parts, device=CPU, dtype=dtype)(shape[1])[0]
+    arguments = LayerArgumentsBuilder(parts, device=CPU, dtype=dtype)(shape[1])[0]
     with LiveBytes() as live:
         graph = run_with_graph(layer, weights, hidden, arguments, level)
         held = live.now
@@ -132,15 +132,15 @@ def count_step(
     its peak.
     """
     parts = ModelParts(config, device, compiled=device.type == "cuda")
-    stages = RankStages.take(
+    stages = RankStages.allocate(
         parts,
-        replace(plan, kept=frozenset(graph_stages)),
+        replace(plan, saved_activation_stages=frozenset(graph_stages)),
         rank,
         device=device,
         dtype=dtype,
         gradient_dtype=dtype,
         loss_chunk_tokens=loss_chunk_tokens,
-        waiting=plan.resident,
+        deferred_updates=plan.resident,
     )
     schedule = build_schedule(
         plan.num_ranks,
@@ -152,12 +152,12 @@ def count_step(
     )
     stages.layer_inputs(seq_length)  # rotary embeddings and masks are made once
     tokens = torch.randint(0, config.vocab_size, (batch_size, seq_length))
-    transport = SingleRankTransport() if plan.num_ranks == 1 else RehearsalTransport(
+    transport = SingleRankTransport() if plan.num_ranks == 1 else WarmupTransport(
         rank=rank,
         device=device,
         shape=(batch_size // plan.num_microbatches, seq_length, config.hidden_size),
         dtype=dtype,
-        max_sends=max_sends_under_way(plan.num_microbatches),
+        max_pending_sends=max_sends_in_flight(plan.num_microbatches),
     )  # fmt: skip
     executor = stages.executor(schedule, transport)
     batch = StepBatch(tokens, tokens, tokens.numel(), tokens.numel(), len(tokens))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mobius.errors import TransportError
-from mobius.memory.shares import Replicas
-from mobius.messages.transport import Assembly, ring_edges
+from mobius.memory.shards import ReplicaGroup
+from mobius.messages.transport import RankGroup, ring_edges
 
 TIMEOUT_SECONDS = 600.0
 
@@ -45,8 +45,8 @@ class LocalTransport:
     def __init__(self, hub: LocalHub, rank: int) -> None:
         self._hub = hub
         self.rank, self.num_ranks = rank, hub.num_ranks
-        self.everyone: Assembly = self
-        self.replicas: Replicas | None = None
+        self.all_ranks: RankGroup = self
+        self.replicas: ReplicaGroup | None = None
 
     def post_receive(self, source: int) -> None:
         """Nothing to announce: queues take messages at any time."""
@@ -60,7 +60,7 @@ class LocalTransport:
     def finish_step(self) -> None:
         """Queues hold nothing back."""
 
-    def bound_sends(self, max_sends: int) -> None:
+    def limit_pending_sends(self, max_pending_sends: int) -> None:
         """Queues hold any number."""
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, contextmanager
 import pytest
 import torch
 
-from mobius.memory import gradient_sum, streamed
-from mobius.memory.shared import reductions
+from mobius.memory import gradient_accumulator, streamed
+from mobius.memory.sharding import reductions
 from mobius.memory.streams import Event, Stream
 
 Clock = dict[str, int]
@@ -55,7 +55,7 @@ class StreamLog:
         self._points: dict[str, tuple[str, Clock]] = {}
         for module in (streamed, reductions):
             monkeypatch.setattr(module, "new_stream", self._new_stream)
-        for module in (streamed, reductions, gradient_sum):
+        for module in (streamed, reductions, gradient_accumulator):
             monkeypatch.setattr(module, "record_current", lambda device: self.record(self.current))
 
     def mark(self, name: str, *, on: str | None = None) -> None:

@@ -15,10 +15,10 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
-from mobius.ranks import Ranks, prepare_environment, separate_device_queues  # noqa: E402
+from mobius.ranks import Ranks, prepare_environment, set_cuda_max_connections  # noqa: E402
 
 prepare_environment()  # before torch is imported
-separate_device_queues()
+set_cuda_max_connections()
 
 import torch  # noqa: E402
 from harness.host_copies import HostCopyEngine  # noqa: E402
@@ -26,7 +26,7 @@ from harness.host_copies import HostCopyEngine  # noqa: E402
 from mobius.messages.cuda_copies import CudaCopyEngine  # noqa: E402
 from mobius.messages.distributed import DistributedTransport  # noqa: E402
 from mobius.messages.mailboxes import Mailboxes  # noqa: E402
-from mobius.messages.meeting import meet_at_store  # noqa: E402
+from mobius.messages.rendezvous import join_run  # noqa: E402
 
 AHEAD = 2
 GEMM = 4096
@@ -41,14 +41,14 @@ def main() -> None:
     if kind == "cuda":
         torch.cuda.set_device(device)
     num_words = int(mib * 2**20) // 4
-    meeting = meet_at_store(ranks)
+    rendezvous = join_run(ranks)
 
     def make_engine(device: torch.device) -> CudaCopyEngine:
         if kind == "cuda":
             return CudaCopyEngine(device)
         return HostCopyEngine(ranks.rank, peers=frozenset({1 - ranks.rank}))
 
-    mailboxes = Mailboxes(meeting, device, make_engine=make_engine, message_bytes=4 * num_words)
+    mailboxes = Mailboxes(rendezvous, device, make_engine=make_engine, message_bytes=4 * num_words)
     transport = DistributedTransport(
         rank=ranks.rank, num_ranks=2, device=device, shape=(num_words,), dtype=torch.int32, mailboxes=mailboxes
     )

@@ -10,19 +10,19 @@ from typing import TypeVar
 from torch.distributed import HashStore
 
 from mobius.errors import MobiusError
-from mobius.messages.meeting import Meeting
+from mobius.messages.rendezvous import Rendezvous
 
 T = TypeVar("T")
 
 
-def together(work: Callable[[int, Meeting], T], num_ranks: int = 3) -> list[T | BaseException]:
+def together(work: Callable[[int, Rendezvous], T], num_ranks: int = 3) -> list[T | BaseException]:
     """Everybody's result, or error."""
     store, results = HashStore(), dict[int, T | BaseException]()
     store.set_timeout(timedelta(seconds=60))
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(rank, Meeting(store, rank=rank, num_ranks=num_ranks))
+            results[rank] = work(rank, Rendezvous(store, rank=rank, num_ranks=num_ranks))
         except MobiusError as error:
             results[rank] = error
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from mobius.models.attention import Documents
-from mobius.models.blocks import LayerInputs, ModelParts
-from mobius.models.graph import run
+from mobius.models.attention import DocumentLayout
+from mobius.models.block_autograd import run_without_graph
+from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.loss import shift_labels
 from mobius.plan.partition import StageCut
-from mobius.runtime.documents import Rows, place_documents
+from mobius.runtime.documents import Rows, position_ids_and_cu_seqlens
 from mobius.runtime.executor import StepBatch
 from mobius.runtime.stage import StageModule
 
@@ -26,11 +26,11 @@ ROWS = [[7, 2, 5], [20], [3, 11, 6], [9, 9]]
 
 
 def make_packed_batch(
-    rows: Rows, seq_length: int, num_microbatches: int, *, most_documents: int | None = None
+    rows: Rows, seq_length: int, num_microbatches: int, *, max_documents: int | None = None
 ) -> StepBatch:
     """Random tokens in documents of these lengths, of which the first tokens are prompts.
 
-    `most_documents` of a row, its padding counted as one; None: as many as there are.
+    `max_documents` of a row, its padding counted as one; None: as many as there are.
     """
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(1, VOCAB, (len(rows), seq_length), generator=generator)
@@ -41,12 +41,14 @@ def make_packed_batch(
             prompt = min(1 + (number + place) % 3, length - 1)
             labels[number, start + prompt : end] = tokens[number, start + prompt : end]
         tokens[number, sum(row) :] = 0
-    most = most_documents or max(len(row) for row in rows) + 1
-    places = place_documents(rows, seq_length=seq_length, num_microbatches=num_microbatches, most_documents=most)
-    positions, bounds = (torch.from_numpy(each) for each in places)
+    most = max_documents or max(len(row) for row in rows) + 1
+    places = position_ids_and_cu_seqlens(
+        rows, seq_length=seq_length, num_microbatches=num_microbatches, max_documents=most
+    )
+    position_ids, cu_seqlens = (torch.from_numpy(each) for each in places)
     num_tokens, num_samples = sum(map(sum, rows)), sum(map(len, rows))
     return StepBatch(
-        tokens, labels, int((labels != -100).sum()), num_tokens, num_samples, documents=(positions, bounds)
+        tokens, labels, int((labels != -100).sum()), num_tokens, num_samples, documents=(position_ids, cu_seqlens)
     )
 
 
@@ -106,12 +108,12 @@ class OneStage:
         dtype: torch.dtype,
         tile_tokens: int | None,
     ) -> None:
-        self._parts = parts = ModelParts(model.config, device, compiled=compiled, packed=dtype)
+        self._parts = parts = ModelParts(model.config, device, compiled=compiled, packed_dtype=dtype)
         cut = StageCut(0, 0, len(parts.layers), True, True)
         self._stage = StageModule(parts, cut, loss_chunk_tokens=4096, tile_tokens=tile_tokens)
         source, shapes = ModelWeights(model), self._stage.shapes
         self._weights = {name: source.read(name, shape).to(device, dtype) for name, shape in shapes.items()}
-        self._inputs = LayerInputs(parts, device=device, dtype=dtype)
+        self._inputs = LayerArgumentsBuilder(parts, device=device, dtype=dtype)
         self._keeps_graphs, self._device = keeps_graphs, device
 
     def by_token(self, batch: StepBatch) -> dict[str, Tensor]:
@@ -119,13 +121,13 @@ class OneStage:
         stage, weights, parts, device = self._stage, self._weights, self._parts, self._device
         gradients = {name: torch.zeros(shape, device=device) for name, shape in stage.shapes.items()}
         assert batch.documents is not None
-        positions, bounds = (each.to(device) for each in batch.documents)
+        position_ids, cu_seqlens = (each.to(device) for each in batch.documents)
         tokens, labels = batch.input_ids.to(device), batch.labels.to(device)
-        arguments = self._inputs(LENGTH, Documents(positions, bounds[0]))
+        arguments = self._inputs(LENGTH, DocumentLayout(position_ids, cu_seqlens[0]))
         hidden, kept = stage.forward(weights, tokens, arguments, keep_graphs=self._keeps_graphs)
         given = {"num_targets": batch.num_targets, "loss_scale": 1.0}
         _, gradient = stage.loss(weights, gradients, hidden, shift_labels(labels), **given)  # type: ignore[arg-type]
-        logits = run(parts.head, weights, run(parts.norm, weights, hidden, {}), {})
+        logits = run_without_graph(parts.head, weights, run_without_graph(parts.norm, weights, hidden, {}), {})
         losses = F.cross_entropy(logits.flatten(0, 1).float(), shift_labels(labels).flatten(), reduction="none")
         of_inputs = stage.backward(weights, gradients, kept, gradient, arguments)
         results = {"outputs": hidden, "losses": losses.view(-1, LENGTH, 1), "gradients": of_inputs}

@@ -12,10 +12,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
-from mobius.machine.peer_check import SIZES, PeerCheck
+from mobius.machine.peer_check import MESSAGE_SIZES, PeerCheck
 from mobius.memory.streams import Event
 from mobius.messages.cuda_copies import CudaCopyEngine, CudaQueue
-from mobius.messages.meeting import meet_at_store
+from mobius.messages.rendezvous import join_run
 from mobius.ranks import Ranks
 
 
@@ -30,7 +30,9 @@ class SpoiltQueue(CudaQueue):
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
         if target in self._opened:
-            num_bytes -= self._spoiled == "last byte" or (self._spoiled == "large messages" and num_bytes == max(SIZES))
+            num_bytes -= self._spoiled == "last byte" or (
+                self._spoiled == "large messages" and num_bytes == max(MESSAGE_SIZES)
+            )
         self._queue.copy(target, source, num_bytes)
 
     def wait_value(self, address: int, value: int) -> None:
@@ -62,7 +64,7 @@ def main() -> None:
     ranks = Ranks.from_environment()
     spoiled = sys.argv[1] if ranks.is_first else "nothing"
     device = torch.device("cuda", ranks.local_rank)
-    verdict = PeerCheck(meet_at_store(ranks), device, make_engine=lambda device: SpoiltEngine(device, spoiled)).run()
+    verdict = PeerCheck(join_run(ranks), device, make_engine=lambda device: SpoiltEngine(device, spoiled)).run()
     if verdict.problem is None and not torch.cuda.can_device_access_peer(device, 1 - ranks.local_rank):
         line = "these GPUs cannot reach each other"
     else:

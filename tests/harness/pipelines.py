@@ -26,9 +26,9 @@ from transformers import (
 from mobius.config.adapters import AdapterConfig
 from mobius.models.blocks import ModelParts
 from mobius.models.weights import WeightSource
-from mobius.optim.tied import TiedPair
+from mobius.optim.tied_weights import TiedWeights
 from mobius.plan.partition import balanced_partition, partition_of
-from mobius.plan.plan import KeptLevel, Plan
+from mobius.plan.plan import Plan, RecomputeLevel
 from mobius.runtime.executor import StepBatch
 from mobius.runtime.step_sums import StepSums
 from mobius.schedule.build import build_schedule
@@ -75,17 +75,17 @@ def _parts(
     config: PretrainedConfig,
     device: torch.device,
     rank: int,
-    packed: torch.dtype | None,
+    packed_dtype: torch.dtype | None,
     *,
     compiled: bool,
     adapters: AdapterConfig,
 ) -> ModelParts:
-    key = (str(device), config.to_json_string(use_diff=False), rank, packed, compiled, adapters)
+    key = (str(device), config.to_json_string(use_diff=False), rank, packed_dtype, compiled, adapters)
     with _MAKING:  # the first packed ones register an operation, which in a run one thread does
         if key not in _PARTS:
             if len(_PARTS) >= _MOST_PARTS:
                 _PARTS.clear()
-            _PARTS[key] = ModelParts(config, device, packed=packed, compiled=compiled, adapters=adapters)
+            _PARTS[key] = ModelParts(config, device, packed_dtype=packed_dtype, compiled=compiled, adapters=adapters)
         return _PARTS[key]
 
 
@@ -110,7 +110,7 @@ class Pipeline:
     num_slots: int | None
     keeps_graphs: bool = False
     """In all stages that are resident, and in those of each rank that stay in a slot from forward to backward."""
-    kept_level: KeptLevel = KeptLevel.EVERYTHING
+    recompute_level: RecomputeLevel = RecomputeLevel.NONE
     resident: frozenset[int] = frozenset()
     """Stages that stay on the device though others are streamed."""
     loss_chunk_tokens: int = 4096
@@ -120,10 +120,10 @@ class Pipeline:
     dtype: torch.dtype = torch.float32
     compiled: bool = False
     tile_tokens: int | None = None
-    num_rounds: int = 1
-    stashed: frozenset[int] = frozenset()
+    accumulation_rounds: int = 1
+    offloaded_activation_stages: frozenset[int] = frozenset()
     """Stages whose layers' inputs wait on the host."""
-    num_products_home: int = 0
+    num_offloaded_microbatches: int = 0
     """Microbatches of a round whose products go home from stashed stages."""
     product_bytes: int = 2**20
     """Room on the host for what a layer sends of one of these."""
@@ -148,14 +148,14 @@ class Pipeline:
         return torch.stack([sums.loss for _, sums in results]).sum().cpu()
 
     def _run_rank(self, transport: LocalTransport, batch: StepBatch) -> tuple[dict[str, Tensor], StepSums]:
-        packed = None if batch.documents is None and self.num_slices == 1 else self.dtype
+        packed_dtype = None if batch.documents is None and self.num_slices == 1 else self.dtype
         groups = self.num_microbatches // self.num_slices
         rows, length = batch.input_ids.chunk(groups)[0].shape
         parts = _parts(
-            self.model.config, self.device, transport.rank, packed, compiled=self.compiled, adapters=self.adapters
+            self.model.config, self.device, transport.rank, packed_dtype, compiled=self.compiled, adapters=self.adapters
         )
         plan = self._plan(len(parts.layers))
-        stages = RankStages.take(
+        stages = RankStages.allocate(
             parts,
             plan,
             transport.rank,
@@ -163,28 +163,28 @@ class Pipeline:
             dtype=self.dtype,
             gradient_dtype=self.dtype,
             loss_chunk_tokens=self.loss_chunk_tokens,
-            waiting=range(plan.num_stages),
+            deferred_updates=range(plan.num_stages),
             message_shape=(rows, length // self.num_slices, self.model.config.hidden_size),
             product_bytes=self.product_bytes,
             tile_tokens=self.tile_tokens,
         )
         self._stages.append(stages)
-        stages.fill(self.source or ModelWeights(self.model))
+        stages.load_weights(self.source or ModelWeights(self.model))
         schedule = build_schedule(
             self.num_ranks,
             self.stages_per_rank,
             self.num_microbatches,
             self.num_slots,
             self.resident,
-            num_rounds=self.num_rounds,
+            accumulation_rounds=self.accumulation_rounds,
             num_slices=self.num_slices,
-            stashed=self.stashed,
-            num_products_home=self.num_products_home,
+            offloaded_activation_stages=self.offloaded_activation_stages,
+            num_offloaded_microbatches=self.num_offloaded_microbatches,
         )
         sums = stages.executor(schedule, transport).run(batch)
         if parts.trained_tied_names:
             embedding, head = parts.trained_tied_names
-            pair = TiedPair(embedding, head, 0, plan.num_stages - 1, self.num_ranks, self.dtype)
+            pair = TiedWeights(embedding, head, 0, plan.num_stages - 1, self.num_ranks, self.dtype)
             pair.sum_gradients(stages.memory, transport, self.device)
         named: dict[str, Tensor] = {}
         for own in stages.memory.values():
@@ -201,15 +201,15 @@ class Pipeline:
             (self.num_slots or 0,) * self.num_ranks,
             partition_of(self.sizes) if self.sizes else balanced_partition(num_layers, num_stages),
             frozenset(range(num_stages)) if self.num_slots is None else self.resident,
-            num_rounds=self.num_rounds,
+            accumulation_rounds=self.accumulation_rounds,
             num_slices=self.num_slices,
-            stashed=self.stashed,
-            num_products_home=self.num_products_home,
-            kept_level=self.kept_level,
-            attention_kept=frozenset(range(num_stages) if self.keeps_attention else ()),
+            offloaded_activation_stages=self.offloaded_activation_stages,
+            num_offloaded_microbatches=self.num_offloaded_microbatches,
+            recompute_level=self.recompute_level,
+            saved_attention_stages=frozenset(range(num_stages) if self.keeps_attention else ()),
         )
         staying = {s for rank in range(self.num_ranks) for s in plan.streamed_stages(rank)[-(self.num_slots or 1) :]}
-        return replace(plan, kept=plan.resident | staying) if self.keeps_graphs else plan
+        return replace(plan, saved_activation_stages=plan.resident | staying) if self.keeps_graphs else plan
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from mobius.config.config import ActivationOffloading, ModelConfig
 from mobius.config.options import config_from
 from mobius.models.blocks import ModelParts
 from mobius.models.families import load_planned_config
-from mobius.plan.cards import CARDS
+from mobius.plan.gpu_specs import GPU_SPECS
 from mobius.plan.partition import ModelShape
 from mobius.plan.request import Machine, PackedRows, PlanRequest
 
@@ -25,7 +25,7 @@ USUAL = {
     "activation_offloading": ActivationOffloading.OFF,
 }
 """Activations stay on the GPU, and sequences whole, where a test does not ask for more: its arithmetic is of that."""
-H200 = Machine(4, CARDS["H200"])
+H200 = Machine(4, GPU_SPECS["H200"])
 
 
 def request_of(
@@ -36,7 +36,7 @@ def request_of(
 
 
 @cache
-def known_shape(name: str) -> ModelShape:
+def find_published_shape(name: str) -> ModelShape:
     """The sizes of a published shape, such as `7b`."""
     return ModelParts(load_planned_config(ModelConfig(model_path=name))[0], torch.device("cpu")).shape()
 

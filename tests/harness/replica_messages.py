@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from mobius.memory.layout import StageLayout
-from mobius.memory.shares import Shares
+from mobius.memory.shards import Shards
 from mobius.messages import replicas as messages
-from mobius.messages.replicas import meet_replicas
+from mobius.messages.replicas import create_replica_group
 from mobius.messages.world import World
 from mobius.ranks import Ranks
 
@@ -27,36 +27,36 @@ def values_of(replica: int) -> torch.Tensor:
     return torch.randn(LAYOUT.num_trained, generator=generator) * sizes
 
 
-def shares_of(replica: int, num_replicas: int) -> Shares:
+def shares_of(replica: int, num_replicas: int) -> Shards:
     """Shares of one of the replicas, unequal ones."""
     own: Any = SimpleNamespace(index=replica, num_replicas=num_replicas)
-    return Shares.of(LAYOUT, own, tied=TIED)
+    return Shards.of(LAYOUT, own, tied=TIED)
 
 
 def use_all(output: str, device: str = "cpu") -> None:
     """Use each connection once, and leave what came of it as `output`.RANK."""
-    messages.HOST_CHUNK_ELEMENTS = messages.RECEIVED_ELEMENTS = 100  # shares take several
+    messages.HOST_CHUNK_ELEMENTS = messages.REDUCE_CHUNK_ELEMENTS = 100  # shares take several
     ranks = Ranks.from_environment()
     rank, number = ranks.rank, ranks.num_ranks
     place = torch.device(device, ranks.local_rank) if device == "cuda" else torch.device(device)
     if device == "cuda":
         torch.cuda.set_device(place)
-    world, shares = World(rank=rank, num_ranks=number, device=place), shares_of(rank, number)
+    world, shards = World(rank=rank, num_ranks=number, device=place), shares_of(rank, number)
     found: dict[str, torch.Tensor | None] = {}
     for dtype in DTYPES:
-        replicas = meet_replicas(world, index=rank, num_replicas=number, device=place, reduce_dtype=dtype)
+        replicas = create_replica_group(world, index=rank, num_replicas=number, device=place, reduce_dtype=dtype)
         summed = values_of(rank).to(place)
-        replicas.reduce(summed, shares.segments)
+        replicas.reduce_scatter(summed, shards.segments)
         found[f"reduced in {dtype}"] = summed
-        found[f"total in {dtype}"] = replicas.total(torch.tensor(0.1 + rank, device=place))
-    for name, give in (("spread", replicas.spread), ("gathered", replicas.gather)):
+        found[f"total in {dtype}"] = replicas.sum_over_replicas(torch.tensor(0.1 + rank, device=place))
+    for name, give in (("spread", replicas.all_gather), ("gathered", replicas.all_gather_for_load)):
         values = values_of(rank).bfloat16().to(place)
-        give(values, shares.segments)
+        give(values, shards.segments)
         found[name] = values
     found["spread on hosts"] = values_of(rank).bfloat16()
-    replicas.spread_on_host(found["spread on hosts"], shares.segments)
-    own = torch.cat([values_of(rank)[part] for part in shares.own])
-    found["collected"] = replicas.collect(own, shares)
+    replicas.all_gather_on_host(found["spread on hosts"], shards.segments)
+    own = torch.cat([values_of(rank)[part] for part in shards.own])
+    found["collected"] = replicas.gather_to_first(own, shards)
     torch.save({key: None if value is None else value.cpu() for key, value in found.items()}, Path(f"{output}.{rank}"))
     world.barrier()
     world.close()

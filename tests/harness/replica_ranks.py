@@ -13,15 +13,15 @@ from harness.runs import environment, make_checkpoint
 from torch import Tensor
 
 from mobius.config.cli import parse_args
-from mobius.data.batches import Batches
+from mobius.data.batches import TrainingBatches
 from mobius.data.mixture import WeightedSamples
-from mobius.data.store import TokenizedDataset
+from mobius.data.token_store import TokenizedDataset
 from mobius.machine.devices import MemoryMeter
 from mobius.messages.transport import Transport
 from mobius.models.families import load_model_config
-from mobius.planning.alike import meet_replicas
-from mobius.planning.blueprint import draw_blueprint
-from mobius.ranks import Ranks, prepare_environment, separate_device_queues
+from mobius.planning.node_checks import join_replicas
+from mobius.planning.run_setup import make_run_setup
+from mobius.ranks import Ranks, prepare_environment, set_cuda_max_connections
 from mobius.training.session import Session, open_session
 
 SHAPE = """--num_stages 4 --batch_size 8 --seq_length 16 --num_iterations 6 --learning_rate 1e-3 --adam_epsilon 1e-5
@@ -55,18 +55,24 @@ class Trained:
 
 
 def trained(
-    num_replicas: int, folder: Path, options: str, variants: Sequence[str], *, num_places: int = 1, num_nodes: int = 1
+    num_replicas: int,
+    folder: Path,
+    options: str,
+    variants: Sequence[str],
+    *,
+    num_pipeline_ranks: int = 1,
+    num_nodes: int = 1,
 ) -> list[list[Trained]]:
     """For each variant of `options` what each rank has trained; one process for each, one meeting for all.
 
-    Ranks of a pipeline, `num_places` of them, are next to each other. `num_nodes` is as in `rank_variables`.
+    Ranks of a pipeline, `num_pipeline_ranks` of them, are next to each other. `num_nodes` is as in `rank_variables`.
     """
-    num_ranks = num_replicas * num_places
+    num_ranks = num_replicas * num_pipeline_ranks
     model = folder / "model"
     if not model.exists():
         make_checkpoint(model, is_tied=True)
     output = folder / f"trained-{num_replicas}"
-    words = [str(output), str(model), str(num_places), f"{SHAPE} {options}", *variants]
+    words = [str(output), str(model), str(num_pipeline_ranks), f"{SHAPE} {options}", *variants]
     processes = Processes(
         "harness.replica_ranks",
         "train_variants",
@@ -82,39 +88,41 @@ def trained(
     return [list(each) for each in zip(*found, strict=True)]
 
 
-def train_variants(output: str, folder: str, num_places: str, shared: str, *variants: str) -> None:
+def train_variants(output: str, folder: str, num_pipeline_ranks: str, shared: str, *variants: str) -> None:
     """Train each variant and leave what this rank has as `output`.RANK."""
     prepare_environment()
-    separate_device_queues()
+    set_cuda_max_connections()
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
-    ranks = Ranks.from_environment().cut(int(num_places))
+    ranks = Ranks.from_environment().split_into_pipelines(int(num_pipeline_ranks))
     transport: Transport | None = None
     results = []
     for variant in variants:
-        pipelines = f"--pipeline_ranks {num_places}" if ranks.num_ranks > 1 else ""
+        pipelines = f"--pipeline_ranks {num_pipeline_ranks}" if ranks.num_ranks > 1 else ""
         options = f"--model_path {folder} {shared} {variant} {pipelines}".split()
         session, result = _train(Path(folder), options, ranks, transport)
         transport = session.transport
         results.append(result)
     torch.save(results, f"{output}.{ranks.rank}")
     assert transport is not None
-    transport.everyone.barrier()
+    transport.all_ranks.barrier()
     transport.close()
 
 
 def _train(folder: Path, options: list[str], ranks: Ranks, transport: Transport | None) -> tuple[Session, Trained]:
     config = parse_args(options, num_ranks=ranks.num_ranks)
-    everyone = meet_replicas(config, ranks)
-    blueprint = draw_blueprint(config, ranks, load_model_config(folder, config.model), everyone=everyone)
-    session = open_session(blueprint, folder, transport=transport)
+    replica_rendezvous = join_replicas(config, ranks)
+    run_setup = make_run_setup(
+        config, ranks, load_model_config(folder, config.model), replica_rendezvous=replica_rendezvous
+    )
+    session = open_session(run_setup, folder, transport=transport)
     size, length = config.pipeline.batch_size, config.data.seq_length
-    tokens = np.random.default_rng(0).integers(0, blueprint.shape.vocab_size, 3 * size * length, dtype=np.int32)
+    tokens = np.random.default_rng(0).integers(0, run_setup.shape.vocab_size, 3 * size * length, dtype=np.int32)
     offsets = np.arange(3 * size + 1, dtype=np.int64) * length
     samples = [WeightedSamples(TokenizedDataset(tokens, np.ones(len(tokens), dtype=bool), offsets))]
-    batches = Batches(samples, batch_size=size, seq_length=length, pad_token_id=0, seed=1, is_packed=False)
+    batches = TrainingBatches(samples, batch_size=size, seq_length=length, pad_token_id=0, seed=1, is_packed=False)
     steps = list(session.trainer(batches).train())
-    MemoryMeter(blueprint.place.device).synchronize()
+    MemoryMeter(run_setup.rank_context.device).synchronize()
     weights: dict[str, Tensor] = {}
     for state in (memory.state for memory in session.stages.memory.values()):
         weights |= {name: view.float().cpu() for name, view in state.layout.views(state.weights).items()}

@@ -12,7 +12,7 @@ from harness.local_transport import TIMEOUT_SECONDS, LocalHub, LocalTransport, r
 from torch import Tensor
 
 from mobius.errors import TransportError
-from mobius.memory.shares import Segment, Shares
+from mobius.memory.shards import Segment, Shards
 
 T = TypeVar("T")
 
@@ -46,30 +46,30 @@ class LocalReplicas:
         self.index, self.num_replicas = index, num_replicas
         self._device, self._gathers, self._host, self._saving = boards
 
-    def reduce(self, values: Tensor, segments: Sequence[Segment]) -> None:
+    def reduce_scatter(self, values: Tensor, segments: Sequence[Segment]) -> None:
         seen = self._device.show(self.index, values)
         values.fill_(torch.nan)  # what others own is not to be read
         for segment in segments:
             own = segment[self.index]
             values[own] = torch.stack([each[own] for each in seen]).sum(0)
 
-    def total(self, value: Tensor) -> Tensor:
+    def sum_over_replicas(self, value: Tensor) -> Tensor:
         return torch.stack(self._device.show(self.index, value)).sum()
 
-    def spread(self, values: Tensor, segments: Sequence[Segment]) -> None:
+    def all_gather(self, values: Tensor, segments: Sequence[Segment]) -> None:
         self._take_all(self._device, values, segments)
 
-    def gather(self, values: Tensor, segments: Sequence[Segment]) -> None:
+    def all_gather_for_load(self, values: Tensor, segments: Sequence[Segment]) -> None:
         self._take_all(self._gathers, values, segments)
 
-    def spread_on_host(self, values: Tensor, segments: Sequence[Segment]) -> None:
+    def all_gather_on_host(self, values: Tensor, segments: Sequence[Segment]) -> None:
         self._take_all(self._host, values, segments)
 
-    def collect(self, own: Tensor, shares: Shares) -> Tensor | None:
+    def gather_to_first(self, own: Tensor, shards: Shards) -> Tensor | None:
         seen = self._saving.show(self.index, own)
-        whole = torch.empty(shares.num_trained, dtype=own.dtype)
+        whole = torch.empty(shards.num_trained, dtype=own.dtype)
         for owner, values in enumerate(seen):
-            parts = shares.of_owner(owner)
+            parts = shards.of_owner(owner)
             for part, value in zip(parts, values.split([part.stop - part.start for part in parts]), strict=True):
                 whole[part] = value
         return None if self.index else whole
@@ -80,17 +80,19 @@ class LocalReplicas:
                 values[segment[owner]] = seen[segment[owner]]
 
 
-def run_replica_threads(num_replicas: int, num_places: int, work: Callable[[int, LocalTransport], T]) -> list[T]:
+def run_replica_threads(
+    num_replicas: int, num_pipeline_ranks: int, work: Callable[[int, LocalTransport], T]
+) -> list[T]:
     """Run `work(rank of all, transport)` in one thread per rank; results by rank, the first error is raised."""
-    world = LocalHub(num_replicas * num_places)
-    pipelines = [LocalHub(num_places) for _ in range(num_replicas)]
-    boards = [[Board(num_replicas) for _ in range(4)] for _ in range(num_places)]
+    world = LocalHub(num_replicas * num_pipeline_ranks)
+    pipelines = [LocalHub(num_pipeline_ranks) for _ in range(num_replicas)]
+    boards = [[Board(num_replicas) for _ in range(4)] for _ in range(num_pipeline_ranks)]
 
     def run(rank: int) -> T:
-        replica, place = divmod(rank, num_places)
+        replica, place = divmod(rank, num_pipeline_ranks)
         transport = pipelines[replica].transport(place)
         if num_replicas > 1:
-            transport.everyone = world.transport(rank)
+            transport.all_ranks = world.transport(rank)
             transport.replicas = LocalReplicas(replica, boards[place], num_replicas)
         return work(rank, transport)
 
@@ -101,4 +103,4 @@ def run_replica_threads(num_replicas: int, num_places: int, work: Callable[[int,
         for board in chain(*boards):
             board.meeting.abort()
 
-    return run_threads(num_replicas * num_places, run, stop)
+    return run_threads(num_replicas * num_pipeline_ranks, run, stop)

@@ -13,24 +13,24 @@ import torch
 from harness.sessions import random_samples
 from torch import Tensor
 
+from mobius.checkpoints.checkpoint_reader import CheckpointReader
 from mobius.checkpoints.folders import open_checkpoint
-from mobius.checkpoints.reading import CheckpointReader
 from mobius.checkpoints.saved_stage import SavedStage
 from mobius.config.cli import parse_args
-from mobius.data.batches import Batches
+from mobius.data.batches import TrainingBatches
 from mobius.data.mixture import WeightedSamples
 from mobius.machine.devices import MemoryMeter
-from mobius.models.base_files import read_base_files
 from mobius.models.families import load_model_config
-from mobius.optim.stepper import StepCounts
-from mobius.plan.checkpoint_need import CheckpointNeed
-from mobius.planning.blueprint import Blueprint, draw_blueprint
+from mobius.models.model_files import read_model_files
+from mobius.optim.optimizer_stepper import StepCounts
+from mobius.plan.checkpoint_estimates import CheckpointEstimate
+from mobius.planning.run_setup import RunSetup, make_run_setup
 from mobius.ranks import Ranks
 from mobius.training.data import packed_rows
-from mobius.training.judging.evaluation import EvaluationSamples, Evaluator, make_evaluator
-from mobius.training.opening import origin_of, run_texts
+from mobius.training.evaluation.evaluator import EvaluationSamples, Evaluator, make_evaluator
 from mobius.training.resuming import restore
-from mobius.training.saving import CheckpointSaver, SavedPoint
+from mobius.training.run_folder import collect_run_metadata, origin_of
+from mobius.training.saving import CheckpointSaver, StepMetadata
 from mobius.training.session import Session, open_session
 
 SAMPLES = 60
@@ -77,17 +77,17 @@ class SavedSession:
         """
         with self._opened(None if resumed is None else open_checkpoint(resumed), save_dir) as opened:
             session, batches, reader = opened
-            with patch.object(CheckpointNeed, "room", lambda *_: 0) if is_tight else nullcontext():
+            with patch.object(CheckpointEstimate, "staging_bytes", lambda *_: 0) if is_tight else nullcontext():
                 saver = _saver(session, save_dir) if save_dir is not None else None
             manifest = None if reader is None else reader.manifest
             batches.seek(0 if manifest is None else manifest.step)
             trainer = session.trainer(
                 batches,
-                steps_done=0 if manifest is None else manifest.step,
+                num_steps_done=0 if manifest is None else manifest.step,
                 counts=None if manifest is None else StepCounts(**manifest.training),
                 before_update=None if saver is None else saver.before_update,
             )
-            trainer.exchange = saver
+            trainer.step_gather = saver
             evaluator = self.evaluator(session) if evaluates else None
             numbers, states = dict[int, tuple[float, float]](), dict[int, State]()
             for metrics in trainer.train():
@@ -98,17 +98,17 @@ class SavedSession:
                     trainer.drain()
                     states[metrics.step] = state_of(session)
                 if saver is not None and metrics.step in saved_steps:
-                    point = {"epoch": metrics.epoch, "metric": None, "is_best": False, "position": {}}
+                    point = {"epoch": metrics.epoch, "metric": None, "is_best": False, "loop_state": {}}
                     saver.save(
-                        SavedPoint(step=metrics.step, counts=trainer.counts, trainer_state="{}\n", **point)  # type: ignore[arg-type]
+                        StepMetadata(step=metrics.step, counts=trainer.counts, trainer_state="{}\n", **point)  # type: ignore[arg-type]
                     )
             trainer.drain()
             had_room = None
             if saver is not None:
                 saver.finish()
                 assert [outcome.error for outcome in saver.outcomes] == [None] * len(saved_steps)
-                assert saver._snapshots.room is not None
-                had_room = saver._snapshots.room.has_all
+                assert saver._stage_saver.staging_buffers is not None
+                had_room = saver._stage_saver.staging_buffers.has_buffer_per_stage
                 saver.close()
             return Record(numbers, state_of(session), states, had_room)
 
@@ -120,26 +120,26 @@ class SavedSession:
     @contextmanager
     def _opened(
         self, reader: CheckpointReader | None, save_dir: Path | None
-    ) -> Iterator[tuple[Session, Batches, CheckpointReader | None]]:
+    ) -> Iterator[tuple[Session, TrainingBatches, CheckpointReader | None]]:
         words = [f"--model_path {self.model_folder} {self.options} --save_total_limit 0"]
         words += [] if save_dir is None else [f"--save_dir {save_dir}"]
-        blueprint, batches = self._drawn(words)
+        run_setup, batches = self._drawn(words)
         threads = torch.get_num_threads()  # those of this process, which runs other tests too
         session = open_session(
-            blueprint,
+            run_setup,
             self.model_folder,
-            restore=None if reader is None else partial(restore, parts=blueprint.parts, reader=reader),
+            restore=None if reader is None else partial(restore, parts=run_setup.parts, reader=reader),
         )
         torch.set_num_threads(threads)
         try:
             yield session, batches, reader
         finally:
-            MemoryMeter(session.blueprint.place.device).synchronize()
+            MemoryMeter(session.run_setup.rank_context.device).synchronize()
             session.close()
 
-    def _drawn(self, words: list[str]) -> tuple[Blueprint, Batches]:
+    def _drawn(self, words: list[str]) -> tuple[RunSetup, TrainingBatches]:
         config = parse_args(" ".join(words).split())
-        batches = Batches(
+        batches = TrainingBatches(
             [WeightedSamples(random_samples(SAMPLES, self.longest))],
             batch_size=config.pipeline.batch_size,
             seq_length=config.data.seq_length,
@@ -148,16 +148,16 @@ class SavedSession:
             is_packed=config.data.packing.value != "off",
         )
         model_config = load_model_config(self.model_folder, config.model)
-        return draw_blueprint(config, Ranks(0, 1, 0), model_config, packed=packed_rows(batches)), batches
+        return make_run_setup(config, Ranks(0, 1, 0), model_config, packed=packed_rows(batches)), batches
 
 
 def state_of(session: Session) -> State:
     """Copies of all stages' states; the device has ended its work before they are taken."""
-    MemoryMeter(session.blueprint.place.device).synchronize()
+    MemoryMeter(session.run_setup.rank_context.device).synchronize()
     found: State = {}
     for memory in session.stages.memory.values():
         stage = SavedStage(memory, memory.state.layout.offsets.keys())
-        found |= stage.named(stage.flat_tensors(has_optimizer=True))
+        found |= stage.named_tensors(stage.flat_tensors(has_optimizer=True))
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in found.items()}
 
 
@@ -184,7 +184,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _saver(session: Session, save_dir: Path) -> CheckpointSaver:
-    folder = Path(session.blueprint.config.model.model_path)
-    origin = origin_of(session.blueprint.config, folder)
-    texts = run_texts(session.blueprint, read_base_files(folder), "random", base=None, origin=origin)
-    return CheckpointSaver(session, save_dir, texts)
+    folder = Path(session.run_setup.config.model.model_path)
+    origin = origin_of(session.run_setup.config, folder)
+    run_metadata = collect_run_metadata(session.run_setup, read_model_files(folder), "random", base=None, origin=origin)
+    return CheckpointSaver(session, save_dir, run_metadata)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from mobius.interruption import Interruption, SavedAndStopped, Standing, end_with_launcher
 from mobius.ranks import Ranks, is_restart
+from mobius.signal_handling import RunStatus, SavedAndStopped, SignalHandler, die_with_launcher
 
 STEP_SECONDS = 0.05
 EVERY = 20
@@ -45,18 +45,18 @@ def newest(folder: Path) -> int:
     return max((int(path.name.removeprefix("checkpoint-")) for path in folder.glob("checkpoint-*")), default=0)
 
 
-def run(folder: Path, save_seconds: float, ranks: Ranks, standing: Standing) -> None:
+def run(folder: Path, save_seconds: float, ranks: Ranks, run_status: RunStatus) -> None:
     agreement = Agreement(folder, ranks)
     if sys.argv[3:] == ["store"]:
-        from mobius.messages.meeting import meet_at_store
+        from mobius.messages.rendezvous import join_run
 
-        assert meet_at_store(ranks).gather(ranks.rank) == list(range(ranks.num_ranks))
+        assert join_run(ranks).gather(ranks.rank) == list(range(ranks.num_ranks))
     saved = step = newest(folder) if is_restart() else 0
     (folder / f"process-{ranks.rank}").write_text(str(os.getpid()))
 
     def begins(step: int) -> None:
-        standing.becomes(f"after step {step - 1}: steps {saved + 1} to {step - 1} are lost")
-        standing.offers_to_save(f"steps {saved + 1} to {step} would be lost", seconds=save_seconds)
+        run_status.set_status(f"after step {step - 1}: steps {saved + 1} to {step - 1} are lost")
+        run_status.save_on_signal(f"steps {saved + 1} to {step} would be lost", seconds=save_seconds)
 
     begins(step + 1)  # before it says so: a signal may be there at once
     agreement.gather("")
@@ -66,9 +66,9 @@ def run(folder: Path, save_seconds: float, ranks: Ranks, standing: Standing) -> 
         step += 1
         begins(step)
         time.sleep(STEP_SECONDS)
-        stop = "".join(agreement.gather(standing.stop_requested or "-")).replace("-", "")
+        stop = "".join(agreement.gather(run_status.stop_signal or "-")).replace("-", "")
         if stop:
-            standing.request_stop("SIGINT" if "SIGINT" in stop else "SIGTERM")
+            run_status.request_stop("SIGINT" if "SIGINT" in stop else "SIGTERM")
         if stop or step % EVERY == 0:
             time.sleep(save_seconds if stop else 0)
             if (folder / "full-disk").exists():
@@ -82,14 +82,14 @@ def run(folder: Path, save_seconds: float, ranks: Ranks, standing: Standing) -> 
 
 
 def main() -> None:
-    ranks, standing = Ranks.from_environment(), Standing()
-    interruption = Interruption(standing)
-    end_with_launcher()
-    interruption.watch(speaks=ranks.is_first)
+    ranks, run_status = Ranks.from_environment(), RunStatus()
+    signal_handler = SignalHandler(run_status)
+    die_with_launcher()
+    signal_handler.watch(is_first=ranks.is_first)
     try:
-        run(Path(sys.argv[1]), float(sys.argv[2]), ranks, standing)
+        run(Path(sys.argv[1]), float(sys.argv[2]), ranks, run_status)
     except SavedAndStopped as stopped:
-        interruption.leave(str(stopped))
+        signal_handler.exit_after_save(str(stopped))
 
 
 if __name__ == "__main__":

@@ -13,14 +13,14 @@ from harness.local_transport import LocalTransport
 from harness.replica_threads import run_replica_threads
 
 from mobius.config.cli import parse_args
-from mobius.data.batches import Batches
+from mobius.data.batches import TrainingBatches
 from mobius.data.mixture import WeightedSamples
-from mobius.data.store import TokenizedDataset
+from mobius.data.token_store import TokenizedDataset
 from mobius.models.families import load_model_config
-from mobius.planning.blueprint import draw_blueprint
+from mobius.planning.run_setup import make_run_setup
 from mobius.ranks import Ranks
 from mobius.training.data import packed_rows
-from mobius.training.judging.evaluation import EvaluationSamples, Evaluator, make_evaluator
+from mobius.training.evaluation.evaluator import EvaluationSamples, Evaluator, make_evaluator
 from mobius.training.session import Session, open_session
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ def in_sessions(
     folder: Path,
     options: str,
     training: TokenizedDataset,
-    work: Callable[[Session, Batches], T],
+    work: Callable[[Session, TrainingBatches], T],
     *,
     num_replicas: int = 1,
 ) -> list[T]:
@@ -57,7 +57,7 @@ def in_sessions(
         with _MAKING:
             words = f"--device cpu --model_path {folder} {options}".split()
             config = parse_args(words, num_ranks=num_all, num_nodes=num_replicas)
-            batches = Batches(
+            batches = TrainingBatches(
                 [WeightedSamples(training)],
                 batch_size=config.pipeline.batch_size,
                 seq_length=config.data.seq_length,
@@ -67,8 +67,8 @@ def in_sessions(
             )
             ranks = Ranks(rank, num_all, transport.rank, num_replicas=num_replicas, num_nodes=num_replicas)
             model_config = load_model_config(folder, config.model)
-            blueprint = draw_blueprint(config, ranks, model_config, packed=packed_rows(batches))
-        session = open_session(blueprint, folder, transport=transport)
+            run_setup = make_run_setup(config, ranks, model_config, packed=packed_rows(batches))
+        session = open_session(run_setup, folder, transport=transport)
         # A rank alone would take a thread on every core for matrices that take one less time.
         torch.set_num_threads(threads)
         try:

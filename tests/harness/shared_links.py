@@ -17,10 +17,10 @@ import torch
 from harness.local_transport import LocalTransport, run_rank_threads
 from torch import Tensor
 
-from mobius.memory.gradient_sum import GradientSum
+from mobius.memory.gradient_accumulator import GradientAccumulator
 from mobius.memory.layout import StageLayout
-from mobius.memory.stage_state import Remainder, StageState
-from mobius.memory.streamed import SlotPool, StreamedStage
+from mobius.memory.stage_state import MasterRemainder, StageState
+from mobius.memory.streamed import StreamedStage, WeightSlotPool
 from mobius.plan.partition import StageCut
 from mobius.runtime.executor import Executor, StepBatch
 from mobius.runtime.stage_layers import WholeLayers
@@ -140,7 +140,7 @@ def host_states(num_stages: int, parameters: int, *, page_locked: bool) -> list[
         weights, gradients = (
             torch.full((layout.num_elements,), stage, dtype=torch.bfloat16, pin_memory=page_locked) for _ in range(2)
         )
-        remainder = Remainder(torch.empty(0, dtype=torch.int16))
+        remainder = MasterRemainder(torch.empty(0, dtype=torch.int16))
         states.append(StageState(layout, weights, gradients, remainder, nothing, nothing))
     return states
 
@@ -164,9 +164,9 @@ def run_on(devices: Sequence[torch.device], states: Sequence[StageState], *, num
         clock = WaitClock(device)
         with _own_stream(device):
             own_states = {stage: states[stage] for stage in stages}
-            total = GradientSum(own_states[rank].layout.num_trained, device=device)
+            total = GradientAccumulator(own_states[rank].layout.num_trained, device=device)
             length = own_states[rank].layout.num_elements
-            pool = SlotPool(length, num_slots=num_slots, dtype=torch.bfloat16, device=device)
+            pool = WeightSlotPool(length, num_slots=num_slots, dtype=torch.bfloat16, device=device)
             memory = {stage: StreamedStage(stage, state, pool, total) for stage, state in own_states.items()}
             executor = Executor(
                 schedule,

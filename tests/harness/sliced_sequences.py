@@ -9,10 +9,10 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from mobius.models.sliced_attention.attend import attend_slice, attend_slice_backward
-from mobius.models.sliced_attention.cache import SequenceCache
-from mobius.models.sliced_attention.choice import Kernel
-from mobius.models.sliced_attention.pieces import SliceSettings
+from mobius.models.sliced_attention.attention_pieces import SlicedAttentionSettings
+from mobius.models.sliced_attention.kernel_choice import AttentionKernel
+from mobius.models.sliced_attention.kv_cache import SequenceKVCache
+from mobius.models.sliced_attention.slice_attention import attend_slice, attend_slice_backward
 
 Rows = Sequence[Sequence[int]]
 """Lengths of the documents of each row; all rows are equally long."""
@@ -58,19 +58,19 @@ class Sequences:
     def length(self) -> int:
         return self.query.shape[2]
 
-    def bounds(self) -> Tensor:
+    def cu_seqlens(self) -> Tensor:
         """The documents' bounds as packed rows have them, the last one repeated."""
         lengths = [length for row in self.rows for length in row]
         edges = [0, *accumulate(lengths)]
         return torch.tensor([*edges, edges[-1]], dtype=torch.int32)
 
-    def settings(self, kernel: Kernel, **others: int) -> SliceSettings:
-        documents = None if all(len(row) == 1 for row in self.rows) else self.bounds()
-        return SliceSettings(kernel, self.scale, self.window, self.softcap, documents, **others)
+    def settings(self, kernel: AttentionKernel, **others: int) -> SlicedAttentionSettings:
+        documents = None if all(len(row) == 1 for row in self.rows) else self.cu_seqlens()
+        return SlicedAttentionSettings(kernel, self.scale, self.window, self.softcap, documents, **others)
 
-    def cache(self) -> SequenceCache:
+    def cache(self) -> SequenceKVCache:
         shape = self.key.shape
-        return SequenceCache((shape[0], shape[1], shape[2], shape[3]), dtype=self.key.dtype, device=self.key.device)
+        return SequenceKVCache((shape[0], shape[1], shape[2], shape[3]), dtype=self.key.dtype, device=self.key.device)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Attended:
 
 
 def in_slices(
-    given: Sequences, lengths: Sequence[int], settings: SliceSettings, cache: SequenceCache | None = None
+    given: Sequences, lengths: Sequence[int], settings: SlicedAttentionSettings, cache: SequenceKVCache | None = None
 ) -> Attended:
     """Forward in order and backward in reverse, as stages of a pipeline do it."""
     cache = cache or given.cache()

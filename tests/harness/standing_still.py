@@ -25,9 +25,9 @@ def pass_messages(hanging: int, seconds: float) -> None:
     Watchdog(activity, rank=rank, num_ranks=ranks.num_ranks, minutes=seconds / 60).start()
     following, before = (rank + 1) % ranks.num_ranks, (rank - 1) % ranks.num_ranks
     for step in (1, 2, 3):
-        activity.begins_step(step)
+        activity.start_step(step)
         for microbatch in range(4):
-            activity.begins(Action(ActionKind.FORWARD_MIDDLE, rank, microbatch))
+            activity.start_action(Action(ActionKind.FORWARD_MIDDLE, rank, microbatch))
             transport.post_receive(before)
             if (step, rank, microbatch) == (3, hanging, 2):
                 hang()

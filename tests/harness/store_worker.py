@@ -14,19 +14,19 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 import torch.distributed as dist
 
-from mobius.messages.meeting import meet_at_store
+from mobius.messages.rendezvous import join_run
 from mobius.ranks import Ranks
 
 
 def main() -> None:
     ranks = Ranks.from_environment()
-    meeting = meet_at_store(ranks)
-    first = meeting.gather(["first", ranks.rank])
+    rendezvous = join_run(ranks)
+    first = rendezvous.gather(["first", ranks.rank])
     dist.init_process_group("gloo")
     total = torch.ones(1)
     dist.all_reduce(total)
-    second = meet_at_store(ranks).gather(["second", ranks.rank])
-    third = meeting.gather(total.item())
+    second = join_run(ranks).gather(["second", ranks.rank])
+    third = rendezvous.gather(total.item())
     sys.stdout.write(json.dumps([first, second, third]) + "\n")
     sys.stdout.flush()
     dist.barrier()

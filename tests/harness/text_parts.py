@@ -21,10 +21,10 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
-from mobius.models.base_files import read_json_object, told
-from mobius.models.text_parts import taken
-from mobius.models.text_parts.names import text_names
-from mobius.models.weights import CheckpointWeights, has_own_head
+from mobius.models.model_files import describe_error, read_json_object
+from mobius.models.multimodal import text_config
+from mobius.models.multimodal.weight_names import text_weight_names
+from mobius.models.weights import CheckpointWeights, has_untied_head
 from mobius.runtime.executor import StepBatch
 
 MOST_PARAMETERS = 20_000_000
@@ -56,7 +56,7 @@ def families_with_text(supported: Mapping[str, object]) -> dict[str, str]:
         if "text_config" not in (getattr(CONFIG_MAPPING[family], "sub_configs", None) or {}):
             continue
         try:
-            part = taken.taken_out({"model_type": family})
+            part = text_config.extract_text_config({"model_type": family})
         except Exception:  # without a default configuration there is nothing to try
             continue
         if part is not None and part.fields["model_type"] in supported:
@@ -69,7 +69,10 @@ def check_text_part(family: str) -> dict[str, str]:
     try:
         found = _compare(family)
     except Exception as error:  # whatever the family's code raises is the reason
-        found = f"makes no tiny model that can be tried ({_FOLDER.sub('its checkpoint', told(error))[:120].strip()})"
+        found = (
+            "makes no tiny model that can be tried "
+            f"({_FOLDER.sub('its checkpoint', describe_error(error))[:120].strip()})"
+        )
     return {"parity" if found in (EXACT, NEAR) else "refused": found}
 
 
@@ -101,7 +104,7 @@ def tiny_whole(family: str, *, is_tied: bool, vocab_size: int = VOCAB) -> PreTra
 
 def _tiny_text(default: PretrainedConfig, *, is_tied: bool) -> dict[str, Any]:
     """Fields of `text_config`; Gemma 3's logits have a cap in its text model alone, and in no published one."""
-    if default.model_type not in taken.SAME_AS:
+    if default.model_type not in text_config.EQUIVALENT_FAMILIES:
         uncapped = {"final_logit_softcapping": None} if default.model_type == "gemma3_text" else {}
         return tiny_config(default.model_type, tie_word_embeddings=is_tied, **uncapped).to_dict()
     declared = {field.name for field in dataclasses.fields(cast(Any, default))}
@@ -126,7 +129,7 @@ def plain_step(model: PreTrainedModel, batch: StepBatch) -> tuple[Tensor, dict[s
         loss = ForCausalLMLoss(logits, labels, logits.shape[-1], num_items_in_batch=batch.num_targets)
         loss.backward()
         total += loss.detach()
-    names = text_names([name for name, _ in model.named_parameters(remove_duplicate=False)])
+    names = text_weight_names([name for name, _ in model.named_parameters(remove_duplicate=False)])
     named = model.named_parameters(remove_duplicate=False)
     found = {names.get(name, name): each.grad for name, each in named if name in names or name.startswith("lm_head.")}
     return total, {name: gradient for name, gradient in found.items() if gradient is not None}
@@ -169,10 +172,10 @@ def _save_as_named(model: PreTrainedModel, folder: Path) -> None:
 
 def _run_text_part(folder: Path, batch: StepBatch) -> tuple[Tensor, dict[str, Tensor]]:
     """The pipeline on what the program reads from `folder`."""
-    part = taken.taken_out(read_json_object(folder / "config.json"))
+    part = text_config.extract_text_config(read_json_object(folder / "config.json"))
     assert part is not None
     config = CONFIG_MAPPING[part.fields["model_type"]].from_dict(part.fields)
-    if config.tie_word_embeddings and has_own_head(folder):  # as in a run
+    if config.tie_word_embeddings and has_untied_head(folder):  # as in a run
         config.tie_word_embeddings = False
     model = model_of(config)
     tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}

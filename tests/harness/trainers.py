@@ -9,11 +9,11 @@ import torch
 from harness.runs import make_checkpoint
 
 from mobius.config.cli import parse_args
-from mobius.data.batches import Batches
+from mobius.data.batches import TrainingBatches
 from mobius.data.mixture import WeightedSamples
-from mobius.data.store import TokenizedDataset
+from mobius.data.token_store import TokenizedDataset
 from mobius.models.families import load_model_config
-from mobius.planning.blueprint import draw_blueprint
+from mobius.planning.run_setup import make_run_setup
 from mobius.ranks import Ranks
 from mobius.training.session import Session, open_session
 from mobius.training.trainer import Trainer
@@ -24,14 +24,14 @@ def make_single_trainer(folder: Path, options: str, *, is_tied: bool = False) ->
     make_checkpoint(folder, is_tied=is_tied)
     config = parse_args(f"--model_path {folder} {options}".split())
     size, length = config.pipeline.batch_size, config.data.seq_length
-    blueprint = draw_blueprint(config, Ranks(0, 1, 0), load_model_config(folder, config.model))
-    tokens = np.random.default_rng(0).integers(0, blueprint.shape.vocab_size, size * length, dtype=np.int32)
+    run_setup = make_run_setup(config, Ranks(0, 1, 0), load_model_config(folder, config.model))
+    tokens = np.random.default_rng(0).integers(0, run_setup.shape.vocab_size, size * length, dtype=np.int32)
     offsets = np.arange(size + 1, dtype=np.int64) * length
     dataset = TokenizedDataset(tokens, np.ones(len(tokens), dtype=bool), offsets)
-    batches = Batches(
+    batches = TrainingBatches(
         [WeightedSamples(dataset)], batch_size=size, seq_length=length, pad_token_id=0, seed=1, is_packed=False
     )
     threads = torch.get_num_threads()  # those of this process, which runs other tests too
-    session = open_session(blueprint, folder)
+    session = open_session(run_setup, folder)
     torch.set_num_threads(threads)
     return session.trainer(batches), session

@@ -15,10 +15,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from mobius.ranks import prepare_environment, separate_device_queues
+from mobius.ranks import prepare_environment, set_cuda_max_connections
 
 prepare_environment()  # before torch is imported
-separate_device_queues()
+set_cuda_max_connections()
 
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402

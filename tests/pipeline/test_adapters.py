@@ -25,9 +25,9 @@ from harness.sessions import random_samples
 from peft import PeftModel
 
 from mobius.config.adapters import AdapterConfig, FinetuningType
-from mobius.models.adapters.lora import FreshAdapters
-from mobius.models.blocks import LayerInputs, ModelParts
-from mobius.models.graph import recomputed_backward
+from mobius.models.adapters.lora import InitialAdapterWeights
+from mobius.models.block_autograd import recomputed_backward
+from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.runtime.executor import StepBatch
 
 LORA = AdapterConfig(finetuning_type=FinetuningType.LORA, lora_rank=4, lora_alpha=8.0)
@@ -105,7 +105,7 @@ def test_other_families_gradients_are_those_of_peft(family: str, kind: str) -> N
         check(pipeline, batch, model, num_microbatches, f"N={num_ranks} v={stages_per_rank} M={num_microbatches}")
 
 
-@pytest.mark.parametrize("options", [{"num_slices": 2}, {"tile_tokens": 5}, {"num_rounds": 2}])
+@pytest.mark.parametrize("options", [{"num_slices": 2}, {"tile_tokens": 5}, {"accumulation_rounds": 2}])
 def test_slices_tiles_and_rounds_leave_the_gradients(options: dict[str, Any]) -> None:
     model, batch = adapted("llama", LORA), make_batch(4)
     model.zero_grad()
@@ -138,8 +138,8 @@ def test_a_compiled_layers_gradients_are_those_of_peft(compiler: str, monkeypatc
     found = []
     for compiled in (False, True):
         parts = ModelParts(model.config, CPU, compiled=compiled, adapters=LORA)
-        layer, arguments = parts.layers[0], LayerInputs(parts, device=CPU, dtype=torch.float32)(8)[0]
-        sums = {name: torch.zeros_like(values[name]) for name in layer.full_shapes() if "lora_" in name}
+        layer, arguments = parts.layers[0], LayerArgumentsBuilder(parts, device=CPU, dtype=torch.float32)(8)[0]
+        sums = {name: torch.zeros_like(values[name]) for name in layer.parameter_shapes() if "lora_" in name}
         back = recomputed_backward(layer, values, inputs, arguments, sums, gradient)
         assert not compiled or (layer.graphs is not None and not layer.graphs._is_broken)
         found.append({**sums, "inputs": back})
@@ -194,7 +194,7 @@ def test_twenty_clipped_steps_are_those_of_peft(tmp_path: Path, family: str, num
     has_norms = "norms" in options
     model = adapt_by_peft(base, LORA, modules_to_save=["norm"] if has_norms else None)
     before = parameters_of(model)
-    fresh = FreshAdapters(GivenValues(before), seed=3)
+    fresh = InitialAdapterWeights(GivenValues(before), seed=3)
     give(model, {name: fresh.read(name, each.shape) for name, each in before.items()})
     expected = train_by_peft(model, batches, epsilon=EPSILON)
 

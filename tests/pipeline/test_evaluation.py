@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from mobius.models.attention import IMPLEMENTATION, register
+from mobius.models.attention import ATTENTION_IMPLEMENTATION, register_attention
 from mobius.runtime.executor import StepBatch
 
 CASES: dict[str, tuple[int | None, frozenset[int]]] = {  # number of slots, resident stages of those below 8
@@ -114,9 +114,9 @@ def test_other_microbatches_would_be_seen() -> None:
 
 def packed_model(model: PreTrainedModel) -> PreTrainedModel:
     """The same weights in a plain transformers model that attends within documents."""
-    register()
+    register_attention()
     made = AutoModelForCausalLM.from_config(
-        model.config, dtype=torch.float32, attn_implementation=IMPLEMENTATION, trust_remote_code=False
+        model.config, dtype=torch.float32, attn_implementation=ATTENTION_IMPLEMENTATION, trust_remote_code=False
     )
     made.load_state_dict(model.state_dict())
     return made.eval()
@@ -126,11 +126,11 @@ def plain_packed(model: PreTrainedModel, batch: StepBatch, num_microbatches: int
     """The packed rows by transformers' own forward, which hands our attention the documents' bounds."""
     losses, hits = [], []
     assert batch.documents is not None
-    positions, bounds = batch.documents
-    parts = (each.chunk(num_microbatches) for each in (batch.input_ids, batch.labels, positions))
-    for tokens, labels, places, own in zip(*parts, bounds, strict=True):
+    position_ids, cu_seqlens = batch.documents
+    parts = (each.chunk(num_microbatches) for each in (batch.input_ids, batch.labels, position_ids))
+    for tokens, labels, places, own in zip(*parts, cu_seqlens, strict=True):
         with torch.no_grad():
-            given = {"position_ids": places, "attention_mask": None, "use_cache": False, "document_bounds": own}
+            given = {"position_ids": places, "attention_mask": None, "use_cache": False, "document_cu_seqlens": own}
             logits = model(input_ids=tokens, **given).logits.float()
         targets = F.pad(labels, (0, 1), value=-100)[:, 1:].reshape(-1)
         losses.append(F.cross_entropy(logits.view(-1, logits.shape[-1]), targets, reduction="sum"))

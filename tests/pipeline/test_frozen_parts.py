@@ -11,8 +11,8 @@ from harness.pipelines import CPU, Pipeline, make_batch, make_model, plain_step
 from mobius.config.adapters import AdapterConfig
 from mobius.errors import ConfigError
 from mobius.models.blocks import ModelParts
-from mobius.runtime.stage import Kept
-from mobius.runtime.stash import Stash
+from mobius.runtime.saved_activations import SavedActivations
+from mobius.runtime.stage import SavedForBackward
 
 FROZEN = {
     "embedding": "model.embed_tokens.",
@@ -85,22 +85,24 @@ def test_layers_before_which_nothing_is_trained_have_no_backward(
 
 
 @pytest.mark.parametrize("options", [{}, {"num_slices": 2}])
-@pytest.mark.parametrize("stashed", [frozenset(), frozenset({0, 1})])
+@pytest.mark.parametrize("offloaded_activation_stages", [frozenset(), frozenset({0, 1})])
 def test_layers_without_a_backward_keep_nothing_for_it(
-    options: dict[str, int], stashed: frozenset[int], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, int], offloaded_activation_stages: frozenset[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layers 0 to 2 of 8 are frozen: stage 0 of 4 keeps nothing, and stage 1 the input of one of its two layers."""
     model, batch, number = make_model("llama", 8), make_batch(2), 2 * options.get("num_slices", 1)
-    put, kept = Stash.put, dict[int, list[int]]()
+    put, kept = SavedActivations.put, dict[int, list[int]]()
 
-    def seen(self: Stash, stage: int, microbatch: int, tensors: Sequence[Kept]) -> None:
+    def seen(self: SavedActivations, stage: int, microbatch: int, tensors: Sequence[SavedForBackward]) -> None:
         kept[stage] = [each.numel() for each in tensors if isinstance(each, torch.Tensor)]
         put(self, stage, microbatch, tensors)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Stash, "put", seen)
+    monkeypatch.setattr(SavedActivations, "put", seen)
     frozen = AdapterConfig(freeze="embedding,layers.0-2")
     both = [
-        Pipeline(model, 2, 2, number, 1, adapters=each, stashed=stashed, **options)  # type: ignore[arg-type]
+        Pipeline(
+            model, 2, 2, number, 1, adapters=each, offloaded_activation_stages=offloaded_activation_stages, **options
+        )  # type: ignore[arg-type]
         for each in (AdapterConfig(), frozen)
     ]
     losses, found = [], []

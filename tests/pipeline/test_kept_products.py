@@ -12,7 +12,7 @@ from harness.pipelines import FAMILIES, Pipeline, make_batch, make_model, plain_
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mobius.plan.plan import KeptLevel
+from mobius.plan.plan import RecomputeLevel
 from mobius.runtime.executor import StepBatch
 
 SIZES = [(1, 1), (1, 3), (2, 2), (3, 1), (4, 2)]
@@ -45,7 +45,7 @@ def test_pipeline_equals_the_plain_model_bit_by_bit(family: str, num_ranks: int,
         expected_loss, expected = plain_step(model, batch, num_microbatches)
         for num_slots in SLOTS:
             given = num_ranks, stages_per_rank, num_microbatches, num_slots
-            loss, gradients = run(model, batch, *given, kept_level=KeptLevel.PRODUCTS)
+            loss, gradients = run(model, batch, *given, recompute_level=RecomputeLevel.ELEMENTWISE)
             assert torch.equal(loss, expected_loss), given
             assert gradients.keys() == expected.keys(), given
             for name, gradient in expected.items():
@@ -57,7 +57,8 @@ def test_pipeline_equals_the_plain_model_bit_by_bit(family: str, num_ranks: int,
 
 def assert_levels_agree(model: PreTrainedModel, batch: StepBatch, *given: Any, **options: Any) -> None:
     (loss, gradients), (expected_loss, expected) = (
-        run(model, batch, *given, kept_level=level, **options) for level in (KeptLevel.PRODUCTS, KeptLevel.EVERYTHING)
+        run(model, batch, *given, recompute_level=level, **options)
+        for level in (RecomputeLevel.ELEMENTWISE, RecomputeLevel.NONE)
     )
     assert torch.equal(loss, expected_loss)
     assert gradients.keys() == expected.keys()
@@ -74,7 +75,7 @@ def test_in_bf16_it_has_the_bits_of_everything_kept(family: str, num_slots: int 
 
 def test_rounds_and_mixed_residency_have_the_bits_of_everything_kept() -> None:
     model, batch = make_model("llama-tied", 6), make_batch(4)
-    assert_levels_agree(model, batch, 2, 3, 4, 2, num_rounds=2)
+    assert_levels_agree(model, batch, 2, 3, 4, 2, accumulation_rounds=2)
     assert_levels_agree(model, batch, 2, 3, 4, 1, resident=frozenset({0, 3, 5}))
 
 
@@ -83,7 +84,7 @@ def test_packed_rows_have_the_bits_of_everything_kept(family: str) -> None:
     assert_levels_agree(make_model(family, 6), make_packed_batch(ROWS, LENGTH, 2), 2, 1, 2, 2)
 
 
-@pytest.mark.extended  # compiling them takes a minute; tests/unit/models/test_cheap.py compiles a layer
+@pytest.mark.extended  # compiling them takes a minute; tests/unit/models/test_recompute_policy.py compiles a layer
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_layers_have_the_bits_of_everything_kept(dtype: torch.dtype) -> None:
     assert_levels_agree(make_model("llama-tied", 2), make_batch(2), 1, 2, 2, 1, compiled=True, dtype=dtype)

@@ -121,7 +121,7 @@ def test_compiled_parts_take_other_documents_with_the_same_graphs(monkeypatch: p
     torch._dynamo.utils.counters.clear()
     after_first = None
     for rows in (ROWS, [row[::-1] for row in ROWS], [[2, 2, 2], [5, 15], [19], [1, 18]], ROWS[::-1], [[], [2], [], []]):
-        batch = make_packed_batch(rows, LENGTH, 2, most_documents=4)
+        batch = make_packed_batch(rows, LENGTH, 2, max_documents=4)
         expected_loss, expected = documents_alone(model, rows, batch)
         assert torch.allclose(pipeline.run(batch), expected_loss, rtol=1e-5)
         differences = {name: pipeline.gradients[name] - gradient for name, gradient in expected.items()}

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from mobius.config.adapters import AdapterConfig
 from mobius.models import compiled
-from mobius.models.compiled import ModuleGraphs
-from mobius.runtime import stash
+from mobius.models.compiled import CompiledModule
+from mobius.runtime import saved_activations
 from mobius.runtime.executor import StepBatch
 
 SIZES = ((1, 3), (2, 2), (3, 1))
@@ -28,7 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "streamed": {"num_slots": 1},
     "streamed, prefetched": {"num_slots": 2},
     "first resident": {"num_slots": 2, "resident": frozenset({0})},
-    "streamed, rounds": {"num_slots": 2, "num_rounds": 2},
+    "streamed, rounds": {"num_slots": 2, "accumulation_rounds": 2},
 }
 ON_DEMAND = ("first resident", "streamed, prefetched", "streamed", "resident")
 
@@ -45,19 +45,19 @@ class Calls:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     calls = Calls()
-    leave, recompute = stash._leave, ModuleGraphs.recompute
+    leave, recomputed_backward = saved_activations._select_for_offload, CompiledModule.recomputed_backward
 
     def counted_leave(kept: Any, room: int) -> Any:
         layers, leaving = leave(kept, room)
-        calls.sent.append(sum(layer.made is not None for layer in layers))
+        calls.sent.append(sum(layer.saved is not None for layer in layers))
         return layers, leaving
 
     def counted_recompute(*given: Any) -> Any:
         calls.recomputed += 1
-        return recompute(*given)
+        return recomputed_backward(*given)
 
-    monkeypatch.setattr(stash, "_leave", counted_leave)
-    monkeypatch.setattr(ModuleGraphs, "recompute", counted_recompute)
+    monkeypatch.setattr(saved_activations, "_select_for_offload", counted_leave)
+    monkeypatch.setattr(CompiledModule, "recomputed_backward", counted_recompute)
     return calls
 
 
@@ -70,13 +70,13 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._inductor, "compile", lambda graph, _: graph)
     monkeypatch.setattr(compiled, "select_decomp_table", dict)
     # Ranks are threads: none may trace while another does, or calls what torch.compile made.
-    tracing, graph = threading.Lock(), ModuleGraphs._graph
+    tracing, graph = threading.Lock(), CompiledModule._graph
 
-    def alone(self: ModuleGraphs, *given: Any) -> Any:
+    def alone(self: CompiledModule, *given: Any) -> Any:
         with tracing:
             return graph(self, *given)
 
-    monkeypatch.setattr(ModuleGraphs, "_graph", alone)
+    monkeypatch.setattr(CompiledModule, "_graph", alone)
     monkeypatch.setattr(
         compiled.CompiledFunction, "__call__", lambda self, *given, **more: self._function(*given, **more)
     )
@@ -91,8 +91,8 @@ def step(
         model,
         num_ranks,
         per_rank,
-        stashed=frozenset(range(num_ranks * per_rank - 1)),
-        num_products_home=number,
+        offloaded_activation_stages=frozenset(range(num_ranks * per_rank - 1)),
+        num_offloaded_microbatches=number,
         compiled=True,
         **options,
     )
@@ -117,7 +117,7 @@ def test_no_bit_changes_and_what_is_sent_is_not_run_again(case: str, calls: Call
         model, batch = make_model(family, num_stages), make_batch(num_microbatches)
         dtype = (torch.float32, torch.bfloat16)[(turn + sorted(CASES).index(case)) % 2]
         options = {"dtype": dtype, "num_microbatches": num_microbatches} | CASES[case]
-        rounds = options.get("num_rounds", 1)
+        rounds = options.get("accumulation_rounds", 1)
         runs = []
         for number in (0, 1, num_microbatches // rounds):
             calls.sent, calls.recomputed = [], 0
@@ -164,10 +164,10 @@ def test_packed_rows_and_adapters_have_the_bits_of_recomputed_layers(calls: Call
 
 def test_layers_that_are_not_compiled_send_their_inputs(calls: Calls) -> None:
     model, batch = make_model("llama", 2), make_batch(2)
-    given = {"stashed": frozenset({0}), "num_slots": 2}
+    given = {"offloaded_activation_stages": frozenset({0}), "num_slots": 2}
     runs = []
     for number in (0, 2):
-        pipeline = Pipeline(model, 1, 2, 2, num_products_home=number, **given)
+        pipeline = Pipeline(model, 1, 2, 2, num_offloaded_microbatches=number, **given)
         runs.append((pipeline.run(batch), pipeline.gradients))
     assert_equal(runs[1], runs[0], "eager")
     assert calls.sent == [0] * 4
@@ -185,22 +185,22 @@ def test_compiled_layers_go_on_from_what_came_back(calls: Calls) -> None:
 @pytest.mark.usefixtures("traced")
 def test_neither_weights_nor_arguments_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     stay, left = set[int](), set[int]()
-    make, leave = ModuleGraphs.make_products, stash._leave
+    make, leave = CompiledModule.forward_with_saved_products, saved_activations._select_for_offload
 
     def storage(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
 
-    def made(self: ModuleGraphs, weights: Any, tapped: Any, inputs: Any, arguments: Any) -> Any:
+    def made(self: CompiledModule, weights: Any, gradient_factors: Any, inputs: Any, arguments: Any) -> Any:
         stay.update(map(storage, weights.values()), map(storage, arguments["position_embeddings"]))
-        return make(self, weights, tapped, inputs, arguments)
+        return make(self, weights, gradient_factors, inputs, arguments)
 
     def leaving(kept: Any, room: int) -> Any:
         layers, tensors = leave(kept, room)
         left.update(map(storage, tensors))
         return layers, tensors
 
-    monkeypatch.setattr(ModuleGraphs, "make_products", made)
-    monkeypatch.setattr(stash, "_leave", leaving)
+    monkeypatch.setattr(CompiledModule, "forward_with_saved_products", made)
+    monkeypatch.setattr(saved_activations, "_select_for_offload", leaving)
     step(make_model("llama", 2), make_batch(2), 1, 2, 2)
     assert stay
     assert left

@@ -13,9 +13,9 @@ from harness.runs import make_checkpoint
 from harness.sessions import evaluator_of, in_sessions, random_samples
 from torch import Tensor
 
-from mobius.data.batches import Batches
-from mobius.optim.stepper import StepCounts
-from mobius.training.rehearsing import play_step
+from mobius.data.batches import TrainingBatches
+from mobius.optim.optimizer_stepper import StepCounts
+from mobius.training.memory_check import run_warmup_step
 from mobius.training.session import Session
 
 STEPS, FEW_STEPS = 20, 4
@@ -62,9 +62,12 @@ CASES = {
 }
 
 
-def train(session: Session, batches: Batches, num_steps: int) -> Trained:
-    plan, asked = session.blueprint.plan, session.blueprint.config.pipeline
-    assert (plan.num_slices, bool(plan.stashed)) == (asked.num_slices or 1, asked.activation_offloading.value == "on")
+def train(session: Session, batches: TrainingBatches, num_steps: int) -> Trained:
+    plan, asked = session.run_setup.plan, session.run_setup.config.pipeline
+    assert (plan.num_slices, bool(plan.offloaded_activation_stages)) == (
+        asked.num_slices or 1,
+        asked.activation_offloading.value == "on",
+    )
     trainer = session.trainer(batches)
     done = [trainer.train_step()]
     trainer.drain()
@@ -85,7 +88,7 @@ def train(session: Session, batches: Batches, num_steps: int) -> Trained:
 
 
 def _clip_factor(session: Session, norm: float) -> float:
-    most = session.blueprint.config.optim.max_grad_norm
+    most = session.run_setup.config.optim.max_grad_norm
     return min(1.0, most / (norm + 1e-6)) if most else 1.0
 
 
@@ -137,7 +140,7 @@ def test_an_evaluation_between_steps_has_all_updates(tmp_path: Path, num_samples
     make_checkpoint(tmp_path / "model")
     options = f"{USUAL.format(FEW_STEPS)} {CLIPPED} --resident_stages 1"
 
-    def train(session: Session, batches: Batches) -> list[tuple[float, float]]:
+    def train(session: Session, batches: TrainingBatches) -> list[tuple[float, float]]:
         trainer, evaluator = session.trainer(batches), evaluator_of(session, random_samples(num_samples, 24, seed=2))
         return [(trainer.train_step().loss, evaluator.evaluate().loss) for _ in range(FEW_STEPS)]
 
@@ -154,9 +157,9 @@ def test_a_rehearsal_with_the_other_replicas_leaves_nothing_in_what_is_trained(t
     make_checkpoint(tmp_path / "model")
     options, data = f"{USUAL.format(FEW_STEPS)} {case.options}", random_samples(60, 24, seed=1)
 
-    def work(session: Session, batches: Batches, *, rehearses: bool) -> Trained:
+    def work(session: Session, batches: TrainingBatches, *, rehearses: bool) -> Trained:
         if rehearses:
-            play_step(session.blueprint, session.stages)
+            run_warmup_step(session.run_setup, session.stages)
         return train(session, batches, FEW_STEPS)
 
     at_once, behind = (
@@ -180,9 +183,9 @@ def test_a_rehearsal_of_one_rank_leaves_nothing_in_what_is_trained(options: str,
     make_checkpoint(tmp_path / "model")
     words = f"--batch_size 8 --seq_length 24 --num_iterations {FEW_STEPS} {options}"
 
-    def work(session: Session, batches: Batches, *, rehearses: bool) -> Trained:
+    def work(session: Session, batches: TrainingBatches, *, rehearses: bool) -> Trained:
         if rehearses:
-            play_step(session.blueprint, session.stages)
+            run_warmup_step(session.run_setup, session.stages)
         return train(session, batches, FEW_STEPS)
 
     data = random_samples(60, 24, seed=1)
@@ -197,7 +200,7 @@ def test_a_rehearsal_of_one_rank_leaves_nothing_in_what_is_trained(options: str,
 Judged = list[tuple[float, float, float, int]]
 
 
-def judge(session: Session, batches: Batches) -> Judged:
+def judge(session: Session, batches: TrainingBatches) -> Judged:
     """Loss, perplexity, hits and targets of two datasets before the first step and behind the second."""
     evaluator = evaluator_of(session, *(random_samples(number, 24, seed=number) for number in (7, 17)))
     trainer, found = session.trainer(batches), Judged()
@@ -228,21 +231,21 @@ def test_replicas_judge_as_one_pipeline_does(tmp_path: Path, num_replicas: int, 
 Scaled = list[tuple[float, StepCounts, dict[str, Tensor]]]
 
 
-def train_with_overflow(session: Session, batches: Batches) -> Scaled:
+def train_with_overflow(session: Session, batches: TrainingBatches) -> Scaled:
     """Three steps: loss, counts with the loss scale, and weights. In the second, an entry of a gradient is too large.
 
     It is one on the last of all ranks, whose other replicas have finite ones.
     """
-    trainer, ranks, stages = session.trainer(batches), session.blueprint.place.ranks, session.stages.memory
+    trainer, ranks, stages = session.trainer(batches), session.run_setup.rank_context.ranks, session.stages.memory
     found, memory = Scaled(), stages[max(stages)]
-    seal = memory.seal_gradients
+    seal = memory.finish_gradients
 
     def overflow(*arguments: Any, **named: Any) -> Tensor:
         if len(found) == 1 and ranks.rank == ranks.num_ranks - 1:
             list(memory.gradients().values())[-1].view(-1)[-1] = torch.inf  # the last replica owns it
         return seal(*arguments, **named)
 
-    memory.seal_gradients = overflow  # type: ignore[method-assign]
+    memory.finish_gradients = overflow  # type: ignore[method-assign]
     for _ in range(3):
         done = trainer.train_step()
         trainer.drain()

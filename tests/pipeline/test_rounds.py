@@ -39,7 +39,7 @@ def test_rounds_change_no_bit(family: str, case: str) -> None:
         num_microbatches, some_rounds = (6, (3,)) if num_ranks == 4 else (4, (2, 4))
         batch = make_batch(num_microbatches)
         runs = {}
-        for num_rounds in (1, *some_rounds):
+        for accumulation_rounds in (1, *some_rounds):
             pipeline = Pipeline(
                 model,
                 num_ranks,
@@ -49,13 +49,13 @@ def test_rounds_change_no_bit(family: str, case: str) -> None:
                 keeps_graphs,
                 resident=resident,
                 dtype=dtype,
-                num_rounds=num_rounds,
+                accumulation_rounds=accumulation_rounds,
             )
-            runs[num_rounds] = pipeline.run(batch), pipeline.gradients
+            runs[accumulation_rounds] = pipeline.run(batch), pipeline.gradients
         loss, gradients = runs[1]
-        for num_rounds in some_rounds:
-            own_loss, own = runs[num_rounds]
-            where = f"N={num_ranks} v={stages_per_rank} M={num_microbatches} R={num_rounds} {dtype}"
+        for accumulation_rounds in some_rounds:
+            own_loss, own = runs[accumulation_rounds]
+            where = f"N={num_ranks} v={stages_per_rank} M={num_microbatches} R={accumulation_rounds} {dtype}"
             assert torch.equal(own_loss, loss), where
             assert own.keys() == gradients.keys()
             for name, gradient in gradients.items():

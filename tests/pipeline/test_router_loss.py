@@ -19,7 +19,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from mobius.config.adapters import AdapterConfig, FinetuningType
 from mobius.errors import PlanError
-from mobius.plan.plan import KeptLevel
+from mobius.plan.plan import RecomputeLevel
 from mobius.runtime.executor import StepBatch
 
 COEFFICIENT = 0.5
@@ -74,9 +74,9 @@ def test_the_loss_moves_the_gradients_of_layers_before() -> None:
     "options",
     [
         {"tile_tokens": 5},
-        {"num_rounds": 2},
-        {"stashed": frozenset({0, 1})},
-        {"keeps_graphs": True, "kept_level": KeptLevel.PRODUCTS},
+        {"accumulation_rounds": 2},
+        {"offloaded_activation_stages": frozenset({0, 1})},
+        {"keeps_graphs": True, "recompute_level": RecomputeLevel.ELEMENTWISE},
     ],
     ids=str,
 )

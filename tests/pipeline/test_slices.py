@@ -15,8 +15,8 @@ from harness.pipelines import FAMILIES, Pipeline, make_batch, make_model, plain_
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mobius.models.sliced_attention.attend import attend_slice
-from mobius.runtime import slices
+from mobius.models.sliced_attention.slice_attention import attend_slice
+from mobius.runtime import sliced_layers
 from mobius.runtime.executor import StepBatch
 
 SETTINGS = (  # ranks, stages of each, sequences, slices, slots, rounds, whether activations wait on the host
@@ -35,7 +35,7 @@ def test_slices_are_as_near_to_the_exact_gradients_as_the_plain_model_is(
     family: str, setting: tuple[int, int, int, int, int | None, int, bool]
 ) -> None:
     """Sums in another order differ by roundings, so both are compared with the same step in fp64."""
-    num_ranks, stages_per_rank, sequences, num_slices, num_slots, num_rounds, is_stashed = setting
+    num_ranks, stages_per_rank, sequences, num_slices, num_slots, accumulation_rounds, is_stashed = setting
     model, batch = make_model(family), make_batch(sequences)
     exact = {name: g.clone() for name, g in plain_step(copy.deepcopy(model).double(), batch, sequences)[1].items()}
     loss, plain = plain_step(model, batch, sequences)
@@ -46,9 +46,9 @@ def test_slices_are_as_near_to_the_exact_gradients_as_the_plain_model_is(
         stages_per_rank,
         sequences * num_slices,
         num_slots,
-        num_rounds=num_rounds,
+        accumulation_rounds=accumulation_rounds,
         num_slices=num_slices,
-        stashed=frozenset(range(num_ranks * stages_per_rank - 1) if is_stashed else ()),
+        offloaded_activation_stages=frozenset(range(num_ranks * stages_per_rank - 1) if is_stashed else ()),
     )
 
     own_loss = pipeline.run(batch)
@@ -91,8 +91,16 @@ def test_stages_without_layers_pass_slices_on(is_stashed: bool) -> None:
     loss, plain = plain_step(model, batch, 2)
     for num_ranks, stages_per_rank, num_slots in ((2, 3, 2), (3, 2, None), (1, 5, 1)):
         stages = range(num_ranks * stages_per_rank - 1)
-        stashed = frozenset(stages if is_stashed else ())
-        pipeline = Pipeline(model, num_ranks, stages_per_rank, 2 * 3, num_slots, num_slices=3, stashed=stashed)
+        offloaded_activation_stages = frozenset(stages if is_stashed else ())
+        pipeline = Pipeline(
+            model,
+            num_ranks,
+            stages_per_rank,
+            2 * 3,
+            num_slots,
+            num_slices=3,
+            offloaded_activation_stages=offloaded_activation_stages,
+        )
 
         own_loss = pipeline.run(batch)
 
@@ -111,8 +119,10 @@ def test_attention_that_is_kept_changes_no_bit_and_is_not_made_again(
         calls.append(1)
         return attend_slice(*given)
 
-    monkeypatch.setattr(slices, "attend_slice", counting)
-    for turn, (num_ranks, stages_per_rank, sequences, num_slices, num_slots, num_rounds, _) in enumerate(SETTINGS[2:4]):
+    monkeypatch.setattr(sliced_layers, "attend_slice", counting)
+    for turn, (num_ranks, stages_per_rank, sequences, num_slices, num_slots, accumulation_rounds, _) in enumerate(
+        SETTINGS[2:4]
+    ):
         batch, runs = make_batch(sequences), {}
         for keeps_attention, is_stashed in ((False, False), (True, False), (True, True)):
             calls.clear()
@@ -122,9 +132,9 @@ def test_attention_that_is_kept_changes_no_bit_and_is_not_made_again(
                 stages_per_rank,
                 sequences * num_slices,
                 num_slots,
-                num_rounds=num_rounds,
+                accumulation_rounds=accumulation_rounds,
                 num_slices=num_slices,
-                stashed=frozenset(range(num_ranks * stages_per_rank - 1) if is_stashed else ()),
+                offloaded_activation_stages=frozenset(range(num_ranks * stages_per_rank - 1) if is_stashed else ()),
                 dtype=(torch.float32, torch.bfloat16)[turn % 2],
                 tile_tokens=2 if turn % 2 else None,
                 keeps_attention=keeps_attention,

@@ -25,7 +25,7 @@ FORMATS = (torch.float32, torch.bfloat16)
 def test_stashing_changes_no_bit(family: str, case: str) -> None:
     """Every stage but the model's last, or the first ones of each rank."""
     model = make_model(family, NUM_LAYERS)
-    num_slots, places, num_rounds = CASES[case]
+    num_slots, places, accumulation_rounds = CASES[case]
     first = sorted(CASES).index(case) + (family == "llama")
     for turn, (num_ranks, stages_per_rank) in enumerate(PIPELINES):
         num_stages = num_ranks * stages_per_rank
@@ -35,7 +35,11 @@ def test_stashing_changes_no_bit(family: str, case: str) -> None:
         num_microbatches = (4, 6)[turn % 2]
         batch = make_batch(num_microbatches)
         runs = {}
-        for stashed in (frozenset(), frozenset(range(num_ranks)) - {num_stages - 1}, frozenset(range(num_stages - 1))):
+        for offloaded_activation_stages in (
+            frozenset(),
+            frozenset(range(num_ranks)) - {num_stages - 1},
+            frozenset(range(num_stages - 1)),
+        ):
             pipeline = Pipeline(
                 model,
                 num_ranks,
@@ -44,13 +48,13 @@ def test_stashing_changes_no_bit(family: str, case: str) -> None:
                 num_slots,
                 resident=resident,
                 dtype=FORMATS[(first + turn) % len(FORMATS)],
-                num_rounds=num_rounds,
-                stashed=stashed,
+                accumulation_rounds=accumulation_rounds,
+                offloaded_activation_stages=offloaded_activation_stages,
             )
-            runs[stashed] = pipeline.run(batch), pipeline.gradients
+            runs[offloaded_activation_stages] = pipeline.run(batch), pipeline.gradients
         loss, gradients = runs.pop(frozenset())
-        for stashed, (own_loss, own) in runs.items():
-            where = f"N={num_ranks} v={stages_per_rank} M={num_microbatches} {sorted(stashed)}"
+        for offloaded_activation_stages, (own_loss, own) in runs.items():
+            where = f"N={num_ranks} v={stages_per_rank} M={num_microbatches} {sorted(offloaded_activation_stages)}"
             assert torch.equal(own_loss, loss), where
             for name, gradient in gradients.items():
                 assert torch.equal(own[name], gradient), f"{where} {name}"

@@ -40,7 +40,7 @@ def workplace(tmp_path: Path, saved_inputs: Path, monkeypatch: pytest.MonkeyPatc
     # The run sets the number of threads for its process, which is that of the other tests too.
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     # A picture takes half a second; that runs of processes leave one is tests/distributed/test_records.py's claim.
-    monkeypatch.setattr("mobius.training.records.draw_training", empty_picture)
+    monkeypatch.setattr("mobius.training.reporting.draw_training", empty_picture)
     return folder
 
 

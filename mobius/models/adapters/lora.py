@@ -15,13 +15,13 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from mobius.models.linear import TappedLinear
+from mobius.models.linear import GradientFactorLinear
 
 LORA_A, LORA_B = "lora_A", "lora_B"
 _ADAPTER = re.compile(rf"(?P<linear>.+)\.(?P<factor>{LORA_A}|{LORA_B})\.weight")
 
 
-class LoraLinear(TappedLinear):
+class LoraLinear(GradientFactorLinear):
     """A linear layer whose weight and bias are frozen, with the two factors of what is added to the weight."""
 
     def __init__(self, linear: nn.Linear, *, rank: int, scale: float) -> None:
@@ -29,8 +29,8 @@ class LoraLinear(TappedLinear):
         options = {"device": "meta", "dtype": linear.weight.dtype}
         super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None, **options)
         self.requires_grad_(False)
-        self.lora_A = TappedLinear(linear.in_features, rank, bias=False, **options)
-        self.lora_B = TappedLinear(rank, linear.out_features, bias=False, **options)
+        self.lora_A = GradientFactorLinear(linear.in_features, rank, bias=False, **options)
+        self.lora_B = GradientFactorLinear(rank, linear.out_features, bias=False, **options)
         self.scale = scale
 
     def forward(self, input: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class LoraLinear(TappedLinear):
         return output + added * self.scale
 
 
-class Values(Protocol):
+class ParameterSource(Protocol):
     """Source of parameters by name (`weights.WeightSource`)."""
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -54,13 +54,13 @@ def adapted_linear(name: str) -> str | None:
     return None if match is None else match["linear"]
 
 
-class FreshAdapters:
+class InitialAdapterWeights:
     """Initial values: A uniform in a linear layer's own bounds, B zero; all other parameters are from elsewhere.
 
     A is drawn by its name: it does not depend on how the model is cut, or on the number of ranks.
     """
 
-    def __init__(self, base: Values, *, seed: int) -> None:
+    def __init__(self, base: ParameterSource, *, seed: int) -> None:
         self._base, self._seed = base, seed
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:

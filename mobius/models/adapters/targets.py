@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from mobius.config.adapters import PARTS, AdapterConfig, layers_of, words_of
+from mobius.config.adapters import PARTS, AdapterConfig, parse_layer_range, split_names
 from mobius.errors import ConfigError
-from mobius.log import SAID_ONCE
+from mobius.log import RANK_ZERO_ONLY
 from mobius.models.adapters.lora import LoraLinear
-from mobius.models.experts.fused import fused_experts, matrices
+from mobius.models.experts.fused import fused_experts, matrix_names
 
 logger = logging.getLogger(__name__)
 
@@ -67,15 +67,17 @@ def _refuse_experts(model: nn.Module, target: str) -> None:
     if not fused:
         return
     first, module = next(iter(fused.items()))
-    reason = f"experts are held in one tensor for all of a layer ({first}.{matrices(module)[0]}), which gets no adapter"
+    reason = (
+        f"experts are held in one tensor for all of a layer ({first}.{matrix_names(module)[0]}), which gets no adapter"
+    )
     linears = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)}
-    named = {"experts", *matrices(module)} - linears
-    if wanted := [word for word in words_of(target) if named & {*word.split(".")}]:
+    named = {"experts", *matrix_names(module)} - linears
+    if wanted := [word for word in split_names(target) if named & {*word.split(".")}]:
         raise ConfigError(
             f"`--lora_target` {wanted[0]} names experts: {reason}. Name linear layers, such as those of attention "
             "(--lora_target all takes them all), or train all parameters (--finetuning_type full)"
         )
-    logger.info("adapters are beside linear layers only: %s and stays as it is", reason, extra=SAID_ONCE)
+    logger.info("adapters are beside linear layers only: %s and stays as it is", reason, extra=RANK_ZERO_ONLY)
 
 
 def _linears(model: nn.Module, names: PartNames) -> dict[str, nn.Linear]:
@@ -91,7 +93,7 @@ def _wanted(linears: Mapping[str, nn.Linear], target: str) -> dict[str, nn.Linea
     if target.strip() in ("all", "all-linear"):
         # A gate of one number for each token is smaller than any rank but 1.
         return {name: linear for name, linear in linears.items() if linear.out_features > 1}
-    words = words_of(target)
+    words = split_names(target)
     kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in linears))
     if not all(map(_NAMES.fullmatch, words)):
         try:
@@ -151,7 +153,7 @@ def _parameters(model: nn.Module, names: PartNames, word: str, option: str) -> I
     if word == "norms":
         norms = [module for module in model.modules() if "norm" in type(module).__name__.lower()]
         return [parameter for norm in norms for parameter in norm.parameters(recurse=False)]
-    span = layers_of(word)
+    span = parse_layer_range(word)
     if span is None or option == "additional_target":
         allowed = f"{', '.join(PARTS)}{', layers.0-15, layers.3' if option == 'freeze' else ''}"
         raise ConfigError(f"`--{option}` {word} is no part of a model; use {allowed}")

@@ -15,26 +15,32 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from mobius.models.experts.fused import fused_experts, matrices
-from mobius.models.experts.gradients import Matrix, Routing, multiply, multiply_and_gather, spread
-from mobius.models.experts.taps import tap_names
+from mobius.models.experts.fused import fused_experts, matrix_names
+from mobius.models.experts.gradient_factors import placeholder_names
+from mobius.models.experts.grouped_linear import (
+    ExpertMatrices,
+    Routing,
+    grouped_linear,
+    multiply_and_unpermute,
+    permute_tokens,
+)
 
-IMPLEMENTATION = "mobius_experts"
+EXPERTS_IMPLEMENTATION = "mobius_experts"
 """Name by which transformers finds `run_experts`."""
 
 
-def use_experts(model: nn.Module) -> None:
+def register_experts_implementation(model: nn.Module) -> None:
     """Let the fused experts of `model` be run by `run_experts`, with taps; its configuration then says so."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     for experts in fused_experts(model).values():
-        ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, run_experts)
-        cast(Any, experts.config)._experts_implementation = IMPLEMENTATION
-        for tap in (tap for name in matrices(experts) for tap in tap_names(name)):
+        ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, run_experts)
+        cast(Any, experts.config)._experts_implementation = EXPERTS_IMPLEMENTATION
+        for tap in (tap for name in matrix_names(experts) for tap in placeholder_names(name)):
             experts.register_buffer(tap, None, persistent=False)
 
 
-def run_experts(module: nn.Module, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+def run_experts(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Each token's sum of its experts' outputs, as transformers calls it.
 
     Args:
@@ -43,40 +49,42 @@ def run_experts(module: nn.Module, hidden: Tensor, chosen: Tensor, shares: Tenso
         chosen: experts of each token, integers [T, K].
         shares: their weights [T, K].
     """
-    run = run_without_scatter if hidden.device.type == "cuda" else _run_as_transformers
-    return run(cast(Any, module), hidden, chosen, shares)
+    run = run_experts_on_gpu if hidden.device.type == "cuda" else _run_as_transformers
+    return run(cast(Any, module), hidden, top_k_index, top_k_weights)
 
 
-def run_without_scatter(experts: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+def run_experts_on_gpu(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """`run_experts` for GPUs: neither forward nor backward adds at places, and no product is made again for shares."""
-    routing, (into, out_of) = _route(experts, chosen), matrices(experts)
-    rows = spread(hidden, routing, chosen.shape[1])
-    rows = _gate(experts, multiply(rows, routing.ends, _matrix(experts, into)))
-    return multiply_and_gather(rows, shares, routing, _matrix(experts, out_of)).to(hidden.dtype)
+    routing, (into, out_of) = _route(experts, top_k_index), matrix_names(experts)
+    rows = permute_tokens(hidden, routing, top_k_index.shape[1])
+    rows = _gate(experts, grouped_linear(rows, routing.expert_offsets, _matrix(experts, into)))
+    return multiply_and_unpermute(rows, top_k_weights, routing, _matrix(experts, out_of)).to(hidden.dtype)
 
 
-def _run_as_transformers(experts: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-    routing, (into, out_of) = _route(experts, chosen), matrices(experts)
-    rows = hidden[routing.order // chosen.shape[1]]
-    rows = _gate(experts, multiply(rows, routing.ends, _matrix(experts, into)))
-    rows = multiply(rows, routing.ends, _matrix(experts, out_of))
-    rows = rows * shares.reshape(-1)[routing.order].unsqueeze(-1)
-    tokens: Tensor = rows[routing.places].unflatten(0, chosen.shape).sum(1)
+def _run_as_transformers(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    routing, (into, out_of) = _route(experts, top_k_index), matrix_names(experts)
+    rows = hidden[routing.order // top_k_index.shape[1]]
+    rows = _gate(experts, grouped_linear(rows, routing.expert_offsets, _matrix(experts, into)))
+    rows = grouped_linear(rows, routing.expert_offsets, _matrix(experts, out_of))
+    rows = rows * top_k_weights.reshape(-1)[routing.order].unsqueeze(-1)
+    tokens: Tensor = rows[routing.inverse_order].unflatten(0, top_k_index.shape).sum(1)
     return tokens.to(hidden.dtype)
 
 
-def _route(experts: Any, chosen: Tensor) -> Routing:
+def _route(experts: Any, top_k_index: Tensor) -> Routing:
     # Tokens of one expert are added up in this order, which for transformers' bits is not to be the stable one.
-    sorted_experts, order = torch.sort(chosen.reshape(-1))
-    numbers = torch.arange(experts.num_experts, device=chosen.device)
-    ends = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)
-    places = order.scatter(0, order, torch.arange(len(order), device=order.device))
-    return Routing(order, places, ends)
+    sorted_experts, order = torch.sort(top_k_index.reshape(-1))
+    numbers = torch.arange(experts.num_experts, device=top_k_index.device)
+    expert_offsets = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)
+    inverse_order = order.scatter(0, order, torch.arange(len(order), device=order.device))
+    return Routing(order, inverse_order, expert_offsets)
 
 
 def _gate(experts: Any, rows: Tensor) -> Tensor:
     return cast(Tensor, experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows))
 
 
-def _matrix(experts: Any, name: str) -> Matrix:
-    return Matrix(getattr(experts, name), experts.is_transposed, *(getattr(experts, tap) for tap in tap_names(name)))
+def _matrix(experts: Any, name: str) -> ExpertMatrices:
+    return ExpertMatrices(
+        getattr(experts, name), experts.is_transposed, *(getattr(experts, tap) for tap in placeholder_names(name))
+    )

@@ -14,7 +14,7 @@ _OPTIONS = ("has_gate", "has_bias", "is_transposed")
 """Facts that the decorator leaves on each of its modules."""
 
 
-def matrices(experts: nn.Module) -> tuple[str, str]:
+def matrix_names(experts: nn.Module) -> tuple[str, str]:
     """Names of the two matrices of fused experts, the one into them and the one out of them."""
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
@@ -28,7 +28,7 @@ def _is_fused(module: nn.Module) -> bool:
     return hasattr(type(module).forward, "__wrapped__") and all(name in vars(module) for name in _OPTIONS)
 
 
-def why_not_run(model: nn.Module) -> str | None:
+def unsupported_experts_reason(model: nn.Module) -> str | None:
     """A clause, to be read after the family's name, that says why the model's experts cannot be run; None if they can.
 
     Their parameters are told by the word `experts` in their names, shared experts apart, which every token takes.
@@ -48,6 +48,6 @@ def _other_form(experts: Any) -> str | None:
     if getattr(experts, "has_post_expert_norm", False):
         return "norms of their own"
     shapes: Mapping[str, tuple[int, ...]] = {name: tuple(each.shape) for name, each in experts.named_parameters()}
-    if shapes.keys() != {*matrices(experts)} or any(len(shape) != 3 for shape in shapes.values()):
+    if shapes.keys() != {*matrix_names(experts)} or any(len(shape) != 3 for shape in shapes.values()):
         return f"other parameters than two matrices of three dimensions ({', '.join(shapes)})"
     return None

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mobius.errors import CheckpointError, PlanError
-from mobius.models.by_plan.described import file_of
 from mobius.models.experts.fused import fused_experts
+from mobius.models.structure.error_translation import file_of
 
-COUNTED = "counted_tokens"
+TOKEN_MASK = "token_mask"
 """Argument of a layer with a router, fp32 [B, L]: 1 where a token counts. With it the layer gives `router_sums`, too.
 """
 _SWITCH = "output_router_logits"
@@ -51,7 +51,7 @@ class RouterLoss:
     """A model's loss over its routers."""
 
     num_experts: int
-    num_chosen: int
+    num_experts_per_token: int
     """Experts of a token."""
     coefficient: float
     """`router_aux_loss_coef` of the configuration."""
@@ -75,22 +75,22 @@ class RouterLoss:
         return RouterLossValue(loss.detach(), weighted.detach(), torch.stack([torch.zeros_like(gradient), gradient]))
 
 
-def router_sums(logits: Tensor, counted: Tensor, num_chosen: int) -> Tensor:
+def router_sums(logits: Tensor, token_mask: Tensor, num_experts_per_token: int) -> Tensor:
     """Times that each expert was chosen, and the sum of its probabilities, fp32 [2, experts].
 
     `logits` [tokens, experts] are a router's, in its format; tokens weigh as `counted` [B, L] says.
     """
-    weights = counted.reshape(-1)
+    weights = token_mask.reshape(-1)
     probabilities = torch.softmax(logits, -1)
-    _, chosen = torch.topk(probabilities.detach(), num_chosen, dim=-1)
+    _, chosen = torch.topk(probabilities.detach(), num_experts_per_token, dim=-1)
     # Whole numbers: the order in which a GPU adds them does not matter.
     times = torch.zeros(logits.shape[-1], dtype=torch.float32, device=logits.device)
     times = times.scatter_add(0, chosen.reshape(-1), weights.unsqueeze(-1).expand_as(chosen).reshape(-1))
     return torch.stack([times, (probabilities.float() * weights.unsqueeze(-1)).sum(0)])
 
 
-def take_router_loss(model: PreTrainedModel, layers: str) -> RouterLoss | None:
-    """The loss that `model` asks for, if it does; its layers with a router, below `layers`, then take `COUNTED`.
+def install_router_loss(model: PreTrainedModel, layers: str) -> RouterLoss | None:
+    """The loss that `model` asks for, if it does; its layers with a router, below `layers`, then take `TOKEN_MASK`.
 
     Raises CheckpointError if the family has no such loss, or one of another kind.
     """
@@ -104,7 +104,7 @@ def take_router_loss(model: PreTrainedModel, layers: str) -> RouterLoss | None:
             raise _unknown(model, f"it is not one router in each of some layers ({name})")
         found[int(place)] = router
     for index, router in found.items():
-        _give_sums(model.get_submodule(f"{layers}.{index}"), router, numbers.num_chosen)
+        _give_sums(model.get_submodule(f"{layers}.{index}"), router, numbers.num_experts_per_token)
     return replace(numbers, layers=frozenset(found))
 
 
@@ -129,15 +129,15 @@ def _numbers(model: PreTrainedModel) -> RouterLoss:
     """The loss by the numbers that the family's own code gives it, without layers."""
     given: Any = model
     names = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
-    num_experts, num_chosen, coefficient = (getattr(given, name, None) for name in names)
+    num_experts, num_experts_per_token, coefficient = (getattr(given, name, None) for name in names)
     if (
         num_experts is None
-        or num_chosen is None
+        or num_experts_per_token is None
         or coefficient is None
         or _SWITCH not in inspect.signature(type(model).forward).parameters
     ):
         raise _unknown(model, "transformers has no such loss")
-    return RouterLoss(num_experts, num_chosen, coefficient, frozenset())
+    return RouterLoss(num_experts, num_experts_per_token, coefficient, frozenset())
 
 
 class _Router(NamedTuple):
@@ -176,19 +176,19 @@ class _Seen:
         return logits
 
 
-def _give_sums(layer: nn.Module, router: _Router, num_chosen: int) -> None:
+def _give_sums(layer: nn.Module, router: _Router, num_experts_per_token: int) -> None:
     seen = _Seen(router.position)
     router.module.register_forward_hook(seen.keep)
-    vars(layer)["forward"] = partial(_forward, layer.forward, seen, num_chosen)
+    vars(layer)["forward"] = partial(_forward, layer.forward, seen, num_experts_per_token)
 
 
 def _forward(
     forward: Callable[..., Tensor],
     seen: _Seen,
-    num_chosen: int,
+    num_experts_per_token: int,
     hidden: Tensor,
-    counted_tokens: Tensor | None = None,
+    token_mask: Tensor | None = None,
     **arguments: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     output, logits = forward(hidden, **arguments), seen.take()
-    return output if counted_tokens is None else (output, router_sums(logits, counted_tokens, num_chosen))
+    return output if token_mask is None else (output, router_sums(logits, token_mask, num_experts_per_token))

@@ -33,14 +33,16 @@ def count_experts(
         return None
     assert len(numbers) == 1, numbers
     (number,) = numbers
-    per_token = next((own_number for name in _PER_TOKEN if (own_number := getattr(config, name, None))), None)
+    num_experts_per_token = next(
+        (own_number for name in _PER_TOKEN if (own_number := getattr(config, name, None))), None
+    )
     shared = [
         sum(math.prod(shape) for name, shape in shapes.items() if _SHARED.search(name)) // (3 * config.hidden_size)
         for shapes in layers
     ]
     return Experts(
         number=number,
-        per_token=min(number, int(per_token or number)),
+        num_experts_per_token=min(number, int(num_experts_per_token or number)),
         layers=tuple(sum(map(math.prod, shapes.values())) for shapes in own),
         shared_width=max(shared),
         trained=tuple(

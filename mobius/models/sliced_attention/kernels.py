@@ -14,12 +14,14 @@ import functools
 import torch
 from torch import Tensor
 
-from mobius.models.sliced_attention.pieces import Piece
+from mobius.models.sliced_attention.attention_pieces import AttentionPiece
 
 _aten = torch.ops.aten
 
 
-def cudnn_forward(piece: Piece, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def cudnn_forward(
+    piece: AttentionPiece, query: Tensor, key: Tensor, value: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """Output [b, T, H, D] and log-sum-exp [b, H, T] of a piece by cuDNN; query [b, H, T, D], key [b, Hk, K, D]."""
     output, lse = _aten._scaled_dot_product_cudnn_attention(
         _token_major(query), key, value, None, True, 0.0, piece.is_causal, False, scale=scale
@@ -28,7 +30,14 @@ def cudnn_forward(piece: Piece, query: Tensor, key: Tensor, value: Tensor, scale
 
 
 def cudnn_backward(
-    piece: Piece, d_output: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, scale: float
+    piece: AttentionPiece,
+    d_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value in the working dtype; `output`, `d_output` [b, T, H, D] are of all pieces."""
     # Its plans are kept by the layout of query, key and value alone, so those of the others have to follow from them.
@@ -55,21 +64,30 @@ def _token_major(heads: Tensor) -> Tensor:
     return heads.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def flash_forward(piece: Piece, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def flash_forward(
+    piece: AttentionPiece, query: Tensor, key: Tensor, value: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a piece by FlashAttention, shapes as with cuDNN; documents of one row in one call."""
     given = [_flash_layout(each, piece) for each in (query, key, value)]
     output, lse = _aten._flash_attention_forward(
         *given, *_flash_lengths(piece), 0.0, piece.is_causal and piece.window is None, False,
         scale=scale, **_flash_window(piece),
     )[:2]  # fmt: skip
-    return (output, lse) if piece.bounds is None else (output.unsqueeze(0), lse.unsqueeze(0))
+    return (output, lse) if piece.cu_seqlens is None else (output.unsqueeze(0), lse.unsqueeze(0))
 
 
 def flash_backward(
-    piece: Piece, d_output: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, scale: float
+    piece: AttentionPiece,
+    d_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value in the working dtype; `output`, `d_output` [b, T, H, D] are of all pieces."""
-    is_packed = piece.bounds is not None
+    is_packed = piece.cu_seqlens is not None
     given = [_flash_layout(each, piece) for each in (query, key, value)]
     after = [each[0] if is_packed else each for each in (d_output.contiguous(), output.contiguous())]
     state = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
@@ -81,23 +99,25 @@ def flash_backward(
     return back[0], back[1], back[2]
 
 
-def _flash_layout(heads: Tensor, piece: Piece) -> Tensor:
+def _flash_layout(heads: Tensor, piece: AttentionPiece) -> Tensor:
     """Heads [b, H, T, D] as the kernel reads them: [b, T, H, D], or [T, H, D] of a row with documents."""
-    if piece.bounds is None:
+    if piece.cu_seqlens is None:
         return heads.transpose(1, 2)
     assert heads.shape[0] == 1, "documents are attended row by row"
     return heads[0].transpose(0, 1)
 
 
-def _flash_lengths(piece: Piece) -> tuple[Tensor | None, Tensor | None, int, int]:
-    return (*(piece.bounds or (None, None)), *piece.longest)
+def _flash_lengths(piece: AttentionPiece) -> tuple[Tensor | None, Tensor | None, int, int]:
+    return (*(piece.cu_seqlens or (None, None)), *piece.longest)
 
 
-def _flash_window(piece: Piece) -> dict[str, int]:
+def _flash_window(piece: AttentionPiece) -> dict[str, int]:
     return {} if piece.window is None else {"window_size_left": piece.window - 1, "window_size_right": 0}
 
 
-def cpu_forward(piece: Piece, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def cpu_forward(
+    piece: AttentionPiece, query: Tensor, key: Tensor, value: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a piece by torch's kernel for CPUs, shapes as with cuDNN."""
     output, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, piece.is_causal, scale=scale
@@ -106,7 +126,14 @@ def cpu_forward(piece: Piece, query: Tensor, key: Tensor, value: Tensor, scale: 
 
 
 def cpu_backward(
-    piece: Piece, d_output: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, scale: float
+    piece: AttentionPiece,
+    d_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value in the working dtype; `output`, `d_output` [b, T, H, D] are of all pieces."""
     heads = [each.transpose(1, 2) for each in (d_output, output)]

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from mobius.errors import CheckpointError
-from mobius.models.adapters.files import AdapterFolder
 from mobius.models.adapters.lora import LORA_A, LORA_B, adapted_linear
-from mobius.models.base_files import BaseFiles, read_base_files
+from mobius.models.adapters.peft_folder import AdapterFolder
 from mobius.models.blocks import ModelParts
-from mobius.models.stored.pieces import stored_shapes
+from mobius.models.model_files import ModelFiles, read_model_files
+from mobius.models.weight_conversion.parameter_pieces import stored_shapes
 from mobius.models.weights import CheckpointWeights, folder_has_weights
 from mobius.output.hf_folder import (
     SavedParameter,
     plan_shards,
-    told_as,
+    translate_file_errors,
     verify_folder,
     write_index,
     write_model_files,
@@ -48,12 +48,12 @@ def merge_adapter(
     folder: Path,
     *,
     dtype: torch.dtype,
-    base_files: BaseFiles | None = None,
+    model_files: ModelFiles | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Write the model to `folder`, which appears whole; `parts` are the base's, with or without adapters.
 
-    `base_files` are written in the place of the base's own ones if they are given. `progress` is called with each
+    `model_files` are written in the place of the base's own ones if they are given. `progress` is called with each
     tensor. Raises CheckpointError.
     """
     check_free(folder)
@@ -61,8 +61,12 @@ def merge_adapter(
         raise CheckpointError(f"{base_folder} has no weights, so there is nothing to merge an adapter into.")
     shapes = base_shapes(parts)
     added = _factors(adapter, shapes)
-    base = CheckpointWeights(base_folder, parts.stored_names, parts.pieces)
-    owners = {piece.name: (name, piece) for name, pieces in parts.pieces.items() for piece in pieces}
+    base = CheckpointWeights(base_folder, parts.stored_names, parts.parameter_pieces)
+    owners = {
+        piece.name: (name, piece)
+        for name, parameter_pieces in parts.parameter_pieces.items()
+        for piece in parameter_pieces
+    }
 
     def read(name: str) -> Tensor:
         progress()
@@ -79,8 +83,8 @@ def merge_adapter(
         factors = (adapter.stored[f"{added[name]}.{kind}.weight"].read().float() for kind in (LORA_B, LORA_A))
         return weight.float().add_(torch.mm(*factors), alpha=adapter.scale).to(dtype)
 
-    stored = dict(each for name, shape in shapes.items() for each in stored_shapes(name, shape, parts.pieces))
-    write_whole(folder, parts, stored, read, base_files or read_base_files(base_folder), dtype=dtype)
+    stored = dict(each for name, shape in shapes.items() for each in stored_shapes(name, shape, parts.parameter_pieces))
+    write_whole(folder, parts, stored, read, model_files or read_model_files(base_folder), dtype=dtype)
 
 
 def write_whole(
@@ -88,7 +92,7 @@ def write_whole(
     parts: ModelParts,
     shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[str], Tensor],
-    base_files: BaseFiles,
+    model_files: ModelFiles,
     *,
     dtype: torch.dtype,
 ) -> None:
@@ -99,14 +103,14 @@ def write_whole(
     parameters = [SavedParameter(name, shape, 0) for name, shape in shapes.items()]
     shards = plan_shards(parameters, dtype.itemsize, _SHARD_BYTES)
     partial = folder.with_name(f"{folder.name}.partial")
-    with told_as("write", partial):
+    with translate_file_errors("write", partial):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     write_shards(partial, shards, 0, read)
     write_index(partial, shards, parameters, dtype.itemsize)
-    write_model_files(partial, base_files, parts.config, dtype=dtype)
+    write_model_files(partial, model_files, parts.config, dtype=dtype)
     verify_folder(partial, ())
-    with told_as("rename", partial):
+    with translate_file_errors("rename", partial):
         if folder.is_dir():
             folder.rmdir()
         partial.rename(folder)
@@ -115,7 +119,7 @@ def write_whole(
 def base_shapes(parts: ModelParts) -> dict[str, tuple[int, ...]]:
     """Name -> shape of the base's parameters as they are stored: a tied head is not."""
     blocks = parts.blocks[:-1] if parts.is_tied else parts.blocks
-    named = {name: shape for block in blocks for name, shape in block.full_shapes().items()}
+    named = {name: shape for block in blocks for name, shape in block.parameter_shapes().items()}
     return {name: shape for name, shape in named.items() if adapted_linear(name) is None}
 
 

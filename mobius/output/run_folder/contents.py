@@ -75,14 +75,14 @@ def is_worth_keeping(folder: Path) -> bool:
     return has_model(folder) or bool(checkpoints_in(folder))
 
 
-def is_result(folder: Path) -> bool:
+def has_results(folder: Path) -> bool:
     """Whether `folder` holds what a run was made for: a model, checkpoints, or scores without any training."""
     names = names_in(folder)
     has_scores = any(name.endswith("_results.json") for name in names) and "train_results.json" not in names
     return is_worth_keeping(folder) or (has_scores and _has_settings(folder) and REMOVED_MARK not in names)
 
 
-def is_torn(folder: Path) -> bool:
+def is_incomplete(folder: Path) -> bool:
     """Whether `folder` is what a run leaves that ends in the middle of making it, or of removing it."""
     names = names_in(folder)
     is_of_a_run = not _RUN_FILES.isdisjoint(names) or any(folder.glob("*.safetensors"))
@@ -93,7 +93,7 @@ def is_unfinished_run(folder: Path) -> bool:
     """Whether `folder` is that of a run that saves checkpoints and has come to none, with nothing of anybody else."""
     return (
         _has_settings(folder)
-        and not is_result(folder)
+        and not has_results(folder)
         and all(_is_left_behind(folder / name) for name in names_in(folder))
     )
 

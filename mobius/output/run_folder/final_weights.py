@@ -6,7 +6,7 @@
     3 move     each file of final.moving takes its place in the folder
     4 mark     config.json as the last one: the folder holds the model; the empty final.moving is removed
 
-A process can be killed between any two of these changes. `settle` is called before anybody looks at the folder:
+A process can be killed between any two of these changes. `recover_export` is called before anybody looks at the folder:
 
     final.partial      final.moving        the folder itself
     no config.json     -                   as it was; final.partial is a torn export and is removed
@@ -21,8 +21,8 @@ import shutil
 from pathlib import Path
 from typing import Final
 
+from mobius.atomic_files import sync_to_disk
 from mobius.output.run_folder.contents import MODEL_MARK
-from mobius.writing import sync_to_disk
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def make_export_folder(folder: Path) -> Path:
     return export
 
 
-def hand_over(folder: Path) -> None:
+def publish_model(folder: Path) -> None:
     """Move the files of final.partial, which are synced first, into `folder`; raises OSError, and can be repeated."""
     export, moving = folder / EXPORT_NAME, folder / _MOVING_NAME
     assert (export / MODEL_MARK).is_file(), "only a checked model is handed over"
@@ -63,7 +63,7 @@ def hand_over(folder: Path) -> None:
     _move(moving, folder)
 
 
-def settle(folder: Path) -> bool:
+def recover_export(folder: Path) -> bool:
     """Bring what a killed run left of an export or its handover into order; True if a model came out of it.
 
     Raises OSError.
@@ -76,7 +76,7 @@ def settle(folder: Path) -> bool:
         shutil.rmtree(moving)
         return (folder / MODEL_MARK).is_file()
     if (export / MODEL_MARK).is_file():
-        hand_over(folder)
+        publish_model(folder)
         return True
     if export.is_dir():
         shutil.rmtree(export)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mobius.config.config import Dtype
-from mobius.limits import largest_share
+from mobius.limits import largest_shard
 
 MOMENTS_BYTES = 8
 """The two fp32 moments of AdamW, per parameter."""
@@ -28,19 +28,24 @@ class ByteSizes:
     """Once summed: as much as the weight, or 4 where gradients are kept in fp32."""
     remainder: int
     """Kept to have an fp32 master: 2 beside bf16, whose bits are half of it, 4 beside fp16."""
-    in_rounds: bool = False
+    has_accumulation_rounds: bool = False
     """Whether sums in fp32 wait for another round: on the host where gradients lie later, or in a resident stage."""
     num_replicas: int = 1
     """Pipelines that share gradients and optimizer state."""
 
     @classmethod
     def of(
-        cls, dtype: Dtype, *, has_fp32_gradients: bool = False, in_rounds: bool = False, num_replicas: int = 1
+        cls,
+        dtype: Dtype,
+        *,
+        has_fp32_gradients: bool = False,
+        has_accumulation_rounds: bool = False,
+        num_replicas: int = 1,
     ) -> ByteSizes:
         """The sizes of a run in `dtype`, in which summed gradients are in the same format or in fp32."""
         weight = 4 if dtype is Dtype.FP32 else 2
         remainder = {Dtype.BF16: 2, Dtype.FP16: 4, Dtype.FP32: 0}[dtype]
-        return cls(weight, 4 if has_fp32_gradients else weight, remainder, in_rounds, num_replicas)
+        return cls(weight, 4 if has_fp32_gradients else weight, remainder, has_accumulation_rounds, num_replicas)
 
     @property
     def per_optimizer(self) -> int:
@@ -49,28 +54,32 @@ class ByteSizes:
 
     def optimizer(self, trained: int) -> int:
         """Bytes of the optimizer state of a stage with so many trained parameters, wherever it is."""
-        return self.per_optimizer * largest_share(trained, self.num_replicas)
+        return self.per_optimizer * largest_shard(trained, self.num_replicas)
 
     def host(self, trained: int, *, frozen: int = 0) -> int:
         """Host bytes of a streamed stage: weights, gradients or sums, remainder and moments; frozen ones are weights.
 
         Gradients lie within the sums, where there are any.
         """
-        gradients = self.gradient * largest_share(trained, self.num_replicas)
-        waiting = SUM_BYTES * trained if self.in_rounds else gradients
+        gradients = self.gradient * largest_shard(trained, self.num_replicas)
+        waiting = SUM_BYTES * trained if self.has_accumulation_rounds else gradients
         return self.weight * (trained + frozen) + waiting + self.optimizer(trained)
 
     def resident(self, trained: int, *, keeps_gradients: bool) -> int:
         """GPU bytes of a resident stage: weights, remainder and moments, and gradients or sums kept."""
-        return self.weight * trained + self.optimizer(trained) + self.kept(trained, keeps_gradients=keeps_gradients)
+        return (
+            self.weight * trained
+            + self.optimizer(trained)
+            + self.resident_gradient_bytes(trained, keeps_gradients=keeps_gradients)
+        )
 
-    def adds_in_place(self, *, keeps_gradients: bool) -> bool:
+    def accumulates_in_place(self, *, keeps_gradients: bool) -> bool:
         """Whether a resident stage has an fp32 sum of its own, and needs none that the stages of a rank share."""
-        return self.in_rounds or (keeps_gradients and self.gradient == SUM_BYTES)
+        return self.has_accumulation_rounds or (keeps_gradients and self.gradient == SUM_BYTES)
 
-    def kept(self, trained: int, *, keeps_gradients: bool) -> int:
+    def resident_gradient_bytes(self, trained: int, *, keeps_gradients: bool) -> int:
         """GPU bytes of a resident stage's own gradients or sums; a share of the gradients is kept beside the sum."""
-        in_place = self.adds_in_place(keeps_gradients=keeps_gradients)
+        in_place = self.accumulates_in_place(keeps_gradients=keeps_gradients)
         has_copy = self.num_replicas > 1 or (keeps_gradients and not in_place)
-        gradients = self.gradient * largest_share(trained, self.num_replicas)
+        gradients = self.gradient * largest_shard(trained, self.num_replicas)
         return SUM_BYTES * trained * in_place + gradients * has_copy

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mobius.limits import RECEIVED_ELEMENTS, largest_share
+from mobius.limits import REDUCE_CHUNK_ELEMENTS, largest_shard
 from mobius.plan.replicas.state_bytes import SUM_BYTES
 
 NODE_LINK = 12.5
 """GB/s of a node's link to the others, in each direction, where nobody has said or measured it: 100 Gbit/s."""
 REDUCES_BESIDE_COMPUTE = True
-"""Whether a stage is reduced while the next one computes (memory/shared/reductions.py); else compute waits for it."""
+"""Whether a stage is reduced while the next one computes (memory/sharding/reductions.py); else compute waits for it."""
 CLEARED_BYTES = 4
 """GPU memory traffic per parameter that is left on compute's own stream behind a stage's last backward."""
 
@@ -57,27 +57,27 @@ def link_of_nodes(rates: ReplicaRates, *, num_replicas: int, num_nodes: int) -> 
 
 
 @dataclass(frozen=True)
-class Sharing:
+class ReplicaSharding:
     """How many replicas share a stage, and bytes per parameter of what they give each other."""
 
     num_replicas: int = 1
     reduced: int = SUM_BYTES
     """Gradients: 4, or 2 where they travel in bf16."""
 
-    def own(self, parameters: int) -> int:
+    def shard_size(self, parameters: int) -> int:
         """Parameters of a stage that this replica updates."""
-        return largest_share(parameters, self.num_replicas)
+        return largest_shard(parameters, self.num_replicas)
 
-    def others(self, parameters: int) -> int:
+    def remote_size(self, parameters: int) -> int:
         """Parameters that the others update: so many gradients go out and come in, and so many weights come in."""
-        return parameters - self.own(parameters)
+        return parameters - self.shard_size(parameters)
 
     @property
     def received_bytes(self) -> int:
         """Bytes of GPU memory for gradients on their way; bf16 ones are cast when they go and when they come."""
         parts = 0 if self.num_replicas == 1 else 1 if self.reduced == SUM_BYTES else 2
-        return parts * SUM_BYTES * RECEIVED_ELEMENTS
+        return parts * SUM_BYTES * REDUCE_CHUNK_ELEMENTS
 
     def reduce_bytes(self, parameters: int) -> int:
         """Bytes of a stage's gradients that leave a rank, and as many come."""
-        return self.reduced * self.others(parameters)
+        return self.reduced * self.remote_size(parameters)

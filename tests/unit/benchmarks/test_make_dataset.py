@@ -12,7 +12,7 @@ import pytest
 from harness.runs import TOKENIZER
 from transformers import AutoTokenizer
 
-from mobius.data.formats import parse_record, recognize
+from mobius.data.formats import detect_format, parse_record
 from mobius.data.tokenization import SampleEncoder
 
 
@@ -40,7 +40,7 @@ def test_a_record_has_as_many_tokens_as_were_drawn(
     encoder = SampleEncoder(tokenizer, seq_length=10_000)
 
     records = [json.loads(line) for line in file.read_text().splitlines()]
-    record_format = recognize(list(records[0]), "here")
+    record_format = detect_format(list(records[0]), "here")
     samples = [parse_record(record_format, record, "here") for record in records]
     tokens = [len(encoder.encode(sample, "here").rows[0][0]) for sample in samples]
 

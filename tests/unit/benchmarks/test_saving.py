@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import saving
-from checkpointing import FailedSaveError, Saves, TakenUp
+from checkpointing import FailedSaveError, ResumePoint, TimedSaves
 from harness.forked import HANG_SECONDS
 from harness.runs import make_checkpoint
 from harness.sessions import in_sessions, random_samples
 from saving import DiskRates
 
-from mobius.data.batches import Batches
+from mobius.data.batches import TrainingBatches
 from mobius.errors import CheckpointError
 from mobius.training.session import Session
 
@@ -29,10 +29,10 @@ def saved_run(*beside: float) -> dict[str, Any]:
 
 
 def test_saves_are_as_close_as_the_disk_allows_and_no_closer() -> None:
-    assert saving.spacing(90e9, 1e9, 2.0, 240.0, 3) == (50, 1)
-    assert saving.spacing(90e9, 1e9, 2.0, 310.0, 3) == (50, 2)
-    assert saving.spacing(90e9, 1e9, 2.0, 9999.0, 3) == (50, 3)
-    assert saving.spacing(1.0, 1e9, 2.0, 1.0, 3) == (saving.LEAST_STEPS, 1)
+    assert saving.save_interval(90e9, 1e9, 2.0, 240.0, 3) == (50, 1)
+    assert saving.save_interval(90e9, 1e9, 2.0, 310.0, 3) == (50, 2)
+    assert saving.save_interval(90e9, 1e9, 2.0, 9999.0, 3) == (50, 3)
+    assert saving.save_interval(1.0, 1e9, 2.0, 1.0, 3) == (saving.LEAST_STEPS, 1)
 
 
 def test_what_the_disk_or_the_time_does_not_allow_is_told_before_it_is_tried() -> None:
@@ -99,13 +99,13 @@ def test_a_checkpoint_that_only_got_no_name_is_told_as_not_saved(
     def cannot(*_: object, **__: object) -> Path:
         raise CheckpointError("cannot rename it")
 
-    def train(session: Session, batches: Batches) -> None:
-        saves = Saves(session, tmp_path / "model")
-        saves.train(TakenUp(None).trainer(session, batches, saves, has_kernel=False))
-        saves.told()
+    def train(session: Session, batches: TrainingBatches) -> None:
+        saves = TimedSaves(session, tmp_path / "model")
+        saves.train(ResumePoint(None).trainer(session, batches, saves, has_kernel=False))
+        saves.results()
 
     make_checkpoint(tmp_path / "model")
-    monkeypatch.setattr("mobius.training.saving.complete", cannot)
+    monkeypatch.setattr("mobius.training.saving.commit_checkpoint", cannot)
     options = f"--num_stages 2 --batch_size 2 --num_chunks 1 --seq_length 8 --fp32 --save_dir {tmp_path / 'out'}"
     with pytest.raises(FailedSaveError, match="1 of 1 checkpoints are not saved"):
         in_sessions(1, tmp_path / "model", f"{options} --num_iterations 2 --save_steps 1", random_samples(8, 8), train)

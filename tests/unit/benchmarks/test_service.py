@@ -131,10 +131,11 @@ def test_a_run_that_takes_too_long_is_ended(play: Path) -> None:
 
 def test_ranks_end_with_the_process_that_started_them(tmp_path: Path, play: Path) -> None:
     """One of them while it plays, and one that still imports when that process ends."""
-    held = "while os.environ['RANK'] == '1' and os.getppid() == int(os.environ[STARTER]):\n    time.sleep(0.01)\n"
+    parent = "int(os.environ[PARENT_PID_VARIABLE])"
+    held = f"while os.environ['RANK'] == '1' and os.getppid() == {parent}:\n    time.sleep(0.01)\n"
     play.write_text(
         f"import os, sys, time\nsys.path.insert(0, {str(BENCHMARKS)!r})\n"
-        f"from launch import STARTER, end_with\n{held}end_with(int(os.environ[STARTER]))\n{play.read_text()}"
+        f"from launch import PARENT_PID_VARIABLE, die_with_parent\n{held}die_with_parent({parent})\n{play.read_text()}"
     )
     script = f"""
 import sys

@@ -11,16 +11,16 @@ from shared_gpu import share_first_gpu
 from mobius.config.config import Device
 from mobius.machine import cpu_dtype, devices, numa
 from mobius.messages.cuda_copies import CudaCopyEngine
-from mobius.planning import blueprint
+from mobius.planning import run_setup
 from mobius.ranks import Ranks
 
 
 def test_each_rank_takes_the_first_gpu_and_is_a_host_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numa, "gpu_addresses", lambda indices: [f"GPU {index}" for index in indices])
     for place, name in (
-        *((each, "has_gpus") for each in (cpu_dtype, blueprint)),
-        *((each, "choose_device") for each in (devices, blueprint)),
-        (CudaCopyEngine, "reaches"),
+        *((each, "has_gpus") for each in (cpu_dtype, run_setup)),
+        *((each, "choose_device") for each in (devices, run_setup)),
+        (CudaCopyEngine, "can_access_peer"),
     ):
         monkeypatch.setattr(place, name, getattr(place, name))  # put back behind the test
     used: list[torch.device] = []
@@ -29,11 +29,11 @@ def test_each_rank_takes_the_first_gpu_and_is_a_host_to_nccl(monkeypatch: pytest
     monkeypatch.setenv("NCCL_HOSTID", "")
     share_first_gpu()
     ranks = Ranks(1, 2, 1)
-    assert blueprint.has_gpus(Device.AUTO, ranks)
-    assert blueprint.choose_device(Device.AUTO, ranks, (0, 1)) == torch.device("cuda", 0) == used[0]
+    assert run_setup.has_gpus(Device.AUTO, ranks)
+    assert run_setup.choose_device(Device.AUTO, ranks, (0, 1)) == torch.device("cuda", 0) == used[0]
     assert os.environ["NCCL_HOSTID"] == "rank-1"
     assert numa.gpu_addresses((0, 1)) == ["GPU 0", "GPU 0"]
     engine = object.__new__(CudaCopyEngine)
-    assert engine.reaches(0)
+    assert engine.can_access_peer(0)
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    assert not engine.reaches(0)
+    assert not engine.can_access_peer(0)

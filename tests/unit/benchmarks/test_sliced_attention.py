@@ -7,7 +7,7 @@ import sliced_attention
 import torch
 from sliced_attention import Work, num_pairs
 
-from mobius.models.sliced_attention.choice import Kernel
+from mobius.models.sliced_attention.kernel_choice import AttentionKernel
 
 SIZES = {"length": 70, "heads": 4, "key_heads": 2, "head_size": 16, "repeats": 1}
 SMALL = ["--slices", "32", "16", *(word for name, number in SIZES.items() for word in (f"--{name}", str(number)))]
@@ -21,14 +21,14 @@ def test_pairs_are_those_that_see_each_other() -> None:
 
 def test_a_pass_over_slices_is_a_pass_over_the_whole() -> None:
     arguments = sliced_attention.parse([*SMALL, "--dtype", "float32"])
-    work = Work(arguments, Kernel.CPU, torch.device("cpu"), 16)
+    work = Work(arguments, AttentionKernel.CPU, torch.device("cpu"), 16)
     work.forward()
     query, key, value = (torch.cat(own, dim=2) for own in (work.queries, work.keys, work.values))
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     actual = torch.cat([output for output, _ in work.outputs], dim=1)
     assert torch.allclose(actual, expected.transpose(1, 2), atol=1e-6)
     work.backward()
-    assert not work.cache.sums(slice(None), slice(None))[0].any(), "all gradients are taken"
+    assert not work.cache.gradient_sum_views(slice(None), slice(None))[0].any(), "all gradients are taken"
 
 
 def test_a_table_has_each_kernel_in_one_piece_and_in_slices(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from mobius.checkpoints import files
 from mobius.checkpoints.files import (
-    FilePart,
+    PlannedFile,
     StageFiles,
     StageParameter,
-    check_space,
+    check_disk_space,
+    checkpoint_disk_bytes,
     checksum,
     optimizer_keys,
     plan_files,
-    space_needed,
     write_stage,
 )
 from mobius.errors import CheckpointError
@@ -42,14 +42,16 @@ def test_files_have_whole_parameters_of_one_stage_and_end_at_the_limit() -> None
 
     model = "model-0000{}-of-00005.safetensors"
     assert [files.model for files in plan] == [
-        (FilePart(model.format(1), ("p0", "p1")), FilePart(model.format(2), ("p2",))),
-        (FilePart(model.format(3), ("p3",)), FilePart(model.format(4), ("p4",))),
+        (PlannedFile(model.format(1), ("p0", "p1")), PlannedFile(model.format(2), ("p2",))),
+        (PlannedFile(model.format(3), ("p3",)), PlannedFile(model.format(4), ("p4",))),
         (),
-        (FilePart(model.format(5), ("p5",)),),
+        (PlannedFile(model.format(5), ("p5",)),),
     ]
     assert [len(files.optimizer) for files in plan] == [3, 2, 0, 1]
     first = plan[0].optimizer[0]
-    assert first == FilePart("optimizer-00001-of-00006.safetensors", ("p0.exp_avg", "p0.exp_avg_sq", "p0.master_low"))
+    assert first == PlannedFile(
+        "optimizer-00001-of-00006.safetensors", ("p0.exp_avg", "p0.exp_avg_sq", "p0.master_low")
+    )
 
 
 def test_the_order_in_which_stages_are_given_changes_nothing() -> None:
@@ -65,12 +67,12 @@ def test_one_file_of_a_kind_has_the_plain_name() -> None:
 
     (files,) = plan_files(parameters, dtype=torch.float32, has_optimizer=True)
 
-    assert files.model == (FilePart("model.safetensors", ("a",)),)
-    assert files.optimizer == (FilePart("optimizer.safetensors", ("a.exp_avg", "a.exp_avg_sq")),)
+    assert files.model == (PlannedFile("model.safetensors", ("a",)),)
+    assert files.optimizer == (PlannedFile("optimizer.safetensors", ("a.exp_avg", "a.exp_avg_sq")),)
 
 
 def test_frozen_parameters_and_runs_that_save_the_model_only_have_no_states() -> None:
-    def states(parameters: list[StageParameter], *, has_optimizer: bool) -> tuple[FilePart, ...]:
+    def states(parameters: list[StageParameter], *, has_optimizer: bool) -> tuple[PlannedFile, ...]:
         return plan_files(parameters, dtype=torch.bfloat16, has_optimizer=has_optimizer)[0].optimizer
 
     trained, frozen = StageParameter("a", (2,), 0), StageParameter("b", (2,), 0, is_trained=False)
@@ -127,7 +129,7 @@ def test_sums_are_made_while_the_file_is_written(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(files, "save_file", save_file)
     monkeypatch.setattr(files, "checksum", checksum)
-    stage = StageFiles(0, (FilePart("model.safetensors", ("a",)),), ())
+    stage = StageFiles(0, (PlannedFile("model.safetensors", ("a",)),), ())
     (record,) = write_stage(tmp_path, stage, {"a": torch.ones(2)})
     assert record.checksums == {"a": zlib.crc32(b"\0\0\x80\x3f" * 2)}
 
@@ -202,21 +204,21 @@ def test_the_space_that_is_asked_for_suffices(dtype: torch.dtype, has_optimizer:
 
     used = sum(file.stat().st_size for file in path.iterdir())
 
-    needed = space_needed(PARAMETERS, dtype, has_optimizer)
+    needed = checkpoint_disk_bytes(PARAMETERS, dtype, has_optimizer)
     assert used <= needed - 48 * 2**20  # the small files of this checkpoint take nothing
 
 
 def test_space_grows_by_the_bytes_of_weights_and_states() -> None:
     def needed(num_elements: int, *, has_optimizer: bool) -> int:
-        return space_needed([StageParameter("a", (num_elements,), 0)], torch.bfloat16, has_optimizer)
+        return checkpoint_disk_bytes([StageParameter("a", (num_elements,), 0)], torch.bfloat16, has_optimizer)
 
     assert needed(2000, has_optimizer=True) - needed(1000, has_optimizer=True) == 12 * 1000
     assert needed(2000, has_optimizer=False) - needed(1000, has_optimizer=False) == 2 * 1000
 
 
 def test_too_little_space_is_told_with_what_is_needed_and_what_is_free(tmp_path: Path) -> None:
-    check_space(tmp_path / "a" / "b", 1)
+    check_disk_space(tmp_path / "a" / "b", 1)
 
     with pytest.raises(CheckpointError, match=r"a/b needs 1048576\.0 GiB, .* GiB is free\. Free some space"):
-        check_space(tmp_path / "a" / "b", 2**50)
+        check_disk_space(tmp_path / "a" / "b", 2**50)
     assert not (tmp_path / "a").exists()

@@ -16,15 +16,15 @@ from harness.checkpoints import PARAMETERS, has_values, save
 
 from mobius.checkpoints.files import plan_files
 from mobius.checkpoints.folders import (
-    begin,
     checkpoint_path,
-    complete,
+    commit_checkpoint,
+    create_partial,
     discard,
     find_checkpoints,
     open_checkpoint,
     partial_path,
-    remove_leftovers,
-    remove_old,
+    recover_interrupted_saves,
+    rotate_checkpoints,
 )
 from mobius.errors import CheckpointError
 
@@ -34,7 +34,7 @@ def names(folder: Path) -> list[str]:
 
 
 def steps(folder: Path) -> list[int]:
-    return [manifest.step for _, manifest in find_checkpoints(folder).good]
+    return [manifest.step for _, manifest in find_checkpoints(folder).valid]
 
 
 def test_a_checkpoint_has_all_files_and_a_manifest_that_knows_them(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_files_in_folders_of_the_checkpoint_are_summed_up_too(tmp_path: Path) ->
     (partial / "additional_chat_templates").mkdir()
     (partial / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
 
-    reader = open_checkpoint(complete(partial, manifest, parameters=PARAMETERS, dtype=torch.bfloat16))
+    reader = open_checkpoint(commit_checkpoint(partial, manifest, parameters=PARAMETERS, dtype=torch.bfloat16))
 
     assert "additional_chat_templates/tools.jinja" in [other.file_name for other in reader.manifest.others]
     (path / "additional_chat_templates" / "tools.jinja").write_text("{{ massages }}")
@@ -84,10 +84,10 @@ def test_a_checkpoint_that_lacks_a_stage_is_never_given_its_name(tmp_path: Path)
     lacking = replace(manifest, files=manifest.files[1:])
 
     with pytest.raises(CheckpointError, match=r"lacks tensors, or has too many: embed\.weight"):
-        complete(partial, lacking, parameters=PARAMETERS, dtype=torch.bfloat16)
+        commit_checkpoint(partial, lacking, parameters=PARAMETERS, dtype=torch.bfloat16)
     (partial / manifest.files[0].file_name).unlink()
     with pytest.raises(CheckpointError, match=r"is incomplete: model-00001-of-00002\.safetensors is missing"):
-        complete(partial, manifest, parameters=PARAMETERS, dtype=torch.bfloat16)
+        commit_checkpoint(partial, manifest, parameters=PARAMETERS, dtype=torch.bfloat16)
     assert names(tmp_path) == ["checkpoint-4.partial"]
     discard(partial)
     assert names(tmp_path) == []
@@ -100,9 +100,9 @@ def test_the_newest_is_the_one_saved_last_whatever_its_step_and_the_clock(tmp_pa
 
     found = find_checkpoints(tmp_path)
 
-    assert [path.name for path, _ in found.good] == ["checkpoint-4", "checkpoint-8", "checkpoint-6"]
+    assert [path.name for path, _ in found.valid] == ["checkpoint-4", "checkpoint-8", "checkpoint-6"]
     assert found.next_save_number == 4
-    assert find_checkpoints(tmp_path / "absent").good == ()
+    assert find_checkpoints(tmp_path / "absent").valid == ()
     assert find_checkpoints(tmp_path / "absent").next_save_number == 1
 
 
@@ -113,8 +113,8 @@ def test_only_names_of_complete_checkpoints_count(tmp_path: Path) -> None:
 
     found = find_checkpoints(tmp_path)
 
-    assert [path.name for path, _ in found.good] == ["checkpoint-4"]
-    assert found.bad == ()
+    assert [path.name for path, _ in found.valid] == ["checkpoint-4"]
+    assert found.invalid == ()
 
 
 def test_a_step_that_is_saved_again_replaces_the_older_one(tmp_path: Path) -> None:
@@ -211,10 +211,10 @@ def test_a_checkpoint_that_is_not_whole_is_refused_with_the_reason_and_the_newes
 
     assert str(raised.value).endswith(f"--resume_from_checkpoint {newest_good}")
     found = find_checkpoints(tmp_path)
-    assert [path.name for path, _ in found.good] == ["checkpoint-4", "checkpoint-2"]
+    assert [path.name for path, _ in found.valid] == ["checkpoint-4", "checkpoint-2"]
     if path.exists():
-        ((bad, why),) = found.bad
-        assert bad == path
+        ((invalid, why),) = found.invalid
+        assert invalid == path
         assert why in str(raised.value)
 
 
@@ -237,7 +237,7 @@ def test_old_checkpoints_go_and_protected_and_damaged_ones_stay(tmp_path: Path) 
         save(tmp_path, step, number=number)
     (tmp_path / "checkpoint-4" / "checkpoint.json").unlink()
 
-    removed = remove_old(tmp_path, keep=2, protected=[tmp_path / "." / "checkpoint-2"])
+    removed = rotate_checkpoints(tmp_path, keep=2, protected=[tmp_path / "." / "checkpoint-2"])
 
     assert removed == [tmp_path / "checkpoint-6"]
     assert names(tmp_path) == ["checkpoint-10", "checkpoint-2", "checkpoint-4", "checkpoint-8"]
@@ -247,7 +247,7 @@ def test_a_limit_of_zero_keeps_all(tmp_path: Path) -> None:
     for step in (2, 4, 6):
         save(tmp_path, step, number=step)
 
-    assert remove_old(tmp_path, keep=0, protected=()) == []
+    assert rotate_checkpoints(tmp_path, keep=0, protected=()) == []
     assert steps(tmp_path) == [6, 4, 2]
 
 
@@ -256,7 +256,7 @@ def test_a_link_to_a_checkpoint_is_removed_and_not_what_it_points_to(tmp_path: P
     save(tmp_path / "out", 4, number=2)
     (tmp_path / "out" / "checkpoint-2").symlink_to(tmp_path / "elsewhere" / "checkpoint-2")
 
-    assert remove_old(tmp_path / "out", keep=1, protected=()) == [tmp_path / "out" / "checkpoint-2"]
+    assert rotate_checkpoints(tmp_path / "out", keep=1, protected=()) == [tmp_path / "out" / "checkpoint-2"]
 
     assert names(tmp_path / "out") == ["checkpoint-4"]
     open_checkpoint(tmp_path / "elsewhere" / "checkpoint-2").verify_all()
@@ -265,8 +265,8 @@ def test_a_link_to_a_checkpoint_is_removed_and_not_what_it_points_to(tmp_path: P
 def test_a_folder_without_leftovers_has_nothing_to_tell(tmp_path: Path) -> None:
     save(tmp_path, 2, number=1)
 
-    assert remove_leftovers(tmp_path) == []
-    assert remove_leftovers(tmp_path / "absent") == []
+    assert recover_interrupted_saves(tmp_path) == []
+    assert recover_interrupted_saves(tmp_path / "absent") == []
     assert steps(tmp_path) == [2]
 
 
@@ -303,19 +303,19 @@ def test_every_leftover_is_settled(whole: list[str], torn: list[str], expected: 
     for name in [*whole, *torn]:
         place(tmp_path, name, number=seeds[name], seed=seeds[name], is_torn=name in torn)
 
-    lines = remove_leftovers(tmp_path)
+    lines = recover_interrupted_saves(tmp_path)
 
     assert names(tmp_path) == [FINAL]
     assert has_values(open_checkpoint(tmp_path / FINAL), seed=seeds[expected])
     assert any(said in line for line in lines)
-    assert remove_leftovers(tmp_path) == []
+    assert recover_interrupted_saves(tmp_path) == []
 
 
 def test_a_complete_one_aside_is_kept_where_its_successor_is_damaged(tmp_path: Path) -> None:
     place(tmp_path, REPLACED, number=1, seed=1)
     place(tmp_path, FINAL, number=2, seed=2, is_torn=True)
 
-    (line,) = remove_leftovers(tmp_path)
+    (line,) = recover_interrupted_saves(tmp_path)
 
     assert line.startswith(f"{tmp_path / REPLACED}: complete, and kept")
     assert names(tmp_path) == [FINAL, REPLACED]
@@ -328,20 +328,20 @@ def test_what_no_run_has_left_is_never_touched(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-10.replaced").touch()
     before = names(tmp_path)
 
-    lines = remove_leftovers(tmp_path)
+    lines = recover_interrupted_saves(tmp_path)
 
     assert names(tmp_path) == before
     assert len(lines) == 3
     assert all("left as it is" in line for line in lines)
     with pytest.raises(CheckpointError, match=r"checkpoint-8\.partial: it holds something other than a checkpoint"):
-        begin(tmp_path, 8)
+        create_partial(tmp_path, 8)
     assert names(tmp_path / "checkpoint-8.partial") == ["thesis.tex"]
 
 
 def test_a_new_attempt_begins_with_a_folder_that_only_says_whose_it_is(tmp_path: Path) -> None:
-    (begin(tmp_path, 8) / "model.safetensors").touch()
+    (create_partial(tmp_path, 8) / "model.safetensors").touch()
 
-    partial = begin(tmp_path, 8)
+    partial = create_partial(tmp_path, 8)
 
     assert names(partial) == ["checkpoint.json"]
     assert (partial / "checkpoint.json").stat().st_size == 0

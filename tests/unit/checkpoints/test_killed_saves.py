@@ -15,7 +15,7 @@ import torch
 from harness.checkpoints import has_values, save, values_of
 
 from mobius.checkpoints import files
-from mobius.checkpoints.folders import find_checkpoints, open_checkpoint, remove_leftovers, remove_old
+from mobius.checkpoints.folders import find_checkpoints, open_checkpoint, recover_interrupted_saves, rotate_checkpoints
 
 Action = Callable[[Path], object]
 
@@ -112,7 +112,7 @@ def state_of(folder: Path) -> set[tuple[str, int]]:
     [
         pytest.param(nothing_before, save_first, [None, 8], marks=pytest.mark.extended),
         (older_before, save_again, [8, 108]),
-        (several_before, partial(remove_old, keep=1, protected=[Path("checkpoint-4")]), [8]),
+        (several_before, partial(rotate_checkpoints, keep=1, protected=[Path("checkpoint-4")]), [8]),
     ],
     ids=["first", "again", "removal"],
 )
@@ -125,19 +125,19 @@ def test_a_kill_before_any_step_leaves_complete_checkpoints_only(
         shutil.copytree(template, folder := tmp_path / f"killed-{at}")
         was_killed = run_killed(action, folder, at)
 
-        for path, _ in find_checkpoints(folder).good:
+        for path, _ in find_checkpoints(folder).valid:
             open_checkpoint(path).verify_all()
-        remove_leftovers(folder)
+        recover_interrupted_saves(folder)
         found = find_checkpoints(folder)
-        assert found.bad == ()
-        assert {path.name for path, _ in found.good} == only_checkpoints(folder)
-        by_step = {manifest.step: open_checkpoint(path) for path, manifest in found.good}
+        assert found.invalid == ()
+        assert {path.name for path, _ in found.valid} == only_checkpoints(folder)
+        by_step = {manifest.step: open_checkpoint(path) for path, manifest in found.valid}
         if action is not save_first and action is not save_again:
             assert 8 in by_step
         else:
             assert has_values(by_step[4], seed=4)
         seen.add(next((seed for seed in (8, 108) if 8 in by_step and has_values(by_step[8], seed)), None))
-        assert remove_leftovers(folder) == []
+        assert recover_interrupted_saves(folder) == []
         shutil.rmtree(folder)
         if not was_killed:
             break
@@ -152,8 +152,8 @@ def settle_with_kills(left: Path, folder: Path, first: int) -> int:
     """
     for at in count(first, 3):
         shutil.copytree(left, folder)
-        was_killed = run_killed(remove_leftovers, folder, at)
-        remove_leftovers(folder)
+        was_killed = run_killed(recover_interrupted_saves, folder, at)
+        recover_interrupted_saves(folder)
         assert only_checkpoints(folder) == {"checkpoint-4", "checkpoint-8"}
         reader = open_checkpoint(folder / "checkpoint-8")
         assert has_values(reader, 8) or has_values(reader, 108)

@@ -14,9 +14,9 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from mobius.checkpoints.files import STATE_DTYPES, StageParameter, optimizer_keys, plan_files, write_stage
-from mobius.checkpoints.folders import begin, complete
+from mobius.checkpoints.folders import commit_checkpoint, create_partial
 from mobius.checkpoints.manifest import Manifest
-from mobius.models.base_files import read_base_files
+from mobius.models.model_files import read_model_files
 from mobius.output.hf_folder import write_model_files
 
 
@@ -36,9 +36,9 @@ def test_transformers_loads_it_at_once_with_equal_logits(
         for name, value in weights.items()
         for key in optimizer_keys(torch.bfloat16)
     }
-    partial = begin(tmp_path / "out", 8)
+    partial = create_partial(tmp_path / "out", 8)
     config = AutoConfig.from_pretrained(base, trust_remote_code=False)
-    write_model_files(partial, read_base_files(base), config, dtype=torch.bfloat16)
+    write_model_files(partial, read_model_files(base), config, dtype=torch.bfloat16)
     max_file_bytes = 100_000 if has_many_files else 5_000_000_000
     plan = plan_files(parameters, dtype=torch.bfloat16, has_optimizer=True, max_file_bytes=max_file_bytes)
     tensors = {**{name: value.detach() for name, value in weights.items()}, **states}
@@ -55,7 +55,7 @@ def test_transformers_loads_it_at_once_with_equal_logits(
         options={},
         versions={},
     )
-    path = complete(partial, manifest, parameters=parameters, dtype=torch.bfloat16)
+    path = commit_checkpoint(partial, manifest, parameters=parameters, dtype=torch.bfloat16)
 
     loaded = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False).eval()
 

@@ -23,10 +23,10 @@ def test_no_name_is_both_ours_and_foreign() -> None:
 
 def test_an_answer_names_only_options_that_there_are_and_those_it_counts_as() -> None:
     for name, foreign in FOREIGN_OPTIONS.items():
-        words = [word.strip("`,.;:()") for word in foreign.answer.split()]
+        words = [word.strip("`,.;:()") for word in foreign.message.split()]
         typed = {word.removeprefix("--") for word in words if word.startswith("--")}
         assert typed <= set(spellings()), name
-        assert set(foreign.instead) <= typed & set(options()), name
+        assert set(foreign.replacements) <= typed & set(options()), name
 
 
 @pytest.mark.parametrize(

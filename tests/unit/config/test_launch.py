@@ -11,7 +11,7 @@ import pytest
 from harness import runs
 
 from mobius.config.config import Device
-from mobius.config.launch import Resources, count_cores, count_gpus, how_to_resume, launch_command, place
+from mobius.config.launch import Resources, count_cores, count_gpus, launch_command, plan_processes, resume_command
 from mobius.config.options import OptionValue, config_from
 from mobius.errors import ConfigError
 
@@ -124,16 +124,16 @@ def test_many_datasets_are_handed_over_as_they_are(monkeypatch: pytest.MonkeyPat
 def test_processes_and_devices(
     values: dict[str, OptionValue], machine: Resources, is_typed: bool, expected: tuple[int, str | None]
 ) -> None:
-    placement = place(config_from(values), machine, is_device_list_typed=is_typed)
+    placement = plan_processes(config_from(values), machine, is_device_list_typed=is_typed)
     assert (placement.num_processes, placement.cuda_visible_devices) == expected
 
 
 def test_a_device_list_that_is_overruled_is_mentioned() -> None:
     config = config_from({"cuda_visible_devices": "0,1"})
     assert "CUDA_VISIBLE_DEVICES=2,3" in (
-        place(config, Resources(4, 8, "2,3"), is_device_list_typed=False).notice or ""
+        plan_processes(config, Resources(4, 8, "2,3"), is_device_list_typed=False).notice or ""
     )
-    assert place(config, Resources(4, 8, "0,1"), is_device_list_typed=False).notice is None
+    assert plan_processes(config, Resources(4, 8, "0,1"), is_device_list_typed=False).notice is None
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_gpus_that_are_asked_for_and_absent_are_an_error(
     values: dict[str, OptionValue], machine: Resources, parts: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        place(config_from(values), machine, is_device_list_typed=False)
+        plan_processes(config_from(values), machine, is_device_list_typed=False)
     for part in parts:
         assert part in str(caught.value)
 
@@ -284,5 +284,5 @@ def test_the_command_to_go_on_starts_where_the_user_stands(
     ],
 )
 def test_the_command_to_go_on_is_the_one_that_started_the_run(words: list[str], expected: str) -> None:
-    assert how_to_resume(words) == f"{expected} --resume_from_checkpoint true"
-    assert how_to_resume(words, save_dir="my out") == f"{expected} --save_dir 'my out' --resume_from_checkpoint true"
+    assert resume_command(words) == f"{expected} --resume_from_checkpoint true"
+    assert resume_command(words, save_dir="my out") == f"{expected} --save_dir 'my out' --resume_from_checkpoint true"

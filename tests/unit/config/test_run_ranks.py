@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from harness.forked import HANG_SECONDS
-from run_ranks import Interruptions, RanksEndedError, describe_failure, patient_agent
+from run_ranks import RanksEndedError, SignalForwarder, describe_failure, patient_agent
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -68,7 +68,7 @@ def test_the_ranks_of_other_nodes_are_told_of_one_that_ended_whenever_they_start
             return SimpleNamespace(is_failed=lambda: True, failures={3: failure})
 
     words: list[tuple[int, str]] = []
-    agent = patient_agent(Agent, Interruptions(), lambda restarts, text: words.append((restarts, text)))()
+    agent = patient_agent(Agent, SignalForwarder(), lambda restarts, text: words.append((restarts, text)))()
     group = SimpleNamespace(spec=SimpleNamespace(max_restarts=2))
     for number in range(1, starts):
         agent._monitor_workers(group)

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mobius.data.batches import Batch, Batches, EvaluationBatches, arrange
+from mobius.data.batches import Batch, EvaluationBatches, TrainingBatches, balance_microbatches
 from mobius.data.mixture import WeightedSamples
-from mobius.data.packing import WINDOW, attention_cost
-from mobius.data.store import TokenizedDataset
+from mobius.data.packing import PACKING_WINDOW, attention_cost
+from mobius.data.token_store import TokenizedDataset
 from mobius.errors import DataError
 
 PAD = 99
@@ -28,8 +28,8 @@ def numbered(num_samples: int) -> TokenizedDataset:
     return dataset(*(([index, index], [0, 1]) for index in range(num_samples)))
 
 
-def batches(tokenized: TokenizedDataset, batch_size: int, seq_length: int = 4, seed: int = 42) -> Batches:
-    return Batches(
+def batches(tokenized: TokenizedDataset, batch_size: int, seq_length: int = 4, seed: int = 42) -> TrainingBatches:
+    return TrainingBatches(
         [WeightedSamples(tokenized)],
         batch_size=batch_size,
         seq_length=seq_length,
@@ -39,7 +39,7 @@ def batches(tokenized: TokenizedDataset, batch_size: int, seq_length: int = 4, s
     )
 
 
-def order(stream: Batches, num_batches: int) -> list[list[int]]:
+def order(stream: TrainingBatches, num_batches: int) -> list[list[int]]:
     return [batch.input_ids[:, 0].tolist() for batch in islice(stream, num_batches)]
 
 
@@ -108,10 +108,10 @@ def drawn_lengths(number: int, longest: int = 64) -> list[int]:
     return np.random.default_rng(number).integers(2, longest, number, endpoint=True).tolist()
 
 
-def packed(*parts: TokenizedDataset | WeightedSamples, batch_size: int = 4, **changes: Any) -> Batches:
+def packed(*parts: TokenizedDataset | WeightedSamples, batch_size: int = 4, **changes: Any) -> TrainingBatches:
     options: dict[str, Any] = {"seq_length": 64, "pad_token_id": -1, "seed": 42, "is_packed": True}
     weighted = [part if isinstance(part, WeightedSamples) else WeightedSamples(part) for part in parts]
-    return Batches(weighted, batch_size=batch_size, **(options | changes))
+    return TrainingBatches(weighted, batch_size=batch_size, **(options | changes))
 
 
 def documents_of(batch: Batch) -> list[tuple[int, int]]:
@@ -134,7 +134,7 @@ def test_packed_epochs_have_every_sample_whole_and_exactly_so_often(number: int,
 
 
 def test_windows_hold_every_sample_of_an_epoch_once() -> None:
-    lengths = drawn_lengths(2 * WINDOW + 1, longest=9)
+    lengths = drawn_lengths(2 * PACKING_WINDOW + 1, longest=9)
     stream = packed(of_lengths(lengths), batch_size=64, num_epochs=1)
     assert Counter(token for batch in stream for token, _ in documents_of(batch)) == dict.fromkeys(
         range(len(lengths)), 1
@@ -144,13 +144,13 @@ def test_windows_hold_every_sample_of_an_epoch_once() -> None:
 def test_packed_rows_say_their_documents_and_mask_the_first_token_of_each() -> None:
     stream = packed(of_lengths([5, 3, 2]), batch_size=1, seq_length=12, num_epochs=1)
     (batch,) = stream
-    assert batch.documents == ((5, 3, 2),)
+    assert batch.document_lengths == ((5, 3, 2),)
     assert batch.input_ids.tolist() == [[0] * 5 + [1] * 3 + [2] * 2 + [-1] * 2]
     assert batch.labels.tolist() == [[-100, 0, 0, 0, 0, -100, 1, 1, -100, 2, -100, -100]]
     assert (batch.num_samples, batch.num_tokens, batch.num_targets) == (3, 10, 7)
     assert batch.padding == pytest.approx(2 / 12)
-    assert stream.most_documents is not None
-    assert stream.most_documents >= 4, "the padding is a document"
+    assert stream.max_documents is not None
+    assert stream.max_documents >= 4, "the padding is a document"
 
 
 def test_targets_of_packed_samples_are_those_of_the_samples() -> None:
@@ -162,11 +162,13 @@ def test_targets_of_packed_samples_are_those_of_the_samples() -> None:
 def test_documents_agree_with_the_tokens_and_with_the_limit() -> None:
     stream = packed(of_lengths(drawn_lengths(500)))
     for given in islice(stream, 60):
-        batch = arrange(given, 2)
-        assert batch.documents is not None
-        assert [length for row in batch.documents for length in row] == [length for _, length in documents_of(batch)]
-        assert max(len(row) + (sum(row) < 64) for row in batch.documents) <= (stream.most_documents or 0)
-        assert batch.num_samples == sum(map(len, batch.documents))
+        batch = balance_microbatches(given, 2)
+        assert batch.document_lengths is not None
+        assert [length for row in batch.document_lengths for length in row] == [
+            length for _, length in documents_of(batch)
+        ]
+        assert max(len(row) + (sum(row) < 64) for row in batch.document_lengths) <= (stream.max_documents or 0)
+        assert batch.num_samples == sum(map(len, batch.document_lengths))
 
 
 def test_rows_of_long_and_of_short_samples_mix() -> None:
@@ -178,8 +180,8 @@ def test_rows_of_long_and_of_short_samples_mix() -> None:
 
 def test_rows_without_packing_have_no_documents() -> None:
     stream = batches(numbered(3), 2)
-    assert next(stream).documents is None
-    assert stream.most_documents is None
+    assert next(stream).document_lengths is None
+    assert stream.max_documents is None
     assert next(stream).num_samples == 2
 
 
@@ -188,7 +190,7 @@ def test_a_step_has_the_same_rows_in_whatever_microbatches() -> None:
     costs = Counter[int]()
     for one in islice(packed(of_lengths(lengths), batch_size=8), 30):
         for number in (2, 4):
-            batch = arrange(one, number)
+            batch = balance_microbatches(one, number)
             assert sorted(batch.input_ids.tolist()) == sorted(one.input_ids.tolist())
             assert sorted(batch.labels.tolist()) == sorted(one.labels.tolist())
             costs[number] += most_cost(batch, number)
@@ -198,20 +200,20 @@ def test_a_step_has_the_same_rows_in_whatever_microbatches() -> None:
 
 
 def most_cost(batch: Batch, num_microbatches: int) -> int:
-    assert batch.documents is not None
-    costs = [attention_cost(row, batch.input_ids.shape[1]) for row in batch.documents]
+    assert batch.document_lengths is not None
+    costs = [attention_cost(row, batch.input_ids.shape[1]) for row in batch.document_lengths]
     return int(np.array(costs).reshape(num_microbatches, -1).sum(axis=1).max())
 
 
 def test_a_step_has_the_same_order_without_packing_in_whatever_microbatches() -> None:
     for batch in islice(packed(of_lengths(drawn_lengths(40)), is_packed=False), 20):
-        assert arrange(batch, 2) is batch
+        assert balance_microbatches(batch, 2) is batch
 
 
 @pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("number", [1, 5, 90])
 def test_seek_reaches_any_step_of_mixed_epochs(number: int, is_packed: bool) -> None:
-    def fresh() -> Batches:
+    def fresh() -> TrainingBatches:
         parts = of_lengths(drawn_lengths(number)), WeightedSamples(of_lengths(drawn_lengths(7), 1000), 0.4)
         return packed(*parts, is_packed=is_packed)
 
@@ -235,7 +237,7 @@ def test_epochs_end_with_a_step_that_is_filled_with_empty_rows(is_packed: bool) 
     empty = [row for row in range(4) if (last.input_ids[row] == -1).all()]
     assert len(empty) == 1
     assert (last.labels[empty[0]] == -100).all()
-    assert last.documents is None or last.documents[empty[0]] == ()
+    assert last.document_lengths is None or last.document_lengths[empty[0]] == ()
     assert (full.epoch, last.epoch) == (pytest.approx(4 / 7), 1)
     assert list(stream) == []
 
@@ -316,12 +318,12 @@ def test_an_empty_mixture_is_refused_with_its_numbers(is_packed: bool) -> None:
 def test_facts_are_the_averages_of_all_rows() -> None:
     lengths = drawn_lengths(500)
     stream = packed(of_lengths(lengths), batch_size=1, num_epochs=1)
-    rows = [row for batch in stream for row in batch.documents or ()]
+    rows = [row for batch in stream for row in batch.document_lengths or ()]
     squares = sum(sum(n * n for n in row) + (64 - sum(row)) ** 2 for row in rows)
-    assert stream.facts.samples_per_row == pytest.approx(500 / len(rows))
-    assert stream.facts.padding == pytest.approx(1 - sum(lengths) / (64 * len(rows)))
-    assert stream.facts.attention_length == pytest.approx(squares / (64 * len(rows)))
-    assert packed(of_lengths(lengths), is_packed=False).facts.attention_length == 64
+    assert stream.row_statistics.samples_per_row == pytest.approx(500 / len(rows))
+    assert stream.row_statistics.padding == pytest.approx(1 - sum(lengths) / (64 * len(rows)))
+    assert stream.row_statistics.attention_length == pytest.approx(squares / (64 * len(rows)))
+    assert packed(of_lengths(lengths), is_packed=False).row_statistics.attention_length == 64
 
 
 def test_a_line_says_how_full_rows_are_and_which_batch_keeps_the_samples_of_a_step() -> None:
@@ -354,7 +356,7 @@ def test_a_batch_that_is_said_to_keep_the_samples_of_a_step_does(length: int, un
 
 def test_short_samples_fill_long_rows() -> None:
     lengths = [50] * 40_000
-    assert packed(of_lengths(lengths), seq_length=32_768).facts.padding < 0.02
+    assert packed(of_lengths(lengths), seq_length=32_768).row_statistics.padding < 0.02
 
 
 def test_a_step_deep_in_the_data_is_sought_by_lengths_in_little_time() -> None:
@@ -366,7 +368,7 @@ def test_a_step_deep_in_the_data_is_sought_by_lengths_in_little_time() -> None:
 
 
 def evaluation_batches(tokenized: TokenizedDataset, *, batch_size: int = 2, **more: Any) -> EvaluationBatches:
-    settings: dict[str, Any] = {"seq_length": 8, "pad_token_id": PAD, "most_documents": None} | more
+    settings: dict[str, Any] = {"seq_length": 8, "pad_token_id": PAD, "max_documents": None} | more
     return EvaluationBatches(tokenized, batch_size=batch_size, **settings)
 
 
@@ -379,7 +381,7 @@ def test_evaluation_takes_each_sample_once_in_order_and_fills_the_last_batch_wit
         assert [batch.num_samples for batch in batches] == [2, 2, 1]
         assert [(batch.num_tokens, batch.num_targets) for batch in batches] == [(4, 2), (4, 2), (2, 1)]
         assert [batch.epoch for batch in batches] == [0.4, 0.8, 1.0]
-        assert all(batch.documents is None for batch in batches)
+        assert all(batch.document_lengths is None for batch in batches)
         assert batches[-1].labels[1].tolist() == [-100] * 8
         assert batches[-1].input_ids.shape == (2, 8)
 
@@ -389,23 +391,23 @@ def test_evaluation_takes_the_samples_that_are_named() -> None:
     assert [batch.input_ids[:, 0].tolist() for batch in batches] == [[7, 2], [5, PAD]]
 
 
-@pytest.mark.parametrize("most_documents", [3, 4, 9])
-def test_packed_evaluation_holds_each_sample_once_and_no_more_documents_than_a_run(most_documents: int) -> None:
+@pytest.mark.parametrize("max_documents", [3, 4, 9])
+def test_packed_evaluation_holds_each_sample_once_and_no_more_documents_than_a_run(max_documents: int) -> None:
     draw = np.random.default_rng(0)
     lengths = draw.integers(2, 5, 200).tolist()
     samples = dataset(*(([index] * length, [1] * length) for index, length in enumerate(lengths)))
-    batches = list(evaluation_batches(samples, batch_size=4, most_documents=most_documents))
+    batches = list(evaluation_batches(samples, batch_size=4, max_documents=max_documents))
     seen = list[int]()
     firsts = list[int]()
     for batch in batches:
-        assert batch.documents is not None
-        assert len(batch.documents) == len(batch.input_ids) == 4
-        for row, documents in zip(batch.input_ids, batch.documents, strict=True):
-            assert len(documents) <= most_documents - 1, "the padding behind them is one more"
-            starts = np.cumsum([0, *documents])[:-1]
+        assert batch.document_lengths is not None
+        assert len(batch.document_lengths) == len(batch.input_ids) == 4
+        for row, document_lengths in zip(batch.input_ids, batch.document_lengths, strict=True):
+            assert len(document_lengths) <= max_documents - 1, "the padding behind them is one more"
+            starts = np.cumsum([0, *document_lengths])[:-1]
             own = row[starts].tolist()
             assert own == sorted(own)
-            assert [lengths[index] for index in own] == list(documents)
+            assert [lengths[index] for index in own] == list(document_lengths)
             seen += own
             firsts += own[:1]
     assert sorted(seen) == list(range(200))

@@ -20,9 +20,9 @@ from transformers import PreTrainedTokenizerBase
 
 from mobius.config.config import DataConfig, DatasetEntry, Packing
 from mobius.data.datasets import PreparedData, PreparedDataset, SampleCounts
-from mobius.data.store import DatasetWriter
+from mobius.data.token_store import DatasetWriter
 from mobius.errors import DataError
-from mobius.units import bytes_text
+from mobius.units import format_bytes
 
 WriteLines = Callable[..., Path]
 Prepare = Callable[..., PreparedDataset]
@@ -110,7 +110,7 @@ def test_joined_text_is_one_stream_whatever_the_parts(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr("mobius.data.blocks.BLOCK_RECORDS", 3)
+    monkeypatch.setattr("mobius.data.record_blocks.MAX_BLOCK_RECORDS", 3)
     monkeypatch.setattr("mobius.data.datasets._PART_RECORDS", 7)
     stream = [token for document in as_documents(tokenizer, TEXTS) for token in document]
     for seq_length in (2, 16, len(stream), len(stream) - 1, len(stream) + 5):
@@ -204,7 +204,7 @@ def test_the_number_of_processes_is_told_and_one_does_little_work(
         prepare(path, preprocessing_num_workers=None)
         assert f"tokenizing --dataset {path} in this process" in caplog.text
         monkeypatch.setattr("mobius.data.datasets._BYTES_WORTH_A_WORKER", 1000)
-        monkeypatch.setattr("mobius.data.datasets.cpu_share", lambda num_ranks: 2 // num_ranks)
+        monkeypatch.setattr("mobius.data.datasets.num_cpus_per_rank", lambda num_ranks: 2 // num_ranks)
         prepare(path, preprocessing_num_workers=None, overwrite_cache=True)
         assert "in 2 processes (--preprocessing_num_workers)" in caplog.text
         caplog.clear()
@@ -311,11 +311,11 @@ def test_the_place_and_the_size_of_the_cache_are_told_in_a_line(
     one, other = write_lines(PAIRS), write_lines([{"text": "some words"}], "text.jsonl")
     with caplog.at_level(logging.INFO, logger="mobius"):
         prepared = prepare_all(one)
-        assert f"tokenized data: {bytes_text(prepared.training[0].cache_bytes)} in " in caplog.messages[-1]
+        assert f"tokenized data: {format_bytes(prepared.training[0].cache_bytes)} in " in caplog.messages[-1]
         assert caplog.messages[-1].endswith(str(prepared.training[0].cache_folder))
         prepared = prepare_all(one, other, one)
         num_bytes = sum(each.cache_bytes for each in prepared.training[:2])
-        assert caplog.messages[-1] == f"tokenized data: {bytes_text(num_bytes)} in {tmp_path / 'cache' / 'tokenized'}"
+        assert caplog.messages[-1] == f"tokenized data: {format_bytes(num_bytes)} in {tmp_path / 'cache' / 'tokenized'}"
 
 
 def test_rules_columns_and_packing_of_text_make_another_cache(

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 
 import pytest
 
-from mobius.data.formats import FORMATS, Completion, Conversation, Document, parse_record, recognize
-from mobius.data.turns import Role, Turn, called_names
+from mobius.data.formats import FORMATS, Completion, Conversation, Document, detect_format, parse_record
+from mobius.data.turns import Role, Turn, tool_call_names
 from mobius.errors import DataError
 
 
 def parsed(record: Mapping[str, object], mapping: Mapping[str, str] | None = None) -> tuple[str, object]:
-    record_format = recognize(list(record), "here", mapping)
+    record_format = detect_format(list(record), "here", mapping)
     return record_format.name, parse_record(record_format, record, "here")
 
 
@@ -74,7 +74,7 @@ def test_a_rendered_text_beside_alpaca_columns_does_not_hide_the_prompt() -> Non
 
 def test_unknown_columns_are_named_with_the_formats_accepted() -> None:
     with pytest.raises(DataError) as caught:
-        recognize(["question", "answer"], "qa.jsonl, line 1")
+        detect_format(["question", "answer"], "qa.jsonl, line 1")
     message = str(caught.value)
     assert "qa.jsonl, line 1" in message
     assert "answer, question" in message
@@ -127,7 +127,7 @@ def test_unknown_columns_are_named_with_the_formats_accepted() -> None:
 )
 def test_a_wrong_value_is_named_with_its_place(record: dict[str, object], complaint: str) -> None:
     with pytest.raises(DataError) as caught:
-        parse_record(recognize(list(record), "here"), record, "train.jsonl, line 9")
+        parse_record(detect_format(list(record), "here"), record, "train.jsonl, line 9")
     assert str(caught.value).startswith("train.jsonl, line 9: ")
     assert complaint in str(caught.value)
     assert len(str(caught.value)) < 400
@@ -136,16 +136,16 @@ def test_a_wrong_value_is_named_with_its_place(record: dict[str, object], compla
 def test_many_or_long_columns_are_not_all_listed() -> None:
     columns = ["x" * 100_000, *(f"column {number}" for number in range(5000))]
     with pytest.raises(DataError, match=r"and 4989 more match no known format") as caught:
-        recognize(columns, "here")
+        detect_format(columns, "here")
     assert len(str(caught.value)) < 1500
-    record_format = recognize(["text"], "line 1")
+    record_format = detect_format(["text"], "line 1")
     with pytest.raises(DataError, match=r"and 4989 more") as caught:
         parse_record(record_format, dict.fromkeys(columns, ""), "line 2")
     assert len(str(caught.value)) < 1500
 
 
 def test_a_later_record_without_the_columns_is_named() -> None:
-    record_format = recognize(["prompt", "completion"], "line 1")
+    record_format = detect_format(["prompt", "completion"], "line 1")
     with pytest.raises(DataError, match=r"line 2: the column completion is missing; found: prompt, answer"):
         parse_record(record_format, {"prompt": "a", "answer": "b"}, "line 2")
 
@@ -195,7 +195,7 @@ def test_columns_are_read_as_they_are_mapped(
 
 def test_a_column_that_is_not_there_is_told_with_near_names_and_all_columns() -> None:
     with pytest.raises(DataError) as caught:
-        recognize(["documents", "summary", "id"], "train.csv", {"prompt": "document", "completion": "summary"})
+        detect_format(["documents", "summary", "id"], "train.csv", {"prompt": "document", "completion": "summary"})
     assert str(caught.value) == (
         "train.csv: --columns prompt=document,completion=summary: there is no column 'document' (did you mean "
         "documents?); found: documents, id, summary"
@@ -206,21 +206,21 @@ def test_a_name_that_no_format_reads_is_told_with_near_names_and_all_that_are_re
     with pytest.raises(
         DataError, match=r"'promt' is nothing that a format reads \(did you mean prompt\?\); known are "
     ):
-        recognize(["a", "b"], "here", {"promt": "a", "completion": "b"})
+        detect_format(["a", "b"], "here", {"promt": "a", "completion": "b"})
     with pytest.raises(DataError) as caught:
-        recognize(["a" * 100_000], "here", {"q" * 100_000: "b" * 100_000})
+        detect_format(["a" * 100_000], "here", {"q" * 100_000: "b" * 100_000})
     assert len(str(caught.value)) < 1500
 
 
 def test_a_mapping_that_no_format_reads_as_a_whole_is_told() -> None:
     with pytest.raises(DataError, match=r"columns a, b with --columns prompt=a,text=b match no known format"):
-        recognize(["a", "b"], "here", {"prompt": "a", "text": "b"})
+        detect_format(["a", "b"], "here", {"prompt": "a", "text": "b"})
     with pytest.raises(DataError, match=r"with --columns system=instruction match no known format"):
-        recognize(["instruction", "output"], "here", {"system": "instruction"})
+        detect_format(["instruction", "output"], "here", {"system": "instruction"})
 
 
 def test_a_wrong_value_of_a_mapped_column_is_told_with_the_mapping() -> None:
-    record_format = recognize(["q", "a"], "line 1", {"prompt": "q", "completion": "a"})
+    record_format = detect_format(["q", "a"], "line 1", {"prompt": "q", "completion": "a"})
     assert record_format.describe() == "prompt-completion (prompt=q, completion=a, [tools])"
     with pytest.raises(DataError, match=r"line 2: `prompt` must be text, not int \(--columns prompt=q,completion=a\)"):
         parse_record(record_format, {"q": 1, "a": "b"}, "line 2")
@@ -249,8 +249,8 @@ def test_tool_calls_without_text_are_a_turn_with_the_fields_of_the_message() -> 
         Turn(Role.TOOL, "rain", {"name": "weather", "tool_call_id": "c1"}),
         Turn(Role.ASSISTANT, "It rains.", {"reasoning_content": "Say it."}),
     )
-    assert [turn.is_said for turn in sample.turns] == [True, True, True, True]
-    assert called_names(sample.turns[1]) == ["weather"]
+    assert [turn.has_content for turn in sample.turns] == [True, True, True, True]
+    assert tool_call_names(sample.turns[1]) == ["weather"]
 
 
 @pytest.mark.parametrize(

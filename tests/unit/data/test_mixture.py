@@ -4,8 +4,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from mobius.data.mixture import WeightedSamples, epoch_samples, epoch_size, generator, hold_out
-from mobius.data.store import TokenizedDataset
+from mobius.data.mixture import WeightedSamples, epoch_samples, epoch_size, hold_out, seeded_generator
+from mobius.data.token_store import TokenizedDataset
 from mobius.errors import DataError
 
 
@@ -78,7 +78,7 @@ def test_a_small_weight_on_one_sample_draws_it_in_one_epoch_of_a_thousand() -> N
 
 
 def test_a_seed_of_more_words_is_another_one() -> None:
-    draws = [generator(*words).random() for words in ((5, 1), (5, 1, 1), (5, 1, 0, 1), (5, 1, 0, 2))]
+    draws = [seeded_generator(*words).random() for words in ((5, 1), (5, 1, 1), (5, 1, 0, 1), (5, 1, 0, 2))]
     assert len(set(draws)) == 4
 
 

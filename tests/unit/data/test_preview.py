@@ -10,11 +10,11 @@ from transformers import PreTrainedTokenizerBase
 
 from mobius.config.config import DatasetEntry
 from mobius.data.datasets import PreparedDataset, SampleCounts
-from mobius.data.preview import Line, Tone, describe_sample, sample_lines, visible
-from mobius.data.store import Row, TokenizedDataset
+from mobius.data.preview import Line, Tone, describe_sample, escape_invisible, format_sample
+from mobius.data.token_store import TokenizedDataset, TokenizedSample
 
 
-def row_of(tokenizer: PreTrainedTokenizerBase, *parts: tuple[str, bool]) -> Row:
+def row_of(tokenizer: PreTrainedTokenizerBase, *parts: tuple[str, bool]) -> TokenizedSample:
     ids = [(list(tokenizer(text, add_special_tokens=False).input_ids), is_target) for text, is_target in parts]
     mask = [is_target for part, is_target in ids for _ in part]
     return np.array([token for part, _ in ids for token in part], dtype=np.int32), np.array(mask)
@@ -23,7 +23,7 @@ def row_of(tokenizer: PreTrainedTokenizerBase, *parts: tuple[str, bool]) -> Row:
 def test_no_character_of_unicode_without_a_shape_is_shown_as_itself() -> None:
     for code in range(sys.maxunicode + 1):
         character = chr(code)
-        shown = visible(character)
+        shown = escape_invisible(character)
         # Python's own word for it also excludes spaces, which have a width, and what is not assigned yet.
         if character in "\n\t" or character.isprintable() or unicodedata.category(character) in ("Zs", "Cn"):
             assert shown == {"\t": "    "}.get(character, character)
@@ -46,16 +46,16 @@ def test_no_character_of_unicode_without_a_shape_is_shown_as_itself() -> None:
     ],
 )
 def test_control_and_format_characters_are_escapes(text: str, shown: str) -> None:
-    assert visible(text) == shown
+    assert escape_invisible(text) == shown
 
 
 def test_accents_do_not_pile_up_over_other_lines() -> None:
-    assert visible("z" + "\u0301" * 100) == "z" + "\u0301" * 4 + "\\u0301" * 96
+    assert escape_invisible("z" + "\u0301" * 100) == "z" + "\u0301" * 4 + "\\u0301" * 96
 
 
 def test_special_tokens_prompt_and_target_are_told_apart(tokenizer: PreTrainedTokenizerBase) -> None:
     row = row_of(tokenizer, ("<|im_start|>user\nHi", False), ("Hello,\nyou<|im_end|>", True))
-    lines = sample_lines(row, tokenizer, "sample 3")
+    lines = format_sample(row, tokenizer, "sample 3")
     num_targets = len(tokenizer("Hello,\nyou<|im_end|>", add_special_tokens=False).input_ids)
     assert lines == [
         Line(f"sample 3: {len(row[0])} tokens, {num_targets} of them targets", Tone.TITLE),
@@ -68,12 +68,12 @@ def test_special_tokens_prompt_and_target_are_told_apart(tokenizer: PreTrainedTo
 
 def test_the_first_token_is_no_target_whatever_its_mask(tokenizer: PreTrainedTokenizerBase) -> None:
     row = row_of(tokenizer, ("one two three", True))
-    assert f" {len(row[0]) - 1} of them targets" in sample_lines(row, tokenizer, "sample 0")[0].text
+    assert f" {len(row[0]) - 1} of them targets" in format_sample(row, tokenizer, "sample 0")[0].text
 
 
 def test_hostile_text_cannot_leave_its_lines(tokenizer: PreTrainedTokenizerBase) -> None:
     hostile = "\x1b[2J\x1b]0;owned\x07\r\x08\0\u2028\u2029\x85\x0b\x0c\u202e"
-    lines = sample_lines(row_of(tokenizer, (hostile, True)), tokenizer, "x\x1b[31m")
+    lines = format_sample(row_of(tokenizer, (hostile, True)), tokenizer, "x\x1b[31m")
     assert len(lines) == 2
     assert all(line.text.isprintable() for line in lines)
 
@@ -101,13 +101,13 @@ def test_the_sample_of_the_log_is_one_record_that_steers_nothing(tokenizer: PreT
 
 def test_long_parts_lose_their_middle(tokenizer: PreTrainedTokenizerBase) -> None:
     text = "word " * 200_000
-    lines = sample_lines(row_of(tokenizer, (text, True)), tokenizer, "sample 0")
+    lines = format_sample(row_of(tokenizer, (text, True)), tokenizer, "sample 0")
     assert sum(len(line.text) for line in lines) < 1500
     assert f"[... {len(text) - 1200} characters ...]" in lines[1].text
 
 
 def test_many_lines_lose_their_middle(tokenizer: PreTrainedTokenizerBase) -> None:
-    lines = sample_lines(row_of(tokenizer, ("\n".join(map(str, range(200))), True)), tokenizer, "sample 0")
+    lines = format_sample(row_of(tokenizer, ("\n".join(map(str, range(200))), True)), tokenizer, "sample 0")
     assert len(lines) == 42
     assert lines[21].text == "  target | [... 160 lines ...]"
     assert lines[-1].text == "  target | 199"
@@ -115,7 +115,7 @@ def test_many_lines_lose_their_middle(tokenizer: PreTrainedTokenizerBase) -> Non
 
 def test_many_turns_lose_their_middle(tokenizer: PreTrainedTokenizerBase) -> None:
     parts = [(f"turn {number}.", number % 2 == 1) for number in range(100)]
-    lines = [line.text for line in sample_lines(row_of(tokenizer, *parts), tokenizer, "sample 0")]
+    lines = [line.text for line in format_sample(row_of(tokenizer, *parts), tokenizer, "sample 0")]
     assert len(lines) == 1 + 24 + 1
     assert lines[13] == "  [... 76 parts ...]"
     assert lines[-1] == "  target | turn 99."

@@ -14,8 +14,8 @@ import pyarrow.parquet
 import pytest
 
 from mobius.data import readers
-from mobius.data.blocks import Block
-from mobius.data.readers import reader_of
+from mobius.data.readers import find_reader
+from mobius.data.record_blocks import RecordBlock
 from mobius.errors import DataError
 
 RECORDS: list[dict[str, object]] = [{"text": "one"}, {"text": "two, with a comma"}, {"text": "dreißig 三十"}]
@@ -53,8 +53,8 @@ COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def blocks(path: Path) -> list[Block]:
-    read = reader_of(path)
+def blocks(path: Path) -> list[RecordBlock]:
+    read = find_reader(path)
     assert read is not None
     return list(read(path))
 
@@ -73,7 +73,7 @@ def test_every_kind_of_file_gives_the_same_records(tmp_path: Path, name: str, co
 
 @pytest.mark.parametrize("name", ["a.txt", "a", "a.gz", "json", ".jsonl", "a.jsonl.bz2", "a.jsonl.gz.gz"])
 def test_other_names_have_no_reader(name: str) -> None:
-    assert reader_of(Path(name)) is None
+    assert find_reader(Path(name)) is None
 
 
 @pytest.mark.parametrize("name", CONTENTS)
@@ -121,7 +121,7 @@ def test_a_parquet_file_that_is_shortened_while_it_is_read_is_told(tmp_path: Pat
     path = tmp_path / "a.parquet"
     long = pyarrow.table({"text": [str(number) * 500 for number in range(4000)]})
     pyarrow.parquet.write_table(long, path, row_group_size=100, compression="none", use_dictionary=False)
-    read = reader_of(path)
+    read = find_reader(path)
     assert read is not None
     begun = read(path)
     next(begun)
@@ -247,7 +247,7 @@ def test_reading_needs_the_memory_of_a_few_blocks(tmp_path: Path, name: str) -> 
     records: list[dict[str, object]] = [{"text": f"{number} word" * 2000} for number in range(1500)]
     path = tmp_path / name
     path.write_bytes(COMPRESSIONS[compression](CONTENTS[name.removesuffix(compression)](records)))
-    read = reader_of(path)
+    read = find_reader(path)
     assert read is not None
     num_bytes = 0
     del records

@@ -173,20 +173,20 @@ def test_a_folder_that_the_datasets_library_saved_is_read(tmp_path: Path) -> Non
 def test_the_hash_of_a_large_file_is_remembered_until_the_file_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, memory = write(tmp_path / "a.jsonl"), tmp_path / "memory"
+    path, hash_cache = write(tmp_path / "a.jsonl"), tmp_path / "memory"
 
     def opened() -> tuple[str, int | None]:
-        source = open_source(entry(path), memory=memory)
+        source = open_source(entry(path), hash_cache=hash_cache)
         return source.fingerprint, source.num_records
 
     whole = opened()
-    assert not memory.exists(), "a small file is hashed each time"
+    assert not hash_cache.exists(), "a small file is hashed each time"
     monkeypatch.setattr(sources, "_REMEMBERED_BYTES", 1)
     assert opened() == whole
-    assert not memory.exists(), "a file of this minute may change once more without a new time"
+    assert not hash_cache.exists(), "a file of this minute may change once more without a new time"
     monkeypatch.setattr(sources, "_SETTLED_SECONDS", -1)
     assert opened() == whole
-    (note,) = memory.iterdir()
+    (note,) = hash_cache.iterdir()
     note.write_text(note.read_text().replace('"lines": 3', '"lines": 4'))
     assert opened() == (whole[0], 4), "the note is what is read"
     facts, content = path.stat(), path.read_bytes()

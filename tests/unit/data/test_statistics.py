@@ -9,13 +9,19 @@ import pytest
 from mobius.config.config import DatasetEntry
 from mobius.data import statistics
 from mobius.data.datasets import PreparedDataset, SampleCounts
-from mobius.data.statistics import SampleStatistics, concerns, count_samples, keep_one_in, num_repeated
-from mobius.data.store import Row, TokenizedDataset
+from mobius.data.statistics import (
+    SampleStatistics,
+    choose_fingerprint_stride,
+    compute_sample_statistics,
+    count_repeated,
+    find_data_warnings,
+)
+from mobius.data.token_store import TokenizedDataset, TokenizedSample
 
 EOS, UNKNOWN = 2, 0
 
 
-def rows_of(*texts: str) -> list[Row]:
+def rows_of(*texts: str) -> list[TokenizedSample]:
     """Words are tokens (their numbers), those behind a `|` are targets."""
     rows = []
     for text in texts:
@@ -25,7 +31,7 @@ def rows_of(*texts: str) -> list[Row]:
     return rows
 
 
-def drawn_rows(number: int, seed: int) -> list[Row]:
+def drawn_rows(number: int, seed: int) -> list[TokenizedSample]:
     generator = np.random.Generator(np.random.PCG64(seed))
     rows = []
     for _ in range(number):
@@ -34,9 +40,11 @@ def drawn_rows(number: int, seed: int) -> list[Row]:
     return rows
 
 
-def found_in(rows: list[Row], kept_one_in: int = 1) -> SampleStatistics:
+def found_in(rows: list[TokenizedSample], fingerprint_stride: int = 1) -> SampleStatistics:
     tokenized = TokenizedDataset.from_rows(rows)
-    return count_samples(tokenized, eos_token_id=EOS, unknown_token_id=UNKNOWN, kept_one_in=kept_one_in)
+    return compute_sample_statistics(
+        tokenized, eos_token_id=EOS, unknown_token_id=UNKNOWN, fingerprint_stride=fingerprint_stride
+    )
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
@@ -49,7 +57,7 @@ def test_numbers_are_those_of_a_walk_by_hand(chunk: int, monkeypatch: pytest.Mon
     assert found.num_tokens == sum(len(ids) for ids, _ in rows)
     assert found.num_targets == sum(map(len, targets))
     assert found.num_eos_targets == sum(own.count(EOS) for own in targets)
-    assert found.num_bare == sum(len(own) == 1 for own in targets)
+    assert found.num_single_token_targets == sum(len(own) == 1 for own in targets)
     assert found.num_ended == sum(ids[-1] == EOS for ids, _ in rows)
     assert found.num_unknown == sum(int((ids == UNKNOWN).sum()) for ids, _ in rows)
     lengths = Counter(len(ids) for ids, _ in rows)
@@ -68,26 +76,28 @@ def test_many_samples_keep_some_fingerprints_and_estimate_duplicates() -> None:
     distinct = [generator.integers(0, 30_000, size=6, dtype=np.int32) for _ in range(8_000)]
     mask = np.ones(6, dtype=np.bool_)
     rows = [(ids, mask) for ids in [*distinct, *distinct[:4_000]]]
-    found = found_in(rows, kept_one_in=8)
+    found = found_in(rows, fingerprint_stride=8)
     assert not found.is_exact
     assert len(found.fingerprints) == pytest.approx(12_000 / 8, rel=0.1)
     assert found.num_duplicates == pytest.approx(4_000, rel=0.15)
 
 
 def test_fingerprints_are_kept_up_to_a_number() -> None:
-    assert keep_one_in(1) == keep_one_in(1 << 22) == 1
-    assert keep_one_in((1 << 22) + 1) == 2
+    assert choose_fingerprint_stride(1) == choose_fingerprint_stride(1 << 22) == 1
+    assert choose_fingerprint_stride((1 << 22) + 1) == 2
 
 
 def test_samples_trained_on_and_evaluated_on_are_found() -> None:
     found = found_in(rows_of("1 | 2", "3 | 2", "1 | 2", "5 | 2"))
     trained = found.fingerprints_of(np.array([0, 1]))
-    assert num_repeated(found.fingerprints_of(np.array([2, 3])), trained) == 1
-    assert num_repeated(found.fingerprints_of(np.array([3])), trained) == 0
+    assert count_repeated(found.fingerprints_of(np.array([2, 3])), trained) == 1
+    assert count_repeated(found.fingerprints_of(np.array([3])), trained) == 0
     assert len(found.fingerprints_of(None)) == 4
 
 
-def told_of(rows: list[Row], *, is_text: bool = False, warnings: tuple[str, ...] = (), **counts: int) -> list[str]:
+def told_of(
+    rows: list[TokenizedSample], *, is_text: bool = False, warnings: tuple[str, ...] = (), **counts: int
+) -> list[str]:
     tokenized = TokenizedDataset.from_rows(rows)
     numbers = {"read": len(rows), "kept": len(rows), "cut": 0, "dropped": 0, "empty": 0} | counts
     dataset = PreparedDataset(
@@ -100,7 +110,7 @@ def told_of(rows: list[Row], *, is_text: bool = False, warnings: tuple[str, ...]
         cache_folder=Path(),
         cache_bytes=0,
     )
-    return concerns(dataset, found_in(rows))
+    return find_data_warnings(dataset, found_in(rows))
 
 
 def test_good_data_is_no_concern() -> None:

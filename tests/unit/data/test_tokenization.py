@@ -13,19 +13,19 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
-from mobius.data import chat_template, tokenization
-from mobius.data.chat_templates import TEMPLATES
+from mobius.data import chat_rendering, tokenization
+from mobius.data.builtin_chat_templates import BUILTIN_TEMPLATES
 from mobius.data.formats import Completion, Conversation, Document, Sample
-from mobius.data.store import Row
+from mobius.data.token_store import TokenizedSample
 from mobius.data.tokenization import (
-    Encoded,
+    EncodedSample,
+    EncodingNote,
     EncodingRules,
-    Note,
     SampleEncoder,
-    cut_document,
-    fit,
-    pieces_of,
-    share_length,
+    split_document,
+    split_text,
+    split_token_budget,
+    truncate_exchanges,
 )
 from mobius.data.turns import Role, Turn
 from mobius.errors import DataError
@@ -46,11 +46,11 @@ ONE_EXCHANGE = Conversation(TWO_EXCHANGES.turns[:3])
 
 def encode(
     tokenizer: PreTrainedTokenizerBase, sample: Sample, seq_length: int = 256, rules: EncodingRules | None = None
-) -> Encoded:
+) -> EncodedSample:
     return SampleEncoder(tokenizer, seq_length=seq_length, rules=rules).encode(sample, "train.jsonl, line 5")
 
 
-def marked(tokenizer: PreTrainedTokenizerBase, encoded: Encoded) -> list[str]:
+def marked(tokenizer: PreTrainedTokenizerBase, encoded: EncodedSample) -> list[str]:
     """The text of each row, with brackets 【】 around the targets."""
     return [
         "".join(f"【{text}】" if kind == "target" else text for kind, text in parts(tokenizer, row))
@@ -58,7 +58,7 @@ def marked(tokenizer: PreTrainedTokenizerBase, encoded: Encoded) -> list[str]:
     ]
 
 
-def parts(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[tuple[str, str]]:
+def parts(tokenizer: PreTrainedTokenizerBase, row: TokenizedSample) -> list[tuple[str, str]]:
     """The row's runs as ("prompt" or "target", text)."""
     ids, is_target = row
     borders = [0, *(np.flatnonzero(np.diff(is_target.astype(int))) + 1).tolist(), len(ids)]
@@ -81,7 +81,7 @@ def test_every_assistant_turn_is_a_target_that_ends_with_eos(tokenizer: PreTrain
         ("prompt", "\n<|im_start|>user\nAnother one?<|im_end|>\n<|im_start|>assistant\n"),
         ("target", "Blue.<|im_end|>"),
     ]
-    assert not encoded.is_cut
+    assert not encoded.is_truncated
     assert not encoded.notes
 
 
@@ -153,8 +153,8 @@ def test_a_template_that_does_not_end_turns_with_eos_gets_it_at_the_end_of_each_
             ("target", "Blue.</turn>\n<|im_end|>"),
         ],
     ]
-    assert encoded.notes == {Note.SPLIT_TURNS, Note.OTHER_END}
-    assert encode(tokenizer, ONE_EXCHANGE).notes == {Note.OTHER_END}
+    assert encoded.notes == {EncodingNote.SPLIT_TURNS, EncodingNote.OTHER_END}
+    assert encode(tokenizer, ONE_EXCHANGE).notes == {EncodingNote.OTHER_END}
 
 
 def test_a_template_that_rewrites_earlier_turns_gives_one_row_per_answer(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -168,7 +168,7 @@ def test_a_template_that_rewrites_earlier_turns_gives_one_row_per_answer(tokeniz
             ("target", "<think></think>Blue.<|im_end|>"),
         ],
     ]
-    assert encoded.notes == {Note.SPLIT_TURNS}
+    assert encoded.notes == {EncodingNote.SPLIT_TURNS}
 
 
 def test_a_generation_prompt_that_the_answer_does_not_repeat_is_left_out(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -181,7 +181,7 @@ def test_a_generation_prompt_that_the_answer_does_not_repeat_is_left_out(tokeniz
     assert [parts(tokenizer, row) for row in encoded.rows] == [
         [("prompt", "[user]Markup?<|im_end|>[assistant]"), ("target", "<b><|im_end|>")]
     ]
-    assert encoded.notes == {Note.OTHER_PROMPT}
+    assert encoded.notes == {EncodingNote.OTHER_PROMPT}
 
 
 def test_a_template_that_hides_the_border_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -248,7 +248,7 @@ def test_no_line_is_told_where_jinja_knows_only_that_of_the_code_it_made(tokeniz
 def test_a_template_that_does_not_end_is_stopped(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, template: str
 ) -> None:
-    monkeypatch.setattr(chat_template, "MOST_SECONDS", 0.2)
+    monkeypatch.setattr(chat_rendering, "RENDER_TIMEOUT_SECONDS", 0.2)
     tokenizer.chat_template = template
     with pytest.raises(DataError, match=r"chat template is broken: it had not ended after 0\.2 seconds"):
         encode(tokenizer, ONE_EXCHANGE)
@@ -261,7 +261,7 @@ def test_a_template_gets_no_more_memory_than_its_limit(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = resource.getrlimit(resource.RLIMIT_DATA)
-    monkeypatch.setattr(chat_template, "_MOST_BYTES", 1 << 26)
+    monkeypatch.setattr(chat_rendering, "_MOST_BYTES", 1 << 26)
     tokenizer.chat_template = "{{ 'x' * 500000000 }}"
     with pytest.raises(DataError, match="chat template is broken: MemoryError"):
         encode(tokenizer, ONE_EXCHANGE)
@@ -293,14 +293,14 @@ def test_a_refusal_of_many_words_and_turns_stays_one_message(tokenizer: PreTrain
 def test_a_sample_without_an_answer_has_no_row_but_is_not_empty(
     tokenizer: PreTrainedTokenizerBase, sample: Sample
 ) -> None:
-    assert encode(tokenizer, sample) == Encoded((), is_unanswered=True)
+    assert encode(tokenizer, sample) == EncodedSample((), is_unanswered=True)
 
 
 @pytest.mark.parametrize(
     "sample", [Completion("", " "), Conversation((Turn(Role.USER, ""),)), Document("\n"), Conversation(())]
 )
 def test_a_sample_without_text_is_empty(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> None:
-    assert encode(tokenizer, sample) == Encoded((), is_empty=True)
+    assert encode(tokenizer, sample) == EncodedSample((), is_empty=True)
 
 
 def test_what_follows_the_last_answer_is_left_out(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -333,29 +333,29 @@ def test_an_encoder_can_be_sent_to_a_worker(tokenizer: PreTrainedTokenizerBase) 
     ],
 )
 def test_prompt_and_target_share_a_length_of_ten(num_prompt: int, num_target: int, kept: tuple[int, int]) -> None:
-    assert share_length(num_prompt, num_target, 10) == kept
+    assert split_token_budget(num_prompt, num_target, 10) == kept
 
 
 def test_an_odd_length_is_used_up() -> None:
-    assert share_length(50, 50, 11) == (5, 6)
+    assert split_token_budget(50, 50, 11) == (5, 6)
 
 
 def test_a_cut_prompt_keeps_its_head_and_its_end() -> None:
     prompt, target = list(range(100)), [900, 901]
-    assert fit([(prompt, target)], 10) == ([([0, 1, 2, 3, 4, 5, 98, 99], [900, 901])], True)
+    assert truncate_exchanges([(prompt, target)], 10) == ([([0, 1, 2, 3, 4, 5, 98, 99], [900, 901])], True)
 
 
 def test_a_prompt_too_short_to_keep_an_end_keeps_its_head() -> None:
-    assert fit([([1, 2, 3, 4], [9, 9, 9])], 6) == ([([1, 2, 3], [9, 9, 9])], True)
+    assert truncate_exchanges([([1, 2, 3, 4], [9, 9, 9])], 6) == ([([1, 2, 3], [9, 9, 9])], True)
 
 
 def test_what_fits_exactly_is_not_cut() -> None:
     exchanges = [([1, 2], [3]), ([4], [5, 6])]
-    assert fit(exchanges, 6) == (exchanges, False)
+    assert truncate_exchanges(exchanges, 6) == (exchanges, False)
 
 
 def test_exchanges_that_do_not_fit_are_left_out_whole() -> None:
-    assert fit([([1, 2], [3]), ([4], [5, 6])], 5) == ([([1, 2], [3])], True)
+    assert truncate_exchanges([([1, 2], [3]), ([4], [5, 6])], 5) == ([([1, 2], [3])], True)
 
 
 def test_a_cut_sample_has_exactly_the_sequence_length_and_its_whole_short_answer(
@@ -364,7 +364,7 @@ def test_a_cut_sample_has_exactly_the_sequence_length_and_its_whole_short_answer
     question = Turn(Role.USER, "Why is it so? " * 100)
     encoded = encode(tokenizer, Conversation((question, Turn(Role.ASSISTANT, "Nobody knows."))), seq_length=40)
     (row,) = encoded.rows
-    assert encoded.is_cut
+    assert encoded.is_truncated
     assert len(row[0]) == 40
     (_, prompt), target = parts(tokenizer, row)
     assert prompt.startswith("<|begin|><|im_start|>user\nWhy is it so?")
@@ -394,7 +394,7 @@ def test_exchanges_behind_the_cut_are_not_tokenized(tokenizer: PreTrainedTokeniz
     assert counting.num_characters < 10_000
     expected = encode(tokenizer, short, seq_length=100)
     assert row[0].tolist() == expected.rows[0][0].tolist()
-    assert expected.is_cut
+    assert expected.is_truncated
 
 
 LONG = " ".join(f"word{number}" for number in range(2000))
@@ -419,7 +419,7 @@ def test_the_middle_of_a_long_text_that_is_cut_is_not_tokenized(
     counting: Any = CountingTokenizer(tokenizer)
     encoded = encode(counting, sample, 64)
     ((ids, is_target),) = encoded.rows
-    assert encoded.is_cut
+    assert encoded.is_truncated
     assert (ids.tolist(), is_target.tolist()) == (whole[0].tolist(), whole[1].tolist())
     assert counting.num_characters < len(LONG) // 2
 
@@ -445,7 +445,7 @@ def test_a_cut_target_does_not_pretend_to_end(tokenizer: PreTrainedTokenizerBase
     assert row[1].sum() == 20 - len(tokenizer("Count:").input_ids)
 
 
-def documents(*lengths: int) -> list[Row]:
+def documents(*lengths: int) -> list[TokenizedSample]:
     return [(np.arange(n, dtype=np.int32), np.ones(n, dtype=np.bool_)) for n in lengths]
 
 
@@ -458,7 +458,7 @@ def test_a_long_document_is_cut_into_pieces_of_which_nothing_is_lost_but_a_singl
     num_tokens: int, lengths: list[int]
 ) -> None:
     (row,) = documents(num_tokens)
-    pieces = cut_document(row, 4)
+    pieces = split_document(row, 4)
     assert [len(ids) for ids, _ in pieces] == lengths
     assert [token for ids, _ in pieces for token in ids.tolist()] == list(range(sum(lengths)))
 
@@ -477,7 +477,7 @@ def test_a_very_long_text_is_tokenized_in_pieces_that_end_with_a_line_or_before_
     text: str, pieces: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenization, "_PIECE_CHARACTERS", 10)
-    assert list(pieces_of(text)) == pieces
+    assert list(split_text(text)) == pieces
 
 
 def test_the_tokens_of_a_text_in_pieces_are_those_of_the_whole(
@@ -487,7 +487,7 @@ def test_the_tokens_of_a_text_in_pieces_are_those_of_the_whole(
     samples = [Document(text), Completion("Summary of\n" + text, "A text.")]
     whole = [encode(tokenizer, sample, 100_000).rows[0] for sample in samples]
     monkeypatch.setattr(tokenization, "_PIECE_CHARACTERS", 1000)
-    assert len(list(pieces_of(text))) > 50
+    assert len(list(split_text(text))) > 50
     for sample, (ids, is_target) in zip(samples, whole, strict=True):
         (row,) = encode(tokenizer, sample, 100_000).rows
         assert row[0].tolist() == ids.tolist()
@@ -564,7 +564,7 @@ def test_training_on_prompts_changes_the_mask_and_not_the_tokens(tokenizer: PreT
         plain = encode(tokenizer, TWO_EXCHANGES, seq_length)
         every = encode(tokenizer, TWO_EXCHANGES, seq_length, EVERYTHING)
         assert [row[0].tolist() for row in every.rows] == [row[0].tolist() for row in plain.rows]
-        assert every.is_cut == plain.is_cut
+        assert every.is_truncated == plain.is_truncated
 
 
 def test_a_default_system_message_is_for_conversations_that_have_none(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -653,7 +653,7 @@ TOOLS = Conversation(
     ),
     (SCHEMA,),
 )
-CHATML = EncodingRules(chat_template=TEMPLATES["chatml"])
+CHATML = EncodingRules(chat_template=BUILTIN_TEMPLATES["chatml"])
 
 
 def with_arguments(arguments: object) -> Conversation:
@@ -727,12 +727,12 @@ def test_a_template_that_takes_no_arguments_of_any_form_is_told_with_its_first_f
 
 def test_a_template_without_tools_is_told_and_one_without_calls_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     seen = Conversation(ONE_EXCHANGE.turns, (SCHEMA,))
-    assert encode(tokenizer, seen).notes == {Note.NO_TOOLS}
+    assert encode(tokenizer, seen).notes == {EncodingNote.NO_TOOLS}
     assert encode(tokenizer, seen, 1024, CHATML).notes == set()
     with pytest.raises(DataError, match=r"line 5: the chat template leaves out the tool calls of turn 2 \(weather\)"):
         encode(tokenizer, TOOLS)
     tokenizer.chat_template = None
-    assert encode(tokenizer, seen).notes == {Note.NO_TOOLS}
+    assert encode(tokenizer, seen).notes == {EncodingNote.NO_TOOLS}
     with pytest.raises(DataError, match=r"line 5: the tokenizer has no chat template, so tool calls cannot be written"):
         encode(tokenizer, TOOLS)
 

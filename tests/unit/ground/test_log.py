@@ -16,12 +16,12 @@ ROOT = Path(__file__).resolve().parents[3]
 # A process of its own: logging is set up for a whole process, this one's included.
 PROGRAM = """
 import logging, sys, warnings
-from mobius.log import SAID_ONCE, setup_logging
+from mobius.log import RANK_ZERO_ONLY, setup_logging
 setup_logging(5)
 setup_logging(int(sys.argv[1]))
 log = logging.getLogger("mobius.training.trainer")
 log.debug("details"); log.info("step %d", 1); log.warning("skipped"); log.error("lost")
-log.warning("the same on all", extra=SAID_ONCE)
+log.warning("the same on all", extra=RANK_ZERO_ONLY)
 logging.getLogger("transformers.modeling_utils").warning("noise")
 logging.getLogger("some.library").info("noise")
 warnings.warn_explicit("noise", FutureWarning, "x.py", 1, module="torch.nn.modules")
@@ -121,7 +121,7 @@ def test_a_bar_of_long_work_is_on_the_first_ranks_terminal_only(rank: int, is_te
 import sys
 from mobius import log
 sys.stderr.isatty = lambda: {is_terminal}
-log.SILENT_SECONDS = 0.0
+log.PROGRESS_BAR_DELAY_SECONDS = 0.0
 log.setup_logging({rank})
 with log.progress_bar("planning", " plans", 3) as bar:
     bar.update(2)

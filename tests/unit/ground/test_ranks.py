@@ -11,19 +11,19 @@ from mobius.errors import ConfigError
 from mobius.ranks import (
     Ranks,
     allows_peer_copies,
+    command_variable,
     command_words,
     forbid_peer_copies,
     has_lost_rank,
     is_restart,
     launch_id,
-    launcher_waits,
+    mark_launcher_as_patient,
     omp_num_threads,
     prepare_environment,
     report_to_launcher,
     seconds_since_launch,
     seconds_until_killed,
-    separate_device_queues,
-    told_command,
+    set_cuda_max_connections,
     visible_devices,
 )
 
@@ -73,14 +73,20 @@ def test_places_of_two_nodes_and_of_pipelines_within_them(monkeypatch: pytest.Mo
     set_environment(monkeypatch, "6", "8", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     ranks = Ranks.from_environment()
-    assert (ranks.num_nodes, ranks.node, ranks.num_replicas, ranks.replica, ranks.place) == (2, 1, 2, 1, 2)
-    halves = ranks.cut(2)
-    assert (halves.num_replicas, halves.replica, halves.place, halves.num_places, halves.num_local) == (4, 3, 0, 2, 4)
-    assert halves.cut(None) == ranks
+    assert (ranks.num_nodes, ranks.node, ranks.num_replicas, ranks.replica, ranks.pipeline_rank) == (2, 1, 2, 1, 2)
+    halves = ranks.split_into_pipelines(2)
+    assert (halves.num_replicas, halves.replica, halves.pipeline_rank, halves.num_pipeline_ranks, halves.num_local) == (
+        4,
+        3,
+        0,
+        2,
+        4,
+    )
+    assert halves.split_into_pipelines(None) == ranks
     with pytest.raises(ConfigError, match=r"`--pipeline_ranks` 3: .*divisor of 4"):
-        ranks.cut(3)
+        ranks.split_into_pipelines(3)
     with pytest.raises(ConfigError, match=r"`--pipeline_ranks` 8: .*none goes across two nodes"):
-        ranks.cut(8)
+        ranks.split_into_pipelines(8)
 
 
 @pytest.mark.parametrize(("rank", "local_rank", "num_local"), [("3", "3", "5"), ("5", "0", "4"), ("1", "1", "0")])
@@ -138,7 +144,7 @@ def test_streams_get_all_hardware_queues_unless_the_user_has_set_a_number(
     monkeypatch: pytest.MonkeyPatch, text: str | None, expected: str
 ) -> None:
     monkeypatch.setattr(os, "environ", {} if text is None else {"CUDA_DEVICE_MAX_CONNECTIONS": text})
-    separate_device_queues()
+    set_cuda_max_connections()
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == expected
 
 
@@ -166,7 +172,7 @@ def test_nobody_kills_a_process_without_torchrun_or_under_our_launcher(monkeypat
     assert seconds_until_killed() is None
     monkeypatch.setattr(os, "environ", {"TORCHELASTIC_RUN_ID": "none"})
     assert seconds_until_killed() == 30
-    launcher_waits()
+    mark_launcher_as_patient()
     assert seconds_until_killed() is None
 
 
@@ -236,7 +242,7 @@ def test_a_process_without_torchrun_has_no_rank_to_lose(monkeypatch: pytest.Monk
 
 
 def test_a_run_knows_the_command_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    name, _, told = told_command(["bash", "train.sh", "my run.yaml"]).partition("=")
+    name, _, told = command_variable(["bash", "train.sh", "my run.yaml"]).partition("=")
     monkeypatch.setattr(os, "environ", {name: told})
     assert command_words() == ["bash", "train.sh", "my run.yaml"]
     monkeypatch.setattr(os, "environ", {})

@@ -10,7 +10,7 @@ import textwrap
 import pytest
 
 from mobius.errors import CheckpointError, GpuMemoryError, HostMemoryError, LimitError
-from mobius.system_limits import met_limit
+from mobius.system_limits import limit_error_from
 
 
 def said_under(limit: str, soft: int, hard: int, code: str) -> str:
@@ -18,13 +18,13 @@ def said_under(limit: str, soft: int, hard: int, code: str) -> str:
     program = f"""
         import resource
         from mobius.errors import MobiusError
-        from mobius.system_limits import met_limit, prepare_limits
+        from mobius.system_limits import limit_error_from, prepare_limits
         resource.setrlimit(resource.{limit}, ({soft}, {hard}))
         try:
             {code}
             print("good", resource.getrlimit(resource.{limit}))
         except Exception as error:
-            told = error if isinstance(error, MobiusError) else met_limit(error)
+            told = error if isinstance(error, MobiusError) else limit_error_from(error)
             print(type(told).__name__, told)
     """
     done = subprocess.run(
@@ -68,7 +68,7 @@ def test_the_cause_of_an_error_counts_and_an_answer_of_our_own_stays() -> None:
         error.__cause__ = cause
         return error
 
-    assert isinstance(met_limit(raised(CheckpointError("x"), OSError(24, "Too many open files"))), LimitError)
-    assert isinstance(met_limit(raised(CheckpointError("x"), MemoryError())), HostMemoryError)
-    assert met_limit(raised(GpuMemoryError("x"), MemoryError())) is None
-    assert met_limit(raised(CheckpointError("x"), OSError(13, "Permission denied"))) is None
+    assert isinstance(limit_error_from(raised(CheckpointError("x"), OSError(24, "Too many open files"))), LimitError)
+    assert isinstance(limit_error_from(raised(CheckpointError("x"), MemoryError())), HostMemoryError)
+    assert limit_error_from(raised(GpuMemoryError("x"), MemoryError())) is None
+    assert limit_error_from(raised(CheckpointError("x"), OSError(13, "Permission denied"))) is None

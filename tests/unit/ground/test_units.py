@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from mobius.units import bytes_sum, bytes_text, gib_cell
+from mobius.units import format_bytes, format_bytes_sum, format_gib
 
 GIB, MIB, KIB = 2**30, 2**20, 2**10
 
@@ -28,31 +28,31 @@ GIB, MIB, KIB = 2**30, 2**20, 2**10
     ],
 )
 def test_a_number_is_told_in_the_largest_unit_that_shows_it(num_bytes: int, text: str) -> None:
-    assert bytes_text(num_bytes) == text
+    assert format_bytes(num_bytes) == text
 
 
 @pytest.mark.parametrize("digits", [1, 2])
 def test_nothing_but_zero_looks_like_zero(digits: int) -> None:
     for exponent in range(60):
         for num_bytes in (2**exponent - 1, 2**exponent, 3 * 2**exponent):
-            text = bytes_text(num_bytes, digits=digits)
+            text = format_bytes(num_bytes, digits=digits)
             assert (float(text.split()[0]) == 0) == (num_bytes == 0), text
-            assert (gib_cell(num_bytes) == "0.00") == (num_bytes == 0)
+            assert (format_gib(num_bytes) == "0.00") == (num_bytes == 0)
 
 
 def test_a_sum_has_one_unit_and_parts_that_it_would_make_zero_have_their_own() -> None:
-    large = bytes_sum((("weights", 3 * GIB + GIB // 2), ("kept", 0), ("messages", 3 * KIB), ("work", GIB // 50)))
+    large = format_bytes_sum((("weights", 3 * GIB + GIB // 2), ("kept", 0), ("messages", 3 * KIB), ("work", GIB // 50)))
     assert large == "weights 3.50 + kept 0.00 + messages 3.00 KiB + work 0.02 = 3.52 GiB"
-    assert bytes_sum((("weights", MIB), ("messages", 5 * KIB))) == "weights 1.00 + messages 5.00 KiB = 1.00 MiB"
-    assert bytes_sum((("weights", 3), ("messages", 1))) == "weights 3.00 + messages 1.00 = 4 bytes"
+    assert format_bytes_sum((("weights", MIB), ("messages", 5 * KIB))) == "weights 1.00 + messages 5.00 KiB = 1.00 MiB"
+    assert format_bytes_sum((("weights", 3), ("messages", 1))) == "weights 3.00 + messages 1.00 = 4 bytes"
 
 
 def test_a_cell_of_a_table_keeps_its_column_s_unit() -> None:
-    assert [gib_cell(each) for each in (0, 1, GIB // 1000, GIB // 100, 7 * GIB)] == [
+    assert [format_gib(each) for each in (0, 1, GIB // 1000, GIB // 100, 7 * GIB)] == [
         "0.00",
         "<0.01",
         "<0.01",
         "0.01",
         "7.00",
     ]
-    assert re.fullmatch(r"<?\d+\.\d\d", gib_cell(12345))
+    assert re.fullmatch(r"<?\d+\.\d\d", format_gib(12345))

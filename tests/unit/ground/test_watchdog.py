@@ -21,7 +21,7 @@ from mobius.watchdog import Watchdog
 
 rank, num_ranks, seconds, patience = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4])
 activity = Activity()
-watchdog = Watchdog(activity, rank=rank, num_ranks=num_ranks, minutes=seconds / 60, patience_seconds=patience)
+watchdog = Watchdog(activity, rank=rank, num_ranks=num_ranks, minutes=seconds / 60, report_timeout_seconds=patience)
 
 def hang():
     threading.Event().wait()
@@ -32,8 +32,8 @@ def go_on(seconds):
         activity.progress()
         time.sleep(0.01)
 
-activity.begins_step(12)
-activity.begins(Action(ActionKind.FORWARD_MIDDLE, 4 + rank, 1))
+activity.start_step(12)
+activity.start_action(Action(ActionKind.FORWARD_MIDDLE, 4 + rank, 1))
 """
 READY_TO_HANG = "watchdog.start(); print('ready', flush=True); hang()"
 HANG = "watchdog.start()\nwith activity.waiting('neighbours', rank=0, stage=3): hang()"
@@ -72,7 +72,7 @@ def test_a_rank_that_hangs_says_where_and_ends_with_its_own_code(tmp_path: Path)
     assert process.returncode == 75
 
 
-@pytest.mark.parametrize("then", ["go_on(2.5)", "activity.works('optimizer', 'stage 1'); go_on(2.5)"])
+@pytest.mark.parametrize("then", ["go_on(2.5)", "activity.start_task('optimizer', 'stage 1'); go_on(2.5)"])
 def test_a_rank_that_goes_on_is_left_alone_however_long_an_action_takes(tmp_path: Path, then: str) -> None:
     process = start(tmp_path, f"watchdog.start()\n{then}\nprint('done')", seconds=1.5)
     assert outputs(process) == ["done\n"]
@@ -227,19 +227,19 @@ def test_stories_of_ranks_do_not_run_into_each_other(tmp_path: Path) -> None:
 
 def test_a_story_of_another_node_that_came_with_its_call_is_told_once(tmp_path: Path) -> None:
     beyond = """
-from mobius.roll_call import Call
+from mobius.heartbeats import WatchdogMessage
 
-class Beyond:
-    ranks, stories = [1], {1: "rank 1: in step 12"}
+class RemoteRanks:
+    ranks, reports = [1], {1: "rank 1: in step 12"}
 
     def start(self, deliver, seconds):
-        deliver(Call.TELL, 1)
-        deliver(Call.TOLD, 1)
+        deliver(WatchdogMessage.REPORT, 1)
+        deliver(WatchdogMessage.REPORTED, 1)
 
-    def say(self, call, story=""):
+    def send(self, call, report=""):
         pass
 
-watchdog = Watchdog(activity, rank=0, num_ranks=1, minutes=1, patience_seconds=5, beyond=Beyond())
+watchdog = Watchdog(activity, rank=0, num_ranks=1, minutes=1, report_timeout_seconds=5, remote=RemoteRanks())
 watchdog.start()
 hang()
 """
@@ -287,7 +287,7 @@ def test_a_device_that_does_not_answer_is_told_so(tmp_path: Path) -> None:
 
 
 def test_one_rank_says_what_the_run_leaves(tmp_path: Path) -> None:
-    then = "watchdog._left = lambda: 'after step 11 of 20: checkpoint-10 is complete'\n" + HANG
+    then = "watchdog._clean_up = lambda: 'after step 11 of 20: checkpoint-10 is complete'\n" + HANG
     (output,) = outputs(start(tmp_path, then))
     assert "all ranks end after step 11 of 20: checkpoint-10 is complete" in output
 
@@ -302,9 +302,9 @@ def test_only_the_own_user_is_heard(tmp_path: Path, user: int) -> None:
     listening.stdout.readline()
     call = f"""
 import os
-from mobius.roll_call import Call, RollCall
+from mobius.heartbeats import WatchdogMessage, HeartbeatSocket
 os.setuid({user})
-RollCall(1, (0, 1)).call_all(Call.TELL)
+HeartbeatSocket(1, (0, 1)).broadcast(WatchdogMessage.REPORT)
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     caller = subprocess.run([sys.executable, "-c", call], env=environment, capture_output=True, text=True, check=False)

@@ -143,12 +143,31 @@ def test_a_module_logs_instead_of_printing() -> None:
 
 READS_ITSELF = {
     "the kernel's own files, of /proc and /sys": (
-        *("machine/available", "machine/cpu_dtype", "machine/numa", "machine/read_topology", "config/launch", "ranks"),
-        *("data/chat_template", "writing"),
+        *(
+            "machine/host_memory",
+            "machine/cpu_dtype",
+            "machine/numa",
+            "machine/read_topology",
+            "config/launch",
+            "ranks",
+        ),
+        *("data/chat_rendering", "atomic_files"),
     ),
-    "files of this package": ("optim/kernel", "planning/alike", "models/by_plan/checked", "models/text_parts/taken"),
+    "files of this package": (
+        "optim/adamw_cpu",
+        "planning/node_checks",
+        "models/structure/checked_families",
+        "models/multimodal/text_config",
+    ),
     "what this very run has written": (
-        *("planning/same_files", "checkpoints/folders", "output/trace", "data/datasets", "data/store", "data/workers"),
+        *(
+            "planning/file_checks",
+            "checkpoints/folders",
+            "output/trace",
+            "data/datasets",
+            "data/token_store",
+            "data/workers",
+        ),
     ),
 }
 """Modules that read files by themselves, by the reason."""

@@ -13,7 +13,7 @@ import yaml
 from mobius.config.cli import given_options, parse_args
 from mobius.config.config import Config, Dtype
 from mobius.machine import cpu_dtype
-from mobius.machine.cpu_dtype import cpu_flags, settle_dtype, settle_on_cpus, slowdown
+from mobius.machine.cpu_dtype import cpu_flags, cpu_slowdown, resolve_cpu_dtype, resolve_dtype
 from mobius.planning.dry_run import run_dry
 from mobius.ranks import Ranks
 from mobius.training.run import run_training
@@ -27,8 +27,8 @@ def settled(flags: frozenset[str], *argv: str, factor: float = 30.4) -> Dtype:
     config = parse_args(argv, num_ranks=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_dtype, "cpu_flags", lambda: flags)
-        patch.setattr(cpu_dtype, "slowdown", lambda _: factor)
-        return settle_on_cpus(config, given=given_options(argv)).model.dtype
+        patch.setattr(cpu_dtype, "cpu_slowdown", lambda _: factor)
+        return resolve_cpu_dtype(config, given=given_options(argv)).model.dtype
 
 
 @pytest.fixture
@@ -77,16 +77,16 @@ def test_only_the_first_rank_measures_and_tells_and_all_come_to_the_same(
         raise AssertionError("one rank measures for all")
 
     monkeypatch.setattr(cpu_dtype, "cpu_flags", lambda: OLD)
-    monkeypatch.setattr(cpu_dtype, "slowdown", never)
-    found = [settle_on_cpus(Config(), given=given, tells=False).model.dtype for given in ((), ("dtype",), None)]
+    monkeypatch.setattr(cpu_dtype, "cpu_slowdown", never)
+    found = [resolve_cpu_dtype(Config(), given=given, is_first=False).model.dtype for given in ((), ("dtype",), None)]
     assert found == [Dtype.FP32, Dtype.BF16, Dtype.BF16]
     assert log.messages == []
 
 
 def test_on_gpus_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_dtype, "has_gpus", lambda *_: True)
-    monkeypatch.setattr(cpu_dtype, "settle_on_cpus", None)
-    assert settle_dtype(Config(), Ranks(0, 1, 0), given=()) == Config()
+    monkeypatch.setattr(cpu_dtype, "resolve_cpu_dtype", None)
+    assert resolve_dtype(Config(), Ranks(0, 1, 0), given=()) == Config()
 
 
 def test_the_flags_are_those_that_all_cpus_have(tmp_path: Path) -> None:
@@ -104,8 +104,8 @@ def test_the_flags_are_those_that_all_cpus_have(tmp_path: Path) -> None:
 
 
 def test_the_price_of_a_format_is_measured_in_an_instant() -> None:
-    assert slowdown(Dtype.FP32) == pytest.approx(1, rel=0.9)
-    assert 0 < slowdown(Dtype.BF16) < 1000
+    assert cpu_slowdown(Dtype.FP32) == pytest.approx(1, rel=0.9)
+    assert 0 < cpu_slowdown(Dtype.BF16) < 1000
 
 
 @pytest.mark.usefixtures("workplace")

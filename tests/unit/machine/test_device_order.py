@@ -17,7 +17,7 @@ from mobius.config.options import config_from
 from mobius.machine import device_order, load_probe
 from mobius.machine.device_order import device_names, is_given_order, order_devices
 from mobius.machine.topology import Ancestor, Gpu, Link, Topology
-from mobius.messages.meeting import Meeting
+from mobius.messages.rendezvous import Rendezvous
 
 BOX = Topology(
     tuple(Gpu(index, address=f"0000:{index + 1:x}1:00.0") for index in range(4)),
@@ -38,7 +38,7 @@ def chosen(config: Config = CONFIG) -> list[tuple[int, ...]]:
     store = HashStore()
     store.set_timeout(timedelta(seconds=20))
     return run_rank_threads(
-        4, lambda transport: order_devices(config, 4, Meeting(store, rank=transport.rank, num_ranks=4))
+        4, lambda transport: order_devices(config, 4, Rendezvous(store, rank=transport.rank, num_ranks=4))
     )
 
 
@@ -156,7 +156,7 @@ def test_a_probe_that_is_asked_for_goes_before_the_tree_and_is_kept(
         return {(a, b): 2.0 if (a, b) in ((0, 2), (1, 3)) else 1.0 for a in range(4) for b in range(a + 1, 4)}
 
     monkeypatch.setattr(device_order, "read_topology", lambda _: RECORDED)
-    monkeypatch.setattr(load_probe, "measure_in_process", measure)
+    monkeypatch.setattr(load_probe, "measure_in_subprocess", measure)
     config = config_from({"probe_topology": True})
 
     # By the measurement 0 and 2 share a link, and 1 and 3; the listed order parts them already.
@@ -170,6 +170,6 @@ def test_nobody_looks_at_the_machine_where_the_order_is_not_to_be_chosen(
     monkeypatch: pytest.MonkeyPatch, config: Config, num_ranks: int
 ) -> None:
     monkeypatch.setattr(device_order, "read_topology", None)
-    meeting = Meeting(HashStore(), rank=0, num_ranks=num_ranks)
+    rendezvous = Rendezvous(HashStore(), rank=0, num_ranks=num_ranks)
 
-    assert order_devices(config, num_ranks, meeting) == tuple(range(num_ranks))
+    assert order_devices(config, num_ranks, rendezvous) == tuple(range(num_ranks))

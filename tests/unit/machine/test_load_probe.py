@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from mobius.machine import load_probe
-from mobius.machine.load_probe import Slowdowns, measure_in_process, measure_slowdowns
-from mobius.machine.mapping import best_order
+from mobius.machine.cross_mapping import best_order
+from mobius.machine.load_probe import Slowdowns, measure_in_subprocess, measure_slowdowns
 from mobius.machine.topology import Topology
 
 FLAT = Topology.from_json((Path(__file__).parents[1] / "machine/topologies/flat_virtual_machine.json").read_text())
@@ -84,12 +84,12 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
-def add_measurement(topology: Topology, folder: Path, measure: Callable[[int], Slowdowns]) -> Topology:
+def add_measured_slowdowns(topology: Topology, folder: Path, measure: Callable[[int], Slowdowns]) -> Topology:
     """What `load_probe` makes of the topology where `folder` keeps measurements and `measure` measures."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load_probe, "cache_folder", lambda: folder)
-        patch.setattr(load_probe, "measure_in_process", measure)
-        return load_probe.add_measurement(topology)
+        patch.setattr(load_probe, "measure_in_subprocess", measure)
+        return load_probe.add_measured_slowdowns(topology)
 
 
 def measured(num_gpus: int) -> Slowdowns:
@@ -101,8 +101,8 @@ def must_not(num_gpus: int) -> Slowdowns:
 
 
 def test_a_measurement_is_kept_and_used_again(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
-    first = add_measurement(FLAT, tmp_path / "cache", measured)
-    second = add_measurement(FLAT, tmp_path / "cache", must_not)
+    first = add_measured_slowdowns(FLAT, tmp_path / "cache", measured)
+    second = add_measured_slowdowns(FLAT, tmp_path / "cache", must_not)
 
     assert first == second
     assert first.link(0, 2).slowdown == 1.9
@@ -111,26 +111,26 @@ def test_a_measurement_is_kept_and_used_again(tmp_path: Path, log: pytest.LogCap
 
 
 def test_a_kept_measurement_goes_by_the_gpus_and_not_by_their_numbers(tmp_path: Path) -> None:
-    add_measurement(FLAT, tmp_path, measured)
+    add_measured_slowdowns(FLAT, tmp_path, measured)
     gpus = [replace(FLAT.gpus[index], index=place) for place, index in enumerate((3, 1, 2, 0))]
 
-    again = add_measurement(replace(FLAT, gpus=tuple(gpus)), tmp_path, must_not)
+    again = add_measured_slowdowns(replace(FLAT, gpus=tuple(gpus)), tmp_path, must_not)
 
     assert [(link.first, link.second) for link in again.links if link.slowdown == 1.9] == [(0, 1), (2, 3)]
 
 
 def test_other_gpus_are_measured_anew(tmp_path: Path) -> None:
-    add_measurement(FLAT, tmp_path, lambda _: dict.fromkeys(combinations(range(4), 2), 1.5))
+    add_measured_slowdowns(FLAT, tmp_path, lambda _: dict.fromkeys(combinations(range(4), 2), 1.5))
     moved = replace(FLAT, gpus=(*FLAT.gpus[:3], replace(FLAT.gpus[3], address="0000:99:00.0")))
 
-    assert add_measurement(moved, tmp_path, measured).link(0, 1).slowdown == 1.0
+    assert add_measured_slowdowns(moved, tmp_path, measured).link(0, 1).slowdown == 1.0
     assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_gpus_that_cannot_be_told_from_others_are_measured_every_time(tmp_path: Path) -> None:
     nameless = replace(FLAT, gpus=tuple(replace(gpu, uuid=None) for gpu in FLAT.gpus))
 
-    assert add_measurement(nameless, tmp_path, measured).is_measured
+    assert add_measured_slowdowns(nameless, tmp_path, measured).is_measured
     assert list(tmp_path.iterdir()) == []
 
 
@@ -172,12 +172,12 @@ def spoil_format(text: str) -> str:
 def test_a_spoilt_file_is_measured_over(
     tmp_path: Path, log: pytest.LogCaptureFixture, spoil: Callable[[str], str]
 ) -> None:
-    add_measurement(FLAT, tmp_path, must_differ)
+    add_measured_slowdowns(FLAT, tmp_path, must_differ)
     (file,) = tmp_path.iterdir()
     file.write_text(spoil(file.read_text()))
 
-    assert add_measurement(FLAT, tmp_path, measured).link(0, 2).slowdown == 1.9
-    assert add_measurement(FLAT, tmp_path, must_not).link(0, 2).slowdown == 1.9
+    assert add_measured_slowdowns(FLAT, tmp_path, measured).link(0, 2).slowdown == 1.9
+    assert add_measured_slowdowns(FLAT, tmp_path, must_not).link(0, 2).slowdown == 1.9
     assert any("cannot be read: shared links are measured again" in message for message in log.messages)
 
 
@@ -200,7 +200,7 @@ def test_a_measurement_that_fails_leaves_what_the_machine_tells(
     def fail(num_gpus: int) -> Slowdowns:
         raise error
 
-    assert add_measurement(FLAT, tmp_path, fail) == FLAT
+    assert add_measured_slowdowns(FLAT, tmp_path, fail) == FLAT
     (message,) = log.messages
     assert message.startswith("--probe_topology: shared links could not be measured: ")
     assert "\n" not in message
@@ -211,20 +211,20 @@ def test_a_measurement_that_fails_leaves_what_the_machine_tells(
 def test_a_measurement_that_is_no_slowdown_leaves_what_the_machine_tells(tmp_path: Path, slowdown: float) -> None:
     wrong = dict.fromkeys(combinations(range(4), 2), slowdown)
 
-    assert add_measurement(FLAT, tmp_path, lambda _: wrong) == FLAT
+    assert add_measured_slowdowns(FLAT, tmp_path, lambda _: wrong) == FLAT
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_single_gpu_has_nothing_to_measure(tmp_path: Path) -> None:
     single = Topology(FLAT.gpus[:1], ())
 
-    assert add_measurement(single, tmp_path, must_not) == single
+    assert add_measured_slowdowns(single, tmp_path, must_not) == single
 
 
 def test_a_folder_that_cannot_be_written_keeps_nothing_and_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 
-    assert add_measurement(FLAT, tmp_path / "file", measured).is_measured
+    assert add_measured_slowdowns(FLAT, tmp_path / "file", measured).is_measured
 
 
 def process_that(returns: int, stdout: str, stderr: str = "") -> Callable[..., subprocess.CompletedProcess[str]]:
@@ -234,7 +234,7 @@ def process_that(returns: int, stdout: str, stderr: str = "") -> Callable[..., s
 def test_the_measuring_process_tells_pairs_in_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", process_that(0, "a library talks\n[[0, 1, 1.5]]\n"))
 
-    assert measure_in_process(2) == {(0, 1): 1.5}
+    assert measure_in_subprocess(2) == {(0, 1): 1.5}
 
 
 @pytest.mark.parametrize(
@@ -251,4 +251,4 @@ def test_a_measuring_process_that_comes_to_nothing_is_a_value_error(
     monkeypatch.setattr(subprocess, "run", process_that(returns, stdout, "no CUDA"))
 
     with pytest.raises(ValueError, match=reason):
-        measure_in_process(2)
+        measure_in_subprocess(2)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mobius.machine.numa import GpuPlace, cut_shares, gpu_addresses, parse_cpu_list, share_cpus
+from mobius.machine.numa import GpuLocation, gpu_addresses, parse_cpu_list, slice_cpus, split_cpus_by_rank
 
 # Two sockets of four cores with two threads each, numbered as Linux does: first threads first.
 NODES = (frozenset({0, 1, 2, 3, 8, 9, 10, 11}), frozenset({4, 5, 6, 7, 12, 13, 14, 15}))
@@ -15,9 +15,9 @@ EVERY_CPU = NODES[0] | NODES[1]
 SIBLINGS = {cpu: frozenset({cpu % 8, cpu % 8 + 8}) for cpu in range(16)}
 
 
-def places(*nodes: int) -> list[GpuPlace]:
+def places(*nodes: int) -> list[GpuLocation]:
     """One GPU per rank, on these nodes."""
-    return [GpuPlace(f"0000:{17 + rank}:00.0", node, NODES[node]) for rank, node in enumerate(nodes)]
+    return [GpuLocation(f"0000:{17 + rank}:00.0", node, NODES[node]) for rank, node in enumerate(nodes)]
 
 
 @pytest.mark.parametrize(
@@ -51,18 +51,18 @@ def test_an_address_is_written_as_the_kernel_names_its_folder(monkeypatch: pytes
 
 
 def test_the_threads_of_a_core_stay_together() -> None:
-    shares = [share_cpus(NODES[0], SIBLINGS, num_shares=2, index=index) for index in range(2)]
+    shares = [slice_cpus(NODES[0], SIBLINGS, num_shares=2, index=index) for index in range(2)]
 
     assert shares == [{0, 1, 8, 9}, {2, 3, 10, 11}]
 
 
 def test_without_word_about_cores_neighbours_stay_together() -> None:
-    assert share_cpus(NODES[0], {}, num_shares=2, index=1) == {8, 9, 10, 11}
+    assert slice_cpus(NODES[0], {}, num_shares=2, index=1) == {8, 9, 10, 11}
 
 
 @pytest.mark.parametrize("num_shares", [1, 2, 3, 4, 5, 8])
 def test_shares_are_disjoint_complete_and_differ_by_one_core_at_most(num_shares: int) -> None:
-    shares = [share_cpus(EVERY_CPU, SIBLINGS, num_shares=num_shares, index=index) for index in range(num_shares)]
+    shares = [slice_cpus(EVERY_CPU, SIBLINGS, num_shares=num_shares, index=index) for index in range(num_shares)]
 
     assert sorted(cpu for share in shares for cpu in share) == list(range(16))
     assert max(map(len, shares)) - min(map(len, shares)) <= 2  # CPUs, two of which are a core
@@ -70,7 +70,7 @@ def test_shares_are_disjoint_complete_and_differ_by_one_core_at_most(num_shares:
 
 def test_each_rank_gets_a_part_of_the_node_of_its_own_gpu() -> None:
     # Ranks take the GPUs in an order in which nodes alternate.
-    shares = cut_shares(places(1, 0, 1, 0), SIBLINGS, allowed=EVERY_CPU)
+    shares = split_cpus_by_rank(places(1, 0, 1, 0), SIBLINGS, allowed=EVERY_CPU)
 
     assert shares == [{4, 5, 12, 13}, {0, 1, 8, 9}, {6, 7, 14, 15}, {2, 3, 10, 11}]
 
@@ -78,17 +78,17 @@ def test_each_rank_gets_a_part_of_the_node_of_its_own_gpu() -> None:
 def test_only_allowed_cpus_are_shared_out() -> None:
     allowed = frozenset({2, 3, 8, 9, 10, 11, 4, 12})  # a container that has single threads of some cores
 
-    shares = cut_shares(places(0, 0, 1), SIBLINGS, allowed=allowed)
+    shares = split_cpus_by_rank(places(0, 0, 1), SIBLINGS, allowed=allowed)
 
     assert shares == [{8, 9}, {2, 3, 10, 11}, {4, 12}]
 
 
 def test_one_gpu_gets_its_node() -> None:
-    assert cut_shares(places(1), SIBLINGS, allowed=EVERY_CPU) == [NODES[1]]
+    assert split_cpus_by_rank(places(1), SIBLINGS, allowed=EVERY_CPU) == [NODES[1]]
 
 
 def test_all_ranks_on_one_of_two_nodes_are_bound_with_half_of_an_even_share() -> None:
-    assert cut_shares(places(0, 0), SIBLINGS, allowed=EVERY_CPU) == [{0, 1, 8, 9}, {2, 3, 10, 11}]
+    assert split_cpus_by_rank(places(0, 0), SIBLINGS, allowed=EVERY_CPU) == [{0, 1, 8, 9}, {2, 3, 10, 11}]
 
 
 @pytest.mark.parametrize(
@@ -103,11 +103,11 @@ def test_no_rank_is_bound_if_one_would_be_left_with_too_little(
     nodes: tuple[int, ...], allowed: frozenset[int], reason: str
 ) -> None:
     with pytest.raises(ValueError, match=reason):
-        cut_shares(places(*nodes), SIBLINGS, allowed=allowed)
+        split_cpus_by_rank(places(*nodes), SIBLINGS, allowed=allowed)
 
 
 def test_nodes_that_claim_the_same_cpus_are_not_believed() -> None:
-    overlapping = [GpuPlace("0000:17:00.0", 0, EVERY_CPU), GpuPlace("0000:18:00.0", 1, EVERY_CPU)]
+    overlapping = [GpuLocation("0000:17:00.0", 0, EVERY_CPU), GpuLocation("0000:18:00.0", 1, EVERY_CPU)]
 
     with pytest.raises(ValueError, match="share CPUs"):
-        cut_shares(overlapping, SIBLINGS, allowed=EVERY_CPU)
+        split_cpus_by_rank(overlapping, SIBLINGS, allowed=EVERY_CPU)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mobius.machine import devices
-from mobius.machine.devices import optimizer_threads
-from mobius.machine.numa import num_nodes
+from mobius.machine.devices import num_optimizer_threads
+from mobius.machine.numa import num_numa_nodes
 
 
 @pytest.mark.parametrize(
@@ -32,12 +32,12 @@ def test_threads_of_a_rank(
     monkeypatch: pytest.MonkeyPatch, threads: int, num_ranks: int, nodes: int, expected: int
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(devices, "num_nodes", lambda: nodes)
-    assert optimizer_threads(num_ranks) == expected
+    monkeypatch.setattr(devices, "num_numa_nodes", lambda: nodes)
+    assert num_optimizer_threads(num_ranks) == expected
 
 
 @pytest.mark.parametrize(("folders", "expected"), [([], 1), (["node0"], 1), (["node0", "node1", "possible"], 2)])
 def test_nodes_are_those_that_the_kernel_tells(tmp_path: Path, folders: list[str], expected: int) -> None:
     for folder in folders:
         (tmp_path / "sys/devices/system/node" / folder).mkdir(parents=True)
-    assert num_nodes(tmp_path) == expected
+    assert num_numa_nodes(tmp_path) == expected

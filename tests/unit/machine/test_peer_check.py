@@ -16,13 +16,13 @@ from harness.local_transport import LocalTransport, run_rank_threads
 from torch.distributed import HashStore
 
 from mobius.errors import TransportError
-from mobius.machine.peer_check import PeerCheck, PeerVerdict
+from mobius.machine.peer_check import PeerCheck, PeerCheckResult
 from mobius.messages.cuda_copies import CudaQueue
-from mobius.messages.meeting import Meeting, Told
+from mobius.messages.rendezvous import JsonValue, Rendezvous
 from mobius.ranks import allows_peer_copies
 
 CPU = torch.device("cpu")
-SIZES = (4096, 12_346, 200_000)
+MESSAGE_SIZES = (4096, 12_346, 200_000)
 
 Spoil = Callable[[int, int], None]
 """Changes what has just been written: address and number of bytes."""
@@ -70,19 +70,21 @@ def arrive_as_zeros(address: int, num_bytes: int) -> None:
 
 
 def flip_in_large_messages(address: int, num_bytes: int) -> None:
-    if num_bytes == max(SIZES):
+    if num_bytes == max(MESSAGE_SIZES):
         ctypes.c_ubyte.from_address(address + num_bytes // 2).value ^= 1
 
 
-def check(engines: Sequence[HostCopyEngine], *, patience: float = 20.0) -> list[PeerVerdict]:
+def check(engines: Sequence[HostCopyEngine], *, timeout_seconds: float = 20.0) -> list[PeerCheckResult]:
     """What each rank found, one thread for each."""
     store = HashStore()
     store.set_timeout(timedelta(seconds=20))
 
-    def run(transport: LocalTransport) -> PeerVerdict:
+    def run(transport: LocalTransport) -> PeerCheckResult:
         rank = transport.rank
-        meeting = Meeting(store, rank=rank, num_ranks=len(engines))
-        return PeerCheck(meeting, CPU, make_engine=lambda _: engines[rank], patience=patience, sizes=SIZES).run()
+        rendezvous = Rendezvous(store, rank=rank, num_ranks=len(engines))
+        return PeerCheck(
+            rendezvous, CPU, make_engine=lambda _: engines[rank], timeout_seconds=timeout_seconds, sizes=MESSAGE_SIZES
+        ).run()
 
     return run_rank_threads(len(engines), run)
 
@@ -100,8 +102,8 @@ def test_copies_that_work_are_checked_over_every_edge_of_the_ring(num_ranks: int
     verdicts = check(engines)
 
     assert verdicts == [verdicts[0]] * num_ranks
-    assert verdicts[0] == PeerVerdict()
-    assert sorted(size for engine in engines for size in engine.written) == sorted(SIZES * num_edges)
+    assert verdicts[0] == PeerCheckResult()
+    assert sorted(size for engine in engines for size in engine.written) == sorted(MESSAGE_SIZES * num_edges)
     assert all(len(engine.targets) == num_edges // num_ranks for engine in engines)
     assert [engine.num_held for engine in engines] == [0] * num_ranks
 
@@ -158,8 +160,8 @@ def test_devices_that_do_not_reach_each_other_are_not_checked() -> None:
     one_way = [PeerEngine(10, frozenset({11})), PeerEngine(11, frozenset())]
     neither = [PeerEngine(10 + rank, frozenset()) for rank in range(2)]
 
-    assert check(one_way) == check(neither) == [PeerVerdict()] * 2
-    assert [engine.written for engine in (*one_way, *neither)] == [list(SIZES), [], [], []]
+    assert check(one_way) == check(neither) == [PeerCheckResult()] * 2
+    assert [engine.written for engine in (*one_way, *neither)] == [list(MESSAGE_SIZES), [], [], []]
 
 
 def test_memory_that_cannot_be_shared_is_no_broken_copy_but_a_reason() -> None:
@@ -171,14 +173,14 @@ def test_memory_that_cannot_be_shared_is_no_broken_copy_but_a_reason() -> None:
 
     verdicts = check(engines)
 
-    assert verdicts == [PeerVerdict(problem="rank 1: cuIpcOpenMemHandle_v2: invalid device context (201)")] * 2
+    assert verdicts == [PeerCheckResult(problem="rank 1: cuIpcOpenMemHandle_v2: invalid device context (201)")] * 2
     assert [engine.num_held for engine in engines] == [0, 0]
 
 
 def test_a_copy_that_the_driver_refuses_calls_the_check_off_on_all_ranks() -> None:
     class RefusedQueue(PeerQueue):
         def copy(self, target: int, source: int, num_bytes: int) -> None:
-            if target in self._engine.targets and num_bytes > min(SIZES):
+            if target in self._engine.targets and num_bytes > min(MESSAGE_SIZES):
                 raise RuntimeError("cuMemcpyAsync: invalid argument (1)")
             super().copy(target, source, num_bytes)
 
@@ -188,7 +190,7 @@ def test_a_copy_that_the_driver_refuses_calls_the_check_off_on_all_ranks() -> No
 
     engines: list[HostCopyEngine] = [PeerEngine(10, frozenset({11})), RefusedEngine(11, frozenset({10}))]
 
-    assert check(engines) == [PeerVerdict(problem="rank 1: cuMemcpyAsync: invalid argument (1)")] * 2
+    assert check(engines) == [PeerCheckResult(problem="rank 1: cuMemcpyAsync: invalid argument (1)")] * 2
     assert [engine.num_held for engine in engines] == [0, 0]
 
 
@@ -208,15 +210,15 @@ def test_a_copy_that_never_ends_stops_the_run_with_what_to_set() -> None:
     engines: list[HostCopyEngine] = [DeadEngine(10 + rank, frozenset({11 - rank})) for rank in range(2)]
 
     with pytest.raises(TransportError, match="did not end within 0.05 s. Set NCCL_P2P_DISABLE=1"):
-        check(engines, patience=0.05)
+        check(engines, timeout_seconds=0.05)
 
 
 @pytest.mark.parametrize("handles", [None, 3, [], {"0": None}, {"0": 7}, {"0": "no hex"}])
-def test_a_neighbour_that_answers_nonsense_is_one_error_that_names_it(handles: Told) -> None:
-    class Stranger(Meeting):
-        script: ClassVar[list[Told]] = [[None, 11], [None, [0]], [None, handles]]
+def test_a_neighbour_that_answers_nonsense_is_one_error_that_names_it(handles: JsonValue) -> None:
+    class Stranger(Rendezvous):
+        script: ClassVar[list[JsonValue]] = [[None, 11], [None, [0]], [None, handles]]
 
-        def gather(self, value: Told) -> list[Any]:
+        def gather(self, value: JsonValue) -> list[Any]:
             return [value, self.script.pop(0)]
 
     engine = PeerEngine(10, frozenset({11}))
@@ -251,8 +253,10 @@ def send(engines: list[PeerEngine], order: tuple[int, ...]) -> None:
 
     def run(transport: LocalTransport) -> None:
         rank = transport.rank
-        meeting = Meeting(store, rank=rank, num_ranks=len(engines))
-        PeerCheck(meeting, CPU, make_engine=lambda _: engines[rank], sizes=(64, 5000)).send_by_host_if_broken(order)
+        rendezvous = Rendezvous(store, rank=rank, num_ranks=len(engines))
+        PeerCheck(rendezvous, CPU, make_engine=lambda _: engines[rank], sizes=(64, 5000)).disable_peer_copies_if_broken(
+            order
+        )
 
     run_rank_threads(len(engines), run)
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mobius.machine.mapping import best_order
+from mobius.machine.cross_mapping import best_order
 from mobius.machine.read_topology import read_topology
 from mobius.machine.topology import Ancestor, Topology
 
@@ -77,7 +77,7 @@ def test_what_gpus_have_in_common_follows_from_the_tree(root: Path, monkeypatch:
     assert topology.link(0, 1).ancestor is Ancestor.PIX
     assert topology.link(0, 2).ancestor is topology.link(1, 2).ancestor is Ancestor.PHB
     assert {topology.link(gpu, 3).ancestor for gpu in range(3)} == {Ancestor.SYS}
-    assert topology.unknown is None
+    assert topology.unknown_reason is None
 
 
 def test_p2p_counts_where_it_goes_both_ways(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_gpus_that_the_kernel_does_not_show_leave_the_topology_unknown(
 
     topology = read_topology(3, root=root)
 
-    assert topology.unknown is not None
+    assert topology.unknown_reason is not None
     assert {link.ancestor for link in topology.links} == {None}
 
 

@@ -84,8 +84,8 @@ def test_a_pair_of_which_nothing_is_told_makes_the_topology_unknown_until_it_is_
     topology = Topology(gpus, links)
 
     assert (topology.link(1, 0), topology.link(0, 2)) == links[:2]
-    assert topology.unknown == "the machine does not tell the PCI address of GPU 0"
-    assert topology.with_slowdowns({(0, 1): 1.0, (0, 2): 2.0, (1, 2): 1.0}).unknown is None
+    assert topology.unknown_reason == "the machine does not tell the PCI address of GPU 0"
+    assert topology.with_slowdowns({(0, 1): 1.0, (0, 2): 2.0, (1, 2): 1.0}).unknown_reason is None
 
 
 def test_the_table_shows_what_is_known_of_each_pair() -> None:

@@ -10,12 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from harness.local_transport import LocalTransport, run_rank_threads
-from harness.plan_requests import known_shape
+from harness.plan_requests import find_published_shape
 from transformers import AutoConfig
 
 from mobius.config.cli import parse_args
 from mobius.measuring import host_rates
-from mobius.measuring.bench import MIN_REPEATS, Bench
 from mobius.measuring.host_rates import (
     UPDATES_WITHIN_STEP,
     HostRates,
@@ -23,13 +22,14 @@ from mobius.measuring.host_rates import (
     measure_host_rates,
     with_host_rates,
 )
+from mobius.measuring.timer import MIN_REPEATS, CollectiveTimer
 from mobius.messages.transport import SingleRankTransport
-from mobius.plan.cards import ACTION_LAUNCH, CARDS, LAUNCH, estimate_profile
+from mobius.plan.event_simulation import SharedBandwidth, share_rates
+from mobius.plan.gpu_specs import ACTION_LAUNCH, GPU_SPECS, LAUNCH, estimate_profile
 from mobius.plan.profile import LayerSeconds, Profile, Source
-from mobius.plan.tasks import SharedRates, share_rates
 from mobius.planning import measured_plan
-from mobius.planning.blueprint import Blueprint, draw_blueprint
 from mobius.planning.measured_plan import is_host_to_be_measured, plan_by_measurement
+from mobius.planning.run_setup import RunSetup, make_run_setup
 from mobius.ranks import Ranks
 
 SLOW = HostRates(
@@ -38,8 +38,8 @@ SLOW = HostRates(
 
 
 def estimate(num_ranks: int = 4) -> Profile:
-    shape = known_shape("7b")
-    return estimate_profile(CARDS["H200"], shape, microbatch_tokens=4096, seq_length=512, num_ranks=num_ranks)
+    shape = find_published_shape("7b")
+    return estimate_profile(GPU_SPECS["H200"], shape, microbatch_tokens=4096, seq_length=512, num_ranks=num_ranks)
 
 
 @pytest.mark.parametrize(("dtype", "num_bytes"), [(torch.bfloat16, 26), (torch.float32, 28)])
@@ -63,9 +63,13 @@ def test_a_profile_takes_the_hosts_rates_and_keeps_the_rest() -> None:
     after = with_host_rates(before, SLOW)
     within = UPDATES_WITHIN_STEP
     assert (after.cpu_adamw_together, after.cpu_adamw_beside_copies) == (within * 1e9, within * 0.8e9)
-    assert (after.copies.both_down, after.copies.both_up, after.copies_beside_cpu_adamw) == (10e9, 10e9, 4e9)
-    assert after.copies.down == before.copies.down
-    assert after.copies.down_together == before.copies.down_together
+    assert (after.copies.host_to_device_duplex, after.copies.device_to_host_duplex, after.copies_beside_cpu_adamw) == (
+        10e9,
+        10e9,
+        4e9,
+    )
+    assert after.copies.host_to_device == before.copies.host_to_device
+    assert after.copies.host_to_device_all_gpus == before.copies.host_to_device_all_gpus
     assert after.host_bandwidth == 4 * within * 26e9  # updates move more than copies
     assert after.layer_kinds == before.layer_kinds
     assert (after.source, after.basis) == (Source.ESTIMATED, f"{before.basis}, the host measured")
@@ -73,7 +77,7 @@ def test_a_profile_takes_the_hosts_rates_and_keeps_the_rest() -> None:
 
 
 def test_in_the_simulation_all_update_beside_copies_as_fast_as_was_measured() -> None:
-    rates = SharedRates(with_host_rates(estimate(), SLOW), 4)
+    rates = SharedBandwidth(with_host_rates(estimate(), SLOW), 4)
     copies = {("load", rank): rates.load(rank, 1) for rank in range(4)}
     copies |= {("offload", rank): rates.offload(rank, 1) for rank in range(4)}
     updates = {("update", rank): rates.update(1) for rank in range(4)}
@@ -92,7 +96,7 @@ def test_updates_are_not_faster_beside_copies_nor_together_than_alone() -> None:
     )
     after = with_host_rates(estimate(), fast)
     assert after.cpu_adamw == after.cpu_adamw_together == after.cpu_adamw_beside_copies == UPDATES_WITHIN_STEP * 9e9
-    assert after.copies.down_together == 50e9
+    assert after.copies.host_to_device_all_gpus == 50e9
 
 
 class CopiesOnTheirWay:
@@ -116,10 +120,10 @@ class CopiesOnTheirWay:
 
 
 def test_copies_count_from_the_start_of_the_updates_to_their_end() -> None:
-    bench = Bench(torch.device("cpu"), SingleRankTransport(), part_seconds=0.01)
+    timer = CollectiveTimer(torch.device("cpu"), SingleRankTransport(), part_seconds=0.01)
     copies = CopiesOnTheirWay()
 
-    seconds, rate = measure_beside(bench, lambda: time.sleep(0.002), copies, num_copies=8)
+    seconds, rate = measure_beside(timer, lambda: time.sleep(0.002), copies, num_copies=8)
 
     assert copies.num_started == 16
     # Of 16 copies 4 had ended before and 12 have at the end: 4 each way of 100 bytes, beside some updates of 2 ms.
@@ -128,18 +132,18 @@ def test_copies_count_from_the_start_of_the_updates_to_their_end() -> None:
     assert num_updates >= MIN_REPEATS
 
 
-def blueprint_of(*arguments: str) -> Blueprint:
+def blueprint_of(*arguments: str) -> RunSetup:
     words = ["--model_path", "model", "--device", "cpu", "--fp32", "--batch_size", "4", "--seq_length", "16"]
     config = parse_args([*words, "--num_stages", "4", *arguments], num_ranks=1)
-    return draw_blueprint(config, Ranks(0, 1, 0), AutoConfig.from_pretrained("model"))
+    return make_run_setup(config, Ranks(0, 1, 0), AutoConfig.from_pretrained("model"))
 
 
-def on_gpu(blueprint: Blueprint) -> Blueprint:
-    return replace(blueprint, place=replace(blueprint.place, device=torch.device("cuda", 0)))
+def on_gpu(run_setup: RunSetup) -> RunSetup:
+    return replace(run_setup, rank_context=replace(run_setup.rank_context, device=torch.device("cuda", 0)))
 
 
-def with_profile(blueprint: Blueprint, profile: Profile | None) -> Blueprint:
-    return replace(blueprint, answer=replace(blueprint.answer, profile=profile))
+def with_profile(run_setup: RunSetup, profile: Profile | None) -> RunSetup:
+    return replace(run_setup, result=replace(run_setup.result, profile=profile))
 
 
 @pytest.mark.usefixtures("workplace")
@@ -149,8 +153,8 @@ def test_the_host_is_looked_at_where_gpus_stream_and_nothing_else_is_given() -> 
     assert not is_host_to_be_measured(on_gpu(blueprint_of("--no_offload")))
     given = on_gpu(blueprint_of())
     planned = replace(given.config, planning=replace(given.config.planning, plan="plan.json"))
-    request = replace(given.answer.request, config=planned)
-    assert not is_host_to_be_measured(replace(given, answer=replace(given.answer, request=request)))
+    request = replace(given.result.request, config=planned)
+    assert not is_host_to_be_measured(replace(given, result=replace(given.result, request=request)))
 
 
 @pytest.mark.usefixtures("workplace")
@@ -161,18 +165,22 @@ def test_a_run_is_planned_again_by_what_was_measured(
     unknown = with_profile(known, None)
     seen: list[Profile] = []
 
-    def redraw(blueprint: Blueprint, profile: Profile) -> Blueprint:
+    def replan(run_setup: RunSetup, profile: Profile) -> RunSetup:
         seen.append(profile)
-        return with_profile(blueprint, profile)
+        return with_profile(run_setup, profile)
 
-    monkeypatch.setattr(measured_plan, "redraw", redraw)
+    monkeypatch.setattr(measured_plan, "replan", replan)
     monkeypatch.setattr(measured_plan, "measure_host_rates", lambda *_, **__: SLOW)
-    launch = LayerSeconds(2 * LAUNCH.forward, 3e-3, 2 * LAUNCH.recomputed_backward)
-    monkeypatch.setattr(measured_plan, "measure_launches", lambda *_: launch)
+    launch_overhead = LayerSeconds(2 * LAUNCH.forward, 3e-3, 2 * LAUNCH.recomputed_backward)
+    monkeypatch.setattr(measured_plan, "measure_launches", lambda *_: launch_overhead)
     with caplog.at_level(logging.INFO):
         planned = plan_by_measurement(known, SingleRankTransport())
     with_rates = with_host_rates(estimate(1), SLOW)
-    assert seen == [planned.answer.profile] == [replace(with_rates, launch=launch, action_launch=2 * ACTION_LAUNCH)]
+    assert (
+        seen
+        == [planned.result.profile]
+        == [replace(with_rates, launch_overhead=launch_overhead, action_launch=2 * ACTION_LAUNCH)]
+    )
     told = "1.00 billion updates per second and rank, or 0.80 beside copies of 4 GB/s each way, which alone do 10"
     assert told in caplog.text
     assert "; a layer is enqueued in 0.60 ms forward, 3.00 backward, 1.86 with recompute" in caplog.text

@@ -17,21 +17,21 @@ from harness.tiny_families import tiny_config
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mobius.measuring import bench, host_rates, measure
-from mobius.measuring.bench import Bench
+from mobius.measuring import host_rates, measure, timer
 from mobius.measuring.measure import MicrobatchShape, measure_launches, measure_profile
 from mobius.measuring.profile_cache import cached_profile, profile_key, profile_path
+from mobius.measuring.timer import CollectiveTimer
 from mobius.messages.transport import SingleRankTransport
 from mobius.models.attention import DocumentAttention
 from mobius.models.blocks import LayerArguments, ModelParts
 from mobius.models.experts import router_loss
-from mobius.plan.cards import ACTION_LAUNCH, SUSTAINED_SHARE, action_launch
+from mobius.plan.gpu_specs import ACTION_LAUNCH, SUSTAINED_SHARE, action_launch
 from mobius.plan.profile import LayerSeconds, Profile, Source
 from mobius.plan.request import PackedRows
-from mobius.runtime import layer_bytes, slices, stage
+from mobius.runtime import layer_bytes, sliced_layers, stage
 from mobius.runtime.documents import typical_arguments
-from mobius.runtime.places import Place
-from mobius.runtime.stage_layers import Turn
+from mobius.runtime.sequence_slices import SequenceSlice
+from mobius.runtime.stage_layers import MicrobatchContext
 
 CPU = torch.device("cpu")
 SHAPE = MicrobatchShape(batch=2, seq_length=8, dtype=torch.float32, loss_chunk_tokens=64)
@@ -39,7 +39,7 @@ SHAPE = MicrobatchShape(batch=2, seq_length=8, dtype=torch.float32, loss_chunk_t
 
 @pytest.fixture(autouse=True)
 def _short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "PART_SECONDS", 0.01)
+    monkeypatch.setattr(timer, "PART_SECONDS", 0.01)
     monkeypatch.setattr(host_rates, "COPY_BYTES", 2**16)
     monkeypatch.setattr(host_rates, "CPU_PARAMETERS", 2**12)
     monkeypatch.setattr(measure, "GPU_PARAMETERS", 2**12)
@@ -61,8 +61,8 @@ class CountOperations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operations(_: Bench, work: Callable[[], object], **__: object) -> float:
-    """In the place of `Bench.seconds`: the same on a busy machine."""
+def operations(_: CollectiveTimer, work: Callable[[], object], **__: object) -> float:
+    """In the place of `CollectiveTimer.seconds`: the same on a busy machine."""
     with CountOperations() as counter:
         work()
     return float(counter.number)
@@ -70,7 +70,7 @@ def operations(_: Bench, work: Callable[[], object], **__: object) -> float:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_one_rank_measures_every_kind_of_layer(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Bench, "seconds", operations)
+    monkeypatch.setattr(CollectiveTimer, "seconds", operations)
     parts = parts_of(family)
     profile = measure_profile(parts, SHAPE, device=CPU, transport=SingleRankTransport(), kernel=None)
     assert profile.source is Source.MEASURED
@@ -88,24 +88,24 @@ def arguments_of(parts: ModelParts, shape: MicrobatchShape) -> LayerArguments:
 
 
 def test_layers_over_packed_rows_are_measured_with_their_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = ModelParts(FAMILIES["gemma3"](), CPU, packed=torch.float32)
-    shape = replace(SHAPE, packed=PackedRows(attention_length=2.9, most_documents=4))
+    parts = ModelParts(FAMILIES["gemma3"](), CPU, packed_dtype=torch.float32)
+    shape = replace(SHAPE, packed=PackedRows(attention_length=2.9, max_documents=4))
     for arguments in arguments_of(parts, shape):
         # Eight tokens in documents of 3, 3 and 2, twice; there may be eight documents.
-        assert arguments["document_bounds"].tolist() == [0, 3, 6, 8, 11, 14, 16, 16, 16]
+        assert arguments["document_cu_seqlens"].tolist() == [0, 3, 6, 8, 11, 14, 16, 16, 16]
         assert arguments["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 0, 1]] * 2
-    assert all("document_bounds" not in arguments for arguments in arguments_of(parts, SHAPE))
-    monkeypatch.setattr(Bench, "seconds", operations)
+    assert all("document_cu_seqlens" not in arguments for arguments in arguments_of(parts, SHAPE))
+    monkeypatch.setattr(CollectiveTimer, "seconds", operations)
     profile = measure_profile(parts, shape, device=CPU, transport=SingleRankTransport(), kernel=None)
     assert all(layer.forward > 0 for layer in profile.layer_kinds)
 
 
 def test_whole_rows_have_bounds_where_flexattention_takes_the_place_of_masks() -> None:
     """As for slices in fp32 on a GPU: without them FlashAttention would be asked, which takes no fp32."""
-    parts = ModelParts(FAMILIES["llama"](), CPU, packed=torch.float32)
+    parts = ModelParts(FAMILIES["llama"](), CPU, packed_dtype=torch.float32)
     parts.attention = DocumentAttention.FLEX
     for arguments in arguments_of(parts, SHAPE):
-        assert arguments["block_masks"].documents.bounds.tolist() == [0, 8, 16]
+        assert arguments["block_masks"].documents.cu_seqlens.tolist() == [0, 8, 16]
         assert arguments["position_ids"].tolist() == [list(range(8))] * 2
 
 
@@ -150,12 +150,12 @@ def test_layers_are_measured_with_the_sums_of_their_routers(monkeypatch: pytest.
     counted = list[tuple[int, ...]]()
     sums = router_loss.router_sums
 
-    def count(logits: Tensor, tokens: Tensor, num_chosen: int) -> Tensor:
+    def count(logits: Tensor, tokens: Tensor, num_experts_per_token: int) -> Tensor:
         counted.append(tuple(tokens.shape))
-        return sums(logits, tokens, num_chosen)
+        return sums(logits, tokens, num_experts_per_token)
 
     monkeypatch.setattr(router_loss, "router_sums", count)
-    for work in measure._layer_work(Bench(CPU, SingleRankTransport()), routed(), SHAPE, 0):
+    for work in measure._layer_work(CollectiveTimer(CPU, SingleRankTransport()), routed(), SHAPE, 0):
         counted.clear()
         work()
         assert counted
@@ -173,27 +173,27 @@ def test_layers_are_measured_with_the_sums_of_their_routers(monkeypatch: pytest.
 
 def test_slices_are_measured_at_both_ends_of_their_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slice of 8 tokens that takes 1 s and 0.1 s per token it attends to, counting half of its own."""
-    own, places = Bench(CPU, SingleRankTransport()), list[Place]()
+    own, sequence_slices = CollectiveTimer(CPU, SingleRankTransport()), list[SequenceSlice]()
 
     def seconds(work: Callable[[], object]) -> float:
-        places.clear()
+        sequence_slices.clear()
         work()
-        return 1 + 0.1 * (places[0].start + 4)
+        return 1 + 0.1 * (sequence_slices[0].start + 4)
 
-    def seen(turn: Turn) -> Place:
-        assert turn.place is not None
-        places.append(turn.place)
-        return turn.place
+    def seen(context: MicrobatchContext) -> SequenceSlice:
+        assert context.sequence_slice is not None
+        sequence_slices.append(context.sequence_slice)
+        return context.sequence_slice
 
-    monkeypatch.setattr(slices, "_place_of", seen)
+    monkeypatch.setattr(sliced_layers, "_sequence_slice_of", seen)
     monkeypatch.setattr(own, "seconds", seconds)
-    layer, attention = measure._slice_seconds(own, parts_of("llama"), replace(SHAPE, whole_length=64), 0)
+    layer, attention = measure._slice_seconds(own, parts_of("llama"), replace(SHAPE, full_seq_length=64), 0)
     assert (layer.forward, layer.recomputed_backward) == pytest.approx((4.2, 4.2))
     assert (attention.forward, attention.recomputed_backward) == pytest.approx((3.2, 3.2))
 
 
 def test_a_profile_of_slices_knows_the_length_of_their_sequences() -> None:
-    shape = replace(SHAPE, whole_length=32)
+    shape = replace(SHAPE, full_seq_length=32)
     found = measure_profile(parts_of("llama"), shape, device=CPU, transport=SingleRankTransport(), kernel=None)
     assert found.attention_length == 32
     assert found.microbatch_tokens == 16
@@ -283,9 +283,9 @@ def test_layers_in_tiles_are_never_kept_whole(monkeypatch: pytest.MonkeyPatch) -
         raise AssertionError("a graph of all tokens was kept")
 
     monkeypatch.setattr(stage, "run_with_graph", refuse)
-    bench, parts = Bench(CPU, SingleRankTransport()), parts_of("llama")
+    timer, parts = CollectiveTimer(CPU, SingleRankTransport()), parts_of("llama")
     whole, tiles = (
-        measure._layer_work(bench, parts, replace(SHAPE, tile_tokens=number), 0) for number in (SHAPE.tokens, 4)
+        measure._layer_work(timer, parts, replace(SHAPE, tile_tokens=number), 0) for number in (SHAPE.tokens, 4)
     )
 
     with pytest.raises(AssertionError, match="was kept"):
@@ -294,16 +294,16 @@ def test_layers_in_tiles_are_never_kept_whole(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_host_that_waits_for_its_work_tells_nothing_of_launches() -> None:
-    launch = measure_launches(Bench(CPU, SingleRankTransport()), parts_of("llama"), SHAPE)
+    launch = measure_launches(CollectiveTimer(CPU, SingleRankTransport()), parts_of("llama"), SHAPE)
     assert launch == LayerSeconds(0.0, 0.0, 0.0)
     assert action_launch(launch) == ACTION_LAUNCH
 
 
 def test_layers_and_loss_count_as_long_as_they_take_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    def of_two_seconds(self: Bench, work: object, **_: object) -> float:
+    def of_two_seconds(self: CollectiveTimer, work: object, **_: object) -> float:
         return 2.0
 
-    monkeypatch.setattr(Bench, "seconds", of_two_seconds)
+    monkeypatch.setattr(CollectiveTimer, "seconds", of_two_seconds)
     profile = measure_profile(parts_of("llama"), SHAPE, device=CPU, transport=SingleRankTransport(), kernel=None)
     (layer,) = profile.layer_kinds
     within = 2.0 / SUSTAINED_SHARE

@@ -8,21 +8,23 @@ from harness.local_transport import LocalTransport
 from harness.replica_threads import run_replica_threads
 
 from mobius.measuring import replica_link
-from mobius.measuring.bench import Bench
 from mobius.measuring.replica_link import measure_replica_rates
+from mobius.measuring.timer import CollectiveTimer
 from mobius.plan.replicas.traffic import ReplicaRates, link_of_nodes, rates_of_nodes
 
 
-@pytest.mark.parametrize(("num_replicas", "num_places"), [(2, 1), (2, 2), (3, 1)])
-def test_all_ranks_get_the_same_rates(monkeypatch: pytest.MonkeyPatch, num_replicas: int, num_places: int) -> None:
+@pytest.mark.parametrize(("num_replicas", "num_pipeline_ranks"), [(2, 1), (2, 2), (3, 1)])
+def test_all_ranks_get_the_same_rates(
+    monkeypatch: pytest.MonkeyPatch, num_replicas: int, num_pipeline_ranks: int
+) -> None:
     monkeypatch.setattr(replica_link, "LINK_ELEMENTS", 2**12)
 
     def work(_: int, transport: LocalTransport) -> ReplicaRates:
-        bench = Bench(torch.device("cpu"), transport, part_seconds=0.01)
-        return measure_replica_rates(bench, is_through_host=True)
+        timer = CollectiveTimer(torch.device("cpu"), transport, part_seconds=0.01)
+        return measure_replica_rates(timer, is_through_host=True)
 
-    rates = run_replica_threads(num_replicas, num_places, work)
-    assert len(rates) == num_replicas * num_places
+    rates = run_replica_threads(num_replicas, num_pipeline_ranks, work)
+    assert len(rates) == num_replicas * num_pipeline_ranks
     assert len(set(rates)) == 1
     assert 0 < rates[0].alone <= rates[0].together
     assert rates[0].is_through_host
@@ -30,11 +32,11 @@ def test_all_ranks_get_the_same_rates(monkeypatch: pytest.MonkeyPatch, num_repli
 
 def test_bytes_are_those_that_a_rank_gives_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_link, "LINK_ELEMENTS", 3000)
-    monkeypatch.setattr(Bench, "seconds", lambda *_: 2.0)
-    monkeypatch.setattr(Bench, "seconds_alone", lambda *_: 0.5)
+    monkeypatch.setattr(CollectiveTimer, "seconds", lambda *_: 2.0)
+    monkeypatch.setattr(CollectiveTimer, "seconds_alone", lambda *_: 0.5)
 
     def work(_: int, transport: LocalTransport) -> ReplicaRates:
-        return measure_replica_rates(Bench(torch.device("cpu"), transport), is_through_host=False)
+        return measure_replica_rates(CollectiveTimer(torch.device("cpu"), transport), is_through_host=False)
 
     for rates in run_replica_threads(3, 2, work):
         # 1000 elements of 2 bytes to each of 2 others; by one rank not faster than by all of them.

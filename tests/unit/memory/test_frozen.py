@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mobius.memory.layout import StageLayout
-from mobius.memory.rank_memory import take_memory
+from mobius.memory.rank_memory import allocate_memory
 from mobius.memory.stage_memory import StageMemory
 from mobius.optim.adamw import AdamWSettings, FlatAdamW
 
@@ -24,13 +24,13 @@ FORMATS = [(FP32, FP32), (BF16, BF16), (BF16, FP32), (FP16, FP16)]
 
 def make_stage(dtype: torch.dtype, gradient_dtype: torch.dtype, *, is_resident: bool) -> StageMemory:
     """A stage whose parameters are numbers around one, each its own."""
-    memory, _ = take_memory(
+    memory, _ = allocate_memory(
         {3: StageLayout.of(SHAPES, frozen=FROZEN)},
         resident={3} if is_resident else (),
         num_slots=1,
         dtype=dtype,
         gradient_dtype=gradient_dtype,
-        waiting={3},
+        deferred_updates={3},
         device=CPU,
     )
     for name, value in values().items():
@@ -72,7 +72,7 @@ def test_a_step_reads_frozen_weights_and_leaves_their_bits_alone(
         assert set(stage.gradients()) == SHAPES.keys() - FROZEN
         for view in stage.gradients().values():
             view.add_(2.0)
-        square = stage.seal_gradients(excluded=frozenset())
+        square = stage.finish_gradients(excluded=frozenset())
         assert square.item() == pytest.approx((128 + 5) * 4.0)
         if not is_resident:
             frozen = stage.state.layout.views(stage._pool.slot_of(3).buffer)  # type: ignore[attr-defined]
@@ -99,18 +99,18 @@ def test_frozen_parameters_are_set_and_cannot_move_the_master_of_others() -> Non
 @pytest.mark.parametrize("is_resident", [False, True])
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 def test_a_stage_with_nothing_to_train_goes_through_a_step(dtype: torch.dtype, is_resident: bool) -> None:
-    memory, _ = take_memory(
+    memory, _ = allocate_memory(
         {0: StageLayout.of({"base": (4, 4)}, frozen={"base"})},
         resident={0} if is_resident else (),
         num_slots=1,
         dtype=dtype,
         gradient_dtype=dtype,
-        waiting={0},
+        deferred_updates={0},
         device=CPU,
     )
     if not is_resident:
         memory[0].load()
-    assert memory[0].seal_gradients(excluded=frozenset()).item() == 0.0
+    assert memory[0].finish_gradients(excluded=frozenset()).item() == 0.0
     if not is_resident:
         memory[0].offload()
     memory[0].wait_for_gradients()

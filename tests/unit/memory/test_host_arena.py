@@ -8,7 +8,7 @@ import torch
 from mobius.errors import HostMemoryError
 from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
-from mobius.memory.stage_state import Remainder, StageState
+from mobius.memory.stage_state import MasterRemainder, StageState
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -61,7 +61,7 @@ def test_the_master_is_the_working_copy_in_fp32_split_in_bf16_and_apart_in_fp16(
     full, split, half = (state_of(layouts, dtype) for dtype in (FP32, BF16, FP16))
 
     assert full.master is full.weights
-    assert isinstance(split.master, Remainder)
+    assert isinstance(split.master, MasterRemainder)
     assert split.master.bits.dtype == torch.int16
     assert isinstance(half.master, torch.Tensor)
     assert half.master.dtype == FP32

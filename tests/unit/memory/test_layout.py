@@ -44,7 +44,7 @@ def test_tensors_of_more_than_two_dimensions_are_decayed() -> None:
 
 
 def test_matrices_that_are_named_lie_with_what_is_not_decayed_also_after_a_split() -> None:
-    layout = StageLayout.of(SHAPES, frozen={"up"}, undecayed={"down", "bias"})
+    layout = StageLayout.of(SHAPES, frozen={"up"}, no_weight_decay={"down", "bias"})
 
     assert layout.ranges == (FlatRange(0, 128, has_decay=True), FlatRange(128, 512, has_decay=False))
     assert layout.slice_of("norm") == slice(0, 5)

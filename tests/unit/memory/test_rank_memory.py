@@ -5,7 +5,7 @@ import torch
 
 from mobius.errors import ScheduleError
 from mobius.memory.layout import StageLayout
-from mobius.memory.rank_memory import take_memory
+from mobius.memory.rank_memory import allocate_memory
 from mobius.memory.resident import ResidentStage
 from mobius.memory.stage_memory import StageMemory
 
@@ -15,16 +15,16 @@ Layouts = dict[int, StageLayout]
 
 
 def make_mixed(
-    layouts: Layouts, resident: tuple[int, ...], *, waiting: tuple[int, ...] = (), fp32_gradients: bool = False
+    layouts: Layouts, resident: tuple[int, ...], *, deferred_updates: tuple[int, ...] = (), fp32_gradients: bool = False
 ) -> dict[int, StageMemory]:
     """bf16 stages whose masters are their number plus 1 throughout."""
-    memory, _ = take_memory(
+    memory, _ = allocate_memory(
         layouts,
         resident=resident,
         num_slots=1,
         dtype=torch.bfloat16,
         gradient_dtype=torch.float32 if fp32_gradients else torch.bfloat16,
-        waiting=waiting,
+        deferred_updates=deferred_updates,
         device=CPU,
     )
     for stage, own in memory.items():
@@ -51,12 +51,12 @@ def test_each_stage_says_where_it_is_and_gives_its_own_weights(layouts: Layouts,
             memory[stage].offload()
 
 
-@pytest.mark.parametrize("waiting", [(), (0,)])
+@pytest.mark.parametrize("deferred_updates", [(), (0,)])
 @pytest.mark.parametrize("fp32_gradients", [False, True])
 def test_gradients_of_all_stages_go_through_one_sum_and_arrive_where_they_belong(
-    layouts: Layouts, waiting: tuple[int, ...], fp32_gradients: bool
+    layouts: Layouts, deferred_updates: tuple[int, ...], fp32_gradients: bool
 ) -> None:
-    memory = make_mixed(layouts, (0,), waiting=waiting, fp32_gradients=fp32_gradients)
+    memory = make_mixed(layouts, (0,), deferred_updates=deferred_updates, fp32_gradients=fp32_gradients)
     for step in (1, 2, 3):  # the buffers of the sum take turns
         seen = {}
         for stage in (4, 2, 0):
@@ -64,7 +64,7 @@ def test_gradients_of_all_stages_go_through_one_sum_and_arrive_where_they_belong
                 memory[stage].load()
             for microbatch in range(2):
                 memory[stage].gradients()["matrix"].add_(step * 10.0 ** (stage // 2) * (1 + microbatch))
-            memory[stage].seal_gradients(excluded=NOTHING)
+            memory[stage].finish_gradients(excluded=NOTHING)
             if stage:
                 memory[stage].offload()
             memory[stage].wait_for_gradients()
@@ -76,7 +76,7 @@ def test_gradients_of_all_stages_go_through_one_sum_and_arrive_where_they_belong
 
 
 def test_resident_stages_keep_gradients_only_while_an_update_waits(layouts: Layouts) -> None:
-    memory = make_mixed(layouts, (0, 2), waiting=(2,))
+    memory = make_mixed(layouts, (0, 2), deferred_updates=(2,))
     total = memory[0].gradients()["matrix"]
     assert memory[0].state.gradients.data_ptr() == total.data_ptr(), "they are read from the rank's sum"
     assert memory[2].state.gradients.data_ptr() != total.data_ptr()
@@ -94,15 +94,15 @@ def test_a_streamed_stage_is_not_added_to_a_resident_one(layouts: Layouts) -> No
 @pytest.mark.parametrize("num_stages", [3, 4])
 def test_a_long_stage_lengthens_one_of_two_sums_where_turns_come_out_even(num_stages: int) -> None:
     shapes = {stage: {"matrix": (500 if stage == 0 else 100, 64)} for stage in range(num_stages)}
-    memory, _ = take_memory(
+    memory, _ = allocate_memory(
         {stage: StageLayout.of(own) for stage, own in shapes.items()},
         resident=(),
         num_slots=2,
         dtype=torch.bfloat16,
         gradient_dtype=torch.bfloat16,
-        waiting=(),
+        deferred_updates=(),
         device=CPU,
-        in_rounds=True,
+        has_accumulation_rounds=True,
     )
     sizes = set()
     for step in range(3):
@@ -112,7 +112,7 @@ def test_a_long_stage_lengthens_one_of_two_sums_where_turns_come_out_even(num_st
             assert not views["matrix"].any()
             views["matrix"].fill_(step + stage + 1)
             sizes.add((views["matrix"].untyped_storage().data_ptr(), views["matrix"].untyped_storage().nbytes()))
-            memory[stage].seal_gradients(excluded=NOTHING)
+            memory[stage].finish_gradients(excluded=NOTHING)
             memory[stage].offload()
             memory[stage].wait_for_gradients()
             assert memory[stage].state.gradients.unique().tolist() == [step + stage + 1]
@@ -124,15 +124,15 @@ def test_sums_are_as_long_as_the_stages_that_add_up_in_them(layouts: Layouts) ->
     """A resident stage that has a sum of its own, as in rounds, lengthens none of the others'."""
     shapes = {0: {"matrix": (50, 400)}, **{stage: {"matrix": (5, 40)} for stage in (2, 4)}}
     given = {stage: StageLayout.of(own) for stage, own in shapes.items()}
-    memory, arena = take_memory(
+    memory, arena = allocate_memory(
         given,
         resident=(0,),
         num_slots=2,
         dtype=torch.bfloat16,
         gradient_dtype=torch.bfloat16,
-        waiting=(),
+        deferred_updates=(),
         device=CPU,
-        in_rounds=True,
+        has_accumulation_rounds=True,
     )
     longest = {stage: memory[stage].gradients()["matrix"].untyped_storage().nbytes() // 4 for stage in (0, 2)}
     assert longest == {0: given[0].num_trained, 2: given[2].num_trained}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mobius.errors import ScheduleError
-from mobius.memory.gradient_sum import GradientSum
+from mobius.memory.gradient_accumulator import GradientAccumulator
 from mobius.memory.layout import StageLayout
 from mobius.memory.resident import ResidentStage
 
@@ -20,12 +20,12 @@ def make_resident(
     layouts: Layouts,
     *,
     dtype: torch.dtype = torch.bfloat16,
-    waiting: tuple[int, ...] = (0, 2, 4),
+    deferred_updates: tuple[int, ...] = (0, 2, 4),
     gradient_dtype: torch.dtype | None = None,
-    total: GradientSum | None = None,
+    accumulator: GradientAccumulator | None = None,
 ) -> Stages:
-    """Resident stages of one rank; those in `waiting` keep their gradients."""
-    total = total or GradientSum(384, device=CPU)
+    """Resident stages of one rank; those in `deferred_updates` keep their gradients."""
+    accumulator = accumulator or GradientAccumulator(384, device=CPU)
     return {
         stage: ResidentStage(
             stage,
@@ -33,8 +33,8 @@ def make_resident(
             dtype=dtype,
             device=CPU,
             gradient_dtype=gradient_dtype,
-            keeps_gradients=stage in waiting,
-            total=total,
+            keeps_gradients=stage in deferred_updates,
+            accumulator=accumulator,
         )
         for stage, layout in layouts.items()
     }
@@ -64,16 +64,16 @@ VALUE = 1.0 + 2.0**-9 + 2.0**-20
 """In bf16, whose numbers are 2**-7 apart here, it is 1."""
 
 
-@pytest.mark.parametrize("waiting", [(), (0, 2, 4)])
+@pytest.mark.parametrize("deferred_updates", [(), (0, 2, 4)])
 @pytest.mark.parametrize(
     ("dtype", "expected"), [(torch.bfloat16, 1.0), (torch.float32, 1.0 + 2.0**-9 + 2.0**-20)], ids=["bf16", "fp32"]
 )
 def test_gradients_are_rounded_as_those_that_leave_unless_fp32_is_wanted(
-    layouts: Layouts, waiting: tuple[int, ...], dtype: torch.dtype, expected: float
+    layouts: Layouts, deferred_updates: tuple[int, ...], dtype: torch.dtype, expected: float
 ) -> None:
-    stages = make_resident(layouts, waiting=waiting, gradient_dtype=dtype)
+    stages = make_resident(layouts, deferred_updates=deferred_updates, gradient_dtype=dtype)
     stages[0].gradients()["norm"].fill_(VALUE)
-    square = stages[0].seal_gradients(excluded=NOTHING)
+    square = stages[0].finish_gradients(excluded=NOTHING)
     stages[0].wait_for_gradients()
 
     state = stages[0].state
@@ -98,23 +98,29 @@ def test_bytes_per_element(
     not_kept: int | None,
 ) -> None:
     # 384 + 256 + 256 elements; the sum belongs to the rank and is not counted.
-    total = GradientSum(384, device=CPU)
-    for waiting, expected in (((0, 2, 4), kept), ((), not_kept)):
+    accumulator = GradientAccumulator(384, device=CPU)
+    for deferred_updates, expected in (((0, 2, 4), kept), ((), not_kept)):
         if expected is None:
             continue
-        stages = make_resident(layouts, dtype=dtype, waiting=waiting, gradient_dtype=gradient_dtype, total=total)
+        stages = make_resident(
+            layouts,
+            dtype=dtype,
+            deferred_updates=deferred_updates,
+            gradient_dtype=gradient_dtype,
+            accumulator=accumulator,
+        )
         tensors = [tensor for stage in stages.values() for tensor in stage.state.tensors]
         distinct = {tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-        distinct.pop(total.flat(layouts[0]).data_ptr(), None)
+        distinct.pop(accumulator.finished_sum(layouts[0]).data_ptr(), None)
         assert sum(distinct.values()) == expected * 896
 
 
 def test_what_waits_for_its_update_stays_when_another_stage_adds_up(layouts: Layouts) -> None:
-    stages = make_resident(layouts, waiting=(2,))
+    stages = make_resident(layouts, deferred_updates=(2,))
     stages[2].gradients()["matrix"].add_(3)
-    stages[2].seal_gradients(excluded=NOTHING)
+    stages[2].finish_gradients(excluded=NOTHING)
     stages[0].gradients()["norm"].add_(1)
-    stages[0].seal_gradients(excluded=NOTHING)
+    stages[0].finish_gradients(excluded=NOTHING)
 
     assert bool((stages[2].state.gradients == 3).all())
     assert bool((stages[0].state.gradients[-128:-121] == 1).all())  # matrix first, then the norm
@@ -123,14 +129,14 @@ def test_what_waits_for_its_update_stays_when_another_stage_adds_up(layouts: Lay
 def test_the_norm_tells_of_a_gradient_that_fp16_cannot_hold(layouts: Layouts) -> None:
     stages = make_resident(layouts, dtype=torch.float16)
     stages[0].gradients()["norm"].fill_(70_000.0)  # fp16 ends at 65504
-    assert stages[0].seal_gradients(excluded=NOTHING).isnan()
+    assert stages[0].finish_gradients(excluded=NOTHING).isnan()
 
 
 def test_gradients_add_up_until_they_are_sealed_and_then_begin_at_zero(resident: Stages) -> None:
     for expected in (1.0, 2.0):
         resident[4].gradients()["bias"].add_(1)
         assert bool((resident[4].gradients()["bias"] == expected).all())
-    resident[4].seal_gradients(excluded=NOTHING)
+    resident[4].finish_gradients(excluded=NOTHING)
 
     assert resident[4].gradients()["bias"].count_nonzero() == 0
 
@@ -146,13 +152,13 @@ def test_sealing_returns_the_squared_norm_without_the_excluded(resident: Stages)
         resident[4].gradients()["matrix"].fill_(-3)
         resident[4].gradients()["bias"].fill_(0.5)
 
-        assert resident[4].seal_gradients(excluded=excluded).item() == pytest.approx(expected)
+        assert resident[4].finish_gradients(excluded=excluded).item() == pytest.approx(expected)
 
 
 def test_a_stage_without_any_backward_has_gradients_of_zero(resident: Stages) -> None:
     resident[0].state.gradients.fill_(5)
 
-    assert resident[0].seal_gradients(excluded=NOTHING).item() == 0.0
+    assert resident[0].finish_gradients(excluded=NOTHING).item() == 0.0
     assert resident[0].state.gradients.count_nonzero() == 0
 
 

@@ -12,8 +12,8 @@ from harness.logged_streams import StreamLog
 from torch import Tensor
 
 from mobius.memory.layout import FlatRange, StageLayout
-from mobius.memory.rank_memory import take_memory
-from mobius.memory.shares import Segment
+from mobius.memory.rank_memory import allocate_memory
+from mobius.memory.shards import Segment
 from mobius.memory.stage_memory import StageMemory
 
 NOTHING: frozenset[str] = frozenset()
@@ -29,24 +29,24 @@ class LoggedReplicas:
         self._log = log
         self.calls: list[str] = []
 
-    def reduce(self, values: Tensor, segments: Sequence[Segment]) -> None:
-        self._called("reduce")
+    def reduce_scatter(self, values: Tensor, segments: Sequence[Segment]) -> None:
+        self._called("reduce_scatter")
         for own, others in segments:
             values[own] *= 2
             values[others] = torch.nan
 
-    def total(self, value: Tensor) -> Tensor:
+    def sum_over_replicas(self, value: Tensor) -> Tensor:
         return 2 * value
 
-    def spread(self, values: Tensor, segments: Sequence[Segment]) -> None:
-        self._called("spread")
+    def all_gather(self, values: Tensor, segments: Sequence[Segment]) -> None:
+        self._called("all_gather")
         self._give(values, segments)
 
-    def gather(self, values: Tensor, segments: Sequence[Segment]) -> None:
-        self._called("gather")
+    def all_gather_for_load(self, values: Tensor, segments: Sequence[Segment]) -> None:
+        self._called("all_gather_for_load")
         self._give(values, segments)
 
-    def spread_on_host(self, values: Tensor, segments: Sequence[Segment]) -> None:
+    def all_gather_on_host(self, values: Tensor, segments: Sequence[Segment]) -> None:
         self.calls.append("on host")
         self._give(values, segments)
 
@@ -70,7 +70,7 @@ class HeldUpdates:
             piece()
         self.followers[stage] = []
 
-    def when_updated(self, stage: int, action: Callable[[], None]) -> None:
+    def run_after_update(self, stage: int, action: Callable[[], None]) -> None:
         self.followers[stage].append(action) if stage in self.followers else action()
 
     def is_under_way(self, stage: int) -> bool:
@@ -96,8 +96,8 @@ def take(
 ) -> dict[int, StageMemory]:
     """Stages whose weights are their numbers plus 1."""
     given: Any = {"gradient_dtype": torch.bfloat16, "resident": (), "num_slots": 2, "updates": updates} | more
-    memory, _ = take_memory(
-        layouts, dtype=torch.bfloat16, waiting=layouts, device=torch.device("cpu"), replicas=replicas, **given
+    memory, _ = allocate_memory(
+        layouts, dtype=torch.bfloat16, deferred_updates=layouts, device=torch.device("cpu"), replicas=replicas, **given
     )
     for stage, own in memory.items():
         for name, (_, shape) in layouts[stage].offsets.items():
@@ -111,7 +111,7 @@ def backward(log: StreamLog, memory: StageMemory, name: str) -> Tensor:
     for gradient in memory.gradients().values():
         gradient.fill_(3)
     log.mark(name)
-    return memory.seal_gradients(excluded=NOTHING)
+    return memory.finish_gradients(excluded=NOTHING)
 
 
 @pytest.mark.parametrize("gradient_dtype", [torch.bfloat16, torch.float32])
@@ -123,14 +123,14 @@ def test_a_streamed_stages_sums_are_reduced_while_the_next_stage_computes(
         memory[stage].load()
         backward(log, memory[stage], f"backward {number}")
         memory[stage].offload()
-    assert all(log.precedes(f"backward {number}", f"reduce {number}") for number in (1, 2, 3))
-    assert not log.precedes("reduce 1", "backward 2"), "compute goes on"
-    assert log.precedes("reduce 1", "backward 3"), "whose sums lie where the first ones were"
-    assert not log.precedes("reduce 2", "backward 3")
+    assert all(log.precedes(f"backward {number}", f"reduce_scatter {number}") for number in (1, 2, 3))
+    assert not log.precedes("reduce_scatter 1", "backward 2"), "compute goes on"
+    assert log.precedes("reduce_scatter 1", "backward 3"), "whose sums lie where the first ones were"
+    assert not log.precedes("reduce_scatter 2", "backward 3")
     for number, stage in enumerate((4, 2, 0), start=1):
         memory[stage].wait_for_gradients()
         log.mark(f"arrived {number}", on="host")
-        assert log.precedes(f"reduce {number}", f"arrived {number}")
+        assert log.precedes(f"reduce_scatter {number}", f"arrived {number}")
         assert bool((memory[stage].state.own_gradient("matrix") == 6).all()), "the sum of both"
 
 
@@ -140,9 +140,9 @@ def test_resident_stages_sums_are_reduced_while_the_next_stage_computes(
     memory = take(layouts, replicas, resident=STAGES)
     for number, stage in enumerate((4, 2, 0), start=1):
         backward(log, memory[stage], f"backward {number}")
-    assert not log.precedes("reduce 1", "backward 2")
-    assert log.precedes("reduce 1", "backward 3"), "whose sums lie where the first ones were"
-    assert not log.precedes("reduce 2", "backward 3")
+    assert not log.precedes("reduce_scatter 1", "backward 2")
+    assert log.precedes("reduce_scatter 1", "backward 3"), "whose sums lie where the first ones were"
+    assert not log.precedes("reduce_scatter 2", "backward 3")
 
 
 def test_compute_waits_for_a_reduction_where_it_wants_the_norm(
@@ -153,14 +153,14 @@ def test_compute_waits_for_a_reduction_where_it_wants_the_norm(
         if not resident:
             memory[4].load()
         backward(log, memory[4], "backward")
-        number = replicas.calls.count("reduce")
+        number = replicas.calls.count("reduce_scatter")
         log.mark("before")
         reduction = memory[4].reduction
         assert reduction is not None
         reduction.wait()
         log.mark("norm")
-        assert log.precedes(f"reduce {number}", "norm")
-        assert not log.precedes(f"reduce {number}", "before")
+        assert log.precedes(f"reduce_scatter {number}", "norm")
+        assert not log.precedes(f"reduce_scatter {number}", "before")
 
 
 def test_a_slot_is_filled_again_behind_the_departure_of_its_gradients(
@@ -173,7 +173,7 @@ def test_a_slot_is_filled_again_behind_the_departure_of_its_gradients(
     memory[2].load()
     memory[2].weights()
     log.mark("the next stage")
-    assert log.precedes("reduce 1", "the next stage")
+    assert log.precedes("reduce_scatter 1", "the next stage")
 
 
 def updated(memory: StageMemory) -> None:
@@ -212,9 +212,9 @@ def test_the_first_load_behind_an_update_gathers_and_later_ones_find_all_at_home
     own.load()
     views = own.weights()
     log.mark("forward")
-    assert log.precedes("gather 1", "forward")
+    assert log.precedes("all_gather_for_load 1", "forward")
     flat = own.state.weights
-    places = own.state.shares
+    places = own.state.shards
     assert places is not None
     assert all(bool((flat[part] == 5).all()) for part in places.own)
     assert all(bool((flat[part] == 7).all()) for part in places.others), "they went home"
@@ -225,10 +225,10 @@ def test_the_first_load_behind_an_update_gathers_and_later_ones_find_all_at_home
     log.mark("backward")
     assert log.precedes("home", "backward")
     assert not log.precedes("home", "forward")
-    own.complete_weights()
+    own.gather_updated_weights()
     log.mark("may be read", on="host")
     assert log.precedes("home", "may be read")
-    assert replicas.calls == ["reduce", "gather"], "one gather for an update"
+    assert replicas.calls == ["reduce_scatter", "all_gather_for_load"], "one gather for an update"
 
 
 def test_frozen_weights_come_with_what_is_gathered(log: StreamLog, replicas: LoggedReplicas) -> None:
@@ -240,7 +240,7 @@ def test_frozen_weights_come_with_what_is_gathered(log: StreamLog, replicas: Log
     updated(memory)
     memory.load()
     assert bool((memory.weights()["frozen"] == 1).all())
-    assert replicas.calls[-1] == "gather"
+    assert replicas.calls[-1] == "all_gather_for_load"
 
 
 def test_gradients_lie_over_gathered_weights_only_when_those_have_gone_home(
@@ -254,11 +254,13 @@ def test_gradients_lie_over_gathered_weights_only_when_those_have_gone_home(
     updated(memory)
     mark_copies_home(log, memory, monkeypatch)
     memory.load()
-    reduce = replicas.reduce
+    reduce_scatter = replicas.reduce_scatter
     backward_begins = partial(backward, log, memory, "backward again")
-    monkeypatch.setattr(replicas, "reduce", lambda *given: (reduce(*given), log.mark("cast comes next")))
+    monkeypatch.setattr(
+        replicas, "reduce_scatter", lambda *given: (reduce_scatter(*given), log.mark("cast comes next"))
+    )
     backward_begins()
-    assert log.precedes("gather 1", "home")
+    assert log.precedes("all_gather_for_load 1", "home")
     assert log.precedes("home", "cast comes next")
     assert not log.precedes("home", "backward again"), "compute does not wait for it"
 
@@ -274,7 +276,7 @@ def test_gathers_run_in_the_order_of_loads_whichever_update_ends_first(
         memory[stage].offload()
         updated(memory[stage])
     lengths: list[int] = []
-    monkeypatch.setattr(replicas, "gather", lambda values, segments: lengths.append(segments[-1][-1].stop))
+    monkeypatch.setattr(replicas, "all_gather_for_load", lambda values, segments: lengths.append(segments[-1][-1].stop))
     for stage in (0, 2, 4):
         memory[stage].load()
     for stage in (2, 4):  # their updates end, and nobody can gather
@@ -297,13 +299,13 @@ def test_what_reads_the_host_gets_weights_that_no_load_has_brought(
     memory.offload()
     updated(memory)
     for _ in range(2):  # once is enough
-        memory.complete_weights()
-    shares = memory.state.shares
-    assert shares is not None
-    assert all(bool((memory.state.weights[part] == 7).all()) for part in shares.others)
+        memory.gather_updated_weights()
+    shards = memory.state.shards
+    assert shards is not None
+    assert all(bool((memory.state.weights[part] == 7).all()) for part in shards.others)
     memory.load()
     memory.weights()
-    assert replicas.calls == ["reduce", "on host"], "and the next load is as ever"
+    assert replicas.calls == ["reduce_scatter", "on host"], "and the next load is as ever"
 
 
 @pytest.mark.parametrize("begins_in_the_step", [False, True])
@@ -324,15 +326,15 @@ def test_a_resident_stage_is_updated_and_spread_beside_compute(
     else:
         memory.update(update)
     log.mark("the next stage")
-    assert log.precedes("reduce 1", "update")
+    assert log.precedes("reduce_scatter 1", "update")
     assert log.precedes("tied matrices are summed", "update")
-    assert log.precedes("update", "spread 1")
+    assert log.precedes("update", "all_gather 1")
     assert not log.precedes("update", "the next stage")
     assert not memory.is_ready()
     memory.weights()
     assert memory.is_ready()
     log.mark("the next forward")
-    assert log.precedes("spread 1", "the next forward")
+    assert log.precedes("all_gather 1", "the next forward")
 
 
 def test_a_resident_stage_is_saved_behind_its_spread(
@@ -341,5 +343,5 @@ def test_a_resident_stage_is_saved_behind_its_spread(
     memory = take(layouts, replicas, resident=STAGES)[4]
     backward(log, memory, "backward")
     memory.update(lambda *, pieces, found_inf=None: None)
-    memory.when_updated(lambda: log.mark("a copy may begin"))
-    assert log.precedes("spread 1", "a copy may begin")
+    memory.run_after_update(lambda: log.mark("a copy may begin"))
+    assert log.precedes("all_gather 1", "a copy may begin")

@@ -7,7 +7,7 @@ import torch
 
 from mobius.errors import ScheduleError
 from mobius.memory.layout import StageLayout
-from mobius.memory.rank_memory import take_memory
+from mobius.memory.rank_memory import allocate_memory
 from mobius.memory.stage_memory import StageMemory
 
 CPU = torch.device("cpu")
@@ -21,13 +21,13 @@ def make_slots(layouts: dict[int, StageLayout]) -> MakeSlots:
     """Slots over stages 0, 2 and 4, whose weights are 1, 3 and 5 throughout."""
 
     def make(num_slots: int = 2, dtype: torch.dtype = torch.float32) -> Stages:
-        slots, _ = take_memory(
+        slots, _ = allocate_memory(
             layouts,
             resident=(),
             num_slots=num_slots,
             dtype=dtype,
             gradient_dtype=dtype,
-            waiting=layouts,
+            deferred_updates=layouts,
             device=CPU,
         )
         for stage, own in slots.items():
@@ -77,7 +77,7 @@ def test_loading_beyond_the_slots_is_refused_until_one_is_freed(
     [
         lambda slots: slots[4].weights(),
         lambda slots: slots[4].offload(),
-        lambda slots: slots[4].seal_gradients(excluded=NOTHING),
+        lambda slots: slots[4].finish_gradients(excluded=NOTHING),
     ],
     ids=["weights", "offload", "seal"],
 )
@@ -127,7 +127,7 @@ def test_each_stage_and_each_step_begins_with_zero_gradients(make_slots: MakeSlo
         assert all(view.count_nonzero() == 0 for view in gradients.values())
         for view in gradients.values():
             view.fill_(3)
-        slots[stage].seal_gradients(excluded=NOTHING)
+        slots[stage].finish_gradients(excluded=NOTHING)
         slots[stage].offload()
 
 
@@ -147,7 +147,7 @@ def test_sealing_returns_the_squared_norm_without_the_excluded(make_slots: MakeS
         slots[0].load()
         slots[0].gradients()["matrix"].fill_(3)
         slots[0].gradients()["norm"].fill_(-4)
-        square = slots[0].seal_gradients(excluded=excluded)
+        square = slots[0].finish_gradients(excluded=excluded)
         slots[0].offload()
 
         assert square.dtype == torch.float32
@@ -159,7 +159,7 @@ def test_excluding_everything_leaves_a_norm_of_zero(make_slots: MakeSlots) -> No
     slots[0].load()
     slots[0].gradients()["norm"].fill_(2)
 
-    assert slots[0].seal_gradients(excluded=frozenset({"matrix", "norm"})).item() == 0.0
+    assert slots[0].finish_gradients(excluded=frozenset({"matrix", "norm"})).item() == 0.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -170,7 +170,7 @@ def test_sealed_gradients_arrive_on_the_host_in_the_dtype_of_the_weights(
     values = torch.linspace(-1, 1, 200).view(5, 40)
     slots[0].load()
     slots[0].gradients()["matrix"].add_(values)
-    slots[0].seal_gradients(excluded=NOTHING)
+    slots[0].finish_gradients(excluded=NOTHING)
     slots[0].offload()
     slots[0].wait_for_gradients()
 
@@ -185,7 +185,7 @@ def test_the_norm_is_that_of_the_fp32_gradients_not_of_the_rounded_ones(make_slo
     slots[2].load()
     slots[2].gradients()["matrix"].fill_(1.0 + 2.0**-10)  # rounds to 1 in bf16
 
-    square = slots[2].seal_gradients(excluded=NOTHING)
+    square = slots[2].finish_gradients(excluded=NOTHING)
 
     assert square.item() == pytest.approx(256 * (1.0 + 2.0**-10) ** 2, rel=1e-6)
 
@@ -208,7 +208,7 @@ def test_a_gradient_that_is_not_finite_after_the_cast_is_seen_in_the_norm(
     slots[0].load()
     slots[0].gradients()["matrix"][4, 39] = value
 
-    assert bool(slots[0].seal_gradients(excluded=NOTHING).isfinite()) == is_finite
+    assert bool(slots[0].finish_gradients(excluded=NOTHING).isfinite()) == is_finite
 
 
 def test_an_overflow_in_an_excluded_gradient_is_seen_too(make_slots: MakeSlots) -> None:
@@ -216,7 +216,7 @@ def test_an_overflow_in_an_excluded_gradient_is_seen_too(make_slots: MakeSlots) 
     slots[0].load()
     slots[0].gradients()["norm"][0] = 70_000.0
 
-    assert slots[0].seal_gradients(excluded=frozenset({"norm"})).isnan()
+    assert slots[0].finish_gradients(excluded=frozenset({"norm"})).isnan()
 
 
 def test_offloading_without_gradients_leaves_those_of_the_host_alone(make_slots: MakeSlots) -> None:
@@ -232,7 +232,7 @@ def test_a_slot_that_sent_gradients_sends_none_for_its_next_stage(make_slots: Ma
     slots = make_slots(num_slots=1)
     slots[0].load()
     slots[0].gradients()
-    slots[0].seal_gradients(excluded=NOTHING)
+    slots[0].finish_gradients(excluded=NOTHING)
     slots[0].offload()
     slots[2].state.gradients.fill_(9)
 

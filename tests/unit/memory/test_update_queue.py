@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mobius.memory.layout import StageLayout
-from mobius.memory.rank_memory import take_memory
+from mobius.memory.rank_memory import allocate_memory
 from mobius.memory.stage_memory import StageMemory
 from mobius.memory.update_queue import UpdateQueue
 
@@ -42,13 +42,13 @@ def drain(queue: UpdateQueue) -> None:
 
 def streamed(queue: UpdateQueue) -> StageMemory:
     """A streamed stage 0 with a slot, which is updated in `queue`."""
-    memory, _ = take_memory(
+    memory, _ = allocate_memory(
         {0: StageLayout.of({"weight": (4, 32)})},
         resident=(),
         num_slots=1,
         dtype=torch.bfloat16,
         gradient_dtype=torch.bfloat16,
-        waiting=(),
+        deferred_updates=(),
         device=CPU,
         updates=queue,
     )
@@ -164,7 +164,7 @@ def test_a_failed_piece_ends_its_update_and_no_other(busy: UpdateQueue, gate: th
 def test_what_follows_an_update_has_run_when_the_wait_is_over() -> None:
     queue, gate, events = UpdateQueue(), threading.Event(), list[str]()
     queue.submit(0, held(gate, lambda: events.append("update")))
-    queue.when_updated(0, lambda: events.append("load"))
+    queue.run_after_update(0, lambda: events.append("load"))
     assert events == []
     gate.set()
     queue.wait(0)
@@ -173,7 +173,7 @@ def test_what_follows_an_update_has_run_when_the_wait_is_over() -> None:
 
 def test_a_stage_without_an_update_is_not_waited_for() -> None:
     queue, events = UpdateQueue(), list[str]()
-    queue.when_updated(3, lambda: events.append("load"))
+    queue.run_after_update(3, lambda: events.append("load"))
     queue.wait(3)
     assert events == ["load"]
 

@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 from mobius.memory.streams import Event
 from mobius.messages.cuda_copies import CudaCopyEngine, CudaQueue
 from mobius.messages.mailboxes import Inbox, Mailboxes, Outbox, Ring
-from mobius.messages.meeting import Meeting
+from mobius.messages.rendezvous import Rendezvous
 
 STALE = 0xEE
 """What memory holds while a copy into it is under way."""
@@ -245,8 +245,8 @@ def test_a_message_of_another_size_is_a_bug() -> None:
     def make_engine(device: torch.device) -> CudaCopyEngine:
         raise AssertionError("nothing is made before they are opened")
 
-    meeting = Meeting(HashStore(), rank=0, num_ranks=2)
-    mailboxes = Mailboxes(meeting, torch.device("cpu"), make_engine=make_engine, message_bytes=16)
+    rendezvous = Rendezvous(HashStore(), rank=0, num_ranks=2)
+    mailboxes = Mailboxes(rendezvous, torch.device("cpu"), make_engine=make_engine, message_bytes=16)
     with pytest.raises(AssertionError):
         mailboxes.send(torch.zeros(5), 1)
     with pytest.raises(AssertionError):

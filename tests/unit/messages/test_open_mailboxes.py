@@ -19,7 +19,7 @@ from mobius.errors import TransportError
 from mobius.messages import mailboxes as mailboxes_module
 from mobius.messages.cuda_copies import CudaCopyEngine
 from mobius.messages.mailboxes import Mailboxes
-from mobius.messages.meeting import Meeting, Told, told_text, told_value
+from mobius.messages.rendezvous import JsonValue, Rendezvous, decode_json, encode_json
 
 CPU = torch.device("cpu")
 SIZE = 12_346  # no multiple of a word, nor of a page
@@ -36,7 +36,7 @@ def with_mailboxes(
     work: Callable[[LocalTransport, Mailboxes], None],
     *,
     makers: dict[int, Callable[[torch.device], CudaCopyEngine]] | None = None,
-    patience: float = 20.0,
+    timeout_seconds: float = 20.0,
 ) -> list[bool]:
     """Open mailboxes in one thread per engine, work with them and close them; who had some."""
     store = HashStore()
@@ -44,8 +44,10 @@ def with_mailboxes(
 
     def run(transport: LocalTransport) -> bool:
         make = (makers or {}).get(transport.rank, lambda _: engines[transport.rank])
-        meeting = Meeting(store, rank=transport.rank, num_ranks=len(engines))
-        mailboxes = Mailboxes(meeting, CPU, make_engine=make, message_bytes=SIZE, patience=patience).open()
+        rendezvous = Rendezvous(store, rank=transport.rank, num_ranks=len(engines))
+        mailboxes = Mailboxes(
+            rendezvous, CPU, make_engine=make, message_bytes=SIZE, timeout_seconds=timeout_seconds
+        ).open()
         if mailboxes is None:
             return False
         work(transport, mailboxes)
@@ -111,7 +113,9 @@ def fail(*arguments: object) -> Any:
     raise RuntimeError("it is forbidden\nfor a reason")
 
 
-@pytest.mark.parametrize("operation", ["reaches", "new_queue", "register", "allocate", "export", "open_exported"])
+@pytest.mark.parametrize(
+    "operation", ["can_access_peer", "new_queue", "register", "allocate", "export", "open_exported"]
+)
 @pytest.mark.parametrize("victim", [0, 2])
 def test_what_one_rank_may_not_do_makes_all_ranks_go_without(
     operation: str, victim: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -170,7 +174,7 @@ def test_a_message_that_never_comes_is_called_off_and_releases_its_stream(
 
     monkeypatch.setattr(engines[1], "new_queue", mute)
     with caplog.at_level(logging.INFO, "mobius"):
-        assert with_mailboxes(engines, talk, patience=0.5) == [False, False]
+        assert with_mailboxes(engines, talk, timeout_seconds=0.5) == [False, False]
 
     assert set(caplog.messages) == {"messages travel over NCCL: rank 0: no message from rank 1 within 0.5 s"}
     assert [engine.num_held for engine in engines] == [0, 0]
@@ -196,16 +200,16 @@ def test_opening_leaves_no_descriptor_open() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-class Stranger(Meeting):
+class Stranger(Rendezvous):
     """Rank 0 of two, whose neighbour answers as `script` says and not at all as a rank does."""
 
-    def __init__(self, script: list[Told]) -> None:
+    def __init__(self, script: list[JsonValue]) -> None:
         self.rank, self.num_ranks = 0, 2
         self._script = [*script, None, None]
 
-    def gather(self, value: Told) -> list[Any]:
+    def gather(self, value: JsonValue) -> list[Any]:
         answer = self._script.pop(0)
-        return [told_value(told_text(each).encode(), by=rank) for rank, each in enumerate((value, answer))]
+        return [decode_json(encode_json(each).encode(), by=rank) for rank, each in enumerate((value, answer))]
 
 
 @pytest.mark.parametrize(
@@ -222,7 +226,7 @@ class Stranger(Meeting):
         [[None, 11], [None, [0]], [None, {"0": [1, 2, None]}]],
     ],
 )
-def test_a_neighbour_that_answers_nonsense_is_one_error_that_names_it(script: list[Told]) -> None:
+def test_a_neighbour_that_answers_nonsense_is_one_error_that_names_it(script: list[JsonValue]) -> None:
     engine = HostCopyEngine(10, peers=frozenset({11}))
     mailboxes = Mailboxes(Stranger(script), CPU, make_engine=lambda _: engine, message_bytes=SIZE)
     with pytest.raises(TransportError, match="what rank 1 told the others cannot be read"):
@@ -233,7 +237,7 @@ def test_a_neighbour_that_answers_nonsense_is_one_error_that_names_it(script: li
 def test_an_offer_of_memory_of_another_size_is_not_taken(num_bytes: int, caplog: pytest.LogCaptureFixture) -> None:
     engine = HostCopyEngine(10, peers=frozenset({11}))
     offered = mailboxes_module.SharedMemory.create(num_bytes)
-    script: list[Told] = [[None, 11], [None, [0]], [None, {"0": [os.getpid(), offered.descriptor, "00"]}]]
+    script: list[JsonValue] = [[None, 11], [None, [0]], [None, {"0": [os.getpid(), offered.descriptor, "00"]}]]
     with caplog.at_level(logging.INFO, "mobius"):
         stranger = Stranger([*script, [None, None]])
         found = Mailboxes(stranger, CPU, make_engine=lambda _: engine, message_bytes=SIZE).open()

@@ -13,10 +13,10 @@ from harness.replica_messages import LAYOUT, shares_of, values_of
 from harness.runs import environment
 from torch import Tensor
 
-from mobius.limits import RECEIVED_ELEMENTS
-from mobius.memory.shares import Segment
+from mobius.limits import REDUCE_CHUNK_ELEMENTS
+from mobius.memory.shards import Segment
 from mobius.messages import replicas as messages
-from mobius.messages.replicas import PACK_BYTES, meet_replicas
+from mobius.messages.replicas import PACK_BYTES, create_replica_group
 
 NUM_REPLICAS = 3
 Found = list[dict[str, Tensor]]
@@ -84,7 +84,7 @@ class Traffic:
         monkeypatch.setattr(messages, "HOST_CHUNK_ELEMENTS", chunk)
         world: Any = SimpleNamespace(rank=1, num_ranks=num_replicas)
         cpu = torch.device("cpu")
-        self.replicas = meet_replicas(world, index=1, num_replicas=num_replicas, device=cpu, reduce_dtype=dtype)
+        self.replicas = create_replica_group(world, index=1, num_replicas=num_replicas, device=cpu, reduce_dtype=dtype)
         self.addresses.clear()
 
 
@@ -94,11 +94,11 @@ def test_parts_that_travel_begin_where_nccl_takes_them_in_packs(
 ) -> None:
     """With four replicas a part is a third of what a GPU receives at a time."""
     number, length = 4, 4096
-    assert RECEIVED_ELEMENTS // (number - 1) % PACK_BYTES, "which is no multiple by itself"
+    assert REDUCE_CHUNK_ELEMENTS // (number - 1) % PACK_BYTES, "which is no multiple by itself"
     traffic = Traffic(monkeypatch, num_replicas=number, chunk=2**10 // (number - 1), dtype=dtype)
     sums = torch.zeros(number * length)
-    traffic.replicas.reduce(sums, [segment_of(length, number)])
-    traffic.replicas.gather(sums.to(dtype), [segment_of(length, number)])
+    traffic.replicas.reduce_scatter(sums, [segment_of(length, number)])
+    traffic.replicas.all_gather_for_load(sums.to(dtype), [segment_of(length, number)])
     assert len(traffic.addresses) > 2 * 2 * (number - 1), "parts go one after the other"
     assert all(address % PACK_BYTES == 0 for address in traffic.addresses)
 
@@ -112,5 +112,5 @@ def test_reducing_takes_the_memory_of_one_chunk(
     traffic = Traffic(monkeypatch, num_replicas=2, chunk=chunk, dtype=dtype)
     sums = torch.zeros(8 * chunk)
     with LiveBytes() as live:
-        traffic.replicas.reduce(sums, [segment_of(4 * chunk, 2)])
+        traffic.replicas.reduce_scatter(sums, [segment_of(4 * chunk, 2)])
     assert live.peak == factor * 4 * chunk

@@ -15,7 +15,7 @@ from mobius.errors import PlanError
 from mobius.models.attention import (
     BlockMasks,
     DocumentAttention,
-    Documents,
+    DocumentLayout,
     _flex,
     attend_documents,
     choose_attention,
@@ -57,7 +57,7 @@ def test_documents_one_by_one_are_what_a_dense_mask_gives(window: int | None, so
     for attend in (
         partial(dense, window=window, softcap=softcap),
         lambda *given: attend_documents(
-            nn.Identity(), *given, None, sliding_window=window, softcap=softcap, document_bounds=BOUNDS
+            nn.Identity(), *given, None, sliding_window=window, softcap=softcap, document_cu_seqlens=BOUNDS
         )[0],
     ):
         given = [each.requires_grad_() for each in tensors()]
@@ -70,15 +70,17 @@ def test_documents_one_by_one_are_what_a_dense_mask_gives(window: int | None, so
 
 def test_without_bounds_each_row_is_one_document() -> None:
     query, key, value = tensors()
-    bounds = torch.arange(0, 4 * LENGTH, LENGTH, dtype=torch.int32)
-    expected, _ = attend_documents(nn.Identity(), query, key, value, None, document_bounds=bounds)
+    cu_seqlens = torch.arange(0, 4 * LENGTH, LENGTH, dtype=torch.int32)
+    expected, _ = attend_documents(nn.Identity(), query, key, value, None, document_cu_seqlens=cu_seqlens)
     assert torch.equal(attend_documents(nn.Identity(), query, key, value, None)[0], expected)
 
 
 def test_two_byte_formats_are_attended_in_their_format() -> None:
     query, key, value = tensors(torch.bfloat16)
     for softcap in (None, 3.0):
-        output, _ = attend_documents(nn.Identity(), query, key, value, None, document_bounds=BOUNDS, softcap=softcap)
+        output, _ = attend_documents(
+            nn.Identity(), query, key, value, None, document_cu_seqlens=BOUNDS, softcap=softcap
+        )
         expected = dense(query.float(), key.float(), value.float(), window=None, softcap=softcap)
         assert output.dtype == torch.bfloat16
         assert (output - expected).abs().max() <= 0.02 * expected.abs().max()
@@ -93,7 +95,7 @@ def test_block_masks_show_each_token_its_document(
     """FlexAttention without its kernel, which only GPUs have, but with the masks, blocks and cap that it gets there."""
     monkeypatch.setattr("mobius.models.attention._compiled_flex", lambda: flex_attention)
     query, key, value = tensors()
-    mask = make_block_mask(Documents(POSITIONS, BOUNDS), window)
+    mask = make_block_mask(DocumentLayout(POSITIONS, BOUNDS), window)
     output = _flex(query, key, value, mask, 1 / math.sqrt(WIDTH), softcap).transpose(1, 2)
     expected = dense(query, key, value, window=window, softcap=softcap)
     assert (output - expected).abs().max() <= 2e-6 * expected.abs().max()
@@ -101,7 +103,7 @@ def test_block_masks_show_each_token_its_document(
 
 @pytest.mark.parametrize("window", [None, 1, 7, 128, 200])
 def test_a_block_mask_has_the_blocks_that_hold_a_visible_pair_and_no_others(window: int | None) -> None:
-    mask = make_block_mask(Documents(POSITIONS, BOUNDS), window)
+    mask = make_block_mask(DocumentLayout(POSITIONS, BOUNDS), window)
     blocks = -(-LENGTH // 128)
     document = torch.arange(LENGTH) - POSITIONS
     for row in range(len(ROWS)):
@@ -128,13 +130,13 @@ def test_attention_that_cannot_be_compiled_is_told_with_a_way_out(monkeypatch: p
 
 
 def test_masks_are_made_once_for_each_window() -> None:
-    masks = BlockMasks(Documents(POSITIONS, BOUNDS))
+    masks = BlockMasks(DocumentLayout(POSITIONS, BOUNDS))
     assert masks.of_window(None) is masks.of_window(None)
     assert masks.of_window(7) is not masks.of_window(None)
 
 
 def test_a_cpu_attends_one_by_one() -> None:
-    assert choose_attention(CPU, torch.float32, head_size=64, softcap=None) is DocumentAttention.ONE_BY_ONE
+    assert choose_attention(CPU, torch.float32, head_size=64, softcap=None) is DocumentAttention.PER_DOCUMENT
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from harness.pipelines import CPU, FAMILIES, NUM_LAYERS, make_model
 from transformers import GPT2Config
 
 from mobius.errors import CheckpointError
-from mobius.models.blocks import LayerInputs, ModelParts
+from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 
 # Kinds of layers in 12 of them: sliding and full attention where a family mixes them, else one.
 NUM_TEMPLATES = {
@@ -40,7 +40,7 @@ def test_blocks_have_the_names_and_shapes_of_the_real_model(family: str) -> None
     parts = ModelParts(model.config, CPU)
     shapes: dict[str, tuple[int, ...]] = {}
     for block in (parts.embedding, *parts.layers, parts.norm, parts.head):
-        shapes.update(block.full_shapes())
+        shapes.update(block.parameter_shapes())
 
     assert shapes == {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
 
@@ -88,19 +88,19 @@ def test_a_shared_template_runs_each_layer_on_its_own_weights() -> None:
     model = make_model("llama")
     parts = ModelParts(model.config, CPU)
     hidden = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0))
-    arguments = LayerInputs(parts, device=CPU, dtype=torch.float32)(6)
-    positions = torch.arange(6)[None]
-    rotary = model.model.rotary_emb(hidden, positions)
+    arguments = LayerArgumentsBuilder(parts, device=CPU, dtype=torch.float32)(6)
+    position_ids = torch.arange(6)[None]
+    rotary = model.model.rotary_emb(hidden, position_ids)
 
     for index in (0, 1, 7):
         weights = dict(model.model.layers[index].named_parameters())
-        expected = model.model.layers[index](hidden, position_embeddings=rotary, position_ids=positions)
+        expected = model.model.layers[index](hidden, position_embeddings=rotary, position_ids=position_ids)
         assert torch.equal(parts.layers[index](weights, hidden, **arguments[index]), expected)
 
 
 def test_layer_inputs_follow_the_layer_kinds_and_the_length() -> None:
     parts = ModelParts(FAMILIES["gemma3"](), CPU)
-    inputs = LayerInputs(parts, device=CPU, dtype=torch.float32)
+    inputs = LayerArgumentsBuilder(parts, device=CPU, dtype=torch.float32)
     short, long = inputs(6), inputs(10)
 
     assert inputs(6) is short

@@ -18,13 +18,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from mobius.config.config import ModelConfig
 from mobius.errors import CheckpointError
 from mobius.models import families
-from mobius.models.base_files import read_base_files
 from mobius.models.blocks import ModelParts
-from mobius.models.by_plan.checked import checked_families
-from mobius.models.config_rules import wrong_fields
+from mobius.models.config_rules import find_invalid_fields
 from mobius.models.families import changed_fields, load_model_config
-from mobius.models.text_parts import taken
-from mobius.models.text_parts.taken import checked_text_parts, is_taken
+from mobius.models.model_files import read_model_files
+from mobius.models.multimodal import text_config
+from mobius.models.multimodal.text_config import checked_text_parts, is_text_config_supported
+from mobius.models.structure.checked_families import checked_families
 from mobius.models.weights import InitialWeights
 from mobius.plan.partition import StageCut
 from mobius.runtime.stage import StageModule
@@ -56,7 +56,7 @@ def test_at_least_thirty_families_are_bit_equal_and_five_of_them_in_everything()
 
 @OWN_VERSION
 def test_every_family_of_transformers_is_either_supported_or_refused_with_a_reason() -> None:
-    taken_apart = set(filter(is_taken, checked_text_parts())) & set(causal_families())
+    taken_apart = set(filter(is_text_config_supported, checked_text_parts())) & set(causal_families())
     assert sorted([*CHECKED.supported, *CHECKED.refused, *taken_apart]) == causal_families()
     assert CHECKED.supported.keys() <= set(planned_families())
     assert all(CHECKED.refused.values())
@@ -74,7 +74,7 @@ def test_a_supported_family_is_loaded_and_taken_apart_with_all_its_parameters(tm
     assert config._attn_implementation == own._attn_implementation
     assert parts.shape().num_parameters == sum(each.numel() for each in parts.model.parameters())
     blocks = (parts.embedding, *parts.layers, parts.norm, parts.head)
-    shapes = {name: shape for block in blocks for name, shape in block.full_shapes().items()}
+    shapes = {name: shape for block in blocks for name, shape in block.parameter_shapes().items()}
     named = parts.model.named_parameters(remove_duplicate=False)
     assert shapes == {name: tuple(parameter.shape) for name, parameter in named}
 
@@ -84,13 +84,15 @@ def test_a_supported_family_is_loaded_and_taken_apart_with_all_its_parameters(tm
 def test_weight_decay_leaves_alone_what_the_trainer_leaves_alone_and_all_other_vectors(family: str) -> None:
     """The Trainer goes by names: it decays norms that are named `post_norm1`, and vectors of which it knows no name."""
     parts = ModelParts(tiny_config(family), CPU)
-    undecayed = frozenset[str]().union(*(block.undecayed_names() for block in parts.blocks))
+    no_weight_decay = frozenset[str]().union(*(block.no_weight_decay_names() for block in parts.blocks))
     named = parts.model.named_parameters(remove_duplicate=False)
     names = {name for name, parameter in named if parameter.requires_grad}
     decayed_by_trainer = set(Trainer.get_decay_parameter_names(cast(Any, None), parts.model))
 
-    assert names - decayed_by_trainer <= undecayed
-    assert {name.removesuffix(".weight").rpartition(".")[2] for name in undecayed & decayed_by_trainer & names} == {
+    assert names - decayed_by_trainer <= no_weight_decay
+    assert {
+        name.removesuffix(".weight").rpartition(".")[2] for name in no_weight_decay & decayed_by_trainer & names
+    } == {
         "olmo_hybrid": {"A_log"},
         "qwen3_next": {"A_log"},
         "qwen3_5_text": {"A_log"},
@@ -104,13 +106,13 @@ def test_norms_of_two_dimensions_are_not_decayed() -> None:
     parts = ModelParts(tiny_config("cohere"), CPU)
     stage = StageModule(parts, StageCut(0, 0, len(parts.layers), True, True), loss_chunk_tokens=8)
     layout, prefix = stage.layout(), "model.layers.0.self_attn"
-    decayed, undecayed = layout.ranges
+    decayed, no_weight_decay = layout.ranges
 
     assert len(stage.shapes[f"{prefix}.q_norm.weight"]) == 2
     for name in (f"{prefix}.q_norm.weight", f"{prefix}.k_norm.weight", "model.norm.weight"):
-        assert undecayed.start <= layout.slice_of(name).start < undecayed.end
+        assert no_weight_decay.start <= layout.slice_of(name).start < no_weight_decay.end
     assert decayed.start <= layout.slice_of(f"{prefix}.q_proj.weight").start < decayed.end
-    assert (decayed.has_decay, undecayed.has_decay) == (True, False)
+    assert (decayed.has_decay, no_weight_decay.has_decay) == (True, False)
 
 
 @OWN_VERSION
@@ -125,7 +127,7 @@ def test_fresh_weights_of_a_supported_family_are_drawn_or_refused(family: str) -
             source.read("model.layers.0.mlp.act_fn.alpha_p", (1,))
         return
     for block in (parts.embedding, *parts.layers, parts.norm, parts.head):
-        for name, shape in block.full_shapes().items():
+        for name, shape in block.parameter_shapes().items():
             if family in ROUTERS_NOT_DRAWN and name.endswith("mlp.gate.weight"):
                 with pytest.raises(CheckpointError, match="draws no initial values for"):
                     source.read(name, shape)
@@ -138,7 +140,7 @@ def test_fresh_weights_of_a_supported_family_are_drawn_or_refused(family: str) -
 def test_the_defaults_of_a_supported_family_break_no_rule(family: str) -> None:
     kind = CONFIG_MAPPING[family]
 
-    assert wrong_fields(kind().to_dict(), {field.name for field in dataclasses.fields(kind)}) == []
+    assert find_invalid_fields(kind().to_dict(), {field.name for field in dataclasses.fields(kind)}) == []
 
 
 @pytest.mark.parametrize(
@@ -187,7 +189,7 @@ def test_the_text_part_of_a_larger_model_is_taken_with_the_fields_of_a_text_mode
     assert config.tie_word_embeddings, "as the larger model has it"
     assert "its text part (gemma3_text) is trained" in caplog.text
     assert "vision_config is neither trained nor saved" in caplog.text
-    written = read_base_files(tmp_path).config
+    written = read_model_files(tmp_path).config
     assert "architectures" in written
     assert not {"text_config", "vision_config"} & written.keys()
     assert changed_fields(written, config) == {}
@@ -218,7 +220,7 @@ def test_a_text_part_that_cannot_be_taken_is_refused(tmp_path: Path, fields: dic
 def test_the_text_part_of_a_model_that_was_not_compared_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (taken, families):
+    for module in (text_config, families):
         monkeypatch.setattr(module, "checked_text_parts", dict)
     fields = {"model_type": "mistral3", "text_config": {"model_type": "mistral"}, "vision_config": {}}
     (tmp_path / "config.json").write_text(json.dumps(fields))

@@ -8,7 +8,7 @@ from harness.block_case import BlockCase, assert_near
 from harness.pipelines import make_model
 from torch._dynamo.utils import counters
 
-from mobius.models.blocks import LayerInputs, ModelParts
+from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 
 CPU = torch.device("cpu")
 LENGTH = 8
@@ -20,7 +20,7 @@ def test_one_graph_per_grad_mode_serves_all_layers_and_gives_eager_gradients() -
     model = make_model("llama")
     values = dict(model.named_parameters())
     eager, compiled = ModelParts(model.config, CPU), ModelParts(model.config, CPU, compiled=True)
-    arguments = LayerInputs(eager, device=CPU, dtype=torch.float32)(12)
+    arguments = LayerArgumentsBuilder(eager, device=CPU, dtype=torch.float32)(12)
     hidden = torch.randn(2, 12, model.config.hidden_size)
     for index in range(4):
         results = []
@@ -50,10 +50,10 @@ def test_graphs_of_forward_and_backward_serve_all_layers_and_give_autograds_grad
     model = make_model("llama")
     values = {name: value.detach() for name, value in model.named_parameters()}
     parts = ModelParts(model.config, CPU, compiled=True)
-    arguments = LayerInputs(parts, device=CPU, dtype=torch.float32)(LENGTH)
+    arguments = LayerArgumentsBuilder(parts, device=CPU, dtype=torch.float32)(LENGTH)
     hidden, gradient = (torch.randn(2, LENGTH, model.config.hidden_size) for _ in range(2))
     for layer, own in zip(parts.layers, arguments, strict=True):
-        weights = {name: values[name] for name in layer.full_shapes()}
+        weights = {name: values[name] for name in layer.parameter_shapes()}
         case = BlockCase(layer, weights, hidden, own, gradient)
         assert_near(case.recomputed(), case.by_autograd()[1:], share=1e-4)
         assert_near(case.kept(), case.by_autograd(), share=1e-4)
@@ -73,7 +73,7 @@ def test_a_layer_that_cannot_be_compiled_runs_eagerly_and_a_line_says_so(
     model = make_model("llama")
     values = dict(model.named_parameters())
     eager, compiled = ModelParts(model.config, CPU), ModelParts(model.config, CPU, compiled=True)
-    arguments = LayerInputs(eager, device=CPU, dtype=torch.float32)(12)
+    arguments = LayerArgumentsBuilder(eager, device=CPU, dtype=torch.float32)(12)
     hidden = torch.randn(1, 12, model.config.hidden_size)
     outputs = []
     for parts in (eager, compiled):

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from mobius.config.adapters import AdapterConfig, FinetuningType
 from mobius.errors import ConfigError
-from mobius.models.blocks import LayerInputs, ModelParts
-from mobius.models.compiled import KeptActivations
-from mobius.models.experts.forward import run_experts, run_without_scatter, use_experts
-from mobius.models.experts.fused import fused_experts, matrices, why_not_run
-from mobius.models.experts.taps import ExpertsTap
-from mobius.models.graph import backward, recomputed_backward, run_with_graph
-from mobius.plan.plan import KeptLevel
+from mobius.models.block_autograd import backward, recomputed_backward, run_with_graph
+from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
+from mobius.models.compiled import CompiledGraph
+from mobius.models.experts.forward import register_experts_implementation, run_experts, run_experts_on_gpu
+from mobius.models.experts.fused import fused_experts, matrix_names, unsupported_experts_reason
+from mobius.models.experts.gradient_factors import ExpertsGradientFactors
+from mobius.plan.plan import RecomputeLevel
 
 CPU = torch.device("cpu")
 TOKENS, CHOSEN = 24, 3
@@ -57,7 +57,7 @@ def test_outputs_and_gradients_are_those_of_transformers(family: str) -> None:
         experts.config._experts_implementation = implementation
         expected[implementation] = results_of(experts, *inputs)
 
-    use_experts(experts)
+    register_experts_implementation(experts)
     actual = results_of(experts, *inputs)
 
     assert all(map(torch.equal, actual, expected["grouped_mm"]))
@@ -69,10 +69,10 @@ def test_outputs_and_gradients_are_those_of_transformers(family: str) -> None:
 def test_the_way_of_gpus_gives_the_same(family: str) -> None:
     experts = experts_of(family)
     inputs = random_inputs(experts)
-    use_experts(experts)
+    register_experts_implementation(experts)
     expected = results_of(experts, *inputs)
 
-    actual = results_of(partial(run_without_scatter, experts), *inputs, parameters=experts.parameters())
+    actual = results_of(partial(run_experts_on_gpu, experts), *inputs, parameters=experts.parameters())
 
     for own, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-6 * float(other.detach().abs().max()))
@@ -85,18 +85,18 @@ def test_steps_in_bf16_lose_what_transformers_loses_to_the_bit() -> None:
     assert losses.run == losses.plain, losses
 
 
-@pytest.mark.parametrize("run", [run_experts, run_without_scatter])
+@pytest.mark.parametrize("run", [run_experts, run_experts_on_gpu])
 @pytest.mark.parametrize("family", ["qwen3_moe", "aria_text"])
 def test_factors_that_leave_by_taps_make_the_weights_gradients(family: str, run: Callable[..., Tensor]) -> None:
     experts = experts_of(family)
     inputs = random_inputs(experts)
-    use_experts(experts)
+    register_experts_implementation(experts)
     expected = results_of(partial(run, experts), *inputs, parameters=experts.parameters())
-    own = [ExpertsTap(name, CHOSEN) for name in matrices(experts)]
+    own = [ExpertsGradientFactors(name, CHOSEN) for name in matrix_names(experts)]
     taps = {
         name: leaf
         for tap in own
-        for name, leaf in tap.make(experts.get_parameter(tap.weight), num_tokens=TOKENS).items()
+        for name, leaf in tap.make_placeholders(experts.get_parameter(tap.weight), num_tokens=TOKENS).items()
     }
     vars(experts)["_buffers"].update(taps)
 
@@ -106,7 +106,7 @@ def test_factors_that_leave_by_taps_make_the_weights_gradients(family: str, run:
     found = dict(zip(taps, actual[3:], strict=True))
     for tap, gradient in zip(own, expected[3:], strict=True):
         total = torch.ones_like(gradient)
-        tap.add(total, found)
+        tap.add_gradient(total, found)
         assert torch.equal(total, 1 + gradient)
 
 
@@ -115,7 +115,7 @@ def test_all_matrices_of_a_sparse_layer_are_tapped_but_the_routers(family: str) 
     parts = ModelParts(tiny_config(family), CPU)
     layer = next(layer for layer in parts.layers if "mlp.gate.weight" in layer.shapes)
     matrices = {name for name, shape in layer.shapes.items() if len(shape) > 1}
-    assert matrices - {tap.weight for tap in layer.tapped} == {"mlp.gate.weight"}
+    assert matrices - {tap.weight for tap in layer.gradient_factors} == {"mlp.gate.weight"}
 
 
 @pytest.mark.parametrize("compiler", ["none", pytest.param("inductor", marks=pytest.mark.extended)])
@@ -128,17 +128,19 @@ def test_a_sparse_layer_as_graphs_gives_what_it_gives_eagerly(compiler: str, mon
         parts = ModelParts(config, CPU, compiled=compiled)
         layer = next(layer for layer in parts.layers if "mlp.gate.weight" in layer.shapes)
         generator = torch.Generator().manual_seed(1)
-        weights = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in layer.full_shapes().items()}
+        weights = {
+            name: torch.randn(shape, generator=generator) * 0.1 for name, shape in layer.parameter_shapes().items()
+        }
         hidden, gradient = torch.randn(2, 2, 8, config.hidden_size, generator=generator)
-        arguments = LayerInputs(parts, device=CPU, dtype=torch.float32)(8)[1]
+        arguments = LayerArgumentsBuilder(parts, device=CPU, dtype=torch.float32)(8)[1]
         own = []
         for recomputed in (False, True):
             sums = {name: torch.zeros_like(value) for name, value in weights.items()}
             if recomputed:
                 of_input = recomputed_backward(layer, weights, hidden, arguments, sums, gradient)
             else:
-                graph = run_with_graph(layer, weights, hidden, arguments, KeptLevel.PRODUCTS)
-                assert isinstance(graph, KeptActivations) == compiled
+                graph = run_with_graph(layer, weights, hidden, arguments, RecomputeLevel.ELEMENTWISE)
+                assert isinstance(graph, CompiledGraph) == compiled
                 own.append(graph.output)
                 of_input = backward(layer, graph, sums, gradient)
             own += [of_input, *sums.values()]
@@ -174,7 +176,7 @@ def test_transposed_matrices_are_known() -> None:
 def test_experts_with_biases_are_refused() -> None:
     config = tiny_config("gpt_oss")
     config._attn_implementation = "eager"
-    reason = why_not_run(model_of(config))
+    reason = unsupported_experts_reason(model_of(config))
     assert reason == "has experts with biases, which are not run here (model.layers.0.mlp.experts)"
 
 
@@ -182,11 +184,11 @@ def test_experts_that_are_linears_are_refused() -> None:
     model = nn.Module()
     model.mlp = nn.Module()
     model.mlp.experts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-    reason = why_not_run(model)
+    reason = unsupported_experts_reason(model)
     assert reason == "has experts that are not held in one tensor per matrix (such as mlp.experts.0.bias)"
 
 
 def test_a_dense_model_has_no_experts() -> None:
     model = model_of(tiny_config("llama"))
-    assert why_not_run(model) is None
+    assert unsupported_experts_reason(model) is None
     assert fused_experts(model) == {}

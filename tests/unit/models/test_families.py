@@ -20,9 +20,9 @@ from mobius.config.config import ModelConfig
 from mobius.errors import CheckpointError, ConfigError
 from mobius.models import families
 from mobius.models.blocks import ModelParts
-from mobius.models.by_plan.checked import checked_families
 from mobius.models.families import load_model_config, load_planned_config, locate_model
-from mobius.models.weights import EMBEDDING, HEAD
+from mobius.models.structure.checked_families import checked_families
+from mobius.models.weights import EMBEDDING_WEIGHT, LM_HEAD_WEIGHT
 
 
 def write_config(folder: Path, config: PretrainedConfig, *, has_weights: bool) -> Path:
@@ -63,7 +63,7 @@ def hub_out_of_reach(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(families, "HUB_SECONDS", 0.2)
+    monkeypatch.setattr(families, "HUB_TIMEOUT_SECONDS", 0.2)
     with socket.socket() as server:  # bound, but it never listens: a connection is refused
         server.bind(("127.0.0.1", 0))
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
@@ -135,7 +135,9 @@ def snapshot(folder: Path, monkeypatch: pytest.MonkeyPatch, *, tied: bool, names
         asked.append(with_weights)
         if with_weights:
             for file in files:
-                values = {name: torch.full((4, 4), float(name == HEAD)) for name in listed if listed[name] == file}
+                values = {
+                    name: torch.full((4, 4), float(name == LM_HEAD_WEIGHT)) for name in listed if listed[name] == file
+                }
                 save_file(values, folder / file)
         return folder
 
@@ -146,9 +148,13 @@ def snapshot(folder: Path, monkeypatch: pytest.MonkeyPatch, *, tied: bool, names
 @pytest.mark.parametrize(
     ("tied", "names", "is_downloaded"),
     [
-        (False, [EMBEDDING, "model.norm.weight", HEAD], False),
-        (True, [EMBEDDING, "model.norm.weight"], False),
-        (True, [EMBEDDING, "model.norm.weight", HEAD], True),  # one matrix or two: only the values tell
+        (False, [EMBEDDING_WEIGHT, "model.norm.weight", LM_HEAD_WEIGHT], False),
+        (True, [EMBEDDING_WEIGHT, "model.norm.weight"], False),
+        (
+            True,
+            [EMBEDDING_WEIGHT, "model.norm.weight", LM_HEAD_WEIGHT],
+            True,
+        ),  # one matrix or two: only the values tell
     ],
 )
 def test_a_plan_for_a_model_of_the_hub_goes_by_its_index(
@@ -157,16 +163,16 @@ def test_a_plan_for_a_model_of_the_hub_goes_by_its_index(
     asked = snapshot(tmp_path, monkeypatch, tied=tied, names=names)
     planned = load_planned_config(ModelConfig(model_path="nobody/nothing", num_layers=7))
     assert asked == [False, True][: 1 + is_downloaded]
-    assert planned.unseen_bytes == (0 if is_downloaded else 3 * 2**30)
+    assert planned.undownloaded_bytes == (0 if is_downloaded else 3 * 2**30)
     assert planned.config.num_hidden_layers == 7
-    assert not planned.config.tie_word_embeddings or HEAD not in names
+    assert not planned.config.tie_word_embeddings or LM_HEAD_WEIGHT not in names
     with pytest.raises(ConfigError, match=r"--num_layers 13 is more than the 12 layers"):  # as of one that is here
         load_planned_config(ModelConfig(model_path="nobody/nothing", num_layers=13))
     if not is_downloaded:
         locate_model("nobody/nothing")  # by a run
-        assert load_planned_config(ModelConfig(model_path="nobody/nothing")).unseen_bytes == 0
+        assert load_planned_config(ModelConfig(model_path="nobody/nothing")).undownloaded_bytes == 0
         (tmp_path / "2.safetensors").unlink()
-        assert load_planned_config(ModelConfig(model_path="nobody/nothing")).unseen_bytes, "half of a download"
+        assert load_planned_config(ModelConfig(model_path="nobody/nothing")).undownloaded_bytes, "half of a download"
 
 
 @pytest.mark.parametrize("model_path", ["./models/llama", "/models/llama", "models/my/llama"])

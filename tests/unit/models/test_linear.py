@@ -7,9 +7,16 @@ import torch
 from harness.pipelines import FAMILIES
 from torch import Tensor, nn
 
-from mobius.models.blocks import LayerInputs, ModelParts
-from mobius.models.graph import backward, run_with_graph
-from mobius.models.linear import LinearTap, TappedLinear, add_product, linears_called_once, make_taps, tap_linears
+from mobius.models.block_autograd import backward, run_with_graph
+from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
+from mobius.models.linear import (
+    GradientFactorLinear,
+    LinearGradientFactors,
+    add_linear_weight_gradient,
+    find_linear_gradient_factors,
+    make_linear_placeholders,
+    replace_linears,
+)
 
 CPU = torch.device("cpu")
 
@@ -33,14 +40,14 @@ class TwoLinears(nn.Module):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_product_of_the_taps_gradients_is_the_weights_gradient(bias: bool, compiled: bool) -> None:
     torch.manual_seed(3)
-    linear = TappedLinear(6, 5, bias=bias, dtype=torch.float64)
+    linear = GradientFactorLinear(6, 5, bias=bias, dtype=torch.float64)
     inputs, gradient = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True), torch.randn(2, 3, 5).double()
     others = [inputs, *([linear.bias] if bias else [])]
     plain = torch.autograd.grad(linear(inputs), [linear.weight, *others], gradient)
-    taps = make_taps(linear.weight.detach(), num_tokens=6)
+    taps = make_linear_placeholders(linear.weight.detach(), num_tokens=6)
 
     def call(inputs: Tensor, taps: tuple[Tensor, Tensor]) -> Tensor:
-        values = dict(zip(("input_tap", "output_tap"), taps, strict=True))
+        values = dict(zip(("input_placeholder", "output_placeholder"), taps, strict=True))
         output: Tensor = torch.func.functional_call(linear, values, inputs)
         return output
 
@@ -57,13 +64,13 @@ def test_the_product_of_the_taps_gradients_is_the_weights_gradient(bias: bool, c
 def test_a_product_is_added_to_what_is_there() -> None:
     total, gradient, inputs = torch.ones(2, 3), torch.tensor([[1.0, 2.0]]), torch.tensor([[10.0, 20.0, 30.0]])
 
-    add_product(total, gradient, inputs)
+    add_linear_weight_gradient(total, gradient, inputs)
 
     assert total.tolist() == [[11.0, 21.0, 31.0], [21.0, 41.0, 61.0]]
 
 
 def test_taps_take_no_memory_of_their_own() -> None:
-    taps = make_taps(torch.zeros(7, 5, dtype=torch.bfloat16), num_tokens=1000)
+    taps = make_linear_placeholders(torch.zeros(7, 5, dtype=torch.bfloat16), num_tokens=1000)
 
     assert [tap.shape for tap in taps] == [(1000, 5), (1000, 7)]
     assert {tap.untyped_storage().nbytes() for tap in taps} == {2}
@@ -76,9 +83,9 @@ def test_taps_take_no_memory_of_their_own() -> None:
 )
 def test_only_what_is_called_once_on_all_tokens_is_tapped(times: int, num_rows: int, expected: set[str]) -> None:
     module = TwoLinears(times=times, num_rows=num_rows).to("meta")
-    tap_linears(module)
+    replace_linears(module)
 
-    taps = linears_called_once(module, lambda: module(torch.empty(1, 3, 4, device="meta")), num_tokens=3)
+    taps = find_linear_gradient_factors(module, lambda: module(torch.empty(1, 3, 4, device="meta")), num_tokens=3)
 
     assert {tap.linear for tap in taps} == expected
 
@@ -96,10 +103,10 @@ class Clipped(nn.Module):
 
 def test_a_linear_whose_output_is_changed_in_place_is_not_tapped() -> None:
     module = Clipped().to("meta")
-    tap_linears(module)
+    replace_linears(module)
 
-    taps = linears_called_once(module, lambda: module(torch.empty(1, 3, 4, device="meta")), num_tokens=3)
-    assert taps == (LinearTap("plain"),)
+    taps = find_linear_gradient_factors(module, lambda: module(torch.empty(1, 3, 4, device="meta")), num_tokens=3)
+    assert taps == (LinearGradientFactors("plain"),)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -108,7 +115,7 @@ def test_all_matrices_of_a_dense_layer_are_tapped_and_of_the_head(family: str) -
 
     for block in (*parts.layers, parts.head):
         matrices = {name for name, shape in block.shapes.items() if len(shape) == 2}
-        assert {tap.weight for tap in block.tapped} == matrices
+        assert {tap.weight for tap in block.gradient_factors} == matrices
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -116,9 +123,9 @@ def test_a_tapped_layers_gradients_are_bit_equal_to_autograds(family: str) -> No
     parts = ModelParts(FAMILIES[family](), CPU)
     block = parts.layers[0]
     torch.manual_seed(1)
-    weights = {name: torch.randn(shape) * 0.1 for name, shape in block.full_shapes().items()}
+    weights = {name: torch.randn(shape) * 0.1 for name, shape in block.parameter_shapes().items()}
     hidden, gradient = torch.randn(2, 8, parts.config.hidden_size), torch.randn(2, 8, parts.config.hidden_size)
-    arguments = LayerInputs(parts, device=CPU, dtype=torch.float32)(8)[0]
+    arguments = LayerArgumentsBuilder(parts, device=CPU, dtype=torch.float32)(8)[0]
     leaves = {name: weights[block.prefix + name].clone().requires_grad_() for name in block.shapes}
     inputs = hidden.clone().requires_grad_()
     block(leaves, inputs, **arguments).backward(gradient)

@@ -11,18 +11,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mobius.models.by_plan.scalings import Kind, Step, Steps
 from mobius.models.loss import LogitsLoss, chunked_cross_entropy, chunked_evaluation, shift_labels
+from mobius.models.structure.scaling_steps import ScalingKind, ScalingStep, ScalingSteps
 
 BATCH, LENGTH, HIDDEN, VOCAB = 3, 7, 16, 40
 NUM_TARGETS = 50  # of the whole step: more than these sequences have
 
 
-def capped(softcap: float | None) -> Steps:
+def capped(softcap: float | None) -> ScalingSteps:
     """The steps softcap * tanh(logits / softcap)."""
     if softcap is None:
         return ()
-    return (Step(Kind.OVER, softcap), Step(Kind.TANH), Step(Kind.TIMES, softcap))
+    return (
+        ScalingStep(ScalingKind.DIVIDE, softcap),
+        ScalingStep(ScalingKind.TANH),
+        ScalingStep(ScalingKind.MULTIPLY, softcap),
+    )
 
 
 @dataclass

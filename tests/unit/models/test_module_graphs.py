@@ -15,16 +15,16 @@ from harness.pipelines import FAMILIES
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from mobius.models.blocks import Block, LayerInputs, ModelParts
-from mobius.models.compiled import Arguments, ModuleGraphs
-from mobius.models.graph import (
+from mobius.models.block_autograd import (
     backward,
     backward_many,
     recomputed_backward_many,
-    run_many,
     run_many_with_graph,
+    run_many_without_graph,
     run_with_graph,
 )
+from mobius.models.blocks import Block, LayerArgumentsBuilder, ModelParts
+from mobius.models.compiled import CompiledModule, KeywordArguments
 
 CPU = torch.device("cpu")
 LENGTH = 8
@@ -35,14 +35,14 @@ def layer_of(family: str, index: int = 0, *, batch: int = 2) -> BlockCase:
     parts = ModelParts(FAMILIES[family](), CPU)
     block = parts.layers[index]
     torch.manual_seed(1)
-    weights = {name: torch.randn(shape) * 0.1 for name, shape in block.full_shapes().items()}
+    weights = {name: torch.randn(shape) * 0.1 for name, shape in block.parameter_shapes().items()}
     hidden, gradient = (torch.randn(batch, LENGTH, parts.config.hidden_size) for _ in range(2))
-    arguments = LayerInputs(parts, device=CPU, dtype=torch.float32)(LENGTH)[index]
+    arguments = LayerArgumentsBuilder(parts, device=CPU, dtype=torch.float32)(LENGTH)[index]
     return BlockCase(block, weights, hidden, arguments, gradient)
 
 
 def with_graphs(case: BlockCase) -> BlockCase:
-    return replace(case, block=replace(case.block, graphs=ModuleGraphs(case.block.module, name="layers")))
+    return replace(case, block=replace(case.block, graphs=CompiledModule(case.block.module, name="layers")))
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_arguments_are_told_apart_by_what_they_are(uncompiled: list[torch.fx.Gra
     case = with_graphs(layer_of("llama"))
     outputs = []
     for factor in (1.0, 0.5, 0.25, 1.0):
-        arguments = Arguments(tree_map_only(Tensor, partial(torch.mul, factor), dict(case.arguments)))
+        arguments = KeywordArguments(tree_map_only(Tensor, partial(torch.mul, factor), dict(case.arguments)))
         part = replace(case, arguments=arguments)
         outputs.append(part.forward())
         assert torch.equal(outputs[-1], part.by_autograd()[0])
@@ -168,7 +168,7 @@ def test_arguments_are_told_apart_by_what_they_are(uncompiled: list[torch.fx.Gra
 
 def test_nothing_holds_arguments_behind_their_calls(uncompiled: list[torch.fx.GraphModule]) -> None:
     case = with_graphs(layer_of("llama"))
-    arguments = Arguments(tree_map_only(Tensor, torch.clone, dict(case.arguments)))
+    arguments = KeywordArguments(tree_map_only(Tensor, torch.clone, dict(case.arguments)))
     rotary = weakref.ref(arguments["position_embeddings"][0])
     assert replace(case, arguments=arguments).forward() is not None
     del arguments
@@ -244,11 +244,11 @@ class Mixing(nn.Module):
 @pytest.mark.parametrize("way", ["kept", "recomputed"])
 def test_a_module_may_have_several_inputs_and_outputs(uncompiled: list[torch.fx.GraphModule], way: str) -> None:
     block = Block("layer.", Mixing(), {"weight": (4,)})
-    block = replace(block, graphs=ModuleGraphs(block.module, name="layers"))
+    block = replace(block, graphs=CompiledModule(block.module, name="layers"))
     weights, sums = {"layer.weight": torch.rand(4)}, {"layer.weight": torch.ones(4)}
     one, other, of_sum, of_turned = torch.rand(2, 3, 4), torch.rand(2, 3, 4), torch.rand(2, 3), torch.rand(3, 2, 4)
 
-    outputs = run_many(block, weights, (one, other), {})
+    outputs = run_many_without_graph(block, weights, (one, other), {})
     if way == "kept":
         graph = run_many_with_graph(block, weights, (one, other), {})
         assert_equal(graph.outputs, outputs)
@@ -298,6 +298,6 @@ def test_what_has_no_graph_is_left_to_autograd_with_one_line(
         assert_equal(case.kept(), case.by_autograd())
         assert_equal([case.forward()], case.by_autograd()[:1])
 
-    lines = [record.getMessage() for record in caplog.records if record.name == ModuleGraphs.__module__]
+    lines = [record.getMessage() for record in caplog.records if record.name == CompiledModule.__module__]
     assert len(lines) == 1
     assert lines[0].startswith("layers run without graphs of their own, which is slower: ")

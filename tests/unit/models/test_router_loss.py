@@ -18,19 +18,19 @@ LAYERS, TOKENS, EXPERTS, CHOSEN = 3, 10, 6, 2
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_of_layers_make_the_loss_of_transformers(dtype: torch.dtype) -> None:
     logits = torch.randn(LAYERS, TOKENS, EXPERTS, generator=torch.Generator().manual_seed(0)).to(dtype)
-    counted = torch.tensor([[1.0] * 4 + [0.0], [1.0] * 5])
-    total = sum(router_sums(own, counted, CHOSEN) for own in logits)
+    token_mask = torch.tensor([[1.0] * 4 + [0.0], [1.0] * 5])
+    total = sum(router_sums(own, token_mask, CHOSEN) for own in logits)
     assert isinstance(total, torch.Tensor)
     loss = RouterLoss(EXPERTS, CHOSEN, 0.1, frozenset(range(LAYERS)))
 
-    value = loss(total, counted.sum(), num_microbatches=4, loss_scale=1.0)
+    value = loss(total, token_mask.sum(), num_microbatches=4, loss_scale=1.0)
 
-    assert torch.equal(value.loss, load_balancing_loss_func(tuple(logits), EXPERTS, CHOSEN, counted))
+    assert torch.equal(value.loss, load_balancing_loss_func(tuple(logits), EXPERTS, CHOSEN, token_mask))
     assert torch.equal(value.weighted, 0.1 / 4 * value.loss)
     assert torch.equal(value.gradient[0], torch.zeros(EXPERTS)), "times chosen are whole numbers"
     expected = 0.1 / 4 * EXPERTS * total[0] / (LAYERS * 9) ** 2
     torch.testing.assert_close(value.gradient[1], expected, rtol=1e-6, atol=0)
-    scaled = loss(total, counted.sum(), num_microbatches=4, loss_scale=1024.0)
+    scaled = loss(total, token_mask.sum(), num_microbatches=4, loss_scale=1024.0)
     assert torch.equal(scaled.gradient, 1024 * value.gradient)
     assert torch.equal(scaled.weighted, value.weighted)
 

@@ -9,9 +9,9 @@ from harness.live_bytes import LiveBytes
 from harness.sliced_sequences import Rows, Sequences, at_once, in_slices
 
 from mobius.errors import PlanError
-from mobius.models.sliced_attention.attend import attend_slice, attend_slice_backward
-from mobius.models.sliced_attention.choice import Kernel
-from mobius.models.sliced_attention.pieces import SliceSettings
+from mobius.models.sliced_attention.attention_pieces import SlicedAttentionSettings
+from mobius.models.sliced_attention.kernel_choice import AttentionKernel
+from mobius.models.sliced_attention.slice_attention import attend_slice, attend_slice_backward
 
 CPU = torch.device("cpu")
 SMALL = {"keys_per_call": 20, "tile": 16}
@@ -21,17 +21,19 @@ WHOLE, PACKED = [[97]], [[40, 3, 54]]
 ROWS = [WHOLE, [[97], [97]], PACKED, [[40, 3, 54], [97]], [[1] * 97, [96, 1]], [[10, 60, 27], [49, 48]]]
 
 
-def assert_equal(given: Sequences, lengths: list[int], settings: SliceSettings, share: float = 1e-6) -> None:
+def assert_equal(given: Sequences, lengths: list[int], settings: SlicedAttentionSettings, share: float = 1e-6) -> None:
     errors = in_slices(given, lengths, settings).errors(at_once(given))
     assert all(error <= share for error in errors.values()), errors
 
 
 @pytest.mark.grid(strength=2)
-@pytest.mark.parametrize("kernel", [Kernel.CPU, Kernel.TILES])
+@pytest.mark.parametrize("kernel", [AttentionKernel.CPU, AttentionKernel.TILES])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("lengths", CUTS)
-def test_slices_are_what_the_whole_is(lengths: list[int], rows: Rows, heads: tuple[int, int], kernel: Kernel) -> None:
+def test_slices_are_what_the_whole_is(
+    lengths: list[int], rows: Rows, heads: tuple[int, int], kernel: AttentionKernel
+) -> None:
     given = Sequences.draw(rows, heads)
     assert_equal(given, lengths, given.settings(kernel, **SMALL))
 
@@ -45,17 +47,17 @@ def test_slices_keep_windows_and_caps(
     lengths: list[int], rows: Rows, window: int | None, softcap: float | None
 ) -> None:
     given = Sequences.draw(rows, window=window, softcap=softcap)
-    assert_equal(given, lengths, given.settings(Kernel.TILES, **SMALL))
+    assert_equal(given, lengths, given.settings(AttentionKernel.TILES, **SMALL))
 
 
-@pytest.mark.parametrize("kernel", [Kernel.CPU, Kernel.TILES])
-def test_two_byte_formats_are_rounded_once(kernel: Kernel) -> None:
+@pytest.mark.parametrize("kernel", [AttentionKernel.CPU, AttentionKernel.TILES])
+def test_two_byte_formats_are_rounded_once(kernel: AttentionKernel) -> None:
     given = Sequences.draw(PACKED, dtype=torch.bfloat16)
     assert_equal(given, CUTS[3], given.settings(kernel, **SMALL), share=8e-3)
 
 
-@pytest.mark.parametrize("kernel", [Kernel.CPU, Kernel.TILES])
-def test_keys_that_no_later_slice_sees_get_no_gradients_from_it(kernel: Kernel) -> None:
+@pytest.mark.parametrize("kernel", [AttentionKernel.CPU, AttentionKernel.TILES])
+def test_keys_that_no_later_slice_sees_get_no_gradients_from_it(kernel: AttentionKernel) -> None:
     given = Sequences.draw([[40, 57]])
     settings, cache = given.settings(kernel, **SMALL), given.cache()
     cache.put(0, given.key, given.value)
@@ -67,13 +69,13 @@ def test_keys_that_no_later_slice_sees_get_no_gradients_from_it(kernel: Kernel) 
     assert all(each.any(-1).all() for each in second)
 
 
-@pytest.mark.parametrize("kernel", [Kernel.CPU, Kernel.TILES])
+@pytest.mark.parametrize("kernel", [AttentionKernel.CPU, AttentionKernel.TILES])
 @pytest.mark.parametrize("rows", [WHOLE, PACKED])
-def test_a_cache_is_as_new_after_its_sequence(rows: Rows, kernel: Kernel) -> None:
+def test_a_cache_is_as_new_after_its_sequence(rows: Rows, kernel: AttentionKernel) -> None:
     given = Sequences.draw(rows)
     settings, cache = given.settings(kernel, **SMALL), given.cache()
     first = in_slices(given, CUTS[3], settings, cache)
-    assert not any(each.any() for each in cache.sums(slice(None), slice(None)))
+    assert not any(each.any() for each in cache.gradient_sum_views(slice(None), slice(None)))
     second = in_slices(given, CUTS[3], settings, cache)
     assert all(torch.equal(*pair) for pair in zip(vars(first).values(), vars(second).values(), strict=True))
 
@@ -81,14 +83,14 @@ def test_a_cache_is_as_new_after_its_sequence(rows: Rows, kernel: Kernel) -> Non
 @pytest.mark.parametrize(
     ("rows", "window", "kernels", "first"),
     [
-        ([[40, 57]], None, [Kernel.CPU, Kernel.FLASH, Kernel.TILES], 40),
-        ([[97]], 10, [Kernel.FLASH, Kernel.TILES], 71),
-        ([[75, 22]], 10, [Kernel.FLASH, Kernel.TILES], 75),
-        ([[90, 7]], 10, [Kernel.FLASH, Kernel.TILES], 71),
+        ([[40, 57]], None, [AttentionKernel.CPU, AttentionKernel.FLASH, AttentionKernel.TILES], 40),
+        ([[97]], 10, [AttentionKernel.FLASH, AttentionKernel.TILES], 71),
+        ([[75, 22]], 10, [AttentionKernel.FLASH, AttentionKernel.TILES], 75),
+        ([[90, 7]], 10, [AttentionKernel.FLASH, AttentionKernel.TILES], 71),
     ],
 )
 def test_keys_that_a_slice_cannot_see_are_not_even_read(
-    rows: Rows, window: int | None, kernels: list[Kernel], first: int
+    rows: Rows, window: int | None, kernels: list[AttentionKernel], first: int
 ) -> None:
     """A NaN that is read stays one, whatever its weight."""
     given = Sequences.draw(rows, window=window)
@@ -105,8 +107,8 @@ def test_keys_that_a_slice_cannot_see_are_not_even_read(
         assert all(each.isfinite().all() for each in (output, lse, d_query, *gradients))
 
 
-@pytest.mark.parametrize("kernel", [Kernel.CPU, Kernel.TILES])
-def test_memory_grows_with_the_slice_and_not_with_queries_times_keys(kernel: Kernel) -> None:
+@pytest.mark.parametrize("kernel", [AttentionKernel.CPU, AttentionKernel.TILES])
+def test_memory_grows_with_the_slice_and_not_with_queries_times_keys(kernel: AttentionKernel) -> None:
     """Live bytes beside the cache; a row's scores of one head alone would be 4 bytes x T x S."""
     peaks = {(T, S): _peaks(kernel, T, S) for T, S in [(256, 1024), (256, 4096), (512, 4096), (1024, 4096)]}
     for which in range(2):
@@ -117,7 +119,7 @@ def test_memory_grows_with_the_slice_and_not_with_queries_times_keys(kernel: Ker
         assert of_queries[2] < 4 * 1024 * 4096 / 2
 
 
-def _peaks(kernel: Kernel, num_queries: int, num_keys: int) -> tuple[int, int]:
+def _peaks(kernel: AttentionKernel, num_queries: int, num_keys: int) -> tuple[int, int]:
     """Most bytes alive in forward and in backward of the last slice of a sequence."""
     given = Sequences.draw([[num_keys]], heads=(2, 1), size=8)
     settings, cache = given.settings(kernel, keys_per_call=128, tile=64), given.cache()
@@ -134,13 +136,17 @@ def _peaks(kernel: Kernel, num_queries: int, num_keys: int) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("kernel", "asked", "message"),
     [
-        (Kernel.CUDNN, {"softcap": 50.0}, "cudnn takes no capped scores .attn_logit_softcapping 50.0.; tiles does"),
-        (Kernel.FLASH, {"softcap": 50.0}, "flash takes no capped scores"),
-        (Kernel.CPU, {"window": 9}, "cpu takes no windows .sliding_window 9.; flash and tiles do"),
+        (
+            AttentionKernel.CUDNN,
+            {"softcap": 50.0},
+            "cudnn takes no capped scores .attn_logit_softcapping 50.0.; tiles does",
+        ),
+        (AttentionKernel.FLASH, {"softcap": 50.0}, "flash takes no capped scores"),
+        (AttentionKernel.CPU, {"window": 9}, "cpu takes no windows .sliding_window 9.; flash and tiles do"),
     ],
 )
 def test_a_kernel_refuses_what_it_cannot_and_names_what_can(
-    kernel: Kernel, asked: dict[str, float], message: str
+    kernel: AttentionKernel, asked: dict[str, float], message: str
 ) -> None:
     with pytest.raises(PlanError, match=message):
-        SliceSettings(kernel, 1.0, **asked)  # type: ignore[arg-type]
+        SlicedAttentionSettings(kernel, 1.0, **asked)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from mobius.errors import CheckpointError
 from mobius.models.blocks import ModelParts
 from mobius.models.families import load_model_config
 from mobius.models.weights import CheckpointWeights, InitialWeights
-from mobius.planning.blueprint import draw_blueprint
+from mobius.planning.run_setup import make_run_setup
 from mobius.ranks import Ranks
 from mobius.training.stages import RankStages
 
@@ -200,18 +200,18 @@ def test_a_rank_reads_every_parameter_of_its_own_stages_once_and_none_of_the_oth
     held: list[set[str]] = []
     for rank in range(2):
         read.clear()
-        blueprint = draw_blueprint(config, Ranks(rank, 2, rank), load_model_config(tmp_path, config.model))
-        stages = RankStages.take(
-            blueprint.parts,
-            blueprint.plan,
+        run_setup = make_run_setup(config, Ranks(rank, 2, rank), load_model_config(tmp_path, config.model))
+        stages = RankStages.allocate(
+            run_setup.parts,
+            run_setup.plan,
             rank,
-            device=blueprint.place.device,
-            dtype=blueprint.dtype,
-            gradient_dtype=blueprint.dtype,
+            device=run_setup.rank_context.device,
+            dtype=run_setup.dtype,
+            gradient_dtype=run_setup.dtype,
             loss_chunk_tokens=16,
-            waiting=(),
+            deferred_updates=(),
         )
-        stages.fill(CheckpointWeights(tmp_path, blueprint.parts.stored_names, dtype=blueprint.dtype))
+        stages.load_weights(CheckpointWeights(tmp_path, run_setup.parts.stored_names, dtype=run_setup.dtype))
         names = [name for memory in stages.memory.values() for name in memory.state.layout.offsets]
         assert sorted(read) == sorted(names)
         for stage in (memory.state for memory in stages.memory.values()):
@@ -231,7 +231,7 @@ def fresh(family: str, seed: int = 42) -> tuple[ModelParts, InitialWeights]:
 def all_shapes(parts: ModelParts) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for block in (parts.embedding, *parts.layers, parts.norm, parts.head):
-        shapes.update(block.full_shapes())
+        shapes.update(block.parameter_shapes())
     return shapes
 
 

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from mobius.memory.layout import StageLayout
-from mobius.memory.rank_memory import take_memory
+from mobius.memory.rank_memory import allocate_memory
 from mobius.memory.resident import ResidentStage
 from mobius.memory.stage_memory import StageMemory
 from mobius.memory.update_queue import UpdateQueue
 from mobius.messages.transport import SingleRankTransport, Transport
 from mobius.optim.adamw import AdamWSettings, FlatAdamW
-from mobius.optim.grad_scaler import LossScale
-from mobius.optim.stepper import StepOutcome, Stepper
-from mobius.optim.tied import TiedPair
+from mobius.optim.loss_scaler import LossScaler
+from mobius.optim.optimizer_stepper import OptimizerStepper, StepOutcome
+from mobius.optim.tied_weights import TiedWeights
 from mobius.runtime.step_sums import StepSums
 from mobius.runtime.waits import WaitClock
 
@@ -29,7 +29,7 @@ class Rank:
     """This rank's stages and its stepper; a parameter is named `stage.name`."""
 
     memory: Mapping[int, StageMemory]
-    stepper: Stepper
+    stepper: OptimizerStepper
     tied_names: frozenset[str]
 
     def step(
@@ -45,9 +45,11 @@ class Rank:
             for name in memory.state.layout.offsets:
                 if name in gradients:
                     views[name].add_(gradients[name])
-            squares[stage] = memory.seal_gradients(excluded=self.tied_names, listener=self.stepper.gradients_complete)
+            squares[stage] = memory.finish_gradients(
+                excluded=self.tied_names, on_gradients_ready=self.stepper.on_gradients_ready
+            )
             if not isinstance(memory, ResidentStage):
-                memory.offload(self.stepper.gradients_complete)
+                memory.offload(self.stepper.on_gradients_ready)
         outcome = self.stepper.apply(StepSums(torch.tensor(loss), squares), step=step)
         self.stepper.drain()
         return outcome
@@ -72,42 +74,43 @@ def make_rank() -> MakeRank:
         transport: Transport | None = None,
         num_stages: int = 2,
         max_grad_norm: float = 1.0,
-        loss_scale: LossScale | None = None,
-        tied: TiedPair | None = None,
+        loss_scale: LossScaler | None = None,
+        tied: TiedWeights | None = None,
         dtype: torch.dtype = torch.float32,
         is_streamed: bool = False,
         is_overlapped: bool = False,
         resident: Collection[int] | None = None,
-        waiting: Collection[int] | None = None,
+        deferred_updates: Collection[int] | None = None,
     ) -> Rank:
         """`stages`: stage -> parameter name -> initial value.
 
-        With `resident` those stages stay and the others are streamed; `waiting` keep their gradients, by default all.
+        With `resident` those stages stay and the others are streamed; `deferred_updates` keep their gradients, by
+        default all.
         """
         layouts = {
             stage: StageLayout.of({name: tuple(value.shape) for name, value in parameters.items()})
             for stage, parameters in stages.items()
         }
         staying = frozenset(stages) if resident is None and not is_streamed else frozenset(resident or ())
-        memory, _ = take_memory(
+        memory, _ = allocate_memory(
             layouts,
             resident=staying,
             num_slots=1,
             dtype=dtype,
             gradient_dtype=dtype,
-            waiting=layouts if waiting is None else waiting,
+            deferred_updates=layouts if deferred_updates is None else deferred_updates,
             device=CPU,
             updates=UpdateQueue() if is_overlapped else None,
         )
         for stage, parameters in stages.items():
             for name, value in parameters.items():
                 memory[stage].state.set_parameter(name, value)
-        stepper = Stepper(
+        stepper = OptimizerStepper(
             FlatAdamW(AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.0)),
             memory=memory,
             transport=transport or SingleRankTransport(),
             clock=WaitClock(CPU),
-            loss_scale=loss_scale or LossScale(is_dynamic=False),
+            loss_scale=loss_scale or LossScaler(is_dynamic=False),
             num_stages=num_stages,
             max_grad_norm=max_grad_norm,
             tied=tied,

@@ -11,8 +11,8 @@ import torch
 from harness.local_transport import LocalTransport, run_rank_threads
 from torch import Tensor
 
-from mobius.optim.grad_scaler import LossScale
-from mobius.optim.tied import TiedPair
+from mobius.optim.loss_scaler import LossScaler
+from mobius.optim.tied_weights import TiedWeights
 
 MakeRank = Callable[..., Any]
 RESIDENCIES = [(), (0,), (1,), (0, 2), (0, 1, 2)]
@@ -40,7 +40,7 @@ def train(make_rank: MakeRank, **options: Any) -> tuple[dict[str, Tensor], list[
 def test_every_residency_gives_the_same_bits(
     make_rank: MakeRank, dtype: torch.dtype, max_grad_norm: float, is_overlapped: bool
 ) -> None:
-    waiting = () if max_grad_norm == 0 and dtype != torch.float16 else None
+    deferred_updates = () if max_grad_norm == 0 and dtype != torch.float16 else None
     results = [
         train(
             make_rank,
@@ -48,8 +48,8 @@ def test_every_residency_gives_the_same_bits(
             max_grad_norm=max_grad_norm,
             is_overlapped=is_overlapped,
             resident=resident,
-            waiting=waiting,
-            loss_scale=LossScale(is_dynamic=dtype == torch.float16),
+            deferred_updates=deferred_updates,
+            loss_scale=LossScaler(is_dynamic=dtype == torch.float16),
         )
         for resident in RESIDENCIES
     ]
@@ -65,8 +65,10 @@ def test_every_residency_gives_the_same_bits(
 def test_a_stage_that_is_not_finite_is_skipped_wherever_it_lives(
     make_rank: MakeRank, resident: tuple[int, ...], max_grad_norm: float
 ) -> None:
-    waiting = () if max_grad_norm == 0 else None
-    rank = make_rank(start(), num_stages=3, max_grad_norm=max_grad_norm, resident=resident, waiting=waiting)
+    deferred_updates = () if max_grad_norm == 0 else None
+    rank = make_rank(
+        start(), num_stages=3, max_grad_norm=max_grad_norm, resident=resident, deferred_updates=deferred_updates
+    )
     before = rank.parameters()
     step = gradients(1)
     step["w1"][0, 0] = math.inf
@@ -77,7 +79,7 @@ def test_a_stage_that_is_not_finite_is_skipped_wherever_it_lives(
 
 
 def test_a_stage_that_must_wait_but_keeps_no_gradients_is_a_mistake_that_is_seen(make_rank: MakeRank) -> None:
-    rank = make_rank(start(), num_stages=3, max_grad_norm=0.5, resident=(0,), waiting=())
+    rank = make_rank(start(), num_stages=3, max_grad_norm=0.5, resident=(0,), deferred_updates=())
     with pytest.raises(AssertionError, match="gradients of stage 0 are lost"):
         rank.step(gradients(1))
 
@@ -90,7 +92,7 @@ def test_a_tied_matrix_stays_equal_with_one_copy_resident_and_one_streamed(
 ) -> None:
     matrix = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
     stages = {0: {"embedding": matrix}, 1: {"a": torch.ones(3)}, 2: {"b": torch.ones(3)}, 3: {"head": matrix}}
-    tied = TiedPair("embedding", "head", embedding_stage=0, head_stage=3, num_ranks=num_ranks)
+    tied = TiedWeights("embedding", "head", embedding_stage=0, head_stage=3, num_ranks=num_ranks)
 
     def work(transport: LocalTransport) -> tuple[dict[str, Tensor], float]:
         own = {stage: values for stage, values in stages.items() if stage % num_ranks == transport.rank}
@@ -102,7 +104,7 @@ def test_a_tied_matrix_stays_equal_with_one_copy_resident_and_one_streamed(
             dtype=torch.bfloat16,
             max_grad_norm=max_grad_norm,
             resident=resident,
-            waiting=(0, 3) if max_grad_norm == 0 else None,
+            deferred_updates=(0, 3) if max_grad_norm == 0 else None,
         )
         for step in range(1, 4):
             generator = torch.Generator().manual_seed(step)

@@ -7,14 +7,14 @@ from harness.pipelines import CPU, make_batch, make_model
 from torch import Tensor
 
 from mobius.memory.layout import StageLayout
-from mobius.memory.rank_memory import take_memory
-from mobius.memory.stage_memory import GradientListener, StageMemory, Update
+from mobius.memory.rank_memory import allocate_memory
+from mobius.memory.stage_memory import GradientsReadyCallback, StageMemory, Update
 from mobius.memory.stage_state import StageState
 from mobius.messages.transport import SingleRankTransport
-from mobius.models.blocks import LayerInputs, ModelParts
+from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.optim.adamw import AdamWSettings, FlatAdamW
-from mobius.optim.grad_scaler import LossScale
-from mobius.optim.stepper import Stepper
+from mobius.optim.loss_scaler import LossScaler
+from mobius.optim.optimizer_stepper import OptimizerStepper
 from mobius.plan.partition import balanced_partition
 from mobius.runtime.executor import Executor
 from mobius.runtime.stage import StageModule
@@ -44,7 +44,7 @@ class ParkedStage:
     def wait_until_updated(self) -> None:
         pass
 
-    def complete_weights(self) -> None:
+    def gather_updated_weights(self) -> None:
         pass
 
     def weights(self) -> dict[str, Tensor]:
@@ -56,16 +56,18 @@ class ParkedStage:
             self.sums = torch.zeros(self.state.layout.num_trained)
         return self.state.layout.trained_views(self.sums)
 
-    def seal_gradients(self, *, excluded: frozenset[str], listener: GradientListener | None = None) -> Tensor:
+    def finish_gradients(
+        self, *, excluded: frozenset[str], on_gradients_ready: GradientsReadyCallback | None = None
+    ) -> Tensor:
         assert self.sums is not None
         self.state.gradients.copy_(self.sums)
         self.sums = None
         return self.state.gradients.square().sum()
 
-    def offload(self, listener: GradientListener | None = None) -> None:
+    def offload(self, on_gradients_ready: GradientsReadyCallback | None = None) -> None:
         self.copy = None
-        if listener is not None and self.state.gradients.count_nonzero():
-            listener(self.stage)
+        if on_gradients_ready is not None and self.state.gradients.count_nonzero():
+            on_gradients_ready(self.stage)
 
     def wait_for_gradients(self) -> None:
         pass
@@ -84,13 +86,13 @@ def weights_after_a_step(parked: set[int], max_grad_norm: float) -> dict[str, Te
     spans = balanced_partition(len(parts.layers), NUM_STAGES)
     stages = {span.stage: StageModule(parts, span, loss_chunk_tokens=16) for span in spans}
     memory: dict[int, StageMemory]
-    memory, _ = take_memory(
+    memory, _ = allocate_memory(
         {stage: StageLayout.of(module.shapes) for stage, module in stages.items()},
         resident={0},
         num_slots=2,
         dtype=torch.float32,
         gradient_dtype=torch.float32,
-        waiting=set(stages),
+        deferred_updates=set(stages),
         device=CPU,
     )
     values = dict(model.named_parameters())
@@ -103,24 +105,24 @@ def weights_after_a_step(parked: set[int], max_grad_norm: float) -> dict[str, Te
         stages=stages,
         layers={stage: WholeLayers(module, keep_graphs=False) for stage, module in stages.items()},
         memory=memory,
-        layer_inputs=LayerInputs(parts, device=CPU, dtype=torch.float32),
+        layer_inputs=LayerArgumentsBuilder(parts, device=CPU, dtype=torch.float32),
         transport=transport,
         clock=clock,
         device=CPU,
     )
-    stepper = Stepper(
+    stepper = OptimizerStepper(
         FlatAdamW(AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.1)),
         memory=memory,
         transport=transport,
         clock=clock,
-        loss_scale=LossScale(is_dynamic=False),
+        loss_scale=LossScaler(is_dynamic=False),
         num_stages=NUM_STAGES,
         max_grad_norm=max_grad_norm,
         tied=None,
     )
     stepper.begin_step(0.1)
     assert not stepper.apply(
-        executor.run(make_batch(NUM_MICROBATCHES), listener=stepper.gradients_complete), step=1
+        executor.run(make_batch(NUM_MICROBATCHES), on_gradients_ready=stepper.on_gradients_ready), step=1
     ).is_skipped
     stepper.drain()
     states = [own.state for own in memory.values()]

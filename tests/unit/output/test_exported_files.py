@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from mobius.config.config import ModelConfig
-from mobius.models.base_files import read_base_files
 from mobius.models.families import load_model_config
+from mobius.models.model_files import read_model_files
 from mobius.output.hf_folder import write_model_files, write_params_file
 
 FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "chat_template.jinja")
@@ -56,7 +56,7 @@ def base_of(folder: Path, family: str) -> Path:
 def export(base: Path, folder: Path, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Path:
     config = load_model_config(base, replace(ModelConfig(), model_path=str(base), **options))
     folder.mkdir()
-    write_model_files(folder, read_base_files(base), config, dtype=dtype)
+    write_model_files(folder, read_model_files(base), config, dtype=dtype)
     return folder
 
 
@@ -118,7 +118,7 @@ def test_a_base_without_generation_defaults_gets_none(tmp_path: Path) -> None:
 
 def test_the_base_may_vanish_before_the_export(tmp_path: Path) -> None:
     base = base_of(tmp_path / "base", "llama")
-    config, files = load_model_config(base, replace(ModelConfig(), model_path=str(base))), read_base_files(base)
+    config, files = load_model_config(base, replace(ModelConfig(), model_path=str(base))), read_model_files(base)
     shutil.rmtree(base)
     (tmp_path / "out").mkdir()
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from mobius.errors import CheckpointError
-from mobius.models.base_files import BaseFiles, read_base_files
+from mobius.models.model_files import ModelFiles, read_model_files
 from mobius.output.hf_folder import (
     SavedParameter,
     plan_shards,
@@ -153,7 +153,7 @@ def test_transformers_loads_the_folder_bit_by_bit_and_generates(
     base = tmp_path / "base"
     tokenizer.save_pretrained(base)
     model.config.save_pretrained(base)
-    write_model_files(tmp_path, read_base_files(base), model.config, dtype=torch.bfloat16)
+    write_model_files(tmp_path, read_model_files(base), model.config, dtype=torch.bfloat16)
 
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     loaded_tokenizer = AutoTokenizer.from_pretrained(tmp_path)
@@ -175,7 +175,7 @@ def test_the_config_names_dtype_and_an_architecture_if_the_base_has_none_and_the
     before = config.to_dict()
     fields = {"model_type": "llama", "vocab_size": 32, "hidden_size": 16, "num_attention_heads": 2}
 
-    write_model_files(tmp_path, BaseFiles(fields, {}), config, dtype=torch.float16)
+    write_model_files(tmp_path, ModelFiles(fields, {}), config, dtype=torch.float16)
 
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["dtype"] == "float16"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mobius.output.metrics import JsonLines, StepMetrics, cut_lines, step_line
+from mobius.output.metrics import JsonLines, StepMetrics, filter_lines, step_line
 
 STEP = StepMetrics(
     step=7,
@@ -169,7 +169,7 @@ def test_a_file_of_lines_is_cut_to_those_that_are_wanted_and_whole(tmp_path: Pat
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n\xff\xfe\n[1]\n{"step": 2}\n{"step": 3}\n{"step": 2}')
 
-    assert cut_lines(path, early) == 4
+    assert filter_lines(path, early) == 4
 
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
@@ -180,8 +180,8 @@ def test_a_file_of_which_nothing_is_to_be_cut_is_not_written(tmp_path: Path) -> 
     path.write_text('{"step": 1}\n')
     before = path.stat()
 
-    assert cut_lines(path, early) == 0
-    assert cut_lines(tmp_path / "absent.jsonl", early) == 0
+    assert filter_lines(path, early) == 0
+    assert filter_lines(tmp_path / "absent.jsonl", early) == 0
 
     assert path.stat().st_ino == before.st_ino
 
@@ -192,7 +192,7 @@ def test_a_cut_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     before = path.read_text()
 
     with no_file_longer_than(50), pytest.raises(OSError, match="File too large"):
-        cut_lines(path, early)
+        filter_lines(path, early)
 
     assert path.read_text() == before
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from mobius.atomic_files import atomic_write
 from mobius.errors import CheckpointError
 from mobius.output.output_folder import OutputFolder
-from mobius.writing import replaced_whole
 
 
 def make(
@@ -247,8 +247,8 @@ def test_a_file_inside_the_folder_is_placed_inside_the_partial_one(tmp_path: Pat
     output = make(tmp_path / "save", params=tmp_path / "save" / "pt" / "p.pt", results=tmp_path / "r.txt")
     output.prepare({"--save_params": 1})
 
-    assert output.place(tmp_path / "save" / "pt" / "p.pt") == output.partial / "pt" / "p.pt"
-    assert output.place(tmp_path / "r.txt") == tmp_path / "r.txt"
+    assert output.path_in_folder(tmp_path / "save" / "pt" / "p.pt") == output.partial / "pt" / "p.pt"
+    assert output.path_in_folder(tmp_path / "r.txt") == tmp_path / "r.txt"
     assert names(output.partial) == ["pt"]
 
 
@@ -256,7 +256,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "file"
 
     def write(text: str, *, interrupted: bool) -> None:
-        with replaced_whole(path) as temporary:
+        with atomic_write(path) as temporary:
             temporary.write_text(text)
             if interrupted:
                 raise KeyboardInterrupt
@@ -428,7 +428,7 @@ def test_a_device_or_pipe_is_never_replaced_by_a_file(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match=r"--save_params .*pipe is a device or a pipe\. Name a file"):
         make(tmp_path / "save", overwrite=True, params=pipe).prepare({})
-    with pytest.raises(OSError, match="no file that could be replaced"), replaced_whole(pipe) as temporary:
+    with pytest.raises(OSError, match="no file that could be replaced"), atomic_write(pipe) as temporary:
         temporary.write_text("instead of it")
 
     assert pipe.is_fifo()

@@ -37,13 +37,13 @@ def test_by_default_nothing_is_recorded(tmp_path: Path) -> None:
     none = Recordings(Config(), rank=0, device=CPU, folder=tmp_path)
 
     assert none.spans is NO_SPANS
-    assert none.watches == ()
+    assert none.step_hooks == ()
 
 
 def test_each_option_has_a_watch_of_its_own(tmp_path: Path) -> None:
-    assert len(recordings(tmp_path, trace=True).watches) == 1
-    assert len(recordings(tmp_path, profile_steps="1").watches) == 1
-    assert len(recordings(tmp_path, trace=True, profile_steps="1-2").watches) == 2
+    assert len(recordings(tmp_path, trace=True).step_hooks) == 1
+    assert len(recordings(tmp_path, profile_steps="1").step_hooks) == 1
+    assert len(recordings(tmp_path, trace=True, profile_steps="1-2").step_hooks) == 2
     assert recordings(tmp_path, profile_steps="1").spans is NO_SPANS
 
 
@@ -53,7 +53,7 @@ def test_all_ranks_come_together_in_one_trace_and_one_picture(tmp_path: Path) ->
     def work(transport: LocalTransport) -> None:
         own = recordings(tmp_path, transport.rank, trace=True, num_iterations=2)
         for number in (1, 2):
-            (watch,) = own.watches
+            (watch,) = own.step_hooks
             with watch(number), own.spans.device_span(Lane.COMPUTE, f"F{transport.rank}.0"):
                 time.sleep(0.001)
         own.write(facts, transport)

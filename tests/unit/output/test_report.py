@@ -9,7 +9,7 @@ import pytest
 from mobius.errors import CheckpointError
 from mobius.output.metrics import StepMetrics
 from mobius.output.report import RankMemory, RunTimings, StepTotals, closing_lines, write_report
-from mobius.plan.simulation import Forecast, Resource
+from mobius.plan.step_prediction import Resource, StepTimePrediction
 
 GIB = 2**30
 
@@ -151,8 +151,10 @@ def test_a_place_that_cannot_be_written_is_an_error_for_the_user(tmp_path: Path)
 
 def test_a_forecast_is_laid_beside_the_steady_steps(tmp_path: Path) -> None:
     path = tmp_path / "result.txt"
-    forecast = Forecast(5.4, Resource.COMPUTE, 0.09, "estimated (4 x L20)")
-    write_report(path, "batch_size: 64\n", "stage 0", steps(10.0, 4.0, 6.0), [gpu_rank(0)], TIMINGS, forecast)
+    step_time_prediction = StepTimePrediction(5.4, Resource.COMPUTE, 0.09, "estimated (4 x L20)")
+    write_report(
+        path, "batch_size: 64\n", "stage 0", steps(10.0, 4.0, 6.0), [gpu_rank(0)], TIMINGS, step_time_prediction
+    )
     text = path.read_text()
     assert value(text, "seconds per step, predicted") == "5.400 s, limited by compute"
     assert value(text, "prediction off by") == "-10.0% of a steady step, estimated (4 x L20)"

@@ -14,7 +14,7 @@ from transformers import TrainerState as TheirState
 
 from mobius.config.config import Config, OptimConfig, OutputConfig, PipelineConfig
 from mobius.errors import CheckpointError
-from mobius.output.metrics import History, StepMetrics
+from mobius.output.metrics import LogHistory, StepMetrics
 from mobius.output.run_log import RunLog, TrainerState
 from mobius.output.trackers import Trackers
 
@@ -268,7 +268,7 @@ def test_a_resumed_run_leaves_what_the_uninterrupted_one_leaves(tmp_path: Path) 
 def test_an_evaluation_that_the_checkpoint_does_not_know_is_made_again(tmp_path: Path) -> None:
     text = text_of_steps(tmp_path, 2)
     state = TrainerState.from_json(text)
-    state.log_history = History(state.log_history[:-1])  # saved between step 2 and its evaluation
+    state.log_history = LogHistory(state.log_history[:-1])  # saved between step 2 and its evaluation
 
     log = RunLog(tmp_path, state, Trackers({}))
     assert [line.get("eval_loss") for line in lines_of(tmp_path / "trainer_log.jsonl")] == [None, None]

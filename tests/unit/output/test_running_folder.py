@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mobius.errors import CheckpointError
-from mobius.output.output_folder import OutputFolder, kept_free
+from mobius.output.output_folder import OutputFolder, lock_if_free
 
 SETTINGS = ("training_args.yaml", "plan.json")
 REFUSED, DONE, ENDED_EARLY = 40, 0, 41
@@ -73,7 +73,7 @@ def whole_run(save_dir: Path, mark: str, *, overwrite: bool = False, resumes: bo
     output = begun(save_dir, overwrite=overwrite, resumes=resumes)
     (output.folder / "metrics.jsonl").write_text("{}\n")
     save_checkpoint(output.folder, step, mark, number=step)
-    output.first_is_safe()
+    output.remove_older_results()
     export(output, mark)
     output.commit()
     output.close()
@@ -148,7 +148,7 @@ def test_the_folder_has_its_name_from_the_first_step_on(tmp_path: Path) -> None:
     assert names(tmp_path) == ["save"]
     assert output.folder == output.training_folder == tmp_path / "save"
     assert names(output.folder) == ["plan.json"]
-    assert output.place(tmp_path / "save" / "a.pt") == tmp_path / "save" / "a.pt"
+    assert output.path_in_folder(tmp_path / "save" / "a.pt") == tmp_path / "save" / "a.pt"
 
 
 def test_a_run_that_saves_at_the_end_does_not_begin_in_its_folder(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_run_that_saves_at_the_end_does_not_begin_in_its_folder(tmp_path: Path
 
     output.begin()
     output.begin_export()
-    output.first_is_safe()
+    output.remove_older_results()
 
     assert names(tmp_path) == ["save.partial"]
     assert output.folder == output.training_folder == output.export_folder == tmp_path / "save.partial"
@@ -214,8 +214,8 @@ def test_older_results_stay_aside_until_the_first_checkpoint(tmp_path: Path) -> 
     assert complete_in(tmp_path / "save.replaced") == {"model old"}
 
     save_checkpoint(output.folder, 1, "one")
-    output.first_is_safe()
-    output.first_is_safe()
+    output.remove_older_results()
+    output.remove_older_results()
 
     assert output.older_results is None
     assert names(tmp_path) == ["save"]
@@ -254,7 +254,7 @@ def test_older_results_that_cannot_be_removed_are_told_and_end_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "rmdir", refuse)
-        output.first_is_safe()
+        output.remove_older_results()
 
     assert "save.replaced cannot be removed (Permission denied)" in caplog.text
     output.close()
@@ -738,15 +738,15 @@ def test_scores_beside_the_folder_are_told_and_never_removed(tmp_path: Path) -> 
 
 
 def test_a_folder_is_kept_free_while_it_is_settled(tmp_path: Path) -> None:
-    with kept_free(tmp_path / "save") as is_free:
+    with lock_if_free(tmp_path / "save") as is_free:
         assert is_free, "there is none"
     output = begun(tmp_path / "save")
     save_checkpoint(output.folder, 1, "one")
-    with kept_free(tmp_path / "save") as is_free:
+    with lock_if_free(tmp_path / "save") as is_free:
         assert not is_free
     output.close()
 
-    with kept_free(tmp_path / "save") as is_free:
+    with lock_if_free(tmp_path / "save") as is_free:
         assert is_free
         with pytest.raises(CheckpointError, match="another run is writing"):
             make(tmp_path / "save", resumes=True).prepare({})

@@ -42,7 +42,7 @@ def test_every_action_and_every_update_is_named(tmp_path: Path) -> None:
     svg = drawn(measured(schedule), tmp_path)
     for actions in schedule.actions:
         for action in actions:
-            if action.kind.is_compute or action.kind == "load":
+            if action.kind.is_forward_or_backward or action.kind == "load":
                 assert f">{action}<" in svg
     for stage in range(6):
         assert f">U{stage}<" in svg

@@ -12,8 +12,8 @@ from mobius.output.trace import (
     Trace,
     TraceFacts,
     merge_parts,
+    parse_action_name,
     read_trace,
-    take_apart,
     write_part,
     write_trace,
 )
@@ -177,5 +177,5 @@ def test_a_missing_file_is_told_as_such(tmp_path: Path) -> None:
     ],
 )
 def test_a_name_of_the_grid_is_taken_apart(name: str, parts: tuple[str, int, int | None] | None) -> None:
-    action = take_apart(name)
+    action = parse_action_name(name)
     assert (None if action is None else (action.letter, action.stage, action.microbatch)) == parts

@@ -14,7 +14,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mobius.errors import ConfigError
-from mobius.output.trackers import TrackedRun, Trackers, check_installed, trackers_of
+from mobius.output.trackers import TrackedRun, Trackers, check_installed, start_trackers
 
 
 class Recorder:
@@ -125,7 +125,7 @@ def test_a_package_that_is_not_installed_is_an_error_that_says_what_to_install()
 
 
 def test_tensorboard_reads_what_was_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trackers = trackers_of(["tensorboard"], TrackedRun("name", tmp_path, {"learning_rate": 1e-5}))
+    trackers = start_trackers(["tensorboard"], TrackedRun("name", tmp_path, {"learning_rate": 1e-5}))
     for step in (1, 2):
         trackers.log(step, {"train/loss": 3.0 - step, "eval/loss": 0.5})
     trackers.close(seconds=100)
@@ -170,7 +170,7 @@ def test_wandb_and_swanlab_record_offline_where_they_cannot_go_online(
     terminal = SimpleNamespace(isatty=lambda: True)
     monkeypatch.setattr(sys, "stdin", terminal)
 
-    trackers = trackers_of([name], TrackedRun("mine", tmp_path, {"seed": 42}))
+    trackers = start_trackers([name], TrackedRun("mine", tmp_path, {"seed": 42}))
     trackers.log(1, {"train/loss": 2.0})
     trackers.close()
 
@@ -193,7 +193,7 @@ def test_a_run_that_goes_on_is_the_same_run_for_the_server(
 
     def id_of(known: str | None) -> str:
         calls.clear()
-        trackers = trackers_of([name, "tensorboard"], TrackedRun("mine", tmp_path, {}, run_id=known))
+        trackers = start_trackers([name, "tensorboard"], TrackedRun("mine", tmp_path, {}, run_id=known))
         trackers.close()
         (given,) = (call for call in calls if isinstance(call, dict))
         assert (given["id"], given["resume"]) == (trackers.run_id, "allow")
@@ -207,6 +207,6 @@ def test_a_run_that_goes_on_is_the_same_run_for_the_server(
 
 
 def test_without_a_server_a_run_has_no_id(tmp_path: Path) -> None:
-    trackers = trackers_of(["tensorboard"], TrackedRun("mine", tmp_path, {}, run_id="0" * 21))
+    trackers = start_trackers(["tensorboard"], TrackedRun("mine", tmp_path, {}, run_id="0" * 21))
     trackers.close()
     assert trackers.run_id is None

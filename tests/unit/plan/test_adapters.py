@@ -7,23 +7,23 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness.plan_requests import known_shape, num_stages_with, request_of
+from harness.plan_requests import find_published_shape, num_stages_with, request_of
 from transformers import LlamaConfig, Qwen2Config
 
 from mobius.config.adapters import AdapterConfig, FinetuningType
 from mobius.config.config import ModelConfig
-from mobius.memory.adapted import AdaptedStage
+from mobius.memory.adapter_stage import AdapterStage
 from mobius.models.blocks import ModelParts
 from mobius.models.families import load_planned_config
-from mobius.plan.budget import gpu_need, host_need
-from mobius.plan.cards import CARDS, memory_rate
-from mobius.plan.checkpoint_need import checkpoint_need
-from mobius.plan.choice import Answer, answer, settle
+from mobius.plan.checkpoint_estimates import estimate_checkpoint
+from mobius.plan.cost_model.stage_costs import stage_costs
+from mobius.plan.gpu_specs import GPU_SPECS, memory_rate
+from mobius.plan.memory_estimates import estimate_gpu_memory, estimate_host_memory
 from mobius.plan.partition import ModelShape
 from mobius.plan.plan_table import describe_stages
 from mobius.plan.profile import ADAPTER_BACKWARD, ADAPTER_FORWARD
 from mobius.plan.request import Machine
-from mobius.plan.seconds.stage_costs import stage_costs
+from mobius.plan.solver import PlanResult, resolve_auto, solve
 from mobius.plan.step_tasks import StepTasks
 from mobius.schedule.build import build_schedule
 from mobius.schedule.lanes import Lane
@@ -62,7 +62,7 @@ def test_bytes_of_the_states_are_those_that_a_run_takes(adapters: AdapterConfig,
     plan = replace(plan, resident=frozenset(range(num_resident)))
     host = gpu = 0
     for rank in range(4):
-        stages = RankStages.take(
+        stages = RankStages.allocate(
             parts,
             plan,
             rank,
@@ -70,10 +70,10 @@ def test_bytes_of_the_states_are_those_that_a_run_takes(adapters: AdapterConfig,
             dtype=torch.bfloat16,
             gradient_dtype=torch.bfloat16,
             loss_chunk_tokens=64,
-            waiting=request.waiting,
+            deferred_updates=request.deferred_updates,
         )
         host += 0 if stages.arena is None else stages.arena.num_bytes
-        on_gpu = [own.trained if isinstance(own, AdaptedStage) else own for own in stages.memory.values()]
+        on_gpu = [own.trained if isinstance(own, AdapterStage) else own for own in stages.memory.values()]
         gpu += sum(
             tensor.nbytes
             for stage, own in zip(stages.memory, on_gpu, strict=True)
@@ -82,40 +82,40 @@ def test_bytes_of_the_states_are_those_that_a_run_takes(adapters: AdapterConfig,
         )
     slots = [
         plan.slots[rank]
-        * max((plan.cuts[s].num_travelling(request.shape) for s in plan.streamed_stages(rank)), default=0)
+        * max((plan.cuts[s].num_streamed_parameters(request.shape) for s in plan.streamed_stages(rank)), default=0)
         for rank in range(4)
     ]
-    needs = [gpu_need(request, plan, rank=rank) for rank in range(4)]
+    needs = [estimate_gpu_memory(request, plan, rank=rank) for rank in range(4)]
     sums = 0 if adapters.is_lora else sum(4 * plan.cuts[rank].num_trained(request.shape) for rank in range(4))
 
-    assert host_need(request, plan).streamed == host
+    assert estimate_host_memory(request, plan).streamed == host
     assert sum(need.weights + need.gradients + need.optimizer for need in needs) == gpu + 2 * sum(slots) + sums
 
 
 def test_a_frozen_base_takes_two_bytes_of_the_host_and_adapters_none() -> None:
-    base, shape = known_shape("7b"), shape_of_7b(LORA)
+    base, shape = find_published_shape("7b"), shape_of_7b(LORA)
     assert shape.num_trained == sum(shape.trained.layers) == shape.num_parameters - base.num_parameters  # type: ignore[union-attr]
     assert shape.num_trained == 32 * 8 * (4 * (4096 + 4096) + 3 * (4096 + 11008))
     request = request_of(shape)
-    need = host_need(request, request.plan)
+    need = estimate_host_memory(request, request.plan)
     assert need.streamed == 2 * base.num_parameters
     assert need.streamed_parameters == base.num_parameters
 
 
 def test_a_checkpoint_of_adapters_has_what_is_trained() -> None:
     request = request_of(shape_of_7b(LORA))
-    need = checkpoint_need(request, request.plan, has_optimizer=True)
+    need = estimate_checkpoint(request, request.plan, has_optimizer=True)
     assert need.disk_bytes == 12 * request.shape.num_trained == sum(need.rank_bytes)
     whole = request_of(shape_of_7b(FROZEN))
-    need = checkpoint_need(whole, whole.plan, has_optimizer=True)
+    need = estimate_checkpoint(whole, whole.plan, has_optimizer=True)
     assert need.disk_bytes == 2 * whole.shape.num_parameters + 10 * whole.shape.num_trained
 
 
-def answered(shape: ModelShape, **options: object) -> Answer:
-    return answer(settle(request_of(shape, **options)))
+def answered(shape: ModelShape, **options: object) -> PlanResult:
+    return solve(resolve_auto(request_of(shape, **options)))
 
 
-def lanes_of(found: Answer) -> set[Lane]:
+def lanes_of(found: PlanResult) -> set[Lane]:
     """The lanes that have anything to do in the predicted step."""
     assert found.profile is not None
     costs = stage_costs(found.plan, found.request.shape, found.profile)
@@ -128,11 +128,11 @@ def lanes_of(found: Answer) -> set[Lane]:
 
 def test_frozen_parameters_spare_their_gradients_products_copies_and_updates() -> None:
     options = {"resident_stages": "0"}
-    full, lora = (answered(shape, **options) for shape in (known_shape("7b"), shape_of_7b(LORA)))
+    full, lora = (answered(shape, **options) for shape in (find_published_shape("7b"), shape_of_7b(LORA)))
     assert full.profile is not None
     assert lora.profile is not None
     ours, theirs = lora.profile.of_layer(5), full.profile.of_layer(5)
-    one_pass = 2 * lora.profile.microbatch_tokens * IN_AND_OUT_OF_7B / memory_rate(CARDS["H200"])
+    one_pass = 2 * lora.profile.microbatch_tokens * IN_AND_OUT_OF_7B / memory_rate(GPU_SPECS["H200"])
     assert ours.forward == pytest.approx(theirs.forward + ADAPTER_FORWARD * one_pass, rel=0.02)
     assert 0.5 < (ours.backward - ADAPTER_BACKWARD * one_pass) / theirs.backward < 0.6
     again = theirs.recomputed_backward - theirs.backward + ADAPTER_FORWARD * one_pass
@@ -153,21 +153,21 @@ def test_steps_with_adapters_are_predicted_as_they_were_measured(
     num_ranks: int, stages: int, chunks: int | None, rounds: int | None, measured: float
 ) -> None:
     """Qwen2.5-14B's shape on H200s under 24 GiB, docs/benchmarks.md, 2026-11-23; without passes they are 9 % short."""
-    machine, shape = Machine(num_ranks, CARDS["H200"]), ModelParts(QWEN_14B, CPU, adapters=LORA).shape()
+    machine, shape = Machine(num_ranks, GPU_SPECS["H200"]), ModelParts(QWEN_14B, CPU, adapters=LORA).shape()
     options = {"num_stages": stages, "num_chunks": chunks, "num_rounds": rounds, "gpu_memory_limit": 24.0}
     request = request_of(shape, machine, batch_size=16, seq_length=2048, max_grad_norm=1.0, **options)
-    assert answer(settle(request)).step_seconds == pytest.approx(measured, rel=0.05)
+    assert solve(resolve_auto(request)).step_seconds == pytest.approx(measured, rel=0.05)
 
 
 def test_layers_before_the_first_trained_one_have_no_backward() -> None:
     found = answered(shape_of_7b(FROZEN))
     assert found.profile is not None
     assert [found.profile.of_layer(layer).backward > 0 for layer in range(4)] == [False, False, True, True]
-    assert found.profile.of_layer(31) == answered(known_shape("7b")).profile.of_layer(31)  # type: ignore[union-attr]
+    assert found.profile.of_layer(31) == answered(find_published_shape("7b")).profile.of_layer(31)  # type: ignore[union-attr]
 
 
 def test_mfu_counts_what_is_computed() -> None:
-    shape = known_shape("7b")
+    shape = find_published_shape("7b")
     assert shape.product_operations == 6 * (sum(shape.layer_parameters) + shape.head_parameters)
     lora = shape_of_7b(LORA)
     assert lora.product_operations == 4 * (sum(lora.layer_parameters) + lora.head_parameters) + 2 * lora.num_trained
@@ -177,9 +177,9 @@ def test_layers_before_the_first_trained_one_keep_nothing_for_backward() -> None
     both = []
     for adapters in (AdapterConfig(), AdapterConfig(freeze="embedding,layers.0-15")):
         request = request_of(shape_of_7b(adapters), num_stages=8)
-        need = gpu_need(request, request.plan, rank=0)
-        stashed = replace(request.plan, stashed=frozenset(range(7)))
-        both.append((need.inputs, host_need(request, stashed).stash))
+        need = estimate_gpu_memory(request, request.plan, rank=0)
+        stashed = replace(request.plan, offloaded_activation_stages=frozenset(range(7)))
+        both.append((need.inputs, estimate_host_memory(request, stashed).offloaded_activations))
         table = describe_stages(stashed, request.shape)
         told = num_stages_with(table, "no backward"), num_stages_with(table, "from the host")
         assert told == ((0, 7), (4, 3))[len(both) - 1]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from harness.plan_requests import known_shape, request_of
+from harness.plan_requests import find_published_shape, request_of
 
 from mobius.config.config import Compile, Dtype, Recompute
 from mobius.errors import GpuMemoryError, PlanError
-from mobius.plan.budget import estimated_layer, fullest
-from mobius.plan.cards import CARDS, Host
-from mobius.plan.choice import Answer, answer
+from mobius.plan.gpu_specs import GPU_SPECS, Host
+from mobius.plan.memory_estimates import estimated_layer, largest_gpu_estimate
 from mobius.plan.partition import ModelShape
 from mobius.plan.request import Machine
-from mobius.plan.simulation import Resource
+from mobius.plan.solver import PlanResult, solve
+from mobius.plan.step_prediction import Resource
 from mobius.units import GIB
 
 
@@ -25,13 +25,13 @@ def ask(
     replicas: int = 1,
     host: Host | None = None,
     **options: object,
-) -> Answer:
-    machine = Machine(gpus, CARDS[card], host=host or Host(), pcie=pcie, num_replicas=replicas, num_nodes=replicas)
+) -> PlanResult:
+    machine = Machine(gpus, GPU_SPECS[card], host=host or Host(), pcie=pcie, num_replicas=replicas, num_nodes=replicas)
     request = request_of(shape, machine, **options)
-    return answer(request, layer=estimated_layer(request))
+    return solve(request, layer=estimated_layer(request))
 
 
-def seconds(found: Answer) -> float:
+def seconds(found: PlanResult) -> float:
     return found.step_seconds
 
 
@@ -44,9 +44,9 @@ def test_more_gpus_newer_links_and_more_memory_are_not_slower(llama_7b: ModelSha
 
 def test_a_slow_host_is_what_limits_fast_cards_and_compute_what_limits_slow_ones(llama_7b: ModelShape) -> None:
     slow_host = ask(llama_7b, "H200", resident_stages="0", host=Host(bandwidth=80e9))
-    for found, limit in ((slow_host, Resource.HOST_MEMORY), (ask(llama_7b, "L20"), Resource.COMPUTE)):
-        assert found.forecast is not None
-        assert found.forecast.limit is limit
+    for found, bottleneck in ((slow_host, Resource.HOST_MEMORY), (ask(llama_7b, "L20"), Resource.COMPUTE)):
+        assert found.step_time_prediction is not None
+        assert found.step_time_prediction.bottleneck is bottleneck
 
 
 def test_mfu_counts_the_models_own_operations(llama_7b: ModelShape) -> None:
@@ -59,17 +59,17 @@ def test_mfu_counts_the_models_own_operations(llama_7b: ModelShape) -> None:
 
 def test_memory_is_told_for_gpu_and_host(llama_7b: ModelShape) -> None:
     streamed = ask(llama_7b, gpu_memory_limit=12.0, resident_stages="0")
-    assert fullest(streamed.needs).total < 12 * GIB
+    assert largest_gpu_estimate(streamed.gpu_estimates).total < 12 * GIB
     # 14 bytes for each of 6.74e9 parameters and four processes.
-    assert streamed.host.total == pytest.approx(6.738e9 * 14 + 4 * 2.38 * GIB, rel=1e-3)
-    assert ask(llama_7b, use_offload=False).host.total < 10 * GIB
+    assert streamed.host_estimate.total == pytest.approx(6.738e9 * 14 + 4 * 2.38 * GIB, rel=1e-3)
+    assert ask(llama_7b, use_offload=False).host_estimate.total < 10 * GIB
 
 
 def test_resident_stages_save_time_and_host_memory_and_cost_gpu_memory(llama_7b: ModelShape) -> None:
     streamed, mixed = (ask(llama_7b, recompute=Recompute.FULL, resident_stages=number) for number in ("0", "3"))
     assert seconds(mixed) < seconds(streamed)
-    assert mixed.host.total < streamed.host.total
-    assert fullest(mixed.needs).total > fullest(streamed.needs).total
+    assert mixed.host_estimate.total < streamed.host_estimate.total
+    assert largest_gpu_estimate(mixed.gpu_estimates).total > largest_gpu_estimate(streamed.gpu_estimates).total
 
 
 def test_what_cannot_be_is_refused_with_what_to_change(llama_7b: ModelShape) -> None:
@@ -80,7 +80,7 @@ def test_what_cannot_be_is_refused_with_what_to_change(llama_7b: ModelShape) -> 
 
 
 def test_layers_that_are_not_compiled_take_more_memory_and_time() -> None:
-    shape = known_shape("7b")
+    shape = find_published_shape("7b")
     options: dict[str, object] = {
         "num_chunks": 4,
         "resident_stages": "0",
@@ -89,8 +89,8 @@ def test_layers_that_are_not_compiled_take_more_memory_and_time() -> None:
         "tile_tokens": "off",
     }
     compiled, eager = (ask(shape, compile=wanted, **options) for wanted in (Compile.AUTO, Compile.OFF))
-    assert fullest(compiled.needs).total / GIB == pytest.approx(6.93, abs=0.005)
-    assert fullest(eager.needs).total / GIB == pytest.approx(7.23, abs=0.005)
+    assert largest_gpu_estimate(compiled.gpu_estimates).total / GIB == pytest.approx(6.93, abs=0.005)
+    assert largest_gpu_estimate(eager.gpu_estimates).total / GIB == pytest.approx(7.23, abs=0.005)
     assert seconds(eager) > 1.05 * seconds(compiled)
 
 
@@ -99,14 +99,14 @@ def test_loss_scaling_waits_for_all_gradients_as_clipping_does(llama_7b: ModelSh
     clipped, scaled = (
         ask(llama_7b, max_grad_norm=norm, dtype=dtype).request for norm, dtype in ((1.0, Dtype.BF16), (0.0, Dtype.FP16))
     )
-    assert scaled.waiting == clipped.waiting == frozenset(range(32))
+    assert scaled.deferred_updates == clipped.deferred_updates == frozenset(range(32))
     assert scaled.rules.clips
     assert not ask(llama_7b, max_grad_norm=0.0).request.rules.clips
 
 
 def test_no_step_is_predicted_without_rates(llama_7b: ModelShape) -> None:
     found = ask(llama_7b, dtype=Dtype.FP32)
-    assert (found.profile, found.forecast, found.prediction) == (None, None, None)
+    assert (found.profile, found.step_time_prediction, found.simulated_steps) == (None, None, None)
     with pytest.raises(PlanError, match="no step is predicted"):
         seconds(found)
 

@@ -9,15 +9,15 @@ import pytest
 from harness.plan_requests import H200, request_of
 
 from mobius.errors import GpuMemoryError
-from mobius.plan.budget import host_need
-from mobius.plan.cards import CARDS, MEMORY_SHARE, estimate_profile
-from mobius.plan.choice import answer, settle
 from mobius.plan.fit import fit_plan
-from mobius.plan.gpu_peak import estimate_layer
-from mobius.plan.memory_use import closed_form
+from mobius.plan.gpu_specs import GPU_SPECS, MEMORY_SHARE, estimate_profile
+from mobius.plan.memory_estimates import estimate_host_memory
+from mobius.plan.memory_policy import closed_form_score
 from mobius.plan.partition import Experts, LayerWidths, ModelShape, TrainedParameters, cut_model
+from mobius.plan.peak_memory import estimate_layer
 from mobius.plan.plan import MemoryUse
 from mobius.plan.plan_table import describe_stages
+from mobius.plan.solver import resolve_auto, solve
 
 HIDDEN, WIDTH, NUMBER, PER_TOKEN, SHARED, DENSE = 1024, 512, 16, 2, 256, 4096
 ATTENTION = 4 * HIDDEN * HIDDEN
@@ -56,7 +56,7 @@ def test_frozen_experts_spare_the_operations_of_active_ones_only() -> None:
     assert SHAPE.experts is not None
     frozen = replace(
         SHAPE,
-        trained=TrainedParameters(1000 * HIDDEN, others, 1000 * HIDDEN, stay=False),
+        trained=TrainedParameters(1000 * HIDDEN, others, 1000 * HIDDEN, is_on_gpu=False),
         experts=replace(SHAPE.experts, trained=(0,) * 8),
     )
     assert SHAPE.product_operations - frozen.product_operations == 2 * 7 * ROUTED * PER_TOKEN // NUMBER
@@ -74,19 +74,19 @@ def test_copies_for_experts_are_among_the_bytes_of_a_layer() -> None:
     inner = PER_TOKEN * WIDTH + SHARED
     found = estimate_layer(2, ALL_SPARSE, 100, compiled=True)
     graph = 4 * HIDDEN + NUMBER + 3 * HIDDEN + 3 * inner + 2 * PER_TOKEN * HIDDEN
-    assert found.graph == 2 * 100 * graph
+    assert found.saved_activations == 2 * 100 * graph
     assert found.peak == 2 * 100 * (graph + 4 * HIDDEN + 3 * inner + 2 * PER_TOKEN * HIDDEN)
-    assert found.products == 2 * 100 * (graph - HIDDEN - inner)
+    assert found.saved_products == 2 * 100 * (graph - HIDDEN - inner)
     # The dense layer of the model is wider.
     mixed = estimate_layer(2, SHAPE, 100, compiled=True)
-    assert mixed.graph == 2 * 100 * (7 * HIDDEN + 3 * DENSE) > found.graph
+    assert mixed.saved_activations == 2 * 100 * (7 * HIDDEN + 3 * DENSE) > found.saved_activations
 
 
 def test_seconds_go_by_active_parameters_and_passes_over_all_experts() -> None:
-    profile = estimate_profile(CARDS["H200"], SHAPE, microbatch_tokens=4096, seq_length=512, num_ranks=1)
+    profile = estimate_profile(GPU_SPECS["H200"], SHAPE, microbatch_tokens=4096, seq_length=512, num_ranks=1)
     assert profile.kind_of_layer == (0, *[1] * 7)
     as_one = replace(SHAPE, layer_parameters=(DENSE_LAYER, *[ACTIVE] * 7), experts=None)
-    dense = estimate_profile(CARDS["H200"], as_one, microbatch_tokens=4096, seq_length=512, num_ranks=1)
+    dense = estimate_profile(GPU_SPECS["H200"], as_one, microbatch_tokens=4096, seq_length=512, num_ranks=1)
     passes = 2 * (4 * PER_TOKEN * HIDDEN * 4096 + ROUTED) / (4800e9 * MEMORY_SHARE)
     assert profile.of_layer(0) == dense.of_layer(0)
     assert profile.of_layer(1).forward == pytest.approx(dense.of_layer(1).forward + passes)
@@ -97,9 +97,9 @@ def test_seconds_go_by_active_parameters_and_passes_over_all_experts() -> None:
 
 def test_bytes_are_those_of_all_parameters_and_mfu_that_of_active_ones() -> None:
     options = {"num_stages": 4, "resident_stages": "0"}
-    found, other = (answer(settle(request_of(shape, H200, **options))) for shape in (ALL_SPARSE, SAME_SIZE))
-    assert host_need(found.request, found.plan) == host_need(other.request, other.plan)
-    assert [need.states for need in found.needs] == [need.states for need in other.needs]
+    found, other = (solve(resolve_auto(request_of(shape, H200, **options))) for shape in (ALL_SPARSE, SAME_SIZE))
+    assert estimate_host_memory(found.request, found.plan) == estimate_host_memory(other.request, other.plan)
+    assert [need.states for need in found.gpu_estimates] == [need.states for need in other.gpu_estimates]
     attention = 8 * HIDDEN * 512
     operations = (ALL_SPARSE.product_operations + 6 * attention) * found.request.step_tokens
     assert found.mfu == pytest.approx(operations / found.step_seconds / (4 * 989e12), rel=1e-3)
@@ -107,9 +107,9 @@ def test_bytes_are_those_of_all_parameters_and_mfu_that_of_active_ones() -> None
 
 
 def test_the_closed_form_computes_with_active_parameters_and_updates_all() -> None:
-    request, other = (settle(request_of(shape, H200, num_stages=4)) for shape in (ALL_SPARSE, SAME_SIZE))
+    request, other = (resolve_auto(request_of(shape, H200, num_stages=4)) for shape in (ALL_SPARSE, SAME_SIZE))
     resident, streamed = MemoryUse(1, 0, 0), MemoryUse(0, 0, 1)
-    score, other_score = closed_form(request), closed_form(other)
+    score, other_score = closed_form_score(request), closed_form_score(other)
     assert score(1, resident) == pytest.approx(other_score(1, resident) * ACTIVE / SPARSE_LAYER)
     # What the CPU updates beside that is everything.
     updates, other_updates = (each(1, streamed) - each(1, resident) for each in (score, other_score))
@@ -118,13 +118,13 @@ def test_the_closed_form_computes_with_active_parameters_and_updates_all() -> No
 
 
 def test_the_table_of_stages_has_a_column_of_active_parameters() -> None:
-    request = settle(request_of(SHAPE, H200, num_stages=8))
+    request = resolve_auto(request_of(SHAPE, H200, num_stages=8))
     head, dense, sparse = describe_stages(fit_plan(request), SHAPE).splitlines()[1:4]
     assert head.split()[3:5] == ["parameters", "active"]
     in_both = (1000 * HIDDEN + DENSE_LAYER) / 1e6
     assert dense.split()[4:6] == [f"{in_both:.1f}M"] * 2
     assert sparse.split()[3:5] == [f"{SPARSE_LAYER / 1e6:.1f}M", f"{ACTIVE / 1e6:.1f}M"]
-    assert "active" not in describe_stages(fit_plan(settle(request_of(SAME_SIZE, H200, num_stages=8))), SAME_SIZE)
+    assert "active" not in describe_stages(fit_plan(resolve_auto(request_of(SAME_SIZE, H200, num_stages=8))), SAME_SIZE)
 
 
 def cut_of(work: list[int], num_stages: int) -> list[int]:
@@ -164,7 +164,7 @@ def test_no_other_cut_has_a_shorter_slowest_stage_or_more_equal_ones() -> None:
 
 @pytest.mark.parametrize(("gib", "fits_slots"), [(0.2, True), (0.05, False)])
 def test_experts_that_do_not_fit_are_refused_with_the_arithmetic_of_a_layer(gib: float, fits_slots: bool) -> None:
-    request = settle(request_of(SHAPE, H200, num_stages=8, gpu_memory_limit=gib, num_chunks=64, batch_size=64))
+    request = resolve_auto(request_of(SHAPE, H200, num_stages=8, gpu_memory_limit=gib, num_chunks=64, batch_size=64))
     with pytest.raises(GpuMemoryError) as error:
         fit_plan(request)
     message = str(error.value)

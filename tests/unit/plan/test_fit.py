@@ -5,15 +5,15 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from harness.plan_requests import H200, known_shape, request_of
+from harness.plan_requests import H200, find_published_shape, request_of
 
 from mobius.config.config import Recompute
 from mobius.errors import GpuMemoryError, PlanError
-from mobius.plan.budget import Remedy, estimated_layer
 from mobius.plan.fit import find_remedies, fit_plan
-from mobius.plan.gpu_peak import LayerBytes
-from mobius.plan.memory_use import Rates, Score, by_score, estimated_seconds
+from mobius.plan.memory_estimates import Remedy, estimated_layer
+from mobius.plan.memory_policy import Rates, Score, estimated_seconds, policy_by_score
 from mobius.plan.partition import ModelShape
+from mobius.plan.peak_memory import LayerBytes
 from mobius.plan.plan import MemoryUse, Plan
 from mobius.plan.request import Machine, PlanRequest
 from mobius.units import GIB
@@ -32,7 +32,7 @@ def request_for(shape: ModelShape, gib: float | None, **options: Any) -> PlanReq
 
 def layer_of(request: PlanRequest, graph_bytes: int) -> LayerBytes:
     estimate = estimated_layer(request)
-    return LayerBytes(graph_bytes, graph_bytes * estimate.peak // estimate.graph)
+    return LayerBytes(graph_bytes, graph_bytes * estimate.peak // estimate.saved_activations)
 
 
 def fit(
@@ -40,7 +40,7 @@ def fit(
 ) -> Plan:
     request = request_for(shape, gib, **options)
     layer = None if graph_bytes is None else layer_of(request, graph_bytes)
-    return fit_plan(request, layer=layer, choose=None if score is None else by_score(score))
+    return fit_plan(request, layer=layer, policy=None if score is None else policy_by_score(score))
 
 
 def num_resident(plan: Plan, rank: int = 0) -> int:
@@ -48,7 +48,7 @@ def num_resident(plan: Plan, rank: int = 0) -> int:
 
 
 def kept(plan: Plan, rank: int = 0) -> set[int]:
-    return plan.kept & {*plan.stages_of(rank)}
+    return plan.saved_activation_stages & {*plan.local_stages(rank)}
 
 
 INNER, FIRST = 202_383_360, 333_455_360
@@ -100,14 +100,14 @@ def test_no_more_slots_are_taken_than_a_rank_has_stages(llama_7b: ModelShape) ->
 
 def test_recomputing_everywhere_keeps_nothing_but_may_take_a_third_slot(llama_7b: ModelShape) -> None:
     plan = fit(llama_7b, 80, recompute=Recompute.FULL)
-    assert (plan.num_slots, plan.kept) == (3, frozenset())
+    assert (plan.num_slots, plan.saved_activation_stages) == (3, frozenset())
 
 
 ON_GPU: dict[str, Any] = {"use_offload": False, "resident_stages": "auto", "recompute": Recompute.NONE}
 
 
 def test_all_stages_keep_their_activations_if_asked_and_too_little_memory_is_refused(llama_7b: ModelShape) -> None:
-    assert fit(llama_7b, 140, **ON_GPU).kept == set(range(32))
+    assert fit(llama_7b, 140, **ON_GPU).saved_activation_stages == set(range(32))
     with pytest.raises(GpuMemoryError, match="inputs of layers"):
         fit(llama_7b, 60, **ON_GPU)
 
@@ -119,19 +119,19 @@ def test_room_for_the_mailboxes_is_left_alone(llama_7b: ModelShape) -> None:
 
 
 def test_what_is_not_measured_is_not_kept(llama_7b: ModelShape) -> None:
-    assert fit(llama_7b, 140, graph_bytes=None).kept == frozenset()
+    assert fit(llama_7b, 140, graph_bytes=None).saved_activation_stages == frozenset()
 
 
 def test_graphs_that_hold_more_than_was_guessed_are_refused_before_anything_is_loaded(llama_7b: ModelShape) -> None:
-    assert fit(llama_7b, 90, **ON_GPU).kept == set(range(32))
+    assert fit(llama_7b, 90, **ON_GPU).saved_activation_stages == set(range(32))
     with pytest.raises(GpuMemoryError, match="inputs of layers"):
         fit(llama_7b, 90, graph_bytes=2 * GRAPH, **ON_GPU)
 
 
 def test_where_memory_is_unknown_nothing_is_added(llama_7b: ModelShape) -> None:
     assert fit(llama_7b, None).num_slots == 2
-    assert fit(llama_7b, None).kept == frozenset()
-    assert fit(llama_7b, None, **ON_GPU).kept == set(range(32))
+    assert fit(llama_7b, None).saved_activation_stages == frozenset()
+    assert fit(llama_7b, None, **ON_GPU).saved_activation_stages == set(range(32))
 
 
 @pytest.mark.parametrize("stages", [1, 2, 5, 6, 7, 8])
@@ -140,8 +140,8 @@ def test_as_many_first_stages_stay_as_fit(llama_7b: ModelShape, stages: int) -> 
     least = least_gib(min(2, 8 - stages), 0, resident=stages)
     for gib, number in ((least - 0.01, stages - 1), (least + 0.01, stages)):
         plan = fit(llama_7b, gib, resident_stages="auto", recompute=Recompute.FULL)
-        assert plan.resident.intersection(plan.stages_of(0)) == set(range(0, 4 * number, 4))
-        assert plan.kept == frozenset()
+        assert plan.resident.intersection(plan.local_stages(0)) == set(range(0, 4 * number, 4))
+        assert plan.saved_activation_stages == frozenset()
 
 
 def test_what_is_updated_at_once_keeps_no_gradients_and_more_of_it_fits(llama_7b: ModelShape) -> None:
@@ -170,7 +170,7 @@ def test_kept_activations_have_their_weights_in_place(llama_7b: ModelShape) -> N
 
 def test_more_memory_is_never_used_worse(llama_7b: ModelShape) -> None:
     request = request_for(llama_7b, None)
-    counts = [request.plan.cuts[stage].num_parameters(llama_7b) for stage in request.plan.stages_of(0)]
+    counts = [request.plan.cuts[stage].num_parameters(llama_7b) for stage in request.plan.local_stages(0)]
     seconds = []
     for gib in range(8, 80, 2):
         chosen = fit(llama_7b, gib, resident_stages="auto").use_of(0)
@@ -180,7 +180,7 @@ def test_more_memory_is_never_used_worse(llama_7b: ModelShape) -> None:
 
 
 def test_a_handed_in_score_decides_among_what_fits(llama_7b: ModelShape) -> None:
-    plan = fit(llama_7b, 26.3, resident_stages="auto", score=lambda rank, use: -use.num_kept)
+    plan = fit(llama_7b, 26.3, resident_stages="auto", score=lambda rank, use: -use.num_saving_activations)
     # As without residency (above): three keep their activations; what is left then takes no resident stage.
     assert (len(kept(plan)), num_resident(plan)) == (3, 0)
     plan = fit(llama_7b, 26.3, resident_stages="auto", score=lambda rank, use: use.num_resident)
@@ -304,7 +304,7 @@ def test_where_all_stays_on_the_gpu_recomputing_and_offloading_are_tried(llama_7
     request = long_request(llama_7b, **ON_GPU)
     found = find_remedies(request, lambda r: 1 if r.config.pipeline.recompute is not Recompute.NONE else 100, 50)
     assert [remedy.options for remedy in found] == ["--recompute elementwise", "--use_offload --recompute auto"]
-    found = find_remedies(request, lambda r: 1 if not r.recompute.keeps_all else 100, 50)
+    found = find_remedies(request, lambda r: 1 if not r.recompute.saves_activations else 100, 50)
     assert [remedy.options for remedy in found] == ["--recompute full", "--use_offload --recompute auto"]
 
 
@@ -319,7 +319,7 @@ def test_a_refusal_names_changes_that_then_fit(llama_7b: ModelShape) -> None:
 
 def test_slices_never_keep_what_they_recompute_anyway() -> None:
     long = {"seq_length": 32768, "batch_size": 4, "num_chunks": 4, "num_rounds": 1, "num_stages": 8}
-    whole, sliced = (request_of(known_shape("7b"), num_slices=number, **long) for number in (1, 2))
+    whole, sliced = (request_of(find_published_shape("7b"), num_slices=number, **long) for number in (1, 2))
 
-    assert fit_plan(whole, layer=estimated_layer(whole)).kept
-    assert not fit_plan(sliced, layer=estimated_layer(sliced)).kept
+    assert fit_plan(whole, layer=estimated_layer(whole)).saved_activation_stages
+    assert not fit_plan(sliced, layer=estimated_layer(sliced)).saved_activation_stages

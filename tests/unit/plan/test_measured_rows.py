@@ -6,20 +6,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from harness.plan_requests import known_shape, request_of
+from harness.plan_requests import find_published_shape, request_of
 
 from mobius.config.config import Compile, Recompute
-from mobius.plan.budget import estimated_layer
-from mobius.plan.cards import CARDS, Card
-from mobius.plan.choice import answer, estimated_profile
+from mobius.plan.gpu_specs import GPU_SPECS, GpuSpec
+from mobius.plan.memory_estimates import estimated_layer
 from mobius.plan.partition import ModelShape
 from mobius.plan.profile import LayerSeconds, Profile
 from mobius.plan.request import Machine, PlanRequest
-from mobius.plan.simulation import Prediction
+from mobius.plan.solver import estimated_profile, solve
+from mobius.plan.step_prediction import SimulatedSteps
 from mobius.schedule.lanes import WaitCause
 
-SHAPE_7B = known_shape("7b")
-H200 = CARDS["H200"]
+SHAPE_7B = find_published_shape("7b")
+H200 = GPU_SPECS["H200"]
 Options = dict[str, Any]
 STREAMED: Options = {"gpu_memory_limit": 12.0, "resident_stages": "0", "max_grad_norm": 0.0}
 CLIPS: Options = {"max_grad_norm": 1.0}
@@ -38,20 +38,20 @@ def two_graphs(request: PlanRequest) -> Profile:
     profile = estimated_profile(request)
     assert profile is not None
     kinds = tuple(replace(kind, recomputed_backward=kind.forward + kind.backward) for kind in profile.layer_kinds)
-    return replace(profile, layer_kinds=kinds, launch=LayerSeconds(0.28e-3, 1.5e-3, 1.9e-3))
+    return replace(profile, layer_kinds=kinds, launch_overhead=LayerSeconds(0.28e-3, 1.5e-3, 1.9e-3))
 
 
 def predicted(
-    *options: Options, gpus: int = 4, card: Card = H200, shape: ModelShape = SHAPE_7B, is_older: bool = True
-) -> Prediction:
+    *options: Options, gpus: int = 4, card: GpuSpec = H200, shape: ModelShape = SHAPE_7B, is_older: bool = True
+) -> SimulatedSteps:
     asked: Options = {}
     for part in options:
         asked |= part
     request = request_of(shape, Machine(gpus, card), **asked)
-    layer = replace(estimated_layer(request), products=None)  # no row is of stages that keep products alone
-    found = answer(request, layer=layer, profile=two_graphs(request) if is_older else None)
-    assert found.prediction is not None
-    return found.prediction
+    layer = replace(estimated_layer(request), saved_products=None)  # no row is of stages that keep products alone
+    found = solve(request, layer=layer, profile=two_graphs(request) if is_older else None)
+    assert found.simulated_steps is not None
+    return found.simulated_steps
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_four_gpus(options: tuple[Options, ...], measured: float, bound: float) 
 
 def test_short_sequences_of_13b_on_four_gpus() -> None:
     short = {"seq_length": 128, "num_stages": 40, "num_chunks": 4, "gpu_memory_limit": None}
-    found = predicted(STREAMED, short, shape=known_shape("13b"))
+    found = predicted(STREAMED, short, shape=find_published_shape("13b"))
     assert found.step_seconds == pytest.approx(2.137, rel=0.12)
 
 
@@ -118,7 +118,7 @@ def test_narrow_layers_on_two_gpus(
         {"batch_size": batch_size, "seq_length": seq_length, "num_stages": 22, "num_chunks": num_chunks},
         {"gpu_memory_limit": float(limit), "max_grad_norm": float(clips)},
         gpus=2,
-        shape=known_shape("1b"),
+        shape=find_published_shape("1b"),
         is_older=False,
     )
     assert found.step_seconds == pytest.approx(measured, rel=0.12)

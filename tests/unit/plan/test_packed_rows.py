@@ -8,14 +8,14 @@ import pytest
 from harness.plan_requests import request_of
 
 from mobius.config.config import Dtype
-from mobius.plan import cards
-from mobius.plan.budget import estimated_layer, gpu_need
-from mobius.plan.cards import CARDS, estimate_profile
-from mobius.plan.choice import Answer, answer, choose, estimated_profile, settle
-from mobius.plan.gpu_peak import LayerBytes, document_bytes
+from mobius.plan import gpu_specs
+from mobius.plan.gpu_specs import GPU_SPECS, estimate_profile
+from mobius.plan.memory_estimates import estimate_gpu_memory, estimated_layer
 from mobius.plan.partition import ModelShape
+from mobius.plan.peak_memory import LayerBytes, document_bytes
 from mobius.plan.profile import LayerSeconds
 from mobius.plan.request import Machine, PackedRows
+from mobius.plan.solver import PlanResult, choose_candidate, estimated_profile, resolve_auto, solve
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def layer_of(
     shape: ModelShape, *, seq_length: int, attention_length: float | None = None, tokens: int = 8192
 ) -> LayerSeconds:
     profile = estimate_profile(
-        CARDS["H200"],
+        GPU_SPECS["H200"],
         shape,
         microbatch_tokens=tokens,
         seq_length=seq_length,
@@ -49,7 +49,7 @@ def test_a_row_that_is_measured_has_equal_documents_about_as_long_as_the_runs() 
 def test_a_layers_seconds_are_those_of_attention_within_documents(
     llama_7b: ModelShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cards, "PACKED_COST", 1.0)
+    monkeypatch.setattr(gpu_specs, "PACKED_COST", 1.0)
     full = layer_of(llama_7b, seq_length=4096)
     seconds = [layer_of(llama_7b, seq_length=4096, attention_length=each).forward for each in (4096.0, 700.0, 50.0)]
     assert seconds == sorted(seconds, reverse=True)
@@ -62,7 +62,7 @@ def test_layers_over_packed_rows_alone_take_their_kernels_share_more(
     llama_7b: ModelShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = layer_of(llama_7b, seq_length=512)
-    monkeypatch.setattr(cards, "PACKED_COST", 1.04)
+    monkeypatch.setattr(gpu_specs, "PACKED_COST", 1.04)
     assert layer_of(llama_7b, seq_length=512) == full
     assert layer_of(llama_7b, seq_length=512, attention_length=512).forward == pytest.approx(1.04 * full.forward)
 
@@ -82,7 +82,7 @@ def test_a_backward_takes_128_fp32_rows_for_each_document_a_row_may_hold(seven: 
     one, packed = (request_of(seven, packed=facts) for facts in (None, PackedRows(60.0, 16)))
     assert packed.microbatch_documents == 128
     assert estimated_layer(packed).peak - estimated_layer(one).peak == 270_532_608
-    assert estimated_layer(packed).graph == estimated_layer(one).graph
+    assert estimated_layer(packed).saved_activations == estimated_layer(one).saved_activations
 
 
 def test_heads_that_are_wider_than_the_hidden_state_take_their_own_width(llama_7b: ModelShape) -> None:
@@ -100,15 +100,17 @@ def test_only_variable_length_attention_takes_more_memory(seven: ModelShape) -> 
 def test_every_rank_has_the_steps_positions_and_bounds(seven: ModelShape) -> None:
     one, packed = (request_of(seven, packed=facts, resident_stages="0") for facts in (None, PackedRows(60.0, 16)))
     for rank in range(4):
-        before, after = (gpu_need(each, each.plan, rank=rank, layer=LayerBytes(1, 1)) for each in (one, packed))
+        before, after = (
+            estimate_gpu_memory(each, each.plan, rank=rank, layer=LayerBytes(1, 1)) for each in (one, packed)
+        )
         # Four bytes for each of 64 x 512 positions and 64 x 16 documents.
         assert after.libraries - before.libraries == 4 * 64 * (512 + 16)
         assert after.total - before.total == 4 * 64 * (512 + 16)
 
 
-def ask(shape: ModelShape, packed: PackedRows | None, **options: object) -> Answer:
+def ask(shape: ModelShape, packed: PackedRows | None, **options: object) -> PlanResult:
     request = request_of(shape, packed=packed, **options)
-    return answer(request, layer=estimated_layer(request))
+    return solve(request, layer=estimated_layer(request))
 
 
 def test_a_step_over_short_documents_is_shorter_and_its_mfu_counts_what_they_need(seven: ModelShape) -> None:
@@ -123,7 +125,7 @@ def test_a_step_over_short_documents_is_shorter_and_its_mfu_counts_what_they_nee
 @pytest.mark.extended  # a quarter of a minute of searches
 def test_auto_chooses_for_the_documents_and_remembers_them(seven: ModelShape) -> None:
     packed = PackedRows(700.0, 32)
-    chosen = choose(request_of(seven, packed=packed, num_stages=None, num_chunks=None, gpu_memory_limit=24.0))
+    chosen = choose_candidate(request_of(seven, packed=packed, num_stages=None, num_chunks=None, gpu_memory_limit=24.0))
     assert chosen.request.packed == packed
     assert chosen.request.with_pipeline(use_offload=False).packed == packed
 
@@ -135,12 +137,12 @@ def test_measured_slices_that_hold_the_documents_have_attended_over_them(
     seven: ModelShape, mean: float, is_as_measured: bool
 ) -> None:
     """A measured row has documents of that mean; longer than the slice, its tokens attended over less than they do."""
-    request = settle(request_of(seven, packed=PackedRows(mean, 16), num_slices=2, num_rounds=1))
+    request = resolve_auto(request_of(seven, packed=PackedRows(mean, 16), num_slices=2, num_rounds=1))
     estimate = estimated_profile(request)
     assert estimate is not None
     measured = replace(estimate, attention_length=None)
 
-    found = answer(request, layer=estimated_layer(request), profile=measured).profile
+    found = solve(request, layer=estimated_layer(request), profile=measured).profile
 
     assert found is not None
     assert (found.layer_kinds == measured.layer_kinds) is is_as_measured

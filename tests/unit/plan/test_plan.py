@@ -11,7 +11,7 @@ def test_stages_go_round_the_ranks(small: ModelShape) -> None:
     plan = make_plan(small, num_ranks=2, num_stages=4, num_microbatches=2, num_slots=2)
 
     assert (plan.num_stages, plan.stages_per_rank) == (4, 2)
-    assert [list(plan.stages_of(rank)) for rank in range(2)] == [[0, 2], [1, 3]]
+    assert [list(plan.local_stages(rank)) for rank in range(2)] == [[0, 2], [1, 3]]
 
 
 @pytest.mark.parametrize(
@@ -67,23 +67,23 @@ def test_each_rank_keeps_its_first_stages_and_slots_for_the_others_and_keeps_act
     small: ModelShape,
 ) -> None:
     streamed = make_plan(small, num_ranks=2, num_stages=4, num_microbatches=1, num_slots=2)
-    plan = streamed.using([MemoryUse(2, 0, 2), MemoryUse(1, 1, 2)])
+    plan = streamed.with_memory_uses([MemoryUse(2, 0, 2), MemoryUse(1, 1, 2)])
 
     assert plan.resident == {0, 2, 1}
-    assert plan.kept == {3}
+    assert plan.saved_activation_stages == {3}
     assert [plan.streamed_stages(rank) for rank in range(2)] == [[], [3]]
     assert (plan.num_slots, plan.slots) == (1, (0, 1))
     assert [plan.use_of(rank) for rank in range(2)] == [MemoryUse(2, 0, 0), MemoryUse(1, 1, 1)]
-    assert streamed.using([MemoryUse(0, 0, 2)] * 2) == streamed
-    assert streamed.using([MemoryUse(0, 0, 1), MemoryUse(0, 0, 3)]).slots == (1, 2)
-    everything = streamed.using([MemoryUse(2, 0, 2)] * 2)
+    assert streamed.with_memory_uses([MemoryUse(0, 0, 2)] * 2) == streamed
+    assert streamed.with_memory_uses([MemoryUse(0, 0, 1), MemoryUse(0, 0, 3)]).slots == (1, 2)
+    everything = streamed.with_memory_uses([MemoryUse(2, 0, 2)] * 2)
     assert everything == make_plan(small, num_ranks=2, num_stages=4, num_microbatches=1, num_slots=None)
     assert everything.resident == {0, 1, 2, 3}
 
 
 def test_the_description_of_a_mixture_tells_which_stages_are_resident(small: ModelShape) -> None:
     streamed = make_plan(small, num_ranks=2, num_stages=4, num_microbatches=1, num_slots=2)
-    plan = streamed.using([MemoryUse(1, 0, 2), MemoryUse(0, 0, 2)])
+    plan = streamed.with_memory_uses([MemoryUse(1, 0, 2), MemoryUse(0, 0, 2)])
 
     first, *stages = plan.describe(small).splitlines()
     assert first == "4 stages on 2 rank(s), 1 microbatches, 1 resident, the others streamed through 1 to 2 slots"

@@ -19,7 +19,9 @@ from mobius.plan.plan_file import ModelDigest, SavedPlan, check_saved_plan, read
 @pytest.fixture
 def saved(small: ModelShape) -> SavedPlan:
     plan = make_plan(small, num_ranks=2, num_stages=4, num_microbatches=2, num_slots=2)
-    plan = replace(plan.using([MemoryUse(1, 0, 1), MemoryUse(0, 0, 1)]), kept=frozenset({0, 3}))
+    plan = replace(
+        plan.with_memory_uses([MemoryUse(1, 0, 1), MemoryUse(0, 0, 1)]), saved_activation_stages=frozenset({0, 3})
+    )
     return SavedPlan(ModelDigest.of(small, Dtype.BF16), plan, batch_size=8, seq_length=16)
 
 
@@ -30,7 +32,7 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_a_file_gives_the_plan_back(saved: SavedPlan, tmp_path: Path) -> None:
-    other_slots = replace(saved, plan=saved.plan.using([MemoryUse(1, 0, 1), MemoryUse(0, 1, 2)]))
+    other_slots = replace(saved, plan=saved.plan.with_memory_uses([MemoryUse(1, 0, 1), MemoryUse(0, 1, 2)]))
     for plan in (saved, other_slots):
         assert read_plan(write(tmp_path, plan.to_json())) == plan
 

@@ -7,19 +7,19 @@ from dataclasses import replace
 import pytest
 from harness.plan_requests import request_of
 
-from mobius.plan.budget import COMMUNICATOR_BYTES, CONTEXT_BYTES
-from mobius.plan.cards import CARDS
-from mobius.plan.choice import answer
+from mobius.plan.gpu_specs import GPU_SPECS
+from mobius.plan.memory_estimates import COMMUNICATOR_BYTES, CONTEXT_BYTES
 from mobius.plan.partition import ModelShape
 from mobius.plan.plan import MemoryUse, make_plan
 from mobius.plan.plan_table import describe_gpus, describe_stages
 from mobius.plan.request import Machine
+from mobius.plan.solver import solve
 from mobius.units import GIB
 
 
 def test_stages_that_are_alike_share_a_line_and_those_without_parameters_say_so(llama_7b: ModelShape) -> None:
     plan = make_plan(llama_7b, num_ranks=4, num_stages=36, num_microbatches=8, num_slots=2)
-    plan = replace(plan.using([MemoryUse(1, 0, 2)] * 4), kept=frozenset({34}))
+    plan = replace(plan.with_memory_uses([MemoryUse(1, 0, 2)] * 4), saved_activation_stages=frozenset({34}))
 
     head, _, *lines = describe_stages(plan, llama_7b).splitlines()
 
@@ -41,8 +41,8 @@ def test_communicators_of_a_gpu_are_counted_those_to_replicas_too(
     llama_7b: ModelShape, num_ranks: int, num_replicas: int, num_communicators: int
 ) -> None:
     """One for each edge, one of all ranks, and two to each other replica."""
-    machine = Machine(num_ranks, CARDS["H200"], num_replicas=num_replicas, num_nodes=num_replicas)
-    found = answer(request_of(llama_7b, machine))
+    machine = Machine(num_ranks, GPU_SPECS["H200"], num_replicas=num_replicas, num_nodes=num_replicas)
+    found = solve(request_of(llama_7b, machine))
     mailboxes = found.request.mailbox_bytes if num_ranks > 1 else 0
     outside = (CONTEXT_BYTES + num_communicators * COMMUNICATOR_BYTES + mailboxes) / GIB
     assert describe_gpus(found).splitlines()[-1].split()[-1] == f"{outside:.2f}"

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from mobius.plan.cards import CARDS, estimate_profile
+from mobius.plan.gpu_specs import GPU_SPECS, estimate_profile
 from mobius.plan.partition import ModelShape
 from mobius.plan.profile import Profile, ProfileError
 
 
 @pytest.fixture
 def profile(llama_7b: ModelShape) -> Profile:
-    return estimate_profile(CARDS["H200"], llama_7b, microbatch_tokens=8192, seq_length=512, num_ranks=4)
+    return estimate_profile(GPU_SPECS["H200"], llama_7b, microbatch_tokens=8192, seq_length=512, num_ranks=4)
 
 
 def test_a_profile_is_the_same_after_its_file(profile: Profile) -> None:

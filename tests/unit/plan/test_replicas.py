@@ -9,26 +9,26 @@ from typing import Any
 import pytest
 import torch
 from harness.live_bytes import LiveBytes
-from harness.plan_requests import known_shape, request_of
+from harness.plan_requests import find_published_shape, request_of
 from transformers import LlamaConfig
 
 from mobius.config.adapters import AdapterConfig, FinetuningType
 from mobius.config.config import Dtype, Recompute, ReduceDtype
 from mobius.errors import GpuMemoryError, HostMemoryError, PlanError
 from mobius.models.blocks import ModelParts
-from mobius.plan.budget import check_host_memory, estimated_layer, gpu_need, host_need
-from mobius.plan.cards import CARDS
-from mobius.plan.choice import Answer, answer
+from mobius.plan.event_simulation import StageCost, StepRules
 from mobius.plan.fit import fit_plan
+from mobius.plan.gpu_specs import GPU_SPECS
+from mobius.plan.memory_estimates import check_host_memory, estimate_gpu_memory, estimate_host_memory, estimated_layer
 from mobius.plan.plan import Plan
 from mobius.plan.plan_file import ModelDigest, SavedPlan, check_saved_plan, read_plan
 from mobius.plan.profile import CopyRates, LayerSeconds, MessageRates, Profile, Source
-from mobius.plan.replicas.told import describe_replicas, more_nodes, nodes_as_remedies
-from mobius.plan.replicas.traffic import ReplicaRates, Sharing, rates_of_nodes
-from mobius.plan.replicas.worth import Worth, traffic_of
+from mobius.plan.replicas.report import describe_replicas, more_nodes, nodes_as_remedies
+from mobius.plan.replicas.scaling import NodeScaling, traffic_of
+from mobius.plan.replicas.traffic import ReplicaRates, ReplicaSharding, rates_of_nodes
 from mobius.plan.request import Machine, PlanRequest
-from mobius.plan.simulation import simulate_steps
-from mobius.plan.tasks import StageCost, StepRules
+from mobius.plan.solver import PlanResult, solve
+from mobius.plan.step_prediction import simulate_steps
 from mobius.schedule.build import build_schedule
 from mobius.training.stages import RankStages
 from mobius.units import GIB
@@ -61,9 +61,11 @@ class Counterparts:
 def largest_sum(request: PlanRequest, plan: Plan, rank: int) -> int:
     """Parameters of the largest stage of `rank` that adds up in what the rank's stages share."""
     shape, sizes = request.shape, request.sizes
-    stays = plan.resident if not shape.keeps_trained else frozenset(plan.stages_of(rank))
-    in_place = {stage for stage in stays if sizes.adds_in_place(keeps_gradients=stage in request.waiting)}
-    return max((plan.cuts[s].num_trained(shape) for s in plan.stages_of(rank) if s not in in_place), default=0)
+    stays = plan.resident if not shape.keeps_trained_on_gpu else frozenset(plan.local_stages(rank))
+    in_place = {
+        stage for stage in stays if sizes.accumulates_in_place(keeps_gradients=stage in request.deferred_updates)
+    }
+    return max((plan.cuts[s].num_trained(shape) for s in plan.local_stages(rank) if s not in in_place), default=0)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,7 @@ def test_bytes_of_the_states_are_those_that_memory_takes(
     model: LlamaConfig, adapters: AdapterConfig, num_replicas: int, num_resident: int, options: dict[str, Any]
 ) -> None:
     parts = ModelParts(model, CPU, adapters=adapters)
-    machine = Machine(2, CARDS["H200"], num_replicas=num_replicas, num_nodes=num_replicas)
+    machine = Machine(2, GPU_SPECS["H200"], num_replicas=num_replicas, num_nodes=num_replicas)
     request = request_of(parts.shape(), machine, num_stages=4, batch_size=48, **options)
     plan = replace(request.plan, resident=frozenset(range(2 * num_resident)), slots=(2 - num_resident,) * 2)
     gradient_dtype = torch.float32 if request.sizes.gradient == 4 else torch.bfloat16
@@ -92,7 +94,7 @@ def test_bytes_of_the_states_are_those_that_memory_takes(
         host, device = [], []
         for index in range(num_replicas):
             with LiveBytes() as live:
-                stages = RankStages.take(
+                stages = RankStages.allocate(
                     parts,
                     plan,
                     rank,
@@ -100,38 +102,40 @@ def test_bytes_of_the_states_are_those_that_memory_takes(
                     dtype=torch.bfloat16,
                     gradient_dtype=gradient_dtype,
                     loss_chunk_tokens=64,
-                    waiting=request.waiting,
+                    deferred_updates=request.deferred_updates,
                     replicas=Counterparts(index, num_replicas),  # type: ignore[arg-type]
                 )
             host.append(0 if stages.arena is None else stages.arena.num_bytes)
             device.append(live.now)  # the arena is mapped, and no tensor of torch's
         of_rank = replace(plan, resident=frozenset(range(4)) - frozenset(plan.streamed_stages(rank)))
-        need = gpu_need(request, plan, rank=rank)
+        need = estimate_gpu_memory(request, plan, rank=rank)
         # The first replicas own the most.
-        assert host_need(request, of_rank).streamed == pytest.approx(host[0], abs=NUMBERS)
+        assert estimate_host_memory(request, of_rank).streamed == pytest.approx(host[0], abs=NUMBERS)
         assert host[0] == max(host)
         planned = need.weights + need.gradients + need.optimizer
         assert planned == pytest.approx(device[0], abs=NUMBERS)
 
 
 def test_a_streamed_parameter_takes_two_bytes_and_a_share_of_twelve() -> None:
-    shape = known_shape("7b")
+    shape = find_published_shape("7b")
     for number, each in ((1, 14), (2, 8), (3, 6), (4, 5)):
-        machine = Machine(4, CARDS["H200"], num_replicas=number, num_nodes=number)
+        machine = Machine(4, GPU_SPECS["H200"], num_replicas=number, num_nodes=number)
         request = request_of(shape, machine, batch_size=96)
-        assert host_need(request, request.plan).streamed == pytest.approx(each * shape.num_parameters, rel=1e-6)
+        assert estimate_host_memory(request, request.plan).streamed == pytest.approx(
+            each * shape.num_parameters, rel=1e-6
+        )
 
 
 def test_pipelines_of_a_node_share_what_its_host_may_give() -> None:
-    shape = known_shape("7b")
+    shape = find_published_shape("7b")
     limits = [
         request_of(
-            shape, Machine(4, CARDS["H200"], num_replicas=number, num_nodes=nodes), host_memory_limit=100.0
+            shape, Machine(4, GPU_SPECS["H200"], num_replicas=number, num_nodes=nodes), host_memory_limit=100.0
         ).host_bytes
         for number, nodes in ((1, 1), (2, 2), (4, 2))
     ]
     assert limits == [100 * GIB, 100 * GIB, 50 * GIB]
-    two = request_of(shape, Machine(4, CARDS["H200"], num_replicas=4, num_nodes=2))
+    two = request_of(shape, Machine(4, GPU_SPECS["H200"], num_replicas=4, num_nodes=2))
     assert describe_replicas(two) == (
         "4 replicas of a pipeline of 4 rank(s), 2 on each of 2 node(s): each plays 16 of 64 rows of a step, and "
         "updates 1/4 of each stage"
@@ -139,9 +143,9 @@ def test_pipelines_of_a_node_share_what_its_host_may_give() -> None:
 
 
 def test_a_refusal_names_the_fewest_nodes_that_have_the_memory() -> None:
-    shape = known_shape("7b")
-    request = request_of(shape, Machine(4, CARDS["H200"], num_replicas=2, num_nodes=2))
-    need = host_need(request, request.plan)
+    shape = find_published_shape("7b")
+    request = request_of(shape, Machine(4, GPU_SPECS["H200"], num_replicas=2, num_nodes=2))
+    need = estimate_host_memory(request, request.plan)
     # 3.37e9 x 2 + 12 / R bytes and four processes; the 64 rows are cut into 8 microbatches by 1, 2, 4 or 8 replicas.
     assert [options for options, _ in more_nodes(request)] == ["--nnodes 4", "--nnodes 8"]
     four, eight = (remedy.num_bytes for remedy in nodes_as_remedies(request, request.plan))
@@ -158,14 +162,14 @@ def test_a_refusal_names_the_fewest_nodes_that_have_the_memory() -> None:
 
 def test_a_gpu_that_is_too_small_for_its_share_of_the_rows_is_told_of_more_nodes() -> None:
     options = {"resident_stages": "0", "recompute": Recompute.FULL, "num_rounds": 1, "tile_tokens": "off"}
-    machine = Machine(4, CARDS["RTX4090"], num_replicas=2, num_nodes=2)
-    request = request_of(known_shape("7b"), machine, seq_length=8192, **options)
+    machine = Machine(4, GPU_SPECS["RTX4090"], num_replicas=2, num_nodes=2)
+    request = request_of(find_published_shape("7b"), machine, seq_length=8192, **options)
     with pytest.raises(GpuMemoryError, match=r"--nnodes 4 \(needs [0-9.]+ GiB\)"):
         fit_plan(request, layer=estimated_layer(request))
 
 
 def test_a_plan_of_replicas_is_for_so_many(tmp_path: Path) -> None:
-    shape, path = known_shape("7b"), tmp_path / "plan.json"
+    shape, path = find_published_shape("7b"), tmp_path / "plan.json"
     digest = ModelDigest.of(shape, Dtype.BF16)
     plan = request_of(shape).plan
     one, two = (SavedPlan(digest, plan, 64, 512, number) for number in (1, 2))
@@ -219,7 +223,7 @@ def step(
     """Seconds of a step of four stages on one rank, each a second forward and two back, the last three back."""
     inner = StageCost(1, 2, PARAMETERS, is_resident=resident)
     costs = [inner] * 3 + [StageCost(0, 3, PARAMETERS, is_resident=resident)]
-    rules = StepRules(clips=clips, message_bytes=0, sharing=Sharing(num_replicas))
+    rules = StepRules(clips=clips, message_bytes=0, sharding=ReplicaSharding(num_replicas))
     slots = 0 if resident else 4
     schedule = build_schedule(1, 4, 1, slots, frozenset(range(4)) if resident else frozenset())
     return simulate_steps(schedule, costs, plain(link, updates=updates), rules, num_steps=4).step_seconds
@@ -248,11 +252,11 @@ def test_each_host_updates_its_share() -> None:
 
 
 def test_gradients_in_two_bytes_take_half_of_the_link() -> None:
-    assert Sharing(2).reduce_bytes(800) == 1600
-    assert Sharing(4, 2).reduce_bytes(800) == 2 * 600
-    shape, machine = known_shape("7b"), Machine(4, CARDS["H200"], num_replicas=2, num_nodes=2)
-    assert request_of(shape, machine).rules.sharing == Sharing(2)
-    assert request_of(shape, machine, reduce_dtype=ReduceDtype.BF16).rules.sharing == Sharing(2, 2)
+    assert ReplicaSharding(2).reduce_bytes(800) == 1600
+    assert ReplicaSharding(4, 2).reduce_bytes(800) == 2 * 600
+    shape, machine = find_published_shape("7b"), Machine(4, GPU_SPECS["H200"], num_replicas=2, num_nodes=2)
+    assert request_of(shape, machine).rules.sharding == ReplicaSharding(2)
+    assert request_of(shape, machine, reduce_dtype=ReduceDtype.BF16).rules.sharding == ReplicaSharding(2, 2)
 
 
 def test_what_pipelines_of_a_node_send_each_other_does_not_leave_it() -> None:
@@ -263,24 +267,27 @@ def test_what_pipelines_of_a_node_send_each_other_does_not_leave_it() -> None:
 
 
 def test_another_node_pays_with_a_fast_link_and_does_not_with_a_slow_one() -> None:
-    shape, options = known_shape("7b"), {"recompute": Recompute.FULL, "resident_stages": "0", "gpu_memory_limit": 23.0}
+    shape, options = (
+        find_published_shape("7b"),
+        {"recompute": Recompute.FULL, "resident_stages": "0", "gpu_memory_limit": 23.0},
+    )
 
-    def asked(nodes: int, link: float) -> Answer:
-        machine = Machine(4, CARDS["RTX4090"], num_replicas=nodes, num_nodes=nodes, node_link=link)
+    def asked(nodes: int, link: float) -> PlanResult:
+        machine = Machine(4, GPU_SPECS["RTX4090"], num_replicas=nodes, num_nodes=nodes, node_link=link)
         request = request_of(shape, machine, batch_size=64 * nodes, **options)
-        return answer(request, layer=estimated_layer(request))
+        return solve(request, layer=estimated_layer(request))
 
     alone = asked(1, 12.5)
-    fast, slow = (Worth(asked(2, link), alone) for link in (12.5, 0.5))
+    fast, slow = (NodeScaling(asked(2, link), alone) for link in (12.5, 0.5))
     assert fast.verdict == "pays"
     assert 1.8 < fast.speed_up <= 2.05
     assert slow.verdict == "does not pay: slower than one node"
     needed = slow.needed_link(0.9)
     assert needed is not None
     assert 0.5 < needed < 12.5
-    traffic = traffic_of(slow.found)
+    traffic = traffic_of(slow.result)
     # Half of 6.74e9 parameters in 4 and 2 bytes.
     assert traffic.reductions == pytest.approx(6.738e9 / 2 * 4 / 0.5e9, rel=1e-3)
     assert traffic.weights == pytest.approx(traffic.reductions / 2)
     assert "limited by the link between replicas" in slow.describe()
-    assert Profile.from_json(slow.found.profile.to_json()) == slow.found.profile  # type: ignore[union-attr]
+    assert Profile.from_json(slow.result.profile.to_json()) == slow.result.profile  # type: ignore[union-attr]

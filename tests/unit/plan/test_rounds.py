@@ -11,16 +11,16 @@ import pytest
 from mobius.config.cli import parse_args
 from mobius.config.config import Dtype
 from mobius.errors import ConfigError, GpuMemoryError
-from mobius.plan.budget import estimated_layer, gpu_need, host_need
-from mobius.plan.cards import find_card
-from mobius.plan.choice import answer, settle
 from mobius.plan.fit import fit_plan
+from mobius.plan.gpu_specs import find_gpu_spec
+from mobius.plan.memory_estimates import estimate_gpu_memory, estimate_host_memory, estimated_layer
 from mobius.plan.partition import ModelShape
 from mobius.plan.plan import MemoryUse, Plan
 from mobius.plan.plan_file import ModelDigest, SavedPlan, read_plan
 from mobius.plan.plan_table import describe_step
 from mobius.plan.request import Machine, PlanRequest
-from mobius.plan.simulation import plan_seconds
+from mobius.plan.solver import resolve_auto, solve
+from mobius.plan.step_prediction import predict_step_seconds
 from mobius.units import GIB
 
 SHAPE = ModelShape(
@@ -39,52 +39,52 @@ BATCH += ["--activation_offloading", "off"]
 
 def request_for(*words: str, free_bytes: int | None = None) -> PlanRequest:
     config = parse_args([*BATCH, *words])
-    machine = Machine(2, find_card("H200"), free_bytes=free_bytes)
-    return settle(PlanRequest.of(config, SHAPE, machine))
+    machine = Machine(2, find_gpu_spec("H200"), free_bytes=free_bytes)
+    return resolve_auto(PlanRequest.of(config, SHAPE, machine))
 
 
 def least(request: PlanRequest) -> int:
-    plan = request.plan.using([MemoryUse(0, 0, 2)] * 2)
+    plan = request.plan.with_memory_uses([MemoryUse(0, 0, 2)] * 2)
     layer = estimated_layer(request)
-    return max(gpu_need(request, plan, rank=rank, layer=layer).total for rank in range(2))
+    return max(estimate_gpu_memory(request, plan, rank=rank, layer=layer).total for rank in range(2))
 
 
 @pytest.mark.parametrize("limit", [6.8, 9, 14, 30, 60])
 def test_auto_takes_the_fewest_rounds_that_fit(limit: float) -> None:
     request = request_for("--gpu_memory_limit", str(limit))
 
-    assert request.num_rounds is not None
-    assert fit_plan(request, layer=estimated_layer(request)).num_rounds == request.num_rounds
-    fewer = [number for number in (1, 2, 4, 8, 16) if number < request.num_rounds]
+    assert request.accumulation_rounds is not None
+    assert fit_plan(request, layer=estimated_layer(request)).accumulation_rounds == request.accumulation_rounds
+    fewer = [number for number in (1, 2, 4, 8, 16) if number < request.accumulation_rounds]
     for number in fewer:
-        assert least(replace(request, num_rounds=number)) > 0.96 * limit * GIB
-    assert (request.num_rounds == 1) == (limit >= 14)
+        assert least(replace(request, accumulation_rounds=number)) > 0.96 * limit * GIB
+    assert (request.accumulation_rounds == 1) == (limit >= 14)
 
 
 def test_all_ranks_find_the_same_number_whatever_is_free_on_their_gpu() -> None:
     free = (None, 20 * GIB, 100 * GIB)
-    assert len({request_for("--gpu_memory_limit", "9", free_bytes=number).num_rounds for number in free}) == 1
+    assert len({request_for("--gpu_memory_limit", "9", free_bytes=number).accumulation_rounds for number in free}) == 1
 
 
 def test_a_number_that_is_given_is_taken_or_refused_with_one_that_fits() -> None:
     request = request_for("--gpu_memory_limit", "9", "--num_rounds", "32")
-    assert fit_plan(request, layer=estimated_layer(request)).num_rounds == 32
+    assert fit_plan(request, layer=estimated_layer(request)).accumulation_rounds == 32
 
     with pytest.raises(GpuMemoryError) as refusal:
-        answer(request_for("--gpu_memory_limit", "9", "--num_rounds", "1"))
+        solve(request_for("--gpu_memory_limit", "9", "--num_rounds", "1"))
     remedy = re.search(
         r"Any of these alone fits: --activation_offloading on .*; or --num_rounds (\d+)", str(refusal.value)
     )
     assert remedy is not None, refusal.value
-    assert int(remedy[1]) == request_for("--gpu_memory_limit", "9").num_rounds
+    assert int(remedy[1]) == request_for("--gpu_memory_limit", "9").accumulation_rounds
 
 
 @pytest.mark.extended  # searches for seconds
 def test_chunks_that_are_chosen_are_a_multiple_of_the_rounds_that_are_given() -> None:
     config = parse_args([*BATCH[:-2], "--num_chunks", "auto", "--num_rounds", "4", "--gpu_memory_limit", "40"])
-    request = settle(PlanRequest.of(config, SHAPE, Machine(2, find_card("H200"))))
+    request = resolve_auto(PlanRequest.of(config, SHAPE, Machine(2, find_gpu_spec("H200"))))
     assert request.num_chunks is not None
-    assert (request.num_rounds, request.num_chunks % 4) == (4, 0)
+    assert (request.accumulation_rounds, request.num_chunks % 4) == (4, 0)
 
 
 def test_rounds_that_do_not_divide_the_microbatches_are_refused() -> None:
@@ -94,9 +94,9 @@ def test_rounds_that_do_not_divide_the_microbatches_are_refused() -> None:
 
 def test_sums_that_wait_take_two_bytes_more_per_streamed_parameter_and_four_per_resident_one() -> None:
     one, two = (request_for("--num_rounds", str(number), "--max_grad_norm", "0") for number in (1, 2))
-    plans = [request.plan.using([MemoryUse(3, 0, 2)] * 2) for request in (one, two)]
-    hosts = [host_need(request, plan) for request, plan in zip((one, two), plans, strict=True)]
-    needs = [gpu_need(request, plan, rank=0) for request, plan in zip((one, two), plans, strict=True)]
+    plans = [request.plan.with_memory_uses([MemoryUse(3, 0, 2)] * 2) for request in (one, two)]
+    hosts = [estimate_host_memory(request, plan) for request, plan in zip((one, two), plans, strict=True)]
+    needs = [estimate_gpu_memory(request, plan, rank=0) for request, plan in zip((one, two), plans, strict=True)]
 
     assert hosts[1].total - hosts[0].total == 2 * hosts[0].streamed_parameters
     resident = sum(two.plan.cuts[stage].num_parameters(SHAPE) for stage in (0, 2, 4))
@@ -108,45 +108,47 @@ def test_sums_that_wait_take_two_bytes_more_per_streamed_parameter_and_four_per_
 
 def test_a_single_streamed_stage_of_a_rank_keeps_its_sums() -> None:
     request = request_for("--num_rounds", "2")
-    plan = request.plan.using([MemoryUse(7, 0, 1)] * 2)
-    assert not plan.sums_travel(0)
-    assert host_need(request, plan).streamed == 14 * host_need(request, plan).streamed_parameters
+    plan = request.plan.with_memory_uses([MemoryUse(7, 0, 1)] * 2)
+    assert not plan.offloads_gradient_sums(0)
+    assert estimate_host_memory(request, plan).streamed == 14 * estimate_host_memory(request, plan).streamed_parameters
 
 
 def test_a_round_more_costs_time_for_its_copies_where_compute_does_not_hide_them() -> None:
     request = request_for("--num_rounds", "1")
-    profile = answer(request).profile
+    profile = solve(request).profile
     assert profile is not None
-    plan = request.plan.using([MemoryUse(0, 0, 2)] * 2)
-    seconds = [plan_seconds(replace(plan, num_rounds=number), request, profile) for number in (1, 2, 32)]
+    plan = request.plan.with_memory_uses([MemoryUse(0, 0, 2)] * 2)
+    seconds = [
+        predict_step_seconds(replace(plan, accumulation_rounds=number), request, profile) for number in (1, 2, 32)
+    ]
     assert seconds[0] < seconds[1] < 1.1 * seconds[0]
     assert seconds[2] > 1.3 * seconds[0]
 
 
 def test_the_table_says_what_rounds_cost() -> None:
-    found = answer(request_for("--num_rounds", "4", "--resident_stages", "0"))
+    found = solve(request_for("--num_rounds", "4", "--resident_stages", "0"))
     cost = re.search(r"4 rounds of 8 microbatches cost (\d\.\d+) s of it: .* 4 times, .* 3 times", describe_step(found))
     assert cost is not None
     assert 0 < float(cost[1]) < found.step_seconds
-    assert "rounds" not in describe_step(answer(request_for("--num_rounds", "1")))
+    assert "rounds" not in describe_step(solve(request_for("--num_rounds", "1")))
 
 
 def test_a_plan_file_keeps_the_rounds_and_one_from_before_has_one(tmp_path: Path) -> None:
-    plan: Plan = request_for("--num_rounds", "4").plan.using([MemoryUse(0, 0, 2)] * 2)
+    plan: Plan = request_for("--num_rounds", "4").plan.with_memory_uses([MemoryUse(0, 0, 2)] * 2)
     saved = SavedPlan(ModelDigest.of(SHAPE, Dtype.BF16), plan, 256, 512)
     (tmp_path / "plan.json").write_text(saved.to_json())
     assert read_plan(tmp_path / "plan.json") == saved
     assert "32 microbatches in 4 rounds" in plan.describe(SHAPE)
 
     (tmp_path / "plan.json").write_text(re.sub(r' *"num_rounds": 4,\n', "", saved.to_json()))
-    assert read_plan(tmp_path / "plan.json").plan == replace(plan, num_rounds=1)
+    assert read_plan(tmp_path / "plan.json").plan == replace(plan, accumulation_rounds=1)
 
 
 @pytest.mark.parametrize("on_cpu", [False, True])
 def test_chunks_left_to_auto_go_by_rounds_of_any_number_that_divides_the_batch(on_cpu: bool) -> None:
     words = [*BATCH[:-2], "--num_chunks", "auto", "--num_rounds"]
-    machine = Machine(2) if on_cpu else Machine(2, find_card("H200"))
-    request = settle(PlanRequest.of(parse_args([*words, "16"]), SHAPE, machine))
+    machine = Machine(2) if on_cpu else Machine(2, find_gpu_spec("H200"))
+    request = resolve_auto(PlanRequest.of(parse_args([*words, "16"]), SHAPE, machine))
     assert request.num_chunks is not None
     assert (request.num_chunks % 16, 256 % request.num_chunks) == (0, 0)
 

@@ -10,23 +10,23 @@ from typing import Any
 import pytest
 import yaml
 from harness.local_transport import LocalTransport, run_rank_threads
-from harness.plan_requests import known_shape
+from harness.plan_requests import find_published_shape
 
 from mobius.config.cli import parse_args
 from mobius.config.config import Config
 from mobius.errors import GpuMemoryError, PlanError
-from mobius.plan.cards import card_of_device
-from mobius.plan.choice import settle
+from mobius.plan.gpu_specs import gpu_spec_of_device
 from mobius.plan.partition import partition_of
 from mobius.plan.plan import Plan
 from mobius.plan.request import Machine, PlanRequest
-from mobius.planning.measured_plan import check_agreement
+from mobius.plan.solver import resolve_auto
+from mobius.planning.measured_plan import check_same_plan
 from mobius.units import GIB
 
 RTX4090, UNKNOWN = (
-    Machine(2, card_of_device(name), 24 * GIB) for name in ("NVIDIA GeForce RTX 4090", "Some Future GPU")
+    Machine(2, gpu_spec_of_device(name), 24 * GIB) for name in ("NVIDIA GeForce RTX 4090", "Some Future GPU")
 )
-SHAPE = replace(known_shape("1b"), layer_parameters=known_shape("1b").layer_parameters[:8])
+SHAPE = replace(find_published_shape("1b"), layer_parameters=find_published_shape("1b").layer_parameters[:8])
 
 
 def config_of(*arguments: str) -> Config:
@@ -42,18 +42,18 @@ def request_for(*arguments: str, machine: Machine = RTX4090) -> PlanRequest:
 
 def test_without_auto_nothing_changes() -> None:
     request = request_for("--num_stages", "4", "--num_rounds", "1", "--num_slices", "1")
-    assert settle(request) is request
+    assert resolve_auto(request) is request
 
 
 def test_a_known_gpu_is_planned_for_by_prediction(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        settled = settle(request_for(*AUTO))
+        settled = resolve_auto(request_for(*AUTO))
     assert settled.num_stages is not None
     assert settled.num_chunks is not None
     assert settled.num_stages % 2 == 0
     assert 16 % settled.num_chunks == 0
     assert sum(len(cut.layers) for cut in settled.plan.cuts) == 8
-    pipeline = settled.settled_config.pipeline
+    pipeline = settled.resolved_config.pipeline
     assert (pipeline.num_stages, pipeline.num_chunks) == (settled.num_stages, settled.num_chunks)
     assert settled.config.pipeline.num_stages is None
     assert f"--num_stages {settled.num_stages} --num_chunks {settled.num_chunks}" in caplog.text
@@ -61,13 +61,13 @@ def test_a_known_gpu_is_planned_for_by_prediction(caplog: pytest.LogCaptureFixtu
 
 
 def test_a_given_number_is_kept() -> None:
-    assert settle(request_for("--num_stages", "4", "--num_chunks", "auto")).num_stages == 4
-    assert settle(request_for("--num_stages", "auto", "--num_chunks", "8")).num_chunks == 8
+    assert resolve_auto(request_for("--num_stages", "4", "--num_chunks", "auto")).num_stages == 4
+    assert resolve_auto(request_for("--num_stages", "auto", "--num_chunks", "8")).num_chunks == 8
 
 
 def test_what_fits_nowhere_is_refused() -> None:
     with pytest.raises(GpuMemoryError, match="To fit"):
-        settle(request_for(*AUTO, "--gpu_memory_limit", "0.25"))
+        resolve_auto(request_for(*AUTO, "--gpu_memory_limit", "0.25"))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_what_fits_nowhere_is_refused() -> None:
 def test_without_an_estimate_the_defaults_or_the_nearest_possible_numbers_are_used(
     arguments: tuple[str, ...], machine: Machine, stages: int, chunks: int
 ) -> None:
-    settled = settle(request_for(*AUTO, *arguments, machine=machine))
+    settled = resolve_auto(request_for(*AUTO, *arguments, machine=machine))
     assert (settled.num_stages, settled.num_chunks) == (stages, chunks)
 
 
@@ -108,7 +108,7 @@ def test_without_an_estimate_the_defaults_or_the_nearest_possible_numbers_are_us
     ],
 )
 def test_the_drivers_name_finds_the_card(device: str, card: str | None) -> None:
-    found = card_of_device(device)
+    found = gpu_spec_of_device(device)
     assert (found.name if found else None) == card
 
 
@@ -117,11 +117,11 @@ def plan_of(*sizes: int) -> Plan:
 
 
 def test_ranks_with_the_same_plan_go_on_and_others_stop() -> None:
-    run_rank_threads(2, lambda transport: check_agreement(plan_of(2, 2, 2, 2), transport))
+    run_rank_threads(2, lambda transport: check_same_plan(plan_of(2, 2, 2, 2), transport))
 
     def differ(transport: LocalTransport) -> str:
         with pytest.raises(PlanError) as caught:
-            check_agreement(plan_of(2, 2, 2, 2) if transport.rank else plan_of(1, 3, 2, 2), transport)
+            check_same_plan(plan_of(2, 2, 2, 2) if transport.rank else plan_of(1, 3, 2, 2), transport)
         return str(caught.value)
 
     for message in run_rank_threads(2, differ):

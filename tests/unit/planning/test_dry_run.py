@@ -17,7 +17,7 @@ from mobius.machine.topology import Topology
 from mobius.models import families
 from mobius.planning import dry_run
 from mobius.planning.dry_run import run_dry
-from mobius.planning.planned import adopt_plan
+from mobius.planning.saved_plan import apply_saved_plan
 from mobius.ranks import Ranks
 
 SMALL = [
@@ -275,9 +275,9 @@ def test_a_plans_numbers_take_the_place_of_defaults_but_not_of_what_is_given(wor
 
     def adopted(*arguments: str) -> object:
         argv = [*taken, *arguments]
-        return adopt_plan(parse_args(argv, num_ranks=1), given=given_options(argv)).config
+        return apply_saved_plan(parse_args(argv, num_ranks=1), given=given_options(argv)).config
 
-    config = adopt_plan(parse_args(taken, num_ranks=1), given=given_options(taken)).config
+    config = apply_saved_plan(parse_args(taken, num_ranks=1), given=given_options(taken)).config
     pipeline = config.pipeline
     assert (pipeline.num_stages, pipeline.num_chunks, pipeline.batch_size, config.data.seq_length) == (4, 2, 4, 16)
     adopted("--num_stages", "4", "--resident_stages", "1")  # says the same
@@ -327,7 +327,7 @@ def test_a_plan_of_a_step_that_no_machine_holds_is_refused_before_anything_is_ma
     argv = ["--model_path", "model", "--dtype", "fp32", "--plan", "plan.json"]
 
     with pytest.raises(PlanError, match=r"--plan plan\.json cannot be run: .*`--batch_size`"):
-        adopt_plan(parse_args(argv, num_ranks=1), given=given_options(argv))
+        apply_saved_plan(parse_args(argv, num_ranks=1), given=given_options(argv))
 
 
 @pytest.mark.parametrize(("length", "is_beyond"), [("2048", False), ("2112", True)])

@@ -12,10 +12,10 @@ from harness.tiny_families import tiny_config
 from mobius.config.cli import parse_args
 from mobius.errors import PlanError
 from mobius.models.blocks import ModelParts
-from mobius.models.by_plan.checked import checked_families
+from mobius.models.structure.checked_families import checked_families
 from mobius.plan.request import PackedRows
-from mobius.planning.blueprint import draw_blueprint
 from mobius.planning.dry_run import run_dry
+from mobius.planning.run_setup import make_run_setup
 from mobius.ranks import Ranks
 
 CHECKED = checked_families()
@@ -37,10 +37,10 @@ def test_a_dry_run_of_a_supported_family_fits(tmp_path: Path, family: str) -> No
 @pytest.mark.parametrize("family", ["minicpm3", "qwen3_5_text"])
 def test_packed_rows_that_would_see_each_other_are_refused(family: str) -> None:
     config = parse_args([*OPTIONS, "--device", "cpu", "--dtype", "fp32"], num_ranks=1)
-    packed = PackedRows(attention_length=8.0, most_documents=4)
+    packed = PackedRows(attention_length=8.0, max_documents=4)
 
     with pytest.raises(PlanError, match=f"--packing auto: rows of the family '{family}' cannot hold several samples"):
-        draw_blueprint(config, ONE_RANK, tiny_config(family), packed=packed)
+        make_run_setup(config, ONE_RANK, tiny_config(family), packed=packed)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "qwen3_5_text"])
@@ -48,5 +48,5 @@ def test_tiles_of_layers_that_cannot_run_in_them_are_refused(family: str) -> Non
     words = [*OPTIONS, "--device", "cpu", "--dtype", "fp32", "--tile_tokens", "4"]
 
     with pytest.raises(PlanError, match=f"--tile_tokens 4: layers of the family '{family}' cannot run in tiles"):
-        draw_blueprint(parse_args(words, num_ranks=1), ONE_RANK, tiny_config(family))
+        make_run_setup(parse_args(words, num_ranks=1), ONE_RANK, tiny_config(family))
     assert not ModelParts(tiny_config(family), torch.device("cpu")).shape().is_tileable

@@ -8,8 +8,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from mobius.messages import meeting
-from mobius.planning import blueprint
+from mobius.messages import rendezvous
+from mobius.planning import run_setup
 from mobius.ranks import Ranks
 
 
@@ -27,12 +27,14 @@ def test_the_ranks_of_a_node_meet_whatever_their_pipeline(
 ) -> None:
     store, found = HashStore(), dict[int, tuple[list[int] | None, list[int] | None]]()
     store.set_timeout(timedelta(seconds=30))
-    monkeypatch.setattr(meeting, "open_store", lambda rank, num_ranks: store)
+    monkeypatch.setattr(rendezvous, "open_store", lambda rank, num_ranks: store)
 
     def run(rank: int) -> None:
         num_local = 8 // num_nodes
-        ranks = Ranks(rank, 8, rank % num_local, num_replicas=num_nodes, num_nodes=num_nodes).cut(pipeline_ranks)
-        own, beside = (None if seat is None else seat.gather(rank) for seat in blueprint._meet_beside(ranks))
+        ranks = Ranks(rank, 8, rank % num_local, num_replicas=num_nodes, num_nodes=num_nodes).split_into_pipelines(
+            pipeline_ranks
+        )
+        own, beside = (None if seat is None else seat.gather(rank) for seat in run_setup._meet_beside(ranks))
         found[rank] = own, beside
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(8)]

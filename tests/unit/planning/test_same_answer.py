@@ -16,19 +16,19 @@ from transformers import PretrainedConfig
 from mobius.config.cli import parse_args
 from mobius.errors import GpuMemoryError, PlanError
 from mobius.models.families import PlannedModel
-from mobius.plan.cards import CARDS
-from mobius.plan.choice import Answer
-from mobius.plan.gpu_peak import LayerBytes, estimate_layer
+from mobius.plan.gpu_specs import GPU_SPECS
 from mobius.plan.partition import ModelShape
+from mobius.plan.peak_memory import LayerBytes, estimate_layer
 from mobius.plan.request import OUTSIDE_BYTES, PackedRows
-from mobius.planning import blueprint, dry_run
-from mobius.planning.blueprint import draw_blueprint, redraw
-from mobius.planning.dry_run import planned, run_dry
+from mobius.plan.solver import PlanResult
+from mobius.planning import dry_run, run_setup
+from mobius.planning.dry_run import plan_by_estimates, run_dry
+from mobius.planning.run_setup import make_run_setup, replan
 from mobius.ranks import Ranks
 from mobius.units import GIB
 
 NUM_SETTINGS = 100
-COMPARED = ("plan", "needs", "host", "layer", "profile", "forecast", "prediction")
+COMPARED = ("plan", "gpu_estimates", "host_estimate", "layer", "profile", "step_time_prediction", "simulated_steps")
 
 
 def draw_shape(draw: random.Random) -> ModelShape:
@@ -75,8 +75,8 @@ def draw_setting(draw: random.Random) -> tuple[ModelShape, str, int, list[str]]:
 
 def draw_packed(draw: random.Random) -> PackedRows | None:
     """Facts of the data, which a dry run is told here as a run is."""
-    most_documents = draw.randint(2, 40)
-    return PackedRows(draw.uniform(20, 600), most_documents) if draw.random() < 0.4 else None
+    max_documents = draw.randint(2, 40)
+    return PackedRows(draw.uniform(20, 600), max_documents) if draw.random() < 0.4 else None
 
 
 class Parts:
@@ -103,7 +103,7 @@ def measured_as_estimated(
     with_products: bool,  # a plan that has no use for them is the same with them
 ) -> LayerBytes:
     batch, length, _ = shape
-    documents = 0 if packed is None or dtype == torch.float32 else batch * packed.most_documents
+    documents = 0 if packed is None or dtype == torch.float32 else batch * packed.max_documents
     tokens = batch * length
     sizes, tiles = (dtype.itemsize, parts.shape(), tokens), {"tile_tokens": tile_tokens}
     slices = {"rows": batch, "sliced_length": sliced_length}
@@ -117,39 +117,41 @@ def as_run(
     ranks: Ranks,
     words: list[str],
     packed: PackedRows | None,
-) -> Answer | str:
+) -> PlanResult | str:
     """The answer of a run on GPUs that are there in name only, its layers and rates measured as they are estimated."""
     config = parse_args(words, num_ranks=ranks.num_ranks)
-    total, limit = int(CARDS[card].memory_gb * GIB), config.pipeline.gpu_memory_limit
+    total, limit = int(GPU_SPECS[card].memory_gb * GIB), config.pipeline.gpu_memory_limit
     free = total - OUTSIDE_BYTES
     here: dict[str, Any] = {
         "has_gpus": lambda *_: True,
-        "meet_pipeline": lambda ranks: None,
+        "join_pipeline": lambda ranks: None,
         "order_devices": lambda *_: None,
         "choose_device": lambda *_: torch.device("cuda", ranks.rank),
         "check_dtype": lambda *_: None,
         "cap_gpu_memory": lambda *_: free if limit is None else min(free, int(limit * GIB)),
-        "ModelParts": lambda config, device, compiled, packed=None, adapters=None: Parts(shape, compiled=compiled),
-        "unpackable": lambda config: None,
+        "ModelParts": lambda config, device, compiled, packed_dtype=None, adapters=None: Parts(
+            shape, compiled=compiled
+        ),
+        "unpackable_reason": lambda config: None,
         "measure_layer_bytes": measured_as_estimated,
-        "cpu_share": lambda num_ranks: 16,
+        "num_cpus_per_rank": lambda num_ranks: 16,
         "own_host_bytes": lambda: 0,
         "available_host_bytes": lambda: 2**50,
         "total_host_bytes": lambda: 2**50,
     }
     for name, value in here.items():
-        patch.setattr(blueprint, name, value)
+        patch.setattr(run_setup, name, value)
     properties = SimpleNamespace(name=f"NVIDIA {card}", total_memory=total)
     patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     try:
-        drawn = draw_blueprint(config, ranks, SimpleNamespace(), packed=packed)  # type: ignore[arg-type]
+        drawn = make_run_setup(config, ranks, SimpleNamespace(), packed=packed)  # type: ignore[arg-type]
         if (
-            drawn.answer.forecast is None and drawn.answer.profile is not None
+            drawn.result.step_time_prediction is None and drawn.result.profile is not None
         ):  # it is planned again when it is measured
-            drawn = redraw(drawn, drawn.answer.profile)
+            drawn = replan(drawn, drawn.result.profile)
     except (GpuMemoryError, PlanError) as error:
         return str(error)
-    return drawn.answer
+    return drawn.result
 
 
 def as_dry_run(
@@ -159,9 +161,9 @@ def as_dry_run(
     num_ranks: int,
     words: list[str],
     packed: PackedRows | None,
-) -> Answer | str:
+) -> PlanResult | str:
     """The answer that `--dry_run` prints and saves."""
-    saved: list[Answer] = []
+    saved: list[PlanResult] = []
     refused: list[str] = []
 
     class Refusals(logging.Handler):
@@ -172,7 +174,7 @@ def as_dry_run(
     patch.setattr(dry_run, "gpu_remedies", lambda *_: [])
     patch.setattr(dry_run, "ModelParts", lambda config, device, adapters=None: Parts(shape))
     patch.setattr(dry_run, "_save", saved.append)
-    patch.setattr(dry_run, "planned", partial(planned, packed=packed))
+    patch.setattr(dry_run, "plan_by_estimates", partial(plan_by_estimates, packed=packed))
     handler = Refusals(logging.ERROR)
     dry_run.logger.addHandler(handler)
     try:

@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 from mobius.errors import TransportError
 from mobius.memory.stage_memory import StageMemory
 from mobius.messages.transport import SingleRankTransport
-from mobius.models.attention import Documents
+from mobius.models.attention import DocumentLayout
 from mobius.models.blocks import LayerArguments, ModelParts
 from mobius.plan.partition import balanced_partition
 from mobius.plan.plan import Plan
 from mobius.runtime.executor import Executor
-from mobius.runtime.routers import RouterTurn
-from mobius.runtime.stage import Kept, StageModule
+from mobius.runtime.pipelined_router_loss import RouterContext
+from mobius.runtime.stage import SavedForBackward, StageModule
 from mobius.runtime.waits import WaitClock
 from mobius.schedule.build import build_schedule
 from mobius.schedule.lanes import WaitCause
@@ -38,15 +38,15 @@ class FailingStage(StageModule):
         self,
         weights: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
-        kept: list[Kept],
+        saved_for_backward: list[SavedForBackward],
         gradient: Tensor,
         arguments: LayerArguments,
-        routers: RouterTurn | None = None,
+        routers: RouterContext | None = None,
     ) -> Tensor:
         if self.fail_at == 0:
             raise RuntimeError("the card is on fire")
         self.fail_at -= 1
-        return super().backward(weights, gradients, kept, gradient, arguments, routers)
+        return super().backward(weights, gradients, saved_for_backward, gradient, arguments, routers)
 
 
 def make_executor(
@@ -56,11 +56,11 @@ def make_executor(
     clock: WaitClock | None = None,
     failing_stage: int | None = None,
     fail_at: int = 0,
-    unsealed_names: frozenset[str] = frozenset(),
+    norm_deferred_names: frozenset[str] = frozenset(),
 ) -> tuple[Executor, dict[int, StageMemory]]:
     cuts = balanced_partition(model.config.num_hidden_layers, NUM_STAGES)
     plan = Plan(transport.num_ranks, NUM_MICROBATCHES, (2,) * transport.num_ranks, cuts, frozenset())
-    stages = RankStages.take(
+    stages = RankStages.allocate(
         ModelParts(model.config, CPU),
         plan,
         transport.rank,
@@ -68,15 +68,15 @@ def make_executor(
         dtype=torch.float32,
         gradient_dtype=torch.float32,
         loss_chunk_tokens=16,
-        waiting=(),
+        deferred_updates=(),
     )
-    stages.fill(ModelWeights(model))
+    stages.load_weights(ModelWeights(model))
     if failing_stage in stages.modules:
         failing = stages.modules[failing_stage]
         failing.__class__ = FailingStage
         failing.fail_at = fail_at  # type: ignore[attr-defined]
     schedule = build_schedule(transport.num_ranks, plan.stages_per_rank, NUM_MICROBATCHES, 2)
-    return stages.executor(schedule, transport, clock, unsealed_names=unsealed_names), stages.memory
+    return stages.executor(schedule, transport, clock, norm_deferred_names=norm_deferred_names), stages.memory
 
 
 def test_a_step_leaves_nothing_in_the_stash_and_can_be_repeated() -> None:
@@ -84,7 +84,7 @@ def test_a_step_leaves_nothing_in_the_stash_and_can_be_repeated() -> None:
     batch = make_batch(NUM_MICROBATCHES)
 
     first = executor.run(batch)
-    assert len(executor._stash) == 0
+    assert len(executor._saved_activations) == 0
     second = executor.run(batch)
 
     assert torch.equal(first.loss, second.loss)
@@ -95,7 +95,7 @@ def test_what_layers_get_beside_hidden_states_is_asked_for_each_microbatch() -> 
     executor, _ = make_executor(make_model("llama"), SingleRankTransport())
     inputs, asked = executor._layer_inputs, list[int]()
 
-    def noted(seq_length: int, documents: Documents | None) -> LayerArguments:
+    def noted(seq_length: int, documents: DocumentLayout | None) -> LayerArguments:
         asked.append(seq_length)
         return inputs(seq_length, documents)
 
@@ -125,7 +125,7 @@ def test_names_that_are_sealed_later_are_left_out_of_the_norm() -> None:
     batch = make_batch(NUM_MICROBATCHES)
     _, expected = plain_step(model, batch, NUM_MICROBATCHES)
     executor, memory = make_executor(
-        model, SingleRankTransport(), unsealed_names=frozenset({"model.embed_tokens.weight"})
+        model, SingleRankTransport(), norm_deferred_names=frozenset({"model.embed_tokens.weight"})
     )
 
     sums = executor.run(batch)
@@ -152,7 +152,7 @@ def test_a_failing_action_is_marked_in_the_grid_and_nothing_stays_stashed(stage:
     assert len(marked) == 1
     assert marked[0].startswith("rank 0")
     assert f">B{stage}.{microbatch}<" in marked[0]
-    assert len(executor._stash) == 0
+    assert len(executor._saved_activations) == 0
 
 
 def test_the_rank_that_fails_is_the_one_marked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,11 @@ from harness.live_bytes import CPU, LiveBytes
 from transformers import LlamaConfig
 
 from mobius.models.blocks import ModelParts
-from mobius.plan.gpu_peak import estimate_layer
+from mobius.plan.peak_memory import estimate_layer
 from mobius.plan.request import PackedRows
 from mobius.runtime import layer_bytes
 from mobius.runtime.layer_bytes import measure_layer_bytes
-from mobius.runtime.places import Place
+from mobius.runtime.sequence_slices import SequenceSlice
 
 HIDDEN = 64
 
@@ -85,15 +85,15 @@ def test_a_slice_takes_as_much_in_any_sequence_and_no_more_than_its_estimate() -
 def test_a_slice_has_the_documents_of_packed_rows_and_attends_to_those_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    places = list[Place]()
+    sequence_slices = list[SequenceSlice]()
 
-    def place(*given: Any) -> Place:
-        places.append(Place(*given))
-        return places[-1]
+    def sequence_slice(*given: Any) -> SequenceSlice:
+        sequence_slices.append(SequenceSlice(*given))
+        return sequence_slices[-1]
 
-    monkeypatch.setattr(layer_bytes, "Place", place)
+    monkeypatch.setattr(layer_bytes, "SequenceSlice", sequence_slice)
     bytes_of_slice(256, 4096, packed=PackedRows(64.0, 40))
-    found = places[0]
+    found = sequence_slices[0]
     assert (found.start, found.end, found.length) == (512, 768, 768), "512 tokens are attended to at a time"
     assert found.documents is not None
     assert len(found.documents) == 40 + 1

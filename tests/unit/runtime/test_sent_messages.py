@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mobius.memory.streams import Event
 from mobius.messages.distributed import DistributedTransport
-from mobius.messages.rehearsal import RehearsalTransport
+from mobius.messages.warmup_transport import WarmupTransport
 
 SHAPE = (1, 2, 3)
 
@@ -44,9 +44,9 @@ class SlowMailboxes:
         pass
 
 
-@pytest.mark.parametrize(("max_sends", "waited"), [(None, []), (2, [0, 1, 2]), (5, [])])
+@pytest.mark.parametrize(("max_pending_sends", "waited"), [(None, []), (2, [0, 1, 2]), (5, [])])
 def test_compute_waits_for_the_first_message_when_too_many_are_under_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_sends: int | None, waited: list[int]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_pending_sends: int | None, waited: list[int]
 ) -> None:
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -58,7 +58,7 @@ def test_compute_waits_for_the_first_message_when_too_many_are_under_way(
         shape=SHAPE,
         dtype=torch.float32,
         mailboxes=mailboxes,  # type: ignore[arg-type]
-        max_sends=max_sends,
+        max_pending_sends=max_pending_sends,
     )
     try:
         for _ in range(5):
@@ -67,10 +67,10 @@ def test_compute_waits_for_the_first_message_when_too_many_are_under_way(
         transport.finish_step()
         assert mailboxes.waited == [0, 1, 2, 3, 4]
         mailboxes.waited.clear()
-        transport.bound_sends(4)
+        transport.limit_pending_sends(4)
         for _ in range(5):
             transport.send(torch.zeros(SHAPE), 0)
-        assert mailboxes.waited == ([] if max_sends is None else [5])
+        assert mailboxes.waited == ([] if max_pending_sends is None else [5])
         transport.finish_step()
     finally:
         transport.close()
@@ -78,7 +78,9 @@ def test_compute_waits_for_the_first_message_when_too_many_are_under_way(
 
 
 def test_a_rehearsal_keeps_as_many_messages_as_a_step() -> None:
-    transport = RehearsalTransport(rank=0, device=torch.device("cpu"), shape=SHAPE, dtype=torch.float32, max_sends=3)
+    transport = WarmupTransport(
+        rank=0, device=torch.device("cpu"), shape=SHAPE, dtype=torch.float32, max_pending_sends=3
+    )
     sent = [torch.zeros(SHAPE) for _ in range(5)]
     for tensor in sent:
         transport.send(tensor, 1)

@@ -9,7 +9,7 @@ import torch
 from harness.pipelines import CPU, make_model
 from torch import Tensor, nn
 
-from mobius.models.blocks import Block, LayerArguments, LayerInputs, ModelParts
+from mobius.models.blocks import Block, LayerArguments, LayerArgumentsBuilder, ModelParts
 from mobius.plan.partition import StageCut, balanced_partition
 from mobius.runtime.stage import StageModule
 
@@ -65,7 +65,7 @@ def test_a_parameter_without_a_gradient_keeps_the_others_in_their_places() -> No
 def test_a_frozen_parameter_has_no_sum_and_the_others_get_what_they_get_without_it(keep_graphs: bool) -> None:
     parts = ModelParts(make_model("llama").config, CPU)
     stage = StageModule(parts, StageCut(0, 0, 2, True, False), loss_chunk_tokens=8)
-    arguments = LayerInputs(parts, device=CPU, dtype=torch.float32)(6)
+    arguments = LayerArgumentsBuilder(parts, device=CPU, dtype=torch.float32)(6)
     generator = torch.Generator().manual_seed(4)
     weights = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in stage.shapes.items()}
     tokens = torch.randint(0, 96, (2, 6), generator=generator)
@@ -74,8 +74,10 @@ def test_a_frozen_parameter_has_no_sum_and_the_others_get_what_they_get_without_
     results = []
     for skipped in (set[str](), frozen):
         sums = {name: torch.zeros(shape) for name, shape in stage.shapes.items() if name not in skipped}
-        _, kept = stage.forward(weights, tokens, arguments, keep_graphs=keep_graphs)
-        stage.embedding_backward(weights, sums, tokens, stage.backward(weights, sums, kept, incoming, arguments))
+        _, saved_for_backward = stage.forward(weights, tokens, arguments, keep_graphs=keep_graphs)
+        stage.embedding_backward(
+            weights, sums, tokens, stage.backward(weights, sums, saved_for_backward, incoming, arguments)
+        )
         results.append(sums)
     everything, trained = results
     assert everything.keys() - trained.keys() == frozen

@@ -15,10 +15,10 @@ from harness.pipelines import CPU
 from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
-from mobius.models.blocks import LayerInputs, ModelParts
-from mobius.models.halves import Heads, LayerHalves
-from mobius.plan.gpu_peak import estimate_layer
+from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
+from mobius.models.pre_post_attention import Heads, PrePostAttention
 from mobius.plan.partition import StageCut
+from mobius.plan.peak_memory import estimate_layer
 from mobius.runtime.documents import Rows
 from mobius.runtime.stage import StageModule
 from mobius.runtime.tiles import TiledLayer
@@ -68,7 +68,7 @@ CASES = [
 
 @pytest.mark.parametrize(("family", "batch", "rows"), CASES)
 def test_tiles_give_the_results_of_the_whole_layer(family: str, batch: int, rows: Rows | None) -> None:
-    parts = ModelParts(config_of(family), CPU, packed=None if rows is None else torch.float32)
+    parts = ModelParts(config_of(family), CPU, packed_dtype=None if rows is None else torch.float32)
     # Gemma's norms add one to their weights, and gradients of queries nearly cancel out.
     share = 2e-6 if "gemma" in family else 1e-6
     for case, _ in layer_cases(parts, shape=(batch, LENGTH), rows=rows):
@@ -80,7 +80,7 @@ def test_tiles_give_the_results_of_the_whole_layer(family: str, batch: int, rows
 @pytest.mark.parametrize(("batch", "rows"), BATCHES)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "cohere2"])
 def test_tiles_in_bf16_are_as_near_to_fp32_as_the_whole_layer(family: str, batch: int, rows: Rows | None) -> None:
-    parts = ModelParts(config_of(family), CPU, packed=None if rows is None else torch.bfloat16)
+    parts = ModelParts(config_of(family), CPU, packed_dtype=None if rows is None else torch.bfloat16)
     # Cohere's halves share a norm, whose gradient is rounded once in each of them.
     most = 1.5 if family == "cohere2" else 1.1
     for case, _ in layer_cases(parts, shape=(batch, LENGTH), rows=rows, dtype=torch.bfloat16):
@@ -132,7 +132,7 @@ def test_layers_whose_graphs_are_kept_are_not_cut() -> None:
 
 def test_gradients_add_up_over_the_layers_of_a_stage_and_over_microbatches() -> None:
     parts = ModelParts(config_of("gemma3"), CPU)
-    arguments = LayerInputs(parts, device=CPU, dtype=torch.float32)(LENGTH)
+    arguments = LayerArgumentsBuilder(parts, device=CPU, dtype=torch.float32)(LENGTH)
     generator = torch.Generator().manual_seed(4)
     results = list[Sequence[Tensor]]()
     stages = [
@@ -217,7 +217,7 @@ def test_what_backward_holds_grows_with_the_length_only_by_what_attention_needs(
         head_dim=32, vocab_size=100, max_position_embeddings=8192,
     )  # fmt: skip
     config._attn_implementation = "sdpa"
-    parts = ModelParts(config, CPU, packed=dtype if is_packed else None)
+    parts = ModelParts(config, CPU, packed_dtype=dtype if is_packed else None)
     widths: dict[int | None, list[float]] = {}
     for tile_tokens in (None, 256):
         peaks = [peak_bytes(parts, length, tile_tokens, dtype, is_packed=is_packed) for length in (2048, 4096)]
@@ -288,7 +288,7 @@ def test_no_tile_is_left_while_attention_is_differentiated() -> None:
     ((case, _),) = layer_cases(parts, shape=(1, LENGTH))
     held = set[int]()
     for tile_tokens in (2, 4, 8):
-        layer = TiledLayer(LayerHalves(parts.halves(0)), tile_tokens=tile_tokens)
+        layer = TiledLayer(PrePostAttention(parts.split_at_attention(0)), tile_tokens=tile_tokens)
         with LiveBytes() as live:
             attention = Watching(live)
             layer.backward(case.weights, case.sums(), case.hidden, case.gradient, case.arguments, attention)
@@ -298,5 +298,5 @@ def test_no_tile_is_left_while_attention_is_differentiated() -> None:
 
 def test_every_family_of_the_tests_is_cut_in_a_stage() -> None:
     for family in CUT_FAMILIES_PACKED:
-        parts = ModelParts(config_of(family), CPU, packed=torch.float32)
+        parts = ModelParts(config_of(family), CPU, packed_dtype=torch.float32)
         StageModule(parts, StageCut(0, 0, len(parts.layers), True, True), loss_chunk_tokens=8, tile_tokens=4)

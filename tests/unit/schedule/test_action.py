@@ -2,7 +2,7 @@
 
 import pytest
 
-from mobius.schedule import Action, ActionKind, incoming, outgoing
+from mobius.schedule import Action, ActionKind, source_stage, target_stage
 from mobius.schedule.action import describe_misfit
 
 TEXTS_OF_TWO_STAGES = {
@@ -49,14 +49,14 @@ def test_an_action_that_cannot_be_is_told_why(action: Action, complaint: str | N
 
 def test_activations_go_up_and_gradients_go_down() -> None:
     forward, backward = Action(ActionKind.FORWARD_MIDDLE, 1, 0), Action(ActionKind.BACKWARD_MIDDLE, 1, 0)
-    assert (incoming(forward, 3), outgoing(forward, 3)) == (0, 2)
-    assert (incoming(backward, 3), outgoing(backward, 3)) == (2, 0)
-    assert incoming(Action(ActionKind.FORWARD_FIRST, 0, 0), 3) is None
-    assert outgoing(Action(ActionKind.FORWARD_LAST, 2, 0), 3) is None
-    assert incoming(Action(ActionKind.BACKWARD_LAST, 2, 0), 3) is None
-    assert outgoing(Action(ActionKind.BACKWARD_FIRST, 0, 0), 3) is None
+    assert (source_stage(forward, 3), target_stage(forward, 3)) == (0, 2)
+    assert (source_stage(backward, 3), target_stage(backward, 3)) == (2, 0)
+    assert source_stage(Action(ActionKind.FORWARD_FIRST, 0, 0), 3) is None
+    assert target_stage(Action(ActionKind.FORWARD_LAST, 2, 0), 3) is None
+    assert source_stage(Action(ActionKind.BACKWARD_LAST, 2, 0), 3) is None
+    assert target_stage(Action(ActionKind.BACKWARD_FIRST, 0, 0), 3) is None
     for kind in (ActionKind.LOAD, ActionKind.OFFLOAD, ActionKind.GENERATE_DATA):
-        assert incoming(Action(kind, 1), 3) is outgoing(Action(kind, 1), 3) is None
+        assert source_stage(Action(kind, 1), 3) is target_stage(Action(kind, 1), 3) is None
 
 
 def test_names_are_short() -> None:

@@ -57,16 +57,19 @@ CASES = {
     "offloaded between two backwards": (move(9, 8), "gradients: rank 0, action 8 .*only 1 of 2 backwards"),
     "never offloaded": (drop(12), r"gradients: rank 0, action 12 .*stages \[0\] have not gone home"),
     "a round too large": (lambda actions: None, "round: rank 0, action 4 .*2 microbatches wait .*a round has 1"),
-    "sums that are not there": (add(4, ActionKind.LOAD_SUMS, 0), "gradients: rank 0, action 4 .*no sums yet"),
+    "sums that are not there": (add(4, ActionKind.LOAD_GRADIENT_SUMS, 0), "gradients: rank 0, action 4 .*no sums yet"),
     "sums that are on the GPU": (
-        add(8, ActionKind.LOAD_SUMS, 2),
+        add(8, ActionKind.LOAD_GRADIENT_SUMS, 2),
         "gradients: rank 0, action 8 .*1 backwards are on the",
     ),
     "sums that have not come back": (
-        add(8, ActionKind.OFFLOAD_SUMS, 2),
+        add(8, ActionKind.OFFLOAD_GRADIENT_SUMS, 2),
         r"gradients: rank 0, action 9 \(B2.1\): the sums of its 1 backwards are on the host",
     ),
-    "sums of the whole step": (add(9, ActionKind.OFFLOAD_SUMS, 2), "gradients: rank 0, action 9 .*2 backwards"),
+    "sums of the whole step": (
+        add(9, ActionKind.OFFLOAD_GRADIENT_SUMS, 2),
+        "gradients: rank 0, action 9 .*2 backwards",
+    ),
     "loaded after its gradients left": (add(10, ActionKind.LOAD, 2), "gradients: rank 0, action 10 .*gone home"),
 }
 
@@ -76,7 +79,7 @@ def test_a_broken_schedule_is_refused_with_rank_action_and_rule(small: Schedule,
     change, complaint = CASES[case]
     actions = list(small.actions[0])
     change(actions)
-    small = replace(small, num_rounds=2 if case == "a round too large" else 1)
+    small = replace(small, accumulation_rounds=2 if case == "a round too large" else 1)
     with pytest.raises(ScheduleError, match=complaint):
         check(replace(small, actions=(tuple(actions), small.actions[1])))
 
@@ -135,8 +138,8 @@ def test_ranks_that_wait_for_each_other_are_a_deadlock() -> None:
 
 
 def test_sums_of_two_stages_at_most_are_on_a_gpu() -> None:
-    schedule = build_schedule(1, 3, 2, 3, num_rounds=2)
-    actions = [action for action in schedule.actions[0] if action.kind is not ActionKind.OFFLOAD_SUMS]
+    schedule = build_schedule(1, 3, 2, 3, accumulation_rounds=2)
+    actions = [action for action in schedule.actions[0] if action.kind is not ActionKind.OFFLOAD_GRADIENT_SUMS]
     with pytest.raises(ScheduleError, match=r"budget: rank 0, action .*B0.0.*the sums of the stages \[0, 1, 2\]"):
         check(replace(schedule, actions=(tuple(actions),)))
 
@@ -146,19 +149,19 @@ def test_sums_of_two_stages_at_most_are_on_a_gpu() -> None:
 # 14 T0.1, 15 B0.0, 16 T0.2, 17 B0.1, 18 B0.2
 STASHES = {
     "before its forward": (move(2, 1), r"stash: rank 0, action 1 \(S0.0\): its forward has not run yet"),
-    "twice": (add(3, ActionKind.STASH, 0, 0), r"stash: rank 0, action 3 \(S0.0\): .* have left already"),
+    "twice": (add(3, ActionKind.OFFLOAD_ACTIVATIONS, 0, 0), r"stash: rank 0, action 3 \(S0.0\): .* have left already"),
     "never": (drop(2), r"stash: rank 0, action 11 \(T0.0\): its inputs are not on the host"),
     "never fetched": (drop(16), r"stash: rank 0, action 17 \(B0.2\): its inputs have not come back"),
     "fetched too late": (move(12, 15), r"stash: rank 0, action 14 \(B0.0\): its inputs have not come back"),
     "all fetched at once": (move(16, 14), r"stash: rank 0, action 15 \(T0.1\): 3 microbatches have come back .*2 may"),
-    "of another stage": (add(9, ActionKind.STASH, 1, 0), "shape: rank 0, action 9 .*the model's last"),
+    "of another stage": (add(9, ActionKind.OFFLOAD_ACTIVATIONS, 1, 0), "shape: rank 0, action 9 .*the model's last"),
 }
 
 
 @pytest.mark.parametrize("case", sorted(STASHES))
 def test_stashes_that_lose_inputs_or_overflow_are_refused(case: str) -> None:
     change, complaint = STASHES[case]
-    schedule = build_schedule(1, 2, 3, None, stashed={0})
+    schedule = build_schedule(1, 2, 3, None, offloaded_activation_stages={0})
     actions = list(schedule.actions[0])
     assert " ".join(map(str, actions[1:3])) == "F0.0 S0.0"
     change(actions)
@@ -174,8 +177,8 @@ SLICES = {
     "backward out of order": (move(9, 10), r"slices: rank 0, action 9 \(B0.0\): slice 0 .* where 1 has"),
     "keys out of order": (move(7, 8), r"slices: rank 0, action 7 \(K0.1\): slice 1 .* where 0 has"),
     "keys missing": (drop(8), r"slices: rank 0, action 8 \(B0.1\): keys and values of 1 of 2 slices"),
-    "keys twice": (add(9, ActionKind.KEYS, 0, 1), r"slices: rank 0, action 9 \(K0.1\): slice 1 .* where 2 has"),
-    "keys of the last stage": (add(5, ActionKind.KEYS, 1, 0), "shape: rank 0, action 5 .*the model.s last"),
+    "keys twice": (add(9, ActionKind.RECOMPUTE_KV, 0, 1), r"slices: rank 0, action 9 \(K0.1\): slice 1 .* where 2 has"),
+    "keys of the last stage": (add(5, ActionKind.RECOMPUTE_KV, 1, 0), "shape: rank 0, action 5 .*the model.s last"),
 }
 
 
@@ -194,7 +197,7 @@ def test_slices_that_lose_their_order_or_their_keys_are_refused(case: str) -> No
 def test_whole_sequences_make_no_keys_anew() -> None:
     schedule = build_schedule(1, 2, 2, None)
     actions = list(schedule.actions[0])
-    actions.insert(7, Action(ActionKind.KEYS, 0, 0))
+    actions.insert(7, Action(ActionKind.RECOMPUTE_KV, 0, 0))
     with pytest.raises(ScheduleError, match=r"slices: rank 0, action 7 \(K0.0\): there are no keys"):
         check(replace(schedule, actions=(tuple(actions),)))
 
@@ -203,38 +206,44 @@ def test_whole_sequences_make_no_keys_anew() -> None:
 @pytest.mark.parametrize(("num_ranks", "stages_per_rank"), [(1, 1), (1, 3), (2, 1), (2, 3), (4, 2)])
 def test_slices_pass_in_rounds_and_with_stashes(num_ranks: int, stages_per_rank: int, num_slots: int | None) -> None:
     last = num_ranks * stages_per_rank - 1
-    for stashed in (set[int](), set(range(last))):
+    for offloaded_activation_stages in (set[int](), set(range(last))):
         schedule = build_schedule(
-            num_ranks, stages_per_rank, 12, num_slots, num_rounds=2, num_slices=3, stashed=stashed
+            num_ranks,
+            stages_per_rank,
+            12,
+            num_slots,
+            accumulation_rounds=2,
+            num_slices=3,
+            offloaded_activation_stages=offloaded_activation_stages,
         )
         assert schedule.last_backward == 9
         for rank, actions in enumerate(schedule.actions):
             kinds = [action.kind for action in actions]
             num_inner = sum(stage != last for stage in schedule.local_stages(rank))
-            assert kinds.count(ActionKind.KEYS) == 12 * num_inner
+            assert kinds.count(ActionKind.RECOMPUTE_KV) == 12 * num_inner
             # The last slice of each sequence comes back once, for its keys and its backward.
-            num_stashed = len(stashed.intersection(schedule.local_stages(rank)))
-            assert kinds.count(ActionKind.FETCH) == num_stashed * (12 + 12 - 4)
+            num_offloading_activations = len(offloaded_activation_stages.intersection(schedule.local_stages(rank)))
+            assert kinds.count(ActionKind.PREFETCH_ACTIVATIONS) == num_offloading_activations * (12 + 12 - 4)
 
 
 @pytest.mark.parametrize(("rounds", "slices", "told"), [(1, 3, "4 microbatches of a round"), (2, 4, "2 microbatches")])
 def test_slices_that_do_not_divide_a_round_are_refused(rounds: int, slices: int, told: str) -> None:
     with pytest.raises(ScheduleError, match=f"{told}.* are no multiple of {slices} slices"):
-        build_schedule(1, 2, 4, None, num_rounds=rounds, num_slices=slices)
+        build_schedule(1, 2, 4, None, accumulation_rounds=rounds, num_slices=slices)
 
 
 def test_a_place_on_the_host_is_free_before_another_round_takes_it() -> None:
-    schedule = build_schedule(1, 2, 2, None, stashed={0})
+    schedule = build_schedule(1, 2, 2, None, offloaded_activation_stages={0})
 
     with pytest.raises(ScheduleError, match=r"stash: rank 0, .*\(S0.1\): microbatch 0 still lies in its place|round: "):
-        check(replace(schedule, num_rounds=2))
+        check(replace(schedule, accumulation_rounds=2))
 
 
 def test_only_stages_that_are_said_to_stash_do() -> None:
-    schedule = build_schedule(1, 2, 2, None, stashed={0})
+    schedule = build_schedule(1, 2, 2, None, offloaded_activation_stages={0})
 
     with pytest.raises(ScheduleError, match=r"stash: rank 0, action 2 \(S0.0\): what backward needs of stage 0 stays"):
-        check(replace(schedule, stashed=frozenset()))
+        check(replace(schedule, offloaded_activation_stages=frozenset()))
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3])
@@ -243,7 +252,7 @@ def test_rounds_pass_and_a_stage_is_loaded_no_more_often_than_in_as_many_steps(
     num_ranks: int, stages_per_rank: int, num_slots: int
 ) -> None:
     whole = build_schedule(num_ranks, stages_per_rank, 2, num_slots)
-    rounds = build_schedule(num_ranks, stages_per_rank, 6, num_slots, num_rounds=3)
+    rounds = build_schedule(num_ranks, stages_per_rank, 6, num_slots, accumulation_rounds=3)
 
     for one, three in zip(whole.actions, rounds.actions, strict=True):
         counts = [[action.kind for action in actions].count(ActionKind.LOAD) for actions in (one, three)]

@@ -58,7 +58,7 @@ def test_with_one_slot_compute_waits_for_every_load() -> None:
 
 
 def test_sums_leave_behind_their_backward_and_come_back_before_the_next_one() -> None:
-    spans = spans_by_name(build_schedule(1, 2, 4, 2, num_rounds=2), 0)
+    spans = spans_by_name(build_schedule(1, 2, 4, 2, accumulation_rounds=2), 0)
     # F0 2-4, F1 4-6, B1 6-10, B0 10-14, and the same again; a stage's sums take four slots each way.
     assert (spans["B1.1"].end, spans["OS1"].start, spans["OS1"].end) == (10, 10, 14)
     assert (spans["B0.1"].end, spans["OS0"].start, spans["OS0"].end) == (14, 14, 18)

@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-from mobius.schedule import Schedule, build_schedule, incoming
-from mobius.schedule.schedule import take_turns
+from mobius.schedule import Schedule, build_schedule, source_stage
+from mobius.schedule.schedule import topological_order
 
 
 def test_built_schedules_are_played_to_the_end(all_schedules: list[Schedule]) -> None:
     for schedule in all_schedules:
-        order, conflict = take_turns(schedule)
+        order, conflict = topological_order(schedule)
         assert conflict is None
         for rank, actions in enumerate(schedule.actions):
             assert [action for of_rank, action in order if of_rank == rank] == list(actions)
@@ -16,11 +16,11 @@ def test_built_schedules_are_played_to_the_end(all_schedules: list[Schedule]) ->
 
 def test_an_action_that_receives_follows_the_one_that_sends() -> None:
     schedule = build_schedule(3, 2, 4, 2)
-    order, _ = take_turns(schedule)
+    order, _ = topological_order(schedule)
     places = {(a.kind.is_backward, a.stage, a.microbatch): place for place, (_, a) in enumerate(order)}
     num_received = 0
     for place, (_, action) in enumerate(order):
-        source = incoming(action, schedule.num_stages)
+        source = source_stage(action, schedule.num_stages)
         if source is not None:
             num_received += 1
             assert places[action.kind.is_backward, source, action.microbatch] < place
@@ -31,7 +31,7 @@ def test_a_deadlock_names_everyone_who_waits() -> None:
     # Rank 0 wants the gradient before it sends the activation of which it is made.
     schedule = build_schedule(2, 1, 1, None)
     (data, forward, backward), other = schedule.actions
-    order, conflict = take_turns(replace(schedule, actions=((data, backward, forward), other)))
+    order, conflict = topological_order(replace(schedule, actions=((data, backward, forward), other)))
     assert [str(action) for _, action in order] == ["D0", "D1"]
     assert conflict is not None
     assert conflict.is_deadlock
@@ -43,7 +43,7 @@ def test_a_deadlock_names_everyone_who_waits() -> None:
 def test_a_message_in_the_wrong_order_is_found_on_one_rank_too() -> None:
     schedule = build_schedule(1, 2, 2, None)
     data, f00, f01, f10, b10, f11, b11, *backward = schedule.actions[0]
-    _, conflict = take_turns(replace(schedule, actions=((data, f00, f01, f11, b11, f10, b10, *backward),)))
+    _, conflict = topological_order(replace(schedule, actions=((data, f00, f01, f11, b11, f10, b10, *backward),)))
     assert conflict is not None
     assert not conflict.is_deadlock
     assert (conflict.rank, conflict.index) == (0, 3)

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import simulate
 from harness.forked import HANG_SECONDS
-from harness.plan_requests import known_shape
+from harness.plan_requests import find_published_shape
 
 from mobius.output.trace import read_trace
-from mobius.plan.cards import CARDS, estimate_profile
+from mobius.plan.gpu_specs import GPU_SPECS, estimate_profile
 from mobius.plan.profile import Source
 
 ROOT = Path(__file__).parents[3]
@@ -70,9 +70,9 @@ def test_the_options_of_a_run_count_and_a_wrong_one_is_told_as_there(capsys: Cap
 
 
 def test_rows_are_said_to_be_full_where_packing_may_be_on(capsys: Captured) -> None:
-    for packing, is_said in (("auto", True), ("on", True), ("off", False), ("joined", False)):
+    for packing, has_content in (("auto", True), ("on", True), ("off", False), ("joined", False)):
         assert simulate.main([*SMALL, "--packing", packing]) == 0
-        assert ("rows are planned as full" in capsys.readouterr().out) == is_said, packing
+        assert ("rows are planned as full" in capsys.readouterr().out) == has_content, packing
 
 
 @pytest.mark.extended  # a quarter of a minute of searches
@@ -142,8 +142,8 @@ def test_the_predicted_step_is_drawn_and_written_like_a_measured_one(tmp_path: P
 
 
 def test_a_measured_profile_takes_the_place_of_estimates_if_it_is_of_this_run(tmp_path: Path, capsys: Captured) -> None:
-    shape = known_shape("1b")
-    profile = estimate_profile(CARDS["H200"], shape, microbatch_tokens=1024, seq_length=512, num_ranks=2)
+    shape = find_published_shape("1b")
+    profile = estimate_profile(GPU_SPECS["H200"], shape, microbatch_tokens=1024, seq_length=512, num_ranks=2)
     file = tmp_path / "profile.json"
     file.write_text(replace(profile, source=Source.MEASURED, basis="2 x here").to_json())
 

@@ -192,7 +192,7 @@ def test_a_mistake_is_told_before_training_and_leaves_nothing_behind(
     mistake: Mistake, run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="mobius")
-    monkeypatch.setattr(stages, "take_memory", refuse_to_allocate)
+    monkeypatch.setattr(stages, "allocate_memory", refuse_to_allocate)
     mistake.prepare()
     before = tree(workplace)
 

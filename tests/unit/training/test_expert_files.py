@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from mobius.config.cli import given_options, parse_args
 from mobius.memory.stage_state import StageState
-from mobius.models.by_plan.checked import CheckedFamilies
 from mobius.models.families import load_model_config
-from mobius.planning.blueprint import draw_blueprint
+from mobius.models.structure.checked_families import CheckedFamilies
+from mobius.planning.run_setup import make_run_setup
 from mobius.ranks import Ranks
 from mobius.training.run import run_training
 from mobius.training.session import open_session
@@ -31,7 +31,7 @@ OPTIONS = """--model_path experts --dtype bf16 --num_iterations 4 --save_steps 2
 @pytest.fixture
 def trained(run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Folder of a run of four steps with checkpoints behind two and four of them."""
-    monkeypatch.setattr(CheckedFamilies, "why_not", lambda *_: None)
+    monkeypatch.setattr(CheckedFamilies, "unsupported_reason", lambda *_: None)
     make_checkpoint(workplace / "experts", family="qwen3_moe", decoder_sparse_step=2, **EXPERTS)
     run(*OPTIONS.split())
     return Path("out")
@@ -58,7 +58,7 @@ def test_what_a_run_saves_of_experts_is_what_transformers_would(trained: Path, t
 def test_a_stage_takes_experts_one_by_one_each_once(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(CheckedFamilies, "why_not", lambda *_: None)
+    monkeypatch.setattr(CheckedFamilies, "unsupported_reason", lambda *_: None)
     model = make_checkpoint(tmp_path, family="qwen3_moe", **EXPERTS)
     taken: list[int] = []
     set_parameter = StageState.set_parameter
@@ -69,8 +69,8 @@ def test_a_stage_takes_experts_one_by_one_each_once(
 
     monkeypatch.setattr(StageState, "set_parameter", note)
     config = parse_args(f"--model_path {tmp_path} --device cpu --bf16 --num_stages 2 --batch_size 4".split())
-    blueprint = draw_blueprint(config, Ranks(0, 1, 0), load_model_config(tmp_path, config.model))
-    session = open_session(blueprint, tmp_path)
+    run_setup = make_run_setup(config, Ranks(0, 1, 0), load_model_config(tmp_path, config.model))
+    session = open_session(run_setup, tmp_path)
     # 4 layers of 6 experts with two matrices [16, 32] each.
     assert taken == [16 * 32] * (4 * 6 * 2)
     for stage in session.stages.memory.values():

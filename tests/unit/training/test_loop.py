@@ -22,10 +22,10 @@ from harness.compared_runs import (
 
 from mobius.config.cli import given_options, parse_args
 from mobius.errors import CheckpointError, DataError, GpuMemoryError
-from mobius.interruption import SavedAndStopped, Standing
 from mobius.output.trackers import Trackers
 from mobius.ranks import Ranks
 from mobius.runtime.executor import Executor
+from mobius.signal_handling import RunStatus, SavedAndStopped
 from mobius.training import saving
 from mobius.training.loop import TrainingLoop
 from mobius.training.run import run_training
@@ -36,10 +36,10 @@ SMALL = """--model_path model --dataset data.jsonl --device cpu --dtype fp32 --n
     --batch_size 4 --seq_length 16 --save_dir out"""
 
 
-def start(text: str, standing: Standing | None = None) -> None:
+def start(text: str, run_status: RunStatus | None = None) -> None:
     words = text.split()
     config = parse_args(words, num_ranks=1)
-    run_training(config, Ranks(0, 1, 0), given=given_options(words), standing=standing)
+    run_training(config, Ranks(0, 1, 0), given=given_options(words), run_status=run_status)
 
 
 def go_on(save_dir: str, more: str = "") -> None:
@@ -70,25 +70,25 @@ def test_a_signal_saves_the_step_and_the_run_goes_on_from_there(
     run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     run(*OPTIONS.split(), "--save_dir", "whole", "--save_results", "whole.txt")
-    standing = Standing()
+    run_status = RunStatus()
     stepped, written, calls = Executor.run, saving.write_stage, list[int]()
 
     def step(self: Executor, *arguments: Any, **more: Any) -> Any:
         calls.append(0)
         if at == "in a step" and len(calls) == 6:
-            standing.request_stop("SIGTERM")
+            run_status.request_stop("SIGTERM")
         return stepped(self, *arguments, **more)
 
     def write(folder: Path, *arguments: Any, **more: Any) -> Any:
         if at != "in a step" and "checkpoint-4" in folder.name:
-            standing.request_stop("SIGTERM")
+            run_status.request_stop("SIGTERM")
         return written(folder, *arguments, **more)
 
     with monkeypatch.context() as patch:
         patch.setattr(Executor, "run", step)
         patch.setattr(saving, "write_stage", write)
         with pytest.raises(SavedAndStopped) as raised:
-            start(f"{SMALL} {OPTIONS}", standing)
+            start(f"{SMALL} {OPTIONS}", run_status)
 
     newest = max((path for path in Path("out").glob("checkpoint-*")), key=lambda path: int(path.name[11:]))
     last = int(newest.name[11:])
@@ -115,7 +115,7 @@ def test_the_time_counts_from_the_start_of_the_launcher(
 def test_a_step_that_could_not_be_saved_is_not_told_as_saved(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    standing, told, written = Standing(), list[str](), saving.write_stage
+    run_status, told, written = RunStatus(), list[str](), saving.write_stage
 
     def write(folder: Path, *arguments: Any, **more: Any) -> Any:
         if "checkpoint-6" in folder.name:
@@ -125,39 +125,39 @@ def test_a_step_that_could_not_be_saved_is_not_told_as_saved(
     def step(self: Executor, *arguments: Any, run: Any = Executor.run, **more: Any) -> Any:
         if self._activity._step == 6:  # the thread that gives checkpoint-4 its name may still be at it
             end = time.monotonic() + 60
-            while "checkpoint-4" not in standing.clear() and time.monotonic() < end:
+            while "checkpoint-4" not in run_status.clean_up() and time.monotonic() < end:
                 time.sleep(0.01)
-            told.append(standing.clear())
-            standing.request_stop("SIGTERM")
+            told.append(run_status.clean_up())
+            run_status.request_stop("SIGTERM")
         return run(self, *arguments, **more)
 
-    def own(self: saving.CheckpointSaver, run: Any = saving.CheckpointSaver.own) -> Any:
+    def local(self: saving.CheckpointSaver, run: Any = saving.CheckpointSaver.local) -> Any:
         end = time.monotonic() + 60  # the disk may be slower than the steps: what is told in step 4 was written
-        while self._number and not self._snapshots.is_done and time.monotonic() < end:
+        while self._save_number and not self._stage_saver.is_done and time.monotonic() < end:
             time.sleep(0.01)
         return run(self)
 
     monkeypatch.setattr(saving, "write_stage", write)
-    monkeypatch.setattr(saving.CheckpointSaver, "own", own)
+    monkeypatch.setattr(saving.CheckpointSaver, "local", local)
     monkeypatch.setattr(Executor, "run", step)
     with pytest.raises(
         SavedAndStopped, match=r"this step could not be saved; the newest checkpoint is .*/checkpoint-4"
     ):
-        start(f"{SMALL} {OPTIONS}", standing)
+        start(f"{SMALL} {OPTIONS}", run_status)
 
     assert "checkpoint of step 6 is not saved, and the run ends: the disk is full." in caplog.text
     assert re.match(r"after step 5 of 12: the newest checkpoint is \S*/checkpoint-4; ", told[0]), "in the step after it"
 
 
 def test_an_evaluation_before_the_first_step_offers_no_save(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    standing, offers = Standing(), list[bool]()
+    run_status, offers = RunStatus(), list[bool]()
 
     def evaluate(self: TrainingLoop, step: int, run: Any = TrainingLoop.evaluate) -> Any:
-        offers.append(standing.can_save)
+        offers.append(run_status.can_save)
         return run(self, step)
 
     monkeypatch.setattr(TrainingLoop, "evaluate", evaluate)
-    start(f"{SMALL} {OPTIONS} --val_size 4 --eval_strategy steps --eval_steps 2 --eval_on_start", standing)
+    start(f"{SMALL} {OPTIONS} --val_size 4 --eval_strategy steps --eval_steps 2 --eval_on_start", run_status)
 
     assert offers[:3] == [False, True, True]
 

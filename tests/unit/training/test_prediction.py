@@ -20,9 +20,9 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 from mobius.config.config import DataConfig, DatasetEntry, Device
 from mobius.data.datasets import PreparedDataset, prepare_data
 from mobius.errors import CheckpointError, ConfigError, DataError, GpuMemoryError, HostMemoryError
-from mobius.training.judging import generation
-from mobius.training.judging.generation import Answerer, check_generation
-from mobius.training.judging.prediction import PREDICTIONS_FILE, PromptAndAnswer, predict, prompts_of
+from mobius.training.evaluation import generation
+from mobius.training.evaluation.generation import TextGenerator, check_generation_config
+from mobius.training.evaluation.prediction import PREDICTIONS_FILE, PromptAndLabel, predict, split_prompts
 
 CPU = torch.device("cpu")
 CONTEXT = 24
@@ -45,11 +45,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def sample(prompt: list[int], answer: list[int]) -> PromptAndAnswer:
-    return PromptAndAnswer(np.array(prompt, dtype=np.int32), np.array(answer, dtype=np.int32))
+def sample(prompt: list[int], answer: list[int]) -> PromptAndLabel:
+    return PromptAndLabel(np.array(prompt, dtype=np.int32), np.array(answer, dtype=np.int32))
 
 
-def samples_of(prompts: list[list[int]]) -> list[PromptAndAnswer]:
+def samples_of(prompts: list[list[int]]) -> list[PromptAndLabel]:
     return [sample(prompt, [50 + index, 60, 2]) for index, prompt in enumerate(prompts)]
 
 
@@ -84,12 +84,12 @@ def arrays(prompts: list[list[int]]) -> list[np.ndarray[Any, np.dtype[np.int32]]
 def test_a_cap_on_scores_is_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)  # as before transformers 5.23
     make_family_checkpoint(tmp_path, "gemma2", width=64)
-    assert Answerer.of_folder(tmp_path, CPU).model.config._attn_implementation == "eager"
+    assert TextGenerator.of_folder(tmp_path, CPU).model.config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 16])
 def test_answers_are_the_likeliest_tokens_whatever_is_answered_beside(folder: Path, batch_size: int) -> None:
-    answers = Answerer.of_folder(folder, CPU).answers(arrays(PROMPTS), max_new_tokens=6, batch_size=batch_size)
+    answers = TextGenerator.of_folder(folder, CPU).generate(arrays(PROMPTS), max_new_tokens=6, batch_size=batch_size)
 
     expected = [likeliest(folder, prompt, 6) for prompt in PROMPTS]
     assert [answer and answer.tokens.tolist() for answer in answers] == expected
@@ -100,16 +100,16 @@ def test_an_answer_ends_at_the_end_tokens_of_folder_and_tokenizer(folder: Path, 
     expected = likeliest(folder, PROMPTS[0], 6)
     end = expected[3]
     assert end not in expected[:3]
-    configured = Answerer.of_folder(with_settings(folder, tmp_path / "one", eos_token_id=[end, 4000]), CPU)
+    configured = TextGenerator.of_folder(with_settings(folder, tmp_path / "one", eos_token_id=[end, 4000]), CPU)
 
-    (answer,) = configured.answers(arrays(PROMPTS[:1]), max_new_tokens=6, batch_size=1)
+    (answer,) = configured.generate(arrays(PROMPTS[:1]), max_new_tokens=6, batch_size=1)
 
-    assert configured.end_ids == {end, 4000, 2}
+    assert configured.eos_token_ids == {end, 4000, 2}
     assert answer is not None
     assert (answer.tokens.tolist(), answer.is_finished) == (expected[:3], True)
-    plain = Answerer.of_folder(with_settings(folder, tmp_path / "none"), CPU)
+    plain = TextGenerator.of_folder(with_settings(folder, tmp_path / "none"), CPU)
     plain.tokenizer.eos_token_id = end
-    (answer,) = plain.answers(arrays(PROMPTS[:1]), max_new_tokens=6, batch_size=1)
+    (answer,) = plain.generate(arrays(PROMPTS[:1]), max_new_tokens=6, batch_size=1)
     assert answer is not None
     assert (answer.tokens.tolist(), answer.is_finished) == (expected[:3], True)
 
@@ -118,14 +118,14 @@ def test_what_a_folder_says_of_sampling_draws_nothing_and_its_other_settings_cou
     folder: Path, tmp_path: Path
 ) -> None:
     sampling = {"do_sample": True, "temperature": 5.0, "top_p": 0.9, "top_k": 50, "max_length": 4}
-    drawing = Answerer.of_folder(with_settings(folder, tmp_path / "drawing", **sampling), CPU)
+    drawing = TextGenerator.of_folder(with_settings(folder, tmp_path / "drawing", **sampling), CPU)
     expected = likeliest(folder, PROMPTS[2], 6)
-    suppressing = Answerer.of_folder(
+    suppressing = TextGenerator.of_folder(
         with_settings(folder, tmp_path / "suppressing", suppress_tokens=[expected[0]]), CPU
     )
 
-    (drawn,) = drawing.answers(arrays(PROMPTS[2:3]), max_new_tokens=6, batch_size=1)
-    (other,) = suppressing.answers(arrays(PROMPTS[2:3]), max_new_tokens=6, batch_size=1)
+    (drawn,) = drawing.generate(arrays(PROMPTS[2:3]), max_new_tokens=6, batch_size=1)
+    (other,) = suppressing.generate(arrays(PROMPTS[2:3]), max_new_tokens=6, batch_size=1)
 
     assert drawn is not None
     assert drawn.tokens.tolist() == expected
@@ -136,7 +136,7 @@ def test_what_a_folder_says_of_sampling_draws_nothing_and_its_other_settings_cou
 def test_an_answer_ends_with_the_context_and_a_prompt_that_fills_it_gets_none(folder: Path) -> None:
     prompts = [[7] * CONTEXT, [5, 6, 7], list(range(20, 20 + CONTEXT - 2)), [7] * (CONTEXT + 9), []]
 
-    answers = Answerer.of_folder(folder, CPU).answers(arrays(prompts), max_new_tokens=6, batch_size=8)
+    answers = TextGenerator.of_folder(folder, CPU).generate(arrays(prompts), max_new_tokens=6, batch_size=8)
 
     assert [None if answer is None else len(answer.tokens) for answer in answers] == [None, 6, 2, None, None]
     assert answers[2] is not None
@@ -162,15 +162,15 @@ class ShortOfMemory:
 
 
 def test_where_memory_is_short_fewer_prompts_are_answered_at_once(folder: Path) -> None:
-    whole = Answerer.of_folder(folder, CPU)
+    whole = TextGenerator.of_folder(folder, CPU)
     model = ShortOfMemory(whole.model, most=2)
 
-    answers = Answerer(model, whole.tokenizer).answers(arrays(PROMPTS), max_new_tokens=6, batch_size=6)
+    answers = TextGenerator(model, whole.tokenizer).generate(arrays(PROMPTS), max_new_tokens=6, batch_size=6)
 
     assert model.sizes == [6, 3, 1, 1, 1, 1, 1, 1, 1]
     assert [answer and answer.tokens.tolist() for answer in answers] == [likeliest(folder, p, 6) for p in PROMPTS]
     with pytest.raises(GpuMemoryError, match=r"a prompt of 11 tokens with up to 6 \(--max_new_tokens\)"):
-        Answerer(ShortOfMemory(whole.model, most=0), whole.tokenizer).answers(
+        TextGenerator(ShortOfMemory(whole.model, most=0), whole.tokenizer).generate(
             arrays(PROMPTS), max_new_tokens=6, batch_size=6
         )
 
@@ -256,47 +256,47 @@ def test_a_conversation_is_answered_at_its_end(tmp_path: Path) -> None:
     messages = [{"role": role, "content": content} for role, content in turns]
     dataset, config = prepared(tmp_path, [{"messages": messages}])
 
-    (parted,) = prompts_of(dataset, [0], config, most=None)
+    (parted,) = split_prompts(dataset, [0], config, max_samples=None)
 
     prompt = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(parted.prompt) == prompt
-    assert tokenizer.decode(parted.answer) == "2 it is<|im_end|>"
+    assert tokenizer.decode(parted.label) == "2 it is<|im_end|>"
 
 
 def test_samples_come_in_the_order_of_their_indices_and_no_more_than_wanted(tmp_path: Path) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(TOKENIZER)
     dataset, config = prepared(tmp_path, [{"prompt": f"Say {n}.", "completion": f" {n}"} for n in range(5)])
 
-    chosen = prompts_of(dataset, np.array([4, 0, 2]), config, most=2)
+    chosen = split_prompts(dataset, np.array([4, 0, 2]), config, max_samples=2)
 
     texts = [tokenizer.decode(each.prompt, skip_special_tokens=True) for each in chosen]
     assert texts == ["Say 4.", "Say 0."]
-    assert [tokenizer.decode(each.answer) for each in chosen] == [" 4<|im_end|>", " 0<|im_end|>"]
+    assert [tokenizer.decode(each.label) for each in chosen] == [" 4<|im_end|>", " 0<|im_end|>"]
     assert np.shares_memory(chosen[0].prompt, dataset.tokenized.input_ids)
 
 
 def test_what_stands_behind_the_last_target_belongs_to_neither() -> None:
     ids, mask = np.arange(4, 11, dtype=np.int32), np.array([0, 0, 1, 0, 1, 1, 0], dtype=np.bool_)
 
-    parted = PromptAndAnswer.of_row((ids, mask))
+    parted = PromptAndLabel.of_row((ids, mask))
 
-    assert (parted.prompt.tolist(), parted.answer.tolist()) == ([4, 5, 6, 7], [8, 9])
-    alone = PromptAndAnswer.of_row((ids, np.ones(7, dtype=np.bool_)))
-    assert (len(alone.prompt), len(alone.answer)) == (0, 7)
+    assert (parted.prompt.tolist(), parted.label.tolist()) == ([4, 5, 6, 7], [8, 9])
+    alone = PromptAndLabel.of_row((ids, np.ones(7, dtype=np.bool_)))
+    assert (len(alone.prompt), len(alone.label)) == (0, 7)
 
 
 def test_plain_text_is_refused(tmp_path: Path) -> None:
     dataset, config = prepared(tmp_path, [{"text": "Words without a question."}])
 
     with pytest.raises(DataError, match=r"samples\.jsonl' is plain text.* --eval_dataset .*--do_eval"):
-        prompts_of(dataset, [0], config, most=None)
+        split_prompts(dataset, [0], config, max_samples=None)
 
 
 def test_prompts_that_are_targets_are_refused(tmp_path: Path) -> None:
     dataset, config = prepared(tmp_path, [{"prompt": "Say 1.", "completion": " 1"}], train_on_prompt=True)
 
     with pytest.raises(ConfigError, match="`--do_predict` cannot tell prompts from answers with `--train_on_prompt`"):
-        prompts_of(dataset, [0], config, most=None)
+        split_prompts(dataset, [0], config, max_samples=None)
 
 
 def test_nothing_to_answer_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_nothing_to_answer_is_refused(folder: Path, tmp_path: Path) -> None:
 
 def test_a_folder_that_is_no_model_is_told_by_its_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="transformers cannot load the model of .*nothing_here"):
-        Answerer.of_folder(tmp_path / "nothing_here", CPU)
+        TextGenerator.of_folder(tmp_path / "nothing_here", CPU)
 
 
 def test_answers_that_cannot_be_written_leave_the_older_ones(folder: Path, tmp_path: Path) -> None:
@@ -388,18 +388,20 @@ def test_settings_that_no_answer_can_be_made_with_are_refused_before_the_trainin
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
     with pytest.raises(CheckpointError, match=r"broken/generation_config\.json"):
-        check_generation(broken, tokenizer, 4096)
+        check_generation_config(broken, tokenizer, 4096)
     with pytest.raises(CheckpointError, match=r"generation_config\.json"):
-        Answerer.of_folder(broken, CPU).answers(arrays(PROMPTS), max_new_tokens=2, batch_size=3)
+        TextGenerator.of_folder(broken, CPU).generate(arrays(PROMPTS), max_new_tokens=2, batch_size=3)
 
 
 def test_settings_of_a_search_that_no_memory_holds_are_refused(folder: Path, tmp_path: Path) -> None:
     wide = with_settings(folder, tmp_path / "wide", num_beams=10**9)
 
     with pytest.raises(CheckpointError, match="'num_beams' is 1000000000"):
-        check_generation(wide, AutoTokenizer.from_pretrained(folder), 4096)
+        check_generation_config(wide, AutoTokenizer.from_pretrained(folder), 4096)
 
 
 @pytest.mark.parametrize("settings", [{"num_beams": 2}, {"repetition_penalty": 1.2}], ids=str)
 def test_settings_that_answer_are_let_through(folder: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
-    check_generation(with_settings(folder, tmp_path / "own", **settings), AutoTokenizer.from_pretrained(folder), 4096)
+    check_generation_config(
+        with_settings(folder, tmp_path / "own", **settings), AutoTokenizer.from_pretrained(folder), 4096
+    )

@@ -22,13 +22,13 @@ from mobius.config.cli import given_options, parse_args
 from mobius.errors import CheckpointError, ConfigError, NonFiniteLossError
 from mobius.messages.transport import Transport
 from mobius.optim.lr_schedule import learning_rate_at
-from mobius.optim.stepper import Stepper
+from mobius.optim.optimizer_stepper import OptimizerStepper
 from mobius.output.run_log import TrainerState
-from mobius.planning.blueprint import Blueprint
 from mobius.planning.measured_plan import is_host_to_be_measured
+from mobius.planning.run_setup import RunSetup
 from mobius.ranks import Ranks
 from mobius.runtime.step_sums import StepSums
-from mobius.training.records import other_schedule
+from mobius.training.reporting import other_schedule
 from mobius.training.resuming import find_resume
 from mobius.training.run import run_training
 
@@ -249,10 +249,10 @@ def test_nothing_that_is_measured_changes_the_plan_of_the_checkpoint(
     """As it would on GPUs, where what the host does is measured at the start and may keep other stages there."""
     measured = list[bool]()
 
-    def note(blueprint: Blueprint, transport: Transport) -> Blueprint:
-        on_gpu = replace(blueprint, place=replace(blueprint.place, device=torch.device("cuda", 0)))
+    def note(run_setup: RunSetup, transport: Transport) -> RunSetup:
+        on_gpu = replace(run_setup, rank_context=replace(run_setup.rank_context, device=torch.device("cuda", 0)))
         measured.append(is_host_to_be_measured(on_gpu))
-        return blueprint
+        return run_setup
 
     monkeypatch.setattr("mobius.training.session.plan_by_measurement", note)
     run(*EIGHT)
@@ -355,7 +355,7 @@ def test_a_file_of_a_checkpoint_that_was_edited_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("file", "place", "value"),
+    ("file", "rank_context", "value"),
     [
         ("trainer_state.json", ("log_history", 0, "loss"), "silu"),
         ("trainer_state.json", ("global_step",), True),
@@ -367,13 +367,13 @@ def test_a_file_of_a_checkpoint_that_was_edited_is_refused_by_name(
     ],
 )
 def test_values_of_another_kind_are_refused_though_their_sums_are_right(
-    run: Run, workplace: Path, file: str, place: tuple[Any, ...], value: object
+    run: Run, workplace: Path, file: str, rank_context: tuple[Any, ...], value: object
 ) -> None:
     run(*EIGHT)
     folder = Path("out/checkpoint-4")
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     texts = {name: json.loads(files[name]) for name in ("trainer_state.json", "checkpoint.json")}
-    *within, last = place
+    *within, last = rank_context
     target = texts[file]
     for name in within:
         target = target[name]
@@ -382,7 +382,9 @@ def test_values_of_another_kind_are_refused_though_their_sums_are_right(
     for name, content in with_sums(files, texts["checkpoint.json"]).items():
         (folder / name).write_bytes(content or b"")
 
-    with pytest.raises(CheckpointError, match=re.escape(str(value) if place[-1] != "loss_scale" else "loss_scale=0.0")):
+    with pytest.raises(
+        CheckpointError, match=re.escape(str(value) if rank_context[-1] != "loss_scale" else "loss_scale=0.0")
+    ):
         resume("out/checkpoint-4", "--save_dir", "resumed")
 
 
@@ -404,12 +406,12 @@ def test_steps_in_a_row_that_are_not_finite_are_counted_across_a_resume(
     run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four before the checkpoint and six behind it are ten, which end a run."""
-    taken = Stepper.apply
+    taken = OptimizerStepper.apply
 
-    def overflow_from_step_5(self: Stepper, sums: StepSums, *, step: int) -> object:
+    def overflow_from_step_5(self: OptimizerStepper, sums: StepSums, *, step: int) -> object:
         return taken(self, replace(sums, loss=sums.loss * float("nan")) if step >= 5 else sums, step=step)
 
-    monkeypatch.setattr(Stepper, "apply", overflow_from_step_5)
+    monkeypatch.setattr(OptimizerStepper, "apply", overflow_from_step_5)
     with pytest.raises(NonFiniteLossError, match=r"10 steps in a row, the last of them step 14") as raised:
         run(*EIGHT, "--num_iterations", "20")
     assert "out/checkpoint-12" in "".join(raised.value.__notes__)

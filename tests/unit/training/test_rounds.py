@@ -13,8 +13,8 @@ from harness.runs import make_checkpoint
 from harness.sessions import evaluator_of, in_sessions, random_samples
 from safetensors.torch import load_file
 
-from mobius.data.batches import Batches
-from mobius.limits import max_sends_under_way
+from mobius.data.batches import TrainingBatches
+from mobius.limits import max_sends_in_flight
 from mobius.training.session import Session
 
 Run = Callable[..., None]
@@ -86,15 +86,15 @@ def test_a_rank_keeps_no_more_messages_than_its_rounds_and_evaluations_are_plann
 ) -> None:
     bounds: list[int] = []
     monkeypatch.setattr(
-        LocalTransport, "bound_sends", lambda self, most: bounds.append(most) if self.rank == 0 else None
+        LocalTransport, "limit_pending_sends", lambda self, most: bounds.append(most) if self.rank == 0 else None
     )
     make_checkpoint(tmp_path, num_layers=4)
     options = """--num_stages 4 --num_chunks 8 --num_rounds 4 --batch_size 8 --seq_length 32 --packing off --fp32
         --no_offload"""
 
-    def evaluate(session: Session, _: Batches) -> None:
+    def evaluate(session: Session, _: TrainingBatches) -> None:
         evaluator_of(session, random_samples(40, 20)).evaluate()
 
     in_sessions(2, tmp_path, options, random_samples(64, 20), evaluate)
     # A round has two microbatches; a pass as many as one of them and its inputs of the one layer that waits on rank 1.
-    assert bounds == [max_sends_under_way(number) for number in (2, 4, 2)]
+    assert bounds == [max_sends_in_flight(number) for number in (2, 4, 2)]

@@ -266,7 +266,7 @@ def test_trackers_state_and_card_are_left_and_no_secret_of_the_environment_is_to
 def test_a_picture_that_cannot_be_drawn_costs_a_warning_not_the_model(
     run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("mobius.training.records.draw_training", draw_training)
+    monkeypatch.setattr("mobius.training.reporting.draw_training", draw_training)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
 
     run()
@@ -286,7 +286,7 @@ def test_a_hang_while_the_picture_is_drawn_would_be_told_as_that(
         return made[-1]
 
     monkeypatch.setattr("mobius.training.run.Activity", make)
-    monkeypatch.setattr("mobius.training.records.draw_training", lambda *_, **__: told.extend(made[0].tell()))
+    monkeypatch.setattr("mobius.training.reporting.draw_training", lambda *_, **__: told.extend(made[0].describe()))
     run("--save_steps", "1")
 
     assert "at the picture of the training and the model card" in told[0]

@@ -20,11 +20,11 @@ from harness.local_transport import LocalTransport, run_rank_threads
 from safetensors.torch import load_file, save_file
 
 from mobius.errors import CheckpointError, MobiusError, NonFiniteLossError, NoResultError
-from mobius.interruption import Standing
 from mobius.memory.layout import StageLayout
 from mobius.output.hf_folder import write_params_file
 from mobius.output.metrics import StepMetrics
-from mobius.training.export import check_result
+from mobius.signal_handling import RunStatus
+from mobius.training.export import check_trained_weights
 from mobius.training.loop import TrainingLoop
 from mobius.training.session import Session
 
@@ -89,12 +89,12 @@ def test_all_ranks_refuse_a_weight_that_is_not_finite_on_one_of_them(value: floa
         if transport.rank == 1:
             layout.views(weights)["b"][2] = value
         memory = {transport.rank: SimpleNamespace(state=SimpleNamespace(layout=layout, weights=weights))}
-        blueprint, stages = SimpleNamespace(plan=SimpleNamespace(num_stages=2)), SimpleNamespace(memory=memory)
-        return cast(Session, SimpleNamespace(blueprint=blueprint, transport=transport, stages=stages))
+        run_setup, stages = SimpleNamespace(plan=SimpleNamespace(num_stages=2)), SimpleNamespace(memory=memory)
+        return cast(Session, SimpleNamespace(run_setup=run_setup, transport=transport, stages=stages))
 
     def work(transport: LocalTransport) -> str:
         with pytest.raises(NoResultError) as raised:
-            check_result(session(transport), num_updates=1, num_steps=1, folder=Path("out"))
+            check_trained_weights(session(transport), num_updates=1, num_steps=1, folder=Path("out"))
         return str(raised.value)
 
     first, second = run_rank_threads(2, work)
@@ -301,10 +301,10 @@ def test_what_an_interruption_would_say_follows_the_run(
     out, texts = workplace / "out", list[str]()
     run("--num_iterations", "1")
 
-    def note(self: Standing, text: str, *, clear: Callable[[], None] | None = None) -> None:
+    def note(self: RunStatus, text: str, *, clean_up: Callable[[], None] | None = None) -> None:
         texts.append(text)
 
-    monkeypatch.setattr(Standing, "becomes", note)
+    monkeypatch.setattr(RunStatus, "set_status", note)
     run("--overwrite_output_dir", "--num_iterations", "2", "--save_strategy", "no")
 
     assert texts.pop(0) == "before the first step: nothing was trained, and nothing is left"

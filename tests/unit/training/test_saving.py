@@ -57,26 +57,26 @@ def full_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def full_by_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, limits = folders.begin, resource.getrlimit(resource.RLIMIT_FSIZE)
+    begun, limits = folders.create_partial, resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def begin(save_dir: Path, step: int) -> Path:
+    def create_partial(save_dir: Path, step: int) -> Path:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if step == 8 else limits[0], limits[1]))
         return begun(save_dir, step)
 
-    monkeypatch.setattr(saving, "begin", begin)
+    monkeypatch.setattr(saving, "create_partial", create_partial)
 
 
 def full_before(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage
     free = iter([None, 12345])
 
-    def check_space(save_dir: Path, num_bytes: int) -> None:
+    def check_disk_space(save_dir: Path, num_bytes: int) -> None:
         with monkeypatch.context() as patch:
             if (left := next(free, None)) is not None:
                 patch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=left))
-            files.check_space(save_dir, num_bytes)
+            files.check_disk_space(save_dir, num_bytes)
 
-    monkeypatch.setattr(saving, "check_space", check_space)
+    monkeypatch.setattr(saving, "check_disk_space", check_disk_space)
 
 
 def read_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,11 +152,11 @@ def test_training_waits_for_a_slow_disk_only_when_the_next_save_is_due(
         events.append(folder.name)
         return result
 
-    def note(self: TrainingLoop, metrics: Any, exchange: Any) -> Any:
+    def note(self: TrainingLoop, metrics: Any, step_gather: Any) -> Any:
         events.append(f"step {metrics.step}")
         if metrics.step == 7:
             is_at_step_7.set()
-        return after_step(self, metrics, exchange)
+        return after_step(self, metrics, step_gather)
 
     monkeypatch.setattr(saving, "write_stage", write_stage)
     monkeypatch.setattr(TrainingLoop, "_after_step", note)
@@ -277,7 +277,7 @@ def test_the_disk_that_is_measured_is_the_one_that_checkpoints_go_to(
 ) -> None:
     measured: list[Path] = []
     monkeypatch.setattr(saving, "_WORTH_MEASURING", 0)
-    monkeypatch.setattr(saving, "write_rate", lambda folder: measured.append(folder.resolve()) or 1e9)
+    monkeypatch.setattr(saving, "measure_write_rate", lambda folder: measured.append(folder.resolve()) or 1e9)
     Path("elsewhere").mkdir()
     Path("link").symlink_to("elsewhere")
     run(*OPTIONS.split(), "--num_iterations", "4", "--save_dir", "link")
@@ -335,4 +335,4 @@ def test_room_for_some_checkpoints_only_is_told_at_the_start(
 def test_saves_of_a_run_are_counted(options: str, done: tuple[int, float], expected: int) -> None:
     config = parse_args(["--device", "cpu", *options.split()], num_ranks=1)
 
-    assert saving.count_saves(config, steps_done=done[0], epochs_done=done[1], epochs=3.4) == expected
+    assert saving.count_saves(config, num_steps_done=done[0], epochs_done=done[1], epochs=3.4) == expected

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from harness.trainers import make_single_trainer
 
-from mobius.data.batches import Batch, Batches
-from mobius.optim.stepper import StepOutcome, Stepper
+from mobius.data.batches import Batch, TrainingBatches
+from mobius.optim.optimizer_stepper import OptimizerStepper, StepOutcome
 from mobius.runtime.step_sums import StepSums
 
 OPTIONS = "--device cpu --num_stages 2 --num_chunks 2 --batch_size 4 --seq_length 16 --num_iterations 3"
@@ -18,18 +18,18 @@ def test_the_next_batch_is_made_before_a_step_is_waited_for_and_none_behind_the_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    take, apply = Batches.__next__, Stepper.apply
+    take, apply = TrainingBatches.__next__, OptimizerStepper.apply
 
-    def taken(self: Batches) -> Batch:
+    def taken(self: TrainingBatches) -> Batch:
         events.append("batch")
         return take(self)
 
-    def applied(self: Stepper, sums: StepSums, *, step: int) -> StepOutcome:
+    def applied(self: OptimizerStepper, sums: StepSums, *, step: int) -> StepOutcome:
         events.append(f"end of step {step}")
         return apply(self, sums, step=step)
 
-    monkeypatch.setattr(Batches, "__next__", taken)
-    monkeypatch.setattr(Stepper, "apply", applied)
+    monkeypatch.setattr(TrainingBatches, "__next__", taken)
+    monkeypatch.setattr(OptimizerStepper, "apply", applied)
     trainer, session = make_single_trainer(tmp_path, OPTIONS)
 
     assert [metrics.step for metrics in trainer.train()] == [1, 2, 3]

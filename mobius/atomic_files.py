@@ -1,0 +1,51 @@
+"""Owns how a single file gets new contents: whole under its name, or not at all."""
+
+import contextlib
+import errno
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def sync_to_disk(path: Path) -> None:
+    """Return when `path`, a file or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def follow_umask(path: Path) -> None:
+    """Give a file the mode that the user's umask asks for, where a library made it readable for its owner alone."""
+    path.chmod(0o666 & ~_umask())
+
+
+def _umask() -> int:
+    """This process's umask; to ask the system for it is to change it, which other threads would see."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("Umask:"):
+            return int(line.split()[1], 8)
+    return 0o077  # a kernel of before 2017
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path, *, has_many_writers: bool = False) -> Iterator[Path]:
+    """Give a temporary path beside `path` to write to; on success it is synced and takes `path`'s name at once.
+
+    On an exception the temporary file is removed and an older `path` stays as it was. `has_many_writers`: processes may
+    write `path` at once, as a cache's; the last one counts. Raises OSError for a `path` that is a device, pipe or
+    folder: a file would take its place.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no file that could be replaced", str(path))
+    own = f".{secrets.token_hex(4)}" if has_many_writers else ""  # processes of two containers have the same numbers
+    temporary = path.with_name(f"{path.name}{own}.partial")
+    try:
+        yield temporary
+        sync_to_disk(temporary)
+        temporary.replace(path)
+        sync_to_disk(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,243 @@
+"""Owns rendering a conversation by a chat template, and what to say when that fails.
+
+A template is a small program that came with the model: it may refuse a conversation, which is the data's matter, or be
+broken, which is not.
+"""
+
+import json
+import resource
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from mobius.data.formats import Conversation
+from mobius.data.turns import Turn, function_of
+from mobius.errors import DataError, first_line
+from mobius.excerpt import excerpt, listed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+RENDER_TIMEOUT_SECONDS: Final = 10.0
+"""CPU time for one conversation; a template takes milliseconds."""
+_MORE_SECONDS: Final = 5.0
+"""CPU time after which the system ends a process that is in a call of C which no signal interrupts."""
+_MOST_BYTES: Final = 4 << 30
+"""Memory that one conversation may take while it is rendered; a template takes some times its text."""
+_MOST_CHARACTERS: Final = 1 << 20
+"""Longest rendered text, beside a hundred times its turns."""
+
+
+class _UnusableError(Exception):
+    """The reason why a template had to be stopped, or its text cannot be used."""
+
+
+class _OverTimeError(BaseException):
+    """Raised by the timer. Jinja catches every Exception of a constant expression and computes it once more."""
+
+
+class ChatRenderer:
+    """A conversation in the form that a chat template takes: `template`, or the tokenizer's own where that is None.
+
+    Raises DataError that names `where` if the template refuses it or is broken.
+    """
+
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", template: str | None, conversation: Conversation, where: str
+    ) -> None:
+        self._tokenizer, self._template, self._where = tokenizer, template, where
+        self._tools = [dict(tool) for tool in conversation.tools] or None
+        self._messages = list(map(_message, conversation.turns))
+        self._has_parts = False
+
+    def render_all(self) -> str:
+        """Text of all turns, in the form that the template wants; `render` uses that form from then on.
+
+        A template that writes no turn's text wants content parts. One that writes a call's arguments in quotes wants an
+        object, where the data have its JSON text; one that fails wants what the data do not have of these two.
+        """
+        calls = [call for message in self._messages for call in message.get("tool_calls", ())]
+        texts = list(filter(None, map(_arguments_text, calls)))
+        try:
+            whole = self.render(len(self._messages))
+        except DataError as error:
+            if not calls:
+                raise
+            self._messages = [_with_arguments(message, as_text=not texts) for message in self._messages]
+            try:
+                return self.render(len(self._messages))
+            except DataError:
+                raise error from None
+        if any(json.dumps(text, ensure_ascii=False) in whole for text in texts):
+            self._messages = [_with_arguments(message, as_text=False) for message in self._messages]
+            return self.render(len(self._messages))
+        contents = [content for message in self._messages if (content := message["content"].strip())]
+        if contents and not any(content in whole for content in contents):
+            self._has_parts = True
+            parted = self.render(len(self._messages))
+            self._has_parts = any(content in parted for content in contents)
+            return parted if self._has_parts else whole
+        return whole
+
+    def render(self, stop: int, *, answer: str | None = None, add_generation_prompt: bool = False) -> str:
+        """Text of the turns before `stop`; where `answer` is given, an assistant's turn with it follows them."""
+        messages = self._messages[:stop]
+        if answer is not None:
+            messages = [*messages, {"role": "assistant", "content": answer}]
+        if self._has_parts:
+            messages = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
+        try:
+            return self._apply(messages, add_generation_prompt)
+        except Exception as error:  # a template is foreign code and raises what it likes
+            raise DataError(f"{self._where}: {self._complaint(error, messages, add_generation_prompt)}") from error
+
+    def _apply(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+        with _limited_time(), _limited_memory():
+            text = str(
+                self._tokenizer.apply_chat_template(
+                    messages,
+                    tools=self._tools,
+                    chat_template=self._template,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                )
+            )
+        if len(text) > _MOST_CHARACTERS and len(text) > _MOST_CHARACTERS + 100 * len(str([self._tools, messages])):
+            raise _UnusableError(f"it made {len(text):,} characters of {len(messages)} turns")
+        text.encode()
+        return text
+
+    def _complaint(self, error: Exception, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+        """Words for why the messages could not be rendered, with the first turn that the template fails on."""
+        from jinja2 import TemplateError
+
+        is_own = self._template is None
+        template = "the tokenizer's chat template" if is_own else "the template of --chat_template"
+        roles = listed(message["role"] for message in messages)
+        number = self._failing_turn(error, messages, add_generation_prompt)
+        if type(error) is TemplateError:  # what `raise_exception` in a template raises; broken ones raise subclasses
+            place = f" from turn {number} on, {messages[number - 1]['role']}" if number is not None else ""
+            told = f"refuses the conversation ({roles}): {excerpt(str(error), 400)}"
+            return f"{template} {told}. Change the order or the roles of the turns{place}"
+        if number is not None and number > 1:
+            place = f"turn {number}, {messages[number - 1]['role']}, of the conversation ({roles})"
+            return (
+                f"{template} fails on {place}: {_reason(error)}. It can render the turns before: change that turn, or "
+                "mend the template"
+            )
+        place = "chat_template.jinja in the model's folder, or `chat_template` in its tokenizer_config.json"
+        return (
+            f"{template} is broken: {_reason(error)}. The conversation is not the cause: mend the template"
+            f"{f' ({place})' if is_own else ''}, or use another one with --chat_template"
+        )
+
+    def _failing_turn(
+        self, error: Exception, messages: list[dict[str, Any]], add_generation_prompt: bool
+    ) -> int | None:
+        """Number, from 1, of the turn up to which the conversation can be rendered but not with it; None if unknown."""
+        from jinja2 import TemplateSyntaxError
+
+        if isinstance(error, _UnusableError | TemplateSyntaxError):
+            return None
+        rendered, failed = 0, len(messages)
+        while failed - rendered > 1:
+            middle = (rendered + failed) // 2
+            try:
+                self._apply(messages[:middle], add_generation_prompt)
+                rendered = middle
+            except Exception:  # as above
+                failed = middle
+        return failed
+
+
+def _message(turn: Turn) -> dict[str, Any]:
+    return {"role": turn.role.value, "content": turn.content, **turn.fields}
+
+
+def _arguments_text(call: Mapping[str, Any]) -> str | None:
+    """The arguments of a call where they are text that holds a JSON object."""
+    arguments = function_of(call).get("arguments")
+    if not isinstance(arguments, str):
+        return None
+    try:
+        return arguments if isinstance(json.loads(arguments), dict) else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _with_arguments(message: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]:
+    """The message with the arguments of its calls as JSON text, or as objects."""
+    calls = []
+    for call in message.get("tool_calls", ()):
+        function = dict(function_of(call))
+        arguments, text = function.get("arguments"), _arguments_text(call)
+        if as_text and isinstance(arguments, dict):
+            function["arguments"] = json.dumps(arguments, ensure_ascii=False)
+        elif not as_text and text is not None:
+            function["arguments"] = json.loads(text)
+        calls.append({**call, "function": function} if "function" in call else function)
+    return {**message, "tool_calls": calls} if calls else dict(message)
+
+
+def _reason(error: Exception) -> str:
+    """Words for what a template did, with its line where that is known."""
+    from jinja2 import TemplateSyntaxError
+
+    if isinstance(error, UnicodeEncodeError):
+        return f"it wrote half of a character, {error.object[error.start]!r}"
+    if isinstance(error, _UnusableError):
+        return str(error)
+    if isinstance(error, TemplateSyntaxError):
+        line: int | None = error.lineno
+    else:
+        frames = traceback.extract_tb(error.__traceback__)
+        line = next((frame.lineno for frame in reversed(frames) if frame.filename == "<template>"), None)
+    place = f" (line {line} of the template)" if line is not None else ""
+    return f"{type(error).__name__}: {excerpt(first_line(error), 200)}{place}"
+
+
+@contextmanager
+def _limited_time() -> Iterator[None]:
+    """Stop a template that does not end, as nested loops do not; only a main thread can be stopped."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> NoReturn:
+        raise _OverTimeError
+
+    # CPU time, and not the clock: the process may have to wait, and the clock's timer may be another's.
+    earlier = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, RENDER_TIMEOUT_SECONDS, 1.0)  # again, where the first was swallowed
+    signal.setitimer(
+        signal.ITIMER_PROF, RENDER_TIMEOUT_SECONDS + _MORE_SECONDS
+    )  # nothing handles it: it ends the process
+    try:
+        yield
+    except _OverTimeError:
+        raise _UnusableError(f"it had not ended after {RENDER_TIMEOUT_SECONDS:g} seconds") from None
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGVTALRM, earlier)
+
+
+@contextmanager
+def _limited_memory() -> Iterator[None]:
+    """Make what a template wants beyond `_MOST_BYTES` a MemoryError, before the system ends the process for it."""
+    if sys.platform != "linux":
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    data_bytes = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5]) * resource.getpagesize()
+    limits = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min([data_bytes + _MOST_BYTES, *limits]), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))

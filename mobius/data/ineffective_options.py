@@ -1,0 +1,42 @@
+"""Owns which options of the data have no effect on the kinds of samples that are there, and their refusal."""
+
+from collections.abc import Collection, Mapping
+from typing import Final
+
+from mobius.config.config import DataConfig, Packing
+from mobius.data.formats import Completion, Conversation, Document, Sample
+from mobius.errors import DataError
+
+_KINDS: Final = {
+    Conversation: "conversations",
+    Completion: "prompts with completions",
+    Document: "plain text",
+}
+_ACTS_ON: Final[Mapping[str, tuple[type[Sample], ...]]] = {
+    "chat_template": (Conversation,),
+    "default_system": (Conversation,),
+    "mask_history": (Conversation,),
+    "train_on_prompt": (Conversation, Completion),
+}
+"""Options of the data, and the kinds of samples that they act on; others act on all."""
+
+
+def has_format_specific_options(config: DataConfig) -> bool:
+    """Whether any option is given that acts on some kinds of samples only."""
+    return config.packing is Packing.JOINED or any(getattr(config, name) for name in _ACTS_ON)
+
+
+def refuse_ineffective_options(config: DataConfig, samples: Collection[Sample]) -> None:
+    """Raise DataError for options that act on none of the kinds of `samples`, of which there is one of each dataset."""
+    kinds = {type(sample) for sample in samples}
+    wanted = {f"--{name}": acts_on for name, acts_on in _ACTS_ON.items() if getattr(config, name)}
+    if config.packing is Packing.JOINED:
+        wanted["--packing joined"] = (Document,)
+    found = " and ".join(text for kind, text in _KINDS.items() if kind in kinds)
+    problems = [
+        f"`{name}` has no effect: it is for {' and '.join(_KINDS[kind] for kind in acts_on)}, and the data hold {found}"
+        for name, acts_on in wanted.items()
+        if kinds.isdisjoint(acts_on)
+    ]
+    if problems:
+        raise DataError("; ".join(problems) + ". Remove it, or give the data in another format (docs/data.md)")

@@ -1,0 +1,244 @@
+"""How ranks tell each other small things, and set something up together: what fails on one is called off on all.
+
+They tell each other JSON, through torchrun's key-value store. It listens on the network, so what comes from it is read
+as data: nothing in it is ever run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final, TypeAlias, TypeVar
+
+from torch.distributed import DistStoreError
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from mobius.errors import TransportError, first_line
+from mobius.log import printable
+from mobius.ranks import Ranks, master_address, num_restarts
+
+JsonValue: TypeAlias = "bool | int | float | str | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
+"""A value that a rank may tell: JSON's. Numbers are finite, names are texts, and a tuple arrives as a list; bytes go as
+the text `bytes.hex()` gives. Whoever gathers anything else makes it of these, and reads it with `parse_value`."""
+
+TIMEOUT = timedelta(minutes=10)
+"""For one answer of the slowest rank at a store."""
+_SHORT: Final = timedelta(seconds=3)
+_LOOK_SECONDS: Final = 1.0
+_FAILURE_KEY: Final = "word"
+"""Key of what the first that ended has said."""
+
+_Read = TypeVar("_Read")
+
+
+def encode_json(value: JsonValue) -> str:
+    """The JSON of a value, in ASCII. Raises TypeError or ValueError for what is none of `JsonValue`.
+
+    A bug of the caller.
+    """
+    _check_names(value)
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+
+def _check_names(value: JsonValue) -> None:
+    """Raise TypeError for names that are no texts, which JSON would change without a word."""
+    if isinstance(value, Mapping):
+        if wrong := [name for name in value if not isinstance(name, str)]:
+            raise TypeError(f"{wrong[0]!r} is no text, and only texts are names between ranks")
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for part in value:
+            _check_names(part)
+
+
+def decode_json(text: bytes, *, by: int) -> Any:
+    """The value that rank `by` told in `text`; raises TransportError if it is no JSON."""
+    return parse_value(text, lambda told: json.loads(told.decode(), parse_constant=_refuse_constant), by=by)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number that ranks tell each other")
+
+
+def parse_value(told: Any, read: Callable[[Any], _Read], *, by: int) -> _Read:
+    """`read(told)`; raises TransportError, which names rank `by`, where `told` has not the form that `read` expects."""
+    try:
+        return read(told)
+    except (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError) as error:
+        raise TransportError(
+            f"what rank {by} told the others cannot be read ({first_line(error)}). All ranks must run the same version "
+            "of Mobius, and nothing else may use their --master_port."
+        ) from error
+
+
+def parse_values(gathered: Sequence[Any], read: Callable[[Any], _Read]) -> list[_Read]:
+    """Each rank's answer, read by `parse_value`."""
+    return [parse_value(told, read, by=rank) for rank, told in enumerate(gathered)]
+
+
+def parse_count(told: Any) -> int:
+    """A whole number of at least 0; raises ValueError for anything else."""
+    if type(told) is not int or told < 0:
+        raise ValueError(f"{told!r:.40} is no whole number of at least 0")
+    return told
+
+
+def parse_counts(told: Any) -> tuple[int, ...]:
+    """The numbers of a list, each as in `parse_count`."""
+    if type(told) is not list:
+        raise TypeError(f"{type(told).__name__} instead of a list")
+    return tuple(map(parse_count, told))
+
+
+class Rendezvous:
+    """One rank's seat among all ranks, which make the same calls in the same order.
+
+    They meet at a store, before they have process groups. It has no time-out that runs while nobody asks, so that long
+    work may lie between two calls.
+    """
+
+    def __init__(self, store: Store, *, rank: int, num_ranks: int, failure_store: Store | None = None) -> None:
+        """`words` is where those who end leave a word (`post_failure`), if that is not `store`."""
+        self.rank, self.num_ranks = rank, num_ranks
+        self._failure_store = failure_store or store
+        # A process may meet more than once, and must not read what was told at an earlier meeting.
+        meeting = store.add(f"mobius/{rank}", 1)
+        self._store, self._num_gathered = PrefixStore(f"mobius/{meeting}", store), 0
+
+    def gather(self, value: JsonValue) -> list[Any]:
+        """Every rank's value, as it is after JSON, in the order of ranks; blocks until all have given theirs.
+
+        Raises TransportError if a rank is gone or does not answer in time, or what it told is no JSON.
+        """
+        number = self._num_gathered
+        self._num_gathered += 1
+        self._store.set(f"{number}/{self.rank}", encode_json(value))
+        values = []
+        for rank in range(self.num_ranks):
+            try:
+                self._wait_for(number, rank)
+                text = self._store.get(f"{number}/{rank}")
+            except RuntimeError as error:
+                raise TransportError(
+                    f"rank {self.rank} stops: rank {rank} did not answer, and its own message tells why "
+                    f"({first_line(error)})"
+                ) from error
+            values.append(decode_json(text, by=rank))
+        return values
+
+    def _wait_for(self, number: int, rank: int) -> None:
+        """Return when rank `rank` has told its value; raises TransportError if it never will, or is late."""
+        limit = self._store.timeout.total_seconds()  # type: ignore[attr-defined]
+        end = time.monotonic() + limit
+        while not self._store.check([f"{number}/{rank}"]):
+            left = end - time.monotonic()
+            if left <= 0:
+                silent = [other for other in range(self.num_ranks) if not self._store.check([f"{number}/{other}"])]
+                raise TransportError(
+                    f"rank {self.rank} stops: after {limit:.0f} s rank {', '.join(map(str, silent))} did not answer at "
+                    f"the launcher's store ({self.num_ranks - len(silent)} of {self.num_ranks} did). What it prints "
+                    "tells whether it hangs, is slower than that, or never started."
+                )
+            with contextlib.suppress(DistStoreError):  # the time is over
+                # A time-out below a millisecond means none to torch.
+                self._store.wait([f"{number}/{rank}"], timedelta(seconds=min(max(left, 0.01), _LOOK_SECONDS)))
+                return
+            if self._failure_store.check([_FAILURE_KEY]):
+                told = self._failure_store.get(_FAILURE_KEY).decode("utf-8", "replace")
+                raise TransportError(f"rank {self.rank} stops: {printable(told, sys.stderr)}")
+
+
+def post_failure(ranks: Ranks, text: str) -> None:
+    """Tell the ranks of other nodes, which may wait at the store, why this one ends. Nothing is raised."""
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
+        with socket.create_connection(master_address(), timeout=_SHORT.total_seconds()):
+            pass  # torch would write to standard error that nobody is there
+        store, _, _ = next(rendezvous("env://", ranks.rank, ranks.num_ranks, timeout=_SHORT))
+        post_failure_at(store, num_restarts(), f"rank {ranks.rank} ({socket.gethostname()}) has ended: {text}")
+
+
+def post_failure_at(store: Store, restarts: int, text: str) -> None:
+    """Leave a word for all who wait at the launcher's store since that many restarts; the first one stays."""
+    with contextlib.suppress(RuntimeError):
+        PrefixStore(f"start {restarts}", store).compare_set(_FAILURE_KEY, "", text)
+
+
+def open_store(rank: int, num_ranks: int) -> Store:
+    """The store that the launcher's MASTER_ADDR and MASTER_PORT name; raises TransportError.
+
+    torchrun may keep one store when it starts the ranks again: what was told there before is out of sight.
+    """
+    try:
+        store, _, _ = next(rendezvous("env://", rank, num_ranks, timeout=TIMEOUT))
+    except (RuntimeError, ValueError) as error:
+        raise TransportError(f"rank {rank} cannot meet the others, start with torchrun: {error}") from error
+    store.set_timeout(TIMEOUT)
+    return PrefixStore(f"start {num_restarts()}", store)
+
+
+def join_run(ranks: Ranks) -> Rendezvous:
+    """Connect to the launcher's store; raises TransportError.
+
+    Process groups that are made later use the same store, under other keys.
+    """
+    return Rendezvous(open_store(ranks.rank, ranks.num_ranks), rank=ranks.rank, num_ranks=ranks.num_ranks)
+
+
+def join_pipeline(ranks: Ranks) -> Rendezvous:
+    """Connect to the launcher's store, to meet the ranks of the own pipeline by their places; raises TransportError."""
+    failure_store = store = open_store(ranks.rank, ranks.num_ranks)
+    if ranks.num_replicas > 1:
+        store = PrefixStore(f"replica {ranks.replica}", store)
+    return Rendezvous(store, rank=ranks.pipeline_rank, num_ranks=ranks.num_pipeline_ranks, failure_store=failure_store)
+
+
+def join_node(ranks: Ranks) -> Rendezvous:
+    """Connect to the launcher's store, to meet the ranks of the own node by their numbers there; as `join_pipeline`."""
+    store = open_store(ranks.rank, ranks.num_ranks)
+    meeting = PrefixStore(f"node {ranks.node}", store)
+    return Rendezvous(meeting, rank=ranks.local_rank, num_ranks=ranks.num_local, failure_store=store)
+
+
+@dataclass(frozen=True)
+class StepsResult:
+    """The result of steps that were taken together, the same on all ranks."""
+
+    gathered: list[Any]
+    """The last step's value of each rank; empty after a problem."""
+    problem: str | None = None
+    """The first rank's, where a step failed on some; no step after it was taken."""
+
+
+def run_steps_together(meeting: Rendezvous, steps: Sequence[Callable[[list[Any]], JsonValue]]) -> StepsResult:
+    """Take each of `steps` on all ranks before the next one; collective.
+
+    A step is given the answers of all ranks to the one before it, as they are after JSON. OSError and RuntimeError are
+    problems, which end it on all ranks; anything else is raised.
+    """
+    gathered: list[Any] = []
+    for step in steps:
+        given, problem = None, None
+        try:
+            given = step(gathered)
+        except (OSError, RuntimeError) as error:
+            problem = f"rank {meeting.rank}: {first_line(error)}"
+        told = parse_values(meeting.gather([problem, given]), _read_step)
+        for problem, _ in told:
+            if problem is not None:
+                return StepsResult([], problem)
+        gathered = [given for _, given in told]
+    return StepsResult(gathered)
+
+
+def _read_step(told: Any) -> tuple[str | None, Any]:
+    problem, given = told
+    if not isinstance(problem, str | None):
+        raise TypeError(f"{type(problem).__name__} instead of a text")
+    return problem, given

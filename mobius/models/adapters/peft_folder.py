@@ -1,0 +1,222 @@
+"""The folder of an adapter as peft writes and reads it, and what it says of its base.
+
+    adapter_config.json          kind, rank, strength, targets, name of the base
+    adapter_model.safetensors    `base_model.model.` and our name of each trained parameter -> value
+    base_model.json              which weights it was trained on; ours alone
+
+Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mobius.errors import CheckpointError, reason_of
+from mobius.excerpt import listed
+from mobius.models.adapters.lora import ParameterSource, adapted_linear
+from mobius.models.blocks import ModelParts
+from mobius.models.families import ADAPTER_FILE
+from mobius.models.model_files import format_json_value, read_json_object
+from mobius.models.weights import ValueCheck, folder_has_weights, read_header
+from mobius.regular_files import open_regular
+
+CONFIG_FILE: Final = ADAPTER_FILE
+WEIGHTS_FILE: Final = "adapter_model.safetensors"
+BASE_MODEL_FILE: Final = "base_model.json"
+_PREFIX: Final = "base_model.model."
+_SAMPLED_BYTES: Final = 65_536
+"""Bytes of each file of a base that its fingerprint is of, at its begin and at its end."""
+
+
+@dataclass(frozen=True)
+class AdapterBase:
+    """The model that an adapter is for."""
+
+    name: str
+    """Id on the hub, or folder."""
+    revision: str | None
+    """Commit on the hub, where it is known."""
+    fingerprint: str | None
+    """Sum over the files of its weights, which are sampled; None without weights."""
+    folder: Path
+    """Place of its files."""
+
+    @classmethod
+    def of(cls, model_path: str, folder: Path) -> AdapterBase:
+        """The base in `folder`, which the user calls `model_path`. Raises CheckpointError."""
+        name = str(Path(model_path).expanduser().resolve()) if Path(model_path).expanduser().is_dir() else model_path
+        revision = folder.name if folder.parent.name == "snapshots" else None
+        return cls(name, revision, weights_fingerprint(folder), folder)
+
+
+def peft_name_of(name: str) -> str:
+    """Name in an adapter's file of our parameter `name`."""
+    return _PREFIX + name
+
+
+def trained_shapes(parts: ModelParts) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every parameter that is trained, in forward order."""
+    named = {name: shape for block in parts.blocks for name, shape in block.parameter_shapes().items()}
+    frozen = frozenset[str]().union(*(block.frozen_names() for block in parts.blocks))
+    return {name: shape for name, shape in named.items() if name not in frozen}
+
+
+def config_fields(parts: ModelParts, base: AdapterBase) -> dict[str, Any]:
+    """Contents of adapter_config.json."""
+    config, trained = parts.adapters, trained_shapes(parts)
+    adapted = list(dict.fromkeys(filter(None, map(adapted_linear, trained))))
+    whole = [name.rpartition(".")[0] for name in trained if adapted_linear(name) is None]
+    alpha = config.lora_alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base.name,
+        "revision": base.revision,
+        "inference_mode": True,
+        "r": config.lora_rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": 0.0,
+        "use_rslora": config.use_rslora,
+        "use_dora": False,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "target_modules": _short_names(adapted, parts),
+        "modules_to_save": list(dict.fromkeys(name.rpartition(".")[2] for name in whole)) or None,
+    }
+
+
+def base_fields(base: AdapterBase) -> dict[str, Any]:
+    """Contents of base_model.json."""
+    return {"name": base.name, "revision": base.revision, "fingerprint": base.fingerprint}
+
+
+def check_base(folder: Path, base: AdapterBase) -> None:
+    """Raise CheckpointError where the adapter in `folder` was trained on other weights, as far as it tells."""
+    path = folder / BASE_MODEL_FILE
+    if not path.is_file():
+        return  # peft's own
+    fields = read_json_object(path)
+    if base.fingerprint is not None and fields.get("fingerprint") not in (None, base.fingerprint):
+        raise CheckpointError(
+            f"{folder} was trained on other weights than those of {base.name}: on "
+            f"{format_json_value(fields.get('name'))} with the "
+            f"fingerprint {format_json_value(fields.get('fingerprint'))}, and this base has {base.fingerprint}. "
+            "Give its own base "
+            "by --model_path."
+        )
+
+
+class AdapterFolder:
+    """An adapter on the disk, ours or peft's."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read its description. Raises CheckpointError for what is no adapter of LoRA, or one of another variant."""
+        self.folder = folder
+        for name in (CONFIG_FILE, WEIGHTS_FILE):
+            if not (folder / name).is_file():
+                raise CheckpointError(f"{folder} has no {name}, so it is no adapter's folder.")
+        self.fields = read_json_object(folder / CONFIG_FILE)
+        _refuse_variants(folder, self.fields)
+        stored = read_header(folder / WEIGHTS_FILE)
+        self.stored = {tensor.name.removeprefix(_PREFIX): tensor for tensor in stored}
+
+    @property
+    def scale(self) -> float:
+        """Factor of the products."""
+        rank = float(self.fields["r"])
+        return float(self.fields["lora_alpha"]) / (rank**0.5 if self.fields.get("use_rslora") else rank)
+
+    def check(self, parts: ModelParts, base: AdapterBase) -> None:
+        """Raise CheckpointError where it is not the one that the run's options describe, or of another base."""
+        config = parts.adapters
+        own: dict[str, object] = {
+            "lora_rank": self.fields.get("r"),
+            "lora_alpha": self.fields.get("lora_alpha"),
+            "use_rslora": bool(self.fields.get("use_rslora")),
+        }
+        for option, value in own.items():
+            if value != getattr(config, option):
+                raise CheckpointError(
+                    f"--adapter_path {self.folder} has {option} {format_json_value(value)}, the run has "
+                    f"{format_json_value(getattr(config, option))}. Give --{option} as the adapter has it."
+                )
+        wanted = trained_shapes(parts)
+        if missing := [name for name in wanted if name not in self.stored]:
+            self._refuse_set(f"has nothing for {listed(missing)}")
+        if more := [name for name in self.stored if name not in wanted]:
+            self._refuse_set(f"has {listed(more)}, too")
+        for name, shape in wanted.items():
+            if self.stored[name].shape != shape:
+                self._refuse_set(f"has {name} of shape {self.stored[name].shape}, not {shape}: it is of another base")
+        check_base(self.folder, base)
+
+    def _refuse_set(self, told: str) -> None:
+        raise CheckpointError(
+            f"--adapter_path {self.folder} {told}. Its targets are "
+            f"{format_json_value(self.fields.get('target_modules'))}, and "
+            f"{format_json_value(self.fields.get('modules_to_save'))} in full: give --lora_target and "
+            "--additional_target alike."
+        )
+
+
+class AdapterWeights:
+    """Source of parameters: an adapter's own, all others from elsewhere."""
+
+    def __init__(self, base: ParameterSource, adapter: AdapterFolder, *, dtype: torch.dtype = torch.float32) -> None:
+        """The adapter's values must fit into `dtype`."""
+        self._base, self._stored, self._check = base, adapter.stored, ValueCheck(dtype)
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Value of parameter `name`. Raises CheckpointError."""
+        return self._check.read(self._stored[name]) if name in self._stored else self._base.read(name, shape)
+
+
+def _refuse_variants(folder: Path, fields: Mapping[str, Any]) -> None:
+    path = folder / CONFIG_FILE
+    if fields.get("peft_type") != "LORA":
+        raise CheckpointError(
+            f"{path} is of the kind {format_json_value(fields.get('peft_type'))}; only LORA is trained and merged."
+        )
+    if not all(isinstance(fields.get(name), int | float) and fields[name] > 0 for name in ("r", "lora_alpha")):
+        raise CheckpointError(f"{path} has no 'r' and 'lora_alpha' above 0. Get the file anew.")
+    usual = {"use_dora": False, "bias": "none", "fan_in_fan_out": False, "rank_pattern": {}, "alpha_pattern": {}}
+    for name, value in usual.items():
+        if fields.get(name, value) not in (value, None):
+            variant = "DoRA" if name == "use_dora" else f"{name} {format_json_value(fields[name])}"
+            raise CheckpointError(
+                f"{path}: an adapter with {variant} is not supported; only plain LoRA and rsLoRA are."
+            )
+
+
+def _short_names(adapted: Sequence[str], parts: ModelParts) -> list[str]:
+    """Last words of the linears where these say it all, else whole names."""
+    kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in adapted))
+    linears = [name.removesuffix(".weight") for layer in parts.layers for name in layer.parameter_shapes()]
+    meant = [name for name in linears if name.rpartition(".")[2] in kinds]
+    return kinds if set(meant) == set(adapted) else list(adapted)
+
+
+def weights_fingerprint(folder: Path) -> str | None:
+    """Sum over names, sizes and samples of the files of weights."""
+    if not folder_has_weights(folder):
+        return None
+    value = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with open_regular(path) as file:
+                size = path.stat().st_size
+                for start in (0, max(0, size - _SAMPLED_BYTES)):
+                    file.seek(start)
+                    value = zlib.crc32(file.read(_SAMPLED_BYTES), value)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {reason_of(error)}.") from error
+        value = zlib.crc32(f"{path.name} {size}".encode(), value)
+    return f"{value:08x}"

@@ -1,0 +1,265 @@
+"""Cuts a decoder layer in two at its attention, for every family alike.
+
+    hidden --> project --> query, key, value --> attention --> attended --> finish --> the layer's output
+      `--------------------------------------------------------------------'
+
+Every layer of transformers is token by token but for its attention function, which it finds by a name. Both halves are
+copies of the layer that find a function of ours there: it hands out what attention is given and stops, or gives back
+what attention has given. So residuals, norms, and rotary embeddings are where the family's own code has them.
+
+A linear that only queries, keys and values follow from is not computed again behind attention.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from mobius.errors import CheckpointError
+from mobius.models.attention import ATTENTION_IMPLEMENTATION
+
+_NAME = "mobius_seam"
+_SEAM = "_mobius_seam"
+_FOR_ATTENTION = ("attention_mask", "document_cu_seqlens", "block_masks")
+"""Arguments of a layer that it hands to attention and does not read; they are no halves' arguments."""
+_OF_DOCUMENTS = _FOR_ATTENTION[1:]
+
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """A layer's attention function, with what the layer gives it beside query, key and value."""
+
+    function: Callable[..., tuple[Tensor, Any]]
+    module: nn.Module
+    """The layer's attention, whose plain settings the function may read."""
+    constants: Settings
+    """Such as `scaling` and `sliding_window`."""
+    forwarded_arguments: tuple[str, ...]
+    """Arguments of the layer that attention gets as they are."""
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        """Heads [B, H, T, D] -> [B, T, H, D]; `arguments` are the layer's."""
+        settings = {name: arguments[name] for name in self.forwarded_arguments if name in arguments}
+        mask = settings.pop("attention_mask", None)
+        return self.function(self.module, query, key, value, mask, **self.constants, **settings)[0]
+
+
+@dataclass(frozen=True)
+class SplitLayer:
+    """The halves of a layer, on the meta device as it is; parameters have its names."""
+
+    pre_attention: nn.Module
+    """Hidden states [B, T, hidden] and the layer's arguments -> query, key and value [B, H, T, D]."""
+    post_attention: nn.Module
+    """Hidden states, attended [B, T, H, D] and the layer's arguments -> the layer's output [B, T, hidden]."""
+    pre_attention_parameters: frozenset[str]
+    """Parameters that have a gradient from query, key or value."""
+    post_attention_parameters: frozenset[str]
+    """Parameters that have a gradient from the output with attention's result given."""
+    attention: LayerAttention
+
+
+def without_attention_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the halves among those of the whole layer."""
+    return {name: value for name, value in arguments.items() if name not in _FOR_ATTENTION}
+
+
+def split_layer(layer: nn.Module, hidden: Tensor, arguments: Mapping[str, Any], *, family: str) -> SplitLayer:
+    """Cut `layer`, which is on the meta device, as are `hidden` [B, T, hidden] and `arguments`, which it is tried with.
+
+    Raises CheckpointError, which names `family`, for a layer that does not call attention exactly once by transformers'
+    interface, or gives it tensors of its own making.
+    """
+    try:
+        pre_attention, seam, name = _copy(layer)
+        settings = dict(arguments)
+        if name == ATTENTION_IMPLEMENTATION:
+            settings |= {own: torch.empty(2, device="meta") for own in _OF_DOCUMENTS}
+        reached = seam.reach(layer=pre_attention, hidden=hidden, arguments=settings)
+        attention = _attention(reached, settings, name, family)
+        vars(pre_attention)["forward"] = partial(_project, seam, pre_attention.forward)
+        post_attention = _make_finish(layer, family)
+        own, leaf = without_attention_arguments(arguments), hidden.detach().requires_grad_()
+        frozen = [name for name, parameter in layer.named_parameters() if not parameter.requires_grad]
+        for half in (pre_attention, post_attention):
+            half.requires_grad_(True)  # of frozen ones, too, it is told which half has them
+        with torch.enable_grad():
+            heads = pre_attention(leaf, **own)
+            query, _, value = heads
+            attended = torch.empty(*query.transpose(1, 2).shape[:3], value.shape[-1], device="meta")
+            pre_attention_parameters = _with_gradient(pre_attention, heads)
+            with _ChangedInPlace(post_attention) as changed:
+                output = post_attention(leaf, attended.requires_grad_(), **own)
+            post_attention_parameters = _with_gradient(post_attention, (output,))
+        for half, name in itertools.product((pre_attention, post_attention), frozen):
+            half.get_parameter(name).requires_grad_(False)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        _refuse(family, f"could not be run in halves ({type(error).__name__}: {error})", error)
+    gone = list[str]()
+    for linear, module in list(post_attention.named_modules()):
+        if any(linear.startswith(f"{name}.") for name in gone):
+            continue
+        names = {f"{linear}.{name}".removeprefix(".") for name, _ in module.named_parameters(recurse=False)}
+        is_read = bool(names & post_attention_parameters) or module in changed.modules
+        if isinstance(module, nn.Linear) and names <= pre_attention_parameters and not is_read:
+            post_attention.set_submodule(linear, _Unread(module.out_features))
+            gone.append(linear)
+    return SplitLayer(pre_attention, post_attention, pre_attention_parameters, post_attention_parameters, attention)
+
+
+class _Reached(BaseException):
+    """Carries what attention is given out of a layer; no family's code catches it."""
+
+    def __init__(self, module: nn.Module, heads: tuple[Tensor, Tensor, Tensor], settings: Settings) -> None:
+        super().__init__()
+        self.module, self.heads, self.settings = module, heads, settings
+
+
+class _Seam:
+    """Stands in the place of a copied layer's attention function."""
+
+    def __init__(self) -> None:
+        self.given: Tensor | None = None
+        """Attention's result; None to hand out what it is given."""
+        self.num_calls = 0
+
+    def meet(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        **settings: Any,
+    ) -> tuple[Tensor, None]:
+        self.num_calls += 1
+        if self.given is None:
+            raise _Reached(module, (query, key, value), settings | {"attention_mask": attention_mask})
+        return self.given, None
+
+    def reach(self, *, layer: Callable[..., object], hidden: Tensor, arguments: Mapping[str, Any]) -> _Reached | None:
+        try:
+            layer(hidden, **arguments)
+        except _Reached as reached:
+            return reached.with_traceback(None)  # which would keep the layer's tensors alive
+        return None
+
+
+def _meet(module: nn.Module, *heads: Tensor, **settings: Any) -> tuple[Tensor, None]:
+    return cast(_Seam, getattr(module, _SEAM)).meet(module, *heads, **settings)
+
+
+def _copy(layer: nn.Module) -> tuple[nn.Module, _Seam, str | None]:
+    """A copy with a configuration of its own, its seam, and the name of the attention that it had."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(_NAME, _meet)
+    own, seam = copy.deepcopy(layer), _Seam()
+    names = list[str | None]()
+    for module in own.modules():
+        vars(module)[_SEAM] = seam
+    for config in {id(module.config): module.config for module in own.modules() if hasattr(module, "config")}.values():
+        names.append(cast(Any, config)._attn_implementation)
+        cast(Any, config)._attn_implementation = _NAME
+    return own, seam, names[0] if names else None
+
+
+def _attention(reached: _Reached | None, given: Settings, name: str | None, family: str) -> LayerAttention:
+    from transformers import AttentionInterface
+
+    if reached is None:
+        _refuse(family, "do not call attention by transformers' interface")
+    forwarded_arguments = tuple(
+        each for each in reached.settings if each in given and reached.settings[each] is given[each]
+    )
+    constants = {each: value for each, value in reached.settings.items() if each not in forwarded_arguments}
+    if made := [each for each, value in constants.items() if any(isinstance(x, Tensor) for x in tree_leaves(value))]:
+        _refuse(family, f"give attention tensors of their own making ({', '.join(made)})")
+    if missing := [each for each in _OF_DOCUMENTS if each in given and each not in forwarded_arguments]:
+        _refuse(family, f"do not hand {' and '.join(missing)} on to attention")
+    functions = AttentionInterface()
+    if name not in functions:
+        _refuse(family, f"call attention of the kind {name!r}, which only their own code has")
+    return LayerAttention(functions[name], reached.module, constants, forwarded_arguments)
+
+
+def _make_finish(layer: nn.Module, family: str) -> nn.Module:
+    post_attention, seam, _ = _copy(layer)
+    vars(post_attention)["forward"] = partial(_finish, seam, post_attention.forward, family)
+    return post_attention
+
+
+def _project(seam: _Seam, forward: Callable[..., object], hidden: Tensor, **arguments: Any) -> Sequence[Tensor]:
+    reached = seam.reach(layer=forward, hidden=hidden, arguments=arguments)
+    assert reached is not None
+    return reached.heads
+
+
+def _finish(
+    seam: _Seam, forward: Callable[..., object], family: str, hidden: Tensor, attended: Tensor, **arguments: Any
+) -> object:
+    seam.given, seam.num_calls = attended, 0
+    try:
+        output = forward(hidden, **arguments)
+    finally:
+        seam.given = None
+    if seam.num_calls != 1:
+        _refuse(family, f"call attention {seam.num_calls} times")
+    return output
+
+
+def _with_gradient(module: nn.Module, outputs: Sequence[Tensor]) -> frozenset[str]:
+    """Names of the parameters that `outputs` depend on."""
+    named = dict(module.named_parameters())
+    found = torch.autograd.grad(
+        outputs, list(named.values()), [torch.empty_like(output) for output in outputs], allow_unused=True
+    )
+    return frozenset(name for name, gradient in zip(named, found, strict=True) if gradient is not None)
+
+
+class _ChangedInPlace(contextlib.ExitStack):
+    """Finds the linears of a module whose output the layer changes in place while it runs in here."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._outputs: dict[nn.Module, Tensor] = {}
+        for linear in (each for each in module.modules() if isinstance(each, nn.Linear)):
+            self.callback(linear.register_forward_hook(self._keep).remove)
+
+    @property
+    def modules(self) -> set[nn.Module]:
+        return {linear for linear, output in self._outputs.items() if output._version != 0}
+
+    def _keep(self, linear: nn.Module, _: tuple[Tensor, ...], output: Tensor) -> None:
+        self._outputs[linear] = output
+
+
+class _Unread(nn.Module):
+    """Stands in the place of a linear whose output nobody reads or changes; takes neither time nor memory."""
+
+    def __init__(self, out_features: int) -> None:
+        super().__init__()
+        self._out_features = out_features
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs.new_zeros(()).expand(*inputs.shape[:-1], self._out_features)
+
+
+def _refuse(family: str, fault: str, cause: Exception | None = None) -> NoReturn:
+    raise CheckpointError(
+        f"layers of the family {family!r} {fault}, so they cannot be cut at their attention and run in tiles of tokens "
+        "or in slices. Use --tile_tokens off --num_slices 1."
+    ) from cause

@@ -1,0 +1,203 @@
+"""Runs one block with a graph, and takes that graph back into gradients that add up in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from mobius.models.blocks import Block
+from mobius.models.compiled import CompiledGraph, Gradients, SavedProducts, Tensors, as_tuple
+from mobius.models.linear import make_leaves
+from mobius.models.recompute_policy import selective_checkpoint_contexts
+from mobius.plan.plan import RecomputeLevel
+
+NamedTensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class AutogradGraph:
+    """A block's forward with autograd's graph, until `backward` consumes it."""
+
+    inputs: Tensors
+    leaves: Mapping[str, Tensor]
+    """Name within the block -> a leaf of the graph: parameters, and taps where a product makes the gradient."""
+    outputs: Tensors
+
+    @property
+    def output(self) -> Tensor:
+        return self.outputs[0]
+
+    def backward(self, gradients: Tensors) -> tuple[Gradients, Tensors]:
+        """Gradients of the leaves, and those of the inputs, of which token ids have none."""
+        sources = [*self.leaves.values(), *(each for each in self.inputs if each.requires_grad)]
+        results = torch.autograd.grad(self.outputs, sources, gradients, allow_unused=True)
+        return dict(zip(self.leaves, results, strict=False)), results[len(self.leaves) :]
+
+
+BlockGraph = AutogradGraph | CompiledGraph
+"""A forward with all that `backward` needs of it, and its `outputs`, the first of which is its `output`."""
+
+
+def _own_views(views: NamedTensors, block: Block) -> dict[str, Tensor]:
+    return {name: views[block.prefix + name] for name in block.shapes}
+
+
+def run_without_graph(block: Block, weights: NamedTensors, inputs: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+    """Run `block` without a graph; `weights` by Hugging Face name, `inputs` [..., H] or token ids."""
+    return run_many_without_graph(block, weights, (inputs,), arguments)[0]
+
+
+def run_many_without_graph(
+    block: Block, weights: NamedTensors, inputs: Tensors, arguments: Mapping[str, Any]
+) -> Tensors:
+    """Run a block of several inputs, all [..., widths] of as many rows, or of several outputs, like `run`."""
+    own = _own_views(weights, block)
+    graphs = block.graphs if inputs[0].is_floating_point() else None
+    outputs = graphs.forward(own, inputs, arguments) if graphs is not None else None
+    if outputs is not None:
+        return outputs
+    with torch.no_grad():
+        return as_tuple(block(own, *inputs, **arguments))
+
+
+def run_with_graph(
+    block: Block,
+    weights: NamedTensors,
+    inputs: Tensor,
+    arguments: Mapping[str, Any],
+    level: RecomputeLevel = RecomputeLevel.NONE,
+) -> BlockGraph:
+    """Run `block` with a graph that ends in its parameters and, if they are [..., H] and not token ids, its inputs.
+
+    `level` is what the graph holds until its backward; results are the same.
+    """
+    return run_many_with_graph(block, weights, (inputs,), arguments, level)
+
+
+def run_many_with_graph(
+    block: Block,
+    weights: NamedTensors,
+    inputs: Tensors,
+    arguments: Mapping[str, Any],
+    level: RecomputeLevel = RecomputeLevel.NONE,
+) -> BlockGraph:
+    """Run a block of several inputs or outputs like `run_with_graph`."""
+    inputs = tuple(each.detach() for each in inputs)
+    own = _own_views(weights, block)
+    if inputs[0].is_floating_point():
+        kept = (
+            block.graphs.forward_with_saved(own, block.gradient_factors, inputs, arguments, level)
+            if block.graphs is not None
+            else None
+        )
+        if kept is not None:
+            return kept
+        for each in inputs:
+            each.requires_grad_()
+    fixed, leaves = make_leaves(own, block.gradient_factors, block.frozen, num_tokens=inputs[0].shape[:-1].numel())
+    run_block = partial(block, {**fixed, **leaves}, **arguments)
+    with torch.enable_grad():
+        outputs = run_block(*inputs) if level is RecomputeLevel.NONE else _run_checkpointed(run_block, inputs)
+    return AutogradGraph(inputs, leaves, as_tuple(outputs))
+
+
+def run_saving_products(
+    block: Block, weights: NamedTensors, inputs: Tensor, arguments: Mapping[str, Any]
+) -> tuple[Tensors, SavedProducts] | None:
+    """Run `block` on [..., H] for its outputs and what `resume` needs; None if it is not compiled."""
+    if block.graphs is None:
+        return None
+    return block.graphs.forward_with_saved_products(
+        _own_views(weights, block), block.gradient_factors, inputs.detach(), arguments
+    )
+
+
+def resume_from_products(
+    block: Block, weights: NamedTensors, products: SavedProducts, arguments: Mapping[str, Any]
+) -> BlockGraph:
+    """Graph of the forward that gave `products`, which are emptied; with equal weights and arguments."""
+    assert block.graphs is not None, "the forward was compiled"
+    return block.graphs.resume_from_products(_own_views(weights, block), block.gradient_factors, products, arguments)
+
+
+def _run_checkpointed(run_block: Callable[..., Tensor], inputs: Tensors) -> Tensor:
+    """Run a block so that its graph holds products alone; the rest is run again within its backward."""
+    return cast(
+        Tensor,
+        checkpoint(
+            run_block,
+            *inputs,
+            use_reentrant=False,
+            context_fn=selective_checkpoint_contexts,
+            preserve_rng_state=False,  # nothing is drawn at random in a layer
+        ),
+    )
+
+
+def backward(
+    block: Block, graph: BlockGraph, gradients: NamedTensors, gradient: Tensor, *other_gradients: Tensor
+) -> Tensor:
+    """Add the gradients of `block`'s parameters to `gradients` (fp32, by Hugging Face name); return that of its inputs.
+
+    `gradient` is that of the graph's output, `other_gradients` are those of its other outputs, if it has any. Token ids
+    have no gradient: then `gradient` is returned.
+    """
+    found = backward_many(block, graph, gradients, (gradient, *other_gradients))
+    return found[0] if found else gradient
+
+
+def backward_many(block: Block, graph: BlockGraph, gradients: NamedTensors, output_gradients: Tensors) -> Tensors:
+    """Do `backward` from the gradients of all outputs of the graph; return those of all inputs but token ids."""
+    found, input_gradients = graph.backward(output_gradients)
+    _add(block, found, gradients)
+    return input_gradients
+
+
+def recomputed_backward(
+    block: Block,
+    weights: NamedTensors,
+    inputs: Tensor,
+    arguments: Mapping[str, Any],
+    gradients: NamedTensors,
+    gradient: Tensor,
+    *other_gradients: Tensor,
+) -> Tensor:
+    """Do `backward` of `run_with_graph` for inputs that are numbers, in one graph if the block is compiled."""
+    return recomputed_backward_many(block, weights, (inputs,), arguments, gradients, (gradient, *other_gradients))[0]
+
+
+def recomputed_backward_many(
+    block: Block,
+    weights: NamedTensors,
+    inputs: Tensors,
+    arguments: Mapping[str, Any],
+    gradients: NamedTensors,
+    output_gradients: Tensors,
+) -> Tensors:
+    """Do `backward_many` of `run_many_with_graph`, in one graph if the block is compiled."""
+    if block.graphs is not None:
+        own = _own_views(weights, block)
+        results = block.graphs.recomputed_backward(own, block.gradient_factors, inputs, arguments, output_gradients)
+        if results is not None:
+            _add(block, results[0], gradients)
+            return results[1]
+    graph = run_many_with_graph(block, weights, inputs, arguments)
+    return backward_many(block, graph, gradients, output_gradients)
+
+
+def _add(block: Block, results: Gradients, gradients: NamedTensors) -> None:
+    """Add the gradients found for the leaves of `block` to its sums; a frozen parameter has no sum."""
+    found = {name: result for name, result in results.items() if result is not None}
+    sums = {name: gradients[block.prefix + name] for name in block.shapes if block.prefix + name in gradients}
+    plain = [name for name in found if name in sums]
+    if plain:
+        torch._foreach_add_([sums[name] for name in plain], [found[name] for name in plain])
+    for tap in block.gradient_factors:
+        if tap.weight in sums:
+            tap.add_gradient(sums[tap.weight], found)

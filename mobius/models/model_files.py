@@ -1,0 +1,105 @@
+"""Reads the files of a model folder beside its weights; what is broken is told by file and place.
+
+Those that training does not change are kept as they were read, so that they can be saved again unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig
+
+from mobius.errors import CheckpointError, first_line, reason_of
+from mobius.excerpt import excerpt
+from mobius.models.multimodal.text_config import supported_text_config
+from mobius.regular_files import read_bytes, read_json
+
+_COPIED_FILES = (
+    "generation_config.json",
+    *("tokenizer.json", "tokenizer.*.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja", "vocab.json", "vocab.txt"),
+    *("merges.txt", "tokenizer.model*", "spiece.model", "sentencepiece.bpe.model", "*.tiktoken", "tekken.json"),
+)
+"""Defaults of generation, and what a tokenizer of transformers is made from."""
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """Files of the base for the export, whatever happens to its folder in the meantime; some 20 to 40 MB."""
+
+    config: Mapping[str, Any]
+    """config.json as it is; for the text part of a larger model, as it is for that alone."""
+    copied: Mapping[str, bytes]
+    """Path within the folder -> contents: generation defaults, tokenizer, chat template."""
+
+    def with_chat_template(self, template: str | None) -> ModelFiles:
+        """The files with another template, if one is given; transformers reads its file before all other places."""
+        if template is None:
+            return self
+        others = {name: content for name, content in self.copied.items() if name != "chat_template.json"}
+        return replace(self, copied=others | {"chat_template.jinja": template.encode()})
+
+
+def read_model_files(folder: Path) -> ModelFiles:
+    """Read the files of `folder` that are saved again. Raises CheckpointError for broken generation defaults."""
+    generation = folder / "generation_config.json"
+    if generation.exists():
+        fields = read_json_object(generation, may_repeat=True)
+        try:
+            GenerationConfig.from_dict(fields).to_json_string()
+        except Exception as error:  # transformers raises whatever a value makes it stumble over
+            raise CheckpointError(
+                f"{generation} is refused by transformers: {describe_error(error)}. Mend it, or remove it: the "
+                "defaults of "
+                "generation do not matter for training."
+            ) from error
+    paths = [path for pattern in _COPIED_FILES for path in sorted(folder.glob(pattern)) if path.is_file()]
+    try:
+        copied = {path.relative_to(folder).as_posix(): read_bytes(path) for path in paths}
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or folder} cannot be read: {reason_of(error)}.") from error
+    fields = read_json_object(folder / "config.json")
+    part = supported_text_config(fields)
+    return ModelFiles(fields if part is None else part.fields, copied)
+
+
+def read_json_object(path: Path, *, may_repeat: bool = False) -> dict[str, Any]:
+    """The object in `path`. Raises CheckpointError, which names the file, for anything else.
+
+    Refused as well is what readers disagree about or cannot write again: NaN, infinite numbers, half characters, and
+    keys given twice, unless they `may_repeat` (the last counts, as in transformers).
+    """
+    value = read_json(path, hook=dict if may_repeat else _object, parse_number=_finite)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds no JSON object but {format_json_value(value)}. Get the file anew.")
+    return value
+
+
+def describe_error(error: BaseException) -> str:
+    """An error of a library with its class, short."""
+    return f"{type(error).__name__}: {first_line(error)}"[:400]
+
+
+def format_json_value(value: object) -> str:
+    """A value as it stands in the file, cut where it is long."""
+    return excerpt(json.dumps(value, ensure_ascii=False, default=str))
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in fields:
+            raise ValueError(f"an object has {excerpt(key)!r} twice")
+        fields[key] = value
+    return fields
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"the number {text} is too large" if text[-1].isdigit() else f"{text} is no number of JSON")
+    return number

@@ -1,0 +1,113 @@
+"""Pieces in which a family's parameters are stored: all experts are one tensor in memory, and many on the disk.
+
+    model.layers.3.mlp.experts.gate_up_proj [E, 2 I, H]      in memory
+    model.layers.3.mlp.experts.0.gate_proj.weight [I, H]     on the disk: rows 0 to I of expert 0
+    model.layers.3.mlp.experts.0.up_proj.weight [I, H]       rows I to 2 I
+
+The mapping is transformers' own, which `save_pretrained` goes by. It is run once on tensors without memory, and each
+result tells by its place and strides which elements of a parameter it has.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from mobius.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterPiece:
+    """A tensor on the disk, and where its elements are in a contiguous parameter, counted in elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements follow each other in the parameter."""
+        return self.strides == torch.empty(self.shape, device="meta").stride()
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """The piece as a view of `parameter`, which is contiguous."""
+        assert parameter.is_contiguous(), self.name
+        return parameter.as_strided(self.shape, self.strides, parameter.storage_offset() + self.offset)
+
+
+def find_parameter_pieces(
+    model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[ParameterPiece, ...]]:
+    """Pieces of every parameter in `shapes` that is not stored by its own name and in its own shape.
+
+    Raises CheckpointError for a family that stores more than pieces of single parameters.
+    """
+    # A copy without what a loaded model may remember of its files: what is stored goes by the family alone.
+    own = copy.copy(model)
+    vars(own).pop("_weight_conversions", None)
+    tensors = {name: _Traced.of(shape) for name, shape in shapes.items()}
+    stored = revert_weight_conversion(own, dict(tensors))
+    found: dict[str, list[ParameterPiece]] = {}
+    owners = {_storage(tensor): name for name, tensor in tensors.items()}
+    for stored_name, tensor in stored.items():
+        name = owners.get(_storage(tensor))
+        if name is None:
+            raise CheckpointError(
+                f"the family {model.config.model_type!r} stores {stored_name!r}, which is no piece of one parameter of "
+                "its model, and which cannot be read or written here."
+            )
+        piece = ParameterPiece(stored_name, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        found.setdefault(name, []).append(piece)
+    if lost := sorted(shapes.keys() - found.keys()):
+        raise CheckpointError(f"the family {model.config.model_type!r} does not store {lost[0]!r}.")
+    whole = {name: (ParameterPiece(name, tuple(each.shape), each.stride(), 0),) for name, each in tensors.items()}
+    return {name: tuple(pieces) for name, pieces in found.items() if tuple(pieces) != whole[name]}
+
+
+def stored_views(views: Mapping[str, Tensor], pieces: Mapping[str, tuple[ParameterPiece, ...]]) -> dict[str, Tensor]:
+    """The tensors to be stored, as views of parameters `views`, by the names that they are stored under."""
+    return {stored: view for name, parameter in views.items() for stored, view in _named_views(name, parameter, pieces)}
+
+
+def stored_shapes(
+    name: str, shape: tuple[int, ...], pieces: Mapping[str, tuple[ParameterPiece, ...]]
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the tensors that parameter `name` is stored as."""
+    return [(piece.name, piece.shape) for piece in pieces[name]] if name in pieces else [(name, shape)]
+
+
+def _named_views(
+    name: str, parameter: Tensor, pieces: Mapping[str, tuple[ParameterPiece, ...]]
+) -> Iterator[tuple[str, Tensor]]:
+    if name not in pieces:
+        yield name, parameter
+        return
+    for piece in pieces[name]:
+        yield piece.name, piece.of(parameter)
+
+
+class _Traced(Tensor):
+    """A tensor without memory whose views can be told; to make one contiguous, which would copy it, changes nothing."""
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, device="meta").as_subclass(cls)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.contiguous:
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def _storage(tensor: Tensor) -> int:
+    """The identity of what a tensor is a view of, as long as that lives."""
+    return int(tensor.as_subclass(Tensor).untyped_storage()._cdata)

@@ -1,0 +1,120 @@
+"""Builds and loads the C kernel of AdamW (adamw.c); without a C compiler there is none, and torch's update is used.
+
+Built once with `cc` into a cache that is keyed by the source, the options and the CPU, and loaded through ctypes, which
+lets go of Python's lock while the kernel runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mobius.atomic_files import atomic_write
+from mobius.memory.stage_state import MasterRemainder, StageState
+from mobius.optim.update_arguments import UpdateArguments
+
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("adamw.c")
+OPTIONS = (
+    *("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"),
+    *("-fno-math-errno", "-fno-trapping-math"),  # let sqrt be vectorized; they change no value
+    "-ffp-contract=off",  # the same bits on CPUs with and without fused multiply-add
+)
+
+
+class _Constants(ctypes.Structure):
+    """The struct of adamw.c."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_float)
+        for name in (
+            *("gradient_factor", "decay", "beta2", "one_minus_beta1", "one_minus_beta2"),
+            *("step_size", "root_correction", "epsilon"),
+        )
+    )
+
+
+class CPUAdamW:
+    """The loaded kernel: one pass over CPU tensors, shared by `num_threads` OpenMP threads."""
+
+    def __init__(self, library: Path, *, num_threads: int) -> None:
+        """Load `library`. Raises OSError if it cannot be loaded."""
+        self._library = ctypes.CDLL(str(library))
+        self._num_threads = num_threads
+
+    def supports(self, state: StageState) -> bool:
+        """Whether there is a variant for such a state: on the host, all in fp32 or with a split master."""
+        return state.weights.device.type == "cpu" and _function_name(state) is not None
+
+    def update(
+        self, state: StageState, part: slice, numbers: UpdateArguments, *, found_inf: Tensor | None = None
+    ) -> None:
+        """Update master, working copy and moments of the elements in `part` in place; blocks until it is done.
+
+        `state` is one that it `supports`; where `found_inf` (fp32 scalar on the host) is not 0 nothing changes.
+        """
+        if found_inf is not None and bool(found_inf):
+            return
+        name = _function_name(state)
+        assert name is not None
+        remainder = [state.master.bits] if isinstance(state.master, MasterRemainder) else []
+        whole = (state.weights, *remainder, state.exp_avg, state.exp_avg_sq, state.gradients)
+        arrays = [array[part] for array in whole]
+        count = arrays[0].numel()
+        assert all(array.is_contiguous() and array.numel() == count for array in arrays)
+        self._library[name](
+            ctypes.c_int64(count),
+            *(ctypes.c_void_p(array.data_ptr()) for array in arrays),
+            ctypes.byref(_Constants(**numbers.constants())),
+            ctypes.c_int(self._num_threads),
+        )
+
+
+def _function_name(state: StageState) -> str | None:
+    """The function of adamw.c that fits the formats of `state`, if there is one."""
+    if isinstance(state.master, MasterRemainder):
+        is_whole = state.gradients.dtype == torch.float32
+        return "mobius_adamw_split_fp32" if is_whole else "mobius_adamw_split_bf16"
+    return "mobius_adamw_fp32" if state.master is state.weights else None
+
+
+def load_adamw_cpu(cache: Path, *, num_threads: int) -> CPUAdamW | None:
+    """Build the kernel into `cache`, unless it is there, and load it; None, with a line that tells why, if it fails."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        logger.info("CPU AdamW: torch's, which is slower: there is no C compiler (`cc`) to build the fused kernel with")
+        return None
+    library = cache / f"adamw-{_key()}.so"
+    try:
+        if not library.is_file():
+            _build(compiler, library)
+        return CPUAdamW(library, num_threads=num_threads)
+    except (OSError, subprocess.CalledProcessError) as error:
+        told = error.stderr.strip().splitlines() if isinstance(error, subprocess.CalledProcessError) else []
+        reason = told[-1] if told else error  # a compiler that was ended by a signal has said nothing
+        logger.info("CPU AdamW: torch's, which is slower: the fused kernel could not be built (%s)", reason)
+        return None
+
+
+def _build(compiler: str, library: Path) -> None:
+    """Compile under a name of this process and move: another rank may be building the same."""
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(library, has_many_writers=True) as temporary:
+        command = [compiler, *OPTIONS, str(SOURCE), "-lm", "-o", str(temporary)]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+def _key() -> str:
+    """Hash of what the binary depends on: `-march=native` makes it this CPU's own."""
+    flags = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))]
+    facts = [SOURCE.read_text(), *OPTIONS, platform.machine(), *flags[:1]]
+    return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]

@@ -1,0 +1,67 @@
+"""Keeps the two copies of a matrix that embedding and head share equal: their gradients are summed before the update.
+
+Both owners then make the same update from the same numbers, so the copies stay bit-equal without sending weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mobius.memory.stage_memory import StageMemory
+from mobius.messages.transport import Transport
+
+CHUNK_ELEMENTS = 2**24
+"""Elements summed at a time."""
+
+
+@dataclass(frozen=True)
+class TiedWeights:
+    """Where the two copies live."""
+
+    embedding_name: str
+    head_name: str
+    embedding_stage: int
+    head_stage: int
+    num_ranks: int
+    gradient_dtype: torch.dtype | None = None
+    """Format of summed gradients, in which the two are added wherever they lie in another; None: in that of each."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset((self.embedding_name, self.head_name))
+
+    def sum_gradients(
+        self, memory: Mapping[int, StageMemory], transport: Transport, device: torch.device
+    ) -> Tensor | None:
+        """Replace both gradients by their sum; collective over the owners.
+
+        They are added on `device`, on which all ranks compute, wherever and in whatever format each is kept: a rank
+        need not know whether the other's stage is resident or streamed. Takes three times `CHUNK_ELEMENTS` there.
+        Returns the sum's squared norm (fp32 scalar on `device`) on the rank of the embedding, None on the others.
+        Where replicas share stages, it is each one's part, which is the same of both copies.
+        """
+        places = ((self.embedding_stage, self.embedding_name), (self.head_stage, self.head_name))
+        owners = [stage % self.num_ranks for stage, _ in places]
+        if transport.rank not in owners:
+            return None
+        copies = []
+        for stage, name in places:
+            if stage in memory:
+                memory[stage].wait_for_gradients()
+                state = memory[stage].state
+                copies.append(state.own_gradient(name))
+        peer = owners[1] if transport.rank == owners[0] else owners[0]
+        square = torch.zeros((), dtype=torch.float32, device=device)
+        for parts in zip(*(copy.split(CHUNK_ELEMENTS) for copy in copies), strict=True):
+            # sync: twice per chunk where the gradient is on the host
+            first, *others = (part.to(device, self.gradient_dtype) for part in parts)
+            total = first + (others[0] if others else transport.exchange(first, peer))
+            for part in parts:
+                part.copy_(total)
+            norm: Tensor = torch.linalg.vector_norm(total, dtype=torch.float32)
+            square += norm.square()
+        return square if transport.rank == owners[0] else None

@@ -1,0 +1,34 @@
+"""The numbers of one AdamW update, which the kernels and torch take alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class UpdateArguments:
+    """Numbers of one update of parameters that share one weight decay."""
+
+    step: int
+    """Count of this update, from 1."""
+    learning_rate: float
+    gradient_factor: float
+    """Gradients are multiplied by it before use."""
+    beta1: float
+    beta2: float
+    epsilon: float
+    weight_decay: float
+
+    def constants(self) -> dict[str, float]:
+        """Constants that the kernels (adamw.c, triton_adamw.py) take, by name."""
+        constants = {
+            "gradient_factor": self.gradient_factor,
+            "decay": 1.0 - self.learning_rate * self.weight_decay,
+            "beta2": self.beta2,
+            "one_minus_beta1": 1.0 - self.beta1,
+            "one_minus_beta2": 1.0 - self.beta2,
+            "step_size": self.learning_rate / (1.0 - self.beta1**self.step),
+            "root_correction": (1.0 - self.beta2**self.step) ** 0.5,
+            "epsilon": self.epsilon,
+        }
+        return {name: float(value) for name, value in constants.items()}  # for an int Triton compiles another kernel

@@ -1,0 +1,300 @@
+"""Owns how a process ends that is not done: by Ctrl-C, SIGTERM or SIGHUP, or because who started it is gone.
+
+A signal handler in Python runs between two instructions of the main thread, and that thread may be waiting in C for a
+neighbour or a GPU that never comes. So the signal's number goes to a thread of its own:
+
+    signal -> C handler of Python -> socket -> thread "interruption": clear up, one line from the first rank, os._exit
+
+While the run offers to save, the first press of Ctrl-C only asks it to stop, and the second ends it as above. A press
+can reach a rank twice, from the terminal and from its launcher:
+
+    Ctrl-C -> terminal -> rank            the request: stop_signal is set, one line from the first rank
+           -> launcher -> rank            the same press, within _PRESS_SECONDS
+    rank died -> launcher -> SIGTERM      no request: nothing can be saved without that rank, the others end at once
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Final, NoReturn
+
+from tqdm import tqdm
+
+from mobius.ranks import (
+    export_parent_pid,
+    exported_parent_pid,
+    has_lost_rank,
+    is_started_by_torchrun,
+    seconds_until_killed,
+)
+
+EXIT_CODE: Final = 130
+"""Exit code of an interrupted process, whatever the signal: 128 + SIGINT, as shells tell it."""
+
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_FIRST_RANK_SECONDS: Final = 0.5
+"""Time for the first rank, which speaks for all, before the end of the others can reach it as a lost neighbour."""
+_ERROR_SECONDS: Final = 0.3
+"""Longest time by which a signal may come after the error that it caused: it does not reach all ranks at once."""
+_DUPLICATE_SIGNAL_SECONDS: Final = 2.0
+"""Longest time between the ways that one press takes to a rank, however busy the launcher's cores are: a second press
+that is taken for the first costs a third one, but a first one taken for two costs the work since the last save."""
+_HEARING_SECONDS: Final = 0.3
+"""Longest time until the thread has read a signal's number."""
+_ENDING_SECONDS: Final = 2.0
+_PR_SET_PDEATHSIG: Final = 1
+
+_being_started: Final = threading.Lock()
+"""Held while a worker process is started."""
+
+
+Text = str | Callable[[], str]
+"""A text, or what makes it when it is wanted."""
+
+
+class SavedAndStopped(BaseException):
+    """The end of a run that was asked to stop and has saved; its text goes on from "interrupted (SIGINT) "."""
+
+
+class RunStatus:
+    """The state that a run would leave if it ended now: the run tells it, an interruption passes it on.
+
+    A run that can save its state says so by `save_on_signal` and looks at `stop_signal` after each step; every
+    rank, as a signal may have reached only one of them. Once all have saved, it raises SavedAndStopped.
+    """
+
+    def __init__(self) -> None:
+        self._announce: Callable[[str], None] = lambda _: None
+        self._offer: tuple[Text, float | None] | None = None
+        self._is_detached = False
+        self._stop: str | None = None
+        self._stop_time = 0.0
+        self.set_status("before the first step: nothing was trained, and nothing is left")
+
+    def set_status(self, text: Text, *, clean_up: Callable[[], None] | None = None) -> None:
+        """From now on an interruption calls `clean_up` and says `text`, which goes on from "interrupted (SIGINT) ".
+
+        `clean_up` runs in another thread, while the run's own goes on, and so does a `text` that is a function.
+        """
+        self._now = text, clean_up  # one assignment: the other thread never sees half of it
+
+    def clean_up(self) -> str:
+        """Remove what is not to be left; returns the text."""
+        text, clean_up = self._now
+        if clean_up is not None:
+            with contextlib.suppress(OSError):  # removed by the run itself at this moment
+                clean_up()
+        return _text_now(text)
+
+    def detach_from_peers(self) -> None:
+        """From now on other ranks end because they are done: the first one's work goes on."""
+        self._is_detached = True
+
+    @property
+    def is_detached(self) -> bool:
+        """Whether another rank's end is no loss."""
+        return self._is_detached
+
+    def save_on_signal(self, lost: Text, *, seconds: float | None = None) -> None:
+        """From now on the first signal only sets `stop_signal`, and the second ends the process as ever.
+
+        `lost` is what leaving at once would lose, such as "steps 21 to 37 would be lost"; `seconds` how long the step
+        and the save take together, as planned. Neither is printed before a signal comes.
+        """
+        self._offer = lost, seconds
+
+    def stop_saving_on_signal(self) -> None:
+        """From now on the first signal ends the process again; a request that has come stays."""
+        self._offer = None
+
+    @property
+    def can_save(self) -> bool:
+        """Whether a signal that comes now asks the run to save."""
+        return self._offer is not None
+
+    @property
+    def stop_signal(self) -> str | None:
+        """Name of the signal that asked the run to save and end, such as SIGTERM; None if none has come."""
+        return self._stop
+
+    def request_stop(self, signal_name: str) -> None:
+        """Set `stop_signal`, by a signal or because another rank has got one; the first rank says it once."""
+        if self._stop is None:
+            self._stop, self._stop_time = signal_name, time.monotonic()
+            self._announce(f"interrupted ({signal_name}): saving after this step, then ending; {self._warning()}")
+
+    def is_duplicate_signal(self) -> bool:
+        """Whether a signal that comes now is the one that `stop_signal` tells of, by another way."""
+        return self._stop is not None and time.monotonic() - self._stop_time < _DUPLICATE_SIGNAL_SECONDS
+
+    def set_announcer(self, announce: Callable[[str], None]) -> None:
+        """Give `announce` the line of a request to stop."""
+        self._announce = announce
+
+    def _warning(self) -> str:
+        lost, seconds = self._offer or ("nothing would be saved", None)
+        warning = f"once more to leave at once ({_text_now(lost)})"
+        limit = seconds_until_killed()
+        if limit is None or (seconds is not None and seconds < limit):
+            return warning
+        duration = "may take longer" if seconds is None else f"takes about {seconds:.0f} s"
+        return f"{warning}. torchrun kills all ranks {limit:.0f} s after a signal, and this {duration}; train.sh waits"
+
+
+class SignalHandler:
+    """Owns the signals of a process from `watch` to `restore_handlers`.
+
+    One ends it within a second, unless it saves first.
+    Signals of a run that offers to save are requests, see `RunStatus`.
+    """
+
+    def __init__(self, run_status: RunStatus) -> None:
+        self._run_status = run_status
+        self._has_come = threading.Event()
+        self._has_saved = threading.Event()
+        self._is_first = False
+        self._sender: socket.socket | None = None
+        self._watched: list[signal.Signals] = []
+
+    def watch(self, *, is_first: bool) -> None:
+        """End this process at a signal; the one that `is_first` says the run's standing. Call it in the main thread."""
+        self._is_first = is_first
+        if is_first:
+            self._run_status.set_announcer(_say)
+        receiver, self._sender = socket.socketpair()
+        self._sender.setblocking(False)
+        signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+        self._watched = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        for number in self._watched:  # a job in the background of a script ignores Ctrl-C
+            signal.signal(number, self._release_interpreter)
+        os.register_at_fork(after_in_child=self.restore_handlers)  # a signal for a fork is not one for this process
+        threading.Thread(target=self._heed_signals, args=(receiver,), name="interruption", daemon=True).start()
+
+    def restore_handlers(self) -> None:
+        """Leave signals to the system again: they end the process without a word."""
+        if self._sender is not None:
+            signal.set_wakeup_fd(-1)
+            for number in self._watched:
+                signal.signal(number, signal.SIG_DFL)
+            self._sender = None
+
+    def await_pending_signal(self) -> None:
+        """Return if no signal has caused the error of now; else the process ends here, by the signal."""
+        if self._sender is not None and self._has_come.wait(_ERROR_SECONDS):
+            threading.Event().wait()
+        self.restore_handlers()
+
+    def exit_after_save(self, text: str) -> NoReturn:
+        """End this process because it was asked to stop and all ranks have saved: the first rank says `text`, code 130.
+
+        Call it on every rank, after a barrier behind the save: a launcher ends all ranks as soon as one has ended.
+        """
+        self._has_saved.set()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if self._is_first:
+            _say(f"interrupted ({self._run_status.stop_signal}) {text}")
+        else:
+            time.sleep(_FIRST_RANK_SECONDS)
+        os._exit(EXIT_CODE)
+
+    def _release_interpreter(self, *_: object) -> None:
+        """Wait in the main thread until the other has decided: arithmetic on huge numbers never releases the lock."""
+        asked, start = self._run_status.stop_signal, time.monotonic()
+        while not self._has_come.is_set() and self._run_status.stop_signal == asked:
+            if time.monotonic() - start > _HEARING_SECONDS:
+                return
+            time.sleep(0.001)
+        while self._has_come.is_set() and time.monotonic() - start < _ENDING_SECONDS:  # it may want a lock held here
+            time.sleep(0.01)
+
+    def _heed_signals(self, receiver: socket.socket) -> None:
+        while received := receiver.recv(1):  # nothing when it is closed: the watch is over
+            if received[0] not in self._watched:  # of every signal that has a handler in Python, such as a timer's
+                continue
+            name = signal.Signals(received[0]).name
+            if received[0] == signal.SIGHUP:
+                redirect_closed_terminal()
+            if not self._run_status.is_detached and has_lost_rank():
+                # torchrun has a failure to report and stops the others, which it would list as failures of their own.
+                self._end("another rank has ended", exit_code=EXIT_CODE if self._is_first else 0)
+            elif self._run_status.stop_signal is None and self._run_status.can_save:
+                self._run_status.request_stop(name)
+            elif not self._run_status.is_duplicate_signal():
+                self._end(name)
+
+    def _end(self, cause: str, *, exit_code: int = EXIT_CODE) -> None:
+        if self._has_saved.is_set():
+            return
+        self._has_come.set()
+        _being_started.acquire(timeout=5)  # the start of a worker may hold an interruption up, not stop it
+        if self._is_first:
+            _say(f"interrupted ({cause}) {self._run_status.clean_up()}")
+        else:
+            time.sleep(_FIRST_RANK_SECONDS)
+        os._exit(exit_code)
+
+
+def redirect_closed_terminal() -> None:
+    """Send to nowhere what would go to a terminal that is closed: each line would be an error of its own."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        with contextlib.suppress(OSError):
+            if stat.S_ISCHR(os.fstat(stream).st_mode):  # a closed one no longer says that it is a terminal
+                os.dup2(nowhere, stream)
+    os.close(nowhere)
+
+
+def _text_now(text: Text) -> str:
+    return text if isinstance(text, str) else text()
+
+
+def _say(text: str) -> None:
+    """Write a line to standard error past `sys.stderr` and `logging`, whose locks another thread may hold."""
+    # The line that standard error is in may have "^C" or a progress bar in it.
+    start = "\r\x1b[K" if os.isatty(2) else "\n" if getattr(tqdm, "_instances", ()) else ""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{start}{text}\n".encode())
+
+
+def die_with_launcher() -> None:
+    """Let Linux kill this process when torchrun, which started it, has ended.
+
+    A launcher that ends before this call is noticed when the ranks meet in its store.
+    """
+    if is_started_by_torchrun():
+        _die_with(os.getppid())
+
+
+def die_with_parent() -> None:
+    """In a worker of `multiprocessing`: leave Ctrl-C to the parent, and end when it ends. Linux only for the latter."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    if (parent := exported_parent_pid()) is not None:
+        _die_with(parent)
+
+
+def _die_with(parent: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it has ended before that
+            os._exit(EXIT_CODE)
+
+
+@contextlib.contextmanager
+def sigint_blocked() -> Iterator[None]:
+    """Start worker processes within: Ctrl-C, which this process still gets, waits for their `die_with_parent`."""
+    export_parent_pid()
+    with _being_started:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)

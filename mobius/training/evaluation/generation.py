@@ -1,0 +1,276 @@
+"""Answers that a Hugging Face folder's model gives to prompts, by transformers alone, in one process.
+
+A prompt's answer is the likeliest token at each position (or what else the folder's generation_config.json asks for,
+but sampling), and in fp32 does not depend on which prompts are answered beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Final, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from mobius.config.config import Device
+from mobius.errors import CheckpointError, GpuMemoryError, HostMemoryError, MobiusError
+from mobius.machine.host_memory import available_host_bytes
+from mobius.models.families import softcap_attention_implementation
+from mobius.models.model_files import describe_error, format_json_value, read_json_object
+from mobius.models.tokenizer import load_tokenizer, pad_token_id
+from mobius.models.weights import CheckpointWeights
+from mobius.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+TokenIds = npt.NDArray[np.int32]
+
+_WORKSPACE_SHARE: Final = 0.1
+"""Memory beside the weights, as a share of them, below which answering on a GPU is not begun."""
+_MAX_BEAMS: Final = 64
+"""Beams of a prompt: each takes memory as a prompt does."""
+_SAMPLING: Final = {"temperature": None, "top_p": None, "top_k": None, "min_p": None, "typical_p": None}
+"""Settings of generation_config.json that are without effect where nothing is drawn."""
+
+
+def answering_device(wanted: Device) -> torch.device:
+    """The current GPU if there is one and CPUs are not wanted, else the CPU."""
+    if wanted is Device.CPU or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A generated answer."""
+
+    tokens: TokenIds
+    """Token ids without the one that ended it."""
+    is_finished: bool
+    """Whether the model ended it; otherwise max_new_tokens or the model's context did."""
+
+
+@dataclass(frozen=True)
+class TextGenerator:
+    """A model and its tokenizer, ready to answer."""
+
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+
+    @classmethod
+    def of_folder(cls, folder: Path, device: torch.device) -> TextGenerator:
+        """The model of a Hugging Face folder on `device`.
+
+        A model that is too large for a GPU is put on the CPU, with a warning. On a GPU it computes in the folder's
+        number format; on the CPU in fp32 if there is memory for that. Raises CheckpointError, HostMemoryError.
+        """
+        try:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            device = _fitting_device(folder, device)
+            dtype = _fitting_dtype(folder, config, device)
+            with _without_bars():
+                model = AutoModelForCausalLM.from_pretrained(
+                    folder,
+                    dtype=dtype,
+                    attn_implementation=softcap_attention_implementation(config),
+                    trust_remote_code=False,
+                    use_safetensors=True,
+                )
+        except MobiusError:
+            raise
+        except Exception as error:  # transformers raises whatever a value makes it stumble over
+            raise CheckpointError(
+                f"transformers cannot load the model of {folder} to answer with it: {describe_error(error)}"
+            ) from error
+        tokenizer = load_tokenizer(folder, int(config.get_text_config().vocab_size))
+        return cls(model.to(device).eval(), tokenizer)
+
+    @property
+    def context_length(self) -> int | None:
+        """Tokens that the model takes at once; None if its config tells no limit."""
+        length = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return None if length is None else int(length)
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Ids of tokens that end an answer: the folder's, and the tokenizer's, which is what training writes."""
+        configured = self.model.generation_config.eos_token_id
+        ids = configured if isinstance(configured, Sequence) else [configured]
+        return frozenset(int(token) for token in (*ids, self.tokenizer.eos_token_id) if token is not None)
+
+    def can_generate(self, prompt: TokenIds) -> bool:
+        """Whether there is a prompt, and the context has room for an answer behind it."""
+        return len(prompt) > 0 and (self.context_length is None or len(prompt) < self.context_length)
+
+    def generate(
+        self, prompts: Sequence[TokenIds], *, max_new_tokens: int, batch_size: int, show_progress: bool = False
+    ) -> list[Generation | None]:
+        """The answers in the order of `prompts`; None for prompts that are not answerable.
+
+        `batch_size` prompts are answered at once, those of like length together and the longest first; where a GPU's
+        memory does not suffice, half as many from there on. Raises GpuMemoryError if it does not for a single one.
+        """
+        found: list[Generation | None] = [None] * len(prompts)
+        order = sorted(
+            (index for index, prompt in enumerate(prompts) if self.can_generate(prompt)),
+            key=lambda index: -len(prompts[index]),
+        )
+        done = 0
+        with tqdm(desc="answering", total=len(order), unit=" samples", disable=None if show_progress else True) as bar:
+            while done < len(order):
+                batch = order[done : done + batch_size]
+                try:
+                    answered = [*self._batch([prompts[index] for index in batch], max_new_tokens)]
+                except torch.OutOfMemoryError as error:
+                    if len(batch) == 1:
+                        raise GpuMemoryError(
+                            f"the GPU's memory does not suffice to answer a prompt of {len(prompts[batch[0]])} tokens "
+                            f"with up to {max_new_tokens} (--max_new_tokens). Allow fewer, answer with --no_do_train "
+                            "--do_predict on a larger GPU, or use --device cpu."
+                        ) from error
+                    batch_size = len(batch) // 2
+                else:
+                    for index, answer in zip(batch, answered, strict=True):
+                        found[index] = answer
+                    done += len(batch)
+                    bar.update(len(batch))
+                    continue
+                # Behind the handler, whose exception keeps what the failed attempt had.
+                torch.cuda.empty_cache()
+                logger.warning("prompts are answered %d at once from here on: GPU memory was short", batch_size)
+        return found
+
+    def _batch(self, prompts: Sequence[TokenIds], max_new_tokens: int) -> Iterator[Generation]:
+        """Answer answerable prompts side by side, the shorter ones padded on their left."""
+        pad, longest = pad_token_id(self.tokenizer), max(map(len, prompts))
+        ids = torch.full((len(prompts), longest), pad, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, longest - len(prompt) :] = torch.from_numpy(np.array(prompt, dtype=np.int64))
+            mask[row, longest - len(prompt) :] = 1
+        rooms = [self._room(prompt, max_new_tokens) for prompt in prompts]
+        output = self._generated(ids, mask, max(rooms))
+        stops = self.eos_token_ids | {pad}
+        for tokens, room in zip(output[:, longest:].tolist(), rooms, strict=True):
+            answer = [*takewhile(lambda token: token not in stops, tokens[:room])]
+            yield Generation(np.array(answer, dtype=np.int32), is_finished=len(answer) < len(tokens[:room]))
+
+    def _generated(self, ids: Tensor, mask: Tensor, max_new_tokens: int) -> Tensor:
+        """Prompts with their answers. Raises CheckpointError where the settings of generation make none."""
+        device, config = self.model.device, self.model.generation_config
+        try:
+            return cast(
+                Tensor,
+                self.model.generate(
+                    input_ids=ids.to(device),
+                    attention_mask=mask.to(device),
+                    max_new_tokens=max_new_tokens,
+                    do_sample=False,
+                    eos_token_id=sorted(self.eos_token_ids),
+                    pad_token_id=pad_token_id(self.tokenizer),
+                    use_cache=True,
+                    num_return_sequences=1,
+                    return_dict_in_generate=False,
+                    **_SAMPLING,
+                    **({"tokenizer": self.tokenizer} if config.stop_strings else {}),
+                ),
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # transformers raises whatever a setting makes it stumble over
+            raise CheckpointError(
+                f"transformers cannot answer with the settings of generation_config.json: {describe_error(error)}. "
+                "Mend that "
+                "file in the folder of --model_path, or remove it."
+            ) from error
+
+    def _room(self, prompt: TokenIds, max_new_tokens: int) -> int:
+        """Tokens that an answer may have, which does not depend on the prompts beside it."""
+        context = self.context_length
+        return max_new_tokens if context is None else min(max_new_tokens, context - len(prompt))
+
+
+def check_generation_config(folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Answer once by a tiny model under the settings of `folder`: what fails would fail after the training.
+
+    Raises CheckpointError.
+    """
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return
+    fields = read_json_object(path, may_repeat=True)
+    for name in ("num_beams", "num_beam_groups"):
+        if (value := fields.get(name)) is not None and not (type(value) is int and 1 <= value <= _MAX_BEAMS):
+            raise CheckpointError(
+                f"{path}: {name!r} is {format_json_value(value)}; it must be a number from 1 to {_MAX_BEAMS}."
+            )
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=vocab_size, **sizes), trust_remote_code=False)
+    try:
+        model.generation_config = GenerationConfig.from_dict(fields)
+        TextGenerator(model.eval(), tokenizer).generate([np.zeros(2, np.int32)], max_new_tokens=2, batch_size=1)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} has values that no answer can be made with: {describe_error(error)}. Mend it."
+        ) from error
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """Keep transformers from drawing a bar of the tensors it loads."""
+    was_on = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            transformers_logging.enable_progress_bar()
+
+
+def _weight_bytes(folder: Path) -> int:
+    """Size of the model's files; the optimizer's, which a checkpoint has too, are not read to answer."""
+    files = {tensor.path for tensor in CheckpointWeights(folder, {}).stored.values()}
+    return sum(path.stat().st_size for path in files)
+
+
+def _fitting_device(folder: Path, device: torch.device) -> torch.device:
+    """`device`, or the CPU where the weights do not fit into the GPU's free memory."""
+    if device.type != "cuda":
+        return device
+    needed, free = round((1 + _WORKSPACE_SHARE) * _weight_bytes(folder)), torch.cuda.mem_get_info(device)[0]
+    if needed <= free:
+        return device
+    logger.warning(
+        "one process answers, and the model does not fit into one GPU: it needs %s, %s of %s is free. It answers on "
+        "the CPU, which takes far longer; --max_predict_samples answers fewer samples",
+        format_bytes(needed),
+        format_bytes(free),
+        device,
+    )
+    return torch.device("cpu")
+
+
+def _fitting_dtype(folder: Path, config: Any, device: torch.device) -> torch.dtype:
+    """The number format to answer in; raises HostMemoryError if the CPU has no room for the weights."""
+    own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    needed, free = _weight_bytes(folder), available_host_bytes()
+    if needed > free:
+        raise HostMemoryError(
+            f"to answer, one process loads the model of {folder}: {format_bytes(needed)} of host memory, "
+            f"{format_bytes(free)} is free. Use a host with more memory, or leave --do_predict away."
+        )
+    if device.type == "cpu" and needed * 4 // own.itemsize <= free:
+        return torch.float32
+    return own

@@ -1,0 +1,206 @@
+"""Prediction: a saved model answers the prompts of evaluation data, and its answers are scored and kept.
+
+    samples -> answers (generation.py) -> generated_predictions.jsonl -> scores (output/text_scores.py)
+
+It needs one process and a Hugging Face folder, and nothing of a training.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from mobius.atomic_files import atomic_write
+from mobius.config.config import DataConfig
+from mobius.data.datasets import PreparedDataset
+from mobius.data.token_store import TokenizedSample
+from mobius.errors import CheckpointError, ConfigError, DataError, reason_of
+from mobius.excerpt import quoted
+from mobius.output.text_scores import is_by_character, text_scores
+from mobius.training.evaluation.generation import Generation, TextGenerator, TokenIds
+
+logger = logging.getLogger(__name__)
+
+PREDICTIONS_FILE: Final = "generated_predictions.jsonl"
+_LINE_ENDS: Final = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
+"""Characters that JSON allows in a text, though some readers, Python's `splitlines` too, end a line there."""
+BATCH_SIZE: Final = 16
+"""Prompts that are answered at once where memory suffices."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptAndLabel:
+    """A sample parted before its last answer: token ids, views of the dataset's arrays."""
+
+    prompt: TokenIds
+    """All before the answer, earlier answers of a conversation too."""
+    label: TokenIds
+    """The answer with its end-of-sequence token; without it where it was cut to --seq_length."""
+
+    @classmethod
+    def of_row(cls, row: TokenizedSample) -> PromptAndLabel:
+        """The parts of a row that has a target; what stands behind its last target belongs to neither."""
+        ids, is_target = row
+        (targets,) = np.nonzero(is_target)
+        end = int(targets[-1]) + 1
+        (others,) = np.nonzero(~is_target[:end])
+        start = int(others[-1]) + 1 if len(others) else 0
+        return cls(ids[:start], ids[start:end])
+
+
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """A sample and its answer as they are written and scored."""
+
+    prompt: str
+    label: str
+    predict: str | None
+    """None: the sample was skipped."""
+
+    @property
+    def fields(self) -> dict[str, object]:
+        shown: dict[str, object] = {"prompt": self.prompt, "predict": self.predict or "", "label": self.label}
+        return shown if self.predict is not None else {**shown, "skipped": True}
+
+
+def split_prompts(
+    dataset: PreparedDataset,
+    indices: Iterable[int] | npt.NDArray[np.int64],
+    config: DataConfig,
+    *,
+    max_samples: int | None,
+) -> list[PromptAndLabel]:
+    """The samples of `dataset` at `indices`, in this order and `most` of them at the most, parted to be answered.
+
+    Raises DataError for plain text, which has no prompts, and ConfigError where prompts are targets like answers.
+    """
+    if dataset.is_text:
+        raise DataError(
+            f"--do_predict: {quoted(dataset.entry.name)} is plain text, which has no prompts to answer. Give data with "
+            "prompts and answers by --eval_dataset (prompt and completion, instructions, conversations), or leave "
+            "--do_predict away and use --do_eval."
+        )
+    if config.train_on_prompt:
+        raise ConfigError(
+            "`--do_predict` cannot tell prompts from answers with `--train_on_prompt`, which makes targets of both: "
+            "leave one of them away, or predict in a second run, with --no_do_train --do_predict"
+        )
+    chosen = [int(index) for index in indices][:max_samples]
+    return [PromptAndLabel.of_row(dataset.tokenized.sample(index)) for index in chosen]
+
+
+def predict(
+    folder: Path,
+    samples: Sequence[PromptAndLabel],
+    *,
+    output: Path,
+    max_new_tokens: int,
+    device: torch.device,
+    batch_size: int = BATCH_SIZE,
+    show_progress: bool = False,
+) -> dict[str, float]:
+    """Answer `samples` with the model of a Hugging Face folder; returns scores and counts by name.
+
+    `output`/generated_predictions.jsonl gets a line for each sample in the order given: `prompt` (special tokens
+    shown), `predict`, `label`. A sample whose prompt is empty or fills the model's context is skipped: it is marked
+    there, counted, and not scored. Scores are those of `text_scores`, from 0 to 100. With them come `num_samples`
+    (answered), `num_skipped`, `num_unfinished` (answers that max_new_tokens or the context ended), `num_cut_labels`
+    (answers of the data that --seq_length cut), `runtime` in seconds with the loading of the model,
+    `samples_per_second` and `tokens_per_second` (generated).
+
+    Raises DataError if no sample can be answered, CheckpointError for a folder that cannot be read or written,
+    HostMemoryError, GpuMemoryError.
+    """
+    if not samples:
+        raise DataError("--do_predict: there is no sample to answer; give --eval_dataset, or a larger --val_size")
+    begun = time.perf_counter()
+    answerer = TextGenerator.of_folder(folder, device)
+    prompts = [sample.prompt for sample in samples]
+    answers = answerer.generate(
+        prompts, max_new_tokens=max_new_tokens, batch_size=batch_size, show_progress=show_progress
+    )
+    seconds = time.perf_counter() - begun
+    tokenizer = answerer.tokenizer
+    texts = [_texts(sample, answer, tokenizer) for sample, answer in zip(samples, answers, strict=True)]
+    _write(output / PREDICTIONS_FILE, texts)
+    given = [answer for answer in answers if answer is not None]
+    if not given:
+        raise DataError(
+            f"--do_predict: none of the {len(samples)} samples can be answered: each prompt is empty or fills the "
+            f"model's context of {answerer.context_length} tokens. Lower --seq_length, or use shorter prompts."
+        )
+    num_cut = sum(int(sample.label[-1]) != tokenizer.eos_token_id for sample in samples)
+    counts = {
+        "num_samples": len(given),
+        "num_skipped": len(samples) - len(given),
+        "num_unfinished": sum(not answer.is_finished for answer in given),
+        "num_cut_labels": num_cut,
+    }
+    _tell(counts, max_new_tokens, output)
+    answered = [(text.predict, text.label) for text in texts if text.predict is not None]
+    predictions, labels = zip(*answered, strict=True)
+    if is_by_character(labels):
+        logger.info("answers have Chinese or Japanese characters: BLEU and ROUGE take each of them for a word")
+    return {
+        **text_scores(predictions, labels),
+        **counts,
+        "runtime": seconds,
+        "samples_per_second": len(given) / seconds,
+        "tokens_per_second": sum(len(answer.tokens) for answer in given) / seconds,
+    }
+
+
+def label_text(sample: PromptAndLabel, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The data's own answer as text, without special tokens."""
+    return text_of(sample.label, tokenizer, is_bare=True)
+
+
+def text_of(tokens: TokenIds, tokenizer: PreTrainedTokenizerBase, *, is_bare: bool) -> str:
+    """The text of token ids; if `is_bare`, without special tokens."""
+    text = tokenizer.decode(tokens.tolist(), skip_special_tokens=is_bare, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text
+
+
+def _texts(sample: PromptAndLabel, answer: Generation | None, tokenizer: PreTrainedTokenizerBase) -> _Texts:
+    return _Texts(
+        prompt=text_of(sample.prompt, tokenizer, is_bare=False),
+        label=label_text(sample, tokenizer),
+        predict=None if answer is None else text_of(answer.tokens, tokenizer, is_bare=True),
+    )
+
+
+def _write(path: Path, texts: Iterable[_Texts]) -> None:
+    """Write a line of JSON for each sample, all of them or none."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+            for text in texts:
+                file.write(json.dumps(text.fields, ensure_ascii=False).translate(_LINE_ENDS) + "\n")
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write the answers to {path}: {reason_of(error)}. Make room or make the folder writable, and "
+            "answer again with --no_do_train --do_predict."
+        ) from error
+
+
+def _tell(counts: dict[str, int], max_new_tokens: int, output: Path) -> None:
+    logger.info("%d samples answered: %s", counts["num_samples"], output / PREDICTIONS_FILE)
+    problems = {
+        "num_skipped": "samples were skipped: their prompt is empty or fills the model's context",
+        "num_unfinished": f"answers were ended by --max_new_tokens {max_new_tokens} or the model's context",
+        "num_cut_labels": "answers of the data were cut to --seq_length, and answers are compared with what is left",
+    }
+    for name, problem in problems.items():
+        if counts[name]:
+            logger.warning("%d %s", counts[name], problem)

@@ -1,0 +1,76 @@
+"""Answers to the evaluation data: behind a run, or as all that a start does, without the memory of a training."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from mobius.config.config import Config
+from mobius.machine.cpu_dtype import resolve_dtype
+from mobius.models.families import load_model_config, locate_model
+from mobius.models.tokenizer import load_tokenizer
+from mobius.models.weights import check_model_weights
+from mobius.planning.run_setup import draft_run_setup
+from mobius.planning.saved_plan import apply_saved_plan
+from mobius.ranks import Ranks
+from mobius.signal_handling import RunStatus
+from mobius.training.data import RunData, read_data
+from mobius.training.evaluation.generation import check_generation_config
+from mobius.training.evaluation.prediction import PromptAndLabel, split_prompts
+from mobius.training.final_results import PredictionTask
+from mobius.training.run_folder import prepare_output, wait_until_inputs_are_read
+from mobius.training.startup_log import log_model
+
+
+def only_answers(config: Config) -> bool:
+    """Whether a start neither trains nor evaluates: without training, --do_eval alone asks for an evaluation."""
+    return not config.evaluation.do_train and not config.evaluation.do_eval
+
+
+def prepare_prediction(
+    config: Config, ranks: Ranks, run_status: RunStatus, *, given: Collection[str] | None
+) -> PredictionTask | None:
+    """The answers that the first rank is to generate with the weights of `--model_path`, in a folder that is ready.
+
+    All ranks call it, and all but the first are done. No stage is loaded. Arguments are those of `run_training`.
+    """
+    adopted = apply_saved_plan(resolve_dtype(config, ranks, given=given), given=given or ())
+    config = adopted.config
+    model_folder = locate_model(config.model.model_path)
+    model_config = load_model_config(model_folder, config.model)
+    tokenizer = load_tokenizer(model_folder, model_config.vocab_size)
+    check_generation_config(model_folder, tokenizer, model_config.vocab_size)
+    sketch = draft_run_setup(config, ranks, model_config, saved=adopted.saved)
+    check_model_weights(model_folder, sketch.parts, config.model)
+    log_model(sketch, model_folder)
+    rendezvous = wait_until_inputs_are_read(ranks)
+    output = prepare_output(sketch, run_status, None, model_folder=model_folder)
+    run_status.detach_from_peers()
+    try:
+        config, data, _ = read_data(config, ranks, tokenizer)
+        samples = prediction_samples(data, config)
+        if ranks.is_first:
+            output.commit()
+    except BaseException:
+        output.discard()
+        raise
+    del rendezvous  # what the others still do needs nobody
+    if not ranks.is_first:
+        return None
+    return PredictionTask(
+        folder=model_folder,
+        samples=samples,
+        output=output.save_dir,
+        max_new_tokens=config.evaluation.max_new_tokens,
+        device=sketch.rank_context.device,
+        status_text="nothing is trained or evaluated",
+    )
+
+
+def prediction_samples(data: RunData, config: Config) -> list[PromptAndLabel]:
+    """Samples to answer, of all datasets to evaluate on. Raises DataError and ConfigError."""
+    max_samples = config.evaluation.max_predict_samples
+    parts = (
+        split_prompts(dataset, indices, config.data, max_samples=max_samples)
+        for dataset, indices in data.evaluation_parts()
+    )
+    return [sample for part in parts for sample in part]

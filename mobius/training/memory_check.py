@@ -1,0 +1,218 @@
+"""Proves a plan on the GPU before weights are read: each rank plays a step, and a plan that does not fit is replaced.
+
+    take memory -> play on zeros -> all ranks agree -> it fits: read the weights
+        ^                               |
+        +------ plan again with <-------+ it ran out of memory, or left less than the margin
+                what was measured
+
+The planner predicts bytes; the rehearsal measures them, with the run's own kernels, allocator and limit. It plays one
+round of microbatches, or two where sums travel between rounds: later ones repeat them. A rank that runs out of memory
+here has read nothing yet, no other rank waits for its messages, and all can go on with another plan.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mobius.errors import GpuMemoryError, HostMemoryError, PlanError
+from mobius.limits import max_sends_in_flight
+from mobius.machine.devices import MemoryMeter, free_cached_memory
+from mobius.messages.transport import ActivationTransport, RankGroup, SingleRankTransport, Transport
+from mobius.messages.warmup_transport import WarmupTransport
+from mobius.plan.plan import Plan
+from mobius.plan.step_prediction import build_plan_schedule
+from mobius.planning.run_setup import RunSetup, replan_with_reserve
+from mobius.runtime.documents import Rows
+from mobius.runtime.executor import StepBatch
+from mobius.training.out_of_memory import out_of_memory
+from mobius.training.stages import RankStages
+from mobius.training.step_batches import document_tensors
+from mobius.training.trainer import all_gather_numbers
+from mobius.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+MEMORY_MARGIN_FRACTION = 0.01
+"""Share of the memory that may be used which a step must leave: the allocator's blocks vary that much between steps."""
+RESERVE_FRACTIONS = (0.02, 0.06, 0.18)
+"""Share of the memory by which each further plan is made smaller than what was predicted for the one before, at least:
+what a step that ran out would have taken is not known."""
+
+
+@dataclass(frozen=True)
+class WarmupResult:
+    """Outcome of a step that was played on this rank's GPU."""
+
+    peak_bytes: int
+    """Most that torch had allocated."""
+    out_of_memory_error: torch.OutOfMemoryError | None = None
+
+    def excess_bytes(self, predicted: int, usable: int, *, step: float) -> int:
+        """Bytes that the next plan is to leave free, `step` of `usable` among them; 0 if this one fits."""
+        if self.out_of_memory_error is None and self.peak_bytes <= (1 - MEMORY_MARGIN_FRACTION) * usable:
+            return 0
+        taken = self.peak_bytes if self.out_of_memory_error is None else max(self.peak_bytes, usable)
+        return max(taken - predicted, 0) + int(step * usable)
+
+
+def allocate_stages_that_fit(
+    run_setup: RunSetup, transport: Transport, allocate: Callable[[RunSetup], RankStages]
+) -> tuple[RunSetup, RankStages]:
+    """Stages in zeroed memory, and the setup whose plan a step was played with; collective.
+
+    `allocate` makes the stages of a setup. On a CPU nothing is played. Where a step does not fit on some rank, all
+    ranks plan again with less memory (`replan_with_reserve`). Raises GpuMemoryError if no plan fits, or the one that
+    does not is given (`--plan`, a checkpoint's), and what `allocate` raises. Replicas add up gradients while they play:
+    there a rank that runs out ends the run.
+    """
+    if run_setup.rank_context.device.type != "cuda":
+        return run_setup, allocate(run_setup)
+    rank, all_ranks = run_setup.rank_context.ranks.pipeline_rank, transport.all_ranks
+    for step in (*RESERVE_FRACTIONS, None):
+        stages, outcome = _allocate_and_run(run_setup, allocate)
+        need, usable = run_setup.result.gpu_estimates[rank].total, run_setup.result.request.gpu_bytes
+        assert usable is not None, "a GPU has memory"
+        usable += run_setup.result.request.reserve_bytes
+        excess = outcome.excess_bytes(need, usable, step=step or 0.0)
+        table = all_gather_numbers(
+            all_ranks, [excess, outcome.out_of_memory_error is not None, need, outcome.peak_bytes, usable]
+        )
+        if stages is not None and not table[:, :2].any():
+            return run_setup, stages
+        if stages is not None:
+            stages.close()
+        del stages
+        free_cached_memory(run_setup.rank_context.device)  # layers may be measured again
+        planned = None if step is None else _replan_all_ranks(run_setup, int(table[:, 0].max()), all_ranks)
+        if planned is None:
+            break
+        run_setup = planned
+        _log_new_plan(run_setup, table)
+    if not table[:, 1].any():  # it fits, and leaves less than the margin
+        stages, outcome = _allocate_and_run(run_setup, allocate)
+        if stages is not None:
+            return run_setup, stages
+    error = outcome.out_of_memory_error or torch.OutOfMemoryError(
+        "another rank's step does not fit into its GPU memory."
+    )
+    raise out_of_memory(error, run_setup.rank_context.ranks.rank, run_setup) from error
+
+
+def _replan_all_ranks(run_setup: RunSetup, reserve_bytes: int, all_ranks: RankGroup) -> RunSetup | None:
+    """Another plan with more memory left free; None, on all ranks alike, if some rank has none. Collective."""
+    planned = None
+    if not run_setup.is_given:
+        with suppress(GpuMemoryError, HostMemoryError, PlanError):
+            planned = replan_with_reserve(run_setup, reserve_bytes)
+    is_new = planned is not None and planned.plan != run_setup.plan
+    return planned if all_gather_numbers(all_ranks, [is_new]).all() else None
+
+
+def _log_new_plan(run_setup: RunSetup, table: Tensor) -> None:
+    """One line on the first rank; `table` has the numbers of the rehearsal by rank."""
+    worst = int(table[:, 0].argmax())
+    _, out_of_memory_error, *numbers = map(int, table[worst].tolist())
+    predicted, peak, usable = map(format_bytes, numbers)
+    if run_setup.rank_context.ranks.is_first:
+        logger.info(
+            "rehearsal: a step took %s of GPU memory on rank %d, %s was predicted and %s may be used; new plan: %s",
+            "all" if out_of_memory_error else peak,
+            worst,
+            predicted,
+            usable,
+            describe_use(run_setup.plan),
+        )
+
+
+def _allocate_and_run(
+    run_setup: RunSetup, allocate: Callable[[RunSetup], RankStages]
+) -> tuple[RankStages | None, WarmupResult]:
+    """The stages and what a step with them took; no stages where that was too much."""
+    device, need = (
+        run_setup.rank_context.device,
+        run_setup.result.gpu_estimates[run_setup.rank_context.ranks.pipeline_rank].total,
+    )
+    stages: RankStages | None = None
+    free_cached_memory(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    retries = torch.cuda.memory_stats(device)["num_alloc_retries"]
+    try:
+        stages = allocate(run_setup)
+        run_warmup_step(run_setup, stages)
+        seen = torch.cuda.memory_stats(device)
+        if seen["num_alloc_retries"] > retries or seen["reserved_bytes.all.peak"] > need:
+            # Kernels that were tuned took memory of their own, or blocks were cut in pieces: a step without that tells.
+            free_cached_memory(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            run_warmup_step(run_setup, stages)
+    except torch.OutOfMemoryError as error:
+        traceback.clear_frames(error.__traceback__)  # which hold tensors
+        error.__traceback__ = None
+        if stages is not None:
+            MemoryMeter(device).synchronize()
+            stages.close()
+        stages = None
+        outcome = WarmupResult(torch.cuda.max_memory_allocated(device), error)
+    else:
+        outcome = WarmupResult(torch.cuda.max_memory_allocated(device))
+    gc.collect()  # what compilers leave in circles holds activations
+    return stages, outcome
+
+
+def run_warmup_step(run_setup: RunSetup, stages: RankStages) -> None:
+    """Play a step of this rank alone on made-up data; the first real one then finds kernels and memory ready.
+
+    Leaves weights and optimizer as they are; the gradients it makes are overwritten by the first step's.
+    """
+    rank_context, request = run_setup.rank_context, run_setup.result.request
+    plan = warmup_plan(run_setup.plan)
+    seq_length = run_setup.config.data.seq_length
+    num_rows = request.microbatch_rows * plan.num_chunks
+    # Different tokens: the embedding's backward takes memory for each that occurs.
+    tokens = torch.arange(num_rows * seq_length).remainder(run_setup.shape.vocab_size).view(num_rows, seq_length)
+    rows: Rows = [[seq_length]] if request.packed is None else [request.packed.fullest_row(seq_length)]
+    documents = document_tensors([*rows] * num_rows, run_setup, num_microbatches=plan.num_chunks)
+    batch = StepBatch(tokens, tokens, tokens.numel(), tokens.numel(), num_rows, documents=documents)
+    stages.executor(build_plan_schedule(plan), _alone(run_setup)).run(batch)
+    MemoryMeter(rank_context.device).synchronize()
+
+
+def warmup_plan(plan: Plan) -> Plan:
+    """The plan of a step with the fewest rounds that reach its peak: two where there are more, as sums then travel."""
+    rounds = min(plan.accumulation_rounds, 2)
+    return replace(plan, accumulation_rounds=rounds, num_microbatches=plan.microbatches_per_round * rounds)
+
+
+def describe_use(plan: Plan) -> str:
+    """Text of a plan's use of GPU memory."""
+    uses = [plan.use_of(rank) for rank in range(plan.num_ranks)]
+
+    def numbers(name: str) -> str:
+        found = [getattr(use, name) for use in uses]
+        return str(found[0]) if len(set(found)) == 1 else " ".join(map(str, found))
+
+    return (
+        f"{plan.num_stages} stages, {plan.describe_microbatches()}; of each rank {numbers('num_resident')} resident, "
+        f"{numbers('num_saving_activations')} save their activations, "
+        f"{numbers('num_offloading_activations')} offload theirs, {numbers('num_slots')} slots"
+    )
+
+
+def _alone(run_setup: RunSetup) -> ActivationTransport:
+    if run_setup.plan.num_ranks == 1:
+        return SingleRankTransport()
+    return WarmupTransport(
+        rank=run_setup.rank_context.ranks.pipeline_rank,
+        device=run_setup.rank_context.device,
+        shape=run_setup.sent_shape,
+        dtype=run_setup.dtype,
+        max_pending_sends=max_sends_in_flight(run_setup.plan.microbatches_per_round),
+    )

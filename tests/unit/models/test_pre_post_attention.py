@@ -1,0 +1,166 @@
+"""A layer cut at its attention computes what it does whole, forward and backward, in every family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness.block_case import BlockCase, assert_near
+from harness.cut_layers import CUT_FAMILIES, CUT_FAMILIES_PACKED, config_of, layer_cases
+from harness.pipelines import CPU
+from torch import Tensor, nn
+from transformers import AttentionInterface, LlamaConfig
+
+from mobius.errors import CheckpointError
+from mobius.models.attention_split import split_layer
+from mobius.models.blocks import ModelParts
+from mobius.models.linear import GradientFactorLinear
+from mobius.models.pre_post_attention import PrePostAttention
+
+SHAPE = 2, 11
+ROWS = [[4, 1, 3], [7]]
+"""Documents of each row, with padding behind them."""
+
+
+def in_halves(case: BlockCase, halves: PrePostAttention) -> list[Tensor]:
+    """Output, gradient of the input and sums of the parameters' gradients, as `BlockCase.kept` gives them."""
+    weights, hidden, arguments, sums = case.weights, case.hidden, case.arguments, case.sums()
+    heads = halves.run_pre_attention(weights, hidden, arguments)
+    (output,) = halves.run_post_attention(weights, hidden, halves.attend(heads, arguments), arguments)
+    graph = halves.attend_with_graph(heads, arguments)
+    attended = graph.output.detach()
+    of_hidden, of_attended = halves.post_attention_backward(weights, sums, hidden, attended, case.gradient, arguments)
+    of_heads = graph.backward(of_attended)
+    of_hidden = of_hidden + halves.pre_attention_backward(weights, sums, hidden, of_heads, arguments)
+    return [output, of_hidden, *sums.values()]
+
+
+@pytest.mark.parametrize("family", CUT_FAMILIES)
+def test_halves_give_the_bits_of_the_output_and_the_gradients_of_the_whole_layer(family: str) -> None:
+    for case, halves in layer_cases(ModelParts(config_of(family), CPU), shape=SHAPE):
+        expected, actual = case.by_autograd(), in_halves(case, halves)
+
+        assert torch.equal(actual[0], expected[0])
+        # The gradients of queries, keys, values and residuals are added in another order.
+        assert_near(actual, expected, share=1e-6)
+
+
+@pytest.mark.parametrize("family", CUT_FAMILIES_PACKED)
+def test_halves_keep_documents_apart_as_the_whole_layer_does(family: str) -> None:
+    for case, halves in layer_cases(
+        ModelParts(config_of(family), CPU, packed_dtype=torch.float32), shape=SHAPE, rows=ROWS
+    ):
+        expected, actual = case.by_autograd(), in_halves(case, halves)
+
+        assert torch.equal(actual[0], expected[0])
+        assert_near(actual, expected, share=1e-6)
+
+
+@pytest.mark.parametrize("compiler", ["none", pytest.param("inductor", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "cohere2"])
+def test_compiled_halves_give_the_gradients_of_the_whole_layer(
+    family: str, compiler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if compiler == "none":  # graphs run as they were traced
+        monkeypatch.setattr(torch._inductor, "compile", lambda graph, _: graph)
+    config = config_of(family)
+    config.num_hidden_layers = 1
+    for case, halves in layer_cases(ModelParts(config, CPU, compiled=True), shape=SHAPE):
+        assert_near(in_halves(case, halves), case.by_autograd(), share=1e-5)
+
+
+def test_a_linear_that_only_attention_reads_is_computed_once() -> None:
+    ((case, halves),) = layer_cases(ModelParts(config_of("phi3"), CPU), shape=SHAPE)
+    heads = halves.run_pre_attention(case.weights, case.hidden, case.arguments)
+    attended = halves.attend(heads, case.arguments)
+    broken = case.weights | {
+        name: torch.full_like(value, torch.nan) for name, value in case.weights.items() if "qkv" in name
+    }
+
+    (output,) = halves.run_post_attention(broken, case.hidden, attended, case.arguments)
+
+    assert torch.equal(output, case.forward())
+
+
+def test_project_stops_at_attention() -> None:
+    ((case, halves),) = layer_cases(ModelParts(config_of("llama"), CPU), shape=SHAPE)
+    behind = ("o_proj", "mlp", "post_attention")
+    broken = {
+        name: torch.full_like(value, torch.nan) if any(part in name for part in behind) else value
+        for name, value in case.weights.items()
+    }
+
+    heads = halves.run_pre_attention(broken, case.hidden, case.arguments)
+
+    assert [each.shape for each in heads] == [(2, 4, 11, 8), (2, 2, 11, 8), (2, 2, 11, 8)]
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(heads, halves.run_pre_attention(case.weights, case.hidden, case.arguments), strict=True)
+    )
+
+
+def test_cutting_leaves_the_layer_and_its_configuration_as_they_were() -> None:
+    parts = ModelParts(config_of("llama"), CPU)
+    ((case, _),) = layer_cases(parts, shape=SHAPE)
+    before = case.forward()
+
+    parts.split_at_attention(0)
+
+    assert torch.equal(case.forward(), before)
+    assert parts.model.config._attn_implementation == "sdpa"
+
+
+def test_layers_of_one_kind_share_the_code_of_their_halves() -> None:
+    parts = ModelParts(config_of("qwen3"), CPU)
+
+    assert parts.split_at_attention(0).post_attention.module is parts.split_at_attention(1).post_attention.module
+    assert parts.split_at_attention(0).post_attention.prefix == "model.layers.0."
+    assert parts.split_at_attention(1).post_attention.prefix == "model.layers.1."
+    assert (
+        parts.split_at_attention(0).post_attention.module is not parts.split_at_attention(11).post_attention.module
+    ), "its attention looks farther back"
+
+
+class Layer(nn.Module):
+    """A layer that calls attention as often as it is told."""
+
+    def __init__(self, calls: int, **settings: Tensor) -> None:
+        super().__init__()
+        self.config, self._calls, self._settings = LlamaConfig(), calls, settings
+        self.config._attn_implementation = "sdpa"
+        with torch.device("meta"):
+            self.linear = GradientFactorLinear(8, 8)
+
+    def forward(self, hidden: Tensor, **_: Any) -> Tensor:
+        attend: Callable[..., Any] = AttentionInterface().get_interface(self.config._attn_implementation, None)
+        for _ in range(self._calls):
+            heads = self.linear(hidden).unsqueeze(1)
+            hidden = hidden + attend(self, heads, heads, heads, None, **self._settings)[0].flatten(2)
+        return hidden
+
+
+@pytest.mark.parametrize(
+    ("layer", "fault"),
+    [
+        (Layer(0), "do not call attention by transformers' interface"),
+        (Layer(2), "call attention 2 times"),
+        (Layer(1, sinks=torch.ones(3)), r"give attention tensors of their own making \(sinks\)"),
+    ],
+)
+def test_a_layer_that_cannot_be_cut_names_its_family_and_why(layer: Layer, fault: str) -> None:
+    with pytest.raises(CheckpointError, match=f"layers of the family 'strange' {fault}, so they cannot be cut"):
+        split_layer(layer, torch.empty(1, 5, 8, device="meta"), {}, family="strange")
+
+
+def test_a_layer_that_calls_attention_once_is_cut() -> None:
+    cut = split_layer(Layer(1), torch.empty(1, 5, 8, device="meta"), {}, family="strange")
+
+    assert cut.pre_attention_parameters == {"linear.weight", "linear.bias"}
+    assert cut.post_attention_parameters == frozenset()
+
+
+def test_attention_of_a_familys_own_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="layers of the family 'gemma2' call attention of the kind 'eager'"):
+        ModelParts(config_of("gemma2"), CPU).split_at_attention(0)

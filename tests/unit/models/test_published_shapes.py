@@ -1,0 +1,130 @@
+"""Published shapes, built without memory, have their published sizes; parameters of 7B are counted by hand."""
+
+import math
+
+import pytest
+import torch
+from harness.plan_requests import find_published_shape
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from mobius.models.shapes import published_shapes
+from mobius.models.shapes.experts import count_experts
+from mobius.models.shapes.published_shapes import PUBLISHED_SHAPES, SHORT_NAMES
+from mobius.plan.partition import ModelShape
+
+
+def test_llama_7b_is_what_was_counted_by_hand() -> None:
+    # Attention has 4 matrices, the feed-forward part 3, a layer 2 norms.
+    layer, embedding = 4 * 4096 * 4096 + 3 * 4096 * 11008 + 2 * 4096, 32000 * 4096
+    assert find_published_shape("7b") == ModelShape(
+        embedding_parameters=embedding,
+        layer_parameters=(layer,) * 32,
+        head_parameters=embedding + 4096,
+        hidden_size=4096,
+        intermediate_size=11008,
+        vocab_size=32000,
+        is_tied=False,
+        num_heads=32,
+        head_size=128,
+        num_key_heads=32,
+        is_sliceable=True,
+    )
+
+
+# Sizes of the released checkpoints, a tied matrix counted once.
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("0.5b", 494_032_768),
+        ("0.6b", 596_049_920),
+        ("1.5b", 1_543_714_304),
+        ("1.7b", 1_720_574_976),
+        ("3b", 3_212_749_824),
+        ("4b", 4_022_468_096),
+        ("7b", 6_738_415_616),
+        ("8b", 8_030_261_248),
+        ("13b", 13_015_864_320),
+        ("14b", 14_770_033_664),
+        ("30b", 32_528_943_616),
+        ("32b", 32_763_876_352),
+        ("70b", 68_976_648_192),
+        ("72b", 72_706_203_648),
+        ("qwen3-8b", 8_190_735_360),
+        ("Qwen3-14B-Base", 14_768_307_200),
+        ("Qwen3-32B", 32_762_123_264),
+        ("Qwen2.5-3B-Instruct", 3_085_938_688),
+        ("Qwen2.5-7B-Instruct", 7_615_616_512),
+        ("Llama-3.2-1B", 1_235_814_400),
+        ("Meta-Llama-3-8B-Instruct", 8_030_261_248),
+        ("llama3.3-70b-instruct", 70_553_706_496),
+        ("Llama-2-7b-chat-hf", 6_738_415_616),
+    ],
+)
+def test_known_shapes_have_the_size_of_the_model_they_stand_for(name: str, parameters: int) -> None:
+    assert find_published_shape(name).num_parameters == parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("14b", "Qwen/Qwen2.5-14B"),
+        ("Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-8B"),
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"),
+        ("somebody/Llama-3.1-8B", None),
+        ("Qwen3-8B-FP8", None),
+        ("8", None),
+    ],
+)
+def test_a_name_stands_for_the_shape_that_its_publisher_gave_it(name: str, model: str | None) -> None:
+    found = published_shapes.find_published_shape(name)
+    assert (found and found.model) == model
+    if found is not None:
+        assert found.is_on_hub == ("/" in name)
+        assert found.model in found.describe(name)
+
+
+def test_14b_is_qwen_s() -> None:
+    # Queries and output 5120 x 5120, keys and values 5120 x 1024, three biases, three of 5120 x 13824, two norms.
+    layer = 2 * 5120 * 5120 + 2 * 5120 * 1024 + 5120 + 2 * 1024 + 3 * 5120 * 13824 + 2 * 5120
+    assert find_published_shape("14b").layer_parameters == (layer,) * 48
+    assert find_published_shape("14b").num_parameters == pytest.approx(14.77e9, rel=1e-3)
+
+
+def test_grouped_queries_have_fewer_keys_and_values() -> None:
+    # Queries and output 8192 x 8192 each, keys and values 8192 x 1024 each, three of 8192 x 28672, two norms.
+    layer = 2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192
+    assert find_published_shape("70b").layer_parameters == (layer,) * 80
+
+
+# Qwen3-30B-A3B: 128 experts of 3 x 2048 x 768 in each of 48 layers, 8 to a token; Mixtral: 8 of 3 x 4096 x 14336, 2.
+@pytest.mark.parametrize(
+    ("name", "billions", "number", "num_experts_per_token", "expert"),
+    [("qwen3-30b-a3b", 30.5, 128, 8, 3 * 2048 * 768), ("mixtral-8x7b", 46.7, 8, 2, 3 * 4096 * 14336)],
+)
+def test_known_shapes_with_experts_have_their_published_sizes(
+    name: str, billions: float, number: int, num_experts_per_token: int, expert: int
+) -> None:
+    fields = PUBLISHED_SHAPES[SHORT_NAMES[name]]
+    config = CONFIG_MAPPING[str(fields["model_type"])].from_dict(dict(fields))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    layers = [{name: tuple(each.shape) for name, each in layer.named_parameters()} for layer in model.model.layers]
+    assert sum(map(math.prod, (each.shape for each in model.parameters()))) == pytest.approx(billions * 1e9, rel=0.002)
+    frozen = [[], *[["mlp.experts.down_proj"]] * (len(layers) - 1)]
+    found = count_experts(config, layers, frozen)
+    assert found is not None
+    assert (found.number, found.num_experts_per_token, found.shared_width) == (number, num_experts_per_token, 0)
+    assert found.layers == (number * expert,) * len(layers)
+    assert found.trained == (number * expert, *[number * expert * 2 // 3] * (len(layers) - 1))
+
+
+def test_what_all_tokens_take_beside_their_experts_is_none_of_them() -> None:
+    config = CONFIG_MAPPING["qwen2_moe"](hidden_size=64, num_experts=4, num_experts_per_tok=2)
+    shared = {f"mlp.shared_expert.{each}_proj.weight": (96, 64) for each in ("gate", "up", "down")}
+    shapes = {"mlp.experts.gate_up_proj": (4, 64, 64), "mlp.experts.down_proj": (4, 64, 32), "mlp.gate.weight": (4, 64)}
+    found = count_experts(config, [shapes | shared, {"mlp.up_proj.weight": (128, 64)}], [[], []])
+    assert found is not None
+    assert (found.layers, found.shared_width) == ((4 * 3 * 64 * 32, 0), 96)
+    assert count_experts(config, [{"mlp.up_proj.weight": (128, 64)}], [[]]) is None
