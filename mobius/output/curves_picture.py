@@ -29,9 +29,8 @@ def draw_training(history: Iterable[Mapping[str, object]], path: Path, *, title:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10.0, 6.0), facecolor="white")
-    figure.subplots_adjust(
-        0.08, 0.08, 0.98, 0.89, wspace=0.2, hspace=0.35
-    )  # matplotlib takes as long to find them as to draw
+    # Fixed margins: matplotlib takes as long to find them as to draw.
+    figure.subplots_adjust(0.08, 0.08, 0.98, 0.89, wspace=0.2, hspace=0.35)
     figure.suptitle(title, fontsize=10, parse_math=False)
     curves = _curves(history, [key for key, _ in _PANELS] + ["eval_loss"])
     for axes, (key, label) in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):

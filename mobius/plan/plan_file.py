@@ -145,7 +145,7 @@ def _saved_plan(fields: Mapping[str, Any]) -> SavedPlan:
 
 def _level(value: object) -> RecomputeLevel:
     if not isinstance(value, str) or value not in list(RecomputeLevel):
-        raise _FieldError(f"`recompute_level` is {quoted(value)}, not one of {', '.join(RecomputeLevel)}")
+        raise _FieldError(f"`kept_level` is {quoted(value)}, not one of {', '.join(RecomputeLevel)}")
     return RecomputeLevel(value)
 
 

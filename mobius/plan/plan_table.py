@@ -146,9 +146,7 @@ def describe_verdict(result: PlanResult, available_bytes: int | None) -> str:
             largest_gpu_estimate(result.gpu_estimates).total,
             f" {request.machine.gpu_spec.name}" if request.machine.gpu_spec else " GPU",
         )
-        lines.append(
-            f"  GPU memory   {format_bytes(most)} of {format_bytes(request.gpu_bytes)} on each{name}, to within 5 %"
-        )
+        lines.append(f"  GPU memory   {format_bytes(most)} of {format_bytes(request.gpu_bytes)} on each{name}")
     of = " (--host_memory_limit tells how much there is)" if available_bytes is None else ""
     of = of or f" of {format_bytes(available_bytes or 0)}"
     lines.append(f"  host memory  {format_bytes(host_bytes)}{of}")

@@ -156,7 +156,7 @@ def test_a_file_and_a_table_name_the_level(llama_7b: ModelShape, tmp_path: Path)
 
     for wrong in ("some", 3, None, ["products"]):
         path.write_text(json.dumps(fields | {"kept_level": wrong}))
-        with pytest.raises(PlanError, match="`recompute_level` is .*, not one of everything, products"):
+        with pytest.raises(PlanError, match="`kept_level` is .*, not one of everything, products"):
             read_plan(path)
 
     lines = describe_stages(plan, llama_7b).splitlines()[2:]
