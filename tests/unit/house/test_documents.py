@@ -14,7 +14,7 @@ README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
 PAGES = [README, CHINESE, *sorted((ROOT / "docs").glob("*.md"))]
 ALL = [*PAGES, *sorted((ROOT / "docs" / "log").glob("*.md"))]
 MAX_COLUMNS = 120
-MAX_README_LINES = 155
+MAX_README_LINES = 140
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 FILE = re.compile(r"(?:[\w.-]+/)+[\w.-]+\.(?:py|c|sh|md|yaml)\b")
 
