@@ -19,6 +19,7 @@ import logging
 import math
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -32,7 +33,7 @@ from typing import Any
 
 sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("", "scripts"))
 
-from mobius.ranks import Ranks, prepare_environment
+from mobius.ranks import Ranks, cache_folder, prepare_environment
 
 prepare_environment()  # before torch is imported
 
@@ -43,7 +44,9 @@ from worker import clean_up, make_batches, make_samples  # noqa: E402
 from mobius.config.cli import parse_args  # noqa: E402
 from mobius.errors import GpuMemoryError, MobiusError  # noqa: E402
 from mobius.log import setup_logging  # noqa: E402
+from mobius.messages.transport import SingleRankTransport  # noqa: E402
 from mobius.models.families import load_model_config  # noqa: E402
+from mobius.planning.measured_plan import is_to_be_measured, measured_profile  # noqa: E402
 from mobius.planning.run_setup import RunSetup, make_run_setup  # noqa: E402
 from mobius.training.data import packed_rows  # noqa: E402
 from mobius.training.session import open_session  # noqa: E402
@@ -61,8 +64,10 @@ LIMITS: dict[str, tuple[float | None, ...]] = {
 }
 CONTEXT_GIB = 1.0
 """GPU memory of a process outside of its limit."""
-HOST_GIB = 24
-"""Host memory that a run may take: a machine whose memory grows on demand has little free at the start."""
+HOST_GIB = {"8b-8": 48}
+"""Host memory that a run may take, where it is not `USUAL_HOST_GIB`."""
+USUAL_HOST_GIB = 32
+"""Stated, because a machine whose memory grows on demand has little free at the start."""
 LAYERS = {"1b-20": 20, "7b-8": 8, "7b-4": 4, "8b-8": 8}
 
 
@@ -93,7 +98,11 @@ class Setting:
         words = ["--model_path", str(model), "--num_stages", "auto", "--num_chunks", "auto"]
         words += ["--seq_length", str(self.seq_length), "--batch_size", str(self.batch_size)]
         words += ["--max_grad_norm", "1" if self.clips else "0", "--num_iterations", str(STEPS)]
-        words += ["--host_memory_limit", str(HOST_GIB), *(["--use_lora"] if self.is_lora else [])]
+        words += [
+            "--host_memory_limit",
+            str(HOST_GIB.get(self.shape, USUAL_HOST_GIB)),
+            *(["--use_lora"] if self.is_lora else []),
+        ]
         return words if self.limit is None else [*words, "--gpu_memory_limit", f"{self.limit:g}"]
 
     def lengths(self, folder: Path) -> Path | None:
@@ -219,6 +228,13 @@ def facts_of(run_setup: RunSetup) -> dict[str, Any]:
     }
 
 
+def compile_layers(run_setup: RunSetup) -> None:
+    """Compile what will be measured while other workers go on, by a measurement that does not count."""
+    if is_to_be_measured(run_setup):
+        measured_profile(run_setup, SingleRankTransport())
+        shutil.rmtree(cache_folder() / "profiles")
+
+
 def measure(setting: Setting, folder: Path, more: Sequence[str] = ()) -> dict[str, Any]:
     """Plan and run one setting; what became of it, and the numbers."""
     model = folder / setting.shape
@@ -227,8 +243,8 @@ def measure(setting: Setting, folder: Path, more: Sequence[str] = ()) -> dict[st
     model_config = load_model_config(model, config.model)
     samples = make_samples(config, setting.lengths(folder), model_config.vocab_size)
     batches = make_batches(config, samples, is_packed=setting.is_packed)
-    device, told = torch.device("cuda"), list[str]()
-    logging.getLogger("mobius").addHandler(handler := _Listener(told))
+    device, told, measuring = torch.device("cuda"), list[str](), ExitStack()
+    logging.getLogger("mobius").addHandler(handler := _Listener(told, measuring))
 
     def passed(part: str) -> None:
         marks[part] = time.perf_counter() - start
@@ -238,13 +254,13 @@ def measure(setting: Setting, folder: Path, more: Sequence[str] = ()) -> dict[st
     except GpuMemoryError as error:
         return {"outcome": "refused", "text": str(error)}
     passed("plan")
-    measuring = ExitStack()
+    compile_layers(run_setup)
+    passed("compile")
     measuring.enter_context(timed(folder))
 
     def passed_in_session(part: str) -> None:
         passed(part)
-        if part == "connect":
-            measuring.close()
+        measuring.close()
 
     try:
         session = open_session(run_setup, model, source=RepeatedWeights(), on_part_done=passed_in_session)
@@ -270,15 +286,17 @@ def measure(setting: Setting, folder: Path, more: Sequence[str] = ()) -> dict[st
 
 
 class _Listener(logging.Handler):
-    """Collects the lines of the program's log."""
+    """Collects the lines of the program's log, and lets the other workers go on when the machine has been measured."""
 
-    def __init__(self, lines: list[str]) -> None:
+    def __init__(self, lines: list[str], measuring: ExitStack) -> None:
         super().__init__(logging.INFO)
-        self._lines = lines
+        self._lines, self._measuring = lines, measuring
 
     def emit(self, record: logging.LogRecord) -> None:
         """Take one line."""
-        self._lines.append(record.getMessage())
+        self._lines.append(text := record.getMessage())
+        if text.startswith(("measured in", "host measured in")):
+            self._measuring.close()
 
 
 _TORCH_FRAMES = ("output_code", "runtime_wrappers", "utils.py", "function.py", "module.py", "stateless", "_ops")
@@ -403,17 +421,22 @@ def run_workers(arguments: argparse.Namespace, settings: Sequence[Setting]) -> N
         for shape, layers in LAYERS.items():
             write_config(folder / shape, shape.split("-")[0], layers)
         if arguments.workers == 1:
+            os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
             run_worker(arguments, settings, folder)
             return
         (folder / "settings.json").write_text(json.dumps([dataclasses.asdict(setting) for setting in settings]))
         command = [sys.executable, __file__, *sys.argv[1:]]
         where = [f"--folder={folder}", f"--until={arguments.until}"]
-        # Compiled code of its own: a worker that stands still may hold a lock of the cache.
+        # Caches of its own: a worker that stands still may hold a lock, and what one has measured others measure again.
         workers = [
             subprocess.Popen(
                 [command[0], command[1], *where, *command[2:]],
                 start_new_session=True,
-                env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor-{part}"},
+                env={
+                    **os.environ,
+                    "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor-{part}",
+                    "XDG_CACHE_HOME": f"{folder}/cache-{part}",
+                },
             )
             for part in range(arguments.workers)
         ]
@@ -466,7 +489,9 @@ def main() -> None:
             for setting in draw_settings(arguments.settings, arguments.seed)
             if (device, setting.name) not in done and all(word in setting.name for word in arguments.only)
         ]
-        run_workers(arguments, sorted(settings, key=lambda each: -(each.limit or math.inf)))
+        run_workers(
+            arguments, sorted(settings, key=lambda each: each.limit or math.inf)
+        )  # what fits side by side first
     results, kept = read_results(arguments.results), True
     for device in sorted({result["device"] for result in results}):
         print(f"== {device}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mobius.plan.profile import Profile
@@ -111,19 +111,21 @@ class Flow:
     weight: float = 1.0
 
 
-@dataclass(eq=False, slots=True)
 class Task:
-    """One thing that is done once; `run` fills in when it was."""
+    """One thing that is done once; `run` fills in when it was.
 
-    lane: Hashable | None
-    """None: no lane, it begins when everything it needs is done."""
-    work: float | Flow
-    needs: Sequence[Task] = ()
-    priority: int = 0
-    start: float = math.nan
-    end: float = math.nan
-    _num_missing: int = 0
-    _followers: list[Task] = field(default_factory=list)
+    Without a lane its seconds begin as soon as everything that it needs is done; a flow has a lane.
+    """
+
+    __slots__ = ("_followers", "_num_missing", "_number", "end", "lane", "needs", "priority", "start", "work")
+
+    def __init__(
+        self, lane: Hashable | None, work: float | Flow, needs: Sequence[Task] = (), priority: int = 0
+    ) -> None:
+        self.lane, self.work, self.needs, self.priority = lane, work, needs, priority
+        self.start = self.end = math.nan
+        self._num_missing = self._number = 0
+        self._followers: list[Task] = []
 
 
 def run(tasks: Sequence[Task], capacities: Mapping[Hashable, float]) -> None:
@@ -134,110 +136,145 @@ def run(tasks: Sequence[Task], capacities: Mapping[Hashable, float]) -> None:
     _Run(tasks, capacities).play()
 
 
+class _LaneState:
+    """Tasks that a lane has to do, and the flow that is under way."""
+
+    __slots__ = ("bit", "index", "is_busy", "rate", "ready", "remaining", "task")
+
+    def __init__(self, index: int) -> None:
+        self.index, self.bit = index, 1 << index
+        self.ready: list[tuple[int, int, Task]] = []
+        self.is_busy = False
+        self.task: Task
+        self.remaining = self.rate = 0.0
+
+
 class _Run:
+    """Goes from event to event: a task of a lane becomes ready, or what a lane does ends.
+
+    Tasks without a lane are no events: their times follow at once from those of what they need.
+    """
+
     def __init__(self, tasks: Sequence[Task], capacities: Mapping[Hashable, float]) -> None:
         self._tasks, self._capacities = tasks, capacities
-        self._now = 0.0
-        self._ready: dict[Hashable, list[tuple[int, int, Task]]] = {}
-        self._num_ready = 0
-        self._busy: set[Hashable] = set()
-        self._ends: list[tuple[float, int, Task]] = []
-        self._remaining: dict[Task, float] = {}
-        self._rates: dict[Task, float] = {}
-        self._is_shared = True
+        self._events: list[tuple[float, int, Task, bool]] = []
+        """Time, number, task, and whether it ends then; else it becomes ready."""
+        self._num_done = 0
+        self._lanes: dict[Hashable, _LaneState] = {}
+        self._flowing: list[_LaneState] = []
         self._counted_at = 0.0
-        self._known_rates: dict[frozenset[Hashable], dict[Hashable, float]] = {}
+        """When `remaining` was right."""
+        self._known_rates: dict[int, dict[Hashable, float]] = {}
 
     def play(self) -> None:
-        for task in self._tasks:
-            task._num_missing = len(task.needs)
+        for number, task in enumerate(self._tasks):
+            task._number, task._num_missing = number, len(task.needs)
             for needed in task.needs:
                 needed._followers.append(task)
-        self._release([task for task in self._tasks if not task.needs])
-        num_done = 0
-        while num_done < len(self._tasks):
-            done = self._advance()
-            assert done, "tasks wait for each other in a circle"
-            num_done += len(done)
-            released = []
-            for task in done:
-                task.end = self._now
-                if task.lane is not None:
-                    self._busy.discard(task.lane)
-                for follower in task._followers:
-                    follower._num_missing -= 1
-                    if follower._num_missing == 0:
-                        released.append(follower)
-                task._followers.clear()  # no circles are left for the garbage collector
-            # Before a lane takes its next task: what becomes ready now may be the more urgent one.
-            self._release(released, freed=[task.lane for task in done if task.lane is not None])
+        self._make_ready([(task, 0.0) for task in self._tasks if not task.needs])
+        events, flowing = self._events, self._flowing
+        while events or flowing:
+            flow_end = math.inf
+            for lane in flowing:
+                if (left := lane.remaining / lane.rate) < flow_end:
+                    flow_end = left
+            flow_end += self._counted_at
+            now = events[0][0] if events and events[0][0] < flow_end else flow_end
+            touched: list[_LaneState] = []
+            self._take_events(now, touched)
+            has_changed = flow_end <= now + _NEGLIGIBLE
+            if has_changed:
+                self._end_flows(now, touched)
+                # Before a lane takes its next task: what becomes ready now may be the more urgent one.
+                self._take_events(now, touched)
+            for lane in touched:
+                if lane.ready and not lane.is_busy:
+                    has_changed = self._begin(lane, now) or has_changed
+            if has_changed:
+                self._share()
+        assert self._num_done == len(self._tasks), "tasks wait for each other in a circle"
 
-    def _release(self, tasks: Sequence[Task], freed: Sequence[Hashable] = ()) -> None:
-        lanes = dict.fromkeys(freed)
-        for task in tasks:
-            if task.lane is None:
-                self._begin(task)
-                continue
-            self._num_ready += 1
-            heapq.heappush(self._ready.setdefault(task.lane, []), (task.priority, self._num_ready, task))
-            lanes[task.lane] = None
-        for lane in lanes:
-            if lane not in self._busy and self._ready.get(lane):
-                self._busy.add(lane)
-                self._begin(heapq.heappop(self._ready[lane])[2])
+    def _take_events(self, now: float, touched: list[_LaneState]) -> None:
+        """Let happen what happens up to this moment, and tell the lanes that may begin something."""
+        events = self._events
+        while events and events[0][0] <= now:
+            _, number, task, is_end = heapq.heappop(events)
+            lane = self._lanes.get(task.lane)
+            if lane is None:
+                lane = self._lanes[task.lane] = _LaneState(len(self._lanes))
+            touched.append(lane)
+            if is_end:
+                lane.is_busy = False
+                self._end(task, now)
+            else:
+                heapq.heappush(lane.ready, (task.priority, number, task))
 
-    def _begin(self, task: Task) -> None:
-        task.start = self._now
-        if isinstance(task.work, Flow):
-            self._count()
-            self._remaining[task] = task.work.amount
-            self._is_shared = False
-        else:
-            self._num_ready += 1
-            heapq.heappush(self._ends, (self._now + task.work, self._num_ready, task))
+    def _begin(self, lane: _LaneState, now: float) -> bool:
+        """Begin the next task of a lane; whether it is a flow."""
+        task = heapq.heappop(lane.ready)[2]
+        lane.is_busy, lane.task, task.start = True, task, now
+        if not isinstance(task.work, Flow):
+            heapq.heappush(self._events, (now + task.work, task._number, task, True))
+            return False
+        self._count(now)
+        lane.remaining = task.work.amount
+        self._flowing.append(lane)
+        return True
 
-    def _advance(self) -> list[Task]:
-        """Go to the next moment at which something ends, and return what does."""
-        if not self._is_shared:  # once for all flows that began or ended at this moment
-            self._share()
-        counted_at, rates = self._counted_at, self._rates
-        flow_end = min([counted_at + left / rates[task] for task, left in self._remaining.items()], default=math.inf)
-        self._now = max(self._now, min(self._ends[0][0] if self._ends else math.inf, flow_end))
-        done = []
-        while self._ends and self._ends[0][0] <= self._now:
-            done.append(heapq.heappop(self._ends)[2])
-        if flow_end <= self._now + _NEGLIGIBLE:
-            self._count()
-            ended = [task for task in self._remaining if self._left(task) <= _NEGLIGIBLE]
-            for task in ended:
-                del self._remaining[task]
-            self._is_shared = False
-            done += ended
-        return done
+    def _end_flows(self, now: float, touched: list[_LaneState]) -> None:
+        self._count(now)
+        ended = [lane for lane in self._flowing if lane.remaining <= _NEGLIGIBLE * lane.rate]
+        for lane in ended:
+            self._flowing.remove(lane)
+            lane.is_busy = False
+            self._end(lane.task, now)
+        touched += ended
 
-    def _left(self, task: Task) -> float:
-        """Seconds until the flow ends at its rate, from the last count on."""
-        return self._remaining[task] / self._rates[task]
+    def _end(self, task: Task, now: float) -> None:
+        task.end = now
+        self._make_ready(self._after(task))
 
-    def _count(self) -> None:
+    def _after(self, task: Task) -> list[tuple[Task, float]]:
+        """Tasks that waited for nothing but this, and when they are ready."""
+        self._num_done += 1
+        released = []
+        for follower in task._followers:
+            follower._num_missing -= 1
+            if follower._num_missing == 0:
+                released.append((follower, max([needed.end for needed in follower.needs])))
+        task._followers = []  # no circles are left for the garbage collector
+        return released
+
+    def _make_ready(self, tasks: list[tuple[Task, float]]) -> None:
+        """Plan the event of each of `tasks`, which are ready at that time, or their end and what follows from it."""
+        while tasks:
+            task, time = tasks.pop()
+            if task.lane is None and not isinstance(task.work, Flow):
+                task.start, task.end = time, time + task.work
+                tasks += self._after(task)
+            else:
+                heapq.heappush(self._events, (time, task._number, task, False))
+
+    def _count(self, now: float) -> None:
         """Take off what flowed since the last count."""
-        elapsed = self._now - self._counted_at
-        if elapsed == 0:
-            return
-        remaining, rates = self._remaining, self._rates
-        for task in remaining:
-            remaining[task] -= elapsed * rates[task]
-        self._counted_at = self._now
+        if elapsed := now - self._counted_at:
+            for lane in self._flowing:
+                lane.remaining -= elapsed * lane.rate
+            self._counted_at = now
 
     def _share(self) -> None:
-        # Tasks of a lane flow alike, one at a time, so the lanes at work tell all rates.
-        key = frozenset([task.lane for task in self._remaining])
+        """Tell the rates; tasks of a lane flow alike, one at a time, so the lanes at work tell all of them."""
+        key = 0
+        for lane in self._flowing:
+            key |= lane.bit
         rates = self._known_rates.get(key)
         if rates is None:
-            flows = {task.lane: task.work for task in self._remaining if isinstance(task.work, Flow)}
+            flows: dict[Hashable, Flow] = {
+                lane.index: lane.task.work for lane in self._flowing if isinstance(lane.task.work, Flow)
+            }
             rates = self._known_rates[key] = share_rates(flows, self._capacities)
-        self._rates = {task: rates[task.lane] for task in self._remaining}
-        self._is_shared = True
+        for lane in self._flowing:
+            lane.rate = rates[lane.index]
 
 
 def share_rates(flows: Mapping[Hashable, Flow], capacities: Mapping[Hashable, float]) -> dict[Hashable, float]:
@@ -299,14 +336,29 @@ class SharedBandwidth:
         self._host_share = max(lost, 0.0) * profile.cpu_adamw_bytes / (2 * beside)
         self._update_weight = profile.cpu_adamw_beside_copies / beside
         self._messages: dict[tuple[int, int, float], float | Flow] = {}
+        self._loads: dict[tuple[int, float], Flow] = {}
+        self._offloads: dict[tuple[int, float], Flow] = {}
 
     def load(self, rank: int, num_bytes: float) -> Flow:
         """A copy to the GPU."""
-        return Flow(num_bytes, self._profile.copies.host_to_device, self._down(rank))
+        return self._copy(self._loads, rank, num_bytes, self._profile.copies.host_to_device, self._down)
 
     def offload(self, rank: int, num_bytes: float) -> Flow:
         """A copy to the host."""
-        return Flow(num_bytes, self._profile.copies.device_to_host, self._up(rank))
+        return self._copy(self._offloads, rank, num_bytes, self._profile.copies.device_to_host, self._up)
+
+    @staticmethod
+    def _copy(
+        known: dict[tuple[int, float], Flow],
+        rank: int,
+        num_bytes: float,
+        limit: float,
+        uses: Callable[[int], Mapping[Hashable, float]],
+    ) -> Flow:
+        flow = known.get((rank, num_bytes))
+        if flow is None:  # a step has thousands of copies, most of them alike
+            flow = known[rank, num_bytes] = Flow(num_bytes, limit, uses(rank))
+        return flow
 
     def update(self, parameters: float) -> Flow:
         """A part of a CPU update."""

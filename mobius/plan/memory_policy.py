@@ -10,6 +10,7 @@ Where the fastest takes more host memory than there is, ranks choose among uses 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -19,12 +20,17 @@ from mobius.plan.memory_estimates import estimate_host_memory
 from mobius.plan.plan import MemoryUse, Plan
 from mobius.plan.profile import Profile
 from mobius.plan.request import PlanRequest
-from mobius.plan.step_prediction import predict_step_seconds, without_garbage_collection
+from mobius.plan.step_prediction import (
+    predict_min_step_seconds,
+    predict_step_seconds,
+    predict_waits,
+    without_garbage_collection,
+)
 
 MOST_ALIKE = 24
 """Settings of all ranks alike that are simulated; 7B's shape in 32 stages has at most 18."""
-NUM_STEPS = 2
-"""Simulated; the first has nothing to wait for, the second is the steady one."""
+WORTH = 0.01
+"""Share of a step that a setting must promise to gain to be simulated."""
 ALIKE = 0.001
 """Share of a step below which the setting with more resident stages is taken: it needs less host memory."""
 
@@ -146,11 +152,14 @@ def policy_by_score(score: Score) -> MemoryPolicy:
     return choose
 
 
-def policy_by_simulation(profile: Profile) -> MemoryPolicy:
-    """All ranks together take what the simulation says is fastest."""
+def policy_by_simulation(profile: Profile, to_beat: float = math.inf) -> MemoryPolicy:
+    """All ranks together take what the simulation says is fastest.
+
+    Nothing is simulated, and what has the least bound is taken, where no setting promises to beat so many seconds.
+    """
 
     def choose(request: PlanRequest, fitting: Sequence[Sequence[MemoryUse]]) -> Sequence[MemoryUse]:
-        return _Search(request, profile, fitting).run()
+        return _Search(request, profile, fitting, to_beat).run()
 
     return choose
 
@@ -209,38 +218,59 @@ def _light(request: PlanRequest, fitting: Sequence[Sequence[MemoryUse]]) -> list
 class _Search:
     """Simulates settings of all ranks, none twice."""
 
-    def __init__(self, request: PlanRequest, profile: Profile, fitting: Sequence[Sequence[MemoryUse]]) -> None:
-        self._request, self._profile = request, profile
+    def __init__(
+        self, request: PlanRequest, profile: Profile, fitting: Sequence[Sequence[MemoryUse]], to_beat: float
+    ) -> None:
+        self._request, self._profile, self._to_beat = request, profile, to_beat
         self._worth = [_undominated(uses) for uses in fitting]
         self._seconds: dict[tuple[MemoryUse, ...], float] = {}
+        self._bounds: dict[tuple[MemoryUse, ...], float] = {}
+        self._waits: dict[tuple[MemoryUse, ...], float] = {}
 
     @without_garbage_collection()
     def run(self) -> tuple[MemoryUse, ...]:
         with progress_bar("simulating", " steps") as bar:
-            for chosen in self._alike():
-                self._simulate(chosen)
-                bar.update()
+            self._simulate_promising(self._alike(), bar.update)
             best = self._best()
             for rank, uses in enumerate(self._worth):
-                for use in uses:
-                    if use != best[rank] and abs(use.num_resident - best[rank].num_resident) <= 1:
-                        self._simulate((*best[:rank], use, *best[rank + 1 :]))
-                        bar.update()
+                near = [use for use in uses if abs(use.num_resident - best[rank].num_resident) <= 1]
+                self._simulate_promising([(*best[:rank], use, *best[rank + 1 :]) for use in near], bar.update)
                 best = self._best()
         return best
 
+    def _simulate_promising(self, settings: Sequence[tuple[MemoryUse, ...]], on_done: Callable[[], object]) -> None:
+        """Simulate those that may be faster than the fastest so far by `WORTH`, those of the least bound first."""
+        unknown = [chosen for chosen in settings if chosen not in self._bounds]
+        for chosen in unknown:
+            self._bounds[chosen] = predict_min_step_seconds(self._plan(chosen), self._request, self._profile)
+        for chosen in sorted(unknown, key=lambda chosen: (self._bounds[chosen], *_host_use(chosen))):
+            if self._promises(self._bounds[chosen]):
+                self._seconds[chosen] = predict_step_seconds(self._plan(chosen), self._request, self._profile)
+                on_done()
+
+    def _promises(self, bound: float) -> bool:
+        """Whether a setting of this bound may be faster by `WORTH`: lower, or with less to wait for than the fastest.
+
+        Bubbles are alike in all of them, so the fastest without what else it waits for is about what another may reach.
+        """
+        if bound >= min([self._to_beat, *self._seconds.values()]) * (1 - WORTH):
+            return False
+        if not self._seconds:
+            return True
+        fastest = min(self._seconds, key=lambda chosen: self._seconds[chosen])
+        seconds = self._seconds[fastest]
+        if fastest not in self._waits:
+            self._waits[fastest] = predict_waits(self._plan(fastest), self._request, self._profile)
+        return (seconds - self._waits[fastest]) * bound / self._bounds[fastest] < seconds * (1 - WORTH)
+
+    def _plan(self, chosen: Sequence[MemoryUse]) -> Plan:
+        return self._request.plan.with_memory_uses(chosen)
+
     def _best(self) -> tuple[MemoryUse, ...]:
-        fastest = min(self._seconds.values())
-        alike = [chosen for chosen, seconds in self._seconds.items() if seconds <= fastest * (1 + ALIKE)]
-
-        def key(chosen: tuple[MemoryUse, ...]) -> tuple[int, int, float]:
-            resident, stashed = (
-                sum(use.num_resident for use in chosen),
-                sum(use.num_offloading_activations for use in chosen),
-            )
-            return -resident, stashed, self._seconds[chosen]
-
-        return min(alike, key=key)
+        known = self._seconds or self._bounds
+        fastest = min(known.values())
+        alike = [chosen for chosen, seconds in known.items() if seconds <= fastest * (1 + ALIKE)]
+        return min(alike, key=lambda chosen: (*_host_use(chosen), known[chosen]))
 
     def _alike(self) -> list[tuple[MemoryUse, ...]]:
         """All ranks alike as far as their memory goes, with slots first or activations first."""
@@ -260,10 +290,10 @@ class _Search:
             return unique
         return sorted(unique, key=lambda chosen: max(score(rank, use) for rank, use in enumerate(chosen)))[:MOST_ALIKE]
 
-    def _simulate(self, chosen: tuple[MemoryUse, ...]) -> None:
-        if chosen not in self._seconds:
-            plan = self._request.plan.with_memory_uses(chosen)
-            self._seconds[chosen] = predict_step_seconds(plan, self._request, self._profile, num_steps=NUM_STEPS)
+
+def _host_use(chosen: Sequence[MemoryUse]) -> tuple[int, int]:
+    """How much is left to the host, less being better: stages that are not resident, and stages that offload."""
+    return -sum(use.num_resident for use in chosen), sum(use.num_offloading_activations for use in chosen)
 
 
 def _undominated(uses: Sequence[MemoryUse]) -> list[MemoryUse]:

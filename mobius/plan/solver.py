@@ -6,6 +6,7 @@ The number of stages and microbatches is chosen by simulating what fits.
 from __future__ import annotations
 
 import logging
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -42,6 +43,7 @@ from mobius.plan.search.recompute_search import fit_by_simulation
 from mobius.plan.step_prediction import (
     SimulatedSteps,
     StepTimePrediction,
+    predict_min_step_seconds,
     predict_step_seconds,
     predict_step_time,
     without_garbage_collection,
@@ -55,8 +57,8 @@ SLICES_PER_RANK = 4
 """Microbatches for each rank that slices of long sequences are to give, so that fill and drain cost little."""
 MIN_SLICED_SEQ_LENGTH = 16384
 """Tokens of sequences that are cut by themselves."""
-QUICK_STEPS = 2
-"""Simulated for settings that are only compared; the second is the steady one."""
+BOUNDS_DIFFER = 1.5
+"""Times the bound of another from which on a setting counts as slower, unsimulated: bounds are up to 20 % short."""
 NUM_FITTED_WELL = 3
 """How many of the best settings, of different numbers of stages, have their use of memory chosen by simulation."""
 NUMBERS_OF_A_SIZE = 2
@@ -209,7 +211,7 @@ class Candidate:
     plan: Plan
     profile: Profile
     seconds: float
-    """Seconds of a step."""
+    """Seconds of a step; a lower bound of them until it is simulated."""
 
 
 def resolve_auto(request: PlanRequest, *, measured: Profile | None = None) -> PlanRequest:
@@ -263,9 +265,9 @@ def _with_slices(request: PlanRequest, *, is_quick: bool = False) -> PlanRequest
     tried = list[Candidate]()
     for each in sorted({number, *map(_fewest_slices, keeping)}):
         with suppress(GpuMemoryError):
-            tried.append(_simulated(_keeping_attention(replace(like_all, num_slices=each)), None, is_quick=True))
-    best = min(_that_fit_host(tried), key=lambda setting: setting.seconds, default=None)
-    return replace(request, num_slices=number if best is None else best.plan.num_slices)
+            tried.append(_bounded(_keeping_attention(replace(like_all, num_slices=each)), None))
+    fitting = _that_fit_host(tried)
+    return replace(request, num_slices=_fastest(fitting).plan.num_slices if fitting else number)
 
 
 def _keeping_attention(request: PlanRequest) -> PlanRequest:
@@ -323,8 +325,9 @@ def _with_rounds(request: PlanRequest, measured: Profile | None) -> PlanRequest:
         fitting = fitting or [min((*fewest, *more), key=least_host_bytes)]  # what is refused tells the least there is
     best = fitting[-1]
     if len(fitting) > 1 and (request.gpu_spec is not None or measured is not None):
-        settings = [_simulated(each, measured, is_quick=True) for each in fitting]
-        best = min(settings, key=lambda setting: setting.seconds).request
+        bounded = sorted((_bounded(each, measured) for each in fitting), key=lambda candidate: candidate.seconds)
+        is_clear = bounded[1].seconds > BOUNDS_DIFFER * bounded[0].seconds
+        best = bounded[0].request if is_clear else _fastest(bounded).request
     return replace(request, accumulation_rounds=best.accumulation_rounds)
 
 
@@ -367,10 +370,11 @@ def choose_candidate(request: PlanRequest, *, measured: Profile | None = None) -
     if quick := quick_candidates(request, measured=measured):
         with progress_bar("planning", " plans") as bar:
             for each in _best_of_each(quick):
-                tried.append(_simulated(each.request, measured))
+                to_beat = min((setting.seconds for setting in _that_fit_host(tried)), default=math.inf)
+                tried.append(_simulated(each.request, measured, to_beat))
                 bar.update()
     else:  # many microbatches, whose steps take long to simulate
-        tried = [_simulated(each, measured, is_quick=True) for each in from_all_numbers(request)]
+        tried = [_with_seconds(_bounded(each, measured)) for each in from_all_numbers(request)]
     tried = _that_fit_host(tried) or tried
     fastest = min(setting.seconds for setting in tried)
     alike = [setting for setting in tried if setting.seconds <= fastest * (1 + NOTICEABLE)]
@@ -380,7 +384,7 @@ def choose_candidate(request: PlanRequest, *, measured: Profile | None = None) -
 def quick_candidates(request: PlanRequest, *, measured: Profile | None = None) -> list[Candidate]:
     """The usual numbers of stages and chunks that fit GPUs and host, with a quick use of memory; there may be none.
 
-    Raises PlanError if there are no such numbers.
+    Their seconds are lower bounds. Raises PlanError if there are no such numbers.
     """
     pairs = [(chunks, stages) for chunks in _chunk_numbers(request) for stages in _stage_numbers(request)]
     if not pairs:
@@ -394,7 +398,7 @@ def quick_candidates(request: PlanRequest, *, measured: Profile | None = None) -
             asked = replace(request, num_stages=stages, num_chunks=chunks)
             asked = _with_rounds(_with_slices(asked, is_quick=True), measured)
             if _fits(asked):
-                found.append(_simulated(asked, measured, is_quick=True))
+                found.append(_bounded(asked, measured))
             bar.update()
     return found
 
@@ -431,25 +435,61 @@ def from_all_numbers(request: PlanRequest) -> list[PlanRequest]:
     return least
 
 
-def _simulated(request: PlanRequest, measured: Profile | None, *, is_quick: bool = False) -> Candidate:
-    """Simulate numbers that are given, memory used as the simulation finds best, or quickly by a closed form."""
+def _simulated(request: PlanRequest, measured: Profile | None, to_beat: float) -> Candidate:
+    """Numbers that are given, memory used as the simulation finds best; `to_beat` as in `fit_by_simulation`."""
+    request, profile = _with_profile(request, measured)
+    plan = fit_by_simulation(request, estimated_layer(request), profile, to_beat)
+    return _with_seconds(Candidate(request, plan, profile, math.inf))
+
+
+def _bounded(request: PlanRequest, measured: Profile | None) -> Candidate:
+    """Numbers that are given, memory used as a closed form finds best, with a lower bound of a step's seconds."""
+    request, profile = _with_profile(request, measured)
+    policy = policy_by_score(closed_form_score(request, profile))
+    plan = fit_plan(request, layer=estimated_layer(request), policy=policy)
+    return Candidate(request, plan, profile, predict_min_step_seconds(plan, request, profile))
+
+
+def _with_profile(request: PlanRequest, measured: Profile | None) -> tuple[PlanRequest, Profile]:
     request = _with_rounds(_with_slices(request, is_quick=True), measured)
     profile = estimated_profile(request) if measured is None else _checked(measured, request)
     assert profile is not None, "without rates nothing is chosen"
-    layer = estimated_layer(request)
-    if is_quick:
-        plan = fit_plan(request, layer=layer, policy=policy_by_score(closed_form_score(request, profile)))
-        return Candidate(request, plan, profile, predict_step_seconds(plan, request, profile, num_steps=QUICK_STEPS))
-    plan = fit_by_simulation(request, layer, profile)
-    return Candidate(request, plan, profile, predict_step_seconds(plan, request, profile))
+    return request, profile
 
 
-def _best_of_each(tried: Sequence[Candidate]) -> list[Candidate]:
-    """The fastest of each number of stages, of those the best few, and the second of the best."""
-    ordered = sorted(tried, key=lambda setting: setting.seconds)
-    fastest = {setting.plan.num_stages: setting for setting in reversed(ordered)}
-    chosen = sorted(fastest.values(), key=lambda setting: setting.seconds)[:NUM_FITTED_WELL]
-    return chosen + [each for each in ordered if each.plan.num_stages == chosen[0].plan.num_stages][1:2]
+def _with_seconds(candidate: Candidate) -> Candidate:
+    return replace(candidate, seconds=predict_step_seconds(candidate.plan, candidate.request, candidate.profile))
+
+
+def _fastest(candidates: Sequence[Candidate]) -> Candidate:
+    """The fastest of candidates with lower bounds, simulated; what cannot be it by its bound is not simulated."""
+    first, *others = sorted(candidates, key=lambda candidate: candidate.seconds)
+    best = _with_seconds(first)
+    for each in others:
+        if each.seconds < best.seconds:
+            best = min(best, _with_seconds(each), key=lambda candidate: candidate.seconds)
+    return best
+
+
+def _best_of_each(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The fastest of each number of stages, of those the best few, and two more of the best number, all simulated.
+
+    These are the second, and that with the most microbatches, of which some may have all that products need offloaded.
+    """
+    by_stages: dict[int, list[Candidate]] = {}
+    for each in sorted(candidates, key=lambda candidate: candidate.seconds):
+        by_stages.setdefault(each.plan.num_stages, []).append(each)
+    best = list[Candidate]()
+    for own in by_stages.values():
+        if len(best) == NUM_FITTED_WELL and own[0].seconds > best[-1].seconds:
+            break
+        best = sorted([*best, _fastest(own)], key=lambda candidate: candidate.seconds)[:NUM_FITTED_WELL]
+    others = [each for each in by_stages[best[0].plan.num_stages] if each.plan != best[0].plan]
+    if not others:
+        return best
+    second, finest = _fastest(others), max(others, key=lambda candidate: candidate.plan.num_microbatches)
+    has_more = finest.plan.num_microbatches > max(best[0].plan.num_microbatches, second.plan.num_microbatches)
+    return [*best, second, *([_with_seconds(finest)] if has_more else [])]
 
 
 def _stage_numbers(request: PlanRequest) -> Sequence[int]:

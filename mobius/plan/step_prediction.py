@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -30,12 +31,15 @@ from mobius.plan.event_simulation import StageCost, StepRules, run
 from mobius.plan.plan import Plan
 from mobius.plan.profile import Profile
 from mobius.plan.request import PlanRequest
+from mobius.plan.step_bounds import min_step_seconds
 from mobius.plan.step_tasks import ComputeTask, StepTasks
 from mobius.schedule.build import rank_actions
 from mobius.schedule.lanes import Lane, LaneSpan, WaitCause
 from mobius.schedule.schedule import Schedule
 
 TRIED_FACTOR = 1.1
+NUM_STEPS = 2
+"""Simulated; the first has nothing to wait for, the second is the steady one."""
 UNSTEADY_STEPS = 2
 """At the start of a run: memory is touched for the first time. They do not count if there are others."""
 
@@ -75,7 +79,7 @@ class SimulatedSteps:
 
 
 def simulate_steps(
-    schedule: Schedule, costs: Sequence[StageCost], profile: Profile, rules: StepRules, *, num_steps: int = 3
+    schedule: Schedule, costs: Sequence[StageCost], profile: Profile, rules: StepRules, *, num_steps: int = NUM_STEPS
 ) -> SimulatedSteps:
     """Play `num_steps` steps back to back and describe the last one.
 
@@ -85,10 +89,10 @@ def simulate_steps(
 
 
 def simulated_seconds(
-    schedule: Schedule, costs: Sequence[StageCost], profile: Profile, rules: StepRules, *, num_steps: int = 3
+    schedule: Schedule, costs: Sequence[StageCost], profile: Profile, rules: StepRules, *, num_steps: int = NUM_STEPS
 ) -> float:
     """`simulate_steps(...).step_seconds`, in less time because nothing else is told."""
-    builder = _play(schedule, costs, profile, rules, num_steps)
+    builder = _play(schedule, costs, profile, rules, num_steps, is_described=False)
     ends = [0.0, *(task.end for task in builder.step_ends)]
     return ends[-1] - ends[-2]
 
@@ -124,17 +128,36 @@ def build_plan_schedule(plan: Plan) -> Schedule:
 _actions = lru_cache(maxsize=1024)(rank_actions)
 
 
-def predict_step_seconds(plan: Plan, request: PlanRequest, profile: Profile, *, num_steps: int = 3) -> float:
+@lru_cache(maxsize=64)  # what is chosen among plans is looked at again
+def predict_step_seconds(plan: Plan, request: PlanRequest, profile: Profile) -> float:
     """Seconds of a steady step of `plan` at the rates of `profile`."""
     costs = stage_costs(plan, request.shape, profile)
-    return simulated_seconds(build_plan_schedule(plan), costs, profile, request.rules, num_steps=num_steps)
+    return simulated_seconds(build_plan_schedule(plan), costs, profile, request.rules)
+
+
+def predict_waits(plan: Plan, request: PlanRequest, profile: Profile) -> float:
+    """Seconds of a steady step, over all ranks, that compute waits for anything but another rank's messages."""
+    costs = stage_costs(plan, request.shape, profile)
+    steps = simulate_steps(build_plan_schedule(plan), costs, profile, request.rules)
+    return sum(sum(waits.values()) - waits[WaitCause.NEIGHBOURS] for waits in steps.waits)
+
+
+def predict_min_step_seconds(plan: Plan, request: PlanRequest, profile: Profile) -> float:
+    """A lower bound of `predict_step_seconds`, in a hundredth of its time."""
+    return min_step_seconds(plan, stage_costs(plan, request.shape, profile), profile, request.rules)
 
 
 def _play(
-    schedule: Schedule, costs: Sequence[StageCost], profile: Profile, rules: StepRules, num_steps: int
+    schedule: Schedule,
+    costs: Sequence[StageCost],
+    profile: Profile,
+    rules: StepRules,
+    num_steps: int,
+    *,
+    is_described: bool = True,
 ) -> StepTasks:
     """The steps as they went."""
-    builder = StepTasks(schedule, costs, profile, rules)
+    builder = StepTasks(schedule, costs, profile, rules, is_described=is_described)
     with without_garbage_collection():
         for _ in range(num_steps):
             builder.add_step()
@@ -197,10 +220,11 @@ def _waits_of(compute: ComputeTask, before: float) -> list[tuple[WaitCause, floa
     """For what compute stood still before it began, one cause after the other, as an action waits."""
     since = max(before, compute.begin.end if compute.begin else 0.0)
     found = []
-    for cause, task in compute.waits.items():
-        if task is not None and task.end > since:
-            found.append((cause, since, task.end))
-            since = task.end
+    for cause, tasks in compute.waits.items():
+        until = max((task.end for task in tasks), default=since)
+        if until > since:
+            found.append((cause, since, until))
+            since = until
     return found
 
 
@@ -241,12 +265,25 @@ def with_faster(profile: Profile, resource: Resource, factor: float) -> Profile:
     return replace(profile, messages=faster_messages)
 
 
-def find_bottleneck(profile: Profile, step_seconds: Callable[[Profile], float], now: float) -> tuple[Resource, float]:
-    """The resource whose 1.1-fold speed gains most, and the share of `now`, a step at `profile`, that it gains."""
+def find_bottleneck(
+    profile: Profile,
+    step_seconds: Callable[[Profile], float],
+    now: float,
+    min_seconds: Callable[[Profile], float] = lambda _: 0.0,
+) -> tuple[Resource, float]:
+    """The resource whose 1.1-fold speed gains most, and the share of `now`, a step at `profile`, that it gains.
+
+    What cannot gain more than another by `min_seconds`, a lower bound of `step_seconds`, is not tried.
+    """
     tried = [each for each in Resource if each is not Resource.REPLICAS or profile.replicas is not None]
-    gains = {resource: 1 - step_seconds(with_faster(profile, resource, TRIED_FACTOR)) / now for resource in tried}
-    best = max(gains, key=lambda resource: gains[resource])
-    return best, gains[best]
+    faster = {resource: with_faster(profile, resource, TRIED_FACTOR) for resource in tried}
+    bounds = {resource: min_seconds(faster[resource]) for resource in tried}
+    seconds: dict[Resource, float] = {}
+    for resource in sorted(tried, key=lambda resource: bounds[resource]):
+        if bounds[resource] < min(seconds.values(), default=math.inf):
+            seconds[resource] = step_seconds(faster[resource])
+    best = min(seconds, key=lambda resource: seconds[resource])
+    return best, 1 - seconds[best] / now
 
 
 @dataclass(frozen=True)
@@ -286,7 +323,12 @@ def predict_step_time(plan: Plan, request: PlanRequest, profile: Profile) -> tup
         build_plan_schedule(plan), stage_costs(plan, request.shape, profile), profile, request.rules
     )
     seconds = prediction.step_seconds
-    limit, gain = find_bottleneck(profile, lambda faster: predict_step_seconds(plan, request, faster), seconds)
+    limit, gain = find_bottleneck(
+        profile,
+        lambda faster: predict_step_seconds(plan, request, faster),
+        seconds,
+        lambda faster: predict_min_step_seconds(plan, request, faster),
+    )
     basis = f"{profile.source} ({profile.basis})"
     if request.packed is not None:
         basis += f", packed rows with attention over {request.attention_length:.0f} tokens on average"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 
 from mobius.limits import MAX_GRADIENT_SUMS, UPDATE_CHUNK_ELEMENTS, max_pending_offloads
 from mobius.plan.event_simulation import Flow, SharedBandwidth, StageCost, StepRules, Task
@@ -12,22 +14,56 @@ from mobius.plan.profile import Profile
 from mobius.plan.replicas.traffic import CLEARED_BYTES, REDUCES_BESIDE_COMPUTE
 from mobius.schedule.action import Action, ActionKind, source_stage, target_stage
 from mobius.schedule.lanes import Lane, WaitCause
-from mobius.schedule.schedule import Schedule, topological_order
+from mobius.schedule.schedule import Schedule
 
 FINISH_GRADIENTS_BYTES = 14
 """GPU memory traffic per parameter behind a stage's last backward, when its message has left: norm 4, rounded to the
 format in which gradients travel 6, sums cleared 4."""
 
 
+MessageKey = tuple[bool, int, int | None]
+"""Whether it is of a backward, the stage that sends it, and its microbatch."""
+_WAITED_FOR = (WaitCause.NEIGHBOURS, WaitCause.OPTIMIZER, WaitCause.WEIGHTS, WaitCause.ACTIVATIONS)
+"""In the order in which an action waits."""
+
+
 @dataclass(slots=True)
 class ComputeTask:
-    """A task of a rank's compute lane, and what it waits for beside the one before it."""
+    """A task of a rank's compute lane, and what it waits for."""
 
     task: Task
-    waits: dict[WaitCause, Task | None]
+    waits: dict[WaitCause, Sequence[Task]]
     step: int
     begin: Task | None
     """Task that the host waited for before it began the step."""
+
+
+class _PlayedAction:
+    """An action, and what all steps that play it have in common."""
+
+    __slots__ = (
+        "action",
+        "add",
+        "is_backward",
+        "is_forward",
+        "key",
+        "launch",
+        "seconds",
+        "source",
+        "stage",
+        "target",
+    )
+
+    def __init__(self, action: Action, schedule: Schedule, add: Callable[[int, _PlayedAction], None]) -> None:
+        self.action, self.stage, self.add = action, action.stage, add
+        self.is_forward, self.is_backward = action.kind.is_forward, action.kind.is_backward
+        self.key: MessageKey = (self.is_backward, action.stage, action.microbatch)
+        source, target = source_stage(action, schedule.num_stages), target_stage(action, schedule.num_stages)
+        self.source = None if source is None else (self.is_backward, source, action.microbatch)
+        self.target = None if target is None else schedule.rank_of(target)
+        """The rank that gets its message."""
+        self.seconds = self.launch = 0.0
+        """On the GPU, and on the host to enqueue it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +125,20 @@ class _RankTasks:
 
 
 class StepTasks:
-    """Makes the tasks of the steps, in the order in which the ranks' hosts enqueue them."""
+    """Makes the tasks of the steps, in the order in which the ranks' hosts enqueue them.
 
-    def __init__(self, schedule: Schedule, costs: Sequence[StageCost], profile: Profile, rules: StepRules) -> None:
+    What the spans and waits of a step are called is only remembered if it `is_described`, which takes time.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        costs: Sequence[StageCost],
+        profile: Profile,
+        rules: StepRules,
+        *,
+        is_described: bool = True,
+    ) -> None:
         self.schedule, self.costs, self.profile, self.rules = schedule, costs, profile, rules
         self.tasks: list[Task] = []
         self.names: dict[Task, tuple[int, Lane, object, int, int | None]] = {}
@@ -100,76 +147,84 @@ class StepTasks:
         self.step_ends: list[Task] = []
         self.flows = SharedBandwidth(profile, schedule.num_ranks)
         self.capacities = self.flows.capacities
-        # A message must be made before what receives it.
-        self._order, conflict = topological_order(schedule)
-        assert conflict is None, "the schedule has not passed the check"
-        self._messages: dict[tuple[bool, int, int | None], Task] = {}
+        self._is_described, self._last_backward = is_described, schedule.last_backward
+        self._is_shared = rules.sharding.num_replicas > 1
+        self._actions = [self._played(actions) for actions in schedule.actions]
+        self._messages: dict[MessageKey, Task] = {}
         self._gradient_offloads: dict[int, Task] = {}
 
     def add_step(self) -> None:
         """Append the tasks of one more step, which begins when the one before has ended."""
-        self._messages, self._gradient_offloads = {}, {}
-        for rank, action in self._order:
-            self._add(rank, action)
+        messages, self._gradient_offloads = dict[MessageKey, Task](), {}
+        self._messages = messages
+        positions, num_left = [0] * len(self._actions), sum(map(len, self._actions))
+        while num_left:  # the ranks take turns; each goes on until a message has not been made
+            num_before = num_left
+            for rank, actions in enumerate(self._actions):
+                at = positions[rank]
+                for played in islice(actions, at, None):
+                    if played.source is not None and played.source not in messages:
+                        break
+                    played.add(rank, played)
+                    at += 1
+                num_left -= at - positions[rank]
+                positions[rank] = at
+            assert num_left < num_before, "the schedule has not passed the check"
         ends = [state.last for state in self.ranks if state.last is not None]
         ends += [state.reductions[-1] for state in self.ranks if state.reductions]  # their norms are of the step
         end = self._task(None, self.profile.step_overhead, ends)
         self.step_ends.append(end)
         self._finish(end)
 
-    def _add(self, rank: int, action: Action) -> None:
-        is_resident = self.costs[action.stage].is_resident
-        has_travelling_sums = not is_resident and not self.costs[action.stage].keeps_trained_on_gpu
-        if action.kind.runs_on_compute_lane:
-            self._add_compute(rank, action)
-        elif action.kind is ActionKind.LOAD and not is_resident:
-            self._add_load(rank, action.stage)
-        elif action.kind is ActionKind.OFFLOAD and not is_resident:
-            self._add_offload(rank, action.stage)
-        elif action.kind is ActionKind.OFFLOAD_GRADIENT_SUMS and has_travelling_sums:
-            self._add_sums_offload(rank, action.stage)
-        elif action.kind is ActionKind.LOAD_GRADIENT_SUMS and has_travelling_sums:
-            self._add_sums_load(rank, action.stage)
-        elif action.kind is ActionKind.OFFLOAD_ACTIVATIONS:
-            self._add_stash(rank, action)
-        elif action.kind is ActionKind.PREFETCH_ACTIVATIONS:
-            self._add_fetch(rank, action)
+    def _played(self, actions: Sequence[Action]) -> list[_PlayedAction]:
+        """The actions of a rank that have tasks."""
+        played = []
+        for action in actions:
+            cost, add = self.costs[action.stage], _ADDED_FOR.get(action.kind)
+            is_streamed = not cost.is_resident
+            if action.kind in (ActionKind.OFFLOAD_GRADIENT_SUMS, ActionKind.LOAD_GRADIENT_SUMS):
+                is_streamed = is_streamed and not cost.keeps_trained_on_gpu
+            if action.kind.runs_on_compute_lane:
+                add = StepTasks._add_compute
+            elif action.kind in _COPIES_OF_STAGES and not is_streamed:
+                add = None
+            if add is not None:
+                played.append(each := _PlayedAction(action, self.schedule, partial(add, self)))
+                if add is StepTasks._add_compute:
+                    offloads_all = self.schedule.offloads_all(action.stage, action.microbatch)
+                    each.seconds = cost.slice_seconds(action, self.schedule.num_slices, offloads_all=offloads_all)
+                    each.launch = cost.launch_seconds(action, offloads_all=offloads_all)
+        return played
 
-    def _add_compute(self, rank: int, action: Action) -> None:
-        state, stage, cost = self.ranks[rank], action.stage, self.costs[action.stage]
-        source = source_stage(action, self.schedule.num_stages)
-        message = None if source is None else self._messages[action.kind.is_backward, source, action.microbatch]
+    def _add_compute(self, rank: int, played: _PlayedAction) -> None:
+        state, stage, action = self.ranks[rank], played.stage, played.action
+        cost, is_backward = self.costs[stage], played.is_backward
+        neighbours = [] if played.source is None else [self._messages[played.source]]
+        optimizer, weights, activations = list[Task](), list[Task](), list[Task]()
         # The model's last stage only keeps its input in forward.
-        needs_weights = action.kind is not ActionKind.FORWARD_LAST or self.schedule.num_slices > 1
-        waits = {
-            WaitCause.NEIGHBOURS: message,
-            WaitCause.OPTIMIZER: state.updates.get(stage) if needs_weights else None,
-            WaitCause.WEIGHTS: state.loads.get(stage) if needs_weights else None,
-        }
-        is_backward = action.kind.is_backward
-        fetched = None if action.kind.is_forward else state.activation_copies.get((stage, action.microbatch))
-        copies = [state.left, fetched]
-        if any(copies):
-            waits[WaitCause.ACTIVATIONS] = self._task(None, 0.0, [task for task in copies if task is not None])
+        if action.kind is not ActionKind.FORWARD_LAST or self.schedule.num_slices > 1:
+            if stage in state.updates:
+                optimizer.append(state.updates[stage])
+            if stage in state.loads:
+                weights.append(state.loads[stage])
+        if state.left is not None:
+            activations.append(state.left)
             state.left = None
+        if not played.is_forward and (stage, action.microbatch) in state.activation_copies:
+            activations.append(state.activation_copies[stage, action.microbatch])
         if is_backward and stage in state.sums:
-            both = [task for task in (waits[WaitCause.WEIGHTS], state.sums.pop(stage)) if task is not None]
-            waits[WaitCause.WEIGHTS] = self._task(None, 0.0, both)
+            weights.append(state.sums.pop(stage))
         if is_backward and self._is_shared and state.adds_up != stage:
             state.adds_up = stage
-            both = [task for task in (message, *state.reductions[-MAX_GRADIENT_SUMS:-1]) if task is not None]
-            waits[WaitCause.NEIGHBOURS] = self._task(None, 0.0, both) if both else None
-        ends_stage = is_backward and action.microbatch == self.schedule.last_backward
-        offloads_all = self.schedule.offloads_all(stage, action.microbatch)
-        seconds = cost.slice_seconds(action, self.schedule.num_slices, offloads_all=offloads_all)
-        launch = cost.launch_seconds(action, offloads_all=offloads_all)
-        task = self._compute(rank, action, seconds, waits, launch=launch)
-        target = target_stage(action, self.schedule.num_stages)
-        if target is not None:
-            self._send(rank, self.schedule.rank_of(target), action, task)
+            neighbours += state.reductions[-MAX_GRADIENT_SUMS:-1]
+        waits = (neighbours, optimizer, weights, activations)
+        task = self._compute(rank, action, played.seconds, waits, launch=played.launch)
+        if played.target is not None:
+            self._send(rank, played.target, played, task)
+        ends_stage = is_backward and action.microbatch == self._last_backward
         if ends_stage:
             sealed = CLEARED_BYTES if self._is_shared else FINISH_GRADIENTS_BYTES
-            task = self._compute(rank, f"seal {stage}", sealed * cost.parameters / self.profile.gpu_bandwidth, {})
+            task = self._compute(rank, f"seal {stage}", sealed * cost.parameters / self.profile.gpu_bandwidth)
             if self._is_shared and cost.parameters:
                 task = self._reduce(rank, stage, task)
         state.last_of_stage[stage], state.last_is_backward[stage] = task, is_backward
@@ -177,32 +232,38 @@ class StepTasks:
             self._update_on_gpu(rank, stage)
 
     def _compute(
-        self, rank: int, name: object, seconds: float, waits: dict[WaitCause, Task | None], *, launch: float = 0.0
+        self,
+        rank: int,
+        name: object,
+        seconds: float,
+        waits: Sequence[Sequence[Task]] = ((),) * len(_WAITED_FOR),
+        *,
+        launch: float = 0.0,
     ) -> Task:
         state = self.ranks[rank]
+        needs = [] if state.last is None else [state.last]  # of the compute lane, in whose stead this is
+        if state.begin is not None:
+            needs.append(state.begin)
+        for tasks in waits:
+            needs += tasks
         state.enqueued += launch
         # Where the GPU has had more to do than the host so far, it does not wait for it.
-        launched = None
         if state.enqueued > state.computed:
-            launched = self._task(None, state.enqueued, [] if state.begin is None else [state.begin])
+            needs.append(self._task(None, state.enqueued, [] if state.begin is None else [state.begin]))
         state.computed += seconds
-        needs = [task for task in (state.last, state.begin, launched, *waits.values()) if task is not None]
-        task = self._task((Lane.COMPUTE, rank), seconds, needs, name=name)
-        state.computes.append(ComputeTask(task, waits, len(self.step_ends), state.begin))
-        state.last = task
+        task = state.last = self._task(None, seconds, needs)
+        if self._is_described:
+            self.names[task] = (rank, Lane.COMPUTE, name, len(self.step_ends) + 1, None)
+            by_cause = dict(zip(_WAITED_FOR, waits, strict=True))
+            state.computes.append(ComputeTask(task, by_cause, len(self.step_ends), state.begin))
         return task
 
-    def _send(self, rank: int, target: int, action: Action, sent: Task) -> None:
-        key = (action.kind.is_backward, action.stage, action.microbatch)
-        if target == rank:
-            self._messages[key] = sent
-            return
-        work = self.flows.message(rank, target, self.rules.message_bytes)
-        self._messages[key] = self._task((Lane.SEND, rank, target), work, [sent], name=_Sent(action, target))
-
-    @property
-    def _is_shared(self) -> bool:
-        return self.rules.sharding.num_replicas > 1
+    def _send(self, rank: int, target: int, played: _PlayedAction, sent: Task) -> None:
+        if target != rank:
+            work = self.flows.message(rank, target, self.rules.message_bytes)
+            name = _Sent(played.action, target) if self._is_described else ""
+            sent = self._task((Lane.SEND, rank, target), work, [sent], name=name)
+        self._messages[played.key] = sent
 
     def _reduce(self, rank: int, stage: int, done: Task) -> Task:
         """Sum a stage's gradients over the replicas, on a stream of its own."""
@@ -224,8 +285,8 @@ class StepTasks:
         slot.weights_on_host = self._task(f"weights home {rank}", self.flows.offload(rank, num_bytes), [task])
         return task
 
-    def _add_load(self, rank: int, stage: int) -> None:
-        state = self.ranks[rank]
+    def _add_load(self, rank: int, played: _PlayedAction) -> None:
+        state, stage = self.ranks[rank], played.stage
         slot = next((slot for slot in state.slots if slot.stage is None), None)
         if slot is None:
             slot = _Slot()
@@ -242,8 +303,8 @@ class StepTasks:
         state.loads[stage] = self._gather(rank, stage, slot, load) if gathers else load
         state.updated.discard(stage)
 
-    def _add_offload(self, rank: int, stage: int) -> None:
-        state = self.ranks[rank]
+    def _add_offload(self, rank: int, played: _PlayedAction) -> None:
+        state, stage = self.ranks[rank], played.stage
         slot = next(slot for slot in state.slots if slot.stage == stage)
         last = state.last_of_stage[stage]
         slot.stage, slot.free = None, last
@@ -256,20 +317,20 @@ class StepTasks:
         if self._updates_at_once(stage) and self.rules.overlaps_optimizer:
             self._update_on_host(rank, stage, [home])
 
-    def _add_sums_offload(self, rank: int, stage: int) -> None:
-        state = self.ranks[rank]
+    def _add_sums_offload(self, rank: int, played: _PlayedAction) -> None:
+        state, stage = self.ranks[rank], played.stage
         flow = self.flows.offload(rank, self.costs[stage].parameters * SUM_BYTES)
         home = self._task((Lane.OFFLOAD, rank), flow, [state.last_of_stage[stage]], name=f"OS{stage}")
         state.sums[stage] = state.sums_left = home
 
-    def _add_sums_load(self, rank: int, stage: int) -> None:
-        state = self.ranks[rank]
+    def _add_sums_load(self, rank: int, played: _PlayedAction) -> None:
+        state, stage = self.ranks[rank], played.stage
         flow = self.flows.load(rank, self.costs[stage].parameters * SUM_BYTES)
         needs = [task for task in (state.sums.get(stage), state.sums_left) if task is not None]
         state.sums[stage] = self._task((Lane.LOAD, rank), flow, needs, name=f"LS{stage}")
 
-    def _add_stash(self, rank: int, action: Action) -> None:
-        state = self.ranks[rank]
+    def _add_stash(self, rank: int, played: _PlayedAction) -> None:
+        state, action = self.ranks[rank], played.action
         flow = self.flows.offload(rank, self._offloaded_bytes(action))
         task = self._task(
             (Lane.OFFLOAD_ACTIVATIONS, rank), flow, [] if state.last is None else [state.last], name=action
@@ -279,8 +340,8 @@ class StepTasks:
         while len(state.leaving) > max_pending_offloads(self.schedule.copy_lookahead):
             state.left = state.leaving.popleft()
 
-    def _add_fetch(self, rank: int, action: Action) -> None:
-        state, key = self.ranks[rank], (action.stage, action.microbatch)
+    def _add_fetch(self, rank: int, played: _PlayedAction) -> None:
+        state, action, key = self.ranks[rank], played.action, (played.stage, played.action.microbatch)
         flow = self.flows.load(rank, self._offloaded_bytes(action))
         needs = [task for task in (state.last, state.activation_copies[key]) if task is not None]
         state.activation_copies[key] = self._task((Lane.PREFETCH_ACTIVATIONS, rank), flow, needs, name=action)
@@ -316,7 +377,7 @@ class StepTasks:
         state, parameters = self.ranks[rank], self.costs[stage].parameters
         seconds = self.rules.sharding.shard_size(parameters) / self.profile.gpu_adamw
         if not self._is_shared:
-            self._compute(rank, f"U{stage}", seconds, {})
+            self._compute(rank, f"U{stage}", seconds)
         elif parameters:  # behind its reduction, on the same stream
             needs = [task for task in (state.last_of_stage.get(stage), state.begin) if task is not None]
             update = self._task((Lane.REDUCE, rank), seconds, needs, name=f"U{stage}")
@@ -338,9 +399,23 @@ class StepTasks:
     def _task(
         self, lane: Hashable | None, work: float | Flow, needs: Sequence[Task], *, name: object = "", priority: int = 0
     ) -> Task:
-        task = Task(lane, work, tuple(dict.fromkeys(needs)), priority)
+        task = Task(lane, work, needs, priority)
         self.tasks.append(task)
-        if isinstance(lane, tuple):
+        if self._is_described and isinstance(lane, tuple):
             peer = lane[2] if len(lane) > 2 else None
             self.names[task] = (lane[1], lane[0], name, len(self.step_ends) + 1, peer)
         return task
+
+
+_COPIES_OF_STAGES = {
+    ActionKind.LOAD: StepTasks._add_load,
+    ActionKind.OFFLOAD: StepTasks._add_offload,
+    ActionKind.OFFLOAD_GRADIENT_SUMS: StepTasks._add_sums_offload,
+    ActionKind.LOAD_GRADIENT_SUMS: StepTasks._add_sums_load,
+}
+"""Resident stages have none."""
+_ADDED_FOR = {
+    **_COPIES_OF_STAGES,
+    ActionKind.OFFLOAD_ACTIVATIONS: StepTasks._add_stash,
+    ActionKind.PREFETCH_ACTIVATIONS: StepTasks._add_fetch,
+}

@@ -21,7 +21,7 @@ from mobius.plan.memory_estimates import Remedy, estimated_layer, largest_gpu_es
 from mobius.plan.peak_memory import LayerBytes
 from mobius.plan.replicas.report import nodes_as_remedies
 from mobius.plan.request import PlanRequest
-from mobius.plan.solver import QUICK_STEPS, PlanResult, from_all_numbers, resolve_auto, solve
+from mobius.plan.solver import PlanResult, from_all_numbers, resolve_auto, solve
 from mobius.plan.step_prediction import predict_step_seconds
 from mobius.units import GIB, format_bytes
 
@@ -145,7 +145,7 @@ def _details(result: PlanResult) -> str:
         else [f"{format_bytes(largest_gpu_estimate(result.gpu_estimates).total)} per GPU"]
     )
     if result.profile is not None:
-        seconds = predict_step_seconds(result.plan, result.request, result.profile, num_steps=QUICK_STEPS)
+        seconds = predict_step_seconds(result.plan, result.request, result.profile)
         parts.append(f"about {result.request.all_tokens / seconds:,.0f} tokens/s")
     return ", ".join(parts)
 

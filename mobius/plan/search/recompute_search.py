@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 
 from mobius.config.config import Recompute
 from mobius.plan.fit import fit_plan, levels_to_try, max_saving_attention
-from mobius.plan.memory_policy import ALIKE, closed_form_score, fits_host, policy_by_score, policy_by_simulation
+from mobius.plan.memory_policy import ALIKE, WORTH, closed_form_score, fits_host, policy_by_score, policy_by_simulation
 from mobius.plan.peak_memory import LayerBytes
 from mobius.plan.plan import Plan, RecomputeLevel
 from mobius.plan.profile import Profile
 from mobius.plan.request import PlanRequest
 from mobius.plan.search.offload_search import with_offloaded_microbatches
-from mobius.plan.step_prediction import predict_step_seconds
+from mobius.plan.step_prediction import predict_min_step_seconds, predict_step_seconds
 
 
 @lru_cache(maxsize=8)  # what is chosen for auto is then asked for by its numbers
-def fit_by_simulation(request: PlanRequest, layer: LayerBytes | None, profile: Profile) -> Plan:
-    """The fastest plan by simulation of what may be kept; arguments and errors as in `fit_plan`."""
+def fit_by_simulation(
+    request: PlanRequest, layer: LayerBytes | None, profile: Profile, to_beat: float = math.inf
+) -> Plan:
+    """The fastest plan by simulation of what may be kept; arguments and errors as in `fit_plan`.
+
+    What does not promise to beat `to_beat` seconds, those of a plan with other numbers, is not looked at closely.
+    """
     plans = list[Plan]()
     if (request.num_slices or 1) > 1:
         return _sliced_by_simulation(request, layer, profile)
@@ -27,12 +33,16 @@ def fit_by_simulation(request: PlanRequest, layer: LayerBytes | None, profile: P
             break  # nothing is left to gain
         # What a refusal advises is of the request as it was asked.
         asked = request if level is request.plan.recompute_level else replace(request, recompute_level=level)
-        plan = fit_plan(asked, layer=layer, policy=policy_by_simulation(profile))
+        plan = fit_plan(asked, layer=layer, policy=policy_by_simulation(profile, to_beat))
         # The level of a plan that keeps nothing says nothing.
         plans.append(plan if plan.saved_activation_stages else replace(plan, recompute_level=RecomputeLevel.NONE))
     plans = [plan for plan in plans if fits_host(request, plan)] or plans
-    seconds = [predict_step_seconds(plan, request, profile) for plan in plans]
-    best = plans[0] if seconds[0] <= min(seconds) * (1 + ALIKE) else plans[seconds.index(min(seconds))]
+    best, *others = plans
+    for plan in others:
+        if predict_min_step_seconds(plan, request, profile) < to_beat * (1 - WORTH):
+            now = predict_step_seconds(best, request, profile)
+            if predict_step_seconds(plan, request, profile) < now * (1 - ALIKE):
+                best = plan
     return with_offloaded_microbatches(request, best, layer=layer, profile=profile)
 
 

@@ -13,6 +13,7 @@ from mobius.plan.gpu_specs import GPU_SPECS
 from mobius.plan.partition import ModelShape
 from mobius.plan.request import Machine, PlanRequest
 from mobius.plan.solver import choose_candidate, quick_candidates
+from mobius.plan.step_prediction import predict_step_seconds
 
 
 @pytest.fixture
@@ -32,7 +33,9 @@ def test_nothing_that_was_tried_is_noticeably_faster_than_the_choice(shape: Mode
     assert {(setting.plan.num_stages, setting.plan.num_microbatches) for setting in tried} == {
         (stages, chunks) for stages in (2, 4, 6, 8, 10) for chunks in (1, 2, 4, 8)
     }
-    assert choose_candidate(request).seconds <= min(setting.seconds for setting in tried) * (1 + choosing.NOTICEABLE)
+    seconds = [predict_step_seconds(setting.plan, setting.request, setting.profile) for setting in tried]
+    assert all(setting.seconds <= simulated for setting, simulated in zip(tried, seconds, strict=True))
+    assert choose_candidate(request).seconds <= min(seconds) * (1 + choosing.NOTICEABLE)
 
 
 def test_a_given_number_stays(shape: ModelShape) -> None:
