@@ -374,7 +374,8 @@ def choose_candidate(request: PlanRequest, *, measured: Profile | None = None) -
                 tried.append(_simulated(each.request, measured, to_beat))
                 bar.update()
     else:  # many microbatches, whose steps take long to simulate
-        tried = [_with_seconds(_bounded(each, measured)) for each in from_all_numbers(request)]
+        bounded = [_bounded(each, measured) for each in from_all_numbers(request)]
+        tried = [_fastest(_that_fit_host(bounded) or bounded)]
     tried = _that_fit_host(tried) or tried
     fastest = min(setting.seconds for setting in tried)
     alike = [setting for setting in tried if setting.seconds <= fastest * (1 + NOTICEABLE)]

@@ -2,7 +2,8 @@
 
 A step takes as long as each of these alone, and the bound is the largest:
 
-    compute    of a rank, and in each round the way of its first microbatch to it and of its last gradient to stage 0;
+    compute    of a rank, and in each round the way of its first microbatch to it and of its last gradient to stage 0,
+               behind the last of which it may end gradients and update resident stages meanwhile;
                in each round the way of a microbatch through all stages, and of all others through the last one
     copies     of a rank in one direction at its link's rate, and of all ranks at what they are given together
     updates    of all streamed stages on the CPUs; with clipping, forward waits for those of its stage and below
@@ -16,12 +17,18 @@ from itertools import accumulate
 from mobius.plan.event_simulation import StageCost, StepRules
 from mobius.plan.plan import Plan
 from mobius.plan.profile import Profile
+from mobius.plan.step_tasks import FINISH_GRADIENTS_BYTES
 
 
 def min_step_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, rules: StepRules) -> float:
     """Seconds that no simulated step of `plan` falls below; arguments as of `simulate_steps`."""
     passes = [_pass_seconds(plan, cost) for cost in costs]
-    compute = [_compute_seconds(plan, costs, passes, rank) for rank in range(plan.num_ranks)]
+    ends = [_end_seconds(plan, costs, profile, rules, rank) for rank in range(plan.num_ranks)]
+    compute = [
+        _compute_seconds(plan, costs, rank)
+        + max(plan.accumulation_rounds * sum(passes[:rank]), (plan.accumulation_rounds - 1) * sum(passes[:rank]) + end)
+        for rank, end in enumerate(ends)
+    ]
     last = costs[-1]
     through_last = (plan.microbatches_per_round - plan.num_slices) * (last.forward + last.backward)
     through_all = plan.accumulation_rounds * (sum(passes) + through_last)
@@ -38,16 +45,25 @@ def _pass_seconds(plan: Plan, cost: StageCost) -> float:
     return cost.forward + first_slice * cost.forward_attention + backward
 
 
-def _compute_seconds(plan: Plan, costs: Sequence[StageCost], passes: Sequence[float], rank: int) -> float:
-    """Seconds of a rank, and in each round those before its first microbatch comes and behind its last gradient."""
-    offloaded = plan.num_offloaded_microbatches * plan.accumulation_rounds
-    seconds = plan.accumulation_rounds * sum(passes[:rank])
+def _compute_seconds(plan: Plan, costs: Sequence[StageCost], rank: int) -> float:
+    """Seconds of all forwards and backwards of a rank."""
+    seconds, offloaded = 0.0, plan.num_offloaded_microbatches * plan.accumulation_rounds
     for stage in plan.local_stages(rank):
         cost = costs[stage]
         seconds += plan.num_microbatches * (cost.forward + cost.backward)
         if cost.backward_from_saved is not None:
             seconds -= offloaded * max(0.0, cost.backward - cost.backward_from_saved[0])
     return seconds
+
+
+def _end_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, rules: StepRules, rank: int) -> float:
+    """Seconds that a GPU takes to end the gradients of its stages, and to update those that it updates."""
+    if rules.sharding.num_replicas > 1:
+        return 0.0
+    own = [costs[stage] for stage in plan.local_stages(rank)]
+    updated = sum(cost.parameters for cost in own if cost.is_resident or cost.keeps_trained_on_gpu)
+    ended = FINISH_GRADIENTS_BYTES * sum(cost.parameters for cost in own)
+    return updated / profile.gpu_adamw + ended / profile.gpu_bandwidth
 
 
 def _copy_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, rules: StepRules) -> float:

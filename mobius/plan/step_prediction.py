@@ -40,6 +40,8 @@ from mobius.schedule.schedule import Schedule
 TRIED_FACTOR = 1.1
 NUM_STEPS = 2
 """Simulated; the first has nothing to wait for, the second is the steady one."""
+SIMULATED_ROUNDS = 4
+"""At most, of a step whose seconds alone are asked for; further ones last as long as the last of them."""
 UNSTEADY_STEPS = 2
 """At the start of a run: memory is touched for the first time. They do not count if there are others."""
 
@@ -79,7 +81,7 @@ class SimulatedSteps:
 
 
 def simulate_steps(
-    schedule: Schedule, costs: Sequence[StageCost], profile: Profile, rules: StepRules, *, num_steps: int = NUM_STEPS
+    schedule: Schedule, costs: Sequence[StageCost], profile: Profile, rules: StepRules, *, num_steps: int = 3
 ) -> SimulatedSteps:
     """Play `num_steps` steps back to back and describe the last one.
 
@@ -130,16 +132,28 @@ _actions = lru_cache(maxsize=1024)(rank_actions)
 
 @lru_cache(maxsize=64)  # what is chosen among plans is looked at again
 def predict_step_seconds(plan: Plan, request: PlanRequest, profile: Profile) -> float:
-    """Seconds of a steady step of `plan` at the rates of `profile`."""
+    """Seconds of a steady step of `plan` at the rates of `profile`; many rounds are taken to go on as the first do."""
+    if (more := plan.accumulation_rounds - SIMULATED_ROUNDS) > 0:
+        fewer, shorter = (_with_rounds(plan, SIMULATED_ROUNDS - missing) for missing in (0, 1))
+        seconds = predict_step_seconds(fewer, request, profile)
+        return seconds + more * (seconds - predict_step_seconds(shorter, request, profile))
     costs = stage_costs(plan, request.shape, profile)
     return simulated_seconds(build_plan_schedule(plan), costs, profile, request.rules)
 
 
+def _with_rounds(plan: Plan, rounds: int) -> Plan:
+    """The plan of a step with so many rounds like its own."""
+    return replace(plan, accumulation_rounds=rounds, num_microbatches=rounds * plan.microbatches_per_round)
+
+
 def predict_waits(plan: Plan, request: PlanRequest, profile: Profile) -> float:
     """Seconds of a steady step, over all ranks, that compute waits for anything but another rank's messages."""
+    rounds = plan.accumulation_rounds
+    plan = _with_rounds(plan, min(rounds, SIMULATED_ROUNDS))
     costs = stage_costs(plan, request.shape, profile)
-    steps = simulate_steps(build_plan_schedule(plan), costs, profile, request.rules)
-    return sum(sum(waits.values()) - waits[WaitCause.NEIGHBOURS] for waits in steps.waits)
+    steps = simulate_steps(build_plan_schedule(plan), costs, profile, request.rules, num_steps=NUM_STEPS)
+    waited = sum(sum(waits.values()) - waits[WaitCause.NEIGHBOURS] for waits in steps.waits)
+    return waited * rounds / plan.accumulation_rounds
 
 
 def predict_min_step_seconds(plan: Plan, request: PlanRequest, profile: Profile) -> float:

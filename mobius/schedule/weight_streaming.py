@@ -41,10 +41,9 @@ def add_transfers(order: Sequence[Action], num_slots: int, resident: Collection[
     sums = _Sums(runs, resident)
     result: list[Action] = []
     loaded: list[int] = []
+    coming = _coming([run[0].stage for run in runs], num_slots, resident)
     for position, run in enumerate(runs):
-        stage = run[0].stage
-        coming = dict.fromkeys(later[0].stage for later in runs[position:] if later[0].stage not in resident)
-        wanted = [*coming][:num_slots]
+        stage, wanted = run[0].stage, [*coming[position]]
         result += [Action(ActionKind.OFFLOAD, stage) for stage in loaded if stage not in wanted]
         result += [Action(ActionKind.LOAD, stage) for stage in wanted if stage not in loaded]
         loaded = wanted
@@ -56,6 +55,17 @@ def add_transfers(order: Sequence[Action], num_slots: int, resident: Collection[
             loaded.remove(stage)
             result.append(Action(ActionKind.OFFLOAD, stage))
     return [*result, *(Action(ActionKind.OFFLOAD, stage) for stage in loaded)]
+
+
+def _coming(stages: Sequence[int], number: int, resident: Collection[int]) -> list[list[int]]:
+    """The next so many different streamed stages from each place of `stages` on, in the order of their coming."""
+    coming: list[list[int]] = []
+    following: list[int] = []
+    for stage in reversed(stages):
+        if stage not in resident:
+            following = [stage, *(each for each in following if each != stage)][:number]
+        coming.append(following)
+    return coming[::-1]
 
 
 class _Sums:
