@@ -14,7 +14,10 @@ from mobius.memory.shards import Shards
 from mobius.memory.split_master import join_master, split_master
 
 CHUNK_ELEMENTS = 2**22
-"""Elements split at a time: bounds what writing a master takes beside the values to 32 MiB."""
+"""Elements split at a time: bounds what writing a master takes in addition to the values to 32 MiB."""
+HOST_CHUNK_ELEMENTS = 2**18
+"""On a CPU: what is taken stays in its cache, and comes from no new pages (430 million elements a second and core on a
+cloud VM, 2026-11-24; 150 with `CHUNK_ELEMENTS`)."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,12 @@ class StageState:
         trained = slice(0, self.layout.num_trained)
         weights, master = self.weights[trained][part], self.master
         if isinstance(master, MasterRemainder):
-            chunks = (tensor.split(CHUNK_ELEMENTS) for tensor in (values, weights, master.bits[part]))
+            if values.dtype == weights.dtype:  # nothing remains
+                weights.copy_(values)
+                master.bits[part].zero_()
+                return
+            size = HOST_CHUNK_ELEMENTS if weights.device.type == "cpu" else CHUNK_ELEMENTS
+            chunks = (tensor.split(size) for tensor in (values, weights, master.bits[part]))
             for chunk, rounded, remainder in zip(*chunks, strict=True):
                 split_master(chunk.to(weights.device, torch.float32), weights=rounded, remainder=remainder)
             return

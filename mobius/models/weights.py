@@ -11,11 +11,12 @@ import functools
 import logging
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,6 +32,8 @@ from mobius.models.weight_conversion.parameter_pieces import ParameterPiece
 from mobius.regular_files import open_regular
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PLAIN_DTYPES = tuple(_DTYPES)
@@ -348,6 +351,24 @@ class ValueCheck:
         )
 
 
+MAX_AHEAD_ELEMENTS = 2**28
+"""Elements of a value next to which no other is read: 1 GiB in fp32."""
+
+
+def read_ahead(values: Iterator[T], *, size: Callable[[T], int]) -> Iterator[T]:
+    """Yield `values`, the next of which is read on another thread while one is used, unless that has a large `size`."""
+    with ThreadPoolExecutor(1, thread_name_prefix="weights") as reader:
+        coming = reader.submit(next, values, None)
+        while (value := coming.result()) is not None:
+            is_small = size(value) <= MAX_AHEAD_ELEMENTS
+            if is_small:
+                coming = reader.submit(next, values, None)
+            yield value
+            if not is_small:
+                del value
+                coming = reader.submit(next, values, None)
+
+
 def read_in_pieces(source: WeightSource, name: str, shape: tuple[int, ...]) -> Iterable[tuple[int, Tensor]]:
     """The parameter in parts that follow each other in it, each with the element that it begins at.
 
@@ -403,7 +424,7 @@ class InitialWeights:
             self._drawn.update(self._draw(name.rpartition(".")[0]))
         tensor = self._drawn.pop(name)
         assert tuple(tensor.shape) == shape, (name, tensor.shape, shape)
-        if not tensor.isfinite().all():
+        if tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
             raise CheckpointError(
                 f"transformers draws no initial values for {name!r} in this family, so it cannot be trained from fresh "
                 "weights. Give a model with weights."

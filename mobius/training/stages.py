@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from mobius.activity import Activity
@@ -19,7 +20,7 @@ from mobius.memory.update_queue import UpdateQueue
 from mobius.messages.transport import ActivationTransport
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.experts.router_loss import refuse_slices
-from mobius.models.weights import WeightSource, read_in_pieces
+from mobius.models.weights import WeightSource, read_ahead, read_in_pieces
 from mobius.plan.plan import Plan
 from mobius.runtime.executor import Executor
 from mobius.runtime.pipelined_router_loss import PipelinedRouterLoss
@@ -168,13 +169,20 @@ class RankStages:
             for name, shape in module.shapes.items()
             if not only_frozen or name in module.frozen
         ]
-        disable = None if show_progress else True
-        for stage, name, shape in tqdm(named, desc="loading weights", unit="tensor", leave=False, disable=disable):
-            own = self.memory[stage]
-            state = own.frozen_state if name in self.modules[stage].frozen else own.state
-            for offset, value in read_in_pieces(source, name, shape):
+        with tqdm(
+            total=len(named),
+            desc="loading weights",
+            unit="tensor",
+            leave=False,
+            disable=None if show_progress else True,
+        ) as bar:
+            for stage, name, offset, value in read_ahead(_pieces(source, named), size=lambda piece: piece[3].numel()):
+                if offset == 0:
+                    bar.update()
+                    progress()
+                own = self.memory[stage]
+                state = own.frozen_state if name in self.modules[stage].frozen else own.state
                 state.set_parameter(name, value, offset=offset)
-            progress()
 
     def executor(
         self,
@@ -230,3 +238,12 @@ def _offloaded_bytes(
         kept.append(((batch, tokens, shape.attention_width), dtype))
         kept.append(((batch, shape.num_heads or 0, tokens), torch.float32))
     return pinned_buffer_bytes(*kept)
+
+
+def _pieces(
+    source: WeightSource, named: Iterable[tuple[int, str, tuple[int, ...]]]
+) -> Iterator[tuple[int, str, int, Tensor]]:
+    """Stage, name, offset and value of every part of the parameters."""
+    for stage, name, shape in named:
+        for offset, value in read_in_pieces(source, name, shape):
+            yield stage, name, offset, value

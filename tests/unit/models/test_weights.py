@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 
 from mobius.config.cli import parse_args
 from mobius.errors import CheckpointError
+from mobius.models import weights
 from mobius.models.blocks import ModelParts
 from mobius.models.families import load_model_config
 from mobius.models.weights import CheckpointWeights, InitialWeights
@@ -306,3 +308,23 @@ def test_a_parameter_that_transformers_does_not_draw_is_refused_by_name() -> Non
 
     with pytest.raises(CheckpointError, match=r"no initial values for 'model\.constant\.slope'"):
         InitialWeights(parts, seed=1).read("model.constant.slope", (2,))
+
+
+def test_values_are_read_ahead_one_at_a_time_in_order_unless_they_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "MAX_AHEAD_ELEMENTS", 10)
+    begun: list[int] = []
+
+    def values() -> Iterator[int]:
+        for number in (1, 2, 30, 4):
+            begun.append(number)
+            yield number
+        raise CheckpointError("the fifth is damaged")
+
+    ahead = weights.read_ahead(values(), size=lambda value: value)
+    assert next(ahead) == 1
+    assert next(ahead) == 2
+    assert next(ahead) == 30
+    assert begun == [1, 2, 30]  # while a large one is used, nothing else is read
+    assert next(ahead) == 4
+    with pytest.raises(CheckpointError, match="the fifth"):
+        next(ahead)
