@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The measurements of docs/benchmarks.md on the GPUs of this machine:  bash benchmarks/gpu.sh PART...
+# The measurements of docs/performance.md on the GPUs of this machine:  bash benchmarks/gpu.sh PART...
 #
 #   main       Llama-2-7B's shape, batch 64 x 512, all stages streamed under 12 GiB, without clipping, beside peers
 #   stale      the same beside RoundPipe, whose start takes minutes

@@ -1,7 +1,7 @@
 """Known cards by their data sheets, and profiles estimated from them for machines one does not have.
 
 Nothing here is measured on the card in question: rates are the vendor's numbers times shares that were measured on one
-machine of H200s (docs/predictions.md). A profile made here says so.
+machine of H200s in November 2026 (docs/performance.md has the errors). A profile made here says so.
 
     seconds of a product = operations / (data sheet TFLOP/s x GEMM_SHARE x the part's share)
 """

@@ -38,7 +38,7 @@ STEP_BYTES_PER_TOKEN = 16
 """Token and label, where the step's are on the GPU."""
 FRAGMENT_SHARE = 0.03
 """Memory that the allocator keeps beside what comes and goes, as a share of that. Runs on H200s had 0 to 2.6 % of all
-that was allocated, and 8 % with messages over NCCL (docs/benchmarks.md)."""
+that was allocated, and 8 % with messages over NCCL (four of them, 2026-11-21)."""
 CONTEXT_BYTES = int(0.6 * GIB)
 """GPU memory of a process outside of torch's: context and kernels. A usual value, not measured."""
 COMMUNICATOR_BYTES = int(0.05 * GIB)

@@ -152,7 +152,7 @@ def test_frozen_parameters_spare_their_gradients_products_copies_and_updates() -
 def test_steps_with_adapters_are_predicted_as_they_were_measured(
     num_ranks: int, stages: int, chunks: int | None, rounds: int | None, measured: float
 ) -> None:
-    """Qwen2.5-14B's shape on H200s under 24 GiB, docs/benchmarks.md, 2026-11-23; without passes they are 9 % short."""
+    """Qwen2.5-14B's shape on H200s under 24 GiB, docs/performance.md, 2026-11-23; without passes they are 9 % short."""
     machine, shape = Machine(num_ranks, GPU_SPECS["H200"]), ModelParts(QWEN_14B, CPU, adapters=LORA).shape()
     options = {"num_stages": stages, "num_chunks": chunks, "num_rounds": rounds, "gpu_memory_limit": 24.0}
     request = request_of(shape, machine, batch_size=16, seq_length=2048, max_grad_norm=1.0, **options)

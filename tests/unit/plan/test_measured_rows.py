@@ -1,4 +1,4 @@
-"""Estimates for H200s beside what was measured there: docs/predictions.md has these rows."""
+"""Estimates for H200s beside steps that were measured there from 2026-11-20 to 2026-11-22."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def test_no_more_products_are_on_a_gpu_than_are_counted() -> None:
     assert len(exact) > 5, "nor are many more counted"
 
 
-# 4 x H200 (docs/benchmarks.md), before sends were bounded. The host was then a thousand launches ahead of the GPU; a
+# 4 x H200 (2026-11-21), before sends were bounded. The host was then a thousand launches ahead of the GPU; a
 # compiled layer's forward makes some 16, so that about 64 messages were kept. That number is inferred, not measured.
 KEPT_THEN = 64
 MEASURED = [

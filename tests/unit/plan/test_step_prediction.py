@@ -225,7 +225,7 @@ def predict_llama(
     keeps_graphs: bool = False,
     change: tuple[Resource, float] | None = None,
 ) -> SimulatedSteps:
-    """64 x 512 on H200s, a layer per stage, as in docs/benchmarks.md."""
+    """64 x 512 on H200s, a layer per stage, as in test_measured_rows.py."""
     shape, tokens = llama(num_layers, whole), 64 * 512 // microbatches
     profile = estimate_profile(GPU_SPECS["H200"], shape, microbatch_tokens=tokens, seq_length=512, num_ranks=num_ranks)
     profile = with_faster(profile, *change) if change else profile
