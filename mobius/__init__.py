@@ -3,4 +3,4 @@
 Importing this package imports none of its parts; `__main__.py` starts the program.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

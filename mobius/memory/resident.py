@@ -7,13 +7,13 @@
     sums, in a step of rounds    4                       4                  4
 
 A stage that is updated right behind its backward keeps no gradients: they are read from the rank's one fp32 sum
-(`gradient_sum.py`), rounded where they are to the format in which a streamed stage's leave, so that residency does not
-change what is trained. Where an update has to wait for others (clipping, a tied matrix, loss scaling) the gradients
-are cast into memory of the stage's own. In a step of several rounds every stage has a sum of its own, which stays from
-round to round, and nothing else is kept.
+(`gradient_accumulator.py`), rounded where they are to the format in which a streamed stage's leave, so that residency
+does not change what is trained. Where an update has to wait for others (clipping, a tied matrix, loss scaling) the
+gradients are cast into memory of the stage's own. In a step of several rounds every stage has a sum of its own, which
+stays from round to round, and nothing else is kept.
 
 Where replicas share the stage, each keeps the gradients and has the state of its share. Sums are reduced, and the stage
-is updated and its weights are given to all, on the stream of reductions (`shared/reductions.py`).
+is updated and its weights are given to all, on the stream of reductions (`sharding/reductions.py`).
 """
 
 from __future__ import annotations

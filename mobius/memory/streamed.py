@@ -11,14 +11,15 @@ A slot goes round between three streams, the first its own; each arrow is an eve
 `ready` and `free` are the slot's two events; `done` is only a hand-over inside `offload`. Without gradients `free` is
 recorded on the compute stream at once. Weights are never copied back: the GPU does not change them.
 
-Gradients of all microbatches accumulate in fp32 in one buffer per rank (`gradient_sum.py`). Sealing casts them into the
-slot, over the trained weights, which backward no longer needs: a gradient leaves in the weights' dtype by one flat copy
-and costs no memory of its own. Gradients that are to arrive in fp32 leave from the accumulator; then there are two of
-them, and the slot is free as soon as backward is done.
+Gradients of all microbatches accumulate in fp32 in one buffer per rank (`gradient_accumulator.py`). Sealing casts them
+into the slot, over the trained weights, which backward no longer needs: a gradient leaves in the weights' dtype by one
+flat copy and costs no memory of its own. Gradients that are to arrive in fp32 leave from the accumulator; then there
+are two of them, and the slot is free as soon as backward is done.
 
-Where replicas share the stage, sums are reduced and cast on a stream between compute and D2H (`shared/reductions.py`),
-and each host receives and updates its own share of the weights. The first load behind an update brings that share, and
-the others' from the other replicas, under compute. Those go home too, so that later loads are as ever:
+Where replicas share the stage, sums are reduced and cast on a stream between compute and D2H
+(`sharding/reductions.py`), and each host receives and updates its own share of the weights. The first load behind an
+update brings that share, and the others' from the other replicas, under compute. Those go home too, so that later loads
+are as ever:
 
     H2D stream     wait(free, kept) -> copy the own share in -> gather the others' -> record(ready)
                                                                                         |

@@ -121,7 +121,7 @@ class Block:
 
 @dataclass(frozen=True)
 class SplitBlocks:
-    """A layer cut at its attention (`seam.py`); each half has its parameters by the layer's prefix."""
+    """A layer cut at its attention (`attention_split.py`); each half has its parameters by the layer's prefix."""
 
     pre_attention: Block
     """Hidden states -> query, key and value."""

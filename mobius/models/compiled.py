@@ -1,7 +1,7 @@
 """Compiles functions under torch.compile, and modules into graphs of their own, forward alone and both ways back.
 
     activations kept        a forward, and a backward that takes what the forward kept
-    products kept           the same, and the backward runs again what is cheap (cheap.py)
+    products kept           the same, and the backward runs again what is cheap (recompute_policy.py)
     recomputed              one graph of both; what only the output would need is not in it, above all the last product
 
 A module's own graphs spare the host about half of the work that torch.compile and autograd give it: nothing is between

@@ -1,6 +1,6 @@
 """AdamW over a stage's flat state, on whatever device the state lives.
 
-The first of these that can does it: on the host the C kernel (adamw.c), on a GPU one compiled kernel (fused_update.py),
+The first of these that can does it: on the host the C kernel (adamw.c), on a GPU one compiled kernel (adamw_gpu.py),
 both for a split master in one pass; torch's fused update in pieces.
 """
 

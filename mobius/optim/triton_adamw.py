@@ -1,4 +1,4 @@
-"""The kernel of fused_update.py in Triton, which torch brings along for GPUs; import it only where there is one.
+"""The kernel of adamw_gpu.py in Triton, which torch brings along for GPUs; import it only where there is one.
 
 The kernel is `update` and `split` of adamw.c, operation by operation. Launched without contraction of products and
 sums, with square root and quotient rounded correctly, it gives the same bits.

@@ -15,7 +15,7 @@ A run that keeps checkpoints, or goes on from one of its own folder:
     commit    save_ckpt/final.partial -> save_ckpt, file by file, config.json as the last (run_folder/final_weights.py)
 
 A process can be killed between any two of these; the next run's `prepare` settles what it finds, as the table in
-run_folder/interrupted.py says.
+run_folder/recovery.py says.
 """
 
 import contextlib

@@ -7,8 +7,8 @@
     D2H stream                                        streamed: wait(reduced) -> own share home -> record(free)
 
 Sums stay in their buffer until `reduced`, or until they have left where they leave in fp32; the next stage adds up in
-another one (`gradient_sum.py`). A resident stage's update runs on this stream, too, and gives the weights to the other
-replicas: compute waits for that where it needs them, in the next step.
+another one (`gradient_accumulator.py`). A resident stage's update runs on this stream, too, and gives the weights to
+the other replicas: compute waits for that where it needs them, in the next step.
 
 All replicas enqueue the same here in the same order: it is that of the schedule, and one thread does it. On a CPU all
 of it happens at once.

@@ -1,4 +1,4 @@
-"""Launches the kernels of experts' products (triton_products.py), and knows where they can be used."""
+"""Launches the kernels of experts' products (triton_grouped_matmul.py), and knows where they can be used."""
 
 from __future__ import annotations
 

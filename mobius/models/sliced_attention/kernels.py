@@ -3,8 +3,8 @@
 A piece's probabilities are exp(score - log-sum-exp of ALL pieces). So a kernel's backward that is given the merged
 output and the merged log-sum-exp yields exactly its piece's share of the gradients, whichever kernel ran forward.
 
-What each of them takes stands in choice.py. Where a piece has more keys than queries, flash's causal mask is aligned at
-its lower right corner; the others' at the upper left, so they get squares.
+What each of them takes stands in kernel_choice.py. Where a piece has more keys than queries, flash's causal mask is
+aligned at its lower right corner; the others' at the upper left, so they get squares.
 """
 
 from __future__ import annotations
