@@ -29,7 +29,10 @@ from mobius.output.trace import Trace, TraceFacts, write_trace
 from mobius.schedule.lanes import Lane, LaneSpan
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = (ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted((ROOT / "docs").glob("*.md")))
+DOCUMENTS = (
+    *(ROOT / name for name in ("README.md", "README.zh-CN.md", "CONTRIBUTING.md", "tests/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+)
 """Without docs/log, which says what was typed on its day."""
 NOT_RUN = {"bash scripts/test": "runs these commands itself", "scripts/run_docs": "the same"}
 HANG_SECONDS = 1200.0
@@ -230,6 +233,10 @@ def _problems(words: Sequence[str]) -> list[str]:
             return problems + read_command_line(for_mobius).problems
         case ["pytest", *rest]:
             return _missing([word for word in rest if "/" in word])
+        case ["ruff", *_]:
+            return []
+        case ["git", "worktree", "add", *_]:
+            return []
         case ["source", ".venv/bin/activate"]:
             return []
         case ["tail", "-n", _, file, ">", _]:

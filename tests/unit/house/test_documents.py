@@ -1,25 +1,36 @@
 """Rules for README and docs: short, in lines that fit a screen, true to the tree, and the same in both languages."""
 
 import re
+import tomllib
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from harness.documents import commands_of
+
+import mobius
 
 ROOT = Path(__file__).parents[3]
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
-PAGES = [README, CHINESE, *sorted((ROOT / "docs").glob("*.md"))]
+CONTRIBUTING, TESTS = ROOT / "CONTRIBUTING.md", ROOT / "tests" / "README.md"
+OF_CONTRIBUTORS = [CONTRIBUTING, TESTS, ROOT / "CHANGELOG.md", ROOT / "CODE_OF_CONDUCT.md"]
+PAGES = [README, CHINESE, *OF_CONTRIBUTORS, *sorted((ROOT / "docs").glob("*.md"))]
 ALL = [*PAGES, *sorted((ROOT / "docs" / "log").glob("*.md"))]
 MAX_COLUMNS = 120
 MAX_README_LINES = 140
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 FILE = re.compile(r"(?:[\w.-]+/)+[\w.-]+\.(?:py|c|sh|md|yaml)\b")
 
-over_all = pytest.mark.parametrize("path", ALL, ids=lambda path: path.name)
-over_pages = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+over_all = pytest.mark.parametrize("path", ALL, ids=name_of)
+over_pages = pytest.mark.parametrize("path", PAGES, ids=name_of)
 
 
 def columns(line: str) -> int:
@@ -84,3 +95,21 @@ def test_both_readmes_have_the_same_commands_and_numbers() -> None:
 def numbers_in_tables(text: str) -> Counter[str]:
     rows = "\n".join(line for line in text.splitlines() if line.startswith("|"))
     return Counter(re.findall(r"\d+(?:\.\d+)?", rows))
+
+
+def test_contributing_lists_the_layers_in_their_order() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
+    packages = [name for layer in layers for name in re.findall(r"\w+", layer) if (ROOT / "mobius" / name).is_dir()]
+
+    block = CONTRIBUTING.read_text(encoding="utf-8").partition("## Layout")[2].split("```")[1]
+    assert [name for name in re.findall(r"^(\w+) ", block, re.MULTILINE) if name != "program"] == packages
+
+
+def test_the_version_is_the_newest_of_the_changelog_and_the_one_to_cite() -> None:
+    newest = re.search(r"^## \[([\d.]+)\] - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+
+    assert newest is not None
+    assert newest.groups() == (mobius.__version__, citation["date-released"])
+    assert citation["version"] == mobius.__version__

@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 MODULES = sorted((ROOT / "mobius").rglob("*.py"))
-SOURCE_FOLDERS = ("mobius", "scripts", "benchmarks", "tests", "configs", "docs", "assets", ".ci")
-SOURCE_SUFFIXES = {".py", ".c", ".md", ".toml", ".txt", ".yaml", ".yml", ".json", ".jinja", ".sh", ""}
+SOURCE_FOLDERS = ("mobius", "scripts", "benchmarks", "tests", "configs", "docs", "assets", ".ci", ".github")
+SOURCE_SUFFIXES = {".py", ".c", ".md", ".toml", ".txt", ".yaml", ".yml", ".json", ".jinja", ".sh", ".cff", ""}
 
 SCRIPTS = sorted(path for folder in ("scripts", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
 PICKLERS = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
