@@ -20,7 +20,7 @@ MIN_THREADS_TO_SPARE = 8
 SATURATING_THREADS = 32
 """Threads of all ranks' optimizers together that use up the memory bandwidth of a NUMA node: on 64 cores of a machine
 with four H200 and one node, 6 to 14 threads of each rank updated equally fast, and steps varied least with 8
-(docs/decisions.md)."""
+(docs/decisions/0005-update-order.md)."""
 TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16, Dtype.FP32: torch.float32}
 
 

@@ -1,7 +1,7 @@
 """Measures how fast copies and CPU optimizers are while all ranks work at once, for a profile. Collective.
 
-Both live on the host's memory bandwidth, of which machines that look alike, or one an hour later, gave 1.5 to 2.4e9
-updated parameters per second and rank (docs/decisions.md). So a run measures at its start, for a second or two.
+Both depend on the host's memory bandwidth. Machines that look alike, or one machine an hour later, updated 1.5 to 2.4e9
+parameters per second and rank (docs/decisions/0013-host-memory.md), so a run measures for a second or two at its start.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@
    and with other ranks, and equal shares would make all wait for the thread that lost its core. */
 #define BLOCK 32768
 
-/* Elements between two requests for memory, and how far ahead of their use these are (measured: docs/decisions.md). */
+/* Elements between two prefetches, and how far ahead of their use these are (docs/decisions/0004-cpu-adamw.md). */
 #define RUN 64
 #define AHEAD 512
 #define CACHE_LINE 64

@@ -62,7 +62,7 @@ MEMORY_SHARE = 0.8
 GPU_ADAMW_BYTES = 28
 """Moved per parameter by AdamW on the GPU in one pass: gradient 4, weights 4, remainder 4, moments 16."""
 CPU_ADAMW_BYTES = 26
-"""The C kernel on a split master with bf16 gradients (docs/decisions.md)."""
+"""The C kernel on a split master with bf16 gradients (docs/decisions/0004-cpu-adamw.md)."""
 CPU_ADAMW_PER_CORE = 0.335e9
 """Parameters per second and core while memory is free: 5.36e9 on 16 cores."""
 COPY_PENALTY = 0.70

@@ -31,9 +31,8 @@ from mobius.schedule.lanes import Lane, LaneSpan
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = (
     *(ROOT / name for name in ("README.md", "README.zh-CN.md", "CONTRIBUTING.md", "tests/README.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 )
-"""Without docs/log, which says what was typed on its day."""
 NOT_RUN = {"bash scripts/test": "runs these commands itself", "scripts/run_docs": "the same"}
 HANG_SECONDS = 1200.0
 

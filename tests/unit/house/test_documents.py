@@ -17,10 +17,11 @@ ROOT = Path(__file__).parents[3]
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
 CONTRIBUTING, TESTS = ROOT / "CONTRIBUTING.md", ROOT / "tests" / "README.md"
 OF_CONTRIBUTORS = [CONTRIBUTING, TESTS, ROOT / "CHANGELOG.md", ROOT / "CODE_OF_CONDUCT.md"]
-PAGES = [README, CHINESE, *OF_CONTRIBUTORS, *sorted((ROOT / "docs").glob("*.md"))]
-ALL = [*PAGES, *sorted((ROOT / "docs" / "log").glob("*.md"))]
+PAGES = [README, CHINESE, *OF_CONTRIBUTORS, *sorted((ROOT / "docs").rglob("*.md"))]
+RECORDS = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
 MAX_COLUMNS = 120
 MAX_README_LINES = 140
+MAX_RECORD_WORDS = 200
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 FILE = re.compile(r"(?:[\w.-]+/)+[\w.-]+\.(?:py|c|sh|md|yaml)\b")
 
@@ -29,7 +30,6 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-over_all = pytest.mark.parametrize("path", ALL, ids=name_of)
 over_pages = pytest.mark.parametrize("path", PAGES, ids=name_of)
 
 
@@ -45,7 +45,7 @@ def prose(text: str) -> Iterator[tuple[int, str]]:
             yield number, line
 
 
-@over_all
+@over_pages
 def test_lines_wrap_at_120_columns(path: Path) -> None:
     long = [number for number, line in prose(path.read_text(encoding="utf-8")) if columns(line) > MAX_COLUMNS]
 
@@ -57,7 +57,16 @@ def test_readme_is_short(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_README_LINES
 
 
-@over_all
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
+def test_a_decision_is_short_and_in_the_index(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+
+    assert len(text.split()) <= MAX_RECORD_WORDS
+    assert all(part in text for part in ("**Rule.**", "**Evidence.**"))
+    assert f"({path.name})" in (path.parent / "README.md").read_text(encoding="utf-8")
+
+
+@over_pages
 def test_links_lead_somewhere(path: Path) -> None:
     broken = []
     for target, anchor in LINK.findall(path.read_text(encoding="utf-8")):
@@ -78,7 +87,6 @@ def anchor_of(heading: str) -> str:
 
 @over_pages
 def test_files_that_are_named_exist(path: Path) -> None:
-    """Tables of what was measured, and the log, may name files of their day."""
     named = set(FILE.findall(path.read_text(encoding="utf-8")))
     places = (ROOT, ROOT / "mobius", path.parent, ROOT / "docs")
 
