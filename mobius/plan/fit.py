@@ -23,7 +23,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 
 from mobius.config.config import ActivationOffloading, Recompute
 from mobius.errors import GpuMemoryError, PlanError
@@ -32,6 +32,7 @@ from mobius.plan.memory_estimates import (
     USABLE_MEMORY_FRACTION,
     GpuMemoryEstimate,
     Remedy,
+    activation_bytes,
     check_gpu_memory,
     describe_experts,
     estimate_gpu_memory,
@@ -257,31 +258,40 @@ def _fitting(
     """
     usable = int(gpu_bytes * USABLE_MEMORY_FRACTION) - request.mailbox_bytes
 
+    def with_use(use: MemoryUse) -> Plan:
+        return request.plan.with_memory_uses([use] * request.plan.num_ranks)
+
     @cache
-    def states_take(num_resident: int, num_slots: int) -> int:
-        use = MemoryUse(num_resident, 0, num_slots)
-        return state_bytes(request, request.plan.with_memory_uses([use] * request.plan.num_ranks), rank=rank)
+    def states_take(num_resident: int) -> tuple[int, int]:
+        """Bytes without slots, and of each slot."""
+        one, two = (state_bytes(request, with_use(MemoryUse(num_resident, 0, slots)), rank=rank) for slots in (1, 2))
+        return 2 * one - two, two - one
 
     @cache
     def rest_takes(num_saving_activations: int, num_offloading_activations: int) -> int:
-        need = _need(
-            request,
-            rank,
-            MemoryUse(0, num_saving_activations, request.plan.num_slots or 0, num_offloading_activations),
-            layer,
-        )
-        return need.total - need.states
+        use = MemoryUse(0, num_saving_activations, request.plan.num_slots or 0, num_offloading_activations)
+        return activation_bytes(request, with_use(use), rank=rank, layer=layer)
 
     fitting = []
     for use in _uses(request, knows_layer=keeps and layer is not None):
-        rest = usable - states_take(use.num_resident, use.num_slots)
+        without_slots, slot = states_take(use.num_resident)
+        rest = usable - without_slots - use.num_slots * slot
         numbers = _stash_numbers(request, use.num_saving_activations)
-        fewest = next((number for number in numbers if rest_takes(use.num_saving_activations, number) <= rest), None)
+        fewest = _fewest_within(rest, numbers, partial(rest_takes, use.num_saving_activations))
         if fewest is not None and (
             fewest == numbers[0] or _all_fit_host(request, replace(use, num_offloading_activations=fewest))
         ):
             fitting.append(replace(use, num_offloading_activations=fewest))
     return fitting or [_least(request, layer)]
+
+
+def _fewest_within(limit: int, numbers: range, takes: Callable[[int], int]) -> int | None:
+    """The fewest of `numbers` that takes no more than `limit`, more of them taking less but for the very first."""
+    if takes(numbers[0]) <= limit:
+        return numbers[0]
+    if takes(numbers[-1]) > limit:
+        return None
+    return numbers[bisect_left(numbers, True, lo=1, hi=len(numbers) - 1, key=lambda number: takes(number) <= limit)]
 
 
 def _all_fit_host(request: PlanRequest, use: MemoryUse) -> bool:

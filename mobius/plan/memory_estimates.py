@@ -240,26 +240,34 @@ def estimate_gpu_memory(
 
     `layer` is what a layer takes for a microbatch, where that was measured.
     """
-    most = find_peak(plan, rank, microbatch_bytes(request, layer))
-    cuts = (plan.cuts[stage] for stage in plan.local_stages(rank))
-    ends = any(cut.is_first or cut.is_last for cut in cuts)
-    return GpuMemoryEstimate(
-        rank,
-        **_states(request, plan, rank),
-        inputs=most.inputs,
-        saved_activations=most.saved_activations,
-        messages=most.messages + request.rules.sharding.received_bytes,
-        working_set=most.work,
-        libraries=LIBRARY_BYTES
-        + (STEP_BYTES_PER_TOKEN * request.step_tokens if ends else 0)
-        + request.position_bytes
-        + int(FRAGMENT_SHARE * most.total),
-    )
+    return GpuMemoryEstimate(rank, **_states(request, plan, rank), **_activations(request, plan, rank, layer))
+
+
+def activation_bytes(request: PlanRequest, plan: Plan, *, rank: int, layer: LayerBytes | None) -> int:
+    """`GpuMemoryEstimate.total` of a rank without its states, whatever stages are resident."""
+    return sum(_activations(request, plan, rank, layer).values())
 
 
 def state_bytes(request: PlanRequest, plan: Plan, *, rank: int) -> int:
-    """`GpuMemoryEstimate.states` of a rank alone, which takes a small part of the time."""
+    """`GpuMemoryEstimate.states` of a rank."""
     return sum(_states(request, plan, rank).values())
+
+
+def _activations(request: PlanRequest, plan: Plan, rank: int, layer: LayerBytes | None) -> dict[str, int]:
+    """Bytes that depend on activations, at their peak, by their names in `GpuMemoryEstimate`."""
+    most = find_peak(plan, rank, microbatch_bytes(request, layer))
+    cuts = (plan.cuts[stage] for stage in plan.local_stages(rank))
+    ends = any(cut.is_first or cut.is_last for cut in cuts)
+    return {
+        "inputs": most.inputs,
+        "saved_activations": most.saved_activations,
+        "messages": most.messages + request.rules.sharding.received_bytes,
+        "working_set": most.work,
+        "libraries": LIBRARY_BYTES
+        + (STEP_BYTES_PER_TOKEN * request.step_tokens if ends else 0)
+        + request.position_bytes
+        + int(FRAGMENT_SHARE * most.total),
+    }
 
 
 def _states(request: PlanRequest, plan: Plan, rank: int) -> dict[str, int]:

@@ -23,7 +23,6 @@ from mobius.plan.request import PlanRequest
 from mobius.plan.step_prediction import (
     predict_min_step_seconds,
     predict_step_seconds,
-    predict_waits,
     without_garbage_collection,
 )
 
@@ -225,7 +224,6 @@ class _Search:
         self._worth = [_undominated(uses) for uses in fitting]
         self._seconds: dict[tuple[MemoryUse, ...], float] = {}
         self._bounds: dict[tuple[MemoryUse, ...], float] = {}
-        self._waits: dict[tuple[MemoryUse, ...], float] = {}
 
     @without_garbage_collection()
     def run(self) -> tuple[MemoryUse, ...]:
@@ -249,19 +247,8 @@ class _Search:
                 on_done()
 
     def _promises(self, bound: float) -> bool:
-        """Whether a setting of this bound may be faster by `WORTH`: lower, or with less to wait for than the fastest.
-
-        Bubbles are alike in all of them, so the fastest without what else it waits for is about what another may reach.
-        """
-        if bound >= min([self._to_beat, *self._seconds.values()]) * (1 - WORTH):
-            return False
-        if not self._seconds:
-            return True
-        fastest = min(self._seconds, key=lambda chosen: self._seconds[chosen])
-        seconds = self._seconds[fastest]
-        if fastest not in self._waits:
-            self._waits[fastest] = predict_waits(self._plan(fastest), self._request, self._profile)
-        return (seconds - self._waits[fastest]) * bound / self._bounds[fastest] < seconds * (1 - WORTH)
+        """Whether a setting of this lower bound may be faster than the fastest so far by `WORTH`."""
+        return bound < min([self._to_beat, *self._seconds.values()]) * (1 - WORTH)
 
     def _plan(self, chosen: Sequence[MemoryUse]) -> Plan:
         return self._request.plan.with_memory_uses(chosen)

@@ -146,16 +146,6 @@ def _with_rounds(plan: Plan, rounds: int) -> Plan:
     return replace(plan, accumulation_rounds=rounds, num_microbatches=rounds * plan.microbatches_per_round)
 
 
-def predict_waits(plan: Plan, request: PlanRequest, profile: Profile) -> float:
-    """Seconds of a steady step, over all ranks, that compute waits for anything but another rank's messages."""
-    rounds = plan.accumulation_rounds
-    plan = _with_rounds(plan, min(rounds, SIMULATED_ROUNDS))
-    costs = stage_costs(plan, request.shape, profile)
-    steps = simulate_steps(build_plan_schedule(plan), costs, profile, request.rules, num_steps=NUM_STEPS)
-    waited = sum(sum(waits.values()) - waits[WaitCause.NEIGHBOURS] for waits in steps.waits)
-    return waited * rounds / plan.accumulation_rounds
-
-
 def predict_min_step_seconds(plan: Plan, request: PlanRequest, profile: Profile) -> float:
     """A lower bound of `predict_step_seconds`, in a hundredth of its time."""
     return min_step_seconds(plan, stage_costs(plan, request.shape, profile), profile, request.rules)
