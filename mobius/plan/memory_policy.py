@@ -1,8 +1,8 @@
 """Decides what every rank does with its GPU memory: which of the uses that fit (fit.py) makes a step shortest.
 
 By a closed form, at the rates of a profile or, where there is none, at those of one kind of machine; or by simulation.
-Ranks are then tried alike first, each as far as its memory goes, since a step is as fast as its slowest rank; next,
-each rank's neighbours of the best are tried alone. The closed form says which are worth it where there are many.
+The simulation tries settings in which all ranks do alike, each as far as its memory goes, since a step is as fast as
+its slowest rank. The closed form says which of them are worth it where there are many.
 
 Where the fastest takes more host memory than there is, ranks choose among uses that take less of it
 (`policy_within_host_memory`): resident stages take none, and activations that wait there can wait on the GPU.
@@ -229,12 +229,7 @@ class _Search:
     def run(self) -> tuple[MemoryUse, ...]:
         with progress_bar("simulating", " steps") as bar:
             self._simulate_promising(self._alike(), bar.update)
-            best = self._best()
-            for rank, uses in enumerate(self._worth):
-                near = [use for use in uses if abs(use.num_resident - best[rank].num_resident) <= 1]
-                self._simulate_promising([(*best[:rank], use, *best[rank + 1 :]) for use in near], bar.update)
-                best = self._best()
-        return best
+        return self._best()
 
     def _simulate_promising(self, settings: Sequence[tuple[MemoryUse, ...]], on_done: Callable[[], object]) -> None:
         """Simulate those that may be faster than the fastest so far by `WORTH`, those of the least bound first."""

@@ -42,6 +42,8 @@ NUM_STEPS = 2
 """Simulated; the first has nothing to wait for, the second is the steady one."""
 SIMULATED_ROUNDS = 4
 """At most, of a step whose seconds alone are asked for; further ones last as long as the last of them."""
+SIMULATED_MICROBATCHES = 128
+"""At most per round, of a step whose seconds alone are asked for; each further one adds what the last 64 added."""
 UNSTEADY_STEPS = 2
 """At the start of a run: memory is touched for the first time. They do not count if there are others."""
 
@@ -132,7 +134,19 @@ _actions = lru_cache(maxsize=1024)(rank_actions)
 
 @lru_cache(maxsize=64)  # what is chosen among plans is looked at again
 def predict_step_seconds(plan: Plan, request: PlanRequest, profile: Profile) -> float:
-    """Seconds of a steady step of `plan` at the rates of `profile`; many rounds are taken to go on as the first do."""
+    """Seconds of a steady step of `plan` at the rates of `profile`.
+
+    Many rounds, and many microbatches of a round, are extrapolated from fewer: a step's seconds are linear in both.
+    """
+    size = plan.microbatches_per_round
+    if size > SIMULATED_MICROBATCHES and plan.num_slices == 1 and plan.num_offloaded_microbatches == 0:
+        fewer, half = (
+            replace(plan, num_microbatches=plan.accumulation_rounds * number)
+            for number in (SIMULATED_MICROBATCHES, SIMULATED_MICROBATCHES // 2)
+        )
+        seconds = predict_step_seconds(fewer, request, profile)
+        of_each = (seconds - predict_step_seconds(half, request, profile)) / (SIMULATED_MICROBATCHES // 2)
+        return seconds + (size - SIMULATED_MICROBATCHES) * of_each
     if (more := plan.accumulation_rounds - SIMULATED_ROUNDS) > 0:
         fewer, shorter = (_with_rounds(plan, SIMULATED_ROUNDS - missing) for missing in (0, 1))
         seconds = predict_step_seconds(fewer, request, profile)

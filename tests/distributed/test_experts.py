@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 # With AdamW's default epsilon of 1e-8, gradients that are only rounding make whole steps; processors round differently.
 OPTIONS = """--adam_epsilon 1e-5 --model_path model --dataset data.jsonl --fp32 --num_stages 4 --num_chunks 2
-    --batch_size 4 --seq_length 64 --num_iterations 4 --save_steps 2 --save_total_limit 0 --learning_rate 1e-3 --val_size 4 --save_params none
-    --eval_strategy steps --eval_steps 4"""
+    --batch_size 4 --seq_length 64 --num_iterations 4 --save_steps 2 --save_total_limit 0 --learning_rate 1e-3
+    --val_size 4 --save_params none --eval_strategy steps --eval_steps 4"""
 LOSS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 
