@@ -55,7 +55,7 @@ _Mark = float | torch.cuda.Event
 
 
 class SpanRecorder(Spans):
-    """Owns the spans of `steps` of one rank, and one stream per neighbor and direction that waits for its messages."""
+    """Owns the spans of `steps` of one rank, and one stream per neighbour and direction that waits for its messages."""
 
     def __init__(self, device: torch.device, steps: range) -> None:
         """Record while one of `steps`, counted from 1, runs; allocates memory only for those."""
