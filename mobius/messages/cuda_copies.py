@@ -86,7 +86,7 @@ class CudaDriver:
         """Map another device's memory; return its address in this process."""
         address = c_uint64()
         if len(handle) != ctypes.sizeof(_Handle):
-            raise DriverError(f"a handle of {len(handle)} bytes is not a memory handle")
+            raise DriverError(f"a handle of {len(handle)} bytes opens no memory")
         self.call("cuIpcOpenMemHandle_v2", byref(address), _Handle.from_buffer_copy(handle), _ENABLE_PEER_ACCESS)
         return address.value
 

@@ -171,5 +171,5 @@ def test_a_machine_without_a_driver_is_told() -> None:
 
 @pytest.mark.parametrize("handle", [b"", bytes(63), bytes(65)])
 def test_a_handle_of_another_length_is_not_given_to_the_driver(compiled: Compiled, handle: bytes) -> None:
-    with pytest.raises(DriverError, match=f"a handle of {len(handle)} bytes is not a memory handle"):
+    with pytest.raises(DriverError, match=f"a handle of {len(handle)} bytes opens no memory"):
         CudaDriver(compiled.path).open_exported(handle)
