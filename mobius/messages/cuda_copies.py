@@ -114,8 +114,8 @@ class CudaDriver:
         result = self._functions[name](*arguments)
         if result != 0:
             text = c_char_p()
-            told = self._functions["cuGetErrorString"](result, byref(text)) == 0 and text.value
-            raise DriverError(f"{name}: {told.decode() if told else 'unknown error'} ({result})")
+            message = self._functions["cuGetErrorString"](result, byref(text)) == 0 and text.value
+            raise DriverError(f"{name}: {message.decode() if message else 'unknown error'} ({result})")
 
 
 class CudaCopyEngine(CudaDriver):

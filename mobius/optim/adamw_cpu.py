@@ -98,8 +98,8 @@ def load_adamw_cpu(cache: Path, *, num_threads: int) -> CPUAdamW | None:
             _build(compiler, library)
         return CPUAdamW(library, num_threads=num_threads)
     except (OSError, subprocess.CalledProcessError) as error:
-        told = error.stderr.strip().splitlines() if isinstance(error, subprocess.CalledProcessError) else []
-        reason = told[-1] if told else error  # a compiler killed by a signal printed nothing
+        output = error.stderr.strip().splitlines() if isinstance(error, subprocess.CalledProcessError) else []
+        reason = output[-1] if output else error  # a compiler killed by a signal printed nothing
         logger.info("CPU AdamW uses torch, which is slower: the fused kernel could not be built (%s)", reason)
         return None
 

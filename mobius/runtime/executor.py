@@ -117,7 +117,7 @@ class Executor:
         self._stages, self._layers, self._memory = stages, layers, memory
         self._transport, self._clock = transport, clock
         self._layer_inputs, self._routers = layer_inputs, routers
-        self._device, self._unsealed_names = device, norm_deferred_names
+        self._device, self._norm_deferred_names = device, norm_deferred_names
         self._spans, self._activity = spans, activity or Activity()
         self._position = DevicePosition(self._actions, device)
         self._to_device = new_stream(device)
@@ -300,9 +300,9 @@ class Executor:
         self._layers[stage].recompute_kv(self._weights(stage), saved_for_backward, self._context(microbatch))
 
     def _backward(self, stage: int, microbatch: int) -> None:
-        (gradient, of_sums), weights = self._receive(stage + 1, microbatch), self._weights(stage)
+        (gradient, router_gradient), weights = self._receive(stage + 1, microbatch), self._weights(stage)
         self._finish_backward(
-            stage, microbatch, weights, self._saved_activations.take(stage, microbatch), gradient, of_sums
+            stage, microbatch, weights, self._saved_activations.take(stage, microbatch), gradient, router_gradient
         )
 
     def _backward_last(self, stage: int, microbatch: int) -> None:
@@ -320,8 +320,8 @@ class Executor:
             loss_scale=self._step.loss_scale,
         )
         self._step.sums.loss.add_(loss if routers is None else loss + self._add_router_loss(routers))
-        of_sums = None if routers is None else routers.router_sums
-        self._finish_backward(stage, microbatch, weights, saved_for_backward, gradient, of_sums)
+        router_gradient = None if routers is None else routers.router_sums
+        self._finish_backward(stage, microbatch, weights, saved_for_backward, gradient, router_gradient)
 
     def _add_router_loss(self, context: RouterContext) -> Tensor:
         """Return the microbatch's weighted router loss; its context then holds the gradient of the sums."""
@@ -339,15 +339,15 @@ class Executor:
         weights: NamedTensors,
         saved_for_backward: list[SavedForBackward],
         gradient: Tensor,
-        of_sums: Tensor | None,
+        router_gradient: Tensor | None,
     ) -> None:
         """Run backward through the layers, then send the gradient to the previous stage or into the embedding.
 
-        The last microbatch finishes the stage's gradients. `of_sums` is the gradient of the router sums, if any.
+        The last microbatch finishes the stage's gradients. `router_gradient` is that of the router sums, if any.
         """
         module, memory = self._stages[stage], self._memory[stage]
         gradients = memory.gradients()
-        context = self._context(microbatch, of_sums)
+        context = self._context(microbatch, router_gradient)
         gradient = self._layers[stage].backward(weights, gradients, saved_for_backward, gradient, context)
         if module.cut.is_first:
             module.embedding_backward(weights, gradients, self._step.tokens[microbatch], gradient)
@@ -355,7 +355,7 @@ class Executor:
             self._send(gradient, context.routers, stage - 1)
         if microbatch == self._schedule.last_backward:
             square = memory.finish_gradients(
-                excluded=self._unsealed_names, on_gradients_ready=self._step.on_gradients_ready
+                excluded=self._norm_deferred_names, on_gradients_ready=self._step.on_gradients_ready
             )
             self._step.sums.squared_norms[stage] = square
 

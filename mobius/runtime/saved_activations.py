@@ -180,9 +180,9 @@ class SavedActivations:
     def look(self, stage: int, microbatch: int, *, comes_again: bool) -> list[Tensor]:
         """Return the stored tensors for recomputing keys and values; if `comes_again`, drop prefetched ones."""
         key = stage, microbatch
-        was_stashed = key in self._arrivals
+        was_prefetched = key in self._arrivals
         saved_for_backward = self.take(stage, microbatch)
-        if not (was_stashed and comes_again):
+        if not (was_prefetched and comes_again):
             self._saved[key] = saved_for_backward
         return tensors_of(saved_for_backward)
 
@@ -199,14 +199,14 @@ class SavedActivations:
                     target.copy_(part.in_a_row(source), non_blocking=True)
             arrival = self._arrivals[key] = self._to_host.record()
         self._pending_offloads.append(_PendingOffload(leaving, arrival))
-        self._let_go(self._max_pending_offloads)
+        self._free_sources(self._max_pending_offloads)
 
     def prefetch(self, stage: int, microbatch: int) -> None:
         """Start copying them back to the device; `take` then returns them."""
         key = stage, microbatch
         parts = [part for layer in self._offloaded[key] for part in layer.parts]
         sources = [*_in_places(self._region(stage, microbatch), parts)]
-        self._let_go(0)
+        self._free_sources(0)
         back = [part.empty(self._device) for part in parts]
         is_free = record_current(self._device)  # the targets may reuse memory that compute still reads
         with self._to_device.run():
@@ -231,7 +231,7 @@ class SavedActivations:
         assert self._activation_buffer is not None, f"stage {stage} has no pinned buffer for its activations"
         return self._activation_buffer.region(stage, microbatch)
 
-    def _let_go(self, most: int) -> None:
+    def _free_sources(self, most: int) -> None:
         """Free the sources of all but the latest `most` offloads, after making compute wait for them."""
         while len(self._pending_offloads) > most:
             with self._waiting():

@@ -207,8 +207,8 @@ class _SliceAttention:
     def backward(self, gradient: Tensor) -> Heads:
         sequence_slice, (output, lse) = self._sequence_slice, self.result
         given = gradient, self._query, output, lse, self._cache, sequence_slice.start, self._settings
-        of_query = attend_slice_backward(*given)
-        return Heads(of_query, *self._cache.take_gradients(sequence_slice.start, sequence_slice.end))
+        query_gradient = attend_slice_backward(*given)
+        return Heads(query_gradient, *self._cache.take_gradients(sequence_slice.start, sequence_slice.end))
 
 
 def _sequence_slice_of(context: MicrobatchContext) -> SequenceSlice:

@@ -39,12 +39,12 @@ class TokenAttention(Protocol):
 class _WholeRows:
     """The layer's own attention."""
 
-    def __init__(self, halves: PrePostAttention, arguments: Mapping[str, Any]) -> None:
-        self._halves, self._arguments = halves, arguments
+    def __init__(self, layer: PrePostAttention, arguments: Mapping[str, Any]) -> None:
+        self._layer, self._arguments = layer, arguments
         self._graph: AttentionGraph | None = None
 
     def attend(self, heads: Heads) -> Tensor:
-        self._graph = self._halves.attend_with_graph(heads, self._arguments)
+        self._graph = self._layer.attend_with_graph(heads, self._arguments)
         return self._graph.output.detach()
 
     def backward(self, gradient: Tensor) -> Heads:
@@ -56,8 +56,8 @@ class _WholeRows:
 class TiledLayer:
     """A layer of a stage, run in tiles of at most `tile_tokens` tokens."""
 
-    def __init__(self, halves: PrePostAttention, *, tile_tokens: int) -> None:
-        self._halves, self._tile_tokens = halves, tile_tokens
+    def __init__(self, layer: PrePostAttention, *, tile_tokens: int) -> None:
+        self._layer, self._tile_tokens = layer, tile_tokens
 
     def run_pre_attention(self, weights: NamedTensors, hidden: Tensor, arguments: Mapping[str, Any]) -> Heads:
         """Return query, key and value of whole rows, without a graph."""
@@ -77,12 +77,12 @@ class TiledLayer:
         """
         rows = _Rows(hidden, arguments, self._tile_tokens)
         heads = self._project(weights, hidden, rows)
-        attended = self._halves.attend(heads, arguments) if attention is None else attention.attend(heads)
+        attended = self._layer.attend(heads, arguments) if attention is None else attention.attend(heads)
         del heads  # else they would stay in memory with the output
         output = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         sums: list[Tensor] = []
         for tile in rows.tiles():
-            made, *own = self._halves.run_post_attention(weights, tile.of(hidden), tile.of(attended), tile.arguments)
+            made, *own = self._layer.run_post_attention(weights, tile.of(hidden), tile.of(attended), tile.arguments)
             tile.of(output).copy_(made)
             sums = [before + each for before, each in zip(sums, own, strict=True)] if sums else own
         return output, *sums
@@ -104,19 +104,19 @@ class TiledLayer:
         """
         rows = _Rows(hidden, arguments, self._tile_tokens)
         heads = self._project(weights, hidden, rows)
-        graph = _WholeRows(self._halves, arguments) if attention is None else attention
+        graph = _WholeRows(self._layer, arguments) if attention is None else attention
         attended = graph.attend(heads)
         del heads
-        of_hidden, of_attended = self._finish_backward(
+        hidden_gradient, attended_gradient = self._finish_backward(
             weights, gradients, hidden, attended, gradient, rows, other_gradients
         )
-        of_heads = Heads(*(each.transpose(1, 2) for each in graph.backward(of_attended)))
-        del graph, attended, of_attended
+        head_gradients = Heads(*(each.transpose(1, 2) for each in graph.backward(attended_gradient)))
+        del graph, attended, attended_gradient
         for tile in rows.tiles():
-            own = Heads(*(tile.of(each).transpose(1, 2) for each in of_heads))
-            part = self._halves.pre_attention_backward(weights, gradients, tile.of(hidden), own, tile.arguments)
-            tile.of(of_hidden).add_(part)
-        return of_hidden
+            own = Heads(*(tile.of(each).transpose(1, 2) for each in head_gradients))
+            part = self._layer.pre_attention_backward(weights, gradients, tile.of(hidden), own, tile.arguments)
+            tile.of(hidden_gradient).add_(part)
+        return hidden_gradient
 
     def _finish_backward(
         self,
@@ -133,11 +133,11 @@ class TiledLayer:
         `gradient` is that of the output, `other_gradients` that of the router sums, the same for each tile. All tiles
         are freed before attention's backward begins.
         """
-        of_hidden, of_attended = (
+        hidden_gradient, attended_gradient = (
             torch.empty_like(each, memory_format=torch.contiguous_format) for each in (hidden, attended)
         )
         for tile in rows.tiles():
-            made = self._halves.post_attention_backward(
+            made = self._layer.post_attention_backward(
                 weights,
                 gradients,
                 tile.of(hidden),
@@ -146,17 +146,16 @@ class TiledLayer:
                 tile.arguments,
                 *other_gradients,
             )
-            tile.of(of_hidden).copy_(made[0])
-            tile.of(of_attended).copy_(made[1])
-        return of_hidden, of_attended
+            tile.of(hidden_gradient).copy_(made[0])
+            tile.of(attended_gradient).copy_(made[1])
+        return hidden_gradient, attended_gradient
 
     def _project(self, weights: NamedTensors, hidden: Tensor, rows: _Rows) -> Heads:
         """Return query, key and value of whole rows."""
         whole: list[Tensor] = []
         for tile in rows.tiles():
             parts = [
-                each.transpose(1, 2)
-                for each in self._halves.run_pre_attention(weights, tile.of(hidden), tile.arguments)
+                each.transpose(1, 2) for each in self._layer.run_pre_attention(weights, tile.of(hidden), tile.arguments)
             ]
             if not whole:
                 whole = [each.new_empty(*hidden.shape[:2], *each.shape[2:]) for each in parts]

@@ -54,10 +54,10 @@ def build_schedule(
     if num_microbatches % accumulation_rounds:
         raise ScheduleError(f"{num_microbatches} microbatches are no multiple of {accumulation_rounds} rounds")
     if num_microbatches // accumulation_rounds % num_slices:
-        told = (
+        text = (
             f"{num_microbatches // accumulation_rounds} microbatches of a round are no multiple of {num_slices} slices"
         )
-        raise ScheduleError(told)
+        raise ScheduleError(text)
     actions = tuple(
         rank_actions(
             rank,

@@ -67,9 +67,9 @@ def check(schedule: Schedule) -> None:
         <= schedule.num_offloaded_microbatches
         <= (schedule.microbatches_per_round if schedule.num_slices == 1 else 0)
     ):
-        told = f"{schedule.num_offloaded_microbatches} microbatches of a round offload their products"
+        text = f"{schedule.num_offloaded_microbatches} microbatches of a round offload their products"
         raise ScheduleError(
-            f"{Rule.OFFLOAD_ACTIVATIONS}: {told}, a round has {schedule.microbatches_per_round}, and slices cannot"
+            f"{Rule.OFFLOAD_ACTIVATIONS}: {text}, a round has {schedule.microbatches_per_round}, and slices cannot"
         )
     for rank in range(schedule.num_ranks):
         for breaches in _CHECKS:
@@ -214,7 +214,7 @@ def _check_sums(schedule: Schedule, rank: int) -> Iterator[_Breach]:
 def _check_stashes(schedule: Schedule, rank: int) -> Iterator[_Breach]:
     left: set[tuple[int, int]] = set()
     """Stages and microbatches after their forward, with the inputs still on the GPU."""
-    home: dict[tuple[int, int], int] = {}
+    host: dict[tuple[int, int], int] = {}
     """Microbatch whose inputs are on the host, by stage and region."""
     back: set[tuple[int, int]] = set()
     most_back = max_prefetched(schedule.copy_lookahead)
@@ -230,12 +230,12 @@ def _check_stashes(schedule: Schedule, rank: int) -> Iterator[_Breach]:
         elif kind is ActionKind.OFFLOAD_ACTIVATIONS:
             if own not in left:
                 yield index, Rule.OFFLOAD_ACTIVATIONS, "its forward has not run yet, or its inputs have left already"
-            if place in home:
-                yield index, Rule.OFFLOAD_ACTIVATIONS, f"microbatch {home[place]} still lies in its place on the host"
+            if place in host:
+                yield index, Rule.OFFLOAD_ACTIVATIONS, f"microbatch {host[place]} still lies in its place on the host"
             left.discard(own)
-            home[place] = microbatch
+            host[place] = microbatch
         elif kind is ActionKind.PREFETCH_ACTIVATIONS:
-            if home.get(place) != microbatch:
+            if host.get(place) != microbatch:
                 yield index, Rule.OFFLOAD_ACTIVATIONS, "its inputs are not on the host"
             back.add(own)
             if len(back) > most_back:
@@ -248,7 +248,7 @@ def _check_stashes(schedule: Schedule, rank: int) -> Iterator[_Breach]:
             if own not in back:
                 yield index, Rule.OFFLOAD_ACTIVATIONS, "its inputs have not come back"
             if kind is not ActionKind.RECOMPUTE_KV:
-                home.pop(place, None)
+                host.pop(place, None)
             if kind is not ActionKind.RECOMPUTE_KV or (microbatch + 1) % schedule.num_slices:
                 back.discard(own)  # the last slice's backward follows and uses the same copy
 
