@@ -1,1 +1,1 @@
-"""Where bytes live: the flat layout of a stage, host memory of streamed stages, GPU slots and resident stages."""
+"""Storage of training state: flat stage layouts, host memory of streamed stages, GPU slots and resident stages."""

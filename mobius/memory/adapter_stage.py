@@ -1,9 +1,9 @@
-"""Streamed stages of which only a small part is trained: adapters beside a frozen base.
+"""Streamed stages with a frozen base and a small trained part, such as LoRA adapters.
 
-    frozen      bf16 on the host, loaded into a slot before forward and before backward; nothing goes back
-    trained     weights, fp32 sums, master and moments on the device, where they are updated behind backward
+    frozen      bf16 on the host, loaded into a slot before forward and before backward; never copied back
+    trained     weights, fp32 sums, master and moments on the device, updated there after backward
 
-Each part is a stage of one of the other two kinds (`streamed.py`, `resident.py`); this one only puts them together.
+`AdapterStage` only combines a streamed stage (`streamed.py`) and a resident one (`resident.py`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from mobius.memory.streams import Event
 
 @dataclass(frozen=True)
 class AdapterStage:
-    """A StageMemory of two: `frozen` has weights alone, `trained` keeps its gradients in fp32."""
+    """A StageMemory of two parts: `frozen` holds only weights, `trained` stores its gradients in fp32."""
 
     frozen: StreamedStage
     trained: ResidentStage
 
     @property
     def state(self) -> StageState:
-        """That of the trained part, which is what updates and checkpoints are about."""
+        """State of the trained part, which updates and checkpoints use."""
         return self.trained.state
 
     @property
@@ -67,14 +67,14 @@ class AdapterStage:
         return self.trained.finish_gradients(excluded=excluded, on_gradients_ready=on_gradients_ready)
 
     def offload(self, on_gradients_ready: GradientsReadyCallback | None = None) -> None:
-        """Free the slot; gradients stay, and the listener was told of them when they were sealed."""
+        """Free the slot; gradients stay on the device, and `finish_gradients` has already reported them."""
         self.frozen.offload()
 
     def offload_gradient_sums(self) -> None:
-        """Sums stay on the device from round to round."""
+        """Do nothing: sums stay on the device between accumulation rounds."""
 
     def load_gradient_sums(self) -> None:
-        """Sums stay on the device from round to round."""
+        """Do nothing: sums stay on the device between accumulation rounds."""
 
     def wait_for_gradients(self) -> None:
         self.trained.wait_for_gradients()

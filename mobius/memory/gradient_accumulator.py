@@ -1,9 +1,9 @@
-"""The fp32 buffers in which gradients of one stage at a time add up over the microbatches, and their norm.
+"""The fp32 buffers that accumulate one stage's gradients over the microbatches, and the gradients' norm.
 
-A rank works on one stage's backward at a time, from its first microbatch to its last, so one buffer serves all its
-stages, streamed and resident. There are two where sums travel: where gradients leave in fp32 they leave from here, and
-between the rounds of a step what streamed stages have added up goes to the host and comes back. And there are two where
-replicas share stages: one is reduced while the next stage adds up in the other.
+A rank runs one stage's backward at a time, from its first microbatch to its last, so all its stages, streamed and
+resident, share one buffer. A second buffer is needed in three cases: gradients leave the GPU in fp32, straight from the
+buffer; sums of streamed stages move to the host and back between accumulation rounds; or replicas share stages, so that
+one sum is reduced while the next stage accumulates.
 
     buffer   stage 4's backward | leaves to the host, stage 0's comes back | stage 0's backward
     buffer   stage 2's comes    | stage 2's backward                       | leaves
@@ -24,7 +24,7 @@ from mobius.memory.shards import Shards
 from mobius.memory.streams import Event, Stream, record_current
 
 ROUNDED_ELEMENTS = 2**24
-"""Gradients rounded at a time: bounds what it takes beside them to 32 MiB."""
+"""Gradients rounded at a time: bounds the temporary memory to 32 MiB."""
 _NO_SPAN = nullcontext()
 
 
@@ -32,17 +32,17 @@ _NO_SPAN = nullcontext()
 class _Buffer:
     values: Tensor
     free: Event = field(default_factory=Event)
-    """Behind what read it last."""
+    """Recorded after the last read of the buffer."""
     ready: Event | None = None
-    """Behind the copy that fills it, until compute waits for that."""
+    """Recorded after the copy that fills the buffer; None once compute waits for it."""
     views: dict[str, Tensor] = field(default_factory=dict)
 
 
 class GradientAccumulator:
-    """Owns the buffers of one device; compute runs on its current stream."""
+    """Owns the accumulation buffers of one device; compute runs on its current stream."""
 
     def __init__(self, *num_elements: int, device: torch.device) -> None:
-        """Take a buffer of each number of elements (`limits.gradient_sum_elements`); stages take them in turns."""
+        """Allocate one buffer per number of elements (`limits.gradient_sum_elements`); stages use them in turn."""
         self._device = device
         zeros = [torch.zeros(each, dtype=torch.float32, device=device) for each in num_elements]
         self._free = deque(map(_Buffer, zeros))
@@ -50,10 +50,10 @@ class GradientAccumulator:
         self._of: dict[int, _Buffer] = {}
 
     def views(self, stage: int, layout: StageLayout) -> dict[str, Tensor]:
-        """fp32 views by trained parameter.
+        """Return fp32 views by trained parameter.
 
-        Zero at the first call for `stage` since its sum before was sealed; after `load` what was loaded, for which the
-        compute stream waits.
+        They are zero at the stage's first call after its previous sum was finished. After `load` they hold the loaded
+        sum, and the compute stream waits for the copy.
         """
         if stage not in self._of:
             buffer = self._take(stage, layout)
@@ -66,26 +66,29 @@ class GradientAccumulator:
         return buffer.views
 
     def finish_with_norm(self, stage: int, layout: StageLayout, *, excluded: frozenset[str]) -> Tensor:
-        """End the sum, which stays until another stage's begins; returns its squared norm without `excluded`."""
+        """Finish the sum and return its squared norm without the parameters in `excluded`.
+
+        The sum stays valid until another stage starts accumulating.
+        """
         views = self.finish(stage, layout)
         return squared_norm((view for name, view in views.items() if name not in excluded), self._device)
 
     def finish(self, stage: int, layout: StageLayout) -> dict[str, Tensor]:
-        """End the sum as `seal` does, and return its views; whoever reads them later says until when it stays."""
+        """Finish the sum and return its views; a later reader must call `keep_until` or `release`."""
         views = self.views(stage, layout)
         self._finished = self._give_back(stage)
         return views
 
     def finished_sum(self, layout: StageLayout) -> Tensor:
-        """Elements of the sum that was sealed last, [layout.num_trained]."""
+        """Return the elements of the sum finished last, [layout.num_trained]."""
         return self._finished.values[: layout.num_trained]
 
     def keep_until(self, event: Event) -> None:
-        """Leave the sum that was sealed last where it is until `event`; the next one takes another buffer."""
+        """Keep the sum finished last in its buffer until `event`; the next stage uses another buffer."""
         self._finished.free = event
 
     def release(self) -> None:
-        """Let another stream write where the sum was that was sealed last, behind what compute was given so far."""
+        """Let other streams overwrite the sum finished last, after all work enqueued on compute so far."""
         self._finished.free = record_current(self._device)
 
     def offload(
@@ -97,9 +100,9 @@ class GradientAccumulator:
         *,
         span: AbstractContextManager[object] = _NO_SPAN,
     ) -> Event:
-        """Copy the sum, which goes on later, to `target` on the host, [layout.num_trained]; `span` tells the time.
+        """Copy an unfinished sum to `target` on the host, [layout.num_trained]; `span` measures the copy.
 
-        Returns the point behind the copy.
+        Returns the event after the copy.
         """
         done = record_current(self._device)
         buffer = self._give_back(stage)
@@ -120,9 +123,9 @@ class GradientAccumulator:
         after: Event,
         span: AbstractContextManager[object] = _NO_SPAN,
     ) -> None:
-        """Go on with the sum in `source` on the host, [layout.num_trained], which is there `behind` a point.
+        """Continue the sum in `source` on the host, [layout.num_trained], which is complete at the event `after`.
 
-        Returns at once where there is a GPU.
+        Returns without waiting for a GPU.
         """
         buffer = self._take(stage, layout)
         with to_device.run():
@@ -134,7 +137,9 @@ class GradientAccumulator:
 
     def _take(self, stage: int, layout: StageLayout) -> _Buffer:
         buffer = next((each for each in self._free if each.values.numel() >= layout.num_trained), None)
-        assert buffer is not None, f"the stages {sorted(self._of)} are not sealed before stage {stage}"
+        assert buffer is not None, (
+            f"stages {sorted(self._of)} have unfinished sums, no buffer is free for stage {stage}"
+        )
         self._free.remove(buffer)
         self._of[stage] = buffer
         buffer.views = layout.trained_views(buffer.values[: layout.num_trained])
@@ -148,9 +153,9 @@ class GradientAccumulator:
 
 
 def squared_norm(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Sum of squares of all `tensors`, fp32 scalar on `device`, not synchronized; 0 without tensors.
+    """Return the sum of squares of all `tensors`, fp32 scalar on `device`, not synchronized; 0 without tensors.
 
-    Per tensor first, then over the tensors: the order of torch.nn.utils.get_total_norm.
+    Reduces each tensor first, then over the tensors: the order of torch.nn.utils.get_total_norm.
     """
     listed = list(tensors)
     if not listed:
@@ -160,16 +165,16 @@ def squared_norm(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def round_gradients(sums: Tensor, dtype: torch.dtype, square: Tensor) -> Tensor:
-    """Round fp32 gradients where they are, to what `cast_gradients` leaves in `dtype`; returns what that returns."""
+    """Round fp32 gradients in place to the values that `cast_gradients` would store in `dtype`; same result."""
     for part in sums.split(ROUNDED_ELEMENTS):
         part.copy_(part.to(dtype))
     return _seen_infinite(sums, square) if dtype == torch.float16 else square
 
 
 def cast_gradients(source: Tensor, target: Tensor, square: Tensor, shards: Shards | None = None) -> Tensor:
-    """Copy fp32 gradients, or the own `shards` of them, into `target` of another format; returns `square`, their norm.
+    """Copy fp32 gradients, or only this replica's `shards`, into `target` of another dtype; return the norm `square`.
 
-    The norm becomes NaN if a value became infinite on the way (fp16): this is seen with the other non-finite ones.
+    The norm becomes NaN if the cast made a value infinite (fp16), so that the check for non-finite values finds it.
     """
     if shards is None:
         target.copy_(source)

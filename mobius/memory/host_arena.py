@@ -1,6 +1,6 @@
 """Host memory of this rank's streamed stages, in mappings of exactly their size.
 
-What the GPU copies from and to is registered with CUDA.
+Memory that the GPU copies from and to is registered with CUDA.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from mobius.memory.stage_state import StageState, num_owned
 from mobius.units import format_bytes
 
 _MADV_COLLAPSE = 25
-"""Puts what lies on small pages (when memory was fragmented or grew late) onto huge ones; Linux's number for it."""
+"""Linux's constant for moving small pages (from fragmented memory or late growth) to huge pages."""
 
 
 class HostArena:
-    """Owns one StageState per streamed stage. Registered memory must be given back by `close` before the process ends.
+    """Owns one StageState per streamed stage; `close` must unregister the memory before the process ends.
 
     `pin_memory=True` is not used: the caching host allocator rounds sizes up to powers of two.
     """
@@ -38,17 +38,17 @@ class HostArena:
         keeps_sums: bool = False,
         shards: Mapping[int, Shards] | None = None,
     ) -> None:
-        """Map zeroed memory for `layouts` (stage -> layout): weights in `dtype`, masters split where that is bf16.
+        """Map zeroed memory for `layouts` (stage -> layout): weights in `dtype`, masters split if that is bf16.
 
         `register` page-locks weights and gradients for asynchronous copies. `gradient_dtype` is fp32 or, by default,
-        the weights' dtype. With `keeps_sums` a stage's fp32 sums lie where its gradients will, once they are complete.
-        Of a stage in `shards` all but weights and sums is kept for what this replica owns.
+        the weights' dtype. With `keeps_sums`, a stage's fp32 sums share memory with its finished gradients. For a stage
+        in `shards`, everything but weights and sums is allocated for this replica's share only. Raises HostMemoryError.
         """
         self._register = register
         self._registered: list[Tensor] = []
         self.states: dict[int, StageState] = {}
         self.sums: dict[int, Tensor] = {}
-        """fp32 [num_trained] of each stage, the same memory as its gradients; empty if no sums are kept."""
+        """fp32 [num_trained] per stage, in the same memory as its gradients; empty without `keeps_sums`."""
         leaving = gradient_dtype or dtype
         try:
             for stage, layout in layouts.items():
@@ -99,10 +99,10 @@ def unlock_pages(tensor: Tensor) -> None:
 
 
 def map_zeros(num_elements: int, dtype: torch.dtype) -> Tensor:
-    """A zero tensor [num_elements] in an anonymous mapping of exactly its size, on huge pages if possible.
+    """Return a zero tensor [num_elements] in an anonymous mapping of exactly its size, on huge pages if possible.
 
-    All of it is touched here, by as many threads as torch has: the first update would take seconds for it otherwise,
-    and untouched memory registers more slowly.
+    Writes all pages now, with all torch threads: otherwise the first update would take seconds longer, and untouched
+    memory registers more slowly. Raises HostMemoryError.
     """
     num_bytes = num_elements * dtype.itemsize
     if num_bytes == 0:
@@ -117,6 +117,6 @@ def map_zeros(num_elements: int, dtype: torch.dtype) -> Tensor:
         memory.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(memory, dtype=dtype).zero_()  # the tensor keeps the mapping alive
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # before Linux 6.1, and where there is no huge page to be had
+        with contextlib.suppress(OSError):  # fails before Linux 6.1, or if no huge page is free
             memory.madvise(_MADV_COLLAPSE)
     return tensor

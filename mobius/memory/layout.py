@@ -1,4 +1,4 @@
-"""The layout of a stage's flat buffers: parameter name -> slice."""
+"""Layout of a stage's flat buffers: parameter name -> slice."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 128
-"""Elements; 256 bytes in bf16, so that every view is aligned for vectorized kernels and compiled graphs can rely on
-it.
-"""
+"""In elements; 256 bytes in bf16, so that every view is aligned for vectorized kernels and compiled graphs."""
 
 
 @dataclass(frozen=True)
 class FlatRange:
-    """A contiguous run of trained parameters that share one weight decay."""
+    """A contiguous range of trained parameters with one weight decay."""
 
     start: int
     end: int
@@ -25,20 +23,20 @@ class FlatRange:
 
 @dataclass(frozen=True)
 class StageLayout:
-    """Offsets of a stage's parameters in its flat buffers. Frozen parameters lie behind those that are trained.
+    """Offsets of a stage's parameters in its flat buffers; frozen parameters follow trained ones.
 
     weights                       | trained: decayed, then undecayed | frozen |
     gradients, master, moments    | trained: decayed, then undecayed |
     """
 
     offsets: Mapping[str, tuple[int, tuple[int, ...]]]
-    """Name -> (offset in elements, shape), in the stage's own order of parameters."""
+    """Name -> (offset in elements, shape), in forward order of the stage's parameters."""
     num_elements: int
-    """Length of the flat weights, padding included."""
+    """Length of the flat weights, including padding."""
     num_trained: int
-    """Length of the trained part, padding included: of gradients, master and moments."""
+    """Length of the trained part, including padding: size of gradients, master and moments."""
     ranges: tuple[FlatRange, ...]
-    """The trained part from end to end: what is decayed, then what is not."""
+    """Contiguous ranges of the trained part: decayed, then undecayed."""
 
     @classmethod
     def of(
@@ -50,7 +48,7 @@ class StageLayout:
     ) -> StageLayout:
         """Lay out `shapes` (name -> shape); the parameters named in `frozen` are not trained.
 
-        Those in `no_weight_decay` have no weight decay; None: all of fewer than two dimensions.
+        Those in `no_weight_decay` have no weight decay; None: all with fewer than two dimensions.
         """
         trained = [name for name in shapes if name not in frozen]
         without = {name for name in shapes if len(shapes[name]) < 2} if no_weight_decay is None else no_weight_decay
@@ -70,7 +68,7 @@ class StageLayout:
         return cls({name: offsets[name] for name in shapes}, num_elements, num_trained, ranges)
 
     def split(self) -> tuple[StageLayout, StageLayout]:
-        """A layout of the frozen parameters, and one of those that are trained."""
+        """Return one layout of the frozen parameters and one of the trained ones."""
         shapes = {name: shape for name, (_, shape) in self.offsets.items()}
         frozen = {name: shape for name, shape in shapes.items() if not self.is_trained(name)}
         trained = {name: shape for name, shape in shapes.items() if name not in frozen}
@@ -79,12 +77,12 @@ class StageLayout:
         return StageLayout.of(frozen, frozen=frozen), StageLayout.of(trained, no_weight_decay=no_weight_decay)
 
     def part(self, trained: slice) -> StageLayout:
-        """A layout of these trained elements alone, without names."""
+        """Return a layout of only these trained elements, without names."""
         length = trained.stop - trained.start
         return StageLayout({}, length, length, within(self.ranges, trained))
 
     def pieces(self, max_elements: int) -> tuple[tuple[FlatRange, ...], ...]:
-        """`ranges` in as few groups as their order allows, each of at most `max_elements`."""
+        """Return `ranges` in as few consecutive groups as possible, each of at most `max_elements`."""
         cuts = [(start, start + max_elements) for start in range(0, self.num_trained, max_elements)]
         return tuple(
             tuple(
@@ -108,7 +106,7 @@ class StageLayout:
         return self.offsets[name][0] < self.num_trained
 
     def slice_of(self, name: str) -> slice:
-        """Place of the parameter's elements in the flat buffers."""
+        """Return the slice of the parameter's elements in the flat buffers."""
         offset, shape = self.offsets[name]
         return slice(offset, offset + torch.Size(shape).numel())
 
@@ -117,7 +115,7 @@ class StageLayout:
 
 
 def within(ranges: Iterable[FlatRange], part: slice) -> tuple[FlatRange, ...]:
-    """Ranges of what lies in `part`, counted from its start."""
+    """Return the ranges inside `part`, relative to its start."""
     return tuple(
         FlatRange(max(whole.start, part.start) - part.start, min(whole.end, part.stop) - part.start, whole.has_decay)
         for whole in ranges

@@ -1,7 +1,7 @@
-"""Host memory in which what layers keep waits from forward to backward: a place for each stage and microbatch.
+"""Host memory for offloaded activations, with one fixed region per stage and microbatch.
 
-All stashed stages of a rank wait at once when its first backward begins, so none can share a place with another; the
-microbatches of one round take the places of the round before. Nothing is ever full, and nothing is looked for.
+When a rank's first backward starts, all its offloaded stages are stored, so stages share no region. The microbatches of
+an accumulation round reuse the regions of the previous round. Fixed regions need no allocator and cannot run out.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from mobius.memory.host_arena import lock_pages, map_zeros, unlock_pages
 
 
 class PinnedActivationBuffer:
-    """Owns the memory; where it is page-locked it must be given back by `close` before the process ends."""
+    """Owns the memory; if it is page-locked, `close` must be called before the process ends."""
 
     def __init__(self, region_bytes: Mapping[int, Sequence[int]], *, register: bool) -> None:
-        """Take a place of so many bytes for each stage and microbatch of a round.
+        """Allocate a region of the given bytes for each stage and microbatch of an accumulation round.
 
         `register` page-locks them for asynchronous copies. Raises HostMemoryError.
         """
@@ -41,7 +41,7 @@ class PinnedActivationBuffer:
         return sum(region.nbytes for regions in self._regions.values() for region in regions)
 
     def region(self, stage: int, microbatch: int) -> Tensor:
-        """The place, uint8 [bytes], of a microbatch of the step, which is that of one of another round too."""
+        """Return the region, uint8 [bytes], of a microbatch of the step; accumulation rounds share regions."""
         regions = self._regions[stage]
         return regions[microbatch % len(regions)]
 

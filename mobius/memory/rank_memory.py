@@ -1,4 +1,4 @@
-"""Memory of one rank's stages, some of which are resident and the others streamed; which are which is handed in."""
+"""Memory of one rank's stages; the caller says which are resident and which are streamed."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def allocate_memory(
     tied: Collection[str] = (),
     spans: Spans = NO_SPANS,
 ) -> tuple[dict[int, StageMemory], HostArena | None]:
-    """Zeroed memory of each stage of `layouts`, by ascending stage, and the host's part if any stage is streamed.
+    """Allocate zeroed memory for each stage of `layouts`, in stage order; return the host arena if any is streamed.
 
-    Stages in `resident` stay on `device`, keeping their gradients if they are in `deferred_updates`; the others go
-    through `num_slots` slots and are updated in `updates`. A step `has_accumulation_rounds` leaves sums between them.
-    With `keeps_trained_on_gpu` only what is frozen is streamed, and all gradients are kept in fp32. `replicas` share
-    each stage, whose parameters in `tied` have a copy in another one. Page-locks the host's part if `device` is a GPU;
-    it is to be closed when nothing copies any more. Raises HostMemoryError.
+    Stages in `resident` stay on `device` and store their gradients if they are in `deferred_updates`. The others use
+    `num_slots` slots and are updated through `updates`. With `has_accumulation_rounds`, sums persist between rounds.
+    With `keeps_trained_on_gpu`, only frozen weights are streamed and all gradients are stored in fp32. `replicas` share
+    each stage; parameters in `tied` have a copy in another stage. Page-locks the arena if `device` is a GPU; close it
+    after the last copy. Raises HostMemoryError.
     """
     if keeps_trained_on_gpu:
         gradient_dtype, deferred_updates = torch.float32, layouts

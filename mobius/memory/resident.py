@@ -3,17 +3,17 @@
     bytes per parameter          bf16                    fp16               fp32
     weights, rest of the master  2 + 2 (split)           2 + 4              4 (both in one)
     moments                      8                       8                  8
-    kept gradients               2, or 4 if wanted fp32  2, or 4            4
-    sums, in a step of rounds    4                       4                  4
+    stored gradients             2, or 4 if wanted fp32  2, or 4            4
+    sums, accumulation rounds    4                       4                  4
 
-A stage that is updated right behind its backward keeps no gradients: they are read from the rank's one fp32 sum
-(`gradient_accumulator.py`), rounded where they are to the format in which a streamed stage's leave, so that residency
-does not change what is trained. Where an update has to wait for others (clipping, a tied matrix, loss scaling) the
-gradients are cast into memory of the stage's own. In a step of several rounds every stage has a sum of its own, which
-stays from round to round, and nothing else is kept.
+A stage that is updated right after its backward stores no gradients. The update reads them from the rank's fp32 sum
+(`gradient_accumulator.py`), rounded in place to the dtype in which a streamed stage's gradients leave the GPU, so that
+residency does not change the result. If an update must wait for other stages (clipping, tied weights, loss scaling),
+gradients are cast into memory owned by the stage. With several accumulation rounds, every stage has its own sum, which
+persists between rounds, and stores nothing else.
 
-Where replicas share the stage, each keeps the gradients and has the state of its share. Sums are reduced, and the stage
-is updated and its weights are given to all, on the stream of reductions (`sharding/reductions.py`).
+If replicas share the stage, each stores the gradients and state of its shard. The stream of `sharding/reductions.py`
+reduces sums, updates the stage and gathers its weights.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mobius.schedule.lanes import Lane
 
 
 class ResidentStage:
-    """A StageMemory that owns its state on the device, where updates follow compute in the same stream."""
+    """A StageMemory that owns its state on the device; updates follow compute in the same stream."""
 
     def __init__(
         self,
@@ -52,15 +52,15 @@ class ResidentStage:
         sharding: StageSharding | None = None,
         spans: Spans = NO_SPANS,
     ) -> None:
-        """Take zeroed memory on `device`, weights in `dtype`.
+        """Allocate zeroed memory on `device`, with weights in `dtype`.
 
-        `gradient_dtype` is fp32 or, by default, the weights' dtype. Without `keeps_gradients` the update must begin
-        before another stage's backward. A step `has_accumulation_rounds` comes back to a stage after others.
-        `accumulator` is the rank's sum, not needed where `accumulates_in_place`. Where it is `sharding`, it owns a part
-        of the state, keeps that part's gradients in any case, and gives the updated weights to the other replicas; then
-        `accumulator` has two buffers.
+        `gradient_dtype` is fp32 or, by default, the weights' dtype. Without `keeps_gradients`, the update must start
+        before another stage's backward. With `has_accumulation_rounds`, a step returns to this stage after others.
+        `accumulator` is the rank's sum, not needed if `accumulates_in_place`. With `sharding`, the stage owns one shard
+        of the state, always stores that shard's gradients, and sends updated weights to the other replicas;
+        `accumulator` then needs two buffers.
         """
-        assert dtype != torch.float16 or keeps_gradients, "loss scaling waits for every norm"
+        assert dtype != torch.float16 or keeps_gradients, "with loss scaling, updates wait for the norms of all stages"
         self._stage, self._spans = stage, spans
         self._gradient_dtype, self._keeps_gradients = gradient_dtype or dtype, keeps_gradients
         self._is_in_place = accumulates_in_place(
@@ -83,7 +83,7 @@ class ResidentStage:
         self._square: Tensor | None = None
         self._reduction: Event | None = None
         self._updated: Event | None = None
-        """Point behind the update that other replicas take part in, until compute waits for it."""
+        """Recorded after an update shared by replicas; None once compute waits for it."""
 
     @property
     def frozen_state(self) -> StageState:
@@ -100,13 +100,13 @@ class ResidentStage:
         return self._updated is None
 
     def wait_until_updated(self) -> None:
-        """Make compute wait for an update that replicas share; others follow compute on the device."""
+        """Make compute wait for an update shared by replicas; other updates already precede it on the same stream."""
         if self._updated is not None:
             self._updated.wait()
             self._updated = None
 
     def gather_updated_weights(self) -> None:
-        """Make compute wait for an update that replicas share, which has brought all weights."""
+        """Make compute wait for an update shared by replicas, which includes the gather of all weights."""
         self.wait_until_updated()
 
     def run_after_update(self, action: Callable[[], None]) -> None:
@@ -123,7 +123,7 @@ class ResidentStage:
     def finish_gradients(
         self, *, excluded: frozenset[str], on_gradients_ready: GradientsReadyCallback | None = None
     ) -> Tensor:
-        """End accumulation; what is not kept stays in the rank's sum until another stage's backward begins."""
+        """Finish accumulation; without a copy, gradients stay in the rank's sum until another stage's backward."""
         layout = self.state.layout
         if self._sharding is not None:
             self._square = self._reduce(self._sharding, excluded)
@@ -135,13 +135,13 @@ class ResidentStage:
             else:
                 if self._gradient_dtype != torch.float32:
                     self._square = round_gradients(sums, self._gradient_dtype, self._square)
-                self.state = replace(self.state, gradients=sums)  # the sum may have two buffers, in turns
+                self.state = replace(self.state, gradients=sums)  # the accumulator may alternate between two buffers
         if on_gradients_ready is not None:
             on_gradients_ready(self._stage)
         return self._square
 
     def _reduce(self, sharding: StageSharding, excluded: frozenset[str]) -> Tensor:
-        """Begin to sum over the replicas; the own part is in the state behind `reduction`."""
+        """Start the reduction over replicas; this replica's shard is in the state at `reduction`."""
         layout = self.state.layout
         self._accumulator.finish(self._stage, layout)
         sums, target = self._accumulator.finished_sum(layout), self.state.gradients
@@ -154,28 +154,28 @@ class ResidentStage:
         raise ScheduleError(f"stage {self._stage} is resident and cannot be offloaded")
 
     def offload_gradient_sums(self) -> None:
-        raise ScheduleError(f"stage {self._stage} is resident, and its sums stay")
+        raise ScheduleError(f"stage {self._stage} is resident, so its gradient sums stay on the device")
 
     def load_gradient_sums(self) -> None:
-        raise ScheduleError(f"stage {self._stage} is resident, and its sums stay")
+        raise ScheduleError(f"stage {self._stage} is resident, so its gradient sums stay on the device")
 
     def wait_for_gradients(self) -> None:
-        """Make compute wait for a reduction; others precede it: the optimizer runs on the device, behind backward."""
+        """Make compute wait for a reduction over replicas; without replicas, stream order already suffices."""
         if self._reduction is not None:
             self._reduction.wait()
 
     def begin_update(self, update: Update) -> bool:
-        """Run it behind the work enqueued so far; whether the gradients are finite is looked at on the device."""
-        assert self._square is not None, f"stage {self._stage} is not sealed"
+        """Enqueue the update after the work so far; the device checks whether the gradients are finite."""
+        assert self._square is not None, f"stage {self._stage} has unfinished gradients"
         self._run(update, self._square)
         return True
 
     def update(self, update: Update) -> None:
-        assert self._keeps_gradients, f"the gradients of stage {self._stage} are lost before its update"
+        assert self._keeps_gradients, f"stage {self._stage} stores no gradients for a later update"
         self._run(update, None)
 
     def _run(self, update: Update, square: Tensor | None) -> None:
-        """Update unless `square`, if it is looked at, is not finite."""
+        """Update, unless `square` is given and not finite."""
         if self._sharding is None:
             self._update(update, square)
             return
@@ -193,7 +193,7 @@ class ResidentStage:
     @property
     def _accumulator(self) -> GradientAccumulator:
         assert self._optional_accumulator is not None, (
-            f"stage {self._stage} adds up in the rank's sum, and there is none"
+            f"stage {self._stage} needs the accumulator of the rank, which is missing"
         )
         return self._optional_accumulator
 
@@ -201,5 +201,5 @@ class ResidentStage:
 def accumulates_in_place(
     gradient_dtype: torch.dtype, *, keeps_gradients: bool, has_accumulation_rounds: bool = False
 ) -> bool:
-    """Whether a resident stage keeps its gradients in fp32, the format in which they are added up: it needs no sum."""
+    """Whether a resident stage stores its gradients in the fp32 of accumulation, and so needs no shared sum."""
     return has_accumulation_rounds or (keeps_gradients and gradient_dtype == torch.float32)

@@ -1,12 +1,12 @@
-"""Which replica owns which trained elements of a stage: it alone adds up their gradients and has their optimizer state.
+"""Shards of a stage's trained elements: one replica owns each element's reduced gradient and optimizer state.
 
     weights        | all of the stage, on every replica                                       |
     replica 0      | gradients, master, moments  |
     replica 1                                    | gradients, master, moments                 |
 
-Between a stage's last backward and its update gradients are summed to their owners. Behind the update each owner gives
-its weights to all: a resident stage's at once, a streamed one's with its next load. A matrix that has a copy in another
-stage (tied) is cut by itself, so that one replica owns the same elements of both copies.
+Between a stage's last backward and its update, gradients are reduce-scattered to their owners. After the update,
+weights are all-gathered: a resident stage's at once, a streamed one's with its next load. A tied matrix, which has a
+copy in another stage, is sharded separately, so that one replica owns the same elements of both copies.
 """
 
 from __future__ import annotations
@@ -23,56 +23,56 @@ from mobius.limits import largest_shard
 from mobius.memory.layout import ALIGNMENT, StageLayout
 
 Segment = tuple[slice, ...]
-"""A run of trained elements from end to end: the part of each replica, some of which may be empty."""
+"""A contiguous range of trained elements: the part of each replica, which may be empty."""
 
 
 class ReplicaGroup(Protocol):
-    """One rank's counterparts, which have the same stages in the other replicas; all make the same calls in one order.
+    """Ranks with the same stages in all replicas; all make the same calls in the same order.
 
-    Tensors are those of a stage's trained elements, [layout.num_trained] or more.
+    Tensors hold a stage's trained elements, [layout.num_trained] or more.
     """
 
     index: int
     num_replicas: int
 
     def reduce_scatter(self, values: Tensor, segments: Sequence[Segment]) -> None:
-        """Sum fp32 `values` on the compute device to their owners; what others own is undefined behind it.
+        """Sum fp32 `values` on the compute device to their owners; elements of other owners become undefined.
 
-        Blocks, or makes the current stream wait. Sums are taken in the order of the replicas.
+        Blocks, or makes the current stream wait. Adds in the order of the replicas.
         """
 
     def sum_over_replicas(self, value: Tensor) -> Tensor:
-        """Sum of an fp32 scalar on the compute device; as `reduce_scatter` otherwise."""
+        """Return the sum of an fp32 scalar on the compute device; waits as `reduce_scatter` does."""
 
     def all_gather(self, values: Tensor, segments: Sequence[Segment]) -> None:
-        """Give each owner's part of `values` on the compute device to all, as `reduce_scatter` otherwise."""
+        """Send each owner's part of `values` on the compute device to all; waits as `reduce_scatter` does."""
 
     def all_gather_for_load(self, values: Tensor, segments: Sequence[Segment]) -> None:
-        """Give each owner's part of `values` on the compute device to all, in an order of its own.
+        """Send each owner's part of `values` on the compute device to all, ordered separately from the reductions.
 
-        Blocks, or makes the current stream wait. One thread at a time calls it, beside those that reduce.
+        Blocks, or makes the current stream wait. One thread at a time calls it, concurrently with reductions.
         """
 
     def all_gather_on_host(self, values: Tensor, segments: Sequence[Segment]) -> None:
-        """Give each owner's part of `values` in host memory to all; blocks."""
+        """Send each owner's part of `values` in host memory to all; blocks."""
 
     def gather_to_first(self, own: Tensor, shards: Shards) -> Tensor | None:
-        """All owners' parts on the first replica's host, [num_trained], None on the others; blocks.
+        """Return all parts [num_trained] on the host of the first replica, None on others; blocks.
 
-        `own` is the own part in host memory. Another thread calls it than those of the other methods.
+        `own` is this replica's part in host memory. Must not share a thread with the other methods.
         """
 
 
 @dataclass(frozen=True)
 class Shards:
-    """The shares of a stage's trained elements, and which of them is this replica's."""
+    """All replicas' shards of a stage's trained elements, and the index of this replica."""
 
     segments: tuple[Segment, ...]
     index: int
 
     @classmethod
     def of(cls, layout: StageLayout, replicas: ReplicaGroup, *, tied: Collection[str] = ()) -> Shards:
-        """Equal shares, but for rounding; the parameters in `tied` are cut by themselves."""
+        """Cut equal shards, up to rounding; parameters in `tied` are sharded separately."""
         bounds = {0, layout.num_trained}
         for name in tied:
             if name in layout.offsets and layout.is_trained(name):
@@ -84,11 +84,11 @@ class Shards:
 
     @property
     def own(self) -> tuple[slice, ...]:
-        """This replica's parts of the trained elements, ascending; none of them is empty."""
+        """Non-empty parts of the trained elements that this replica owns, ascending."""
         return self.of_owner(self.index)
 
     def of_owner(self, index: int) -> tuple[slice, ...]:
-        """The parts of replica `index`, as `own`."""
+        """Return the parts of replica `index`, as `own`."""
         parts = (segment[index] for segment in self.segments)
         return tuple(part for part in parts if part.stop > part.start)
 
@@ -101,16 +101,16 @@ class Shards:
 
     @property
     def num_trained(self) -> int:
-        """Elements of all replicas."""
+        """Number of elements of all replicas."""
         return int(self.segments[-1][-1].stop)
 
     @property
     def num_elements(self) -> int:
-        """Elements that this replica owns."""
+        """Number of elements that this replica owns."""
         return sum(part.stop - part.start for part in self.own)
 
     def places(self) -> tuple[tuple[slice, slice], ...]:
-        """Each own part, and where it lies in tensors that hold nothing else."""
+        """Return each own part and its slice in tensors that hold only own elements."""
         found, end = [], 0
         for part in self.own:
             start, end = end, end + part.stop - part.start
@@ -123,9 +123,9 @@ class Shards:
             target[place].copy_(values[part], non_blocking=non_blocking)
 
     def square(self, values: Tensor, layout: StageLayout, *, excluded: Collection[str]) -> Tensor:
-        """Squared norm of the own parts of fp32 `values` without the parameters in `excluded`.
+        """Return the squared norm of the own parts of fp32 `values` without the parameters in `excluded`.
 
-        Taken tensor by tensor: that of a whole share would be some 1e-6 off, which clipping would hand on.
+        Computed tensor by tensor: the norm of a whole shard would be off by about 1e-6, which clipping would pass on.
         """
         names = [name for name in layout.offsets if layout.is_trained(name) and name not in excluded]
         whole = [layout.slice_of(name) for name in names]
@@ -137,7 +137,7 @@ class Shards:
 
 
 def cut(start: int, end: int, num_replicas: int) -> Segment:
-    """Parts of [start, end), equal but for the last ones."""
+    """Return the parts of [start, end), equal except for the last ones."""
     length = largest_shard(end - start, num_replicas)
     bounds = [min(start + index * length, end) for index in range(num_replicas + 1)]
     return tuple(slice(*both) for both in pairwise(bounds))

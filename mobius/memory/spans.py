@@ -1,6 +1,6 @@
-"""When the work of one rank really ran: named spans on lanes, of the device and of the host, for a few steps.
+"""Timeline of one rank's work: named spans on lanes, of device and host, for a few steps.
 
-Nothing synchronizes while a step runs: spans of the device lie between two events, which are read after the run.
+Nothing synchronizes during a step: a device span is measured by two events, read after the run.
 
     perf_counter     base ........................ start ====== end       one clock for all processes of a node
                       |                              |           |
@@ -23,30 +23,30 @@ from mobius.schedule.lanes import Lane, LaneSpan
 
 
 class Waitable(Protocol):
-    """A message under way."""
+    """A message in flight."""
 
     def wait(self) -> object:
-        """Make the current stream wait for it."""
+        """Make the current stream wait for the message."""
 
 
 _NOTHING = nullcontext()
 
 
 class Spans:
-    """Where parts of a rank tell what they do; any thread may call. This one records nothing, and costs a call."""
+    """Interface through which parts of a rank report their work; thread-safe. This base class records nothing."""
 
     def device_span(self, lane: Lane, name: str) -> AbstractContextManager[object]:
-        """Record the time that the work enqueued within takes on the current stream (on a CPU: the host's time)."""
+        """Record how long work enqueued in the block takes on the current stream (on a CPU: the host's time)."""
         return _NOTHING
 
     def host_span(self, lane: Lane, name: str) -> AbstractContextManager[object]:
-        """Record the host's own time within."""
+        """Record the host's time in the block."""
         return _NOTHING
 
     def message(self, lane: Lane, peer: int, work: Waitable) -> None:
-        """Record a message from now, on the current stream, until it is through; call it right after enqueuing it.
+        """Record a message from now, on the current stream, until it completes; call it right after enqueuing.
 
-        On a CPU it is recorded as a moment, for nobody is told there when a message is through.
+        On a CPU the span has no duration, because nothing reports when a message completes.
         """
 
 
@@ -55,32 +55,32 @@ _Mark = float | torch.cuda.Event
 
 
 class SpanRecorder(Spans):
-    """Owns the spans of `steps` of one rank, and a stream per neighbour and direction that waits for its messages."""
+    """Owns the spans of `steps` of one rank, and one stream per neighbour and direction that waits for its messages."""
 
     def __init__(self, device: torch.device, steps: range) -> None:
-        """Record while one of `steps`, counted from 1, runs; memory is taken for those only."""
+        """Record while one of `steps`, counted from 1, runs; allocates memory only for those."""
         self._device, self._steps = device, steps
         self._is_cuda = device.type == "cuda"
         self._step: int | None = None
         self._current = ""
-        # Fields of a LaneSpan, whose ends may be events not yet reached. Appending is one operation for all threads.
+        # Fields of a LaneSpan whose ends may be events not reached yet. Appending is atomic across threads.
         self._recorded: list[tuple[Lane, str, int, _Mark, _Mark, int | None]] = []
         self._base: tuple[float, torch.cuda.Event] | None = None
-        """The host's time of an event."""
+        """Host time of a reference event."""
         self._edges: dict[tuple[Lane, int], torch.cuda.Stream] = {}
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Record what begins from here to the next step, if `number` is one of the steps.
+        """Record spans that start before the next step, if `number` is one of the steps.
 
-        The first of them synchronizes once.
+        The first recorded step synchronizes once.
         """
         if number not in self._steps:
             self._step = None
             yield
             return
         if self._is_cuda and self._base is None:
-            torch.cuda.synchronize(self._device)  # sync: once, before the first step that is recorded
+            torch.cuda.synchronize(self._device)  # sync: once, before the first recorded step
             before, event = time.perf_counter(), timed_mark(self._device)
             event.synchronize()
             self._base = (before + time.perf_counter()) / 2, event
@@ -89,22 +89,22 @@ class SpanRecorder(Spans):
         self._recorded.append((Lane.STEP, f"step {number}", number, start, time.perf_counter(), None))
 
     def device_span(self, lane: Lane, name: str) -> AbstractContextManager[object]:
-        """Record the time of what is enqueued within, from event to event; outside of the steps nothing."""
+        """Record the time between two events around the block; does nothing outside the steps."""
         step = self._step
         return _NOTHING if step is None else self._span(lane, name, step, self._mark)
 
     def host_span(self, lane: Lane, name: str) -> AbstractContextManager[object]:
-        """Record the host's own time within; outside of the steps nothing."""
+        """Record the host's time in the block; does nothing outside the steps."""
         step = self._step
         return _NOTHING if step is None else self._span(lane, name, step, time.perf_counter)
 
     def message(self, lane: Lane, peer: int, work: Waitable) -> None:
-        """Record a message; on a GPU a stream of its edge waits for it."""
+        """Record a message; on a GPU, a stream per edge waits for it."""
         if self._step is None:
             return
         start = end = self._mark()
         if self._is_cuda:
-            # A stream per directed edge: what it waits for arrives in this order, and holds up nothing else.
+            # One stream per directed edge: its messages arrive in this order, and waiting blocks nothing else.
             if (lane, peer) not in self._edges:
                 self._edges[lane, peer] = torch.cuda.Stream(self._device)
             with torch.cuda.stream(self._edges[lane, peer]):
@@ -114,7 +114,7 @@ class SpanRecorder(Spans):
         self._recorded.append((lane, name, self._step, start, end, peer))
 
     def collect(self) -> list[LaneSpan]:
-        """All spans so far, in order of their start; synchronizes. Compute is told without the waits within it."""
+        """Return all spans so far, by start time; synchronizes. Compute spans exclude the waits within them."""
         if self._is_cuda:
             torch.cuda.synchronize(self._device)  # sync: once, after the last step
         measured = [
@@ -146,7 +146,7 @@ class SpanRecorder(Spans):
 
 
 def messages_in_turn(spans: list[LaneSpan]) -> list[LaneSpan]:
-    """Messages of one edge one after the other, as they travel: the next begins when the one before is through."""
+    """Return spans in which the messages of one edge do not overlap: each starts after the previous one ends."""
     turned: list[LaneSpan] = []
     ends: dict[tuple[Lane, int | None], float] = {}
     for span in spans:
@@ -160,7 +160,7 @@ def messages_in_turn(spans: list[LaneSpan]) -> list[LaneSpan]:
 
 
 def compute_without_waits(spans: list[LaneSpan]) -> list[LaneSpan]:
-    """Compute begins when the last wait within it is over: an action's waits come before its work."""
+    """Start each compute span after the last wait within it: an action's waits come before its work."""
     waits = sorted((span.start, span.end) for span in spans if span.lane is Lane.WAIT)
     trimmed = []
     for span in spans:

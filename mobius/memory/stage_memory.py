@@ -1,10 +1,10 @@
-"""One stage's memory, as executor and stepper see it: streamed (`streamed.py`) or resident (`resident.py`).
+"""One stage's memory as executor and stepper see it: streamed (`streamed.py`) or resident (`resident.py`).
 
     load -> weights -> forward -> offload     and later     load -> weights, gradients -> backward
                                                                  -> finish_gradients -> offload -> update
 
-A resident stage is neither loaded nor offloaded. In a step of several rounds this goes round as often, and between
-them a streamed stage's sums are on the host:
+Resident stages are neither loaded nor offloaded. Each accumulation round repeats this cycle; a streamed stage's sums
+are on the host between rounds:
 
     load -> weights -> forward -> load_gradient_sums -> weights, gradients -> backward -> offload_gradient_sums
 """
@@ -22,16 +22,16 @@ from mobius.memory.streams import Event
 
 
 class Update(Protocol):
-    """The optimizer's update of one stage, with the numbers of its step."""
+    """The optimizer's update of one stage, with the constants of its step."""
 
     def __call__(self, *, pieces: Sequence[FlatRange], found_inf: Tensor | None = None) -> None:
-        """Update `pieces` of the trained part; nothing changes where `found_inf` (fp32 scalar, on the device) is 1."""
+        """Update `pieces` of the trained part; changes nothing if `found_inf` (fp32 scalar, on the device) is 1."""
 
 
 GradientsReadyCallback = Callable[[int], None]
-"""Told in the middle of the step that all microbatches are in a stage's gradients, and `begin_update` may be called.
+"""Called with a stage, during the step, once its gradients are finished and `begin_update` may be called.
 
-They are sealed, and if they leave the device they have started to.
+If the gradients leave the device, their copy has started.
 """
 
 
@@ -40,73 +40,74 @@ class StageMemory(Protocol):
 
     @property
     def state(self) -> StageState:
-        """Training state, on the host or on the device; sealing may put another buffer in its gradients' place."""
+        """Training state, on the host or the device; `finish_gradients` may replace its gradient buffer."""
 
     @property
     def frozen_state(self) -> StageState:
-        """Where frozen weights are: in `state`, or in one of their own."""
+        """State that holds the frozen weights: `state` or a separate one."""
 
     @property
     def reduction(self) -> Event | None:
-        """Point behind which what sealing returned is there for compute; None where compute's own order says so."""
+        """Event after which compute may read the result of `finish_gradients`; None if stream order suffices."""
 
     def load(self) -> None:
-        """Start bringing the weights to the device, at once or behind their update; returns before it is done."""
+        """Start copying the weights to the device, after any pending update; returns before it is done."""
 
     def is_ready(self) -> bool:
-        """Whether `wait_until_updated` and `weights` let nobody wait, because they did before or nothing changed."""
+        """Whether `wait_until_updated` and `weights` return without waiting."""
 
     def wait_until_updated(self) -> None:
-        """Make the host, or compute where the state is on the device, wait for the update; raises what it raised."""
+        """Make the host wait for the update, or compute if the state is on the device; raises what it raised."""
 
     def run_after_update(self, action: Callable[[], None]) -> None:
-        """Call `action` once the state has all updates that were begun: now, or in the thread that updates.
+        """Call `action` after all updates begun so far: now, or in the optimizer's thread.
 
-        Behind updates on a GPU it is called before they are done, in the order of their stream.
+        Updates on a GPU may still be running when it is called; stream order protects the state.
         """
 
     def gather_updated_weights(self) -> None:
-        """Bring the weights of `state` that other replicas have updated; collective over them.
+        """Fetch the weights of `state` that other replicas have updated; collective over replicas.
 
-        Blocks until weights and updates are there. Only what reads the state by itself needs it: a load brings them.
+        Blocks until weights and updates are complete. Needed only to read the state directly: a load gathers them
+        anyway.
         """
 
     def weights(self) -> dict[str, Tensor]:
-        """Parameter views on the device; the compute stream waits until they are there."""
+        """Return parameter views on the device; the compute stream waits until they are loaded."""
 
     def gradients(self) -> dict[str, Tensor]:
-        """fp32 sums of the trained parameters on the device, zero at the first call of a step."""
+        """Return fp32 sums of the trained parameters on the device, zero at the first call of a step."""
 
     def finish_gradients(
         self, *, excluded: frozenset[str], on_gradients_ready: GradientsReadyCallback | None = None
     ) -> Tensor:
-        """End accumulation: bring the gradients into the form in which they leave or are read by the update.
+        """Finish accumulation: convert the gradients to the form that is offloaded or that the update reads.
 
         Returns their squared norm without the parameters in `excluded` (fp32 scalar on the device, not synchronized,
-        and to be read behind `reduction`), computed in fp32 before any cast; a value that the cast makes infinite
-        (fp16) makes it NaN. Tells `on_gradients_ready` if the gradients stay.
+        valid after `reduction`). It is computed in fp32 before any cast; a value that the cast makes infinite (fp16)
+        makes it NaN. Calls `on_gradients_ready` if the gradients stay on the device.
         """
 
     def offload(self, on_gradients_ready: GradientsReadyCallback | None = None) -> None:
-        """Free the stage's place on the device; returns at once.
+        """Free the stage's slot on the device; returns at once.
 
-        Sealed gradients start on their way to the host, and `on_gradients_ready` is told.
+        Starts copying finished gradients to the host and then calls `on_gradients_ready`.
         """
 
     def offload_gradient_sums(self) -> None:
-        """Send what is added up so far to the host, where it waits for `load_gradient_sums`; returns at once."""
+        """Start copying the unfinished sums to the host, until `load_gradient_sums`; returns at once."""
 
     def load_gradient_sums(self) -> None:
-        """Start bringing back what was added up; `gradients` goes on with it. Returns at once."""
+        """Start copying the unfinished sums back, for `gradients` to continue. Returns at once."""
 
     def wait_for_gradients(self) -> None:
-        """Make the host, or compute where they are on the device, wait until `state.gradients` are complete."""
+        """Make the host wait until `state.gradients` are complete, or compute if they are on the device."""
 
     def begin_update(self, update: Update) -> bool:
-        """Run `update` under the rest of the step, unless the gradients are not finite; False if it cannot begin yet.
+        """Run `update` during the rest of the step, unless the gradients are not finite; False if it cannot begin yet.
 
-        Called when the gradients are complete.
+        Call it after the gradients are finished.
         """
 
     def update(self, update: Update) -> None:
-        """Run `update` now or, where updates queue, in its turn; the step is over and decided to be taken."""
+        """Run `update` after the step, now or in queue order; the caller has decided not to skip it."""

@@ -14,15 +14,15 @@ from mobius.memory.shards import Shards
 from mobius.memory.split_master import join_master, split_master
 
 CHUNK_ELEMENTS = 2**22
-"""Elements split at a time: bounds what writing a master takes in addition to the values to 32 MiB."""
+"""Elements split at a time: bounds the extra memory of writing a master to 32 MiB."""
 HOST_CHUNK_ELEMENTS = 2**18
-"""On a CPU: what is taken stays in its cache, and comes from no new pages (430 million elements a second and core on a
-cloud VM, 2026-11-24; 150 with `CHUNK_ELEMENTS`)."""
+"""On a CPU: fits the cache and needs no new pages (430 million elements a second and core on a cloud VM, 2026-11-24;
+150 with `CHUNK_ELEMENTS`)."""
 
 
 @dataclass(frozen=True)
 class MasterRemainder:
-    """Rest that bf16 weights lack of their fp32 master (`split_master.py`); the two together are the master."""
+    """Difference between bf16 weights and their fp32 master (`split_master.py`); together they are the master."""
 
     bits: Tensor
     """int16."""
@@ -30,15 +30,15 @@ class MasterRemainder:
 
 @dataclass(frozen=True)
 class OwnedShard:
-    """A run of trained elements whose optimizer state is here."""
+    """A contiguous range of trained elements whose optimizer state is here."""
 
     place: slice
-    """In the stage's trained elements."""
+    """Range within the stage's trained elements."""
     state: StageState
-    """The state of these elements alone."""
+    """State of these elements only."""
 
     def overlap(self, part: slice) -> tuple[slice, slice] | None:
-        """Elements that are in `part` of the stage, too: their place in `state`, and in `part`; None without any."""
+        """Return the intersection with `part`: its slice in `state` and its slice in `part`; None if it is empty."""
         start, stop = max(part.start, self.place.start), min(part.stop, self.place.stop)
         if start >= stop:
             return None
@@ -48,22 +48,22 @@ class OwnedShard:
 
 @dataclass(frozen=True)
 class StageState:
-    """Flat tensors of one stage, all on one device: `layout.num_elements` weights, the others `num_owned` elements.
+    """Flat tensors of one stage on one device: `layout.num_elements` weights, and `num_owned` of the rest.
 
-    Those are all trained ones, or this replica's share of them.
+    Owned elements are all trained ones, or this replica's shard.
     """
 
     layout: StageLayout
     weights: Tensor
-    """Working copy in the compute dtype: the master rounded, and frozen parameters, which have no master."""
+    """Working copy in the compute dtype: the rounded master, and frozen parameters, which have no master."""
     gradients: Tensor
-    """Streamed: as they came from the GPU, in the dtype of `weights` or fp32. Resident: in one of these or fp32."""
+    """In the dtype of `weights` or fp32. Streamed: as copied from the GPU. Resident: owned, or a view of the sum."""
     master: Tensor | MasterRemainder
-    """fp32, or the remainder that makes it up with bf16 weights; in an fp32 run the same tensor as `weights`."""
+    """fp32, or the remainder that complements bf16 weights; in an fp32 run the same tensor as `weights`."""
     exp_avg: Tensor
     exp_avg_sq: Tensor
     shards: Shards | None = None
-    """None where all is owned: there is one replica."""
+    """None if everything is owned: there is one replica."""
 
     @classmethod
     def with_buffers(
@@ -74,21 +74,21 @@ class StageState:
         zeros: Callable[[int, torch.dtype], Tensor],
         shards: Shards | None = None,
     ) -> StageState:
-        """State with `weights` and `gradients`; `zeros` (length, dtype) makes what else their format needs."""
+        """Return a state with `weights` and `gradients`; `zeros` (length, dtype) allocates the other tensors."""
         count = num_owned(layout, shards)
         master: Tensor | MasterRemainder
         if weights.dtype == torch.float32:
             master = weights
         elif weights.dtype == torch.bfloat16:
             master = MasterRemainder(zeros(count, torch.int16))
-        else:  # fp16 is no high half of fp32
+        else:  # fp16 is not the high half of fp32
             master = zeros(count, torch.float32)
         moments = zeros(count, torch.float32), zeros(count, torch.float32)
         return cls(layout, weights, gradients, master, *moments, shards)
 
     @cached_property
     def owned(self) -> tuple[OwnedShard, ...]:
-        """Each run of owned elements as a state of its own: one with everything, where there is one replica."""
+        """Each owned range as a separate state; with one replica, a single range of everything."""
         if self.shards is None:
             whole = slice(0, self.layout.num_trained)
             return (OwnedShard(whole, self),)
@@ -105,20 +105,20 @@ class StageState:
         return StageState(self.layout.part(place), weights, self.gradients[inner], own, *moments)
 
     def own_gradient(self, name: str) -> Tensor:
-        """Flat gradient of one parameter, as far as its elements are owned; those are one run."""
+        """Return the flat gradient of one parameter's owned elements, which are contiguous."""
         part = self.layout.slice_of(name)
         cuts = ((own.state.gradients, own.overlap(part)) for own in self.owned)
         return next((gradients[cut[0]] for gradients, cut in cuts if cut is not None), self.gradients[:0])
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The distinct tensors that hold the state."""
+        """Distinct tensors that hold the state."""
         master = self.master.bits if isinstance(self.master, MasterRemainder) else self.master
         own_master = () if master is self.weights else (master,)
         return (self.weights, self.gradients, *own_master, self.exp_avg, self.exp_avg_sq)
 
     def read_master(self, part: slice = slice(None)) -> Tensor:
-        """The fp32 master of the trained elements in `part`: a view where it is stored whole, else new memory."""
+        """Return the fp32 master of the trained elements in `part`: a view if it is stored whole, else new memory."""
         trained = slice(0, self.layout.num_trained)
         if not isinstance(self.master, MasterRemainder):
             return self.master[trained][part]
@@ -128,13 +128,12 @@ class StageState:
     def write_master(self, part: slice, values: Tensor) -> None:
         """Set the master of the trained elements in `part`, and their working copy, from flat `values`.
 
-        These are of any dtype and device. A master that is stored split can move by one step of fp32
-        (`split_master.py`).
+        `values` may have any dtype and device. A split master may move by one fp32 step (`split_master.py`).
         """
         trained = slice(0, self.layout.num_trained)
         weights, master = self.weights[trained][part], self.master
         if isinstance(master, MasterRemainder):
-            if values.dtype == weights.dtype:  # nothing remains
+            if values.dtype == weights.dtype:  # the remainder is zero
                 weights.copy_(values)
                 master.bits[part].zero_()
                 return
@@ -150,12 +149,12 @@ class StageState:
     def set_parameter(self, name: str, value: Tensor, *, offset: int = 0) -> None:
         """Set one parameter's working copy, and its master if it is trained, from `value` of any dtype and device.
 
-        `value` may be a part of it: as many elements as it has, from the parameter's element `offset` on.
+        `value` may be partial: its elements are written from the parameter's element `offset` on.
         """
         start, flat = self.layout.slice_of(name).start + offset, value.reshape(-1)
         part = slice(start, start + len(flat))
         if self.shards is not None or not self.layout.is_trained(name):
-            # In chunks: torch makes a copy in the value's dtype of all that comes from a GPU at once.
+            # In chunks: torch otherwise copies a whole GPU tensor to the host in its own dtype first.
             chunks = (tensor.split(CHUNK_ELEMENTS) for tensor in (flat, self.weights[part]))
             for chunk, weights in zip(*chunks, strict=True):
                 weights.copy_(chunk)
@@ -166,5 +165,5 @@ class StageState:
 
 
 def num_owned(layout: StageLayout, shards: Shards | None) -> int:
-    """Trained elements whose gradients and optimizer state are here."""
+    """Return the number of trained elements whose gradients and optimizer state are here."""
     return layout.num_trained if shards is None else shards.num_elements

@@ -1,32 +1,32 @@
-"""Streamed stages: their training state is in host memory, and they take a GPU slot while they compute.
+"""Streamed stages: their training state is in host memory, and they occupy a GPU slot while they compute.
 
-A slot goes round between three streams, the first its own; each arrow is an event:
+A slot cycles through three streams, the first its own; each arrow is an event:
 
     H2D stream      wait(free) -> copy weights in -> record(ready)
                                                         |
     compute stream                wait(ready) -> forward / backward -> gradients into the slot -> record(done)
                                                                                                      |
-    D2H stream                                                    wait(done) -> copy gradients home -> record(free)
+    D2H stream                                             wait(done) -> copy gradients to the host -> record(free)
 
-`ready` and `free` are the slot's two events; `done` is only a hand-over inside `offload`. Without gradients `free` is
-recorded on the compute stream at once. Weights are never copied back: the GPU does not change them.
+`ready` and `free` are the slot's two events; `done` is internal to `offload`. Without gradients, `free` is recorded on
+the compute stream at once. Weights are never copied back: the GPU does not change them.
 
-Gradients of all microbatches accumulate in fp32 in one buffer per rank (`gradient_accumulator.py`). Sealing casts them
-into the slot, over the trained weights, which backward no longer needs: a gradient leaves in the weights' dtype by one
-flat copy and costs no memory of its own. Gradients that are to arrive in fp32 leave from the accumulator; then there
-are two of them, and the slot is free as soon as backward is done.
+Gradients of all microbatches accumulate in fp32 in one buffer per rank (`gradient_accumulator.py`). `finish_gradients`
+casts them into the slot, over the trained weights, which backward no longer needs: the gradient is copied in the
+weights' dtype by one flat copy and needs no extra memory. Gradients that must arrive in fp32 are copied from the
+accumulator; it then has two buffers, and the slot is free right after backward.
 
-Where replicas share the stage, sums are reduced and cast on a stream between compute and D2H
-(`sharding/reductions.py`), and each host receives and updates its own share of the weights. The first load behind an
-update brings that share, and the others' from the other replicas, under compute. Those go home too, so that later loads
-are as ever:
+If replicas share the stage, sums are reduced and cast on a stream between compute and D2H (`sharding/reductions.py`),
+and each host receives and updates its own shard of the weights. The first load after an update copies that shard from
+the host and gathers the others from the other replicas, while compute runs. The others are also copied to the host, so
+that later loads are ordinary:
 
-    H2D stream     wait(free, kept) -> copy the own share in -> gather the others' -> record(ready)
-                                                                                        |
-    weights home                                                   wait(ready) -> copy the others' home -> record(kept)
+    H2D stream     wait(free, gathered_to_host) -> copy own shard in -> gather the others -> record(ready)
+                                                                                               |
+    weights to host                       wait(ready) -> copy the others to the host -> record(gathered_to_host)
 
-In a step of several rounds, sums of the rounds before are on the host while other stages add theirs up, where the
-gradients will lie in the end; weights come and go as ever.
+With several accumulation rounds, sums wait on the host in the memory of the finished gradients while other stages
+accumulate; weights are loaded as usual.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ from mobius.schedule.lanes import Lane
 class _WeightSlot:
     buffer: Tensor
     filling: Stream
-    """Its own stream: a copy that waits for its slot or its update must not hold up another slot's."""
+    """Separate per slot: a copy that waits for its slot or its update must not delay another slot's."""
     stage: int | None = None
     ready: Event | None = None
     free: Event = field(default_factory=Event)
     gathered_to_host: Event = field(default_factory=Event)
-    """Behind the copy of weights that were gathered here; nothing may lie over them before."""
+    """Recorded after gathered weights are copied to the host; they must not be overwritten before."""
     views: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -73,7 +73,7 @@ class WeightSlotPool:
     def __init__(
         self, num_elements: int, *, num_slots: int, dtype: torch.dtype, device: torch.device, is_shared: bool = False
     ) -> None:
-        """Take memory for `num_slots` stages of at most `num_elements` weights each, some `is_shared` by replicas."""
+        """Allocate `num_slots` slots of `num_elements` weights each; `is_shared`: replicas share stages."""
         self.device = device
         self._slots = [
             _WeightSlot(torch.empty(num_elements, dtype=dtype, device=device), new_stream(device))
@@ -86,21 +86,21 @@ class WeightSlotPool:
         self.weights_to_host = new_stream(device) if is_shared else Stream()
 
     def take(self, stage: int) -> _WeightSlot:
-        """A free slot, now `stage`'s. Raises ScheduleError if none is free, i.e. the schedule needs more slots."""
+        """Assign a free slot to `stage`. Raises ScheduleError if none is free, i.e. the schedule needs more slots."""
         if not self._free:
             held = [slot.stage for slot in self._slots]
-            raise ScheduleError(f"stage {stage} is to be loaded while all {len(held)} slots hold stages {held}")
+            raise ScheduleError(f"stage {stage} cannot be loaded while all {len(held)} slots hold stages {held}")
         slot = self._free.popleft()
         slot.stage = stage
         return slot
 
     def release(self, slot: _WeightSlot) -> None:
-        """Let another stage take the slot, behind its `free`."""
+        """Let another stage take the slot, after its `free` event."""
         slot.stage, slot.views = None, {}
         self._free.append(slot)
 
     def slot_of(self, stage: int) -> _WeightSlot:
-        """The slot that `stage` took. Raises ScheduleError if it has none."""
+        """Return the slot of `stage`. Raises ScheduleError if it has none."""
         held = [slot.stage for slot in self._slots]
         if stage not in held:
             raise ScheduleError(f"stage {stage} is used while the slots hold stages {held}")
@@ -124,27 +124,26 @@ class StreamedStage:
     ) -> None:
         """Take the buffers of the stage.
 
-        `accumulator` has two buffers if gradients leave in fp32, or sums go to `host_sums`, the gradients' memory.
-        With `updates` the stage is updated there, under the rest of the step and the next one, and a load waits for
-        that without stopping the caller. `sharding` tells how a state with shares is, and then `accumulator` has two
-        buffers.
+        `accumulator` needs two buffers if gradients leave in fp32, if sums move to `host_sums` (the gradients' memory),
+        or with `sharding`, which a sharded state requires. With `updates`, the optimizer's thread updates the stage
+        during the rest of the step and the next one; a load waits for that without blocking the caller.
         """
-        assert (state.shards is None) == (sharding is None), "a stage is shared with somebody"
+        assert (state.shards is None) == (sharding is None), "a sharded state and sharding require each other"
         self.state, self._sharding = state, sharding
         self._reduction: Event | None = None
         self._has_all_shards = True
-        """Whether the host has the others' updates, or a load that was asked for brings them."""
+        """Whether the host has the other replicas' updates, or a requested load brings them."""
         self._all_shards_event = Event()
-        """Point behind which it has those that a load has brought."""
+        """Recorded after a load has copied the other replicas' updates to the host."""
         self._gather_task: OrderedTask | None = None
-        """The gather of the load, until somebody has waited for its start."""
+        """Gather of the current load; None once its start was waited for."""
         self._stage, self._pool, self._accumulator, self._host_sums = stage, pool, accumulator, host_sums
         self._updates, self._spans = updates, spans
         self._leaves_in_fp32 = state.gradients.dtype == torch.float32 != state.weights.dtype
         self._square: Tensor | None = None
-        """From sealing to offloading."""
+        """Set between finishing and offloading the gradients."""
         self._arrival: Event | None = None
-        """Point at which the gradients sent last, and their squared norm from before any cast, are on the host."""
+        """Event after which the latest gradients, and their squared norm before any cast, are on the host."""
         self._host_square = torch.zeros((), pin_memory=pool.device.type == "cuda")
 
     @property
@@ -152,7 +151,7 @@ class StreamedStage:
         return self.state
 
     def _leaving(self, slot: _WeightSlot) -> Tensor:
-        """Place of gradients that leave from the slot, over weights that are no longer needed."""
+        """Return the slot memory of outgoing gradients, over weights that are no longer needed."""
         return slot.buffer[: num_owned(self.state.layout, self.state.shards)]
 
     def load(self) -> None:
@@ -177,7 +176,7 @@ class StreamedStage:
             slot.ready = slot.filling.record()
 
     def _gather(self, slot: _WeightSlot, sharding: StageSharding) -> None:
-        """Fill the slot with the own share from the host, and the others' from the replicas; those go home, too."""
+        """Fill the slot with the own shard from the host and the others from replicas; copy those to the host too."""
         weights, layout, shards = self.state.weights, self.state.layout, sharding.shards
         frozen = slice(layout.num_trained, layout.num_elements)
         with slot.filling.run():
@@ -202,7 +201,7 @@ class StreamedStage:
         return is_updated and self._pool.slot_of(self._stage).ready is None
 
     def wait_until_updated(self) -> None:
-        """Make the host wait for the update, and for the start of a load that waits for it."""
+        """Make the host wait for the update, and for the start of a load that depends on it."""
         if self._updates is not None:
             self._updates.wait(self._stage)
         if self._gather_task is not None:
@@ -223,7 +222,7 @@ class StreamedStage:
             self._updates.run_after_update(self._stage, action)
 
     def weights(self) -> dict[str, Tensor]:
-        """Views of the slot; at the first call after a load, the compute stream waits for it."""
+        """Return views of the slot; at the first call after a load, the compute stream waits for it."""
         self.wait_until_updated()
         slot = self._pool.slot_of(self._stage)
         if slot.ready is not None:
@@ -250,7 +249,7 @@ class StreamedStage:
         return square
 
     def _reduce(self, sharding: StageSharding, slot: _WeightSlot, excluded: frozenset[str]) -> Tensor:
-        """Begin to sum over the replicas; what leaves is there behind `reduction`."""
+        """Start the reduction over replicas; outgoing gradients are ready at `reduction`."""
         layout = self.state.layout
         self._accumulator.finish(self._stage, layout)
         target = None if self._leaves_in_fp32 else self._leaving(slot)
@@ -291,15 +290,15 @@ class StreamedStage:
             on_gradients_ready(self._stage)
 
     def offload_gradient_sums(self) -> None:
-        assert self._host_sums is not None, f"there is no room for the sums of stage {self._stage}"
+        assert self._host_sums is not None, f"no host memory is allocated for the gradient sums of stage {self._stage}"
         span = self._spans.device_span(Lane.OFFLOAD, f"OS{self._stage}")
         self._arrival = self._accumulator.offload(
             self._stage, self.state.layout, self._host_sums, self._pool.to_host, span=span
         )
 
     def load_gradient_sums(self) -> None:
-        assert self._host_sums is not None, f"there is no room for the sums of stage {self._stage}"
-        assert self._arrival is not None, f"stage {self._stage} has sent no sums"
+        assert self._host_sums is not None, f"no host memory is allocated for the gradient sums of stage {self._stage}"
+        assert self._arrival is not None, f"stage {self._stage} has not offloaded its gradient sums"
         span = self._spans.device_span(Lane.LOAD, f"LS{self._stage}")
         self._accumulator.load(
             self._stage,
@@ -311,11 +310,11 @@ class StreamedStage:
         )
 
     def wait_for_gradients(self) -> None:
-        assert self._arrival is not None, f"stage {self._stage} has sent no gradients"
+        assert self._arrival is not None, f"stage {self._stage} has not offloaded its gradients"
         self._arrival.synchronize()
 
     def begin_update(self, update: Update) -> bool:
-        """Only where updates queue: the host would have to wait for the gradients in the middle of the step."""
+        """Return False without an update queue: the host would block for the gradients in the middle of the step."""
         if self._updates is None:
             return False
         self._submit(update, looks_at_norm=True)
@@ -326,7 +325,7 @@ class StreamedStage:
 
     def _submit(self, update: Update, *, looks_at_norm: bool) -> None:
         arrival = self._arrival
-        assert arrival is not None, f"stage {self._stage} has sent no gradients"
+        assert arrival is not None, f"stage {self._stage} has not offloaded its gradients"
 
         def run(part: Sequence[FlatRange]) -> None:
             arrival.synchronize()  # sync: once per stage and step, off the compute path

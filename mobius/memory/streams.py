@@ -1,7 +1,7 @@
-"""Streams and events of one device behind one small interface; what runs on which is the caller's business.
+"""Minimal interface to the streams and events of one device; callers decide what runs on which.
 
-On a CPU everything is synchronous, and the base classes do nothing. Events are told their stream by the device's
-number: torch looks for the current device otherwise, which takes longer than the event, five hundred times in a step.
+On a CPU everything is synchronous, and the base classes do nothing. Events get their stream by device index: otherwise
+torch looks up the current device, which takes longer than the event itself, five hundred times in a step.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ class Event:
     """A point in a stream; on a CPU it is reached at once."""
 
     def wait(self) -> None:
-        """Make the current stream wait for the point; the host goes on."""
+        """Make the current stream wait for the point; does not block the host."""
 
     def synchronize(self) -> None:
         """Make the host wait for the point."""
 
     def is_completed(self) -> bool:
-        """Whether the point has been reached; nobody waits."""
+        """Return whether the point has been reached, without waiting."""
         return True
 
 
@@ -30,22 +30,22 @@ class Stream:
     """An ordered queue of device work."""
 
     def run(self) -> AbstractContextManager[object]:
-        """Within it, work goes to this stream."""
+        """Within the block, work goes to this stream."""
         return nullcontext()
 
     def record(self) -> Event:
-        """The point behind all work given to this stream so far."""
+        """Return the point after all work on this stream so far."""
         return Event()
 
     def record_use(self, tensor: Tensor) -> None:
-        """Do not reuse the memory of `tensor`, which another stream made, before this stream is done with it."""
+        """Do not reuse the memory of `tensor`, allocated on another stream, before this stream is done with it."""
 
 
 class CudaEvent(Event):
     """A point in a stream of one GPU."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        """The point behind all work given to `stream` so far."""
+        """Record the point after all work on `stream` so far."""
         self._device_index = stream.device.index
         self._event = torch.cuda.Event()
         self._event.record(stream)
@@ -58,7 +58,7 @@ class CudaEvent(Event):
         self._event.synchronize()
 
     def is_completed(self) -> bool:
-        """Whether the point has been reached; nobody waits."""
+        """Return whether the point has been reached, without waiting."""
         return bool(self._event.query())
 
 
@@ -77,17 +77,17 @@ class _CudaStream(Stream):
 
 
 def new_stream(device: torch.device) -> Stream:
-    """A copy stream of `device`."""
+    """Return a new copy stream of `device`."""
     return _CudaStream(device) if device.type == "cuda" else Stream()
 
 
 def record_current(device: torch.device) -> Event:
-    """The point behind all work given to the current (compute) stream so far."""
+    """Return the point after all work on the current (compute) stream so far."""
     return CudaEvent(torch.cuda.current_stream(device.index)) if device.type == "cuda" else Event()
 
 
 def timed_mark(device: torch.device) -> torch.cuda.Event:
-    """An event with a time, behind all work given to the current stream so far."""
+    """Return a timed event after all work on the current stream so far."""
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device.index))
     return event

@@ -1,14 +1,14 @@
-"""The optimizer's thread: updates of streamed stages wait here for their turn, and loads wait for the updates.
+"""The optimizer's thread: runs queued updates of streamed stages, and starts the loads that wait for them.
 
-An update consists of pieces, and before each piece the thread turns to the lowest stage that can go on: the next step's
-forward needs that one first. Where none can, it waits for the one submitted first.
+An update consists of pieces. Before each piece, the thread picks the lowest stage that can continue, because the next
+step's forward needs it first. If none can, it waits for the update submitted first.
 
     main thread        submit(2)    submit(0)  load(0): run_after_update   weights(0): wait        load(1) ...
                            |            |           |                          |
     optimizer thread    2, piece 1    0, pieces 1 and 2 -> copy of 0 starts --> done    2, piece 2  ...
 
-A load that comes before its update is done is started by the optimizer's thread behind the update, so the main thread
-goes on enqueuing work and stops only where it needs the weights themselves.
+A load requested before its update is done is started by the optimizer's thread after the update. The main thread
+continues to enqueue work and blocks only when it needs the weights.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class _Update:
 
 
 class UpdateQueue:
-    """Owns the one thread that a rank has beside its main one; the thread starts with the first update."""
+    """Owns the rank's optimizer thread, which starts with the first update."""
 
     def __init__(self, activity: Activity | None = None, *, prepare: Callable[[], None] = lambda: None) -> None:
-        """`activity` is told which stage is updated; `prepare` is the first thing that the thread does."""
+        """Report the updated stage to `activity`; the thread calls `prepare` first."""
         self._activity = activity or Activity()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="optimizer", initializer=prepare)
         self._lock = threading.Lock()
@@ -45,10 +45,11 @@ class UpdateQueue:
     def submit(
         self, stage: int, pieces: Sequence[Callable[[], None]], *, can_begin: Callable[[], bool] = lambda: True
     ) -> None:
-        """Add an update; returns at once. The stage's update before must have been waited for.
+        """Queue an update; returns at once. `wait` must have been called for the stage's previous update.
 
-        While `can_begin` says no, others go first. Where none can begin, the one submitted first does, and waits by
-        itself: its gradients come first. Without pieces (a stage without parameters) there is nothing to wait for.
+        Stages whose `can_begin` returns False are deferred. If none can begin, the update submitted first runs and
+        blocks on its gradients, which arrive first. Without pieces (a stage without parameters) there is nothing to
+        wait for.
         """
         if not pieces:
             return
@@ -58,7 +59,7 @@ class UpdateQueue:
             self._thread.submit(self._run_next)
 
     def run_after_update(self, stage: int, action: Callable[[], None]) -> None:
-        """Run `action` as soon as `stage` has no update to wait for: now, or later in the optimizer's thread."""
+        """Run `action` once `stage` has no pending update: now, or later in the optimizer's thread."""
         with self._lock:
             entry = self._updates.get(stage)
             if entry is not None and not entry.is_done:
@@ -67,11 +68,11 @@ class UpdateQueue:
         action()
 
     def is_under_way(self, stage: int) -> bool:
-        """Whether `wait` was not called since the stage's last update was submitted."""
+        """Whether `wait` has not been called since the stage's last update was submitted."""
         return stage in self._updates
 
     def wait(self, stage: int) -> None:
-        """Return when `stage` is updated and what followed the update has run; raises what the update raised."""
+        """Return when `stage` is updated and the actions after the update have run; raises what the update raised."""
         entry = self._updates.get(stage)
         if entry is None:
             return
@@ -86,7 +87,7 @@ class UpdateQueue:
         with self._lock:
             waiting = sorted(self._pending)
             if not waiting:
-                return  # what is left of a failed update
+                return  # left over from a failed update
             first = next(iter(self._pending))
             ready = (stage for stage in waiting if self._pending[stage].can_begin())
             stage = next(ready, first)

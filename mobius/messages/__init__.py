@@ -1,1 +1,1 @@
-"""How ranks talk: transports of activations, mailboxes, and meetings in which ranks agree."""
+"""Communication between ranks: activation transports, mailboxes and the rendezvous."""

@@ -1,4 +1,4 @@
-"""One GPU's copies, counters and shareable memory, for mailboxes: torch's streams and the driver's operations."""
+"""Copies, counters and shareable memory of one GPU, for mailboxes: torch's streams and CUDA driver calls."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from mobius.memory.streams import CudaEvent, Event
 from mobius.ranks import allows_peer_copies
 
 _EXPORT_GRANULE = 2 * 2**20
-"""A smaller piece of device memory may share its block with others, which would be exported along with it."""
+"""Smaller allocations may share a block of device memory with others, which would be exported along with them."""
 
 _WAIT_UNTIL_NOT_BEFORE = 0x0  # CU_STREAM_WAIT_VALUE_GEQ: cyclic, (int32)(*address - value) >= 0
-_WRITE_BEHIND_A_FENCE = 0x0  # CU_STREAM_WRITE_VALUE_DEFAULT: what the stream did before is visible to everybody
+_WRITE_BEHIND_A_FENCE = 0x0  # CU_STREAM_WRITE_VALUE_DEFAULT: earlier work of the stream is visible to all
 _REGISTER_FOR_DEVICES = 0x1 | 0x2  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
 _ENABLE_PEER_ACCESS = 0x1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
 class _Handle(ctypes.Structure):
-    """CUipcMemHandle, which travels by value."""
+    """CUipcMemHandle, passed by value."""
 
     _fields_ = (("reserved", ctypes.c_char * 64),)
 
@@ -43,13 +43,13 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
 
 
 class DriverError(RuntimeError):
-    """A call that the driver refused, or a driver that does not have it."""
+    """A failed call of the driver, or a driver without that call."""
 
 
 class CudaDriver:
-    """The calls of the CUDA driver that torch does not offer; a refused one raises DriverError in the driver's words.
+    """CUDA driver calls that torch does not offer; a failed call raises DriverError with the driver's message.
 
-    Addresses and streams are plain numbers. Every call works in the calling thread's context, which torch sets.
+    Addresses and streams are plain integers. Every call uses the calling thread's context, which torch sets.
     """
 
     def __init__(self, library: str = "libcuda.so.1") -> None:
@@ -67,23 +67,23 @@ class CudaDriver:
             function.argtypes, function.restype = arguments, c_int
 
     def allocate(self, num_bytes: int) -> int:
-        """Take device memory that can be exported; its address."""
+        """Allocate exportable device memory; return its address."""
         address = c_uint64()
         self.call("cuMemAlloc_v2", byref(address), -(-num_bytes // _EXPORT_GRANULE) * _EXPORT_GRANULE)
         return address.value
 
     def free(self, address: int) -> None:
-        """Give `allocate`d memory back; no other rank may have it open."""
+        """Free `allocate`d memory; no other rank may have it open."""
         self.call("cuMemFree_v2", address)
 
     def export(self, address: int) -> bytes:
-        """The handle by which another rank opens `allocate`d memory."""
+        """Return the handle with which another rank opens `allocate`d memory."""
         handle = _Handle()
         self.call("cuIpcGetMemHandle", byref(handle), address)
         return bytes(handle)
 
     def open_exported(self, handle: bytes) -> int:
-        """Map another device's memory; its address here."""
+        """Map another device's memory; return its address in this process."""
         address = c_uint64()
         if len(handle) != ctypes.sizeof(_Handle):
             raise DriverError(f"a handle of {len(handle)} bytes opens no memory")
@@ -95,7 +95,7 @@ class CudaDriver:
         self.call("cuIpcCloseMemHandle", address)
 
     def register(self, address: int, num_bytes: int) -> int:
-        """Page-lock host memory; its address for the device."""
+        """Page-lock host memory; return its device address."""
         self.call("cuMemHostRegister_v2", address, num_bytes, _REGISTER_FOR_DEVICES)
         device_address = c_uint64()
         try:
@@ -106,31 +106,31 @@ class CudaDriver:
         return device_address.value
 
     def unregister(self, address: int) -> None:
-        """Undo `register`, by the host's address."""
+        """Undo `register`, by the host address."""
         self.call("cuMemHostUnregister", address)
 
     def call(self, name: str, *arguments: object) -> None:
-        """Call a function of the table above."""
+        """Call a function of the table above; raises DriverError if it fails."""
         result = self._functions[name](*arguments)
         if result != 0:
             text = c_char_p()
-            told = self._functions["cuGetErrorString"](result, byref(text)) == 0 and text.value
-            raise DriverError(f"{name}: {told.decode() if told else 'unknown error'} ({result})")
+            message = self._functions["cuGetErrorString"](result, byref(text)) == 0 and text.value
+            raise DriverError(f"{name}: {message.decode() if message else 'unknown error'} ({result})")
 
 
 class CudaCopyEngine(CudaDriver):
-    """One GPU's copies, and the memory that they work on; one thread uses it. Whoever asks for memory gives it back."""
+    """Copies of one GPU and their memory; used by one thread. The caller frees all memory it allocates."""
 
     def __init__(self, device: torch.device) -> None:
-        """Raises DriverError if the driver lacks what it takes."""
+        """Create the context of `device`. Raises DriverError if the driver lacks a function."""
         assert device.index is not None
         self.device_index, self._device = device.index, device
         super().__init__()
         torch.cuda.set_device(device)
-        torch.cuda.synchronize(device)  # the context exists from here on; sync: once, before training
+        torch.cuda.synchronize(device)  # creates the context; sync: once, before training
 
     def can_access_peer(self, device_index: int) -> bool:
-        """Whether this device can write into that one's memory."""
+        """Whether this device can write to that device's memory."""
         return (
             allows_peer_copies()
             and device_index != self.device_index
@@ -139,27 +139,27 @@ class CudaCopyEngine(CudaDriver):
         )
 
     def new_queue(self) -> CudaQueue:
-        """A queue that nobody else uses."""
-        # Streams of high priority come from a pool of their own, and share no hardware queue with compute and copies.
+        """Return a new queue with its own stream."""
+        # High-priority streams come from a separate pool and share no hardware queue with compute and copies.
         return CudaQueue(torch.cuda.Stream(self._device, priority=-1), self)
 
 
 class CudaQueue:
-    """An ordered queue of copies, waits and counters' writes; nothing here makes the host wait."""
+    """An ordered queue of copies, waits and counter writes; never blocks the host."""
 
     def __init__(self, stream: torch.cuda.Stream, driver: CudaDriver) -> None:
         self._stream, self._driver, self._handle = stream, driver, int(stream.cuda_stream)
 
     def follow_compute(self) -> None:
-        """Begin what comes next only when the compute enqueued so far is done."""
+        """Start later work only after the compute enqueued so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device.index))
 
     def wait_value(self, address: int, value: int) -> None:
-        """Go on only when the uint32 at `address` is not before `value`, cyclically."""
+        """Continue only when the uint32 at `address` is not before `value`, cyclically."""
         self._driver.call("cuStreamWaitValue32_v2", self._handle, address, value, _WAIT_UNTIL_NOT_BEFORE)
 
     def write_value(self, address: int, value: int) -> None:
-        """Write a uint32 when all before it is done and can be seen by everybody."""
+        """Write a uint32 after all earlier work is done and visible to all."""
         self._driver.call("cuStreamWriteValue32_v2", self._handle, address, value, _WRITE_BEHIND_A_FENCE)
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
@@ -167,5 +167,5 @@ class CudaQueue:
         self._driver.call("cuMemcpyAsync", target, source, num_bytes, self._handle)
 
     def record(self) -> Event:
-        """The point behind all of the queue so far."""
+        """Return the event after all work in the queue so far."""
         return CudaEvent(self._stream)

@@ -1,8 +1,8 @@
-"""The transport between processes: one NCCL (or gloo) communicator per directed edge, gloo for host scalars.
+"""Transport between processes: one NCCL (or gloo) communicator per directed edge, gloo for host scalars.
 
-Mailboxes carry the messages instead, where they are handed in and work. One communicator per edge, because
-point-to-point operations of one communicator run in the order of issue: with one queue per rank, or per pair of ranks,
-a looped schedule can wait in a circle.
+If mailboxes are passed in and work, they carry the messages instead. One communicator per edge, because point-to-point
+operations of one communicator run in order of issue: with one queue per rank, or per pair of ranks, a looped schedule
+can deadlock.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from mobius.messages.world import MESSAGES_TIMEOUT, World, nccl_options, sum_ove
 from mobius.schedule.lanes import Lane
 
 EXCHANGE_ELEMENTS = 2**24
-"""Elements per message when two ranks exchange a large tensor: bounds the memory that the received parts take."""
+"""Elements per message when two ranks exchange a large tensor: bounds the memory of received parts."""
 
 _Message: TypeAlias = dist.Work | Event
-"""A message under way: `wait` makes the current stream (on a CPU: the host) wait for it, `is_completed` nobody."""
+"""A message in flight: `wait` makes the current stream (on a CPU: the host) wait for it; `is_completed` does not
+wait."""
 
 
 class DistributedTransport:
-    """Owns the process groups of one rank of several, and the mailboxes if there are some. `close` ends them."""
+    """Owns the process groups of one rank of several, and its mailboxes, if any; `close` ends them."""
 
     def __init__(
         self,
@@ -50,20 +51,19 @@ class DistributedTransport:
         num_replicas: int = 1,
         reduce_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Create and warm all communicators; collective over all ranks of all replicas.
+        """Create and warm up all communicators; collective over all ranks of all replicas.
 
-        `rank` is the place in the pipeline of `num_ranks`, which is number `replica` of `num_replicas`.
+        `rank` is the position in the pipeline of `num_ranks`, which is number `replica` of `num_replicas`.
 
         `shape` and `dtype` are those of every activation and activation gradient. `mailboxes` carry them instead of the
-        communicators, where they can be opened. `max_pending_sends` bounds the messages that are kept because they may
-        not have left (limits.py); without it all that have not are kept. `reduce_dtype` is as in
-        `create_replica_group`.
+        communicators, if they can be opened. `max_pending_sends` bounds the sent tensors that are held because they may
+        still be in use (limits.py); None: no bound. `reduce_dtype` is as in `create_replica_group`.
         """
         self._spans, self._max_sends = spans, max_pending_sends
         self.rank, self.num_ranks = rank, num_ranks
         self._device, self._shape, self._dtype = device, shape, dtype
         self._first = replica * num_ranks
-        """torch's number of the pipeline's first rank."""
+        """Global rank of the pipeline's first rank."""
         self._world = world = World(rank=self._first + rank, num_ranks=num_replicas * num_ranks, device=device)
         backend = world.backend
         self._scalars, self._edges = world.scalars, _edges_of(0, num_ranks, backend)
@@ -72,8 +72,8 @@ class DistributedTransport:
         if num_replicas > 1:
             self.all_ranks = world
             pipelines = [range(first, first + num_ranks) for first in range(0, world.num_ranks, num_ranks)]
-            # Every process makes the groups of all, in one order. On GPUs torch has those outside of a group, of gloo's
-            # too, take part in a split of NCCL's communicator of all: each must be outside of equally many.
+            # Every process creates all pipelines' groups in one order. On GPUs, torch makes ranks outside a group (gloo
+            # too) join a split of the global NCCL communicator: each rank must be outside of equally many groups.
             groups = [dist.new_group([*each], backend="gloo", timeout=MESSAGES_TIMEOUT) for each in pipelines]
             edges = [self._edges, *(_edges_of(each.start, num_ranks, backend) for each in pipelines[1:])]
             self._scalars, self._edges = groups[replica], edges[replica]
@@ -82,7 +82,7 @@ class DistributedTransport:
             )
         self._posted: defaultdict[int, deque[tuple[Tensor, _Message]]] = defaultdict(deque)
         self._sent: deque[tuple[Tensor, _Message]] = deque()
-        # Every edge is used once, in one order: communicators connect at their first message, and not in a circle.
+        # Use every edge once, in one order: communicators connect at their first message, and must not wait in a cycle.
         token = torch.ones(8, device=device)
         for (source, target), group in self._edges.items():
             if rank == source:
@@ -95,7 +95,7 @@ class DistributedTransport:
         self._mailboxes = mailboxes.open() if mailboxes is not None else None
 
     def post_receive(self, source: int) -> None:
-        """Start receiving into a new buffer; it may begin once compute that is enqueued already is done."""
+        """Start receiving into a new buffer, after the compute enqueued so far."""
         buffer = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         if self._mailboxes is not None:
             work: _Message = self._mailboxes.post_receive(buffer, source)
@@ -110,7 +110,7 @@ class DistributedTransport:
         return buffer
 
     def send(self, tensor: Tensor, target: int) -> None:
-        """Start sending; the tensor is kept until the message has left."""
+        """Start sending; the tensor is held until the message has left."""
         tensor = tensor.contiguous()
         if self._mailboxes is not None:
             work: _Message = self._mailboxes.send(tensor, target)
@@ -119,8 +119,8 @@ class DistributedTransport:
         self._spans.message(Lane.SEND, target, work)
         while self._sent and self._sent[0][1].is_completed():
             self._sent.popleft()[1].wait()
-        # The host is ahead of the GPU and sees none completed. There it does not wait here: compute does, for a message
-        # that has left by then, and behind that wait its memory may be used again.
+        # The host is ahead of the GPU and sees no send completed. Instead of the host, compute waits for an old
+        # message, which has left by then; after that wait its memory may be reused.
         while self._max_sends is not None and len(self._sent) >= self._max_sends:
             self._wait(self._sent.popleft()[1])
         self._sent.append((tensor, work))
@@ -129,7 +129,7 @@ class DistributedTransport:
         assert not any(self._posted.values()), "a posted receive was not used"
         while self._sent:
             self._wait(self._sent[0][1])
-            self._sent.popleft()  # not before: its tensor is being read until then
+            self._sent.popleft()  # only now: its tensor is read until then
 
     def limit_pending_sends(self, max_pending_sends: int) -> None:
         if self._max_sends is not None:
@@ -139,7 +139,7 @@ class DistributedTransport:
         return sum_over_group(values, self._scalars, self._world.rank)
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
-        """CPU tensors travel over gloo, GPU tensors over the edges between the two ranks."""
+        """Exchange CPU tensors over gloo, GPU tensors over the edges between the two ranks."""
         received = torch.empty_like(tensor)
         is_host = tensor.device.type == "cpu"
         incoming = self._scalars if is_host else self._edges[peer, self.rank]
@@ -163,7 +163,7 @@ class DistributedTransport:
     def _start(self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int, group: Any) -> dist.Work:
         with self._translate_peer_errors(peer):
             work = operation(tensor, self._first + peer, group=group)
-        assert work is not None  # torch gives none to a rank outside of the group
+        assert work is not None  # torch returns None only outside the group
         return work
 
     def _wait(self, work: _Message, peer: int | None = None) -> None:
@@ -175,7 +175,7 @@ class DistributedTransport:
 
 
 def _edges_of(first: int, num_ranks: int, backend: str) -> dict[tuple[int, int], Any]:
-    """Communicators of the pipeline whose first rank is torch's number `first`, by places; all processes make them."""
+    """Return the communicators of the pipeline that starts at global rank `first`; all processes create them."""
     return {
         (source, target): dist.new_group(
             [first + source, first + target],

@@ -1,14 +1,13 @@
-"""Messages by copy engines: a ring of mailboxes per directed edge, on the target's GPU, kept in order by two counters.
+"""Messages by copy engines: a ring of mailboxes per directed edge, on the receiver's GPU, ordered by two counters.
 
-The sender copies a message into the next mailbox and counts it as arrived; the receiver copies it out and counts the
-mailbox as free again. Both only enqueue: streams wait for counters, the host waits for nothing, and no multiprocessor
-is occupied.
+The sender copies a message into the next mailbox and increments `arrived`. The receiver copies it out and increments
+`freed`. Both only enqueue: streams wait for counters, the host waits for nothing, and no multiprocessor is occupied.
 
     sender's stream      freed >= i-K+1 ?  | copy into mailbox i mod K | arrived = i+1 | ...
     receiver's stream                        arrived >= i+1 ? | copy out | freed = i+1 | ...
 
-Counters are uint32 and go on over the whole run; comparisons are cyclic. They lie in page-locked host memory that both
-processes share, where the host can release what waits for them.
+Counters are uint32, count over the whole run, and are compared cyclically. They are in page-locked host memory shared
+by both processes, so that the host can release a waiting stream.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from mobius.messages.shared_memory import SharedMemory
 logger = logging.getLogger(__name__)
 
 FIRST_MESSAGE_TIMEOUT_SECONDS = 30.0
-"""Time that the first message of every edge may take."""
+"""Time limit for the first message of every edge."""
 
 _ARRIVED, _FREED, _COUNTERS_BYTES = 0, 128, 4096
 _PAGE = 4096
@@ -43,15 +42,15 @@ _CYCLE = 2**32
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """One edge's mailboxes and counters as one of its ends sees them; both ends agree about the numbers."""
+    """Mailboxes and counters of one edge as seen by one of its ends; both ends have the same counts."""
 
     message_bytes: int
     mailboxes: tuple[int, ...]
-    """Address of each."""
+    """Address of each mailbox."""
     arrived: int
-    """Address of the count of messages that were copied into mailboxes."""
+    """Address of the count of messages copied into mailboxes."""
     freed: int
-    """Address of the count of messages that were copied out."""
+    """Address of the count of messages copied out."""
 
 
 @dataclass(slots=True)
@@ -61,14 +60,14 @@ class Outbox:
     ring: Ring
     queue: CudaQueue
     next_message: int = 0
-    """Number of the next message; both counters stand there at first."""
+    """Number of the next message, and initial value of both counters."""
 
     def send(self, source: int) -> Event:
-        """Send the message that compute has just made at `source`; the event says when it may be changed."""
+        """Send the message that compute writes at `source`; after the returned event it may be overwritten."""
         ring, queue, number = self.ring, self.queue, self.next_message
         self.next_message += 1
         queue.follow_compute()
-        # For the first messages it waits for a number before zero, which is no wait.
+        # For the first messages the value is before zero, so there is no wait.
         queue.wait_value(ring.freed, (number - len(ring.mailboxes) + 1) % _CYCLE)
         queue.copy(ring.mailboxes[number % len(ring.mailboxes)], source, ring.message_bytes)
         queue.write_value(ring.arrived, (number + 1) % _CYCLE)
@@ -82,10 +81,10 @@ class Inbox:
     ring: Ring
     queue: CudaQueue
     next_message: int = 0
-    """Number of the next message; both counters stand there at first."""
+    """Number of the next message, and initial value of both counters."""
 
     def post(self, target: int) -> Event:
-        """Receive the next message into `target`, where compute may still work; the event says when it is there."""
+        """Receive the next message into `target`, after compute enqueued so far; the event is its completion."""
         ring, queue, number = self.ring, self.queue, self.next_message
         self.next_message += 1
         queue.follow_compute()
@@ -96,17 +95,17 @@ class Inbox:
 
 
 def _read_offer(told: Any) -> tuple[int, int, bytes]:
-    """Process and descriptor of an edge's counters, and the handle of its mailboxes."""
+    """Return process and descriptor of an edge's counters, and the handle of its mailboxes."""
     process, descriptor, handle = told
     return parse_count(process), parse_count(descriptor), bytes.fromhex(handle)
 
 
 @dataclass(kw_only=True)
 class Mailboxes(PeerMemory):
-    """This rank's ends of all its edges; nothing is taken before `open`."""
+    """This rank's ends of all its edges; allocates nothing before `open`."""
 
     message_bytes: int
-    """Size of all messages."""
+    """Size of every message in bytes."""
     timeout_seconds: float = FIRST_MESSAGE_TIMEOUT_SECONDS
 
     def __post_init__(self) -> None:
@@ -119,28 +118,28 @@ class Mailboxes(PeerMemory):
         self._received: dict[int, tuple[Tensor, Event]] = {}
 
     def post_receive(self, buffer: Tensor, source: int) -> Event:
-        """Announce the next message of `source`; the caller keeps `buffer` until it has waited for the message."""
+        """Start receiving from `source`; the caller holds `buffer` until it has waited for the message."""
         assert buffer.nbytes == self.message_bytes
         assert buffer.is_contiguous()
         return self._inboxes[source].post(buffer.data_ptr())
 
     def send(self, tensor: Tensor, target: int) -> Event:
-        """Start sending; the caller keeps `tensor` until the message has left."""
+        """Start sending; the caller holds `tensor` until the message has left."""
         assert tensor.nbytes == self.message_bytes
         assert tensor.is_contiguous()
         return self._outboxes[target].send(tensor.data_ptr())
 
     def close(self) -> None:
-        """Give all memory back when every message has been received; collective over all ranks."""
+        """Free all memory after every message has been received; collective over all ranks."""
         for event in self._ends_of_queues():
             event.synchronize()  # sync: once, at the end
         super().close()
 
     def open(self) -> Mailboxes | None:
-        """These mailboxes when they have carried a message over every edge, or None on all ranks alike; collective.
+        """Return these mailboxes after a test message over every edge, or None on all ranks; collective.
 
-        The first problem of any rank is logged as the reason. Takes 2 messages of memory per incoming edge for good,
-        and while the edges are tried some messages more. Raises TransportError if the device does not come to rest.
+        Logs the first problem of any rank as the reason. Permanently takes 2 messages of memory per incoming edge, and
+        some more during the test. Raises TransportError if the device remains blocked after a failure.
         """
         steps = (self.start, self.reachable_targets, self._offer, self._accept, self._post, self._send)
         problem = run_steps_together(self.rendezvous, steps).problem
@@ -154,15 +153,15 @@ class Mailboxes(PeerMemory):
         return self
 
     def reachable_targets(self, gathered: Sequence[Any]) -> list[int]:
-        """All targets: one that the device does not reach is a problem."""
+        """Return all targets; raises RuntimeError if the device cannot reach one."""
         reached = super().reachable_targets(gathered)
         missing = [target for target in self.targets if target not in reached]
         if missing:
-            raise RuntimeError(f"its GPU cannot write into that of rank {missing[0]}")
+            raise RuntimeError(f"its GPU cannot write to the GPU of rank {missing[0]}")
         return reached
 
     def _offer(self, gathered: Sequence[Any]) -> JsonValue:
-        """Make the memory of the incoming edges; an offer for each source, by its number."""
+        """Create the memory of the incoming edges; return an offer for each source, by rank."""
         offers: dict[str, JsonValue] = {}
         for source in self.sources:
             shared = SharedMemory.create(_COUNTERS_BYTES)
@@ -173,7 +172,7 @@ class Mailboxes(PeerMemory):
         return offers
 
     def _accept(self, gathered: Sequence[Any]) -> None:
-        """Open the memory of the outgoing edges, which their targets have made."""
+        """Open the memory of the outgoing edges, which their targets have created."""
         own = str(self.rendezvous.rank)
         for target in self.targets:
             process, descriptor, handle = parse_value(gathered[target], lambda told: _read_offer(told[own]), by=target)
@@ -181,7 +180,7 @@ class Mailboxes(PeerMemory):
             self._outboxes[target] = Outbox(self._ring(counters, self.open_memory(handle)), self.engine.new_queue())
 
     def _register(self, shared: SharedMemory, held: ExitStack) -> int:
-        """Let the device use an edge's counters until `held` is closed; their address for it."""
+        """Map an edge's counters for the device until `held` is closed; return their device address."""
         self._counters.append(shared)
         held.callback(shared.close)
         address = self.engine.register(shared.address, _COUNTERS_BYTES)
@@ -189,8 +188,8 @@ class Mailboxes(PeerMemory):
         return address
 
     def _post(self, gathered: Sequence[Any]) -> None:
-        """Post a receive on every edge before anybody sends, and see that compute goes on beside it."""
-        # Memory is taken and kernels are loaded now: with a waiting receive either could wait for an idle device.
+        """Post a receive on every edge before any send, and check that compute continues meanwhile."""
+        # Allocate and load kernels now: during a pending receive, either could wait for an idle device.
         self._probe = self.pattern(self.rendezvous.rank, self.message_bytes)
         buffers = {source: torch.zeros_like(self._probe) for source in self.sources}
         torch.equal(self.pattern(self.rendezvous.rank, self.message_bytes), self._probe)
@@ -203,7 +202,7 @@ class Mailboxes(PeerMemory):
             raise RuntimeError("a receive that waits for its message holds up compute")
 
     def _send(self, gathered: Sequence[Any]) -> None:
-        """Send a message over every edge, and compare what came with what was sent."""
+        """Send a message over every edge, and compare the received contents with the sent ones."""
         sent = [(target, outbox.send(self._probe.data_ptr())) for target, outbox in self._outboxes.items()]
         for target, event in sent:
             if not self.completes_in_time(event):
@@ -216,13 +215,11 @@ class Mailboxes(PeerMemory):
                 raise RuntimeError(f"a message from rank {source} arrived with other contents")
 
     def _call_off(self) -> None:
-        """Let posted receives pass, come to rest, and give everything back."""
+        """Release pending receives, wait for the queues, and free everything."""
         for shared in self._counters:
             shared.write_word(_ARRIVED, 1)
         if not all(map(self.completes_in_time, self._ends_of_queues())):
-            raise TransportError(
-                f"rank {self.rendezvous.rank} stops: its GPU still waits for a message that was called off"
-            )
+            raise TransportError(f"rank {self.rendezvous.rank} stops: its GPU still waits for a cancelled message")
         self.close()
 
     def _ends_of_queues(self) -> list[Event]:
@@ -230,7 +227,7 @@ class Mailboxes(PeerMemory):
         return [end.queue.record() for end in ends]
 
     def _ring(self, counters: int, mailboxes: int) -> Ring:
-        """The edge's ring; `counters` and `mailboxes` are the device's addresses of both."""
+        """Return the edge's ring; `counters` and `mailboxes` are device addresses."""
         return Ring(
             message_bytes=self.message_bytes,
             mailboxes=tuple(mailboxes + i * self._mailbox_bytes for i in range(NUM_MAILBOXES)),

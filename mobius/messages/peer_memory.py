@@ -1,4 +1,4 @@
-"""Device memory that neighbours in the ring copy into: what mailboxes and the check of copies both stand on."""
+"""Device memory that neighbouring ranks copy into: the basis of mailboxes and of the copy check."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from mobius.messages.transport import ring_edges
 
 @dataclass
 class PeerMemory:
-    """This rank's neighbours in the ring, and the memory that they and this rank hold open of each other.
+    """This rank's neighbours in the ring, and the memory that they open of each other.
 
-    Methods that take `gathered` are steps for `run_steps_together`, in this order: `start`, `reachable_targets`.
+    Methods with `gathered` are steps for `run_steps_together`, in this order: `start`, `reachable_targets`.
     """
 
     rendezvous: Rendezvous
@@ -29,7 +29,7 @@ class PeerMemory:
     _: KW_ONLY
     make_engine: Callable[[torch.device], CudaCopyEngine] = CudaCopyEngine
     timeout_seconds: float
-    """Seconds for each event that is waited for."""
+    """Seconds to wait for each event."""
 
     def __post_init__(self) -> None:
         edges = ring_edges(self.rendezvous.num_ranks)
@@ -39,29 +39,29 @@ class PeerMemory:
         self.own, self.opened = ExitStack(), ExitStack()
 
     def start(self, gathered: Sequence[Any]) -> int:
-        """Make the engine; its device's number."""
+        """Create the engine; return its device index."""
         self.engine = self.make_engine(self.device)
         return self.engine.device_index
 
     def reachable_targets(self, gathered: Sequence[Any]) -> list[int]:
-        """The targets whose devices this rank's device reaches."""
+        """Return the targets whose devices this rank's device can access."""
         device_indices = parse_values(gathered, parse_count)
         return [target for target in self.targets if self.engine.can_access_peer(device_indices[target])]
 
     def make_memory(self, num_bytes: int) -> tuple[int, JsonValue]:
-        """Device memory for a neighbour to write into: its address here, and the handle as it is told."""
+        """Allocate device memory for a neighbour to write into; return its address and its handle as JSON."""
         address = self.engine.allocate(num_bytes)
         self.own.callback(self.engine.free, address)
         return address, self.engine.export(address).hex()
 
     def open_memory(self, handle: bytes) -> int:
-        """Open what a neighbour made; its address here."""
+        """Open a neighbour's memory; return its address in this process."""
         address = self.engine.open_exported(handle)
         self.opened.callback(self.engine.close_exported, address)
         return address
 
     def completes_in_time(self, event: Event) -> bool:
-        """Whether the event comes within the patience; looks again and again, so that nothing holds this rank up."""
+        """Return whether the event completes before the time limit; polls, so that this rank cannot hang."""
         end = time.monotonic() + self.timeout_seconds
         while not event.is_completed():
             if time.monotonic() > end:
@@ -70,12 +70,12 @@ class PeerMemory:
         return True
 
     def pattern(self, rank: int, num_bytes: int, number: int = 0) -> Tensor:
-        """uint8 [num_bytes]; every word is another one, and no two ranks' or numbers' are the same."""
+        """Return uint8 [num_bytes] in which all words differ, also between ranks and numbers."""
         words = torch.arange(-(-num_bytes // 4), dtype=torch.int32, device=self.device)
         return words.mul_(2 * number + 1).add_(1 + rank).view(torch.uint8)[:num_bytes]
 
     def close(self) -> None:
-        """Give all memory back, on all ranks; nothing may be copying any more."""
+        """Free all memory, on all ranks; no copy may be running."""
         self.opened.close()
-        self.rendezvous.gather(None)  # nobody has this rank's memory open any more
+        self.rendezvous.gather(None)  # no other rank has this rank's memory open now
         self.own.close()

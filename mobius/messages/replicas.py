@@ -1,23 +1,24 @@
-"""Sums of gradients to their owners, and weights from them, between ranks of one place in different replicas.
+"""Gradient reduce-scatter and weight all-gather between the ranks of one pipeline position in all replicas.
 
-Each replica sends every other one its part and takes theirs, over NCCL between GPUs and over gloo between hosts. Sums
-are added up here, in fp32 and in the order of replicas, so that results repeat to the bit and no algorithm of NCCL's
-has a say in them; in `reduce_dtype` bf16 what travels is rounded. As many bytes travel as in NCCL's own reduce-scatter
-and all-gather: (R - 1)/R of a stage, each way.
+Each replica sends its parts to all others and receives theirs, over NCCL between GPUs and gloo between hosts. Sums are
+computed here, in fp32 and in replica order, so that results are bit-reproducible and independent of NCCL's algorithms;
+with `reduce_dtype` bf16, messages are rounded. The traffic equals that of NCCL's own reduce-scatter and all-gather:
+(R-1)/R of a stage in each direction.
 
-Why no replicas wait for each other in a circle:
+Why replicas cannot deadlock:
 
-- NCCL pairs what is enqueued to one communicator by its order. So each use has its own, in an order that is the same
-  on all replicas: reductions follow the order in which the schedule seals stages, gathers that in which it loads them
-  (`memory/sharding/ordered_tasks.py`). Between the two there is no such order: a gather may begin in the optimizer's
-  thread.
-- All replicas play one schedule. Take the order in which its check plays the actions of a pipeline one by one. All that
-  a reduction or a gather waits for on any replica, messages of the pipeline too, comes before it there. So the first
-  one that is not done waits only for counterparts, and nothing keeps these from reaching it.
-- A kernel of NCCL that waits occupies NCCL_MAX_CTAS multiprocessors. Those of four edges, the reduction and the gather,
-  which may be there at once, take 24 of them, fewer than a GPU of this kind has, and kernels of compute end by
-  themselves. Their streams have queues of their own (`ranks.set_cuda_max_connections`): none stands behind another.
-- A first use connects, which may wait for the device. It is here, at the meeting, one connection after the other.
+- NCCL matches operations of one communicator by order. So each use has its own communicator, with the same order on all
+  replicas: reductions follow the schedule's order of finished gradients, gathers its order of loads
+  (`memory/sharding/ordered_tasks.py`). Between the two there is no fixed order, as a gather may start in the
+  optimizer's thread.
+- All replicas play one schedule. Take the order in which its check plays a pipeline's actions one by one. Everything a
+  reduction or gather waits for on any replica, including messages of the pipeline, comes before it in that order. So
+  the first one that is not done waits only for its counterparts, which nothing prevents from reaching it.
+- A waiting NCCL kernel occupies NCCL_MAX_CTAS multiprocessors. Four edges, the reduction and the gather may wait at
+  once and occupy 24, fewer than such a GPU has, and compute kernels end without them. Their streams have separate
+  hardware queues (`ranks.set_cuda_max_connections`): none waits behind another.
+- The first use of a communicator connects, which may wait for the device. This happens at start-up, one communicator
+  after the other.
 """
 
 from __future__ import annotations
@@ -37,9 +38,7 @@ from mobius.messages.world import MESSAGES_TIMEOUT, World, nccl_options, transla
 HOST_CHUNK_ELEMENTS = 2**22
 """Elements that a host receives from each replica at a time: 16 MiB."""
 PACK_BYTES = 16
-"""NCCL moves so many bytes at a time between addresses that are multiples of it, and else byte by byte, which is what
-an element is to it here.
-"""
+"""NCCL moves this many bytes at a time if addresses are multiples of it, else single elements, which are bytes here."""
 
 
 def create_replica_group(
@@ -50,16 +49,16 @@ def create_replica_group(
     device: torch.device,
     reduce_dtype: torch.dtype = torch.float32,
 ) -> ReplicaGroup:
-    """This rank's counterparts; collective over all processes, which make `num_replicas` pipelines.
+    """Return this rank's replica group; collective over all processes, which form `num_replicas` pipelines.
 
-    Gradients travel between GPUs, or what computes instead, in `reduce_dtype`, which is fp32 or bf16.
+    Gradients travel between devices in `reduce_dtype`, fp32 or bf16.
     """
     num_pipeline_ranks = world.num_ranks // num_replicas
     place = world.rank % num_pipeline_ranks
     places = [[*range(each, world.num_ranks, num_pipeline_ranks)] for each in range(num_pipeline_ranks)]
 
     def connection(backend: str, chunk_elements: int) -> _Connection:
-        """One of this place's; every process makes those of all places, in one order (as in distributed.py)."""
+        """Return this position's connection; every process creates those of all positions (see distributed.py)."""
         groups = [
             dist.new_group(peers, backend=backend, timeout=MESSAGES_TIMEOUT, pg_options=nccl_options(backend))
             for peers in places
@@ -76,37 +75,37 @@ def create_replica_group(
 
 
 class _Connection:
-    """A process group of one place, used by one thread at a time; all members make the same calls in one order."""
+    """Process group of one position, used by one thread at a time; all members make the same calls in one order."""
 
     def __init__(self, group: Any, index: int, peers: Sequence[int], *, chunk_elements: int) -> None:
-        """`peers` are torch's numbers of the members, by replica; `index` is this one's replica.
+        """`peers` are the members' global ranks, by replica; `index` is this replica.
 
-        Tensors travel in parts of at most `chunk_elements`, which begin where the tensor's address lets NCCL be fast.
+        Tensors are sent in chunks of at most `chunk_elements`, which begin at addresses aligned for NCCL.
         """
         self._group, self.index, self._peers = group, index, peers
         self._chunk = max(chunk_elements // PACK_BYTES, 1) * PACK_BYTES
 
     @property
     def num_replicas(self) -> int:
-        """Members."""
+        """Number of members."""
         return len(self._peers)
 
     def others(self) -> list[int]:
-        """The other replicas."""
+        """Return the indices of the other replicas."""
         return [peer for peer in range(self.num_replicas) if peer != self.index]
 
     def chunks(self, values: Tensor, segment: Segment) -> Iterable[list[Tensor]]:
-        """Parts of all members, so many elements of each at a time."""
+        """Yield the parts of all members, chunk by chunk."""
         longest = max(part.stop - part.start for part in segment)
         for start in range(0, longest, self._chunk):
             yield [values[part][start : start + self._chunk] for part in segment]
 
     def in_order(self, own: Tensor, received: Mapping[int, Tensor]) -> list[Tensor]:
-        """Tensors of all members, by replica."""
+        """Return the tensors of all members, by replica."""
         return [own if peer == self.index else received[peer] for peer in range(self.num_replicas)]
 
     def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
-        """Send and receive at once, by replica; empty tensors do not travel.
+        """Send and receive at once, by replica; empty tensors are skipped.
 
         Blocks, or makes the current stream wait.
         """
@@ -126,7 +125,7 @@ class _Connection:
                 work.wait()
 
     def all_gather(self, values: Tensor, segments: Sequence[Segment]) -> None:
-        """Give each member's part of `values` to all."""
+        """Send each member's part of `values` to all."""
         for segment in segments:
             for parts in self.chunks(values, segment):
                 others, own = self.others(), parts[self.index]
@@ -134,7 +133,7 @@ class _Connection:
 
 
 class DistributedReplicaGroup:
-    """Replicas over process groups: one for each use, each of which has its own order."""
+    """Replica group over one process group per use, each with its own order."""
 
     def __init__(
         self,
@@ -145,7 +144,7 @@ class DistributedReplicaGroup:
         *,
         reduce_dtype: torch.dtype,
     ) -> None:
-        """The first two are between devices, the others between hosts."""
+        """Take two connections between devices, then two between hosts."""
         self._reducing, self._gathering, self._spreading, self._saving = reducing, gathering, spreading, saving
         self._reduce_dtype = reduce_dtype
         self.index, self.num_replicas = reducing.index, reducing.num_replicas
@@ -164,16 +163,16 @@ class DistributedReplicaGroup:
                 self._reduce_chunk(parts)
 
     def _reduce_chunk(self, parts: Sequence[Tensor]) -> None:
-        """Sum the own one of all members' `parts`; what it takes for that is free behind it, before the next one."""
+        """Sum this replica's part over all members; frees its temporary memory before the next chunk."""
         connection = self._reducing
         own = parts[connection.index]
         like = partial(torch.empty_like, own, dtype=self._reduce_dtype)
         received = {peer: like() for peer in connection.others()}
-        # fp32 parts leave from where they are.
+        # fp32 parts are sent without a copy.
         outgoing = {peer: parts[peer].to(self._reduce_dtype) for peer in connection.others()}
         connection.exchange(outgoing, received)
         total, *rest = connection.in_order(own, received)
-        total = total.float()  # the same tensor in fp32, be it the own part or a received one
+        total = total.float()  # the same tensor if it is in fp32, own or received
         for other in rest:
             total += other
         if total is not own:

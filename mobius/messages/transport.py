@@ -1,6 +1,6 @@
-"""The interface by which ranks talk: activations along directed edges of the ring, scalars over all ranks.
+"""Interface of communication between ranks: activations along directed ring edges, scalars over all ranks.
 
-Messages are FIFO per directed edge (source rank, target rank). A message from a rank to itself is handed over, not
+Messages are FIFO per directed edge (source rank, target rank). A message from a rank to itself is passed on, not
 copied.
 """
 
@@ -18,7 +18,7 @@ from mobius.messages.world import World
 
 
 class RankGroup(Protocol):
-    """Ranks that tell each other numbers; all of them make the same calls in the same order."""
+    """Ranks that reduce numbers; all make the same calls in the same order."""
 
     rank: int
     num_ranks: int
@@ -31,11 +31,11 @@ class RankGroup(Protocol):
 
 
 _DIGEST_BITS = 20
-"""Bits of a text's digest that ranks compare: sums of so small numbers' squares are exact."""
+"""Bits of the text digest that ranks compare; few enough that sums of squares are exact."""
 
 
 def all_have_same(text: str, all_ranks: RankGroup) -> bool:
-    """Whether all ranks call it with the same text; collective."""
+    """Return whether all ranks pass the same text; collective."""
     own = int(hashlib.sha256(text.encode()).hexdigest(), 16) % 2**_DIGEST_BITS
     # All are equal if and only if their variance is 0.
     sums = all_ranks.sum_over_ranks(torch.tensor([own, own * own], dtype=torch.float64)).tolist()
@@ -43,54 +43,54 @@ def all_have_same(text: str, all_ranks: RankGroup) -> bool:
 
 
 class ActivationTransport(Protocol):
-    """One rank's activations and activation gradients, sent and received."""
+    """Sends and receives one rank's activations and activation gradients."""
 
     rank: int
-    """Place in the pipeline."""
+    """Position in the pipeline."""
 
     def post_receive(self, source: int) -> None:
-        """Announce that the next message of edge (source, this rank) will be wanted; returns at once."""
+        """Start receiving the next message of edge (source, this rank); returns at once."""
 
     def receive(self, source: int) -> Tensor:
-        """The oldest announced message of the edge; the compute stream waits for it. The caller owns the tensor."""
+        """Return the oldest posted message of the edge, owned by the caller; the compute stream waits for it."""
 
     def send(self, tensor: Tensor, target: int) -> None:
         """Start sending; returns at once. The tensor must not be changed afterwards."""
 
     def finish_step(self) -> None:
-        """Let go of sent tensors; every message of the step must have been received."""
+        """Release sent tensors; every message of the step must have been received."""
 
 
 class Transport(ActivationTransport, RankGroup, Protocol):
-    """One rank's connection to the others of its pipeline, and through it to those of other replicas."""
+    """Connects one rank to its pipeline and, through `all_ranks` and `replicas`, to other replicas."""
 
     all_ranks: RankGroup
-    """All processes of the run, by torchrun's numbers; where there is one pipeline, its own ranks."""
+    """All processes of the run, by global rank; with one pipeline, the pipeline's ranks."""
     replicas: ReplicaGroup | None
-    """This rank's counterparts in the other replicas; None where there are none."""
+    """This position in all replicas; None without replicas."""
 
     def limit_pending_sends(self, max_pending_sends: int) -> None:
-        """Keep at most so many messages that may not have left, from the next one on, where their number is bounded."""
+        """From the next send on, hold at most this many tensors that may be in flight, if their number is bounded."""
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
-        """Give `tensor` to `peer` and return the one it gives, of the same shape.
+        """Send `tensor` to `peer` and return the peer's tensor of the same shape.
 
         Blocks, or makes the compute stream wait.
         """
 
     def close(self) -> None:
-        """End the connections, on the way out of a run that went well."""
+        """End the connections after a successful run."""
 
 
 def ring_edges(num_ranks: int) -> list[tuple[int, int]]:
-    """Every directed edge between neighbouring ranks, in the one order in which all ranks create and warm them."""
+    """Return every directed edge between neighbouring ranks, in the order in which all ranks create and warm them."""
     forward = [(rank, (rank + 1) % num_ranks) for rank in range(num_ranks)]
     backward = [(target, source) for source, target in forward]
     return [edge for edge in dict.fromkeys(forward + backward) if edge[0] != edge[1]]
 
 
 class SingleRankTransport:
-    """The transport of a pipeline with one rank: nothing leaves it but what goes to other replicas."""
+    """Transport of a pipeline with one rank: only messages to other replicas leave it."""
 
     rank = 0
     num_ranks = 1
@@ -102,7 +102,7 @@ class SingleRankTransport:
         self.all_ranks: RankGroup = world or self
 
     def post_receive(self, source: int) -> None:
-        """Nothing to announce: the sender is this rank."""
+        """Do nothing: the sender is this rank."""
 
     def receive(self, source: int) -> Tensor:
         return self._sent.popleft()
@@ -111,10 +111,10 @@ class SingleRankTransport:
         self._sent.append(tensor)
 
     def finish_step(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no message is in flight."""
 
     def limit_pending_sends(self, max_pending_sends: int) -> None:
-        """Nothing is bounded: what is sent waits for this rank itself."""
+        """Do nothing: sent tensors wait for this rank itself."""
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         return values
@@ -123,7 +123,7 @@ class SingleRankTransport:
         raise AssertionError("a single rank has no peer")
 
     def barrier(self) -> None:
-        """Nobody to wait for."""
+        """Do nothing: there is no other rank."""
 
     def close(self) -> None:
         """End the connections to other replicas."""

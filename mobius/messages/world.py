@@ -1,4 +1,4 @@
-"""All processes of a run: torch's process groups are made here, and small numbers are summed over everybody."""
+"""All processes of a run: creates torch's process groups, and sums small numbers over all processes."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from mobius.messages.rendezvous import open_store
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 MESSAGES_TIMEOUT = timedelta(hours=12)
-"""Ranks wait for one another's loading, saving and disks, too. A dead rank is seen at once all the same, and one that
-stands still is the watchdog's business.
-"""
+"""Long, because ranks also wait for each other's loading, saving and disks. A dead rank is noticed at once; the
+watchdog finds one that hangs."""
 NCCL_MAX_CTAS = 4
-"""Multiprocessors that an NCCL message occupies. A receive that is posted ahead occupies them while it waits, which is
-most of the time, and takes them from compute."""
+"""Multiprocessors per NCCL message. A posted receive occupies them while it waits, which is most of the time, and takes
+them from compute."""
 
 
 class World:
-    """Owns torch's default process group and one of gloo for numbers on hosts; `close` ends all groups."""
+    """Owns torch's default process group and a gloo group for host scalars; `close` ends all groups."""
 
     def __init__(self, *, rank: int, num_ranks: int, device: torch.device) -> None:
-        """Meet all other processes; collective. Raises TransportError."""
+        """Connect to all other processes; collective. Raises TransportError."""
         self.rank, self.num_ranks = rank, num_ranks
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         store = open_store(rank, num_ranks)
@@ -60,12 +59,12 @@ class World:
         self.sum_over_ranks(torch.zeros(1, dtype=torch.float64))
 
     def close(self) -> None:
-        """End the connections, on the way out of a run that went well."""
+        """End the connections after a successful run."""
         dist.destroy_process_group()
 
 
 def sum_over_group(values: Tensor, group: Any, rank: int) -> Tensor:
-    """The sum of a CPU tensor over a group of gloo, to which process `rank` belongs; raises TransportError."""
+    """Return the sum of a CPU tensor over a gloo group that contains process `rank`; raises TransportError."""
     total = values.clone()
     with translate_peer_errors(rank):
         dist.all_reduce(total, group=group)
@@ -73,7 +72,7 @@ def sum_over_group(values: Tensor, group: Any, rank: int) -> Tensor:
 
 
 def nccl_options(backend: str) -> dist.ProcessGroupNCCL.Options | None:
-    """Options that give a message few multiprocessors, but at once, before the compute that is enqueued already."""
+    """Return options that give a message few multiprocessors, but priority over enqueued compute."""
     if backend != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -83,7 +82,7 @@ def nccl_options(backend: str) -> dist.ProcessGroupNCCL.Options | None:
 
 @contextmanager
 def translate_peer_errors(rank: int, peer: int | None = None) -> Iterator[None]:
-    """Within it, torch's errors are told as the loss of `peer`, or of another rank that is not known."""
+    """Within the block, report torch's errors as the loss of `peer`, or of an unknown rank if None."""
     try:
         yield
     except RuntimeError as error:

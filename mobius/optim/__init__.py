@@ -1,1 +1,1 @@
-"""AdamW over flat stage states, when it runs, its learning rate and the loss scale of fp16."""
+"""AdamW over flat stage states, when each stage is updated, the learning rate and fp16's loss scale."""

@@ -13,8 +13,8 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Elements a thread takes at a time. Threads take blocks as they get to them: the cores are shared with the main thread
-   and with other ranks, and equal shares would make all wait for the thread that lost its core. */
+/* Elements per block. Threads take blocks dynamically: they share cores with the main thread and other ranks, and with
+   a static split all would wait for a thread that lost its core. */
 #define BLOCK 32768
 
 /* Elements between two prefetches, and how far ahead of their use these are (docs/decisions/0004-cpu-adamw.md). */
@@ -44,8 +44,8 @@ static inline float join(uint16_t weight, int16_t remainder) {
     return from_bits(((uint32_t)weight << 16) + (uint32_t)(int32_t)remainder);
 }
 
-/* Round to nearest, ties to even, and keep the rest, of which 32768 (a tie rounded towards zero) becomes 32767. A NaN
-   stays a NaN where rounding its bits up would make it an infinity or a zero. */
+/* Round to nearest, ties to even, and store the remainder; 32768 (a tie rounded towards zero) becomes 32767. A NaN
+   stays a NaN, although rounding its bits up could make it an infinity or a zero. */
 static inline void split(float value, uint16_t *weight, int16_t *remainder) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
@@ -56,7 +56,7 @@ static inline void split(float value, uint16_t *weight, int16_t *remainder) {
     *remainder = is_nan ? (int16_t)0 : (int16_t)(rest > 32767 ? 32767 : rest);
 }
 
-/* The new master; the moments are updated in place. */
+/* Return the new master; update the moments in place. */
 static inline float update(float gradient, float master, float *exp_avg, float *exp_avg_sq, const Constants *c) {
     float scaled = gradient * c->gradient_factor;
     float mean = *exp_avg + (scaled - *exp_avg) * c->one_minus_beta1;
@@ -68,7 +68,7 @@ static inline float update(float gradient, float master, float *exp_avg, float *
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Ask for the RUN elements of `size` bytes that are needed AHEAD elements after `start`; past the end it is void. */
+/* Prefetch RUN elements of `size` bytes, AHEAD elements after `start`; past the end this has no effect. */
 static inline void request(const void *array, int64_t start, size_t size) {
     uintptr_t address = (uintptr_t)array + (uintptr_t)(start + AHEAD) * size;
     for (size_t offset = 0; offset < RUN * size; offset += CACHE_LINE)

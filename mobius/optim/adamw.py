@@ -1,7 +1,7 @@
-"""AdamW over a stage's flat state, on whatever device the state lives.
+"""AdamW over a stage's flat state, on the device that holds the state.
 
-The first of these that can does it: on the host the C kernel (adamw.c), on a GPU one compiled kernel (adamw_gpu.py),
-both for a split master in one pass; torch's fused update in pieces.
+Uses the first of these that supports the state: on the host the C kernel (adamw.c), on a GPU one compiled kernel
+(adamw_gpu.py), both in one pass over a split master; else torch's fused update in chunks.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from mobius.optim.adamw_gpu import GPUAdamW
 from mobius.optim.update_arguments import UpdateArguments
 
 GPU_CHUNK_ELEMENTS = 2**24
-"""Parameters updated at a time by torch on a GPU: bounds the fp32 copy of the gradient to 64 MiB."""
+"""Parameters per torch update on a GPU: bounds the fp32 copy of the gradient to 64 MiB."""
 HOST_CHUNK_ELEMENTS = 2**20
-"""Parameters updated at a time by torch on the host: large pieces joined and split are four times slower there."""
+"""Parameters per torch update on the host: joining and splitting larger chunks is four times slower there."""
 
 
 @dataclass(frozen=True)
 class AdamWSettings:
-    """AdamW's constants; decay applies to ranges that have one."""
+    """AdamW's constants; decay applies only to ranges that have one."""
 
     beta1: float
     beta2: float
@@ -41,7 +41,7 @@ class AdamWSettings:
 class FlatAdamW:
     """AdamW on flat fp32 masters.
 
-    Torch's update takes several passes: the gradient in fp32, a split master joined, the update, the master rounded.
+    Torch's update takes several passes: convert the gradient to fp32, join a split master, update, round the master.
     """
 
     def __init__(self, settings: AdamWSettings, kernel: CPUAdamW | None = None, fused: GPUAdamW | None = None) -> None:
@@ -63,12 +63,11 @@ class FlatAdamW:
     ) -> None:
         """Update master, moments and working copy in place from `state.gradients * gradient_factor`.
 
-        Gradients that are stored in fp32 may be scaled in place. Where `found_inf` (fp32 scalar on the state's device)
-        is 1, nothing changes.
+        May scale fp32 gradients in place. Changes nothing if `found_inf` (fp32 scalar on the state's device) is 1.
 
         `pieces` are ranges of the layout, by default all; `step` is the number of this update, from 1, for the bias
-        correction. Formula: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", algorithm 2, as
-        torch.optim.AdamW has it.
+        correction. Formula: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", algorithm 2, as in
+        torch.optim.AdamW.
         """
         decayed = UpdateArguments(
             **vars(self._settings), step=step, learning_rate=learning_rate, gradient_factor=gradient_factor
@@ -91,9 +90,9 @@ class FlatAdamW:
                 self._update_chunk(state, slice(start, min(start + length, part.end)), numbers, found_inf)
 
     def warm_up(self, states: Iterable[StageState]) -> None:
-        """Compile and load what updates `states` that are on a GPU, and take the memory it works in.
+        """Compile and load the kernels for `states` on a GPU, and allocate their scratch memory.
 
-        Within a step that could wait for the device, which a posted receive may hold up. Changes none of them.
+        During a step this could wait for the device, which a posted receive may block. Changes no state.
         """
         by_size = sorted((own.state for state in states for own in state.owned), key=lambda s: s.layout.num_trained)
         kinds = {(state.weights.dtype, state.gradients.dtype): state for state in by_size if state.weights.is_cuda}
@@ -129,7 +128,7 @@ class FlatAdamW:
             [state.exp_avg[chunk]],
             [state.exp_avg_sq[chunk]],
             [],
-            [torch.full((), float(numbers.step - 1), device=master.device)],  # torch counts it up before use
+            [torch.full((), float(numbers.step - 1), device=master.device)],  # torch increments it before use
             fused=True,
             amsgrad=False,
             beta1=numbers.beta1,
@@ -146,7 +145,7 @@ class FlatAdamW:
             weights.copy_(master)
 
     def _scratch_like(self, tensor: Tensor, use: str) -> Tensor:
-        """fp32 memory for as many elements as `tensor` has, on its device; the same for the same `use` and thread.
+        """Return fp32 scratch memory for the elements of `tensor` on its device, one buffer per `use` and thread.
 
         On a CPU the main thread updates resident stages while the optimizer's thread updates streamed ones.
         """

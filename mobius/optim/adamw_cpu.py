@@ -1,7 +1,6 @@
-"""Builds and loads the C kernel of AdamW (adamw.c); without a C compiler there is none, and torch's update is used.
+"""Builds and loads the C kernel of AdamW (adamw.c); without a C compiler, torch's update is used.
 
-Built once with `cc` into a cache that is keyed by the source, the options and the CPU, and loaded through ctypes, which
-lets go of Python's lock while the kernel runs.
+`cc` builds it once into a cache keyed by source, options and CPU. ctypes loads it and releases the GIL while it runs.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ logger = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("adamw.c")
 OPTIONS = (
     *("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"),
-    *("-fno-math-errno", "-fno-trapping-math"),  # let sqrt be vectorized; they change no value
-    "-ffp-contract=off",  # the same bits on CPUs with and without fused multiply-add
+    *("-fno-math-errno", "-fno-trapping-math"),  # lets sqrt be vectorized; changes no value
+    "-ffp-contract=off",  # same bits on CPUs with and without fused multiply-add
 )
 
 
 class _Constants(ctypes.Structure):
-    """The struct of adamw.c."""
+    """The `Constants` struct of adamw.c."""
 
     _fields_ = tuple(
         (name, ctypes.c_float)
@@ -52,15 +51,15 @@ class CPUAdamW:
         self._num_threads = num_threads
 
     def supports(self, state: StageState) -> bool:
-        """Whether there is a variant for such a state: on the host, all in fp32 or with a split master."""
+        """Whether a variant fits the state: on the host, all in fp32 or with a split master."""
         return state.weights.device.type == "cpu" and _function_name(state) is not None
 
     def update(
         self, state: StageState, part: slice, numbers: UpdateArguments, *, found_inf: Tensor | None = None
     ) -> None:
-        """Update master, working copy and moments of the elements in `part` in place; blocks until it is done.
+        """Update master, working copy and moments of the elements in `part` in place; blocks until done.
 
-        `state` is one that it `supports`; where `found_inf` (fp32 scalar on the host) is not 0 nothing changes.
+        Requires `supports(state)`; changes nothing if `found_inf` (fp32 scalar on the host) is not 0.
         """
         if found_inf is not None and bool(found_inf):
             return
@@ -80,7 +79,7 @@ class CPUAdamW:
 
 
 def _function_name(state: StageState) -> str | None:
-    """The function of adamw.c that fits the formats of `state`, if there is one."""
+    """Return the function of adamw.c for the dtypes of `state`, if there is one."""
     if isinstance(state.master, MasterRemainder):
         is_whole = state.gradients.dtype == torch.float32
         return "mobius_adamw_split_fp32" if is_whole else "mobius_adamw_split_bf16"
@@ -88,10 +87,10 @@ def _function_name(state: StageState) -> str | None:
 
 
 def load_adamw_cpu(cache: Path, *, num_threads: int) -> CPUAdamW | None:
-    """Build the kernel into `cache`, unless it is there, and load it; None, with a line that tells why, if it fails."""
+    """Build the kernel into `cache`, if missing, and load it; on failure log the reason and return None."""
     compiler = shutil.which("cc")
     if compiler is None:
-        logger.info("CPU AdamW: torch's, which is slower: there is no C compiler (`cc`) to build the fused kernel with")
+        logger.info("CPU AdamW uses torch, which is slower: there is no C compiler (`cc`) to build the fused kernel")
         return None
     library = cache / f"adamw-{_key()}.so"
     try:
@@ -99,14 +98,14 @@ def load_adamw_cpu(cache: Path, *, num_threads: int) -> CPUAdamW | None:
             _build(compiler, library)
         return CPUAdamW(library, num_threads=num_threads)
     except (OSError, subprocess.CalledProcessError) as error:
-        told = error.stderr.strip().splitlines() if isinstance(error, subprocess.CalledProcessError) else []
-        reason = told[-1] if told else error  # a compiler that was ended by a signal has said nothing
-        logger.info("CPU AdamW: torch's, which is slower: the fused kernel could not be built (%s)", reason)
+        output = error.stderr.strip().splitlines() if isinstance(error, subprocess.CalledProcessError) else []
+        reason = output[-1] if output else error  # a compiler killed by a signal printed nothing
+        logger.info("CPU AdamW uses torch, which is slower: the fused kernel could not be built (%s)", reason)
         return None
 
 
 def _build(compiler: str, library: Path) -> None:
-    """Compile under a name of this process and move: another rank may be building the same."""
+    """Compile to a temporary name and rename: another rank may be building the same file."""
     library.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(library, has_many_writers=True) as temporary:
         command = [compiler, *OPTIONS, str(SOURCE), "-lm", "-o", str(temporary)]
@@ -114,7 +113,7 @@ def _build(compiler: str, library: Path) -> None:
 
 
 def _key() -> str:
-    """Hash of what the binary depends on: `-march=native` makes it this CPU's own."""
+    """Hash of everything the binary depends on; `-march=native` ties it to this CPU."""
     flags = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))]
     facts = [SOURCE.read_text(), *OPTIONS, platform.machine(), *flags[:1]]
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]

@@ -1,8 +1,8 @@
 """AdamW on a GPU over flat arrays with a split master, in one pass of one kernel (triton_adamw.py).
 
-Gradient in, moments, weight and remainder updated: 26 bytes of memory traffic per parameter with bf16 gradients, 28
-with fp32 ones. It takes no memory beside its arrays and gives the bits of the C kernel (adamw.c). Where Triton is
-missing or cannot compile there is torch's own update in pieces (adamw.py).
+It reads the gradient and updates moments, weight and remainder: 26 bytes of memory traffic per parameter with bf16
+gradients, 28 with fp32 ones. It allocates no memory and is bit-identical to the C kernel (adamw.c). If Triton is
+missing or cannot compile, torch updates in chunks (adamw.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_ELEMENTS = 2**28
 
 
 class GPUAdamW:
-    """Owns the kernel; its first launch with each kind of gradient compiles, which takes a second."""
+    """Owns the kernel; its first launch per gradient dtype compiles, which takes a second."""
 
     def __init__(self) -> None:
         self._kernel: Any = None
@@ -32,13 +32,13 @@ class GPUAdamW:
         self._nothing_found: dict[torch.device, Tensor] = {}
 
     def supports(self, state: StageState) -> bool:
-        """Whether it can update such a state: on a GPU, with a split master, and compiling has not failed."""
+        """Whether it can update the state: on a GPU, with a split master, and compilation has not failed."""
         return state.weights.is_cuda and isinstance(state.master, MasterRemainder) and self._is_there()
 
     def _is_there(self) -> bool:
         if self._kernel is None and not self._is_broken:
             try:
-                from mobius.optim import triton_adamw  # not on machines without GPUs
+                from mobius.optim import triton_adamw  # missing on machines without GPUs
             except ImportError as error:
                 self._give_up(error)
             else:
@@ -48,25 +48,25 @@ class GPUAdamW:
     def _give_up(self, error: Exception) -> None:
         self._is_broken = True
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        logger.warning("AdamW on the GPU: torch's, which is slower: Triton's kernel cannot be used: %s", reason)
+        logger.warning("GPU AdamW uses torch, which is slower: the Triton kernel cannot be used: %s", reason)
 
     def warm_up(self, state: StageState) -> None:
-        """Compile and load the kernel for states like `state`, which it `supports`; nothing of it changes.
+        """Compile and load the kernel for states like `state`, without changing it; requires `supports(state)`.
 
-        If that fails, it supports none from then on, and a line says so.
+        If that fails, log a warning and support no state from then on.
         """
         found = torch.ones((), dtype=torch.float32, device=state.weights.device)
         part = slice(0, state.layout.num_trained)
         nothing = UpdateArguments(1, learning_rate=0, gradient_factor=0, beta1=0, beta2=0, epsilon=1, weight_decay=0)
         try:
             self.update(state, part, nothing, found_inf=found)
-        except Exception as error:  # whatever Triton and the C compiler behind it raise
+        except Exception as error:  # any error of Triton or its C compiler
             self._give_up(error)
 
     def update(self, state: StageState, part: slice, numbers: UpdateArguments, *, found_inf: Tensor | None) -> None:
-        """Update the elements in `part`; `state` is one that it `supports`.
+        """Update the elements in `part`; requires `supports(state)`.
 
-        Enqueues and returns; `found_inf` is an fp32 scalar on the device, and where it is not 0 nothing changes.
+        Returns after enqueuing. Changes nothing if `found_inf` (fp32 scalar on the device) is not 0.
         """
         assert isinstance(state.master, MasterRemainder)
         device = state.weights.device

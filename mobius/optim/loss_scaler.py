@@ -1,13 +1,13 @@
-"""The loss scale of fp16 training: halved after an overflow, doubled after a long run without one."""
+"""Loss scale of fp16 training: halved after an overflow, doubled after a long run without one."""
 
 from __future__ import annotations
 
 
 class LossScaler:
-    """A factor on the loss that keeps small gradients above fp16's smallest number; 1 and fixed unless `is_dynamic`.
+    """Factor on the loss that keeps small gradients representable in fp16; 1 and fixed unless `is_dynamic`.
 
-    Powers of two only, so scaling and unscaling are exact. Constants as in torch.amp.GradScaler, but a smaller start:
-    ten non-finite steps in a row stop a run.
+    Powers of two only, so scaling and unscaling are exact. Constants as in torch.amp.GradScaler, except for a smaller
+    start: ten non-finite steps in a row stop a run.
     """
 
     def __init__(self, *, is_dynamic: bool, initial: float = 2.0**14, growth_interval: int = 2000) -> None:
@@ -22,12 +22,12 @@ class LossScaler:
         return self._good_steps
 
     def restore(self, value: float, steps_since_change: int) -> None:
-        """Go on from these; a fixed scale stays as it is."""
+        """Restore a dynamic scale from a checkpoint; a fixed scale stays as it is."""
         if self.is_dynamic:
             self.value, self._good_steps = value, steps_since_change
 
     def update(self, *, is_finite: bool) -> None:
-        """Adapt to the outcome of a step."""
+        """Adjust the scale to the outcome of a step."""
         if not self.is_dynamic:
             return
         if not is_finite:

@@ -1,4 +1,4 @@
-"""The learning rate of each step: transformers' own curve, without its first step where that has a rate of zero."""
+"""Learning rate of each step: transformers' curve, shifted to skip a first step with a rate of zero."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from mobius.config.lr_schedules import LrSchedulerType
 
 
 def learning_rate_at(step: int, config: OptimConfig) -> float:
-    """Learning rate of optimizer step `step`, counted from 0.
+    """Return the learning rate of optimizer step `step`, counted from 0.
 
-    With a warm-up of n steps, that of step + 1 in transformers' get_scheduler for one step more: transformers begins at
-    zero, here the first step has 1/n of the peak. Without a warm-up, that of `step` for as many steps.
+    With a warm-up of n steps, it is the rate of step + 1 in transformers' get_scheduler for one more step: transformers
+    starts at zero, here the first step has 1/n of the peak. Without a warm-up, it is the rate of `step` for as many
+    steps.
     """
     assert 0 <= step < config.num_steps, f"step {step} of {config.num_steps}"
     shift = _shift(config)
@@ -30,9 +31,9 @@ def _shift(config: OptimConfig) -> int:
 
 @functools.lru_cache(maxsize=8)
 def _curve(config: OptimConfig) -> Callable[[int], float]:
-    """Factor of the peak at each of transformers' steps."""
+    """Return the factor on the peak at each of transformers' steps."""
     kind = config.lr_scheduler_type
-    # Here a constant rate may be warmed up to by either name; in transformers `constant` ignores the warm-up.
+    # Both names of a constant rate allow a warm-up here; in transformers `constant` ignores it.
     name = LrSchedulerType.CONSTANT_WITH_WARMUP if kind is LrSchedulerType.CONSTANT else kind
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
     scheduler = get_scheduler(

@@ -1,12 +1,11 @@
-"""Decides when each stage is updated and with what factor, and what becomes of non-finite gradients.
+"""Decides when each stage is updated, with what factor, and how non-finite gradients are handled.
 
     with clipping    every stage waits for the norm over all ranks, then stages are updated in forward order; a loss or
                      gradient that is not finite skips the step on all ranks
-    without          a streamed stage is updated as soon as its gradients have reached the host, a resident one behind
-                     its backward, both under the rest of the step; one whose own gradients are not finite keeps its
-                     weights
+    without          a streamed stage is updated once its gradients are on the host, a resident one after its backward,
+                     both during the rest of the step; a stage whose own gradients are not finite keeps its weights
 
-fp16 with loss scaling takes the first way: an overflow anywhere must skip the step everywhere.
+fp16 with loss scaling always works as with clipping: an overflow anywhere must skip the step everywhere.
 """
 
 from __future__ import annotations
@@ -38,19 +37,19 @@ MAX_SKIPPED_IN_A_ROW = 10
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Result of a step, on which all ranks agree."""
+    """Result of a step, equal on all ranks."""
 
     loss: float
     grad_norm: float
     is_skipped: bool
-    """Whether any stage was left as it was."""
+    """Whether any stage was not updated."""
     aux_loss: float | None = None
-    """The loss over routers, without its coefficient; None for models without."""
+    """Router loss without its coefficient; None for models without one."""
 
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Everything a stepper knows of the steps before, so that another one can go on; equal on all ranks."""
+    """Counts of a stepper at the end of a step, from which another one can resume; equal on all ranks."""
 
     num_updates: int = 0
     num_skipped: int = 0
@@ -61,7 +60,7 @@ class StepCounts:
 
 
 class OptimizerStepper:
-    """Owns the count of updates and of skipped steps; every rank decides alike from the same summed numbers."""
+    """Owns the counts of updates and of skipped steps; every rank decides alike from the same reduced numbers."""
 
     def __init__(
         self,
@@ -77,10 +76,10 @@ class OptimizerStepper:
         before_update: Callable[[int], None] | None = None,
         activity: Activity | None = None,
     ) -> None:
-        """`memory` is that of this rank's stages, which know where and in what pieces they are updated.
+        """Take the `memory` of this rank's stages, each of which decides where and in what pieces it is updated.
 
-        `before_update` is called with a stage just before its state changes, in the thread that updates, perhaps
-        several times.
+        `before_update` is called with a stage just before its state changes, in the updating thread, perhaps several
+        times.
         """
         self._before_update, self._activity = before_update, activity or Activity()
         self._adamw, self._memory, self._transport, self._clock, self._tied = adamw, memory, transport, clock, tied
@@ -95,23 +94,23 @@ class OptimizerStepper:
         self._begun: set[int] = set()
 
     def begin_step(self, learning_rate: float) -> None:
-        """Say what the coming step's updates use; those of the step before go on."""
+        """Set the learning rate of the next step's updates; updates of the previous step continue."""
         self._learning_rate = learning_rate
         self._begun.clear()
 
     def on_gradients_ready(self, stage: int) -> None:
-        """Update the stage under the rest of the step, unless something else must be known first.
+        """Update the stage during the rest of the step, unless the update needs other stages' results.
 
-        That is the norm over all ranks, or the gradient of a tied matrix's other half.
+        Those are the norm over all ranks, or the gradient of the other copy of a tied matrix.
         """
         can_begin = self._is_stage_by_stage and stage not in self._tied_stages
         if can_begin and self._memory[stage].begin_update(self._update_of(stage, self.num_updates + 1)):
             self._begun.add(stage)
 
     def apply(self, sums: StepSums, *, step: int) -> StepOutcome:
-        """Update the stages of this rank that are not yet updated; collective over all ranks.
+        """Update the stages of this rank that are not updated yet; collective over all ranks.
 
-        Raises NonFiniteLossError after `MAX_SKIPPED_IN_A_ROW` steps in a row with something that is not finite.
+        Raises NonFiniteLossError after `MAX_SKIPPED_IN_A_ROW` non-finite steps in a row.
         """
         tied_square = self._tied.sum_gradients(self._memory, self._transport, sums.loss.device) if self._tied else None
         # sync: once per step, and only where a tied matrix is on the GPU
@@ -121,7 +120,7 @@ class OptimizerStepper:
         grad_norm = math.sqrt(sum(squares)) / self.loss_scale.value if is_finite else math.nan
         factor = 1.0 / self.loss_scale.value
         if self._max_grad_norm > 0:
-            factor *= min(1.0, self._max_grad_norm / (grad_norm + 1e-6))  # torch.nn.utils.clip_grad_norm_'s formula
+            factor *= min(1.0, self._max_grad_norm / (grad_norm + 1e-6))  # formula of torch.nn.utils.clip_grad_norm_
         self.loss_scale.update(is_finite=is_finite)
         if len(skipped) < self._num_stages:
             self.num_updates += 1
@@ -137,7 +136,7 @@ class OptimizerStepper:
         return StepOutcome(loss, grad_norm, len(skipped) > 0, None if sums.router_loss is None else aux_loss)
 
     def _skipped_stages(self, loss: float, squares: Sequence[float]) -> frozenset[int]:
-        """The stages that keep their weights: all or none with clipping, else those that are not finite themselves."""
+        """Return the stages that keep their weights: all or none with clipping, else the non-finite ones."""
         bad = {stage for stage, square in enumerate(squares) if not math.isfinite(square)}
         if not self._is_stage_by_stage:
             return frozenset(range(self._num_stages)) if bad or not math.isfinite(loss) else frozenset()
@@ -145,7 +144,7 @@ class OptimizerStepper:
         return frozenset(bad | self._tied_stages) if bad & self._tied_stages else frozenset(bad)
 
     def _sum_over_ranks(self, sums: StepSums, tied_square: float | None) -> tuple[float, list[float], float]:
-        """Loss, squared norm per stage, and the loss over routers, the same on all ranks."""
+        """Return the loss, the squared norm per stage, and the router loss, the same on all ranks."""
         routers = [] if sums.router_loss is None else [sums.router_loss]
         on_device = torch.stack([sums.loss, *sums.squared_norms.values(), *routers])
         own = torch.zeros(2 + self._num_stages, dtype=torch.float64)
@@ -155,7 +154,7 @@ class OptimizerStepper:
             own[places] = on_device.cpu().double()
         replicas = self._transport.replicas
         if replicas is not None and replicas.index > 0:
-            own[1:-1] = 0  # norms are those of all replicas, and the first one tells them
+            own[1:-1] = 0  # norms already cover all replicas, so only the first one reports them
         if tied_square is not None:
             own[1] += tied_square
         with self._clock.blocking(WaitCause.NEIGHBOURS), self._activity.waiting("the sums of all ranks"):
@@ -163,7 +162,7 @@ class OptimizerStepper:
         return summed[0], summed[1:-1], summed[-1]
 
     def _update_of(self, stage: int, step: int, factor: float = 1.0) -> Update:
-        """The update of `stage` with this step's learning rate."""
+        """Return the update of `stage` with this step's learning rate."""
         state, rate = self._memory[stage].state, self._learning_rate
 
         def update(*, pieces: Sequence[FlatRange], found_inf: Tensor | None = None) -> None:
@@ -184,13 +183,13 @@ class OptimizerStepper:
         )
 
     def restore(self, counts: StepCounts) -> None:
-        """Go on from `counts` of another stepper; before the first step."""
+        """Resume from the `counts` of another stepper; call before the first step."""
         self.num_updates, self.num_skipped = counts.num_updates, counts.num_skipped
         self._skipped_in_a_row = counts.skipped_in_a_row
         self.loss_scale.restore(counts.loss_scale, counts.good_steps)
 
     def drain(self) -> None:
-        """Wait for all updates, those of replicas too: before the parameters are read, and at the end; collective."""
+        """Wait for all updates, including replicas', before parameters are read and at the end; collective."""
         with self._clock.blocking(WaitCause.OPTIMIZER):
             for stage, memory in self._memory.items():
                 with self._activity.waiting(f"the update of stage {stage}"):
@@ -202,14 +201,14 @@ class OptimizerStepper:
         self.num_skipped += 1
         self._skipped_in_a_row += 1
         stages = [stage for stage, square in enumerate(squares) if not math.isfinite(square)]
-        where = f"gradients of stage(s) {', '.join(map(str, stages))}" if stages else "the loss only"
+        where = f"gradients of stage(s) {', '.join(map(str, stages))}" if stages else "only the loss"
         if self._transport.all_ranks.rank == 0:
-            each = "keeps the weights of these stages" if stages else "is taken all the same"
+            each = "does not update these stages" if stages else "is applied anyway"
             outcome = each if self._is_stage_by_stage else "is skipped"
             logger.warning("step %d %s: not finite: %s (loss %s)", step, outcome, where, loss)
         if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise NonFiniteLossError(
                 f"{self._skipped_in_a_row} steps in a row, the last of them step {step}, had non-finite values: "
-                f"{where} (loss {loss}). Lower --learning_rate, use --bf16 or --fp32, or look at the data of these "
+                f"{where} (loss {loss}). Lower --learning_rate, use --bf16 or --fp32, or inspect the data of these "
                 "steps."
             )

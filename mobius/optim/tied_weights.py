@@ -1,4 +1,4 @@
-"""Keeps the two copies of a matrix that embedding and head share equal: their gradients are summed before the update.
+"""Keeps the two copies of a matrix shared by embedding and head equal: sums their gradients before the update.
 
 Both owners then make the same update from the same numbers, so the copies stay bit-equal without sending weights.
 """
@@ -20,7 +20,7 @@ CHUNK_ELEMENTS = 2**24
 
 @dataclass(frozen=True)
 class TiedWeights:
-    """Where the two copies live."""
+    """Location of the two copies."""
 
     embedding_name: str
     head_name: str
@@ -28,7 +28,7 @@ class TiedWeights:
     head_stage: int
     num_ranks: int
     gradient_dtype: torch.dtype | None = None
-    """Format of summed gradients, in which the two are added wherever they lie in another; None: in that of each."""
+    """Dtype in which the two gradients are added, even if stored in another; None: the dtype of each."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -39,10 +39,11 @@ class TiedWeights:
     ) -> Tensor | None:
         """Replace both gradients by their sum; collective over the owners.
 
-        They are added on `device`, on which all ranks compute, wherever and in whatever format each is kept: a rank
+        Adds on `device`, where all ranks compute, regardless of where and in what dtype each gradient is stored: a rank
         need not know whether the other's stage is resident or streamed. Takes three times `CHUNK_ELEMENTS` there.
-        Returns the sum's squared norm (fp32 scalar on `device`) on the rank of the embedding, None on the others.
-        Where replicas share stages, it is each one's part, which is the same of both copies.
+
+        Returns the sum's squared norm (fp32 scalar on `device`) on the rank of the embedding, None on the others. With
+        replicas, each sums its own shard, which is the same in both copies.
         """
         places = ((self.embedding_stage, self.embedding_name), (self.head_stage, self.head_name))
         owners = [stage % self.num_ranks for stage, _ in places]
@@ -57,7 +58,7 @@ class TiedWeights:
         peer = owners[1] if transport.rank == owners[0] else owners[0]
         square = torch.zeros((), dtype=torch.float32, device=device)
         for parts in zip(*(copy.split(CHUNK_ELEMENTS) for copy in copies), strict=True):
-            # sync: twice per chunk where the gradient is on the host
+            # sync: twice per chunk if the gradient is on the host
             first, *others = (part.to(device, self.gradient_dtype) for part in parts)
             total = first + (others[0] if others else transport.exchange(first, peer))
             for part in parts:

@@ -1,7 +1,7 @@
-"""The kernel of adamw_gpu.py in Triton, which torch brings along for GPUs; import it only where there is one.
+"""The kernel of adamw_gpu.py in Triton, which torch installs for GPUs; import it only where there is one.
 
-The kernel is `update` and `split` of adamw.c, operation by operation. Launched without contraction of products and
-sums, with square root and quotient rounded correctly, it gives the same bits.
+The kernel is `update` and `split` of adamw.c, operation by operation. It gives the same bits when launched without
+fusing products and sums, with correctly rounded square root and division.
 """
 
 import triton
@@ -43,7 +43,7 @@ def adamw_split(
         divisor = tl.math.div_rn(tl.math.sqrt_rn(square), root_correction) + epsilon
         updated = master * decay - tl.math.div_rn(step_size * mean, divisor)
         bits = updated.to(tl.int32, bitcast=True)
-        # To nearest, ties to even; the shift keeps a sign that the low half of the result does not see.
+        # To nearest, ties to even; the shift keeps a sign, which the low half of the result does not contain.
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         rest = tl.minimum(bits - (rounded << 16), 0x7FFF)
         is_nan = (bits & 0x7FFFFFFF) > 0x7F800000

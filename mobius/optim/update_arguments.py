@@ -1,4 +1,4 @@
-"""The numbers of one AdamW update, which the kernels and torch take alike."""
+"""Arguments of one AdamW update, shared by the kernels and torch."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class UpdateArguments:
-    """Numbers of one update of parameters that share one weight decay."""
+    """Arguments of one update of parameters that share one weight decay."""
 
     step: int
-    """Count of this update, from 1."""
+    """Number of this update, from 1."""
     learning_rate: float
     gradient_factor: float
-    """Gradients are multiplied by it before use."""
+    """Factor that multiplies gradients before use."""
     beta1: float
     beta2: float
     epsilon: float
     weight_decay: float
 
     def constants(self) -> dict[str, float]:
-        """Constants that the kernels (adamw.c, triton_adamw.py) take, by name."""
+        """Return the constants that the kernels (adamw.c, triton_adamw.py) take, by name."""
         constants = {
             "gradient_factor": self.gradient_factor,
             "decay": 1.0 - self.learning_rate * self.weight_decay,
@@ -31,4 +31,4 @@ class UpdateArguments:
             "root_correction": (1.0 - self.beta2**self.step) ** 0.5,
             "epsilon": self.epsilon,
         }
-        return {name: float(value) for name, value in constants.items()}  # for an int Triton compiles another kernel
+        return {name: float(value) for name, value in constants.items()}  # Triton would compile another kernel for int

@@ -1,1 +1,1 @@
-"""The machine that plays the schedule on one rank."""
+"""Execution of the schedule on one rank."""

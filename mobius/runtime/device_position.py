@@ -1,4 +1,4 @@
-"""Where a device is in the actions that its host has enqueued, for whoever asks when the host stands still."""
+"""Position of a device within the actions that its host has enqueued, for diagnosing a host that is stuck."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from mobius.schedule.action import Action
 
 
 class DevicePosition:
-    """Owns an event behind each compute action of a schedule, and one behind each of its passes; none on a CPU.
+    """Owns one CUDA event after each compute action of a schedule and one after each pass; does nothing on a CPU.
 
-    The main thread records them, any other one may ask.
+    The main thread records the events; any thread may query them.
     """
 
     def __init__(self, actions: Sequence[Action], device: torch.device) -> None:
-        """Events of `actions`, which one rank plays in this order, again and again."""
+        """Create the events for `actions`, which one rank plays in this order in every pass."""
         self._actions, self._device, self.is_on = actions, device, device.type == "cuda"
         self._events = {
             index: torch.cuda.Event()
@@ -28,38 +28,38 @@ class DevicePosition:
         self._ends: deque[torch.cuda.Event] = deque()
 
     def begins(self) -> None:
-        """A pass over the actions begins."""
+        """Start a new pass over the actions."""
         self._num_begun = 0
         while self._ends and self._ends[0].query():
             self._ends.popleft()
 
     def enqueued(self, index: int) -> None:
-        """The action of this index is behind all that the compute stream has been given."""
+        """Record that all work of the action at `index` has been enqueued on the compute stream."""
         if (event := self._events.get(index)) is not None:
             event.record(torch.cuda.current_stream(self._device.index))
             self._num_begun = index + 1
 
     def ends(self) -> None:
-        """All actions of a pass are enqueued, and what compute waits for behind them."""
+        """Record that a pass is fully enqueued, including the compute stream's waits after its last action."""
         if self.is_on:
             end = torch.cuda.Event()
             end.record(torch.cuda.current_stream(self._device.index))
             self._ends.append(end)
 
     def __str__(self) -> str:
-        """`at B3.1`, `at one of 3 passes` where the host is passes ahead, or `idle`: it has done all it was given.
+        """Return `at B3.1`, `at one of 3 passes` if the host is passes ahead, or `idle` if no work is left.
 
-        Behind the last action of a pass it may wait for the other replicas, to have the sums of all of them.
+        After its last action, a pass may still wait for the reduced gradients of the other replicas.
         """
         num_ahead = sum(not end.query() for end in list(self._ends))
-        # Events of earlier passes were recorded anew.
+        # The host has already re-recorded the events of earlier passes.
         if num_ahead > 1:
             return f"at one of {num_ahead} passes"
         ahead = (action for index, action in enumerate(self._actions[: self._num_begun]) if self._is_ahead(index))
         action = next(ahead, None)
         if action is not None:
             return f"at {action}"
-        return "at the sums of all replicas" if num_ahead else "idle"
+        return "at the reduction over replicas" if num_ahead else "idle"
 
     def _is_ahead(self, index: int) -> bool:
         event = self._events.get(index)

@@ -1,4 +1,4 @@
-"""Places of the documents of a step's rows, as every rank computes them on the host from the same data."""
+"""Document positions of packed rows; every rank computes them on the host from the same data."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from mobius.models.blocks import LayerArguments, LayerArgumentsBuilder, ModelPar
 from mobius.plan.request import PackedRows
 
 Rows = Sequence[Sequence[int]]
-"""Lengths of the documents of each row, without the padding behind them."""
+"""Document lengths of each row, without the padding at its end."""
 
 
 def position_ids_and_cu_seqlens(
     rows: Rows, *, seq_length: int, num_microbatches: int, max_documents: int
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Positions [rows, seq_length] within documents, and bounds [num_microbatches, D + 1] (`models.attention`).
+    """Return position ids [rows, seq_length] and document bounds [num_microbatches, D + 1] (`models.attention`).
 
-    D is `max_documents` for each row, whatever the step holds: the padding behind a row's last one is a document, too.
+    D is `max_documents` per row, whatever the step holds; padding at the end of a row counts as a document.
     """
     lengths = [_with_padding(row, seq_length) for row in rows]
     position_ids = np.concatenate([np.arange(length, dtype=np.int32) for row in lengths for length in row])
@@ -46,17 +46,17 @@ def typical_arguments(
     dtype: torch.dtype,
     device: torch.device,
 ) -> LayerArguments:
-    """Arguments of every layer for a microbatch that stands for a run's; packed rows have equal documents."""
+    """Return the arguments of every layer for a representative microbatch; packed rows have equal documents."""
     inputs = LayerArgumentsBuilder(parts, device=device, dtype=dtype)
     if packed is None and parts.attention is not DocumentAttention.FLEX:
         return inputs(seq_length)
-    # FlexAttention has no other masks than those of documents.
+    # FlexAttention always takes its mask from documents.
     documents = typical_documents(packed, batch=batch, seq_length=seq_length)
     return inputs(seq_length, DocumentLayout(documents.position_ids.to(device), documents.cu_seqlens.to(device)))
 
 
 def typical_documents(packed: PackedRows | None, *, batch: int, seq_length: int) -> DocumentLayout:
-    """Documents, on the host, of a microbatch that stands for a run's; without `packed` each row is one."""
+    """Return, on the host, the documents of a representative microbatch; one per row if `packed` is None."""
     row, most = ((seq_length,), 1) if packed is None else (packed.typical_row(seq_length), packed.max_documents)
     places = position_ids_and_cu_seqlens([row] * batch, seq_length=seq_length, num_microbatches=1, max_documents=most)
     position_ids, (cu_seqlens,) = (torch.from_numpy(each) for each in places)

@@ -1,4 +1,4 @@
-"""Sums of an evaluation, as the executor leaves them."""
+"""Sums of an evaluation, as computed by the executor."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class EvaluationSums:
-    """Sums of each microbatch of an evaluation, on the device; nothing is synchronized yet.
+    """Sums per microbatch of an evaluation, on the device; not synchronized yet.
 
-    They are made on the rank of the last stage, and zero elsewhere.
+    Computed on the rank of the last stage; zero on other ranks.
     """
 
     losses: Tensor
-    """fp32 [microbatches]: the loss summed over the microbatch's targets."""
+    """fp32 [microbatches]: loss summed over the targets of the microbatch."""
     num_correct: Tensor
-    """int64 [microbatches]: targets that the model finds more probable than any other token."""
+    """int64 [microbatches]: number of targets that are the most probable token."""
 
     @classmethod
     def zeros(cls, num_microbatches: int, device: torch.device) -> EvaluationSums:
-        """The sums before the first microbatch."""
+        """Return the sums before the first microbatch."""
         losses = torch.zeros(num_microbatches, dtype=torch.float32, device=device)
         return cls(losses, torch.zeros(num_microbatches, dtype=torch.int64, device=device))

@@ -1,6 +1,6 @@
-"""Plays one rank's actions of one step or evaluation, in the order of the schedule: for each action its handler.
+"""Plays one rank's actions of a step or evaluation in schedule order, one handler per action.
 
-Nothing here waits for the device: handlers enqueue, and the order of streams and edges does the rest.
+Nothing here waits for the device: handlers only enqueue work, ordered by streams and messages.
 """
 
 from __future__ import annotations
@@ -42,35 +42,35 @@ from mobius.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class StepBatch:
-    """All rows of one step on the host (page-locked where there is a GPU)."""
+    """All rows of one step on the host (page-locked if there is a GPU)."""
 
     input_ids: Tensor
-    """int64 [batch, L]: the rows that this pipeline plays, where replicas share the step; counts are of all."""
+    """int64 [batch, L]: rows of this pipeline. With replicas, the counts below cover all rows of the step."""
     labels: Tensor
-    """int64 [batch, L], -100 where nothing is to be learned, not shifted."""
+    """int64 [batch, L], not shifted; -100 where there is no target."""
     num_targets: int
-    """Positions of the step whose next token is a target; the loss is their mean. At least one."""
+    """Positions of the step whose next token is a target, at least 1; the loss is the mean over them."""
     num_tokens: int
-    """Tokens without padding."""
+    """Number of tokens without padding."""
     num_samples: int
     epoch: float = 0.0
-    """Epochs that are done after this step."""
+    """Epochs completed after this step."""
     documents: tuple[Tensor, Tensor] | None = None
-    """Positions int32 [batch, L] and bounds int32 [microbatches, D + 1] of documents (`runtime.documents`); None where
-    each row is one."""
+    """Position ids int32 [batch, L] and document bounds int32 [microbatches, D + 1] (`runtime.documents`); None if each
+    row is one document."""
     num_replicas: int = 1
-    """Pipelines that play as many rows each."""
+    """Number of data-parallel pipelines, which play equally many rows."""
     lengths: Tensor | None = None
-    """int64 [batch]: tokens of each row before its padding; None: rows are full. For a loss over routers only."""
+    """int64 [batch]: tokens of each row before its padding; None: rows are full. Only for a router loss."""
 
 
 @dataclass
 class _Step:
-    """State that the handlers of one step or evaluation share."""
+    """State shared by the handlers of one step or evaluation."""
 
     batch: StepBatch
     rows: Sequence[Tensor]
-    """Token ids of each microbatch on the host, or of all slices of its sequences; every rank has them."""
+    """Token ids on the host, on every rank: per microbatch or, with slices, per group of whole sequences."""
     sums: StepSums
     evaluated: EvaluationSums
     loss_scale: float = 1.0
@@ -78,17 +78,17 @@ class _Step:
     tokens: Sequence[Tensor] = ()
     targets: Sequence[Tensor] = ()
     documents: Sequence[DocumentLayout | None] = ()
-    """Documents of each microbatch or its sequences, on the device of every rank."""
+    """Documents of each microbatch or group of sequences, on the device of every rank."""
     sequence_slices: Sequence[SequenceSlice] = ()
-    """Places of the microbatches in their sequences; none where they are whole."""
+    """Position of each microbatch within its sequences; empty if microbatches are whole sequences."""
     token_mask: Sequence[Tensor] = ()
-    """Where the tokens of each microbatch are, fp32 [B, L], for a loss over routers."""
+    """fp32 [B, L] for each microbatch: 1 for a token, 0 for padding. Only for a router loss."""
     router_sums: dict[int, Tensor] = field(default_factory=dict)
-    """Sums of routers that the last stage got with a microbatch, until its turn."""
+    """Router sums received by the last stage with a microbatch, until its backward."""
 
 
 class Executor:
-    """Owns the state of a step; memory, transport and stage code are handed in."""
+    """Owns the state of a step; memory, transport and stage code are passed in."""
 
     def __init__(
         self,
@@ -107,17 +107,17 @@ class Executor:
         spans: Spans = NO_SPANS,
         activity: Activity | None = None,
     ) -> None:
-        """`stages`, their `layers` and `memory` are this rank's, and `activity` is told each action and wait.
+        """Take this rank's `stages`, `layers` and `memory`; report each action and wait to `activity`.
 
-        `norm_deferred_names` are parameters whose norm is taken later (tied weights). `activation_buffer` has places
-        for what the stashed stages of the schedule send to the host. `routers` is for models with a loss over them.
+        `norm_deferred_names`: parameters whose norm is computed later (tied weights). `activation_buffer`: host memory
+        for the stages that offload activations. `routers`: only for models with a router loss.
         """
         self._schedule, self._rank = schedule, transport.rank
         self._actions: Sequence[Action] = schedule.actions[transport.rank]
         self._stages, self._layers, self._memory = stages, layers, memory
         self._transport, self._clock = transport, clock
         self._layer_inputs, self._routers = layer_inputs, routers
-        self._device, self._unsealed_names = device, norm_deferred_names
+        self._device, self._norm_deferred_names = device, norm_deferred_names
         self._spans, self._activity = spans, activity or Activity()
         self._position = DevicePosition(self._actions, device)
         self._to_device = new_stream(device)
@@ -128,7 +128,7 @@ class Executor:
         self._step: _Step
         sources = [source_stage(action, schedule.num_stages) for action in self._actions]
         self._senders = [self._schedule.rank_of(source) for source in sources if source is not None]
-        """Rank that sends each message of a step, in the order in which they are received."""
+        """Sender rank of each message of a step, in the order of receipt."""
         self._stage_handlers: dict[ActionKind, Callable[[int], None]] = {
             ActionKind.GENERATE_DATA: self._generate_data,
             ActionKind.LOAD: lambda stage: self._memory[stage].load(),
@@ -152,19 +152,19 @@ class Executor:
     def run(
         self, batch: StepBatch, *, loss_scale: float = 1.0, on_gradients_ready: GradientsReadyCallback | None = None
     ) -> StepSums:
-        """Forward and backward of all microbatches of one step.
+        """Run forward and backward of all microbatches of one step.
 
-        The gradients of `loss * loss_scale` end in the states of `memory`. Raises what the failing action raised, with
-        the grid of the schedule attached.
+        Leaves the gradients of `loss * loss_scale` in the states of `memory`. Re-raises the error of the failing
+        action, with the schedule grid attached as a note.
         """
-        assert not self._schedule.is_evaluation, "the schedule has no backward"
+        assert not self._schedule.is_evaluation, "run() needs a training schedule"
         self._step = self._start(batch)
         self._step.loss_scale, self._step.on_gradients_ready = loss_scale, on_gradients_ready
         self._play_all()
         return self._step.sums
 
     def _await_reductions(self) -> None:
-        """Make the compute stream wait until the norms are those of all replicas, where there are any."""
+        """Make the compute stream wait until the norms are reduced over all replicas, if there are several."""
         points = [self._memory[stage].reduction for stage in self._step.sums.squared_norms]
         if pending := [point for point in points if point is not None]:
             with self._waiting(WaitCause.NEIGHBOURS):
@@ -172,11 +172,11 @@ class Executor:
                     point.wait()
 
     def evaluate(self, batch: StepBatch) -> EvaluationSums:
-        """Forward of all microbatches, which leaves no gradients and keeps no activations; for evaluation schedules.
+        """Run forward of all microbatches of an evaluation schedule, without gradients or saved activations.
 
-        Returns at once where there is a GPU. Raises as `run` does.
+        Returns without waiting for a GPU. Raises as `run` does.
         """
-        assert self._schedule.is_evaluation, "the schedule trains"
+        assert self._schedule.is_evaluation, "evaluate() needs an evaluation schedule"
         self._step = self._start(batch)
         self._play_all()
         return self._step.evaluated
@@ -221,10 +221,10 @@ class Executor:
         self._transport.finish_step()
 
     def _play(self, action: Action) -> None:
-        """Run the action's handler under its name; loads and offloads record their copies where they make them."""
+        """Run the action's handler under its name; loads and offloads record their own copy spans."""
         name, is_compute = str(action), action.kind.runs_on_compute_lane or action.kind is ActionKind.GENERATE_DATA
         span = self._spans.device_span(Lane.COMPUTE, name) if is_compute else nullcontext()
-        # A name takes the host 5 microseconds, and nobody reads it otherwise.
+        # A profiler range costs the host 5 microseconds, so it is opened only while profiling.
         named = torch.profiler.record_function(name) if _profiler_enabled() else nullcontext()
         with named, span:
             if action.microbatch is None:
@@ -233,27 +233,27 @@ class Executor:
                 self._microbatch_handlers[action.kind](action.stage, action.microbatch)
 
     def _generate_data(self, stage: int) -> None:
-        """Bring the step's tokens and labels to the device."""
+        """Copy the step's tokens and labels to the device."""
         step, num_slices = self._step, self._schedule.num_slices
         tokens, labels = self._copy_to_device(step.batch.input_ids, step.batch.labels)
         cut = partial(cut_rows, num_groups=len(step.rows), num_slices=num_slices)
         step.tokens, step.targets = cut(tokens), cut(shift_labels(labels))
 
     def _copy_documents(self, batch: StepBatch, number: int) -> Sequence[DocumentLayout | None]:
-        """The documents of each of `number` groups of rows; every rank needs them."""
+        """Return the documents of each of `number` groups of rows; every rank needs them."""
         if batch.documents is None:
             return (None,) * number
         position_ids, cu_seqlens = self._copy_to_device(*batch.documents)
         return [DocumentLayout(*own) for own in zip(position_ids.chunk(number), cu_seqlens, strict=True)]
 
     def _copy_to_device(self, *sources: Tensor) -> list[Tensor]:
-        """Copies on the device; from page-locked memory they do not block.
+        """Return copies on the device; does not block if the sources are page-locked.
 
-        On a stream of their own: behind a copy on the compute stream, compute waited for all loads that were enqueued
-        before its next kernel.
+        Uses its own stream: after a copy on the compute stream, the next kernel waited for all loads enqueued before
+        it.
         """
         targets = [torch.empty_like(source, device=self._device) for source in sources]
-        is_free = record_current(self._device)  # of what their memory was before
+        is_free = record_current(self._device)  # the targets may reuse memory that compute still reads
         with self._to_device.run():
             is_free.wait()
             for source, target in zip(sources, targets, strict=True):
@@ -280,12 +280,12 @@ class Executor:
         )
 
     def _evaluate_layers(self, stage: int, microbatch: int) -> Tensor:
-        """Output of the stage's layers for its next input, of which nothing is kept."""
+        """Return the output of the stage's layers for its next input; saves no activations."""
         inputs, _ = self._stage_input(stage, microbatch)
         return self._layers[stage].evaluate(self._weights(stage), inputs, self._context(microbatch))
 
     def _forward_last(self, stage: int, microbatch: int) -> None:
-        """Keep the input, if forward can happen inside backward, just before the loss, when weights are there."""
+        """Save only the input if forward can run inside backward, just before the loss, once the weights are there."""
         (inputs, sums), layers = self._stage_input(stage, microbatch), self._layers[stage]
         if sums is not None:
             self._step.router_sums[microbatch] = sums
@@ -300,9 +300,9 @@ class Executor:
         self._layers[stage].recompute_kv(self._weights(stage), saved_for_backward, self._context(microbatch))
 
     def _backward(self, stage: int, microbatch: int) -> None:
-        (gradient, of_sums), weights = self._receive(stage + 1, microbatch), self._weights(stage)
+        (gradient, router_gradient), weights = self._receive(stage + 1, microbatch), self._weights(stage)
         self._finish_backward(
-            stage, microbatch, weights, self._saved_activations.take(stage, microbatch), gradient, of_sums
+            stage, microbatch, weights, self._saved_activations.take(stage, microbatch), gradient, router_gradient
         )
 
     def _backward_last(self, stage: int, microbatch: int) -> None:
@@ -310,7 +310,7 @@ class Executor:
         context = self._context(microbatch, self._step.router_sums.pop(microbatch, None))
         hidden, saved_for_backward = self._layers[stage].finish_forward(weights, saved_for_backward, context)
         routers = context.routers
-        del context  # its arguments would be there beside the logits
+        del context  # else its arguments would stay in memory during the logits
         loss, gradient = self._stages[stage].loss(
             weights,
             self._memory[stage].gradients(),
@@ -320,11 +320,11 @@ class Executor:
             loss_scale=self._step.loss_scale,
         )
         self._step.sums.loss.add_(loss if routers is None else loss + self._add_router_loss(routers))
-        of_sums = None if routers is None else routers.router_sums
-        self._finish_backward(stage, microbatch, weights, saved_for_backward, gradient, of_sums)
+        router_gradient = None if routers is None else routers.router_sums
+        self._finish_backward(stage, microbatch, weights, saved_for_backward, gradient, router_gradient)
 
     def _add_router_loss(self, context: RouterContext) -> Tensor:
-        """The part of the step's loss that a microbatch's routers make; their turn then goes backward."""
+        """Return the microbatch's weighted router loss; its context then holds the gradient of the sums."""
         sums, number = self._step.sums.router_loss, self._schedule.num_microbatches * self._step.batch.num_replicas
         assert self._routers is not None
         assert sums is not None
@@ -339,15 +339,15 @@ class Executor:
         weights: NamedTensors,
         saved_for_backward: list[SavedForBackward],
         gradient: Tensor,
-        of_sums: Tensor | None,
+        router_gradient: Tensor | None,
     ) -> None:
-        """Backward through the layers, then to the stage before or into the embedding; the last microbatch seals.
+        """Run backward through the layers, then send the gradient to the previous stage or into the embedding.
 
-        `of_sums` is the gradient of the sums of routers, where they have a loss.
+        The last microbatch finishes the stage's gradients. `router_gradient` is that of the router sums, if any.
         """
         module, memory = self._stages[stage], self._memory[stage]
         gradients = memory.gradients()
-        context = self._context(microbatch, of_sums)
+        context = self._context(microbatch, router_gradient)
         gradient = self._layers[stage].backward(weights, gradients, saved_for_backward, gradient, context)
         if module.cut.is_first:
             module.embedding_backward(weights, gradients, self._step.tokens[microbatch], gradient)
@@ -355,16 +355,16 @@ class Executor:
             self._send(gradient, context.routers, stage - 1)
         if microbatch == self._schedule.last_backward:
             square = memory.finish_gradients(
-                excluded=self._unsealed_names, on_gradients_ready=self._step.on_gradients_ready
+                excluded=self._norm_deferred_names, on_gradients_ready=self._step.on_gradients_ready
             )
             self._step.sums.squared_norms[stage] = square
 
     def _context(
         self, microbatch: int, router_sums: Tensor | None = None, *, offload_saved_tensors: bool = False
     ) -> MicrobatchContext:
-        """Return what layers get beside the hidden states; without documents its arguments go by length.
+        """Return the layers' inputs other than hidden states; without documents they depend on the length only.
 
-        `router_sums` of routers came with the message, if there was one.
+        `router_sums` are those received with the message, if any.
         """
         step, group = self._step, microbatch // self._schedule.num_slices
         arguments = self._layer_inputs(step.rows[group].shape[1], step.documents[group])
@@ -381,14 +381,14 @@ class Executor:
         )
 
     def _stage_input(self, stage: int, microbatch: int) -> tuple[Tensor, Tensor | None]:
-        """Tokens or hidden states, and what came of routers."""
+        """Return tokens or hidden states, and the received router sums."""
         if self._stages[stage].cut.is_first:
             return self._step.tokens[microbatch], None
         return self._receive(stage - 1, microbatch)
 
     def _weights(self, stage: int) -> dict[str, Tensor]:
         memory = self._memory[stage]
-        if memory.is_ready():  # waits are not measured where there are none: that takes the host time
+        if memory.is_ready():  # measuring a wait costs host time, so skip it if there is none
             return memory.weights()
         with self._waiting(WaitCause.OPTIMIZER, stage=stage):
             memory.wait_until_updated()
@@ -400,7 +400,7 @@ class Executor:
         self._transport.send(message, self._schedule.rank_of(stage))
 
     def _receive(self, source_stage: int, microbatch: int) -> tuple[Tensor, Tensor | None]:
-        """Hidden states or their gradient, and the numbers of routers where these have a loss."""
+        """Return hidden states or their gradient, and the router numbers if there is a router loss."""
         rank = self._schedule.rank_of(source_stage)
         with self._waiting(WaitCause.NEIGHBOURS, rank=rank, stage=source_stage):
             message = self._transport.receive(rank)

@@ -1,4 +1,4 @@
-"""Measures the bytes that layers take on a GPU, by running one of each kind as a step does."""
+"""Measures the GPU memory of layers by running one of each kind as in a step."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def measure_layer_bytes(
     sliced_length: int | None = None,
     with_products: bool = False,
 ) -> LayerBytes:
-    """GPU memory that one layer takes for one microbatch of `shape` [B, L, H]: its graph's, and at most in backward.
+    """Return the GPU memory of one layer for one microbatch of `shape` [B, L, H]: its graph and its peak in backward.
 
-    Each is of the kind of layer that takes most; backward is measured with its activations kept and recomputed. Where
-    layers run in tiles, maybe because a whole one does not fit, a whole one is measured on about as many tokens as a
-    tile has: its bytes are in proportion to them. `with_products` measures a forward that keeps its products alone too,
-    which takes another compilation, where layers can keep them. Layers run on zeros; all memory is given back.
+    Each number is the maximum over the kinds of layers. Backward is measured with saved and with recomputed
+    activations. With tiles, a whole layer may not fit, so it is measured on about one tile's tokens and scaled up in
+    proportion. `with_products` also measures a forward that saves only its matrix products, if layers can; this
+    compiles once more. Layers run on zeros; all memory is freed afterwards.
 
-    `sliced_length`: microbatches are slices of sequences of so many tokens. Recomputed is one that attends to as many
-    tokens before it as a slice does at a time; their keys, values and sums of gradients do not count.
+    `sliced_length`: microbatches are slices of sequences of this many tokens. The recomputed slice then attends to as
+    many earlier tokens as one attention call takes; keys, values and their gradient sums are not counted.
     """
     levels = [RecomputeLevel.NONE]
     if with_products and parts.attention is not DocumentAttention.FLEX:
@@ -68,14 +68,14 @@ def measure_layer_bytes(
         else:
             recomputed = max(recomputed, bench.measure_recomputed(shape))
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)  # what a run reports is to be its own
+    torch.cuda.reset_peak_memory_stats(device)  # reset so that a run's peak does not include this measurement
     products = held.get(RecomputeLevel.ELEMENTWISE)
     return LayerBytes(held[RecomputeLevel.NONE], peak, parted or recomputed, products)
 
 
 @dataclass(frozen=True)
 class _LayerBench:
-    """A layer to be run on zeros while the GPU's memory is watched."""
+    """A layer that runs on zeros while GPU memory is measured."""
 
     parts: ModelParts
     index: int
@@ -84,7 +84,7 @@ class _LayerBench:
     packed: PackedRows | None
 
     def measure_kept(self, shape: tuple[int, int, int], level: RecomputeLevel) -> tuple[int, int]:
-        """Bytes of its graph, and most in the backward that consumes it, for hidden states of `shape`."""
+        """Return the bytes of its graph and the peak of its backward, for hidden states of `shape`."""
         layer, (arguments, other_gradients) = self.parts.layers[self.index], self._arguments(shape)
 
         def play(weights: NamedTensors, sums: NamedTensors, inputs: Tensor, gradient: Tensor) -> int:
@@ -96,7 +96,7 @@ class _LayerBench:
         return self._measure(shape, play)
 
     def measure_recomputed(self, shape: tuple[int, int, int]) -> int:
-        """Most bytes in a backward that runs the forward again, for hidden states of `shape`."""
+        """Return the peak bytes of a backward that recomputes the forward, for hidden states of `shape`."""
         layer, (arguments, other_gradients) = self.parts.layers[self.index], self._arguments(shape)
 
         def play(weights: NamedTensors, sums: NamedTensors, inputs: Tensor, gradient: Tensor) -> int:
@@ -106,7 +106,7 @@ class _LayerBench:
         return self._measure(shape, play)[1]
 
     def measure_tiles(self, shape: tuple[int, int, int], tile_tokens: int) -> int:
-        """Most bytes in a recomputed backward in tiles, for hidden states of `shape`."""
+        """Return the peak bytes of a recomputed backward in tiles, for hidden states of `shape`."""
         layer = TiledLayer(PrePostAttention(self.parts.split_at_attention(self.index)), tile_tokens=tile_tokens)
         arguments, other_gradients = self._arguments(shape)
 
@@ -117,7 +117,7 @@ class _LayerBench:
         return self._measure(shape, play)[1]
 
     def measure_slice(self, shape: tuple[int, int, int], length: int, tile_tokens: int) -> int:
-        """Most bytes of a slice's forward and backward in tiles, for hidden states of `shape`."""
+        """Return the peak bytes of a slice's forward and backward in tiles, for hidden states of `shape`."""
         tokens = shape[1]
         start = min(length // tokens - 1, -(-KEYS_PER_CALL // tokens)) * tokens
         cut = StageCut(1, self.index, self.index + 1, is_first=False, is_last=False)
@@ -136,7 +136,7 @@ class _LayerBench:
         return self._measure(shape, play)[1]
 
     def _arguments(self, shape: tuple[int, int, int]) -> tuple[KeywordArguments, list[Tensor]]:
-        """Arguments as in a run, and the gradients of the layer's outputs behind the hidden states."""
+        """Return the arguments as in a run, and the gradients of the layer's outputs after the hidden states."""
         own = self._all_arguments(shape)[self.index]
         if self.parts.router_loss is None or self.index not in self.parts.router_loss.layers:
             return own, []
@@ -152,7 +152,7 @@ class _LayerBench:
     def _measure(
         self, shape: tuple[int, int, int], play: Callable[[NamedTensors, NamedTensors, Tensor, Tensor], int]
     ) -> tuple[int, int]:
-        """Bytes that `play` reads at its moment, and the most at any, both beside those of what it is given."""
+        """Return the bytes that `play` reports and the peak, both without the tensors passed to it."""
         shapes, dtype, device = self.parts.layers[self.index].parameter_shapes(), self.dtype, self.device
         weights = {name: torch.zeros(size, dtype=dtype, device=device) for name, size in shapes.items()}
         frozen = self.parts.layers[self.index].frozen_names()
@@ -160,7 +160,7 @@ class _LayerBench:
         inputs = torch.zeros(shape, dtype=dtype, device=device)
         gradient = torch.zeros_like(inputs)
         held = peak = 0
-        for _ in range(2):  # the first time compiles, and makes what libraries keep for good
+        for _ in range(2):  # the first pass compiles and allocates what libraries retain
             before = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
             held = play(weights, sums, inputs, gradient) - before

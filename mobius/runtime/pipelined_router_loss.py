@@ -1,11 +1,11 @@
-"""Carries the numbers of a microbatch's routers from stage to stage, for the loss over all of them (`router_loss.py`).
+"""Passes a microbatch's router sums from stage to stage, for the loss over all routers (`router_loss.py`).
 
     forward     hidden states, sums of the layers so far             -> next stage
     last stage  sums of all layers                                   -> loss, gradient of the sums
     backward    gradient of the hidden states, gradient of the sums  -> stage before
 
-Both times they are fp32 [2, experts], the same for every layer in backward. They travel in the message of the hidden
-states, in rows behind these, so that there is no further message and no further wait.
+Both directions carry fp32 [2, experts]; in backward it is the same for every layer. The numbers are appended as rows to
+the message of hidden states, which saves a second message and wait.
 """
 
 from __future__ import annotations
@@ -21,65 +21,65 @@ from mobius.models.compiled import KeywordArguments
 from mobius.models.experts.router_loss import TOKEN_MASK, RouterLoss, RouterLossValue
 
 _BYTES = 2 * torch.float32.itemsize
-"""Bytes of an expert's two numbers."""
+"""Bytes of the two numbers of one expert."""
 
 
 @dataclass
 class RouterContext:
-    """A microbatch's routers in one stage's forward or backward."""
+    """Routers of a microbatch in the forward or backward of one stage."""
 
     token_mask: Tensor
-    """fp32 [B, L]: 1 where a token counts, 0 at padding."""
+    """fp32 [B, L]: 1 for a token, 0 for padding."""
     router_sums: Tensor
-    """fp32 [2, experts]: the sums of the layers so far; in backward the gradient of those of all layers."""
+    """fp32 [2, experts]: sums of the layers so far; in backward the gradient of the sums of all layers."""
 
     def arguments(self, own: Mapping[str, Any]) -> KeywordArguments:
-        """Arguments by which a layer that has `own` gives the sums of its router, too."""
+        """Return a layer's arguments `own` plus the mask that makes it return its router sums."""
         return KeywordArguments(dict(own) | {TOKEN_MASK: self.token_mask})
 
     def add(self, sums: Tensor) -> None:
-        """Take the sums of the next layer."""
+        """Add the sums of the next layer."""
         self.router_sums = self.router_sums + sums
 
 
 def shape_with_numbers(shape: Sequence[int], dtype: torch.dtype, num_experts: int) -> tuple[int, int]:
-    """Shape [rows, H] of the message of hidden states of `shape` [B, L, H] in `dtype`, with the numbers behind them."""
+    """Shape [rows, H] of a message: hidden states [B, L, H] in `dtype`, followed by the router numbers."""
     batch, length, width = shape
     return batch * length - -_BYTES * num_experts // (width * dtype.itemsize), width
 
 
 def sent_shape(shape: Sequence[int], dtype: torch.dtype, loss: RouterLoss | None) -> tuple[int, ...]:
-    """Shape of the messages of a model's hidden states of `shape` [B, L, H]; `loss` None: routers have none."""
+    """Shape of the messages of hidden states of `shape` [B, L, H]; `loss` None: no router loss."""
     return tuple(shape) if loss is None else shape_with_numbers(shape, dtype, loss.num_experts)
 
 
 class PipelinedRouterLoss:
-    """Formula of the loss over routers and form of its messages, which a rank's stages share."""
+    """Router loss formula and message format, shared by the stages of a rank."""
 
     def __init__(self, loss: RouterLoss, device: torch.device) -> None:
         self._loss, self._device = loss, device
 
     def token_mask(self, shape: Sequence[int], lengths: Tensor | None = None) -> Tensor:
-        """1 where rows [batch, L] have tokens and 0 at their padding, fp32; `lengths` [batch] None: they are full."""
+        """Return fp32 [batch, L]: 1 for tokens, 0 for padding. `lengths` [batch]; None: rows are full."""
         if lengths is None:
             return torch.ones(*shape, device=self._device)
         return (torch.arange(shape[1], device=self._device) < lengths.unsqueeze(-1)).float()
 
     def context(self, token_mask: Tensor, router_sums: Tensor | None) -> RouterContext:
-        """Begin a stage's turn with what came from its neighbour, or None before the first layer."""
+        """Return the context of one stage for the received numbers; None before the first layer."""
         if router_sums is None:
             router_sums = torch.zeros(2, self._loss.num_experts, device=self._device)
         return RouterContext(token_mask, router_sums)
 
     def compute_loss(self, context: RouterContext, *, num_microbatches: int, loss_scale: float) -> RouterLossValue:
-        """The microbatch's loss, behind the last layer; the turn then goes backward."""
+        """Return the microbatch's loss after the last layer; the context then holds the gradient of the sums."""
         num_tokens = context.token_mask.sum()
         value = self._loss(context.router_sums, num_tokens, num_microbatches=num_microbatches, loss_scale=loss_scale)
         context.router_sums = value.gradient
         return value
 
     def pack(self, hidden: Tensor, context: RouterContext | None) -> Tensor:
-        """The message of hidden states [B, L, H] or their gradient, a copy; without a turn its numbers mean nothing."""
+        """Return a message with a copy of [B, L, H] `hidden`; without `context` its router numbers are undefined."""
         message = hidden.new_empty(shape_with_numbers(hidden.shape, hidden.dtype, self._loss.num_experts))
         num_rows = hidden.shape[:2].numel()
         message[:num_rows].view(hidden.shape).copy_(hidden)
@@ -88,11 +88,11 @@ class PipelinedRouterLoss:
         return message
 
     def unpack(self, message: Tensor, batch_shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Hidden states [B, L, H] as a view, and the numbers."""
+        """Return hidden states [B, L, H] as a view, and a copy of the numbers."""
         num_rows = batch_shape[0] * batch_shape[1]
         router_sums = self._place(message, num_rows).clone().view(torch.float32).view(2, -1)
         return message[:num_rows].view(*batch_shape, -1), router_sums
 
     def _place(self, message: Tensor, num_rows: int) -> Tensor:
-        """The bytes of the numbers in a message with so many rows of hidden states."""
+        """Bytes of the numbers after the `num_rows` rows of hidden states."""
         return message[num_rows:].flatten().view(torch.uint8)[: _BYTES * self._loss.num_experts]

@@ -1,10 +1,10 @@
-"""Holds what forward leaves for backward, by stage and microbatch; that of stashed stages waits on the host.
+"""Holds activations between forward and backward, by stage and microbatch; offloading stages store them on the host.
 
-That is a tensor of each layer or, of `SavedProducts`, several. Products of as many layers leave as there is room for in
-the microbatch's place; of the other layers the input does, and they are run again.
+A layer saves one tensor or, as `SavedProducts`, several. Offloading moves the products of as many layers as fit into
+the microbatch's region; for other layers it moves the input, and backward recomputes them.
 
-A copy never stops the host. The memory of what leaves is kept until compute has waited for its copy, so that what
-compute makes next cannot lie where a copy still reads:
+A copy never blocks the host. The source of a copy is freed only after compute has waited for the copy, so that new
+tensors cannot overwrite memory that is still being read:
 
     compute     F0   F1   F2   waits for S0, whose memory is free then   F3   waits for S1   F4
     to host          S0   S1   S2 ...
@@ -32,9 +32,9 @@ from mobius.schedule.lanes import Lane
 
 Waiting = Callable[[], AbstractContextManager[None]]
 ALIGNMENT = 16
-"""Bytes of which each tensor on the host begins at a multiple."""
+"""Alignment in bytes of each tensor in host memory."""
 SMALL_BYTES = 64
-"""Bytes below which a made tensor stays: seeds of attention kernels, which are not always on the device."""
+"""Saved tensors below this size in bytes are not offloaded: seeds of attention kernels may be on the host already."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class _PendingOffload:
 
 @dataclass(frozen=True)
 class _Part:
-    """A tensor that waits on the host."""
+    """A tensor stored in host memory."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -57,7 +57,7 @@ class _Part:
 
     @property
     def extent(self) -> int:
-        """Elements from the first to the last one, gaps between its own counted."""
+        """Elements from the first to the last, including gaps."""
         if self.shape.numel() == 0:
             return 0
         return 1 + sum(step * (size - 1) for step, size in zip(self.stride, self.shape, strict=True))
@@ -67,25 +67,25 @@ class _Part:
         return pinned_buffer_bytes(((self.extent,), self.dtype))
 
     def in_a_row(self, tensor: Tensor) -> Tensor:
-        """View of a tensor like this one as its elements in a row, so that a copy is one piece of memory."""
+        """Return a flat view of a tensor with this layout, so that a copy is one contiguous block."""
         return tensor.as_strided((self.extent,), (1,))
 
     def in_place(self, region: Tensor) -> Tensor:
-        """View of the bytes that begin at a place as the elements in a row."""
+        """Return the start of `region` as a flat view of the elements."""
         return region[: self.extent * self.dtype.itemsize].view(self.dtype)
 
     def empty(self, device: torch.device) -> Tensor:
-        """A tensor like this one, with the same strides: compiled graphs go by them."""
+        """Return an empty tensor with the same shape and strides, which compiled graphs require."""
         return torch.empty(self.extent, dtype=self.dtype, device=device).as_strided(self.shape, self.stride)
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer whose tensors have left, in the order of their way."""
+    """A layer whose tensors have been offloaded, in copy order."""
 
     inputs: _Part
     saved: Sequence[_Part | Tensor] | None = None
-    """The other tensors of `SavedProducts`, some of which have stayed. None: the input alone was kept."""
+    """Other tensors of `SavedProducts`, some still on the device. None: only the input was saved."""
 
     @property
     def parts(self) -> list[_Part]:
@@ -96,7 +96,7 @@ class _Layer:
         return sum(part.num_bytes for part in self.parts)
 
     def saved_for_backward(self, back: Iterator[Tensor]) -> SavedForBackward:
-        """The layer as it was kept, of tensors that have come back."""
+        """Return what forward saved, rebuilt from the prefetched tensors."""
         inputs = next(back)
         if self.saved is None:
             return inputs
@@ -104,7 +104,7 @@ class _Layer:
 
 
 def _select_for_offload(saved_for_backward: Sequence[SavedForBackward], room: int) -> tuple[list[_Layer], list[Tensor]]:
-    """Layers of which tensors leave into `room` bytes, and these tensors."""
+    """Return the layers to offload into `room` bytes, and their tensors."""
     layers, leaving = list[_Layer](), list[Tensor]()
     inputs = tensors_of([each.inputs if isinstance(each, SavedProducts) else each for each in saved_for_backward])
     room -= sum(_Part.of(each).num_bytes for each in inputs)
@@ -123,7 +123,7 @@ def _select_for_offload(saved_for_backward: Sequence[SavedForBackward], room: in
 
 
 def pinned_buffer_bytes(*parts: tuple[Sequence[int], torch.dtype]) -> int:
-    """Bytes of a place in which tensors of such shapes and formats wait."""
+    """Bytes of a region that holds tensors of these shapes and dtypes."""
     return sum(-(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for shape, dtype in parts)
 
 
@@ -146,10 +146,10 @@ class SavedActivations:
         copy_lookahead: int = 1,
         spans: Spans = NO_SPANS,
     ) -> None:
-        """Take the buffer, which has regions for the stages that offload.
+        """Take the buffer with a region for every stage that offloads.
 
-        `waiting` makes contexts in which compute is told to wait.
-        `copy_lookahead` is the schedule's: the number of computations that a copy may take.
+        `waiting` returns a context manager around waits of the compute stream. `copy_lookahead`: number of compute
+        actions that a copy may span, from the schedule.
         """
         self._max_pending_offloads = max_pending_offloads(copy_lookahead)
         self._activation_buffer, self._device, self._waiting, self._spans = activation_buffer, device, waiting, spans
@@ -157,19 +157,19 @@ class SavedActivations:
         self._saved: dict[tuple[int, int], list[SavedForBackward]] = {}
         self._pending_offloads: deque[_PendingOffload] = deque()
         self._arrivals: dict[tuple[int, int], Event] = {}
-        """Ends of the last copies: to the host, then back."""
+        """Ends of the latest copies: to the host, then to the device."""
         self._offloaded: dict[tuple[int, int], list[_Layer]] = {}
-        """Layers of a stage and microbatch whose tensors wait on the host."""
+        """Layers of a stage and microbatch whose tensors are in host memory."""
 
     def __len__(self) -> int:
         return len(self._saved) + len(self._arrivals)
 
     def put(self, stage: int, microbatch: int, saved_for_backward: list[SavedForBackward]) -> None:
-        """Keep what `StageModule.forward` gave."""
+        """Store the result of `StageModule.forward`."""
         self._saved[stage, microbatch] = saved_for_backward
 
     def take(self, stage: int, microbatch: int) -> list[SavedForBackward]:
-        """Give back what was put, for backward; compute waits for what came back."""
+        """Return and forget the stored activations; compute waits for their prefetch."""
         key = stage, microbatch
         arrival = self._arrivals.pop(key, None)
         if arrival is not None:
@@ -178,16 +178,16 @@ class SavedActivations:
         return self._saved.pop(key)
 
     def look(self, stage: int, microbatch: int, *, comes_again: bool) -> list[Tensor]:
-        """Return what was put, for keys and values; what came back from the host and `comes_again` is forgotten."""
+        """Return the stored tensors for recomputing keys and values; if `comes_again`, drop prefetched ones."""
         key = stage, microbatch
-        was_stashed = key in self._arrivals
+        was_prefetched = key in self._arrivals
         saved_for_backward = self.take(stage, microbatch)
-        if not (was_stashed and comes_again):
+        if not (was_prefetched and comes_again):
             self._saved[key] = saved_for_backward
         return tensors_of(saved_for_backward)
 
     def offload(self, stage: int, microbatch: int) -> None:
-        """Start to copy what was put to the host; compute waits for the copies before the last ones."""
+        """Start copying the stored activations to the host; compute waits for older copies."""
         region, key = self._region(stage, microbatch), (stage, microbatch)
         self._offloaded[key], leaving = _select_for_offload(self._saved.pop(key), region.nbytes)
         parts = [part for layer in self._offloaded[key] for part in layer.parts]
@@ -199,19 +199,19 @@ class SavedActivations:
                     target.copy_(part.in_a_row(source), non_blocking=True)
             arrival = self._arrivals[key] = self._to_host.record()
         self._pending_offloads.append(_PendingOffload(leaving, arrival))
-        self._let_go(self._max_pending_offloads)
+        self._free_sources(self._max_pending_offloads)
 
     def prefetch(self, stage: int, microbatch: int) -> None:
-        """Start to copy it back; `take` then gives it."""
+        """Start copying them back to the device; `take` then returns them."""
         key = stage, microbatch
         parts = [part for layer in self._offloaded[key] for part in layer.parts]
         sources = [*_in_places(self._region(stage, microbatch), parts)]
-        self._let_go(0)
+        self._free_sources(0)
         back = [part.empty(self._device) for part in parts]
-        is_free = record_current(self._device)  # of what their memory was before
+        is_free = record_current(self._device)  # the targets may reuse memory that compute still reads
         with self._to_device.run():
             is_free.wait()
-            if key in self._arrivals:  # or it has come back before
+            if key in self._arrivals:  # a second prefetch has no offload to wait for
                 self._arrivals[key].wait()
             with self._spans.device_span(Lane.PREFETCH_ACTIVATIONS, f"T{stage}.{microbatch}"):
                 for part, target, source in reversed([*zip(parts, back, sources, strict=True)]):
@@ -221,18 +221,18 @@ class SavedActivations:
         self._saved[key] = [layer.saved_for_backward(tensors) for layer in self._offloaded[key]]
 
     def clear(self) -> None:
-        """Forget everything, after an error; copies may still run."""
+        """Forget everything after an error; copies may still be running."""
         self._saved.clear()
         self._arrivals.clear()
         self._pending_offloads.clear()
         self._offloaded.clear()
 
     def _region(self, stage: int, microbatch: int) -> Tensor:
-        assert self._activation_buffer is not None, f"there is no room on the host for what stage {stage} keeps"
+        assert self._activation_buffer is not None, f"stage {stage} has no pinned buffer for its activations"
         return self._activation_buffer.region(stage, microbatch)
 
-    def _let_go(self, most: int) -> None:
-        """Give back the memory of what has left, but for the last `most`; compute waits until it has."""
+    def _free_sources(self, most: int) -> None:
+        """Free the sources of all but the latest `most` offloads, after making compute wait for them."""
         while len(self._pending_offloads) > most:
             with self._waiting():
                 self._pending_offloads.popleft().arrival.wait()

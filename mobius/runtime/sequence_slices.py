@@ -1,4 +1,4 @@
-"""Where microbatches are in their sequences, if they are slices of them, and their tokens."""
+"""Slices of sequences: the position of each microbatch within its sequences, and its tokens."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from mobius.models.sliced_attention.attention_pieces import SlicedAttentionSetti
 
 @dataclass(frozen=True)
 class SequenceSlice:
-    """A microbatch among its sequences."""
+    """Position of a microbatch within its sequences."""
 
     start: int
-    """Its first token in each sequence."""
+    """First token of the slice in each sequence."""
     end: int
     length: int
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     documents: Tensor | None = None
-    """Bounds of the sequences' documents (`attention.DocumentLayout`), on the host; None: each is one."""
+    """Document bounds of the sequences (`attention.DocumentLayout`), on the host; None: one document each."""
     settings: dict[Any, SlicedAttentionSettings] = field(default_factory=dict)
-    """Attention of these sequences by kind of layer; shared by their slices, made when one is asked for."""
+    """Attention settings by kind of layer, created on first use and shared by all slices of these sequences."""
 
 
 def cut_rows(rows: Tensor, *, num_groups: int, num_slices: int) -> list[Tensor]:
-    """Slices [B / groups, L / slices] of `rows` [B, L], those of the first group's rows first."""
+    """Return slices [B / groups, L / slices] of `rows` [B, L], group by group."""
     return [part.contiguous() for group in rows.chunk(num_groups) for part in group.chunk(num_slices, dim=1)]
 
 
 def slice_sequences(length: int, cu_seqlens: Sequence[Tensor | None], *, num_slices: int) -> list[SequenceSlice]:
-    """The place of each slice of sequences of `length` tokens, a multiple of `num_slices`, group by group.
+    """Return the position of every slice of sequences of `length` tokens, group by group.
 
-    `cu_seqlens` are those of the documents of each group of rows (`attention.DocumentLayout`), on the host.
+    `num_slices` must divide `length`. `cu_seqlens`: document bounds of each group (`attention.DocumentLayout`), on the
+    host.
     """
     step, sequence_slices = length // num_slices, list[SequenceSlice]()
     for documents in cu_seqlens:

@@ -1,12 +1,12 @@
-"""Runs a stage's layers on slices of sequences, forward in order and backward in reverse (`schedule/looped.py`).
+"""Runs a stage's layers on slices of sequences: forward in order, backward in reverse (`schedule/looped.py`).
 
-    forward    slice 0, 1, 2   project, put keys and values, attend to all so far, finish; keep each layer's input
-    keys       slice 0, 1, 2   project, put keys and values: between, other stages have used their place
-    backward   slice 2, 1, 0   recompute, add to the gradients of keys and values before, take one's own
+    forward    slice 0, 1, 2   project, store keys and values, attend to all so far, finish; save each layer's input
+    keys       slice 0, 1, 2   project, store keys and values, as other stages have used their memory meanwhile
+    backward   slice 2, 1, 0   recompute, add to the gradients of earlier keys and values, take the slice's own
 
-The model's last stage turns at once: its keys and values are still there, and its last layer ends in backward only.
-Where attention's result is kept beside each layer's input, backward does not attend again: that takes all the earlier
-keys, and of a long sequence more time than the rest of a layer.
+The model's last stage starts backward right after forward: its keys and values are still in memory, and its last layer
+finishes only in backward. If attention results are saved with each layer's input, backward does not recompute
+attention, which reads all earlier keys and takes more time than the rest of a layer for long sequences.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from mobius.runtime.stage_layers import MicrobatchContext
 from mobius.runtime.tiles import TiledLayer
 
 _WHOLE_SLICE = 2**62
-"""Tokens of a tile where a slice is not cut any further."""
+"""Tile size in tokens that never cuts a slice further."""
 
 
 class SequenceKVCaches:
-    """Owns keys and values of the layers of one stage at a time; all stages of a rank take turns."""
+    """Owns the keys and values of one stage's layers at a time; the stages of a rank use it in turn."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, tuple[int, int, int, int], torch.dtype], SequenceKVCache] = {}
 
     def of(self, position: int, heads: Heads, length: int) -> SequenceKVCache:
-        """The cache of the stage's layer at `position`, for sequences of `length` tokens with heads like these."""
+        """Return the cache of the layer at `position` in the stage, for sequences of `length` tokens and such heads."""
         batch, num_heads, _, size = heads.key.shape
         shape = batch, num_heads, length, size
         key = position, shape, heads.key.dtype
         if key not in self._made:
-            assert heads.value.shape == heads.key.shape, "keys and values differ in size"
+            assert heads.value.shape == heads.key.shape, "keys and values differ in shape"
             self._made[key] = SequenceKVCache(shape, dtype=heads.key.dtype, device=heads.key.device)
         return self._made[key]
 
 
 class SlicedLayers:
-    """The layers of a stage whose microbatches are slices; norm, head and embedding are the whole stage's."""
+    """Layers of a stage whose microbatches are slices; `StageModule` runs the norm, head and embedding's backward."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class SlicedLayers:
         tile_tokens: int | None = None,
         keeps_attention: bool = False,
     ) -> None:
-        """Raises CheckpointError for a family whose layers cannot be cut at their attention."""
+        """Take the stage's layers. Raises CheckpointError if the model family's layers cannot be split at attention."""
         self._parts, self._cut, self._caches = parts, cut, caches
         self._keeps_attention = keeps_attention
         blocks = [parts.split_at_attention(index) for index in cut.layers]
@@ -75,15 +75,15 @@ class SlicedLayers:
     def forward(
         self, weights: NamedTensors, inputs: Tensor, context: MicrobatchContext
     ) -> tuple[Tensor, list[SavedForBackward]]:
-        """Run the layers on a slice, of the last stage all but what follows the last one's keys and values.
+        """Run the layers on a slice. The model's last layer stops after storing keys and values.
 
-        Returns the hidden states and what `backward` takes: of each layer its input and, if that is kept, attention's
-        result [B, T, heads, D] and log-sum-exp fp32 [B, heads, T]; of the model's last one the input alone.
+        Returns the hidden states and what `backward` needs. Per layer this is the input and, if `keeps_attention`, the
+        attention result [B, T, heads, D] and log-sum-exp fp32 [B, heads, T]; for the model's last layer the input only.
         """
         hidden = run_without_graph(self._parts.embedding, weights, inputs, {}) if self._cut.is_first else inputs
         saved_for_backward: list[SavedForBackward] = []
         if self._cut.is_last and not self._layers:
-            saved_for_backward.append(hidden)  # which only norm and head then ask for
+            saved_for_backward.append(hidden)  # only norm and head read it
         for position, layer in enumerate(self._layers):
             own = self._arguments(position, context)
             if self._is_last(position):
@@ -105,13 +105,13 @@ class SlicedLayers:
         return hidden
 
     def save_input(self, inputs: Tensor) -> list[SavedForBackward] | None:
-        """Later slices need keys and values, so a slice goes forward, but for the last layer's end."""
+        """Return None: later slices need the keys and values, so every slice runs `forward`."""
         return None
 
     def recompute_kv(
         self, weights: NamedTensors, saved_for_backward: Sequence[Tensor], context: MicrobatchContext
     ) -> None:
-        """Put keys and values of a slice from what its forward kept."""
+        """Store the keys and values of a slice, recomputed from the saved inputs."""
         for position, layer in enumerate(self._layers):
             if self._has_backward(position):
                 hidden = saved_for_backward[position * self._per_layer]
@@ -139,7 +139,7 @@ class SlicedLayers:
         gradient: Tensor,
         context: MicrobatchContext,
     ) -> Tensor:
-        """Add the gradients of the layers; all later slices of the sequences must have had their turn."""
+        """Add the layers' gradients; backward of all later slices of the sequences must have run."""
         for position in reversed(range(len(self._layers))):
             if not self._has_backward(position):
                 break
@@ -154,16 +154,16 @@ class SlicedLayers:
         return self._cut.layers[position] >= self._parts.first_trained_layer
 
     def _is_last(self, position: int) -> bool:
-        """Whether it is the model's last layer, which ends in backward only."""
+        """Whether this is the model's last layer, which finishes only in backward."""
         return self._cut.is_last and position == len(self._layers) - 1
 
     def _arguments(self, position: int, context: MicrobatchContext) -> dict[str, Any]:
-        """Arguments of a layer for the slice's tokens."""
+        """Return a layer's arguments for the tokens of the slice."""
         return _cut_arguments(context.arguments[self._cut.layers[position]], _sequence_slice_of(context))
 
     @property
     def _per_layer(self) -> int:
-        """Tensors that are kept of a layer."""
+        """Number of tensors saved per layer."""
         return 3 if self._keeps_attention else 1
 
     def _put(self, position: int, heads: Heads, sequence_slice: SequenceSlice) -> SequenceKVCache:
@@ -186,14 +186,14 @@ class SlicedLayers:
 
 
 class _SliceAttention:
-    """Attention of a slice to all keys so far, with its result if that is known."""
+    """Attention of a slice to all keys so far; reuses a saved result if there is one."""
 
     def __init__(
         self, stage: SlicedLayers, position: int, sequence_slice: SequenceSlice, result: Sequence[Tensor] = ()
     ) -> None:
         self._stage, self._position, self._sequence_slice = stage, position, sequence_slice
         self.result = [*result]
-        """Result [B, T, heads, D] and log-sum-exp [B, heads, T], once it has attended."""
+        """Result [B, T, heads, D] and log-sum-exp [B, heads, T]; empty before attention has run."""
 
     def attend(self, heads: Heads) -> Tensor:
         self._cache = self._stage._put(self._position, heads, self._sequence_slice)
@@ -207,17 +207,17 @@ class _SliceAttention:
     def backward(self, gradient: Tensor) -> Heads:
         sequence_slice, (output, lse) = self._sequence_slice, self.result
         given = gradient, self._query, output, lse, self._cache, sequence_slice.start, self._settings
-        of_query = attend_slice_backward(*given)
-        return Heads(of_query, *self._cache.take_gradients(sequence_slice.start, sequence_slice.end))
+        query_gradient = attend_slice_backward(*given)
+        return Heads(query_gradient, *self._cache.take_gradients(sequence_slice.start, sequence_slice.end))
 
 
 def _sequence_slice_of(context: MicrobatchContext) -> SequenceSlice:
-    assert context.sequence_slice is not None, "the microbatch is no slice"
+    assert context.sequence_slice is not None, "the microbatch is not a slice of a sequence"
     return context.sequence_slice
 
 
 def _constants(attention: LayerAttention, heads: Heads) -> tuple[float, int | None, float | None]:
-    """Scale, window and cap of a layer's attention."""
+    """Return scale, sliding window and softcap of a layer's attention."""
     constants = attention.constants
     scale = constants.get("scaling")
     scale = heads.query.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -225,10 +225,10 @@ def _constants(attention: LayerAttention, heads: Heads) -> tuple[float, int | No
 
 
 def _cut_arguments(arguments: Mapping[str, Any], sequence_slice: SequenceSlice) -> dict[str, Any]:
-    """Arguments of a layer for the slice's tokens, without those that only attention reads."""
+    """Return a layer's arguments for the tokens of the slice, without those that only attention reads."""
 
     def cut(value: Tensor) -> Tensor:
-        assert value.shape[1] == sequence_slice.length, "a layer's argument has no tokens"
+        assert value.shape[1] == sequence_slice.length, "a layer argument has no token dimension"
         return value[:, sequence_slice.start : sequence_slice.end]
 
     return tree_map_only(Tensor, cut, without_attention_arguments(arguments))  # type: ignore[no-any-return]

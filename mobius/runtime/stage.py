@@ -1,8 +1,8 @@
-"""One pipeline stage as code without storage: weights and gradients are passed in as views of flat buffers.
+"""One pipeline stage as code without storage; weights and gradients are passed in as views of flat buffers.
 
-Backward recomputes layer by layer from the layers' inputs, so only one layer's activations exist at a time, or those of
-a tile of its tokens (`tiles.py`). A forward that keeps its graphs holds the activations of every layer instead, and
-needs the same weights until its backward.
+Backward recomputes each layer from its input, so only the activations of one layer, or of one tile of its tokens
+(`tiles.py`), exist at a time. A forward that saves its graphs holds the activations of every layer instead, and needs
+the same weights until its backward.
 """
 
 from __future__ import annotations
@@ -35,19 +35,18 @@ from mobius.runtime.pipelined_router_loss import RouterContext
 from mobius.runtime.tiles import TiledLayer
 
 SavedForBackward = Tensor | BlockGraph | SavedProducts
-"""A layer's forward as backward needs it: its input [B, L, H] to recompute from, its graph, or what may leave the GPU.
-"""
+"""Saved state of a layer for backward: its input [B, L, H] to recompute from, its graph, or offloadable products."""
 
 
 def tensors_of(saved_for_backward: Sequence[SavedForBackward]) -> list[Tensor]:
-    """Tensors from which layers are run again, where that is what was kept, and no graphs."""
+    """Return the saved layer inputs; fails an assertion if there are graphs."""
     tensors = [each for each in saved_for_backward if isinstance(each, Tensor)]
-    assert len(tensors) == len(saved_for_backward), "graphs are not run again"
+    assert len(tensors) == len(saved_for_backward), "saved graphs have no input to recompute from"
     return tensors
 
 
 class StageModule:
-    """The layers of `cut`, with the embedding in the first stage and the final norm and head in the last."""
+    """Layers of `cut`, plus the embedding in the first stage and the final norm and head in the last."""
 
     def __init__(
         self,
@@ -58,18 +57,18 @@ class StageModule:
         tile_tokens: int | None = None,
         recompute_level: RecomputeLevel = RecomputeLevel.NONE,
     ) -> None:
-        """`recompute_level` is what a forward keeps that keeps its graphs; around FlexAttention, everything or nothing.
+        """`recompute_level`: of a forward that saves graphs; FlexAttention saves only its input unless it is NONE.
 
-        `tile_tokens`: layers that are recomputed run in tiles of at most so many tokens, which gives the same.
-        None runs each layer at once, and so do microbatches of no more tokens. Raises CheckpointError for a family
-        whose layers cannot be cut.
+        `tile_tokens`: maximum tokens per tile in recomputed layers; the result is the same. None, or a microbatch that
+        is no larger, runs each layer at once. Raises CheckpointError if the model family's layers cannot be split at
+        attention.
         """
         self.cut = cut
         self._parts = parts
         self._layers = [parts.layers[index] for index in cut.layers]
         self._loss_chunk_tokens = loss_chunk_tokens
         self._recompute_level = recompute_level
-        # It compiles itself, and would not under the mode that keeps an eager layer's products.
+        # FlexAttention compiles itself, and would not under the mode that saves an eager layer's products.
         self._may_keep = recompute_level is RecomputeLevel.NONE or parts.attention is not DocumentAttention.FLEX
         self._tile_tokens = tile_tokens
         self._tiled: dict[int, TiledLayer] = {}
@@ -84,16 +83,16 @@ class StageModule:
             *([parts.norm, parts.head] if cut.is_last else []),
         ]
         self.shapes = {name: shape for block in blocks for name, shape in block.parameter_shapes().items()}
-        """Hugging Face name -> shape of every parameter that this stage holds, in forward order."""
+        """Hugging Face name -> shape of every parameter of this stage, in forward order."""
         self.frozen = frozenset[str]().union(*(block.frozen_names() for block in blocks))
-        """Names of those that are not trained."""
+        """Names of frozen parameters."""
         self.no_weight_decay = frozenset[str]().union(*(block.no_weight_decay_names() for block in blocks))
-        """Names of those without weight decay."""
+        """Names of parameters without weight decay."""
         self._first_trained = parts.first_trained_layer
         self._routed = frozenset() if parts.router_loss is None else parts.router_loss.layers
 
     def layout(self) -> StageLayout:
-        """Layout of the stage's flat buffers."""
+        """Return the layout of the stage's flat buffers."""
         return StageLayout.of(self.shapes, frozen=self.frozen, no_weight_decay=self.no_weight_decay)
 
     def forward(
@@ -106,17 +105,17 @@ class StageModule:
         offload_saved_tensors: bool = False,
         routers: RouterContext | None = None,
     ) -> tuple[Tensor, list[SavedForBackward]]:
-        """Run the layers; with `keep_graphs` their backward will not recompute them.
+        """Run the layers; with `keep_graphs`, backward does not recompute them.
 
-        `offload_saved_tensors`: nor will it run products again, and what is kept may go to the host and come back.
-        Layers that are not compiled keep their input then.
+        `offload_saved_tensors`: backward does not repeat matrix products either, and the saved tensors may be offloaded
+        to the host. Layers that are not compiled then save their input.
 
         Args:
             inputs: token ids [B, L] in the first stage, hidden states [B, L, H] in the others.
             arguments: of the microbatch, for all layers of the model.
-            routers: get the sums of the layers' routers added; None where routers have no loss.
+            routers: receives the sums of the layers' routers; None without a router loss.
 
-        Returns the hidden states [B, L, H], without a graph, and what `backward` needs of every layer.
+        Returns the hidden states [B, L, H], without a graph, and the state of every layer that `backward` needs.
         """
         hidden = run_without_graph(self._parts.embedding, weights, inputs, {}) if self.cut.is_first else inputs
         saved_for_backward: list[SavedForBackward] = []
@@ -133,7 +132,7 @@ class StageModule:
             else:
                 saved_for_backward.append(
                     hidden if is_trained else hidden.new_empty(0)
-                )  # there is no backward that would read it
+                )  # has no backward, so nothing reads it
                 outputs = self._run(index, layer, weights, hidden, own)
             hidden = outputs[0]
             if routers is not None and index in self._routed:
@@ -141,9 +140,9 @@ class StageModule:
         return hidden, saved_for_backward
 
     def run(self, weights: NamedTensors, inputs: Tensor, arguments: LayerArguments) -> Tensor:
-        """Run the layers for their output [B, L, H] alone: no more than one layer's activations exist at a time.
+        """Return only the layers' output [B, L, H]; at most one layer's activations exist at a time.
 
-        `inputs` and `arguments` are those of `forward`, and so are the bits of the result.
+        `inputs` and `arguments` are those of `forward`; the result is bit-identical.
         """
         hidden = run_without_graph(self._parts.embedding, weights, inputs, {}) if self.cut.is_first else inputs
         for index, layer in zip(self.cut.layers, self._layers, strict=True):
@@ -161,13 +160,13 @@ class StageModule:
     ) -> Tensor:
         """Add the layers' parameter gradients to `gradients` and return the gradient of the first layer's input.
 
-        `gradients` are fp32 sums of the trained parameters; a parameter without one there is left alone. Layers before
-        which nothing is trained have no backward: what is returned then means nothing.
+        `gradients` are fp32 sums of the trained parameters; parameters that it lacks are skipped. Layers before the
+        first trained parameter have no backward: the returned gradient is then undefined.
 
         Args:
-            kept: from `forward`; the list is emptied, so that each entry is freed once it is used.
-            gradient: of the hidden states that left the last layer, [B, L, H].
-            arguments: as `forward` got them.
+            saved_for_backward: from `forward`; the list is emptied, which frees each entry after its use.
+            gradient: of the last layer's output, [B, L, H].
+            arguments: as passed to `forward`.
             routers: with the gradient of the sums that `forward` added.
         """
         for index, layer in zip(reversed(self.cut.layers), reversed(self._layers), strict=True):
@@ -191,14 +190,14 @@ class StageModule:
         return gradient
 
     def _arguments(self, index: int, arguments: LayerArguments, routers: RouterContext | None) -> KeywordArguments:
-        """One layer's arguments, with those by which it gives the sums of its router."""
+        """Return one layer's arguments, with the token mask if it must return its router sums."""
         own = arguments[index]
         return own if routers is None or index not in self._routed else routers.arguments(own)
 
     def _run(
         self, index: int, layer: Block, weights: NamedTensors, hidden: Tensor, arguments: KeywordArguments
     ) -> Tensors:
-        """One layer's outputs."""
+        """Return one layer's outputs."""
         if self._is_tiled(hidden):
             return self._tiled[index].run(weights, hidden, arguments)
         return run_many_without_graph(layer, weights, (hidden,), arguments)
@@ -225,12 +224,12 @@ class StageModule:
         num_targets: int,
         loss_scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """Final norm, head and loss of one microbatch, with their backward.
+        """Run final norm, head and loss of one microbatch, with their backward.
 
         Args:
             hidden: [B, L, H] from the last layer.
-            targets: [B, L], the token that each one predicts, -100 where nothing is to be learned (`shift_labels`).
-            num_targets: target tokens of the whole step.
+            targets: [B, L], the next token at each position, -100 where there is no target (`shift_labels`).
+            num_targets: number of targets of the whole step.
 
         Returns the loss (fp32 scalar, unscaled) and the gradient of `hidden`.
         """
@@ -253,7 +252,7 @@ class StageModule:
         return loss, backward(parts.norm, normed, gradients, gradient)
 
     def evaluate(self, weights: NamedTensors, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Final norm, head and loss of one microbatch, forward only; `hidden` and `targets` as `loss` gets them.
+        """Run final norm, head and loss of one microbatch, forward only; `hidden` and `targets` as in `loss`.
 
         Returns the loss summed over the microbatch's targets (fp32 scalar), and how many of them have the largest logit
         (int64 scalar).

@@ -1,6 +1,6 @@
-"""Layers of a stage as the executor runs them, whether its microbatches are whole sequences or slices of them.
+"""Interface through which the executor runs a stage's layers, on whole sequences or slices of them.
 
-`WholeLayers` is the first kind, `slices.SlicedLayers` the other.
+Implementations: `WholeLayers` and `sliced_layers.SlicedLayers`.
 """
 
 from __future__ import annotations
@@ -20,45 +20,45 @@ from mobius.runtime.stage import SavedForBackward, StageModule, tensors_of
 
 @dataclass(frozen=True)
 class MicrobatchContext:
-    """A microbatch as layers see it beside its hidden states."""
+    """Inputs of a microbatch to the layers, other than hidden states."""
 
     arguments: LayerArguments
-    """For all layers of the model; of whole sequences."""
+    """For all layers of the model, and for whole sequences."""
     sequence_slice: SequenceSlice | None = None
-    """Where the microbatch is in its sequences; None where it is them."""
+    """Position of the microbatch within its sequences; None if it is whole sequences."""
     offload_saved_tensors: bool = False
-    """Whether what layers keep of it goes to the host, with all that products need."""
+    """Whether the saved tensors, including all matrix products, are offloaded to the host."""
     routers: RouterContext | None = None
-    """Its routers, whose sums layers add to, or whose gradient they take; None where they have no loss."""
+    """Router sums that layers add to, or their gradient in backward; None without a router loss."""
 
 
 class StageLayers(Protocol):
-    """Forward and backward of a stage's layers, and of its embedding forward only.
+    """Forward and backward of a stage's layers, and forward of its embedding.
 
-    What `forward` or `receive` gives to be kept, the others take for the same microbatch. Hidden states are [B, T, H],
-    inputs of the first stage token ids [B, T].
+    State returned by `forward` or `save_input` is passed to the other methods for the same microbatch. Hidden states
+    are [B, T, H]; inputs of the first stage are token ids [B, T].
     """
 
     def forward(
         self, weights: NamedTensors, inputs: Tensor, context: MicrobatchContext
     ) -> tuple[Tensor, list[SavedForBackward]]:
-        """Run the layers; return the hidden states, without a graph, and what is to be kept for backward."""
+        """Run the layers; return the hidden states, without a graph, and the state to save for backward."""
 
     def evaluate(self, weights: NamedTensors, inputs: Tensor, context: MicrobatchContext) -> Tensor:
-        """Run the layers for their hidden states alone; of the model's last stage those that norm and head get."""
+        """Return only the hidden states; in the model's last stage they are the input of the norm."""
 
     def save_input(self, inputs: Tensor) -> list[SavedForBackward] | None:
-        """Return what the model's last stage keeps of its input until its turn; None: it runs `forward` for that."""
+        """Return the state to save instead of running `forward` in the model's last stage; None: run `forward`."""
 
     def recompute_kv(
         self, weights: NamedTensors, saved_for_backward: Sequence[Tensor], context: MicrobatchContext
     ) -> None:
-        """Make keys and values anew that backward of later microbatches needs."""
+        """Recompute the keys and values that backward of later microbatches needs."""
 
     def finish_forward(
         self, weights: NamedTensors, saved_for_backward: list[SavedForBackward], context: MicrobatchContext
     ) -> tuple[Tensor, list[SavedForBackward]]:
-        """In the model's last stage, the hidden states for norm and head, and what backward then takes."""
+        """In the model's last stage, return the input of the norm, and the state for `backward`."""
 
     def backward(
         self,
@@ -68,7 +68,7 @@ class StageLayers(Protocol):
         gradient: Tensor,
         context: MicrobatchContext,
     ) -> Tensor:
-        """Add the layers' parameter gradients to `gradients`, fp32 sums by name; return that of the input.
+        """Add the layers' parameter gradients to `gradients`, fp32 sums by name; return the gradient of the input.
 
         `gradient` is that of the hidden states. Empties `saved_for_backward`.
         """
@@ -76,11 +76,11 @@ class StageLayers(Protocol):
 
 @dataclass(frozen=True)
 class WholeLayers:
-    """Layers whose microbatches are whole sequences; the model's last stage runs forward in its turn only."""
+    """Layers whose microbatches are whole sequences; the model's last stage runs forward inside backward only."""
 
     module: StageModule
     keep_graphs: bool
-    """Whether activations are kept from forward to backward, instead of recomputed; weights then must stay there."""
+    """Whether activations are saved instead of recomputed; the weights must then stay on the device until backward."""
 
     def forward(
         self, weights: NamedTensors, inputs: Tensor, context: MicrobatchContext
@@ -102,7 +102,7 @@ class WholeLayers:
     def recompute_kv(
         self, weights: NamedTensors, saved_for_backward: Sequence[Tensor], context: MicrobatchContext
     ) -> None:
-        raise AssertionError("whole sequences have no keys to be made anew")
+        raise AssertionError("whole sequences have no keys and values to recompute")
 
     def finish_forward(
         self, weights: NamedTensors, saved_for_backward: list[SavedForBackward], context: MicrobatchContext

@@ -1,11 +1,11 @@
-"""Runs a layer in tiles of tokens, all but its attention, so that what is inside a layer does not grow with its length.
+"""Runs a layer in tiles of tokens, except for attention, so that memory inside a layer does not grow with its length.
 
     forward     project 0 1 2 ..   attention of whole rows   finish 0 1 2 ..
     backward    project 0 1 2 ..   attention of whole rows   finish' 0 1 2 ..   attention'   project' 0 1 2 ..
 
-A tile is cut from all rows of a microbatch in a row. What grows with the length is what attention needs: query, key and
-value, its result, and their gradients. The feed-forward part and the norms exist for one tile at a time, forward only
-within their own backward. Tiles add to the gradients' sums in their order, so results do not depend on anything else.
+A tile is a range of the microbatch's tokens, with all rows concatenated. Only attention's tensors grow with the length:
+query, key, value, result, and their gradients. The feed-forward part and the norms exist for one tile at a time, and
+their forward runs only within their own backward. Tiles add gradients in a fixed order, so results are deterministic.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from mobius.models.compiled import Tensors
 from mobius.models.pre_post_attention import AttentionGraph, Heads, PrePostAttention
 
 _WHOLE = 128
-"""Tiles are cut evenly in multiples of so many tokens, which matrix products of GPUs take at once."""
+"""Tiles are cut evenly, in multiples of this many tokens: the tile size of GPU matrix products."""
 
 
 class TokenAttention(Protocol):
-    """Attention of the tokens that a layer is run on, with whatever they attend to beside each other."""
+    """Attention of the tokens of a layer's run, which may also attend to earlier tokens."""
 
     def attend(self, heads: Heads) -> Tensor:
-        """Attention's result [B, T, H, D], without a graph."""
+        """Return the attention result [B, T, H, D], without a graph."""
 
     def backward(self, gradient: Tensor) -> Heads:
-        """Gradients of the heads that were attended last; `gradient` is that of the result. Only once."""
+        """Return the gradients of the latest heads, given the `gradient` of their result. Call it once only."""
 
 
 class _WholeRows:
-    """A layer's own attention."""
+    """The layer's own attention."""
 
-    def __init__(self, halves: PrePostAttention, arguments: Mapping[str, Any]) -> None:
-        self._halves, self._arguments = halves, arguments
+    def __init__(self, layer: PrePostAttention, arguments: Mapping[str, Any]) -> None:
+        self._layer, self._arguments = layer, arguments
         self._graph: AttentionGraph | None = None
 
     def attend(self, heads: Heads) -> Tensor:
-        self._graph = self._halves.attend_with_graph(heads, self._arguments)
+        self._graph = self._layer.attend_with_graph(heads, self._arguments)
         return self._graph.output.detach()
 
     def backward(self, gradient: Tensor) -> Heads:
@@ -56,11 +56,11 @@ class _WholeRows:
 class TiledLayer:
     """A layer of a stage, run in tiles of at most `tile_tokens` tokens."""
 
-    def __init__(self, halves: PrePostAttention, *, tile_tokens: int) -> None:
-        self._halves, self._tile_tokens = halves, tile_tokens
+    def __init__(self, layer: PrePostAttention, *, tile_tokens: int) -> None:
+        self._layer, self._tile_tokens = layer, tile_tokens
 
     def run_pre_attention(self, weights: NamedTensors, hidden: Tensor, arguments: Mapping[str, Any]) -> Heads:
-        """Query, key and value of whole rows, without a graph."""
+        """Return query, key and value of whole rows, without a graph."""
         return self._project(weights, hidden, _Rows(hidden, arguments, self._tile_tokens))
 
     def run(
@@ -70,19 +70,19 @@ class TiledLayer:
         arguments: Mapping[str, Any],
         attention: TokenAttention | None = None,
     ) -> Tensors:
-        """The layer's output [B, L, hidden], without a graph; `arguments` are the whole layer's.
+        """Return the layer's output [B, L, hidden], without a graph; `arguments` are those of the whole layer.
 
-        `attention` is used instead of the layer's own, which is over whole rows. Behind the output are the sums of the
-        layer's router over all tiles, if `arguments` ask for them.
+        `attention` replaces the layer's own attention over whole rows. If `arguments` ask for them, the layer's router
+        sums over all tiles follow the output.
         """
         rows = _Rows(hidden, arguments, self._tile_tokens)
         heads = self._project(weights, hidden, rows)
-        attended = self._halves.attend(heads, arguments) if attention is None else attention.attend(heads)
-        del heads  # or they would be there beside the output
+        attended = self._layer.attend(heads, arguments) if attention is None else attention.attend(heads)
+        del heads  # else they would stay in memory with the output
         output = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         sums: list[Tensor] = []
         for tile in rows.tiles():
-            made, *own = self._halves.run_post_attention(weights, tile.of(hidden), tile.of(attended), tile.arguments)
+            made, *own = self._layer.run_post_attention(weights, tile.of(hidden), tile.of(attended), tile.arguments)
             tile.of(output).copy_(made)
             sums = [before + each for before, each in zip(sums, own, strict=True)] if sums else own
         return output, *sums
@@ -99,24 +99,24 @@ class TiledLayer:
     ) -> Tensor:
         """Add the parameters' gradients to `gradients`, fp32 sums by Hugging Face name; return that of `hidden`.
 
-        `gradient` is that of the output; both are [B, L, hidden]. `other_gradients` is that of the router's sums. The
-        layer is recomputed from `hidden`, with `attention` instead of its own as in `run`.
+        `gradient` is that of the output; both are [B, L, hidden]. `other_gradients` is that of the router sums.
+        Recomputes the layer from `hidden`, with `attention` as in `run`.
         """
         rows = _Rows(hidden, arguments, self._tile_tokens)
         heads = self._project(weights, hidden, rows)
-        graph = _WholeRows(self._halves, arguments) if attention is None else attention
+        graph = _WholeRows(self._layer, arguments) if attention is None else attention
         attended = graph.attend(heads)
         del heads
-        of_hidden, of_attended = self._finish_backward(
+        hidden_gradient, attended_gradient = self._finish_backward(
             weights, gradients, hidden, attended, gradient, rows, other_gradients
         )
-        of_heads = Heads(*(each.transpose(1, 2) for each in graph.backward(of_attended)))
-        del graph, attended, of_attended
+        head_gradients = Heads(*(each.transpose(1, 2) for each in graph.backward(attended_gradient)))
+        del graph, attended, attended_gradient
         for tile in rows.tiles():
-            own = Heads(*(tile.of(each).transpose(1, 2) for each in of_heads))
-            part = self._halves.pre_attention_backward(weights, gradients, tile.of(hidden), own, tile.arguments)
-            tile.of(of_hidden).add_(part)
-        return of_hidden
+            own = Heads(*(tile.of(each).transpose(1, 2) for each in head_gradients))
+            part = self._layer.pre_attention_backward(weights, gradients, tile.of(hidden), own, tile.arguments)
+            tile.of(hidden_gradient).add_(part)
+        return hidden_gradient
 
     def _finish_backward(
         self,
@@ -128,16 +128,16 @@ class TiledLayer:
         rows: _Rows,
         other_gradients: Sequence[Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of the layer's input, as far as they do not come by attention, and of attention's result.
+        """Return the gradient of the layer's input, without the path through attention, and of attention's result.
 
-        `gradient` is that of the output, `other_gradients` that of the router's sums, the same for each tile. No tile
-        is left when attention's backward begins.
+        `gradient` is that of the output, `other_gradients` that of the router sums, the same for each tile. All tiles
+        are freed before attention's backward begins.
         """
-        of_hidden, of_attended = (
+        hidden_gradient, attended_gradient = (
             torch.empty_like(each, memory_format=torch.contiguous_format) for each in (hidden, attended)
         )
         for tile in rows.tiles():
-            made = self._halves.post_attention_backward(
+            made = self._layer.post_attention_backward(
                 weights,
                 gradients,
                 tile.of(hidden),
@@ -146,17 +146,16 @@ class TiledLayer:
                 tile.arguments,
                 *other_gradients,
             )
-            tile.of(of_hidden).copy_(made[0])
-            tile.of(of_attended).copy_(made[1])
-        return of_hidden, of_attended
+            tile.of(hidden_gradient).copy_(made[0])
+            tile.of(attended_gradient).copy_(made[1])
+        return hidden_gradient, attended_gradient
 
     def _project(self, weights: NamedTensors, hidden: Tensor, rows: _Rows) -> Heads:
-        """Query, key and value of whole rows."""
+        """Return query, key and value of whole rows."""
         whole: list[Tensor] = []
         for tile in rows.tiles():
             parts = [
-                each.transpose(1, 2)
-                for each in self._halves.run_pre_attention(weights, tile.of(hidden), tile.arguments)
+                each.transpose(1, 2) for each in self._layer.run_pre_attention(weights, tile.of(hidden), tile.arguments)
             ]
             if not whole:
                 whole = [each.new_empty(*hidden.shape[:2], *each.shape[2:]) for each in parts]
@@ -166,7 +165,7 @@ class TiledLayer:
 
 
 class _Rows:
-    """The rows of a microbatch, to be cut into tiles."""
+    """Rows of a microbatch, to be cut into tiles."""
 
     def __init__(self, hidden: Tensor, arguments: Mapping[str, Any], tile_tokens: int) -> None:
         self._shape = hidden.shape[:2]
@@ -182,25 +181,27 @@ class _Rows:
 
 
 class _Tile:
-    """Tokens `start` to `end` of those of all rows in a row."""
+    """Tokens `start` to `end` of a microbatch whose rows are concatenated."""
 
     def __init__(self, arguments: Mapping[str, Any], batch: int, length: int, start: int, end: int) -> None:
         self._batch, self._length, self._start, self._end = batch, length, start, end
         self.arguments: dict[str, Any] = tree_map_only(Tensor, self._cut, dict(arguments))
 
     def of(self, value: Tensor) -> Tensor:
-        """Its tokens in `value` [B, L, ...], as [1, tokens, ...]: a view where rows lie one behind another."""
+        """Return the tile's tokens of `value` [B, L, ...], as [1, tokens, ...]: a view if rows are contiguous."""
         if value.shape[0] == 1 or value.stride(0) == value.stride(1) * self._length:
             return value.flatten(0, 1)[self._start : self._end].unsqueeze(0)
         return self._pieced(lambda row: value[row])
 
     def _cut(self, value: Tensor) -> Tensor:
-        """Its tokens in an argument, which may have one row for all."""
-        assert value.shape[:2] in ((1, self._length), (self._batch, self._length)), "a layer's argument has no tokens"
+        """Return the tile's tokens of an argument, which may have one row for all."""
+        assert value.shape[:2] in ((1, self._length), (self._batch, self._length)), (
+            "a layer argument has no token dimension"
+        )
         return self._pieced(lambda _: value[0]) if value.shape[0] < self._batch else self.of(value)
 
     def _pieced(self, row_of: Callable[[int], Tensor]) -> Tensor:
-        """Its tokens from rows [L, ...], a copy where there are several."""
+        """Return the tile's tokens from rows [L, ...]; a copy if there are several rows."""
         pieces, start = list[Tensor](), self._start
         while start < self._end:
             row, first = divmod(start, self._length)

@@ -1,4 +1,4 @@
-"""Measures how long compute stood still in a step, by cause; it never synchronizes while the step runs."""
+"""Measures how long compute waited in a step, by cause, without synchronizing while the step runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WaitClock:
 
     @contextmanager
     def waiting(self, cause: WaitCause) -> Iterator[None]:
-        """Count what the compute stream (on a CPU: this thread) waits within the block."""
+        """Count the time that the compute stream (on a CPU: this thread) waits within the block."""
         if not self._is_cuda:
             with self.blocking(cause):
                 yield
@@ -34,13 +34,13 @@ class WaitClock:
 
     @contextmanager
     def blocking(self, cause: WaitCause) -> Iterator[None]:
-        """Count the host's own time within the block, for waits that block the host while the device is idle."""
+        """Count the host's time within the block, for waits that block the host while the device is idle."""
         start = time.perf_counter()
         yield
         self._host_seconds[cause] += time.perf_counter() - start
 
     def collect(self) -> dict[str, float]:
-        """Seconds per cause since the last call; the compute stream must have been synchronized."""
+        """Return seconds per cause since the last call; the compute stream must have been synchronized."""
         seconds = {cause.value: self._host_seconds.pop(cause, 0.0) for cause in WaitCause}
         for cause, before, after in self._pairs:
             seconds[cause.value] += before.elapsed_time(after) / 1000

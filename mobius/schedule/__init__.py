@@ -1,4 +1,4 @@
-"""Owns the schedule: one ordered list of typed actions per rank, made by small passes and checked before it runs."""
+"""The schedule: one ordered list of typed actions per rank, built in small passes and checked before it runs."""
 
 from mobius.schedule.action import Action, ActionKind, source_stage, target_stage
 from mobius.schedule.build import build_schedule

@@ -16,14 +16,14 @@ from enum import StrEnum
 
 
 class ActionKind(StrEnum):
-    """Kinds of actions; the value is the word of the text form."""
+    """Kinds of actions; the value is the first field of the text form."""
 
     GENERATE_DATA = "generate_data"
     FORWARD_FIRST = "forward_first"
     FORWARD_MIDDLE = "forward_middle"
     FORWARD_LAST = "forward_last"
     EVALUATE_LAST = "evaluate_last"
-    """The last stage's forward with the loss, where no backward follows that would make both."""
+    """The last stage's forward with the loss, in an evaluation; in a step, BACKWARD_LAST computes both."""
     BACKWARD_FIRST = "backward_first"
     BACKWARD_MIDDLE = "backward_middle"
     BACKWARD_LAST = "backward_last"
@@ -59,7 +59,7 @@ class ActionKind(StrEnum):
 
     @property
     def has_microbatch(self) -> bool:
-        """Whether it concerns one microbatch; the others concern a whole stage."""
+        """Whether it concerns one microbatch instead of a whole stage."""
         return self.runs_on_compute_lane or self in (ActionKind.OFFLOAD_ACTIVATIONS, ActionKind.PREFETCH_ACTIVATIONS)
 
 
@@ -80,7 +80,7 @@ _LETTERS = {
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing one rank does; `microbatch` is None for what concerns a whole stage."""
+    """One action of one rank; `microbatch` is None if it concerns a whole stage."""
 
     kind: ActionKind
     stage: int
@@ -96,34 +96,34 @@ class Action:
         return f"{letter}{self.stage}" if self.microbatch is None else f"{letter}{self.stage}.{self.microbatch}"
 
     def to_text(self, num_stages: int) -> str:
-        """The five-field form; the peers are computed, hence `num_stages`."""
+        """Return the five-field form; `num_stages` is needed to compute the peers."""
         numbers = (source_stage(self, num_stages), self.stage, target_stage(self, num_stages), self.microbatch)
         return " ".join([self.kind.value, *("-1" if n is None else str(n) for n in numbers)])
 
 
 def compute_kinds(stage: int, num_stages: int) -> tuple[ActionKind, ActionKind]:
-    """Kinds of `stage`'s forward and backward; one that is first and last at once is last, for it makes the loss."""
+    """Return the kinds of `stage`'s forward and backward; a single stage counts as last, since it computes the loss."""
     position = 2 if stage == num_stages - 1 else min(stage, 1)
     return _POSITIONS[position], _BACKWARD_KINDS[position]
 
 
 def evaluation_kind(stage: int, num_stages: int) -> ActionKind:
-    """Kind of `stage`'s forward where no backward follows."""
+    """Return the kind of `stage`'s forward in an evaluation."""
     return ActionKind.EVALUATE_LAST if stage == num_stages - 1 else compute_kinds(stage, num_stages)[0]
 
 
 def source_stage(action: Action, num_stages: int) -> int | None:
-    """The stage whose message `action` consumes: an activation in forward, an activation gradient in backward."""
+    """Return the stage whose message `action` receives: activations in forward, their gradients in backward."""
     return _neighbour(action, num_stages, -1)
 
 
 def target_stage(action: Action, num_stages: int) -> int | None:
-    """The stage that consumes what `action` produces, None where nothing leaves the stage."""
+    """Return the stage that receives the result of `action`; None if it stays in the stage."""
     return _neighbour(action, num_stages, 1)
 
 
 def _neighbour(action: Action, num_stages: int, distance: int) -> int | None:
-    """The stage so far on in the direction in which `action` computes; backward goes down the stages."""
+    """Return the stage `distance` further in the direction of `action`; backward goes down the stages."""
     if not action.kind.is_forward_or_backward:
         return None
     stage = action.stage + (distance if action.kind.is_forward else -distance)
@@ -131,7 +131,7 @@ def _neighbour(action: Action, num_stages: int, distance: int) -> int | None:
 
 
 def describe_misfit(action: Action, num_stages: int, *, is_evaluation: bool = False) -> str | None:
-    """Reason why `action` cannot exist among `num_stages` stages, in a step or an evaluation; None where it can."""
+    """Return why `action` is invalid among `num_stages` stages, in a step or an evaluation; None if valid."""
     if not 0 <= action.stage < num_stages:
         return f"there is no stage {action.stage}, the stages are 0 to {num_stages - 1}"
     if not action.kind.has_microbatch:

@@ -1,4 +1,4 @@
-"""Owns the way from a few numbers to a checked schedule: compute order, then transfers, then the check."""
+"""Builds a checked schedule from a few numbers: compute order, then transfers, then the check."""
 
 from collections.abc import Collection, Sequence
 
@@ -24,15 +24,15 @@ def build_schedule(
     num_offloaded_microbatches: int = 0,
     is_evaluation: bool = False,
 ) -> Schedule:
-    """The looped breadth-first schedule of one step, or of one pass of an evaluation, already checked.
+    """Return the looped breadth-first schedule of one step, or of one evaluation pass, already checked.
 
-    The stages in `resident` stay on the GPU for good. `num_slots` GPU slots per rank, or of each rank, hold the weights
-    of the others: 2 prefetch the next stage, 1 does not; with None every stage is resident. In `accumulation_rounds`
-    rounds one part of the microbatches goes forward and backward after the other. With `num_slices` a microbatch is a
-    slice of sequences, so many of which follow one another. The layers' inputs of the stages in
-    `offloaded_activation_stages` wait for backward on the host; of `num_offloaded_microbatches` microbatches of each
-    round all that products need does. Raises ScheduleError where a number is below 1, and for rounds that the
-    microbatches are no multiple of.
+    The stages in `resident` stay on the GPU permanently. `num_slots` GPU slots, for every rank or a number per rank,
+    hold the weights of the other stages: 2 prefetch the next stage, 1 does not; with None every stage is resident. Each
+    of `accumulation_rounds` runs forward and backward of an equal part of the microbatches. With `num_slices`, this
+    many consecutive microbatches are the slices of one sequence. The layers' inputs of the stages in
+    `offloaded_activation_stages` are on the host until backward; for `num_offloaded_microbatches` microbatches of each
+    round, so is everything that saves repeating matrix products. Raises ScheduleError if a number is below 1, or rounds
+    or slices do not divide the microbatches.
     """
     num_stages = num_ranks * stages_per_rank
     all_resident = frozenset(range(num_stages) if num_slots is None else resident)
@@ -54,10 +54,10 @@ def build_schedule(
     if num_microbatches % accumulation_rounds:
         raise ScheduleError(f"{num_microbatches} microbatches are no multiple of {accumulation_rounds} rounds")
     if num_microbatches // accumulation_rounds % num_slices:
-        told = (
+        text = (
             f"{num_microbatches // accumulation_rounds} microbatches of a round are no multiple of {num_slices} slices"
         )
-        raise ScheduleError(told)
+        raise ScheduleError(text)
     actions = tuple(
         rank_actions(
             rank,
@@ -105,7 +105,7 @@ def rank_actions(
     num_offloaded_microbatches: int = 0,
     is_evaluation: bool = False,
 ) -> tuple[Action, ...]:
-    """All actions of `rank`, not checked; 0 slots if it streams no stage."""
+    """Return all actions of `rank`, unchecked; `num_slots` is 0 if the rank streams no stage."""
     numbers = rank, num_ranks, num_stages, num_microbatches
     order = evaluation_order(*numbers) if is_evaluation else compute_order(*numbers, accumulation_rounds, num_slices)
     transfers = add_transfers(order, num_slots, resident) if num_slots else order

@@ -1,7 +1,7 @@
-"""Owns the rules that every schedule obeys before it is played.
+"""Rules that every schedule must satisfy before it runs.
 
-Each function yields how the actions of one rank break its rules; the first breach is raised. The last rule asks whether
-the ranks can play their lists to the end (schedule.py).
+Each function yields the violations of one rank's actions; the first one is raised. The last rule checks that the ranks
+can play their lists to the end (schedule.py).
 """
 
 from collections import Counter
@@ -19,25 +19,25 @@ class Rule(StrEnum):
     """Names of the rules; a message of `check` starts with one."""
 
     SHAPE = "shape"
-    """There are as many lists as ranks, the stages are a multiple of them, each action is possible at its stage."""
+    """There is one list per rank, the ranks divide the stages, and each action is possible at its stage."""
     PLACEMENT = "placement"
     """A rank acts on its own stages only."""
     DATA = "data"
-    """The ranks of the first and the last stage make the batch once, before anything else; the others never."""
+    """The ranks of the first and the last stage load the batch once, as their first action; other ranks never do."""
     COMPLETE = "complete"
-    """Every (stage, microbatch) goes forward once and backward once; in an evaluation never backward."""
+    """Every (stage, microbatch) has one forward and one backward; in an evaluation no backward."""
     ORDER = "order"
-    """Backward follows forward, and an edge delivers messages in the order in which they are received."""
+    """Backward follows forward, and every edge delivers messages in the order in which they are received."""
     ROUND = "round"
-    """No more microbatches of a stage are between forward and backward than a round has."""
+    """At most one round's microbatches of a stage are between forward and backward."""
     RESIDENT = "resident"
-    """A streamed stage computes while it is loaded, and is loaded and offloaded in turns; a resident one never is.
-    An evaluation leaves the slots empty."""
+    """A streamed stage computes only while loaded, and loads and offloads alternate; a resident stage has neither. An
+    evaluation leaves the slots empty."""
     BUDGET = "budget"
-    """No more stages of a rank are loaded than there are slots; without slots nothing is."""
+    """A rank never has more stages loaded than slots; without slots nothing is loaded."""
     GRADIENTS = "gradients"
-    """A streamed stage is offloaded after its last backward and is not loaded again in this step. Before that its sums
-    are where its next backward adds to them, or on the host; those of two stages at most are on the GPU."""
+    """A streamed stage is offloaded after its last backward and not loaded again in the step. Until then its gradient
+    sums are on the host, or on the GPU when a backward adds to them. At most two stages have sums on the GPU."""
     SLICES = "slices"
     """Slices of a sequence go forward in their order and backward in reverse. Before its first backward in a stage,
     keys and values of all its slices are made anew, once and in order; the model's last stage still has them."""
@@ -53,11 +53,11 @@ _STASHES = (ActionKind.OFFLOAD_ACTIVATIONS, ActionKind.PREFETCH_ACTIVATIONS)
 _OUTSIDE_SLOTS = (ActionKind.GENERATE_DATA, ActionKind.LOAD_GRADIENT_SUMS, ActionKind.OFFLOAD_GRADIENT_SUMS, *_STASHES)
 
 _Breach = tuple[int, Rule, str]
-"""Index of the action, the rule that it breaks, and how."""
+"""Index of the action, the rule that it breaks, and an explanation."""
 
 
 def check(schedule: Schedule) -> None:
-    """Raise ScheduleError naming the rank, the index of the action and the rule where `schedule` breaks one."""
+    """Raise ScheduleError with the rank, the index of the action and the rule if `schedule` breaks one."""
     if len(schedule.actions) != schedule.num_ranks:
         raise ScheduleError(f"{Rule.SHAPE}: {len(schedule.actions)} lists of actions for {schedule.num_ranks} ranks")
     if schedule.num_stages < 1 or schedule.num_stages % schedule.num_ranks:
@@ -67,9 +67,9 @@ def check(schedule: Schedule) -> None:
         <= schedule.num_offloaded_microbatches
         <= (schedule.microbatches_per_round if schedule.num_slices == 1 else 0)
     ):
-        told = f"{schedule.num_offloaded_microbatches} microbatches of a round send their products home"
+        text = f"{schedule.num_offloaded_microbatches} microbatches of a round offload their products"
         raise ScheduleError(
-            f"{Rule.OFFLOAD_ACTIVATIONS}: {told}, a round has {schedule.microbatches_per_round}, and slices cannot"
+            f"{Rule.OFFLOAD_ACTIVATIONS}: {text}, a round has {schedule.microbatches_per_round}, and slices cannot"
         )
     for rank in range(schedule.num_ranks):
         for breaches in _CHECKS:
@@ -105,9 +105,9 @@ def _check_data(schedule: Schedule, rank: int) -> Iterator[_Breach]:
     made = [i for i, action in enumerate(schedule.actions[rank]) if action.kind is ActionKind.GENERATE_DATA]
     for index in made:
         if needed_by.get(rank) != schedule.actions[rank][index].stage:
-            yield index, Rule.DATA, f"rank {rank} does not make the batch as this stage"
+            yield index, Rule.DATA, f"rank {rank} does not load the batch for this stage"
         if index > 0:
-            yield index, Rule.DATA, "the batch is made once, as the first action"
+            yield index, Rule.DATA, "the batch is loaded once, as the first action"
     if rank in needed_by and not made:
         text = f"the batch for stage {needed_by[rank]} is missing: the first action must be generate_data"
         yield 0, Rule.DATA, text
@@ -118,7 +118,7 @@ def _check_complete(schedule: Schedule, rank: int) -> Iterator[_Breach]:
     for index, action in enumerate(schedule.actions[rank]):
         key = (action.kind.is_backward, action.stage, action.microbatch)
         if action.kind.is_forward_or_backward and key in seen:
-            yield index, Rule.COMPLETE, "it is there a second time"
+            yield index, Rule.COMPLETE, "it is a duplicate"
         if action.kind.is_forward_or_backward:
             seen.add(key)
     directions = (False,) if schedule.is_evaluation else (False, True)
@@ -167,7 +167,7 @@ def _check_residency(schedule: Schedule, rank: int) -> Iterator[_Breach]:
             if len(loaded) == num_slots:
                 yield index, Rule.BUDGET, f"all slots ({num_slots}) are taken by the stages {sorted(loaded)}"
             if done == schedule.num_microbatches:
-                yield index, Rule.GRADIENTS, "its gradients have gone home already"
+                yield index, Rule.GRADIENTS, "its gradients are already offloaded"
             loaded.add(stage)
         elif kind is ActionKind.OFFLOAD:
             loaded.remove(stage)
@@ -177,7 +177,7 @@ def _check_residency(schedule: Schedule, rank: int) -> Iterator[_Breach]:
         text = f"the stages {sorted(loaded)} are still loaded: each needs an offload after its last forward"
         yield len(schedule.actions[rank]), Rule.RESIDENT, text
     elif loaded:
-        stages = f"the gradients of the stages {sorted(loaded)} have not gone home"
+        stages = f"the gradients of the stages {sorted(loaded)} are not offloaded"
         yield len(schedule.actions[rank]), Rule.GRADIENTS, f"{stages}: each needs an offload after its backward"
 
 
@@ -208,14 +208,14 @@ def _check_sums(schedule: Schedule, rank: int) -> Iterator[_Breach]:
             on_gpu.add(stage)
             num_backwards[stage] += 1
         if len(on_gpu) > MAX_GRADIENT_SUMS:
-            yield index, Rule.BUDGET, f"the sums of the stages {sorted(on_gpu)} are on the GPU at a time"
+            yield index, Rule.BUDGET, f"the sums of the stages {sorted(on_gpu)} are on the GPU at the same time"
 
 
 def _check_stashes(schedule: Schedule, rank: int) -> Iterator[_Breach]:
     left: set[tuple[int, int]] = set()
-    """Stages and microbatches whose forward has run, with the inputs still on the GPU."""
-    home: dict[tuple[int, int], int] = {}
-    """Microbatch whose inputs lie on the host, by stage and place."""
+    """Stages and microbatches after their forward, with the inputs still on the GPU."""
+    host: dict[tuple[int, int], int] = {}
+    """Microbatch whose inputs are on the host, by stage and region."""
     back: set[tuple[int, int]] = set()
     most_back = max_prefetched(schedule.copy_lookahead)
     for index, action in enumerate(schedule.actions[rank]):
@@ -230,37 +230,37 @@ def _check_stashes(schedule: Schedule, rank: int) -> Iterator[_Breach]:
         elif kind is ActionKind.OFFLOAD_ACTIVATIONS:
             if own not in left:
                 yield index, Rule.OFFLOAD_ACTIVATIONS, "its forward has not run yet, or its inputs have left already"
-            if place in home:
-                yield index, Rule.OFFLOAD_ACTIVATIONS, f"microbatch {home[place]} still lies in its place on the host"
+            if place in host:
+                yield index, Rule.OFFLOAD_ACTIVATIONS, f"microbatch {host[place]} still lies in its place on the host"
             left.discard(own)
-            home[place] = microbatch
+            host[place] = microbatch
         elif kind is ActionKind.PREFETCH_ACTIVATIONS:
-            if home.get(place) != microbatch:
+            if host.get(place) != microbatch:
                 yield index, Rule.OFFLOAD_ACTIVATIONS, "its inputs are not on the host"
             back.add(own)
             if len(back) > most_back:
                 yield (
                     index,
                     Rule.OFFLOAD_ACTIVATIONS,
-                    f"{len(back)} microbatches have come back and wait, {most_back} may",
+                    f"{len(back)} microbatches have come back early, at most {most_back} may",
                 )
         else:
             if own not in back:
                 yield index, Rule.OFFLOAD_ACTIVATIONS, "its inputs have not come back"
             if kind is not ActionKind.RECOMPUTE_KV:
-                home.pop(place, None)
+                host.pop(place, None)
             if kind is not ActionKind.RECOMPUTE_KV or (microbatch + 1) % schedule.num_slices:
-                back.discard(own)  # the backward of a sequence's last slice follows, and takes the same
+                back.discard(own)  # the last slice's backward follows and uses the same copy
 
 
 def _check_slices(schedule: Schedule, rank: int) -> Iterator[_Breach]:
     number, last_stage = schedule.num_slices, schedule.num_stages - 1
     forward, keys, backward = (Counter[tuple[int, int]]() for _ in range(3))
-    """Slices of a sequence that have gone so far in a stage, by stage and sequence."""
+    """Number of slices done so far, by stage and sequence."""
     for index, action in enumerate(schedule.actions[rank]):
         kind, microbatch = action.kind, action.microbatch
         if kind is ActionKind.RECOMPUTE_KV and (number == 1 or action.stage == last_stage):
-            yield index, Rule.SLICES, "there are no keys and values to be made anew"
+            yield index, Rule.SLICES, "there are no keys and values to recompute"
         if microbatch is None or not kind.runs_on_compute_lane or number == 1:
             continue
         sequence, place = divmod(microbatch, number)
@@ -268,9 +268,9 @@ def _check_slices(schedule: Schedule, rank: int) -> Iterator[_Breach]:
         gone = forward if kind.is_forward else backward if kind.is_backward else keys
         wanted = number - 1 - gone[own] if kind.is_backward else gone[own]
         if place != wanted:
-            yield index, Rule.SLICES, f"slice {place} of sequence {sequence} has its turn where {wanted} has"
+            yield index, Rule.SLICES, f"slice {place} of sequence {sequence} runs where slice {wanted} must"
         if kind.is_backward and action.stage != last_stage and keys[own] < number:
-            text = f"keys and values of {keys[own]} of {number} slices of sequence {sequence} are made anew"
+            text = f"keys and values of {keys[own]} of {number} slices of sequence {sequence} are recomputed"
             yield index, Rule.SLICES, text
         gone[own] += 1
 

@@ -1,26 +1,27 @@
-"""Owns the compute order of a step or an evaluation: looped breadth-first over the stages of a rank.
+"""Compute order of a step or an evaluation: looped breadth-first over the stages of a rank.
 
     rank 0 of 2, stages 0 and 2, two microbatches:   F0.0 F0.1 F2.0 F2.1   B2.0 B2.1 B0.0 B0.1
     rank 1 of 2, stages 1 and 3:                     F1.0 F1.1   F3.0 B3.0 F3.1 B3.1   B1.0 B1.1
-
     the same in an evaluation:                       F0.0 F0.1 F2.0 F2.1    and    F1.0 F1.1 F3.0 F3.1
 
-In rounds the first half of the microbatches goes all the way before the second half begins:
+With gradient accumulation over two rounds, the first half of the microbatches runs forward and backward before the
+second half starts:
 
     rank 0 of 2, four microbatches, two rounds:      F0.0 F0.1 F2.0 F2.1 B2.0 B2.1 B0.0 B0.1   F0.2 F0.3 F2.2 ...
 
-Only a round's activations then exist at a time, and weights travel once per pass and round.
+Only one round's activations exist at a time, and weights are loaded once per pass and round.
 
-Where sequences are cut into slices, these are the microbatches: two sequences of three slices are 0 1 2 and 3 4 5. A
-slice attends to the keys of those before it, so forward takes them in order and backward in reverse. A stage makes keys
-and values anew before the backward of each sequence; the model's last stage, which turns at once, still has them:
+If sequences are cut into slices, the slices are the microbatches: two sequences of three slices are 0 1 2 and 3 4 5. A
+slice attends to the keys of earlier slices, so forward takes them in order and backward in reverse. A stage recomputes
+keys and values before the backward of each sequence, except for the model's last stage, whose backward follows at once:
 
     rank 0 of 2, one sequence of three slices:  F0.0 F0.1 F0.2 F2.0 F2.1 F2.2  K2.0 K2.1 K2.2 B2.2 B2.1 B2.0  K0.0 ...
     rank 1 of 2:                                F1.0 F1.1 F1.2  F3.0 F3.1 F3.2 B3.2 B3.1 B3.0  K1.0 K1.1 K1.2 B1.2 ...
 
-A stage takes all its microbatches before the next local stage starts, so its weights travel once per pass however many
-microbatches there are. In a step the model's last stage turns each microbatch round at once: it has all that
-backward needs.
+A stage runs all its microbatches before the next local stage starts, so its weights are loaded once per pass, however
+many microbatches there are. In a step the model's last stage runs each microbatch's backward right after its forward:
+it has everything that backward needs.
+
 Breadth-first pipeline parallelism: Lamy-Poirier 2022, https://arxiv.org/abs/2211.05953.
 """
 
@@ -28,9 +29,9 @@ from mobius.schedule.action import Action, ActionKind, compute_kinds, evaluation
 
 
 def data_actions(rank: int, num_ranks: int, num_stages: int) -> list[Action]:
-    """Actions that make the batch, on the ranks that need it: tokens for the first stage, labels for the last.
+    """Return the actions that load the batch, on ranks that need it: tokens for the first stage, labels for the last.
 
-    A rank that owns both makes the batch once, as stage 0.
+    A rank that owns both stages loads the batch once, as stage 0.
     """
     if rank == 0:
         return [Action(ActionKind.GENERATE_DATA, 0)]
@@ -42,10 +43,10 @@ def data_actions(rank: int, num_ranks: int, num_stages: int) -> list[Action]:
 def compute_order(
     rank: int, num_ranks: int, num_stages: int, num_microbatches: int, accumulation_rounds: int = 1, num_slices: int = 1
 ) -> list[Action]:
-    """All forwards and backwards of `rank` in order; the microbatches are a multiple of rounds and slices.
+    """Return all forwards and backwards of `rank` in order; rounds and slices must divide the microbatches.
 
-    Backward mirrors the stages but not the microbatches, slices of a sequence apart: gradients are added in the order
-    0, 1, ..., as a plain loop over the microbatches adds them, so that the sums are equal to the last bit.
+    Backward reverses the stages, and the slices of a sequence, but not the microbatches. Gradients are added in the
+    order 0, 1, ..., as in a plain loop over the microbatches, so that sums are bit-identical.
     """
     size = num_microbatches // accumulation_rounds
     rounds = [range(first, first + size) for first in range(0, num_microbatches, size)]
@@ -61,7 +62,7 @@ def _round(rank: int, num_ranks: int, num_stages: int, microbatches: range, num_
     actions = [Action(kinds[s][0], s, m) for s in stages if s != last_stage for m in microbatches]
     for stage in reversed(stages):
         forward, backward = kinds[stage]
-        # Of whole sequences there are no keys and values to be kept from one to another.
+        # Only slices need keys and values of other microbatches.
         first = forward if stage == last_stage else ActionKind.RECOMPUTE_KV if num_slices > 1 else None
         for slices in sequences:
             actions += [Action(first, stage, m) for m in slices] if first is not None else []
@@ -70,6 +71,6 @@ def _round(rank: int, num_ranks: int, num_stages: int, microbatches: range, num_
 
 
 def evaluation_order(rank: int, num_ranks: int, num_stages: int, num_microbatches: int) -> list[Action]:
-    """All forwards of `rank` in order, the model's last stage with its loss; no backward follows."""
+    """Return all forwards of `rank` in order, the model's last stage with its loss; there is no backward."""
     stages = range(rank, num_stages, num_ranks)
     return [Action(evaluation_kind(s, num_stages), s, m) for s in stages for m in range(num_microbatches)]

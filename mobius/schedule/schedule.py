@@ -1,10 +1,10 @@
-"""Owns the type of a schedule, and the order in which its ranks can play it.
+"""The schedule type, and an order in which its ranks can play it.
 
     rank 0   compute, send ->  [messages from 0 to 1, in the order of their sending]  -> receive, compute   rank 1
 
-A rank hands each send to the queue of its edge and goes on; it waits only for what it must receive. There is one queue
-for each pair of ranks and direction, as the runtime has one communicator for each: with fewer, a send could block the
-receive that it waits for, because NCCL buffers no large messages.
+A rank appends each send to the queue of its edge and continues; it waits only for messages that it must receive. Each
+pair of ranks has one queue per direction, as the runtime has one communicator for each. With fewer queues, a send could
+block the receive that it waits for, because NCCL does not buffer large messages.
 """
 
 from collections import defaultdict, deque
@@ -16,10 +16,11 @@ from mobius.schedule.activation_offloading import copy_lookahead, offloads_all
 
 @dataclass(frozen=True)
 class Schedule:
-    """One step of all ranks, or one pass of an evaluation: `actions[rank]` is what that rank does, in order.
+    """One step of all ranks, or one evaluation pass: `actions[rank]` is that rank's ordered list.
 
     The stages in `resident` keep their weights on the GPU and have no load or offload; the others are streamed through
-    `slots[rank]` GPU slots, 0 where a rank has no others. `build_schedule` returns only schedules that passed `check`.
+    `slots[rank]` GPU slots, 0 if the rank streams no stage. `build_schedule` returns only schedules that passed
+    `check`.
     """
 
     num_ranks: int
@@ -29,18 +30,18 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
     resident: frozenset[int] = frozenset()
     is_evaluation: bool = False
-    """Whether there is no backward: stages only go forward, the last one with its loss."""
+    """Whether there is no backward: stages only run forward, the last one with its loss."""
     accumulation_rounds: int = 1
-    """Parts of the microbatches that go forward and backward one after the other; each has as many."""
+    """Equal parts of the microbatches that run forward and backward one after the other (gradient accumulation)."""
     offloaded_activation_stages: frozenset[int] = frozenset()
-    """Stages whose layers' inputs wait on the host from forward to backward."""
+    """Stages whose layers' inputs are on the host between forward and backward."""
     num_slices: int = 1
     """Slices of each sequence; a microbatch is a slice of some sequences, and `num_microbatches` counts all."""
     num_offloaded_microbatches: int = 0
     """Microbatches of each round whose products go to the host from stashed stages, which do not run them again."""
 
     def offloads_all(self, stage: int, microbatch: int | None) -> bool:
-        """Whether the products of a microbatch wait on the host, and not only the inputs of the stage's layers."""
+        """Whether a microbatch's products are offloaded, and not only the inputs of the stage's layers."""
         if stage not in self.offloaded_activation_stages or microbatch is None:
             return False
         return offloads_all(
@@ -54,47 +55,47 @@ class Schedule:
 
     @property
     def microbatches_per_round(self) -> int:
-        """Microbatches of a round: the most that are between forward and backward at a time."""
+        """Microbatches of a round: the maximum between forward and backward at a time."""
         return self.num_microbatches // self.accumulation_rounds
 
     @property
     def last_backward(self) -> int:
-        """The microbatch that goes backward last in every stage: the first slice of the last sequences."""
+        """Microbatch whose backward is last in every stage: the first slice of the last sequences."""
         return self.num_microbatches - self.num_slices
 
     @property
     def num_slots(self) -> int | None:
-        """The most slots of a rank; None where nothing is streamed."""
+        """Maximum number of slots of a rank; None if nothing is streamed."""
         return max(self.slots) or None
 
     def rank_of(self, stage: int) -> int:
-        """The rank that runs `stage`."""
+        """Return the rank that runs `stage`."""
         return stage % self.num_ranks
 
     def local_stages(self, rank: int) -> range:
-        """The stages of `rank`, ascending: rank, rank + num_ranks, ..."""
+        """Return the stages of `rank`, ascending: rank, rank + num_ranks, ..."""
         return range(rank, self.num_stages, self.num_ranks)
 
     def streamed_stages(self, rank: int) -> list[int]:
-        """The stages of `rank` whose weights come and go, ascending."""
+        """Return the streamed stages of `rank`, ascending."""
         return [stage for stage in self.local_stages(rank) if stage not in self.resident]
 
 
 @dataclass(frozen=True)
 class Conflict:
-    """Where a rank gets stuck (`is_deadlock`), or would receive another message than the one it needs."""
+    """Action at which a rank is stuck (`is_deadlock`), or would receive a different message than it needs."""
 
     rank: int
     index: int
-    """Into the actions of the rank."""
+    """Index into the rank's actions."""
     is_deadlock: bool
     text: str
 
 
 def topological_order(schedule: Schedule) -> tuple[list[tuple[int, Action]], Conflict | None]:
-    """The actions with their ranks, each receiver behind its sender, as far as they can be played, and what stops them.
+    """Return the playable actions with their ranks, each receive after its send, and the conflict that stops them.
 
-    The ranks take turns; each goes on until a message is missing. The conflict is None if all reach the end.
+    The ranks take turns; each continues until a message is missing. The conflict is None if all reach the end.
     """
     order: list[tuple[int, Action]] = []
     positions = [0] * schedule.num_ranks
@@ -126,7 +127,7 @@ def _describe(source: int, target: int, microbatch: int | None) -> str:
 
 
 def _deadlock(schedule: Schedule, positions: list[int]) -> Conflict | None:
-    """The conflict of the ranks that are not at their end, where none of them can go on."""
+    """Return the conflict of the unfinished ranks once none can continue; None if all are finished."""
     stuck = {rank: a[positions[rank]] for rank, a in enumerate(schedule.actions) if positions[rank] < len(a)}
     if not stuck:
         return None
@@ -136,4 +137,4 @@ def _deadlock(schedule: Schedule, positions: list[int]) -> Conflict | None:
         assert source is not None, "only an action that receives can be stuck"
         waits.append(f"rank {rank} at {action} for stage {source} on rank {schedule.rank_of(source)}")
     first = min(stuck)
-    return Conflict(first, positions[first], True, f"nobody can go on; waiting: {'; '.join(waits)}")
+    return Conflict(first, positions[first], True, f"no rank can continue; waiting: {'; '.join(waits)}")

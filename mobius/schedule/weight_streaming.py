@@ -1,6 +1,6 @@
-"""Owns when the weights of a stage are in a GPU slot: a pass that adds loads and offloads to one rank's compute order.
+"""Decides when a stage's weights are in a GPU slot: adds loads and offloads to one rank's compute order.
 
-A slot is a piece of GPU memory that holds one stage's weights at a time. A resident stage keeps its weights on the GPU.
+A slot is GPU memory for one stage's weights. A resident stage keeps its weights on the GPU.
 
     rank 0 of 2, stages 0, 2 and 4, two slots, a run being all microbatches of one stage in one direction:
 
@@ -8,17 +8,17 @@ A slot is a piece of GPU memory that holds one stage's weights at a time. A resi
     load      L0 L2     L4 in 0's                     L0 in 4's
     offload             O0                       O4        O2        O0
 
-Resident stages take no slot. While they compute, the slots are filled for the streamed ones behind them: with stage 0
-resident, L2 and L4 are the first actions of the step and nothing else is loaded in it.
+Resident stages take no slot. While they compute, the slots are filled for the streamed stages after them: with stage 0
+resident, L2 and L4 are the first actions of the step and the only loads.
 
-Before each run the slots are given to the stages of the nearest runs, this one's first; a stage that is not among them
-gives up its slot, and one that is and has none is loaded at once, under the run that is about to start. So the last
-stage turns from forward to backward without leaving the GPU, and nothing that is needed again soon is loaded twice.
+Before each run the slots are assigned to the stages of the nearest runs, starting with this one. A loaded stage that is
+not among them is offloaded; a stage among them without a slot is loaded at once, during the run that is about to start.
+So the last stage goes from forward to backward without leaving the GPU, and nothing needed soon is loaded twice.
 Evicting the stage whose next use is farthest is Belady's rule: no other choice moves fewer bytes.
 
-Gradients of streamed stages add up on the GPU, in one place for the stage whose backward runs and one for a stage that
-comes or leaves. Where a step has rounds, what a stage has added up goes to the host behind its backward, and comes back
-under the run before its backward in the next round. A rank's only streamed stage keeps its sums in place.
+Gradients of streamed stages accumulate on the GPU, in one buffer for the stage in backward and one for a stage being
+copied. With several accumulation rounds, a stage's sums are offloaded after its backward and loaded during the run
+before its backward in the next round. A rank's only streamed stage keeps its sums in place.
 
     compute   B4          B2          B0          F0 F2 F4     B4
     sums      LS2         OS4 LS0     OS2         OS0    LS4   LS2
@@ -34,8 +34,8 @@ def add_transfers(order: Sequence[Action], num_slots: int, resident: Collection[
     """Add to `order`, the compute actions of one rank, the loads and offloads that `num_slots` slots allow.
 
     Stages in `resident` get none. The result starts with the loads of the first streamed stages and ends with every
-    slot empty. Each stage is offloaded after its backward, which takes its gradients home, and the slot is then free
-    for the next load. Where there is no backward, a stage gives up its slot after its forward.
+    slot empty. Each stage is offloaded after its backward, which copies its gradients to the host and frees the slot
+    for the next load. In an evaluation, a stage is offloaded after its forward.
     """
     runs = [list(run) for _, run in groupby(order, key=_run_of)]
     sums = _Sums(runs, resident)
@@ -58,7 +58,7 @@ def add_transfers(order: Sequence[Action], num_slots: int, resident: Collection[
 
 
 def _coming(stages: Sequence[int], number: int, resident: Collection[int]) -> list[list[int]]:
-    """The next so many different streamed stages from each place of `stages` on, in the order of their coming."""
+    """Return, for each position in `stages`, the next `number` different streamed stages, in order of use."""
     coming: list[list[int]] = []
     following: list[int] = []
     for stage in reversed(stages):
@@ -69,12 +69,12 @@ def _coming(stages: Sequence[int], number: int, resident: Collection[int]) -> li
 
 
 class _Sums:
-    """Knows when the sums of one rank's streamed stages travel between the rounds of a step."""
+    """Decides when the gradient sums of one rank's streamed stages are copied between accumulation rounds."""
 
     def __init__(self, runs: Sequence[Sequence[Action]], resident: Collection[int]) -> None:
         stages = [run[0].stage if run[-1].kind.is_backward else None for run in runs]
         self._stages = [None if stage in resident else stage for stage in stages]
-        """The streamed stage that goes backward in each run."""
+        """The streamed stage of each run that is a backward, else None."""
         last = {stage: position for position, stage in enumerate(self._stages)}
         first = {stage: position for position, stage in reversed([*enumerate(self._stages)])}
         self._last, self._first = {*last.values()}, {*first.values()}
@@ -85,11 +85,11 @@ class _Sums:
         return self._stages[position] is not None and position in self._last
 
     def leave_behind(self, position: int) -> bool:
-        """Whether a stage's sums leave behind the run at `position`, to come back in another round."""
+        """Whether the stage's sums are offloaded after the run at `position`, to be loaded in a later round."""
         return self._travel and self._stages[position] is not None and position not in self._last
 
     def before(self, position: int) -> list[Action]:
-        """The load of the sums that the run behind the one at `position` goes on with, if it goes on with any."""
+        """Return the load of the sums that the run after `position` continues, if any."""
         coming = self._stages[position + 1] if position + 1 < len(self._stages) else None
         if not self._travel or coming is None or position + 1 in self._first:
             return []
@@ -97,6 +97,6 @@ class _Sums:
 
 
 def _run_of(action: Action) -> tuple[int, bool]:
-    """Key that the actions of a run share; the last stage, which turns round, has one run for both directions."""
+    """Key that the actions of a run share; the last stage has one run for both directions."""
     is_backward = action.kind.is_backward or action.kind is ActionKind.RECOMPUTE_KV
     return action.stage, is_backward and action.kind is not ActionKind.BACKWARD_LAST

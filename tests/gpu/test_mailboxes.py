@@ -63,7 +63,7 @@ def test_gpus_that_may_not_write_to_each_other_talk_over_nccl(tmp_path: Path) ->
     told = talk(tmp_path, 64, NCCL_P2P_DISABLE="1")
 
     assert not told["over_mailboxes"]
-    assert "messages travel over NCCL: rank 0: its GPU cannot write into that of rank 1" in told["log"]
+    assert "messages travel over NCCL: rank 0: its GPU cannot write to the GPU of rank 1" in told["log"]
     assert told["num_wrong"] == 0
 
 

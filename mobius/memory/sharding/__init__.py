@@ -1,1 +1,1 @@
-"""Stages that replicas share: their sums are reduced, and their weights gathered, beside computation."""
+"""Stages shared by replicas: gradients are reduced and weights gathered, concurrently with computation."""

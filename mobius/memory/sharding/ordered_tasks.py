@@ -1,9 +1,10 @@
-"""Work that runs in the order in which its turns were taken, whichever of it may begin first.
+"""Tasks that run in the order in which they were added, whichever is allowed to start first.
 
-    main thread         take 0, take 2          take 4 and begin: 4 runs here
-    optimizer thread            begin 2   begin 0: 0 and 2 run here
+    main thread         add 0, add 2            add 4 and allow: 4 runs here
+    optimizer thread            allow 2   allow 0: 0 and 2 run here
 
-Replicas gather weights behind updates, which do not end in one order everywhere; gathers of one connection must.
+Replicas gather weights after updates. Updates may finish in a different order on each replica, but the gathers of one
+connection must not.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from concurrent.futures import Future
 
 
 class OrderedTask:
-    """One place in the order."""
+    """One position in the order."""
 
     def __init__(self, turns: OrderedTasks, work: Callable[[], None]) -> None:
         self._tasks, self._work = turns, work
@@ -23,7 +24,7 @@ class OrderedTask:
         self._future: Future[None] = Future()
 
     def allow_start(self) -> None:
-        """Run the work, or let it run as soon as those before have; behind it, in this thread, what waits for it."""
+        """Let the work run after all earlier tasks; this thread then also runs later tasks waiting for it."""
         self._tasks.allow(self)
 
     def wait(self) -> None:
@@ -31,7 +32,7 @@ class OrderedTask:
         self._future.result()
 
     def run(self) -> None:
-        """Do the work; `OrderedTasks` calls it."""
+        """Do the work; only `OrderedTasks` calls this."""
         try:
             self._work()
         except BaseException as error:
@@ -49,14 +50,14 @@ class OrderedTasks:
         self._is_running = False
 
     def add(self, work: Callable[[], None]) -> OrderedTask:
-        """The turn behind all that were taken before; its work runs once it may `begin`."""
+        """Append a task; its work runs after `allow_start` and all earlier tasks."""
         task = OrderedTask(self, work)
         with self._lock:
             self._waiting.append(task)
         return task
 
     def allow(self, task: OrderedTask) -> None:
-        """Let a turn begin, and run all that may begin now, unless another thread is doing that."""
+        """Allow a task and run all tasks that may now start, unless another thread is already doing so."""
         with self._lock:
             task.is_allowed = True
             if self._is_running:

@@ -1,17 +1,16 @@
-"""Sums of gradients over the replicas, on a stream of their own, so that the next stage's backward computes meanwhile.
+"""Gradient reduction over the replicas, on its own stream, while the next stage's backward computes.
 
     compute       last backward of s -> record(done) | backward of the next stage ...    wait(reduced) of each -> norm
                                           |                                                ^
-    reductions         wait(done) -> sum over the replicas -> norm -> cast of the own share -> record(reduced)
+    reductions         wait(done) -> sum over the replicas -> norm -> cast of own shard -> record(reduced)
                                                                                            |
-    D2H stream                                        streamed: wait(reduced) -> own share home -> record(free)
+    D2H stream                                    streamed: wait(reduced) -> own shard to the host -> record(free)
 
-Sums stay in their buffer until `reduced`, or until they have left where they leave in fp32; the next stage adds up in
-another one (`gradient_accumulator.py`). A resident stage's update runs on this stream, too, and gives the weights to
-the other replicas: compute waits for that where it needs them, in the next step.
+Sums stay in their buffer until `reduced`, or until copied to the host if they leave in fp32; the next stage uses
+another buffer (`gradient_accumulator.py`). A resident stage's update also runs on this stream and gathers its weights;
+compute waits for it in the next step, when it needs them.
 
-All replicas enqueue the same here in the same order: it is that of the schedule, and one thread does it. On a CPU all
-of it happens at once.
+One thread per replica enqueues work here, in schedule order, the same on all replicas. On a CPU all of it runs at once.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ from mobius.schedule.lanes import Lane
 
 
 class Reductions:
-    """Owns the stream of one rank; `replicas` are its counterparts."""
+    """Owns the reduction stream of one rank; `replicas` are its counterparts."""
 
     def __init__(self, replicas: ReplicaGroup, *, device: torch.device, spans: Spans = NO_SPANS) -> None:
         self.replicas = replicas
         self._device, self.spans = device, spans
         self._stream = new_stream(device)
         self.gathers = OrderedTasks()
-        """The order in which weights are gathered: that of their loads."""
+        """Order of weight gathers: that of their loads."""
 
     @contextmanager
     def after(self, *points: Event) -> Iterator[None]:
-        """Within it, work goes to the stream of reductions, behind `points` and what compute was given so far."""
+        """Within the block, work goes to the reduction stream, after `points` and all compute work enqueued so far."""
         done = record_current(self._device)
         with self._stream.run():
             for point in (done, *points):
@@ -52,20 +51,20 @@ class Reductions:
             yield
 
     def record(self) -> Event:
-        """The point behind all that the stream was given so far."""
+        """Return the event after all work on the stream so far."""
         return self._stream.record()
 
 
 @dataclass(frozen=True)
 class StageSharding:
-    """How one stage is shared by replicas."""
+    """How replicas share one stage."""
 
     shards: Shards
     reductions: Reductions
 
     @classmethod
     def by(cls, shards: Shards | None, reductions: Reductions | None) -> StageSharding | None:
-        """Both, where there are replicas and the stage has something that is trained."""
+        """Return both if there are replicas and the stage has trained parameters, else None."""
         return None if shards is None or reductions is None else cls(shards, reductions)
 
     def reduce_scatter(
@@ -78,11 +77,11 @@ class StageSharding:
         excluded: Collection[str],
         free: Event | None = None,
     ) -> Tensor:
-        """Sum fp32 `sums` [num_trained] to their owners, and copy the own part into `target` [num_owned], if given.
+        """Reduce fp32 `sums` [num_trained] to their owners; copy the own shard to `target` [num_owned], if given.
 
-        Behind `free` nobody reads `target`, which is of any dtype. Returns the squared norm of all replicas' sums
-        without the parameters in `excluded`, as `finish_gradients` does, on the stream of reductions. Returns at once
-        where there is a GPU.
+        `target` may have any dtype and be overwritten after `free`. Returns the squared norm of all replicas' sums
+        without the parameters in `excluded`, as `finish_gradients` does, on the reduction stream. Returns without
+        waiting for a GPU.
         """
         own, replicas = self.shards, self.reductions.replicas
         span = self.reductions.spans.device_span(Lane.REDUCE, f"R{stage}")
@@ -91,5 +90,5 @@ class StageSharding:
             square = own.square(sums, layout, excluded=excluded)
             if target is not None:
                 square = cast_gradients(sums, target, square, own)
-            # A sum of its own for each stage: without clipping all replicas' hosts decide by it alone.
+            # Reduced per stage: without clipping, each replica's host decides from this stage's norm alone.
             return replicas.sum_over_replicas(square)

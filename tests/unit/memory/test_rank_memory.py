@@ -87,7 +87,7 @@ def test_a_streamed_stage_is_not_added_to_a_resident_one(layouts: Layouts) -> No
     memory = make_mixed(layouts, (0,))
     memory[2].load()
     memory[2].gradients()
-    with pytest.raises(AssertionError, match="stages .2. are not sealed before stage 0"):
+    with pytest.raises(AssertionError, match="stages .2. have unfinished sums, no buffer is free for stage 0"):
         memory[0].gradients()
 
 

@@ -143,7 +143,7 @@ def test_gradients_add_up_until_they_are_sealed_and_then_begin_at_zero(resident:
 
 def test_one_stage_at_a_time_adds_up(resident: Stages) -> None:
     resident[0].gradients()["norm"].add_(1)
-    with pytest.raises(AssertionError, match="stages .0. are not sealed before stage 2"):
+    with pytest.raises(AssertionError, match="stages .0. have unfinished sums, no buffer is free for stage 2"):
         resident[2].gradients()
 
 

@@ -64,7 +64,7 @@ def test_loading_beyond_the_slots_is_refused_until_one_is_freed(
     for stage in (0, 2)[:num_slots]:
         slots[stage].load()
 
-    with pytest.raises(ScheduleError, match=f"stage 4 is to be loaded while .*{held}"):
+    with pytest.raises(ScheduleError, match=f"stage 4 cannot be loaded while .*{held}"):
         slots[4].load()
 
     slots[0].offload()
@@ -137,7 +137,7 @@ def test_a_stage_must_be_sealed_before_the_next_one_accumulates(make_slots: Make
     slots[2].load()
     slots[0].gradients()
 
-    with pytest.raises(AssertionError, match="stages .0. are not sealed before stage 2"):
+    with pytest.raises(AssertionError, match="stages .0. have unfinished sums, no buffer is free for stage 2"):
         slots[2].gradients()
 
 

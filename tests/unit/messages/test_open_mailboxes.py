@@ -105,7 +105,7 @@ def test_one_edge_without_peer_access_makes_all_ranks_go_without(caplog: pytest.
     with caplog.at_level(logging.INFO, "mobius"):
         assert with_mailboxes(engines, talk) == [False] * 3
 
-    assert set(caplog.messages) == {"messages travel over NCCL: rank 1: its GPU cannot write into that of rank 2"}
+    assert set(caplog.messages) == {"messages travel over NCCL: rank 1: its GPU cannot write to the GPU of rank 2"}
     assert [engine.num_held for engine in engines] == [0] * 3
 
 

@@ -132,7 +132,7 @@ def test_a_kernel_that_cannot_be_compiled_is_given_up_with_a_line(
         fused.warm_up(state)
     assert not fused.supports(state)
     assert [record.getMessage() for record in caplog.records] == [
-        "AdamW on the GPU: torch's, which is slower: Triton's kernel cannot be used: no compiler"
+        "GPU AdamW uses torch, which is slower: the Triton kernel cannot be used: no compiler"
     ]
 
 

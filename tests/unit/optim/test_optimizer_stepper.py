@@ -107,7 +107,7 @@ def test_ranks_clip_as_one_rank_does(make_rank: MakeRank) -> None:
     [
         (NAN, 1.0, "gradients of stage(s) 1"),
         (INF, 1.0, "gradients of stage(s) 1"),
-        (1.0, NAN, "the loss only"),
+        (1.0, NAN, "only the loss"),
     ],
 )
 def test_what_one_rank_finds_not_finite_makes_all_skip(
@@ -152,7 +152,7 @@ def test_without_clipping_only_the_stage_that_is_not_finite_keeps_its_weights(
     for name in ("b", "norm"):
         assert torch.equal(rank.parameters()[name], start()[1][name])
     (record,) = caplog.records
-    assert "step 7 keeps the weights of these stages: not finite: gradients of stage(s) 1 " in record.getMessage()
+    assert "step 7 does not update these stages: not finite: gradients of stage(s) 1 " in record.getMessage()
 
 
 def test_without_clipping_a_loss_that_is_not_finite_is_told_and_finite_gradients_are_used(
@@ -164,7 +164,7 @@ def test_without_clipping_a_loss_that_is_not_finite_is_told_and_finite_gradients
     assert not outcome.is_skipped
     assert rank.stepper.num_updates == 1
     (record,) = caplog.records
-    assert "step 7 is taken all the same: not finite: the loss only" in record.getMessage()
+    assert "step 7 is applied anyway: not finite: only the loss" in record.getMessage()
 
 
 @pytest.mark.parametrize("way", ["resident", "streamed", "overlapped"])

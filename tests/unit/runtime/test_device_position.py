@@ -55,7 +55,7 @@ def test_it_is_told_at_each_point(monkeypatch: pytest.MonkeyPatch) -> None:
         device.num_reached = number
         told.append(str(position))
     # Compute waits for the sums of replicas behind its last action.
-    assert told == [f"at {ACTIONS[0]}", f"at {ACTIONS[2]}", "at the sums of all replicas", "idle"]
+    assert told == [f"at {ACTIONS[0]}", f"at {ACTIONS[2]}", "at the reduction over replicas", "idle"]
     play(position)
     play(position)
     assert str(position) == "at one of 2 passes"

@@ -83,7 +83,7 @@ def test_without_room_on_the_host_nothing_is_sent() -> None:
     saved_activations = SavedActivations(None, device=CPU, waiting=Waits())
     saved_activations.put(0, 0, [torch.zeros(SHAPE)])
 
-    with pytest.raises(AssertionError, match="no room on the host for what stage 0 keeps"):
+    with pytest.raises(AssertionError, match="stage 0 has no pinned buffer for its activations"):
         saved_activations.offload(0, 0)
 
 

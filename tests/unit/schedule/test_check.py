@@ -42,12 +42,12 @@ CASES = {
     "a forward without microbatch": (add(5, ActionKind.FORWARD_FIRST, 0), "shape: .*needs a microbatch"),
     "another rank's stage": (add(3, ActionKind.LOAD, 1), "placement: rank 0, action 3 .*belongs to rank 1"),
     "no batch": (drop(0), "data: rank 0, action 0 .*batch for stage 0 is missing"),
-    "two batches": (add(1, ActionKind.GENERATE_DATA, 0), "data: rank 0, action 1 .*made once"),
-    "a batch for another stage": (add(1, ActionKind.GENERATE_DATA, 2), "data: rank 0, action 1 .*not make the batch"),
+    "two batches": (add(1, ActionKind.GENERATE_DATA, 0), "data: rank 0, action 1 .*loaded once"),
+    "a batch for another stage": (add(1, ActionKind.GENERATE_DATA, 2), "data: rank 0, action 1 .*not load the batch"),
     "no first forward": (drop(3), "complete: rank 0, action 12 .the end of the list.: F0.0 is missing"),
     "no last backward": (drop(11), "complete: rank 0, action 12 .*B0.1 is missing"),
-    "a forward twice": (add(5, ActionKind.FORWARD_FIRST, 0, 0), r"complete: rank 0, action 5 \(F0.0\): .*second time"),
-    "a backward twice": (add(12, ActionKind.BACKWARD_FIRST, 0, 1), "complete: rank 0, action 12 .*second time"),
+    "a forward twice": (add(5, ActionKind.FORWARD_FIRST, 0, 0), r"complete: rank 0, action 5 \(F0.0\): .*duplicate"),
+    "a backward twice": (add(12, ActionKind.BACKWARD_FIRST, 0, 1), "complete: rank 0, action 12 .*duplicate"),
     "backward before forward": (move(6, 8), r"order: rank 0, action 7 \(B2.1\): its forward has not run"),
     "never loaded": (drop(2), r"resident: rank 0, action 4 \(F2.0\): stage 2 is not loaded"),
     "loaded too late": (move(1, 3), r"resident: rank 0, action 2 \(F0.0\): stage 0 is not loaded"),
@@ -55,7 +55,7 @@ CASES = {
     "offloaded twice": (add(10, ActionKind.OFFLOAD, 2), "resident: rank 0, action 10 .*not loaded"),
     "offloaded before its use": (add(5, ActionKind.OFFLOAD, 2), r"resident: rank 0, action 6 \(F2.0\)"),
     "offloaded between two backwards": (move(9, 8), "gradients: rank 0, action 8 .*only 1 of 2 backwards"),
-    "never offloaded": (drop(12), r"gradients: rank 0, action 12 .*stages \[0\] have not gone home"),
+    "never offloaded": (drop(12), r"gradients: rank 0, action 12 .*stages \[0\] are not offloaded"),
     "a round too large": (lambda actions: None, "round: rank 0, action 4 .*2 microbatches wait .*a round has 1"),
     "sums that are not there": (add(4, ActionKind.LOAD_GRADIENT_SUMS, 0), "gradients: rank 0, action 4 .*no sums yet"),
     "sums that are on the GPU": (
@@ -70,7 +70,10 @@ CASES = {
         add(9, ActionKind.OFFLOAD_GRADIENT_SUMS, 2),
         "gradients: rank 0, action 9 .*2 backwards",
     ),
-    "loaded after its gradients left": (add(10, ActionKind.LOAD, 2), "gradients: rank 0, action 10 .*gone home"),
+    "loaded after its gradients left": (
+        add(10, ActionKind.LOAD, 2),
+        "gradients: rank 0, action 10 .*already offloaded",
+    ),
 }
 
 
@@ -173,11 +176,17 @@ def test_stashes_that_lose_inputs_or_overflow_are_refused(case: str) -> None:
 # rank 0 of two stages, one sequence of two slices, all resident:
 # 0 D0, 1 F0.0, 2 F0.1, 3 F1.0, 4 F1.1, 5 B1.1, 6 B1.0, 7 K0.0, 8 K0.1, 9 B0.1, 10 B0.0
 SLICES = {
-    "forward out of order": (move(1, 2), r"slices: rank 0, action 1 \(F0.1\): slice 1 of sequence 0 .* where 0 has"),
-    "backward out of order": (move(9, 10), r"slices: rank 0, action 9 \(B0.0\): slice 0 .* where 1 has"),
-    "keys out of order": (move(7, 8), r"slices: rank 0, action 7 \(K0.1\): slice 1 .* where 0 has"),
+    "forward out of order": (
+        move(1, 2),
+        r"slices: rank 0, action 1 \(F0.1\): slice 1 of sequence 0 .* where slice 0 must",
+    ),
+    "backward out of order": (move(9, 10), r"slices: rank 0, action 9 \(B0.0\): slice 0 .* where slice 1 must"),
+    "keys out of order": (move(7, 8), r"slices: rank 0, action 7 \(K0.1\): slice 1 .* where slice 0 must"),
     "keys missing": (drop(8), r"slices: rank 0, action 8 \(B0.1\): keys and values of 1 of 2 slices"),
-    "keys twice": (add(9, ActionKind.RECOMPUTE_KV, 0, 1), r"slices: rank 0, action 9 \(K0.1\): slice 1 .* where 2 has"),
+    "keys twice": (
+        add(9, ActionKind.RECOMPUTE_KV, 0, 1),
+        r"slices: rank 0, action 9 \(K0.1\): slice 1 .* where slice 2 must",
+    ),
     "keys of the last stage": (add(5, ActionKind.RECOMPUTE_KV, 1, 0), "shape: rank 0, action 5 .*the model.s last"),
 }
 
