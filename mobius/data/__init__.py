@@ -1,1 +1,1 @@
-"""The way from a dataset's name to the batches that every rank draws alike; all of it text and numpy."""
+"""From a dataset's name to batches that are equal on every rank; text and numpy only."""

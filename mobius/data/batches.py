@@ -1,7 +1,6 @@
-"""Owns the order of the rows and their padding into batches: the same on every rank, from the seed alone.
+"""Owns the order of rows and their padding into batches: equal on every rank, a function of the seed.
 
-`TrainingBatches` are those of training, without end or through epochs; `EvaluationBatches` hold each sample once, in
-order.
+`TrainingBatches` are endless or cover a number of epochs; `EvaluationBatches` hold each sample once, in order.
 """
 
 import math
@@ -27,41 +26,41 @@ from mobius.data.packing import (
 from mobius.data.token_store import TokenizedDataset, TokenizedSample
 from mobius.errors import DataError
 
-IGNORE_INDEX = -100  # what torch's cross entropy ignores by default
+IGNORE_INDEX = -100  # default ignore_index of torch's cross entropy
 _NEAR = 0.1
-"""Share by which the samples of a step may differ from those without packing where a batch is told to keep them."""
+"""Relative tolerance for a batch size to count as having as many samples per step as without packing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One optimizer step's rows, int64[batch, L], padded on the right.
+    """Rows of one optimizer step, int64[batch, L], padded on the right.
 
-    `labels[b, t]` is `input_ids[b, t]` where that token is a target and -100 elsewhere, not shifted: position t - 1
-    predicts it. The first token of a sample is therefore always -100.
+    `labels[b, t]` is `input_ids[b, t]` where that token is a target, else -100; labels are not shifted: position t - 1
+    predicts them. The first token of a sample is therefore always -100.
     """
 
     input_ids: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
     num_targets: int
-    """Labels that are not -100."""
+    """Number of labels that are not -100."""
     num_tokens: int
-    """Tokens that are not padding."""
+    """Number of tokens without padding."""
     num_samples: int
     epoch: float
-    """Epochs that are done after this batch."""
+    """Epochs completed after this batch."""
     document_lengths: tuple[tuple[int, ...], ...] | None = None
-    """Token counts of the samples of each row, without the padding behind them; None if rows hold one each."""
+    """Token counts of each row's samples, without padding; None if each row holds one sample."""
     row_lengths: tuple[int, ...] | None = None
-    """Tokens of each row, without the padding behind them; None: rows are full."""
+    """Token count of each row, without padding; None: rows are full."""
 
     @property
     def padding(self) -> float:
-        """Share of the positions that are padding."""
+        """Fraction of positions that are padding."""
         return 1 - self.num_tokens / self.input_ids.size
 
 
 def balance_microbatches(batch: Batch, num_microbatches: int) -> Batch:
-    """The batch with packed rows in such an order that its microbatches, consecutive rows, cost attention alike."""
+    """Reorder packed rows so that microbatches (consecutive rows) have nearly equal attention cost."""
     if batch.document_lengths is None:
         return batch
     costs = np.array([attention_cost(lengths, batch.input_ids.shape[1]) for lengths in batch.document_lengths])
@@ -76,9 +75,9 @@ def balance_microbatches(batch: Batch, num_microbatches: int) -> Batch:
 
 
 def shard_batch(batch: Batch, index: int, num_replicas: int) -> Batch:
-    """The rows of `batch` that replica `index` plays: every row whose number is that modulo `num_replicas`.
+    """Rows of `batch` for data-parallel replica `index`: every `num_replicas`-th row from `index` on.
 
-    Counts are still those of the whole batch, so that each replica divides its loss by the same number of targets.
+    Counts stay those of the whole batch, so that all replicas divide their loss by one number of targets.
     """
     if num_replicas == 1:
         return batch
@@ -96,24 +95,24 @@ def shard_batch(batch: Batch, index: int, num_replicas: int) -> Batch:
 
 @dataclass(frozen=True, slots=True)
 class RowStatistics:
-    """Averages over the rows of a run's first window, which stand for all."""
+    """Averages over the rows of a run's first window, used as estimates for the run."""
 
     samples_per_row: float
     padding: float
-    """Share of the positions."""
+    """Fraction of positions."""
     attention_length: float
-    """Mean over positions of the length of the document that a position is in: sum of squares over sum of lengths.
+    """Mean over positions of their document's length: sum of squared lengths over sum of lengths.
 
-    Padding behind the documents counts as one more. Without packing, seq_length.
+    A row's padding counts as one more document. Without packing: seq_length.
     """
 
 
 class TrainingBatches:
-    """Iterator over the batches of a run: without end, or through `num_epochs`, whose last step has empty rows too.
+    """Iterator over a run's batches: endless, or over `num_epochs`, where empty rows fill the last step.
 
-    The epochs' rows, each a function of (seed, epoch), form one stream, of which step k takes the rows
-    [k * batch_size, (k + 1) * batch_size): a batch may span epochs, a small dataset repeats, any step can be sought.
-    Raises DataError if the weights leave no samples.
+    The rows of all epochs, each a function of (seed, epoch), form one stream. Step k takes rows
+    [k * batch_size, (k + 1) * batch_size), so a batch may span epochs, a small dataset repeats, and any step can be
+    sought. Raises DataError if the weights leave no samples.
     """
 
     def __init__(
@@ -135,39 +134,39 @@ class TrainingBatches:
 
     @property
     def num_steps(self) -> int | None:
-        """Steps until the epochs are through; None without end."""
+        """Steps until all epochs are done; None if endless."""
         return None if self._num_rows is None else -(-self._num_rows // self._batch_size)
 
     @property
     def max_documents(self) -> int | None:
-        """Limit of documents in a row, the padding behind them counted as one: fixed for a run. None if not packed."""
+        """Maximum of documents per row, padding counted as one; constant over a run. None without packing."""
         return None if self._stream.max_samples_per_row is None else self._stream.max_samples_per_row + 1
 
     @property
     def row_statistics(self) -> RowStatistics:
-        """Averages for log and planner."""
+        """Averages for the log and the planner."""
         return self._stream.row_statistics
 
     @property
     def state(self) -> int:
-        """Number of batches taken: what `seek` needs to continue from here."""
+        """Number of batches taken; `seek` continues from it."""
         return self._step
 
     def seek(self, step: int) -> None:
-        """Make the next batch the one of this step, counted from 0, forwards or backwards, without reading tokens.
+        """Make `step` (from 0) the next batch, forwards or backwards, without reading tokens.
 
-        Rows before it that were never reached are packed by their lengths, in some microseconds a sample.
+        Earlier rows that were never reached are packed by their lengths, in a few microseconds per sample.
         """
         self._step = step
 
     def num_epochs_of(self, num_steps: int) -> float:
-        """Epochs that so many steps make, about: from the first window, without packing the rest."""
+        """Approximate epochs in `num_steps` steps, estimated from the first window."""
         return num_steps * self._batch_size * self.row_statistics.samples_per_row / self._stream.mean_size
 
     def describe(self, unit: int | None) -> str:
-        """A line for the log: how full rows are, and the samples of a step; batches are multiples of `unit` rows.
+        """A log line on how full rows are, and on samples per step; batch sizes are multiples of `unit` rows.
 
-        Where another batch has about as many samples as this one without packing, it is told; not if `unit` is None.
+        Names a smaller batch size if it keeps the samples per step of training without packing; not if `unit` is None.
         """
         row_statistics, size = self.row_statistics, self._batch_size
         rows = f"of {self._seq_length} tokens, {row_statistics.padding:.1%} padding".replace("%", " %")
@@ -217,7 +216,7 @@ def _assemble(
     epoch: float,
     is_packed: bool,
 ) -> Batch:
-    """The batch of `rows`, each the samples that share it, and of empty rows behind them."""
+    """The batch of `rows`, each a list of samples, filled up with empty rows."""
     input_ids = np.full((batch_size, seq_length), pad_token_id, dtype=np.int64)
     labels = np.full_like(input_ids, IGNORE_INDEX)
     for number, row in enumerate(rows):
@@ -243,11 +242,10 @@ def _assemble(
 
 
 class EvaluationBatches:
-    """Batches that hold each sample of a dataset once: the same on every rank, however often they are gone through.
+    """Batches that hold each sample of a dataset once: equal on every rank and in every pass.
 
-    Samples come in the order of `indices`. Packed ones share rows with others of their window, and rows come in the
-    order of their first samples. The last batch has empty rows behind its own. Nothing depends on ranks, stages or
-    microbatches.
+    Samples keep the order of `indices`. Packing joins samples of one window; rows are ordered by first sample.
+    Empty rows fill the last batch. Nothing depends on ranks, stages or microbatches.
     """
 
     def __init__(
@@ -260,9 +258,9 @@ class EvaluationBatches:
         pad_token_id: int,
         max_documents: int | None,
     ) -> None:
-        """`indices` None stands for all samples, one at least.
+        """`indices` None: all samples; at least one is required.
 
-        `max_documents` of a row is that of a run, the padding behind them counted as one; None: rows hold one sample.
+        `max_documents` per row as in `TrainingBatches`, padding counted as one; None: each row holds one sample.
         """
         self._tokenized, self._batch_size = tokenized, batch_size
         self._seq_length, self._pad_token_id = seq_length, pad_token_id
@@ -274,7 +272,7 @@ class EvaluationBatches:
         if max_documents is not None:
             rows, size = [], packing_window_size(lengths[:PACKING_WINDOW], seq_length)
             for first in range(0, len(chosen), size):
-                # Behind the last sample of a row padding may be one document more.
+                # Padding after a row's last sample may be one document more.
                 filled = pack_samples(lengths[first : first + size], seq_length, max_documents - 1)
                 rows += sorted(sorted(first + place for place in row) for row in filled)
         self._rows = [[int(chosen[place]) for place in row] for row in rows]
@@ -298,7 +296,7 @@ class EvaluationBatches:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Consecutive samples of an epoch's order: part, index and length of each, and the rows as places in these."""
+    """Consecutive samples in an epoch's order: dataset, index and length of each, and rows of positions in these."""
 
     parts: npt.NDArray[np.int16]
     indices: npt.NDArray[np.int64]
@@ -307,29 +305,29 @@ class _Window:
 
 
 class _RowStream:
-    """Rows of all epochs, one after the other, made window by window: only lengths are read until a row is asked for.
+    """Rows of all epochs in sequence, built window by window; reads only lengths until a row is requested.
 
-    Holds one epoch's order, one window, and of every window before it where it ends.
+    Holds one epoch's order, one window, and the end of every earlier window.
     """
 
     def __init__(self, parts: Sequence[WeightedSamples], *, seed: int, seq_length: int, is_packed: bool) -> None:
         self._parts, self._seed, self._seq_length = parts, seed, seq_length
         self.mean_size = float(sum(part.exact_weight * len(part) for part in parts))
-        """Samples in an epoch, on average."""
+        """Average number of samples per epoch."""
         if self.mean_size < 1:
             sizes = " + ".join(f"{len(part):,} x {part.weight:.15g}" for part in parts)
             raise DataError(
-                f"an empty mixture: samples times weights make {self.mean_size:.3g} samples in an epoch ({sizes}), at "
+                f"an empty mixture: samples times weights give {self.mean_size:.3g} samples per epoch ({sizes}), at "
                 "least 1 is needed. Raise the weights, or give more data"
             )
         self._lengths = [part.tokenized.lengths for part in parts]
         self._epoch, self._order = 0, epoch_samples(parts, seed, 0)
-        # Of each window made so far: its epoch, its number in it, and the rows of all windows through it.
+        # For each window so far: its epoch, its number in the epoch, and the total of rows up to its end.
         self._epochs, self._numbers, self._ends = array("q"), array("q"), array("q")
         self._next = (0, 0)
         self._window_size = PACKING_WINDOW
         self.max_samples_per_row: int | None = None
-        """Limit of samples in a row; None if rows hold one each."""
+        """Maximum of samples per row; None if each row holds one sample."""
         first = next(epoch for epoch in count() if epoch_size(parts, epoch))
         if is_packed:
             self._window_size = packing_window_size(self._fill(first, 0).lengths, seq_length)
@@ -338,7 +336,7 @@ class _RowStream:
         self.row_statistics = self._measure(self._window)
 
     def row(self, number: int) -> list[TokenizedSample]:
-        """Tokens and targets of each sample of a row, from the start of the stream."""
+        """Tokens and targets of each sample in row `number` of the stream."""
         while not self._ends or self._ends[-1] <= number:
             self._make_window()
         window = bisect_right(self._ends, number)
@@ -349,20 +347,20 @@ class _RowStream:
         return [self._parts[here.parts[place]].tokenized.sample(int(here.indices[place])) for place in places]
 
     def num_rows_of(self, num_epochs: Fraction) -> int:
-        """Rows of so many epochs; of the last, if it is a part of one, that share of its rows, rounded up."""
+        """Rows in `num_epochs` epochs; a fraction of an epoch counts as that fraction of its rows, rounded up."""
         whole = math.floor(num_epochs)
         num_rows = self._num_rows_before(whole)
         if num_epochs > whole:
             num_rows += math.ceil((num_epochs - whole) * (self._num_rows_before(whole + 1) - num_rows))
         if num_rows == 0:
             raise DataError(
-                f"--num_train_epochs {float(num_epochs):.15g}: by their weights no sample of the datasets is in them. "
-                "Raise it, or the weights"
+                f"--num_train_epochs {float(num_epochs):.15g}: with these weights it includes no sample of the "
+                "datasets. Raise it, or the weights"
             )
         return num_rows
 
     def epochs_after(self, num_rows: int) -> float:
-        """Epochs that are done after so many rows, which `row` has reached; counted in samples."""
+        """Epochs completed after `num_rows` rows, measured in samples; `row` must have reached them."""
         window = bisect_left(self._ends, num_rows)
         epoch, first_row = self._epochs[window], self._end_before(window)
         start, stop = self._bounds(epoch, self._numbers[window])
@@ -378,7 +376,7 @@ class _RowStream:
         return self._ends[window - 1] if window else 0
 
     def _make_window(self) -> None:
-        """Count the rows of the next window; an epoch without samples has one without rows."""
+        """Count the rows of the next window; an epoch without samples has one window without rows."""
         epoch, number = self._next
         start, stop = self._bounds(epoch, number)
         num_rows = stop - start
@@ -392,7 +390,7 @@ class _RowStream:
         self._next = (epoch + 1, 0) if is_last else (epoch, number + 1)
 
     def _bounds(self, epoch: int, number: int) -> tuple[int, int]:
-        """Places of a window in its epoch's order; an epoch's windows are equally large, so that none is too small."""
+        """Range of a window in its epoch's order; windows of an epoch are equally large, so that none is tiny."""
         size = epoch_size(self._parts, epoch)
         num_windows = max(1, -(-size // self._window_size))
         return number * size // num_windows, (number + 1) * size // num_windows
@@ -408,7 +406,7 @@ class _RowStream:
         if self.max_samples_per_row is None:
             return _Window(parts, indices, lengths, [[place] for place in range(len(parts))])
         rows = pack_samples(lengths, self._seq_length, self.max_samples_per_row)
-        # Long and short rows mix: best fit makes those of the longest samples first.
+        # Shuffled, because best fit puts rows of the longest samples first.
         order = seeded_generator(self._seed, epoch, number + 1).permutation(len(rows))
         return _Window(parts, indices, lengths, [rows[row] for row in order])
 

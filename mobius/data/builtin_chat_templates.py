@@ -1,7 +1,7 @@
-"""Owns the built-in chat templates, for base models that came without one, and finds the one that an option names.
+"""Owns the built-in chat templates, for base models without one, and resolves the --chat_template option.
 
-Each writes the published format of the models in its comment, here as Jinja. None asks for a token that only some
-tokenizers have: a mark that a tokenizer does not know becomes ordinary text, which a model learns too.
+Each template is our Jinja version of the published format named in its comment. None uses a special token that only
+some tokenizers have: an unknown one becomes ordinary text, which the model would learn.
 """
 
 import difflib
@@ -13,9 +13,9 @@ from mobius.excerpt import excerpt
 from mobius.regular_files import read_bytes
 
 _MOST_BYTES: Final = 1 << 20
-"""Largest template file; those of models have some ten kilobytes."""
+"""Largest accepted template file; those of models have some ten kilobytes."""
 
-# Both set `system` to the text of a system message at the start, and `turns` to the messages behind it.
+# Both set `system` to the text of a leading system message, and `turns` to the messages after it.
 _TURNS: Final = """
 {%- set system = messages[0]['content'] if messages and messages[0]['role'] == 'system' else '' -%}
 {%- set turns = messages[1:] if messages and messages[0]['role'] == 'system' else messages -%}
@@ -67,7 +67,7 @@ BUILTIN_TEMPLATES: Final = {
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
 """,
-    # Llama-2-chat: each exchange begins with the beginning token, the system message is inside the first question.
+    # Llama-2-chat: each exchange starts with the BOS token, the system message is part of the first question.
     "llama2": _ALTERNATING_TURNS
     + r"""
 {%- for turn in turns -%}
@@ -87,8 +87,8 @@ BUILTIN_TEMPLATES: Final = {
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' -}}{%- endif -%}
 """,
-    # Mistral-7B-Instruct-v0.3 and Mistral-Large-2407, with the system message in the first question: the models' own
-    # have it in the last one, so that no turn of a conversation would stay as it was.
+    # Mistral-7B-Instruct-v0.3 and Mistral-Large-2407, with the system message in the first question. Their own template
+    # puts it into the last one, so that earlier turns would change with every new turn.
     "mistral": _ALTERNATING_TURNS
     + r"""
 {{- bos_token -}}
@@ -100,7 +100,7 @@ BUILTIN_TEMPLATES: Final = {
     {%- endif -%}
 {%- endfor -%}
 """,
-    # Gemma 2 and 3; the system message is before the first question, as in Gemma 3's.
+    # Gemma 2 and 3; the system message precedes the first question, as in Gemma 3's.
     "gemma": _ALTERNATING_TURNS
     + r"""
 {{- bos_token -}}
@@ -117,7 +117,7 @@ BUILTIN_TEMPLATES: Final = {
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>\n' -}}{%- endif -%}
 """,
-    # Vicuna v1.1 to v1.5, as FastChat writes it; the system message is Vicuna's where a conversation has none.
+    # Vicuna v1.1 to v1.5, as in FastChat; conversations without a system message get Vicuna's.
     "vicuna": _ALTERNATING_TURNS
     + r"""
 {%- set vicuna = 'A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, '
@@ -128,7 +128,7 @@ BUILTIN_TEMPLATES: Final = {
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- 'ASSISTANT:' -}}{%- endif -%}
 """,
-    # Stanford Alpaca's prompt for instructions, with a line break before the answer, and more than one exchange.
+    # Stanford Alpaca's instruction prompt, with a line break before the answer, extended to several exchanges.
     "alpaca": _ALTERNATING_TURNS
     + r"""
 {%- set alpaca = 'Below is an instruction that describes a task. '
@@ -145,7 +145,7 @@ BUILTIN_TEMPLATES: Final = {
 
 
 def resolve_template(given: str | None) -> str | None:
-    """Jinja text of the built-in template of that name, or else of that file; raises DataError. None stays None."""
+    """Jinja text of a built-in template, or of a file; None for None. Raises DataError."""
     if given is None or given in BUILTIN_TEMPLATES:
         return None if given is None else BUILTIN_TEMPLATES[given]
     path = Path(given).expanduser()

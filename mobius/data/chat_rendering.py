@@ -1,7 +1,7 @@
-"""Owns rendering a conversation by a chat template, and what to say when that fails.
+"""Renders conversations with a chat template, and explains failures.
 
-A template is a small program that came with the model: it may refuse a conversation, which is the data's matter, or be
-broken, which is not.
+A template is a small program that comes with the model. It may refuse a conversation, which is a fault of the data, or
+be broken itself.
 """
 
 import json
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RENDER_TIMEOUT_SECONDS: Final = 10.0
-"""CPU time for one conversation; a template takes milliseconds."""
+"""CPU seconds for one conversation; templates take milliseconds."""
 _MORE_SECONDS: Final = 5.0
-"""CPU time after which the system ends a process that is in a call of C which no signal interrupts."""
+"""Further CPU seconds until the system kills a process that is stuck in a C call, where no signal handler runs."""
 _MOST_BYTES: Final = 4 << 30
-"""Memory that one conversation may take while it is rendered; a template takes some times its text."""
+"""Memory limit while one conversation is rendered; templates take a few times the size of its text."""
 _MOST_CHARACTERS: Final = 1 << 20
-"""Longest rendered text, beside a hundred times its turns."""
+"""Maximum length of rendered text, in addition to a hundred times its turns."""
 
 
 class _UnusableError(Exception):
-    """The reason why a template had to be stopped, or its text cannot be used."""
+    """Reason why a template was stopped, or why its text is unusable."""
 
 
 class _OverTimeError(BaseException):
-    """Raised by the timer. Jinja catches every Exception of a constant expression and computes it once more."""
+    """Raised by the timer. A BaseException, as Jinja catches Exceptions of constant expressions and evaluates again."""
 
 
 class ChatRenderer:
-    """A conversation in the form that a chat template takes: `template`, or the tokenizer's own where that is None.
+    """Renders one conversation with `template`, or with the tokenizer's own if that is None.
 
-    Raises DataError that names `where` if the template refuses it or is broken.
+    Raises DataError that names `where` if the template refuses the conversation or is broken.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class ChatRenderer:
         self._has_parts = False
 
     def render_all(self) -> str:
-        """Text of all turns, in the form that the template wants; `render` uses that form from then on.
+        """Text of all turns, in the message form that the template expects; `render` then uses the same form.
 
-        A template that writes no turn's text wants content parts. One that writes a call's arguments in quotes wants an
-        object, where the data have its JSON text; one that fails wants what the data do not have of these two.
+        If no turn's text appears, content becomes a list of parts. If a call's arguments appear as a quoted string,
+        their JSON text becomes an object. If rendering fails, arguments are tried in the other form (text or object).
         """
         calls = [call for message in self._messages for call in message.get("tool_calls", ())]
         texts = list(filter(None, map(_arguments_text, calls)))
@@ -85,7 +85,7 @@ class ChatRenderer:
         return whole
 
     def render(self, stop: int, *, answer: str | None = None, add_generation_prompt: bool = False) -> str:
-        """Text of the turns before `stop`; where `answer` is given, an assistant's turn with it follows them."""
+        """Text of the turns before `stop`; `answer`, if given, follows as an assistant's turn."""
         messages = self._messages[:stop]
         if answer is not None:
             messages = [*messages, {"role": "assistant", "content": answer}]
@@ -93,7 +93,7 @@ class ChatRenderer:
             messages = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
         try:
             return self._apply(messages, add_generation_prompt)
-        except Exception as error:  # a template is foreign code and raises what it likes
+        except Exception as error:  # a template is third-party code and may raise anything
             raise DataError(f"{self._where}: {self._complaint(error, messages, add_generation_prompt)}") from error
 
     def _apply(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
@@ -113,33 +113,33 @@ class ChatRenderer:
         return text
 
     def _complaint(self, error: Exception, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
-        """Words for why the messages could not be rendered, with the first turn that the template fails on."""
+        """Message on why rendering failed, with the first turn at fault."""
         from jinja2 import TemplateError
 
         is_own = self._template is None
         template = "the tokenizer's chat template" if is_own else "the template of --chat_template"
         roles = listed(message["role"] for message in messages)
         number = self._failing_turn(error, messages, add_generation_prompt)
-        if type(error) is TemplateError:  # what `raise_exception` in a template raises; broken ones raise subclasses
+        if type(error) is TemplateError:  # `raise_exception` raises this class; template errors are subclasses
             place = f" from turn {number} on, {messages[number - 1]['role']}" if number is not None else ""
             told = f"refuses the conversation ({roles}): {excerpt(str(error), 400)}"
             return f"{template} {told}. Change the order or the roles of the turns{place}"
         if number is not None and number > 1:
             place = f"turn {number}, {messages[number - 1]['role']}, of the conversation ({roles})"
             return (
-                f"{template} fails on {place}: {_reason(error)}. It can render the turns before: change that turn, or "
-                "mend the template"
+                f"{template} fails on {place}: {_reason(error)}. It renders the turns before: change that turn, or "
+                "correct the template"
             )
         place = "chat_template.jinja in the model's folder, or `chat_template` in its tokenizer_config.json"
         return (
-            f"{template} is broken: {_reason(error)}. The conversation is not the cause: mend the template"
+            f"{template} is broken: {_reason(error)}. The conversation is not the cause: correct the template"
             f"{f' ({place})' if is_own else ''}, or use another one with --chat_template"
         )
 
     def _failing_turn(
         self, error: Exception, messages: list[dict[str, Any]], add_generation_prompt: bool
     ) -> int | None:
-        """Number, from 1, of the turn up to which the conversation can be rendered but not with it; None if unknown."""
+        """Number (from 1) of the first turn that makes rendering fail; None if unknown."""
         from jinja2 import TemplateSyntaxError
 
         if isinstance(error, _UnusableError | TemplateSyntaxError):
@@ -160,7 +160,7 @@ def _message(turn: Turn) -> dict[str, Any]:
 
 
 def _arguments_text(call: Mapping[str, Any]) -> str | None:
-    """The arguments of a call where they are text that holds a JSON object."""
+    """The arguments of a call if they are text that holds a JSON object, else None."""
     arguments = function_of(call).get("arguments")
     if not isinstance(arguments, str):
         return None
@@ -171,7 +171,7 @@ def _arguments_text(call: Mapping[str, Any]) -> str | None:
 
 
 def _with_arguments(message: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]:
-    """The message with the arguments of its calls as JSON text, or as objects."""
+    """The message with arguments of tool calls as JSON text, or as objects."""
     calls = []
     for call in message.get("tool_calls", ()):
         function = dict(function_of(call))
@@ -185,7 +185,7 @@ def _with_arguments(message: Mapping[str, Any], *, as_text: bool) -> dict[str, A
 
 
 def _reason(error: Exception) -> str:
-    """Words for what a template did, with its line where that is known."""
+    """Description of a template's failure, with its line if known."""
     from jinja2 import TemplateSyntaxError
 
     if isinstance(error, UnicodeEncodeError):
@@ -203,7 +203,7 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def _limited_time() -> Iterator[None]:
-    """Stop a template that does not end, as nested loops do not; only a main thread can be stopped."""
+    """Stop a template that does not terminate, such as nested loops; works in the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -211,12 +211,12 @@ def _limited_time() -> Iterator[None]:
     def stop(number: int, frame: object) -> NoReturn:
         raise _OverTimeError
 
-    # CPU time, and not the clock: the process may have to wait, and the clock's timer may be another's.
+    # CPU time instead of wall time: the process may have to wait, and the wall timer may be in use.
     earlier = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, RENDER_TIMEOUT_SECONDS, 1.0)  # again, where the first was swallowed
+    signal.setitimer(signal.ITIMER_VIRTUAL, RENDER_TIMEOUT_SECONDS, 1.0)  # repeats, in case the first is swallowed
     signal.setitimer(
         signal.ITIMER_PROF, RENDER_TIMEOUT_SECONDS + _MORE_SECONDS
-    )  # nothing handles it: it ends the process
+    )  # without a handler it ends the process
     try:
         yield
     except _OverTimeError:
@@ -229,7 +229,7 @@ def _limited_time() -> Iterator[None]:
 
 @contextmanager
 def _limited_memory() -> Iterator[None]:
-    """Make what a template wants beyond `_MOST_BYTES` a MemoryError, before the system ends the process for it."""
+    """Turn memory use beyond `_MOST_BYTES` into a MemoryError, before the system kills the process."""
     if sys.platform != "linux":
         yield
         return

@@ -1,4 +1,4 @@
-"""Owns the preparation of datasets: each read, tokenized, counted and cached by content, once for all ranks."""
+"""Prepares datasets: reads, tokenizes and counts each once for all ranks, in a cache keyed by content."""
 
 import hashlib
 import json
@@ -37,15 +37,15 @@ logger = logging.getLogger(__name__)
 _PART_RECORDS: Final = 8192
 _PART_TOKENS: Final = 1 << 23  # 40 MiB on the disk
 _MOST_WORKERS: Final = 16
-_BYTES_WORTH_A_WORKER: Final = 1 << 23  # some seconds of work, and a worker takes some to start
-_BYTES_OF_A_RECORD: Final = 1 << 14  # a generous guess, where the number of records is not known
+_BYTES_WORTH_A_WORKER: Final = 1 << 23  # some seconds of work; starting a worker takes seconds, too
+_BYTES_OF_A_RECORD: Final = 1 << 14  # a generous estimate, if the number of records is unknown
 
 
 @dataclass(frozen=True, slots=True)
 class SampleCounts:
-    """Numbers of records: `read` = `kept` (`cut` of them lost tokens) + `dropped` (without a target) + `empty`.
+    """Record counts: `read` = `kept` (`cut` of them truncated) + `dropped` (no target) + `empty`.
 
-    Of those dropped, `unanswered` hold no answer; the others one of which no token can be trained on.
+    `unanswered` of the dropped records hold no answer; the others have an answer without a trainable token.
     """
 
     read: int
@@ -57,7 +57,7 @@ class SampleCounts:
 
     @property
     def dropped_by_reason(self) -> dict[str, int]:
-        """The reasons, which complete "<n> records ...", with their numbers above 0."""
+        """Reason, which completes "<n> records ...", -> number of records, if above 0."""
         numbers = {
             "without an answer": self.unanswered,
             "without a token to train on": self.dropped - self.unanswered,
@@ -74,7 +74,7 @@ class SampleCounts:
 
 @dataclass(frozen=True, slots=True)
 class PreparedDataset:
-    """One tokenized dataset of a mixture, the format recognized, and `warnings` for the user, one sentence each."""
+    """One tokenized dataset of a mixture, with its detected format, and `warnings` for the user, a sentence each."""
 
     entry: DatasetEntry
     tokenized: TokenizedDataset
@@ -88,9 +88,9 @@ class PreparedDataset:
 
 @dataclass(frozen=True, slots=True)
 class PreparedData:
-    """The datasets of `--dataset` and of `--eval_dataset` in the order given, and whether samples share rows.
+    """The datasets of `--dataset` and of `--eval_dataset` in the given order, and whether packing is on.
 
-    `warnings` are those of all, each with the name of its dataset where there are several.
+    `warnings` are those of all datasets, prefixed with the dataset's name if there are several.
     """
 
     training: tuple[PreparedDataset, ...]
@@ -107,17 +107,17 @@ def prepare_data(
     show_progress: bool = False,
     show_downloads: bool = False,
 ) -> PreparedData:
-    """Tokenize every dataset of `config`, or map from `cache_dir` what another run or rank has tokenized.
+    """Tokenize every dataset of `config`, or map the result of another run or rank from `cache_dir`.
 
-    Every rank calls this before a process group exists: the first to come tokenizes while the others wait for its lock,
-    so no collective times out. With `show_progress` on all ranks there is one bar, of the rank that tokenizes;
-    downloads are every rank's, so only one should show them. Raises DataError if a dataset is missing, broken, empty
-    or without a trainable token.
+    Every rank calls this before process groups exist: the first one tokenizes while the others wait for its file lock,
+    so no collective can time out. `show_progress` may be on for all ranks: only the tokenizing rank draws a bar. Every
+    rank downloads, so `show_downloads` should be on for one only. Raises DataError if a dataset is missing, broken,
+    empty or without a trainable token.
     """
     preparation = _Preparation(config, tokenizer, cache_dir / "tokenized", show_progress, show_downloads)
     wanted = [("--dataset", entry) for entry in config.dataset]
     wanted += [("--eval_dataset", entry) for entry in config.eval_dataset or ()]
-    # All are found before the first is tokenized, which may take hours.
+    # Find all datasets before tokenizing the first, which may take hours.
     found = [(option, entry, preparation.find(entry, option)) for option, entry in wanted]
     if has_format_specific_options(config):
         refuse_ineffective_options(config, [preparation.first_sample(entry, source) for _, entry, source in found])
@@ -134,7 +134,7 @@ def prepare_data(
 
 
 class _Preparation:
-    """Makes the datasets of one configuration."""
+    """Prepares the datasets of one configuration."""
 
     def __init__(
         self,
@@ -156,12 +156,12 @@ class _Preparation:
         self._begun = time.time() - seconds_since_launch()
 
     def find(self, entry: DatasetEntry, option: str) -> DatasetSource:
-        """Where the records of a dataset are."""
+        """Locate the records of a dataset."""
         hash_cache = None if self._config.overwrite_cache else self.folder / "hashes"
         return open_source(entry, option=option, show_progress=self._show_downloads, hash_cache=hash_cache)
 
     def first_sample(self, entry: DatasetEntry, source: DatasetSource) -> Sample:
-        """The first record, parsed; an empty dataset counts as text, and is refused when it is tokenized."""
+        """The first record, parsed; an empty dataset counts as text here, and is refused when it is tokenized."""
         for block in source.read():
             for record in block.records():
                 columns = dict(entry.columns or self._config.columns or ())
@@ -170,12 +170,12 @@ class _Preparation:
         return Document("")
 
     def dataset(self, option: str, entry: DatasetEntry, source: DatasetSource) -> PreparedDataset:
-        """A dataset from the cache, or tokenized now while other ranks wait."""
+        """Load a dataset from the cache, or tokenize it while other ranks wait."""
         columns = dict(entry.columns or self._config.columns or ())
         max_samples = self._config.max_samples if entry.max_samples is None else entry.max_samples
         folder = self.folder / self._key(source, columns, max_samples)
         with token_store.tokenized_lock(folder):
-            # One that another rank has made since this run began is as new as can be.
+            # A result that another rank made since this run began counts as overwritten.
             if self._config.overwrite_cache and not (folder.exists() and folder.stat().st_mtime > self._begun):
                 token_store.remove(folder)
             stored = token_store.load_tokenized(folder)
@@ -205,7 +205,7 @@ class _Preparation:
         )
 
     def _key(self, source: DatasetSource, columns: Mapping[str, str], max_samples: int | None) -> str:
-        """A name for the result: it changes with all that changes the tokens."""
+        """Cache key: a hash of everything that affects the tokens."""
         tokenizer, code = self._tokenizer, sorted(Path(__file__).parent.glob("*.py"))
         backend = getattr(tokenizer, "backend_tokenizer", None)
         facts = {
@@ -228,7 +228,7 @@ class _Preparation:
 
 
 class _Tokenization:
-    """Tokenizes one dataset into its files, from where an earlier run was stopped."""
+    """Tokenizes one dataset into its files, and resumes where an earlier run stopped."""
 
     def __init__(self, given: str, source: DatasetSource, max_samples: int | None, writer: DatasetWriter) -> None:
         self._given, self._source, self._max_samples, self._writer = given, source, max_samples, writer
@@ -248,7 +248,7 @@ class _Tokenization:
         num_workers: int | None,
         show_progress: bool,
     ) -> None:
-        """Write all rows; raises DataError if there is none."""
+        """Write all rows. Raises DataError if there is none."""
         blocks = _limited(self._source.read(), self._max_samples)
         first_block = next(blocks, None)
         if first_block is None:
@@ -272,7 +272,7 @@ class _Tokenization:
         return max(1, min(num_cpus_per_rank(1), _MOST_WORKERS, num_bytes // _BYTES_WORTH_A_WORKER))
 
     def _progress_bar(self, is_shown: bool) -> "tqdm[Any]":
-        """A bar of records, or of bytes where their number is not known; what is logged comes before it opens."""
+        """A bar in records, or in bytes if the number of records is unknown; logs must be written before it opens."""
         if self._num_records is None:
             sizes: dict[str, Any] = {"total": self._source.num_bytes, "initial": self._num_bytes, "unit": "B"}
         else:
@@ -280,7 +280,7 @@ class _Tokenization:
         return tqdm(desc="tokenizing", unit_scale=self._num_records is None, disable=not is_shown, **sizes)
 
     def _without_finished(self, blocks: Iterator[RecordBlock]) -> Iterator[RecordBlock]:
-        """The blocks that no earlier run has written; those it has are read, but not parsed."""
+        """Skip blocks that an earlier run has written; they are read, but not parsed."""
         self._num_bytes = sum(block.num_bytes for block in islice(blocks, self._num_blocks))
         if self._num_blocks:
             done = self._tally["read"]
@@ -315,7 +315,7 @@ class _Tokenization:
 
 
 def _limited(blocks: Iterator[RecordBlock], most: int | None) -> Iterator[RecordBlock]:
-    """Blocks of the first `most` records."""
+    """Blocks of the first `most` records; None: all."""
     for block in blocks:
         if most is not None and len(block) >= most:
             yield block.first(most)

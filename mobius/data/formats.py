@@ -1,4 +1,4 @@
-"""Owns the record formats: which columns make which format, and how a record of it becomes a `Sample`."""
+"""Owns the record formats: which columns identify a format, and how its records become `Sample`s."""
 
 import difflib
 import re
@@ -13,18 +13,18 @@ from mobius.excerpt import excerpt, listed, quoted
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns, of which every assistant's is a target but those of a prompt and those that are not trained on."""
+    """Turns; every assistant turn is a target, except those of the prompt and those excluded from training."""
 
     turns: tuple[Turn, ...]
     tools: tuple[Mapping[str, object], ...] = ()
-    """JSON schemas of the tools that the assistant may call."""
+    """JSON schemas of tools available to the assistant."""
     num_prompt_turns: int = 0
-    """Turns at the start that are no targets, whoever speaks."""
+    """Number of leading turns that are never targets, whatever their role."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A prompt and directly behind it a response, the target."""
+    """A prompt and the response that directly follows it, which is the target."""
 
     prompt: str
     response: str
@@ -32,7 +32,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Text of which every token is a target."""
+    """Text in which every token is a target."""
 
     text: str
 
@@ -42,19 +42,19 @@ Sample = Conversation | Completion | Document
 
 @dataclass(frozen=True, slots=True)
 class RecordFormat:
-    """Columns and their meaning: `parse` gets a record with the `required` ones; its DataError names no place."""
+    """Columns of a format; `parse` gets a record with the `required` ones, and its DataError names no place."""
 
     name: str
     required: tuple[str, ...]
     optional: tuple[str, ...]
     parse: Callable[[Mapping[str, object]], Sample]
     is_text: bool = False
-    """Whether records are plain text, which may be joined and cut, instead of one sample each."""
+    """Whether records are plain text, which may be joined and cut, or one sample each."""
     mapping: Mapping[str, str] = field(default_factory=dict)
-    """Columns by what they are read as, where the names differ: {"prompt": "document"}."""
+    """Name that a format reads -> column of the data, where they differ: {"prompt": "document"}."""
 
     def describe(self) -> str:
-        """Name and columns, the optional ones in brackets, for messages."""
+        """Name and columns for messages, optional columns in brackets."""
         names = [*map(self._told, self.required), *(f"[{self._told(column)}]" for column in self.optional)]
         return f"{self.name} ({', '.join(names)})"
 
@@ -63,10 +63,10 @@ class RecordFormat:
 
 
 def detect_format(columns: Sequence[str], where: str, mapping: Mapping[str, str] | None = None) -> RecordFormat:
-    """The first format whose required columns are all there, and that reads all of `mapping`.
+    """The first format whose required columns are all present, and that reads every name in `mapping`.
 
-    `mapping` tells the column of what is read: {"prompt": "document"} for `--columns prompt=document`. Raises DataError
-    that names `where`.
+    `mapping` is name -> column: {"prompt": "document"} for `--columns prompt=document`. Raises DataError that names
+    `where`.
     """
     mapping = mapping or {}
     _check_mapping(columns, where, mapping)
@@ -84,7 +84,7 @@ def detect_format(columns: Sequence[str], where: str, mapping: Mapping[str, str]
 
 
 def parse_record(record_format: RecordFormat, record: Mapping[str, object], where: str) -> Sample:
-    """The sample of a record; raises DataError that names `where` if a column is missing or of another kind."""
+    """Convert a record to a sample. Raises DataError that names `where` for missing columns and wrong types."""
     mapping = record_format.mapping
     try:
         if not record_format.is_text and _ANSWERS.isdisjoint(mapping):
@@ -102,22 +102,22 @@ def parse_record(record_format: RecordFormat, record: Mapping[str, object], wher
 
 
 _ANSWERS = frozenset({"messages", "conversations", "output", "completion", "summary"})
-"""Names of columns that hold answers: a user who maps one has chosen what is trained on."""
+"""Names of answer columns: a user who maps one of them has chosen the training target."""
 _VERDICTS = ("label", "kto_tag")
 _PREFERENCES = ("chosen", "rejected", "chosen_response", "rejected_response", "chosen_messages", "rejected_messages")
 
 
 def _check_preference(record: Mapping[str, object], mapping: Mapping[str, str]) -> None:
-    """Refuse preference data (DPO, KTO), of which supervised training would learn the bad answers too.
+    """Refuse preference data (DPO, KTO), as supervised training would learn the rejected answers too.
 
-    A label that is text, such as a topic, is no verdict; nor is a column that is read as something else.
+    A label that is text, such as a topic, is not a verdict; nor is a column mapped to another name.
     """
     others = {name: value for name, value in record.items() if value is not None and name not in mapping.values()}
     found = [name for name in _PREFERENCES if others.get(name) not in (None, "", [], {})]
     found += [name for name in _VERDICTS if _is_verdict(others.get(name))]
     if found:
         raise DataError(
-            f"{listed(f'`{name}`' for name in found)} next to the answer: preference data (DPO, KTO), of which a "
+            f"{listed(f'`{name}`' for name in found)} next to the answer: this is preference data (DPO, KTO), and a "
             "run would learn bad answers like good ones. Leave out the records with bad answers and remove the column, "
             "or name the column that holds the answers to learn: --columns messages=chosen, --columns "
             "completion=chosen, or --columns completion=completion where all are good"
@@ -125,21 +125,21 @@ def _check_preference(record: Mapping[str, object], mapping: Mapping[str, str]) 
 
 
 def _is_verdict(value: object) -> bool:
-    """Whether the value is true, false, or a number, also as the text of one: a CSV file has text only."""
+    """Whether the value is a boolean or a number, or the text of one, as in CSV files."""
     if isinstance(value, str):
         return re.fullmatch(r"(?i)true|false|[-+]?\d+(\.\d*)?", value.strip()) is not None
     return isinstance(value, int | float)
 
 
 def _renamed(record: Mapping[str, object], mapping: Mapping[str, str]) -> dict[str, object]:
-    """The record with the names that are read; a column that is read as something else is not read as itself."""
+    """The record under the names that formats read; a mapped column is not available under its own name."""
     others = {column: value for column, value in record.items() if column not in mapping.values()}
     return others | {name: record[column] for name, column in mapping.items() if column in record}
 
 
 def _check_mapping(columns: Collection[str], where: str, mapping: Mapping[str, str]) -> None:
     problems = [
-        f"{quoted(name)} is nothing that a format reads{_nearest(name, known)}; known are {', '.join(sorted(known))}"
+        f"{quoted(name)} is not read by any format{_nearest(name, known)}; known are {', '.join(sorted(known))}"
         for known in [_names(FORMATS)]
         for name in mapping
         if name not in known
@@ -154,7 +154,7 @@ def _check_mapping(columns: Collection[str], where: str, mapping: Mapping[str, s
 
 
 def _nearest(name: str, names: Collection[str]) -> str:
-    """Words that name what may have been meant; long names are compared by their beginnings."""
+    """Suggestion of similar names for a message; compares the first 100 characters."""
     near = difflib.get_close_matches(name[:100], [other[:100] for other in names], n=2)
     return f" (did you mean {' or '.join(near)}?)" if near else ""
 
@@ -168,7 +168,7 @@ def _names(formats: Iterable[RecordFormat]) -> set[str]:
 
 
 def _text(record: Mapping[str, object], column: str) -> str:
-    """The column's text; an absent or null column is empty text."""
+    """Text of the column; empty for an absent or null column."""
     value = record.get(column)
     return "" if value is None else as_text(value, f"`{column}`")
 
@@ -206,7 +206,7 @@ _MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 
 
 def _parse_tools(record: Mapping[str, object]) -> tuple[Mapping[str, object], ...]:
-    """The record's tools; refuses images, audio and video beside them."""
+    """Tools of the record. Raises DataError if it has images, audio or video."""
     for name in _MEDIA:
         value = record.get(name)
         if value is not None and not (isinstance(value, Sized) and len(value) == 0):
@@ -237,7 +237,7 @@ def _parse_completion(record: Mapping[str, object]) -> Sample:
 def _parse_xsum(record: Mapping[str, object]) -> Sample:
     document, summary = _text(record, "document"), _text(record, "summary")
     if not document.strip():
-        return Completion("", "")  # a summary of nothing would only teach to invent
+        return Completion("", "")  # a summary of an empty document would teach the model to invent
     return Completion(f"Summarize the article in one sentence.\n\n{document}\n\nSummary:\n", summary)
 
 
@@ -245,8 +245,8 @@ def _parse_text(record: Mapping[str, object]) -> Sample:
     return Document(_text(record, "text"))
 
 
-# Order matters: a record that has the columns of two formats (alpaca sets often carry a rendered `text` too) is read
-# as the earlier one, which says more about what is a target.
+# In order of preference: a record with the columns of two formats (alpaca sets often carry a rendered `text` too) is
+# read as the earlier one, which is more specific about targets.
 FORMATS: tuple[RecordFormat, ...] = (
     RecordFormat("messages", ("messages",), ("system", "tools"), partial(_parse_conversation, "messages")),
     RecordFormat("sharegpt", ("conversations",), ("system", "tools"), partial(_parse_conversation, "conversations")),

@@ -1,4 +1,4 @@
-"""Owns which options of the data have no effect on the kinds of samples that are there, and their refusal."""
+"""Finds data options that have no effect on any sample of the datasets, and refuses them."""
 
 from collections.abc import Collection, Mapping
 from typing import Final
@@ -18,16 +18,16 @@ _ACTS_ON: Final[Mapping[str, tuple[type[Sample], ...]]] = {
     "mask_history": (Conversation,),
     "train_on_prompt": (Conversation, Completion),
 }
-"""Options of the data, and the kinds of samples that they act on; others act on all."""
+"""Data options -> kinds of samples that they affect; other options affect all kinds."""
 
 
 def has_format_specific_options(config: DataConfig) -> bool:
-    """Whether any option is given that acts on some kinds of samples only."""
+    """Whether an option is set that affects some kinds of samples only."""
     return config.packing is Packing.JOINED or any(getattr(config, name) for name in _ACTS_ON)
 
 
 def refuse_ineffective_options(config: DataConfig, samples: Collection[Sample]) -> None:
-    """Raise DataError for options that act on none of the kinds of `samples`, of which there is one of each dataset."""
+    """Raise DataError for options that affect none of the kinds in `samples`, one sample per dataset."""
     kinds = {type(sample) for sample in samples}
     wanted = {f"--{name}": acts_on for name, acts_on in _ACTS_ON.items() if getattr(config, name)}
     if config.packing is Packing.JOINED:

@@ -1,4 +1,4 @@
-"""Owns which samples an epoch has: datasets mixed by weight, and samples held out of training; from the seed alone."""
+"""Owns the samples of an epoch: datasets mixed by weight, and held-out samples; a function of the seed alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,21 +12,21 @@ from mobius.errors import DataError
 
 Indices = npt.NDArray[np.int64]
 
-# Last words of seeds of four words. No seed ends in a zero: numpy fills up with zeros, so it would draw like a shorter.
+# Last words of seeds of four words. No seed ends in zero: numpy pads with zeros, so it would equal a shorter seed.
 _ROTATION, _HELD_OUT = 1, 2
 
 
 def seeded_generator(*words: int) -> np.random.Generator:
-    """Random numbers of a seed of several words, the last not 0 where another seed is the words before it.
+    """Random generator seeded by several words. The last must not be 0 if the other words are a seed, too.
 
-    (seed, epoch) orders samples and (seed, epoch, window + 1) rows.
+    (seed, epoch) orders samples, (seed, epoch, window + 1) orders rows.
     """
     return np.random.Generator(np.random.PCG64(words))
 
 
 @dataclass(frozen=True, slots=True)
 class WeightedSamples:
-    """Samples of a dataset, each `weight` (above 0) times in an epoch on average; `indices` None stands for all."""
+    """Samples of a dataset, repeated `weight` (above 0) times per epoch on average; `indices` None: all samples."""
 
     tokenized: TokenizedDataset
     weight: float = 1.0
@@ -37,22 +37,22 @@ class WeightedSamples:
 
     @property
     def exact_weight(self) -> Fraction:
-        """The weight as it was typed: 0.3 is three tenths, so that ten epochs have each sample exactly three times."""
+        """The weight as typed: 0.3 is exactly 3/10, so ten epochs hold each sample exactly three times."""
         return Fraction(str(self.weight))
 
     def num_through(self, epoch: int) -> int:
-        """Samples in all epochs before `epoch` together."""
+        """Total number of samples in all epochs before `epoch`."""
         weight = self.exact_weight
         return len(self) * epoch * weight.numerator // weight.denominator
 
 
 def epoch_size(parts: Sequence[WeightedSamples], epoch: int) -> int:
-    """Number of samples in an epoch; with a weight that is not whole it changes by one from epoch to epoch."""
+    """Number of samples in an epoch; with a fractional weight it varies by one between epochs."""
     return sum(part.num_through(epoch + 1) - part.num_through(epoch) for part in parts)
 
 
 def epoch_samples(parts: Sequence[WeightedSamples], seed: int, epoch: int) -> tuple[npt.NDArray[np.int16], Indices]:
-    """The samples of an epoch in their order: the number of the part of each, and its index in that dataset."""
+    """Samples of an epoch in order: the number of each one's part, and its index in that part's dataset."""
     chosen = [_chosen(part, number, seed, epoch) for number, part in enumerate(parts)]
     order = seeded_generator(seed, epoch).permutation(sum(map(len, chosen)))
     numbers = np.repeat(np.arange(len(parts), dtype=np.int16), [len(indices) for indices in chosen])
@@ -60,9 +60,9 @@ def epoch_samples(parts: Sequence[WeightedSamples], seed: int, epoch: int) -> tu
 
 
 def _chosen(part: WeightedSamples, number: int, seed: int, epoch: int) -> Indices:
-    """Indices of a part in an epoch, not in order: the next of its samples, all repeated without end.
+    """Indices of a part in an epoch, before shuffling: the next ones in an endless repetition of its samples.
 
-    So each appears floor(weight) or ceil(weight) times, and in the long run each as often as any other.
+    Each sample appears floor(weight) or ceil(weight) times, and all equally often in the long run.
     """
     places = np.arange(part.num_through(epoch), part.num_through(epoch + 1), dtype=np.int64)
     if len(part):
@@ -73,10 +73,10 @@ def _chosen(part: WeightedSamples, number: int, seed: int, epoch: int) -> Indice
 
 
 def hold_out(sizes: Sequence[int], val_size: float, seed: int) -> tuple[list[Indices], list[Indices]]:
-    """Samples to train on and samples held out, as ascending indices of each of the datasets of these sizes.
+    """Split datasets of the given sizes into training and held-out samples; ascending indices per dataset.
 
-    `val_size` is the number held out of all together, or below 1 their share, rounded up. Raises DataError if it is not
-    whole, or leaves nothing to train on.
+    `val_size` is the total number of held-out samples or, below 1, their fraction, rounded up. Raises DataError if it
+    is above 1 and not an integer, or if it leaves nothing to train on.
     """
     total = sum(sizes)
     if val_size >= 1 and val_size != int(val_size):

@@ -1,6 +1,6 @@
-"""Owns which samples share a row of seq_length and which rows share a microbatch; from token counts alone.
+"""Decides which samples share a row of seq_length, and which rows share a microbatch, from token counts alone.
 
-Rows are filled one window of an epoch's order after the other, so that no more than a window is held or sorted.
+Rows are packed window by window in an epoch's order, so at most one window is in memory and sorted.
 """
 
 import math
@@ -12,33 +12,33 @@ import numpy as np
 import numpy.typing as npt
 
 PACKING_WINDOW = 8192
-"""Samples packed together. Log-normal lengths of mean 700 leave 0.4 % of rows of 4096 tokens empty; windows of 1024
-samples leave 0.7 %, larger ones no less."""
+"""Number of samples packed together. Log-normal lengths of mean 700 leave 0.4 % of rows of 4096 tokens empty; windows
+of 1024 samples leave 0.7 %, larger ones no less."""
 _LEAST_ROWS = 64
-"""Rows of a window of short samples, whose last is half empty."""
+"""Minimum rows in a window of short samples, as the last row is half empty."""
 _TOLERANCE = 0.005
-"""Share of all positions that a limit of samples in a row may cost."""
+"""Fraction of all positions that limiting samples per row may waste."""
 
 Counts = npt.NDArray[np.integer]
 
 
 def packing_window_size(lengths: Counts, seq_length: int) -> int:
-    """Samples to pack together where samples are like these: `PACKING_WINDOW`, or more if those are but a few rows."""
+    """Window size for samples of such lengths: `PACKING_WINDOW`, or more if that gives only a few rows."""
     return max(PACKING_WINDOW, math.ceil(_LEAST_ROWS * seq_length / float(lengths.mean())))
 
 
 def pack_samples(lengths: Counts, capacity: int, max_samples_per_row: int) -> list[list[int]]:
-    """Rows of indices of `lengths`, whose sums are at most `capacity`, with at most `max_samples_per_row` in each.
+    """Rows, as lists of indices into `lengths`: at most `capacity` tokens and `max_samples_per_row` samples each.
 
-    Best fit decreasing: the longest first, each into the fullest row that still takes it. Lengths are 1..capacity.
+    Best-fit decreasing: the longest sample first, each into the fullest row that has space. Lengths are 1..capacity.
     """
     if not len(lengths):
         return []
     sizes, shortest = lengths.tolist(), int(lengths.min())
     assert 0 < shortest <= lengths.max() <= capacity, f"samples of {shortest} to {lengths.max()} tokens in {capacity}"
     rows = list[list[int]]()
-    by_space: list[list[list[int]]] = [[] for _ in range(capacity + 1)]  # the open rows with so much free space
-    spaces = list[int]()  # ascending, each once: those with open rows
+    by_space: list[list[list[int]]] = [[] for _ in range(capacity + 1)]  # open rows by free space
+    spaces = list[int]()  # ascending, unique: amounts of free space with open rows
     for index in np.argsort(-lengths.astype(np.int64), kind="stable").tolist():
         place = bisect_left(spaces, sizes[index])
         if place == len(spaces):
@@ -59,10 +59,10 @@ def pack_samples(lengths: Counts, capacity: int, max_samples_per_row: int) -> li
 
 
 def choose_max_samples_per_row(lengths: Counts, seq_length: int) -> int:
-    """The most samples that a row should hold: the smallest number that costs next to no positions.
+    """Smallest limit of samples per row that wastes next to no positions.
 
-    Tensors of document bounds have this fixed size, and the memory of attention's backward grows with it. Numbers are
-    2, 3, 4, 6, 8, 12, 16, ...; `lengths` are those of a window.
+    Tensors of document bounds have this fixed size, and the memory of attention's backward grows with it. Candidates
+    are 2, 3, 4, 6, 8, 12, 16, ...; `lengths` are those of one window.
     """
     num_tokens = int(lengths.sum())
 
@@ -76,14 +76,14 @@ def choose_max_samples_per_row(lengths: Counts, seq_length: int) -> int:
 
 
 def attention_cost(document_lengths: Sequence[int], seq_length: int) -> int:
-    """Sum of squared token counts in a row; the padding behind the documents is attended to as one more."""
+    """Sum of squared document lengths in a row; padding counts as one more document."""
     return sum(length * length for length in document_lengths) + (seq_length - sum(document_lengths)) ** 2
 
 
 def balanced_order(costs: Counts, num_microbatches: int) -> list[int]:
-    """An order of a step's rows in which each microbatch, its next B / M rows, costs nearly as much as any other.
+    """Order of a step's rows in which microbatches, each of B / M consecutive rows, have nearly equal cost.
 
-    The most expensive row goes first, each to the microbatch with the least cost that has space.
+    Greedy: the most expensive row first, each to the cheapest microbatch with space.
     """
     size, rest = divmod(len(costs), num_microbatches)
     assert rest == 0, f"{len(costs)} rows in {num_microbatches} microbatches"

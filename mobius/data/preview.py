@@ -1,7 +1,7 @@
-"""Owns how a tokenized sample is shown to people: what is trained on apart from what is not, and nothing that steers.
+"""Shows tokenized samples to people: targets apart from other tokens, and without characters that control a terminal.
 
-Text of the data is foreign: a control character in it could move a terminal's cursor or write to its clipboard, a mark
-of direction could show an answer backwards, and one that has no width could hide in it.
+Dataset text is untrusted: control characters could move a terminal's cursor or write to its clipboard, direction marks
+could show an answer backwards, and zero-width characters could hide in it.
 """
 
 import unicodedata
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from mobius.data.datasets import PreparedDataset
 
 _SHOWN_CHARACTERS: Final = 1200
-"""Characters of a part (a prompt or a target) that are shown, half of them from its end."""
+"""Characters shown of a part (a prompt or a target), half of them from its end."""
 _SHOWN_LINES: Final = 40
 _SHOWN_PARTS: Final = 24
 _STACKED_MARKS: Final = 4
-"""Accents on one letter that are drawn; languages need up to three, and a hundred cover the lines around them."""
+"""Combining marks shown per letter; languages need up to three, and a hundred would cover neighbouring lines."""
 _UNSEEN: Final = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
-"""Unicode's categories: control, format, half a character, private use, separators of lines and paragraphs."""
+"""Unicode categories: control, format, surrogate, private use, line and paragraph separators."""
 
 
 class Tone(StrEnum):
-    """Meaning of a line that a terminal shows as a colour; the value is that of an SGR sequence."""
+    """Meaning of a line, shown as a colour; the value is its SGR code."""
 
     PLAIN = ""
     MASKED = "90"
@@ -40,20 +40,20 @@ class Tone(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Text without a line feed, in which nothing steers a terminal, and its meaning."""
+    """Text without line feeds and terminal control characters, and its meaning."""
 
     text: str
     tone: Tone = Tone.PLAIN
 
     def painted(self) -> str:
-        """The text in the colour of its meaning, for terminals."""
+        """The text with the terminal colour of its meaning."""
         return f"\x1b[{self.tone.value}m{self.text}\x1b[0m" if self.tone.value else self.text
 
 
 def escape_invisible(text: str) -> str:
-    """`text` with every character that has no shape of its own as an escape (`\\x1b`, `\\u202e`), but for line feeds.
+    """`text` with invisible characters as escapes (`\\x1b`, `\\u202e`), except line feeds.
 
-    Tabs are spaces; accents beyond those that a letter can have are escapes as well.
+    Tabs become spaces; excess combining marks become escapes, too.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -71,7 +71,7 @@ def escape_invisible(text: str) -> str:
 
 
 def format_sample(row: TokenizedSample, tokenizer: "PreTrainedTokenizerBase", title: str) -> list[Line]:
-    """A sample as the model sees it: special tokens, prompt and target apart, what is long without its middle."""
+    """A sample as the model sees it: with special tokens, prompt and target marked, and long parts shortened."""
     input_ids, is_target = row
     heading = f"{title}: {len(input_ids)} tokens, {int(is_target[1:].sum())} of them targets"
     spans = list[tuple[bool, int, int]]()
@@ -97,12 +97,12 @@ def format_sample(row: TokenizedSample, tokenizer: "PreTrainedTokenizerBase", ti
 
 
 def describe_sample(prepared: "PreparedDataset", tokenizer: "PreTrainedTokenizerBase") -> str:
-    """The first sample of a dataset as a record for the log."""
+    """The first sample of a dataset, formatted for the log."""
     return "\n".join(line.text for line in format_sample(prepared.tokenized.sample(0), tokenizer, "sample 0"))
 
 
 def _shortened(text: str) -> Iterator[str]:
-    """The lines of a part, all visible, with a word on what is left out of its middle."""
+    """Lines of a part with invisible characters escaped, and a note in place of an omitted middle."""
     if len(text) > _SHOWN_CHARACTERS:
         half = _SHOWN_CHARACTERS // 2
         text = f"{text[:half]} [... {len(text) - 2 * half} characters ...] {text[-half:]}"

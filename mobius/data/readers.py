@@ -1,7 +1,7 @@
-"""Owns the formats of files: how records are read block by block, whatever the size of the file, compressed or not.
+"""Reads data files block by block, compressed or not, in constant memory.
 
-A block holds records as they stand in the file. Whoever gets it parses them, often in another process: then the one
-that reads only finds where a record ends. Where a block ends depends on the content of the file alone.
+A block holds unparsed records. Its consumer parses them, often in another process, so the reader only finds where
+records end. Block boundaries depend on the file's content alone.
 """
 
 import csv
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     import pyarrow
 
 SUFFIXES: Final = ".json, .jsonl, .csv, .parquet, .arrow, each also with .gz or .zst behind it"
-"""Names of files that can be read, for messages."""
+"""File names that can be read, for messages."""
 _LONGEST_LINE = 1 << 28
-_LONGEST_FIELD = 1 << 26  # characters; the csv module's default of 128 KiB is shorter than a long document
-_MOST_BLANK = 1 << 22  # bytes between two records: a compressed file of some kilobytes can hold hours of them
+_LONGEST_FIELD = 1 << 26  # characters; the csv module's default of 128 KiB is too short for long documents
+_MOST_BLANK = 1 << 22  # bytes between two records: a small compressed file can expand to hours of blank lines
 _READ_CHARACTERS = 1 << 20
 
 
 def find_reader(path: Path) -> Callable[[Path], Iterator[RecordBlock]] | None:
-    """The function that reads files of this name; None if there is none. It raises DataError with file and place."""
+    """The reader for files of this name, or None. Its DataErrors name file and place."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in _COMPRESSIONS:
         suffixes.pop()
@@ -52,7 +52,7 @@ def find_reader(path: Path) -> Callable[[Path], Iterator[RecordBlock]] | None:
 
 
 class _File:
-    """Bytes of a file as they are without compression, and how far it was read."""
+    """Decompressed bytes of a file, and how far the file was read."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.size = path, path.stat().st_size
@@ -65,13 +65,13 @@ class _File:
             self.stream = io.BufferedReader(pyarrow.CompressedInputStream(self._raw, compression), 1 << 20)
 
     def text(self) -> io.TextIOWrapper:
-        self._text = io.TextIOWrapper(self.stream, encoding="utf-8-sig", newline="")  # without an owner it would close
+        self._text = io.TextIOWrapper(self.stream, encoding="utf-8-sig", newline="")  # referenced, or it would close
         return self._text
 
     def with_places(self, *, is_mapped: bool) -> "pyarrow.NativeFile":
-        """The bytes as a file that can be read at any place: mapped if wanted, or where compressed, a temporary file.
+        """The bytes as a seekable file: memory-mapped if `is_mapped`, a temporary file if compressed.
 
-        A process dies if a file is shortened by another while it is mapped.
+        A process crashes if another process shortens a file that it maps.
         """
         pyarrow = _pyarrow(self.path)
         if self.stream is self._raw:
@@ -98,7 +98,7 @@ def _read(read: Callable[[_File], Iterator[RecordBlock]], path: Path) -> Iterato
         with _File(path) as file:
             yield from read(file)
     except UnicodeDecodeError as error:
-        with _File(path) as file:  # the decoder knows the place in its buffer only
+        with _File(path) as file:  # the decoder only knows the position in its buffer
             lines = enumerate(file.stream, start=1)
             number = next(number for number, line in lines if line.decode("utf-8", "ignore").encode() != line)
         raise not_utf8(f"{path}, line {number}", error) from error
@@ -107,7 +107,7 @@ def _read(read: Callable[[_File], Iterator[RecordBlock]], path: Path) -> Iterato
 
 
 def _read_json(file: _File) -> Iterator[RecordBlock]:
-    """A file of one array of objects, or of one object per line."""
+    """A file of one JSON array of objects, or of one object per line."""
     start = file.stream.peek(1 << 12) if isinstance(file.stream, io.BufferedReader) else b""
     if start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
         return text_blocks(_JsonArray(file).items(), parse_text, file.advance)
@@ -135,20 +135,20 @@ def _lines(file: _File) -> Iterator[tuple[bytes, int, str]]:
 def _too_blank(path: Path, line: int) -> DataError:
     size = f"{_MOST_BLANK >> 20} MiB"
     return DataError(
-        f"{path}, line {line}: ends more than {size} of empty lines; is the file damaged? Remove them, or make it anew"
+        f"{path}, line {line}: ends more than {size} of empty lines; is the file damaged? Remove them, or get it again"
     )
 
 
 class _JsonArray:
-    """Walks through a file of one JSON array and keeps no more of it than a record or a buffer is long."""
+    """Reads a JSON array; holds no more of it than one record or buffer."""
 
     _SPACE = re.compile(r"[ \t\r\n]*")
-    _NEAR_THE_END = 16  # characters: longer than any word or escape that the buffer may cut
+    _NEAR_THE_END = 16  # characters: longer than any word or escape at which the buffer may end
 
     def __init__(self, file: _File) -> None:
         self._path, self._text = file.path, file.text()
         self._buffer, self._position = "", 0
-        self._lines_before, self._columns_before = 0, 0  # of the buffer's start
+        self._lines_before, self._columns_before = 0, 0  # before the buffer's start
         self._decoder = json.JSONDecoder()
 
     def items(self) -> Iterator[tuple[str, int, str]]:
@@ -168,7 +168,7 @@ class _JsonArray:
             raise self._broken("Extra data", self._position - 1)
 
     def _skip(self) -> str:
-        """The next character that is no white space, now behind the position; nothing at the end of the file."""
+        """Consume white space and the next character, and return it; empty at the end of the file."""
         num_blank = 0
         while True:
             space = self._SPACE.match(self._buffer, self._position)
@@ -196,14 +196,14 @@ class _JsonArray:
                 raise self._broken(error.msg, error.pos) from error
             except (RecursionError, ValueError) as error:
                 raise beyond_python(f"{self._path}, record {index}", error) from error
-            if end == len(self._buffer) and self._read_on():  # a number may go on
+            if end == len(self._buffer) and self._read_on():  # a number may continue
                 continue
             value = self._buffer[self._position : end]
             self._position = end
             return value
 
     def _read_on(self) -> bool:
-        """Read more and forget what is before the position; False at the end of the file."""
+        """Read more and drop the text before the position; False at the end of the file."""
         more = self._text.read(max(_READ_CHARACTERS, len(self._buffer) - self._position))
         if more:
             past = self._buffer[: self._position]
@@ -221,7 +221,7 @@ class _JsonArray:
 
 
 def _read_csv(file: _File) -> Iterator[RecordBlock]:
-    """Comma-separated with a header line; every value is text."""
+    """Comma-separated values with a header line; all values are text."""
     csv.field_size_limit(_LONGEST_FIELD)
     rows = csv.reader(file.text(), strict=True)
     try:
@@ -234,7 +234,7 @@ def _read_csv(file: _File) -> Iterator[RecordBlock]:
 
 
 def _filled_rows(rows: Iterable[list[str]], path: Path) -> Iterator[list[str]]:
-    """Rows without those of empty lines."""
+    """Rows without empty lines. Raises DataError at too many of them."""
     num_blank = 0
     for number, row in enumerate(rows, start=2):
         num_blank = 0 if row else num_blank + 1
@@ -255,19 +255,19 @@ def _read_parquet(file: _File) -> Iterator[RecordBlock]:
             for batch in table.iter_batches(batch_size=MAX_BLOCK_RECORDS):
                 num_read += batch.num_rows
                 yield batch, file.size * batch.num_rows // num_rows
-            if num_read < table.metadata.num_rows:  # read through a buffer, Arrow takes a sudden end for the end
+            if num_read < table.metadata.num_rows:  # Arrow takes a truncated buffered stream for a complete one
                 raise ValueError(f"the file ends early, it should have {num_rows}")
 
     return table_blocks(batches(), str(file.path), "Parquet")
 
 
 def _read_arrow(file: _File) -> Iterator[RecordBlock]:
-    """The file or the stream format, as the datasets library saves them."""
+    """Arrow's file or stream format, as saved by the datasets library."""
     _pyarrow(file.path)
     import pyarrow.ipc
 
     def batches() -> Iterator[tuple["pyarrow.RecordBatch", int]]:
-        source = file.with_places(is_mapped=True)  # a batch, the least that is read, may be the whole table
+        source = file.with_places(is_mapped=True)  # mapped, as a batch may be the whole table
         is_file = source.read(6) == b"ARROW1"
         source.seek(0)
         if is_file:

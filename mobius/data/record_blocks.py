@@ -1,6 +1,6 @@
-"""Owns blocks: some consecutive records as they stand in a file or table, on their way to whoever parses them.
+"""Blocks of consecutive unparsed records, on their way to the code that parses them.
 
-That is often another process, so that the one that reads only has to find where a record ends.
+Parsing often runs in another process, so the reading process only finds where records end.
 """
 
 import json
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     import pyarrow
 
 MAX_BLOCK_RECORDS: Final = 256
-"""Records of a block at most."""
+"""Maximum number of records in a block."""
 _BLOCK_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One raw record; `where` is its place for messages, e.g. `train.jsonl, line 7`."""
+    """A record; `where` is its place for messages, e.g. `train.jsonl, line 7`."""
 
     fields: Mapping[str, object]
     where: str
@@ -33,23 +33,23 @@ class Record:
 
 
 class RecordBlock(Protocol):
-    """Some consecutive records; can be pickled."""
+    """Some consecutive records; picklable."""
 
     @property
-    def num_bytes(self) -> int: ...  # of the file, since the block before
+    def num_bytes(self) -> int: ...  # bytes of the file since the previous block
 
     def __len__(self) -> int: ...
 
     def first(self, number: int) -> "RecordBlock":
-        """A block of the first `number` records alone."""
+        """A block of the first `number` records only."""
 
     def records(self) -> Iterator[Record]:
-        """The records, parsed now; raises DataError that names the place of a broken one."""
+        """Parse the records. Raises DataError that names the place of a broken one."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextBlock:
-    """Records of text, each with its place; `parse` makes columns of both."""
+    """Text records with their places; `parse` maps (text, place) to columns."""
 
     parse: Callable[[Any, str], Any]
     items: Sequence[tuple[Any, str]]
@@ -59,17 +59,17 @@ class TextBlock:
         return len(self.items)
 
     def first(self, number: int) -> "TextBlock":
-        """A block of the first `number` records alone."""
+        """A block of the first `number` records only."""
         return replace(self, items=self.items[:number])
 
     def records(self) -> Iterator[Record]:
-        """The records, parsed now."""
+        """Parse the records."""
         return (Record(self.parse(item, where), where) for item, where in self.items)
 
 
 @dataclass(frozen=True, slots=True)
 class TableBlock:
-    """Rows of a table in Arrow's stream format; the first one is the record `index` of what `label` names."""
+    """Table rows in Arrow's stream format; the first one is record `index` of `label`."""
 
     label: str
     kind: str
@@ -82,11 +82,11 @@ class TableBlock:
         return self.num_rows
 
     def first(self, number: int) -> "TableBlock":
-        """A block of the first `number` records alone."""
+        """A block of the first `number` records only."""
         return replace(self, num_rows=number)
 
     def records(self) -> Iterator[Record]:
-        """The records, parsed now."""
+        """Parse the records."""
         import pyarrow.ipc
 
         try:
@@ -94,7 +94,7 @@ class TableBlock:
                 table = stream.read_all().slice(0, self.num_rows)
             types = {field.name: field.type for field in table.schema if _holds_json(field.type)}
             rows = table.to_pylist()
-        except Exception as error:  # pyarrow's own, and ValueError, OverflowError, ... of values Python does not have
+        except Exception as error:  # pyarrow's errors, and ValueError, OverflowError, ... of values beyond Python's
             raise _unreadable(self.label, self.kind, self.index, error) from error
         for index, row in enumerate(rows, start=self.index):
             where = f"{self.label}, record {index}"
@@ -104,7 +104,7 @@ class TableBlock:
 def text_blocks(
     items: Iterable[tuple[Any, int, str]], parse: Callable[[Any, str], Any], advance: Callable[[], int]
 ) -> Iterator[TextBlock]:
-    """Blocks of items, each given with its size and place; `advance` tells the bytes read since its last call."""
+    """Blocks of items (value, size, place); `advance` returns the bytes read since its last call."""
     held: list[tuple[Any, str]] = []
     num_held = 0
     for item, size, place in items:
@@ -118,7 +118,7 @@ def text_blocks(
 
 
 def table_blocks(batches: Iterable[tuple["pyarrow.RecordBatch", int]], label: str, kind: str) -> Iterator[TableBlock]:
-    """Blocks of a table's batches, each with the bytes of the file that were read for it."""
+    """Blocks of a table's batches, each batch with the number of file bytes read for it."""
     import pyarrow.ipc
 
     index = 0
@@ -138,7 +138,7 @@ def table_blocks(batches: Iterable[tuple["pyarrow.RecordBatch", int]], label: st
 
 
 def parse_line(line: bytes, where: str) -> Any:
-    """The value of a line of JSON; raises DataError that begins with `where`."""
+    """Parse a line of JSON. Raises DataError that begins with `where`."""
     try:
         return parse_text(line.decode(), where)
     except UnicodeDecodeError as error:
@@ -146,7 +146,7 @@ def parse_line(line: bytes, where: str) -> Any:
 
 
 def parse_text(text: str, where: str) -> Any:
-    """The value of a text of JSON; raises DataError that begins with `where`."""
+    """Parse JSON text. Raises DataError that begins with `where`."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -159,20 +159,20 @@ def parse_text(text: str, where: str) -> Any:
 
 
 def beyond_python(where: str, error: Exception) -> DataError:
-    """The error for a value that Python cannot hold, of a RecursionError or ValueError."""
+    """DataError for a value that Python cannot hold, from a RecursionError or ValueError."""
     if isinstance(error, RecursionError):
         return DataError(f"{where}: lists or objects are nested too deeply to be a record")
-    # Python reads whole numbers of up to 4300 digits.
-    return DataError(f"{where}: a number of too many digits: {first_line(error)}")
+    # Python parses integers of up to 4300 digits.
+    return DataError(f"{where}: a number has too many digits: {first_line(error)}")
 
 
 def not_utf8(where: str, error: UnicodeDecodeError) -> DataError:
-    """The error for bytes that are no text."""
+    """DataError for bytes that are not UTF-8."""
     return DataError(f"{where}: is not UTF-8 text ({error.reason}); convert the file to UTF-8")
 
 
 def parse_row(header: Sequence[str], row: Sequence[str], where: str) -> Mapping[str, str]:
-    """Columns of a row of a table of text."""
+    """Columns of a row in a table of text. Raises DataError if the number of fields differs from the header."""
     if len(row) != len(header):
         raise DataError(f"{where}: the row has more or fewer fields than the header ({listed(header)})")
     return dict(zip(header, row, strict=True))
@@ -187,7 +187,7 @@ def _holds_json(kind: "pyarrow.DataType") -> bool:
 
 
 def _parsed(value: Any, kind: "pyarrow.DataType", where: str) -> Any:
-    """`value` with what Arrow stores as JSON text in place of the text."""
+    """`value` with JSON text of Arrow's JSON type parsed."""
     import pyarrow
 
     if value is None or not _holds_json(kind):

@@ -1,4 +1,4 @@
-"""Owns where records come from: a local file or folder, a known name, or the Hugging Face Hub."""
+"""Locates records: a local file or folder, a dataset alias, or the Hugging Face Hub."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ from mobius.regular_files import open_regular, read_json
 logger = logging.getLogger(__name__)
 
 DATASET_ALIASES: Final[Mapping[str, str]] = {"xsum": "EdinburghNLP/xsum"}
-"""Names that the user may type instead of a hub id."""
+"""Alias that users may type -> hub id."""
 
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _LIKE_A_WEIGHT: Final = re.compile(r"\s*[-+]?[.,]?\d[\d.,_/e+-]*\s*[%x]?\s*", re.ASCII | re.IGNORECASE)
@@ -34,20 +34,20 @@ _SPLIT_NAMES: Final = {
     "test": "test(?:ing)?",
 }
 _WORD: Final = r"(?<![^\W\d_])(?:{})(?![^\W\d_])"
-"""A word with no letter next to it."""
+"""Matches a word without adjacent letters."""
 _TRAIN_ALONE: Final = re.compile(r"train(ing)?([-_. ]?\d+([-_. ]of[-_. ]\d+)?)?", re.IGNORECASE)
-"""A name that is the split's and nothing else, perhaps with the number of a shard: the folder is one of splits."""
-# Dataset cards and their companions are JSON too, but hold no records.
+"""Matches a name that is only the training split's, with or without shard numbers: the folder then has splits."""
+# Dataset cards and similar files are JSON, but hold no records.
 _NOT_RECORDS: Final = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
 _OF_A_RUN: Final = ("training_args.yaml", "plan.json")
-"""Files that the folder of a run has from its start; its metrics and records are no samples."""
+"""Files that identify the folder of a Mobius run, whose metrics and records are not samples."""
 _REMEMBERED_BYTES: Final = 1 << 26
 _SETTLED_SECONDS: Final = 60
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetSource:
-    """`fingerprint` changes with the content; `num_records` is None where only reading everything would tell."""
+    """A dataset's records; `fingerprint` changes with the content, `num_records` is None if unknown before reading."""
 
     label: str
     fingerprint: str
@@ -59,14 +59,14 @@ class DatasetSource:
 def open_source(
     entry: DatasetEntry, *, option: str = "--dataset", show_progress: bool = False, hash_cache: Path | None = None
 ) -> DatasetSource:
-    """Find what `entry` names: an existing path first, then a known name, then a hub id.
+    """Locate what `entry` names: an existing path first, then an alias, then a hub id.
 
-    Local files are hashed here and read later; `memory` is a folder where the hashes of large ones are remembered.
-    `show_progress` is for downloads. Raises DataError, which begins with `option`, if nothing is found or the kind is
-    not supported.
+    Hashes local files now and reads them later; `hash_cache` is a folder that stores the hashes of large files.
+    `show_progress` is for downloads. Raises DataError, which begins with `option`, if nothing is found or the file type
+    is not supported.
     """
     path = Path(entry.name)
-    with suppress(RuntimeError):  # `~name` of a user that there is not
+    with suppress(RuntimeError):  # `~name` of a user that does not exist
         path = path.expanduser()
     given = f"{option} {excerpt(entry.name)}"
     try:
@@ -80,7 +80,7 @@ def open_source(
             return _open_files(files, path, given, hash_cache)
         if path.exists():
             raise DataError(f"{given}: is neither a file nor a folder but a pipe or device; give a file")
-    except (OSError, ValueError) as error:  # no right to look there, or a name that no file can have
+    except (OSError, ValueError) as error:  # no permission, or an invalid file name
         raise DataError(f"{given}: cannot be looked up: {reason_of(error)}") from error
     hub_id = DATASET_ALIASES.get(entry.name, entry.name)
     is_hub_id = _HUB_ID.fullmatch(hub_id) and len(hub_id) <= _LONGEST_HUB_ID
@@ -96,7 +96,7 @@ def open_source(
 
 
 def _files_of(place: Path, split: str, given: str, *, is_evaluated: bool) -> list[Path]:
-    """A file alone, or the data files of a folder that belong to the split, in order."""
+    """A file itself, or a folder's data files of the split, sorted."""
     if place.is_file():
         if split != "train":
             raise DataError(f"{given}: split {excerpt(split)} is for folders and datasets of the hub; this is a file")
@@ -127,12 +127,12 @@ def _files_of(place: Path, split: str, given: str, *, is_evaluated: bool) -> lis
     if not chosen:
         asked = "that a run could be trained on" if split == "train" else f"of the split {excerpt(split)}"
         raise DataError(
-            f"{given}: no file {asked} in {place.absolute()}, by the names of files and folders; there are "
+            f"{given}: no file {asked} in {place.absolute()}, judging by the names of files and folders; it has "
             f"{listed(map(str, inside))}. Name the file itself, as in --dataset {place / inside[0]}, rename it, or "
             "choose a split in a YAML file"
         )
     unused = [path for path in inside if path not in set(chosen)]
-    left_out = f"; not used, by the names of splits: {listed(map(str, unused))}" if unused else ""
+    left_out = f"; not used, because of their split: {listed(map(str, unused))}" if unused else ""
     logger.info("%s: files used: %s%s", given, listed(map(str, chosen)), left_out)
     return [place / path for path in chosen]
 
@@ -142,9 +142,9 @@ def _is_run(folder: Path) -> bool:
 
 
 def _of_split(paths: Sequence[Path], split: str) -> list[Path]:
-    """The files of a split, by its name as a whole word in their own names, or else in their folders'.
+    """Files of a split, found by its name as a whole word in the file's name, or else in a folder's name.
 
-    For training also files without the name of a split, unless one is called `train` alone.
+    Training also includes files that name no split, unless some file or folder is named `train` alone.
     """
     splits = {path: _splits_of(path, split) for path in paths}
     has_train = any(_TRAIN_ALONE.fullmatch(part) for path in paths for part in (*path.parent.parts, _stem(path)))
@@ -153,7 +153,7 @@ def _of_split(paths: Sequence[Path], split: str) -> list[Path]:
 
 
 def _splits_of(path: Path, asked: str) -> set[str]:
-    """The splits named by the file, or else by the nearest folder that names one."""
+    """Splits named by the file, or else by the nearest folder that names any."""
     for name in (_stem(path), *reversed(path.parent.parts)):
         known = {asked: re.escape(asked)} | _SPLIT_NAMES
         found = {split for split, words in known.items() if re.search(_WORD.format(words), name, re.IGNORECASE)}
@@ -163,13 +163,13 @@ def _splits_of(path: Path, asked: str) -> set[str]:
 
 
 def _stem(path: Path) -> str:
-    """The file's name without the suffixes that tell its kind."""
+    """The file's name without the suffixes of its type and compression."""
     name = path.stem if path.suffix.lower() in COMPRESSED else path.name
     return Path(name).stem
 
 
 def _saved_files(place: Path) -> list[Path]:
-    """The files that `save_to_disk` of the datasets library wrote; beside them it may keep caches of its own."""
+    """Files written by `save_to_disk` of the datasets library, whose folder may hold its caches, too."""
     try:
         state = read_json(place / "state.json", DataError)
         return [place / Path(file["filename"]).name for file in state["_data_files"]]
@@ -199,14 +199,14 @@ def _open_files(files: list[Path], place: Path, given: str, hash_cache: Path | N
 
 
 def _read_unchanged(path: Path, before: os.stat_result) -> Iterator[RecordBlock]:
-    """A file's blocks; raises DataError if it is not the one that was hashed, as tokens are kept by its hash."""
+    """Blocks of a file. Raises DataError if it changed since it was hashed, as the hash is the cache key."""
     reader, problem = find_reader(path), None
     assert reader is not None
     try:
         yield from reader(path)
     except DataError as error:
         problem = error
-    with suppress(OSError):  # one that is gone was read whole, or else that is the problem
+    with suppress(OSError):  # a deleted file was read completely, or `problem` tells
         now = path.stat()
         if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
             raise DataError(f"{path}: has changed since this run began; start again when it is complete") from problem
@@ -217,8 +217,8 @@ def _read_unchanged(path: Path, before: os.stat_result) -> Iterator[RecordBlock]
 def _content(path: Path, hash_cache: Path | None) -> tuple[str, int, int]:
     """Hash, number of lines and size of a file.
 
-    A large file's are remembered while its inode, size and times stay as they are. Of those only the time of its last
-    change cannot be set back by hand; a file changed within the last minute is hashed again, as clocks are coarse.
+    Those of a large file are cached while its inode, size and times are unchanged. Only the change time (ctime) cannot
+    be set back by hand; a file changed within the last minute is hashed again, as clocks are coarse.
     """
     facts = path.stat()
     identity = [facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns]
@@ -238,7 +238,7 @@ def _content(path: Path, hash_cache: Path | None) -> tuple[str, int, int]:
     num_lines += not block.endswith(b"\n")
     if note is not None and time.time() - max(facts.st_mtime, facts.st_ctime) > _SETTLED_SECONDS:
         text = json.dumps({"identity": identity, "hash": digest.hexdigest(), "lines": num_lines})
-        with suppress(OSError):  # then the next run hashes it again
+        with suppress(OSError):  # the next run hashes the file again
             note.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(note, has_many_writers=True) as temporary:
                 temporary.write_text(text, encoding="utf-8")
@@ -246,7 +246,7 @@ def _content(path: Path, hash_cache: Path | None) -> tuple[str, int, int]:
 
 
 def _open_hub(entry: DatasetEntry, hub_id: str, missing: str, show_progress: bool) -> DatasetSource:
-    """A split as the `datasets` library downloads or caches it."""
+    """A split, downloaded or cached by the `datasets` library."""
     folder = hub_id.rpartition("/")[2]
     advice = (
         f"Without network: on a machine that has it, run `hf download --repo-type dataset {hub_id} --local-dir "
@@ -266,8 +266,8 @@ def _open_hub(entry: DatasetEntry, hub_id: str, missing: str, show_progress: boo
     except Exception as error:  # network, permission, missing split, old script: each has its own type
         subset = "" if entry.subset is None else f" of the subset {quoted(entry.subset)}"
         raise DataError(
-            f"{missing} the `{excerpt(entry.split)}` split{subset} of {hub_id} could not be had from the Hugging Face "
-            f"Hub or its local cache: {excerpt(first_line(error), 300)}. {advice}"
+            f"{missing} the `{excerpt(entry.split)}` split{subset} of {hub_id} is available neither from the Hugging "
+            f"Face Hub nor in its local cache: {excerpt(first_line(error), 300)}. {advice}"
         ) from error
 
     def batches() -> Iterator[tuple[Any, int]]:

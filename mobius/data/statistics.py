@@ -1,6 +1,6 @@
-"""Owns what is counted in tokenized samples before a run: tokens, targets, endings, duplicates; and what is told of it.
+"""Counts tokens, targets, endings and duplicates in tokenized samples before a run, and words the warnings on them.
 
-Samples are memory-mapped and walked through once, some megabytes at a time.
+Samples are memory-mapped and read once, some megabytes at a time.
 """
 
 from collections.abc import Iterator
@@ -14,62 +14,62 @@ from mobius.data.datasets import PreparedDataset
 from mobius.data.token_store import TokenizedDataset
 
 Fingerprints = npt.NDArray[np.uint64]
-"""One number for each sample, the same for samples of the same tokens."""
+"""One number per sample, equal for samples with equal tokens."""
 
 _CHUNK_TOKENS: Final = 1 << 20
-"""Tokens that are looked at together: arrays of 8 MiB."""
+"""Tokens processed at a time: arrays of 8 MiB."""
 _KEPT_FINGERPRINTS: Final = 1 << 22
-"""Fingerprints that are kept, 32 MiB; of more samples, those of a part that is chosen by the fingerprint itself."""
+"""Fingerprints held, 32 MiB; of more samples, a subset chosen by the fingerprint's value."""
 _FEW_TARGETS: Final = 0.03
 _MANY_UNKNOWN: Final = 0.001
-"""Shares of all tokens that are worth a word."""
+"""Fractions of all tokens from which a warning is given."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleStatistics:
-    """Numbers of a dataset's samples; fingerprints are kept of one sample in `fingerprint_stride`, with its index."""
+    """Counts over a dataset's samples; one fingerprint in `fingerprint_stride` is held, with its sample's index."""
 
     num_samples: int
     num_tokens: int
     num_targets: int
     num_ended: int
-    """Samples whose last token is the end-of-sequence token."""
+    """Samples that end with the end-of-sequence token."""
     num_eos_targets: int
     """Targets that are the end-of-sequence token."""
     num_single_token_targets: int
-    """Samples of which one token alone is a target: such an answer is nothing but its end."""
+    """Samples with a single target token: such an answer consists of its end only."""
     num_unknown: int
-    """Tokens that stand for what the tokenizer does not know."""
+    """Occurrences of the tokenizer's unknown token."""
     length_counts: npt.NDArray[np.int64]
-    """Samples of each length, from 0 tokens to those of the longest."""
+    """Number of samples by length, from 0 tokens to the longest sample."""
     fingerprint_stride: int
     indices: npt.NDArray[np.int64]
     fingerprints: Fingerprints
 
     @property
     def num_duplicates(self) -> int:
-        """Samples with the tokens of an earlier one; an estimate where not every fingerprint is kept."""
+        """Samples equal to an earlier one; an estimate if not every fingerprint is held."""
         return self.fingerprint_stride * (len(self.fingerprints) - len(np.unique(self.fingerprints)))
 
     @property
     def is_exact(self) -> bool:
-        """Whether duplicates are counted, not estimated."""
+        """Whether `num_duplicates` is a count, not an estimate."""
         return self.fingerprint_stride == 1
 
     def fingerprints_of(self, indices: npt.NDArray[np.int64] | None) -> Fingerprints:
-        """The kept fingerprints of the samples `indices`; None: of all."""
+        """Held fingerprints of the samples `indices`; None: all samples."""
         return self.fingerprints if indices is None else self.fingerprints[np.isin(self.indices, indices)]
 
 
 def choose_fingerprint_stride(num_samples: int) -> int:
-    """One in how many fingerprints to keep of so many samples."""
+    """Fingerprint stride for `num_samples` samples, 1 for all."""
     return -(-num_samples // _KEPT_FINGERPRINTS)
 
 
 def compute_sample_statistics(
     tokenized: TokenizedDataset, *, eos_token_id: int, unknown_token_id: int | None, fingerprint_stride: int = 1
 ) -> SampleStatistics:
-    """Walk through all samples once; some three seconds for a million of 500 tokens."""
+    """Read all samples once; some three seconds for a million samples of 500 tokens."""
     lengths = tokenized.lengths
     longest = int(lengths.max())
     multipliers, length_counts = _multipliers(longest), np.zeros(longest + 1, dtype=np.int64)
@@ -111,7 +111,7 @@ def compute_sample_statistics(
 
 
 def _chunks(offsets: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Spans of samples of about `_CHUNK_TOKENS` tokens, at least one sample each."""
+    """Sample ranges of about `_CHUNK_TOKENS` tokens, at least one sample each."""
     first, num_samples = 0, len(offsets) - 1
     while first < num_samples:
         last = int(np.searchsorted(offsets, offsets[first] + _CHUNK_TOKENS, side="right")) - 1
@@ -120,7 +120,7 @@ def _chunks(offsets: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
 
 
 def _multipliers(longest: int) -> npt.NDArray[np.uint64]:
-    """Odd factors, one for each position, always the same."""
+    """Odd factors per position, with a fixed seed."""
     factors = np.random.Generator(np.random.PCG64(18)).integers(2**64, size=longest, dtype=np.uint64)
     return factors | np.uint64(1)
 
@@ -131,10 +131,9 @@ def _fingerprints(
     lengths: npt.NDArray[np.int64],
     multipliers: npt.NDArray[np.uint64],
 ) -> Fingerprints:
-    """The sum of (token + 1) x (factor of its position) modulo 2^64 of each sample; its high bits go into the low ones.
+    """Per sample: sum of (token + 1) x (factor of its position) modulo 2^64, high bits folded into low ones.
 
-    A hash of this kind (multilinear; Lemire and Kaser 2014) makes two different samples the same with chance 2^-32 or
-    less.
+    Multilinear hashing (Lemire and Kaser 2014): two different samples collide with probability 2^-32 or less.
     """
     positions = np.arange(len(ids)) - np.repeat(starts, lengths)
     products = multipliers[positions] * (ids.astype(np.uint64) + np.uint64(1))
@@ -143,7 +142,7 @@ def _fingerprints(
 
 
 def find_data_warnings(dataset: PreparedDataset, found: SampleStatistics) -> list[str]:
-    """Sentences about what a user would want to know of a dataset before it is trained on."""
+    """Warnings on a dataset for its user, one sentence each, before training."""
     counts, texts = dataset.counts, list(dataset.warnings)
 
     def tell(number: int, total: int, text: str) -> None:
@@ -159,7 +158,7 @@ def find_data_warnings(dataset: PreparedDataset, found: SampleStatistics) -> lis
     tell(
         found.num_single_token_targets,
         found.num_samples,
-        "samples have one token alone as their target: answers without words?",
+        "samples have a single token as their target: answers without words?",
     )
     if not found.num_eos_targets:
         texts.append("no target is the end-of-sequence token: the model would not learn to stop")
@@ -177,11 +176,11 @@ def find_data_warnings(dataset: PreparedDataset, found: SampleStatistics) -> lis
 
 
 def duplicates_text(found: SampleStatistics) -> str:
-    """Words for the samples that repeat an earlier one of their dataset."""
+    """Words for the number of samples that repeat an earlier one."""
     about = "" if found.is_exact else "about "
     return f"{about}{found.num_duplicates:,} of {found.num_samples:,} samples repeat an earlier one exactly"
 
 
 def count_repeated(fingerprints: Fingerprints, earlier: Fingerprints) -> int:
-    """How many of the samples are among `earlier` ones too, as an answer that is trained on and evaluated on."""
+    """Number of samples whose fingerprint is also in `earlier`, for example in both training and evaluation."""
     return int(np.count_nonzero(np.isin(fingerprints, earlier)))

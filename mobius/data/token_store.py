@@ -1,11 +1,11 @@
-"""Owns tokenized samples as arrays: mapped from files, and the files while they grow part by part.
+"""Stores tokenized samples as arrays in memory-mapped files, written part by part.
 
     folder.partial/   input_ids.bin  is_target.bin  offsets.bin    appended to, part by part
-                      journal.jsonl                                one line for each finished part: sizes and progress
-    folder/           the same files without the journal, and facts.json: complete, as it appears at once
+                      journal.jsonl                                one line per finished part: sizes and progress
+    folder/           the same files with facts.json instead of the journal: complete, appears by one rename
 
-A part's line is written when the part is on the disk. Bytes behind the last line's sizes are of a part that a process
-did not finish; the next one cuts them off.
+A part's line is written once its data is on disk. Bytes beyond the last line's sizes belong to a part that a process
+did not finish; the next process truncates them.
 """
 
 import fcntl
@@ -51,7 +51,7 @@ class TokenizedDataset:
 
     @classmethod
     def from_rows(cls, rows: Sequence[TokenizedSample]) -> "TokenizedDataset":
-        """The rows in flat arrays; at least one is needed."""
+        """Concatenate rows into flat arrays; needs at least one row."""
         assert rows, "a dataset without samples must be refused before"
         input_ids, is_target = zip(*rows, strict=True)
         offsets = np.cumsum([0, *map(len, input_ids)], dtype=np.int64)
@@ -62,18 +62,18 @@ class TokenizedDataset:
 
     @cached_property
     def lengths(self) -> npt.NDArray[np.int32]:
-        """Tokens of each sample, int32[len(self)], in memory."""
+        """Token count of each sample, int32[len(self)], in memory."""
         return np.diff(self.offsets).astype(np.int32)
 
     def sample(self, index: int) -> TokenizedSample:
-        """Token ids int32[n] and whether each is a target bool[n]; views, not copies."""
+        """Views of a sample's token ids int32[n] and target mask bool[n]."""
         span = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
         return self.input_ids[span], self.is_target[span]
 
 
 @contextmanager
 def tokenized_lock(folder: Path) -> Iterator[None]:
-    """Hold the lock that belongs to `folder` among all processes of this machine; a process that dies gives it back."""
+    """Hold `folder`'s lock among all processes of this machine; a dying process releases it."""
     with _explained(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         file = folder.with_name(folder.name + ".lock").open("w")
@@ -94,38 +94,38 @@ def _explained(folder: Path) -> Iterator[None]:
 
 
 def load_tokenized(folder: Path) -> tuple[TokenizedDataset, dict[str, Any]] | None:
-    """The dataset memory-mapped, so that ranks share its pages, and its facts; None if `folder` is not there.
+    """The dataset, memory-mapped so that ranks share its pages, and its facts; None if `folder` does not exist.
 
-    A damaged one is removed with a warning, and then not there either; the caller holds the lock.
+    A damaged dataset is removed with a warning, and None is returned. The caller holds the lock.
     """
     if not folder.is_dir():
         return None
     try:
         facts, checksum = read_json(folder / _FACTS, DataError)
         if checksum != _checksum(facts):
-            raise ValueError("other facts than were written")
+            raise ValueError("the facts differ from those written")
         arrays: dict[str, Any] = {name: np.memmap(_path(folder, name), kind, "r") for name, kind in _DTYPES.items()}
         dataset = TokenizedDataset(**arrays)
         sizes = [len(dataset.input_ids), len(dataset.is_target), int(dataset.offsets[-1]), len(dataset)]
         if sizes != [facts["num_tokens"]] * 3 + [facts["num_samples"]] or dataset.lengths.min() < 1:
-            raise ValueError("files of other sizes than were written")
+            raise ValueError("file sizes differ from those written")
         return dataset, dict(facts)
     except (DataError, OSError, ValueError, EOFError, TypeError, IndexError, KeyError, AttributeError) as error:
-        logger.warning("the tokenized dataset in %s is damaged and made anew: %s", folder, first_line(error))
+        logger.warning("the tokenized dataset in %s is damaged and is made again: %s", folder, first_line(error))
         shutil.rmtree(folder, ignore_errors=True)
         return None
 
 
 def remove(folder: Path) -> None:
-    """Delete a dataset and what there is of one that was not finished; the caller holds the lock."""
+    """Delete a dataset and its unfinished files. The caller holds the lock."""
     for path in (folder, _partial(folder)):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Delete what runs left unfinished in `parent` a week ago or longer; a run that is at work keeps its own."""
+    """Delete unfinished datasets in `parent` that are at least a week old; running runs hold theirs by a lock."""
     for partial in parent.glob("*.partial"):
-        # Held by a run, or gone, or not ours to remove: then it stays.
+        # Locked by a run, gone, or not ours to remove: skip it.
         with suppress(OSError), partial.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             facts = [path.stat() for path in (partial, *partial.iterdir())]
@@ -140,10 +140,10 @@ def remove_abandoned(parent: Path) -> None:
 
 
 class DatasetWriter:
-    """Owns the files of a dataset that grows; the caller holds the lock of `folder`.
+    """Owns the files of a growing dataset; the caller holds the lock of `folder`.
 
-    `progress` is what the last finished part was ended with, by this process or an earlier one; None before the first.
-    As a context it closes the files, and leaves them only if a part is finished.
+    `progress` is that of the last committed part, by this process or an earlier one; None before the first. As a
+    context manager it closes the files, and deletes them if no part was committed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -161,7 +161,7 @@ class DatasetWriter:
     def append(
         self, input_ids: npt.NDArray[np.int32], is_target: npt.NDArray[np.bool_], lengths: Sequence[int]
     ) -> None:
-        """Add samples, one behind the other in the arrays; without `lengths` tokens that `finish` cuts into rows."""
+        """Append samples to the arrays; `lengths` empty: tokens that `finish` cuts into rows."""
         starts = self.num_tokens + np.cumsum([0, *lengths], dtype=np.int64)[:-1]
         with _explained(self._folder):
             for name, array in (("input_ids", input_ids), ("is_target", is_target), ("offsets", starts)):
@@ -170,7 +170,7 @@ class DatasetWriter:
         self.num_samples += len(lengths)
 
     def commit_part(self, progress: Mapping[str, object]) -> None:
-        """Bring all to the disk, and note it with `progress` (JSON): from here on it survives this process."""
+        """Sync everything to disk, and record it with `progress` (JSON); from then on it survives a crash."""
         with _explained(self._folder):
             for file in self._arrays.values():
                 self._sync(file)
@@ -180,9 +180,9 @@ class DatasetWriter:
         self.progress = dict(progress)
 
     def finish(self, facts: Mapping[str, object], *, row_length: int | None = None) -> None:
-        """Make `folder` appear, complete, with the facts (JSON); with `row_length` all tokens are cut into such rows.
+        """Rename to `folder`, complete, with `facts` (JSON); `row_length` cuts all tokens into rows of that length.
 
-        The last row is shorter; a single token is none, as nothing predicts a row's first one.
+        The last row is shorter; a single remaining token is dropped, as nothing predicts a row's first token.
         """
         with _explained(self._folder):
             if row_length is not None:
@@ -207,13 +207,13 @@ class DatasetWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):  # a full disk, told before: what is in the buffers is of no finished part
+        with suppress(OSError):  # a full disk, reported before; buffered data belongs to no committed part
             self._files.close()
         if self.progress is None:
             shutil.rmtree(self._partial, ignore_errors=True)
 
     def _resume(self) -> int:
-        """Take over the finished parts that are there; the journal's size up to the last of them."""
+        """Adopt the committed parts on disk; returns the journal's size up to the last one."""
         journal = self._partial / _JOURNAL
         if not journal.is_file():
             return 0
@@ -230,7 +230,7 @@ class DatasetWriter:
             self.progress, self.num_tokens, self.num_samples = dict(last["progress"]), num_tokens, num_samples
             return len(text)
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-            logger.warning("what there is in %s is damaged and made anew: %s", self._partial, first_line(error))
+            logger.warning("unfinished data in %s is damaged and is made again: %s", self._partial, first_line(error))
             return 0
 
     def _open(self, path: Path, size: int) -> Any:

@@ -1,4 +1,4 @@
-"""Owns the way from one sample to rows of token ids with a target mask, at most seq_length tokens each."""
+"""Tokenizes a sample into rows of token ids with a target mask, at most seq_length tokens each."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 _PIECE_CHARACTERS: Final = 1 << 19
-"""A tokenizer takes some 160 bytes for each byte of a text; one of more than twice so many is tokenized in pieces."""
+"""Tokenizers take some 160 bytes per byte of text; text of more than twice this length is tokenized in pieces."""
 _MOST_SEAMLESS: Final = 4
-"""Pieces in a row that end anywhere: a tokenizer takes seconds for each, and such text is no language."""
+"""Limit of consecutive pieces without a natural end: each takes seconds, and such text is not language."""
 _SEAMS: Final = (re.compile(r"\n(?=\S)"), re.compile(r"\S(?= \S)"))
-"""Where pieces end, the best first: tokenizers begin a token at the first word of a line, and at one space."""
+"""Where pieces end, best first: tokenizers start a token at the first word of a line, and at a single space."""
 
 
 _REASONING: Final = (
@@ -35,7 +35,7 @@ _REASONING: Final = (
 
 
 class EncodingNote(StrEnum):
-    """Facts about the tokenizing for the user; the value completes "<n> records: ..."."""
+    """Facts on tokenization for the user; the value completes "<n> records: ..."."""
 
     SPLIT_TURNS = (
         "each assistant turn became a sample of its own, because the tokenizer's chat template renders earlier turns "
@@ -47,7 +47,7 @@ class EncodingNote(StrEnum):
     )
     OTHER_END = (
         "the chat template does not end an answer with the tokenizer's end-of-sequence token, so this token was added "
-        "behind each: the model learns to stop with it"
+        "after each: the model learns to stop with it"
     )
     NO_TOOLS = (
         "the chat template leaves out the `tools`, so the model is trained without seeing them; of the built-in "
@@ -66,16 +66,16 @@ class _EndlessWordError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EncodingRules:
-    """Choice of the targets, and of the text around them."""
+    """Choice of targets and of surrounding text."""
 
     train_on_prompt: bool = False
-    """Whether every token but a row's first is a target."""
+    """Whether every token except a row's first is a target."""
     mask_history: bool = False
     """Whether only the last answer of a conversation is a target."""
     default_system: str | None = None
-    """System message of conversations that have none."""
+    """System message for conversations without one."""
     chat_template: str | None = None
-    """Jinja text in place of the tokenizer's own template."""
+    """Jinja text that replaces the tokenizer's own template."""
 
     def __post_init__(self) -> None:
         assert not (self.train_on_prompt and self.mask_history), "the options contradict each other"
@@ -83,9 +83,9 @@ class EncodingRules:
 
 @dataclass(frozen=True, slots=True)
 class EncodedSample:
-    """Rows of a record; `is_truncated` if tokens were lost to seq_length. A document is one row, however long.
+    """Rows of a record; `is_truncated` if seq_length cut tokens off. A document is one row of any length.
 
-    Without a row it `is_empty` (no text at all), or `is_unanswered`, or its answer has no token to train on.
+    A record without rows `is_empty` (no text), or `is_unanswered`, or its answer has no trainable token.
     """
 
     rows: tuple[TokenizedSample, ...]
@@ -102,7 +102,7 @@ PromptAndTargetIds = tuple[list[int], list[int]]
 
 
 class SampleEncoder:
-    """Turns samples into rows. Holds a tokenizer and no other state; can be pickled."""
+    """Converts samples to rows. Holds a tokenizer and no other state; picklable."""
 
     def __init__(
         self, tokenizer: "PreTrainedTokenizerBase", *, seq_length: int, rules: EncodingRules | None = None
@@ -119,7 +119,7 @@ class SampleEncoder:
         self._start: list[int] = [int(bos_id)] if adds_bos else []
 
     def encode(self, sample: Sample, where: str) -> EncodedSample:
-        """The rows of a sample; raises DataError that names `where` if the chat template refuses it or is broken."""
+        """Rows of a sample. Raises DataError that names `where` if the chat template refuses it or is broken."""
         try:
             return self._encode(sample, where)
         except _EndlessWordError as error:
@@ -195,7 +195,7 @@ class SampleEncoder:
         return self._encode_rows([exchanges], self._start, {EncodingNote.NO_TOOLS} if conversation.tools else set())
 
     def _encode_chat(self, conversation: Conversation, answered: Sequence[int], where: str) -> EncodedSample:
-        """Rows of a conversation by the chat template: one, or one for each answer if the template is not regular."""
+        """Rows of a conversation by the chat template: one, or one per answer if the template is not prefix-stable."""
         chat = ChatRenderer(self._tokenizer, self._rules.chat_template, conversation, where)
         whole = chat.render_all()
         notes = set[EncodingNote]()
@@ -205,7 +205,7 @@ class SampleEncoder:
         if exchanges is not None:
             conversations = [exchanges]
         else:
-            # With every token a target, the last row has all of the others in it.
+            # If every token is a target, the last answer's row includes all others.
             answered = answered[-1:] if self._rules.train_on_prompt else answered
             split = [self._last_exchange(chat, index, where) for index in answered]
             conversations = [[exchange] for exchange, _ in split]
@@ -231,9 +231,9 @@ class SampleEncoder:
     def _regular_exchanges(
         self, chat: ChatRenderer, whole: str, answered: Sequence[int]
     ) -> list[PromptAndTarget] | None:
-        """The whole conversation as one text, cut where each turn adds to the rendering of those before it.
+        """The conversation as one text, split where each turn extends the rendering of the turns before it.
 
-        None if the template is not that regular, or ends an inner turn without the end-of-sequence token.
+        None if a rendering does not extend the previous one, or an inner turn lacks the end-of-sequence token.
         """
         exchanges, position = list[PromptAndTarget](), 0
         for index in answered:
@@ -249,12 +249,12 @@ class SampleEncoder:
         return exchanges
 
     def _last_exchange(self, chat: ChatRenderer, index: int, where: str) -> tuple[PromptAndTarget, bool]:
-        """The turn `index` as the target of all before it, and whether the prompt is what inference would render."""
+        """Turn `index` as target of all turns before it, and whether the prompt equals the one at inference."""
         prompt = chat.render(index, add_generation_prompt=True)
         through = chat.render(index + 1)
         if through.startswith(prompt):
             return (prompt, self._until_eos(through[len(prompt) :])), True
-        # Two answers that differ in their first character show where the template puts an answer.
+        # Renderings of two answers with different first characters show where the template puts the answer.
         probes = [chat.render(index, answer=letter) for letter in "xy"]
         prompt = "".join(x for x, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*probes, strict=False)))
         if not through.startswith(prompt):
@@ -266,7 +266,7 @@ class SampleEncoder:
         return (prompt, self._until_eos(through[len(prompt) :])), False
 
     def _until_eos(self, text: str) -> str:
-        """`text` without white space that templates write after the end-of-sequence token: it is never generated."""
+        """`text` without white space after the end-of-sequence token, which a model never generates."""
         stripped = text.rstrip()
         return stripped if stripped.endswith(self._eos) else text
 
@@ -288,8 +288,8 @@ class SampleEncoder:
     def _tokenize_exchanges(self, exchanges: Sequence[PromptAndTarget], start: list[int]) -> list[PromptAndTargetIds]:
         """Token ids of each prompt and target; the last target ends with the end-of-sequence token.
 
-        Those behind seq_length are left out, as they would be cut off. Where a token would span the border of two
-        parts, they are tokenized one by one, as inference does it.
+        Exchanges beyond seq_length are omitted. If a token would span the border of two parts, all parts are tokenized
+        separately, as at inference.
         """
         text, before = "", list[int]()
         result: list[PromptAndTargetIds] = []
@@ -314,10 +314,10 @@ class SampleEncoder:
         return result
 
     def _tokenize_ends(self, text: str) -> tuple[list[int], bool]:
-        """Token ids, and whether they are all.
+        """Token ids, and whether they are complete.
 
-        Of a long text those in the middle, which `truncate_exchanges` would cut, are not made.
-        Then at least seq_length of them are from either end.
+        The middle of a long text, which `truncate_exchanges` would cut, is not tokenized. At least seq_length tokens
+        are then returned from each end.
         """
         pieces = list(split_text(text))
         head, tail, first, last = list[int](), list[int](), 0, len(pieces)
@@ -330,17 +330,17 @@ class SampleEncoder:
         return head + tail, first == last
 
     def _tokenize(self, piece: str) -> list[int]:
-        # verbose=False: no warning that the text is longer than the model's window; `truncate_exchanges` cuts it.
+        # verbose=False: no warning on text beyond the model's window; `truncate_exchanges` cuts it.
         ids: list[int] = self._tokenizer(piece, add_special_tokens=False, verbose=False).input_ids
         return ids
 
 
 def split_text(text: str) -> Iterator[str]:
-    """The text in pieces that a tokenizer takes with little memory; all but a very long one is one piece.
+    """Split text into pieces that a tokenizer takes with little memory; only very long text has several.
 
-    A piece ends with a line, else before a space, else anywhere. So a token that would span two pieces becomes two, and
-    a tokenizer that puts a space before a text does it once for each piece: some tokens in a million characters.
-    Raises _EndlessWordError at several pieces in a row that end anywhere.
+    A piece ends at a line, else before a space, else anywhere. A token across two pieces becomes two, and a tokenizer
+    that prepends a space does so for each piece: some tokens in a million characters. Raises _EndlessWordError after
+    several consecutive pieces that end anywhere.
     """
     start, num_seamless = 0, 0
     while len(text) - start > 2 * _PIECE_CHARACTERS:
@@ -359,10 +359,10 @@ def split_text(text: str) -> Iterator[str]:
 def truncate_exchanges(
     exchanges: Sequence[PromptAndTargetIds], seq_length: int
 ) -> tuple[list[PromptAndTargetIds], bool]:
-    """As many leading exchanges as seq_length holds, and whether something was lost.
+    """The leading exchanges that fit into seq_length, and whether anything was cut.
 
-    If not even the first fits, prompt and target share the length. The prompt is cut in its middle: its head holds the
-    instruction, its end the words that call for the answer. A cut target ends without the end-of-sequence token.
+    If the first does not fit, prompt and target share the length. The prompt is cut in the middle: its head holds the
+    instruction, its end the words that ask for the answer. A cut target has no end-of-sequence token.
     """
     length = 0
     for index, (prompt, target) in enumerate(exchanges):
@@ -379,21 +379,21 @@ def truncate_exchanges(
 
 
 def split_token_budget(num_prompt: int, num_target: int, seq_length: int) -> tuple[int, int]:
-    """Numbers of tokens of prompt and target to keep when both together exceed seq_length.
+    """Numbers of prompt and target tokens to keep if both together exceed seq_length.
 
-    One that needs at most half stays whole, and the other takes the rest; if both need more, each gets half.
+    A part of at most half of it stays whole, and the other gets the rest; if both are longer, each gets half.
     """
     num_target = min(num_target, max(seq_length - seq_length // 2, seq_length - num_prompt))
     return seq_length - num_target, num_target
 
 
 def _squeezed(text: str) -> str:
-    """The text without white space, which templates change at the ends of reasoning and around its lines."""
+    """The text without white space, as templates change it at the ends and between the lines of reasoning."""
     return "".join(text.split())
 
 
 def split_document(row: TokenizedSample, seq_length: int) -> list[TokenizedSample]:
-    """Consecutive pieces of at most seq_length tokens; a last one of a single token is dropped."""
+    """Consecutive pieces of at most seq_length tokens; a final piece of one token is dropped."""
     ids, is_target = row
     pieces = (slice(first, first + seq_length) for first in range(0, len(ids), seq_length))
     return [(ids[piece], is_target[piece]) for piece in pieces if len(ids[piece]) > 1]

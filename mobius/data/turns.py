@@ -1,4 +1,4 @@
-"""Owns the turns of a conversation: their roles and fields, and how the messages of chat data become turns."""
+"""Owns the turns of a conversation (roles, fields), and the conversion of chat messages to turns."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from mobius.excerpt import listed, quoted
 
 
 class Role(StrEnum):
-    """Speaker of a turn, by the names that chat templates use."""
+    """Speaker of a turn, named as in chat templates."""
 
     SYSTEM = "system"
     USER = "user"
@@ -21,23 +21,23 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Text that one role said in one go, and the tools it called."""
+    """One message of a role: its text, and its tool calls."""
 
     role: Role
     content: str
     fields: Mapping[str, object] = field(default_factory=dict)
-    """Further fields of the message that chat templates read, such as tool_calls, a list of mappings."""
+    """Other message fields that chat templates read, such as tool_calls, a list of mappings."""
     is_trained: bool = True
-    """False for an assistant's turn that the data excludes from training: it is context for later turns."""
+    """False for an assistant turn that the data excludes from training; it remains context for later turns."""
 
     @property
     def has_calls(self) -> bool:
-        """Whether tools are called."""
+        """Whether the turn calls tools."""
         return bool(self.fields.get("tool_calls"))
 
     @property
     def has_content(self) -> bool:
-        """Whether there is anything but white space."""
+        """Whether the turn has tool calls or text other than white space."""
         return bool(self.content.strip()) or self.has_calls
 
 
@@ -53,18 +53,18 @@ _KEYS: Final = (("role", "content"), ("from", "value"))
 _REASONING_FIELDS: Final = ("reasoning_content", "thinking", "reasoning")
 _TEXT_FIELDS: Final = ("name", "tool_call_id", *_REASONING_FIELDS)
 _TRAINED_FIELDS: Final = ("weight", "train", "training", "loss")
-"""Fields of a message that say whether it is trained on: OpenAI's (0, 1), Axolotl's and ms-swift's (true, false)."""
+"""Message fields that say whether it is trained on: OpenAI's (0, 1), Axolotl's and ms-swift's (true, false)."""
 _MOST_LEVELS: Final = 40
-"""Depth of a tool's JSON; a schema has some ten levels."""
+"""Maximum nesting of a tool's JSON; schemas have some ten levels."""
 
 
 def parse_turns(items: Sequence[object], column: str) -> list[Turn]:
-    """Turns of messages with `role` and `content`, or ShareGPT's `from` and `value`; raises DataError."""
+    """Turns from messages with `role` and `content`, or ShareGPT's `from` and `value`. Raises DataError."""
     return [_parse_turn(item, f"`{column}[{position}]`") for position, item in enumerate(items)]
 
 
 def parse_tools(value: object, place: str) -> tuple[Mapping[str, object], ...]:
-    """JSON schemas of tools from a list of them, or from its JSON text; none for null and for empty text."""
+    """JSON schemas of tools, from a list or its JSON text; empty for null or empty text. Raises DataError."""
     return tuple(_mappings(value, place))
 
 
@@ -76,18 +76,18 @@ def tool_call_names(turn: Turn) -> list[str]:
 
 
 def reasoning_of(turn: Turn) -> str:
-    """Thoughts before the answer, a field of their own; empty if there are none."""
+    """Reasoning before the answer, from its own field; empty if there is none."""
     return next((text for name in _REASONING_FIELDS if (text := str(turn.fields.get(name) or "").strip())), "")
 
 
 def function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Name and arguments of a call, which some write into its `function` and some into itself."""
+    """Mapping with name and arguments of a call: its `function`, or the call itself."""
     function = call.get("function")
     return function if isinstance(function, Mapping) else call
 
 
 def as_text(value: object, place: str) -> str:
-    """`value` if it is text that can be encoded, as a tokenizer needs it; JSON's escapes can name half a character."""
+    """Return `value` if it is encodable text. Raises DataError for others, also for JSON's lone surrogates."""
     if not isinstance(value, str):
         raise DataError(f"{place} must be text, not {type(value).__name__}")
     try:
@@ -119,14 +119,14 @@ def _parse_turn(item: object, place: str) -> Turn:
         if content_key not in item:
             raise DataError(f"{place} must have `{role_key}` and `{content_key}`, not {quoted(item)}")
         raise DataError(
-            f"{place}.{content_key} is null; only an assistant's turn with `tool_calls` may be without text. Write an "
+            f"{place}.{content_key} is null; only an assistant's turn with `tool_calls` may have no text. Write an "
             "empty text, or leave the turn out"
         )
     return Turn(role, _content_text(content, f"{place}.{content_key}"), fields, _is_trained(item, role, place))
 
 
 def _is_trained(item: Mapping[object, object], role: Role, place: str) -> bool:
-    """Whether the message is trained on, by what it says of itself; a null says nothing, tables fill in such."""
+    """Whether the message's own fields allow training on it; null means unset, as tables fill in nulls."""
     if item.get("train_detail"):
         raise DataError(
             f"{place}.train_detail is not empty; a message is trained on as a whole or not at all. Split it into "
@@ -147,14 +147,14 @@ def _is_trained(item: Mapping[object, object], role: Role, place: str) -> bool:
 
 
 def _parse_fields(item: Mapping[object, object], place: str) -> dict[str, object]:
-    """Fields of a message beside role and content that templates read; a null is none, tables fill in such."""
+    """Message fields besides role and content that templates read; null means unset, as tables fill in nulls."""
     texts = {name: as_text(item[name], f"{place}.{name}") for name in _TEXT_FIELDS if item.get(name) is not None}
     calls = _calls(item.get("tool_calls"), f"{place}.tool_calls")
     return {**texts, "tool_calls": calls} if calls else dict(texts)
 
 
 def _content_text(content: object, place: str) -> str:
-    """Text of a message; content parts, a list of texts, are joined."""
+    """Text of a message; content parts (a list of texts) are concatenated."""
     if content is None:
         return ""
     if isinstance(content, Sequence) and not isinstance(content, str | bytes):
@@ -176,7 +176,7 @@ def _part_text(part: object, place: str) -> str:
 
 
 def _calls(value: object, place: str) -> list[dict[str, object]]:
-    """Tool calls as the data have them, each with a function's name."""
+    """Tool calls as in the data, each with a function name. Raises DataError."""
     calls = _mappings([value] if isinstance(value, Mapping) else value, place)
     for position, call in enumerate(calls):
         function = function_of(call)
@@ -186,7 +186,7 @@ def _calls(value: object, place: str) -> list[dict[str, object]]:
 
 
 def _mappings(value: object, place: str) -> list[dict[str, object]]:
-    """`value`, or the JSON text of it, as a list of mappings of plain values; none for null and for empty text."""
+    """List of mappings of plain values, from `value` or its JSON text; empty for null or empty text."""
     value = _decoded(value, place)
     if isinstance(value, Mapping):
         value = [value]
@@ -213,7 +213,7 @@ def _decoded(value: object, place: str) -> object:
 
 
 def _plain(value: object, place: str, level: int = 0) -> object:
-    """A copy of a JSON value without keys that are null: tables fill in those that a record does not have."""
+    """Copy of a JSON value without null keys, which tables add for fields that a record lacks."""
     if level > _MOST_LEVELS:
         raise DataError(f"{place} is nested more than {_MOST_LEVELS} levels deep")
     if value is None or isinstance(value, bool | int | float):

@@ -1,4 +1,4 @@
-"""Owns the processes that parse and tokenize blocks; the blocks' order does not depend on their number."""
+"""Owns the processes that parse and tokenize blocks; the order of blocks does not depend on their number."""
 
 import contextlib
 import logging
@@ -26,33 +26,33 @@ from mobius.signal_handling import die_with_parent, sigint_blocked
 
 logger = logging.getLogger(__name__)
 
-_BLOCKS_PER_WORKER: Final = 4  # in flight: enough to keep it busy, few enough that memory stays small
+_BLOCKS_PER_WORKER: Final = 4  # in flight: enough to keep workers busy, few enough to bound memory
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedBlock:
-    """Rows of a block, one behind the other, their lengths, and how many records came to what."""
+    """Concatenated rows of a block, their lengths, and counts of records by outcome."""
 
     input_ids: npt.NDArray[np.int32]
     is_target: npt.NDArray[np.bool_]
     lengths: list[int]
     num_bytes: int
-    """Bytes of the file, as the block tells."""
+    """Bytes of the file, from the block."""
     tally: Counter[str]
-    """Numbers by the names of `SampleCounts`."""
+    """Counts by the field names of `SampleCounts`."""
     notes: Counter[str]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockEncoder:
-    """All that makes rows of a block; can be pickled. Rows of joined text have no lengths yet."""
+    """Converts blocks to rows; picklable. Rows of joined text have no lengths yet."""
 
     encoder: SampleEncoder
     record_format: RecordFormat
     is_joined: bool
 
     def encode(self, block: RecordBlock) -> EncodedBlock:
-        """The rows of a block; raises DataError that names the place of a record that cannot be used."""
+        """Rows of a block. Raises DataError that names the place of an unusable record."""
         rows: list[TokenizedSample] = []
         tally, notes = Counter[str](), Counter[str]()
         for record in block.records():
@@ -80,9 +80,9 @@ class BlockEncoder:
 def encode_blocks(
     blocks: Iterator[RecordBlock], encoder: BlockEncoder, num_workers: int, label: str
 ) -> Iterator[EncodedBlock]:
-    """Encoded blocks in the order given; a single block, or with one worker all, are encoded in this process.
+    """Encode blocks in the given order; one worker, or a single block, runs in this process.
 
-    The number of processes is told at once; the iterator raises DataError if one dies.
+    The number of processes is logged immediately; the iterator raises DataError if one dies.
     """
     first_blocks = list(islice(blocks, 2))
     blocks = chain(first_blocks, blocks)
@@ -96,7 +96,7 @@ def encode_blocks(
 def _encode_in_processes(
     blocks: Iterator[RecordBlock], encoder: BlockEncoder, num_workers: int
 ) -> Iterator[EncodedBlock]:
-    # Not fork: by now torch and the tokenizer may have threads, and a fork keeps their locks but not the threads.
+    # Not fork: torch and the tokenizer may have threads by now, and a fork copies their locks but not the threads.
     context = multiprocessing.get_context("spawn")
     pending: deque[Future[EncodedBlock]] = deque()
     with (
@@ -105,7 +105,7 @@ def _encode_in_processes(
     ):
         try:
             for block in blocks:
-                with sigint_blocked():  # it starts workers as they are needed
+                with sigint_blocked():  # submit may start a worker
                     pending.append(pool.submit(_work, block))
                 if len(pending) == num_workers * _BLOCKS_PER_WORKER:
                     yield pending.popleft().result()
@@ -120,12 +120,12 @@ def _encode_in_processes(
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-# A worker process gets the tokenizer once, when it starts: sent with every block, it would be megabytes each time.
+# Per-process copy of the tokenizer, sent once at start: with every block it would be megabytes each time.
 _worker_state: list[BlockEncoder] = []
 
 
 class _ChildOfParent:
-    """Makes a worker end with its parent as soon as it arrives there: before the tokenizer, which takes seconds."""
+    """Ties a worker's life to the parent's on unpickling: before the tokenizer loads, which takes seconds."""
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return die_with_parent, ()
@@ -133,10 +133,10 @@ class _ChildOfParent:
 
 @contextlib.contextmanager
 def _shared(encoder: BlockEncoder) -> Iterator[Path]:
-    """Give the path of memory that holds the encoder, for workers to read.
+    """Yield the path of an in-memory file with the encoder, for workers to read.
 
-    With what a worker is started with it would be more than a pipe holds: this process would wait for ever to write it
-    to a worker that ended before it read, as one does without the memory to import.
+    As a start argument it would exceed a pipe's buffer: this process would block forever on a worker that ended before
+    reading it, as one does that lacks the memory for its imports.
     """
     with open(os.memfd_create("encoder"), "wb", buffering=0) as memory:
         memory.write(ForkingPickler.dumps(encoder))

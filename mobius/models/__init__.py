@@ -1,1 +1,1 @@
-"""Causal language models from transformers, taken apart into an embedding, layers and a head."""
+"""Causal language models from transformers, split into embedding, layers and head."""

@@ -1,10 +1,10 @@
-"""Attention of rows that hold several documents: causal within each, never from one to another, and exact.
+"""Causal attention within documents for packed rows: exact, no token attends to another document.
 
-    row          d0 d0 d0 d1 d1 d2 d2 d2 d2 -- --      -- is padding: a document of its own, which nobody reads
+    row          d0 d0 d0 d1 d1 d2 d2 d2 d2 -- --      -- is padding: one more document, whose output is not used
     positions     0  1  2  0  1  0  1  2  3  0  1
-    bounds        0        3     5           9    11   of all rows of a microbatch in a row, int32; the last repeats
+    cu_seqlens   0        3     5           9    11    over all rows of a microbatch, int32; the last one repeats
 
-It is an attention implementation of transformers, so that every family takes it. A mask [S, S] is never made on a GPU.
+Registered as an attention implementation of transformers, so it works for every family. No [S, S] mask on a GPU.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from mobius.models.per_document_attention import attend_per_document
 ATTENTION_IMPLEMENTATION = "mobius_documents"
 """Name by which transformers finds `attend_documents`."""
 FLEX_BLOCK_SIZE = 128
-"""Tokens of a block of FlexAttention's masks."""
+"""Block size of FlexAttention's block masks, in tokens."""
 _MOST_HEAD_SIZE = 256
 _LEAST_FLEX_SIZE = 16
 _MOST_FLEX_KERNELS = 256
-"""Kernels of different shapes, windows and caps; a run has one to three."""
+"""Limit of compiled kernels, one per shape, window and cap; a run has one to three."""
 
 
 class DocumentAttention(StrEnum):
-    """Means to keep documents apart."""
+    """Implementation that keeps documents apart."""
 
     VARLEN = "variable-length FlashAttention"
     FLEX = "FlexAttention"
@@ -45,22 +45,22 @@ class DocumentAttention(StrEnum):
 
 @dataclass(frozen=True)
 class DocumentLayout:
-    """Where the documents of a microbatch lie, on the device that computes."""
+    """Document bounds of a microbatch, on the compute device."""
 
     position_ids: Tensor
-    """int32 [B, L]: each token's place in its document."""
+    """int32 [B, L]: position of each token in its document."""
     cu_seqlens: Tensor
-    """int32 [D + 1]: first token of each document among the B * L, then B * L as often as documents are missing."""
+    """int32 [D + 1]: first token of each document among the B * L, then B * L repeated up to the fixed size."""
 
 
 def choose_attention(
     device: torch.device, dtype: torch.dtype, *, head_size: int, softcap: float | None
 ) -> DocumentAttention:
-    """The fastest that can: FlashAttention takes formats of two bytes, heads of up to 256, and no capped scores."""
+    """Return the fastest implementation. FlashAttention needs fp16 or bf16, heads of up to 256, and no softcap."""
     if device.type != "cuda":
         return DocumentAttention.PER_DOCUMENT
     major, minor = torch.cuda.get_device_capability(device)
-    # As in torch's own choice: backward of these widths asks for more shared memory than such cards have.
+    # Same rule as torch: backward for these head sizes needs more shared memory than these cards have.
     is_too_wide = (major, minor) in ((8, 6), (8, 9), (12, 0), (12, 1)) and 192 < head_size <= 224
     fits = head_size <= _MOST_HEAD_SIZE and head_size % 8 == 0 and not is_too_wide
     if major >= 8 and dtype in (torch.bfloat16, torch.float16) and fits and softcap is None:
@@ -69,7 +69,7 @@ def choose_attention(
 
 
 def register_attention() -> None:
-    """Make `attend_documents` known to transformers; once is enough."""
+    """Register `attend_documents` with transformers. Idempotent."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION_IMPLEMENTATION, attend_documents)
@@ -89,9 +89,9 @@ def attend_documents(
     block_masks: BlockMasks | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within documents, as transformers calls it: heads [B, H, L, D] -> [B, L, H, D].
+    """Causal attention within documents, called by transformers: heads [B, H, L, D] -> [B, L, H, D].
 
-    `sliding_window` counts the token itself. Without `document_cu_seqlens` each row is one document.
+    `sliding_window` includes the token itself. Without `document_cu_seqlens` each row is one document.
     """
     assert attention_mask is None, "documents need no mask"
     if document_cu_seqlens is None:
@@ -110,7 +110,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale
     length = query.shape[2]
     flat = [each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
     seen = (-1 if window is None else window - 1, 0)
-    # No document is longer than its row; the longest of each microbatch would be another graph each time.
+    # The row length bounds every document. The longest document instead would recompile for each microbatch.
     run = _flash(query.shape[1] != key.shape[1])
     output = run(*flat, cu_seqlens, cu_seqlens, length, length, scale=scale, window_size=seen)
     return cast(Tensor, output.unflatten(0, (-1, length)))
@@ -118,7 +118,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale
 
 @functools.cache
 def _flash(is_grouped: bool) -> Callable[..., Tensor]:
-    """`varlen_attn` of torch, which takes fewer key heads than query heads as they are in 2.11, later on demand."""
+    """`varlen_attn` of torch. Grouped-query attention is implicit in torch 2.11, an argument in later versions."""
     from torch.nn.attention.varlen import varlen_attn
 
     flash = cast(Callable[..., Tensor], varlen_attn)
@@ -128,20 +128,20 @@ def _flash(is_grouped: bool) -> Callable[..., Tensor]:
 
 @dataclass
 class BlockMasks:
-    """FlexAttention's masks of a microbatch, made when a window is first asked for."""
+    """FlexAttention's block masks of a microbatch, made lazily per window."""
 
     documents: DocumentLayout
     _made: dict[int | None, Any] = field(default_factory=dict)
 
     def of_window(self, window: int | None) -> Any:
-        """The mask for layers that see `window` tokens, itself included; None: all before it."""
+        """Block mask for a sliding window of `window` tokens, the query included; None for full attention."""
         if window not in self._made:
             self._made[window] = make_block_mask(self.documents, window)
         return self._made[window]
 
 
 def make_block_mask(documents: DocumentLayout, window: int | None) -> Any:
-    """The blocks of 128 x 128 that documents touch, made from their bounds alone."""
+    """Block mask (128 x 128) of the blocks that documents cover, computed from document bounds alone."""
     from torch.nn.attention.flex_attention import BlockMask
 
     position_ids = _in_whole_blocks(documents.position_ids)
@@ -150,12 +150,12 @@ def make_block_mask(documents: DocumentLayout, window: int | None) -> Any:
     reach = position_ids if window is None else position_ids.clamp(max=window - 1)
     starts = (tokens - reach)[
         :, ::FLEX_BLOCK_SIZE
-    ] // FLEX_BLOCK_SIZE  # the block of the first token that a block's first one sees
+    ] // FLEX_BLOCK_SIZE  # per query block: first key block that its first token attends to
     number = starts.shape[1]
     blocks = torch.arange(number, device=position_ids.device)
     counts = (blocks - starts + 1).to(torch.int32)
     indices = (starts.unsqueeze(-1) + blocks).clamp(max=number - 1).to(torch.int32)
-    firsts = tokens - position_ids  # a token's document by its first token
+    firsts = tokens - position_ids  # first token of each token's document, which identifies it
 
     def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         seen = (q >= k) & (firsts[b, q] == firsts[b, k])
@@ -171,7 +171,7 @@ def make_block_mask(documents: DocumentLayout, window: int | None) -> Any:
 
 
 def _in_whole_blocks(position_ids: Tensor) -> Tensor:
-    """Positions of whole blocks: what fills the last is a document of each row, which nobody else sees."""
+    """Positions padded to whole blocks; the padding of each row is a document of its own."""
     missing = -position_ids.shape[1] % FLEX_BLOCK_SIZE
     filling = torch.arange(missing, dtype=position_ids.dtype, device=position_ids.device)
     return torch.cat([position_ids, filling.expand(position_ids.shape[0], missing)], dim=1)
@@ -179,19 +179,19 @@ def _in_whole_blocks(position_ids: Tensor) -> Tensor:
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, softcap: float | None) -> Tensor:
     length, size = query.shape[2:]
-    # Zeros behind a small head change neither scores nor what is taken of the values.
+    # Zero padding of small heads changes neither scores nor the values that are used.
     filling = (0, max(0, _LEAST_FLEX_SIZE - size), 0, -length % FLEX_BLOCK_SIZE)
     given = [F.pad(each, filling) for each in (query, key, value)]
     is_grouped = query.shape[1] != key.shape[1]
     capped = None if softcap is None else functools.partial(_cap, softcap)
-    # Beyond its limit torch would run it uncompiled, and so make all scores.
+    # Beyond its recompile limit torch would fall back to eager mode, which materializes all scores.
     try:
         with torch._dynamo.config.patch(recompile_limit=_MOST_FLEX_KERNELS, fail_on_recompile_limit_hit=True):
             output = _compiled_flex()(*given, score_mod=capped, block_mask=mask, scale=scale, enable_gqa=is_grouped)
     except TorchDynamoException as error:
         raise PlanError(
-            f"packed rows run by FlexAttention here, which torch could not compile: {first_line(error)}. Mend that, or "
-            "use --packing off, or --bf16 on a GPU from Ampere on with a model whose heads are of at most 256"
+            f"packed rows use FlexAttention on this GPU, and torch could not compile it: {first_line(error)}. Fix "
+            "that, or use --packing off, or --bf16 on Ampere or newer with a model of head size 256 or less"
         ) from error
     return output[:, :, :length, :size]
 

@@ -1,13 +1,13 @@
-"""Cuts a decoder layer in two at its attention, for every family alike.
+"""Splits a decoder layer at its attention, for every family with one mechanism.
 
     hidden --> project --> query, key, value --> attention --> attended --> finish --> the layer's output
       `--------------------------------------------------------------------'
 
-Every layer of transformers is token by token but for its attention function, which it finds by a name. Both halves are
-copies of the layer that find a function of ours there: it hands out what attention is given and stops, or gives back
-what attention has given. So residuals, norms, and rotary embeddings are where the family's own code has them.
+Every layer of transformers works token by token except for its attention function, which it looks up by name. Both
+halves are copies of the layer that find our function under that name. Ours captures query, key and value and stops, or
+returns a given attention output. Residuals, norms and rotary embeddings therefore stay in the family's own code.
 
-A linear that only queries, keys and values follow from is not computed again behind attention.
+The second half does not recompute linears that only query, key and value depend on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mobius.models.attention import ATTENTION_IMPLEMENTATION
 _NAME = "mobius_seam"
 _SEAM = "_mobius_seam"
 _FOR_ATTENTION = ("attention_mask", "document_cu_seqlens", "block_masks")
-"""Arguments of a layer that it hands to attention and does not read; they are no halves' arguments."""
+"""Layer arguments that only attention reads; the halves do not take them."""
 _OF_DOCUMENTS = _FOR_ATTENTION[1:]
 
 Settings = Mapping[str, Any]
@@ -38,18 +38,18 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """A layer's attention function, with what the layer gives it beside query, key and value."""
+    """A layer's attention function, with the arguments that the layer passes besides query, key and value."""
 
     function: Callable[..., tuple[Tensor, Any]]
     module: nn.Module
-    """The layer's attention, whose plain settings the function may read."""
+    """The layer's attention module, whose attributes the function may read."""
     constants: Settings
-    """Such as `scaling` and `sliding_window`."""
+    """Constant arguments, such as `scaling` and `sliding_window`."""
     forwarded_arguments: tuple[str, ...]
-    """Arguments of the layer that attention gets as they are."""
+    """Layer arguments that are passed to attention unchanged."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-        """Heads [B, H, T, D] -> [B, T, H, D]; `arguments` are the layer's."""
+        """Heads [B, H, T, D] -> [B, T, H, D]; `arguments` are the layer's arguments."""
         settings = {name: arguments[name] for name in self.forwarded_arguments if name in arguments}
         mask = settings.pop("attention_mask", None)
         return self.function(self.module, query, key, value, mask, **self.constants, **settings)[0]
@@ -57,29 +57,29 @@ class LayerAttention:
 
 @dataclass(frozen=True)
 class SplitLayer:
-    """The halves of a layer, on the meta device as it is; parameters have its names."""
+    """The two halves of a layer, on the meta device; parameters keep the layer's names."""
 
     pre_attention: nn.Module
     """Hidden states [B, T, hidden] and the layer's arguments -> query, key and value [B, H, T, D]."""
     post_attention: nn.Module
-    """Hidden states, attended [B, T, H, D] and the layer's arguments -> the layer's output [B, T, hidden]."""
+    """Hidden states, attention output [B, T, H, D] and the layer's arguments -> layer output [B, T, hidden]."""
     pre_attention_parameters: frozenset[str]
-    """Parameters that have a gradient from query, key or value."""
+    """Parameters that query, key or value depend on."""
     post_attention_parameters: frozenset[str]
-    """Parameters that have a gradient from the output with attention's result given."""
+    """Parameters that the layer output depends on when the attention output is given."""
     attention: LayerAttention
 
 
 def without_attention_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the halves among those of the whole layer."""
+    """The layer's arguments without those that only attention reads."""
     return {name: value for name, value in arguments.items() if name not in _FOR_ATTENTION}
 
 
 def split_layer(layer: nn.Module, hidden: Tensor, arguments: Mapping[str, Any], *, family: str) -> SplitLayer:
-    """Cut `layer`, which is on the meta device, as are `hidden` [B, T, hidden] and `arguments`, which it is tried with.
+    """Split `layer` (on the meta device), traced with `hidden` [B, T, hidden] and `arguments`, also on meta.
 
-    Raises CheckpointError, which names `family`, for a layer that does not call attention exactly once by transformers'
-    interface, or gives it tensors of its own making.
+    Raises CheckpointError that names `family` if the layer does not call attention exactly once through transformers'
+    interface, or passes it tensors that the layer computes itself.
     """
     try:
         pre_attention, seam, name = _copy(layer)
@@ -93,7 +93,7 @@ def split_layer(layer: nn.Module, hidden: Tensor, arguments: Mapping[str, Any], 
         own, leaf = without_attention_arguments(arguments), hidden.detach().requires_grad_()
         frozen = [name for name, parameter in layer.named_parameters() if not parameter.requires_grad]
         for half in (pre_attention, post_attention):
-            half.requires_grad_(True)  # of frozen ones, too, it is told which half has them
+            half.requires_grad_(True)  # frozen parameters too, to find the half that uses them
         with torch.enable_grad():
             heads = pre_attention(leaf, **own)
             query, _, value = heads
@@ -121,7 +121,7 @@ def split_layer(layer: nn.Module, hidden: Tensor, arguments: Mapping[str, Any], 
 
 
 class _Reached(BaseException):
-    """Carries what attention is given out of a layer; no family's code catches it."""
+    """Raised to leave the layer with attention's inputs; a BaseException, so that no family's code catches it."""
 
     def __init__(self, module: nn.Module, heads: tuple[Tensor, Tensor, Tensor], settings: Settings) -> None:
         super().__init__()
@@ -129,11 +129,11 @@ class _Reached(BaseException):
 
 
 class _Seam:
-    """Stands in the place of a copied layer's attention function."""
+    """Replaces the attention function of a copied layer."""
 
     def __init__(self) -> None:
         self.given: Tensor | None = None
-        """Attention's result; None to hand out what it is given."""
+        """Attention output to return; None to raise `_Reached` with the inputs."""
         self.num_calls = 0
 
     def meet(
@@ -154,7 +154,7 @@ class _Seam:
         try:
             layer(hidden, **arguments)
         except _Reached as reached:
-            return reached.with_traceback(None)  # which would keep the layer's tensors alive
+            return reached.with_traceback(None)  # a traceback would keep the layer's tensors alive
         return None
 
 
@@ -163,7 +163,7 @@ def _meet(module: nn.Module, *heads: Tensor, **settings: Any) -> tuple[Tensor, N
 
 
 def _copy(layer: nn.Module) -> tuple[nn.Module, _Seam, str | None]:
-    """A copy with a configuration of its own, its seam, and the name of the attention that it had."""
+    """Copy of the layer with its own configuration, its seam, and the name of its attention implementation."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(_NAME, _meet)
@@ -231,7 +231,7 @@ def _with_gradient(module: nn.Module, outputs: Sequence[Tensor]) -> frozenset[st
 
 
 class _ChangedInPlace(contextlib.ExitStack):
-    """Finds the linears of a module whose output the layer changes in place while it runs in here."""
+    """Context that finds the linears of a module whose output the layer modifies in place."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class _ChangedInPlace(contextlib.ExitStack):
 
 
 class _Unread(nn.Module):
-    """Stands in the place of a linear whose output nobody reads or changes; takes neither time nor memory."""
+    """Replaces a linear whose output is neither read nor modified; costs no time and no memory."""
 
     def __init__(self, out_features: int) -> None:
         super().__init__()
@@ -260,6 +260,6 @@ class _Unread(nn.Module):
 
 def _refuse(family: str, fault: str, cause: Exception | None = None) -> NoReturn:
     raise CheckpointError(
-        f"layers of the family {family!r} {fault}, so they cannot be cut at their attention and run in tiles of tokens "
-        "or in slices. Use --tile_tokens off --num_slices 1."
+        f"layers of the family {family!r} {fault}, so they cannot be cut at their attention and run with tiles or "
+        "sequence slices. Use --tile_tokens off --num_slices 1."
     ) from cause

@@ -1,4 +1,4 @@
-"""Runs one block with a graph, and takes that graph back into gradients that add up in place."""
+"""Runs one block with an autograd graph, and its backward, which accumulates gradients in place."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ NamedTensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class AutogradGraph:
-    """A block's forward with autograd's graph, until `backward` consumes it."""
+    """A block's forward with its autograd graph, until `backward` consumes it."""
 
     inputs: Tensors
     leaves: Mapping[str, Tensor]
-    """Name within the block -> a leaf of the graph: parameters, and taps where a product makes the gradient."""
+    """Name within the block -> leaf of the graph: parameters, and placeholders of gradient factors."""
     outputs: Tensors
 
     @property
@@ -34,14 +34,14 @@ class AutogradGraph:
         return self.outputs[0]
 
     def backward(self, gradients: Tensors) -> tuple[Gradients, Tensors]:
-        """Gradients of the leaves, and those of the inputs, of which token ids have none."""
+        """Gradients of the leaves, and of the inputs (none for token ids)."""
         sources = [*self.leaves.values(), *(each for each in self.inputs if each.requires_grad)]
         results = torch.autograd.grad(self.outputs, sources, gradients, allow_unused=True)
         return dict(zip(self.leaves, results, strict=False)), results[len(self.leaves) :]
 
 
 BlockGraph = AutogradGraph | CompiledGraph
-"""A forward with all that `backward` needs of it, and its `outputs`, the first of which is its `output`."""
+"""A finished forward with everything that `backward` needs; `output` is the first of its `outputs`."""
 
 
 def _own_views(views: NamedTensors, block: Block) -> dict[str, Tensor]:
@@ -56,7 +56,7 @@ def run_without_graph(block: Block, weights: NamedTensors, inputs: Tensor, argum
 def run_many_without_graph(
     block: Block, weights: NamedTensors, inputs: Tensors, arguments: Mapping[str, Any]
 ) -> Tensors:
-    """Run a block of several inputs, all [..., widths] of as many rows, or of several outputs, like `run`."""
+    """Like `run_without_graph` for several inputs, each [..., width] with equal row counts, or several outputs."""
     own = _own_views(weights, block)
     graphs = block.graphs if inputs[0].is_floating_point() else None
     outputs = graphs.forward(own, inputs, arguments) if graphs is not None else None
@@ -73,9 +73,9 @@ def run_with_graph(
     arguments: Mapping[str, Any],
     level: RecomputeLevel = RecomputeLevel.NONE,
 ) -> BlockGraph:
-    """Run `block` with a graph that ends in its parameters and, if they are [..., H] and not token ids, its inputs.
+    """Run `block` with a graph whose leaves are its parameters and its inputs, if these are [..., H], not token ids.
 
-    `level` is what the graph holds until its backward; results are the same.
+    `level` selects which activations the graph saves for backward; results do not depend on it.
     """
     return run_many_with_graph(block, weights, (inputs,), arguments, level)
 
@@ -87,7 +87,7 @@ def run_many_with_graph(
     arguments: Mapping[str, Any],
     level: RecomputeLevel = RecomputeLevel.NONE,
 ) -> BlockGraph:
-    """Run a block of several inputs or outputs like `run_with_graph`."""
+    """Like `run_with_graph` for blocks with several inputs or outputs."""
     inputs = tuple(each.detach() for each in inputs)
     own = _own_views(weights, block)
     if inputs[0].is_floating_point():
@@ -110,7 +110,7 @@ def run_many_with_graph(
 def run_saving_products(
     block: Block, weights: NamedTensors, inputs: Tensor, arguments: Mapping[str, Any]
 ) -> tuple[Tensors, SavedProducts] | None:
-    """Run `block` on [..., H] for its outputs and what `resume` needs; None if it is not compiled."""
+    """Run `block` on [..., H]; return its outputs and the state for `resume_from_products`. None if not compiled."""
     if block.graphs is None:
         return None
     return block.graphs.forward_with_saved_products(
@@ -121,13 +121,13 @@ def run_saving_products(
 def resume_from_products(
     block: Block, weights: NamedTensors, products: SavedProducts, arguments: Mapping[str, Any]
 ) -> BlockGraph:
-    """Graph of the forward that gave `products`, which are emptied; with equal weights and arguments."""
+    """Rebuild the graph of the forward that gave `products`, with equal weights and arguments. Empties `products`."""
     assert block.graphs is not None, "the forward was compiled"
     return block.graphs.resume_from_products(_own_views(weights, block), block.gradient_factors, products, arguments)
 
 
 def _run_checkpointed(run_block: Callable[..., Tensor], inputs: Tensors) -> Tensor:
-    """Run a block so that its graph holds products alone; the rest is run again within its backward."""
+    """Run a block so that its graph saves matrix products only; backward recomputes the rest."""
     return cast(
         Tensor,
         checkpoint(
@@ -135,7 +135,7 @@ def _run_checkpointed(run_block: Callable[..., Tensor], inputs: Tensors) -> Tens
             *inputs,
             use_reentrant=False,
             context_fn=selective_checkpoint_contexts,
-            preserve_rng_state=False,  # nothing is drawn at random in a layer
+            preserve_rng_state=False,  # layers draw no random numbers
         ),
     )
 
@@ -143,17 +143,17 @@ def _run_checkpointed(run_block: Callable[..., Tensor], inputs: Tensors) -> Tens
 def backward(
     block: Block, graph: BlockGraph, gradients: NamedTensors, gradient: Tensor, *other_gradients: Tensor
 ) -> Tensor:
-    """Add the gradients of `block`'s parameters to `gradients` (fp32, by Hugging Face name); return that of its inputs.
+    """Add the gradients of `block`'s parameters to `gradients` (fp32, by Hugging Face name); return the input gradient.
 
-    `gradient` is that of the graph's output, `other_gradients` are those of its other outputs, if it has any. Token ids
-    have no gradient: then `gradient` is returned.
+    `gradient` belongs to the graph's first output, `other_gradients` to its other outputs. Token ids have no gradient;
+    `gradient` is returned for them.
     """
     found = backward_many(block, graph, gradients, (gradient, *other_gradients))
     return found[0] if found else gradient
 
 
 def backward_many(block: Block, graph: BlockGraph, gradients: NamedTensors, output_gradients: Tensors) -> Tensors:
-    """Do `backward` from the gradients of all outputs of the graph; return those of all inputs but token ids."""
+    """Like `backward`, with the gradients of all outputs; returns the gradients of all inputs except token ids."""
     found, input_gradients = graph.backward(output_gradients)
     _add(block, found, gradients)
     return input_gradients
@@ -168,7 +168,7 @@ def recomputed_backward(
     gradient: Tensor,
     *other_gradients: Tensor,
 ) -> Tensor:
-    """Do `backward` of `run_with_graph` for inputs that are numbers, in one graph if the block is compiled."""
+    """`run_with_graph` and `backward` for floating-point inputs, as one graph if the block is compiled."""
     return recomputed_backward_many(block, weights, (inputs,), arguments, gradients, (gradient, *other_gradients))[0]
 
 
@@ -180,7 +180,7 @@ def recomputed_backward_many(
     gradients: NamedTensors,
     output_gradients: Tensors,
 ) -> Tensors:
-    """Do `backward_many` of `run_many_with_graph`, in one graph if the block is compiled."""
+    """`run_many_with_graph` and `backward_many`, as one graph if the block is compiled."""
     if block.graphs is not None:
         own = _own_views(weights, block)
         results = block.graphs.recomputed_backward(own, block.gradient_factors, inputs, arguments, output_gradients)
@@ -192,7 +192,7 @@ def recomputed_backward_many(
 
 
 def _add(block: Block, results: Gradients, gradients: NamedTensors) -> None:
-    """Add the gradients found for the leaves of `block` to its sums; a frozen parameter has no sum."""
+    """Add the gradients of `block`'s leaves to the gradient sums; frozen parameters have none."""
     found = {name: result for name, result in results.items() if result is not None}
     sums = {name: gradients[block.prefix + name] for name in block.shapes if block.prefix + name in gradients}
     plain = [name for name in found if name in sums]

@@ -1,6 +1,6 @@
-"""Takes a transformers model apart into an embedding, layers and a head, which run on weights passed in.
+"""Splits a transformers model into embedding, layers and head, which run on weights passed as arguments.
 
-The model is built on the meta device, so it costs no memory. Layers that differ in nothing but their index share one
+The model is built on the meta device, so it takes no memory. Layers that differ only in their index share one
 template.
 """
 
@@ -55,33 +55,33 @@ from mobius.models.weight_conversion.parameter_pieces import ParameterPiece, fin
 from mobius.plan.partition import ModelShape, TrainedParameters
 
 LayerArguments = Sequence[KeywordArguments]
-"""Keyword arguments of each of the model's layers beside its hidden states."""
+"""Keyword arguments of each layer of the model, besides its hidden states."""
 _NORM = re.compile(r"Norm(?![a-z])")
-"""Part of the class names of norms, such as CohereLayerNorm, Qwen3RMSNorm and RMSNormGated."""
+"""Matches class names of norms, such as CohereLayerNorm, Qwen3RMSNorm and RMSNormGated."""
 _PROBE_TOKENS = 13
-"""A sequence length that is no model's width or number of experts."""
+"""Probe sequence length, different from every model's width and number of experts."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """One module of the model and the Hugging Face prefix of its parameters; blocks may share `module`."""
+    """One module of the model with the Hugging Face prefix of its parameters; blocks may share `module`."""
 
     prefix: str
-    """With its closing dot, for example `model.layers.3.`."""
+    """Ends with a dot, for example `model.layers.3.`."""
     module: nn.Module
-    """On the meta device; its buffers (which are never trained) are real."""
+    """On the meta device; buffers (never trained) are real."""
     shapes: Mapping[str, tuple[int, ...]]
     """Parameter name within the module -> shape."""
     gradient_factors: tuple[GradientFactors, ...] = ()
-    """Weights within the module whose gradient is made outside of autograd (`linear.py`, `experts`)."""
+    """Weights within the module whose gradient is computed outside autograd (`linear.py`, `experts`)."""
     compiled: CompiledFunction[..., Tensor] | None = None
-    """The module's code compiled, shared like `module`; None to run it eagerly."""
+    """The module's code under torch.compile, shared like `module`; None for eager mode."""
     frozen: frozenset[str] = frozenset()
     """Parameters that are not trained."""
     no_weight_decay: frozenset[str] = frozenset()
-    """Parameters without weight decay: of norms, biases, and whatever else has one dimension or none."""
+    """Parameters without weight decay: norms, biases, and tensors of at most one dimension."""
     graphs: CompiledModule | None = None
-    """The module as graphs of its own, shared too; None to call its code and leave backward to autograd."""
+    """The module compiled to its own graphs, shared like `module`; None to use its code and autograd."""
 
     @property
     def num_parameters(self) -> int:
@@ -89,7 +89,7 @@ class Block:
 
     @property
     def num_trained_parameters(self) -> int:
-        """Parameters that are trained."""
+        """Number of elements of trained parameters."""
         return sum(torch.Size(shape).numel() for name, shape in self.shapes.items() if name not in self.frozen)
 
     def frozen_names(self) -> frozenset[str]:
@@ -105,13 +105,13 @@ class Block:
         return {self.prefix + name: shape for name, shape in self.shapes.items()}
 
     def __call__(self, weights: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Run the module on `weights` (name within the module -> tensor; taps of its linears among them or not)."""
+        """Run the module on `weights`: name within the module -> tensor, placeholders of its linears optional."""
         if self.compiled is not None:
             return self.compiled(dict(weights), args, kwargs)
         return cast(Tensor, functional_call(self.module, dict(weights), args, kwargs))
 
     def compile(self, name: str) -> Block:
-        """This block, run under torch.compile; `name` is what messages call it, in the plural."""
+        """This block under torch.compile; `name` (plural) is used in messages."""
 
         def run(weights: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
             return cast(Tensor, functional_call(self.module, weights, args, kwargs))
@@ -121,17 +121,17 @@ class Block:
 
 @dataclass(frozen=True)
 class SplitBlocks:
-    """A layer cut at its attention (`attention_split.py`); each half has its parameters by the layer's prefix."""
+    """A layer split at its attention (`attention_split.py`); both halves use the layer's parameter prefix."""
 
     pre_attention: Block
     """Hidden states -> query, key and value."""
     post_attention: Block
-    """Hidden states and attention's result -> the layer's output."""
+    """Hidden states and attention output -> the layer's output."""
     attention: LayerAttention
 
 
 class ModelParts:
-    """A causal language model as blocks: embedding, layers, norm, head; and its own initialization."""
+    """A causal language model as blocks (embedding, layers, norm, head), with the family's initialization."""
 
     def __init__(
         self,
@@ -142,14 +142,14 @@ class ModelParts:
         packed_dtype: torch.dtype | None = None,
         adapters: AdapterConfig = AdapterConfig(),
     ) -> None:
-        """`compiled` runs layers, norm and loss as graphs. `packed`: rows hold documents, in this dtype.
+        """Build the parts. `compiled` compiles layers, norm and loss; `packed_dtype` is the dtype of packed rows.
 
-        `adapters` says what is trained. Raises CheckpointError for a model of another build, and ConfigError for
-        adapters that it cannot have.
+        `adapters` selects the trained parameters. Raises CheckpointError for an unsupported model structure, and
+        ConfigError for adapters that do not fit the model.
         """
         self.adapters = adapters
         self.attention = None if packed_dtype is None else _attention_of(config, device, packed_dtype)
-        config = copy.deepcopy(config)  # what it says of attention and experts is changed
+        config = copy.deepcopy(config)  # its attention and experts implementations are changed below
         if self.attention is not None:
             register_attention()
             config._attn_implementation = ATTENTION_IMPLEMENTATION
@@ -158,7 +158,7 @@ class ModelParts:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, trust_remote_code=False
             )
-        # Dropout would draw other numbers in the recomputed forward; fine-tuning models ship with 0.
+        # Recomputed forwards would draw different dropout masks; models for fine-tuning ship with dropout 0.
         self.model = model.eval()
         freeze_persistent_buffers(model)
         replace_linears(model)
@@ -179,7 +179,7 @@ class ModelParts:
         _check_rotary(config, arguments)
         self._probed, self._is_compiled = arguments, compiled
         self._halves: dict[int, SplitBlocks] = {}
-        # FlexAttention compiles itself, and its masks are no tensors that a graph takes.
+        # FlexAttention compiles itself, and its masks are not tensors, so they cannot be graph inputs.
         compiled_layers = compiled and self.attention is not DocumentAttention.FLEX
         self.layers = tuple(self._layer_blocks(structure.layers, arguments, compiled=compiled_layers))
         self.is_tied = bool(config.tie_word_embeddings)
@@ -187,22 +187,22 @@ class ModelParts:
 
     @property
     def tied_names(self) -> tuple[str, str] | None:
-        """Names of the embedding's and the head's shared matrix, or None if they are separate."""
+        """Names of the shared matrix in embedding and head, or None if they are separate."""
         return (f"{self.structure.embedding}.weight", self.head.prefix + "weight") if self.is_tied else None
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """All parts in forward order."""
+        """All blocks in forward order."""
         return self.embedding, *self.layers, self.norm, self.head
 
     @property
     def trained_tied_names(self) -> tuple[str, str] | None:
-        """`tied_names` of a matrix that is trained."""
+        """`tied_names` if the shared matrix is trained, else None."""
         return self.tied_names if self.embedding.num_trained_parameters else None
 
     @property
     def stored_names(self) -> dict[str, str]:
-        """Parameter -> the name it is stored under, where that is another one: a tied head's."""
+        """Parameter -> name in the checkpoint, where it differs: the tied head."""
         return {self.tied_names[1]: self.tied_names[0]} if self.tied_names else {}
 
     def base_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -212,24 +212,24 @@ class ModelParts:
 
     @cached_property
     def parameter_pieces(self) -> Mapping[str, tuple[ParameterPiece, ...]]:
-        """Parameter -> tensors that it is stored as, where that is not one by its name; raises CheckpointError."""
+        """Parameter -> checkpoint tensors, where it is not stored under its own name. Raises CheckpointError."""
         return find_parameter_pieces(self.model, self.base_shapes())
 
     @property
     def first_trained_layer(self) -> int:
-        """The first layer that backward has to reach: 0 where the embedding is trained, the layers' number for none."""
+        """First layer that backward must reach: 0 if the embedding is trained, the number of layers if none is."""
         has_trained = (layer.num_trained_parameters > 0 for layer in self.layers)
         first = next((index for index, is_trained in enumerate(has_trained) if is_trained), len(self.layers))
         return 0 if self.embedding.num_trained_parameters else first
 
     def shape(self) -> ModelShape:
-        """The model in the planner's numbers."""
+        """The model's sizes, for the planner."""
         return ModelShape(
             embedding_parameters=self.embedding.num_parameters,
             layer_parameters=tuple(layer.num_parameters for layer in self.layers),
             head_parameters=self.norm.num_parameters + self.head.num_parameters,
             hidden_size=self.config.hidden_size,
-            # A family whose layers are all of experts may have theirs alone.
+            # Families with experts in all layers may define moe_intermediate_size only.
             intermediate_size=getattr(self.config, "intermediate_size", None) or self.config.moe_intermediate_size,
             vocab_size=self.config.vocab_size,
             is_tied=self.is_tied,
@@ -257,9 +257,9 @@ class ModelParts:
         )
 
     def split_at_attention(self, index: int) -> SplitBlocks:
-        """The layer `index` cut at its attention; layers of one template share the halves' code and graphs.
+        """Layer `index` split at its attention; layers of one template share the halves' code and graphs.
 
-        Raises CheckpointError for a family whose layers cannot be cut.
+        Raises CheckpointError for a family whose layers cannot be split.
         """
         layer = self.layers[index]
         key = id(layer.module)
@@ -277,7 +277,7 @@ class ModelParts:
 
         def half(module: nn.Module, trained: frozenset[str]) -> Block:
             gradient_factors = tuple(tap for tap in layer.gradient_factors if tap.weight in trained)
-            # FlexAttention, which compiles itself, is in neither half.
+            # FlexAttention, which compiles itself, is outside of both halves.
             graphs = CompiledModule(module, name="halves of layers") if self._is_compiled else None
             return replace(_block("", module), gradient_factors=gradient_factors, graphs=graphs)
 
@@ -288,12 +288,12 @@ class ModelParts:
         )
 
     def _on_meta(self, arguments: KeywordArguments) -> tuple[Tensor, dict[str, Any]]:
-        """Hidden states and a layer's arguments to try it with."""
+        """Hidden states and a layer's arguments on the meta device, to trace the layer with."""
         hidden = torch.empty(1, _PROBE_TOKENS, self.config.hidden_size, device="meta")
         return hidden, tree_map_only(Tensor, lambda value: value.to("meta"), dict(arguments))
 
     def _scaled_block(self, name: str, steps: ScalingSteps) -> Block:
-        """The part of this name, with the steps that follow it."""
+        """The named part, followed by its scaling steps."""
         module = self.model.get_submodule(name)
         if not steps:
             return _block(f"{name}.", module)
@@ -301,9 +301,9 @@ class ModelParts:
         return _block(f"{above}.", ScaledModule(own, module, steps))
 
     def _layer_blocks(self, prefix: str, arguments: LayerArguments, *, compiled: bool) -> Iterator[Block]:
-        """One block per layer, with taps of its linears and experts that one forward calls once, on all of its tokens.
+        """One block per layer, with gradient factors for linears and experts that run once per forward on all tokens.
 
-        Layers with equal signatures get the module of the first of them.
+        Layers with equal signatures share the first one's module.
         """
         templates: dict[tuple[Any, ...], Block] = {}
         for (index, layer), own in zip(self.model.get_submodule(prefix).named_children(), arguments, strict=True):
@@ -317,7 +317,7 @@ class ModelParts:
             yield replace(templates[signature], prefix=f"{prefix}.{index}.")
 
     def _make_buffers_real(self, device: torch.device) -> None:
-        """Give every buffer storage on `device` and let the model fill it: meta buffers have no values."""
+        """Allocate every meta buffer on `device` and let the model fill it."""
         for module in self.model.modules():
             on_meta = [(name, buffer) for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
             module._buffers.update({name: torch.empty_like(buffer, device=device) for name, buffer in on_meta})
@@ -332,13 +332,13 @@ def _attention_of(config: PretrainedConfig, device: torch.device, dtype: torch.d
 
 
 def _head_size(config: PretrainedConfig) -> int:
-    if (plain := getattr(config, "qk_nope_head_dim", None)) is not None:  # of queries and keys, which are in two parts
+    if (plain := getattr(config, "qk_nope_head_dim", None)) is not None:  # queries and keys have two parts
         return int(plain + getattr(config, "qk_rope_head_dim", 0))
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _taps(layer: nn.Module, run: Callable[[], object]) -> tuple[GradientFactors, ...]:
-    """Taps of a layer that `run` runs on the probe's tokens."""
+    """Gradient factors of a layer that `run` runs on the probe tokens."""
     linears = find_linear_gradient_factors(layer, run, num_tokens=_PROBE_TOKENS)
     return *linears, *find_experts_gradient_factors(layer, run, num_tokens=_PROBE_TOKENS)
 
@@ -351,9 +351,9 @@ def _block(prefix: str, module: nn.Module) -> Block:
 
 
 def _without_decay(module: nn.Module) -> frozenset[str]:
-    """Names of parameters that weight decay leaves alone.
+    """Names of parameters without weight decay.
 
-    Kinds decide, not shapes: norms of heads and biases of experts are matrices in some families.
+    Decided by class and name, not by shape: head norms and expert biases are matrices in some families.
     """
     return frozenset(
         f"{path}.{name}" if path else name
@@ -364,7 +364,7 @@ def _without_decay(module: nn.Module) -> frozenset[str]:
 
 
 def _signature(layer: nn.Module) -> tuple[Any, ...]:
-    """All that makes a layer compute what it does, but not its index: classes, parameter shapes, plain settings."""
+    """All that determines a layer's computation except its index: classes, parameter shapes, plain attributes."""
     named = layer.named_parameters()
     parts: list[Any] = [(name, tuple(parameter.shape), parameter.requires_grad) for name, parameter in named]
     for path, module in layer.named_modules():
@@ -375,10 +375,10 @@ def _signature(layer: nn.Module) -> tuple[Any, ...]:
 
 
 class LayerArgumentsBuilder:
-    """Makes what each layer gets beside its hidden states: masks, rotary embeddings, and the bounds of documents.
+    """Builds each layer's arguments besides hidden states: masks, rotary embeddings, document bounds.
 
-    The family's own forward makes them, run once per length with stand-ins in the layers' places: masks by layer kind,
-    scaled and sliding variants are transformers' own. Right padding with causal attention needs no padding mask.
+    The family's own forward makes them: it runs once per length with stand-ins for the layers, so masks per layer kind
+    and scaled or sliding variants are transformers' own. Right padding needs no mask in causal attention.
     """
 
     def __init__(self, parts: ModelParts, *, device: torch.device, dtype: torch.dtype) -> None:
@@ -390,8 +390,8 @@ class LayerArgumentsBuilder:
     def __call__(self, seq_length: int, documents: DocumentLayout | None = None) -> LayerArguments:
         """Keyword arguments of every layer for sequences of `seq_length` tokens.
 
-        Those of one length are kept, with tensors of batch size 1. Those of `documents` are made anew: rotary
-        embeddings [B, L, ...] are rows of the kept ones, so a token's are the same wherever its document lies.
+        They are cached per length, with batch size 1. With `documents` they are made anew, and rotary embeddings
+        [B, L, ...] are gathered from the cached rows: a token gets the same values wherever its document starts.
         """
         if seq_length not in self._by_length:
             hidden = torch.zeros(1, seq_length, self._config.hidden_size, device=self._device, dtype=self._dtype)
@@ -402,7 +402,7 @@ class LayerArgumentsBuilder:
         return kept if documents is None else self._placed(kept, documents)
 
     def _placed(self, kept: LayerArguments, documents: DocumentLayout) -> LayerArguments:
-        """The arguments `kept` for rows with `documents` instead of one sequence; layers of a kind share theirs."""
+        """The cached arguments adapted to rows of `documents`; layers with equal rotary tables share the result."""
         shared: dict[str, Any] = {"position_ids": documents.position_ids, "document_cu_seqlens": documents.cu_seqlens}
         if self._has_block_masks:
             shared["block_masks"] = BlockMasks(documents)
@@ -425,10 +425,10 @@ class LayerArgumentsBuilder:
 
 
 def _check_rotary(config: PretrainedConfig, inputs: LayerArguments) -> None:
-    """Refuse rotary embeddings that are not finite: every activation would become so. Masks may be infinite."""
+    """Refuse non-finite rotary embeddings, which would make every activation non-finite. Masks may be infinite."""
     values = {id(value): value for own in inputs for value in tree_leaves(own.get("position_embeddings"))}
     if not all(bool(value.isfinite().all()) for value in values.values() if isinstance(value, Tensor)):
         raise CheckpointError(
-            f"{file_of(config)} gives rotary embeddings that are not finite. Mend its rope_theta, rope_parameters or "
-            "rope_scaling."
+            f"{file_of(config)} gives rotary embeddings that are not finite. Correct its rope_theta, rope_parameters "
+            "or rope_scaling."
         )

@@ -1,11 +1,12 @@
-"""Compiles functions under torch.compile, and modules into graphs of their own, forward alone and both ways back.
+"""Runs functions under torch.compile, and modules as graphs of their own: forward alone, or with backward.
 
-    activations kept        a forward, and a backward that takes what the forward kept
-    products kept           the same, and the backward runs again what is cheap (recompute_policy.py)
-    recomputed              one graph of both; what only the output would need is not in it, above all the last product
+    save activations        a forward graph, and a backward graph that takes the saved activations
+    save products           the same; backward recomputes cheap operations (recompute_policy.py)
+    recompute               one graph of forward and backward, without operations that only the output needs, above all
+                            the last matrix product
 
-A module's own graphs spare the host about half of the work that torch.compile and autograd give it: nothing is between
-a call and its graph, neither autograd nor guards. All of them are made and called under torch.no_grad.
+A module's own graphs save about half of the host time that torch.compile and autograd take: a call runs its graph
+without autograd and guards. All graphs are made and called under torch.no_grad.
 """
 
 from __future__ import annotations
@@ -39,57 +40,57 @@ logger = logging.getLogger(__name__)
 Weights = Mapping[str, Tensor]
 """Name within the module -> value."""
 Gradients = Mapping[str, Tensor | None]
-"""Name within the module, or name of a tap -> gradient; None where it has none."""
+"""Name within the module, or name of a placeholder -> gradient; None if it has none."""
 Results = Sequence[Tensor | None]
 Tensors = tuple[Tensor, ...]
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 _SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
-"""Operations that give what they are given."""
+"""Operations that return their input."""
 
 
 class KeywordArguments(dict[str, Any]):
-    """Keyword arguments, which do not change; layers that share them flatten them once.
+    """Immutable keyword arguments; layers that share them flatten them once.
 
-    torch's pytree takes them for a leaf, like any class of one's own: it must be given `dict(arguments)`.
+    torch's pytree treats this class as a leaf, so pass it `dict(arguments)`.
     """
 
     @cached_property
     def flat(self) -> tuple[Sequence[Tensor], Hashable]:
-        """Their tensors, and the kinds of all values: graphs are made for kinds."""
+        """The tensors, and the kinds of all values; a graph is specific to kinds."""
         values = pytree.tree_leaves(dict(self))
         return [value for value in values if isinstance(value, Tensor)], (tuple(self), *map(_kind, values))
 
 
 class CompiledFunction(Generic[Parameters, Result]):
-    """A function under torch.compile: one graph per shape and grad mode; compiling one takes up to a minute."""
+    """A function under torch.compile: one graph per shape and grad mode; compiling a graph takes up to a minute."""
 
     def __init__(self, function: Callable[Parameters, Result], *, name: str) -> None:
-        """`name` is what a message calls it, in the plural."""
+        """`name` (plural) is used in messages."""
         self._function, self._name = function, name
         self._compiled = torch.compile(function, dynamic=False)
         self._is_broken = False
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        """Run the function; after a failure to compile, eagerly from then on."""
+        """Run the function; after a compilation failure it runs eagerly from then on."""
         if not self._is_broken:
             try:
                 return self._compiled(*args, **kwargs)
             except TorchDynamoException as error:
                 self._is_broken = True
-                told = "%s run without compilation, which is slower: torch.compile failed: %s"
+                told = "%s run uncompiled, which is slower: torch.compile failed: %s"
                 logger.warning(told, self._name, first_line(error))
         return self._function(*args, **kwargs)
 
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """A forward until `backward` consumes it: its outputs, and what backward needs."""
+    """A finished forward: its outputs, and what `backward` needs until it has run."""
 
     outputs: Tensors
-    """Empty where backward goes on from `SavedProducts`, whose outputs have gone their way."""
+    """Empty if backward resumes from `SavedProducts`."""
     _known: list[Tensor]
-    """Tensors of the call, and what the forward kept beside them."""
+    """Tensors of the call, followed by the saved activations."""
     _graphs: _SplitGraphs
 
     @property
@@ -97,21 +98,21 @@ class CompiledGraph:
         return self.outputs[0]
 
     def backward(self, gradients: Tensors) -> tuple[Gradients, Tensors]:
-        """Gradients of the leaves, and those of the inputs; `gradients` are those of `outputs`. Only once."""
+        """Gradients of the leaves, and of the inputs, from the gradients of `outputs`. Call it once only."""
         for gradient, output in zip(gradients, self.outputs, strict=bool(self.outputs)):
             assert (gradient.shape, gradient.dtype) == (output.shape, output.dtype)
         with torch.no_grad():
             self._known.extend(gradient.contiguous() for gradient in gradients)
             backward_inputs = [self._known[position] for position in self._graphs.backward_inputs]
-            self._known.clear()  # what is kept is freed as soon as it is used
+            self._known.clear()  # so that each saved tensor is freed after its last use
             return _named(self._graphs.leaves, self._graphs.backward(backward_inputs))
 
 
 @dataclass(frozen=True)
 class SavedProducts:
-    """Activations of a forward that its backward can go on from anywhere and at any time, given weights and arguments.
+    """Saved activations of a forward, enough to resume its backward later, also after they moved.
 
-    That is the input, and what the forward keeps of level `ELEMENTWISE`.
+    Holds the input and the tensors saved at level `ELEMENTWISE`; weights and arguments are passed again.
     """
 
     inputs: Tensor
@@ -119,16 +120,16 @@ class SavedProducts:
 
 
 class CompiledModule:
-    """A module as graphs, one of each kind per shape; the first call of each shape compiles.
+    """A module as graphs, one per kind and shape; the first call with a shape compiles.
 
-    `weights` are by name within the module; `make_leaves` gives the leaves of gradients for them and
-    `gradient_factors`, but for parameters of the module that require none. `inputs` are the module's first arguments,
-    floating point and with as many rows; `arguments` are the others by name. Outputs are one tensor or a tuple of them.
-    All methods return None if the module cannot be traced or compiled: it must then be called as it is.
+    `weights` are by name within the module. Gradients belong to the leaves that `make_leaves` makes of `weights` and
+    `gradient_factors`, without frozen parameters. `inputs` are the module's first arguments, floating point with equal
+    row counts; `arguments` are the others by name. Outputs are one tensor or a tuple. All methods return None if the
+    module cannot be traced or compiled; call the module itself then.
     """
 
     def __init__(self, module: nn.Module, *, name: str) -> None:
-        """`name` is what a message calls such modules, in the plural."""
+        """`name` (plural) is used in messages for such modules."""
         self._module, self._name = module, name
         self._buffers = dict(module.named_buffers())
         self._frozen = frozenset(name for name, each in module.named_parameters() if not each.requires_grad)
@@ -136,7 +137,7 @@ class CompiledModule:
         self._is_broken = False
 
     def forward(self, weights: Weights, inputs: Tensors, arguments: Mapping[str, Any]) -> Tensors | None:
-        """The outputs, of which no gradient will be asked."""
+        """The outputs, without anything for backward."""
         with torch.no_grad():
             call = self._call(weights, (), inputs, arguments)
             graph = self._graph(("forward", call.key), lambda: _compile_function(call.run, call.tensors))
@@ -150,7 +151,7 @@ class CompiledModule:
         arguments: Mapping[str, Any],
         gradients: Tensors,
     ) -> tuple[Gradients, Tensors] | None:
-        """Gradients of the leaves and those of `inputs`, from the inputs; `gradients` are those of the outputs."""
+        """Gradients of the leaves and of `inputs`, recomputed from the inputs; `gradients` belong to the outputs."""
         with torch.no_grad():
             call = self._call(weights, gradient_factors, inputs, arguments)
             tensors = [*call.tensors, *gradients]
@@ -166,7 +167,7 @@ class CompiledModule:
         arguments: Mapping[str, Any],
         level: RecomputeLevel = RecomputeLevel.NONE,
     ) -> CompiledGraph | None:
-        """The forward, which keeps what `level` says; its backward needs the same `weights` where they are."""
+        """The forward, with activations saved as `level` says; backward needs the same `weights` storage."""
         with torch.no_grad():
             call = self._call(weights, gradient_factors, inputs, arguments)
             graphs = self._split_graphs(call, level)
@@ -182,7 +183,7 @@ class CompiledModule:
         inputs: Tensor,
         arguments: Mapping[str, Any],
     ) -> tuple[Tensors, SavedProducts] | None:
-        """The outputs, and what `resume` needs: neither weights nor arguments are held."""
+        """The outputs, and the state for `resume_from_products`, which holds neither weights nor arguments."""
         with torch.no_grad():
             call = self._call(weights, gradient_factors, (inputs,), arguments)
             graphs = self._split_graphs(call, RecomputeLevel.ELEMENTWISE)
@@ -198,7 +199,7 @@ class CompiledModule:
         products: SavedProducts,
         arguments: Mapping[str, Any],
     ) -> CompiledGraph:
-        """Backward's part of what `forward_with_saved_products` gave, with equal weights and arguments.
+        """Backward state of an earlier `forward_with_saved_products` call, with equal weights and arguments.
 
         Empties `products`.
         """
@@ -233,34 +234,34 @@ class CompiledModule:
         )
 
     def _graph(self, key: Hashable, make: Callable[[], Result]) -> Result | None:
-        """The graph of this key, made at its first call; None once something could not be traced or compiled."""
+        """The graph of `key`, made at its first call; None after any tracing or compilation failure."""
         if not self._is_broken and key not in self._graphs:
             try:
                 self._graphs[key] = make()
-            except Exception as error:  # torch has no class for all that may fail
+            except Exception as error:  # torch has no common class for these failures
                 self._is_broken = True
-                logger.warning("%s run without graphs of their own, which is slower: %s", self._name, first_line(error))
+                logger.warning("%s run without their own graphs, which is slower: %s", self._name, first_line(error))
         return None if self._is_broken else self._graphs[key]
 
 
 def _kind(value: object) -> Hashable:
-    """Properties of an argument that a graph is made for."""
+    """Properties of an argument that a graph is specific to."""
     return (value.device, value.dtype, *value.shape, *value.stride()) if isinstance(value, Tensor) else repr(value)
 
 
 def _named(leaves: Sequence[str], gradients: Results) -> tuple[Gradients, Tensors]:
-    """Gradients of `leaves` by name, and those behind them."""
+    """Gradients of `leaves` by name, and the gradients of inputs that follow them."""
     return dict(zip(leaves, gradients, strict=False)), cast(Tensors, tuple(gradients[len(leaves) :]))
 
 
 def as_tuple(outputs: Tensor | Tensors) -> Tensors:
-    """Outputs of a module that gives one tensor or several."""
+    """Outputs of a module that returns one tensor or several, as a tuple."""
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """The tensors of a call in a row, and how to make the call with others like them."""
+    """A call with its tensors in a flat list, which can be repeated with other tensors."""
 
     module: nn.Module
     weights: Sequence[str]
@@ -269,23 +270,23 @@ class _Call:
     gradient_factors: Sequence[GradientFactors]
     frozen: frozenset[str]
     arguments: Mapping[str, Any]
-    """Arguments behind the module's inputs."""
+    """Keyword arguments, which follow the module's inputs."""
     tensors: Sequence[Tensor]
-    """Weights, inputs, buffers, and those of `arguments`."""
+    """Weights, inputs, buffers, and tensors of `arguments`, in this order."""
     key: Hashable
-    """Kinds of all that goes in: each key has a graph of its own."""
+    """Kinds of all tensors and arguments: each key has its own graph."""
 
     @property
     def leaves(self) -> Sequence[str]:
-        """Names of what has a gradient beside the inputs."""
+        """Names of everything with a gradient except the inputs."""
         return tuple(make_leaves(self._sorted(self.tensors)[0], self.gradient_factors, self.frozen, num_tokens=1)[1])
 
     def run(self, tensors: Sequence[Tensor]) -> Results:
-        """The outputs for `tensors`, in a row; what is no tensor is as in this call."""
+        """Outputs for `tensors` in the order of `self.tensors`; other arguments are those of this call."""
         return self._outputs(*self._sorted(tensors))
 
     def differentiate(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> Results:
-        """The outputs, and gradients of `leaves` and of the inputs."""
+        """Outputs, then gradients of `leaves`, then gradients of the inputs."""
         weights, given, rest = self._sorted(tensors)
         inputs = tuple(each.detach().requires_grad_() for each in given)
         fixed, leaves = make_leaves(
@@ -297,13 +298,13 @@ class _Call:
         return *(output.detach() for output in outputs), *found
 
     def gradients(self, tensors: Sequence[Tensor]) -> Results:
-        """Gradients of `leaves` and of the inputs; those of the outputs are behind `tensors` of a call."""
+        """Gradients of `leaves` and of the inputs; `tensors` holds the call's tensors, then the output gradients."""
         number = len(self.tensors)
         results = self.differentiate(tensors[:number], tensors[number:])
         return results[len(tensors) - number :]
 
     def _sorted(self, tensors: Sequence[Tensor]) -> tuple[Weights, Tensors, Iterator[Tensor]]:
-        """Weights, inputs, and the others: buffers and those of `arguments`."""
+        """Weights, inputs, and an iterator over buffers and tensors of `arguments`."""
         behind = iter(tensors[len(self.weights) :])
         inputs = tuple(next(behind) for _ in range(self.num_inputs))
         return dict(zip(self.weights, tensors, strict=False)), inputs, behind
@@ -316,19 +317,19 @@ class _Call:
 
 @dataclass(frozen=True)
 class _SplitGraphs:
-    """Two parts of a call's differentiation: the outputs, which need no gradient, and the gradients."""
+    """The forward and the backward graph of a call."""
 
     num_outputs: int
     forward: Callable[..., Results]
-    """Gives the outputs, and what is kept beside the call's tensors, which it takes one by one."""
+    """Takes the call's tensors one by one; returns the outputs, then the saved activations."""
     backward: Callable[[list[Tensor]], Results]
-    """Takes a list, which it empties."""
+    """Takes a list of tensors and empties it."""
     backward_inputs: tuple[int, ...]
-    """Positions in [*tensors, *kept, *gradients] of what `backward` takes."""
+    """Positions of `backward`'s inputs in [*tensors, *saved, *gradients]."""
     leaves: Sequence[str]
 
     def run(self, call: _Call) -> tuple[Tensors, Sequence[Tensor]]:
-        """The outputs of the forward, and what it keeps beside the call's tensors."""
+        """Outputs of the forward, and the activations that it saves."""
         made = cast(Sequence[Tensor], self.forward(*call.tensors))
         return tuple(made[: self.num_outputs]), made[self.num_outputs :]
 
@@ -336,23 +337,23 @@ class _SplitGraphs:
 def _compile_function(
     function: Callable[[Sequence[Tensor]], Results], tensors: Sequence[Tensor]
 ) -> Callable[..., Results]:
-    """`function` as one graph for tensors like these, which it takes one by one."""
+    """Compile `function` into one graph for tensors of these shapes; the graph takes them one by one."""
     return _compile(make_fx(lambda *tensors: function(tensors), tracing_mode="fake")(*tensors))
 
 
 def _split(call: _Call, level: RecomputeLevel) -> _SplitGraphs:
-    """`call.differentiate` for gradients in a row, cut by torch's partitioner as under torch.compile."""
+    """Split `call.differentiate` into forward and backward graphs with torch's min-cut partitioner."""
 
-    # By this name the partitioner tells gradients from other inputs; it sees what is cheap in small operations only.
+    # The partitioner recognizes gradients by the name `tangents`, and judges cost on small operations only.
     def joint(primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Results:
-        # Families change some values in place, which the partitioner does not see.
+        # Some families modify values in place, which the partitioner does not see.
         return cast(Results, dispatch_functionalize(call.differentiate, FunctionalTensorMode())(primals, tangents))
 
     like = _outputs_like(call)
     given = list(call.tensors), [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in like]
     graph = make_fx(joint, decomposition_table=select_decomp_table(), tracing_mode="fake")(*given)
     for node in list(graph.graph.nodes):
-        if node.target in _SAME:  # or what is kept would be its output, in the place of an input
+        if node.target in _SAME:  # otherwise the alias would be saved in place of the input
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
     if level is RecomputeLevel.ELEMENTWISE:
@@ -364,20 +365,20 @@ def _split(call: _Call, level: RecomputeLevel) -> _SplitGraphs:
 
 
 def _outputs_like(call: _Call) -> Sequence[Tensor]:
-    """Tensors without memory, of the shapes and formats of the call's outputs."""
+    """Fake tensors with the shapes and dtypes of the call's outputs."""
     with FakeTensorMode() as mode:
         return cast(Tensors, call.run([mode.from_tensor(tensor) for tensor in call.tensors]))
 
 
 def _keep_no_inputs(forward: Graph, backward: Graph, *, num_outputs: int) -> tuple[int, ...]:
-    """Let `forward` give its results and what it makes, not what it is given; tell where `backward` gets its inputs."""
+    """Drop inputs from `forward`'s saved outputs; return the positions of `backward`'s inputs."""
     (output,) = forward.find_nodes(op="output")
     inputs = forward.find_nodes(op="placeholder")
     results, saved = output.args[0][:num_outputs], output.args[0][num_outputs:]
     made = [node for node in saved if node not in inputs]
     output.args = ((*results, *made),)
     known = {node.name: position for position, node in enumerate((*inputs, *made))}
-    # Nodes of different graphs; what is the same has the same name, and what is not in forward is tangents_1 and so on.
+    # The graphs have separate nodes: equal names mean equal values. Other names are tangents_1, tangents_2, ...
     names = [node.name for node in backward.find_nodes(op="placeholder")]
     return tuple(known[name] if name in known else len(known) + int(name.rpartition("_")[2]) - 1 for name in names)
 
@@ -387,7 +388,7 @@ def _compile(module: GraphModule) -> Callable[..., Results]:
 
 
 def _compile_emptying(module: GraphModule) -> Callable[[list[Tensor]], Results]:
-    """`module`, given its inputs in one list, which the compiled code empties: nothing else is to hold them."""
+    """Compile `module` to take its inputs in one list and empty it; nothing else may hold these tensors."""
     graph = Graph()
     given = graph.placeholder("tensors")
     given.meta["steal_arg"] = True
@@ -401,5 +402,5 @@ def _compile_emptying(module: GraphModule) -> Callable[[list[Tensor]], Results]:
 
 
 def _examples(module: GraphModule) -> list[Any]:
-    """Fake tensors like the inputs of `module`."""
+    """Fake tensors for the inputs of `module`."""
     return [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]

@@ -1,6 +1,6 @@
-"""Values that the fields of a config.json may have: a table, so that a wrong one is told by its name.
+"""Table of allowed values for fields of config.json, so that an error names the wrong field.
 
-Types, ranges, and sizes beyond any model, whose building would take minutes or more memory than there is.
+Checks types, ranges, and sizes beyond any model, which would take minutes or too much memory to build.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mobius.models.model_files import format_json_value
 
 @dataclass(frozen=True)
 class Rule:
-    """Allowed values of a field, in words that complete "it must be", and as a test."""
+    """Allowed values of a field: words that complete "it must be", and a test."""
 
     wanted: str
     allows: Callable[[Any], bool]
@@ -37,7 +37,7 @@ def _or_null(rule: Rule) -> Rule:
 
 
 def _is_number(value: object) -> bool:
-    """Whether a value of a JSON file is a number: neither true nor false, nor one beyond what a float holds."""
+    """Whether a JSON value is a number that a float holds; booleans are not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
 
 
@@ -65,7 +65,7 @@ _RULES: Mapping[str, Rule] = {
     "num_key_value_heads": _or_null(_integer(1, _MOST_HEADS)),
     "head_dim": _or_null(_integer(1, _MOST_HEADS)),
     "max_position_embeddings": _integer(1, 2**40),
-    "sliding_window": _or_null(_integer(0, 2**40)),  # 0 where a family has windows that are not used
+    "sliding_window": _or_null(_integer(0, 2**40)),  # 0 in families whose windows are not used
     "sliding_window_pattern": Rule(
         "an integer from 1, or letters L and G such as LLLG",
         lambda value: (type(value) is int and 1 <= value <= 2**20) or (isinstance(value, str) and {*value} <= {*"LG"}),
@@ -73,7 +73,7 @@ _RULES: Mapping[str, Rule] = {
     "max_window_layers": _integer(0, 2**20),
     "hidden_act": _ACTIVATION,
     "hidden_activation": _ACTIVATION,
-    "rms_norm_eps": _or_null(_SHARE),  # null where a family has layer_norm_eps, too
+    "rms_norm_eps": _or_null(_SHARE),  # null in families that have layer_norm_eps too
     "initializer_range": _SHARE,
     "attention_dropout": _or_null(_SHARE),
     **dict.fromkeys(("resid_pdrop", "embd_pdrop", "residual_dropout", "embedding_dropout"), _or_null(_SHARE)),
@@ -89,7 +89,7 @@ _RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("use_bias", "attention_out_bias", "use_qk_norm", "qk_layernorm", "use_post_norm"), _SWITCH),
     "output_router_logits": _or_null(_SWITCH),
     "router_aux_loss_coef": _or_null(_number("a number from 0", lambda value: value >= 0)),
-    "num_labels": _or_null(_integer(0, 2**20)),  # transformers makes a table with a row for each
+    "num_labels": _or_null(_integer(0, 2**20)),  # transformers builds a table with one row per label
     "use_bidirectional_attention": Rule("false: only causal models are trained", lambda value: not value),
     "layer_types": _WHERE_ATTENTION_LOOKS,
     "rope_theta": _POSITIVE,
@@ -100,7 +100,7 @@ _ALSO_READ = (
     *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
     *("sliding_window_pattern", "num_labels"),
 )
-"""Fields that the classes of all families take though they do not declare them."""
+"""Fields that all families' classes accept although they do not declare them."""
 
 _ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
 _ROPE_RULES: Mapping[str, Rule] = {
@@ -120,11 +120,11 @@ _ROPE_RULES: Mapping[str, Rule] = {
 
 
 def find_invalid_fields(fields: Mapping[str, Any], known: Collection[str]) -> list[str]:
-    """A sentence on each field that cannot be right; `known` are the fields that the family's class has."""
+    """A sentence for each invalid field; `known` are the fields that the family's class declares."""
     read = {name: value for name, value in fields.items() if name in known or name in _ALSO_READ}
     rules, vocab_size = dict(_RULES), read.get("vocab_size")
     if isinstance(vocab_size, int):
-        # A negative row of the embedding counts from its end, as in torch; older checkpoints say -1.
+        # A negative id counts from the end of the embedding, as in torch; older checkpoints have -1.
         rules["pad_token_id"] = _or_null(_integer(-vocab_size, max(vocab_size, 1) - 1))
     given = [(name, read[name], rule) for name, rule in rules.items() if name in read]
     problems = [_complaint(name, value, rule) for name, value, rule in given if not rule.allows(value)]
@@ -138,7 +138,7 @@ def find_invalid_fields(fields: Mapping[str, Any], known: Collection[str]) -> li
 
 
 def find_inconsistent_fields(config: Any) -> list[str]:
-    """A sentence on each pair of fields that do not go together, defaults included."""
+    """A sentence for each pair of fields that contradict each other, defaults included."""
     problems = []
     heads = config.num_attention_heads
     key_value_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -146,23 +146,23 @@ def find_inconsistent_fields(config: Any) -> list[str]:
         problems.append(f"'num_key_value_heads' {key_value_heads} does not divide 'num_attention_heads' {heads}")
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     if width % 2:
-        problems.append(f"a head's width ('head_dim' or hidden size / heads) is {width}; rotary embeddings turn pairs")
+        problems.append(f"the head size ('head_dim' or hidden size / heads) is {width}; rotary embeddings need it even")
     return problems
 
 
 def max_positions_warning(config: Any, seq_length: int) -> str | None:
-    """A sentence on rows of `seq_length` tokens that are longer than the model was made for, if they are.
+    """A warning if rows of `seq_length` tokens exceed the model's position limit, else None.
 
-    All supported families have rotary positions, which go on beyond that; learned ones would end there.
+    All supported families have rotary positions, which extend beyond the limit; learned positions would not.
     """
     longest = config.max_position_embeddings
     if seq_length <= longest:
         return None
     return (
         f"--seq_length {seq_length} is beyond the {longest} positions that the model was made for "
-        "(max_position_embeddings in its config.json): they are trained as they come, without scaling. Choose "
-        f"--seq_length {longest} or less, or set rope_parameters there to a kind that scales (such as yarn) and "
-        "max_position_embeddings to the length that it is to have."
+        "(max_position_embeddings in its config.json): positions beyond them are trained without scaling. Use "
+        f"--seq_length {longest} or less, or set rope_parameters there to a scaling type (such as yarn) and "
+        "max_position_embeddings to the new length."
     )
 
 
@@ -171,7 +171,7 @@ def _complaint(name: str, value: object, rule: Rule) -> str:
 
 
 def _wrong_rope(name: str, parameters: object) -> Iterator[str]:
-    """Rotary embeddings are one object, or one for each kind of layer."""
+    """Problems of rotary parameters, which are one object, or one per layer kind."""
     if not isinstance(parameters, dict):
         yield f"{name!r} is {format_json_value(parameters)}, it must be an object"
         return

@@ -1,4 +1,4 @@
-"""Finds a model and reads its configuration; which families are supported is decided here."""
+"""Locates a model, reads its configuration, and decides whether its family is supported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mobius.regular_files import refuse_special_files
 logger = logging.getLogger(__name__)
 
 HUB_TIMEOUT_SECONDS = 10.0
-"""Time for the hub to answer before it counts as out of reach."""
+"""Seconds to wait for the hub before it counts as unreachable."""
 
 _SHAPE_OPTIONS = {
     "embedding_dim": "hidden_size",
@@ -40,28 +40,28 @@ _FIELDS_THAT_CHANGE = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("num_hidden_layers", "layer_types", "tie_word_embeddings"),
 )
-"""Fields that `load_model_config` may set to something else than the file says."""
+"""Fields that `load_model_config` may change from the values in the file."""
 
 _NOISE = ("dropout", "pdrop", "jitter_noise")
-"""How fields end that ask for random numbers in training."""
+"""Suffixes of fields that ask for random numbers during training."""
 
 
 ADAPTER_FILE = "adapter_config.json"
-"""File that a folder with an adapter has, ours or peft's."""
+"""File that marks an adapter's folder, in our format and in peft's."""
 
 
 def locate_model(model_path: str, *, with_weights: bool = True) -> Path:
-    """Return the local folder of `model_path`: a folder as it is, a Hugging Face id from the cache or the hub.
+    """Return the local folder of `model_path`, which is a folder, or a Hugging Face id in the cache or on the hub.
 
-    Without `with_weights` none are downloaded, and a cached model may be without them. Raises CheckpointError with
-    everything that was looked up if there is none.
+    Without `with_weights`, weights are not downloaded, and a cached model may lack them. Raises CheckpointError that
+    lists every place searched if the model is not found.
     """
     folder, given = Path(model_path).expanduser(), f"--model_path {model_path}"
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             if (folder / ADAPTER_FILE).is_file():
                 raise CheckpointError(_is_adapter(given, folder))
-            raise CheckpointError(f"{given}: the folder has no config.json, so it is no Hugging Face model.")
+            raise CheckpointError(f"{given}: the folder has no config.json, so it is not a Hugging Face model.")
         refuse_special_files([*folder.glob("[!.]*"), *folder.glob("additional_chat_templates/*")])
         return folder
     advice = "Give a folder with a config.json, or an id such as meta-llama/Llama-2-7b-hf."
@@ -69,8 +69,8 @@ def locate_model(model_path: str, *, with_weights: bool = True) -> Path:
     if known is not None and not known.is_on_hub:
         name = f", or {known.model}" if "/" in known.model else ""
         raise CheckpointError(
-            f"{given}: that is a shape to plan for (--dry_run, scripts/simulate.py), without weights, and there is no "
-            f"folder {folder.absolute()}. {advice.removesuffix('.')}{name}."
+            f"{given}: this is a shape to plan for (--dry_run, scripts/simulate.py) and has no weights, and there is "
+            f"no folder {folder.absolute()}. {advice.removesuffix('.')}{name}."
         )
     from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError
@@ -79,39 +79,39 @@ def locate_model(model_path: str, *, with_weights: bool = True) -> Path:
         return _fetch(model_path, with_weights)
     except HFValidationError as error:
         raise CheckpointError(
-            f"{given}: there is no folder {folder.absolute()}, and this is no Hugging Face id. {advice}"
+            f"{given}: there is no folder {folder.absolute()}, and this is not a Hugging Face id. {advice}"
         ) from error
     except Exception as error:
-        # The hub client raises many unrelated types for "not there"; all mean the same to the user.
+        # The hub client raises many unrelated types for a missing model; the user needs the same advice for all.
         raise CheckpointError(
             f"{given}: not found. Looked for a folder {folder.absolute()}, for the model in the cache "
             f"{constants.HF_HUB_CACHE}, and on the hub ({type(error).__name__}: {first_line(error)}). Without a "
-            f"network: on a machine that has one run `hf download {model_path} --local-dir MODEL`, copy the folder and "
+            f"network, run `hf download {model_path} --local-dir MODEL` on a machine that has one, copy the folder and "
             "give --model_path MODEL."
         ) from error
 
 
 def _is_adapter(given: str, folder: Path) -> str:
-    """Message about an adapter that is given as a model."""
+    """Message for an adapter folder given as a model."""
     base = read_json_object(folder / ADAPTER_FILE).get("base_model_name_or_path")
     name = excerpt(base) if isinstance(base, str) and base else "BASE"
     return (
-        f"{given}: the folder has an adapter, which is trained on with --model_path {name} --use_lora --adapter_path "
-        f"{folder}, and with its rank, strength and targets. To evaluate it or to train all parameters: python "
-        f"scripts/merge_adapter.py {folder} FOLDER, and --model_path FOLDER."
+        f"{given}: the folder holds an adapter. To continue its training, use --model_path {name} --use_lora "
+        f"--adapter_path {folder} with its rank, strength and targets. To evaluate it or to train all parameters, run "
+        f"python scripts/merge_adapter.py {folder} FOLDER, and give --model_path FOLDER."
     )
 
 
 def _fetch(model_path: str, with_weights: bool) -> Path:
-    """Download the model from the hub; if that does not answer or refuses, take what an earlier download left.
+    """Download the model from the hub; if the hub is unreachable or refuses, use an earlier download.
 
-    What is left of a download without weights is no model: a run would start with fresh ones.
+    An earlier download without weights does not count: a run would start from fresh weights.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        # snapshot_download asks without a time-out: where a firewall swallows packets it would wait for minutes.
+        # snapshot_download has no time-out: behind a firewall that drops packets it would wait for minutes.
         HfApi().model_info(model_path, timeout=HUB_TIMEOUT_SECONDS)
     except Exception as error:
         try:
@@ -128,9 +128,9 @@ def _fetch(model_path: str, with_weights: bool) -> Path:
 def load_model_config(folder: Path, options: ModelConfig) -> PretrainedConfig:
     """Read `folder`'s configuration and apply the shape options.
 
-    With weights in the folder only `num_layers` may shrink the model; other shape options that differ from the
-    checkpoint are warned about and ignored. Without weights they shape the model. Raises CheckpointError for
-    unsupported families and for values that describe no model.
+    If the folder has weights, only `num_layers` may shrink the model; other shape options that differ from the
+    checkpoint are ignored with a warning. Without weights all shape options apply. Raises CheckpointError for
+    unsupported families and for invalid values.
     """
     config = _own_config(folder, options)
     has_weights = folder_has_weights(folder)
@@ -138,7 +138,7 @@ def load_model_config(folder: Path, options: ModelConfig) -> PretrainedConfig:
     if has_weights and config.tie_word_embeddings and has_untied_head(folder):
         text = (
             "%s ties the head to the embedding (tie_word_embeddings), but the checkpoint stores a matrix for each: "
-            "they are trained apart, as transformers loads them, and saved with tie_word_embeddings false"
+            "they are trained separately, as transformers loads them, and saved with tie_word_embeddings false"
         )
         logger.warning(text, folder / "config.json", extra=RANK_ZERO_ONLY)
         config.tie_word_embeddings = False
@@ -146,15 +146,15 @@ def load_model_config(folder: Path, options: ModelConfig) -> PretrainedConfig:
 
 
 def softcap_attention_implementation(config: PretrainedConfig) -> str | None:
-    """Name of transformers' own attention for a model that caps its scores; None where there is no cap.
+    """Name of the transformers attention that applies the model's softcap; None if the model has no softcap.
 
-    Its other attention leaves the cap out without a word, and before 5.23 was what such a model got unless asked.
+    transformers' other attention silently omits the cap, and was the default for such models before 5.23.
     """
     return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
 
 
 def changed_fields(base: Mapping[str, Any], config: PretrainedConfig) -> dict[str, Any]:
-    """Fields of `config`, as `load_model_config` returned it, that are not what its file says (`base`, as read)."""
+    """Fields of `config` (as `load_model_config` returned it) that differ from its file `base` (as read)."""
     before = type(config).from_dict(copy.deepcopy(dict(base)))
     return {
         field: getattr(config, field)
@@ -164,7 +164,7 @@ def changed_fields(base: Mapping[str, Any], config: PretrainedConfig) -> dict[st
 
 
 def _own_config(folder: Path, options: ModelConfig) -> PretrainedConfig:
-    """Configuration in the folder's file, before any option. Raises CheckpointError that names the folder's option."""
+    """Configuration in the folder's file, before any option. Raises CheckpointError that names --model_path."""
     try:
         config = _read_config(folder / "config.json")
     except CheckpointError as error:
@@ -174,19 +174,19 @@ def _own_config(folder: Path, options: ModelConfig) -> PretrainedConfig:
 
 
 def _warn_of_noise(config: PretrainedConfig, folder: Path) -> None:
-    """Say of dropout, and of noise in routers, that the configuration asks for, that there is none."""
+    """Warn that dropout and router noise in the configuration are not applied."""
     fields = {name: value for name, value in config.to_dict().items() if name.endswith(_NOISE)}
-    fields.pop("classifier_dropout", None)  # not of a language model
+    fields.pop("classifier_dropout", None)  # not part of a language model
     if noise := [f"{name} {value}" for name, value in fields.items() if isinstance(value, float) and value]:
         text = (
-            "%s asks for %s: trained without, since backward computes layers again and would draw other numbers; what "
-            "is saved still says it"
+            "%s asks for %s: training runs without it, because backward recomputes layers and would draw other random "
+            "numbers; the saved configuration keeps it"
         )
         logger.warning(text, folder / "config.json", " and ".join(noise), extra=RANK_ZERO_ONLY)
 
 
 def _read_config(path: Path) -> PretrainedConfig:
-    """The configuration of a supported family whose fields are right, each and together. Raises CheckpointError."""
+    """The configuration, checked: a supported family with valid and consistent fields. Raises CheckpointError."""
     fields = _fields_of_text(path)
     family = fields.get("model_type")
     checked = checked_families()
@@ -205,17 +205,17 @@ def _read_config(path: Path) -> PretrainedConfig:
     if not problems:
         try:
             config = family_class.from_dict(copy.deepcopy(fields))
-            config._name_or_path = str(path.parent)  # not what the file says that it once was
+            config._name_or_path = str(path.parent)  # not the name stored in the file
             problems = find_inconsistent_fields(config)
-        except Exception as error:  # transformers and its validators raise whatever a value makes them stumble over
+        except Exception as error:  # transformers and its validators raise arbitrary types for bad values
             raise CheckpointError(f"{path} is refused by transformers: {describe_error(error)}") from error
     if problems:
-        raise CheckpointError(f"{path}: {'; '.join(problems)}. Mend it, or get the file anew.")
+        raise CheckpointError(f"{path}: {'; '.join(problems)}. Correct the file, or get it again.")
     return config
 
 
 def _why_not(family: str, fields: Mapping[str, Any]) -> str | None:
-    """A clause that says why models of `family` cannot be trained, or None if they can."""
+    """Reason (a clause) why models of `family` cannot be trained, or None if they can."""
     checked = checked_families()
     reason = checked.unsupported_reason(family)
     if reason is None or is_text_config_supported(family):
@@ -231,7 +231,7 @@ def _why_not(family: str, fields: Mapping[str, Any]) -> str | None:
 
 
 def _fields_of_text(path: Path) -> dict[str, Any]:
-    """Contents of the file; of a model that takes more than text, the fields that its text part has by itself.
+    """Fields of the file; for a multimodal model, the fields of its text part as a model of its own.
 
     Raises CheckpointError.
     """
@@ -239,20 +239,20 @@ def _fields_of_text(path: Path) -> dict[str, Any]:
     _refuse_foreign(path, fields)
     try:
         part = supported_text_config(fields)
-    except Exception as error:  # transformers and its validators raise whatever a value makes them stumble over
+    except Exception as error:  # transformers and its validators raise arbitrary types for bad values
         raise CheckpointError(f"{path} is refused by transformers: {describe_error(error)}") from error
     if part is None:
         if is_text_config_supported(family := fields.get("model_type")) and family in CONFIG_MAPPING:
             raise CheckpointError(
-                f"{path} describes more than a text model ({family}), and its 'text_config' is of the "
-                f"family {format_json_value(_family_of_text(fields))}, which is no causal language model by itself. "
+                f"{path} describes more than a text model ({family}), and its 'text_config' is of the family "
+                f"{format_json_value(_family_of_text(fields))}, which is not a causal language model. "
                 "Supported: "
                 f"{checked_families().names}."
             )
         return fields
     logger.warning(
-        "%s describes more than a text model (%s): its text part (%s) is trained, and saved as a text model by itself; "
-        "what is described by %s is neither trained nor saved",
+        "%s describes more than a text model (%s): its text part (%s) is trained and saved as a text model; not "
+        "trained and not saved: %s",
         *(path, part.full_model_type, part.fields["model_type"], ", ".join(part.ignored_configs) or "its other parts"),
         extra=RANK_ZERO_ONLY,
     )
@@ -265,7 +265,7 @@ def _family_of_text(fields: Mapping[str, Any]) -> object:
 
 
 def _refuse_foreign(path: Path, fields: Mapping[str, Any]) -> None:
-    """Refuse models of custom code and quantized ones. Raises CheckpointError."""
+    """Raise CheckpointError for models with custom code and for quantized models."""
     auto_map = fields.get("auto_map")
     if isinstance(auto_map, dict) and (code := auto_map.get("AutoModelForCausalLM") or auto_map.get("AutoConfig")):
         raise CheckpointError(
@@ -287,7 +287,7 @@ def _refuse_foreign(path: Path, fields: Mapping[str, Any]) -> None:
 
 
 def _apply_options(config: PretrainedConfig, options: ModelConfig, *, has_weights: bool) -> None:
-    """Apply the shape options as far as the model's weights, if it has any, allow it. Raises ConfigError."""
+    """Apply the shape options as far as the model's weights, if any, allow. Raises ConfigError."""
     config._attn_implementation = softcap_attention_implementation(config) or "sdpa"
     width = config.hidden_size, config.num_attention_heads
     for option, field in _SHAPE_OPTIONS.items():
@@ -310,7 +310,7 @@ def _apply_options(config: PretrainedConfig, options: ModelConfig, *, has_weight
         _set_shape(config, field, wanted)
     is_width_new = width != (config.hidden_size, config.num_attention_heads)
     if is_width_new and _head_follows(config):
-        if config.hidden_size % (2 * config.num_attention_heads):  # even: rotary embeddings turn pairs
+        if config.hidden_size % (2 * config.num_attention_heads):  # even, as rotary embeddings rotate pairs
             raise ConfigError(
                 f"--embedding_dim {config.hidden_size} does not divide into {config.num_attention_heads} attention "
                 f"heads (--num_heads) of equal, even width. Use a multiple of {2 * config.num_attention_heads}."
@@ -319,13 +319,13 @@ def _apply_options(config: PretrainedConfig, options: ModelConfig, *, has_weight
 
 
 def _head_follows(config: PretrainedConfig) -> bool:
-    """Whether a head's width follows from those of the hidden states and the number of heads, as the family has it."""
+    """Whether the family derives the head size from hidden size and number of heads."""
     own = {field.name: field.default for field in dataclasses.fields(cast(Any, config))}
     return own.get("head_dim") is None and "qk_nope_head_dim" not in own
 
 
 def _set_shape(config: PretrainedConfig, field: str, value: int) -> None:
-    """Set one dimension, and those that follow from it. Raises ConfigError."""
+    """Set one dimension and the fields derived from it. Raises ConfigError."""
     layer_types = getattr(config, "layer_types", None)
     if field == "num_attention_heads":
         key_value_heads = getattr(config, "num_key_value_heads", None)
@@ -341,23 +341,23 @@ def _set_shape(config: PretrainedConfig, field: str, value: int) -> None:
 
 
 class PlannedModel(NamedTuple):
-    """Model to plan for."""
+    """The model to plan for."""
 
     config: PretrainedConfig
     folder: Path | None = None
-    """Its files, if there are any."""
+    """Folder of its files, if there is one."""
     undownloaded_bytes: int = 0
-    """Weights of a model of the hub that were not downloaded."""
+    """Bytes of hub weights that were not downloaded."""
     name: str | None = None
-    """Name of a shape without files, and of the model that has it."""
+    """Display name of a shape without files, with the model that has this shape."""
 
 
 def load_planned_config(options: ModelConfig) -> PlannedModel:
-    """The model that a plan is for, shape options applied as in a run.
+    """The model to plan for, with shape options applied as in a run.
 
-    A folder goes before a short name (`7b`, `Qwen3-8B`); the shape of a model of the hub is taken where it is known and
-    the model cannot be had, and a line says so. Weights of the hub are downloaded only where their index does not tell
-    what a plan needs of them. Raises CheckpointError like `locate_model` and `load_model_config`.
+    A local folder takes precedence over a short name (`7b`, `Qwen3-8B`). If a hub model is unavailable and its shape is
+    known, the shape is used and a log line says so. Hub weights are downloaded only if their index lacks what a plan
+    needs. Raises CheckpointError like `locate_model` and `load_model_config`.
     """
     name = options.model_path
     known = None if Path(name).expanduser().is_dir() else find_published_shape(name)
@@ -368,7 +368,7 @@ def load_planned_config(options: ModelConfig) -> PlannedModel:
     except CheckpointError:
         if known is None:
             raise
-        logger.info("%s cannot be had here: the plan is for its shape, which is known (training needs the model)", name)
+        logger.info("%s is not available here: planning for its known shape (training needs the model)", name)
         return _of_shape(known, options)
     if not Path(name).expanduser().is_dir():
         if (unseen := _by_index(folder, options)) is not None:
@@ -378,9 +378,9 @@ def load_planned_config(options: ModelConfig) -> PlannedModel:
 
 
 def _by_index(folder: Path, options: ModelConfig) -> PlannedModel | None:
-    """The model, by the index of weights that are not in the folder; None if they are, or must be looked at to plan.
+    """The model from its weights index; None if the weights are in the folder, or must be read to plan.
 
-    Whether embedding and head are one matrix is seen only in the values, if the model ties them and both are stored.
+    If the model ties embedding and head but stores both, only the values show whether they are one matrix.
     """
     index = folder / "model.safetensors.index.json"
     if not index.is_file() or (folder / "model.safetensors").is_file():
@@ -399,7 +399,7 @@ def _by_index(folder: Path, options: ModelConfig) -> PlannedModel | None:
 
 
 def _of_shape(known: PublishedShape, options: ModelConfig) -> PlannedModel:
-    """As of a folder with weights, which decides what the shape options may change, or without, for a short name."""
+    """A hub model restricts shape options like a folder with weights; a short name allows them all."""
     config: PretrainedConfig = CONFIG_MAPPING[str(known.fields["model_type"])].from_dict(dict(known.fields))
     _apply_options(config, options, has_weights=known.is_on_hub)
     return PlannedModel(config, name=known.describe(options.model_path))

@@ -1,11 +1,11 @@
-"""Linear layers whose weight gradient leaves backward as the two factors of its product.
+"""Linear layers that return the two factors of their weight gradient instead of the gradient.
 
-Autograd would make a gradient of the weight's size for every microbatch, in the working dtype, and another pass would
-add it to the sums. From the factors one matrix product adds to the fp32 sums itself: no pass, no rounding between.
+Autograd would allocate a gradient of the weight's size for every microbatch, in the working dtype, and a second pass
+would add it to the sums. With the factors, one matrix product adds to the fp32 sums directly, without rounding.
 
-    backward of y = x W^T       dx = dy W  goes on;   dW = dy^T x  is left to the caller, who gets dy and x
+    backward of y = x W^T       dx = dy W  is returned;   dW = dy^T x  is left to the caller, who gets dy and x
 
-They come out of autograd as the gradients of two inputs that nothing reads, the taps.
+Autograd returns the factors as gradients of two placeholders: inputs whose values are never read.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ INPUT_PLACEHOLDER, OUTPUT_PLACEHOLDER = "input_placeholder", "output_placeholder
 
 
 class GradientFactors(Protocol):
-    """A way for the gradient of one weight to leave backward as factors."""
+    """Rule by which the gradient of one weight is returned as factors."""
 
     @property
     def weight(self) -> str:
         """Name of the weight within its block."""
 
     def make_placeholders(self, weight: Tensor, *, num_tokens: int) -> dict[str, Tensor]:
-        """Inputs of a graph, by name, whose gradients are the factors; `weight` is its value."""
+        """Graph inputs, by name, whose gradients are the factors; `weight` is the parameter's value."""
 
     def add_gradient(self, total: Tensor, found: Mapping[str, Tensor]) -> None:
-        """Add the gradient whose factors are in `found`, by name, to `total` (fp32); nothing if none are."""
+        """Add the gradient to `total` (fp32) from its factors in `found`, by name; no-op if they are absent."""
 
 
 @dataclass(frozen=True)
 class LinearGradientFactors:
-    """The taps of a GradientFactorLinear, whose name is empty for the block itself."""
+    """Gradient factors of a GradientFactorLinear; `linear` is empty if the block itself is the linear."""
 
     linear: str
 
@@ -48,7 +48,7 @@ class LinearGradientFactors:
 
     @property
     def _names(self) -> tuple[str, str]:
-        """Names of its input's tap and of its output's."""
+        """Names of the input placeholder and the output placeholder."""
         return f"{self.linear}.{INPUT_PLACEHOLDER}".removeprefix(
             "."
         ), f"{self.linear}.{OUTPUT_PLACEHOLDER}".removeprefix(".")
@@ -63,12 +63,12 @@ class LinearGradientFactors:
 
 
 class GradientFactorLinear(nn.Linear):
-    """`nn.Linear`, which it is unless `functional_call` hands it taps; then its weight gets no gradient."""
+    """`nn.Linear`; if `functional_call` passes placeholders, backward returns factors instead of a weight gradient."""
 
     input_placeholder: Tensor | None
-    """[tokens, in_features]; its gradient is the input."""
+    """[tokens, in_features]; its gradient is the input x."""
     output_placeholder: Tensor | None
-    """[tokens, out_features]; its gradient is that of the output."""
+    """[tokens, out_features]; its gradient is dy, the gradient of the output."""
 
     def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
         super().__init__(in_features, out_features, **options)
@@ -84,7 +84,7 @@ class GradientFactorLinear(nn.Linear):
 
 
 class _TappedProduct(torch.autograd.Function):
-    """x W^T + b, with the factors of W's gradient for gradients of the taps."""
+    """x W^T + b, with the factors of W's gradient as gradients of the placeholders."""
 
     @staticmethod
     def forward(
@@ -104,12 +104,12 @@ class _TappedProduct(torch.autograd.Function):
         inputs, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])
         bias_gradient = rows.sum(0) if ctx.has_bias else None
-        # Detached: the input itself would bring its own graph along.
+        # Detached: otherwise the input would keep its own graph alive.
         return gradient @ weight, None, bias_gradient, inputs.detach().reshape(-1, inputs.shape[-1]), rows
 
 
 def replace_linears(module: nn.Module) -> None:
-    """Replace every plain `nn.Linear` below `module` by a GradientFactorLinear, on the meta device as it is."""
+    """Replace every plain `nn.Linear` under `module` by a GradientFactorLinear on the meta device."""
     for name, child in list(module.named_modules()):
         if type(child) is nn.Linear:
             options = {"bias": child.bias is not None, "device": "meta", "dtype": child.weight.dtype}
@@ -120,10 +120,10 @@ def replace_linears(module: nn.Module) -> None:
 def find_linear_gradient_factors(
     module: nn.Module, run: Callable[[], object], *, num_tokens: int
 ) -> tuple[LinearGradientFactors, ...]:
-    """Taps of the trained tapped linears below `module` that `run` calls once, each on `num_tokens` rows.
+    """Gradient factors of trained linears under `module` that `run` calls exactly once, on `num_tokens` rows.
 
-    Others cannot be tapped: one that is called twice would add up its factors, one that sees only some tokens (experts)
-    has other shapes, and of one whose output is changed in place the gradient would be another's.
+    Other linears keep autograd's gradient: a second call would sum the factors, a linear that sees some tokens only
+    (experts) has other shapes, and an output modified in place would give a wrong gradient.
     """
     linears = {
         child: name
@@ -147,7 +147,7 @@ def find_linear_gradient_factors(
 
 
 def make_linear_placeholders(weight: Tensor, *, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Taps for the input and the output of a linear with this weight [out, in], without memory but for one element."""
+    """Placeholders for input and output of a linear with weight [out, in]: expanded views of one element."""
     element = torch.empty(1, dtype=weight.dtype, device=weight.device)
     input_placeholder, output_placeholder = (element.expand(num_tokens, width) for width in reversed(weight.shape))
     return input_placeholder.requires_grad_(), output_placeholder.requires_grad_()
@@ -160,9 +160,9 @@ def make_leaves(
     *,
     num_tokens: int,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Inputs of a graph by name: weights of what is `tapped` and what is `frozen`, and the graph's leaves.
+    """Split parameters into constants and leaves of a graph, both by name.
 
-    These are the other parameters, and taps.
+    Constants are frozen weights and weights with `gradient_factors`; leaves are other parameters and placeholders.
     """
     own = dict(weights)
     fixed = {name: own.pop(name).detach() for name in (*(tap.weight for tap in gradient_factors), *frozen)}
@@ -173,9 +173,9 @@ def make_leaves(
 
 
 def add_linear_weight_gradient(total: Tensor, output_gradient: Tensor, inputs: Tensor) -> None:
-    """Add dy^T x to `total` (fp32 [out, in]) for dy [tokens, out] and x [tokens, in] of the working dtype.
+    """Add dy^T x to `total` (fp32 [out, in]); dy [tokens, out] and x [tokens, in] have the working dtype.
 
-    A GPU sums in fp32 throughout, in one kernel; on a CPU the product is rounded to the working dtype first.
+    A GPU accumulates in fp32 in one kernel; on a CPU the product is rounded to the working dtype first.
     """
     factors = output_gradient.t(), inputs
     if total.device.type != "cuda":

@@ -1,6 +1,6 @@
-"""Head and cross entropy over slices of tokens: gradients are made in the forward, full logits never exist.
+"""Head and cross entropy over chunks of tokens: the forward computes gradients, full logits are never materialized.
 
-An evaluation takes the same slices without gradients, and counts where the most probable token is the target.
+Evaluation uses the same chunks without gradients, and counts tokens where the argmax is the target.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from mobius.models.compiled import CompiledFunction
 from mobius.models.structure.scaling_steps import ScalingSteps, apply_scaling, apply_scaling_with_derivative
 
 IGNORE_INDEX = -100
-"""The label of a position where nothing is to be learned."""
+"""Label of positions without a target."""
 
 Head = Callable[[Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]]
 """hidden [tokens, H] -> logits [tokens, V] in the working dtype, and their backward.
 
-The backward takes the logits' gradient, adds the parameters' where they add up, and returns that of the hidden states.
+The backward takes the logits' gradient, accumulates parameter gradients, and returns the hidden states' gradient.
 """
 Logits = Callable[[Tensor], Tensor]
-"""hidden [tokens, H] -> logits [tokens, V] in the working dtype, without a graph."""
+"""hidden [tokens, H] -> logits [tokens, V] in the working dtype, without autograd graph."""
 
 
 def shift_labels(labels: Tensor) -> Tensor:
-    """Move labels [B, L] so that position t holds the token that t predicts; the last position holds -100."""
+    """Shift labels [B, L] so that position t holds the token that t predicts; the last position gets -100."""
     return F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:].contiguous()
 
 
 class LogitsLoss:
-    """Cross entropy of logits, with its gradient: torch's own, or as one compiled function that reads them twice."""
+    """Cross entropy of logits with its gradient: torch's own, or one compiled function that reads logits twice."""
 
     def __init__(self, steps: ScalingSteps = (), *, compiled: bool = False) -> None:
-        """`steps` scale or bound the logits, such as softcap * tanh(logits / softcap)."""
+        """`steps` scale or bound the logits, for example softcap * tanh(logits / softcap)."""
         self._steps = steps
         self._compiled = CompiledFunction(_loss_and_gradient, name="losses") if compiled else None
         self._evaluate = CompiledFunction(_loss_and_hits, name="losses") if compiled else None
@@ -43,13 +43,13 @@ class LogitsLoss:
     def __call__(
         self, logits: Tensor, targets: Tensor, *, num_targets: int, loss_scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Sum over `targets` [tokens] (-100: none), divided by `num_targets`.
+        """Cross entropy summed over `targets` [tokens] (-100: ignored), divided by `num_targets`.
 
-        Returns the loss (fp32 scalar, unscaled) and the gradient of loss * `loss_scale` by `logits` [tokens, V], in
-        their dtype.
+        Returns the loss (fp32 scalar, unscaled) and the gradient of loss * `loss_scale` with respect to `logits`
+        [tokens, V], in their dtype.
         """
         if self._compiled is not None:
-            # A tensor: a number would be compiled into the graph, and the count of targets differs from step to step.
+            # A tensor, because a Python number would be a graph constant, and `num_targets` changes every step.
             factor = torch.full((), loss_scale / num_targets, device=logits.device)
             summed, gradient = self._compiled(logits, targets, factor, self._steps)
             return summed / num_targets, gradient
@@ -62,20 +62,20 @@ class LogitsLoss:
         return loss.detach(), gradient
 
     def evaluate(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum over `targets` [tokens] (-100: none) of their losses, and the number of targets with the largest logit.
+        """Cross entropy summed over `targets` [tokens] (-100: ignored), and the number of targets with the top logit.
 
-        Two scalars, fp32 and int64, made without gradients; 0 and 0 where nothing is a target.
+        Returns two scalars without gradients, fp32 and int64; both are 0 if there are no targets.
         """
         with torch.no_grad():
             if self._evaluate is not None:
                 return self._evaluate(logits, targets, self._steps)
             values = apply_scaling(logits, self._steps).float()
-            hits = (values.argmax(-1) == targets).sum()  # no token has the number -100
+            hits = (values.argmax(-1) == targets).sum()  # -100 is never a token id
             return F.cross_entropy(values, targets, ignore_index=IGNORE_INDEX, reduction="sum"), hits
 
 
 def _loss_and_gradient(logits: Tensor, targets: Tensor, factor: Tensor, steps: ScalingSteps) -> tuple[Tensor, Tensor]:
-    """Summed cross entropy, and `factor` times its gradient: softmax minus one at the target, in fp32 throughout."""
+    """Summed cross entropy, and `factor` times its gradient (softmax minus one-hot), in fp32 throughout."""
     values, slope = apply_scaling_with_derivative(logits.float(), steps)
     is_target = targets != IGNORE_INDEX
     indices = targets.clamp(min=0).unsqueeze(-1)
@@ -84,13 +84,13 @@ def _loss_and_gradient(logits: Tensor, targets: Tensor, factor: Tensor, steps: S
     summed = torch.where(is_target, losses.squeeze(-1), 0.0).sum()
     classes = torch.arange(logits.shape[-1], device=logits.device)
     difference = torch.exp(values - log_sums) - (classes == indices).float()
-    # where, not a product: the row of an ignored position may hold anything.
+    # where instead of a product: rows of ignored positions may hold non-finite values.
     gradient = torch.where(is_target.unsqueeze(-1), difference * factor, 0.0)
     return summed, (gradient * slope).to(logits.dtype)
 
 
 def _loss_and_hits(logits: Tensor, targets: Tensor, steps: ScalingSteps) -> tuple[Tensor, Tensor]:
-    """Summed cross entropy, in fp32 throughout, and how often the largest logit is the target's."""
+    """Summed cross entropy in fp32 throughout, and the number of targets with the top logit."""
     values = apply_scaling(logits.float(), steps)
     losses = torch.logsumexp(values, -1) - values.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return torch.where(targets != IGNORE_INDEX, losses, 0.0).sum(), (values.argmax(-1) == targets).sum()
@@ -99,10 +99,10 @@ def _loss_and_hits(logits: Tensor, targets: Tensor, steps: ScalingSteps) -> tupl
 def chunked_evaluation(
     logits_of: Logits, hidden: Tensor, labels: Tensor, *, chunk_tokens: int, logits_loss: LogitsLoss
 ) -> tuple[Tensor, Tensor]:
-    """Summed cross entropy of shifted `labels` [B, L] for `hidden` [B, L, H] after the final norm, and the hits.
+    """Evaluate shifted `labels` [B, L] for `hidden` [B, L, H] after the final norm.
 
-    Returns fp32 and int64 scalars on `hidden`'s device: the sum over the targets, and how many of them have the largest
-    logit. Logits of `chunk_tokens` tokens exist at one time; the chunks' sums are added in their order.
+    Returns scalars on `hidden`'s device: summed cross entropy (fp32), and the number of targets with the top logit
+    (int64). Only `chunk_tokens` tokens have logits at a time; chunk sums are added in order.
     """
     tokens, targets = hidden.view(-1, hidden.shape[-1]), labels.view(-1)
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -125,14 +125,14 @@ def chunked_cross_entropy(
     chunk_tokens: int,
     logits_loss: LogitsLoss,
 ) -> tuple[Tensor, Tensor]:
-    """Cross entropy of shifted `labels` [B, L] for `hidden` [B, L, H] after the final norm, and the gradient of that.
+    """Cross entropy of shifted `labels` [B, L] for `hidden` [B, L, H] after the final norm, and its gradient.
 
     Args:
-        num_targets: target tokens of the whole step (all microbatches), by which the sum is divided.
+        num_targets: target tokens of the whole step (all microbatches), the divisor of the sum.
         loss_scale: factor on the gradients only (fp16 scaling).
-        chunk_tokens: tokens whose logits exist at one time.
+        chunk_tokens: tokens whose logits exist at a time.
 
-    Returns the loss (fp32 scalar, unscaled, no graph) and the gradient, both on `hidden`'s device.
+    Returns the loss (fp32 scalar, unscaled, no graph) and the gradient [B, L, H], both on `hidden`'s device.
     """
     tokens = hidden.detach().view(-1, hidden.shape[-1])
     targets = labels.view(-1)
@@ -144,5 +144,5 @@ def chunked_cross_entropy(
         loss, logits_gradient = logits_loss(logits, targets[chunk], num_targets=num_targets, loss_scale=loss_scale)
         hidden_gradient[chunk] = backward(logits_gradient)
         total += loss
-        del logits, backward, logits_gradient  # or they would be there beside the next chunk's
+        del logits, backward, logits_gradient  # before the next chunk's are allocated
     return total, hidden_gradient.view_as(hidden)

@@ -1,6 +1,6 @@
-"""Reads the files of a model folder beside its weights; what is broken is told by file and place.
+"""Reads the files of a model folder other than its weights; errors name file and place.
 
-Those that training does not change are kept as they were read, so that they can be saved again unchanged.
+Files that training does not change are held as read and saved again unchanged.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _COPIED_FILES = (
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja", "vocab.json", "vocab.txt"),
     *("merges.txt", "tokenizer.model*", "spiece.model", "sentencepiece.bpe.model", "*.tiktoken", "tekken.json"),
 )
-"""Defaults of generation, and what a tokenizer of transformers is made from."""
+"""Generation defaults, and the files that transformers builds tokenizers from."""
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Files of the base for the export, whatever happens to its folder in the meantime; some 20 to 40 MB."""
+    """Files of the base model for the export, held in memory because the folder may change; some 20 to 40 MB."""
 
     config: Mapping[str, Any]
-    """config.json as it is; for the text part of a larger model, as it is for that alone."""
+    """config.json as read; for the text part of a multimodal model, the text part's configuration."""
     copied: Mapping[str, bytes]
     """Path within the folder -> contents: generation defaults, tokenizer, chat template."""
 
     def with_chat_template(self, template: str | None) -> ModelFiles:
-        """The files with another template, if one is given; transformers reads its file before all other places."""
+        """The files with `template` as chat template, if given, in the file that transformers reads first."""
         if template is None:
             return self
         others = {name: content for name, content in self.copied.items() if name != "chat_template.json"}
@@ -46,16 +46,16 @@ class ModelFiles:
 
 
 def read_model_files(folder: Path) -> ModelFiles:
-    """Read the files of `folder` that are saved again. Raises CheckpointError for broken generation defaults."""
+    """Read the files of `folder` that are saved again. Raises CheckpointError for invalid generation defaults."""
     generation = folder / "generation_config.json"
     if generation.exists():
         fields = read_json_object(generation, may_repeat=True)
         try:
             GenerationConfig.from_dict(fields).to_json_string()
-        except Exception as error:  # transformers raises whatever a value makes it stumble over
+        except Exception as error:  # transformers raises arbitrary types for bad values
             raise CheckpointError(
-                f"{generation} is refused by transformers: {describe_error(error)}. Mend it, or remove it: the "
-                "defaults of "
+                f"{generation} is refused by transformers: {describe_error(error)}. Correct the file, or remove it: "
+                "the defaults of "
                 "generation do not matter for training."
             ) from error
     paths = [path for pattern in _COPIED_FILES for path in sorted(folder.glob(pattern)) if path.is_file()]
@@ -69,24 +69,24 @@ def read_model_files(folder: Path) -> ModelFiles:
 
 
 def read_json_object(path: Path, *, may_repeat: bool = False) -> dict[str, Any]:
-    """The object in `path`. Raises CheckpointError, which names the file, for anything else.
+    """The JSON object in `path`. Raises CheckpointError that names the file for anything else.
 
-    Refused as well is what readers disagree about or cannot write again: NaN, infinite numbers, half characters, and
-    keys given twice, unless they `may_repeat` (the last counts, as in transformers).
+    Also refuses values that JSON readers treat differently or cannot write again: NaN, infinite numbers, lone
+    surrogates, and duplicate keys unless they `may_repeat` (then the last counts, as in transformers).
     """
     value = read_json(path, hook=dict if may_repeat else _object, parse_number=_finite)
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds no JSON object but {format_json_value(value)}. Get the file anew.")
+        raise CheckpointError(f"{path} holds no JSON object but {format_json_value(value)}. Get the file again.")
     return value
 
 
 def describe_error(error: BaseException) -> str:
-    """An error of a library with its class, short."""
+    """A library's error as class and first line, at most 400 characters."""
     return f"{type(error).__name__}: {first_line(error)}"[:400]
 
 
 def format_json_value(value: object) -> str:
-    """A value as it stands in the file, cut where it is long."""
+    """A value as JSON, truncated if long."""
     return excerpt(json.dumps(value, ensure_ascii=False, default=str))
 
 

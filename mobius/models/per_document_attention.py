@@ -1,4 +1,4 @@
-"""Attention of each document by itself, on CPUs: one operation in a graph, which reads their lengths when it runs."""
+"""Attention per document on CPUs: one operation in a graph, which reads document bounds when it runs."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def attend_per_document(
 ) -> Tensor:
     """Causal attention within each document, heads [B, H, L, D] in and out.
 
-    `cu_seqlens` as in `attention.DocumentLayout`; `window` counts the token itself, and 0 is none; `softcap` 0 is none.
+    `cu_seqlens` as in `attention.DocumentLayout`. `window` includes the token itself; `window` or `softcap` 0: none.
     """
     return _operation()(query, key, value, cu_seqlens, scale, window, softcap)
 
 
 @functools.cache
 def _operation() -> Callable[..., Tensor]:
-    """The operation, registered when it is first asked for."""
+    """The custom operation, registered at first use."""
 
     def like_tokens(heads: Tensor) -> Tensor:
-        # [B, L, H, D] in memory, as which it leaves: some families take a view of that.
+        # Memory layout [B, L, H, D], because some families take a view of it.
         return torch.empty_like(heads.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
 
     @torch.library.custom_op(_NAME, mutates_args=())
@@ -78,7 +78,7 @@ def _operation() -> Callable[..., Tensor]:
 
 
 def _spans(cu_seqlens: Tensor, length: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Index [row, all heads, its tokens] of each document in tensors [B, H, L, D]."""
+    """Index [row, all heads, tokens] of each document in tensors [B, H, L, D]."""
     edges = cu_seqlens.tolist()
     for first, end in pairwise(edges):
         row, start = divmod(first, length)
@@ -87,7 +87,7 @@ def _spans(cu_seqlens: Tensor, length: int) -> Iterator[tuple[slice, slice, slic
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-    """Causal attention of one document, [1, H, n, D]."""
+    """Causal attention of one document, heads [1, H, n, D]."""
     length, is_grouped = query.shape[2], query.shape[1] != key.shape[1]
     if softcap:
         key, value = (each.float().repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
@@ -102,7 +102,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int
 def _differentiate(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value of `_attend`, in fp32; autograd does not reach into an operation of its own."""
+    """Gradients of query, key and value of `_attend`, in fp32; autograd cannot differentiate a custom operation."""
     groups = query.shape[1] // key.shape[1]
     gradient, query = gradient.float(), query.float()
     key, value = (each.float().repeat_interleave(groups, 1) for each in (key, value))
@@ -117,7 +117,7 @@ def _differentiate(
 
 
 def _weights(query: Tensor, key: Tensor, scale: float, window: int, softcap: float) -> tuple[Tensor, Tensor | None]:
-    """Attention weights [1, H, n, n], and the slope of the cap at each score."""
+    """Attention weights [1, H, n, n], and the derivative of the softcap at each score."""
     scores, slope = (query @ key.transpose(2, 3)) * scale, None
     if softcap:
         bounded = torch.tanh(scores / softcap)
@@ -126,6 +126,6 @@ def _weights(query: Tensor, key: Tensor, scale: float, window: int, softcap: flo
 
 
 def _seen(length: int, window: int) -> Tensor:
-    """True [n, n] where a query of a document sees a key."""
+    """Boolean [n, n]: True where a query of a document attends to a key."""
     distance = torch.arange(length).unsqueeze(1) - torch.arange(length)
     return (distance >= 0) & (distance < (window or length))

@@ -1,11 +1,11 @@
-"""Runs a layer in the halves before and behind its attention, forward and backward; gradients add up as of a whole one.
+"""Runs a layer as two halves, before and after its attention; the gradients equal those of the whole layer.
 
-Backward needs the layer's input, query, key and value, and attention's result; it never needs the layer's output, and
-each half runs forward again within its backward only:
+Backward needs the layer's input, query, key and value, and the attention output, but not the layer's output. Each half
+recomputes its forward within its own backward:
 
-    post_attention_backward  gradient of the output             -> of the layer's input, and of attention's result
-    AttentionGraph           gradient of attention's result     -> of query, key and value
-    pre_attention_backward   gradients of query, key and value  -> of the layer's input, to be added to the first
+    post_attention_backward  gradient of the output             -> gradients of the layer's input and attention output
+    AttentionGraph           gradient of the attention output   -> gradients of query, key and value
+    pre_attention_backward   gradients of query, key and value  -> gradient of the layer's input, to add to the first
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mobius.models.compiled import KeywordArguments, Tensors
 
 
 class Heads(NamedTuple):
-    """Query, key and value as an attention function gets them, [B, H, T, D]; or their gradients."""
+    """Query, key and value as passed to an attention function, [B, H, T, D]; or their gradients."""
 
     query: Tensor
     key: Tensor
@@ -37,7 +37,7 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionGraph:
-    """Attention's forward with autograd's graph, until `backward` consumes it."""
+    """Attention's forward with its autograd graph, until `backward` consumes it."""
 
     heads: Heads
     output: Tensor
@@ -45,42 +45,42 @@ class AttentionGraph:
 
     @classmethod
     def of(cls, attention: LayerAttention, heads: Heads, arguments: Mapping[str, Any]) -> AttentionGraph:
-        """Run `attention` on `heads`; `arguments` are the layer's."""
+        """Run `attention` on `heads`; `arguments` are the layer's arguments."""
         leaves = Heads(*(each.detach().requires_grad_() for each in heads))
         with torch.enable_grad():
             return cls(leaves, attention(*leaves, arguments))
 
     def backward(self, gradient: Tensor) -> Heads:
-        """Gradients of query, key and value; `gradient` is that of `output`."""
+        """Gradients of query, key and value from `gradient`, the gradient of `output`."""
         return Heads(*torch.autograd.grad(self.output, self.heads, gradient))
 
 
 class PrePostAttention:
-    """A layer's two halves on weights that are handed in by Hugging Face name.
+    """The two halves of a layer, run on weights passed by Hugging Face name.
 
-    `arguments` are the whole layer's or, for the halves, those of the tokens that `hidden` [B, T, hidden] has.
+    `arguments` are those of the whole layer; the halves get those of the tokens in `hidden` [B, T, hidden].
     """
 
     def __init__(self, blocks: SplitBlocks) -> None:
         self._blocks = blocks
 
     def run_pre_attention(self, weights: NamedTensors, hidden: Tensor, arguments: Mapping[str, Any]) -> Heads:
-        """Query, key and value, without a graph."""
+        """Query, key and value, without autograd graph."""
         return Heads(*run_many_without_graph(self._blocks.pre_attention, weights, (hidden,), _own(arguments)))
 
     def attend(self, heads: Heads, arguments: Mapping[str, Any]) -> Tensor:
-        """Attention's result [B, T, H, D], without a graph."""
+        """Attention output [B, T, H, D], without autograd graph."""
         with torch.no_grad():
             return self._blocks.attention(*heads, arguments)
 
     def attend_with_graph(self, heads: Heads, arguments: Mapping[str, Any]) -> AttentionGraph:
-        """Attention's result with what its backward needs."""
+        """Attention output with its autograd graph."""
         return AttentionGraph.of(self._blocks.attention, heads, arguments)
 
     def run_post_attention(
         self, weights: NamedTensors, hidden: Tensor, attended: Tensor, arguments: Mapping[str, Any]
     ) -> Tensors:
-        """The layer's output [B, T, hidden], and the sums of its router if they are asked for, without a graph."""
+        """The layer's output [B, T, hidden], and its router sums if requested, without autograd graph."""
         return run_many_without_graph(self._blocks.post_attention, weights, (hidden, attended), _own(arguments))
 
     def post_attention_backward(
@@ -93,10 +93,10 @@ class PrePostAttention:
         arguments: Mapping[str, Any],
         *other_gradients: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Add the parameters' gradients behind attention to `gradients`, fp32 sums by Hugging Face name.
+        """Add gradients of the parameters after attention to `gradients` (fp32 sums by Hugging Face name).
 
-        `gradient` is that of the layer's output, `other_gradients` that of its router's sums. Returns those of
-        `hidden`, as far as it does not go through attention, and of `attended`.
+        `gradient` belongs to the layer's output, `other_gradients` to its router sums. Returns the gradients of
+        `hidden` (without the path through attention) and of `attended`.
         """
         given = (
             self._blocks.post_attention,
@@ -117,7 +117,7 @@ class PrePostAttention:
         of_heads: Heads,
         arguments: Mapping[str, Any],
     ) -> Tensor:
-        """Add the parameters' gradients before attention to `gradients`; return that of `hidden` through attention.
+        """Add the gradients of parameters before attention to `gradients`; return `hidden`'s part through attention.
 
         `of_heads` are the gradients of query, key and value.
         """

@@ -1,4 +1,4 @@
-"""Loads the tokenizer of a model folder; what is wrong with one of its files is told by the file's name."""
+"""Loads the tokenizer of a model folder; errors name the file at fault."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _TEXT = "A text."
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase:
-    """The tokenizer of `folder`, after a first text went through it. Its custom code, if it has any, is not run.
+    """The tokenizer of `folder`, tried on a first text. Its custom code, if any, is not run.
 
-    Raises CheckpointError, also where it has tokens that a model of `vocab_size` has no row for.
+    Raises CheckpointError for a broken tokenizer, or one with more tokens than the model's `vocab_size`.
     """
     _check_settings(folder / _SETTINGS)
     with _panics_kept_quiet():
@@ -31,7 +31,7 @@ def load_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase:
             num_ids = max([len(tokenizer), *(token + 1 for token in tokenizer.added_tokens_decoder)])
             tokenizer(_TEXT)
             pad_token_id(tokenizer)
-        except BaseException as error:  # what is below raises plain Exception for a broken tokenizer.json, or panics
+        except BaseException as error:  # the Rust library raises plain Exception for a broken file, or panics
             if not _is_of_the_tokenizer(error):
                 raise
             raise CheckpointError(f"--model_path: {_reason(folder, error)}") from error
@@ -43,13 +43,13 @@ def load_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase:
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Id of a token to pad with; any does, because padding is masked by length."""
+    """Id of a padding token; any id works, because padding is masked by length."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(int(token) for token in candidates if token is not None)
 
 
 def _check_settings(path: Path) -> None:
-    """Refuse what transformers would ask about on the terminal, or find only when a chat is rendered."""
+    """Refuse settings that make transformers prompt on the terminal, or fail only when a chat is rendered."""
     if not path.is_file():
         return
     fields = read_json_object(path, may_repeat=True)
@@ -71,18 +71,18 @@ def _check_settings(path: Path) -> None:
         raise CheckpointError(
             f"--model_path: {path}: 'chat_template' is {format_json_value(template)}, it must be a text, or a list "
             "of objects with "
-            "'name' and 'template'. Mend it, or remove it."
+            "'name' and 'template'. Correct it, or remove it."
         )
 
 
 def _is_of_the_tokenizer(error: BaseException) -> bool:
-    """Whether an error is no interruption: a panic in Rust comes as a class that derives from BaseException alone."""
+    """Whether an error is not an interrupt: Rust panics derive from BaseException alone."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 @contextlib.contextmanager
 def _panics_kept_quiet() -> Iterator[None]:
-    """Hold standard error back, and pass on what came unless a CheckpointError says it: Rust tells a panic there."""
+    """Buffer standard error, where Rust prints panics; replay it unless a CheckpointError reports the failure."""
     with tempfile.TemporaryFile() as held:
         before = os.dup(2)
         os.dup2(held.fileno(), 2)
@@ -99,7 +99,7 @@ def _panics_kept_quiet() -> Iterator[None]:
 
 
 def _reason(folder: Path, error: BaseException) -> str:
-    """Words that name the first file that is broken by itself, or those whose values do not do."""
+    """Message that names the first broken file, or the files whose values do not work together."""
     backend = folder / _BACKEND
     others = [folder / name for name in (_SETTINGS, "special_tokens_map.json", "added_tokens.json")]
     try:
@@ -113,8 +113,8 @@ def _reason(folder: Path, error: BaseException) -> str:
     except BaseException as broken:
         if not _is_of_the_tokenizer(broken):
             raise
-        return f"{backend} is no tokenizer: {first_line(broken):.400}. Get the file anew."
+        return f"{backend} is no tokenizer: {first_line(broken):.400}. Get the file again."
     settings = [str(path) for path in others if path.is_file()]
     if settings:
-        return f"{' or '.join(settings)} has values that no tokenizer can be made of: {describe_error(error)}"
+        return f"{' or '.join(settings)} has values that no tokenizer can be built from: {describe_error(error)}"
     return f"{folder} has no tokenizer that transformers can load: {describe_error(error)}"

@@ -1,6 +1,6 @@
-"""Initial parameter values, tensor by tensor: from a safetensors checkpoint or the family's own initialization.
+"""Initial parameter values, tensor by tensor, from a safetensors checkpoint or the family's own initialization.
 
-Whether a checkpoint is the model of its config.json, in plain floats, is checked by its headers before a value is read.
+The headers are checked against config.json (names, shapes, plain float dtypes) before any value is read.
 """
 
 from __future__ import annotations
@@ -37,39 +37,39 @@ T = TypeVar("T")
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PLAIN_DTYPES = tuple(_DTYPES)
-"""Dtypes that are trained, in the words of the format; others are quantized weights, or no weights."""
+"""Trainable dtypes, by their safetensors names; others are quantized or not weights."""
 
 EMBEDDING_WEIGHT, LM_HEAD_WEIGHT = "model.embed_tokens.weight", "lm_head.weight"
-"""Names of the two matrices that may be tied; the same in all supported families."""
+"""Names of the two matrices that may be tied, equal in all supported families."""
 
 _QUANTIZED = re.compile(
     r"(weight_scale|weight_scale_inv|weight_packed|weight_zero_point|weight_shape|qweight|qzeros|scales|g_idx|SCB"
     r"|absmax|nested_absmax|quant_map|nested_quant_map|quant_state\.\w+|weight_format|scale_weight)$"
 )
-"""Ends of names that quantizers give: GPTQ, AWQ, bitsandbytes, compressed-tensors, FP8."""
+"""Name suffixes of quantizers' tensors: GPTQ, AWQ, bitsandbytes, compressed-tensors, FP8."""
 
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 """Tables that older versions stored and that are computed today."""
 
 MAX_PLAUSIBLE_WEIGHT: Final = torch.finfo(torch.float16).max
-"""65504: a model that is released in fp16 can have no weight beyond it, and products with a larger one swamp everything
-they are added to: gradients are then zero, or not finite."""
+"""65504: a model released in fp16 cannot have larger weights, and products with larger ones swamp everything they are
+added to: gradients become zero or non-finite."""
 _MOST_WARNINGS: Final = 3
-"""Tensors of a checkpoint that are named one by one; in a broken one it may be all of them."""
+"""Number of tensors warned about by name; in a broken checkpoint all may be affected."""
 
 _PART_ELEMENTS = 2**22
-"""Number of elements that are looked at together: no copy of a whole tensor is made."""
+"""Elements processed at a time, to avoid copying a whole tensor."""
 
 
 class WeightSource(Protocol):
-    """Source of parameters, one at a time by its Hugging Face name, on the CPU; the caller owns the tensor."""
+    """Source of parameters, read one by one by Hugging Face name to the CPU; the caller owns the tensor."""
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Value of parameter `name`, which has `shape` in the model."""
+        """Value of parameter `name`, of `shape`."""
 
 
 def folder_has_weights(folder: Path) -> bool:
-    """Whether the folder holds safetensors. Raises CheckpointError for weights in the pickled `.bin` format instead."""
+    """Whether the folder holds safetensors. Raises CheckpointError if it has pickled `.bin` weights instead."""
     if any(folder.glob("*.safetensors")):
         return True
     if pickled := sorted(folder.glob("*.bin")):
@@ -83,7 +83,7 @@ def folder_has_weights(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as the header of its file describes it."""
+    """A tensor as described by its file's header."""
 
     name: str
     path: Path
@@ -91,8 +91,8 @@ class StoredTensor:
     shape: tuple[int, ...]
 
     def read(self, rows: slice | None = None) -> Tensor:
-        """The tensor or some of its rows. Raises CheckpointError."""
-        # Opened anew each time: an open file keeps every page that was touched in this process's memory.
+        """Read the tensor or some of its rows. Raises CheckpointError."""
+        # Reopened each time: an open mapping counts every touched page to this process's memory.
         with _opened(self.path, f"cannot read {self.name!r}") as file:
             return cast(Tensor, file.get_tensor(self.name) if rows is None else file.get_slice(self.name)[rows])
 
@@ -100,7 +100,7 @@ class StoredTensor:
 @contextlib.contextmanager
 def _opened(path: Path, complaint: str) -> Iterator[Any]:
     try:
-        open_regular(path).close()  # the library would wait for a pipe
+        open_regular(path).close()  # safe_open would block on a pipe
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
@@ -115,14 +115,14 @@ def read_header(path: Path) -> list[StoredTensor]:
 
 
 def _read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """Tensors of the checkpoint in `folder`, those of a text part by the names that it has alone."""
+    """Tensors of the checkpoint in `folder`; those of a text part under its text model's names."""
     tensors = _read_stored(folder)
     renamed = text_weight_names(tensors)
     return {renamed.get(name, name): tensor for name, tensor in tensors.items()}
 
 
 def _read_stored(folder: Path) -> dict[str, StoredTensor]:
-    """Tensors of the checkpoint in `folder`, by name; the files are those that transformers would take."""
+    """Tensors of the checkpoint in `folder`, by name, from the files that transformers would read."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if not single.is_file() and index.is_file():
         return _read_indexed(folder, index)
@@ -141,14 +141,14 @@ def _read_stored(folder: Path) -> dict[str, StoredTensor]:
 def _read_indexed(folder: Path, index: Path) -> dict[str, StoredTensor]:
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index} has no 'weight_map' of tensor names to files. Get the file anew.")
+        raise CheckpointError(f"{index} has no 'weight_map' of tensor names to files. Get the file again.")
     for name, file in weight_map.items():
         is_name = isinstance(file, str) and file.endswith(".safetensors") and "\0" not in file
-        if not is_name or file.startswith("/") or ".." in file.split("/"):  # links are well: a download is made of them
+        if not is_name or file.startswith("/") or ".." in file.split("/"):  # links are fine: hub caches have them
             raise CheckpointError(
                 f"{index}: 'weight_map' says that {name!r} is in {format_json_value(file)}; it must name a "
                 "safetensors file in the "
-                "same folder. Get the index anew."
+                "same folder. Get the index again."
             )
     files = sorted(set(weight_map.values()))
     if missing := [file for file in files if not (folder / file).is_file()]:
@@ -158,15 +158,15 @@ def _read_indexed(folder: Path, index: Path) -> dict[str, StoredTensor]:
     found = {(file, tensor.name): tensor for file in files for tensor in read_header(folder / file)}
     for name, file in weight_map.items():
         if (file, name) not in found:
-            raise CheckpointError(f"{index} says that {name!r} is in {file}, which has no such tensor. Get both anew.")
+            raise CheckpointError(f"{index} says that {name!r} is in {file}, which has no such tensor. Get both again.")
     return {name: found[file, name] for name, file in weight_map.items()}
 
 
 def check_model_weights(folder: Path, parts: ModelParts, options: ModelConfig) -> None:
-    """Check by their headers that the weights in `folder`, if there are any, are those of `parts`.
+    """Check the headers of the weights in `folder`, if any, against `parts`.
 
-    Call it before data is prepared or memory is taken. Tensors that the model does not have are listed in a warning,
-    but for layers that the user left out. Raises CheckpointError for a tensor that is quantized, missing or mis-shaped.
+    Call this before data is prepared or memory is allocated. Warns about tensors that the model does not have, except
+    layers that the user left out. Raises CheckpointError for a quantized, missing or wrongly shaped tensor.
     """
     if not folder_has_weights(folder):
         return
@@ -180,7 +180,7 @@ def check_model_weights(folder: Path, parts: ModelParts, options: ModelConfig) -
     _refuse_quantized(folder, filter(None, map(checkpoint.find, sorted(known))), unknown)
     for name, shape in shapes.items():
         checkpoint.find_pieces(name, shape)
-    # An adapter's, for example; Mistral's own copy of the model is known.
+    # Other files may be an adapter's. Mistral's second copy of the model is expected.
     others = {*folder.glob("*.safetensors")} - {tensor.path for tensor in stored.values()}
     unread = sorted(path.name for path in others if not path.name.startswith(("consolidated", "optimizer")))
     _warn(folder, "%d safetensors file(s) are not part of the model and not read", unread)
@@ -194,7 +194,7 @@ def check_model_weights(folder: Path, parts: ModelParts, options: ModelConfig) -
 
 
 def _warn(folder: Path, text: str, names: Sequence[str]) -> None:
-    """Warn of the first of `names`, if there are any; `text` gets their number."""
+    """Log a warning with the first of `names`, if there are any; `text` is formatted with their number."""
     if names:
         shown_names = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         logger.warning(f"%s: {text}: %s", folder, len(names), shown_names, extra=RANK_ZERO_ONLY)
@@ -219,13 +219,13 @@ def _refuse_quantized(folder: Path, own: Iterable[StoredTensor], unknown: Iterab
 
 
 def has_untied_head(folder: Path) -> bool:
-    """Whether the checkpoint stores an embedding and another matrix as its head: transformers leaves these untied."""
+    """Whether the checkpoint stores a head that differs from the embedding; transformers unties such a head."""
     stored = _read_headers(folder)
     if EMBEDDING_WEIGHT not in stored or LM_HEAD_WEIGHT not in stored:
         return False
     embedding, head = stored[EMBEDDING_WEIGHT], stored[LM_HEAD_WEIGHT]
     if embedding.shape != head.shape or len(head.shape) != 2 or not {embedding.dtype, head.dtype} <= {*PLAIN_DTYPES}:
-        return False  # refused by check_model_weights, by name
+        return False  # check_model_weights refuses it by name
     step = max(1, _PART_ELEMENTS // max(head.shape[1], 1))
     for start in range(0, head.shape[0], step):
         rows = slice(start, start + step)
@@ -237,7 +237,7 @@ def has_untied_head(folder: Path) -> bool:
 
 
 class CheckpointWeights:
-    """Parameters from a folder of safetensors, one file or sharded; only what is asked for is read."""
+    """Parameters from a folder of safetensors, single or sharded; reads only what is requested."""
 
     def __init__(
         self,
@@ -247,7 +247,7 @@ class CheckpointWeights:
         *,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Index `folder`; `aliases` tells tied names, `pieces` parameters that are stored in several tensors.
+        """Index `folder`. `aliases` maps tied names, `pieces` lists parameters stored as several tensors.
 
         Values must fit into `dtype`. Raises CheckpointError.
         """
@@ -257,7 +257,7 @@ class CheckpointWeights:
         self.stored = _read_headers(folder)
 
     def find(self, name: str) -> StoredTensor | None:
-        """The tensor of this name, or the one that it is tied to."""
+        """The tensor of this name, or of the name that it is tied to."""
         return self.stored.get(name) or self.stored.get(self._aliases.get(name, name))
 
     def find_shaped(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
@@ -276,18 +276,19 @@ class CheckpointWeights:
         return tensor
 
     def find_pieces(self, name: str, shape: tuple[int, ...]) -> list[tuple[ParameterPiece | None, StoredTensor]]:
-        """The tensors that make up a parameter, each with its place in it; None: it is all of it.
+        """The tensors that make up a parameter, each with its piece; piece None: the whole parameter.
 
-        A checkpoint may have it whole although the family stores pieces. Raises CheckpointError as `find_shaped`.
+        A checkpoint may store a parameter whole even if the family stores pieces. Raises CheckpointError like
+        `find_shaped`.
         """
         if self.find(name) is not None or name not in self._pieces:
             return [(None, self.find_shaped(name, shape))]
         return [(piece, self.find_shaped(piece.name, piece.shape)) for piece in self._pieces[name]]
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The parameter. Raises CheckpointError as `find_shaped`, and for a value that is not finite or does not fit.
+        """The parameter. Raises CheckpointError like `find_shaped`, and for values that are non-finite or do not fit.
 
-        Pieces are read one at a time, each into its place.
+        Pieces are read one at a time, each into its position.
         """
         found = self.find_pieces(name, shape)
         if found[0][0] is None:
@@ -300,9 +301,9 @@ class CheckpointWeights:
         return whole
 
     def read_pieces(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, Tensor]]:
-        """The parameter in parts, each with the element that it begins at; raises CheckpointError as `read`.
+        """The parameter in parts, each with its first element's index. Raises CheckpointError like `read`.
 
-        These are the pieces that it is stored as, where their elements follow each other in the parameter.
+        The parts are its stored pieces if their elements are contiguous in the parameter, else one whole.
         """
         found = self.find_pieces(name, shape)
         if not all(piece is None or piece.is_contiguous for piece, _ in found):
@@ -313,7 +314,7 @@ class CheckpointWeights:
 
 
 class ValueCheck:
-    """Owns what is refused and warned of in the values of stored tensors; a tensor that is read again is told once."""
+    """Checks values of stored tensors; warns once about a tensor that is read several times."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         """Values must fit into `dtype`."""
@@ -321,12 +322,12 @@ class ValueCheck:
         self._told: set[str] = set()
 
     def read(self, stored: StoredTensor) -> Tensor:
-        """The tensor. Raises CheckpointError for a value that is not finite or does not fit, warns of an absurd one."""
+        """Read the tensor. Raises CheckpointError for non-finite values or overflow; warns about implausible ones."""
         tensor = stored.read()
         if not tensor.numel():
             return tensor
-        # The extremes tell it of all: a NaN makes both of them NaN, and rounding keeps the order. One pass without a
-        # copy, at some 20 GB/s on one core; `isfinite` on all of it would allocate, and do 0.4.
+        # The extremes suffice: a NaN makes both NaN, and rounding is monotonic. One pass without a copy runs at some
+        # 20 GB/s on one core; `isfinite` on everything would allocate, and run at 0.4.
         extremes = torch.stack(torch.aminmax(tensor))
         if not extremes.to(self._dtype).isfinite().all():
             raise CheckpointError(f"{stored.path}: {stored.name!r} {_describe_misfits(tensor, self._dtype)}")
@@ -342,7 +343,7 @@ class ValueCheck:
         more = "; others like it are not listed" if len(self._told) == _MOST_WARNINGS else ""
         logger.warning(
             "%s: %r holds the value %g; weights beyond %g, the largest number of fp16, leave gradients that are zero "
-            "or not finite. The checkpoint is likely damaged: get it anew%s",
+            "or not finite. The checkpoint is likely damaged: get it again%s",
             stored.path,
             stored.name,
             largest,
@@ -352,11 +353,11 @@ class ValueCheck:
 
 
 MAX_AHEAD_ELEMENTS = 2**28
-"""Elements of a value next to which no other is read: 1 GiB in fp32."""
+"""Largest value, in elements, that is prefetched past: 1 GiB in fp32."""
 
 
 def read_ahead(values: Iterator[T], *, size: Callable[[T], int]) -> Iterator[T]:
-    """Yield `values`, the next of which is read on another thread while one is used, unless that has a large `size`."""
+    """Yield `values`; the next one is read on another thread meanwhile, unless the current one's `size` is large."""
     with ThreadPoolExecutor(1, thread_name_prefix="weights") as reader:
         coming = reader.submit(next, values, None)
         while (value := coming.result()) is not None:
@@ -370,9 +371,9 @@ def read_ahead(values: Iterator[T], *, size: Callable[[T], int]) -> Iterator[T]:
 
 
 def read_in_pieces(source: WeightSource, name: str, shape: tuple[int, ...]) -> Iterable[tuple[int, Tensor]]:
-    """The parameter in parts that follow each other in it, each with the element that it begins at.
+    """The parameter in consecutive parts, each with its first element's index.
 
-    From a checkpoint a layer's experts come one by one, so that no copy of all of them is made.
+    A checkpoint yields a layer's experts one by one, so all of them are never copied at once.
     """
     if isinstance(source, CheckpointWeights):
         return source.read_pieces(name, shape)
@@ -380,7 +381,7 @@ def read_in_pieces(source: WeightSource, name: str, shape: tuple[int, ...]) -> I
 
 
 def _describe_misfits(tensor: Tensor, dtype: torch.dtype) -> str:
-    """Words for how many values do not fit, and the first of them."""
+    """Words for the number of values that do not fit, and the first one."""
     flat = tensor.reshape(-1)
     count, num_nonfinite, first = 0, 0, flat.numel()
     for number, part in enumerate(flat.split(_PART_ELEMENTS)):
@@ -394,33 +395,33 @@ def _describe_misfits(tensor: Tensor, dtype: torch.dtype) -> str:
     if num_nonfinite:
         return (
             f"has {num_nonfinite} values that are not finite (NaN or infinite), {where}. The checkpoint is damaged, or "
-            "its training diverged: get it anew, or take an earlier one."
+            "its training diverged: get it again, or take an earlier one."
         )
     return (
         f"has {count} values that are too large for {str(dtype).removeprefix('torch.')}, {where}. Use --dtype bf16 or "
-        "--dtype fp32, which hold what this checkpoint does."
+        "--dtype fp32, which can hold these values."
     )
 
 
 class InitialWeights:
-    """Parameters drawn by transformers' own initialization of the family, for a model without weights.
+    """Parameters from transformers' own initialization of the family, for a model without weights.
 
-    Each leaf module is seeded by its name: values do not depend on how the model is cut, or on the number of ranks.
+    Each leaf module is seeded by its name, so values depend neither on the partition nor on the number of ranks.
     """
 
     def __init__(self, parts: ModelParts, *, seed: int) -> None:
         self._model, self._aliases, self._seed = parts.model, parts.stored_names, seed
         self._drawn: dict[str, Tensor] = {}
-        """Parameters of the last module that were drawn with one that was asked for; all experts are one module."""
+        """Parameters of the last module that were initialized but not yet read; all experts are one module."""
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Initialize the leaf module that owns `name` on the CPU in fp32 and return that parameter.
 
-        Raises CheckpointError for one that the family leaves as its constructor made it, which is not here.
+        Raises CheckpointError if the family's initialization leaves the parameter unset.
         """
         name = self._aliases.get(name, name)
         if name not in self._drawn:
-            self._drawn.clear()  # before there is another one
+            self._drawn.clear()  # before the next module is allocated
             self._drawn.update(self._draw(name.rpartition(".")[0]))
         tensor = self._drawn.pop(name)
         assert tuple(tensor.shape) == shape, (name, tensor.shape, shape)
@@ -436,7 +437,7 @@ class InitialWeights:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             for parameter in leaf.parameters(recurse=False):
                 parameter.fill_(torch.nan)
-            # One hash of both: the CPU generator looks at the low 32 bits of a seed only.
+            # One hash of seed and name: the CPU generator uses only the low 32 bits of a seed.
             torch.manual_seed(zlib.crc32(f"{self._seed} {path}".encode()))
             self._model._init_weights(leaf)
         return {f"{path}.{local}": parameter.detach() for local, parameter in leaf.named_parameters(recurse=False)}

@@ -51,7 +51,7 @@ def test_a_run_saves_the_text_part_as_a_text_model(tmp_path: Path, family: str, 
 
     assert result.returncode == 0, result.stdout
     assert f"describes more than a text model ({family}): its text part ({text}) is trained" in result.stdout
-    assert "vision_config is neither trained nor saved" in result.stdout
+    assert "not trained and not saved: vision_config" in result.stdout
     fields = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (fields["model_type"], fields["architectures"]) == (text, [class_name])
     assert not {"text_config", "vision_config"} & fields.keys()

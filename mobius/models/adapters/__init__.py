@@ -1,1 +1,1 @@
-"""Adapters beside frozen layers: where they are put, their values, their files, and the model they are added to."""
+"""LoRA adapters of frozen layers: their placement, initial values, files, and base model."""

@@ -1,8 +1,8 @@
-"""The folder of an adapter as peft writes and reads it, and what it says of its base.
+"""An adapter's folder in peft's format, and the identity of its base model.
 
     adapter_config.json          kind, rank, strength, targets, name of the base
-    adapter_model.safetensors    `base_model.model.` and our name of each trained parameter -> value
-    base_model.json              which weights it was trained on; ours alone
+    adapter_model.safetensors    `base_model.model.` + our name of each trained parameter -> value
+    base_model.json              which weights it was trained on; written by Mobius only
 
 Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
@@ -32,37 +32,37 @@ WEIGHTS_FILE: Final = "adapter_model.safetensors"
 BASE_MODEL_FILE: Final = "base_model.json"
 _PREFIX: Final = "base_model.model."
 _SAMPLED_BYTES: Final = 65_536
-"""Bytes of each file of a base that its fingerprint is of, at its begin and at its end."""
+"""Bytes at the start and at the end of each base file that enter the fingerprint."""
 
 
 @dataclass(frozen=True)
 class AdapterBase:
-    """The model that an adapter is for."""
+    """The base model of an adapter."""
 
     name: str
-    """Id on the hub, or folder."""
+    """Hub id, or folder."""
     revision: str | None
-    """Commit on the hub, where it is known."""
+    """Commit on the hub, if known."""
     fingerprint: str | None
-    """Sum over the files of its weights, which are sampled; None without weights."""
+    """Checksum over samples of the weight files; None without weights."""
     folder: Path
-    """Place of its files."""
+    """Folder of its files."""
 
     @classmethod
     def of(cls, model_path: str, folder: Path) -> AdapterBase:
-        """The base in `folder`, which the user calls `model_path`. Raises CheckpointError."""
+        """The base in `folder`, given by the user as `model_path`. Raises CheckpointError."""
         name = str(Path(model_path).expanduser().resolve()) if Path(model_path).expanduser().is_dir() else model_path
         revision = folder.name if folder.parent.name == "snapshots" else None
         return cls(name, revision, weights_fingerprint(folder), folder)
 
 
 def peft_name_of(name: str) -> str:
-    """Name in an adapter's file of our parameter `name`."""
+    """Name of our parameter `name` in an adapter file."""
     return _PREFIX + name
 
 
 def trained_shapes(parts: ModelParts) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every parameter that is trained, in forward order."""
+    """Name -> shape of every trained parameter, in forward order."""
     named = {name: shape for block in parts.blocks for name, shape in block.parameter_shapes().items()}
     frozen = frozenset[str]().union(*(block.frozen_names() for block in parts.blocks))
     return {name: shape for name, shape in named.items() if name not in frozen}
@@ -99,26 +99,26 @@ def base_fields(base: AdapterBase) -> dict[str, Any]:
 
 
 def check_base(folder: Path, base: AdapterBase) -> None:
-    """Raise CheckpointError where the adapter in `folder` was trained on other weights, as far as it tells."""
+    """Raise CheckpointError if the adapter in `folder` records another base fingerprint."""
     path = folder / BASE_MODEL_FILE
     if not path.is_file():
-        return  # peft's own
+        return  # written by peft
     fields = read_json_object(path)
     if base.fingerprint is not None and fields.get("fingerprint") not in (None, base.fingerprint):
         raise CheckpointError(
             f"{folder} was trained on other weights than those of {base.name}: on "
             f"{format_json_value(fields.get('name'))} with the "
             f"fingerprint {format_json_value(fields.get('fingerprint'))}, and this base has {base.fingerprint}. "
-            "Give its own base "
-            "by --model_path."
+            "Give the adapter's own base "
+            "with --model_path."
         )
 
 
 class AdapterFolder:
-    """An adapter on the disk, ours or peft's."""
+    """An adapter on disk, written by Mobius or peft."""
 
     def __init__(self, folder: Path) -> None:
-        """Read its description. Raises CheckpointError for what is no adapter of LoRA, or one of another variant."""
+        """Read the description. Raises CheckpointError if it is not an adapter, or not plain LoRA or rsLoRA."""
         self.folder = folder
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             if not (folder / name).is_file():
@@ -130,12 +130,12 @@ class AdapterFolder:
 
     @property
     def scale(self) -> float:
-        """Factor of the products."""
+        """Factor on B (A x): alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
         rank = float(self.fields["r"])
         return float(self.fields["lora_alpha"]) / (rank**0.5 if self.fields.get("use_rslora") else rank)
 
     def check(self, parts: ModelParts, base: AdapterBase) -> None:
-        """Raise CheckpointError where it is not the one that the run's options describe, or of another base."""
+        """Raise CheckpointError if the adapter differs from the run's options, or belongs to another base."""
         config = parts.adapters
         own: dict[str, object] = {
             "lora_rank": self.fields.get("r"),
@@ -146,7 +146,7 @@ class AdapterFolder:
             if value != getattr(config, option):
                 raise CheckpointError(
                     f"--adapter_path {self.folder} has {option} {format_json_value(value)}, the run has "
-                    f"{format_json_value(getattr(config, option))}. Give --{option} as the adapter has it."
+                    f"{format_json_value(getattr(config, option))}. Use the adapter's value for --{option}."
                 )
         wanted = trained_shapes(parts)
         if missing := [name for name in wanted if name not in self.stored]:
@@ -162,16 +162,16 @@ class AdapterFolder:
         raise CheckpointError(
             f"--adapter_path {self.folder} {told}. Its targets are "
             f"{format_json_value(self.fields.get('target_modules'))}, and "
-            f"{format_json_value(self.fields.get('modules_to_save'))} in full: give --lora_target and "
-            "--additional_target alike."
+            f"{format_json_value(self.fields.get('modules_to_save'))} in full: use the same for --lora_target and "
+            "--additional_target."
         )
 
 
 class AdapterWeights:
-    """Source of parameters: an adapter's own, all others from elsewhere."""
+    """Source of parameters: the adapter's own, and the base's for all others."""
 
     def __init__(self, base: ParameterSource, adapter: AdapterFolder, *, dtype: torch.dtype = torch.float32) -> None:
-        """The adapter's values must fit into `dtype`."""
+        """Values of the adapter must fit into `dtype`."""
         self._base, self._stored, self._check = base, adapter.stored, ValueCheck(dtype)
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -186,7 +186,7 @@ def _refuse_variants(folder: Path, fields: Mapping[str, Any]) -> None:
             f"{path} is of the kind {format_json_value(fields.get('peft_type'))}; only LORA is trained and merged."
         )
     if not all(isinstance(fields.get(name), int | float) and fields[name] > 0 for name in ("r", "lora_alpha")):
-        raise CheckpointError(f"{path} has no 'r' and 'lora_alpha' above 0. Get the file anew.")
+        raise CheckpointError(f"{path} has no 'r' and 'lora_alpha' above 0. Get the file again.")
     usual = {"use_dora": False, "bias": "none", "fan_in_fan_out": False, "rank_pattern": {}, "alpha_pattern": {}}
     for name, value in usual.items():
         if fields.get(name, value) not in (value, None):
@@ -197,7 +197,7 @@ def _refuse_variants(folder: Path, fields: Mapping[str, Any]) -> None:
 
 
 def _short_names(adapted: Sequence[str], parts: ModelParts) -> list[str]:
-    """Last words of the linears where these say it all, else whole names."""
+    """Last name components of the adapted linears if these match no other linear, else full names."""
     kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in adapted))
     linears = [name.removesuffix(".weight") for layer in parts.layers for name in layer.parameter_shapes()]
     meant = [name for name in linears if name.rpartition(".")[2] in kinds]
@@ -205,7 +205,7 @@ def _short_names(adapted: Sequence[str], parts: ModelParts) -> list[str]:
 
 
 def weights_fingerprint(folder: Path) -> str | None:
-    """Sum over names, sizes and samples of the files of weights."""
+    """Checksum over names, sizes and samples of the weight files; None without weights. Raises CheckpointError."""
     if not folder_has_weights(folder):
         return None
     value = 0

@@ -1,6 +1,6 @@
-"""Says which parameters of a model are trained: puts adapters beside the linears that are wanted, and freezes the rest.
+"""Selects the trained parameters of a model: adds adapters to the targeted linears and freezes the rest.
 
-A frozen parameter is one that requires no gradient, on the meta device already; whoever takes the model apart sees it.
+A frozen parameter has `requires_grad` False on the meta device already, where blocks read it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 
 _NAMES = re.compile(r"[\w.]+", re.ASCII)
 _LISTED = 6
-"""Names told in a message."""
+"""Names listed in a message."""
 
 
 @dataclass(frozen=True)
 class PartNames:
-    """Names of a model's modules: `layers` is that of the list of them."""
+    """Module names of a model's parts; `layers` names the module list."""
 
     embedding: str
     layers: str
@@ -37,9 +37,9 @@ class PartNames:
 
 
 def adapt(model: nn.Module, names: PartNames, config: AdapterConfig) -> None:
-    """Put adapters into `model`, which is on the meta device, and freeze what `config` does not train.
+    """Add adapters to `model` (on the meta device) and freeze what `config` does not train.
 
-    Raises ConfigError for a target that is not there, or cannot be trained so.
+    Raises ConfigError for a target that does not exist or cannot be trained.
     """
     if config.is_lora:
         _refuse_experts(model, config.lora_target)
@@ -62,14 +62,12 @@ def adapt(model: nn.Module, names: PartNames, config: AdapterConfig) -> None:
 
 
 def _refuse_experts(model: nn.Module, target: str) -> None:
-    """Experts have no linears of their own, so that their matrices get no adapter: say so, and refuse their names."""
+    """Log that fused experts get no adapter, as they are no linears. Raises ConfigError if `target` names them."""
     fused = fused_experts(model)
     if not fused:
         return
     first, module = next(iter(fused.items()))
-    reason = (
-        f"experts are held in one tensor for all of a layer ({first}.{matrix_names(module)[0]}), which gets no adapter"
-    )
+    reason = f"experts are stored in one tensor per layer ({first}.{matrix_names(module)[0]}), which gets no adapter"
     linears = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)}
     named = {"experts", *matrix_names(module)} - linears
     if wanted := [word for word in split_names(target) if named & {*word.split(".")}]:
@@ -77,11 +75,11 @@ def _refuse_experts(model: nn.Module, target: str) -> None:
             f"`--lora_target` {wanted[0]} names experts: {reason}. Name linear layers, such as those of attention "
             "(--lora_target all takes them all), or train all parameters (--finetuning_type full)"
         )
-    logger.info("adapters are beside linear layers only: %s and stays as it is", reason, extra=RANK_ZERO_ONLY)
+    logger.info("adapters are for linear layers only: %s and stays frozen", reason, extra=RANK_ZERO_ONLY)
 
 
 def _linears(model: nn.Module, names: PartNames) -> dict[str, nn.Linear]:
-    """Linear layers within the model's layers, by name."""
+    """Linears within the model's layers, by full name."""
     layers = model.get_submodule(names.layers)
     return {
         f"{names.layers}.{name}": module for name, module in layers.named_modules() if isinstance(module, nn.Linear)
@@ -89,9 +87,9 @@ def _linears(model: nn.Module, names: PartNames) -> dict[str, nn.Linear]:
 
 
 def _wanted(linears: Mapping[str, nn.Linear], target: str) -> dict[str, nn.Linear]:
-    """The linears that `--lora_target` says."""
+    """The linears that `--lora_target` selects. Raises ConfigError if nothing matches."""
     if target.strip() in ("all", "all-linear"):
-        # A gate of one number for each token is smaller than any rank but 1.
+        # A gate with one output per token is smaller than any rank above 1.
         return {name: linear for name, linear in linears.items() if linear.out_features > 1}
     words = split_names(target)
     kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in linears))
@@ -104,7 +102,7 @@ def _wanted(linears: Mapping[str, nn.Linear], target: str) -> dict[str, nn.Linea
         if not found:
             example = next(iter(linears), "")
             raise ConfigError(
-                f"`--lora_target` {target} matches no whole name of a linear layer; one of them is {example}, and they "
+                f"`--lora_target` {target} matches no full name of a linear layer; one of them is {example}, and they "
                 f"end in {_listed(kinds)}"
             )
         return found
@@ -112,7 +110,7 @@ def _wanted(linears: Mapping[str, nn.Linear], target: str) -> dict[str, nn.Linea
     if unknown := [word for word, found in matches.items() if not found]:
         near = difflib.get_close_matches(unknown[0], kinds, n=_LISTED, cutoff=0.4)
         hint = f"did you mean {_listed(near)}? It" if near else "it"
-        reason = "the embedding and the head are no layers' (--additional_target trains them in full)"
+        reason = "the embedding and the head are outside the layers (--additional_target trains them in full)"
         is_outer = unknown[0] in ("embed_tokens", "lm_head", *PARTS)
         told = reason if is_outer else f"{hint} has {_listed(kinds)}"
         raise ConfigError(f"`--lora_target` {unknown[0]} is no linear layer of this model; {told}")
@@ -124,7 +122,7 @@ def _check_rank(name: str, linear: nn.Linear, config: AdapterConfig) -> None:
     smallest = min(linear.in_features, linear.out_features)
     if config.lora_rank > smallest:
         raise ConfigError(
-            f"`--lora_rank` {config.lora_rank} is more than {name} has, which is {linear.out_features} x "
+            f"`--lora_rank` {config.lora_rank} is more than {name} allows, which is {linear.out_features} x "
             f"{linear.in_features}; use at most {smallest}, or other layers (--lora_target)"
         )
 
@@ -133,18 +131,18 @@ def _refuse_tied(model: nn.Module, config: AdapterConfig) -> None:
     outer = [word for word in config.additional_parts if word in ("embedding", "head")]
     if outer and _is_tied(model):
         raise ConfigError(
-            f"`--additional_target` {outer[0]}: this model has one matrix for embedding and head, which an adapter's "
-            "file cannot hold as one; train all parameters (--finetuning_type full), or leave it out"
+            f"`--additional_target` {outer[0]}: this model has one matrix for embedding and head, which an adapter "
+            "file cannot store as one; train all parameters (--finetuning_type full), or leave it out"
         )
 
 
 def _is_tied(model: nn.Module) -> bool:
-    """Whether embedding and head are one matrix, of which the model on the meta device has two."""
+    """Whether embedding and head share one matrix; on the meta device they are still two parameters."""
     return bool(getattr(model.config, "tie_word_embeddings", False))
 
 
 def _parameters(model: nn.Module, names: PartNames, word: str, option: str) -> Iterable[nn.Parameter]:
-    """Parameters of the part that a word of an option names."""
+    """Parameters of the part that `word` of `option` names. Raises ConfigError."""
     if word in ("embedding", "head"):
         both = {"embedding": names.embedding, "head": names.head}
         wanted = both.values() if _is_tied(model) else [both[word]]

@@ -1,1 +1,1 @@
-"""Layers of several feed-forward parts, the experts, of which each token takes a few that its router chooses."""
+"""Mixture-of-experts layers: each token goes to a few of the experts, chosen by its router."""

@@ -1,11 +1,11 @@
-"""The forward of fused experts, as an experts implementation of transformers, so that every family takes it.
+"""Forward of fused experts, registered as an experts implementation of transformers, for every family.
 
-    tokens --router--> experts of each token, and their shares
-    rows: a token as often as it has experts, sorted by expert --> product --> gate --> product --> times shares
-    a token's rows are summed in its experts' order
+    tokens --router--> top-k experts per token, and their weights
+    rows: one per token and chosen expert, sorted by expert --> matmul --> gate --> matmul --> times weights
+    a token's rows are summed in the order of its experts
 
-No token is dropped, whatever the router does, and no shape depends on it. On a GPU nothing here waits for it. On a CPU
-operations and their order are those of transformers' `grouped_mm`, so that results are its bits.
+No token is dropped, and no shape depends on routing. On a GPU nothing here synchronizes with the host. On a CPU,
+operations and their order equal those of transformers' `grouped_mm`, so results are bit-identical.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EXPERTS_IMPLEMENTATION = "mobius_experts"
 
 
 def register_experts_implementation(model: nn.Module) -> None:
-    """Let the fused experts of `model` be run by `run_experts`, with taps; its configuration then says so."""
+    """Make the fused experts of `model` run `run_experts`, with placeholders; sets this in its configuration."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     for experts in fused_experts(model).values():
@@ -41,20 +41,20 @@ def register_experts_implementation(model: nn.Module) -> None:
 
 
 def run_experts(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Each token's sum of its experts' outputs, as transformers calls it.
+    """Weighted sum of expert outputs per token; called by transformers.
 
     Args:
         module: fused experts.
         hidden: tokens [T, H].
-        chosen: experts of each token, integers [T, K].
-        shares: their weights [T, K].
+        top_k_index: experts of each token, integers [T, K].
+        top_k_weights: their weights [T, K].
     """
     run = run_experts_on_gpu if hidden.device.type == "cuda" else _run_as_transformers
     return run(cast(Any, module), hidden, top_k_index, top_k_weights)
 
 
 def run_experts_on_gpu(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """`run_experts` for GPUs: neither forward nor backward adds at places, and no product is made again for shares."""
+    """`run_experts` for GPUs: no scatter-add in forward or backward, no matmul recomputed for `top_k_weights`."""
     routing, (into, out_of) = _route(experts, top_k_index), matrix_names(experts)
     rows = permute_tokens(hidden, routing, top_k_index.shape[1])
     rows = _gate(experts, grouped_linear(rows, routing.expert_offsets, _matrix(experts, into)))
@@ -72,7 +72,7 @@ def _run_as_transformers(experts: Any, hidden: Tensor, top_k_index: Tensor, top_
 
 
 def _route(experts: Any, top_k_index: Tensor) -> Routing:
-    # Tokens of one expert are added up in this order, which for transformers' bits is not to be the stable one.
+    # Not a stable sort: it fixes the summation order of an expert's tokens, which has to be transformers' own.
     sorted_experts, order = torch.sort(top_k_index.reshape(-1))
     numbers = torch.arange(experts.num_experts, device=top_k_index.device)
     expert_offsets = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)

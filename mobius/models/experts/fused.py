@@ -1,6 +1,6 @@
-"""Experts that transformers holds in one tensor per matrix: all of a layer at once, [experts, out, in].
+"""Fused experts: transformers stores each matrix of all experts of a layer in one tensor, [experts, out, in].
 
-A class of that form is found by what its decorator leaves on it (`use_experts_implementation`), not by its name.
+Such classes are recognized by attributes of the decorator `use_experts_implementation`, not by name.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Any
 from torch import nn
 
 _OPTIONS = ("has_gate", "has_bias", "is_transposed")
-"""Facts that the decorator leaves on each of its modules."""
+"""Attributes that the decorator sets on each module."""
 
 
 def matrix_names(experts: nn.Module) -> tuple[str, str]:
-    """Names of the two matrices of fused experts, the one into them and the one out of them."""
+    """Names of the input matrix and the output matrix of fused experts."""
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
 def fused_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules of experts in the fused form, by name; each calls its matrices by transformers' experts interface."""
+    """Modules of fused experts, by name."""
     return {name: module for name, module in model.named_modules() if _is_fused(module)}
 
 
@@ -29,9 +29,9 @@ def _is_fused(module: nn.Module) -> bool:
 
 
 def unsupported_experts_reason(model: nn.Module) -> str | None:
-    """A clause, to be read after the family's name, that says why the model's experts cannot be run; None if they can.
+    """Reason (a clause after the family's name) why the model's experts cannot be run, or None if they can.
 
-    Their parameters are told by the word `experts` in their names, shared experts apart, which every token takes.
+    Parameters of experts are recognized by `.experts.` in their names; shared experts, used by every token, are not.
     """
     fused = fused_experts(model)
     for name, module in fused.items():

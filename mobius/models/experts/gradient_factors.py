@@ -1,4 +1,4 @@
-"""Taps of experts' matrices, by which their gradients leave backward as factors, to be added to the fp32 sums."""
+"""Gradient factors of expert matrices, which are added to the fp32 sums outside autograd."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from mobius.models.experts.fused import fused_experts, matrix_names
 from mobius.models.experts.grouped_matmul import add_weight_gradient
 
 _MOST_ROWS = 2**24
-"""Integers that fp32 holds."""
+"""Largest count up to which fp32 holds every integer."""
 
 
 def placeholder_names(weight: str) -> tuple[str, str, str]:
-    """Names of the taps of the matrices `weight`: of both factors, and of the ends of experts' rows."""
+    """Placeholder names of matrix `weight`: left factor, right factor, and expert offsets."""
     return f"{weight}_left_tap", f"{weight}_right_tap", f"{weight}_ends_tap"
 
 
 @dataclass(frozen=True)
 class ExpertsGradientFactors:
-    """The taps of one parameter of fused experts."""
+    """Gradient factors of one parameter of fused experts."""
 
     weight: str
-    """Its name within the layer."""
+    """Name within the layer."""
     num_experts_per_token: int
-    """Experts of a token."""
+    """Experts per token (top-k)."""
 
     def make_placeholders(self, weight: Tensor, *, num_tokens: int) -> dict[str, Tensor]:
-        """Taps by name for the parameter's value, without memory but for one element each."""
+        """Placeholders by name for the parameter's value: expanded views of one element each."""
         rows = num_tokens * self.num_experts_per_token
-        assert rows <= _MOST_ROWS, "more rows than their numbers hold"
+        assert rows <= _MOST_ROWS, "more rows than fp32 counts exactly"
         element = torch.empty(1, dtype=weight.dtype, device=weight.device)
         expert_offsets = torch.empty(1, dtype=torch.float32, device=weight.device).expand(len(weight))
         placeholders = *(element.expand(rows, width) for width in weight.shape[1:]), expert_offsets
@@ -43,7 +43,7 @@ class ExpertsGradientFactors:
         }
 
     def add_gradient(self, total: Tensor, found: Mapping[str, Tensor]) -> None:
-        """Add the gradient of which the factors are in `found`, if they are, to `total`, fp32 of the weight's shape."""
+        """Add the gradient to `total` (fp32, shape of the weight) if `found` has its factors."""
         left, right, expert_offsets = placeholder_names(self.weight)
         if left in found:
             add_weight_gradient(total, found[left], found[right], found[expert_offsets].to(torch.int32))
@@ -52,7 +52,7 @@ class ExpertsGradientFactors:
 def find_experts_gradient_factors(
     module: nn.Module, run: Callable[[], object], *, num_tokens: int
 ) -> tuple[ExpertsGradientFactors, ...]:
-    """Taps of the trained matrices of fused experts below `module` that `run` calls once, on all of `num_tokens`."""
+    """Factors of trained fused-expert matrices under `module` that `run` calls exactly once, on all `num_tokens`."""
     calls: dict[str, list[tuple[int, ...]]] = {name: [] for name in fused_experts(module)}
 
     def keep(name: str) -> Callable[..., None]:

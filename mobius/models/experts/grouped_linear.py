@@ -1,8 +1,8 @@
-"""Products of experts with their gradients; those of weights are whole, or leave as factors where there are taps.
+"""Matrix products of experts with gradients; weight gradients are full, or factors if there are placeholders.
 
-    y = x W of each expert's rows       dx = dy W^T goes on;    dW = x^T dy is left to the caller, who gets both factors
+    y = x W of each expert's rows       dx = dy W^T is returned;   dW = x^T dy is left to the caller, who gets x and dy
 
-They come out of autograd as gradients of three inputs that nothing reads, the taps, with the ends of experts' rows.
+Autograd returns factors and expert offsets as gradients of three placeholders, whose values are never read.
 """
 
 from __future__ import annotations
@@ -16,46 +16,46 @@ from mobius.models.experts.grouped_matmul import grouped_matmul, grouped_weight_
 
 
 class ExpertMatrices(NamedTuple):
-    """Matrices of all experts, and their taps or None three times."""
+    """One matrix of all experts, with its three placeholders or None for each."""
 
     weight: Tensor
     """[experts, out, in], or [experts, in, out]."""
     is_transposed: bool
-    """Whether the input's width comes first."""
+    """Whether the input dimension comes first."""
     left_placeholder: Tensor | None = None
     """[rows, second dimension of the weight]."""
     right_placeholder: Tensor | None = None
     """[rows, third dimension of the weight]."""
     offsets_placeholder: Tensor | None = None
-    """fp32 [experts]: numbers of rows, which fp32 holds up to 2**24."""
+    """fp32 [experts]: row offsets, which fp32 holds exactly up to 2**24."""
 
 
 class Routing(NamedTuple):
-    """How rows, sorted by expert, belong to tokens, each of which has as many."""
+    """Mapping between rows, sorted by expert, and tokens, which have K rows each."""
 
     order: Tensor
-    """[rows]: place of each row among (token, its experts)."""
+    """[rows]: index of each row in the flattened [tokens, K]."""
     inverse_order: Tensor
-    """[tokens x experts of a token]: row of each place."""
+    """[tokens * K]: row of each such index."""
     expert_offsets: Tensor
-    """int32 [experts]: behind each expert's last row."""
+    """int32 [experts]: end of each expert's rows."""
 
 
 def grouped_linear(rows: Tensor, expert_offsets: Tensor, matrix: ExpertMatrices) -> Tensor:
-    """[rows, in] -> [rows, out]."""
+    """Multiply each row by its expert's matrix: [rows, in] -> [rows, out]."""
     return cast(Tensor, _Product.apply(rows, expert_offsets, *matrix))  # type: ignore[no-untyped-call]
 
 
 def permute_tokens(hidden: Tensor, routing: Routing, num_experts_per_token: int) -> Tensor:
-    """Each row's token: [T, H] -> [rows, H]; gradients of a token's rows are summed without adding at places."""
+    """Copy tokens to rows: [T, H] -> [rows, H]; backward sums the rows of a token without scatter-add."""
     tensors = hidden, routing.order, routing.inverse_order
     return cast(Tensor, _PermuteTokens.apply(*tensors, num_experts_per_token))  # type: ignore[no-untyped-call]
 
 
 def multiply_and_unpermute(rows: Tensor, top_k_weights: Tensor, routing: Routing, matrix: ExpertMatrices) -> Tensor:
-    """Each token's sum of its rows' products times their shares [T, K]: [rows, in] -> [T, out].
+    """Multiply rows by their experts' matrices and sum them per token, weighted by [T, K]: [rows, in] -> [T, out].
 
-    Backward needs no product again: a share's gradient is that of its row's input before the share, times the input.
+    Backward recomputes no product: a weight's gradient is the dot product of its row and the row's unweighted gradient.
     """
     return cast(Tensor, _MultiplyAndUnpermute.apply(rows, top_k_weights, *routing, *matrix))  # type: ignore[no-untyped-call]
 
@@ -65,10 +65,10 @@ def _as_in_out(weight: Tensor, is_transposed: bool) -> Tensor:
 
 
 def _of_weight(ctx: Any, rows: Tensor, gradient: Tensor, expert_offsets: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of a Matrix, from those factors of it that are the input's and the output's."""
+    """Gradients of the five `ExpertMatrices` fields, from input rows and output gradient."""
     left, right = (rows, gradient) if ctx.is_transposed else (gradient, rows)
     if ctx.is_tapped:
-        # Detached: an input itself would bring its own graph along.
+        # Detached: otherwise the input would keep its own graph alive.
         return None, None, left.detach(), right.detach(), expert_offsets.to(torch.float32)
     return grouped_weight_gradient(left, right, expert_offsets) if ctx.is_trained else None, None, None, None, None
 
@@ -97,7 +97,7 @@ class _Product(torch.autograd.Function):
 
 
 class _PermuteTokens(torch.autograd.Function):
-    """Tokens to rows."""
+    """`permute_tokens` with gradients."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, order: Tensor, inverse_order: Tensor, num_experts_per_token: int) -> Tensor:
@@ -112,7 +112,7 @@ class _PermuteTokens(torch.autograd.Function):
 
 
 class _MultiplyAndUnpermute(torch.autograd.Function):
-    """Rows to tokens."""
+    """`multiply_and_unpermute` with gradients."""
 
     @staticmethod
     def forward(

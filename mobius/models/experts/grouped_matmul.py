@@ -1,12 +1,12 @@
-"""Products of rows with the matrices of experts, where rows are sorted by expert and ends tell whose they are.
+"""Grouped products: rows sorted by expert, times their experts' matrices.
 
     rows        0 0 0 1 1 3        experts of 6 rows
-    ends        3     5 5 6        int32: behind each expert's last row; expert 2 has none
+    offsets     3     5 5 6        int32: end of each expert's rows; expert 2 has none
 
-Each is one operation in a graph, which reads the ends when it runs: on a GPU without the host.
+Each product is one operation in a graph and reads the offsets when it runs, on a GPU without the host.
 
-    GPU     rows x matrices: torch's grouped product where it is one kernel (bf16 on Hopper), else Triton's
-            factors of gradients: Triton's, which adds to the fp32 sum in place
+    GPU     rows x matrices: torch's grouped_mm where it is one kernel (bf16 on Hopper, Blackwell), else Triton
+            gradient factors: Triton, which adds to the fp32 sum in place
     CPU     one matrix product per expert
 """
 
@@ -24,27 +24,27 @@ from mobius.models.experts.kernel_launch import expert_kernels
 
 _NAME = "mobius::grouped_product"
 _WITH_ONE_KERNEL = (9, 10)
-"""Major compute capabilities on which torch's grouped product leaves the host alone; others read the ends there."""
+"""Major compute capabilities where torch's grouped_mm does not synchronize with the host to read the offsets."""
 
 
 def grouped_matmul(rows: Tensor, weight: Tensor, expert_offsets: Tensor) -> Tensor:
-    """Row r times the matrix of its expert: [rows, in], [experts, in, out], int32 [experts] -> [rows, out].
+    """Multiply each row by its expert's matrix: [rows, in], [experts, in, out], int32 [experts] -> [rows, out].
 
-    `weight` may be a transposed view. Autograd sees no graph of it. On a GPU it returns before it is done.
+    `weight` may be a transposed view. Not differentiable. Asynchronous on a GPU.
     """
     return _operations()[0](rows, weight, expert_offsets)
 
 
 def grouped_weight_gradient(left: Tensor, right: Tensor, expert_offsets: Tensor) -> Tensor:
-    """left^T right of each expert's rows: [rows, out], [rows, in], int32 [experts] -> [experts, out, in]."""
+    """left^T right over each expert's rows: [rows, out], [rows, in], int32 [experts] -> [experts, out, in]."""
     return _operations()[1](left, right, expert_offsets)
 
 
 def add_weight_gradient(total: Tensor, left: Tensor, right: Tensor, expert_offsets: Tensor) -> None:
-    """Add left^T right of each expert's rows to `total`, fp32 [experts, out, in].
+    """Add left^T right over each expert's rows to `total`, fp32 [experts, out, in].
 
-    `left` [rows, out] and `right` [rows, in] are of the working dtype. A GPU sums in fp32 throughout, in one kernel; on
-    a CPU an expert's product is rounded to the working dtype first.
+    `left` [rows, out] and `right` [rows, in] have the working dtype. A GPU accumulates in fp32 in one kernel; a CPU
+    rounds each expert's product to the working dtype first.
     """
     if total.device.type == "cuda" and expert_kernels().add_factors(total, left, right, expert_offsets):
         return
@@ -53,14 +53,14 @@ def add_weight_gradient(total: Tensor, left: Tensor, right: Tensor, expert_offse
 
 
 class ExpertRows(NamedTuple):
-    """The rows of an expert that has some."""
+    """The rows of an expert that has any."""
 
     expert: int
     rows: slice
 
 
 def expert_rows(expert_offsets: Tensor) -> Iterator[ExpertRows]:
-    """Rows of each expert that has some; waits for a GPU."""
+    """Rows of each expert that has any. Synchronizes with a GPU."""
     start = 0
     for expert, end in enumerate(expert_offsets.tolist()):
         if end > start:
@@ -70,7 +70,7 @@ def expert_rows(expert_offsets: Tensor) -> Iterator[ExpertRows]:
 
 @functools.cache
 def _operations() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """The two operations, registered when they are first asked for."""
+    """The two custom operations, registered at first use."""
 
     @torch.library.custom_op(_NAME, mutates_args=())
     def multiply(rows: Tensor, weight: Tensor, expert_offsets: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def _operations() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
 
 
 def _multiply_on_gpu(rows: Tensor, weight: Tensor, expert_offsets: Tensor) -> Tensor | None:
-    """The product by one kernel, or None if there is none."""
+    """The product in one kernel, or None if no kernel is available."""
     is_aligned = all(width * rows.element_size() % 16 == 0 for width in weight.shape[1:])
     if rows.dtype == torch.bfloat16 and is_aligned and _capability(rows.device) in _WITH_ONE_KERNEL:
         return cast(Tensor, _of_torch()(rows, weight, offs=expert_offsets))
@@ -109,5 +109,5 @@ def _capability(device: torch.device) -> int:
 
 @functools.cache
 def _of_torch() -> Callable[..., Any]:
-    """Grouped product of torch, by the name that this version has."""
+    """Grouped product of torch, under the name that this version has."""
     return getattr(F, "grouped_mm", None) or torch._grouped_mm

@@ -1,4 +1,4 @@
-"""Launches the kernels of experts' products (triton_grouped_matmul.py), and knows where they can be used."""
+"""Launches the Triton kernels of expert products (`triton_grouped_matmul.py`), where they are usable."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ logger = logging.getLogger(__name__)
 
 
 class ExpertKernels:
-    """Triton's kernels, compiled at the first launch of each kind; where that fails, a line says so, once."""
+    """Triton kernels, compiled at first launch; after a failure, which is logged once, they are off."""
 
     def __init__(self) -> None:
         self._module: Any = None
         self._is_broken = False
 
     def multiply(self, rows: Tensor, weight: Tensor, expert_offsets: Tensor) -> Tensor | None:
-        """`products.grouped_matmul`, or None where there are no kernels. Never waits for the GPU."""
+        """`grouped_matmul.grouped_matmul`, or None if kernels are unusable. Never synchronizes with the GPU."""
         num_experts, num_in, num_out = weight.shape
         output = rows.new_empty(len(rows), num_out)
 
@@ -41,7 +41,7 @@ class ExpertKernels:
         return output if len(rows) == 0 or self._launch(launch, rows.device) else None
 
     def add_factors(self, total: Tensor, left: Tensor, right: Tensor, expert_offsets: Tensor) -> bool:
-        """Do `products.add_weight_gradient` in one pass over `total`; False where there are no kernels."""
+        """`grouped_matmul.add_weight_gradient` in one pass over `total`; False if kernels are unusable."""
 
         def launch(kernels: Any) -> None:
             is_half = left.element_size() == 2 and _has_large_shared_memory(left.device)
@@ -60,14 +60,14 @@ class ExpertKernels:
             return False
         try:
             if self._module is None:
-                from mobius.models.experts import triton_grouped_matmul  # not on machines without GPUs
+                from mobius.models.experts import triton_grouped_matmul  # fails on machines without GPUs
 
                 self._module = triton_grouped_matmul
             with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
                 launch(self._module)
-        except Exception as error:  # whatever Triton and the compilers behind it raise
+        except Exception as error:  # Triton and its compilers raise arbitrary types
             self._is_broken = True
-            told = "experts run one after the other, which is slower: Triton's kernels cannot be used: %s"
+            told = "experts run one after another, which is slower: Triton kernels cannot be used: %s"
             logger.warning(told, first_line(error))
         return not self._is_broken
 
@@ -80,7 +80,7 @@ def expert_kernels() -> ExpertKernels:
 
 @functools.cache
 def _has_large_shared_memory(device: torch.device) -> bool:
-    """Whether a program may have 96 KiB: from Ampere on, and in Triton's interpreter."""
+    """Whether a program may use 96 KiB of shared memory: Ampere and later, and Triton's interpreter."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -89,5 +89,5 @@ def _parts(length: int, size: int) -> int:
 
 
 def _power_of_two(number: int) -> int:
-    """The smallest that is not below `number`."""
+    """Smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()

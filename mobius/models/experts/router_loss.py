@@ -1,12 +1,12 @@
-"""The loss on how evenly routers choose their experts (`output_router_logits`), as transformers computes it.
+"""Load-balancing auxiliary loss of routers (`output_router_logits`), as in transformers.
 
-It is one number of all layers of a microbatch together, with p = softmax(a router's logits):
+One number per microbatch over all layers together, with p = softmax(router logits):
 
-    experts x sum over experts of (times it is among a token's largest p / tokens) x (sum of its p / tokens)
+    experts x sum over experts of (times the expert is in a token's top-k / tokens) x (sum of its p / tokens)
 
-Tokens are counted once for each layer, padding not at all. So a stage adds two rows of as many numbers as there are
-experts to those of the stages before, and the last one has all. Times chosen have no gradient. That of the sum of p is
-the same row of numbers for every layer, and autograd takes it from there.
+Each layer counts its tokens again; padding does not count. Each stage therefore adds two rows of numbers, one per
+expert, to those of earlier stages, and the last stage has the totals. Top-k counts have no gradient. The gradient of
+the sums of p is one row, equal for every layer, from which autograd continues.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mobius.models.experts.fused import fused_experts
 from mobius.models.structure.error_translation import file_of
 
 TOKEN_MASK = "token_mask"
-"""Argument of a layer with a router, fp32 [B, L]: 1 where a token counts. With it the layer gives `router_sums`, too.
+"""Layer argument, fp32 [B, L]: 1 for tokens that count. With it a layer with a router also returns `router_sums`.
 """
 _SWITCH = "output_router_logits"
 _UNKNOWN = (
@@ -36,35 +36,35 @@ _UNKNOWN = (
 
 
 class RouterLossValue(NamedTuple):
-    """The loss of one microbatch, and what its layers' backward begins with."""
+    """The loss of one microbatch, and the gradient that its layers' backward starts from."""
 
     loss: Tensor
-    """fp32 scalar, without a coefficient."""
+    """fp32 scalar, without the coefficient."""
     weighted: Tensor
-    """Part of the step's loss: it times the coefficient, over the number of microbatches."""
+    """Contribution to the step's loss: `loss` times the coefficient, over the number of microbatches."""
     gradient: Tensor
-    """fp32 [2, experts]: that of the microbatch's sums, by `weighted` times the loss scale; zeros for times chosen."""
+    """fp32 [2, experts]: gradient of `weighted` * loss scale by the microbatch's sums; zeros for top-k counts."""
 
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """A model's loss over its routers."""
+    """The auxiliary loss over all routers of a model."""
 
     num_experts: int
     num_experts_per_token: int
-    """Experts of a token."""
+    """Experts per token (top-k)."""
     coefficient: float
-    """`router_aux_loss_coef` of the configuration."""
+    """`router_aux_loss_coef` in the configuration."""
     layers: frozenset[int]
-    """Layers with a router, one each."""
+    """Layers with a router, one router each."""
 
     def __call__(
         self, sums: Tensor, num_tokens: Tensor, *, num_microbatches: int, loss_scale: float
     ) -> RouterLossValue:
-        """The loss from the sums [2, experts] of all layers of a microbatch with `num_tokens` tokens that count.
+        """The loss from the sums [2, experts] over all layers of a microbatch with `num_tokens` counted tokens.
 
-        `num_tokens` is an fp32 scalar; a microbatch without tokens has no loss. The step's is the mean over its
-        `num_microbatches`. `loss_scale` is a factor on the gradient only (fp16 scaling).
+        `num_tokens` is an fp32 scalar; a microbatch without tokens has loss 0. The step's loss is the mean over its
+        `num_microbatches`. `loss_scale` scales the gradient only (fp16 scaling).
         """
         times_chosen, own = sums[0], sums[1].detach().requires_grad_()
         counted = (len(self.layers) * num_tokens).clamp(min=1)
@@ -76,23 +76,23 @@ class RouterLoss:
 
 
 def router_sums(logits: Tensor, token_mask: Tensor, num_experts_per_token: int) -> Tensor:
-    """Times that each expert was chosen, and the sum of its probabilities, fp32 [2, experts].
+    """Top-k count and probability sum of each expert, fp32 [2, experts].
 
-    `logits` [tokens, experts] are a router's, in its format; tokens weigh as `counted` [B, L] says.
+    `logits` [tokens, experts] are in the router's dtype; `token_mask` [B, L] weights the tokens.
     """
     weights = token_mask.reshape(-1)
     probabilities = torch.softmax(logits, -1)
     _, chosen = torch.topk(probabilities.detach(), num_experts_per_token, dim=-1)
-    # Whole numbers: the order in which a GPU adds them does not matter.
+    # Counts are integers, so the order of a GPU's scatter-add does not change the result.
     times = torch.zeros(logits.shape[-1], dtype=torch.float32, device=logits.device)
     times = times.scatter_add(0, chosen.reshape(-1), weights.unsqueeze(-1).expand_as(chosen).reshape(-1))
     return torch.stack([times, (probabilities.float() * weights.unsqueeze(-1)).sum(0)])
 
 
 def install_router_loss(model: PreTrainedModel, layers: str) -> RouterLoss | None:
-    """The loss that `model` asks for, if it does; its layers with a router, below `layers`, then take `TOKEN_MASK`.
+    """The model's auxiliary loss, if its configuration asks for one; layers with a router then take `TOKEN_MASK`.
 
-    Raises CheckpointError if the family has no such loss, or one of another kind.
+    `layers` is the name prefix of the layers. Raises CheckpointError if the family has no such loss, or another kind.
     """
     if not getattr(model.config, _SWITCH, False) or not fused_experts(model):
         return None
@@ -109,12 +109,12 @@ def install_router_loss(model: PreTrainedModel, layers: str) -> RouterLoss | Non
 
 
 def refuse_slices(num_slices: int) -> None:
-    """Raise PlanError if sequences are cut, whose last slices would go backward before all choices are known."""
+    """Raise PlanError for sequence slices: the last slice's backward would start before all routing is known."""
     if num_slices > 1:
         raise PlanError(
-            f"--num_slices {num_slices}: '{_SWITCH}' is true in the model's config.json, and its loss over routers is "
-            "of all tokens of a sequence together. The last slice would go backward before the last layer has chosen "
-            "for the others. Use --num_slices 1, or set it to false there."
+            f"--num_slices {num_slices}: '{_SWITCH}' is true in the model's config.json, and its router loss needs all "
+            "tokens of a sequence together. The last slice's backward would start before the last layer has routed the "
+            "other slices. Use --num_slices 1, or set it to false there."
         )
 
 
@@ -126,7 +126,7 @@ def _unknown(model: PreTrainedModel, reason: str) -> CheckpointError:
 
 
 def _numbers(model: PreTrainedModel) -> RouterLoss:
-    """The loss by the numbers that the family's own code gives it, without layers."""
+    """The loss with the family's own constants, without layers."""
     given: Any = model
     names = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
     num_experts, num_experts_per_token, coefficient = (getattr(given, name, None) for name in names)
@@ -143,11 +143,11 @@ def _numbers(model: PreTrainedModel) -> RouterLoss:
 class _Router(NamedTuple):
     module: nn.Module
     position: int
-    """Place of the logits among what it gives."""
+    """Index of the logits in its output tuple."""
 
 
 def _routers(model: PreTrainedModel) -> dict[str, _Router]:
-    """Routers by name: modules whose output the family's own code collects as `router_logits`."""
+    """Routers by name: modules whose output the family records as `router_logits`."""
     recorded = getattr(getattr(model, model.base_model_prefix), "_can_record_outputs", None) or {}
     own: Any = recorded.get("router_logits")
     if getattr(own, "target_class", None) is None:
@@ -161,7 +161,7 @@ def _routers(model: PreTrainedModel) -> dict[str, _Router]:
 
 
 class _Seen:
-    """Keeps the logits of a router from its forward to the end of its layer's."""
+    """Holds a router's logits from the router's forward to the end of the layer's forward."""
 
     def __init__(self, position: int) -> None:
         self._position = position

@@ -1,21 +1,21 @@
-"""Products of rows sorted by expert in Triton, which torch brings along for GPUs; import it only where there is one.
+"""Triton kernels for grouped products; import this on machines with a GPU only, where torch brings Triton.
 
-grouped_rows    tiles of rows by columns; a program finds its expert from the ends, so that no host has to know them
-add_factors     tiles of one expert's matrix; a program walks over the expert's rows and adds to the fp32 sum
+grouped_rows    tiles of rows by columns; a program finds its expert from the offsets, so the host need not know them
+add_factors     tiles of one expert's matrix; a program loops over the expert's rows and adds to the fp32 sum
 """
 
 import triton
 import triton.language as tl
 
 ROWS, OUT, IN = 128, 128, 32
-"""Tile of grouped_rows, and how much of the inner width it takes at a time."""
+"""Tile size of grouped_rows, and its step along the inner dimension."""
 LEFT, RIGHT = 128, 128
-"""Tile of add_factors."""
+"""Tile size of add_factors."""
 SETTINGS = {"num_warps": 8, "num_stages": 3}
 ADD_SETTINGS = {"rows_block": 32, "num_warps": 8, "num_stages": 3}
-"""For add_factors; `rows_block` are the rows that it takes at a time."""
+"""Settings of add_factors; `rows_block` is its step along rows."""
 ADD_SETTINGS_OF_HALVES = {"rows_block": 64, "num_warps": 4, "num_stages": 3}
-"""For rows of two bytes, where a program may have 96 KiB of shared memory: 0.7 of the time on an H200."""
+"""Settings for 2-byte rows where a program may use 96 KiB of shared memory: 0.7 of the time on an H200."""
 
 
 @triton.jit(do_not_specialize=["num_experts"])
@@ -35,9 +35,9 @@ def grouped_rows(
     out_block: tl.constexpr,
     in_block: tl.constexpr,
 ):
-    """output[r] = rows[r] @ weight[expert of r]; rows and output are contiguous, weight [experts, in, out] is strided.
+    """output[r] = rows[r] @ weight[expert of r]; rows and output contiguous, weight [experts, in, out] strided.
 
-    Tiles belong to one expert each: there are up to one more per expert than rows alone would take.
+    Each tile belongs to one expert, so there may be one partial tile more per expert.
     """
     place = tl.program_id(1)
     numbers = tl.arange(0, experts_block)
@@ -83,9 +83,9 @@ def add_factors(
     right_block: tl.constexpr,
     rows_block: tl.constexpr,
 ):
-    """total[e] += left[rows of e]^T @ right[rows of e] in fp32; all are contiguous.
+    """total[e] += left[rows of e]^T @ right[rows of e] in fp32; all tensors are contiguous.
 
-    An expert without rows is not touched.
+    Skips experts without rows.
     """
     expert = tl.program_id(1)
     end = tl.load(expert_offsets + expert)

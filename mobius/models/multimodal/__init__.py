@@ -1,1 +1,1 @@
-"""Text parts of models that also take images or sound: their configuration, and their weights' names."""
+"""Text parts of multimodal models: their configurations and weight names."""

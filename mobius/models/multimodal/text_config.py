@@ -1,6 +1,6 @@
-"""Takes the text part out of the configuration of a model that also takes images or sound.
+"""Extracts the text part's configuration from that of a multimodal model (images, sound).
 
-What is made is the config.json of a text model by itself, which transformers loads with the part's weights.
+The result is a config.json of a text-only model, which transformers loads with the text part's weights.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ EQUIVALENT_FAMILIES: Mapping[str, str] = {
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
 }
-"""Text parts without a causal language model -> the family that computes the same for text alone: positions on three
-axes are then the same on each. `scripts/check_families` compares them."""
+"""Text parts without a causal language model -> family with the same computation for text alone, where positions on
+all three axes are equal. `scripts/check_families` compares them."""
 
 _OF_THE_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id")
 _OF_THREE_AXES = ("mrope_section", "mrope_interleaved")
@@ -34,19 +34,19 @@ _OF_THREE_AXES = ("mrope_section", "mrope_interleaved")
 
 @dataclass(frozen=True)
 class TextConfig:
-    """The text part of a larger model."""
+    """The text part of a multimodal model."""
 
     full_model_type: str
-    """Family of the larger model."""
+    """Family of the multimodal model."""
     fields: dict[str, Any]
-    """The config.json of the part by itself."""
+    """config.json of the text part as a model of its own."""
     ignored_configs: tuple[str, ...]
-    """Names of the other parts' configurations, such as `vision_config`."""
+    """Names of the other parts' configurations, for example `vision_config`."""
 
 
 @functools.cache
 def checked_text_parts() -> Mapping[str, Mapping[str, str]]:
-    """Family of a larger model -> what was found: family of its `text` part, `parity` or why it is `refused`.
+    """Multimodal family -> check result: family of its `text` part, and `parity`, or why it is `refused`.
 
     `scripts/check_families` writes the file.
     """
@@ -54,14 +54,14 @@ def checked_text_parts() -> Mapping[str, Mapping[str, str]]:
 
 
 def is_text_config_supported(family: object) -> bool:
-    """Whether the text part of models of this family is trained."""
+    """Whether Mobius trains the text part of models of this family."""
     return isinstance(family, str) and "parity" in checked_text_parts().get(family, {})
 
 
 def supported_text_config(fields: Mapping[str, Any]) -> TextConfig | None:
-    """The text part of the model that the config.json `fields` describe; None for text models, and unchecked ones.
+    """The text part described by a config.json's `fields`; None for text models and for unchecked families.
 
-    Raises whatever the family's configuration class raises for wrong values.
+    Raises any error of the family's configuration class for wrong values.
     """
     whole = fields.get("model_type")
     if not is_text_config_supported(whole) or whole not in CONFIG_MAPPING:
@@ -70,7 +70,7 @@ def supported_text_config(fields: Mapping[str, Any]) -> TextConfig | None:
 
 
 def extract_text_config(fields: Mapping[str, Any]) -> TextConfig | None:
-    """The text part of a larger model, checked or not; None if it has none that is a causal language model."""
+    """The text part of a multimodal model, checked or not; None if it is not a causal language model."""
     kind = cast(type[PretrainedConfig], CONFIG_MAPPING[fields["model_type"]])
     config = kind.from_dict(copy.deepcopy(dict(fields)))
     text = config.get_text_config(decoder=True)
@@ -81,7 +81,7 @@ def extract_text_config(fields: Mapping[str, Any]) -> TextConfig | None:
     own = fields.get("text_config")
     given = own if isinstance(own, dict) else {}
     made.update({name: fields[name] for name in _OF_THE_WHOLE if name in fields and name not in given})
-    # transformers looks at the whole model's field; a matrix that is stored for each is found in the checkpoint.
+    # transformers reads the outer model's field; separate stored matrices are detected in the checkpoint.
     made["tie_word_embeddings"] = bool(
         getattr(config, "tie_word_embeddings", False) or given.get("tie_word_embeddings", False)
     )
@@ -93,7 +93,7 @@ def extract_text_config(fields: Mapping[str, Any]) -> TextConfig | None:
 
 
 def _as_family(fields: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """The fields that `family` declares, without what turns positions on several axes."""
+    """The fields that `family` declares, without settings for positions on several axes."""
     kind = cast(Any, CONFIG_MAPPING[family])
     declared = {field.name for field in dataclasses.fields(kind)}
     general = {field.name for field in dataclasses.fields(cast(Any, PretrainedConfig))}

@@ -1,11 +1,11 @@
-"""Names of a text part's weights in the checkpoint of a larger model, where they have another prefix.
+"""Maps weight names in a multimodal checkpoint to the text model's names.
 
-    model.language_model.layers.0.mlp.up_proj.weight     as transformers 5 names it
-    language_model.model.layers.0.mlp.up_proj.weight     as older ones do, and most of the hub
+    model.language_model.layers.0.mlp.up_proj.weight     transformers 5
+    language_model.model.layers.0.mlp.up_proj.weight     older versions, and most of the hub
     model.text_model.layers.0.mlp.up_proj.weight         Idefics
-          \\__ model.layers.0.mlp.up_proj.weight          as the text model has it by itself
+          \\__ model.layers.0.mlp.up_proj.weight          the text model
 
-The prefix is read off the names themselves: the embedding of tokens has it, too.
+The prefix is taken from the stored name of the token embedding.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _PARTS = ("language_model", "text_model")
 
 
 def text_weight_names(stored: Collection[str]) -> dict[str, str]:
-    """Stored name -> name that the text model by itself has for it, of those that differ; empty for a text model.
+    """Stored name -> text model's name, where they differ; empty for a text model.
 
-    Nothing is renamed where several parts embed tokens, or where a name would be given twice.
+    Empty also if several parts embed tokens, or if two weights would get one name.
     """
     prefixes = [name.removesuffix(_EMBEDDING) for name in stored if name.endswith(f".{_EMBEDDING}")]
     of_text = [prefix for prefix in prefixes if any(part in prefix.split(".") for part in _PARTS)]

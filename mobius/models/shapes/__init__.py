@@ -1,1 +1,1 @@
-"""Sizes of models: published ones by name, and counts of experts."""
+"""Model sizes: published shapes by name, and expert counts."""

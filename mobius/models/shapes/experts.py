@@ -1,4 +1,4 @@
-"""Counts of the experts of a model whose layers hold all experts' matrices in one tensor, by the tensors' shapes."""
+"""Counts experts and their parameters from tensor shapes, for layers with fused expert matrices."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from mobius.plan.partition import Experts
 
 _EXPERTS, _SHARED = re.compile(r"(^|\.)experts\."), re.compile(r"(^|\.)shared_experts?\.")
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
-"""Names that families give to the number of experts of a token."""
+"""Configuration fields for the number of experts per token, by family."""
 
 
 def is_expert(name: str) -> bool:
-    """Whether a parameter of this name is one of all experts of a layer."""
+    """Whether the parameter `name` belongs to the routed experts of a layer."""
     return _EXPERTS.search(name) is not None
 
 
 def count_experts(
     config: PretrainedConfig, layers: Sequence[Mapping[str, tuple[int, ...]]], frozen: Sequence[Collection[str]]
 ) -> Experts | None:
-    """The experts of `layers`, each given as its parameters' shapes by name; None if there are none.
+    """The experts of `layers`, each a map of parameter name to shape; None if there are none.
 
-    `frozen` has the names of a layer's parameters that are not trained. Every tensor of experts has their number first.
+    `frozen` holds each layer's untrained parameter names. The first dimension of every expert tensor is their number.
     """
     own = [{name: shape for name, shape in shapes.items() if is_expert(name)} for shapes in layers]
     numbers = {shape[0] for shapes in own for shape in shapes.values()}

@@ -1,6 +1,6 @@
-"""Published shapes by the names that people call them, so that a plan needs no files for these models.
+"""Published model shapes by common names, so that planning needs no files for them.
 
-Fields are those of the config.json of each released model that a plan depends on.
+Values are the fields of each released model's config.json that a plan depends on.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ PUBLISHED_SHAPES: Mapping[str, Fields] = {
     "a Llama of 20 layers": _dense("llama", 2048, 5504, 20, 16, 16, 32000, 4096, False),
     "LLaMA-30B": _dense("llama", 6656, 17920, 60, 52, 52, 32000, 2048, False),
 }
-"""Models as the Hub calls them, one of our own, and Llama 1's of 30B, and their shapes."""
+"""Model name -> shape: models of the hub, one shape of our own, and Llama 1 30B."""
 SHORT_NAMES: Mapping[str, str] = {
     "0.5b": "Qwen/Qwen2.5-0.5B",
     "0.6b": "Qwen/Qwen3-0.6B",
@@ -80,9 +80,9 @@ SHORT_NAMES: Mapping[str, str] = {
     "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
     "mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1",
 }
-"""Names of shapes that need no model, and whose shape each is."""
+"""Short name -> model with this shape."""
 _VARIANTS = re.compile(r"-(hf|base|instruct|chat|v0\.1)(?=-|$)")
-"""Endings of names of models of one shape."""
+"""Name suffixes that do not change a model's shape."""
 
 
 @dataclass(frozen=True)
@@ -90,21 +90,21 @@ class PublishedShape:
     """The shape of a published model."""
 
     model: str
-    """The model as the Hub calls it."""
+    """The model's name on the hub."""
     fields: Fields
     """Fields of its config.json."""
     is_on_hub: bool
-    """Whether the model itself may be on the Hub under the name that was given."""
+    """Whether the given name may be a model on the hub."""
 
     def describe(self, given: str) -> str:
-        """The name that was given, and the model whose shape it is where that is called something else."""
+        """The given name, followed by the model with this shape if that has another name."""
         return given if given.lower() == self.model.lower() else f"{given} (the shape of {self.model})"
 
 
 def find_published_shape(name: str) -> PublishedShape | None:
-    """The shape that `name` stands for: `8b`, `Qwen3-8B`, `Qwen/Qwen3-8B`; None where it is not known.
+    """The shape of `name`, such as `8b`, `Qwen3-8B` or `Qwen/Qwen3-8B`; None if unknown.
 
-    Letters may be small. An owner must be the model's own: what others call so may be of another shape.
+    Case does not matter. An owner must be the model's own: other owners may use the name for another shape.
     """
     short = SHORT_NAMES.get(name.lower())
     model = short or _BY_PLAIN_NAME.get(_plain(name))
@@ -114,7 +114,7 @@ def find_published_shape(name: str) -> PublishedShape | None:
 
 
 def _plain(name: str) -> str:
-    """A name without what tells models of one shape apart."""
+    """The name without case and suffixes that do not change the shape."""
     owner, _, model = name.lower().rpartition("/")
     model = _VARIANTS.sub("", model).removeprefix("meta-").replace("llama3", "llama-3")
     return f"{owner}/{model}" if owner else model

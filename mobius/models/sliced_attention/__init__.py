@@ -1,1 +1,1 @@
-"""Attention of a long sequence that is computed slice by slice, forward in order and backward in reverse."""
+"""Attention of a long sequence in slices: forward in order, backward in reverse order."""

@@ -1,15 +1,15 @@
-"""Cuts the attention of a slice into pieces that one call of a kernel takes each; made once per slice for all layers.
+"""Splits a slice's attention into pieces, one kernel call each; made once per slice and shared by all layers.
 
     one document; K is `keys_per_call`            documents d and e, with a window of 3
 
     keys       0       K       2K start end       d d d d d d d e e e
-    queries    | # # # | # # # | # | #                    # # #          one call for all: the first document comes
-               | # # # | # # # | # | # #                    # # #        with the keys before the slice that its
-               | # # # | # # # | # | # # #                        #      window reaches
+    queries    | # # # | # # # | # | #                    # # #          one call for all: the first document has
+               | # # # | # # # | # | # #                    # # #        those keys before the slice that are
+               | # # # | # # # | # | # # #                        #      inside its window
                rectangles without a mask,                         # #
-               and a square that is causal
+               and a causal square
 
-Rectangles end at multiples of K, so that few shapes come up, and what backward makes of keys at a time is bounded.
+Rectangles end at multiples of K, which limits the number of shapes, and the memory of a backward call.
 """
 
 from __future__ import annotations
@@ -32,73 +32,73 @@ _LEAST_CUDNN_KEYS = 2
 
 @dataclass(frozen=True)
 class VisibleKeys:
-    """The first key that each query of a slice sees; the last is its own."""
+    """First visible key of each query in a slice; the last visible key is the query's own."""
 
     start: int
-    """Place of the slice's first query in the sequence."""
+    """Position of the slice's first query in the sequence."""
     first_keys: Tensor
-    """int32 [B, T] on the computing device: places in the sequence."""
+    """int32 [B, T] on the compute device: positions in the sequence."""
     spans: Sequence[tuple[int, int]]
-    """Least and largest of `first_keys` in each tile of queries."""
+    """Minimum and maximum of `first_keys` in each tile of queries."""
 
 
 @dataclass(frozen=True)
 class AttentionPiece:
-    """Some queries of some rows, and a range of keys; which of them see each other is the mask.
+    """A range of queries in some rows, and a range of keys, with their mask.
 
-    Without `is_causal` all do. With it the last query of a document sees all of the document's keys, and each one
-    before it a key less; of them only the last `window` if that is set.
+    Without `is_causal` every query attends to every key. With it, the last query of a document attends to all of the
+    document's keys, each query before it to one key less; with `window`, to the last `window` of these only.
     """
 
     kernel: AttentionKernel
     rows: slice
     queries: slice
-    """Within the slice."""
+    """Relative to the slice."""
     keys: slice
-    """Within the sequence."""
+    """Relative to the sequence."""
     is_causal: bool = False
     window: int | None = None
     cu_seqlens: tuple[Tensor, Tensor] | None = None
-    """int32 [n + 1] on the computing device: where the n documents' queries and keys begin within the piece."""
+    """int32 [n + 1] on the compute device: starts of the n documents' queries and keys within the piece."""
     visible_keys: VisibleKeys | None = None
-    """First keys that are seen; for tiles alone."""
+    """First visible keys; for TILES only."""
 
     @property
     def longest(self) -> tuple[int, int]:
-        """Bounds on queries and keys of a document."""
+        """Upper bounds on the queries and the keys of a document."""
         return self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
 
 
 @dataclass(eq=False)
 class SlicedAttentionSettings:
-    """How layers of one kind attend in the sequences of a microbatch; the pieces of each slice, made when asked for.
+    """Attention settings of one kind of layers for a microbatch's sequences, with a cache of pieces per slice.
 
-    Raises PlanError for what `kernel` cannot do (`choice.choose_kernel` finds one that can).
+    Raises PlanError if `kernel` does not support them (`kernel_choice.choose_kernel` finds one that does).
     """
 
     kernel: AttentionKernel
     scale: float
     window: int | None = None
-    """Tokens that a query sees, itself included; None: all before it."""
+    """Tokens that a query attends to, itself included; None: no window."""
     softcap: float | None = None
     documents: Tensor | None = None
-    """`attention.DocumentLayout.cu_seqlens` of the whole sequences, on the host: int32 [D + 1] of B * S tokens."""
+    """`attention.DocumentLayout.cu_seqlens` of whole sequences, on the host: int32 [D + 1] of B * S tokens."""
     keys_per_call: int = KEYS_PER_CALL
     tile: int = TILE
-    """Queries and keys of a tile."""
+    """Tile size in queries and in keys."""
     _bounds: Sequence[int] | None = field(init=False, repr=False)
     _made: dict[tuple[object, ...], tuple[AttentionPiece, ...]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         if reason := unsupported_reason(self.kernel, window=self.window, softcap=self.softcap):
-            raise PlanError(f"attention of a slice: {reason}. Let choose_kernel find one, or train rows in one piece.")
+            raise PlanError(f"attention of a slice: {reason}. Let choose_kernel select one, or use --num_slices 1.")
         assert self.documents is None or self.documents.device.type == "cpu", "bounds are read on the host"
         self._bounds = None if self.documents is None else self.documents.tolist()
 
     def pieces(
         self, *, num_rows: int, length: int, start: int, end: int, device: torch.device
     ) -> tuple[AttentionPiece, ...]:
-        """The pieces of slice [start, end) of `num_rows` sequences of `length` tokens; does not wait for the device."""
+        """Pieces of slice [start, end) of `num_rows` sequences of `length` tokens; does not wait for the device."""
         asked = num_rows, length, start, end, device
         if asked not in self._made:
             starts = [_document_starts(self._bounds, row, length, end) for row in range(num_rows)]
@@ -107,7 +107,7 @@ class SlicedAttentionSettings:
 
 
 def _document_starts(cu_seqlens: Sequence[int] | None, row: int, length: int, end: int) -> list[int]:
-    """First tokens of the documents of a row that begin before `end`, ascending; places in the sequence."""
+    """First tokens of a row's documents that begin before `end`, ascending; positions in the sequence."""
     if cu_seqlens is None:
         return [0]
     begin = row * length
@@ -117,12 +117,12 @@ def _document_starts(cu_seqlens: Sequence[int] | None, row: int, length: int, en
 def _cut(
     settings: SlicedAttentionSettings, rows: Sequence[Sequence[int]], start: int, end: int, device: torch.device
 ) -> list[AttentionPiece]:
-    """The pieces of slice [start, end) of rows whose documents begin at the places in `rows`."""
+    """Pieces of slice [start, end); `rows` holds the document starts of each row."""
     if settings.kernel is AttentionKernel.TILES:
         return [_tiled(settings, rows, start, end, device)]
     if all(starts == [0] for starts in rows):
         return list(_of_document(settings, settings.kernel, slice(0, len(rows)), 0, (start, end), start))
-    # Shapes that follow documents are new all the time, and cuDNN would make a plan for each.
+    # Document shapes differ in every microbatch, and cuDNN would build a plan for each.
     kernel = AttentionKernel.FLASH if settings.kernel is AttentionKernel.CUDNN else settings.kernel
     pieces: list[AttentionPiece] = []
     for row, starts in enumerate(rows):
@@ -144,7 +144,7 @@ def _of_document(
     span: tuple[int, int],
     start: int,
 ) -> Iterator[AttentionPiece]:
-    """A document that begins at `first` and of which the slice that begins at `start` holds the tokens of `span`."""
+    """Pieces of a document that begins at `first`; `span` are its tokens in the slice that begins at `start`."""
     queries, window = slice(span[0] - start, span[1] - start), settings.window
     if window is not None and window < span[1] - first:
         keys = slice(max(first, span[0] - window + 1), span[1])
@@ -157,7 +157,7 @@ def _of_document(
 def _past(
     settings: SlicedAttentionSettings, kernel: AttentionKernel, rows: slice, queries: slice, first: int, start: int
 ) -> Iterator[AttentionPiece]:
-    """Rectangles over the keys before the slice."""
+    """Unmasked rectangles over the keys before the slice."""
     step = settings.keys_per_call
     edges = [first, *range(first - first % step + step, start, step), start]
     for keys in pairwise(edges):
@@ -166,7 +166,7 @@ def _past(
 
 
 def _taking(kernel: AttentionKernel, keys: tuple[int, int]) -> AttentionKernel:
-    """FlashAttention instead of cuDNN for a single key, which that refuses."""
+    """Replace cuDNN by FlashAttention for a single key, which cuDNN refuses."""
     too_few = kernel is AttentionKernel.CUDNN and keys[1] - keys[0] < _LEAST_CUDNN_KEYS
     return AttentionKernel.FLASH if too_few else kernel
 
@@ -179,9 +179,9 @@ def _in_one_call(
     start: int,
     device: torch.device,
 ) -> Iterator[AttentionPiece]:
-    """The documents that begin at `edges`, but for the last, the slice's end; the first of them may reach into it."""
+    """One call for documents that begin at `edges[:-1]`; the last edge is the slice's end."""
     window, end = settings.window, edges[-1]
-    # With a window the first document's keys before the slice come in the same call: at most as many as the window.
+    # With a window, the same call takes the first document's keys before the slice: at most `window` of them.
     first = start if window is None else max(edges[0], start - window + 1)
     cu_seqlens = tuple(
         torch.tensor([0, *(edge - base for edge in edges[1:])], dtype=torch.int32).to(device, non_blocking=True)
@@ -198,7 +198,7 @@ def _in_one_call(
 def _tiled(
     settings: SlicedAttentionSettings, starts: Sequence[Sequence[int]], start: int, end: int, device: torch.device
 ) -> AttentionPiece:
-    """All queries of all rows at once, each with the first key that it sees."""
+    """One piece of all queries in all rows, with the first visible key of each."""
     places = torch.arange(start, end)
     first_keys = torch.stack([_firsts(places, row, settings.window) for row in starts]).to(torch.int32)
     spans = [(int(part.min()), int(part.max())) for part in first_keys.split(settings.tile, dim=1)]
@@ -215,7 +215,7 @@ def _tiled(
 
 
 def _firsts(places: Tensor, starts: Sequence[int], window: int | None) -> Tensor:
-    """The first key that queries at `places` see: their document's, or their window's."""
+    """First visible key of queries at `places`: the start of their document, or of their window if later."""
     documents = torch.tensor(starts)
     first_keys = documents[torch.searchsorted(documents, places, right=True) - 1]
     return first_keys if window is None else first_keys.maximum(places - window + 1)

@@ -1,10 +1,10 @@
-"""Attention kernels of torch, called below autograd: each takes a piece of a slice and tells its log-sum-exp.
+"""torch's attention kernels, called below autograd: each runs a piece of a slice and returns its log-sum-exp.
 
-A piece's probabilities are exp(score - log-sum-exp of ALL pieces). So a kernel's backward that is given the merged
-output and the merged log-sum-exp yields exactly its piece's share of the gradients, whichever kernel ran forward.
+A piece's probabilities are exp(score - log-sum-exp of ALL pieces). A kernel's backward, given the merged output and the
+merged log-sum-exp, therefore yields exactly its piece's share of the gradients, whichever kernel ran forward.
 
-What each of them takes stands in kernel_choice.py. Where a piece has more keys than queries, flash's causal mask is
-aligned at its lower right corner; the others' at the upper left, so they get squares.
+`kernel_choice.py` lists what each kernel supports. If a piece has more keys than queries, flash aligns its causal mask
+at the lower right corner, other kernels at the upper left; these get squares only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _aten = torch.ops.aten
 def cudnn_forward(
     piece: AttentionPiece, query: Tensor, key: Tensor, value: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Output [b, T, H, D] and log-sum-exp [b, H, T] of a piece by cuDNN; query [b, H, T, D], key [b, Hk, K, D]."""
+    """cuDNN: output [b, T, H, D] and log-sum-exp [b, H, T] of a piece; query [b, H, T, D], key [b, Hk, K, D]."""
     output, lse = _aten._scaled_dot_product_cudnn_attention(
         _token_major(query), key, value, None, True, 0.0, piece.is_causal, False, scale=scale
     )[:2]
@@ -39,11 +39,11 @@ def cudnn_backward(
     lse: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value in the working dtype; `output`, `d_output` [b, T, H, D] are of all pieces."""
-    # Its plans are kept by the layout of query, key and value alone, so those of the others have to follow from them.
+    """Gradients of query, key and value in the working dtype; merged `output` and `d_output` are [b, T, H, D]."""
+    # cuDNN caches plans by the layout of query, key and value only, so other layouts must follow from these.
     heads = [each.contiguous().transpose(1, 2) for each in (d_output, output)]
     statistics = lse.unsqueeze(-1) if _cudnn_statistics_rank(query.device) == 4 else lse
-    seed = torch.zeros((), dtype=torch.int64, device=query.device)  # without dropout nobody reads it
+    seed = torch.zeros((), dtype=torch.int64, device=query.device)  # unused without dropout
     result: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_cudnn_attention_backward(
         heads[0], _token_major(query), key, value, heads[1], statistics, seed, seed, None, None, None,
         query.shape[2], key.shape[2], 0.0, piece.is_causal, scale=scale,
@@ -53,21 +53,21 @@ def cudnn_backward(
 
 @functools.cache
 def _cudnn_statistics_rank(device: torch.device) -> int:
-    """Dimensions of cuDNN's log-sum-exp in this torch: its fake kernel says 4, its source of some versions 3."""
+    """Rank of cuDNN's log-sum-exp in this torch: 4 by its fake kernel, 3 in the source of some versions."""
     probe = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16, device=device)
     given = _aten._scaled_dot_product_cudnn_attention(probe, probe, probe, None, True, 0.0, False, False, scale=1.0)
     return int(given[1].dim())
 
 
 def _token_major(heads: Tensor) -> Tensor:
-    """Heads [b, H, T, D] whose memory is [b, T, H, D], as a projection leaves them; a copy only of others."""
+    """Heads [b, H, T, D] in memory layout [b, T, H, D], as a projection makes them; copies other layouts only."""
     return heads.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def flash_forward(
     piece: AttentionPiece, query: Tensor, key: Tensor, value: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of a piece by FlashAttention, shapes as with cuDNN; documents of one row in one call."""
+    """FlashAttention: output and log-sum-exp of a piece, shaped as with cuDNN; documents of a row in one call."""
     given = [_flash_layout(each, piece) for each in (query, key, value)]
     output, lse = _aten._flash_attention_forward(
         *given, *_flash_lengths(piece), 0.0, piece.is_causal and piece.window is None, False,
@@ -86,7 +86,7 @@ def flash_backward(
     lse: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value in the working dtype; `output`, `d_output` [b, T, H, D] are of all pieces."""
+    """Gradients of query, key and value in the working dtype; merged `output` and `d_output` are [b, T, H, D]."""
     is_packed = piece.cu_seqlens is not None
     given = [_flash_layout(each, piece) for each in (query, key, value)]
     after = [each[0] if is_packed else each for each in (d_output.contiguous(), output.contiguous())]
@@ -100,7 +100,7 @@ def flash_backward(
 
 
 def _flash_layout(heads: Tensor, piece: AttentionPiece) -> Tensor:
-    """Heads [b, H, T, D] as the kernel reads them: [b, T, H, D], or [T, H, D] of a row with documents."""
+    """Heads [b, H, T, D] in the kernel's layout: [b, T, H, D], or [T, H, D] for a row with documents."""
     if piece.cu_seqlens is None:
         return heads.transpose(1, 2)
     assert heads.shape[0] == 1, "documents are attended row by row"
@@ -118,7 +118,7 @@ def _flash_window(piece: AttentionPiece) -> dict[str, int]:
 def cpu_forward(
     piece: AttentionPiece, query: Tensor, key: Tensor, value: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of a piece by torch's kernel for CPUs, shapes as with cuDNN."""
+    """CPU kernel of torch: output and log-sum-exp of a piece, shaped as in `cudnn_forward`."""
     output, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, piece.is_causal, scale=scale
     )
@@ -135,7 +135,7 @@ def cpu_backward(
     lse: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value in the working dtype; `output`, `d_output` [b, T, H, D] are of all pieces."""
+    """Gradients of query, key and value in the working dtype; merged `output` and `d_output` are [b, T, H, D]."""
     heads = [each.transpose(1, 2) for each in (d_output, output)]
     result: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
         heads[0], query, key, value, heads[1], lse, 0.0, piece.is_causal, scale=scale

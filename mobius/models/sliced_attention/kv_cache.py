@@ -1,6 +1,6 @@
-"""Keys and values of one layer while the slices of its sequences come and go, and the fp32 sums of their gradients.
+"""KV cache of one layer over the slices of its sequences, with fp32 sums of the gradients of keys and values.
 
-forward     slice 0 puts    slice 1 puts    slice 2 puts        a query sees its own keys and all before it
+forward     slice 0 puts    slice 1 puts    slice 2 puts        a query attends to its own and all earlier keys
             k0 v0           k0 v0 k1 v1     k0 v0 k1 v1 k2 v2
 backward    slice 2 adds to the sums of 0, 1 and 2, then takes those of 2: no later slice is left to add to them;
             slice 1 adds to 0 and 1, then takes 1; slice 0 adds to 0 and takes 0: all sums are zero again
@@ -13,9 +13,9 @@ from torch import Tensor
 
 
 class SequenceKVCache:
-    """Keys and values [B, Hk, S, D] and their gradients' sums, allocated once and used by one sequence after another.
+    """Keys and values [B, Hk, S, D] and their gradient sums, allocated once and reused for every sequence.
 
-    2 x B x Hk x S x D elements of the working dtype, and as many of fp32.
+    Holds 2 x B x Hk x S x D elements in the working dtype, and as many in fp32.
     """
 
     def __init__(self, shape: tuple[int, int, int, int], *, dtype: torch.dtype, device: torch.device) -> None:
@@ -28,23 +28,23 @@ class SequenceKVCache:
         return self.shape[2]
 
     def put(self, start: int, key: Tensor, value: Tensor) -> None:
-        """Copy a slice's keys and values [B, Hk, T, D] to their place; a second time, as in a recomputation, too."""
+        """Copy the keys and values [B, Hk, T, D] of a slice into the cache; recomputation may repeat it."""
         end = start + key.shape[2]
         assert end <= self.length, f"a slice up to {end} in a sequence of {self.length}"
         self.key[:, :, start:end].copy_(key)
         self.value[:, :, start:end].copy_(value)
 
     def key_value_views(self, rows: slice, keys: slice) -> tuple[Tensor, Tensor]:
-        """Views of keys and values [b, Hk, K, D]."""
+        """Views of cached keys and values, [b, Hk, K, D]."""
         return self.key[rows, :, keys], self.value[rows, :, keys]
 
     def gradient_sum_views(self, rows: slice, keys: slice) -> tuple[Tensor, Tensor]:
-        """Views of the fp32 sums of the gradients of keys and values [b, Hk, K, D], to be added to."""
+        """Views of the fp32 gradient sums of keys and values, [b, Hk, K, D], to add to in place."""
         of_key, of_value = self._sums
         return of_key[rows, :, keys], of_value[rows, :, keys]
 
     def take_gradients(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Gradients of keys and values [B, Hk, T, D] from `start` on, rounded to the working dtype; clears them."""
+        """Return the gradient sums [B, Hk, T, D] of keys and values, rounded to the working dtype, and zero them."""
         taken = []
         for gradient_sum_views in self.gradient_sum_views(slice(None), slice(start, end)):
             taken.append(gradient_sum_views.to(self.key.dtype, copy=True))

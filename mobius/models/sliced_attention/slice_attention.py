@@ -1,7 +1,7 @@
-"""Attends one slice of a sequence to all keys up to its own, and its backward; no gradient flows on its own.
+"""Attention of one slice to all keys up to its end, forward and backward, without autograd.
 
-The pieces' outputs o and log-sum-exps l are merged: l = log sum exp(l_i), o = sum o_i exp(l_i - l), in fp32. Backward
-gives each piece the merged o and l, its gradients of keys and values are added in fp32, those of queries, too.
+The pieces' outputs o and log-sum-exps l are merged in fp32: l = log sum exp(l_i), o = sum o_i exp(l_i - l). Backward
+runs each piece with the merged o and l; gradients of queries, keys and values are summed in fp32.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _BACKWARD: Mapping[
 def attend_slice(
     query: Tensor, cache: SequenceKVCache, start: int, settings: SlicedAttentionSettings
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, T, H, D] and log-sum-exp fp32 [B, H, T] of queries [B, H, T, D] at places `start` and on.
+    """Output [B, T, H, D] and log-sum-exp fp32 [B, H, T] of queries [B, H, T, D] at positions from `start` on.
 
-    `cache` has the keys and values up to the slice's end. Memory beside the results: linear in T and in a call's keys.
+    `cache` holds keys and values up to the slice's end. Extra memory is linear in T and in the keys of a call.
     """
     pieces = _pieces(query, cache, start, settings)
     if len(pieces) == 1:
@@ -59,10 +59,10 @@ def attend_slice_backward(
     start: int,
     settings: SlicedAttentionSettings,
 ) -> Tensor:
-    """The gradient [B, H, T, D] of the slice's queries; adds those of all keys and values seen to the cache's sums.
+    """Return the gradient [B, H, T, D] of the slice's queries; add those of visible keys and values to the cache.
 
-    `d_output` is that of `output` [B, T, H, D], which `attend_slice` returned with `lse`. Afterwards, if all later
-    slices had their turn, `cache.take_gradients` has the slice's own gradients of keys and values.
+    `d_output` is the gradient of `output` [B, T, H, D]; `attend_slice` returned `output` and `lse`. If all later slices
+    are done, `cache.take_gradients` then returns the slice's own gradients of keys and values.
     """
     pieces = _pieces(query, cache, start, settings)
     if len(pieces) == 1:
@@ -70,7 +70,7 @@ def attend_slice_backward(
     d_query = torch.zeros_like(query, dtype=torch.float32)
     for piece in pieces:
         rows, queries = piece.rows, piece.queries
-        # The kernels read a log-sum-exp as if it were contiguous.
+        # The kernels assume a contiguous log-sum-exp.
         own_lse = lse[rows, :, queries].contiguous()
         given = d_output[rows, queries], query[rows, :, queries], output[rows, queries], own_lse
         d_query[rows, :, queries] += _backward(piece, *given, cache, settings)
@@ -78,7 +78,7 @@ def attend_slice_backward(
 
 
 class _Merged:
-    """Output and log-sum-exp of the pieces so far, in fp32."""
+    """Output and log-sum-exp merged over the pieces so far, in fp32."""
 
     def __init__(self, query: Tensor) -> None:
         batch, heads, length, size = query.shape

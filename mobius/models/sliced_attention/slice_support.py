@@ -1,4 +1,4 @@
-"""Tells which families' rows can be attended slice by slice: causal attention, in windows or not, nothing else."""
+"""Decides which families support attention in slices: causal attention, with or without windows, and nothing else."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _EXAMPLES = "llama, mistral, qwen3 or gemma3_text"
 
 _SLICEABLE_KINDS = {"full_attention", "sliding_attention"}
 _WINDOWS_IN_MASKS = ("qwen2_moe",)
-"""Families whose code tells attention of its windows by masks alone."""
+"""Families whose code passes windows to attention in masks only."""
 _WITHOUT_TOKENS = {"mlp", "moe"}
-"""Layers that look at no other token."""
+"""Kinds of layers without interaction between tokens."""
 _STATE = "layers that carry a state from token to token, which would have to be handed on and differentiated, too"
 _KINDS: Mapping[str, str] = {
     "chunked_attention": "attention that begins anew at every chunk (attention_chunk_size), which no window is",
@@ -39,9 +39,9 @@ _FAMILIES: Mapping[str, str] = {
 
 
 def unsliceable_reason(config: PretrainedConfig) -> str | None:
-    """None if all layers can be attended in slices; else a message that names the family, the reason and a way out.
+    """None if all layers support slices; else a message with the family, the reason and an alternative.
 
-    What neither its configuration nor the tables here tell is found when a layer is cut at its attention.
+    Cases that neither the configuration nor these tables show are found when a layer is split at its attention.
     """
     if reason := _reason(config):
         return f"rows of the family {config.model_type!r} cannot be cut into slices: {reason}. {_WHOLE} {_EXAMPLES}."
@@ -49,9 +49,9 @@ def unsliceable_reason(config: PretrainedConfig) -> str | None:
 
 
 def unpackable_reason(config: PretrainedConfig) -> str | None:
-    """None if documents of a row are kept apart in all layers; else a message with the reason and a way out.
+    """None if all layers can separate the documents of a row; else a message with the reason and an alternative.
 
-    They are by attention alone, which has to be of the kind that can be cut into slices, too.
+    Only attention separates documents, and it must be of a kind that supports slices.
     """
     if reason := _reason(config):
         return (
@@ -72,14 +72,14 @@ def _of_family(config: Any) -> str | None:
 
 
 def _of_kinds(config: Any) -> str | None:
-    """A reason within the list of kinds that newer families have."""
+    """Reason from the list of layer kinds that newer families have."""
     for kind in sorted(set(getattr(config, "layer_types", None) or ()) - _SLICEABLE_KINDS - _WITHOUT_TOKENS):
         return f"it has {_KINDS.get(kind, 'layers of a kind that is not known here')} ({kind} in layer_types)"
     return None
 
 
 def _of_fields(config: Any) -> str | None:
-    """A reason within other fields of the configuration."""
+    """Reason from other fields of the configuration."""
     is_windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     width = (getattr(config, "qk_nope_head_dim", None) or 0) + (getattr(config, "qk_rope_head_dim", None) or 0)
     values = getattr(config, "v_head_dim", None)
@@ -105,7 +105,7 @@ def _of_fields(config: Any) -> str | None:
 
 
 def _of_code(config: Any) -> str | None:
-    """A reason within the family's code: attention has to go through the function that transformers calls by name."""
+    """Reason from the family's code: attention must go through transformers' attention interface."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:

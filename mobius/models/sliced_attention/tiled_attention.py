@@ -1,8 +1,8 @@
-"""Attention of a slice by plain operations on tiles of queries and keys, on any device, in fp32 at least.
+"""Attention of a slice with plain operations on tiles of queries and keys, on any device, in fp32 at least.
 
-Source of the running softmax and of the backward from output and log-sum-exp: Dao et al. 2022, arXiv:2205.14135,
-algorithms 1 and 4. A query sees the keys from its own back to the first in its reach, so windows and documents are the
-same thing here. Scores live for one tile: memory grows with neither queries times keys nor the window.
+Online softmax, and backward from output and log-sum-exp: Dao et al. 2022, arXiv:2205.14135, algorithms 1 and 4. A query
+attends to the keys from its first visible one to its own, which covers windows and documents alike. Scores exist for
+one tile at a time: memory grows with neither queries x keys nor the window.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mobius.models.sliced_attention.attention_pieces import AttentionPiece, Slic
 def tiles_forward(
     piece: AttentionPiece, query: Tensor, key: Tensor, value: Tensor, settings: SlicedAttentionSettings
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, T, H, D] and log-sum-exp [B, H, T] of queries [B, H, T, D] with keys [B, Hk, K, D] of the piece."""
+    """Output [B, T, H, D] and log-sum-exp [B, H, T] of queries [B, H, T, D] and the piece's keys [B, Hk, K, D]."""
     exact = _exact(query)
     output = torch.empty(query.transpose(1, 2).shape, dtype=query.dtype, device=query.device)
     lse = torch.empty(query.shape[:3], dtype=exact, device=query.device)
@@ -30,7 +30,7 @@ def tiles_forward(
         result = torch.zeros_like(own)
         for keys in rows.key_tiles(piece, settings.tile):
             scores, _ = _scores(piece, rows, keys, own, key, settings)
-            # The tile with the queries' own keys comes first, so the largest score is finite from there on.
+            # The tile with the queries' own keys comes first, so the running maximum is finite from then on.
             new = torch.maximum(scores.amax(-1, keepdim=True), largest)
             shrink, largest = (largest - new).exp_(), new
             weights = scores.sub_(new).exp_()
@@ -52,7 +52,7 @@ def tiles_backward(
     sums: tuple[Tensor, Tensor],
     settings: SlicedAttentionSettings,
 ) -> Tensor:
-    """The gradient [B, H, T, D] of queries, at least in fp32; adds those of keys and values to `sums` [B, Hk, K, D]."""
+    """Return the gradient [B, H, T, D] of queries, in fp32 at least; add those of keys and values to `sums`."""
     exact, num_keys = _exact(query), key.shape[1]
     d_query = torch.empty(query.shape, dtype=exact, device=query.device)
     for rows in _query_tiles(piece, query.shape[2], settings.tile):
@@ -78,14 +78,14 @@ def tiles_backward(
 
 @dataclass(frozen=True)
 class _QueryTile:
-    """Queries of a slice, the least and the largest of the first keys that they see, and their place in a sequence."""
+    """A tile of queries, the minimum and maximum of their first visible keys, and its position in the sequence."""
 
     own: slice
     span: tuple[int, int]
     place: int
 
     def key_tiles(self, piece: AttentionPiece, tile: int) -> Iterator[slice]:
-        """Ranges of the piece's keys, from the queries' own ones backwards to the first that is seen."""
+        """Ranges of the piece's keys, from the queries' own keys backwards to the first visible key."""
         end, base = self.place + self.own.stop - self.own.start, piece.keys.start
         yield slice(self.place - base, end - base)
         for last in range(self.place, self.span[0], -tile):
@@ -101,7 +101,7 @@ def _query_tiles(piece: AttentionPiece, length: int, tile: int) -> Iterator[_Que
 def _scores(
     piece: AttentionPiece, rows: _QueryTile, keys: slice, own: Tensor, key: Tensor, settings: SlicedAttentionSettings
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores [B, Hk, G * t, k] of a tile, minus infinity where a key is not seen, and the slope of the cap at each."""
+    """Scores [B, Hk, G * t, k] of a tile, -inf where masked, and the derivative of the softcap at each score."""
     scores, slope = (own @ key[:, :, keys].to(own.dtype).transpose(2, 3)).mul_(settings.scale), None
     if settings.softcap is not None:
         bounded = scores.div_(settings.softcap).tanh_()
@@ -124,7 +124,7 @@ def _exact(query: Tensor) -> torch.dtype:
 
 
 def _grouped(heads: Tensor, num_keys: int, dtype: torch.dtype) -> Tensor:
-    """[B, H, t, n] -> [B, Hk, G * t, n]: queries that share a key head lie below each other, so no key is expanded."""
+    """[B, H, t, n] -> [B, Hk, G * t, n]: stacks queries that share a key head, so no key is expanded."""
     return cast(Tensor, heads.unflatten(1, (num_keys, -1))).flatten(2, 3).to(dtype)
 
 

@@ -1,1 +1,1 @@
-"""Decoders that declare a pipeline plan of embedding, layers and norm, taken by what their own code does."""
+"""Decoders with a pipeline plan (embedding, layers, norm): their structure, found by running their own code."""

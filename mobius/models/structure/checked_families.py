@@ -1,6 +1,6 @@
-"""Families that were compared with transformers, each with what was found; `scripts/check_families` writes the file.
+"""Families compared with transformers, with the results; `scripts/check_families` writes the file.
 
-A family is supported if loss and every gradient of its tiny model, cut into stages, are bit-equal to transformers' own.
+A family is supported if loss and every gradient of its tiny model, split into stages, are bit-equal to transformers'.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class CheckedFamilies:
     """Contents of the file."""
 
     transformers: str
-    """Version that was compared with."""
+    """Version of transformers in the comparison."""
     supported: Mapping[str, Mapping[str, str]]
-    """Family -> what was tried -> "yes", or why it does not work."""
+    """Family -> check -> "yes", or why it fails."""
     refused: Mapping[str, str]
-    """Family -> the reason, to be read after "the family"."""
+    """Family -> reason, which follows "the family"."""
 
     def unsupported_reason(self, family: str) -> str | None:
-        """A clause that says why `family` cannot be trained, or None if it can."""
+        """Reason (a clause) why `family` cannot be trained, or None if it can."""
         if family in self.supported:
             return None
         if family in self.refused:
@@ -34,13 +34,13 @@ class CheckedFamilies:
         return f"it was not compared with transformers {self.transformers}, by which supported families are found"
 
     def untileable_reason(self, family: str) -> str | None:
-        """Words for why layers of a supported family do not run in tiles, or None if they do."""
+        """Reason why layers of a supported family cannot run in tiles, or None if they can."""
         found = self.supported.get(family, {}).get("tiles", "yes")
         return None if found == "yes" else found
 
     @property
     def names(self) -> str:
-        """The supported families, for a message."""
+        """The supported families as a list in words."""
         return ", ".join(self.supported)
 
 

@@ -1,4 +1,4 @@
-"""Tells what a family's own code raises as an error of the model's config.json."""
+"""Reports errors of a family's own code as errors of the model's config.json."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mobius.models.structure.model_structure import UnsupportedStructureError
 
 @contextlib.contextmanager
 def translate_config_errors(config: PretrainedConfig) -> Iterator[None]:
-    """Convert whatever the family's own code raises, given values it was not written for. Raises CheckpointError."""
+    """Convert any error of the family's own code, caused by unexpected values, to CheckpointError."""
     try:
         yield
     except (CheckpointError, torch.OutOfMemoryError, torch.AcceleratorError):
-        raise  # what a GPU complains about says nothing about the configuration
+        raise  # GPU errors say nothing about the configuration
     except UnsupportedStructureError as error:
         raise CheckpointError(
             f"{file_of(config)}: the family {config.model_type!r} {error}, so it cannot be cut into stages."
@@ -32,6 +32,6 @@ def translate_config_errors(config: PretrainedConfig) -> Iterator[None]:
 
 
 def file_of(config: PretrainedConfig) -> str:
-    """Words for where a configuration comes from: its file, if it has one."""
+    """Path of the configuration's file if there is one, for messages."""
     folder = getattr(config, "name_or_path", None)
     return str(Path(folder) / "config.json") if isinstance(folder, str) and folder else "the configuration"

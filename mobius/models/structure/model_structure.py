@@ -1,12 +1,12 @@
-"""Where a causal language model's parts are, and what its own code does between them.
+"""Locates a causal language model's parts, and the operations that its own code runs between them.
 
-A pipeline calls embedding, layers, norm and head itself. So it must know all that the model's forward does around
-them: it is run once with stand-ins in their places, which see what they are given.
+A pipeline calls embedding, layers, norm and head itself, so it must know everything that the model's forward does
+around them. The forward runs once with stand-ins for these parts, which record their inputs.
 
     embedding --> [scale] --> layer --> layer --> ... --> norm --> [scale] --> head --> [scale, softcap] --> logits
 
-Whatever else happens there (a mixture of several layers' outputs, learned positions, a second stream of hidden states)
-makes the model one that cannot be cut into stages; the reason is told.
+A model that does anything else there (mixes outputs of several layers, learned positions, a second stream of hidden
+states) cannot be split into stages; the error gives the reason.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _TOKENS = 5
 
 
 class UnsupportedStructureError(Exception):
-    """A reason why a family's model cannot be cut into stages, to be read after the family's name."""
+    """Reason why a family's model cannot be split into stages; follows the family's name."""
 
 
 @dataclass(frozen=True)
 class ModelStructure:
-    """Names of the parts within the model, and the steps behind three of them."""
+    """Names of the parts within the model, and the scaling steps after three of them."""
 
     embedding: str
     layers: str
@@ -45,14 +45,14 @@ class ModelStructure:
 
 
 class LayerStandIn(nn.Module):
-    """Stands in a layer's or norm's place, keeps what it is called with and passes the hidden states on.
+    """Replaces a layer or norm, records its arguments, and returns the hidden states.
 
-    Settings that the family reads from its layers are the layer's own.
+    Attributes that the family reads from its layers come from the real layer.
     """
 
     def __init__(self, module: nn.Module | None) -> None:
         super().__init__()
-        vars(self)["_module"] = module  # not registered: it must not be seen as a part of the copy
+        vars(self)["_module"] = module  # not registered, so that it is no submodule of the copy
         self.seen: dict[str, Any] = {}
         self.inputs: list[Tensor] = []
         self.output: Tensor | None = None
@@ -63,7 +63,7 @@ class LayerStandIn(nn.Module):
         return getattr(vars(self)["_module"], name)
 
     def forward(self, hidden: Tensor, *further: Any, **arguments: Any) -> Tensor:
-        """Hidden states as another tensor object with the same numbers."""
+        """Return the hidden states as a new tensor object with equal values."""
         if further:
             raise UnsupportedStructureError("gives its layers more than their hidden states without a name")
         self.seen = arguments
@@ -73,7 +73,7 @@ class LayerStandIn(nn.Module):
 
 
 def with_replaced_children(module: nn.Module, replaced: Mapping[str, nn.Module]) -> nn.Module:
-    """A copy of `module` that shares everything but the children in `replaced`."""
+    """A shallow copy of `module` that shares everything except the children in `replaced`."""
     copied = copy.copy(module)
     copied._modules = dict(module._modules) | dict(replaced)
     return copied
@@ -82,7 +82,7 @@ def with_replaced_children(module: nn.Module, replaced: Mapping[str, nn.Module])
 def base_model_with_stand_ins(
     model: PreTrainedModel, structure: ModelStructure
 ) -> tuple[nn.Module, list[LayerStandIn]]:
-    """The base model without embedding (it is to be given `inputs_embeds`), layers and norm; the layers' stand-ins."""
+    """The base model with stand-ins for its layers and without norm, and these stand-ins; call with `inputs_embeds`."""
     layers, norm = (name.rpartition(".")[2] for name in (structure.layers, structure.norm))
     return _hollow(getattr(model, model.base_model_prefix), layers, norm, nn.Identity())
 
@@ -93,9 +93,9 @@ def _hollow(base: nn.Module, layers: str, norm: str, in_its_place: nn.Module) ->
 
 
 def find_model_structure(model: PreTrainedModel) -> ModelStructure:
-    """Follow the model's own forward. Raises UnsupportedStructureError, and whatever the family's code raises.
+    """Find the structure by running the model's own forward. Parameters may be on the meta device, buffers are real.
 
-    Parameters may be on the meta device, buffers are real.
+    Raises UnsupportedStructureError, and any error of the family's code.
     """
     prefix = model.base_model_prefix
     base = cast(nn.Module, getattr(model, prefix))
@@ -135,7 +135,7 @@ def _plain(steps: ScalingSteps | None, where: str) -> ScalingSteps:
 
 
 def _planned(model: PreTrainedModel, base: nn.Module) -> tuple[str, str, str]:
-    """Names of embedding, layers and norm within the base model, from its own pipeline plan."""
+    """Names of embedding, layers and norm within the base model, from the family's pipeline plan."""
     plan = list(getattr(model.config, "base_model_pp_plan", None) or {})
     lists = [name for name in plan if isinstance(getattr(base, name, None), nn.ModuleList)]
     if not plan:
@@ -148,7 +148,7 @@ def _planned(model: PreTrainedModel, base: nn.Module) -> tuple[str, str, str]:
 
 
 def _check_names(model: PreTrainedModel, parts: list[str]) -> None:
-    """Raise UnsupportedStructureError for what is stored with the model, but would be neither trained nor saved."""
+    """Raise UnsupportedStructureError for stored tensors that would be neither trained nor saved."""
     trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if outside := sorted(name for name in trained if not name.startswith(tuple(parts))):
         raise UnsupportedStructureError(
@@ -163,7 +163,7 @@ def _check_names(model: PreTrainedModel, parts: list[str]) -> None:
 
 
 def _check_layers(stands: list[LayerStandIn], norm: LayerStandIn, watch: OperationRecorder, output: Tensor) -> None:
-    """Raise UnsupportedStructureError unless hidden states alone go from layer to layer and through the norm."""
+    """Raise UnsupportedStructureError unless hidden states alone pass from layer to layer and to the norm."""
     if any(len(stand.inputs) != 1 for stand in (*stands, norm)):
         raise UnsupportedStructureError("does not call each of its layers and its norm once")
     for before, after in zip(stands, [*stands[1:], norm], strict=True):
@@ -181,7 +181,7 @@ def _check_layers(stands: list[LayerStandIn], norm: LayerStandIn, watch: Operati
 
 
 class _Outputs:
-    """A base model's output as far as a causal language model reads it: hidden states, and None for all else."""
+    """Output of a base model as a causal language model reads it: hidden states, None for everything else."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -222,7 +222,7 @@ class _Head(nn.Module):
 def _behind_the_norm(
     model: PreTrainedModel, prefix: str, head: str, width: int, device: torch.device
 ) -> tuple[ScalingSteps | None, ScalingSteps | None]:
-    """Steps before the head and behind it, found in two bytes a number: there a change to fp32 is an operation."""
+    """Steps before and after the head. Runs in bf16, where a cast to fp32 is recorded as an operation."""
     hidden = torch.zeros(1, _TOKENS, width, device=device, dtype=torch.bfloat16)
     logits = torch.zeros(1, _TOKENS, int(model.config.vocab_size), device=device, dtype=torch.bfloat16)
     stand = _Head(model.get_submodule(head), logits)

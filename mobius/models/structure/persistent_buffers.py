@@ -1,6 +1,6 @@
-"""Constants that a family stores among its weights: they are read, kept as they are, and saved again with them.
+"""Persistent buffers: constants that a family stores among its weights, loaded and saved again unchanged.
 
-To the rest of the program they are parameters that are not trained, so they move with their layer.
+They become frozen parameters, so the rest of the program moves them with their layer.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 
 def freeze_persistent_buffers(model: PreTrainedModel) -> None:
-    """Make parameters without gradients of the buffers that `model` stores, whatever device they are on.
+    """Turn the persistent buffers of `model` into frozen parameters, on whatever device they are.
 
-    Left as they are: whole numbers, and what the family keeps in fp32 whatever format its weights have.
+    Exceptions: integer buffers, and those that the family keeps in fp32 for any weight dtype.
     """
     stored = model.state_dict().keys()
     in_fp32 = [

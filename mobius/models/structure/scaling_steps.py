@@ -1,10 +1,10 @@
-"""Steps by which a family scales embeddings, hidden states or logits, number by number, between one module and another.
+"""Elementwise steps by which a family scales embeddings, hidden states or logits between modules.
 
-They are read off the family's own operations, so no table of families and fields is needed:
+They are recorded from the family's own operations, so no table of families and fields is needed:
 
     embedding --steps--> first layer      norm --steps--> head      head --steps--> logits
 
-A step is a product or a quotient with a number, a hyperbolic tangent, or a change to fp32.
+A step is a product or a quotient with a number, tanh, or a cast to fp32.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ScalingKind(StrEnum):
 
 
 class ScalingStep(NamedTuple):
-    """One operation on each number; `number` is read by products and quotients only."""
+    """One elementwise operation; only MULTIPLY and DIVIDE use `number`."""
 
     kind: ScalingKind
     number: float = 0.0
@@ -51,18 +51,18 @@ _SLOPE: Mapping[ScalingKind, Callable[[Tensor, float], Tensor | float]] = {
     ScalingKind.TANH: lambda bounded, _: 1.0 - bounded * bounded,
     ScalingKind.FLOAT: lambda *_: 1.0,
 }
-"""Slope of a step, from its result."""
+"""Derivative of a step, from the step's result."""
 
 
 def apply_scaling(values: Tensor, steps: ScalingSteps) -> Tensor:
-    """Run the steps as the family does."""
+    """Apply the steps as the family does."""
     for step in steps:
         values = _APPLY[step.kind](values, step.number)
     return values
 
 
 def apply_scaling_with_derivative(values: Tensor, steps: ScalingSteps) -> tuple[Tensor, Tensor | float]:
-    """Run the steps, and tell the slope of the result at each of `values`."""
+    """Apply the steps; return the result and its derivative at each of `values`."""
     slope: Tensor | float = 1.0
     for step in steps:
         values = _APPLY[step.kind](values, step.number)
@@ -71,7 +71,7 @@ def apply_scaling_with_derivative(values: Tensor, steps: ScalingSteps) -> tuple[
 
 
 class ScaledModule(nn.Module):
-    """A module of the model with the steps behind it; its parameters keep the names that they have one level up."""
+    """A module followed by its scaling steps; parameters have the names that they have one level up."""
 
     def __init__(self, name: str, module: nn.Module, steps: ScalingSteps) -> None:
         super().__init__()
@@ -79,12 +79,12 @@ class ScaledModule(nn.Module):
         self._name, self._steps = name, steps
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The module's output, scaled."""
+        """Scaled output of the module."""
         return apply_scaling(self._modules[self._name](inputs), self._steps)  # type: ignore[misc]
 
 
 class OperationRecorder(TorchDispatchMode):
-    """Remembers which operation made each tensor while it is entered, and which of them come from `start`."""
+    """Records the operation that made each tensor while entered, and which tensors derive from `start`."""
 
     def __init__(self, start: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -96,17 +96,17 @@ class OperationRecorder(TorchDispatchMode):
         given = tuple(tree_leaves((args, kwargs or {})))
         for each in tree_leaves(output):
             if isinstance(each, Tensor) and not any(each is other for other in given):
-                self._made[id(each)] = (func, given, each)  # kept alive, so that no other gets its id
+                self._made[id(each)] = (func, given, each)  # holds the tensor, so that its id is not reused
                 if any(id(other) in self._from_start for other in given):
                     self._from_start.add(id(each))
         return output
 
     def is_made_from_start(self, tensor: Tensor) -> bool:
-        """Whether the numbers of `tensor` may depend on those that it all began with."""
+        """Whether the values of `tensor` may depend on the recorder's `start`."""
         return id(tensor) in self._from_start
 
     def steps(self, start: Tensor, end: Tensor) -> ScalingSteps | None:
-        """Steps that made `end` from `start`, or None if anything else did."""
+        """Steps from `start` to `end`, or None if another operation is between them."""
         found = list[ScalingStep]()
         while end is not start:
             if id(end) not in self._made:
@@ -122,7 +122,7 @@ class OperationRecorder(TorchDispatchMode):
 
 
 _NOTHING = ScalingStep(ScalingKind.MULTIPLY, 1.0)
-"""Stands for an operation that gives what it is given."""
+"""Marks an operation that returns its input."""
 _PRODUCTS = {_aten.mul: ScalingKind.MULTIPLY, _aten.div: ScalingKind.DIVIDE}
 _SAME = (_aten.alias, _aten.detach, _aten.clone, _aten.view, _aten.slice, _aten._unsafe_view, _aten.contiguous)
 

@@ -1,1 +1,1 @@
-"""Parameters as checkpoints store them, where that is by other names or in pieces: experts, one tensor for each."""
+"""Parameters stored under other names or in pieces, such as one tensor per expert."""

@@ -1,11 +1,11 @@
-"""Pieces in which a family's parameters are stored: all experts are one tensor in memory, and many on the disk.
+"""Stored pieces of parameters: all experts are one tensor in memory, and many tensors on disk.
 
     model.layers.3.mlp.experts.gate_up_proj [E, 2 I, H]      in memory
-    model.layers.3.mlp.experts.0.gate_proj.weight [I, H]     on the disk: rows 0 to I of expert 0
+    model.layers.3.mlp.experts.0.gate_proj.weight [I, H]     on disk: rows 0 to I of expert 0
     model.layers.3.mlp.experts.0.up_proj.weight [I, H]       rows I to 2 I
 
-The mapping is transformers' own, which `save_pretrained` goes by. It is run once on tensors without memory, and each
-result tells by its place and strides which elements of a parameter it has.
+The mapping is transformers' own, as in `save_pretrained`. It runs once on meta tensors; offset and strides of each
+result show which elements of a parameter it holds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mobius.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class ParameterPiece:
-    """A tensor on the disk, and where its elements are in a contiguous parameter, counted in elements."""
+    """A stored tensor, and its view of a contiguous parameter; strides and offset in elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -34,11 +34,11 @@ class ParameterPiece:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether its elements follow each other in the parameter."""
+        """Whether its elements are consecutive in the parameter."""
         return self.strides == torch.empty(self.shape, device="meta").stride()
 
     def of(self, parameter: Tensor) -> Tensor:
-        """The piece as a view of `parameter`, which is contiguous."""
+        """The piece as a view of the contiguous `parameter`."""
         assert parameter.is_contiguous(), self.name
         return parameter.as_strided(self.shape, self.strides, parameter.storage_offset() + self.offset)
 
@@ -46,11 +46,11 @@ class ParameterPiece:
 def find_parameter_pieces(
     model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[ParameterPiece, ...]]:
-    """Pieces of every parameter in `shapes` that is not stored by its own name and in its own shape.
+    """Pieces of each parameter in `shapes` that is not stored under its own name and shape.
 
-    Raises CheckpointError for a family that stores more than pieces of single parameters.
+    Raises CheckpointError for a family whose stored tensors are not pieces of single parameters.
     """
-    # A copy without what a loaded model may remember of its files: what is stored goes by the family alone.
+    # A copy without the mapping that a loaded model remembers: the stored form must depend on the family alone.
     own = copy.copy(model)
     vars(own).pop("_weight_conversions", None)
     tensors = {name: _Traced.of(shape) for name, shape in shapes.items()}
@@ -61,8 +61,8 @@ def find_parameter_pieces(
         name = owners.get(_storage(tensor))
         if name is None:
             raise CheckpointError(
-                f"the family {model.config.model_type!r} stores {stored_name!r}, which is no piece of one parameter of "
-                "its model, and which cannot be read or written here."
+                f"the family {model.config.model_type!r} stores {stored_name!r}, which is not a piece of one parameter "
+                "of its model, and which cannot be read or written here."
             )
         piece = ParameterPiece(stored_name, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
         found.setdefault(name, []).append(piece)
@@ -73,14 +73,14 @@ def find_parameter_pieces(
 
 
 def stored_views(views: Mapping[str, Tensor], pieces: Mapping[str, tuple[ParameterPiece, ...]]) -> dict[str, Tensor]:
-    """The tensors to be stored, as views of parameters `views`, by the names that they are stored under."""
+    """Stored name -> tensor to store, as views of the parameters in `views`."""
     return {stored: view for name, parameter in views.items() for stored, view in _named_views(name, parameter, pieces)}
 
 
 def stored_shapes(
     name: str, shape: tuple[int, ...], pieces: Mapping[str, tuple[ParameterPiece, ...]]
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the tensors that parameter `name` is stored as."""
+    """Names and shapes of the tensors that store parameter `name`."""
     return [(piece.name, piece.shape) for piece in pieces[name]] if name in pieces else [(name, shape)]
 
 
@@ -95,7 +95,7 @@ def _named_views(
 
 
 class _Traced(Tensor):
-    """A tensor without memory whose views can be told; to make one contiguous, which would copy it, changes nothing."""
+    """A meta tensor whose views can be traced; `contiguous` returns it unchanged, as a copy would lose the trace."""
 
     @classmethod
     def of(cls, shape: tuple[int, ...]) -> Tensor:
@@ -109,5 +109,5 @@ class _Traced(Tensor):
 
 
 def _storage(tensor: Tensor) -> int:
-    """The identity of what a tensor is a view of, as long as that lives."""
+    """Identity of a tensor's storage, valid while the storage lives."""
     return int(tensor.as_subclass(Tensor).untyped_storage()._cdata)

@@ -399,7 +399,7 @@ def test_a_damaged_cache_is_made_anew(
         (stored / damaged).write_bytes(content)
         caplog.clear()
         assert tokens(prepare(path)) == expected
-        assert f"the tokenized dataset in {stored} is damaged and made anew" in caplog.text
+        assert f"the tokenized dataset in {stored} is damaged and is made again" in caplog.text
 
 
 @pytest.mark.parametrize(("packing", "num_workers"), [(Packing.JOINED, 1), (Packing.ON, 2)])

@@ -111,7 +111,7 @@ def test_unknown_columns_are_named_with_the_formats_accepted() -> None:
         ({"messages": [{"role": ["user"], "content": "a"}]}, "has the role ['user']"),
         (
             {"messages": [{"role": "user", "content": None}]},
-            "`messages[0]`.content is null; only an assistant's turn with `tool_calls` may be without text",
+            "`messages[0]`.content is null; only an assistant's turn with `tool_calls` may have no text",
         ),
         ({"messages": [NESTED]}, "must have `role` and `content`, or `from` and `value`, not [[["),
         ({"messages": [{"role": NESTED, "content": "a"}]}, "has the role "),
@@ -203,9 +203,7 @@ def test_a_column_that_is_not_there_is_told_with_near_names_and_all_columns() ->
 
 
 def test_a_name_that_no_format_reads_is_told_with_near_names_and_all_that_are_read() -> None:
-    with pytest.raises(
-        DataError, match=r"'promt' is nothing that a format reads \(did you mean prompt\?\); known are "
-    ):
+    with pytest.raises(DataError, match=r"'promt' is not read by any format \(did you mean prompt\?\); known are "):
         detect_format(["a", "b"], "here", {"promt": "a", "completion": "b"})
     with pytest.raises(DataError) as caught:
         detect_format(["a" * 100_000], "here", {"q" * 100_000: "b" * 100_000})

@@ -127,7 +127,7 @@ def test_files_of_other_splits_are_left_out_of_training(
     with caplog.at_level(logging.INFO, "mobius.data.sources"):
         assert fields(tmp_path) == [{"text": name} for name in expected]
     (line,) = caplog.messages
-    taken, _, left_out = line.partition("; not used, by the names of splits: ")
+    taken, _, left_out = line.partition("; not used, because of their split: ")
     assert taken.rpartition(": ")[2].split(", ") == expected
     assert sorted(filter(None, left_out.split(", "))) == sorted(set(names.split()) - set(expected))
 
@@ -323,7 +323,9 @@ def test_an_unreachable_hub_dataset_says_where_it_looked_and_how_to_get_it(
 
 
 def test_the_split_and_the_subset_of_a_hub_dataset_are_named(offline_cache: Path) -> None:
-    with pytest.raises(DataError, match=r"the `test` split of the subset 'de' of some-body/some.set could not be had"):
+    with pytest.raises(
+        DataError, match=r"the `test` split of the subset 'de' of some-body/some.set is available neither"
+    ):
         open_source(entry("some-body/some.set", split="test", subset="de"))
 
 

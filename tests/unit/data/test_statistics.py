@@ -121,7 +121,7 @@ def test_good_data_is_no_concern() -> None:
     ("rows", "told"),
     [
         (["3 | 4 2", "3 | 4 2", "5 | 6 2"], "1 of 3 samples repeat an earlier one exactly"),
-        (["3 | 4 2", "3 | 2"], "1 of 2 samples have one token alone as their target: answers without words?"),
+        (["3 | 4 2", "3 | 2"], "1 of 2 samples have a single token as their target: answers without words?"),
         (["3 | 4 5", "3 | 6 5"], "no target is the end-of-sequence token: the model would not learn to stop"),
         (["3 | 4 2", "3 | 4 5"], "1 of 2 samples end in the middle of an answer: it was cut"),
         (["3 " * 98 + "| 4 2"], "only 2 % of the tokens are targets: most of the work is for prompts"),

@@ -104,7 +104,7 @@ def test_parts_that_are_damaged_are_made_anew(
         writer.finish({})
     assert as_lists(loaded(tmp_path / "a")[0]) == SAMPLES
     is_told = damaged != "journal.jsonl" or content == b"\xff\n"
-    assert (f"what there is in {tmp_path / 'a.partial'} is damaged" in caplog.text) is is_told
+    assert (f"unfinished data in {tmp_path / 'a.partial'} is damaged" in caplog.text) is is_told
 
 
 def test_without_a_finished_part_nothing_is_left(tmp_path: Path) -> None:

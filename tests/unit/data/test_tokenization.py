@@ -638,7 +638,7 @@ def test_the_turn_that_a_template_fails_on_is_named(tokenizer: PreTrainedTokeniz
     assert str(caught.value) == (
         "train.jsonl, line 5: the tokenizer's chat template fails on turn 3, assistant, of the conversation (system, "
         "user, assistant, user, assistant): UndefinedError: 'dict object' has no attribute 'nothing' (line 2 of the "
-        "template). It can render the turns before: change that turn, or mend the template"
+        "template). It renders the turns before: change that turn, or correct the template"
     )
 
 

@@ -157,7 +157,7 @@ def test_adapters_are_beside_linears_and_not_experts(caplog: pytest.LogCaptureFi
     assert "shared_expert_gate" not in adapted, "a gate of one number"
     assert {"q_proj", "o_proj", "gate_proj", "down_proj"} <= adapted
     assert not any("experts." in name for layer in parts.layers for name in layer.shapes.keys() - layer.frozen)
-    assert "experts are held in one tensor for all of a layer" in caplog.text
+    assert "experts are stored in one tensor per layer" in caplog.text
 
 
 @pytest.mark.parametrize("target", ["experts", "q_proj,mlp.experts.gate_up_proj", "gate_up_proj"])

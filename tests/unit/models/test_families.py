@@ -50,7 +50,9 @@ def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
 def test_a_folder_without_a_configuration_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "Qwen/Qwen2.5-14B"}')
-    with pytest.raises(CheckpointError, match=r"--model_path Qwen/Qwen2.5-14B --use_lora --adapter_path .*/adapter,"):
+    with pytest.raises(
+        CheckpointError, match=r"--model_path Qwen/Qwen2.5-14B --use_lora --adapter_path .*/adapter with its rank"
+    ):
         locate_model(str(tmp_path / "adapter"))
     with pytest.raises(CheckpointError, match=f"--model_path {tmp_path}: the folder has no config.json"):
         locate_model(str(tmp_path))
@@ -254,7 +256,7 @@ def test_noise_that_a_configuration_asks_for_is_told_to_be_left_out(
     write_config(tmp_path / "some", config, has_weights=False)
     assert load(tmp_path / "some").attention_dropout == 0.1
     (warning,) = warnings_of(caplog)
-    assert "some/config.json asks for attention_dropout 0.1: trained without" in warning
+    assert "some/config.json asks for attention_dropout 0.1: training runs without it" in warning
 
 
 def test_more_layers_than_the_checkpoint_has_are_an_error(tmp_path: Path) -> None:

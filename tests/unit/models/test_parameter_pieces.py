@@ -104,7 +104,7 @@ def test_a_family_that_stores_several_parameters_in_one_tensor_is_refused(monkey
         return {"fused": torch.cat(list(tensors.values()))}
 
     monkeypatch.setattr("mobius.models.weight_conversion.parameter_pieces.revert_weight_conversion", fuse)
-    with pytest.raises(CheckpointError, match="'llama' stores 'fused', which is no piece of one parameter"):
+    with pytest.raises(CheckpointError, match="'llama' stores 'fused', which is not a piece of one parameter"):
         find_parameter_pieces(model_of(tiny_config("llama")), {"a": (2, 3), "b": (4, 3)})
 
 

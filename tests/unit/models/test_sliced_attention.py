@@ -139,10 +139,10 @@ def _peaks(kernel: AttentionKernel, num_queries: int, num_keys: int) -> tuple[in
         (
             AttentionKernel.CUDNN,
             {"softcap": 50.0},
-            "cudnn takes no capped scores .attn_logit_softcapping 50.0.; tiles does",
+            "cudnn does not support capped scores .attn_logit_softcapping 50.0.; tiles does",
         ),
-        (AttentionKernel.FLASH, {"softcap": 50.0}, "flash takes no capped scores"),
-        (AttentionKernel.CPU, {"window": 9}, "cpu takes no windows .sliding_window 9.; flash and tiles do"),
+        (AttentionKernel.FLASH, {"softcap": 50.0}, "flash does not support capped scores"),
+        (AttentionKernel.CPU, {"window": 9}, "cpu does not support windows .sliding_window 9.; flash and tiles do"),
     ],
 )
 def test_a_kernel_refuses_what_it_cannot_and_names_what_can(
