@@ -14,7 +14,7 @@ from mobius.machine.cross_mapping import DeviceOrder, best_order, choose_order
 from mobius.machine.topology import Ancestor, Gpu, Link, Topology
 from mobius.schedule import build_schedule
 from mobius.schedule.lanes import Lane
-from mobius.schedule.simulate import Costs, simulate
+from mobius.schedule.render import place_actions
 
 FOLDER = Path(__file__).parent / "topologies"
 PERCENT = {"PIX": 100, "PXB": 100, "PHB": 50, "NODE": 10, "SYS": 0}
@@ -121,10 +121,10 @@ def random_topology(numbers: random.Random, num_gpus: int) -> Topology:
 
 
 def test_loads_start_as_the_score_assumes() -> None:
-    """Under the simulator a rank's loads start a period apart, and each rank's a microbatch after the last one's."""
+    """A rank's loads start a period apart, and each rank's a microbatch after those of the rank before."""
     for num_ranks, num_microbatches in ((4, 4), (4, 8), (4, 2), (8, 8)):
         schedule = build_schedule(num_ranks, 4, num_microbatches, 2)
-        timeline = simulate(schedule, Costs(forward=10, backward=20, load=15, offload=5))
+        timeline = place_actions(schedule, forward_slots=10, backward_slots=20)
         period = 10 * max(num_microbatches, num_ranks)
         starts = [[span.start for span in spans if span.lane is Lane.LOAD] for spans in timeline]
         # The first two of a rank are loaded before anything is computed; the next two under its forwards.
