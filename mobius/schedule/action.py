@@ -89,8 +89,8 @@ class Action:
     def __str__(self) -> str:
         """Short name of the grid, the picture and the trace.
 
-        `F4.1`, `B4.1`, `L4`, `O4`, `LS4` and `OS4` for gradient sums, `S4.1` and `T4.1` for activations that are offloaded
-        and prefetched, `K4.1` for recomputed keys and values, `D0`.
+        `F4.1`, `B4.1`, `L4`, `O4`, `LS4` and `OS4` for gradient sums, `S4.1` and `T4.1` for activations that are
+        offloaded and prefetched, `K4.1` for recomputed keys and values, `D0`.
         """
         letter = _LETTERS.get(self.kind, "F" if self.kind.is_forward else "B")
         return f"{letter}{self.stage}" if self.microbatch is None else f"{letter}{self.stage}.{self.microbatch}"

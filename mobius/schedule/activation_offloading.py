@@ -1,8 +1,8 @@
 """Owns when the inputs of a stage's layers go to the host and come back: a pass over all actions of one rank.
 
 Between forward and backward a stage keeps the inputs of its layers, from which backward recomputes. Those of a stage
-with offloaded activations wait on the host: each microbatch's leave after its forward and come back under the compute action before its
-backward. So two microbatches are on their way at most, in either direction, however many there are in a round.
+with offloaded activations wait on the host: each microbatch's leave after its forward and come back under the compute
+action before its backward. So at most two microbatches are on their way in either direction, however long a round is.
 
     rank 0 of 2, stages 0 and 2, of which stage 0 offloads activations, three microbatches:
 

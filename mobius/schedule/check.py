@@ -42,9 +42,9 @@ class Rule(StrEnum):
     """Slices of a sequence go forward in their order and backward in reverse. Before its first backward in a stage,
     keys and values of all its slices are made anew, once and in order; the model's last stage still has them."""
     OFFLOAD_ACTIVATIONS = "offload_activations"
-    """Layers' inputs of a stage with offloaded activations go to the host after their forward and come back before their backward, into
-    a place that is free; no more microbatches have come back and wait than `Schedule.copy_lookahead` allows. Other
-    stages have neither copy."""
+    """Offloaded activations go to the host after their forward and come back before their backward, into a place that
+    is free; no more microbatches have come back and wait than `Schedule.copy_lookahead` allows. Other stages have
+    neither copy."""
     DEADLOCK = "deadlock"
     """All ranks reach the end of their lists."""
 

@@ -71,7 +71,6 @@ def test_a_path_that_nothing_can_have_is_one_message_of_the_launcher(tmp_path: P
     [
         ("simulate", ["--model", HOSTILE]),
         ("show_trace", [HOSTILE]),
-        ("show_topology", ["--input", HOSTILE]),
         ("show_schedule", ["--num_ranks", "2", "--output", f"{HOSTILE}/a.png"]),
     ],
 )
