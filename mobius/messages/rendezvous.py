@@ -183,6 +183,11 @@ def open_store(rank: int, num_ranks: int) -> Store:
     return PrefixStore(f"start {num_restarts()}", store)
 
 
+def open_watchdog_store(ranks: Ranks) -> Store:
+    """A connection of its own for the watchdog's thread; raises TransportError."""
+    return PrefixStore("watchdog", open_store(ranks.rank, ranks.num_ranks))
+
+
 def join_run(ranks: Ranks) -> Rendezvous:
     """Connect to the launcher's store; raises TransportError.
 
