@@ -21,7 +21,7 @@ from mobius.data.batches import TrainingBatches
 from mobius.data.builtin_chat_templates import resolve_template
 from mobius.errors import MobiusError
 from mobius.machine.cpu_dtype import resolve_dtype
-from mobius.machine.host_memory_usage import HostMemoryUsage
+from mobius.machine.host_memory import HostMemoryUsage
 from mobius.messages.rendezvous import open_watchdog_store
 from mobius.models.adapters.peft_folder import AdapterBase
 from mobius.models.families import load_model_config, locate_model

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mobius.machine.host_memory import mapped_file_bytes, private_host_bytes
-from mobius.machine.host_memory_usage import OWNERS, HostMemoryUsage
+from mobius.machine.host_memory import OWNERS, HostMemoryUsage, mapped_file_bytes, private_host_bytes
 from mobius.units import GIB
 
 

@@ -231,17 +231,3 @@ def test_a_neighbour_that_answers_nonsense_is_one_error_that_names_it(script: li
     mailboxes = Mailboxes(Stranger(script), CPU, make_engine=lambda _: engine, message_bytes=SIZE)
     with pytest.raises(TransportError, match="what rank 1 told the others cannot be read"):
         mailboxes.open()
-
-
-@pytest.mark.parametrize("num_bytes", [1, 4095, 4097, 2**20])
-def test_an_offer_of_memory_of_another_size_is_not_taken(num_bytes: int, caplog: pytest.LogCaptureFixture) -> None:
-    engine = HostCopyEngine(10, peers=frozenset({11}))
-    offered = mailboxes_module.SharedMemory.create(num_bytes)
-    script: list[JsonValue] = [[None, 11], [None, [0]], [None, {"0": [os.getpid(), offered.descriptor, "00"]}]]
-    with caplog.at_level(logging.INFO, "mobius"):
-        stranger = Stranger([*script, [None, None]])
-        found = Mailboxes(stranger, CPU, make_engine=lambda _: engine, message_bytes=SIZE).open()
-    offered.close()
-    assert found is None
-    assert "is no shared memory of 4096 bytes" in caplog.text
-    assert engine.num_held == 0
