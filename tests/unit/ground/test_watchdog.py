@@ -236,12 +236,6 @@ def test_a_device_that_works_through_what_it_was_given_is_progress(tmp_path: Pat
     assert output == "done\n" if is_moving else "its device: F4.0" in output
 
 
-def test_a_device_that_does_not_answer_is_told_so(tmp_path: Path) -> None:
-    process = start(tmp_path, f"activity.device_position = hang\n{HANG}")
-    assert "its device: no answer" in outputs(process)[0]
-    assert process.returncode == 75
-
-
 def test_one_rank_says_what_the_run_leaves(tmp_path: Path) -> None:
     then = "watchdog._clean_up = lambda: 'after step 11 of 20: checkpoint-10 is complete'\n" + HANG
     (output,) = outputs(start(tmp_path, then))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import combinations, permutations
 
 import pytest
@@ -54,38 +53,6 @@ EXPECTED = [
 @pytest.mark.parametrize(("topology", "expected"), EXPECTED)
 def test_a_machine_gets_the_order_found_by_hand(topology: Topology, expected: tuple[int, ...]) -> None:
     assert best_order(topology, num_microbatches=8) == expected
-
-
-def overlap_by_slots(topology: Topology, order: Sequence[int], period: int, table: list[list[int]]) -> int:
-    """Shares times the slots in which both of two ranks load, summed over every length of a load up to the period."""
-    return sum(
-        table[abs(a - b)][period] * PERCENT[str(topology.link(order[a], order[b]).ancestor)]
-        for a, b in combinations(range(len(order)), 2)
-    )
-
-
-def slots_in_common(period: int) -> list[list[int]]:
-    """[distance][period]: the slots of a period in which loads that start `distance` slots apart run both."""
-    table = []
-    for distance in range(period):
-        total = 0
-        for length in range(1, period + 1):
-            one = {slot % period for slot in range(length)}
-            total += len(one & {(slot + distance) % period for slot in range(length)})
-        table.append([total] * (period + 1))
-    return table
-
-
-@pytest.mark.parametrize("num_microbatches", [2, 5])
-@pytest.mark.parametrize("topology", [TWO_PER_ROOT_COMPLEX, make_box(5, (2, Ancestor.PHB), (4, Ancestor.NODE))])
-def test_no_order_of_all_overlaps_less_when_every_slot_is_counted(topology: Topology, num_microbatches: int) -> None:
-    period = max(num_microbatches, len(topology.gpus))
-    table = slots_in_common(period)
-
-    best = overlap_by_slots(topology, best_order(topology, num_microbatches=num_microbatches), period, table)
-
-    orders = permutations(range(len(topology.gpus)))
-    assert best == min(overlap_by_slots(topology, order, period, table) for order in orders)
 
 
 def cost_by_hand(topology: Topology, order: Sequence[int], period: int) -> tuple[int, int, int, Sequence[int]]:
@@ -146,14 +113,6 @@ def test_bridged_gpus_become_neighbours_where_loads_do_not_care() -> None:
     assert choice.line == "devices in the order 0,1,3,2: more neighbouring ranks are on fast links"
 
 
-def test_more_nvlinks_between_neighbours_are_better_than_fewer() -> None:
-    """Four GPUs of a DGX-1: a full mesh of one or two links."""
-    double = ((0, 2), (0, 3), (1, 2), (1, 3))
-    links = tuple(Link(a, b, Ancestor.SYS, 2 if (a, b) in double else 1, True) for a, b in combinations(range(4), 2))
-
-    assert best_order(Topology(tuple(map(Gpu, range(4))), links), num_microbatches=4) == (0, 2, 1, 3)
-
-
 def test_the_choice_is_told_in_one_line_with_the_user_s_names() -> None:
     topology = TWO_PER_ROOT_COMPLEX
 
@@ -161,11 +120,6 @@ def test_the_choice_is_told_in_one_line_with_the_user_s_names() -> None:
 
     expected = "devices in the order 4,6,5,7: neighbouring ranks load over different root complexes"
     assert choice == DeviceOrder((0, 2, 1, 3), expected)
-
-
-def test_nodes_are_told_where_root_complexes_were_different_anyhow() -> None:
-    line = "devices in the order 0,2,1,3: neighbouring ranks load from different NUMA nodes"
-    assert choose(TWO_SOCKETS).line == line
 
 
 def test_a_given_order_is_kept_and_a_better_one_named() -> None:
@@ -176,19 +130,6 @@ def test_a_given_order_is_kept_and_a_better_one_named() -> None:
         "devices in the given order 0,1,2,3; 0,2,1,3 is better: neighbouring ranks load over different root complexes"
     )
     assert choice.line == line
-
-
-def test_a_given_order_that_is_as_good_as_any_is_kept_without_a_word() -> None:
-    topology = TWO_PER_ROOT_COMPLEX
-    listed = (1, 3, 0, 2)  # CUDA_VISIBLE_DEVICES=1,3,0,2
-    position = {gpu: place for place, gpu in enumerate(listed)}
-    links = []
-    for link in topology.links:
-        first, second = sorted((position[link.first], position[link.second]))
-        links.append(replace(link, first=first, second=second))
-    gpus = tuple(replace(topology.gpus[gpu], index=place) for place, gpu in enumerate(listed))
-
-    assert choose(Topology(gpus, tuple(links)), is_given=True) == DeviceOrder((0, 1, 2, 3), None)
 
 
 def test_a_topology_that_is_not_known_leaves_the_order_and_says_why() -> None:

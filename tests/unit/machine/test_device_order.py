@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from datetime import timedelta
 from itertools import combinations
 
@@ -15,7 +14,7 @@ from torch.distributed import HashStore
 from mobius.config.config import Config
 from mobius.config.options import config_from
 from mobius.machine import device_order
-from mobius.machine.device_order import device_names, is_given_order, order_devices
+from mobius.machine.device_order import is_given_order, order_devices
 from mobius.machine.topology import Gpu, Link, Topology
 from mobius.messages.rendezvous import Rendezvous
 
@@ -81,21 +80,6 @@ def test_an_order_of_the_user_s_stays_and_a_better_one_is_named_by_the_user_s_nu
     assert line.startswith("devices in the given order 3,2,1,0; 3,1,2,0 is better: ")
 
 
-def test_a_good_order_of_the_user_s_is_taken_without_a_word(
-    log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = {gpu: index for index, gpu in enumerate((0, 2, 1, 3))}
-    links = []
-    for link in BOX.links:
-        first, second = sorted((place[link.first], place[link.second]))
-        links.append(replace(link, first=first, second=second))
-
-    see(monkeypatch, Topology(BOX.gpus, tuple(links)), "0,2,1,3")
-
-    assert chosen() == [(0, 1, 2, 3)] * 4
-    assert log.messages == []
-
-
 @pytest.mark.parametrize(
     ("listed", "addresses", "expected"),
     [
@@ -115,13 +99,6 @@ def test_a_list_is_an_order_where_it_does_not_ascend(listed: str | None, address
     links = tuple(Link(a, b) for a, b in combinations(range(3), 2))
 
     assert is_given_order(listed, Topology(gpus, links)) is expected
-
-
-@pytest.mark.parametrize(
-    ("listed", "expected"), [(None, ["0", "1"]), ("3, 1", ["3", "1"]), ("GPU-5,GPU-6,GPU-7", ["GPU-5", "GPU-6"])]
-)
-def test_devices_are_called_what_the_user_calls_them(listed: str | None, expected: list[str]) -> None:
-    assert list(device_names(listed, 2)) == expected
 
 
 @pytest.mark.parametrize(("config", "num_ranks"), [(config_from({"cross_mapping": False}), 4), (Config(), 2)])

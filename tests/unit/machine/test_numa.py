@@ -54,10 +54,6 @@ def test_the_threads_of_a_core_stay_together() -> None:
     assert shares == [{0, 1, 8, 9}, {2, 3, 10, 11}]
 
 
-def test_without_word_about_cores_neighbours_stay_together() -> None:
-    assert slice_cpus(NODES[0], {}, num_shares=2, index=1) == {8, 9, 10, 11}
-
-
 @pytest.mark.parametrize("num_shares", [1, 2, 3, 4, 5, 8])
 def test_shares_are_disjoint_complete_and_differ_by_one_core_at_most(num_shares: int) -> None:
     shares = [slice_cpus(EVERY_CPU, SIBLINGS, num_shares=num_shares, index=index) for index in range(num_shares)]
@@ -79,14 +75,6 @@ def test_only_allowed_cpus_are_shared_out() -> None:
     shares = split_cpus_by_rank(places(0, 0, 1), SIBLINGS, allowed=allowed)
 
     assert shares == [{8, 9}, {2, 3, 10, 11}, {4, 12}]
-
-
-def test_one_gpu_gets_its_node() -> None:
-    assert split_cpus_by_rank(places(1), SIBLINGS, allowed=EVERY_CPU) == [NODES[1]]
-
-
-def test_all_ranks_on_one_of_two_nodes_are_bound_with_half_of_an_even_share() -> None:
-    assert split_cpus_by_rank(places(0, 0), SIBLINGS, allowed=EVERY_CPU) == [{0, 1, 8, 9}, {2, 3, 10, 11}]
 
 
 @pytest.mark.parametrize(

@@ -79,14 +79,6 @@ def test_what_gpus_have_in_common_follows_from_the_tree(root: Path, monkeypatch:
     assert topology.unknown_reason is None
 
 
-def test_p2p_counts_where_it_goes_both_ways(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    see_gpus(monkeypatch, *PLACES, p2p=frozenset({(0, 1), (1, 0), (0, 2), (3, 1)}))
-
-    topology = read_topology(4, root=root)
-
-    assert [(link.first, link.second) for link in topology.links if link.has_p2p] == [(0, 1)]
-
-
 @pytest.mark.parametrize("seen", [(None, None, None), ("0000:99:00.0", "0000:9a:00.0", "0000:9b:00.0")])
 def test_gpus_that_the_kernel_does_not_show_leave_the_topology_unknown(
     root: Path, monkeypatch: pytest.MonkeyPatch, seen: tuple[str | None, ...]
@@ -203,14 +195,3 @@ def test_the_driver_tells_what_a_container_hides(tmp_path: Path, monkeypatch: py
     topology = read_with(monkeypatch, FakeNvml(ends, level=30), tmp_path)
 
     assert {link.ancestor for link in topology.links} == {Ancestor.PHB}
-
-
-@pytest.mark.parametrize("fails", ["init", "handle", "ancestor"])
-def test_a_driver_that_refuses_to_tell_leaves_the_tree(root: Path, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
-    see_gpus(monkeypatch, *ADDRESSES)
-    nvml = FakeNvml({address: [] for address in ADDRESSES}, fails=fails)
-
-    topology = read_with(monkeypatch, nvml, root)
-
-    assert topology.link(0, 1).ancestor is Ancestor.PIX
-    assert nvml.num_open == 0

@@ -48,12 +48,6 @@ def test_the_last_common_bridge_tells_what_two_gpus_have_in_common(
     assert common_ancestor(WAYS[other], WAYS[one]) == expected
 
 
-def test_two_host_bridges_of_a_machine_without_nodes_are_on_its_only_node() -> None:
-    one, other = (Gpu(0, bridges=(f"pci0000:{bus}", f"0000:{bus}:01.0")) for bus in ("00", "40"))
-
-    assert common_ancestor(one, other) == Ancestor.NODE
-
-
 def test_a_pair_of_which_nothing_is_told_makes_the_topology_unknown() -> None:
     gpus = (replace(WAYS["other port"], index=0), Gpu(1), Gpu(2))
     links = (Link(0, 1, Ancestor.SYS), Link(0, 2, None, num_nvlinks=4, has_p2p=True), Link(1, 2))

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from harness.forked import HANG_SECONDS
 
 from mobius.messages.mailboxes import SharedMemory
@@ -19,14 +18,6 @@ SIZE = 2**20 + 4096
 
 def word(memory: SharedMemory, offset: int) -> int:
     return ctypes.c_uint32.from_address(memory.address + offset).value
-
-
-def test_it_is_zero_at_first_and_begins_on_a_page() -> None:
-    memory = SharedMemory.create(SIZE)
-
-    assert ctypes.string_at(memory.address, SIZE) == bytes(SIZE)
-    assert memory.address % 4096 == 0
-    memory.close()
 
 
 def test_two_processes_see_what_the_other_writes() -> None:
@@ -47,24 +38,6 @@ def test_two_processes_see_what_the_other_writes() -> None:
     assert finished.stdout == f"{2**32 - 1}\n", finished.stderr
     assert word(memory, SIZE - 4) == 77
     memory.close()
-
-
-def test_it_outlives_its_creator_where_it_is_open() -> None:
-    memory = SharedMemory.create(SIZE)
-    opened = SharedMemory.open(os.getpid(), memory.descriptor, SIZE)
-    memory.write_word(0, 5)
-    memory.close()
-
-    assert word(opened, 0) == 5
-    opened.close()
-
-
-def test_memory_that_is_not_there_cannot_be_opened() -> None:
-    memory = SharedMemory.create(4096)
-    memory.close()
-
-    with pytest.raises(OSError):
-        SharedMemory.open(os.getpid(), 10_000, 4096)
 
 
 def test_closing_leaves_nothing_open() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from mobius.errors import ScheduleError
 from mobius.schedule import Action, ActionKind, Schedule, build_schedule, check
-from mobius.schedule.render import place_actions, render_text
+from mobius.schedule.render import place_actions
 
 SIZES = list(itertools.product((1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4, 8), (None, 1, 2, 3)))
 
@@ -78,14 +78,6 @@ def test_a_pass_takes_its_work_plus_the_way_through_the_ranks() -> None:
         timeline = place_actions(build(num_ranks, stages_per_rank, num_microbatches, None))
         work = stages_per_rank * num_microbatches
         assert max(span.end for spans in timeline for span in spans) == work + num_ranks - 1
-
-
-def test_the_grid_shows_it() -> None:
-    assert render_text(build(2, 1, 2, None)).splitlines() == [
-        "time       0    1    2",
-        "rank 0     F0.0 F0.1 .",
-        "rank 1     .    F1.0 F1.1",
-    ]
 
 
 # rank 0: 0 D0, 1 L0, 2 L2, 3 F0.0, 4 F0.1, 5 O0, 6 F2.0, 7 F2.1, 8 O2

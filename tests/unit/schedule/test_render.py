@@ -57,8 +57,3 @@ def test_a_failed_action_that_is_no_compute_is_marked_too(small: Schedule, name:
 
 def test_a_failed_batch_is_not_hidden_by_the_first_forward() -> None:
     assert ">D0<" in render_text(build_schedule(1, 1, 1, None), (0, 0))
-
-
-def test_without_offload_the_grid_has_no_rows_for_transfers() -> None:
-    text = render_text(build_schedule(2, 2, 2, None))
-    assert "load" not in text
