@@ -1,11 +1,10 @@
-"""Owns the limits that the system sets to this process: open files, threads and addresses (`ulimit -n`, `-u`, `-v`).
+"""Owns the limits that the system sets to this process: open files, threads and memory (`ulimit -n`, `-u`).
 
-Libraries in C end a process, or wait, where they are refused one of these. So the least that a run takes is asked for
-at its start, and an error that comes later all the same is told by the limit that it met.
+The least number of open files that a run takes is checked at its start; an error that comes later is told by the limit
+that it met.
 """
 
 import errno
-import os
 import resource
 from collections.abc import Iterator
 from typing import Final
@@ -18,10 +17,6 @@ _FILES_PER_PEER: Final = 16
 """More of them for each other rank: connections, and shared memory."""
 _USEFUL_FILES: Final = 65_536
 """Soft limit that is asked for; of more nobody has a use."""
-_LEAST_ADDRESSES: Final = 2 * 2**30
-"""Bytes of addresses that torch and the other libraries take on the CPU with one thread: 1.3 GB were too few."""
-_ADDRESSES_PER_THREAD: Final = 72 * 2**20
-"""Stack of a thread and its arena of malloc, which are reserved and mostly never touched."""
 _MEMORY_WORDS: Final = ("can't allocate memory", "Cannot allocate memory", "std::bad_alloc", "out of host memory")
 
 
@@ -38,24 +33,6 @@ def prepare_limits(num_local: int) -> None:
     needed = _FILES_OF_RANK + _FILES_PER_PEER * (num_local - 1)
     if soft != resource.RLIM_INFINITY and soft < needed:
         raise LimitError(f"{_files_text()}; each of {num_local} rank(s) needs {needed} at least. {_FILES_ADVICE}")
-    addresses = address_limit()
-    needed = _LEAST_ADDRESSES + address_reserve()
-    if addresses is not None and addresses < needed:
-        raise LimitError(
-            f"{_addresses_text(addresses)}, and torch with the other libraries takes up to {needed / 2**30:.1f} GiB "
-            f"before the model is loaded. {_ADDRESSES_ADVICE}"
-        )
-
-
-def address_limit() -> int | None:
-    """Bytes of addresses that this process may have; None without a limit."""
-    soft = resource.getrlimit(resource.RLIMIT_AS)[0]
-    return None if soft == resource.RLIM_INFINITY else soft
-
-
-def address_reserve() -> int:
-    """Bytes of addresses that threads reserve besides what is allocated."""
-    return _ADDRESSES_PER_THREAD * (8 + len(os.sched_getaffinity(0)))
 
 
 def limit_error_from(error: BaseException) -> MobiusError | None:
@@ -71,11 +48,9 @@ def limit_error_from(error: BaseException) -> MobiusError | None:
                 f"the system lets this process start no other thread: {first_line(cause)}. {_threads_text()}"
             )
         if isinstance(cause, MemoryError) or number == errno.ENOMEM or any(word in text for word in _MEMORY_WORDS):
-            addresses = address_limit()
-            limit = "" if addresses is None else f" {_addresses_text(addresses)}. {_ADDRESSES_ADVICE}"
             return HostMemoryError(
-                f"host memory was refused: {first_line(cause)}.{limit} Else stop other programs, use a smaller model, "
-                "or a host with more memory."
+                f"host memory was refused: {first_line(cause)}. Stop other programs, lift limits of this process "
+                "(`ulimit -v unlimited`), or use a smaller model or a host with more memory."
             )
     return None
 
@@ -95,22 +70,14 @@ def _files_text() -> str:
     return f"`ulimit -n` allows {soft} open files{more}"
 
 
-def _addresses_text(limit: int) -> str:
-    return f"`ulimit -v` allows {limit / 2**30:.2f} GiB of addresses"
-
-
 def _threads_text() -> str:
-    processes, addresses = resource.getrlimit(resource.RLIMIT_NPROC)[0], address_limit()
-    own = [] if processes == resource.RLIM_INFINITY else [f"`ulimit -u` allows {processes} processes and threads"]
-    own += [] if addresses is None else [_addresses_text(addresses)]
-    return f"{', '.join(own) or 'A container may limit them (pids.max)'}. Raise what limits them."
+    processes = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    if processes == resource.RLIM_INFINITY:
+        return "A container may limit them (pids.max). Raise what limits them."
+    return f"`ulimit -u` allows {processes} processes and threads. Raise what limits them."
 
 
 _FILES_ADVICE: Final = (
     "Start with a higher limit: `ulimit -n 4096`, `docker run --ulimit nofile=4096`, or nofile in "
     "/etc/security/limits.conf."
-)
-_ADDRESSES_ADVICE: Final = (
-    "Lift it by `ulimit -v unlimited`: addresses are reserved, and most of them never become memory; "
-    "--host_memory_limit is what limits memory."
 )

@@ -1,9 +1,6 @@
-"""Shows how this machine's GPUs are attached, and which rank would get which of them.
+"""Shows how this machine's GPUs are attached, and which rank would get which of them. Does not train.
 
-Does not train. `--output FILE.json` records the machine, for a report or a test; `--input` shows a recorded one and
-needs no GPU.
-
-    python scripts/show_topology.py --probe --output box.json
+python scripts/show_topology.py
 """
 
 import argparse
@@ -25,26 +22,19 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Show the GPUs, what they share, and the order they would get.")
     parser.add_argument("--num_ranks", type=int, help="GPUs to look at (default: all visible ones)")
     parser.add_argument("--num_chunks", type=int, default=4, help="microbatches per step (default: %(default)s)")
-    parser.add_argument("--probe", action="store_true", help="measure which GPUs slow each other's loads down")
-    parser.add_argument("--input", type=Path, help="show a recorded machine instead of this one", metavar="FILE")
-    parser.add_argument("--output", type=Path, help="record the machine as JSON", metavar="FILE")
     return parser.parse_args(argv)
 
 
 def look(arguments: argparse.Namespace) -> Topology:
-    if arguments.input is not None:
-        return Topology.from_json(arguments.input.read_text())
     import torch
 
-    from mobius.machine.load_probe import add_measured_slowdowns
     from mobius.machine.read_topology import read_topology
 
     found = torch.cuda.device_count()
     num_gpus = found if arguments.num_ranks is None else arguments.num_ranks
     if not 1 <= num_gpus <= found:
         raise ValueError(f"torch sees {found} GPUs; {num_gpus} cannot be shown")
-    topology = read_topology(num_gpus)
-    return add_measured_slowdowns(topology) if arguments.probe else topology
+    return read_topology(num_gpus)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,14 +43,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         topology = look(arguments)
         print(printable(topology.describe(), sys.stdout))
-        print("NV#: NVLinks; *: no P2P; x#: how much slower a load is beside one of the other GPU, measured\n")
-        if arguments.output is not None:
-            arguments.output.write_text(topology.to_json())
+        print("NV#: NVLinks; *: no P2P\n")
     except (OSError, ValueError) as error:
         print(f"error: {printable(str(error), sys.stderr)}", file=sys.stderr)
         return 2
     names = [str(gpu.index) for gpu in topology.gpus]
-    if arguments.input is None and visible_devices():
+    if visible_devices():
         print(f"GPU numbers are places in CUDA_VISIBLE_DEVICES={visible_devices()}")
     choice = choose_order(topology, num_microbatches=arguments.num_chunks, names=names, is_given=False)
     print(choice.line or f"devices in their own order {','.join(names)}: none is better")

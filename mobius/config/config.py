@@ -219,9 +219,6 @@ class PipelineConfig:
     cross_mapping: bool = True
     """Give neighbouring ranks, which load at nearly the same time, GPUs on different PCIe root complexes, as far as the
     machine tells; a line says which. no_cross_mapping, or a list that is not ascending (0,2,1,3): as listed."""
-    probe_topology: bool = False
-    """Measure in a few seconds which GPUs slow each other's loads down, for (virtual) machines that tell it wrongly.
-    Later runs on these GPUs know it. No effect with fewer than three ranks."""
     device: Device = Device.AUTO
     """auto: CUDA on a machine with GPUs, of which every rank needs its own, otherwise the CPU."""
     gpu_memory_limit: Positive | None = None

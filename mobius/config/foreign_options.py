@@ -1,6 +1,7 @@
 """Owns the answers to options of other trainers: use this one, not available, or not needed and therefore ignored.
 
-The names are those of transformers' TrainingArguments, TRL's SFTConfig, LLaMA-Factory, Axolotl and DeepSpeed.
+The names are those of transformers' TrainingArguments, TRL's SFTConfig, LLaMA-Factory, Axolotl and DeepSpeed, and of
+earlier versions of Mobius.
 """
 
 import re
@@ -93,6 +94,9 @@ adam_eps eps -> adam_epsilon
     use --adam_epsilon
 gradient_clipping clip_grad grad_clip gradient_clip_val -> max_grad_norm
     use --max_grad_norm
+probe_topology
+    not needed: the PCIe tree tells which GPUs share a link; another order is that of the list of GPUs, such as
+    CUDA_VISIBLE_DEVICES=0,2,1,3
 label_smoothing_factor
     not available; the loss is plain cross entropy
 neftune_noise_alpha noisy_embedding_alpha

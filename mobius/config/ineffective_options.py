@@ -54,9 +54,6 @@ def find_ineffective_options(
     if is_one_node and _asks("node_link", values["node_link"]):
         told = "on one node, whose replicas share its memory; remove it, or see --nnodes"
         yield "node_link", ["nnodes"], f"`--node_link` has no effect {told}"
-    if num_ranks is not None and num_ranks * num_replicas < 3 and config.pipeline.probe_topology:
-        told = f"with {num_ranks * num_replicas} rank(s), of which no two share a link by choice; remove it"
-        yield "probe_topology", [], f"`--probe_topology` has no effect {told}"
 
 
 def infer_eval_strategy(config: Config, given: Iterable[str]) -> tuple[Config, str | None]:
@@ -151,7 +148,7 @@ def _rules() -> tuple[_Rule, ...]:
             only_answers,
             "where answers are all that is asked for; remove it, or add --do_eval",
             (
-                *("packing", "num_rounds", "num_slices", "resident_stages", "compile", "probe_topology", "tile_tokens"),
+                *("packing", "num_rounds", "num_slices", "resident_stages", "compile", "tile_tokens"),
                 *("loss_chunk_tokens", "report_to", "run_name", "show_actions", "watchdog_minutes"),
             ),
         ),

@@ -271,11 +271,6 @@ def _find_choice_conflicts(config: Config) -> _Conflicts:
     if pipeline.gpu_memory_limit is not None and is_cpu:
         told = f"`--gpu_memory_limit` {pipeline.gpu_memory_limit:g} has no effect with `--device cpu`"
         yield "gpu_memory_limit device", f"{told}; remove one of them"
-    if pipeline.probe_topology and is_cpu:
-        yield "probe_topology device", "`--probe_topology` has no effect with `--device cpu`; remove one of them"
-    if pipeline.probe_topology and not pipeline.cross_mapping:
-        told = "`--probe_topology` has no effect with `--no_cross_mapping`; remove one of them"
-        yield "probe_topology cross_mapping", told
     recompute = f"`--recompute {pipeline.recompute}`"
     if pipeline.recompute.saves_activations and pipeline.use_offload and resident != "all":
         yield (

@@ -1,22 +1,18 @@
 """Chooses the number format of a run on CPUs: fp32 where the CPU has no instructions for the default.
 
 A CPU without them computes in bf16 or fp16 by way of fp32, or worse: a step of a small model took thirty times as long.
-The choice goes by the CPU's flags alone, so that all ranks and runs of a machine choose alike; a format's cost is
-measured only for a warning to whoever asked for it.
+The choice goes by the CPU's flags alone, so that all ranks and runs of a machine choose alike.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from mobius.config.config import Config, Dtype
-from mobius.machine.devices import TORCH_DTYPES, has_gpus
+from mobius.machine.devices import has_gpus
 from mobius.ranks import Ranks, set_cuda_max_connections
 
 logger = logging.getLogger(__name__)
@@ -26,10 +22,6 @@ DTYPE_CPU_FLAGS = {
     Dtype.FP16: frozenset({"avx512_fp16", "amx_fp16", "asimdhp"}),
 }
 """Flags of x86 and Arm in /proc/cpuinfo; any of a format's will do."""
-
-_SIZE = 256
-"""Rows and columns of the measured products: a millisecond in fp32, some ten where there are no instructions."""
-_WORTH_TELLING = 1.1
 
 
 def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
@@ -44,23 +36,6 @@ def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
     fields = (line.partition(":") for line in lines)
     found = [frozenset(value.split()) for name, _, value in fields if name.strip() in ("flags", "Features")]
     return frozenset.intersection(*found) if found else frozenset()
-
-
-def cpu_slowdown(dtype: Dtype) -> float:
-    """The time of a layer's three products in `dtype` over that in fp32; takes less than a tenth of a second."""
-    return _product_seconds(TORCH_DTYPES[dtype]) / _product_seconds(torch.float32)
-
-
-def _product_seconds(dtype: torch.dtype) -> float:
-    """Seconds of forward and of the gradients of input and weight, which run by different kernels."""
-    times = []
-    for size in (_SIZE // 8, _SIZE, _SIZE):  # the first only wakes the kernels
-        left, right = (torch.full((size, size), 0.5, dtype=dtype) for _ in range(2))
-        start = time.perf_counter()
-        for one, other in ((left, right.t()), (left, right), (left.t(), right)):
-            one.matmul(other)
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
 
 
 def resolve_dtype(config: Config, ranks: Ranks, *, given: Collection[str] | None) -> Config:
@@ -81,8 +56,8 @@ def resolve_dtype(config: Config, ranks: Ranks, *, given: Collection[str] | None
 def resolve_cpu_dtype(config: Config, *, given: Collection[str] | None, is_first: bool = True) -> Config:
     """The config in the format in which a run on CPUs computes.
 
-    fp32 instead of a default that the CPU has no instructions for; a format that was asked for stays, with a warning
-    that tells by how much it is slower. `is_first`: one rank speaks for all.
+    fp32 instead of a default that the CPU has no instructions for; a format that was asked for stays, with a warning.
+    `is_first`: one rank speaks for all.
     """
     dtype = config.model.dtype
     if dtype is Dtype.FP32 or DTYPE_CPU_FLAGS[dtype] & cpu_flags():
@@ -91,11 +66,10 @@ def resolve_cpu_dtype(config: Config, *, given: Collection[str] | None, is_first
         if is_first:
             logger.info("computing in fp32: this CPU has no instructions for %s (--dtype %s insists)", dtype, dtype)
         return replace(config, model=replace(config.model, dtype=Dtype.FP32))
-    if is_first and (factor := cpu_slowdown(dtype)) >= _WORTH_TELLING:
+    if is_first:
         logger.warning(
-            "--dtype %s: this CPU has no instructions for it; products of matrices take %.2g times as long as in fp32, "
-            "as measured now. --dtype fp32 is faster here.",
+            "--dtype %s: this CPU has no instructions for it, and computes some ten times slower than in fp32. "
+            "--dtype fp32 is faster here.",
             dtype,
-            factor,
         )
     return config

@@ -27,9 +27,7 @@ _CONTENTION_PERCENT: Final = {
     Ancestor.SYS: 0,
 }
 """Percent that two loads at once are taken to be slower than alone. 100 is the arithmetic of one uplink for both; 50
-and 10 are judgements. Only which of two orders is better follows from them, and what was measured goes before them."""
-_SHARE_STEP: Final = 25
-"""A measured share is rounded to this many percent: noise must not decide between GPUs that are alike."""
+and 10 are judgements. Only which of two orders is better follows from them."""
 _P2P_STEPS: Final = {Ancestor.PIX: 1, Ancestor.PXB: 1, Ancestor.PHB: 2, Ancestor.NODE: 3, Ancestor.SYS: 4}
 _HOST_STEPS: Final = 5
 _STEP: Final = 1000
@@ -46,9 +44,7 @@ class DeviceOrder:
 
 
 def contention_percent(link: Link) -> int:
-    """Percent by which loads of the two GPUs slow each other down: measured, else by what their ways have in common."""
-    if link.slowdown is not None:
-        return max(0, round((link.slowdown - 1) * 100 / _SHARE_STEP) * _SHARE_STEP)
+    """Percent by which loads of the two GPUs slow each other down, by what their ways have in common."""
     return _CONTENTION_PERCENT[link.ancestor] if link.ancestor is not None else 0
 
 
@@ -140,9 +136,7 @@ def choose_order(topology: Topology, *, num_microbatches: int, names: Sequence[s
         return DeviceOrder(own, None)  # one or two ranks are the same in any order
     listed = ",".join(names)
     if topology.unknown_reason is not None:
-        return DeviceOrder(
-            own, f"devices in their own order {listed}: {topology.unknown_reason} (--probe_topology measures)"
-        )
+        return DeviceOrder(own, f"devices in their own order {listed}: {topology.unknown_reason}")
     best = best_order(topology, num_microbatches=num_microbatches)
     score, own_score = score_orders(topology, num_microbatches, [best, own])[:, :2].tolist()
     if score >= own_score:
@@ -159,13 +153,10 @@ def _why(topology: Topology, best: Sequence[int], listed: Sequence[int]) -> str:
     """Why loads wait less for each other in the order `best`."""
     after, before = (_neighbour_shares(topology, order) for order in (best, listed))
     if not after:
-        if topology.is_measured:
-            return "no neighbouring ranks slow each other's loads down"
         is_near = max(before) >= _CONTENTION_PERCENT[Ancestor.PHB]
         return f"neighbouring ranks load {'over different root complexes' if is_near else 'from different NUMA nodes'}"
-    what = "slow each other's loads down" if topology.is_measured else "load over one root complex or node"
     if len(after) < len(before):
-        return f"{len(after)} instead of {len(before)} pairs of neighbouring ranks {what}"
+        return f"{len(after)} instead of {len(before)} pairs of neighbouring ranks load over one root complex or node"
     return "ranks whose loads share a link load farther from each other in time"
 
 
@@ -180,6 +171,6 @@ def _why_no_change(topology: Topology, listed: str) -> str | None:
     """A line where all pairs look alike, which may be wrong: virtual machines show such trees."""
     is_flat = len({(contention_percent(link), _link_cost(link)) for link in topology.links}) == 1
     is_plain = topology.links[0].ancestor not in (Ancestor.PIX, Ancestor.PXB) and not topology.links[0].num_nvlinks
-    if topology.is_measured or not is_flat or not is_plain:
+    if not is_flat or not is_plain:
         return None
-    return f"devices in their own order {listed}: no two are told to share more than others (--probe_topology measures)"
+    return f"devices in their own order {listed}: no two are told to share more than others"

@@ -1,4 +1,4 @@
-"""Has all ranks agree on which GPU each gets: the first decides by the topology (mapping.py) and tells the others.
+"""Makes all ranks agree on which GPU each gets: the first decides by the topology and tells the others.
 
 Ranks keep the GPUs that the user listed, rank r one of the first N of them; only their order among the ranks changes,
 so nothing in the environment does.
@@ -13,7 +13,6 @@ from typing import Any
 
 from mobius.config.config import Config
 from mobius.machine.cross_mapping import choose_order
-from mobius.machine.load_probe import add_measured_slowdowns
 from mobius.machine.read_topology import read_topology
 from mobius.machine.topology import Topology
 from mobius.messages.rendezvous import Rendezvous, parse_counts, parse_value
@@ -39,8 +38,6 @@ def order_devices(config: Config, num_ranks: int, rendezvous: Rendezvous | None)
     order: list[int] | None = None
     if rendezvous is None or rendezvous.rank == 0:
         topology, listed = read_topology(num_ranks), visible_devices()
-        if pipeline.probe_topology:
-            topology = add_measured_slowdowns(topology)
         choice = choose_order(
             topology,
             num_microbatches=pipeline.num_chunks or _USUAL_CHUNKS * num_ranks,

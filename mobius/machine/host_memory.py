@@ -1,9 +1,22 @@
-"""Reads how much host memory this machine and this container have, and how much this process uses."""
+"""Reads how much host memory this machine and this container have, and how much of it the start of a run took."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from mobius.units import GIB
+
+OWNERS: Final = ("Python and its libraries", "data and tokenizer", "connections", "stages")
+"""Parts of a start in their order; stages are weights, gradients and optimizer state, and on GPUs the kernels of the
+step that is rehearsed with them."""
+_SHOWN_BYTES: Final = GIB // 200
+"""Smaller parts read as 0.00."""
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
@@ -74,3 +87,38 @@ def huge_page_share() -> float:
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
     kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
     return kib["AnonHugePages"] / max(kib["Anonymous"], 1)
+
+
+class HostMemoryUsage:
+    """Growth of this process's memory from one mark to the next, by owner."""
+
+    def __init__(self, read: Callable[[], int] = private_host_bytes) -> None:
+        """Count all that there is now for the first owner."""
+        self._read, self._last = read, read()
+        self.num_bytes = dict.fromkeys(OWNERS, 0)
+        self.num_bytes[OWNERS[0]] = self._last
+
+    def mark(self, owner: str) -> None:
+        """Count for `owner` what has come since the last mark; memory that was given back counts as nothing."""
+        now = self._read()
+        self.num_bytes[owner] += max(0, now - self._last)
+        self._last = now
+
+    def describe(self, sum_over_ranks: Callable[[Tensor], Tensor], *, planned: int | None) -> str:
+        """Text of all ranks' bytes by owner; collective. `planned` are those that the plan counts, of all ranks."""
+        own = [*self.num_bytes.values(), mapped_file_bytes(), 1]
+        *sums, files, num_ranks = sum_over_ranks(torch.tensor(own, dtype=torch.float64)).tolist()
+        files /= num_ranks  # most are libraries, which processes share
+        parts = ", ".join(
+            f"{name} {_gib(num_bytes)}"
+            for name, num_bytes in zip(OWNERS, sums, strict=True)
+            if num_bytes >= _SHOWN_BYTES
+        )
+        text = (
+            f"{_gib(sum(sums) + files)} GiB in {num_ranks:.0f} process(es): {parts}, files shared by them {_gib(files)}"
+        )
+        return text if planned is None else f"{text}; planned {_gib(planned)}, to which a step adds its buffers"
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.2f}"

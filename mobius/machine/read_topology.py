@@ -65,8 +65,7 @@ def read_topology(num_gpus: int, root: Path = Path("/")) -> Topology:
 
 def _read_gpu(index: int, root: Path) -> Gpu:
     properties = torch.cuda.get_device_properties(index)
-    uuid = str(getattr(properties, "uuid", "") or "").removeprefix("GPU-")
-    gpu = Gpu(index, name=str(properties.name), uuid=f"GPU-{uuid}" if uuid else None)
+    gpu = Gpu(index, name=str(properties.name))
     try:
         (address,) = gpu_addresses([index])
     except ValueError:

@@ -12,7 +12,9 @@ by both processes, so that the host can release a waiting stream.
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import mmap
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -28,7 +30,6 @@ from mobius.memory.streams import Event, record_current
 from mobius.messages.cuda_copies import CudaQueue
 from mobius.messages.peer_memory import PeerMemory
 from mobius.messages.rendezvous import JsonValue, parse_count, parse_value, run_steps_together
-from mobius.messages.shared_memory import SharedMemory
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,41 @@ class Inbox:
         queue.copy(target, ring.mailboxes[number % len(ring.mailboxes)], ring.message_bytes)
         queue.write_value(ring.freed, (number + 1) % _CYCLE)
         return queue.record()
+
+
+class SharedMemory:
+    """Host memory that two processes of one user share, mapped here until `close`.
+
+    It needs no file system: neither a name nor the size limit of /dev/shm.
+    """
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        """Map the memory behind `descriptor`, which is owned from now on."""
+        self.descriptor, self.num_bytes = descriptor, num_bytes
+        self._mapping = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED)
+        # Only to learn the address: an export that is still held would keep the mapping from being closed.
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+
+    @classmethod
+    def create(cls, num_bytes: int) -> SharedMemory:
+        """Make zeroed memory. A page takes memory from its first use on, near who touches or page-locks it first."""
+        descriptor = os.memfd_create("mobius", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, num_bytes)
+        return cls(descriptor, num_bytes)
+
+    @classmethod
+    def open(cls, process: int, descriptor: int, num_bytes: int) -> SharedMemory:
+        """Map memory that another process has created and still holds open under `descriptor`; raises OSError."""
+        return cls(os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC), num_bytes)
+
+    def write_word(self, offset: int, value: int) -> None:
+        """Let the host write a uint32."""
+        ctypes.c_uint32.from_address(self.address + offset).value = value
+
+    def close(self) -> None:
+        """Unmap; nobody may use the address any more."""
+        self._mapping.close()
+        os.close(self.descriptor)
 
 
 def _read_offer(told: Any) -> tuple[int, int, bytes]:

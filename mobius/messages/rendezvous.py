@@ -39,32 +39,13 @@ _Read = TypeVar("_Read")
 
 
 def encode_json(value: JsonValue) -> str:
-    """The JSON of a value, in ASCII. Raises TypeError or ValueError for what is none of `JsonValue`.
-
-    A bug of the caller.
-    """
-    _check_names(value)
+    """The JSON of a value, in ASCII."""
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
-
-
-def _check_names(value: JsonValue) -> None:
-    """Raise TypeError for names that are no texts, which JSON would change without a word."""
-    if isinstance(value, Mapping):
-        if wrong := [name for name in value if not isinstance(name, str)]:
-            raise TypeError(f"{wrong[0]!r} is no text, and only texts are names between ranks")
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for part in value:
-            _check_names(part)
 
 
 def decode_json(text: bytes, *, by: int) -> Any:
     """The value that rank `by` told in `text`; raises TransportError if it is no JSON."""
-    return parse_value(text, lambda told: json.loads(told.decode(), parse_constant=_refuse_constant), by=by)
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number that ranks tell each other")
+    return parse_value(text, lambda told: json.loads(told.decode()), by=by)
 
 
 def parse_value(told: Any, read: Callable[[Any], _Read], *, by: int) -> _Read:
@@ -181,6 +162,11 @@ def open_store(rank: int, num_ranks: int) -> Store:
         raise TransportError(f"rank {rank} cannot meet the others, start with torchrun: {error}") from error
     store.set_timeout(TIMEOUT)
     return PrefixStore(f"start {num_restarts()}", store)
+
+
+def open_watchdog_store(ranks: Ranks) -> Store:
+    """A connection of its own for the watchdog's thread; raises TransportError."""
+    return PrefixStore("watchdog", open_store(ranks.rank, ranks.num_ranks))
 
 
 def join_run(ranks: Ranks) -> Rendezvous:

@@ -1,11 +1,11 @@
-"""Owns the picture of a schedule for documents: when each action would run if all stages cost the same."""
+"""Owns the picture of a schedule for documents: the slots of its text grid, drawn."""
 
 from pathlib import Path
 
 from mobius.output.step_picture import LANE_STYLES, StepPicture, check_picture_name, describe_sizes, lane_bars
 from mobius.schedule.lanes import Lane, LaneSpan
+from mobius.schedule.render import place_actions
 from mobius.schedule.schedule import Schedule
-from mobius.schedule.simulate import simulate
 
 
 def draw_schedule(schedule: Schedule, path: Path) -> None:
@@ -13,7 +13,10 @@ def draw_schedule(schedule: Schedule, path: Path) -> None:
     check_picture_name(path)
     from matplotlib.lines import Line2D
 
-    timeline = [[LaneSpan(s.lane, str(s.action), 1, s.start, s.end) for s in spans] for spans in simulate(schedule)]
+    timeline = [
+        [LaneSpan(span.lane, str(span.action), 1, span.start, span.end) for span in spans]
+        for spans in place_actions(schedule)
+    ]
     every = [span for spans in timeline for span in spans]
     duration = max(max(span.end, span.start + 1) for span in every)
     drops = []

@@ -25,8 +25,8 @@ LANE_STYLES: dict[Lane, tuple[Colour, str]] = {
     Lane.REDUCE: ((0.35, 0.62, 0.80), "R s  reduction: gradients are summed over the replicas"),
     Lane.GATHER: ((0.80, 0.75, 0.40), "G s  gather: weights come from the replicas that updated them"),
     Lane.OPTIMIZER: ((0.76, 0.30, 0.30), "U s  update of stage s"),
-    Lane.OFFLOAD_ACTIVATIONS: ((0.36, 0.62, 0.55), "S s  stash: layers' inputs go home"),
-    Lane.PREFETCH_ACTIVATIONS: ((0.60, 0.75, 0.45), "T s  fetch: they are taken back"),
+    Lane.OFFLOAD_ACTIVATIONS: ((0.36, 0.62, 0.55), "S s  activations are offloaded to the host"),
+    Lane.PREFETCH_ACTIVATIONS: ((0.60, 0.75, 0.45), "T s  activations are prefetched from it"),
     Lane.SEND: ((0.45, 0.45, 0.45), "message on its way"),
 }
 """Colour and words of every lane beneath the computation."""

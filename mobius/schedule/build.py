@@ -111,10 +111,10 @@ def rank_actions(
     transfers = add_transfers(order, num_slots, resident) if num_slots else order
     own = set(offloaded_activation_stages).intersection(range(rank, num_stages, num_ranks))
     lookahead = copy_lookahead(num_microbatches // accumulation_rounds, num_offloaded_microbatches)
-    is_stashing = bool(own) and not is_evaluation
+    offloads_activations = bool(own) and not is_evaluation
     actions = (
         add_activation_offloads(transfers, own, num_slices=num_slices, lookahead=lookahead)
-        if is_stashing
+        if offloads_activations
         else transfers
     )
     return (*data_actions(rank, num_ranks, num_stages), *actions)

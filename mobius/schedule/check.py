@@ -41,16 +41,21 @@ class Rule(StrEnum):
     SLICES = "slices"
     """Slices of a sequence go forward in their order and backward in reverse. Before its first backward in a stage,
     keys and values of all its slices are made anew, once and in order; the model's last stage still has them."""
-    OFFLOAD_ACTIVATIONS = "stash"
-    """Inputs of a stashed stage's layers go to the host behind their forward and come back before their backward, into
-    a place that is free; no more microbatches have come back and wait than `Schedule.copy_lookahead` allows. Other
-    stages have no stash or fetch."""
+    OFFLOAD_ACTIVATIONS = "offload_activations"
+    """Offloaded activations go to the host after their forward and come back before their backward, into a place that
+    is free; no more microbatches have come back and wait than `Schedule.copy_lookahead` allows. Other stages have
+    neither copy."""
     DEADLOCK = "deadlock"
     """All ranks reach the end of their lists."""
 
 
-_STASHES = (ActionKind.OFFLOAD_ACTIVATIONS, ActionKind.PREFETCH_ACTIVATIONS)
-_OUTSIDE_SLOTS = (ActionKind.GENERATE_DATA, ActionKind.LOAD_GRADIENT_SUMS, ActionKind.OFFLOAD_GRADIENT_SUMS, *_STASHES)
+_ACTIVATION_COPIES = (ActionKind.OFFLOAD_ACTIVATIONS, ActionKind.PREFETCH_ACTIVATIONS)
+_OUTSIDE_SLOTS = (
+    ActionKind.GENERATE_DATA,
+    ActionKind.LOAD_GRADIENT_SUMS,
+    ActionKind.OFFLOAD_GRADIENT_SUMS,
+    *_ACTIVATION_COPIES,
+)
 
 _Breach = tuple[int, Rule, str]
 """Index of the action, the rule that it breaks, and an explanation."""
@@ -153,7 +158,7 @@ def _check_residency(schedule: Schedule, rank: int) -> Iterator[_Breach]:
     num_backwards: Counter[int] = Counter()
     for index, action in enumerate(schedule.actions[rank]):
         stage, kind = action.stage, action.kind
-        if not kind.runs_on_compute_lane and kind is not ActionKind.GENERATE_DATA and kind not in _STASHES:
+        if not kind.runs_on_compute_lane and kind is not ActionKind.GENERATE_DATA and kind not in _ACTIVATION_COPIES:
             if schedule.num_slots is None:
                 yield index, Rule.BUDGET, "the schedule has no slots, all weights stay on the GPU"
             if stage in schedule.resident:
@@ -211,7 +216,7 @@ def _check_sums(schedule: Schedule, rank: int) -> Iterator[_Breach]:
             yield index, Rule.BUDGET, f"the sums of the stages {sorted(on_gpu)} are on the GPU at the same time"
 
 
-def _check_stashes(schedule: Schedule, rank: int) -> Iterator[_Breach]:
+def _check_offloaded_activations(schedule: Schedule, rank: int) -> Iterator[_Breach]:
     left: set[tuple[int, int]] = set()
     """Stages and microbatches after their forward, with the inputs still on the GPU."""
     host: dict[tuple[int, int], int] = {}
@@ -220,7 +225,7 @@ def _check_stashes(schedule: Schedule, rank: int) -> Iterator[_Breach]:
     most_back = max_prefetched(schedule.copy_lookahead)
     for index, action in enumerate(schedule.actions[rank]):
         kind, stage, microbatch = action.kind, action.stage, action.microbatch
-        if kind in _STASHES and stage not in schedule.offloaded_activation_stages:
+        if kind in _ACTIVATION_COPIES and stage not in schedule.offloaded_activation_stages:
             yield index, Rule.OFFLOAD_ACTIVATIONS, f"what backward needs of stage {stage} stays on the GPU"
         if microbatch is None or stage not in schedule.offloaded_activation_stages or schedule.is_evaluation:
             continue
@@ -281,7 +286,7 @@ _CHECKS = (
     _check_complete,
     _check_order,
     _check_sums,
-    _check_stashes,
+    _check_offloaded_activations,
     _check_slices,
     _check_residency,
 )

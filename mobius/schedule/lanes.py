@@ -12,13 +12,18 @@ class Lane(StrEnum):
     WAIT = "wait"
     LOAD = "load"
     OFFLOAD = "offload"
-    OFFLOAD_ACTIVATIONS = "stash"
-    PREFETCH_ACTIVATIONS = "fetch"
+    OFFLOAD_ACTIVATIONS = "offload_activations"
+    PREFETCH_ACTIVATIONS = "prefetch_activations"
     SEND = "send"
     RECEIVE = "receive"
     OPTIMIZER = "optimizer"
     REDUCE = "reduce"
     GATHER = "gather"
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Lane | None":
+        """Lanes as traces of version 0.1 name them."""
+        return {"stash": cls.OFFLOAD_ACTIVATIONS, "fetch": cls.PREFETCH_ACTIVATIONS}.get(str(value))
 
 
 class WaitCause(StrEnum):

@@ -1,35 +1,88 @@
-"""Owns the text grid of a schedule, for terminals and error messages. Its picture is output/schedule_picture.py's."""
+"""Owns the text grid of a schedule, for terminals and error messages. Its picture is output/schedule_picture.py's.
 
-from mobius.schedule.action import ActionKind
+The grid shows order, not seconds (`scripts/simulate.py` predicts those): computations take one or two slots and wait
+for their messages; a copy is shown in the slot in which its rank starts it, after earlier copies of its lane.
+"""
+
+from dataclasses import dataclass
+
+from mobius.schedule.action import Action, ActionKind, source_stage
 from mobius.schedule.lanes import Lane
-from mobius.schedule.schedule import Schedule
-from mobius.schedule.simulate import ActionSpan, simulate
+from mobius.schedule.schedule import Schedule, topological_order
 
 _ERROR_MARK = "<-- ERROR HERE"
-_LABEL_WIDTH = 11
+_COPY_LANES = {
+    ActionKind.LOAD: Lane.LOAD,
+    ActionKind.LOAD_GRADIENT_SUMS: Lane.LOAD,
+    ActionKind.OFFLOAD: Lane.OFFLOAD,
+    ActionKind.OFFLOAD_GRADIENT_SUMS: Lane.OFFLOAD,
+    ActionKind.OFFLOAD_ACTIVATIONS: Lane.OFFLOAD_ACTIVATIONS,
+    ActionKind.PREFETCH_ACTIVATIONS: Lane.PREFETCH_ACTIVATIONS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ActionSpan:
+    """Time of one action, from `start` up to but not including `end`, in slots from the step's start."""
+
+    action: Action
+    lane: Lane
+    start: int
+    end: int
+
+
+def place_actions(
+    schedule: Schedule, *, forward_slots: int = 1, backward_slots: int = 2
+) -> tuple[tuple[ActionSpan, ...], ...]:
+    """Spans of every rank in the order of its actions; `schedule` must have passed `check`.
+
+    A copy takes one slot. Generating the batch, and an offload that drops weights without gradients, take none.
+    """
+    spans: list[list[ActionSpan]] = [[] for _ in range(schedule.num_ranks)]
+    lane_ends = [dict.fromkeys(Lane, 0) for _ in range(schedule.num_ranks)]
+    computed: dict[tuple[bool, int, int | None], int] = {}
+    with_gradients: set[int] = set()
+    order, conflict = topological_order(schedule)
+    assert conflict is None, "the schedule has not passed the check"
+    for rank, action in order:
+        kind, source, ends = action.kind, source_stage(action, schedule.num_stages), lane_ends[rank]
+        lane = _COPY_LANES.get(kind, Lane.COMPUTE)
+        arrival = 0 if source is None else computed[kind.is_backward, source, action.microbatch]
+        start = max(ends[lane], ends[Lane.COMPUTE], arrival)
+        duration = backward_slots if kind.is_backward else forward_slots if kind.runs_on_compute_lane else 1
+        if kind is ActionKind.GENERATE_DATA or (kind is ActionKind.OFFLOAD and action.stage not in with_gradients):
+            duration = 0
+        if kind.is_backward:
+            with_gradients.add(action.stage)
+        elif kind in (ActionKind.OFFLOAD, ActionKind.OFFLOAD_GRADIENT_SUMS):
+            with_gradients.discard(action.stage)
+        ends[lane] = computed[kind.is_backward, action.stage, action.microbatch] = start + duration
+        spans[rank].append(ActionSpan(action, lane, start, start + duration))
+    return tuple(map(tuple, spans))
 
 
 def render_text(schedule: Schedule, failed: tuple[int, int] | None = None, *, line_width: int = 160) -> str:
-    """The timeline as a grid: ranks are rows, time slots are columns, copies have rows of their own by kind.
+    """The grid: ranks are rows, slots are columns (`place_actions`), copies have rows of their own by lane.
 
-    A column is one forward of one microbatch long; `.` is an idle GPU. Grids wider than `line_width` go on below.
+    `.` is an idle GPU. Grids wider than `line_width` go on below.
     `failed` is (rank, index into `schedule.actions[rank]`): that action is put between `>` and `<`, its row marked, and
     its text form added under the grid.
     """
-    timeline = simulate(schedule)
+    timeline = place_actions(schedule)
     failed_span = None if failed is None else timeline[failed[0]][failed[1]]
     cell = max(len(_name(span, failed_span)) for spans in timeline for span in spans) + 1
     # An action that takes no time still gets a slot.
     duration = max(max(span.end, span.start + 1) for spans in timeline for span in spans)
-    per_band = max(1, (line_width - _LABEL_WIDTH) // cell)
+    label_width = max(len(lane) for rank in range(schedule.num_ranks) for lane in _lanes(schedule, rank)) + 4
+    per_band = max(1, (line_width - label_width) // cell)
     lines: list[str] = []
     for start in range(0, duration, per_band):
         band = range(start, min(start + per_band, duration))
-        lines.append(("time".ljust(_LABEL_WIDTH) + "".join(str(slot).ljust(cell) for slot in band)).rstrip())
+        lines.append(("time".ljust(label_width) + "".join(str(slot).ljust(cell) for slot in band)).rstrip())
         for rank, spans in enumerate(timeline):
             for lane in _lanes(schedule, rank):
                 row = [span for span in spans if span.lane is lane]
-                label = (f"rank {rank}" if lane is Lane.COMPUTE else f"  {lane}").ljust(_LABEL_WIDTH)
+                label = (f"rank {rank}" if lane is Lane.COMPUTE else f"  {lane}").ljust(label_width)
                 line = (label + _draw_row(row, failed_span, cell, duration, lane)[_columns(band, cell)]).rstrip()
                 is_failed = any(span is failed_span and span.start in band for span in row)
                 lines.append(f"{line} {_ERROR_MARK}" if is_failed else line)
@@ -43,10 +96,11 @@ def render_text(schedule: Schedule, failed: tuple[int, int] | None = None, *, li
 def _lanes(schedule: Schedule, rank: int) -> list[Lane]:
     """The lanes on which the rank has anything to do."""
     moves = [Lane.LOAD, Lane.OFFLOAD] if schedule.streamed_stages(rank) else []
-    stashes = (
+    offloads_activations = (
         schedule.offloaded_activation_stages.intersection(schedule.local_stages(rank)) and not schedule.is_evaluation
     )
-    return [Lane.COMPUTE, *moves, *([Lane.OFFLOAD_ACTIVATIONS, Lane.PREFETCH_ACTIVATIONS] if stashes else [])]
+    activations = [Lane.OFFLOAD_ACTIVATIONS, Lane.PREFETCH_ACTIVATIONS] if offloads_activations else []
+    return [Lane.COMPUTE, *moves, *activations]
 
 
 def _name(span: ActionSpan, failed_span: ActionSpan | None) -> str:

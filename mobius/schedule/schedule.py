@@ -38,7 +38,7 @@ class Schedule:
     num_slices: int = 1
     """Slices of each sequence; a microbatch is a slice of some sequences, and `num_microbatches` counts all."""
     num_offloaded_microbatches: int = 0
-    """Microbatches of each round whose products go to the host from stashed stages, which do not run them again."""
+    """Microbatches of each round whose products go to the host, so that their products are not recomputed."""
 
     def offloads_all(self, stage: int, microbatch: int | None) -> bool:
         """Whether a microbatch's products are offloaded, and not only the inputs of the stage's layers."""
@@ -50,7 +50,7 @@ class Schedule:
 
     @property
     def copy_lookahead(self) -> int:
-        """Computations under which what is stashed may leave, or come back."""
+        """Computations under which offloaded activations may leave, or come back."""
         return copy_lookahead(self.microbatches_per_round, self.num_offloaded_microbatches)
 
     @property

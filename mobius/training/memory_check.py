@@ -25,8 +25,7 @@ from torch import Tensor
 from mobius.errors import GpuMemoryError, HostMemoryError, PlanError
 from mobius.limits import max_sends_in_flight
 from mobius.machine.devices import MemoryMeter, free_cached_memory
-from mobius.messages.transport import ActivationTransport, RankGroup, SingleRankTransport, Transport
-from mobius.messages.warmup_transport import WarmupTransport
+from mobius.messages.transport import ActivationTransport, RankGroup, SingleRankTransport, Transport, WarmupTransport
 from mobius.plan.plan import Plan
 from mobius.plan.step_prediction import build_plan_schedule
 from mobius.planning.run_setup import RunSetup, replan_with_reserve

@@ -21,8 +21,8 @@ from mobius.data.batches import TrainingBatches
 from mobius.data.builtin_chat_templates import resolve_template
 from mobius.errors import MobiusError
 from mobius.machine.cpu_dtype import resolve_dtype
-from mobius.machine.host_memory_usage import HostMemoryUsage
-from mobius.messages.remote_heartbeats import RemoteHeartbeats
+from mobius.machine.host_memory import HostMemoryUsage
+from mobius.messages.rendezvous import open_watchdog_store
 from mobius.models.adapters.peft_folder import AdapterBase
 from mobius.models.families import load_model_config, locate_model
 from mobius.models.model_files import ModelFiles, read_model_files
@@ -128,12 +128,10 @@ def _run(config: Config, ranks: Ranks, given: Collection[str] | None, run_status
     config = config if resume is None else resume.config
     watchdog = Watchdog(
         Activity(),
-        rank=ranks.rank,
-        num_ranks=ranks.num_local,
-        first_rank=ranks.node * ranks.num_local,
+        ranks,
         minutes=config.saving.watchdog_minutes,
         clean_up=run_status.clean_up if ranks.is_first else None,
-        remote=RemoteHeartbeats(ranks) if ranks.num_nodes > 1 else None,
+        open_store=partial(open_watchdog_store, ranks) if ranks.num_ranks > 1 else None,
     )
     try:
         return _watched(

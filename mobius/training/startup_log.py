@@ -7,8 +7,7 @@ from pathlib import Path
 
 from mobius.log import RANK_ZERO_ONLY
 from mobius.machine.devices import MemoryMeter
-from mobius.machine.host_memory import huge_page_share
-from mobius.machine.host_memory_usage import HostMemoryUsage
+from mobius.machine.host_memory import HostMemoryUsage, huge_page_share
 from mobius.models.attention import DocumentAttention
 from mobius.models.config_rules import max_positions_warning
 from mobius.plan.memory_estimates import estimate_host_memory

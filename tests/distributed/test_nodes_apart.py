@@ -89,6 +89,6 @@ def test_a_node_that_nobody_meets_says_where_it_waited_and_for_how_long(tmp_path
     ]
     assert [node.wait(60) for node in nodes] == [1, 1]
     alone, waits = (node.output() for node in nodes)
-    assert f"has not reached node 0 at --rdzv_endpoint {endpoint} in 1 s: connection refused" in alone
-    assert "missing are 1 of 2" in waits
+    assert f"has waited 1 s for node 0 at --rdzv_endpoint {endpoint}: connection refused" in alone
+    assert "has waited 1 s for node(s) 1 of 2 (there are 0 (" in waits
     assert not any("Traceback" in text or "frame #" in text for text in (alone, waits))

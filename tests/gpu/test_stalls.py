@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness.shared_links import NUM_MICROBATCHES, host_states, run_on
+from harness.shared_links import LOAD_BYTES, NUM_MICROBATCHES, host_states, load_seconds, run_on
 from harness.trainers import make_single_trainer
 
-from mobius.machine.load_probe import LOAD_BYTES, PinnedLoads
 from mobius.optim.optimizer_stepper import OptimizerStepper
 from mobius.runtime.executor import Executor
 from mobius.runtime.step_sums import StepSums
@@ -98,7 +97,7 @@ def test_a_wait_within_a_step_would_be_seen(
 
 
 def test_compute_begins_with_the_first_weights_not_with_all_that_are_prefetched() -> None:
-    (load,) = PinnedLoads([0]).time([0])
+    load = load_seconds(torch.device("cuda", 0))
     num_stages, seconds = 6, load / 2
     states = host_states(num_stages, LOAD_BYTES // 2, page_locked=True)
 

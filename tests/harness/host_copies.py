@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from mobius.memory.streams import Event
 from mobius.messages.cuda_copies import CudaCopyEngine, CudaQueue
-from mobius.messages.shared_memory import SharedMemory
+from mobius.messages.mailboxes import SharedMemory
 
 WORD = ctypes.c_uint32
 

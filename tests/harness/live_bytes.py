@@ -19,8 +19,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
 from mobius.limits import max_sends_in_flight
-from mobius.messages.transport import SingleRankTransport
-from mobius.messages.warmup_transport import WarmupTransport
+from mobius.messages.transport import SingleRankTransport, WarmupTransport
 from mobius.models.block_autograd import backward, run_with_graph
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.plan.peak_memory import LayerBytes

@@ -30,6 +30,10 @@ from mobius.schedule.build import build_schedule
 NUM_MICROBATCHES = 4
 WARM_STEPS, STEPS = 1, 3
 NAME = "weight"
+LOAD_BYTES = 128 * 2**20
+"""About 5 ms at PCIe 4 x16."""
+_WARM_LOADS = 8
+"""Idle cards take their link to a lower speed and need some traffic before it is back."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,20 @@ class FreeMessages:
 
     def barrier(self) -> None:
         self._inner.barrier()
+
+
+def load_seconds(device: torch.device) -> float:
+    """Seconds of a load of LOAD_BYTES from page-locked memory, by events, after some that wake the link."""
+    host = torch.ones(LOAD_BYTES, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(host, device=device)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with torch.cuda.device(device):
+        for _ in range(_WARM_LOADS):
+            begin.record()
+            target.copy_(host, non_blocking=True)
+            end.record()
+        end.synchronize()
+    return begin.elapsed_time(end) / 1000
 
 
 def host_states(num_stages: int, parameters: int, *, page_locked: bool) -> list[StageState]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 import threading
+from functools import partial
 from importlib import import_module
 
 import torch
 
 from mobius.activity import Activity
 from mobius.messages.distributed import DistributedTransport
+from mobius.messages.rendezvous import open_watchdog_store
 from mobius.ranks import Ranks
 from mobius.schedule.action import Action, ActionKind
 from mobius.watchdog import Watchdog
@@ -22,7 +24,7 @@ def pass_messages(hanging: int, seconds: float) -> None:
     transport = DistributedTransport(
         rank=rank, num_ranks=ranks.num_ranks, device=torch.device("cpu"), shape=(8,), dtype=torch.float32
     )
-    Watchdog(activity, rank=rank, num_ranks=ranks.num_ranks, minutes=seconds / 60).start()
+    Watchdog(activity, ranks, minutes=seconds / 60, open_store=partial(open_watchdog_store, ranks)).start()
     following, before = (rank + 1) % ranks.num_ranks, (rank - 1) % ranks.num_ranks
     for step in (1, 2, 3):
         activity.start_step(step)

@@ -25,8 +25,12 @@ from torch import Tensor  # noqa: E402
 
 from mobius.memory.streams import CudaEvent, Event  # noqa: E402
 from mobius.messages.cuda_copies import CudaCopyEngine  # noqa: E402
-from mobius.messages.mailboxes import Inbox, Outbox, Ring  # noqa: E402
-from mobius.messages.shared_memory import SharedMemory  # noqa: E402
+from mobius.messages.mailboxes import (  # noqa: E402
+    Inbox,
+    Outbox,
+    Ring,
+    SharedMemory,
+)
 
 DEVICE = torch.device("cuda", 0)
 NUM_STREAMS = 24

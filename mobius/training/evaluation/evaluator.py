@@ -29,8 +29,7 @@ from mobius.data.token_store import TokenizedDataset
 from mobius.errors import DataError
 from mobius.limits import max_sends_in_flight
 from mobius.machine.devices import MemoryMeter
-from mobius.messages.transport import Transport
-from mobius.messages.warmup_transport import WarmupTransport
+from mobius.messages.transport import Transport, WarmupTransport
 from mobius.plan.plan import Plan
 from mobius.planning.run_setup import RunSetup
 from mobius.runtime.documents import position_ids_and_cu_seqlens
@@ -188,7 +187,7 @@ class Evaluator:
     def warm_up(self) -> None:
         """Play a pass of this rank alone on made-up data, so that the first real one finds kernels and memory ready.
 
-        Where receives that wait occupy the GPU, either would wait for them (messages/warmup_transport.py).
+        Where receives that wait occupy the GPU, either would wait for them (messages/transport.py).
         """
         run_setup, number = self._run_setup, self._batches_per_pass
         num_microbatches = run_setup.plan.microbatches_per_round * number

@@ -55,7 +55,6 @@ TABLE: dict[str, tuple[str, list[str]]] = {
     "fp32_gradients": ("--fp32_gradients", [LORA, f"{ALONE} --do_eval"]),
     "copy_messages": ("--no_copy_messages", []),
     "cross_mapping": ("--no_cross_mapping", []),
-    "probe_topology": ("--probe_topology", ["--device cpu", "--no_cross_mapping", ANSWERS]),
     "device": ("--device cpu", []),
     "gpu_memory_limit": ("--gpu_memory_limit 4", ["--device cpu"]),
     "host_memory_limit": ("--host_memory_limit 4", []),

@@ -24,8 +24,6 @@ from mobius.errors import ConfigError
         ({"warmup_steps": 3.0, "num_iterations": 2}, 4, ["`--warmup_steps` 3", "`--num_iterations` 2"]),
         ({"warmup_steps": 1.5, "num_iterations": 9}, 4, ["whole number of steps"]),
         ({"gpu_memory_limit": 24.0, "device": Device.CPU}, 4, ["no effect with `--device cpu`"]),
-        ({"probe_topology": True, "device": Device.CPU}, 4, ["`--probe_topology`", "`--device cpu`"]),
-        ({"probe_topology": True, "cross_mapping": False}, 4, ["`--probe_topology`", "`--no_cross_mapping`"]),
         ({"save_dir": "out", "save_params": "./out"}, 4, ["`--save_params` and `--save_dir`"]),
         ({"cuda_visible_devices": "0,x"}, 4, ["'0,x'", "0,2,1,3"]),
         ({"cuda_visible_devices": "0,0"}, 4, ["different GPUs"]),

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from mobius.errors import ConfigError, MobiusError
 from mobius.log import printable
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -65,27 +64,6 @@ def test_control_characters_are_shown_and_not_sent(text: str, shown: str) -> Non
     assert printable(text, io.StringIO()) == shown
 
 
-def test_what_a_terminal_cannot_encode_is_shown_as_an_escape() -> None:
-    ascii_terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    assert printable("模型 saved", ascii_terminal) == "\\u6a21\\u578b saved"
-
-
-HOSTILE = """
-import logging, sys
-from mobius.log import setup_logging
-setup_logging(0)
-logging.getLogger("mobius").info("%s", "模型 \\x1b[2J \\x07 \\ud800 \\u202e \\x9b")
-"""
-
-
-def test_the_log_sends_no_control_characters_to_a_terminal_of_ascii() -> None:
-    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-    command = [sys.executable, "-c", HOSTILE]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, env=environment)
-    assert run.stdout == rb"\u6a21\u578b \x1b[2J \x07 \ud800 \u202e \x9b" + b"\n"
-    assert run.stderr == b""
-
-
 def test_a_reader_that_has_gone_ends_nothing_and_is_not_complained_about() -> None:
     reading, writing = os.pipe()
     os.close(reading)
@@ -94,25 +72,6 @@ def test_a_reader_that_has_gone_ends_nothing_and_is_not_complained_about() -> No
     )
     os.close(writing)
     assert (run.returncode, run.stderr) == (0, "")
-
-
-def test_every_error_is_a_mobius_error_with_an_exit_code() -> None:
-    def below(kind: type[MobiusError]) -> set[type[MobiusError]]:
-        return {kind}.union(*(below(child) for child in kind.__subclasses__()))
-
-    codes = {kind.__name__: kind.exit_code for kind in below(MobiusError)}
-    assert codes.pop("ConfigError") == 2
-    assert codes.pop("NoResultError") == 3
-    assert len(codes) >= 9
-    assert set(codes.values()) == {1}
-
-
-def test_a_config_error_has_a_line_for_each_problem() -> None:
-    error = ConfigError("first", "second", hint="look here")
-    assert error.problems == ("first", "second")
-    assert str(error) == "first\nsecond\nlook here"
-    with pytest.raises(MobiusError):
-        raise error
 
 
 @pytest.mark.parametrize(("rank", "is_terminal", "is_shown"), [(0, True, True), (0, False, False), (1, True, False)])

@@ -14,17 +14,12 @@ from mobius.ranks import (
     command_variable,
     command_words,
     forbid_peer_copies,
-    has_lost_rank,
-    is_restart,
     launch_id,
     mark_launcher_as_patient,
-    omp_num_threads,
     prepare_environment,
-    report_to_launcher,
     seconds_since_launch,
     seconds_until_killed,
     set_cuda_max_connections,
-    visible_devices,
 )
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -106,31 +101,6 @@ def test_preparing_keeps_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) 
     assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
 
 
-@pytest.mark.parametrize(("text", "expected"), [("8", 8), ("0", None), ("", None), ("many", None), (None, None)])
-def test_the_thread_count_is_a_positive_number_or_absent(
-    monkeypatch: pytest.MonkeyPatch, text: str | None, expected: int | None
-) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if text is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", text)
-    assert omp_num_threads() == expected
-
-
-def test_an_empty_device_list_is_not_an_absent_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert visible_devices() == ""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert visible_devices() is None
-
-
-@pytest.mark.parametrize(("text", "expected"), [(None, True), ("0", True), ("1", False)])
-def test_gpus_reach_each_other_unless_the_user_forbids_it(
-    monkeypatch: pytest.MonkeyPatch, text: str | None, expected: bool
-) -> None:
-    monkeypatch.setattr(os, "environ", {} if text is None else {"NCCL_P2P_DISABLE": text})
-    assert allows_peer_copies() is expected
-
-
 def test_peer_copies_that_are_forbidden_are_so_for_nccl_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"NCCL_P2P_DISABLE": "0"})
     assert allows_peer_copies()
@@ -146,12 +116,6 @@ def test_streams_get_all_hardware_queues_unless_the_user_has_set_a_number(
     monkeypatch.setattr(os, "environ", {} if text is None else {"CUDA_DEVICE_MAX_CONNECTIONS": text})
     set_cuda_max_connections()
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == expected
-
-
-@pytest.mark.parametrize(("text", "expected"), [(None, False), ("0", False), ("1", True), ("12", True)])
-def test_a_restart_is_told_by_torchrun(monkeypatch: pytest.MonkeyPatch, text: str | None, expected: bool) -> None:
-    monkeypatch.setattr(os, "environ", {} if text is None else {"TORCHELASTIC_RESTART_COUNT": text})
-    assert is_restart() is expected
 
 
 def test_a_launch_is_told_from_others_and_has_a_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,11 +200,6 @@ def test_a_rank_that_is_gone_is_missed_by_the_others(tmp_path: Path, dies: bool)
     assert result.stdout == f"{dies}\n", result.stderr
 
 
-def test_a_process_without_torchrun_has_no_rank_to_lose(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "environ", {"LOCAL_WORLD_SIZE": "2"})
-    assert not has_lost_rank()
-
-
 def test_a_run_knows_the_command_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
     name, _, told = command_variable(["bash", "train.sh", "my run.yaml"]).partition("=")
     monkeypatch.setattr(os, "environ", {name: told})
@@ -275,20 +234,3 @@ def test_restarts_that_nodes_count_apart_are_refused(
             Ranks.from_environment()
     else:
         assert Ranks.from_environment().num_nodes == 2
-
-
-def test_torchruns_report_ends_with_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-
-    path = tmp_path / "error.json"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    report_to_launcher("alone")
-    assert not path.exists()
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    report_to_launcher("`--batch_size` 5 cannot be cut\nUse 4 or 8")
-
-    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(path))
-    *_, first, second, _ = str(ChildFailedError("main.py", {0: failure})).splitlines()
-    assert first.endswith("`--batch_size` 5 cannot be cut")
-    assert second.strip() == "Use 4 or 8"

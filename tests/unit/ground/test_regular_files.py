@@ -41,20 +41,6 @@ def test_what_is_no_file_is_refused_by_its_kind_without_waiting(kind: str, tmp_p
         refuse_special_files([tmp_path, path])
 
 
-def test_a_folder_keeps_the_systems_word(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="Is a directory"):
-        read_json(tmp_path, DataError)
-
-
-def test_a_descriptor_of_a_refused_file_is_closed(tmp_path: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(3):
-        with pytest.raises(OSError):
-            open_regular(tmp_path)
-
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
 @pytest.mark.parametrize(
     ("content", "reason"),
     [

@@ -46,17 +46,6 @@ DEADLOCK = "libc, lock = ctypes.CDLL(None), ctypes.create_string_buffer(256)\nwh
 BUSY = "while True: pass"
 # One call that keeps the interpreter's lock for hours, but for the handlers of signals.
 ARITHMETIC = "nine = 9\nnine ** (nine ** nine)"
-TIMER = """
-import signal
-def ring(*_): raise TimeoutError
-signal.signal(signal.SIGVTALRM, ring)
-try:
-    signal.setitimer(signal.ITIMER_VIRTUAL, 0.05)
-    while True: pass
-except TimeoutError:
-    time.sleep(0.5)
-    print("rung")
-"""
 
 WORKER = """
 import os, time
@@ -107,12 +96,6 @@ def test_a_signal_ends_a_process_with_one_line_and_its_own_code(
     assert output == f"interrupted ({number.name}) after step 3 of 4\n"
     assert process.returncode == 130
     assert not (tmp_path / "left").exists()
-
-
-def test_a_timer_of_the_program_is_no_interruption(tmp_path: Path) -> None:
-    with start(tmp_path, STUCK.format(then=TIMER)) as process:
-        assert process.communicate(timeout=HANG_SECONDS)[0] == "ready\nrung\n"
-    assert process.returncode == 0
 
 
 def test_an_error_that_a_signal_caused_is_not_told_beside_it(tmp_path: Path) -> None:

@@ -44,19 +44,17 @@ def test_too_few_open_files_are_told_at_the_start_with_what_is_needed() -> None:
     assert "2 rank(s) needs 80" in told
 
 
-def test_too_few_addresses_are_told_before_libraries_in_c_end_the_process() -> None:
-    told = said_under("RLIMIT_AS", 10**9, 10**9, "prepare_limits(1)")
-
-    assert told.startswith("LimitError `ulimit -v` allows 0.93 GiB")
-    assert "ulimit -v unlimited" in told
-
-
 @pytest.mark.parametrize(
     ("limit", "number", "code", "words"),
     [
         ("RLIMIT_NOFILE", 10, "held = [open('/dev/null') for _ in range(20)]", "LimitError.*-n` allows 10 open"),
-        ("RLIMIT_AS", 2**29, "held = bytearray(2**30)", "HostMemoryError.*-v` allows 0.50 GiB"),
-        ("RLIMIT_AS", 2**29, 'raise RuntimeError("can\'t start new thread")', "LimitError.*thread.*-v` allows 0.50"),
+        ("RLIMIT_AS", 2**29, "held = bytearray(2**30)", "HostMemoryError.*ulimit -v unlimited"),
+        (
+            "RLIMIT_AS",
+            2**29,
+            'raise RuntimeError("can\'t start new thread")',
+            "LimitError.*thread.*Raise what limits them",
+        ),
     ],
 )
 def test_a_limit_that_is_met_later_is_told_by_its_name(limit: str, number: int, code: str, words: str) -> None:

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from datetime import timedelta
 from itertools import combinations
-from pathlib import Path
 
 import pytest
 from harness.local_transport import run_rank_threads
+from harness.topologies import TWO_PER_ROOT_COMPLEX
 from torch.distributed import HashStore
 
 from mobius.config.config import Config
 from mobius.config.options import config_from
-from mobius.machine import device_order, load_probe
-from mobius.machine.device_order import device_names, is_given_order, order_devices
-from mobius.machine.topology import Ancestor, Gpu, Link, Topology
+from mobius.machine import device_order
+from mobius.machine.device_order import is_given_order, order_devices
+from mobius.machine.topology import Gpu, Link, Topology
 from mobius.messages.rendezvous import Rendezvous
 
-BOX = Topology(
-    tuple(Gpu(index, address=f"0000:{index + 1:x}1:00.0") for index in range(4)),
-    tuple(Link(a, b, Ancestor.PHB if a // 2 == b // 2 else Ancestor.SYS) for a, b in combinations(range(4), 2)),
-)
-"""Two GPUs under each of two root complexes."""
-RECORDED = Topology.from_json((Path(__file__).parent / "topologies/two_per_root_complex.json").read_text())
+BOX = TWO_PER_ROOT_COMPLEX
 CONFIG = config_from({"num_chunks": 4})
 
 
@@ -86,21 +80,6 @@ def test_an_order_of_the_user_s_stays_and_a_better_one_is_named_by_the_user_s_nu
     assert line.startswith("devices in the given order 3,2,1,0; 3,1,2,0 is better: ")
 
 
-def test_a_good_order_of_the_user_s_is_taken_without_a_word(
-    log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = {gpu: index for index, gpu in enumerate((0, 2, 1, 3))}
-    links = []
-    for link in BOX.links:
-        first, second = sorted((place[link.first], place[link.second]))
-        links.append(replace(link, first=first, second=second))
-
-    see(monkeypatch, Topology(BOX.gpus, tuple(links)), "0,2,1,3")
-
-    assert chosen() == [(0, 1, 2, 3)] * 4
-    assert log.messages == []
-
-
 @pytest.mark.parametrize(
     ("listed", "addresses", "expected"),
     [
@@ -120,49 +99,6 @@ def test_a_list_is_an_order_where_it_does_not_ascend(listed: str | None, address
     links = tuple(Link(a, b) for a, b in combinations(range(3), 2))
 
     assert is_given_order(listed, Topology(gpus, links)) is expected
-
-
-@pytest.mark.parametrize(
-    ("listed", "expected"), [(None, ["0", "1"]), ("3, 1", ["3", "1"]), ("GPU-5,GPU-6,GPU-7", ["GPU-5", "GPU-6"])]
-)
-def test_devices_are_called_what_the_user_calls_them(listed: str | None, expected: list[str]) -> None:
-    assert list(device_names(listed, 2)) == expected
-
-
-@pytest.mark.parametrize("num_chunks", [4, None])
-def test_ranks_get_devices_of_different_root_complexes_in_turn(
-    monkeypatch: pytest.MonkeyPatch, num_chunks: int | None
-) -> None:
-    monkeypatch.setattr(device_order, "read_topology", lambda _: RECORDED)
-
-    assert chosen(config_from({"num_chunks": num_chunks})) == [(0, 2, 1, 3)] * 4
-
-
-def test_a_list_that_does_not_ascend_is_the_user_s_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_order, "read_topology", lambda _: RECORDED)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4")
-
-    assert chosen(Config()) == [(0, 1, 2, 3)] * 4
-
-
-def test_a_probe_that_is_asked_for_goes_before_the_tree_and_is_kept(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    measured: list[int] = []
-
-    def measure(num_gpus: int) -> dict[tuple[int, int], float]:
-        measured.append(num_gpus)
-        return {(a, b): 2.0 if (a, b) in ((0, 2), (1, 3)) else 1.0 for a in range(4) for b in range(a + 1, 4)}
-
-    monkeypatch.setattr(device_order, "read_topology", lambda _: RECORDED)
-    monkeypatch.setattr(load_probe, "measure_in_subprocess", measure)
-    config = config_from({"probe_topology": True})
-
-    # By the measurement 0 and 2 share a link, and 1 and 3; the listed order parts them already.
-    assert chosen(config) == chosen(config) == [(0, 1, 2, 3)] * 4
-    assert measured == [4]
-    assert len(list((tmp_path / "mobius").iterdir())) == 1
 
 
 @pytest.mark.parametrize(("config", "num_ranks"), [(config_from({"cross_mapping": False}), 4), (Config(), 2)])

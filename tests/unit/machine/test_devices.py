@@ -7,10 +7,10 @@ import os
 import pytest
 import torch
 
-from mobius.config.config import Device, Dtype
+from mobius.config.config import Device
 from mobius.errors import GpuMemoryError
 from mobius.machine import devices
-from mobius.machine.devices import MemoryMeter, cap_gpu_memory, check_dtype, choose_device, set_host_threads
+from mobius.machine.devices import MemoryMeter, choose_device, set_host_threads
 from mobius.ranks import Ranks
 
 CPU = torch.device("cpu")
@@ -25,10 +25,6 @@ def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("without_gpus")
 def test_auto_is_the_cpu_where_there_is_no_gpu() -> None:
     assert choose_device(Device.AUTO, Ranks(1, 2, 1), range(2)) == CPU
-
-
-def test_the_cpu_is_had_whatever_else_there_is() -> None:
-    assert choose_device(Device.CPU, Ranks(99, 100, 99), range(100)) == CPU
 
 
 @pytest.mark.usefixtures("without_gpus")
@@ -124,16 +120,6 @@ def test_a_rank_is_bound_near_the_device_that_the_order_gives_it(monkeypatch: py
     set_host_threads(Ranks(1, 4, 1), torch.device("cuda", 2), (0, 2, 1, 3))
 
     assert orders == [(0, 2, 1, 3)]
-
-
-@pytest.mark.parametrize("dtype", list(Dtype))
-def test_a_cpu_computes_in_every_format(dtype: Dtype) -> None:
-    check_dtype(dtype, CPU)
-
-
-def test_a_cpu_has_no_gpu_memory_to_cap() -> None:
-    assert cap_gpu_memory(CPU, None) is None
-    assert cap_gpu_memory(CPU, 8.0) is None
 
 
 def test_the_meter_of_a_cpu_reads_host_memory_only() -> None:

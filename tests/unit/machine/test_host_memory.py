@@ -73,31 +73,6 @@ def test_a_container_without_a_limit_has_what_the_machine_has(
     assert available_host_bytes(root) == 8 * MIB
 
 
-def test_a_limit_above_what_the_machine_has_left_changes_nothing(root: Path) -> None:
-    files = {"memory.max": str(64 * MIB), "memory.current": "0", "memory.stat": "anon 0\n"}
-    write_cgroup(root / "sys/fs/cgroup", files)
-
-    assert available_host_bytes(root) == 8 * MIB
-
-
-def test_a_container_over_its_limit_leaves_nothing_rather_than_less(root: Path) -> None:
-    files = {"memory.max": str(MIB), "memory.current": str(2 * MIB), "memory.stat": "anon 0\n"}
-    write_cgroup(root / "sys/fs/cgroup", files)
-
-    assert available_host_bytes(root) == 0
-
-
-def test_a_kernel_that_does_not_tell_is_named(root: Path) -> None:
-    (root / "proc" / "meminfo").write_text("MemTotal: 16384 kB\n")
-
-    with pytest.raises(RuntimeError, match="no MemAvailable line"):
-        available_host_bytes(root)
-
-
-def test_this_machine_has_memory() -> None:
-    assert available_host_bytes() > MIB
-
-
 def test_the_peak_is_the_one_that_the_system_charges_this_process_with() -> None:
     written = np.ones(64 * MIB, dtype=np.uint8)
 

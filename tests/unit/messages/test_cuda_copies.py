@@ -155,21 +155,3 @@ def test_a_refusal_is_told_in_the_drivers_words(compiled: Compiled, error: int, 
         queue_of(0, compiled).copy(1, 2, 3)
     with pytest.raises(DriverError, match=f"cuMemHostRegister_v2: {told}"):
         driver.register(HIGH, 4096)
-
-
-def test_a_driver_without_a_function_is_told_by_that_function(tmp_path: Path) -> None:
-    old = Compiled(tmp_path, SOURCE.replace("cuStreamWaitValue32_v2", "cuStreamWaitValue32"))
-
-    with pytest.raises(DriverError, match="too old: it has no cuStreamWaitValue32_v2"):
-        CudaDriver(old.path)
-
-
-def test_a_machine_without_a_driver_is_told() -> None:
-    with pytest.raises(DriverError, match="cannot be opened"):
-        CudaDriver("libno-such-driver.so.1")
-
-
-@pytest.mark.parametrize("handle", [b"", bytes(63), bytes(65)])
-def test_a_handle_of_another_length_is_not_given_to_the_driver(compiled: Compiled, handle: bytes) -> None:
-    with pytest.raises(DriverError, match=f"a handle of {len(handle)} bytes opens no memory"):
-        CudaDriver(compiled.path).open_exported(handle)

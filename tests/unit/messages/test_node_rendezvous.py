@@ -53,23 +53,21 @@ def test_nodes_that_all_come_have_met(place: str, monkeypatch: pytest.MonkeyPatc
     assert lines == []
 
 
-def test_an_endpoint_that_nobody_serves_is_told_with_how_long_it_was_tried(place: str) -> None:
+@pytest.mark.parametrize(
+    ("host", "problem"),
+    [("127.0.0.1", "connection refused"), ("nowhere.invalid", "the name nowhere.invalid is not known")],
+)
+def test_a_first_node_that_is_not_reached_is_told_with_how_long_it_was_tried(host: str, problem: str) -> None:
+    place = f"{host}:{free_port()}"
     (end,), lines = meet((1, Node("host1", 2, 4)), endpoint=place, seconds=0.8)
-    assert f"node 1 (host1) has not reached node 0 at --rdzv_endpoint {place} in 1 s: connection refused" in end
-    assert any(f"node 1 (host1) waits for node 0 at {place}: connection refused (0 of 1 s)" in line for line in lines)
-
-
-def test_a_name_that_is_not_known_is_told_so() -> None:
-    (end,), _ = meet((1, Node("host1", 2, 4)), endpoint="nowhere.invalid:29502", seconds=0.1)
-    assert "the name nowhere.invalid is not known here" in end
+    assert f"node 1 (host1) has waited 1 s for node 0 at --rdzv_endpoint {place}: {problem}" in end
+    assert any(f"node 1 (host1) waits for node 0 at --rdzv_endpoint {place}: {problem}" in line for line in lines)
 
 
 def test_nodes_that_do_not_come_are_told_to_those_that_did(place: str) -> None:
     ends, lines = meet((0, Node("host0", 4, 2)), (2, Node("host2", 4, 2)), endpoint=place, seconds=1)
-    for end in ends:
-        assert f"not all nodes came to --rdzv_endpoint {place} in 1 s" in end
-        assert "there are 0 (host0), 2 (host2); missing are 1, 3 of 4" in end
-    assert any("waits for node(s) 1, 3 at" in line for line in lines)
+    assert all("has waited 1 s for node(s) 1, 3 of 4 (there are 0 (host0), 2 (host2)) at" in end for end in ends)
+    assert any("waits for node(s) 1, 3 of 4" in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -90,8 +88,7 @@ def test_two_nodes_of_one_number_are_told(place: str) -> None:
     assert ends[0] == "met"
     assert sorted(end == "met" for end in ends[1:]) == [False, True]
     (refused,) = (end for end in ends if end != "met")
-    assert "two nodes are started with --node_rank 1: " in refused
-    assert {"host1", "host2"} <= set(refused.replace(".", " ").split())
+    assert "and another node are started with --node_rank 1." in refused
 
 
 def test_a_port_that_another_program_has_is_told() -> None:
@@ -100,10 +97,5 @@ def test_a_port_that_another_program_has_is_told() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         (end,), _ = meet((0, Node("host0", 2, 4)), endpoint=f"127.0.0.1:{port}")
-    assert f"node 0 (host0) cannot listen at port {port}" in end
+    assert f"node 0 (host0) cannot use port {port}" in end
     assert "it is taken, perhaps by another run" in end
-
-
-def test_an_endpoint_that_names_another_machine_than_node_0_is_told() -> None:
-    (end,), _ = meet((0, Node("host0", 2, 4)), endpoint=f"nowhere.invalid:{free_port()}")
-    assert "does not reach itself as nowhere.invalid (the name nowhere.invalid is not known here)" in end

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,11 +14,9 @@ from harness.host_copies import HostCopyEngine
 from harness.local_transport import LocalTransport, run_rank_threads
 from torch.distributed import HashStore
 
-from mobius.errors import TransportError
-from mobius.messages import mailboxes as mailboxes_module
 from mobius.messages.cuda_copies import CudaCopyEngine
 from mobius.messages.mailboxes import Mailboxes
-from mobius.messages.rendezvous import JsonValue, Rendezvous, decode_json, encode_json
+from mobius.messages.rendezvous import Rendezvous
 
 CPU = torch.device("cpu")
 SIZE = 12_346  # no multiple of a word, nor of a page
@@ -129,28 +126,6 @@ def test_what_one_rank_may_not_do_makes_all_ranks_go_without(
     assert [engine.num_held for engine in engines] == [0] * 3
 
 
-def test_a_missing_driver_makes_all_ranks_go_without(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "mobius"):
-        assert with_mailboxes(engines_of(2), talk, makers={1: fail}) == [False, False]
-
-    assert set(caplog.messages) == {"messages travel over NCCL: rank 1: it is forbidden"}
-
-
-def test_memory_that_cannot_be_shared_makes_all_ranks_go_without(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*arguments: object) -> None:
-        raise PermissionError(13, "Permission denied", "/proc/1/fd/3")
-
-    monkeypatch.setattr(mailboxes_module.SharedMemory, "open", refuse)
-    engines = engines_of(2)
-    with caplog.at_level(logging.INFO, "mobius"):
-        assert with_mailboxes(engines, talk) == [False, False]
-
-    assert set(caplog.messages) == {"messages travel over NCCL: rank 0: [Errno 13] Permission denied: '/proc/1/fd/3'"}
-    assert [engine.num_held for engine in engines] == [0, 0]
-
-
 def test_contents_that_change_on_the_way_are_noticed_before_training(caplog: pytest.LogCaptureFixture) -> None:
     engines = [HostCopyEngine(10, peers=frozenset({11})), HostCopyEngine(11, peers=frozenset({10}), corrupts=True)]
     with caplog.at_level(logging.INFO, "mobius"):
@@ -191,57 +166,3 @@ def test_mailboxes_on_a_gpu_take_two_messages_per_incoming_edge() -> None:
 
     pages = -(-SIZE // 4096) * 4096
     assert taken == {rank: [2 * pages, 2 * pages] for rank in range(3)}
-
-
-def test_opening_leaves_no_descriptor_open() -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    with_mailboxes(engines_of(2), talk)
-
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-class Stranger(Rendezvous):
-    """Rank 0 of two, whose neighbour answers as `script` says and not at all as a rank does."""
-
-    def __init__(self, script: list[JsonValue]) -> None:
-        self.rank, self.num_ranks = 0, 2
-        self._script = [*script, None, None]
-
-    def gather(self, value: JsonValue) -> list[Any]:
-        answer = self._script.pop(0)
-        return [decode_json(encode_json(each).encode(), by=rank) for rank, each in enumerate((value, answer))]
-
-
-@pytest.mark.parametrize(
-    "script",
-    [
-        ["hello"],
-        [[None, "eleven"]],
-        [[None, 11.5]],
-        [[None, -11]],
-        [[None, 11], [None, [0]], [None, {}]],
-        [[None, 11], [None, [0]], [None, {"0": [1, 2]}]],
-        [[None, 11], [None, [0]], [None, {"0": [1, -2, "00"]}]],
-        [[None, 11], [None, [0]], [None, {"0": [1, 2, "no hex"]}]],
-        [[None, 11], [None, [0]], [None, {"0": [1, 2, None]}]],
-    ],
-)
-def test_a_neighbour_that_answers_nonsense_is_one_error_that_names_it(script: list[JsonValue]) -> None:
-    engine = HostCopyEngine(10, peers=frozenset({11}))
-    mailboxes = Mailboxes(Stranger(script), CPU, make_engine=lambda _: engine, message_bytes=SIZE)
-    with pytest.raises(TransportError, match="what rank 1 told the others cannot be read"):
-        mailboxes.open()
-
-
-@pytest.mark.parametrize("num_bytes", [1, 4095, 4097, 2**20])
-def test_an_offer_of_memory_of_another_size_is_not_taken(num_bytes: int, caplog: pytest.LogCaptureFixture) -> None:
-    engine = HostCopyEngine(10, peers=frozenset({11}))
-    offered = mailboxes_module.SharedMemory.create(num_bytes)
-    script: list[JsonValue] = [[None, 11], [None, [0]], [None, {"0": [os.getpid(), offered.descriptor, "00"]}]]
-    with caplog.at_level(logging.INFO, "mobius"):
-        stranger = Stranger([*script, [None, None]])
-        found = Mailboxes(stranger, CPU, make_engine=lambda _: engine, message_bytes=SIZE).open()
-    offered.close()
-    assert found is None
-    assert "is no shared memory of 4096 bytes" in caplog.text
-    assert engine.num_held == 0

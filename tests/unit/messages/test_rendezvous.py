@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +19,6 @@ from mobius.messages.rendezvous import (
     StepsResult,
     decode_json,
     encode_json,
-    parse_counts,
-    parse_values,
     post_failure_at,
     run_steps_together,
 )
@@ -67,28 +63,6 @@ def test_what_fails_on_one_rank_ends_it_on_all_and_no_later_step_is_taken(error:
 @pytest.mark.parametrize("value", [None, True, 3, -1.5, "\x00\u00ff\ud800", [], [[1], {"a": None}], {"": [0.1]}])
 def test_what_may_be_told_arrives_as_it_was(value: JsonValue) -> None:
     assert decode_json(encode_json(value).encode(), by=0) == value
-
-
-@pytest.mark.parametrize("value", [{3: 4}, [{None: 1}], b"bytes", {1, 2}, float("nan"), [float("inf")], object()])
-def test_what_would_arrive_as_something_else_is_refused_where_it_is_told(value: Any) -> None:
-    with pytest.raises((TypeError, ValueError)):
-        encode_json(value)
-
-
-@pytest.mark.parametrize("told", [None, 3, "01", {"0": 1}, [True], [1.0], ["1"], [-1], [[1]]])
-def test_an_answer_of_another_form_is_one_error_that_names_the_rank(told: Any) -> None:
-    with pytest.raises(TransportError, match="what rank 1 told the others cannot be read"):
-        parse_values([[0, 1], told], parse_counts)
-
-
-@pytest.mark.parametrize("told", [None, 3, [], [None], [None, 1, 2], [3, 1], {"a": 1}])
-def test_a_step_that_another_program_answers_is_one_error(told: JsonValue) -> None:
-    class Stranger(Rendezvous):
-        def gather(self, value: JsonValue) -> list[Any]:
-            return [value, told]
-
-    with pytest.raises(TransportError, match="what rank 1 told the others cannot be read"):
-        run_steps_together(Stranger(HashStore(), rank=0, num_ranks=2), [lambda _: 1])
 
 
 def all_ranks(store: HashStore, num_ranks: int, *, told: Sequence[Sequence[JsonValue]]) -> list[list[list[JsonValue]]]:
@@ -146,27 +120,11 @@ def test_a_word_of_one_that_has_ended_is_told_at_once() -> None:
     assert time.monotonic() - begin < 10
 
 
-class Bomb:
-    """What leaves a file behind wherever it is unpickled."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return Path.touch, (self._file,)
-
-
-@pytest.mark.parametrize(
-    "told",
-    ["", "[1", "\udcff", "[" * 100_000, "NaN", "9" * 5000, "a pickle"],
-    ids=["nothing", "half", "no text", "deep", "no number", "long number", "pickle"],
-)
-def test_what_a_stranger_writes_to_the_store_is_one_error_and_is_never_run(told: str, tmp_path: Path) -> None:
-    store, file = HashStore(), tmp_path / "was run"
+@pytest.mark.parametrize("told", ["", "[1", "\udcff", "[" * 100_000], ids=["nothing", "half", "no text", "deep"])
+def test_what_a_stranger_writes_to_the_store_is_one_error(told: str) -> None:
+    store = HashStore()
     rendezvous = Rendezvous(store, rank=0, num_ranks=2)
-    text = pickle.dumps(Bomb(file)).hex() if told == "a pickle" else told
-    store.set("mobius/1/0/1", text.encode("utf-8", "surrogateescape"))
+    store.set("mobius/1/0/1", told.encode("utf-8", "surrogateescape"))
 
     with pytest.raises(TransportError, match=r"what rank 1 told the others cannot be read \(.*same version of Mobius"):
         rendezvous.gather("the first")
-    assert not file.exists()

@@ -8,10 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from harness.forked import HANG_SECONDS
 
-from mobius.messages.shared_memory import SharedMemory
+from mobius.messages.mailboxes import SharedMemory
 
 ROOT = Path(__file__).parents[3]
 SIZE = 2**20 + 4096
@@ -21,19 +20,11 @@ def word(memory: SharedMemory, offset: int) -> int:
     return ctypes.c_uint32.from_address(memory.address + offset).value
 
 
-def test_it_is_zero_at_first_and_begins_on_a_page() -> None:
-    memory = SharedMemory.create(SIZE)
-
-    assert ctypes.string_at(memory.address, SIZE) == bytes(SIZE)
-    assert memory.address % 4096 == 0
-    memory.close()
-
-
 def test_two_processes_see_what_the_other_writes() -> None:
     memory = SharedMemory.create(SIZE)
     memory.write_word(128, 2**32 - 1)
     program = (
-        "from mobius.messages.shared_memory import SharedMemory\n"
+        "from mobius.messages.mailboxes import SharedMemory\n"
         "import ctypes\n"
         f"memory = SharedMemory.open({os.getpid()}, {memory.descriptor}, {SIZE})\n"
         "print(ctypes.c_uint32.from_address(memory.address + 128).value)\n"
@@ -49,24 +40,6 @@ def test_two_processes_see_what_the_other_writes() -> None:
     memory.close()
 
 
-def test_it_outlives_its_creator_where_it_is_open() -> None:
-    memory = SharedMemory.create(SIZE)
-    opened = SharedMemory.open(os.getpid(), memory.descriptor, SIZE)
-    memory.write_word(0, 5)
-    memory.close()
-
-    assert word(opened, 0) == 5
-    opened.close()
-
-
-def test_memory_that_is_not_there_cannot_be_opened() -> None:
-    memory = SharedMemory.create(4096)
-    memory.close()
-
-    with pytest.raises(OSError):
-        SharedMemory.open(os.getpid(), 10_000, 4096)
-
-
 def test_closing_leaves_nothing_open() -> None:
     def counts() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("memfd:mobius")
@@ -79,13 +52,3 @@ def test_closing_leaves_nothing_open() -> None:
     opened.close()
 
     assert counts() == before
-
-
-@pytest.mark.parametrize("num_bytes", [0, SIZE - 1, SIZE + 1, 10**30])
-def test_memory_of_another_size_is_not_opened(num_bytes: int) -> None:
-    memory = SharedMemory.create(SIZE)
-    before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(OSError, match=f"no shared memory of {num_bytes} bytes"):
-        SharedMemory.open(os.getpid(), memory.descriptor, num_bytes)
-    assert len(os.listdir("/proc/self/fd")) == before
-    memory.close()

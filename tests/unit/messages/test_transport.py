@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
-from harness import local_transport
-from harness.local_transport import LocalHub, LocalTransport, run_rank_threads
+from harness.local_transport import LocalTransport, run_rank_threads
 
-from mobius.errors import DataError, TransportError
 from mobius.messages.transport import SingleRankTransport, ring_edges
 
 
@@ -104,49 +100,3 @@ def test_two_ranks_exchange_tensors_which_they_may_change_at_once() -> None:
         return received[0].item()
 
     assert run_rank_threads(2, swap) == [1.0, 0.0]
-
-
-def test_results_come_in_rank_order() -> None:
-    assert run_rank_threads(4, lambda transport: (transport.rank, transport.num_ranks)) == [(r, 4) for r in range(4)]
-
-
-def test_a_rank_that_dies_ends_those_who_wait_for_it_and_its_own_error_is_the_one_told() -> None:
-    notices: list[type[BaseException]] = []
-
-    def work(transport: LocalTransport) -> None:
-        if transport.rank == 2:
-            raise DataError("rank 2 cannot read")
-        try:
-            transport.sum_over_ranks(torch.zeros(1))
-        except BaseException as error:
-            notices.append(type(error))
-            raise
-
-    with pytest.raises(DataError, match="rank 2 cannot read"):
-        run_rank_threads(3, work)
-    assert notices == [TransportError, TransportError]
-
-
-def test_a_message_that_never_comes_is_an_error_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_transport, "TIMEOUT_SECONDS", 0.05)
-    hub = LocalHub(2)
-
-    with pytest.raises(TransportError, match="rank 1 got no message"):
-        hub.transport(1).receive(0)
-    with pytest.raises(TransportError, match="rank 0 got no message"):
-        hub.transport(0).exchange(message(0), 1)
-
-
-def test_a_meeting_that_nobody_joins_is_an_error_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_transport, "TIMEOUT_SECONDS", 0.05)
-
-    with pytest.raises(TransportError, match="rank 0 waited"):
-        LocalHub(2).transport(0).barrier()
-
-
-def test_no_thread_is_left_behind() -> None:
-    before = threading.active_count()
-
-    run_rank_threads(3, lambda transport: transport.barrier())
-
-    assert threading.active_count() == before

@@ -13,13 +13,13 @@ from mobius.output.timeline_picture import draw_timeline
 from mobius.output.trace import Trace, TraceFacts
 from mobius.schedule import Schedule, build_schedule
 from mobius.schedule.lanes import Lane, LaneSpan
-from mobius.schedule.simulate import simulate
+from mobius.schedule.render import place_actions
 
 
 def measured(schedule: Schedule, device: str = "NVIDIA H200") -> Trace:
     """A step that went as predicted, a slot being 10 ms, and then the updates."""
     ranks = []
-    for rank, spans in enumerate(simulate(schedule)):
+    for rank, spans in enumerate(place_actions(schedule)):
         end = max(span.end for span in spans)
         own = [LaneSpan(Lane.STEP, "step 4", 4, 0, (end + 10) / 100)]
         own += [LaneSpan(s.lane, str(s.action), 4, s.start / 100, s.end / 100) for s in spans]

@@ -15,8 +15,8 @@ from mobius.plan.peak_memory import LayerBytes, LiveMemory, MicrobatchBytes, fin
 from mobius.plan.plan import MemoryUse, Plan, make_plan
 from mobius.schedule.action import ActionKind, source_stage
 from mobius.schedule.build import build_schedule
+from mobius.schedule.render import place_actions
 from mobius.schedule.schedule import Schedule
-from mobius.schedule.simulate import Costs, simulate
 from mobius.units import GIB
 
 SIZE = MicrobatchBytes(activation=10, layer=LayerBytes(saved_activations=100, peak=150), loss=70, embedding=500)
@@ -32,12 +32,12 @@ def keeping(plan: Plan, *stages: int) -> Plan:
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4, 7, 16])
-@pytest.mark.parametrize("costs", [Costs(), Costs(forward=1, backward=6), Costs(forward=3, backward=1)])
+@pytest.mark.parametrize(("forward_slots", "backward_slots"), [(1, 2), (1, 6), (3, 1)])
 def test_a_message_is_received_before_as_many_others_are_sent_as_are_kept(
-    num_ranks: int, num_microbatches: int, costs: Costs
+    num_ranks: int, num_microbatches: int, forward_slots: int, backward_slots: int
 ) -> None:
     schedule = build_schedule(num_ranks, 3, num_microbatches, None)
-    timeline = simulate(schedule, costs)
+    timeline = place_actions(schedule, forward_slots=forward_slots, backward_slots=backward_slots)
     received = {}  # (direction, sending stage, microbatch) -> when its receiver begins to use it
     for spans in timeline:
         for span in spans:

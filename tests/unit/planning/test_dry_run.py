@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from harness.runs import ROOT, make_checkpoint, make_dataset, run_main
+from harness.topologies import TWO_PER_ROOT_COMPLEX
 
 from mobius.config.cli import given_options, parse_args
 from mobius.errors import CheckpointError, ConfigError, PlanError
 from mobius.machine import device_order
-from mobius.machine.topology import Topology
 from mobius.models import families
 from mobius.planning import dry_run
 from mobius.planning.dry_run import run_dry
@@ -165,9 +165,6 @@ def test_a_shape_is_a_model_for_plans_only_and_a_folder_of_its_name_goes_first(
     assert families.locate_model("1b") == Path("1b")
 
 
-BOX = Topology.from_json((Path(__file__).parents[1] / "machine/topologies/two_per_root_complex.json").read_text())
-
-
 @pytest.mark.parametrize(
     ("listed", "options", "expected"),
     [
@@ -192,7 +189,7 @@ def test_the_gpus_of_the_ranks_are_told_where_they_are_here(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA L20")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=48 * 2**30))
-    monkeypatch.setattr(device_order, "read_topology", lambda num_gpus: BOX)
+    monkeypatch.setattr(device_order, "read_topology", lambda num_gpus: TWO_PER_ROOT_COMPLEX)
     caplog.set_level("INFO")
     here = [argument for argument in NODE if argument not in ("--card", "H200")]
     assert dry(*here, "--num_stages", "32", "--num_chunks", "8", *options)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mobius.memory.streams import Event
 from mobius.messages.distributed import DistributedTransport
-from mobius.messages.warmup_transport import WarmupTransport
+from mobius.messages.transport import WarmupTransport
 
 SHAPE = (1, 2, 3)
 

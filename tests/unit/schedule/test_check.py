@@ -151,12 +151,21 @@ def test_sums_of_two_stages_at_most_are_on_a_gpu() -> None:
 # 0 D0, 1 F0.0, 2 S0.0, 3 F0.1, 4 S0.1, 5 F0.2, 6 S0.2, 7 F1.0, 8 B1.0, 9 F1.1, 10 B1.1, 11 F1.2, 12 T0.0, 13 B1.2,
 # 14 T0.1, 15 B0.0, 16 T0.2, 17 B0.1, 18 B0.2
 STASHES = {
-    "before its forward": (move(2, 1), r"stash: rank 0, action 1 \(S0.0\): its forward has not run yet"),
-    "twice": (add(3, ActionKind.OFFLOAD_ACTIVATIONS, 0, 0), r"stash: rank 0, action 3 \(S0.0\): .* have left already"),
-    "never": (drop(2), r"stash: rank 0, action 11 \(T0.0\): its inputs are not on the host"),
-    "never fetched": (drop(16), r"stash: rank 0, action 17 \(B0.2\): its inputs have not come back"),
-    "fetched too late": (move(12, 15), r"stash: rank 0, action 14 \(B0.0\): its inputs have not come back"),
-    "all fetched at once": (move(16, 14), r"stash: rank 0, action 15 \(T0.1\): 3 microbatches have come back .*2 may"),
+    "before its forward": (move(2, 1), r"offload_activations: rank 0, action 1 \(S0.0\): its forward has not run yet"),
+    "twice": (
+        add(3, ActionKind.OFFLOAD_ACTIVATIONS, 0, 0),
+        r"offload_activations: rank 0, action 3 \(S0.0\): .* have left already",
+    ),
+    "never": (drop(2), r"offload_activations: rank 0, action 11 \(T0.0\): its inputs are not on the host"),
+    "never fetched": (drop(16), r"offload_activations: rank 0, action 17 \(B0.2\): its inputs have not come back"),
+    "fetched too late": (
+        move(12, 15),
+        r"offload_activations: rank 0, action 14 \(B0.0\): its inputs have not come back",
+    ),
+    "all fetched at once": (
+        move(16, 14),
+        r"offload_activations: rank 0, action 15 \(T0.1\): 3 microbatches have come back .*2 may",
+    ),
     "of another stage": (add(9, ActionKind.OFFLOAD_ACTIVATIONS, 1, 0), "shape: rank 0, action 9 .*the model's last"),
 }
 
@@ -244,14 +253,18 @@ def test_slices_that_do_not_divide_a_round_are_refused(rounds: int, slices: int,
 def test_a_place_on_the_host_is_free_before_another_round_takes_it() -> None:
     schedule = build_schedule(1, 2, 2, None, offloaded_activation_stages={0})
 
-    with pytest.raises(ScheduleError, match=r"stash: rank 0, .*\(S0.1\): microbatch 0 still lies in its place|round: "):
+    with pytest.raises(
+        ScheduleError, match=r"offload_activations: rank 0, .*\(S0.1\): microbatch 0 still lies in its place|round: "
+    ):
         check(replace(schedule, accumulation_rounds=2))
 
 
 def test_only_stages_that_are_said_to_stash_do() -> None:
     schedule = build_schedule(1, 2, 2, None, offloaded_activation_stages={0})
 
-    with pytest.raises(ScheduleError, match=r"stash: rank 0, action 2 \(S0.0\): what backward needs of stage 0 stays"):
+    with pytest.raises(
+        ScheduleError, match=r"offload_activations: rank 0, action 2 \(S0.0\): what backward needs of stage 0 stays"
+    ):
         check(replace(schedule, offloaded_activation_stages=frozenset()))
 
 
@@ -269,5 +282,8 @@ def test_rounds_pass_and_a_stage_is_loaded_no_more_often_than_in_as_many_steps(
 
 
 def test_every_rule_has_a_test_here() -> None:
-    complaints = " ".join(complaint for _, complaint in CASES.values()) + " order: budget: deadlock: stash: slices:"
+    complaints = (
+        " ".join(complaint for _, complaint in CASES.values())
+        + " order: budget: deadlock: offload_activations: slices:"
+    )
     assert [rule for rule in Rule if f"{rule}: " not in f"{complaints} "] == []

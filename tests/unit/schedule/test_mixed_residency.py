@@ -7,7 +7,6 @@ import pytest
 
 from mobius.errors import ScheduleError
 from mobius.schedule import Action, ActionKind, Schedule, build_schedule, check
-from mobius.schedule.render import render_text
 
 TRANSFERS = (ActionKind.LOAD, ActionKind.OFFLOAD)
 
@@ -53,12 +52,6 @@ def test_ranks_may_keep_different_numbers_of_stages() -> None:
     schedule = build_schedule(2, 2, 1, 2, {0, 2, 1})
     assert names(schedule) == ("D0 F0.0 F2.0 B2.0 B0.0", "D3 L3 F1.0 F3.0 B3.0 O3 B1.0")
     assert [schedule.streamed_stages(rank) for rank in range(2)] == [[], [3]]
-
-
-def test_no_resident_stage_is_the_streamed_schedule_and_all_are_the_one_without_slots() -> None:
-    for size in itertools.product((1, 2, 4), (1, 3), (1, 4)):
-        assert build_schedule(*size, 2, ()) == build_schedule(*size, 2)
-        assert build_schedule(*size, 2, range(size[0] * size[1])) == build_schedule(*size, None)
 
 
 def test_every_mixture_passes_the_check_and_moves_streamed_stages_only(mixed_schedules: list[Schedule]) -> None:
@@ -114,11 +107,6 @@ def test_a_stage_that_is_declared_streamed_must_be_loaded() -> None:
     schedule = build_schedule(1, 2, 1, 1, {0})
     with pytest.raises(ScheduleError, match=r"resident: rank 0, action 2 \(F0.0\): stage 0 is not loaded"):
         check(replace(schedule, resident=frozenset()))
-
-
-def test_the_grid_has_rows_for_copies_only_on_ranks_that_stream() -> None:
-    rows = [line.split()[0] for line in render_text(build_schedule(2, 2, 1, 2, {0, 2, 1})).splitlines()]
-    assert rows == ["time", "rank", "rank", "load", "offload"]
 
 
 def _computes(actions: tuple[Action, ...]) -> list[Action]:

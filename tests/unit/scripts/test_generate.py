@@ -54,20 +54,3 @@ def test_it_prints_answers_the_share_that_is_right_and_the_loss(
     assert printed[-2] == "0 of 2 answers are right (0.0%)"
     # Random weights of a small model: near the logarithm of 4096 tokens.
     assert float(printed[-1].split()[5]) == pytest.approx(8.318, abs=0.2)
-
-
-def test_a_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_checkpoint(tmp_path / "model", num_layers=1)
-    capsys.readouterr()
-    data = tmp_path / "numbers.jsonl"
-    data.write_text('{"prompt": "one in digits:", "completion": " 1"}\n')
-
-    assert main([str(tmp_path / "model"), str(data), "--first", "5"]) == 2
-    assert main([str(tmp_path / "nowhere"), str(data)]) == 2
-
-    printed = capsys.readouterr()
-    lines = printed.err.splitlines()
-    assert printed.out == ""
-    assert len(lines) == 2
-    assert "--first 5 --samples 500: no sample of the dataset's 1" in lines[0]
-    assert "cannot load the model of" in lines[1]

@@ -56,11 +56,6 @@ def test_an_answer_is_checked_not_compared(prompt: str, answer: str, expected: b
     assert is_right(prompt, answer) is expected
 
 
-def test_a_prompt_of_no_task_is_refused() -> None:
-    with pytest.raises(ValueError, match="not a prompt of a task"):
-        is_right("What is the capital of France?", "Paris")
-
-
 @pytest.mark.parametrize("task", LIMITS)
 def test_every_sample_is_right_and_no_tested_prompt_is_trained_on(task: str) -> None:
     train, test = make_samples(task, 2000, 300, seed=1)
@@ -71,19 +66,6 @@ def test_every_sample_is_right_and_no_tested_prompt_is_trained_on(task: str) -> 
     assert len({sample["prompt"] for sample in test}) == 300
 
 
-def test_a_number_repeats_only_where_there_are_too_few() -> None:
-    words, _ = make_samples("words", 9000, 1000, seed=0)
-    sums, _ = make_samples("sums", 1000, 500, seed=0)
-
-    assert len({sample["prompt"] for sample in words}) == 9000
-    assert len({sample["prompt"] for sample in sums}) == 500
-
-
-def test_the_seed_chooses_the_samples() -> None:
-    assert make_samples("sums", 50, 5, seed=3) == make_samples("sums", 50, 5, seed=3)
-    assert make_samples("sums", 50, 5, seed=3) != make_samples("sums", 50, 5, seed=4)
-
-
 def test_a_split_goes_to_a_file_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "new" / "numbers.jsonl"
 
@@ -92,37 +74,3 @@ def test_a_split_goes_to_a_file_beside(tmp_path: Path, capsys: pytest.CaptureFix
     assert len(capsys.readouterr().out.splitlines()) == 2
     both = read_lines(path) + read_lines(path.with_name("numbers_test.jsonl"))
     assert [set(sample) for sample in both] == [{"prompt", "completion"}] * 25
-
-
-def test_without_a_split_there_is_one_file(tmp_path: Path) -> None:
-    assert main([str(tmp_path / "numbers.jsonl"), "--samples", "3"]) == 0
-
-    assert [path.name for path in tmp_path.iterdir()] == ["numbers.jsonl"]
-
-
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        (("numbers.txt",), "must end in .jsonl, and numbers.txt does not"),
-        (("n.jsonl", "--samples", "0"), "--samples must be at least 1"),
-        (("n.jsonl", "--split", "-1"), "--split at least 0"),
-        (("n.jsonl", "--task", "sums", "--split", "1000"), "sums has 1,000"),
-        (("file/n.jsonl",), "cannot write"),
-    ],
-)
-def test_a_mistake_is_told_in_one_line(
-    options: tuple[str, ...],
-    complaint: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("file").touch()
-
-    assert main(list(options)) == 2
-
-    told = capsys.readouterr().err
-    assert complaint in told
-    assert len(told.splitlines()) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -4,8 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -27,25 +25,6 @@ def test_it_writes_a_picture_where_it_is_told(tmp_path: Path) -> None:
     result = show("--num_chunks", "2", "--no_prefetch", "--output", "schedule.svg", folder=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "1 weight slot per GPU" in (tmp_path / "schedule.svg").read_text()
-
-
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        (("--num_stages", "7"), "--num_stages 7: it must be a multiple of --num_ranks 4, such as 4 or 8"),
-        (("--num_stages", "3"), "such as 4"),
-        (("--num_ranks", "0"), "--num_ranks 0: at least 1"),
-        (("--num_chunks", "0"), "0 microbatches (--num_chunks)"),
-        (("--resident_stages", "3"), "--resident_stages 3: each GPU has 2 stages"),
-        (("--output", "schedule.gif"), "ends in .png or .svg"),
-        (("--output", "no/such/folder.png"), "No such file or directory"),
-    ],
-)
-def test_a_mistake_is_told_in_one_line(options: tuple[str, ...], complaint: str, tmp_path: Path) -> None:
-    result = show(*options, folder=tmp_path)
-    assert result.returncode == 2
-    assert complaint in result.stderr
-    assert len(result.stderr.splitlines()) == 1
 
 
 def test_resident_stages_have_no_loads(tmp_path: Path) -> None:

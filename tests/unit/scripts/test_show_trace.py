@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -47,30 +45,3 @@ def test_without_a_step_it_shows_the_second(capsys: pytest.CaptureFixture[str]) 
     show_trace.main(["trace.json"])
 
     assert capsys.readouterr().out.startswith("step 4 on cpu")
-
-
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        (("trace.json", "--step", "5"), "the trace has steps 3, 4, not step 5"),
-        (("nowhere.json",), "nowhere.json cannot be read: No such file"),
-        (("trace.json", "--output", "step.gif"), "ends in .png or .svg"),
-    ],
-)
-@pytest.mark.usefixtures("trace_folder")
-def test_a_mistake_is_told_in_one_line(
-    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], complaint: str
-) -> None:
-    code = show_trace.main(list(options))
-
-    told = capsys.readouterr().err
-    assert code == 2
-    assert complaint in told
-    assert len(told.splitlines()) == 1
-
-
-def test_it_runs_from_any_folder(trace_folder: Path) -> None:
-    command = [sys.executable, show_trace.__file__, "trace.json"]
-    result = subprocess.run(command, cwd=trace_folder, capture_output=True, text=True, check=True)
-
-    assert result.stdout.startswith("step 4 on cpu")

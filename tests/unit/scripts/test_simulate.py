@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import io
-import re
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import simulate
-from harness.forked import HANG_SECONDS
 from harness.plan_requests import find_published_shape
 
 from mobius.output.trace import read_trace
 from mobius.plan.gpu_specs import GPU_SPECS, estimate_profile
 from mobius.plan.profile import Source
 
-ROOT = Path(__file__).parents[3]
 SMALL = ["--model_path", "1b", "--batch_size", "8", "--gpus", "2", "--num_stages", "4", "--num_chunks", "4"]
 SMALL += ["--resident_stages", "0"]
 """Nothing is left to choose, which takes the most time."""
 
 Captured = pytest.CaptureFixture[str]
-
-
-def start(*arguments: str) -> subprocess.Popen[str]:
-    """The script as a process of its own."""
-    program = [sys.executable, str(ROOT / "scripts" / "simulate.py")]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([*program, *arguments], cwd=ROOT, **pipes)
 
 
 def test_the_table_has_a_row_per_combination(capsys: Captured) -> None:
@@ -42,15 +27,6 @@ def test_the_table_has_a_row_per_combination(capsys: Captured) -> None:
     assert len(rows) == 4 + 2  # the table, and per card how the layers are cut
     assert "estimated" in output
     assert errors == ""
-
-
-def test_the_path_of_a_config_json_stands_for_its_folder(capsys: Captured) -> None:
-    (folder,) = (path.parent for path in (ROOT / "assets").rglob("config.json"))
-    rows = []
-    for model in (folder, folder / "config.json"):
-        assert simulate.main([*SMALL, "--model_path", str(model)]) == 0
-        rows.append(capsys.readouterr().out)
-    assert rows[0] == rows[1]
 
 
 def test_the_options_of_a_run_count_and_a_wrong_one_is_told_as_there(capsys: Captured) -> None:
@@ -67,49 +43,6 @@ def test_the_options_of_a_run_count_and_a_wrong_one_is_told_as_there(capsys: Cap
     assert "`--num_stages` 4 is not a multiple of the number of ranks, 3" in capsys.readouterr().err
     assert simulate.main([*SMALL, "--fp32"]) == 2
     assert "no step is predicted" in capsys.readouterr().err
-
-
-def test_rows_are_said_to_be_full_where_packing_may_be_on(capsys: Captured) -> None:
-    for packing, has_content in (("auto", True), ("on", True), ("off", False), ("joined", False)):
-        assert simulate.main([*SMALL, "--packing", packing]) == 0
-        assert ("rows are planned as full" in capsys.readouterr().out) == has_content, packing
-
-
-@pytest.mark.extended  # a quarter of a minute of searches
-def test_a_reader_of_a_pipe_gets_rows_while_others_are_computed_and_ctrl_c_is_one_line() -> None:
-    models = ["1b", *["70b"] * 9]  # which take long
-    process = start("--model_path", *models, "--gpus", "2", "--num_chunks", "4")
-    assert process.stdout is not None
-    assert process.stdout.readline().split()[:3] == ["model", "GPUs", "PCIe"]
-    assert process.stdout.readline().split()[:2] == ["1b", "2"]
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=HANG_SECONDS)
-    assert re.fullmatch(r"stopped: [1-9] of 10 rows were computed\n", errors), errors
-    assert process.returncode == 130
-
-
-def test_columns_are_aligned_though_rows_are_printed_one_by_one(capsys: Captured) -> None:
-    assert simulate.main([*SMALL, "--card", "H200", "RTX4090", "--gpus", "2", "4"]) == 0
-    header, *rows = capsys.readouterr().out.splitlines()[:5]
-    assert len(rows) == 4
-    ends = [found.end() for found in re.finditer(r"\S+(?: \S+)*", header)][:-1]
-    for row in rows:
-        assert row.startswith(("   1b", "model"))
-        assert {len(row[:end].rstrip()) - end for end in ends} == {0}
-        assert {row[end] for end in ends} == {" "}
-
-
-def test_a_terminal_is_told_which_row_is_being_computed(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    assert simulate.main([*SMALL, "--card", "H200", "L20"]) == 0
-    clear = "\r\033[K"
-    assert terminal.getvalue() == (f"{clear}row 1 of 2: 1b on 2 x H200{clear}{clear}row 2 of 2: 1b on 2 x L20{clear}")
-    assert "row 1" not in capsys.readouterr().out
 
 
 def test_a_machine_that_is_too_small_is_a_line_beside_those_that_are_not(capsys: Captured) -> None:

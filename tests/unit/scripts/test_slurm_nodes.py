@@ -87,18 +87,3 @@ def test_train_sh_takes_these_words(project: Path) -> None:
 def test_a_node_that_fails_ends_the_job_with_its_code(project: Path) -> None:
     assert submit(project, "run.yaml", TEST_FAILS="1").returncode == 75
     assert len(started(project)) == 1
-
-
-def test_what_cannot_be_started_is_one_message(project: Path, tmp_path: Path) -> None:
-    for words, others, told in (
-        ((), {}, "usage: sbatch scripts/slurm_nodes.sh CONFIG.yaml"),
-        (("--num_stages", "4"), {}, "usage: sbatch"),
-        (("run.yaml",), {"SLURM_JOB_ID": ""}, "usage: sbatch"),
-        (("run.yaml",), {"SLURM_SUBMIT_DIR": str(tmp_path)}, f"{tmp_path} is not the project's folder"),
-        (("run.yaml",), {"SLURM_JOB_NODELIST": "other"}, "scontrol names no nodes of this job (other)"),
-    ):
-        result = submit(project, *words, **others)
-        assert result.returncode == 2, (words, others)
-        assert result.stderr.startswith(told), result.stderr
-        assert len(result.stderr.splitlines()) == 1
-    assert not started(project)

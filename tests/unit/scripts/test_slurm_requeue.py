@@ -116,14 +116,6 @@ def test_before_the_limit_the_run_saves_and_the_job_is_queued_again(job: Job) ->
     assert "job 77 is queued again" in told
 
 
-def test_a_further_signal_leaves_the_run_to_save(job: Job) -> None:
-    job.write("trap 'echo heard >>calls; sleep 1.2; save 7; exit 130' TERM; waits")
-
-    code, _ = job.signalled_turn(signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1)
-
-    assert (code, job.calls) == (0, ["train.sh run.yaml", "heard", "scontrol requeue 77"])
-
-
 @pytest.mark.parametrize("ending", ["", ".partial", ".replaced"])
 def test_a_turn_goes_on_where_there_is_a_checkpoint(job: Job, ending: str) -> None:
     """Also where a kill came before it had its name: the run settles that."""
@@ -133,16 +125,6 @@ def test_a_turn_goes_on_where_there_is_a_checkpoint(job: Job, ending: str) -> No
     job.turn("--num_stages", "4")
 
     assert job.calls == ["train.sh run.yaml --num_stages 4 --resume_from_checkpoint true"]
-
-
-@pytest.mark.parametrize("ending", [".partial", ".removed"])
-def test_what_a_killed_save_left_is_no_checkpoint(job: Job, ending: str) -> None:
-    job.write("model")
-    job.checkpoint(7, text="" if ending == ".partial" else "{}", ending=ending)
-
-    job.turn()
-
-    assert job.calls == ["train.sh run.yaml"]
 
 
 @pytest.mark.parametrize(
@@ -172,13 +154,6 @@ def test_a_run_whose_time_is_over_is_queued_again_until_it_has_a_result(job: Job
 
     assert turns == [0, 0]
     assert job.calls == ["train.sh run.yaml", "scontrol requeue 77", "train.sh run.yaml --resume_from_checkpoint true"]
-
-
-def test_an_evaluation_alone_is_done_when_it_ends(job: Job) -> None:
-    job.write("true", "val_size: 5\ndo_train: false\ndo_eval: true\n")
-
-    assert job.turn()[0] == 0
-    assert job.calls == ["train.sh run.yaml"]
 
 
 def test_a_run_that_stood_still_is_queued_again(job: Job) -> None:
@@ -216,15 +191,6 @@ def test_turns_too_short_for_a_checkpoint_do_not_go_on_for_ever(job: Job) -> Non
     assert "--time" in told
 
 
-def test_a_job_that_slurm_does_not_queue_again_is_told_with_the_command_to_go_on(job: Job) -> None:
-    job.write("save 7; exit 75")
-
-    code, told = job.turn(TEST_SCONTROL="1")
-
-    assert code == 1
-    assert "To go on: sbatch scripts/slurm_requeue.sh run.yaml" in told
-
-
 @pytest.mark.parametrize("yaml", ["save_strategy: 'no'\n", "save_only_model: true\n", "num_iteration: x\n"])
 def test_a_run_that_no_turn_could_go_on_from_is_refused(job: Job, yaml: str) -> None:
     job.write("model", yaml)
@@ -234,14 +200,3 @@ def test_a_run_that_no_turn_could_go_on_from_is_refused(job: Job, yaml: str) -> 
     assert (code, job.calls) == (2, [])
     assert "Traceback" not in told
     assert yaml.split(":")[0] in told
-
-
-def test_it_is_started_by_sbatch_in_the_projects_folder(job: Job) -> None:
-    job.write("model")
-
-    without = job.turn(SLURM_JOB_ID="")
-    elsewhere = job.turn(SLURM_SUBMIT_DIR=str(job.project / "spool"))
-
-    assert (without[0], elsewhere[0], job.calls) == (2, 2, [])
-    assert "usage: sbatch" in without[1]
-    assert "is not the project's folder" in elsewhere[1]

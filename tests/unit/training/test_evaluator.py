@@ -23,8 +23,7 @@ from mobius.data.token_store import TokenizedDataset
 from mobius.errors import DataError
 from mobius.limits import max_sends_in_flight
 from mobius.memory.stage_memory import StageMemory
-from mobius.messages.transport import SingleRankTransport
-from mobius.messages.warmup_transport import WarmupTransport
+from mobius.messages.transport import SingleRankTransport, WarmupTransport
 from mobius.models.blocks import ModelParts
 from mobius.optim.adamw import FlatAdamW
 from mobius.plan.partition import balanced_partition, partition_of
