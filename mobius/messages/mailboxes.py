@@ -96,36 +96,36 @@ class Inbox:
 
 
 class SharedMemory:
-    """Host memory that two processes of one user share, mapped here until `close`.
+    """Host memory shared by two processes of one user, mapped here until `close`.
 
-    It needs no file system: neither a name nor the size limit of /dev/shm.
+    Needs no file system, and so neither a name nor the size limit of /dev/shm.
     """
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
-        """Map the memory behind `descriptor`, which is owned from now on."""
+        """Map the memory of `descriptor`, and take ownership of it."""
         self.descriptor, self.num_bytes = descriptor, num_bytes
         self._mapping = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED)
-        # Only to learn the address: an export that is still held would keep the mapping from being closed.
+        # Only to read the address: an export still held would prevent the mapping from being closed.
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
 
     @classmethod
     def create(cls, num_bytes: int) -> SharedMemory:
-        """Make zeroed memory. A page takes memory from its first use on, near who touches or page-locks it first."""
+        """Allocate zeroed memory; each page is allocated at first use, near whoever touches or page-locks it first."""
         descriptor = os.memfd_create("mobius", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, num_bytes)
         return cls(descriptor, num_bytes)
 
     @classmethod
     def open(cls, process: int, descriptor: int, num_bytes: int) -> SharedMemory:
-        """Map memory that another process has created and still holds open under `descriptor`; raises OSError."""
+        """Map memory that another process has created and still holds open as `descriptor`; raises OSError."""
         return cls(os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC), num_bytes)
 
     def write_word(self, offset: int, value: int) -> None:
-        """Let the host write a uint32."""
+        """Write a uint32 from the host."""
         ctypes.c_uint32.from_address(self.address + offset).value = value
 
     def close(self) -> None:
-        """Unmap; nobody may use the address any more."""
+        """Unmap; the address must not be used any more."""
         self._mapping.close()
         os.close(self.descriptor)
 

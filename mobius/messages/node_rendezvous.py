@@ -1,4 +1,4 @@
-"""Lets a run's launchers, one on each node, meet before torchrun's own rendezvous: it names who is missing.
+"""Rendezvous of a run's launchers, one per node, before torchrun's own: names the nodes that are missing.
 
 torchrun's static rendezvous is silent for ten minutes and ends in a traceback that names no node. This one comes first:
 
@@ -23,31 +23,31 @@ from mobius.errors import TransportError, first_line, reason_of
 from mobius.messages.rendezvous import decode_json, encode_json, parse_value
 
 RENDEZVOUS_SECONDS: Final = 600.0
-"""As long as torchrun waits for the nodes unless `--rdzv_conf timeout=` says another time."""
+"""torchrun's time limit for all nodes, unless `--rdzv_conf timeout=` changes it."""
 _TOLD_EVERY: Final = 30.0
 _LOOK_SECONDS: Final = 0.2
 _CONNECT_SECONDS: Final = 5.0
 _LINGER_SECONDS: Final = 2.0
-"""Time that the first node, which has the store, gives the others to read why the rendezvous fails."""
+"""Time that node 0, which has the store, gives the others to read why the rendezvous fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A launcher as it describes itself to the others."""
+    """A launcher's description of itself for the other nodes."""
 
     host: str
     num_nodes: int
     num_local: int
-    """Processes that it starts (--nproc_per_node)."""
+    """Number of processes that it starts (--nproc_per_node)."""
 
 
 class NodeRendezvous:
-    """One launcher's seat among those of all nodes."""
+    """One launcher's connection to those of all nodes."""
 
     def __init__(
         self, endpoint: str, node: int, own: Node, *, seconds: float = RENDEZVOUS_SECONDS, tell: Callable[[str], None]
     ) -> None:
-        """`endpoint` is HOST:PORT of node 0. `tell` is given a line for the user every half minute of waiting."""
+        """`endpoint` is HOST:PORT of node 0. `tell` receives a line for the user every half minute of waiting."""
         host, _, port = endpoint.rpartition(":")
         self.endpoint, self._host, self._port = endpoint, host.strip("[]"), int(port)
         self._node, self._own, self._tell = node, own, tell
@@ -55,9 +55,9 @@ class NodeRendezvous:
         self._begun, self._seconds, self._told = time.monotonic(), seconds, time.monotonic()
 
     def join(self) -> Store:
-        """The store that all nodes have reached; blocks until they have.
+        """Return the store that all nodes have reached; blocks until they have.
 
-        Raises TransportError where they do not come in time, or were started in ways that do not go together.
+        Raises TransportError if nodes are missing at the time limit, or were started with options that do not match.
         """
         if self._node > 0:
             self._wait_until(
@@ -93,7 +93,7 @@ class NodeRendezvous:
             ) from error
 
     def _wait_until(self, problem_of: Callable[[], str | None], what: Callable[[str], str], advice: str) -> None:
-        """Return when there is no problem; `what` names with it who is waited for. Raises TransportError in the end."""
+        """Return when there is no problem; messages name `what` is awaited. Raises TransportError at the time limit."""
         while (problem := problem_of()) is not None:
             waited = time.monotonic() - self._begun
             if waited > self._seconds:
@@ -127,7 +127,7 @@ class NodeRendezvous:
             ) from error
 
     def _connection_problem(self) -> str | None:
-        """None if something listens at the endpoint, else the reason. torch would write to standard error itself."""
+        """Return None if something listens at the endpoint, else the reason. torch would write to standard error."""
         try:
             with socket.create_connection((self._host, self._port), timeout=_CONNECT_SECONDS):
                 return None
@@ -139,7 +139,7 @@ class NodeRendezvous:
             return reason_of(error).lower()
 
     def _missing_nodes(self, store: Store) -> str | None:
-        """`1, 3 of 4 (there are 0 (host0), 2 (host2))`; None where all are there."""
+        """Return `1, 3 of 4 (there are 0 (host0), 2 (host2))`; None if all are there."""
         numbers = range(self._own.num_nodes)
         there = [number for number in numbers if store.check([str(number)])]
         if len(there) == len(numbers):

@@ -1,7 +1,7 @@
-"""How ranks tell each other small things, and set something up together: what fails on one is called off on all.
+"""Exchange of small values between ranks, and joint setup steps: a failure on one rank cancels them on all.
 
-They tell each other JSON, through torchrun's key-value store. It listens on the network, so what comes from it is read
-as data: nothing in it is ever run.
+Values are JSON in torchrun's key-value store. The store listens on the network, so everything read from it is treated
+as data and never executed.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from mobius.log import printable
 from mobius.ranks import Ranks, master_address, num_restarts
 
 JsonValue: TypeAlias = "bool | int | float | str | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
-"""A value that a rank may tell: JSON's. Numbers are finite, names are texts, and a tuple arrives as a list; bytes go as
-the text `bytes.hex()` gives. Whoever gathers anything else makes it of these, and reads it with `parse_value`."""
+"""A value that ranks exchange, as JSON: numbers are finite, names are strings, a tuple arrives as a list, bytes are
+sent as `bytes.hex()`. Senders of other types convert them; receivers use `parse_value`."""
 
 TIMEOUT = timedelta(minutes=10)
-"""For one answer of the slowest rank at a store."""
+"""Time limit for the slowest rank's answer at a store."""
 _SHORT: Final = timedelta(seconds=3)
 _LOOK_SECONDS: Final = 1.0
 _FAILURE_KEY: Final = "word"
-"""Key of what the first that ended has said."""
+"""Key of the first failure message."""
 
 _Read = TypeVar("_Read")
 
 
 def encode_json(value: JsonValue) -> str:
-    """The JSON of a value, in ASCII."""
+    """Return the value as JSON, in ASCII."""
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
 def decode_json(text: bytes, *, by: int) -> Any:
-    """The value that rank `by` told in `text`; raises TransportError if it is no JSON."""
+    """Return the value that rank `by` sent as `text`; raises TransportError if it is not JSON."""
     return parse_value(text, lambda told: json.loads(told.decode()), by=by)
 
 
 def parse_value(told: Any, read: Callable[[Any], _Read], *, by: int) -> _Read:
-    """`read(told)`; raises TransportError, which names rank `by`, where `told` has not the form that `read` expects."""
+    """Return `read(told)`; raises TransportError that names rank `by` if `told` has an unexpected form."""
     try:
         return read(told)
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError) as error:
@@ -60,43 +60,42 @@ def parse_value(told: Any, read: Callable[[Any], _Read], *, by: int) -> _Read:
 
 
 def parse_values(gathered: Sequence[Any], read: Callable[[Any], _Read]) -> list[_Read]:
-    """Each rank's answer, read by `parse_value`."""
+    """Return each rank's value, read by `parse_value`."""
     return [parse_value(told, read, by=rank) for rank, told in enumerate(gathered)]
 
 
 def parse_count(told: Any) -> int:
-    """A whole number of at least 0; raises ValueError for anything else."""
+    """Return an integer of at least 0; raises ValueError for anything else."""
     if type(told) is not int or told < 0:
         raise ValueError(f"{told!r:.40} is no whole number of at least 0")
     return told
 
 
 def parse_counts(told: Any) -> tuple[int, ...]:
-    """The numbers of a list, each as in `parse_count`."""
+    """Return the numbers of a list, each as in `parse_count`."""
     if type(told) is not list:
         raise TypeError(f"{type(told).__name__} instead of a list")
     return tuple(map(parse_count, told))
 
 
 class Rendezvous:
-    """One rank's seat among all ranks, which make the same calls in the same order.
+    """One rank's connection to all ranks, which make the same calls in the same order.
 
-    They meet at a store, before they have process groups. It has no time-out that runs while nobody asks, so that long
-    work may lie between two calls.
+    Uses a store, before there are process groups. No time limit runs between two calls, which may be far apart.
     """
 
     def __init__(self, store: Store, *, rank: int, num_ranks: int, failure_store: Store | None = None) -> None:
-        """`words` is where those who end leave a word (`post_failure`), if that is not `store`."""
+        """`failure_store` holds the message of `post_failure`, if it is not `store`."""
         self.rank, self.num_ranks = rank, num_ranks
         self._failure_store = failure_store or store
-        # A process may meet more than once, and must not read what was told at an earlier meeting.
+        # A process may connect more than once, and must not read values of an earlier connection.
         meeting = store.add(f"mobius/{rank}", 1)
         self._store, self._num_gathered = PrefixStore(f"mobius/{meeting}", store), 0
 
     def gather(self, value: JsonValue) -> list[Any]:
-        """Every rank's value, as it is after JSON, in the order of ranks; blocks until all have given theirs.
+        """Return every rank's value, after JSON, in rank order; blocks until all have sent theirs.
 
-        Raises TransportError if a rank is gone or does not answer in time, or what it told is no JSON.
+        Raises TransportError if a rank is gone or does not answer in time, or its value is not JSON.
         """
         number = self._num_gathered
         self._num_gathered += 1
@@ -115,7 +114,7 @@ class Rendezvous:
         return values
 
     def _wait_for(self, number: int, rank: int) -> None:
-        """Return when rank `rank` has told its value; raises TransportError if it never will, or is late."""
+        """Return when rank `rank` has sent its value; raises TransportError if it failed or is late."""
         limit = self._store.timeout.total_seconds()  # type: ignore[attr-defined]
         end = time.monotonic() + limit
         while not self._store.check([f"{number}/{rank}"]):
@@ -127,8 +126,8 @@ class Rendezvous:
                     f"the launcher's store ({self.num_ranks - len(silent)} of {self.num_ranks} did). What it prints "
                     "tells whether it hangs, is slower than that, or never started."
                 )
-            with contextlib.suppress(DistStoreError):  # the time is over
-                # A time-out below a millisecond means none to torch.
+            with contextlib.suppress(DistStoreError):  # timed out
+                # torch reads a time-out below a millisecond as none.
                 self._store.wait([f"{number}/{rank}"], timedelta(seconds=min(max(left, 0.01), _LOOK_SECONDS)))
                 return
             if self._failure_store.check([_FAILURE_KEY]):
@@ -137,24 +136,24 @@ class Rendezvous:
 
 
 def post_failure(ranks: Ranks, text: str) -> None:
-    """Tell the ranks of other nodes, which may wait at the store, why this one ends. Nothing is raised."""
+    """Post why this rank ends for the ranks of other nodes, which may wait at the store; raises nothing."""
     with contextlib.suppress(OSError, RuntimeError, ValueError):
         with socket.create_connection(master_address(), timeout=_SHORT.total_seconds()):
-            pass  # torch would write to standard error that nobody is there
+            pass  # torch would write to standard error if nobody listens
         store, _, _ = next(rendezvous("env://", ranks.rank, ranks.num_ranks, timeout=_SHORT))
         post_failure_at(store, num_restarts(), f"rank {ranks.rank} ({socket.gethostname()}) has ended: {text}")
 
 
 def post_failure_at(store: Store, restarts: int, text: str) -> None:
-    """Leave a word for all who wait at the launcher's store since that many restarts; the first one stays."""
+    """Post a message for all who wait at the launcher's store since that restart; the first one is kept."""
     with contextlib.suppress(RuntimeError):
         PrefixStore(f"start {restarts}", store).compare_set(_FAILURE_KEY, "", text)
 
 
 def open_store(rank: int, num_ranks: int) -> Store:
-    """The store that the launcher's MASTER_ADDR and MASTER_PORT name; raises TransportError.
+    """Return the store at the launcher's MASTER_ADDR and MASTER_PORT; raises TransportError.
 
-    torchrun may keep one store when it starts the ranks again: what was told there before is out of sight.
+    torchrun may reuse one store when it restarts the ranks: earlier values are hidden.
     """
     try:
         store, _, _ = next(rendezvous("env://", rank, num_ranks, timeout=TIMEOUT))
@@ -165,20 +164,20 @@ def open_store(rank: int, num_ranks: int) -> Store:
 
 
 def open_watchdog_store(ranks: Ranks) -> Store:
-    """A connection of its own for the watchdog's thread; raises TransportError."""
+    """Return a separate connection for the watchdog's thread; raises TransportError."""
     return PrefixStore("watchdog", open_store(ranks.rank, ranks.num_ranks))
 
 
 def join_run(ranks: Ranks) -> Rendezvous:
     """Connect to the launcher's store; raises TransportError.
 
-    Process groups that are made later use the same store, under other keys.
+    Process groups created later use the same store, under other keys.
     """
     return Rendezvous(open_store(ranks.rank, ranks.num_ranks), rank=ranks.rank, num_ranks=ranks.num_ranks)
 
 
 def join_pipeline(ranks: Ranks) -> Rendezvous:
-    """Connect to the launcher's store, to meet the ranks of the own pipeline by their places; raises TransportError."""
+    """Connect to the launcher's store, with the ranks of this pipeline by position; raises TransportError."""
     failure_store = store = open_store(ranks.rank, ranks.num_ranks)
     if ranks.num_replicas > 1:
         store = PrefixStore(f"replica {ranks.replica}", store)
@@ -186,7 +185,7 @@ def join_pipeline(ranks: Ranks) -> Rendezvous:
 
 
 def join_node(ranks: Ranks) -> Rendezvous:
-    """Connect to the launcher's store, to meet the ranks of the own node by their numbers there; as `join_pipeline`."""
+    """Connect to the launcher's store, with the ranks of this node by local rank; as `join_pipeline`."""
     store = open_store(ranks.rank, ranks.num_ranks)
     meeting = PrefixStore(f"node {ranks.node}", store)
     return Rendezvous(meeting, rank=ranks.local_rank, num_ranks=ranks.num_local, failure_store=store)
@@ -194,19 +193,19 @@ def join_node(ranks: Ranks) -> Rendezvous:
 
 @dataclass(frozen=True)
 class StepsResult:
-    """The result of steps that were taken together, the same on all ranks."""
+    """Result of joint steps, the same on all ranks."""
 
     gathered: list[Any]
-    """The last step's value of each rank; empty after a problem."""
+    """Each rank's value of the last step; empty after a problem."""
     problem: str | None = None
-    """The first rank's, where a step failed on some; no step after it was taken."""
+    """Problem of the first rank that failed, if any; later steps did not run."""
 
 
 def run_steps_together(meeting: Rendezvous, steps: Sequence[Callable[[list[Any]], JsonValue]]) -> StepsResult:
-    """Take each of `steps` on all ranks before the next one; collective.
+    """Run each of `steps` on all ranks before the next one; collective.
 
-    A step is given the answers of all ranks to the one before it, as they are after JSON. OSError and RuntimeError are
-    problems, which end it on all ranks; anything else is raised.
+    A step receives all ranks' results of the previous one, after JSON. OSError and RuntimeError are problems, which end
+    the steps on all ranks; anything else is raised.
     """
     gathered: list[Any] = []
     for step in steps:

@@ -132,12 +132,12 @@ class SingleRankTransport:
 
 
 class WarmupTransport:
-    """Plays a rank's step once without its neighbours, before the first real one.
+    """Plays one step of a rank without its neighbours, before the first real one.
 
-    It takes memory as the real transport does, but every message is zeros and none leaves the rank. A receive that is
-    posted ahead occupies the GPU until its message comes. While it does, whatever has to wait for an idle device may
-    wait forever: loading a kernel's code at its first use, or growing the memory pool. After a rehearsal both have
-    happened, and a step that does not fit into memory has failed where every rank can still say so.
+    Takes memory as the real transport does, but every message is zeros and none leaves the rank. A posted receive
+    occupies the GPU until its message arrives. Until then, anything that waits for an idle device may hang: loading a
+    kernel at its first use, or growing the memory pool. After a rehearsal both have happened, and a step that does not
+    fit into memory has failed while every rank can still report it.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class WarmupTransport:
     ) -> None:
         """`shape` and `dtype` are those of every activation and activation gradient.
 
-        `max_pending_sends` is the number of messages that the real transport keeps at most, and so are kept here.
+        `max_pending_sends` is the maximum number of sent tensors that the real transport holds.
         """
         self.rank = rank
         self._device, self._shape, self._dtype = device, shape, dtype
@@ -159,7 +159,7 @@ class WarmupTransport:
         return self._posted[source].popleft()
 
     def send(self, tensor: Tensor, target: int) -> None:
-        """Hold the tensor until as many others are behind it, as one that may still be on its way is held."""
+        """Hold the tensor until `max_pending_sends` later ones are sent, as the real transport may."""
         self._sent.append(tensor)
 
     def finish_step(self) -> None:

@@ -1,14 +1,14 @@
-"""Owns the words of the schedule: what one rank does at one point of a step, and its five-field text form.
+"""Actions of the schedule: one step of one rank's work, and its five-field text form.
 
 {action} {source_stage} {my_stage} {target_stage} {microbatch}      -1 where a field does not apply
 
-forward_first -1 0 1 0            stage 0 computes microbatch 0 and hands its activation to stage 1
-backward_first 1 0 -1 0           stage 0 gets the activation gradient of microbatch 0 from stage 1
-evaluate_last 2 3 -1 0            stage 3 of 4 makes the loss of microbatch 0, and no backward follows
-load -1 3 -1 -1                   the weights of stage 3 start their way into a GPU slot
-load_gradient_sums -1 3 -1 -1     gradients of stage 3, summed over earlier rounds, start their way back to the GPU
+forward_first -1 0 1 0            stage 0 computes microbatch 0 and sends its activation to stage 1
+backward_first 1 0 -1 0           stage 0 receives the activation gradient of microbatch 0 from stage 1
+evaluate_last 2 3 -1 0            stage 3 of 4 computes the loss of microbatch 0, without backward
+load -1 3 -1 -1                   starts copying the weights of stage 3 to a GPU slot
+load_gradient_sums -1 3 -1 -1     starts copying gradients of stage 3, summed over earlier rounds, to the GPU
 recompute_kv -1 1 -1 2            stage 1 recomputes keys and values of slice 2, for the backward of its sequence
-offload_activations -1 1 -1 0     what backward needs of microbatch 0's forward in stage 1 starts its way to the host
+offload_activations -1 1 -1 0     starts copying the saved activations of microbatch 0 in stage 1 to the host
 """
 
 from dataclasses import dataclass
@@ -28,17 +28,17 @@ class ActionKind(StrEnum):
     BACKWARD_MIDDLE = "backward_middle"
     BACKWARD_LAST = "backward_last"
     RECOMPUTE_KV = "recompute_kv"
-    """A slice's keys and values are made anew in each layer of the stage, before its sequence's backward begins."""
+    """Recompute a slice's keys and values in each layer of the stage, before its sequence's backward."""
     LOAD = "load"
     OFFLOAD = "offload"
     LOAD_GRADIENT_SUMS = "load_gradient_sums"
-    """Gradients that a stage's earlier microbatches have added up come back from the host, to go on with."""
+    """Copy a stage's unfinished gradient sums from the host to the GPU, to continue them."""
     OFFLOAD_GRADIENT_SUMS = "offload_gradient_sums"
-    """Gradients that have been added up so far go to the host, for another round of the step to go on with."""
+    """Copy a stage's unfinished gradient sums to the host, until another round of the step continues them."""
     OFFLOAD_ACTIVATIONS = "offload_activations"
-    """Inputs of the stage's layers, which a microbatch's forward leaves for its backward, go to the host."""
+    """Copy the layer inputs that a microbatch's forward saves for backward to the host."""
     PREFETCH_ACTIVATIONS = "prefetch_activations"
-    """They come back to the GPU."""
+    """Copy them back to the GPU."""
 
     @property
     def is_forward(self) -> bool:
@@ -54,7 +54,7 @@ class ActionKind(StrEnum):
 
     @property
     def runs_on_compute_lane(self) -> bool:
-        """Whether it is on the compute lane, weights at hand: forward, backward, or recomputed keys and values."""
+        """Whether it computes with loaded weights: forward, backward, or recomputed keys and values."""
         return self.is_forward_or_backward or self is ActionKind.RECOMPUTE_KV
 
     @property
@@ -87,10 +87,10 @@ class Action:
     microbatch: int | None = None
 
     def __str__(self) -> str:
-        """Short name of the grid, the picture and the trace.
+        """Short name in the grid, the picture and the trace.
 
-        `F4.1`, `B4.1`, `L4`, `O4`, `LS4` and `OS4` for gradient sums, `S4.1` and `T4.1` for activations that are
-        offloaded and prefetched, `K4.1` for recomputed keys and values, `D0`.
+        `F4.1`, `B4.1`, `L4`, `O4`, `LS4` and `OS4` for gradient sums, `S4.1` and `T4.1` for offloaded and prefetched
+        activations, `K4.1` for recomputed keys and values, `D0`.
         """
         letter = _LETTERS.get(self.kind, "F" if self.kind.is_forward else "B")
         return f"{letter}{self.stage}" if self.microbatch is None else f"{letter}{self.stage}.{self.microbatch}"

@@ -1,8 +1,8 @@
-"""Owns when the inputs of a stage's layers go to the host and come back: a pass over all actions of one rank.
+"""Decides when activations are offloaded and prefetched: a pass over all actions of one rank.
 
-Between forward and backward a stage keeps the inputs of its layers, from which backward recomputes. Those of a stage
-with offloaded activations wait on the host: each microbatch's leave after its forward and come back under the compute
-action before its backward. So at most two microbatches are on their way in either direction, however long a round is.
+Between forward and backward a stage saves the inputs of its layers, from which backward recomputes. A stage with
+offloaded activations stores them on the host: each microbatch's copy starts after its forward, and the copy back runs
+during the compute action before its backward. So at most two microbatches are in flight per direction.
 
     rank 0 of 2, stages 0 and 2, of which stage 0 offloads activations, three microbatches:
 
@@ -10,17 +10,17 @@ action before its backward. So at most two microbatches are on their way in eith
     offload        S0.0 S0.1 S0.2
     prefetch                                            T0.0 T0.1 T0.2
 
-Of some microbatches, as many in each round as the plan says, not only the inputs go but all that matrix products need
-(`offloads_all`): these are not run again. They are spread evenly over the round, because their copies take longer than
-a forward computes, and those of the others less. A copy then has the time of as many computations as lie between two of
-them (`copy_lookahead`), and a prefetch stands so many before its backward.
+For some microbatches of each round, as many as the plan says, all inputs of backward are offloaded (`offloads_all`), so
+that matrix products are not repeated. They are spread evenly over the round, because their copies take longer than a
+forward computes, and the other copies less. A copy may then take as many compute actions as lie between two of them
+(`copy_lookahead`), and a prefetch starts that many actions before its backward.
 
     four of ten       0  1 [2] 3 [4] 5  6 [7] 8 [9]
 
-Where sequences are cut into slices, keys and values are made anew from what was offloaded, which comes back for that
-too; it stays on the host until it comes for the backward. That of the last slice comes once, for its backward follows.
+With sliced sequences, keys and values are recomputed from the offloaded inputs, which are prefetched for that and again
+for the backward. The last slice's are prefetched once, because its backward follows at once.
 
-The model's last stage turns each microbatch round at once, and offloads nothing.
+The model's last stage runs backward right after each forward, and offloads nothing.
 """
 
 from collections import deque
@@ -29,19 +29,19 @@ from collections.abc import Collection, Sequence
 from mobius.schedule.action import Action, ActionKind
 
 MAX_COPY_LOOKAHEAD = 8
-"""Computations under which a copy may run, at most: inputs of so many microbatches wait on the GPU for their turn."""
+"""Maximum compute actions that a copy may span; the inputs of this many microbatches stay on the GPU meanwhile."""
 
 
 def offloads_all(microbatch: int, *, microbatches_per_round: int, number: int) -> bool:
-    """Whether a microbatch is one of the `number` of its round whose products are offloaded, too."""
+    """Return whether this microbatch is one of the `number` per round whose products are offloaded too."""
     place = microbatch % microbatches_per_round
     return (place + 1) * number // microbatches_per_round > place * number // microbatches_per_round
 
 
 def copy_lookahead(microbatches_per_round: int, number: int) -> int:
-    """Computations under which a microbatch may leave, or come back: the distance of those that go whole.
+    """Return the compute actions that a copy may span: the distance of microbatches that offload products.
 
-    `number` of a round do. Copies take turns, so that what is copied behind a long one may have to wait for it.
+    `number` of a round do. Copies run one after the other, so a copy after a long one may have to wait for it.
     """
     return min(MAX_COPY_LOOKAHEAD, -(-microbatches_per_round // number)) if number else 1
 
@@ -49,17 +49,17 @@ def copy_lookahead(microbatches_per_round: int, number: int) -> int:
 def add_activation_offloads(
     actions: Sequence[Action], offloaded_activation_stages: Collection[int], *, num_slices: int = 1, lookahead: int = 1
 ) -> list[Action]:
-    """Add to `actions`, those of one rank, an offload and a prefetch of activations.
+    """Add an offload and a prefetch of activations to `actions`, those of one rank.
 
-    Each microbatch of the stages in `offloaded_activation_stages` has both.
-    A prefetch stands before the compute action that is `lookahead` of its backward, but never before an offload: with
-    the prefetch, the memory of those that are leaving is given back.
+    Each microbatch of the stages in `offloaded_activation_stages` gets both. A prefetch is placed before the compute
+    action `lookahead` actions ahead of its backward, but never before an offload, because a prefetch frees the memory
+    of pending offloads.
     """
     result: list[Action] = []
     places = deque[int](maxlen=lookahead)
-    """Indices of the last compute actions."""
+    """Indices of the latest compute actions."""
     floor = 0
-    """Index after the last offload."""
+    """Index after the latest offload."""
     for action in actions:
         if action.stage in offloaded_activation_stages and _needs_prefetch(action, num_slices):
             at = max(floor, places[0] if places else 0)
@@ -76,7 +76,7 @@ def add_activation_offloads(
 
 
 def _needs_prefetch(action: Action, num_slices: int) -> bool:
-    """Whether offloaded activations come back for `action`."""
+    """Whether `action` needs a prefetch of offloaded activations."""
     if not action.kind.is_backward or action.microbatch is None:
         return action.kind is ActionKind.RECOMPUTE_KV
     is_there = num_slices > 1 and (action.microbatch + 1) % num_slices == 0

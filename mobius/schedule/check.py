@@ -39,12 +39,12 @@ class Rule(StrEnum):
     """A streamed stage is offloaded after its last backward and not loaded again in the step. Until then its gradient
     sums are on the host, or on the GPU when a backward adds to them. At most two stages have sums on the GPU."""
     SLICES = "slices"
-    """Slices of a sequence go forward in their order and backward in reverse. Before its first backward in a stage,
-    keys and values of all its slices are made anew, once and in order; the model's last stage still has them."""
+    """Slices of a sequence run forward in order and backward in reverse. Before the first backward in a stage, keys and
+    values of all slices are recomputed, once and in order, except in the model's last stage."""
     OFFLOAD_ACTIVATIONS = "offload_activations"
-    """Offloaded activations go to the host after their forward and come back before their backward, into a place that
-    is free; no more microbatches have come back and wait than `Schedule.copy_lookahead` allows. Other stages have
-    neither copy."""
+    """Offloaded activations are copied to a free host region after their forward and back before their backward. At
+    most as many microbatches as `Schedule.copy_lookahead` allows are prefetched early. Other stages have neither
+    copy."""
     DEADLOCK = "deadlock"
     """All ranks reach the end of their lists."""
 

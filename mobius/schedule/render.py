@@ -1,4 +1,4 @@
-"""Owns the text grid of a schedule, for terminals and error messages. Its picture is output/schedule_picture.py's.
+"""Text grid of a schedule, for terminals and error messages; output/schedule_picture.py draws the picture.
 
 The grid shows order, not seconds (`scripts/simulate.py` predicts those): computations take one or two slots and wait
 for their messages; a copy is shown in the slot in which its rank starts it, after earlier copies of its lane.
@@ -34,9 +34,9 @@ class ActionSpan:
 def place_actions(
     schedule: Schedule, *, forward_slots: int = 1, backward_slots: int = 2
 ) -> tuple[tuple[ActionSpan, ...], ...]:
-    """Spans of every rank in the order of its actions; `schedule` must have passed `check`.
+    """Return the spans of every rank in the order of its actions; `schedule` must have passed `check`.
 
-    A copy takes one slot. Generating the batch, and an offload that drops weights without gradients, take none.
+    A copy takes one slot. Loading the batch, and an offload that drops weights without gradients, take none.
     """
     spans: list[list[ActionSpan]] = [[] for _ in range(schedule.num_ranks)]
     lane_ends = [dict.fromkeys(Lane, 0) for _ in range(schedule.num_ranks)]
@@ -62,11 +62,11 @@ def place_actions(
 
 
 def render_text(schedule: Schedule, failed: tuple[int, int] | None = None, *, line_width: int = 160) -> str:
-    """The grid: ranks are rows, slots are columns (`place_actions`), copies have rows of their own by lane.
+    """Return the grid: ranks are rows, slots are columns (`place_actions`), copies have separate rows per lane.
 
-    `.` is an idle GPU. Grids wider than `line_width` go on below.
-    `failed` is (rank, index into `schedule.actions[rank]`): that action is put between `>` and `<`, its row marked, and
-    its text form added under the grid.
+    `.` is an idle GPU. Grids wider than `line_width` continue below. `failed` is (rank, index into
+    `schedule.actions[rank]`): that action is enclosed in `>` and `<`, its row is marked, and its text form follows the
+    grid.
     """
     timeline = place_actions(schedule)
     failed_span = None if failed is None else timeline[failed[0]][failed[1]]
@@ -94,7 +94,7 @@ def render_text(schedule: Schedule, failed: tuple[int, int] | None = None, *, li
 
 
 def _lanes(schedule: Schedule, rank: int) -> list[Lane]:
-    """The lanes on which the rank has anything to do."""
+    """Return the lanes that the rank uses."""
     moves = [Lane.LOAD, Lane.OFFLOAD] if schedule.streamed_stages(rank) else []
     offloads_activations = (
         schedule.offloaded_activation_stages.intersection(schedule.local_stages(rank)) and not schedule.is_evaluation
@@ -112,10 +112,10 @@ def _columns(slots: range, cell: int) -> slice:
 
 
 def _draw_row(spans: list[ActionSpan], failed_span: ActionSpan | None, cell: int, duration: int, lane: Lane) -> str:
-    """One lane of one rank over the whole step, `cell` characters per time slot."""
+    """Return one lane of one rank over the whole step, `cell` characters per time slot."""
     idle = "." if lane is Lane.COMPUTE else ""
     row = idle.ljust(cell) * duration
-    # The batch takes no time and its place may be the first forward's: it is shown, on top, only when it failed.
+    # The batch takes no time and may share the first forward's slot: it is drawn, on top, only if it failed.
     for span in sorted(spans, key=lambda span: span is failed_span):
         if span.action.kind is ActionKind.GENERATE_DATA and span is not failed_span:
             continue

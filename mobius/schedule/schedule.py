@@ -36,9 +36,9 @@ class Schedule:
     offloaded_activation_stages: frozenset[int] = frozenset()
     """Stages whose layers' inputs are on the host between forward and backward."""
     num_slices: int = 1
-    """Slices of each sequence; a microbatch is a slice of some sequences, and `num_microbatches` counts all."""
+    """Slices per sequence; a microbatch is a slice of some sequences, and `num_microbatches` counts all slices."""
     num_offloaded_microbatches: int = 0
-    """Microbatches of each round whose products go to the host, so that their products are not recomputed."""
+    """Microbatches per round whose matrix products are offloaded too, and so not recomputed."""
 
     def offloads_all(self, stage: int, microbatch: int | None) -> bool:
         """Whether a microbatch's products are offloaded, and not only the inputs of the stage's layers."""
@@ -50,7 +50,7 @@ class Schedule:
 
     @property
     def copy_lookahead(self) -> int:
-        """Computations under which offloaded activations may leave, or come back."""
+        """Number of compute actions that an activation copy may span."""
         return copy_lookahead(self.microbatches_per_round, self.num_offloaded_microbatches)
 
     @property
