@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from mobius.config.cli import given_options, parse_args
-from mobius.config.config import Config, DatasetEntry, Dtype, Packing
+from mobius.config.config import BestMetric, Config, DatasetEntry, Dtype, Packing
 from mobius.config.options import options, spellings
-from mobius.config.saving_evaluation import BestMetric
 from mobius.config.yaml_file import to_yaml
 from mobius.errors import ConfigError
 

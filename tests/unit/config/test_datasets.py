@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from mobius.config.cli import parse_args
-from mobius.config.config import Config, DatasetEntry
+from mobius.config.config import Config, DatasetEntry, EvalStrategy
 from mobius.config.options import config_from, options
-from mobius.config.saving_evaluation import EvalStrategy
 from mobius.config.yaml_file import to_yaml
 from mobius.errors import ConfigError
 

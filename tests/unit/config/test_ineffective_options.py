@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from mobius.config.cli import parse_args
+from mobius.config.config import EvalStrategy
 from mobius.config.options import options
-from mobius.config.saving_evaluation import EvalStrategy
 from mobius.errors import ConfigError
 
 VAL = "--val_size 9"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mobius.config.cli import parse_args
-from mobius.config.saving_evaluation import EvalStrategy, SaveStrategy
+from mobius.config.config import EvalStrategy, SaveStrategy
 from mobius.config.validation import resolve_epochs
 from mobius.errors import ConfigError
 

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from mobius.config.cli import parse_args
-from mobius.config.config import Config, DatasetEntry, Device, Packing, Recompute
+from mobius.config.config import Config, DatasetEntry, Device, EvalStrategy, Packing, Recompute
 from mobius.config.options import OptionValue, config_from
-from mobius.config.saving_evaluation import EvalStrategy
 from mobius.config.validation import find_problems, resolve_epochs, validate
 from mobius.config.yaml_file import to_yaml
 from mobius.errors import ConfigError
