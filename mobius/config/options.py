@@ -155,6 +155,8 @@ def _read_datasets(items: list[object]) -> Datasets:
     """Datasets of a list of texts and mappings."""
     entries, problems = list[DatasetEntry](), list[str]()
     for item in items[:_MOST_ITEMS]:
+        if len(problems) >= _MOST_SHOWN:
+            break
         try:
             if not isinstance(item, str | dict):
                 raise ValueError(item)
@@ -170,7 +172,7 @@ def _read_datasets(items: list[object]) -> Datasets:
 
 def _read_dataset_mapping(keys: Mapping[object, object]) -> DatasetEntry:
     known, values, problems = dataset_spellings(), dict[str, Any](), list[str]()
-    for key, given in itertools.islice(keys.items(), _MOST_ITEMS):
+    for key, given in itertools.islice(keys.items(), 2 * len(known)):
         spelling = known.get(str(key))
         try:
             if spelling is None:

@@ -26,6 +26,7 @@ from mobius.regular_files import read_bytes
 _MOST_BYTES: Final = 1 << 18
 """Two hundred times all options; PyYAML reads it in seconds."""
 _SHOWN_OF_PATH: Final = 200
+_MOST_PROBLEMS: Final = 100
 _NOTHING: Final = ("", "~", "null", "Null", "NULL")
 """Values that are None where they stand without quotes."""
 
@@ -71,6 +72,10 @@ def read_yaml(path: str) -> OptionSource:
         result.invalid_options.update(options())
         return result
     for key, value in (root or {}).items():
+        if len(result.problems) >= _MOST_PROBLEMS:
+            result.problems.append(f"{shown_path}: the rest was not read, for there are {_MOST_PROBLEMS} problems")
+            result.invalid_options.update(options())
+            break
         result.take(str(key), value, written=f"{excerpt(str(key))}: {shown(value)}")
     return result
 
