@@ -38,7 +38,7 @@ _SHORT_MODEL_NAMES: Final[Mapping[str, str]] = {
 _METAVARS: Final[Mapping[type, str]] = {int: "INT", float: "FLOAT", DatasetEntry: "WORD"}
 _DESCRIPTION: Final = (
     "Fine-tune all parameters of a language model on one node with a few memory-limited GPUs. An option may also be "
-    "a key of a YAML file (--config); the command line goes before the file, the file before the defaults. Options "
+    "a key of a YAML file (--config); the command line overrides the file, the file the defaults. Options "
     "may be shortened while they stay unambiguous."
 )
 
@@ -181,7 +181,7 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
 
 
 def _take(result: CommandLine, option_string: str, words: list[str]) -> None:
-    """Record an option and the words behind it."""
+    """Record an option and the words after it."""
     name = option_string.removeprefix("--")
     spelling = spellings().get(name)
     if name == "help":

@@ -26,7 +26,7 @@ from mobius.config.fields import (
 )
 from mobius.config.lr_schedules import ArgumentValue, LrSchedulerType, read_arguments
 
-# What is typed is a member's name in small letters.
+# Users type a member's name in small letters.
 Dtype = StrEnum("Dtype", ["BF16", "FP16", "FP32"])
 """Number format of the working weights and activations."""
 Device = StrEnum("Device", ["AUTO", "CUDA", "CPU"])
@@ -455,10 +455,10 @@ class AdapterConfig:
     """Adapters and frozen parts"""
 
     finetuning_type: FinetuningType = option(FinetuningType.FULL, flags={"use_lora": FinetuningType.LORA})
-    """full: the model's own parameters. lora: small matrices beside its linear layers, whose own weights are frozen, so
+    """full: the model's own parameters. lora: small matrices added to its linear layers, whose weights are frozen, so
     that they take 2 bytes of CPU memory each, and no gradient or optimizer state. use_lora is short for the latter."""
     lora_rank: int = option(8, COUNT, aliases=("lora_r",), needs=(ADAPTERS,))
-    """Rank of the product that is trained beside a linear layer."""
+    """Rank of the product that is added to a linear layer."""
     lora_alpha: float = option(16.0, POSITIVE, needs=(ADAPTERS,))
     """Strength of the adapters: their output is multiplied by lora_alpha / lora_rank."""
     lora_target: str = option("all", aliases=("lora_target_modules",), needs=(ADAPTERS,))
@@ -467,7 +467,7 @@ class AdapterConfig:
     use_rslora: bool = option(False, needs=(ADAPTERS,))
     """Multiply by lora_alpha / sqrt(lora_rank), which keeps large ranks from learning more slowly."""
     additional_target: str | None = option(None, needs=(ADAPTERS,))
-    """Parts that are trained in full beside adapters, with commas: embedding, head, norms."""
+    """Parts that are trained in full, together with adapters, with commas: embedding, head, norms."""
     freeze: str | None = option(None, needs=(TRAINING, NO_ADAPTERS))
     """Parts that are not trained, though no adapters are, with commas: embedding, head, norms, layers.0-15, layers.3.
     Default: none."""
@@ -559,7 +559,7 @@ class SavingConfig:
 
     save_strategy: SaveStrategy = option(SaveStrategy.STEPS, needs=(TRAINING,))
     """When the whole state of the run is saved to save_dir/checkpoint-STEP: every save_steps, at the end of each epoch,
-    or never. Unless never, also when the run is told to end early (Ctrl-C, SIGTERM, max_run_time)."""
+    or never. Unless never, also when the run is asked to end early (Ctrl-C, SIGTERM, max_run_time)."""
     save_steps: float = option(500, Bounds(above=0, share_of="steps"), needs=(TRAINING, CHECKPOINTS, SAVE_STEPS))
     """Steps between two checkpoints: whole, or below 1 a share of all (rounded up)."""
     save_total_limit: int = option(2, NON_NEGATIVE, needs=(TRAINING, CHECKPOINTS))
@@ -574,7 +574,7 @@ class SavingConfig:
     max_run_time: float | None = option(None, POSITIVE, needs=(TRAINING,))
     """Minutes after which the run saves and ends by itself, such as a little less than what a scheduler grants."""
     watchdog_minutes: float = option(30.0, NON_NEGATIVE, needs=(LOSSES,))
-    """Minutes without any progress after which every rank tells what it does and waits for, and the run ends; 0: never.
+    """Minutes without any progress after which every rank logs what it does and waits for, and the run ends; 0: never.
     """
 
     @property
@@ -604,7 +604,7 @@ class EvaluationConfig:
     do_eval: bool = False
     """Evaluate after the last step."""
     metric_for_best_model: BestMetric = option(BestMetric.LOSS, needs=(TRAINING, EVALUATIONS))
-    """Number of the evaluations that tells which checkpoint is the best one."""
+    """Number of the evaluations that decides which checkpoint is the best one."""
     load_best_model_at_end: bool = option(False, needs=(TRAINING, COMPARED))
     """Save the weights of the best checkpoint as the result, instead of the last step's."""
     early_stopping_patience: int | None = option(None, COUNT, needs=(TRAINING, COMPARED))

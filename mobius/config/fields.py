@@ -1,4 +1,4 @@
-"""Fields of the configuration: what a default carries besides its value, namely bounds, other names, and a use.
+"""Fields of the configuration: a default with the bounds, other names and modes of its option.
 
 A section of `config.py` reads `seq_length: int = option(512, Bounds(minimum=2), aliases=("cutoff_len",))`.
 """

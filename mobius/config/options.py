@@ -211,7 +211,7 @@ def _read_pairs(given: str | Mapping[object, object], form: str, example: str) -
 
 
 def shown(value: object) -> str:
-    """What YAML made of a file, short; lists and mappings are not walked through."""
+    """A value of a YAML file, short; the items of lists and mappings are not shown."""
     return "[...]" if isinstance(value, list) else "{...}" if isinstance(value, dict) else quoted(value)
 
 

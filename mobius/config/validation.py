@@ -1,6 +1,6 @@
 """Validation of a config: each value for itself, values together, and options without effect, all problems at once.
 
-What depends on the model, the data or the machine is checked where that is known.
+Rules that depend on the model, the data or the machine are checked where those are known.
 """
 
 import errno
@@ -91,7 +91,6 @@ def find_problems(
         ((rule.names, rule.text.format_map(shown)) for rule in _RULES if rule.is_broken(o)),
         _find_size_conflicts(o),
         _find_other_conflicts(o),
-        _find_launch_conflicts(o),
         find_scheduler_conflicts(o.lr_scheduler_type, o.lr_scheduler_kwargs or (), learning_rate=o.learning_rate),
         () if o.num_train_epochs is not None else _find_step_conflicts(usable),
     )
@@ -133,8 +132,8 @@ def _value_problems(option: Option, value: OptionValue) -> list[str]:
         return [f"{place} names more than {_MOST_DATASETS} datasets; give a folder that holds the files"]
     for entry in entries:
         if option.name == "eval_dataset" and entry.weight != 1:
-            told = f"has the weight {entry.weight:g}, but each sample is evaluated once; leave the weight out"
-            found.append(f"{place} {quoted(entry.name)} {told}")
+            detail = f"has the weight {entry.weight:g}, but each sample is evaluated once; leave the weight out"
+            found.append(f"{place} {quoted(entry.name)} {detail}")
             continue
         for key, own in ((key, spelling.option) for key, spelling in dataset_spellings().items()):
             at = place if key == "path" else f"{place} {quoted(entry.name)}: its {key}"
@@ -343,24 +342,24 @@ def _find_other_conflicts(o: Any) -> _Conflicts:
         and o.eval_dataset is None
         and (name := next((n for n in evaluating if asks(n, getattr(o, n))), ""))
     ):
-        told = "has nothing to evaluate on; add --eval_dataset, or --val_size to hold samples out of the training data"
-        yield f"{name} val_size eval_dataset", f"`--{name}` {told}"
+        detail = (
+            "has nothing to evaluate on; add --eval_dataset, or --val_size to hold samples out of the training data"
+        )
+        yield f"{name} val_size eval_dataset", f"`--{name}` {detail}"
     outputs = ("save_params", "save_results", "save_dir")
     for name, other in combinations(outputs, 2):
         if PurePath(getattr(o, name)) == PurePath(getattr(o, other)):
-            told = f"are both {quoted(getattr(o, name))}; give them different names"
-            yield " ".join(outputs), f"`--{name}` and `--{other}` {told}"
+            detail = f"are both {quoted(getattr(o, name))}; give them different names"
+            yield " ".join(outputs), f"`--{name}` and `--{other}` {detail}"
             break
     for name in (word.strip() for word in (o.resume_changes or "").split(",")):
         if name and name not in options():
-            told = f"names {quoted(name)}, which is no option; name options as they are typed, without dashes"
-            yield "resume_changes", f"`--resume_changes` {told}"
+            detail = f"names {quoted(name)}, which is no option; name options as they are typed, without dashes"
+            yield "resume_changes", f"`--resume_changes` {detail}"
 
-
-def _find_launch_conflicts(o: Any) -> _Conflicts:
     if o.node_rank is not None and o.node_rank >= o.nnodes:
-        told = f"nodes are numbered from 0, and there are {o.nnodes} (`--nnodes`); use one below that"
-        yield "node_rank nnodes", f"`--node_rank` {o.node_rank}: {told}"
+        detail = f"nodes are numbered from 0, and there are {o.nnodes} (`--nnodes`); use one below that"
+        yield "node_rank nnodes", f"`--node_rank` {o.node_rank}: {detail}"
     for name in ("node_rank", "rdzv_endpoint"):
         if o.nnodes > 1 and not o.dry_run and getattr(o, name) is None:
             yield f"nnodes {name}", f"`--nnodes` {o.nnodes} needs `--{name}` on each node; add it (--help)"
@@ -373,15 +372,15 @@ def _find_step_conflicts(config: Config) -> _Conflicts:
     if optim.num_train_epochs is not None:
         length, given = "num_train_epochs", f"the {steps} steps of `--num_train_epochs` {optim.num_train_epochs:g}"
     if steps < optim.warmup_steps == int(optim.warmup_steps):
-        told = f"is more than {given}; use at most {steps}"
-        yield "warmup_steps num_iterations num_train_epochs", f"`--warmup_steps` {optim.warmup_steps:g} {told}"
+        detail = f"is more than {given}; use at most {steps}"
+        yield "warmup_steps num_iterations num_train_epochs", f"`--warmup_steps` {optim.warmup_steps:g} {detail}"
     arguments, num_warmup_steps = optim.schedule_arguments, optim.num_warmup_steps
     if problem := find_decay_conflict(arguments, num_steps=steps, num_warmup_steps=num_warmup_steps):
         yield "lr_scheduler_type lr_scheduler_kwargs warmup_steps num_iterations num_train_epochs", problem
     if any(profiled[:1]) and profiled[-1] > steps:
-        told = f"is more than the run has; use steps 1 to {steps}, or more `--{length}`"
+        detail = f"is more than the run has; use steps 1 to {steps}, or more `--{length}`"
         shown = excerpt(str(config.output.profile_steps))
-        yield "profile_steps num_iterations num_train_epochs", f"`--profile_steps` {shown} {told}"
+        yield "profile_steps num_iterations num_train_epochs", f"`--profile_steps` {shown} {detail}"
     saving, evaluation = config.saving, config.evaluation
     is_best, both = evaluation.load_best_model_at_end, (saving.save_steps, evaluation.eval_steps)
     if is_best and saving.save_strategy is SaveStrategy.STEPS and evaluation.eval_strategy is EvalStrategy.STEPS:
@@ -415,8 +414,8 @@ def infer_eval_strategy(config: Config, given: Iterable[str]) -> tuple[Config, s
         strategy, meaning = EvalStrategy.EPOCH, "at the end of each epoch and of the run"
     else:
         return config, None
-    told = f"the model is evaluated {meaning}, as with --eval_strategy {strategy}"
-    line = f"`--{source}` without `--eval_strategy`: {told}"
+    detail = f"the model is evaluated {meaning}, as with --eval_strategy {strategy}"
+    line = f"`--{source}` without `--eval_strategy`: {detail}"
     return replace(config, evaluation=replace(evaluation, eval_strategy=strategy)), line
 
 

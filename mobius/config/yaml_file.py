@@ -40,8 +40,8 @@ class _Loader(yaml.BaseLoader):
     def construct_scalar(self, node: yaml.ScalarNode) -> str | None:  # type: ignore[override]
         """Text of a value. Raises ConstructorError."""
         if not node.tag.startswith("tag:yaml.org,2002:str"):
-            told = f"the tag {excerpt(node.tag)} has no meaning here; remove it"
-            raise yaml.constructor.ConstructorError(problem=told, problem_mark=node.start_mark)
+            detail = f"the tag {excerpt(node.tag)} has no meaning here; remove it"
+            raise yaml.constructor.ConstructorError(problem=detail, problem_mark=node.start_mark)
         return None if node.style is None and node.value in _NOTHING else str(node.value)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[typing.Hashable, typing.Any]:
@@ -53,8 +53,8 @@ class _Loader(yaml.BaseLoader):
                     problem="a key must be a word", problem_mark=key_node.start_mark
                 )
             if key_node.value in keys:
-                told = f"`{excerpt(key_node.value)}` is already set; keep one"
-                raise yaml.constructor.ConstructorError(problem=told, problem_mark=key_node.start_mark)
+                detail = f"`{excerpt(key_node.value)}` is already set; keep one"
+                raise yaml.constructor.ConstructorError(problem=detail, problem_mark=key_node.start_mark)
             keys.add(key_node.value)
         return super().construct_mapping(node, deep)
 
@@ -98,21 +98,16 @@ def _read_text(path: str) -> str:
 
 
 def _parse(text: str, path: str) -> object:
-    """Texts, lists and mappings of a file; raises ConfigError with the line."""
+    """Texts, lists and mappings of a file; raises ConfigError, with the line where PyYAML names one."""
     try:
-        return yaml.load(text, _Loader)  # it makes nothing but texts
-    except yaml.reader.ReaderError as error:
-        line, reason = text.count("\n", 0, error.position), f"the character U+{error.character:04X} is not allowed"
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line if error.problem_mark else 0
-        # A context such as "while scanning a simple key" says less than the problem; the other kind belongs to it.
-        is_sentence = error.context is not None and not error.context.startswith("while ")
-        reason = f"{error.context}, {error.problem}" if is_sentence else str(error.problem)
+        return yaml.load(text, _Loader)
     except RecursionError:
         raise ConfigError(f"{path}: not valid YAML: lists or mappings are nested too deeply") from None
     except Exception as error:  # PyYAML's parts raise what comes: ValueError of a number, OverflowError of an escape
-        raise ConfigError(f"{path}: not valid YAML: {excerpt(first_line(error), 200)}") from None
-    raise ConfigError(f"{path}, line {line + 1}: not valid YAML: {excerpt(reason, 200)}")
+        mark = getattr(error, "problem_mark", None)
+        line = "" if mark is None else f", line {mark.line + 1}"
+        reason = getattr(error, "problem", None) or first_line(error)
+        raise ConfigError(f"{path}{line}: not valid YAML: {excerpt(reason, 200)}") from None
 
 
 def to_yaml(config: Config) -> str:

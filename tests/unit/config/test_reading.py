@@ -300,7 +300,7 @@ def test_a_mistake_is_one_problem_that_says_what_to_change(argv: list[str], part
         ("seed: &a [*a]", ["line 1", "not valid YAML"]),
         ("? [a]\n: b\n", ["line 1", "a key must be a word"]),
         ("seed: 1\n<<: {seed: 2}\n", ["unknown key `<<`"]),
-        ("seed: 1\ndataset: a\0b\n", ["line 2", "U+0000"]),
+        ("seed: 1\ndataset: a\0b\n", ["#x0000"]),
         ('dataset: "a\\0b"\n', ["`--dataset`", "null"]),
         (f"batch_size: {NINES}", ["...", "whole number"]),
         ("seed: 1\nlr: " + "[" * 100_000, ["nested too deeply"]),
