@@ -114,87 +114,65 @@ def _are_trackers(text: str) -> bool:
 
 # Modes without which options have no effect. `o` has the values of all options, and the run's `pipeline_size` (None:
 # not known) and `num_replicas`.
-TRAINING: Final = Need("do_train", lambda o: o.do_train, "with `--no_do_train`: nothing is trained; remove it")
+TRAINING: Final = Need("do_train", lambda o: o.do_train, "with `--no_do_train`, which trains nothing")
 LOSSES: Final = Need(
-    "do_train do_eval",
-    lambda o: o.do_train or o.do_eval,
-    "where answers are all that is asked for; remove it, or add --do_eval",
+    "do_train do_eval", lambda o: o.do_train or o.do_eval, "where only answers are generated", "add --do_eval"
 )
 CHECKPOINTS: Final = Need(
-    "save_strategy",
-    lambda o: not o.do_train or o.save_strategy != "no",
-    "with `--save_strategy no`, which saves no checkpoint; remove it, or use --save_strategy steps or epoch",
+    "save_strategy", lambda o: not o.do_train or o.save_strategy != "no", "with `--save_strategy no`"
 )
 SAVE_STEPS: Final = Need(
-    "save_strategy",
-    lambda o: not o.do_train or o.save_strategy != "epoch",
-    "with `--save_strategy epoch`; remove it, or use --save_strategy steps",
+    "save_strategy", lambda o: not o.do_train or o.save_strategy != "epoch", "with `--save_strategy epoch`"
 )
 EVAL_STEPS: Final = Need(
-    "eval_strategy",
-    lambda o: not o.do_train or o.eval_strategy != "epoch",
-    "with `--eval_strategy epoch`; remove it, or use --eval_strategy steps",
+    "eval_strategy", lambda o: not o.do_train or o.eval_strategy != "epoch", "with `--eval_strategy epoch`"
 )
 EVALUATIONS: Final = Need(
     "eval_strategy val_size eval_dataset",
     lambda o: not o.do_train or o.eval_strategy != "no",
-    "without evaluations during the training; remove it, or add --eval_strategy steps or epoch, with --eval_dataset or "
-    "--val_size",
+    "without evaluations during the training",
+    "add --eval_strategy steps or epoch, with --eval_dataset or --val_size",
 )
 COMPARED: Final = replace(EVALUATIONS, decided_by="eval_strategy", is_strict=True)
 EVALUATION_DATA: Final = Need(
     "eval_strategy eval_on_start do_eval do_predict preview",
     lambda o: o.eval_strategy != "no" or o.eval_on_start or o.do_eval or o.do_predict or o.preview is not None,
-    "where nothing is evaluated; remove it, or add --eval_strategy, --do_eval or --do_predict",
+    "where nothing is evaluated",
+    "add --eval_strategy, --do_eval or --do_predict",
 )
-ANSWERS: Final = Need(
-    "do_predict", lambda o: o.do_predict, "where no answers are generated; remove it, or add --do_predict"
-)
+ANSWERS: Final = Need("do_predict", lambda o: o.do_predict, "where no answers are generated", "add --do_predict")
 DRY_RUN: Final = Need(
-    "dry_run",
-    lambda o: o.dry_run,
-    "without `--dry_run`: a run has the ranks and GPUs that it is started with, and its plan in --save_dir",
+    "dry_run", lambda o: o.dry_run, "without `--dry_run`; a run has the ranks that it is started with"
 )
-PREVIEW: Final = Need("preview", lambda o: o.preview is not None, "without `--preview`; add that")
+PREVIEW: Final = Need("preview", lambda o: o.preview is not None, "without `--preview`", "add that")
 RESUMING: Final = Need(
     "resume_from_checkpoint",
     lambda o: o.resume_from_checkpoint is not None,
-    "without `--resume_from_checkpoint`; remove it, or add that",
+    "without `--resume_from_checkpoint`",
     is_strict=True,
 )
 ADAPTERS: Final = Need(
-    "finetuning_type",
-    lambda o: o.finetuning_type == "lora",
-    "without adapters, where all of the model is trained; add --use_lora, or remove it",
-    is_strict=True,
+    "finetuning_type", lambda o: o.finetuning_type == "lora", "without adapters", "add --use_lora", is_strict=True
 )
 NO_ADAPTERS: Final = Need(
-    "finetuning_type",
-    lambda o: o.finetuning_type != "lora",
-    "with `--finetuning_type lora`, which freezes all but adapters and --additional_target, and sums their gradients "
-    "in fp32; remove it",
-    is_strict=True,
+    "finetuning_type", lambda o: o.finetuning_type != "lora", "with `--finetuning_type lora`", is_strict=True
 )
-NOT_ON_CPU: Final = Need(
-    "device", lambda o: o.device != "cpu", "with `--device cpu`; remove one of them", is_strict=True
-)
-CROSS_MAPPING: Final = Need(
-    "cross_mapping", lambda o: o.cross_mapping, "with `--no_cross_mapping`; remove one of them", is_strict=True
-)
+NOT_ON_CPU: Final = Need("device", lambda o: o.device != "cpu", "with `--device cpu`", is_strict=True)
+CROSS_MAPPING: Final = Need("cross_mapping", lambda o: o.cross_mapping, "with `--no_cross_mapping`", is_strict=True)
 THREE_RANKS: Final = Need(
-    "",
-    lambda o: o.pipeline_size is None or o.pipeline_size * o.num_replicas > 2,
-    "with fewer than three ranks, of which no two share a link by choice; remove it",
+    "", lambda o: o.pipeline_size is None or o.pipeline_size * o.num_replicas > 2, "with fewer than three ranks"
 )
 REPLICAS: Final = Need(
     "pipeline_ranks",
     lambda o: o.pipeline_size is None or o.num_replicas > 1,
-    "with one pipeline, which sends no gradients; remove it, or see --pipeline_ranks",
+    "with one pipeline, which sends no gradients",
+    "see --pipeline_ranks",
 )
 NODES: Final = Need(
     "nnodes",
     lambda o: o.nnodes > 1 if o.dry_run else o.pipeline_size is None or o.num_replicas > 1,
-    "on one node, whose replicas share its memory; remove it, or see --nnodes",
+    "on one node, whose replicas share its memory",
+    "see --nnodes",
 )
 
 

@@ -65,6 +65,8 @@ class Need:
     """Whether the run has the mode, by an object with the values of all options as attributes (`validation.py`)."""
     otherwise: str
     """Text that completes "`--x` has no effect ..."."""
+    instead: str = ""
+    """Change that gives the option its effect, unless `otherwise` says it."""
     is_strict: bool = False
     """Whether the option in a file is an error, too, where a typed option ends the mode."""
 

@@ -113,7 +113,8 @@ def _find_ineffective_options(o: SimpleNamespace, doubtful: set[str], is_exempt:
             if need.is_met(o) or not doubtful.isdisjoint([name, *by]):
                 continue
             if need.is_strict or not is_exempt(name, by):
-                yield name, f"`--{name}` has no effect {need.otherwise}"
+                remedy = f"remove it, or {need.instead}" if need.instead else "remove it"
+                yield name, f"`--{name}` has no effect {need.otherwise}; {remedy}"
                 break
 
 
@@ -186,8 +187,7 @@ _RULES: Final = (
     _Rule(
         "num_iterations num_train_epochs",
         lambda o: o.num_iterations is not None and o.num_train_epochs is not None,
-        "`--num_iterations` {num_iterations} and `--num_train_epochs` {num_train_epochs:g} both say how long to train; "
-        "remove one of them",
+        "`--num_iterations` {num_iterations} and `--num_train_epochs` {num_train_epochs:g} both end a run; remove one",
     ),
     _Rule(
         "val_size eval_dataset",
@@ -197,8 +197,7 @@ _RULES: Final = (
     _Rule(
         "train_on_prompt mask_history",
         lambda o: o.train_on_prompt and o.mask_history,
-        "`--train_on_prompt` trains on all of a conversation and `--mask_history` on its last answer only; remove one "
-        "of them",
+        "`--train_on_prompt` trains on a whole conversation, `--mask_history` on its last answer; remove one of them",
     ),
     _Rule(
         "preview dry_run",
@@ -218,32 +217,27 @@ _RULES: Final = (
     _Rule(
         "num_slices recompute",
         lambda o: (o.num_slices or 1) > 1 and _saves_activations(o),
-        "`--num_slices` {num_slices} recomputes each slice, which `--recompute {recompute}` rules out; use --recompute "
-        "auto",
+        "`--num_slices` {num_slices} recomputes each slice, `--recompute {recompute}` does not; use --recompute auto",
     ),
     _Rule(
         "recompute use_offload resident_stages",
         lambda o: _saves_activations(o) and o.use_offload and o.resident_stages != "all",
-        "`--recompute {recompute}` needs a layer's weights until its backward, but with `--use_offload` they leave the "
-        "GPU; use --no_offload, or --recompute auto",
+        "`--recompute {recompute}` needs weights on the GPU until backward; use --no_offload, or --recompute auto",
     ),
     _Rule(
         "recompute activation_offloading",
         lambda o: _saves_activations(o) and o.activation_offloading == "on",
-        "`--activation_offloading on` sends inputs that backward recomputes from to the host, and with `--recompute "
-        "{recompute}` it does not; use --recompute auto, or --activation_offloading auto",
+        "`--activation_offloading on` needs recomputed layers, which `--recompute {recompute}` rules out; use auto",
     ),
     _Rule(
         "recompute tile_tokens",
         lambda o: _saves_activations(o) and o.tile_tokens not in ("auto", "off"),
-        "`--tile_tokens` {tile_tokens} is for layers that are recomputed, and with `--recompute {recompute}` none is; "
-        "remove one of them",
+        "`--tile_tokens` {tile_tokens} is for recomputed layers; with `--recompute {recompute}` none is; remove one",
     ),
     _Rule(
         "resident_stages use_offload",
         lambda o: o.resident_stages not in ("auto", "all") and not o.use_offload,
-        "`--resident_stages` {resident_stages} says that other stages are streamed, but with `--no_offload` all stages "
-        "stay on the GPU; remove one of them",
+        "`--resident_stages` {resident_stages} streams the other stages, `--no_offload` none; remove one of them",
     ),
     _Rule(
         "do_train do_eval do_predict",
@@ -253,8 +247,7 @@ _RULES: Final = (
     _Rule(
         "do_train resume_from_checkpoint",
         lambda o: not o.do_train and o.resume_from_checkpoint is not None,
-        "`--no_do_train` evaluates the weights of `--model_path`; name the checkpoint's folder there, not by "
-        "--resume_from_checkpoint",
+        "`--no_do_train` evaluates --model_path; give it the folder of `--resume_from_checkpoint` and leave that out",
     ),
     _Rule(
         "load_best_model_at_end save_strategy save_steps eval_strategy eval_steps",
@@ -270,8 +263,7 @@ _RULES: Final = (
     _Rule(
         "finetuning_type do_train",
         lambda o: o.finetuning_type == "lora" and not o.do_train,
-        "`--finetuning_type lora` trains adapters, which `--no_do_train` does not; remove one of them, and merge an "
-        "adapter to evaluate it (scripts/merge_adapter.py)",
+        "`--finetuning_type lora` trains, `--no_do_train` does not; merge an adapter first (scripts/merge_adapter.py)",
     ),
 )
 _CUTS: Final = (
