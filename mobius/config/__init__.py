@@ -1,1 +1,1 @@
-"""All that a run can be told: options, their reading and judging, and the command that starts it."""
+"""Configuration of a run: the table of options, their reading and validation, and the command that starts a run."""

@@ -1,31 +1,28 @@
-"""Owns reading: the command line and a YAML file become one Config, defaults < YAML < command line.
+"""The command line and a YAML file become one Config, defaults < YAML < command line; `--help` shows the table.
 
-Every source collects its problems, and one ConfigError tells all of them.
+Both sources collect their problems, and one ConfigError has all of them.
 """
 
 import argparse
 import logging
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from mobius.config.config import Config, DatasetEntry
 from mobius.config.foreign_options import foreign_option
-from mobius.config.ineffective_options import IsExempt, find_ineffective_launch_options, infer_eval_strategy
-from mobius.config.options import (
-    Option,
-    OptionSource,
-    OptionValue,
-    Spelling,
-    config_from,
-    options,
-    section_titles,
-    spellings,
+from mobius.config.options import Option, OptionValue, config_from, options, section_titles, spellings
+from mobius.config.sources import OptionSource
+from mobius.config.validation import (
+    MUTUALLY_EXCLUSIVE,
+    exempt_file_options,
+    find_ineffective_launch_options,
+    find_problems,
+    infer_eval_strategy,
 )
-from mobius.config.validation import MUTUALLY_EXCLUSIVE, find_problems
 from mobius.config.yaml_file import read_yaml
 from mobius.errors import ConfigError
 from mobius.excerpt import excerpt
@@ -39,10 +36,9 @@ _SHORT_MODEL_NAMES: Final[Mapping[str, str]] = {
     "llama-2-13b-hf": "meta-llama/Llama-2-13b-hf",
 }
 _METAVARS: Final[Mapping[type, str]] = {int: "INT", float: "FLOAT", DatasetEntry: "WORD"}
-_TRUTH: Final[Mapping[str, bool]] = {"true": True, "false": False}
 _DESCRIPTION: Final = (
     "Fine-tune all parameters of a language model on one node with a few memory-limited GPUs. An option may also be "
-    "a key of a YAML file (--config); the command line goes before the file, the file before the defaults. Options "
+    "a key of a YAML file (--config); the command line overrides the file, the file the defaults. Options "
     "may be shortened while they stay unambiguous."
 )
 
@@ -70,7 +66,7 @@ def parse_args(
     command_line = read_command_line(argv)
     if command_line.wants_help:
         if Ranks.from_environment().is_first:
-            sys.stdout.write(_help_text())
+            sys.stdout.write(_parser(for_help=True).format_help())
         raise SystemExit(0)
     config = resolve(command_line, num_ranks=num_ranks, num_nodes=num_nodes, is_without_train_sh=is_without_train_sh)
     for notice in command_line.notices:
@@ -100,16 +96,16 @@ def resolve(
         config, notice = infer_eval_strategy(config, values)
         command_line.notices += [] if notice is None else [notice]
     if not config.evaluation.do_train and "dataset" not in values and config.data.eval_dataset is not None:
-        # Nothing is trained on; rows are planned for what is judged.
+        # Nothing is trained on; rows are planned for what is evaluated.
         config = replace(config, data=replace(config.data, dataset=config.data.eval_dataset))
     # A broken value in the file does not matter to the rules where the command line replaces it.
     invalid_options = (file.invalid_options - set(command_line.values)) | command_line.invalid_options
     if config.saving.resume_from_checkpoint is not None:  # what is not given is the checkpoint's, and not known yet
         invalid_options |= options().keys() - values.keys()
-    problems = [*file.problems, *command_line.problems]
     # A dry run is one process that plans for others, and a preview trains nothing.
     is_run = not config.planning.dry_run and config.data.preview is None
     num_pipeline_ranks, num_replicas = _pipelines(config, num_ranks, num_nodes) if is_run else (None, 1)
+    problems = file.problems + command_line.problems
     problems += find_problems(
         config,
         num_ranks=num_pipeline_ranks,
@@ -126,11 +122,6 @@ def resolve(
     if problems:
         raise ConfigError(*problems, hint="Run with `--help` to see all options.")
     return config
-
-
-def exempt_file_options(typed: Collection[str]) -> IsExempt:
-    """Excuse of options of a file that have no effect in a mode that is `typed`."""
-    return lambda option, mode_options: option not in typed and any(name in typed for name in mode_options)
 
 
 def _pipelines(config: Config, num_ranks: int | None, num_nodes: int) -> tuple[int | None, int]:
@@ -158,130 +149,121 @@ def _file_of(command_line: CommandLine) -> OptionSource:
     return read_yaml(command_line.config_path) if command_line.config_path is not None else OptionSource()
 
 
+class _Record(argparse.Action):
+    """Collects options and their words in the order in which they come; no mistake hides another one."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        """Append the option as it was given, and its words."""
+        words = values if isinstance(values, list) else [] if values is None else [values]
+        namespace.given.append((option_string, [word.removeprefix("=") for word in words]))
+
+
 def read_command_line(argv: Sequence[str]) -> CommandLine:
     """The typed options and what is wrong with them; reads no file and raises nothing."""
-    result = CommandLine()
-    typed, words = "", list[str]()
+    parser, unknown, tokens = _parser(), set[str](), list[str]()
     for token in argv:
-        if re.match(r"--?[A-Za-z]", token):
-            _put(result, typed, words)
-            typed, words = token, []
-        else:
-            words.append(token)
-    _put(result, typed, words)
+        if not re.match(r"--?[A-Za-z]", token):
+            tokens.append(f"={token}")  # so that argparse takes neither `-1e-5` nor `--` for an option
+            continue
+        typed, equals, word = token.partition("=")
+        meant = ["help"] if typed == "-h" else _meant_names(typed) if typed.startswith("--") else []
+        name = f"--{meant[0]}" if len(meant) == 1 else typed
+        if len(meant) != 1 and name not in unknown:
+            parser.add_argument(name, nargs="*", action=_Record)
+            unknown.add(name)
+        tokens.append(f"{name}=={word}" if equals else name)
+    found, strays = parser.parse_known_args(tokens, argparse.Namespace(given=[]))
+    result = CommandLine()
+    for option_string, words in found.given:
+        _take(result, option_string, words)
+    result.problems += [f"`{excerpt(word.removeprefix('='))}` belongs to no option" for word in strays]
     return result
 
 
-def _put(result: CommandLine, token: str, words: Sequence[str]) -> None:
-    """Record an option as it was typed and the words behind it; an empty token stands before the first option."""
-    typed, equals, value = token.lstrip("-").partition("=")
-    given = [value, *words] if equals else [*words]
-    name = _full_name(token, typed, result, given) if token else ""
-    if name is None:
-        return
+def _take(result: CommandLine, option_string: str, words: list[str]) -> None:
+    """Record an option and the words after it."""
+    name = option_string.removeprefix("--")
     spelling = spellings().get(name)
-    is_flag = name == "help" or (spelling is not None and spelling.is_flag)
-    if spelling is not None and spelling.option.is_list:
-        most = 1 if equals else len(given)
-    elif is_flag:  # Trainer's flags take one
-        most = 1 if given and name != "help" and given[0].lower() in _TRUTH else 0
-    else:
-        most = 1 if name else 0
-    if is_flag and equals and not most:
-        result.problems.append(f"`{excerpt(token)}`: a flag takes no value; write --{name} or leave it out")
-        return
-    for word in given[most:]:
-        result.problems.append(
-            f"`{excerpt(word)}` belongs to no option; flags take no value, their opposite is another flag "
-            "(--use_prefetch, --no_prefetch)"
-        )
-    given = given[:most]
     if name == "help":
         result.wants_help = True
-    elif name == "config" and not given:
+    elif name == "config" and not words:
         result.problems.append("`--config` has no value; a YAML file is needed")
     elif name == "config":
-        result.config_path = given[0]
-    elif spelling is not None:
-        _put_value(result, spelling, given)
-
-
-def _put_value(result: CommandLine, spelling: Spelling, words: Sequence[str]) -> None:
-    """Record an option's value; there are no words where it is missing."""
-    name, option, shown = spelling.name, spelling.option, excerpt(" ".join(words))
-    try:
-        if spelling.is_flag:
-            if _TRUTH.get(words[0].lower() if words else "true", False):
-                result.put(spelling, spelling.flag_value, place="command line")
-            elif option.value_type is bool:  # `--fp16 false` says nothing about which of the other formats is wanted
-                result.put(spelling, not spelling.flag_value, place="command line")
-        elif words:
-            result.put(spelling, option.from_words(words), place="command line")
-        elif option.bare_value is not None:
-            result.put(spelling, option.bare_value, place="command line")
+        result.config_path = words[0]
+    elif spelling is None:
+        meant = _meant_names(option_string)
+        if len(meant) > 1 and option_string.startswith("--"):
+            names = ", ".join(f"--{each}" for each in meant)
+            result.problems.append(f"`{option_string}` could be any of {names}; write more of it")
         else:
-            result.reject(spelling, f"`--{name}` has no value; {option.expectation} is needed")
-    except ValueError:
-        result.reject(spelling, f"`--{name} {shown}`; {option.expectation} is needed")
-    except ConfigError as error:
-        result.reject(spelling, *(f"`--{name} {shown}`: {problem}" for problem in error.problems))
+            result.take(
+                option_string,
+                " ".join(words) if words else [],
+                written=option_string,
+                begun=meant[0] if meant else None,
+            )
+    else:
+        bare = "true" if spelling.is_flag else spelling.option.rules.bare
+        if not words and bare is None:
+            result.reject(spelling, f"`--{name}` has no value; {spelling.option.expectation} is needed")
+        else:
+            given: object = words if spelling.option.is_list else words[0] if words else bare
+            result.take(name, given, written=f"--{name} {excerpt(' '.join(words))}")
 
 
-def _full_name(token: str, typed: str, result: OptionSource, words: Sequence[str]) -> str | None:
-    """The spelling that `typed` is or unambiguously begins; None, with a problem or notice, if there is none."""
-    if token == "-h":
-        return "help"
-    name = typed.replace("-", "_")
+def _meant_names(typed: str) -> list[str]:
+    """Names that `typed` is or begins, one for each meaning; none where it is an option of another trainer."""
+    name = typed.lstrip("-").replace("-", "_")
     names = (*spellings(), "config", "help")
     matches = [name] if name in names else [known for known in names if known.startswith(name)]
+    meanings: dict[object, str] = {}
+    for match in matches:
+        # `--model_` begins two spellings of one option, which is not ambiguous; the first one is meant.
+        known = spellings().get(match)
+        meanings.setdefault((known.option.name, known.flag_value) if known else match, match)
     foreign, begun = foreign_option(name), {spellings()[known].option.name for known in matches if known in spellings()}
-    if not token.startswith("--") or not matches or (foreign is not None and not begun <= set(foreign.replacements)):
-        shown, value = f"option `{excerpt(token.partition('=')[0])}`", " ".join(words) if words else None
-        result.reject_unknown(name, shown=shown, value=value, begun=matches[0] if matches else None)
-        return None
-    # `--model_` begins two spellings of one option, which is not ambiguous; the first one is shown.
-    found = {match: spellings().get(match) for match in reversed(matches)}
-    meanings = {(known.option.name, known.flag_value) if known else match: match for match, known in found.items()}
-    if len(meanings) > 1:
-        shown = ", ".join(f"--{match}" for match in matches if match in meanings.values())
-        result.problems.append(f"`--{typed}` could be any of {shown}; write more of it")
-        return None
-    return matches[0]
+    return [] if foreign is not None and not begun <= set(foreign.replacements) else list(meanings.values())
 
 
-def _help_text() -> str:
+def _parser(*, for_help: bool = False) -> argparse.ArgumentParser:
+    """The parser of the table. The one `for_help` shows what an option needs, the other one takes what is given."""
     program = "main.py" if Path(sys.argv[0]).name == "main.py" else "-m mobius"
     parser = argparse.ArgumentParser(
         usage=f"bash train.sh [FILE.yaml] [options]\n"
         f"       torchrun --nproc_per_node N {program} [--config FILE.yaml] [options]",
         description=_DESCRIPTION,
         add_help=False,
+        allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
     )
+    if not for_help:
+        for name in ("help", "config", *spellings()):
+            is_list = name in spellings() and spellings()[name].option.is_list
+            parser.add_argument(f"--{name}", nargs="*" if is_list else "?", action=_Record)
+        return parser
     general = parser.add_argument_group("General")
     general.add_argument("-h", "--help", action="store_true", help="Print this text and exit.")
     general.add_argument("--config", metavar="FILE", help="YAML file of options.")
     groups = {section: parser.add_argument_group(title) for section, title in section_titles().items()}
     for option in options().values():
-        _add_option(groups[option.section], option)
-    return parser.format_help()
+        _add_to_help(groups[option.section], option)
+    return parser
 
 
-def _add_option(group: Any, option: Option) -> None:
+def _add_to_help(group: Any, option: Option) -> None:
     names = {f"--{name}": spelling.flag_value for name, spelling in spellings().items() if spelling.option is option}
-    text = option.text.replace("%", "%%")
+    text, value = option.text.replace("%", "%%"), option.default
     if option.value_type is bool:
-        (default_name,) = (name for name, value in names.items() if value is option.default)
-        group.add_argument(*names, action="store_true", help=f"{text} [flag; default: {default_name}]")
+        default = next(name for name, meaning in names.items() if meaning is value)
+        group.add_argument(*names, action="store_true", help=f"{text} [flag; default: {default}]")
         return
     others = list(names)[1:]
-    value = option.default
     if isinstance(value, tuple):
         value = " ".join(str(getattr(entry, "name", entry)) for entry in value)
-    default = f"{value:g}" if isinstance(value, float) else "auto" if value is None and option.allows_auto else value
-    facts = [option.expectation, *([f"default: {default}"] if default is not None else [])]
+    shown = f"{value:g}" if isinstance(value, float) else "auto" if value is None and option.allows_auto else value
+    facts = [option.expectation, *([f"default: {shown}"] if shown is not None else [])]
     facts += [f"also: {', '.join(others)}"] if others else []
     metavar = "|".join(option.choices) or _METAVARS.get(option.value_type, "TEXT")
-    metavar = f"{option.pair_form},..." if option.value_type is tuple else metavar
-    number = "+" if option.is_list else "?" if option.bare_value is not None else None
+    metavar = f"{option.rules.pair[0]},..." if option.value_type is tuple else metavar
+    number = "+" if option.is_list else "?" if option.rules.bare is not None else None
     group.add_argument(f"--{option.name}", nargs=number, metavar=metavar, help=f"{text} [{'; '.join(facts)}]")

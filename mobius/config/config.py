@@ -1,39 +1,32 @@
-"""Owns what a run can be told: one frozen section per topic, with the meaning of every option under its field.
+"""The table of options: one frozen section per topic, with the meaning of every option under its field.
 
-Field names are the names of the options, and the texts are what `--help` prints.
+Field names are the names of the options, and the texts are what `--help` prints. `option` gives a field its bounds,
+other names, and the modes without which it has no effect.
 """
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import PurePath
-from typing import Annotated, Final
+from typing import Final
 
-from mobius.config.adapters import AdapterConfig
-from mobius.config.bounds import (
+from mobius.config.fields import (
+    COUNT,
+    DECAY_RATE,
+    LAYERS,
+    NON_NEGATIVE,
+    PARTS,
+    POSITIVE,
+    RANKS,
+    STAGES,
     Bounds,
-    ChunkCount,
-    Count,
-    DecayRate,
-    LayerCount,
-    NonNegative,
-    Positive,
-    RankCount,
-    RoundCount,
-    Seed,
-    SliceCount,
-    StageCount,
+    Need,
+    option,
 )
-from mobius.config.launch_config import LaunchConfig
 from mobius.config.lr_schedules import ArgumentValue, LrSchedulerType, read_arguments
-from mobius.config.saving_evaluation import EvaluationConfig, SavingConfig
 
-# Nine digits at most, so that no number is too long to be read.
-_STEPS = re.compile(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", re.ASCII)
-_NUMBER = re.compile(r"\d{1,9}", re.ASCII)
-
-# What is typed is a member's name in small letters.
+# Users type a member's name in small letters.
 Dtype = StrEnum("Dtype", ["BF16", "FP16", "FP32"])
 """Number format of the working weights and activations."""
 Device = StrEnum("Device", ["AUTO", "CUDA", "CPU"])
@@ -42,17 +35,27 @@ Compile = StrEnum("Compile", ["AUTO", "ON", "OFF"])
 """Whether layers run as compiled graphs."""
 ActivationOffloading = StrEnum("ActivationOffloading", ["AUTO", "ON", "OFF"])
 """Whether inputs of layers wait in CPU memory for their backward."""
+Packing = StrEnum("Packing", ["AUTO", "ON", "OFF", "JOINED"])
+"""How samples become rows of seq_length."""
+FinetuningType = StrEnum("FinetuningType", ["FULL", "LORA"])
+"""Kind of parameters that are trained."""
+SaveStrategy = StrEnum("SaveStrategy", ["STEPS", "EPOCH", "NO"])
+"""When checkpoints are saved."""
+EvalStrategy = StrEnum("EvalStrategy", ["STEPS", "EPOCH", "NO"])
+"""When the model is evaluated while it is trained."""
+BestMetric = StrEnum("BestMetric", ["LOSS", "PERPLEXITY", "TOKEN_ACCURACY"])
+"""Number of an evaluation that decides which checkpoint is the best; of the first two, less is better."""
 
 
 class ReduceDtype(StrEnum):
-    """Choice of the format of gradients between replicas."""
+    """Format of gradients between replicas."""
 
     FP32 = "fp32"
     BF16 = "bf16"
 
 
 class Recompute(StrEnum):
-    """Choice of what runs its forward again in backward."""
+    """Part of a layer's forward that runs again in backward."""
 
     AUTO = "auto"
     FULL = "full"
@@ -66,14 +69,108 @@ class Recompute(StrEnum):
         return self in (Recompute.ELEMENTWISE, Recompute.NONE)
 
 
-Packing = StrEnum("Packing", ["AUTO", "ON", "OFF", "JOINED"])
-"""How samples become rows of seq_length."""
-
 TRACKERS: Final = ("tensorboard", "swanlab", "wandb")
 """Words of `report_to`, which are the names of the packages too."""
-
+ALL_CHECKPOINTS: Final = 0
+"""`save_total_limit` that keeps all."""
 Columns = tuple[tuple[str, str], ...]
 """Pairs of what is read and the column that holds it, such as (("prompt", "document"), ("completion", "summary"))."""
+_COLUMNS: Final = ("KEY=COLUMN", "prompt=document,completion=summary")
+
+# At most nine digits, so that no number is too long to be read.
+_NUMBER: Final = re.compile(r"\d{1,9}", re.ASCII)
+_STEPS: Final = re.compile(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", re.ASCII)
+_DEVICE: Final = re.compile(r"\d{1,4}|(GPU|MIG)-[\w/-]{1,80}", re.ASCII)
+_ENDPOINT: Final = re.compile(r"[^\s:]+:\d{1,5}|\[[0-9a-fA-F:.]+\]:\d{1,5}")
+
+
+def split_names(text: str | None) -> tuple[str, ...]:
+    """Words between commas, each once."""
+    return tuple(dict.fromkeys(filter(None, (word.strip() for word in (text or "").split(",")))))
+
+
+def steps_between(every: float, num_steps: int) -> int:
+    """Steps between two events that come every `every` steps, or after every such share of a run of `num_steps`."""
+    return int(every) if every >= 1 else max(1, math.ceil(round(every * num_steps, 6)))
+
+
+def _number_or(text: str, *words: str, least: int) -> bool:
+    return text in words or (_NUMBER.fullmatch(text) is not None and int(text) >= least)
+
+
+def _step_range(text: str) -> range:
+    match = _STEPS.fullmatch(text.strip())
+    return range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
+
+
+def _are_devices(text: str) -> bool:
+    names = [name.strip() for name in text.split(",")]
+    return len(set(names)) == len(names) and all(map(_DEVICE.fullmatch, names))
+
+
+def _are_trackers(text: str) -> bool:
+    return text.strip() == "none" or all(word.strip() in TRACKERS for word in text.split(","))
+
+
+# Modes without which options have no effect. `o` has the values of all options, and the run's `pipeline_size` (None:
+# not known) and `num_replicas`.
+TRAINING: Final = Need("do_train", lambda o: o.do_train, "with `--no_do_train`, which trains nothing")
+LOSSES: Final = Need(
+    "do_train do_eval", lambda o: o.do_train or o.do_eval, "where only answers are generated", "add --do_eval"
+)
+CHECKPOINTS: Final = Need(
+    "save_strategy", lambda o: not o.do_train or o.save_strategy != "no", "with `--save_strategy no`"
+)
+SAVE_STEPS: Final = Need(
+    "save_strategy", lambda o: not o.do_train or o.save_strategy != "epoch", "with `--save_strategy epoch`"
+)
+EVAL_STEPS: Final = Need(
+    "eval_strategy", lambda o: not o.do_train or o.eval_strategy != "epoch", "with `--eval_strategy epoch`"
+)
+EVALUATIONS: Final = Need(
+    "eval_strategy val_size eval_dataset",
+    lambda o: not o.do_train or o.eval_strategy != "no",
+    "without evaluations during the training",
+    "add --eval_strategy steps or epoch, with --eval_dataset or --val_size",
+)
+COMPARED: Final = replace(EVALUATIONS, decided_by="eval_strategy", is_strict=True)
+EVALUATION_DATA: Final = Need(
+    "eval_strategy eval_on_start do_eval do_predict preview",
+    lambda o: o.eval_strategy != "no" or o.eval_on_start or o.do_eval or o.do_predict or o.preview is not None,
+    "where nothing is evaluated",
+    "add --eval_strategy, --do_eval or --do_predict",
+)
+ANSWERS: Final = Need("do_predict", lambda o: o.do_predict, "where no answers are generated", "add --do_predict")
+DRY_RUN: Final = Need(
+    "dry_run", lambda o: o.dry_run, "without `--dry_run`; a run has the ranks that it is started with"
+)
+PREVIEW: Final = Need("preview", lambda o: o.preview is not None, "without `--preview`", "add that")
+RESUMING: Final = Need(
+    "resume_from_checkpoint",
+    lambda o: o.resume_from_checkpoint is not None,
+    "without `--resume_from_checkpoint`",
+    is_strict=True,
+)
+ADAPTERS: Final = Need(
+    "finetuning_type", lambda o: o.finetuning_type == "lora", "without adapters", "add --use_lora", is_strict=True
+)
+NO_ADAPTERS: Final = Need(
+    "finetuning_type", lambda o: o.finetuning_type != "lora", "with `--finetuning_type lora`", is_strict=True
+)
+NOT_ON_CPU: Final = Need("device", lambda o: o.device != "cpu", "with `--device cpu`", is_strict=True)
+CROSS_MAPPING: Final = Need("cross_mapping", lambda o: o.cross_mapping, "with `--no_cross_mapping`", is_strict=True)
+REPLICAS: Final = Need(
+    "pipeline_ranks",
+    lambda o: o.pipeline_size is None or o.num_replicas > 1,
+    "with one pipeline, which sends no gradients",
+    "see --pipeline_ranks",
+)
+NODES: Final = Need(
+    "nnodes",
+    lambda o: o.nnodes > 1 if o.dry_run else o.pipeline_size is None or o.num_replicas > 1,
+    "on one node, whose replicas share its memory",
+    "see --nnodes",
+)
 
 
 @dataclass(frozen=True)
@@ -82,11 +179,11 @@ class DatasetEntry:
 
     name: str
     """Known name, Hugging Face id, or a local file or folder."""
-    weight: Annotated[float, Bounds(above=0, ceiling=1001)] = 1.0
+    weight: float = option(1.0, Bounds(above=0, ceiling=1001))
     """How many times each sample appears in an epoch, on average: floor(weight) or ceil(weight) times."""
-    max_samples: Count | None = None
+    max_samples: int | None = option(None, COUNT)
     """Samples to use, from its start."""
-    columns: Columns | None = None
+    columns: Columns | None = option(None, pair=_COLUMNS)
     """Columns of a table that is in no known format."""
     split: str = "train"
     """Split of a dataset of the hub, or of a folder with files of several."""
@@ -101,19 +198,19 @@ Datasets = tuple[DatasetEntry, ...]
 class ModelConfig:
     """Model"""
 
-    model_path: str = "meta-llama/Llama-2-7b-hf"
+    model_path: str = option("meta-llama/Llama-2-7b-hf", aliases=("model", "model_name_or_path"))
     """Hugging Face id or local folder, or llama-2-7b-hf or llama-2-13b-hf for short. Weights are fine-tuned; a folder
     with only a config.json is trained from fresh ones. A dry run takes shapes, too: 1b, 7b, 8b, 13b, 14b, 30b, 70b,
     qwen3-30b-a3b, mixtral-8x7b."""
-    num_layers: LayerCount | None = None
+    num_layers: int | None = option(None, LAYERS)
     """Layers to use; fewer than the model has are its first ones (a smaller model, simulated). Default: all."""
-    embedding_dim: Count | None = None
+    embedding_dim: int | None = option(None, COUNT)
     """Width of the hidden state; shapes a model without weights. Default: the model's own."""
-    ff_dim: Count | None = None
+    ff_dim: int | None = option(None, COUNT)
     """Inner width of the feed-forward part; shapes a model without weights. Default: the model's own."""
-    num_heads: Count | None = None
+    num_heads: int | None = option(None, COUNT)
     """Attention heads; shapes a model without weights. Default: the model's own."""
-    dtype: Dtype = Dtype.BF16
+    dtype: Dtype = option(Dtype.BF16, flags={dtype.value: dtype for dtype in Dtype})
     """Format of weights and activations on the GPU; the optimizer always keeps fp32 master weights. bf16 needs no loss
     scaling, fp16 is for GPUs without bf16, fp32 for tests and CPUs: the default on a CPU without bf16 instructions."""
 
@@ -126,38 +223,38 @@ class DataConfig:
     """Known name (xsum), Hugging Face id, or a local file or folder (JSON, JSONL, CSV, Parquet, Arrow, also .gz, .zst);
     several are mixed, each by its weight if it has one, such as a.jsonl b.parquet:0.3. In YAML a list, also of mappings
     with path and, if wanted, weight, max_samples, columns, split and subset."""
-    seq_length: Annotated[int, Bounds(minimum=2)] = 512
+    seq_length: int = option(512, Bounds(minimum=2), aliases=("cutoff_len", "max_length"))
     """Tokens per sequence (row); longer samples are cut and counted, shorter ones packed or padded."""
-    packing: Packing = Packing.AUTO
+    packing: Packing = option(Packing.AUTO, needs=(LOSSES,))
     """Whether several samples share a row, each by itself: attention never crosses from one to another. auto: on for
     conversations, instructions and prompts, joined for plain text. joined: plain text is joined and cut into full rows,
     as for pretraining, and attention crosses. off: one sample in a row, the rest padded."""
-    max_samples: Count | None = None
+    max_samples: int | None = option(None, COUNT)
     """Samples to use of each dataset, from its start. Default: all."""
-    columns: Columns | None = None
+    columns: Columns | None = option(None, pair=_COLUMNS)
     """Columns of tables that are in no known format, such as prompt=document,completion=summary. In YAML a mapping,
     too."""
     chat_template: str | None = None
     """Jinja file, or name of a built-in template, in place of the tokenizer's own. Default: the tokenizer's."""
-    default_system: str | None = None
+    default_system: str | None = option(None, is_text=True)
     """System message of conversations that have none."""
     train_on_prompt: bool = False
     """Train on prompts too, not on answers only."""
     mask_history: bool = False
     """Train on the last answer of a conversation only."""
-    val_size: NonNegative = 0.0
+    val_size: float = option(0.0, Bounds(minimum=0, share_of="samples"))
     """Samples held out of training for evaluation: a whole number, or below 1 a share of the data."""
-    eval_dataset: Datasets | None = None
+    eval_dataset: Datasets | None = option(None, needs=(EVALUATION_DATA,))
     """Datasets to evaluate on, written like dataset, without weights."""
-    preprocessing_num_workers: Annotated[int, Bounds(minimum=1, ceiling=4096, allows_auto=True)] | None = None
+    preprocessing_num_workers: int | None = option(None, Bounds(minimum=1, ceiling=4096, allows_auto=True))
     """Processes that tokenize; the result is cached, so that more only shorten the first run. auto: by the machine's
     cores and the size of the data."""
     overwrite_cache: bool = False
     """Tokenize again, even if an earlier run has left the result."""
-    preview: Annotated[int, Bounds(minimum=1, ceiling=1001)] | None = None
+    preview: int | None = option(None, Bounds(minimum=1, ceiling=1001), bare="3")
     """Show as many samples as they will be trained on, and what a step will hold, and end; needs no GPU. Without a
     number: 3."""
-    preview_output: str | None = None
+    preview_output: str | None = option(None, needs=(PREVIEW,))
     """File for the picture of a preview: how many samples have how many tokens, such as preview.png. Default: none."""
 
     @property
@@ -170,47 +267,51 @@ class DataConfig:
 class PipelineConfig:
     """Pipeline and memory"""
 
-    batch_size: Count = 128
+    batch_size: int = option(128, COUNT)
     """Sequences per optimizer step, over all microbatches of all replicas; a multiple of num_chunks times replicas."""
-    num_chunks: ChunkCount | None = 4
+    num_chunks: int | None = option(4, PARTS, aliases=("num_micro_batches",))
     """Microbatches of a pipeline's part of the batch; at least its number of GPUs keeps all busy, more need less
     activation memory each. auto: by the predicted step time, where the GPU is known."""
-    num_rounds: RoundCount | None = None
+    num_rounds: int | None = option(None, PARTS, needs=(LOSSES,))
     """Parts of the microbatches that go forward and backward one after the other, so that only one part's activations
     take memory; a divisor of num_chunks. Results are the same to the bit. auto: the fewest that fit into GPU memory."""
-    num_slices: SliceCount | None = None
+    num_slices: int | None = option(None, PARTS, needs=(LOSSES,))
     """Slices of each sequence, which go through the stages like microbatches, so that one long sequence keeps every GPU
     busy; a divisor of seq_length. Results differ by rounding. auto: 1, or for sequences of 16,384 tokens and more
     that are too few for the GPUs, 4 microbatches for each GPU, of at least 4,096 tokens."""
-    num_stages: StageCount | None = 8
+    num_stages: int | None = option(8, STAGES)
     """Pipeline stages, a multiple of the number of ranks (GPUs): stage s runs on rank s modulo ranks. More need less
     GPU memory for weights. auto: by the predicted step time, where the GPU is known."""
     use_prefetch: bool = True
     """Load the next stage's weights into a second GPU buffer while this one computes. No effect with no_offload."""
     use_offload: bool = True
     """Keep weights that do not fit on the GPU in CPU memory while not in use; no_offload keeps all on the GPU."""
-    resident_stages: str = "auto"
+    resident_stages: str = option(
+        "auto",
+        needs=(LOSSES,),
+        form=(lambda text: _number_or(text, "auto", "all", least=0), "auto, all, or a number from 0 on"),
+    )
     """First stages of each GPU that stay there with their optimizer state and are updated there; the others are
     streamed. A number, all, or auto: as many as shorten the step and fit beside the activations that recompute keeps; 0
     on a CPU. Needs use_offload; no_offload is the same as all."""
-    recompute: Recompute = Recompute.AUTO
+    recompute: Recompute = option(Recompute.AUTO, needs=(TRAINING,))
     """Part of each layer's forward that backward runs again, so that one layer's activations exist at a time. auto: as
     little as memory allows. full: all. linear: all but attention, of num_slices. elementwise: all but products and
     attention. none: nothing, a quarter less compute. The last two need no_offload or resident_stages all."""
-    activation_offloading: ActivationOffloading = ActivationOffloading.AUTO
+    activation_offloading: ActivationOffloading = option(ActivationOffloading.AUTO, needs=(TRAINING,))
     """Whether the inputs of layers, from which backward recomputes, wait for it in page-locked CPU memory. Results are
     the same to the bit. auto: those of a GPU's first stages, as many as are needed to fit, or as shorten the step by
     what is done with the memory. on: of all stages that recompute. off: none do."""
-    compile: Compile = Compile.AUTO
+    compile: Compile = option(Compile.AUTO, needs=(LOSSES,))
     """Run layers and loss under torch.compile, which takes a minute in the first run. auto: on a GPU. Where it fails,
     they run as they are, and a line says so."""
     overlap_optimizer: bool = True
     """Update stages in CPU memory while the GPU computes, also into the next step; results are the same to the bit. No
     effect with no_offload, where the GPU updates."""
-    reduce_dtype: ReduceDtype = ReduceDtype.FP32
+    reduce_dtype: ReduceDtype = option(ReduceDtype.FP32, needs=(TRAINING, REPLICAS))
     """Format in which gradients travel between replicas, which add them up in fp32. bf16: half the bytes, and each
     replica's part of a gradient is rounded once more. No effect with one pipeline."""
-    fp32_gradients: bool = False
+    fp32_gradients: bool = option(False, needs=(TRAINING, NO_ADAPTERS))
     """Hand gradients, always summed in fp32, to the optimizer in fp32 instead of the format of the weights: 2 bytes
     more per parameter where they are kept, and with streamed stages a second fp32 buffer on the GPU."""
     copy_messages: bool = True
@@ -221,15 +322,19 @@ class PipelineConfig:
     machine tells; a line says which. no_cross_mapping, or a list that is not ascending (0,2,1,3): as listed."""
     device: Device = Device.AUTO
     """auto: CUDA on a machine with GPUs, of which every rank needs its own, otherwise the CPU."""
-    gpu_memory_limit: Positive | None = None
+    gpu_memory_limit: float | None = option(None, POSITIVE, needs=(NOT_ON_CPU,))
     """Hard cap on each rank's GPU memory in GiB; a large GPU behaves like a small one. Default: the whole GPU."""
-    host_memory_limit: Positive | None = None
+    host_memory_limit: float | None = option(None, POSITIVE)
     """CPU memory of all ranks together in GiB, if it grows on demand. Default: what is available at the start."""
-    tile_tokens: str = "auto"
+    tile_tokens: str = option(
+        "auto",
+        needs=(LOSSES,),
+        form=(lambda text: _number_or(text, "auto", "off", least=1), "auto, off, or a number from 1 on"),
+    )
     """Tokens that a layer which is recomputed takes at a time, in all but its attention; then its work in memory hardly
     grows with seq_length, and only rounding changes. A number, off, or auto: whole layers where they fit into GPU
     memory, else the most of 32768, 16384, 8192 and 4096 tokens that fit; off on a CPU."""
-    loss_chunk_tokens: Count = 2048
+    loss_chunk_tokens: int = option(2048, COUNT, needs=(LOSSES,))
     """Tokens whose logits exist at one time; 2048 of a 32k vocabulary take 0.25 GiB in fp32, fewer are slower."""
 
     @property
@@ -269,32 +374,32 @@ class PipelineConfig:
 class OptimConfig:
     """Optimizer"""
 
-    num_iterations: Count | None = None
+    num_iterations: int | None = option(None, COUNT, aliases=("max_steps",), needs=(TRAINING,))
     """Optimizer steps. Default: 2, or what num_train_epochs needs."""
-    num_train_epochs: Annotated[float, Bounds(above=0, ceiling=10_001)] | None = None
+    num_train_epochs: float | None = option(None, Bounds(above=0, ceiling=10_001), needs=(TRAINING,))
     """Passes over the data, also parts of one, in place of num_iterations."""
-    learning_rate: Positive = 1e-5
+    learning_rate: float = option(1e-5, POSITIVE, aliases=("lr",), needs=(TRAINING,))
     """Peak learning rate of AdamW; 1e-5 is a safe choice for fine-tuning all parameters of a pretrained model."""
-    lr_scheduler_type: LrSchedulerType = LrSchedulerType.COSINE
+    lr_scheduler_type: LrSchedulerType = option(LrSchedulerType.COSINE, aliases=("lr_scheduler",), needs=(TRAINING,))
     """Course of the learning rate by transformers' names. Both constant ones stay at the peak after the warm-up;
     linear and cosine fall towards zero. Neither the first nor the last step has a rate of zero."""
-    lr_scheduler_kwargs: Columns | None = None
+    lr_scheduler_kwargs: Columns | None = option(None, pair=("NAME=NUMBER", "min_lr=1e-6"), needs=(TRAINING,))
     """Further numbers of the course by transformers' names, such as min_lr=1e-6 for cosine_with_min_lr, num_cycles=3
     for cosine_with_restarts, num_decay_steps=100 for warmup_stable_decay. In YAML a mapping, too."""
-    warmup_steps: NonNegative = 0.03
+    warmup_steps: float = option(0.03, Bounds(minimum=0, share_of="steps"), needs=(TRAINING,))
     """Steps n over which the learning rate rises to its peak, from 1/n of it in the first step: whole, or below 1 a
     share of all (rounded up)."""
-    weight_decay: NonNegative = 0.0
+    weight_decay: float = option(0.0, NON_NEGATIVE, needs=(TRAINING,))
     """Decoupled weight decay per unit of learning rate; norms, biases and other vectors have none."""
-    adam_beta1: DecayRate = 0.9
+    adam_beta1: float = option(0.9, DECAY_RATE, needs=(TRAINING,))
     """Decay rate of AdamW's mean of gradients, per step."""
-    adam_beta2: DecayRate = 0.999
+    adam_beta2: float = option(0.999, DECAY_RATE, needs=(TRAINING,))
     """Decay rate of AdamW's mean of squared gradients, per step."""
-    adam_epsilon: Positive = 1e-8
+    adam_epsilon: float = option(1e-8, POSITIVE, needs=(TRAINING,))
     """Added to AdamW's denominator."""
-    max_grad_norm: NonNegative = 1.0
+    max_grad_norm: float = option(1.0, NON_NEGATIVE, needs=(TRAINING,))
     """Largest L2 norm of all gradients together, to which larger ones are scaled down; 0 switches clipping off."""
-    seed: Seed = 42
+    seed: int = option(42, Bounds(minimum=0, below=2**32))
     """Seed of the data order and of fresh weights."""
 
     @property
@@ -318,31 +423,83 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
+class AdapterConfig:
+    """Adapters and frozen parts"""
+
+    finetuning_type: FinetuningType = option(FinetuningType.FULL, flags={"use_lora": FinetuningType.LORA})
+    """full: the model's own parameters. lora: small matrices added to its linear layers, whose weights are frozen, so
+    that they take 2 bytes of CPU memory each, and no gradient or optimizer state. use_lora is short for the latter."""
+    lora_rank: int = option(8, COUNT, aliases=("lora_r",), needs=(ADAPTERS,))
+    """Rank of the product that is added to a linear layer."""
+    lora_alpha: float = option(16.0, POSITIVE, needs=(ADAPTERS,))
+    """Strength of the adapters: their output is multiplied by lora_alpha / lora_rank."""
+    lora_target: str = option("all", aliases=("lora_target_modules",), needs=(ADAPTERS,))
+    """Linear layers that get an adapter: all within the model's layers, names with commas such as q_proj,v_proj, or a
+    regular expression of whole names such as .*self_attn[.](q|v)_proj."""
+    use_rslora: bool = option(False, needs=(ADAPTERS,))
+    """Multiply by lora_alpha / sqrt(lora_rank), which keeps large ranks from learning more slowly."""
+    additional_target: str | None = option(None, needs=(ADAPTERS,))
+    """Parts that are trained in full, together with adapters, with commas: embedding, head, norms."""
+    freeze: str | None = option(None, needs=(TRAINING, NO_ADAPTERS))
+    """Parts that are not trained, though no adapters are, with commas: embedding, head, norms, layers.0-15, layers.3.
+    Default: none."""
+    adapter_path: str | None = option(None, aliases=("adapter_name_or_path",), needs=(ADAPTERS,))
+    """Folder of an adapter, ours or peft's, to train on. lora_rank, lora_alpha, use_rslora, lora_target and
+    additional_target must be given as it has them; a message says which are others. Default: fresh adapters."""
+    merge: bool = option(False, needs=(ADAPTERS,))
+    """Write the model with adapters added to its weights too, to save_dir/merged."""
+
+    @property
+    def is_lora(self) -> bool:
+        """Whether adapters are trained."""
+        return self.finetuning_type is FinetuningType.LORA
+
+    @property
+    def scale(self) -> float:
+        """Factor of an adapter's product."""
+        return self.lora_alpha / (self.lora_rank**0.5 if self.use_rslora else self.lora_rank)
+
+    @property
+    def additional_parts(self) -> tuple[str, ...]:
+        """Words of `additional_target`."""
+        return split_names(self.additional_target)
+
+    @property
+    def frozen_parts(self) -> tuple[str, ...]:
+        """Words of `freeze`."""
+        return split_names(self.freeze)
+
+
+@dataclass(frozen=True)
 class OutputConfig:
     """Output"""
 
-    save_params: str = "finetune_params.pt"
+    save_params: str = option("finetune_params.pt", needs=(TRAINING,))
     """One .pt file with the fine-tuned parameters, as many bytes again as the model in save_dir; none: no such file."""
-    save_results: str = "test_result.txt"
+    save_results: str = option("test_result.txt", needs=(TRAINING,))
     """Text summary of the run: settings, seconds, memory."""
-    save_dir: str = "save_ckpt"
+    save_dir: str = option("save_ckpt", aliases=("output_dir",))
     """Folder of the fine-tuned model in Hugging Face layout, with metrics and the resolved options."""
     overwrite_output_dir: bool = False
     """Replace results of an earlier run instead of refusing to start."""
-    logging_steps: Count = 1
+    logging_steps: int = option(1, COUNT, needs=(TRAINING,))
     """Steps between two progress lines, also of trackers, which tell the mean loss of these steps; every step by itself
     is in metrics.jsonl."""
-    report_to: str = "none"
+    report_to: str = option(
+        "none", needs=(LOSSES,), form=(_are_trackers, f"none, or with commas any of {', '.join(TRACKERS)}")
+    )
     """Trackers that get the numbers too: tensorboard (in save_dir/runs), swanlab, wandb, or several with commas; each
     is a package of its own to install, and records offline where it cannot go online."""
-    run_name: str | None = None
+    run_name: str | None = option(None, needs=(LOSSES,))
     """Name of the run in trackers, in the model card and on the picture of its losses. Default: save_dir's name."""
-    show_actions: bool = False
+    show_actions: bool = option(False, needs=(LOSSES,))
     """Print the action list of each rank before training."""
-    trace: bool = False
+    trace: bool = option(False, needs=(TRAINING,))
     """Write trace.json (for ui.perfetto.dev or chrome://tracing) and its picture timeline.png into save_dir: what each
     rank did and when, in steps 3 to 5, or the last three of a shorter run."""
-    profile_steps: str | None = None
+    profile_steps: str | None = option(
+        None, needs=(TRAINING,), form=(lambda text: any(_step_range(text)[:1]), "numbers from 1 on, such as 3 or 3-4")
+    )
     """Steps to profile with torch, counted from 1, such as 3 or 3-4. Each rank writes a Chrome trace of every operation
     and kernel to save_dir/profile/rankN.json.gz. They are slower, and many make large files. Default: none."""
 
@@ -365,8 +522,82 @@ class OutputConfig:
     @property
     def profiled_steps(self) -> range:
         """`profile_steps` as step numbers; empty where there are none, or the text is not readable."""
-        match = _STEPS.fullmatch((self.profile_steps or "").strip())
-        return range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
+        return _step_range(self.profile_steps or "")
+
+
+@dataclass(frozen=True)
+class SavingConfig:
+    """Checkpoints"""
+
+    save_strategy: SaveStrategy = option(SaveStrategy.STEPS, needs=(TRAINING,))
+    """When the whole state of the run is saved to save_dir/checkpoint-STEP: every save_steps, at the end of each epoch,
+    or never. Unless never, also when the run is asked to end early (Ctrl-C, SIGTERM, max_run_time)."""
+    save_steps: float = option(500, Bounds(above=0, share_of="steps"), needs=(TRAINING, CHECKPOINTS, SAVE_STEPS))
+    """Steps between two checkpoints: whole, or below 1 a share of all (rounded up)."""
+    save_total_limit: int = option(2, NON_NEGATIVE, needs=(TRAINING, CHECKPOINTS))
+    """Checkpoints to keep; older ones are removed, but never the best one. 0 keeps all."""
+    save_only_model: bool = option(False, needs=(TRAINING, CHECKPOINTS))
+    """Save checkpoints without the optimizer's state, at a sixth of the size; no run can be resumed from them."""
+    resume_from_checkpoint: str | None = None
+    """Go on from a checkpoint: its folder, or true for the newest complete one in save_dir."""
+    resume_changes: str | None = option(None, is_text=True, needs=(RESUMING,))
+    """Options that may differ from those of the checkpoint though they change what is trained, with commas, such as
+    learning_rate,num_iterations. Devices, stages, saving and logging may always differ."""
+    max_run_time: float | None = option(None, POSITIVE, needs=(TRAINING,))
+    """Minutes after which the run saves and ends by itself, such as a little less than what a scheduler grants."""
+    watchdog_minutes: float = option(30.0, NON_NEGATIVE, needs=(LOSSES,))
+    """Minutes without any progress after which every rank logs what it does and waits for, and the run ends; 0: never.
+    """
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the run saves its state at all."""
+        return self.save_strategy is not SaveStrategy.NO
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """Names in `resume_changes`."""
+        return split_names(self.resume_changes)
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Evaluation"""
+
+    eval_strategy: EvalStrategy = option(EvalStrategy.NO, needs=(TRAINING,))
+    """When the model is evaluated on eval_dataset or on the samples of val_size: every eval_steps, at the end of each
+    epoch, or never."""
+    eval_steps: float = option(500, Bounds(above=0, share_of="steps"), needs=(TRAINING, EVAL_STEPS, EVALUATIONS))
+    """Steps between two evaluations: whole, or below 1 a share of all (rounded up)."""
+    eval_on_start: bool = option(False, needs=(TRAINING,))
+    """Evaluate before the first step, too."""
+    do_train: bool = True
+    """Train; no_do_train only evaluates or predicts, with the weights of model_path."""
+    do_eval: bool = False
+    """Evaluate after the last step."""
+    metric_for_best_model: BestMetric = option(BestMetric.LOSS, needs=(TRAINING, EVALUATIONS))
+    """Number of the evaluations that decides which checkpoint is the best one."""
+    load_best_model_at_end: bool = option(False, needs=(TRAINING, COMPARED))
+    """Save the weights of the best checkpoint as the result, instead of the last step's."""
+    early_stopping_patience: int | None = option(None, COUNT, needs=(TRAINING, COMPARED))
+    """Evaluations in a row that may bring no better metric_for_best_model before the run ends. Default: no limit."""
+    do_predict: bool = option(False, flags={"predict_with_generate": True})
+    """Generate answers to the samples of eval_dataset or val_size after the last step, and score them;
+    predict_with_generate, LLaMA-Factory's name, is the same."""
+    max_new_tokens: int = option(256, COUNT, needs=(ANSWERS,))
+    """Tokens of a generated answer at the most."""
+    max_predict_samples: int | None = option(None, COUNT, needs=(ANSWERS,))
+    """Samples to answer of each dataset, from its start. Default: all."""
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether anything is evaluated."""
+        return self.eval_strategy is not EvalStrategy.NO or self.eval_on_start or self.do_eval
+
+    @property
+    def predicts(self) -> bool:
+        """Whether answers are generated."""
+        return self.do_predict
 
 
 @dataclass(frozen=True)
@@ -376,19 +607,43 @@ class PlanningConfig:
     dry_run: bool = False
     """Print the plan of a run (stages, bytes by category, predicted step, whether it fits), and end; needs no
     weights, GPU or torchrun. The exit code is 0 if the run fits, else 1."""
-    num_ranks: RankCount | None = None
+    num_ranks: int | None = option(None, RANKS, needs=(DRY_RUN,))
     """Ranks (GPUs) that a dry run plans for. Default: nproc_per_node, or the visible GPUs; 2 without any."""
-    card: str | None = None
+    card: str | None = option(None, needs=(DRY_RUN,))
     """GPU that a dry run plans for, such as H200 or RTX4090 (scripts/simulate.py --help lists them). Default: the one
     that is here; without any, the CPU."""
-    node_link: Positive | None = None
+    node_link: float | None = option(None, POSITIVE, needs=(NODES,))
     """GB/s of a node's link to the other nodes, in each direction, that replicas are planned for; 100 Gbit/s are 12.5.
     Default: a run on GPUs measures it, estimates take 12.5. No effect on one node."""
-    plan_output: str | None = None
+    plan_output: str | None = option(None, needs=(DRY_RUN,))
     """File in which a dry run saves its plan, such as plan.json; not in save_dir, which a run wants empty. Default:
     none."""
     plan: str | None = None
     """Plan to train by, of a dry run or in a save_dir: stages, chunks, batch, residency, slots, kept activations."""
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Launch (read by train.sh, pipeline_ranks by main.py; under torchrun use its own options and the environment)"""
+
+    cuda_visible_devices: str | None = option(None, form=(_are_devices, "a list of different GPUs, such as 0,2,1,3"))
+    """GPUs in the order of the ranks, such as 0,2,1,3; of an ascending list, cross_mapping chooses the order. Ignored
+    without GPUs. Default: all."""
+    master_port: int = option(29502, Bounds(minimum=1, below=65_536))
+    """TCP port where the ranks of the run meet; two runs on a machine need two ports."""
+    nproc_per_node: int | None = option(None, RANKS)
+    """Ranks (processes, one per GPU). Default: one for each listed GPU, or for all; 2 without GPUs."""
+    nnodes: int = option(1, Bounds(minimum=1, ceiling=1025))
+    """Nodes (machines), on each of which train.sh is started with the same options but for node_rank."""
+    node_rank: int | None = option(None, NON_NEGATIVE)
+    """Number of this node, from 0; node 0 speaks for the run and writes its files. Needed with several nodes."""
+    rdzv_endpoint: str | None = option(None, form=(_ENDPOINT.fullmatch, "HOST:PORT, such as node0:29502"))
+    """HOST:PORT of node 0, where all processes meet; it must be reachable from the other nodes. Needed with several."""
+    pipeline_ranks: int | None = option(None, RANKS)
+    """Ranks of a pipeline; a node's processes make as many pipelines as they are a multiple of it. All pipelines train
+    one model: they share each step's batch and the optimizer's work. Default: all of a node."""
+    max_restarts: int = option(0, NON_NEGATIVE)
+    """How often all ranks start again, from the newest checkpoint, after one of them has died."""
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,23 @@ class ForeignOption:
 
 IGNORED: Final = "not needed"
 """Beginning of an answer to an option that changes nothing here."""
-_NOTHING: Final = frozenset({"", "~", "false", "null", "none", "no", "off"})
+_NOTHING: Final = frozenset({"", "~", "false", "null", "none", "no", "off", "0", "0.0"})
 """Values by which a user asks for nothing."""
+
+
+_DATASET_KEYS: Final = {
+    "weight": ("probability", "ratio", "proportion", "interleave_prob", "sampling_weight"),
+    "max_samples": ("num_samples", "samples", "limit", "max_train_samples"),
+    "subset": ("config", "config_name", "configuration", "dataset_config", "dataset_config_name"),
+    "path": ("file", "file_name", "data_files", "hf_hub_url", "url", "id", "repo", "repo_id"),
+    "columns": ("mapping", "column_mapping", "field_messages"),
+}
+"""Key of a dataset, and its names in other trainers' files."""
+
+
+def foreign_dataset_key(name: str) -> list[str]:
+    """The key of a dataset that other trainers call `name`; nothing for a name that is not known."""
+    return [key for key, names in _DATASET_KEYS.items() if name in names]
 
 
 def foreign_option(name: str, value: str | None = None) -> ForeignOption | None:
@@ -176,6 +191,8 @@ quantization double_quantization bnb_4bit_compute_dtype
 use_dora dora use_adalora loraplus_lr_ratio pissa_init init_lora_weights loftq_config use_oft use_vera lora_bias
 layers_to_transform rank_pattern alpha_pattern
     not available (DoRA and other variants): the adapters are those of LoRA, with or without rsLoRA's scale
+lora_dropout
+    not available: backward runs layers again, and dropout would draw other numbers then; leave it out, or give 0
 create_new_adapter
     not needed: adapters are fresh ones unless a folder with some is given
 stage=sft task=sft task=causal_lm

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mobius.config.cli import exempt_file_options, read_command_line, resolve
+from mobius.config.cli import read_command_line, resolve
 from mobius.config.config import Config, Device
-from mobius.config.validation import validate
+from mobius.config.validation import exempt_file_options, validate
 from mobius.errors import ConfigError, reason_of
 from mobius.log import printable
 from mobius.ranks import command_variable, device_list, omp_num_threads, visible_devices

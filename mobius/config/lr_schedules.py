@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from mobius.config.bounds import Bounds
+from mobius.config.fields import Bounds
 from mobius.excerpt import listed, quoted
 
 
@@ -112,22 +112,22 @@ def find_scheduler_conflicts(
             takes = f"which takes {listed(known)}" if known else "which takes none"
             others = [other for other, arguments in SCHEDULE_ARGUMENTS.items() if name in arguments]
             hint = f"; {name} is for {listed(others)}" if others else ""
-            told = f"{quoted(name)} has no effect with `--lr_scheduler_type {kind}`, {takes}{hint}; remove it"
-            yield both, f"`--lr_scheduler_kwargs` {told}"
+            detail = f"{quoted(name)} has no effect with `--lr_scheduler_type {kind}`, {takes}{hint}; remove it"
+            yield both, f"`--lr_scheduler_kwargs` {detail}"
         elif name not in values:
             yield both, f"`--lr_scheduler_kwargs` {name} is {quoted(text)}; it must be {known[name]}"
     needed = _NEEDED.get(kind, ())
     if needed and sum(name in names for name in needed) != 1:
         what = "needs" if not set(needed) & set(names) else "takes one, not both, of"
-        told = f"{what} {' or '.join(needed)}; give --lr_scheduler_kwargs {needed[0]}={_EXAMPLES[needed[0]]}"
-        yield both, f"`--lr_scheduler_type {kind}` {told}, for example"
+        detail = f"{what} {' or '.join(needed)}; give --lr_scheduler_kwargs {needed[0]}={_EXAMPLES[needed[0]]}"
+        yield both, f"`--lr_scheduler_type {kind}` {detail}, for example"
     if kind is LrSchedulerType.POLYNOMIAL and "lr_end" not in names:
         values["lr_end"] = _POLYNOMIAL_END
     for name in ("min_lr", "lr_end"):
         end = values.get(name, 0.0)
         if isinstance(end, float) and end >= learning_rate:
-            told = f"is {end:g}, not below `--learning_rate` {learning_rate:g}; lower it, or raise the learning rate"
-            yield f"{both} learning_rate", f"`--lr_scheduler_kwargs` {name} {told}"
+            detail = f"is {end:g}, not below `--learning_rate` {learning_rate:g}; lower it, or raise the learning rate"
+            yield f"{both} learning_rate", f"`--lr_scheduler_kwargs` {name} {detail}"
 
 
 def find_decay_conflict(values: Mapping[str, ArgumentValue], *, num_steps: int, num_warmup_steps: int) -> str | None:

@@ -1,58 +1,39 @@
-"""Owns the table of options made from the config's fields: names, spellings, types, texts."""
+"""The options, read off the table in `config.py`: their names and spellings, and the value that a text stands for.
+
+The command line and YAML files give the same texts; YAML also has lists and mappings (`Option.read`).
+"""
 
 import ast
-import contextlib
 import dataclasses
 import difflib
 import enum
 import functools
 import inspect
 import itertools
+import os
+import re
 import typing
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
-from mobius.config.adapters import FinetuningType
-from mobius.config.bounds import Bounds
-from mobius.config.config import Columns, Config, DatasetEntry, Datasets, Dtype
-from mobius.config.foreign_options import IGNORED, foreign_option
-from mobius.config.saving_evaluation import BestMetric
-from mobius.config.value_parsing import parse_dataset, parse_pairs
+from mobius.config.config import BestMetric, Columns, Config, DatasetEntry, Datasets
+from mobius.config.fields import Bounds, FieldRules, rules_of
+from mobius.config.foreign_options import foreign_dataset_key
+from mobius.errors import ConfigError
+from mobius.excerpt import excerpt, quoted
 
 OptionValue = bool | int | float | str | Datasets | Columns | None
 
-_ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
-    "model_path": ("model", "model_name_or_path"),
-    "num_iterations": ("max_steps",),
-    "save_dir": ("output_dir",),
-    "seq_length": ("cutoff_len", "max_length"),
-    "learning_rate": ("lr",),
-    "num_chunks": ("num_micro_batches",),
-    "lora_rank": ("lora_r",),
-    "lora_target": ("lora_target_modules",),
-    "adapter_path": ("adapter_name_or_path",),
-    "lr_scheduler_type": ("lr_scheduler",),
-}
-"""Other names of an option that take the same values."""
-_NUMBERS_OR_WORDS: Final = ("resident_stages", "profile_steps", "tile_tokens")
-"""Texts that may be a whole number, which YAML then reads as one."""
-_NO_NAMES: Final = (*_NUMBERS_OR_WORDS, "cuda_visible_devices", "default_system", "resume_changes")
-_BARE: Final[Mapping[str, OptionValue]] = {"preview": 3}
-"""Options whose value may be left out on the command line, and the value that this means."""
-_WORDS_ALONE: Final[Mapping[str, Mapping[str, OptionValue]]] = {
-    "dtype": {dtype.value: dtype for dtype in Dtype},
-    "finetuning_type": {"use_lora": FinetuningType.LORA},
-}
-"""Flags that stand for an option with its value."""
-_PAIRS: Final[Mapping[str, tuple[str, str]]] = {
-    "columns": ("KEY=COLUMN", "prompt=document,completion=summary"),
-    "lr_scheduler_kwargs": ("NAME=NUMBER", "min_lr=1e-6"),
-}
-"""Options of pairs: the form of a pair, and an example."""
-_SAME_WORD: Final = 0.7
-"""Likeness of a word and its misspelling: letters left out, doubled or swapped leave more, min and max less."""
+_TRUTH: Final = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_WEIGHT: Final = re.compile(r"[-+]?(?:(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?|nan|inf)", re.ASCII | re.IGNORECASE)
+_MOST_ITEMS: Final = 1001
+"""Datasets of a list or pairs of a mapping that are read; aliases of YAML, which cost nothing to write, can make more.
+"""
+_MOST_SHOWN: Final = 5
 _SURELY_ALIKE: Final = 0.85
+"""Likeness of a word and its misspelling: letters left out, doubled or swapped leave more, min and max less."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +49,12 @@ class Option:
     default: OptionValue
     value_type: type
     is_optional: bool
-    bounds: Bounds | None
+    rules: FieldRules
+
+    @property
+    def bounds(self) -> Bounds | None:
+        """Numbers that are allowed; None where the value is no number."""
+        return self.rules.bounds
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -80,16 +66,9 @@ class Option:
         """Words for what may be given, as they read in a message."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        names = {bool: "true or false", int: "a whole number", float: "a number"}
-        if self.value_type is tuple:
-            names[tuple] = f"text such as {_PAIRS[self.name][1].partition(',')[0]}"
-        limits = f" {self.bounds}" if self.bounds else ""
-        return names.get(self.value_type, "text") + limits + (", or auto" if self.allows_auto else "")
-
-    @property
-    def pair_form(self) -> str:
-        """Form of a pair, such as KEY=COLUMN, for an option of pairs."""
-        return _PAIRS[self.name][0]
+        pairs = f"text such as {self.rules.pair[1].partition(',')[0]}"
+        kind = {bool: "true or false", int: "a whole number", float: "a number", tuple: pairs}.get(self.value_type)
+        return f"{kind or 'text'} {self.bounds or ''}".rstrip() + (", or auto" if self.allows_auto else "")
 
     @property
     def is_list(self) -> bool:
@@ -97,120 +76,143 @@ class Option:
         return self.value_type is DatasetEntry
 
     @property
-    def bare_value(self) -> OptionValue:
-        """Value of the option where it is typed without one; None where it needs one."""
-        return _BARE.get(self.name)
-
-    @property
     def is_name(self) -> bool:
         """Whether the text names something: a file, a folder, or what may be one."""
-        return self.value_type is str and self.name not in _NO_NAMES
+        return self.value_type is str and not self.rules.is_text and self.rules.form is None
 
     @property
     def allows_auto(self) -> bool:
         """Whether the word auto is a value; in a config it is None."""
         return self.bounds is not None and self.bounds.allows_auto
 
-    def from_words(self, words: Sequence[str]) -> OptionValue:
-        """Value of an option typed on the command line; raises ValueError if it does not have the type.
+    def read(self, given: object) -> OptionValue:
+        """Value that a text means, or what YAML makes of a file: also None, lists and mappings.
 
-        What is wrong inside of pairs raises ConfigError.
+        Raises ValueError for what does not have the type, ConfigError for what is wrong inside of a list or mapping.
         """
-        return tuple(map(parse_dataset, words)) if self.is_list else self._from_text(*words)
-
-    def _from_text(self, text: str) -> OptionValue:
-        if self.value_type is str and not text.strip().strip("-"):
-            raise ValueError(text)  # `--model_path --` is a slip of the shell; no name consists of dashes
-        if text == "auto" and self.allows_auto:
+        if given is None and self.is_optional and not self.allows_auto:
             return None
-        if {"on", "off"} <= set(self.choices):
-            text = {"true": "on", "false": "off"}.get(text.lower(), text)
+        if self.is_list and isinstance(given, list | dict):
+            return _read_datasets(given if isinstance(given, list) else [given])
+        if self.value_type is tuple and isinstance(given, str | dict):
+            return _read_pairs(given, *self.rules.pair)
+        # `--model_path --` is a slip of the shell; no name consists of dashes.
+        if not isinstance(given, str) or (self.value_type in (str, DatasetEntry) and not given.strip().strip("-")):
+            raise ValueError(given)
+        if self.is_list:
+            return (_read_dataset(given),)
+        if given == "auto" and self.allows_auto:
+            return None
+        if self.value_type is bool:
+            return read_truth(given)
+        return typing.cast(OptionValue, self.value_type(self._as_choice(given)))
+
+    def _as_choice(self, text: str) -> str:
+        """The choice that is meant by another word for it."""
         if self.value_type is BestMetric:
-            text = text.removeprefix("eval_")  # as Trainer names it
-        if self.value_type is tuple:
-            return parse_pairs(text, form=self.pair_form, example=_PAIRS[self.name][1])
-        return typing.cast(OptionValue, self.value_type(text))
-
-    def from_yaml(self, value: object) -> OptionValue:
-        """Value of a YAML key that is a word or number, whose type must already fit; raises as `from_words` does."""
-        if value == "auto" if self.allows_auto else value is None and self.is_optional:
-            return None
-        if isinstance(value, bool) and {"on", "off"} <= set(self.choices):
-            value = "on" if value else "off"  # YAML reads the bare words as booleans
-        if value is False and "no" in self.choices:
-            value = "no"
-        if value is True and self.name == "resume_from_checkpoint":
-            value = "true"
-        if type(value) is int and self.name in _NUMBERS_OR_WORDS:
-            value = str(value)
-        if isinstance(value, str) and (self.choices or self.value_type in (str, tuple, DatasetEntry)):
-            return self.from_words([value])
-        if self.value_type is float and isinstance(value, int | float) and not isinstance(value, bool):
-            with contextlib.suppress(OverflowError):
-                return float(value)
-        # bool is a subclass of int, but `batch_size: true` is a mistake.
-        if isinstance(value, bool | int) and type(value) is self.value_type:
-            return value
-        raise ValueError(value)
+            return text.removeprefix("eval_")  # as Trainer names it
+        if self.choices and text not in self.choices and text.lower() in _TRUTH:
+            words = ("on",) if _TRUTH[text.lower()] else ("off", "no")
+            return next((word for word in words if word in self.choices), text)
+        return text
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """One way to name an option; a flag carries its value and takes none on the command line."""
+    """One way to name an option. A flag stands for a value; `opposite`, if there is one, is what its false means."""
 
     name: str
     option: Option
     is_flag: bool = False
     flag_value: OptionValue = None
+    opposite: OptionValue = None
 
 
-@dataclass
-class OptionSource:
-    """Values that one source (the file or the command line) gives, by the options' own names, and its problems.
+def read_truth(text: object) -> bool:
+    """Meaning of true, false or another word for them; raises ValueError."""
+    if not isinstance(text, str) or text.lower() not in _TRUTH:
+        raise ValueError(text)
+    return _TRUTH[text.lower()]
 
-    `notices` are lines about options that are ignored.
-    """
 
-    values: dict[str, OptionValue] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
-    invalid_options: set[str] = field(default_factory=set)
-    dashes: str = ""
-    _spelled: dict[str, str] = field(default_factory=dict)
+def _read_dataset(word: str) -> DatasetEntry:
+    """`name` or `name:weight`; a file or folder that is there under the whole word is taken as the name."""
+    name, _, weight = word.rpartition(":")
+    is_weighted = name != "" and _WEIGHT.fullmatch(weight) and not os.path.exists(os.path.expanduser(word))
+    entry = DatasetEntry(name, float(weight)) if is_weighted else DatasetEntry(word)
+    if not entry.name.strip("-"):
+        raise ValueError(word)
+    return entry
 
-    def put(self, spelling: Spelling, value: OptionValue, *, place: str) -> None:
-        """Record a value; two spellings of an option must agree, a repeated one overrides itself."""
-        name = spelling.option.name
-        earlier = self._spelled.setdefault(name, spelling.name)
-        if earlier != spelling.name and self.values[name] != value:
-            names = f"`{self.dashes}{earlier}` and `{self.dashes}{spelling.name}`"
-            self.reject(spelling, f"{place}: {names} set the same option differently; keep one")
-        self.values[name] = value
 
-    def reject(self, spelling: Spelling, *problems: str) -> None:
-        """Record that the option was given, but not in a usable way."""
-        self.problems += problems
-        self.invalid_options.add(spelling.option.name)
+def is_plain(entry: DatasetEntry) -> bool:
+    """Whether the name alone, as a word, means `entry`, whatever files there are."""
+    _, colon, end = entry.name.rpartition(":")
+    return entry == DatasetEntry(entry.name) and not (colon and _WEIGHT.fullmatch(end))
 
-    def reject_unknown(
-        self, name: str, *, shown: str, place: str = "", value: str | None = None, begun: str | None = None
-    ) -> None:
-        """Record a name that is no option but may begin the spelling `begun`; what it was meant for is unreadable.
 
-        `shown` is the name with its kind, as in "option `--x`". One that changes nothing here is only noticed.
-        """
-        problem = f"{place}unknown {shown}"
-        if foreign := foreign_option(name, value):
-            if foreign.is_ignored:
-                self.notices.append(f"{place}{shown} is ignored{foreign.message.removeprefix(IGNORED)}")
-                return
-            self.problems.append(f"{problem}: {foreign.message}")
-            self.invalid_options.update(foreign.replacements)
-            return
-        nearest = begun or nearest_name(name)
-        self.problems.append(f"{problem}; did you mean `{self.dashes}{nearest}`?" if nearest else problem)
-        if meant := spellings().get(nearest or ""):
-            self.invalid_options.add(meant.option.name)
+def _read_datasets(items: list[object]) -> Datasets:
+    """Datasets of a list of texts and mappings."""
+    entries, problems = list[DatasetEntry](), list[str]()
+    for item in items[:_MOST_ITEMS]:
+        if len(problems) >= _MOST_SHOWN:
+            break
+        try:
+            if not isinstance(item, str | dict):
+                raise ValueError(item)
+            entries.append(_read_dataset(item) if isinstance(item, str) else _read_dataset_mapping(item))
+        except ValueError:
+            problems.append(f"{shown(item)} is given where a text or a mapping is needed")
+        except ConfigError as error:
+            problems += error.problems
+    if problems or not items:
+        raise ConfigError(*problems[:_MOST_SHOWN] or ["the list is empty"])
+    return tuple(entries)
+
+
+def _read_dataset_mapping(keys: Mapping[object, object]) -> DatasetEntry:
+    known, values, problems = dataset_spellings(), dict[str, Any](), list[str]()
+    for key, given in itertools.islice(keys.items(), 2 * len(known)):
+        spelling = known.get(str(key))
+        try:
+            if spelling is None:
+                near = foreign_dataset_key(str(key)) or difflib.get_close_matches(str(key)[:60], known, 1)
+                hint = f"did you mean `{near[0]}`?" if near else f"a dataset has {', '.join(known)}"
+                problems.append(f"unknown key `{excerpt(str(key))}` of a dataset; {hint}")
+            elif spelling.option.name in values:
+                problems.append(f"`{key}` is the dataset's {spelling.option.name} a second time; keep one")
+            else:
+                values[spelling.option.name] = spelling.option.read(given)
+        except ValueError:
+            problems.append(f"`{key}: {shown(given)}`; {spelling.option.expectation if spelling else ''} is needed")
+        except ConfigError as error:
+            problems += [f"`{key}`: {problem}" for problem in error.problems]
+    if "name" not in values and not problems:
+        problems.append("a dataset without `path`; give its name, file or folder")
+    if problems:
+        raise ConfigError(*problems[:_MOST_SHOWN])
+    return DatasetEntry(**values)
+
+
+def _read_pairs(given: str | Mapping[object, object], form: str, example: str) -> Columns:
+    """Pairs of a mapping, or of a text such as `key=value,key=value`, spaces around them dropped."""
+    problems, pairs = list[str](), list[tuple[str, str]]()
+    parts = [part.partition("=")[::2] for part in given.split(",")] if isinstance(given, str) else given.items()
+    for key, value in itertools.islice(parts, _MOST_ITEMS):
+        if isinstance(key, str) and isinstance(value, str) and key.strip() and value.strip():
+            pairs.append((key.strip(), value.strip()) if isinstance(given, str) else (key, value))
+        else:
+            problems.append(f"{shown(key)} with {shown(value)} is no pair {form}; write them as in {example}")
+    counts = Counter(key for key, _ in pairs)
+    problems += [f"{quoted(key)} is given {count} times; keep one" for key, count in counts.items() if count > 1]
+    if problems or not pairs:
+        raise ConfigError(*problems[:_MOST_SHOWN] or [f"is empty; write pairs as in {example}"])
+    return tuple(pairs)
+
+
+def shown(value: object) -> str:
+    """A value of a YAML file, short; the items of lists and mappings are not shown."""
+    return "[...]" if isinstance(value, list) else "{...}" if isinstance(value, dict) else quoted(value)
 
 
 def section_titles() -> Mapping[str, str]:
@@ -231,15 +233,6 @@ def dataset_spellings() -> Mapping[str, Spelling]:
     return {"path": Spelling("path", keys["name"].option), "dataset": Spelling("dataset", keys["name"].option), **keys}
 
 
-def _options_of(section_name: str, section: type) -> list[Option]:
-    texts, hints = _field_texts(section), typing.get_type_hints(section, include_extras=True)
-    fields: Any = dataclasses.fields(section)
-    return [
-        Option(known.name, section_name, texts[known.name], known.default, *_take_apart(hints[known.name]))
-        for known in fields
-    ]
-
-
 @functools.cache
 def spellings() -> Mapping[str, Spelling]:
     """All accepted names, without dashes; the option's own name comes before its aliases and flags."""
@@ -247,33 +240,19 @@ def spellings() -> Mapping[str, Spelling]:
     for option in options().values():
         if option.value_type is bool:
             negative = "no_" + option.name.removeprefix("use_")
-            found += [Spelling(option.name, option, True, True), Spelling(negative, option, True, False)]
+            found += [Spelling(option.name, option, True, True, False), Spelling(negative, option, True, False, True)]
         else:
-            found += [Spelling(name, option) for name in (option.name, *_ALIASES.get(option.name, ()))]
-            words = _WORDS_ALONE.get(option.name, {})
-            found += [Spelling(word, option, True, value) for word, value in words.items()]
+            found += [Spelling(name, option) for name in (option.name, *option.rules.aliases)]
+        # `fp16: false` says nothing about which of the other formats is wanted.
+        found += [Spelling(word, option, True, value) for word, value in option.rules.flags.items()]
     return {spelling.name: spelling for spelling in found}
 
 
 def nearest_name(name: str) -> str | None:
     """The known spelling that `name` is a misspelling of, or None: no hint is better than one of another meaning."""
-    typed = name.replace("-", "_").lower()
-    alike = {known: _likeness(typed, known) for known in spellings() if abs(len(known) - len(typed)) <= 3}
-    return max((known for known in alike if alike[known] >= _SURELY_ALIKE), key=alike.__getitem__, default=None)
-
-
-def _likeness(typed: str, known: str) -> float:
-    """From 0 to 1; 0 where a word or a digit is another one, which makes another meaning of a likely name."""
-    if [c for c in typed if c.isdigit()] != [c for c in known if c.isdigit()]:
-        return 0.0
-    words, others = typed.split("_"), known.split("_")
-    if len(words) == len(others) and any(_ratio(*pair) < _SAME_WORD for pair in zip(words, others, strict=True)):
-        return 0.0
-    return _ratio("".join(words), "".join(others))
-
-
-def _ratio(first: str, second: str) -> float:
-    return difflib.SequenceMatcher(None, first, second, autojunk=False).ratio()
+    typed = name.replace("-", "_").lower()[:60]
+    alike = [known for known in spellings() if re.findall(r"\d", known) == re.findall(r"\d", typed)]
+    return next(iter(difflib.get_close_matches(typed, alike, 1, _SURELY_ALIKE)), None)
 
 
 def option_values(config: Config) -> dict[str, OptionValue]:
@@ -293,15 +272,18 @@ def _sections() -> dict[str, type]:
     return typing.get_type_hints(Config)
 
 
-def _take_apart(hint: Any) -> tuple[type, bool, Bounds | None]:
-    """`Annotated[int, Bounds(...)] | None` -> (int, True, Bounds(...))."""
-    is_optional = type(None) in typing.get_args(hint)
-    if is_optional:
-        hint = typing.get_args(hint)[0]
-    if typing.get_origin(hint) is tuple:
-        return DatasetEntry if hint == Datasets else tuple, is_optional, None
-    value_type, bounds = typing.get_args(hint) or (hint, None)
-    return value_type, is_optional, bounds
+def _options_of(section_name: str, section: type) -> list[Option]:
+    texts, hints, found = _field_texts(section), typing.get_type_hints(section), []
+    fields: Any = dataclasses.fields(section)
+    for known in fields:
+        *own_types, end = typing.get_args(hints[known.name]) or (hints[known.name],)
+        is_optional = end is type(None)
+        value_type = own_types[0] if is_optional else hints[known.name]
+        if typing.get_origin(value_type) is tuple:
+            value_type = DatasetEntry if value_type == Datasets else tuple
+        facts = (texts[known.name], known.default, value_type, is_optional, rules_of(known))
+        found.append(Option(known.name, section_name, *facts))
+    return found
 
 
 def _field_texts(section: type) -> dict[str, str]:

@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from mobius.config.adapters import AdapterConfig
+from mobius.config.config import AdapterConfig
 from mobius.errors import CheckpointError
 from mobius.models.adapters.lora import adapted_linear
 from mobius.models.adapters.targets import PartNames, adapt

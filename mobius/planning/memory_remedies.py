@@ -10,8 +10,7 @@ from functools import cached_property
 import torch
 from transformers import PretrainedConfig
 
-from mobius.config.adapters import AdapterConfig, FinetuningType
-from mobius.config.config import ActivationOffloading
+from mobius.config.config import ActivationOffloading, AdapterConfig, FinetuningType
 from mobius.config.validation import find_problems
 from mobius.errors import ConfigError, GpuMemoryError, PlanError
 from mobius.log import progress_bar

@@ -22,8 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mobius.checkpoints.folders import checkpoint_path
-from mobius.config.config import Config
-from mobius.config.saving_evaluation import EvalStrategy, SaveStrategy, steps_between
+from mobius.config.config import Config, EvalStrategy, SaveStrategy, steps_between
 from mobius.errors import NonFiniteLossError
 from mobius.log import RANK_ZERO_ONLY
 from mobius.output.metrics import StepMetrics

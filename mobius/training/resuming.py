@@ -24,9 +24,8 @@ from mobius.checkpoints.checkpoint_reader import CheckpointReader
 from mobius.checkpoints.folders import find_checkpoints, recover_interrupted_saves
 from mobius.checkpoints.saved_stage import optimizer_tensors
 from mobius.config.config import Config
-from mobius.config.ineffective_options import infer_eval_strategy
 from mobius.config.options import OptionValue, config_from, option_values, options
-from mobius.config.validation import MUTUALLY_EXCLUSIVE, validate
+from mobius.config.validation import MUTUALLY_EXCLUSIVE, infer_eval_strategy, validate
 from mobius.config.yaml_file import read_yaml, to_yaml
 from mobius.errors import CheckpointError, ConfigError, MobiusError, PlanError
 from mobius.excerpt import quoted
@@ -70,7 +69,7 @@ _START_SECTIONS: Final = ("planning", "launch")
 _START_OPTIONS: Final = (
     *("resume_from_checkpoint", "resume_changes", "overwrite_output_dir", "max_run_time"),
     *("save_dir", "save_params", "save_results", "host_memory_limit", "gpu_memory_limit", "device"),
-    *("do_train", "do_eval", "do_predict", "predict_with_generate"),
+    *("do_train", "do_eval", "do_predict"),
 )
 _NUM_READER_THREADS: Final = 4
 """Threads of a rank that read a checkpoint."""

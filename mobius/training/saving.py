@@ -47,8 +47,7 @@ from mobius.checkpoints.folders import (
 )
 from mobius.checkpoints.manifest import Manifest, file_record
 from mobius.checkpoints.saved_stage import SavedStage
-from mobius.config.config import Config
-from mobius.config.saving_evaluation import ALL_CHECKPOINTS, SaveStrategy, steps_between
+from mobius.config.config import ALL_CHECKPOINTS, Config, SaveStrategy, steps_between
 from mobius.errors import CheckpointError, MobiusError, first_line
 from mobius.machine.devices import num_optimizer_threads
 from mobius.machine.disk_rate import measure_write_rate

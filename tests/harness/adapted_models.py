@@ -14,7 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mobius.config.adapters import AdapterConfig
+from mobius.config.config import AdapterConfig
 from mobius.data.batches import Batch, TrainingBatches
 from mobius.data.token_store import TokenizedDataset
 from mobius.runtime.executor import StepBatch

@@ -23,7 +23,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from mobius.config.adapters import AdapterConfig
+from mobius.config.config import AdapterConfig
 from mobius.models.blocks import ModelParts
 from mobius.models.weights import WeightSource
 from mobius.optim.tied_weights import TiedWeights

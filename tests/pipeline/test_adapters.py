@@ -24,7 +24,7 @@ from harness.runs import make_checkpoint
 from harness.sessions import random_samples
 from peft import PeftModel
 
-from mobius.config.adapters import AdapterConfig, FinetuningType
+from mobius.config.config import AdapterConfig, FinetuningType
 from mobius.models.adapters.lora import InitialAdapterWeights
 from mobius.models.block_autograd import recomputed_backward
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts

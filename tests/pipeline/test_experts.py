@@ -10,7 +10,7 @@ from harness.pipelines import Pipeline, make_batch, model_of, plain_step
 from harness.tiny_families import tiny_config
 from torch import Tensor
 
-from mobius.config.adapters import AdapterConfig, FinetuningType
+from mobius.config.config import AdapterConfig, FinetuningType
 
 CASES = {  # number of slots, whether graphs are kept, resident stages of N = 2, v = 2
     "resident": (None, False, frozenset[int]()),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness.pipelines import CPU, Pipeline, make_batch, make_model, plain_step
 
-from mobius.config.adapters import AdapterConfig
+from mobius.config.config import AdapterConfig
 from mobius.errors import ConfigError
 from mobius.models.blocks import ModelParts
 from mobius.runtime.saved_activations import SavedActivations

@@ -15,7 +15,7 @@ from harness.pipelines import Pipeline, make_batch, make_model, plain_step
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mobius.config.adapters import AdapterConfig
+from mobius.config.config import AdapterConfig
 from mobius.models import compiled
 from mobius.models.compiled import CompiledModule
 from mobius.runtime import saved_activations

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from mobius.config.adapters import AdapterConfig, FinetuningType
+from mobius.config.config import AdapterConfig, FinetuningType
 from mobius.errors import PlanError
 from mobius.plan.plan import RecomputeLevel
 from mobius.runtime.executor import StepBatch

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from mobius.config.adapters import PARTS, AdapterConfig, parse_layer_range, split_names
+from mobius.config.config import AdapterConfig, split_names
 from mobius.errors import ConfigError
 from mobius.log import RANK_ZERO_ONLY
 from mobius.models.adapters.lora import LoraLinear
@@ -22,6 +22,9 @@ from mobius.models.experts.fused import fused_experts, matrix_names
 logger = logging.getLogger(__name__)
 
 _NAMES = re.compile(r"[\w.]+", re.ASCII)
+_PARTS = ("embedding", "head", "norms")
+"""Words for parts of a model that are not layers."""
+_LAYERS = re.compile(r"layers\.(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
 _LISTED = 6
 """Names listed in a message."""
 
@@ -111,7 +114,7 @@ def _wanted(linears: Mapping[str, nn.Linear], target: str) -> dict[str, nn.Linea
         near = difflib.get_close_matches(unknown[0], kinds, n=_LISTED, cutoff=0.4)
         hint = f"did you mean {_listed(near)}? It" if near else "it"
         reason = "the embedding and the head are outside the layers (--additional_target trains them in full)"
-        is_outer = unknown[0] in ("embed_tokens", "lm_head", *PARTS)
+        is_outer = unknown[0] in ("embed_tokens", "lm_head", *_PARTS)
         told = reason if is_outer else f"{hint} has {_listed(kinds)}"
         raise ConfigError(f"`--lora_target` {unknown[0]} is no linear layer of this model; {told}")
     chosen = {name for found in matches.values() for name in found}
@@ -151,9 +154,10 @@ def _parameters(model: nn.Module, names: PartNames, word: str, option: str) -> I
     if word == "norms":
         norms = [module for module in model.modules() if "norm" in type(module).__name__.lower()]
         return [parameter for norm in norms for parameter in norm.parameters(recurse=False)]
-    span = parse_layer_range(word)
+    match = _LAYERS.fullmatch(word)
+    span = None if match is None else range(int(match[1]), int(match[2] or match[1]) + 1)
     if span is None or option == "additional_target":
-        allowed = f"{', '.join(PARTS)}{', layers.0-15, layers.3' if option == 'freeze' else ''}"
+        allowed = f"{', '.join(_PARTS)}{', layers.0-15, layers.3' if option == 'freeze' else ''}"
         raise ConfigError(f"`--{option}` {word} is no part of a model; use {allowed}")
     if not span or span[-1] >= len(layers):
         raise ConfigError(f"`--{option}` {word}: the model has layers.0-{len(layers) - 1}")

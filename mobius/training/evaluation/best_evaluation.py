@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from mobius.config.saving_evaluation import BestMetric
+from mobius.config.config import BestMetric
 from mobius.errors import CheckpointError
 from mobius.excerpt import quoted
 from mobius.regular_files import typed_object

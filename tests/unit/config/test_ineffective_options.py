@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from mobius.config.cli import parse_args
+from mobius.config.config import EvalStrategy
 from mobius.config.options import options
-from mobius.config.saving_evaluation import EvalStrategy
 from mobius.errors import ConfigError
 
 VAL = "--val_size 9"
@@ -78,7 +78,6 @@ TABLE: dict[str, tuple[str, list[str]]] = {
     "finetuning_type": ("--finetuning_type lora", [f"{ALONE} --do_eval"]),
     "lora_rank": (f"--lora_rank 4 {LORA}", [""]),
     "lora_alpha": (f"--lora_alpha 4 {LORA}", [""]),
-    "lora_dropout": (f"--lora_dropout 0 {LORA}", []),
     "lora_target": (f"--lora_target q_proj {LORA}", [""]),
     "use_rslora": (f"--use_rslora {LORA}", [""]),
     "additional_target": (f"--additional_target head {LORA}", [""]),
@@ -124,7 +123,6 @@ TABLE: dict[str, tuple[str, list[str]]] = {
         [f"{VAL} --eval_strategy no", f"{ALONE} --do_eval"],
     ),
     "do_predict": (f"--do_predict {VAL}", [""]),
-    "predict_with_generate": (f"--predict_with_generate {VAL}", [""]),
     "max_new_tokens": (f"--max_new_tokens 9 --do_predict {VAL}", ["", VAL]),
     "max_predict_samples": (f"--max_predict_samples 9 --do_predict {VAL}", ["", VAL]),
     "dry_run": ("--dry_run", []),
@@ -160,7 +158,7 @@ def test_the_table_has_every_option() -> None:
 def test_an_option_is_taken_where_it_acts(name: str) -> None:
     config = parse_args(TABLE[name][0].split(), num_ranks=4)
     value = getattr(getattr(config, options()[name].section), name)
-    assert value != options()[name].default or name == "lora_dropout"
+    assert value != options()[name].default
 
 
 @pytest.mark.parametrize(("name", "mode"), [(name, mode) for name, (_, modes) in TABLE.items() for mode in modes])

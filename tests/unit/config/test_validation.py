@@ -1,13 +1,23 @@
 """Values that do not fit together are told with the nearest ones that do."""
 
+import itertools
 from pathlib import Path
 
 import pytest
 
 from mobius.config.cli import parse_args
-from mobius.config.config import Config, DatasetEntry, Device, Packing, Recompute
+from mobius.config.config import (
+    Config,
+    DatasetEntry,
+    Device,
+    EvalStrategy,
+    LrSchedulerType,
+    OptimConfig,
+    Packing,
+    Recompute,
+)
+from mobius.config.lr_schedules import SCHEDULE_ARGUMENTS, Argument
 from mobius.config.options import OptionValue, config_from
-from mobius.config.saving_evaluation import EvalStrategy
 from mobius.config.validation import find_problems, resolve_epochs, validate
 from mobius.config.yaml_file import to_yaml
 from mobius.errors import ConfigError
@@ -33,7 +43,7 @@ from mobius.errors import ConfigError
         ({"warmup_steps": 3.5}, 4, ["`--warmup_steps` is 3.5", "whole number of steps"]),
         ({"profile_steps": "all"}, 4, ["'all'"]),
         ({"profile_steps": "2-3", "num_iterations": 2}, 4, ["2-3 is more", "steps 1 to 2", "--num_iterations"]),
-        ({"tile_tokens": "some"}, 4, ["`--tile_tokens` 'some'", "auto, off, or a number from 1"]),
+        ({"tile_tokens": "some"}, 4, ["`--tile_tokens`", "'some'", "auto, off, or a number from 1"]),
         ({"tile_tokens": "0"}, 4, ["'0'", "from 1 on"]),
         (
             {"tile_tokens": "512", "use_offload": False, "recompute": Recompute.NONE},
@@ -60,8 +70,8 @@ from mobius.errors import ConfigError
         ({"preview": 5000}, 4, ["`--preview` is 5000", "below 1001"]),
         ({"preprocessing_num_workers": 0}, 4, ["at least 1"]),
         ({"master_port": 70000}, 4, ["below 65536"]),
-        ({"report_to": "tensorboard,mlflow"}, 4, ["'mlflow'", "none, or", "tensorboard, swanlab, wandb"]),
-        ({"report_to": "none,wandb"}, 4, ["'none'", "tensorboard, swanlab, wandb"]),
+        ({"report_to": "tensorboard,mlflow"}, 4, ["mlflow", "none, or", "tensorboard, swanlab, wandb"]),
+        ({"report_to": "none,wandb"}, 4, ["none,wandb", "tensorboard, swanlab, wandb"]),
         ({"seq_length": 1}, 4, ["at least 2"]),
         ({"adam_beta2": 1.0}, 4, ["at least 0 and below 1"]),
         ({"max_grad_norm": -1.0}, 4, ["at least 0"]),
@@ -160,9 +170,133 @@ def test_a_batch_that_replicas_cannot_share_is_refused_with_the_arithmetic(words
         ("--nnodes 2 --rdzv_endpoint a:1", "needs `--node_rank`"),
         ("--nnodes 2 --node_rank 1", "needs `--rdzv_endpoint`"),
         ("--nnodes 2 --node_rank 2 --rdzv_endpoint a:1", "numbered from 0, and there are 2"),
-        ("--nnodes 2 --node_rank 1 --rdzv_endpoint node0", "is not HOST:PORT"),
+        ("--nnodes 2 --node_rank 1 --rdzv_endpoint node0", "write HOST:PORT"),
     ],
 )
 def test_nodes_need_a_number_and_a_place_to_meet(words: str, part: str) -> None:
     with pytest.raises(ConfigError, match=part):
         parse_args(words.split())
+
+
+BEST = ["--load_best_model_at_end", "--eval_strategy", "steps"]
+JUDGED = ["--val_size", "10", "--num_iterations", "100"]
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--eval_strategy", "steps"], ["nothing to evaluate on", "--eval_dataset", "--val_size"]),
+        (["--do_predict"], ["nothing to evaluate on"]),
+        (["--no_do_train"], ["leaves nothing to do"]),
+        ([*JUDGED, "--load_best_model_at_end"], ["--eval_strategy steps or epoch"]),
+        (["--eval_strategy", "no", *JUDGED, "--early_stopping_patience", "2"], ["--eval_strategy steps or epoch"]),
+        (
+            [*JUDGED, *BEST, "--eval_steps", "30", "--save_steps", "50"],
+            ["multiple of --eval_steps"],
+        ),
+        (
+            [*JUDGED, *BEST, "--num_iterations", "25", "--eval_steps", "0.1", "--save_steps", "0.2"],
+            ["of `--num_iterations` 25", "`--save_steps` 0.2 are 5", "`--eval_steps` 0.1 are 3"],
+        ),
+        ([*JUDGED, *BEST, "--eval_steps", "30", "--save_steps", "0.5"], ["`--save_steps` 0.5 are 50"]),
+        (["--save_steps", "1.5"], ["whole number of steps"]),
+        ([*JUDGED, "--eval_steps", "2.5"], ["whole number of steps"]),
+        (["--save_total_limit", "-1"], ["at least 0"]),
+        (["--resume_changes", "learning_rate"], ["no effect without `--resume_from_checkpoint`"]),
+        (["--resume_from_checkpoint", "c", "--resume_changes", "seed,rate"], ["'rate'", "no option"]),
+        (["--val_size", "10", "--no_do_train", "--do_eval", "--resume_from_checkpoint", "c"], ["--model_path"]),
+    ],
+)
+def test_what_does_not_fit_together_is_told(options: list[str], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_args(options)
+    assert len(caught.value.problems) == 1
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--eval_strategy", "steps", "--eval_steps", "25", "--save_steps", "50", "--load_best_model_at_end"],
+        [*BEST, "--eval_steps", "0.1", "--save_steps", "0.2"],
+        [*BEST, "--eval_steps", "25", "--save_steps", "0.5"],
+        ["--eval_strategy", "epoch", "--save_strategy", "epoch", "--load_best_model_at_end"],
+        ["--eval_strategy", "steps", "--eval_steps", "0.1", "--early_stopping_patience", "3"],
+    ],
+)
+def test_what_fits_together_is_taken(options: list[str]) -> None:
+    parse_args([*JUDGED, *options])
+
+
+def test_shares_of_epochs_are_compared_once_their_steps_are_known() -> None:
+    shares = ["--eval_steps", "0.1", "--save_steps", "0.2"]
+    config = parse_args([*BEST, *shares, "--val_size", "10", "--num_train_epochs", "2"])
+    assert resolve_epochs(config, 100).optim.num_steps == 100
+    with pytest.raises(ConfigError, match=r"of the 25 steps of `--num_train_epochs` 2 `--save_steps` 0.2 are 5"):
+        resolve_epochs(config, 25)
+
+
+def test_changes_are_a_list_of_names() -> None:
+    config = parse_args(["--resume_from_checkpoint", "c", "--resume_changes", "learning_rate, num_iterations"])
+    assert config.saving.changes == ("learning_rate", "num_iterations")
+
+
+def test_who_only_judges_needs_no_dataset_to_train_on() -> None:
+    judged = ["--eval_dataset", "test.jsonl", "--do_predict"]
+    data = parse_args(["--no_do_train", *judged]).data
+    assert data.dataset == data.eval_dataset
+    for others in (["--no_do_train", "--dataset", "xsum", *judged], judged):
+        assert parse_args(others).data.dataset[0].name == "xsum"
+
+
+def test_a_decay_is_compared_with_the_steps_that_epochs_make() -> None:
+    words = "--lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs num_decay_steps=50 --num_train_epochs 1"
+    config = parse_args(words.split())
+    assert resolve_epochs(config, 51).optim.schedule_arguments == {"num_decay_steps": 50}
+    with pytest.raises(ConfigError, match="num_decay_steps is 50; of 40 steps .* at most 39"):
+        resolve_epochs(config, 40)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "words"),
+    [
+        ("cosine", {"min_lr": "1e-6"}, ["'min_lr' has no effect with `--lr_scheduler_type cosine`", "num_cycles"]),
+        ("linear", {"power": "2"}, ["'power' has no effect", "takes none", "polynomial"]),
+        ("cosine_with_min_lr", {}, ["needs min_lr or min_lr_rate"]),
+        ("cosine_with_min_lr", {"min_lr": "1e-6", "min_lr_rate": "0.1"}, ["not both"]),
+        ("cosine_with_min_lr", {"min_lr": "1"}, ["min_lr is 1, not below `--learning_rate` 0.0003"]),
+        ("cosine_with_min_lr", {"min_lr": "-1"}, ["min_lr is '-1'", "at least 0"]),
+        ("cosine_with_min_lr", {"min_lr_rate": "much"}, ["min_lr_rate is 'much'", "number"]),
+        ("cosine_with_restarts", {"num_cycles": "1.5"}, ["num_cycles is '1.5'", "whole number"]),
+        ("warmup_stable_decay", {}, ["needs num_decay_steps"]),
+        ("warmup_stable_decay", {"num_decay_steps": "10"}, ["num_decay_steps is 10", "at most 7"]),
+        ("warmup_stable_decay", {"num_decay_steps": "2", "decay_type": "steep"}, ["'steep'", "1-sqrt"]),
+        ("polynomial", {"lr_end": "nan"}, ["lr_end is 'nan'"]),
+    ],
+)
+def test_arguments_that_a_course_does_not_take_are_refused(
+    kind: str, arguments: dict[str, str], words: list[str]
+) -> None:
+    config = OptimConfig(
+        learning_rate=3e-4,
+        lr_scheduler_type=LrSchedulerType(kind),
+        lr_scheduler_kwargs=tuple(arguments.items()) or None,
+        num_iterations=10,
+        warmup_steps=4,
+    )
+    (problem,) = find_problems(Config(optim=config))
+    for word in words:
+        assert word in problem
+
+
+def test_a_polynomial_that_would_end_above_its_peak_is_refused() -> None:
+    config = OptimConfig(learning_rate=1e-8, lr_scheduler_type=LrSchedulerType.POLYNOMIAL)
+    (problem,) = find_problems(Config(optim=config))
+    assert "lr_end is 1e-07, not below `--learning_rate` 1e-08" in problem
+
+
+def test_every_argument_says_what_it_may_be() -> None:
+    arguments = set(itertools.chain.from_iterable(each.values() for each in SCHEDULE_ARGUMENTS.values()))
+    assert all("number" in str(each) or "one of" in str(each) for each in arguments)
+    with pytest.raises(ValueError, match="inf"):
+        Argument().read("inf")

@@ -12,7 +12,7 @@ from harness.pipelines import model_of
 from harness.tiny_families import tiny_config
 from torch import Tensor, nn
 
-from mobius.config.adapters import AdapterConfig, FinetuningType
+from mobius.config.config import AdapterConfig, FinetuningType
 from mobius.errors import ConfigError
 from mobius.models.block_autograd import backward, recomputed_backward, run_with_graph
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts

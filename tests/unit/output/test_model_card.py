@@ -8,8 +8,16 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
-from mobius.config.adapters import AdapterConfig, FinetuningType
-from mobius.config.config import Config, DataConfig, DatasetEntry, ModelConfig, OptimConfig, OutputConfig
+from mobius.config.config import (
+    AdapterConfig,
+    Config,
+    DataConfig,
+    DatasetEntry,
+    FinetuningType,
+    ModelConfig,
+    OptimConfig,
+    OutputConfig,
+)
 from mobius.output.model_card import CardFacts, Origin, model_card
 from mobius.output.run_log import TrainerState
 

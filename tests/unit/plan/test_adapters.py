@@ -10,8 +10,7 @@ import torch
 from harness.plan_requests import find_published_shape, num_stages_with, request_of
 from transformers import LlamaConfig, Qwen2Config
 
-from mobius.config.adapters import AdapterConfig, FinetuningType
-from mobius.config.config import ModelConfig
+from mobius.config.config import AdapterConfig, FinetuningType, ModelConfig
 from mobius.memory.adapter_stage import AdapterStage
 from mobius.models.blocks import ModelParts
 from mobius.models.families import load_planned_config

@@ -12,8 +12,7 @@ from harness.live_bytes import LiveBytes
 from harness.plan_requests import find_published_shape, request_of
 from transformers import LlamaConfig
 
-from mobius.config.adapters import AdapterConfig, FinetuningType
-from mobius.config.config import Dtype, Recompute, ReduceDtype
+from mobius.config.config import AdapterConfig, Dtype, FinetuningType, Recompute, ReduceDtype
 from mobius.errors import GpuMemoryError, HostMemoryError, PlanError
 from mobius.models.blocks import ModelParts
 from mobius.plan.event_simulation import StageCost, StepRules
