@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -129,3 +130,10 @@ class SingleRankTransport:
         """End the connections to other replicas."""
         if self._world is not None:
             self._world.close()
+
+
+def all_gather_numbers(ranks: RankGroup, own: Sequence[float]) -> Tensor:
+    """A row of numbers from every rank, [num_ranks, len(own)] in float64; collective."""
+    table = torch.zeros(ranks.num_ranks, len(own), dtype=torch.float64)
+    table[ranks.rank] = torch.tensor(own, dtype=torch.float64)
+    return ranks.sum_over_ranks(table)

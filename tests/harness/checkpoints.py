@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mobius.checkpoints.checkpoint_reader import CheckpointReader
-from mobius.checkpoints.files import STATE_DTYPES, StageParameter, optimizer_keys, plan_files, write_stage
-from mobius.checkpoints.folders import commit_checkpoint, create_partial, write_text
-from mobius.checkpoints.manifest import Manifest
+from mobius.checkpoint.folders import commit_checkpoint, create_partial, write_text
+from mobius.checkpoint.manifest import Manifest
+from mobius.checkpoint.reader import CheckpointReader
+from mobius.checkpoint.tensor_files import STATE_DTYPES, StageParameter, optimizer_keys, plan_files, write_stage
 
 PARAMETERS = (
     StageParameter("embed.weight", (7, 3), 0),

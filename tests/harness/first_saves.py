@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mobius.checkpoints.files import StageParameter, plan_files, write_stage
+from mobius.checkpoint.tensor_files import StageParameter, plan_files, write_stage
 
 SECONDS = 0.3
 
