@@ -43,7 +43,7 @@ from mobius.optim.optimizer_stepper import StepCounts
 from mobius.output.run_log import STATE_FILE, TrainerState
 from mobius.planning.saved_plan import apply_saved_plan
 from mobius.ranks import Ranks, is_restart, launch_id
-from mobius.regular_files import read_text, typed_object
+from mobius.regular_files import read_bytes, read_text, typed_object
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +215,7 @@ def open_same_checkpoint(path: Path, ranks: Ranks, rendezvous: Rendezvous | None
     reader = problem = digest = None
     try:
         reader = open_checkpoint(path)
-        digest = hashlib.sha256((path / MANIFEST_FILE).read_bytes()).hexdigest()
+        digest = hashlib.sha256(read_bytes(path / MANIFEST_FILE)).hexdigest()
     except (CheckpointError, OSError) as error:
         problem = str(error)
     told = parse_values(

@@ -79,6 +79,16 @@ def whole_run(save_dir: Path, mark: str, *, overwrite: bool = False, resumes: bo
     output.close()
 
 
+def run_that_saves_at_the_end(save_dir: Path, mark: str, *, overwrite: bool = False, resumes: bool = False) -> None:
+    output = OutputFolder(save_dir, overwrite=overwrite, files={}, resumes=resumes)
+    output.prepare({})
+    for name in SETTINGS:
+        (output.folder / name).write_text("settings")
+    output.begin()
+    export(output, mark)
+    output.commit()
+
+
 def complete_in(place: Path) -> set[str]:
     """Marks of all models and checkpoints that are whole, or are being moved, wherever they are below `place`."""
     marks = set()
@@ -776,23 +786,21 @@ def old_checkpoints(place: Path) -> None:
     output.close()
 
 
-def is_saved(place: Path, what: set[str]) -> bool:
-    return bool(complete_in(place) & what)
-
-
 @pytest.mark.parametrize(
-    ("older", "overwrite", "resumes"),
+    ("run", "older", "overwrite", "resumes"),
     [
-        pytest.param(old_nothing, False, False, id="fresh"),
-        pytest.param(old_model, True, False, id="over a model"),
-        pytest.param(old_run, True, False, id="over a run", marks=pytest.mark.extended),
-        pytest.param(old_checkpoints, True, False, id="over checkpoints"),
-        pytest.param(old_run, False, True, id="resuming a run that had ended"),
-        pytest.param(old_checkpoints, False, True, id="resuming", marks=pytest.mark.extended),
+        pytest.param(whole_run, old_nothing, False, False, id="fresh"),
+        pytest.param(whole_run, old_model, True, False, id="over a model"),
+        pytest.param(whole_run, old_run, True, False, id="over a run", marks=pytest.mark.extended),
+        pytest.param(whole_run, old_checkpoints, True, False, id="over checkpoints"),
+        pytest.param(whole_run, old_run, False, True, id="resuming a run that had ended"),
+        pytest.param(whole_run, old_checkpoints, False, True, id="resuming", marks=pytest.mark.extended),
+        pytest.param(run_that_saves_at_the_end, old_nothing, False, False, id="saving at the end"),
+        pytest.param(run_that_saves_at_the_end, old_model, True, False, id="saving at the end, over a model"),
     ],
 )
 def test_a_run_that_is_killed_anywhere_loses_nothing_complete_and_goes_on(
-    tmp_path: Path, older: Callable[[Path], None], overwrite: bool, resumes: bool
+    tmp_path: Path, run: Callable[..., None], older: Callable[[Path], None], overwrite: bool, resumes: bool
 ) -> None:
     number, code = 0, ENDED_EARLY
     while code == ENDED_EARLY:
@@ -803,20 +811,24 @@ def test_a_run_that_is_killed_anywhere_loses_nothing_complete_and_goes_on(
         before = complete_in(place)
 
         code = run_until_killed(
-            lambda place=place: whole_run(place / "save", "new", overwrite=overwrite, resumes=resumes), number
+            lambda place=place: run(place / "save", "new", overwrite=overwrite, resumes=resumes), number
         )
 
         after = complete_in(place)
         assert not before or after, f"nothing complete is left after change {number}"
         if resumes:
             assert {entry for entry in before if entry.startswith("checkpoint")} <= after
+        if {"model new", "model old"} <= after and (place / "save.partial").exists():  # the user has to decide
+            with pytest.raises(CheckpointError, match=r"save\.partial holds a complete model"):
+                make(place / "save", overwrite=True).prepare({})
+            (place / "save.partial" / "config.json").unlink()
         go_on(place / "save")
         assert {"model new", "checkpoint new"} <= complete_in(place)
         assert names(place) == ["save"], f"something is left beside the folder after change {number}"
         leftovers = [name for name in names(place / "save") if name.endswith((".moving", "final.partial"))]
         assert not leftovers
     assert code == DONE
-    assert number > len(CHANGES)
+    assert number > 3
 
 
 def test_a_start_that_is_killed_while_it_settles_loses_nothing_and_the_next_one_goes_on(tmp_path: Path) -> None:

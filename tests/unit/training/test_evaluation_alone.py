@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mobius.checkpoint.folder_contents import has_results
+from mobius.checkpoint.run_folder import has_results
 from mobius.errors import CheckpointError
 from mobius.output import run_log
 
