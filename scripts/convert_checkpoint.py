@@ -117,7 +117,7 @@ def from_dcp(folder: Path, checkpoint: Path) -> list[str]:
             shapes = {parameter.name: parameter.shape for parameter in parameters if parameter.stage == stage.stage}
             for part in (*stage.model, *stage.optimizer):  # a file at a time is in memory
                 tensors = read_dcp(folder, part.names, shapes, dtype)
-                records += write_stage(partial, StageFiles(stage.stage, (part,), ()), tensors)
+                records += write_stage(partial, StageFiles(stage.stage, (part,), ()), tensors.__getitem__)
         commit_checkpoint(
             partial, replace(manifest, files=tuple(records), others=()), parameters=parameters, dtype=dtype
         )

@@ -9,29 +9,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
-from mobius.checkpoint.adapter_folder import verify_adapter, write_adapter
 from mobius.checkpoint.merged_model import merge_adapter
 from mobius.checkpoint.model_folder import (
-    SavedParameter,
-    plan_shards,
     verify_folder,
-    write_index,
+    write_adapter,
     write_model_files,
     write_params_file,
-    write_shards,
 )
 from mobius.checkpoint.run_folder import OutputFolder
 from mobius.checkpoint.run_settings import merged_folder
 from mobius.checkpoint.saved_stage import OpenRun, saved_parameters
+from mobius.checkpoint.tensor_files import plan_files, write_indexes, write_stage
 from mobius.errors import CheckpointError
-from mobius.models.adapters.peft_folder import AdapterBase, AdapterFolder
+from mobius.models.adapters.peft_folder import AdapterBase, AdapterFolder, peft_name_of
 from mobius.models.model_files import ModelFiles
-from mobius.models.weight_conversion.parameter_pieces import stored_shapes, stored_views
+from mobius.models.weight_conversion.parameter_pieces import stored_views
 from mobius.signal_handling import RunStatus
 
 logger = logging.getLogger(__name__)
@@ -54,19 +52,15 @@ def export_model(
     was read back equal. `run_status` is told from where on that may have happened. Raises CheckpointError.
     """
     run_setup, all_ranks = session.run_setup, session.all_ranks
-    rank, folder = all_ranks.rank, output.export_folder  # all replicas have all weights: the first one writes
-    parameter_pieces = run_setup.parts.parameter_pieces
-    parameters = [
-        SavedParameter(name, shape, each.stage % run_setup.plan.num_ranks)
-        for each in saved_parameters(run_setup)
-        for name, shape in stored_shapes(each.name, each.shape, parameter_pieces)
-    ]
-    itemsize = run_setup.dtype.itemsize
-    shards = plan_shards(parameters, itemsize)
-    states = [own.state for own in session.memory.values()]
+    rank, folder, dtype = all_ranks.rank, output.export_folder, run_setup.dtype
+    num_ranks, pieces = run_setup.plan.num_ranks, run_setup.parts.parameter_pieces
+    # All replicas have all weights: the first one writes a file, or several, for each of its ranks.
+    parameters = [replace(each, stage=each.stage % num_ranks) for each in saved_parameters(run_setup)]
+    files = plan_files(parameters, dtype=dtype, has_optimizer=False)
+    file_names = {name: file for each in files for name, file in each.file_names.items()}
     values: dict[str, Tensor] = {}
-    for state in states:
-        values |= stored_views(state.layout.views(state.weights), parameter_pieces)
+    for own in session.memory.values():
+        values |= stored_views(own.state.layout.views(own.state.weights), pieces)
 
     def read(name: str) -> Tensor:
         session.activity.progress()
@@ -74,23 +68,25 @@ def export_model(
 
     if rank == 0:
         output.begin_export()
-        write_model_files(folder, model_files, run_setup.parts.config, dtype=run_setup.dtype)
+        write_model_files(folder, model_files, run_setup.parts.config, dtype=dtype)
         (folder / "config.json").rename(folder / _UNCHECKED)
     all_ranks.barrier()
-    write_shards(folder, shards, rank, read)
-    all_ranks.barrier()  # an adapter's file is made of all ranks' shards
+    if rank < len(files):
+        write_stage(folder, files[rank], read)
+    all_ranks.barrier()  # an adapter's file is made of all ranks' files
     if rank == 0 and base is None:
-        write_index(folder, shards, parameters, itemsize)
+        write_indexes(folder, parameters, file_names, dtype=dtype)
     elif rank == 0 and base is not None:
-        written = [folder / shard.file_name for shard in shards]
+        written = sorted({folder / file for file in file_names.values()})
         write_adapter(folder, written, run_setup.parts, base)
         for path in written:
             path.unlink()
     all_ranks.barrier()
-    own = [parameter.name for parameter in parameters if parameter.owner_rank == rank]
-    verify = verify_folder if base is None else verify_adapter
-    if run_setup.rank_context.ranks.replica == 0:  # other nodes need not see the folder
-        verify(folder, ((name, partial(read, name)) for name in own))
+    if run_setup.rank_context.ranks.replica == 0 and rank < len(files):  # other nodes need not see the folder
+        verify_folder(
+            folder,
+            ((name if base is None else peft_name_of(name), partial(read, name)) for name in files[rank].file_names),
+        )
     all_ranks.barrier()
     if rank == 0:
         run_status.set_status(

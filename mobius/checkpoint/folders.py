@@ -21,12 +21,11 @@ A caller that writes or removes holds the lock of the folder's run (output_folde
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import re
 import shutil
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -36,7 +35,14 @@ import torch
 from mobius.atomic_files import sync_to_disk
 from mobius.checkpoint.manifest import MANIFEST_FILE, Manifest, OtherFile
 from mobius.checkpoint.reader import CheckpointReader
-from mobius.checkpoint.tensor_files import MODEL_PREFIX, FileRecord, StageParameter, plan_files, translate_file_errors
+from mobius.checkpoint.tensor_files import (
+    MODEL_PREFIX,
+    FileRecord,
+    StageParameter,
+    plan_files,
+    translate_file_errors,
+    write_indexes,
+)
 from mobius.errors import CheckpointError, reason_of
 from mobius.excerpt import listed
 from mobius.models.model_files import read_json_object
@@ -108,18 +114,12 @@ def commit_checkpoint(
     Raises CheckpointError; an older checkpoint of that step is still there then, and `partial` can be discarded.
     """
     planned = plan_files(parameters, dtype=dtype, has_optimizer=manifest.has_optimizer)
-    names = {name for files in planned for part in (*files.model, *files.optimizer) for name in part.names}
+    names = {name for files in planned for name in files.file_names}
     if missing := names ^ manifest.tensor_files.keys():
         raise CheckpointError(f"{partial} lacks tensors, or has too many: {listed(sorted(missing))}.")
     _check_sizes(partial, manifest)
-    elements = sum(parameter.num_elements for parameter in parameters if parameter.weight_names)
-    weights = {name for parameter in parameters for name in parameter.weight_names}
-    totals = {"total_parameters": elements, "total_size": elements * dtype.itemsize}
-    _write_index(
-        partial, weights_prefix, totals, {n: r.file_name for n, r in manifest.tensor_files.items() if n in weights}
-    )
-    states = {n: r.file_name for n, r in manifest.tensor_files.items() if n not in weights}
-    _write_index(partial, "optimizer", {}, states)
+    stored = {name: record.file_name for name, record in manifest.tensor_files.items()}
+    write_indexes(partial, parameters, stored, dtype=dtype, weights_prefix=weights_prefix)
     path = partial / MANIFEST_FILE
     with translate_file_errors("write", path):
         text = replace(manifest, others=tuple(_synced_others(partial, manifest))).to_json()
@@ -307,13 +307,6 @@ def _others_text(path: Path) -> str:
         if valid:
             return f"The newest good checkpoint there is {valid[0]}: --resume_from_checkpoint {valid[0]}"
     return f"There is no good checkpoint beside it, in {path.absolute().parent}."
-
-
-def _write_index(partial: Path, kind: str, metadata: Mapping[str, int], weight_map: Mapping[str, str]) -> None:
-    """Write which file has which tensor; a single file needs no index."""
-    if len(set(weight_map.values())) > 1:
-        text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True)
-        write_text(partial, f"{kind}.safetensors.index.json", text + "\n")
 
 
 def _synced_others(partial: Path, manifest: Manifest) -> Iterator[OtherFile]:

@@ -13,14 +13,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mobius.checkpoint.model_folder import (
-    SavedParameter,
-    plan_shards,
+from mobius.checkpoint.model_folder import verify_folder, write_model_files
+from mobius.checkpoint.tensor_files import (
+    StageParameter,
+    plan_files,
     translate_file_errors,
-    verify_folder,
-    write_index,
-    write_model_files,
-    write_shards,
+    write_indexes,
+    write_stage,
 )
 from mobius.errors import CheckpointError
 from mobius.models.adapters.lora import LORA_A, LORA_B, adapted_linear
@@ -30,7 +29,7 @@ from mobius.models.model_files import ModelFiles, read_model_files
 from mobius.models.weight_conversion.parameter_pieces import stored_shapes
 from mobius.models.weights import CheckpointWeights, folder_has_weights
 
-_SHARD_BYTES = 2_000_000_000
+_FILE_BYTES = 2_000_000_000
 
 
 def check_free(folder: Path) -> None:
@@ -100,14 +99,14 @@ def write_whole(
 
     Raises CheckpointError.
     """
-    parameters = [SavedParameter(name, shape, 0) for name, shape in shapes.items()]
-    shards = plan_shards(parameters, dtype.itemsize, _SHARD_BYTES)
+    parameters = [StageParameter(name, shape, 0) for name, shape in shapes.items()]
+    (files,) = plan_files(parameters, dtype=dtype, has_optimizer=False, max_file_bytes=_FILE_BYTES)
     partial = folder.with_name(f"{folder.name}.partial")
     with translate_file_errors("write", partial):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    write_shards(partial, shards, 0, read)
-    write_index(partial, shards, parameters, dtype.itemsize)
+    write_stage(partial, files, read)
+    write_indexes(partial, parameters, files.file_names, dtype=dtype)
     write_model_files(partial, model_files, parts.config, dtype=dtype)
     verify_folder(partial, ())
     with translate_file_errors("rename", partial):

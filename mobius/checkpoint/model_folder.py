@@ -1,118 +1,50 @@
-"""Owns the files of a fine-tuned model: the Hugging Face folder of safetensors, and the single `.pt` file made from it.
+"""Owns the files of a fine-tuned model: what transformers and peft need, and the single `.pt` file made from it.
 
-Each rank hands in a function that reads one of its parameters; no rank ever holds the whole model. Format of the index:
-https://huggingface.co/docs/safetensors and `save_pretrained` of transformers.
+Weights are written by `tensor_files.write_stage`, so that no rank ever holds the whole model. Adapters are written as
+peft loads them, from files that have the parameters by our names.
 """
 
 import io
 import json
 import math
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
+from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from mobius.atomic_files import atomic_write, follow_umask, sync_to_disk
+from mobius.atomic_files import atomic_write
+from mobius.checkpoint.tensor_files import PlannedFile, StageFiles, translate_file_errors, write_stage
 from mobius.errors import CheckpointError
-from mobius.models.adapters.peft_folder import WEIGHTS_FILE
+from mobius.models.adapters.peft_folder import (
+    BASE_MODEL_FILE,
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    AdapterBase,
+    base_fields,
+    config_fields,
+    peft_name_of,
+)
+from mobius.models.blocks import ModelParts
 from mobius.models.families import changed_fields
 from mobius.models.model_files import ModelFiles
-from mobius.models.weights import EMBEDDING_WEIGHT, LM_HEAD_WEIGHT
+from mobius.models.weights import EMBEDDING_WEIGHT, LM_HEAD_WEIGHT, read_header
 from mobius.regular_files import read_json
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-SINGLE_FILE_NAME = "model.safetensors"
-INDEX_FILE_NAME = "model.safetensors.index.json"
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
 
 _MAX_HELD_BYTES = 64 * 2**20
 _TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SAME_SIZE_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@dataclass(frozen=True, slots=True)
-class SavedParameter:
-    """One parameter as it is saved: its Hugging Face name, and the rank that has its values."""
-
-    name: str
-    shape: tuple[int, ...]
-    owner_rank: int
-
-    @property
-    def num_elements(self) -> int:
-        """Product of the shape."""
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """One safetensors file, written by one rank."""
-
-    file_name: str
-    owner_rank: int
-    names: tuple[str, ...]
-
-
-def plan_shards(
-    parameters: Sequence[SavedParameter], dtype_bytes: int, max_shard_bytes: int = 5_000_000_000
-) -> tuple[Shard, ...]:
-    """Divide `parameters` into files of one rank each, of at most `max_shard_bytes` unless one parameter is larger.
-
-    All ranks get the same answer from the same `parameters`. Files are numbered by their first parameter.
-    """
-    assert len({parameter.name for parameter in parameters}) == len(parameters), "a parameter is saved twice"
-    groups: list[list[SavedParameter]] = []
-    open_groups: dict[int, list[SavedParameter]] = {}
-    num_bytes: dict[int, int] = {}
-    for parameter in parameters:
-        rank, parameter_bytes = parameter.owner_rank, parameter.num_elements * dtype_bytes
-        if rank not in open_groups or num_bytes[rank] + parameter_bytes > max_shard_bytes:
-            open_groups[rank], num_bytes[rank] = [], 0
-            groups.append(open_groups[rank])
-        open_groups[rank].append(parameter)
-        num_bytes[rank] += parameter_bytes
-    names = [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
-    return tuple(
-        Shard(name, group[0].owner_rank, tuple(parameter.name for parameter in group))
-        for name, group in zip(names if len(groups) > 1 else [SINGLE_FILE_NAME], groups, strict=True)
-    )
-
-
-def write_shards(folder: Path, shards: Sequence[Shard], rank: int, read: Callable[[str], torch.Tensor]) -> None:
-    """Write the shards that belong to `rank` into `folder`, one after the other, each synced to the disk.
-
-    `read` gives a parameter's values as a contiguous CPU tensor, best a view of where they live: views are written
-    without a copy. What it allocates is held for one shard at a time. Raises CheckpointError.
-    """
-    for shard in (shard for shard in shards if shard.owner_rank == rank):
-        path = folder / shard.file_name
-        with translate_file_errors("write", path):
-            save_file({name: read(name) for name in shard.names}, path, metadata={"format": "pt"})
-            follow_umask(path)  # safetensors makes it readable for its owner alone
-            sync_to_disk(path)
-
-
-def write_index(folder: Path, shards: Sequence[Shard], parameters: Sequence[SavedParameter], dtype_bytes: int) -> None:
-    """Write which file has which parameter; a single file needs no index. Raises CheckpointError."""
-    if len(shards) == 1:
-        return
-    num_parameters = sum(parameter.num_elements for parameter in parameters)
-    index = {
-        "metadata": {"total_parameters": num_parameters, "total_size": num_parameters * dtype_bytes},
-        "weight_map": {name: shard.file_name for shard in shards for name in shard.names},
-    }
-    path = folder / INDEX_FILE_NAME
-    with translate_file_errors("write", path):
-        path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def write_model_files(folder: Path, base: ModelFiles, model_config: PretrainedConfig, *, dtype: torch.dtype) -> None:
@@ -132,6 +64,17 @@ def write_model_files(folder: Path, base: ModelFiles, model_config: PretrainedCo
         with translate_file_errors("write", path):
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(contents)
+
+
+def write_adapter(folder: Path, files: Sequence[Path], parts: ModelParts, base: AdapterBase) -> None:
+    """Write the adapter that `files` have the parameters of, by our names, into `folder`. Raises CheckpointError."""
+    stored = {peft_name_of(tensor.name): tensor for file in files for tensor in read_header(file)}
+    write_stage(
+        folder, StageFiles(0, (PlannedFile(WEIGHTS_FILE, tuple(stored)),), ()), lambda name: stored[name].read()
+    )
+    for name, fields in ((CONFIG_FILE, config_fields(parts, base)), (BASE_MODEL_FILE, base_fields(base))):
+        with translate_file_errors("write", folder / name):
+            (folder / name).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def write_params_file(path: Path, folder: Path, *, progress: Callable[[], None] = lambda: None) -> None:
@@ -157,17 +100,17 @@ def write_params_file(path: Path, folder: Path, *, progress: Callable[[], None] 
             raise file.failure or error from error
 
 
-def verify_folder(folder: Path, expected: Iterable[tuple[str, Callable[[], torch.Tensor]]]) -> None:
+def verify_folder(folder: Path, expected: Iterable[tuple[str, Callable[[], Tensor]]]) -> None:
     """Reopen `folder` and compare each tensor of `expected` with what is stored, bit by bit.
 
-    A rank may pass only its own parameters. That each file has the tensors that the index says is checked for all
-    files. Raises CheckpointError that names the first tensor or file that is wrong.
+    A rank may pass only its own parameters; those of adapters have peft's names. That each file has the tensors that the
+    index says is checked for all files. Raises CheckpointError that names the first tensor or file that is wrong.
     """
     weight_map = _weight_map(folder)
     for file_name in dict.fromkeys(weight_map.values()):
         indexed = {name for name, its_file in weight_map.items() if its_file == file_name}
         if stray := sorted(indexed ^ _names_in(folder / file_name)):
-            raise CheckpointError(f"{folder / file_name} and {INDEX_FILE_NAME} disagree about {stray[0]!r}.")
+            raise CheckpointError(f"{folder / file_name} and {_INDEX_FILE} disagree about {stray[0]!r}.")
     for name, read in expected:
         if name not in weight_map:
             raise CheckpointError(f"{folder} has no tensor {name!r}.")
@@ -175,11 +118,11 @@ def verify_folder(folder: Path, expected: Iterable[tuple[str, Callable[[], torch
         # Opened anew for each tensor: an open file keeps every page that was read in this process's memory.
         with translate_file_errors(f"read {name!r} of", path), safe_open(path, framework="pt") as file:
             stored = file.get_tensor(name)
-        if problem := describe_difference(stored, read()):
+        if problem := _describe_difference(stored, read()):
             raise CheckpointError(f"{path}: {name!r} was not saved as it was trained: {problem}.")
 
 
-def describe_difference(stored: torch.Tensor, trained: torch.Tensor) -> str | None:
+def _describe_difference(stored: Tensor, trained: Tensor) -> str | None:
     """Words for how two tensors differ, bit by bit; None where they do not."""
     if stored.shape != trained.shape:
         return f"shape {tuple(stored.shape)} instead of {tuple(trained.shape)}"
@@ -193,9 +136,9 @@ def describe_difference(stored: torch.Tensor, trained: torch.Tensor) -> str | No
 
 def _weight_map(folder: Path) -> dict[str, str]:
     """File name by tensor name, from the index or, without one, from the single file, maybe an adapter's."""
-    index = folder / INDEX_FILE_NAME
+    index = folder / _INDEX_FILE
     if not index.exists():
-        single = SINGLE_FILE_NAME if (folder / SINGLE_FILE_NAME).exists() else WEIGHTS_FILE
+        single = _SINGLE_FILE if (folder / _SINGLE_FILE).exists() else WEIGHTS_FILE
         return dict.fromkeys(sorted(_names_in(folder / single)), single)
     return dict(read_json(index)["weight_map"])
 
@@ -205,16 +148,7 @@ def _names_in(path: Path) -> set[str]:
         return set(file.keys())
 
 
-@contextmanager
-def translate_file_errors(doing: str, path: Path) -> Iterator[None]:
-    """Turn errors of the file system and of safetensors into CheckpointError: `cannot write PATH: ...`."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot {doing} {path}: {error}") from error
-
-
-def _map_file(path: Path) -> tuple[mmap.mmap, dict[str, torch.Tensor]]:
+def _map_file(path: Path) -> tuple[mmap.mmap, dict[str, Tensor]]:
     """A safetensors file in address space but not in memory, and its tensors, read from the disk when touched."""
     with path.open("rb") as file:
         # ACCESS_COPY only because torch wants a writable buffer; nobody writes.

@@ -472,6 +472,7 @@ def _recover(save_dir: Path, *, resumes: bool) -> Iterator[str]:
         if has_model(partial):
             partial.rename(save_dir)
             sync_to_disk(save_dir.parent)
+            _settle_named(save_dir, resumes=resumes)
             problems.append(f"{given}: {found} now has its name: {save_dir}. {_next_steps_hint(save_dir)}")
         elif has_results(replaced):
             logger.warning("An interrupted run had moved %s aside; it is put back.", save_dir)

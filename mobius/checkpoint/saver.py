@@ -23,7 +23,6 @@ from typing import Any
 
 from torch import Tensor
 
-from mobius.checkpoint.adapter_folder import write_adapter
 from mobius.checkpoint.folders import (
     checkpoint_path,
     commit_checkpoint,
@@ -37,7 +36,7 @@ from mobius.checkpoint.folders import (
 )
 from mobius.checkpoint.manifest import MANIFEST_FILE, Manifest, file_record
 from mobius.checkpoint.model_card import Origin
-from mobius.checkpoint.model_folder import write_model_files
+from mobius.checkpoint.model_folder import write_adapter, write_model_files
 from mobius.checkpoint.resume import ORIGIN, restore
 from mobius.checkpoint.saved_stage import OpenRun, SavedStage, export_bytes, saved_parameters
 from mobius.checkpoint.stage_saver import AsyncStageSaver, SaveOutcome
@@ -261,7 +260,9 @@ class CheckpointSaver:
                 if problem:
                     raise problem[0]
                 if stage < len(self._files) and self._writes:
-                    self._records += write_stage(partial, self._files[stage], tensors, progress=self._activity.progress)
+                    self._records += write_stage(
+                        partial, self._files[stage], tensors.__getitem__, progress=self._activity.progress
+                    )
             except Exception as error:
                 if self._session.transport.replicas is None:
                     raise

@@ -15,6 +15,7 @@ depends on the number of GPUs or stages that wrote it.
 from __future__ import annotations
 
 import errno
+import json
 import math
 import shutil
 import zlib
@@ -104,6 +105,11 @@ class StageFiles:
     stage: int
     model: tuple[PlannedFile, ...]
     optimizer: tuple[PlannedFile, ...]
+
+    @property
+    def file_names(self) -> dict[str, str]:
+        """File by full name of the tensor."""
+        return {name: file.file_name for file in (*self.model, *self.optimizer) for name in file.names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +203,7 @@ def chunks_of(values: Tensor) -> Iterator[memoryview]:
 
 
 def write_stage(
-    folder: Path, files: StageFiles, tensors: Mapping[str, Tensor], *, progress: Callable[[], None] = lambda: None
+    folder: Path, files: StageFiles, read: Callable[[str], Tensor], *, progress: Callable[[], None] = lambda: None
 ) -> list[FileRecord]:
     """Write the files of one stage into `folder`, synced to the disk; returns what they hold.
 
@@ -208,16 +214,16 @@ def write_stage(
     `progress` is called before each file is written, and behind it. It is summed up meanwhile: where training waits for
     the disk, the disk does not wait for that.
 
-    `tensors` has CPU tensors by their full names, best contiguous views of where they live: those are written without a
-    copy. Each is asked for once. What the mapping allocates for it is held until its file is written. Raises
-    CheckpointError that names the file, and after that `folder` is good for nothing but `folders.discard`.
+    `read` gives a CPU tensor by its full name, best a contiguous view of where it lives: that is written without a
+    copy. Each is asked for once. What `read` allocates is held until its file is written. Raises CheckpointError that
+    names the file, and after that `folder` is good for nothing but to be removed.
     """
     records = []
     with ThreadPoolExecutor(1, thread_name_prefix="saving: sums") as beside:
         for part in (*files.model, *files.optimizer):
             path = folder / part.file_name
             progress()
-            values = {name: tensors[name].contiguous() for name in part.names}
+            values = {name: read(name).contiguous() for name in part.names}
             sums = {name: beside.submit(checksum, value) for name, value in values.items()}
             num_bytes = sum(value.nbytes for value in values.values())
             with translate_file_errors("write", path, num_bytes):
@@ -228,6 +234,31 @@ def write_stage(
             progress()
             records.append(FileRecord(part.file_name, size, {name: each.result() for name, each in sums.items()}))
     return records
+
+
+def write_indexes(
+    folder: Path,
+    parameters: Sequence[StageParameter],
+    file_names: Mapping[str, str],
+    *,
+    dtype: torch.dtype,
+    weights_prefix: str = MODEL_PREFIX,
+) -> None:
+    """Write which file has which tensor, for weights and states apart; a single file needs no index.
+
+    Format: https://huggingface.co/docs/safetensors and `save_pretrained` of transformers. Raises CheckpointError.
+    """
+    weights = {name for parameter in parameters for name in parameter.weight_names}
+    elements = sum(parameter.num_elements for parameter in parameters if parameter.weight_names)
+    totals = {"total_parameters": elements, "total_size": elements * dtype.itemsize}
+    own = {name: file for name, file in file_names.items() if name in weights}
+    states = {name: file for name, file in file_names.items() if name not in weights}
+    for kind, metadata, names in ((weights_prefix, totals, own), ("optimizer", {}, states)):
+        if len({*names.values()}) > 1:
+            path = folder / f"{kind}.safetensors.index.json"
+            text = json.dumps({"metadata": metadata, "weight_map": names}, indent=2, sort_keys=True)
+            with translate_file_errors("write", path, len(text)):
+                path.write_text(text + "\n", encoding="utf-8")
 
 
 @contextmanager

@@ -13,15 +13,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
-from mobius.checkpoint.model_folder import (
-    SavedParameter,
-    plan_shards,
-    verify_folder,
-    write_index,
-    write_model_files,
-    write_params_file,
-    write_shards,
-)
+from mobius.checkpoint.model_folder import verify_folder, write_model_files, write_params_file
+from mobius.checkpoint.tensor_files import StageParameter, plan_files, write_indexes, write_stage
 from mobius.errors import CheckpointError
 from mobius.models.model_files import ModelFiles, read_model_files
 
@@ -57,14 +50,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def parameters_over_ranks(model: torch.nn.Module, num_ranks: int) -> list[SavedParameter]:
+def parameters_over_ranks(model: torch.nn.Module, num_ranks: int) -> list[StageParameter]:
     """Embedding and layer i on rank i mod num_ranks, norm and head with the last layer, as stages of one layer are."""
     parameters = []
     rank = 0
     for name, parameter in model.named_parameters():
         layer = re.search(r"layers\.(\d+)\.", name)
         rank = int(layer[1]) % num_ranks if layer else rank
-        parameters.append(SavedParameter(name, tuple(parameter.shape), rank))
+        parameters.append(StageParameter(name, tuple(parameter.shape), rank))
     return parameters
 
 
@@ -73,63 +66,30 @@ def reader(model: torch.nn.Module) -> Callable[[str], torch.Tensor]:
     return lambda name: values[name]
 
 
-def save(model: torch.nn.Module, folder: Path, *, num_ranks: int, max_shard_bytes: int = 5_000_000_000) -> None:
+def save(model: torch.nn.Module, folder: Path, *, num_ranks: int, max_file_bytes: int = 5_000_000_000) -> None:
     parameters = parameters_over_ranks(model, num_ranks)
-    shards = plan_shards(parameters, 2, max_shard_bytes)
-    for rank in range(num_ranks):
-        write_shards(folder, shards, rank, reader(model))
-    write_index(folder, shards, parameters, 2)
+    files = plan_files(parameters, dtype=model.dtype, has_optimizer=False, max_file_bytes=max_file_bytes)
+    for own in files:
+        write_stage(folder, own, reader(model))
+    names = {name: file for own in files for name, file in own.file_names.items()}
+    write_indexes(folder, parameters, names, dtype=model.dtype)
 
 
-def test_shards_of_one_rank_are_cut_where_the_next_parameter_would_exceed_the_limit() -> None:
-    sizes = [40, 40, 30, 100, 250, 10]
-    parameters = [SavedParameter(f"p{index}", (size // 2,), 0) for index, size in enumerate(sizes)]
-
-    shards = plan_shards(parameters, 2, max_shard_bytes=100)
-
-    assert [shard.names for shard in shards] == [("p0", "p1"), ("p2",), ("p3",), ("p4",), ("p5",)]
-    assert shards[1].file_name == "model-00002-of-00005.safetensors"
+def save_values(values: dict[str, torch.Tensor], folder: Path) -> None:
+    parameters = [StageParameter(name, tuple(value.shape), 0) for name, value in values.items()]
+    (files,) = plan_files(parameters, dtype=next(iter(values.values())).dtype, has_optimizer=False)
+    write_stage(folder, files, values.__getitem__)
 
 
-def test_a_shard_never_spans_ranks_and_every_parameter_is_in_one_shard() -> None:
-    parameters = [SavedParameter(f"p{index}", (4,), index % 3) for index in range(12)]
-
-    shards = plan_shards(parameters, 4, max_shard_bytes=32)
-
-    owner = {parameter.name: parameter.owner_rank for parameter in parameters}
-    assert all({owner[name] for name in shard.names} == {shard.owner_rank} for shard in shards)
-    assert sorted(name for shard in shards for name in shard.names) == sorted(owner)
-    assert len(shards) == 6
-
-
-def test_a_model_of_one_shard_has_the_plain_file_name_and_no_index(model: torch.nn.Module, tmp_path: Path) -> None:
+def test_a_model_of_one_file_has_the_plain_name_and_no_index(model: torch.nn.Module, tmp_path: Path) -> None:
     save(model, tmp_path, num_ranks=1)
 
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
-def test_each_rank_writes_only_its_own_shards(model: torch.nn.Module, tmp_path: Path) -> None:
-    parameters = parameters_over_ranks(model, 2)
-    shards = plan_shards(parameters, 2)
-    values = model.state_dict()
-    asked: list[str] = []
-
-    def read(name: str) -> torch.Tensor:
-        asked.append(name)
-        return values[name]
-
-    write_shards(tmp_path, shards, 1, read)
-
-    assert asked == [parameter.name for parameter in parameters if parameter.owner_rank == 1]
-    assert [path.name for path in tmp_path.iterdir()] == ["model-00002-of-00002.safetensors"]
-
-
 def test_parameters_that_are_views_of_one_buffer_are_saved_apart(tmp_path: Path) -> None:
     buffer = torch.arange(24, dtype=torch.float32)
-    views = {"first": buffer[:6].view(2, 3), "second": buffer[8:24].view(4, 4)}
-    parameters = [SavedParameter(name, tuple(view.shape), 0) for name, view in views.items()]
-
-    write_shards(tmp_path, plan_shards(parameters, 4), 0, views.__getitem__)
+    save_values({"first": buffer[:6].view(2, 3), "second": buffer[8:24].view(4, 4)}, tmp_path)
 
     stored = load_file(tmp_path / "model.safetensors")
     assert stored["first"].tolist() == [[0, 1, 2], [3, 4, 5]]
@@ -137,7 +97,7 @@ def test_parameters_that_are_views_of_one_buffer_are_saved_apart(tmp_path: Path)
 
 
 def test_the_index_counts_parameters_and_bytes_of_the_whole_model(model: torch.nn.Module, tmp_path: Path) -> None:
-    save(model, tmp_path, num_ranks=2, max_shard_bytes=4000)
+    save(model, tmp_path, num_ranks=2, max_file_bytes=4000)
 
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -149,7 +109,7 @@ def test_the_index_counts_parameters_and_bytes_of_the_whole_model(model: torch.n
 def test_transformers_loads_the_folder_bit_by_bit_and_generates(
     model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    save(model, tmp_path, num_ranks=3, max_shard_bytes=4000)
+    save(model, tmp_path, num_ranks=3, max_file_bytes=4000)
     base = tmp_path / "base"
     tokenizer.save_pretrained(base)
     model.config.save_pretrained(base)
@@ -188,7 +148,7 @@ def test_the_single_file_loads_safely_with_and_without_mapping(
     model: torch.nn.Module, tmp_path: Path, dtype: torch.dtype
 ) -> None:
     model = model.to(dtype)
-    save(model, tmp_path, num_ranks=2, max_shard_bytes=4000)
+    save(model, tmp_path, num_ranks=2, max_file_bytes=4000)
     path = tmp_path / "params.pt"
 
     write_params_file(path, tmp_path)
@@ -215,12 +175,10 @@ def test_saving_checking_and_the_single_file_need_no_second_copy_of_the_weights(
     num_tensors, tensor_bytes = 16, 16 * MIB
     arena = torch.full((num_tensors * tensor_bytes // 2,), 1.5, dtype=torch.bfloat16)
     views = dict(zip([f"p{index}" for index in range(num_tensors)], arena.chunk(num_tensors), strict=True))
-    parameters = [SavedParameter(name, tuple(view.shape), 0) for name, view in views.items()]
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak that VmHWM tells
     before = peak_memory_bytes()
 
-    shards = plan_shards(parameters, 2)
-    write_shards(tmp_path, shards, 0, views.__getitem__)
+    save_values(views, tmp_path)
     verify_folder(tmp_path, [(name, partial(views.__getitem__, name)) for name in views])
     write_params_file(tmp_path / "params.pt", tmp_path)
 
@@ -230,7 +188,7 @@ def test_saving_checking_and_the_single_file_need_no_second_copy_of_the_weights(
 
 def test_verification_accepts_what_was_saved_even_not_a_number(tmp_path: Path) -> None:
     values = {"p": torch.tensor([1.0, float("nan"), -0.0])}
-    write_shards(tmp_path, plan_shards([SavedParameter("p", (3,), 0)], 4), 0, values.__getitem__)
+    save_values(values, tmp_path)
 
     verify_folder(tmp_path, [("p", lambda: values["p"])])
 
@@ -254,8 +212,7 @@ def test_verification_names_the_first_tensor_that_differs_in_one_bit(model: torc
     ],
 )
 def test_verification_tells_shape_dtype_and_sign_of_zero(tmp_path: Path, trained: torch.Tensor, complaint: str) -> None:
-    parameters = [SavedParameter("p", (2, 3), 0)]
-    write_shards(tmp_path, plan_shards(parameters, 4), 0, lambda name: torch.zeros(2, 3))
+    save_values({"p": torch.zeros(2, 3)}, tmp_path)
 
     with pytest.raises(CheckpointError, match=complaint):
         verify_folder(tmp_path, [("p", lambda: trained)])
@@ -280,18 +237,12 @@ def test_verification_finds_a_missing_tensor_a_missing_file_and_an_index_that_li
         verify_folder(tmp_path, [])
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_for_the_user(model: torch.nn.Module, tmp_path: Path) -> None:
-    parameters = parameters_over_ranks(model, 1)
-
-    with pytest.raises(CheckpointError, match="cannot write .*absent"):
-        write_shards(tmp_path / "absent", plan_shards(parameters, 2), 0, reader(model))
-
-
 def test_an_index_that_cannot_be_written_is_an_error_for_the_user(model: torch.nn.Module, tmp_path: Path) -> None:
     parameters = parameters_over_ranks(model, 2)
+    names = {parameter.name: f"file of {parameter.stage}" for parameter in parameters}
 
     with pytest.raises(CheckpointError, match=r"cannot write .*absent.*index\.json"):
-        write_index(tmp_path / "absent", plan_shards(parameters, 2), parameters, 2)
+        write_indexes(tmp_path / "absent", parameters, names, dtype=torch.bfloat16)
 
 
 def test_a_full_disk_leaves_no_part_of_the_single_file(model: torch.nn.Module, tmp_path: Path) -> None:

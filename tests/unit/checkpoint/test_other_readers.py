@@ -42,7 +42,7 @@ def test_transformers_loads_it_at_once_with_equal_logits(
     max_file_bytes = 100_000 if has_many_files else 5_000_000_000
     plan = plan_files(parameters, dtype=torch.bfloat16, has_optimizer=True, max_file_bytes=max_file_bytes)
     tensors = {**{name: value.detach() for name, value in weights.items()}, **states}
-    records = [record for files in plan for record in write_stage(partial, files, tensors)]
+    records = [record for files in plan for record in write_stage(partial, files, tensors.__getitem__)]
     manifest = Manifest(
         step=8,
         save_number=1,

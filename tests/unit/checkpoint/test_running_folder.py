@@ -818,7 +818,9 @@ def test_a_run_that_is_killed_anywhere_loses_nothing_complete_and_goes_on(
         assert not before or after, f"nothing complete is left after change {number}"
         if resumes:
             assert {entry for entry in before if entry.startswith("checkpoint")} <= after
-        if {"model new", "model old"} <= after and (place / "save.partial").exists():  # the user has to decide
+        if {"model new", "model old"} <= after and {"save", "save.partial"} <= {
+            *names(place)
+        }:  # the user has to decide
             with pytest.raises(CheckpointError, match=r"save\.partial holds a complete model"):
                 make(place / "save", overwrite=True).prepare({})
             (place / "save.partial" / "config.json").unlink()
