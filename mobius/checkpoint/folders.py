@@ -1,21 +1,15 @@
-"""Owns when a checkpoint becomes visible, which ones a folder has, and what a killed run has left there.
+"""The checkpoints in the folder of a run: when one becomes visible, which ones there are, what a killed run has left.
 
     begin     checkpoint-8 (older, if any)           checkpoint-8.partial (made)
     writing   checkpoint-8 (older, if any)           checkpoint-8.partial <- files, each synced; checkpoint.json last
     complete  checkpoint-8 -> checkpoint-8.replaced  checkpoint-8.partial -> checkpoint-8   then .replaced is removed
-    removing  checkpoint-8 -> checkpoint-8.removed   then that is removed
+    removing  checkpoint-8 -> checkpoint-8.replaced  then that is removed
 
-There is an older one where a run went on from an earlier step. A process can be killed between any two of these, so
-that no name but `checkpoint-STEP` counts, and `recover_interrupted_saves` settles the rest before a run looks for
-checkpoints:
+There is an older one where a run went on from an earlier step. No name but `checkpoint-STEP` counts. A process can be
+killed between any two changes, so `recover_interrupted_saves` runs before a run looks for checkpoints: what is complete
+and has no successor gets its name, a .partial that is newer than checkpoint-STEP takes its place, the rest is removed.
 
-    checkpoint-8      .partial              .replaced
-    any               complete and newer    any          .partial gets its name
-    -                 torn or none          complete     .replaced gets its name back
-    complete          torn or none          any          what is aside is removed
-    damaged           torn or none          complete     .replaced stays and is named
-
-A caller that writes or removes holds the lock of the folder's run (output_folder.py): none of this locks.
+A caller that writes or removes holds the lock of the folder's run (run_folder.py): none of this locks.
 """
 
 from __future__ import annotations
@@ -50,8 +44,9 @@ from mobius.models.model_files import read_json_object
 logger = logging.getLogger(__name__)
 
 _NAME: Final = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
-_PARTIAL, _REPLACED, _REMOVED = ".partial", ".replaced", ".removed"
-_ASIDE: Final = (_PARTIAL, _REPLACED, _REMOVED)
+_PARTIAL, _REPLACED = ".partial", ".replaced"
+_ASIDE: Final = (_PARTIAL, _REPLACED, ".removed")
+"""Endings of what does not count; earlier versions renamed to the last one what they were about to remove."""
 _RUN_SUFFIXES: Final = {".safetensors", ".json", ".yaml", ".jinja", ".model", ".tiktoken"}
 _RUN_FILES: Final = {"merges.txt", "vocab.txt"}
 """Files of which a torn checkpoint has at least one: the run's own, and those of a tokenizer."""
@@ -183,17 +178,13 @@ def rotate_checkpoints(save_dir: Path, *, keep: int, protected: Collection[Path]
     kept = {path.resolve() for path in protected}
     old = [path for path, _ in find_checkpoints(save_dir).valid[keep:] if path.resolve() not in kept]
     for path in old:
-        aside = path.with_name(path.name + _REMOVED)
         with translate_file_errors("remove", path):
-            _remove(aside)
-            path.rename(aside)
-            sync_to_disk(save_dir)
-            _remove(aside)
+            _remove(_set_aside(path))
     return old
 
 
 def recover_interrupted_saves(save_dir: Path) -> list[str]:
-    """Settle what killed runs left, as the table above says; returns a line for each thing that was found.
+    """Settle what killed runs left; returns a line for each thing that was found.
 
     A folder that no run has left is never touched. Raises CheckpointError.
     """
@@ -236,24 +227,32 @@ def _recover(final: Path, endings: Collection[str]) -> Iterator[str]:
 def _publish(partial: Path) -> Path:
     """Rename a complete `partial`; an older checkpoint of its name is removed after that."""
     final = partial.with_name(partial.name.removesuffix(_PARTIAL))
-    aside = final.with_name(final.name + _REPLACED)
+    aside = None
     with translate_file_errors("rename", partial):
-        if had_older := final.exists():
-            _remove(aside)
-            final.rename(aside)
+        if final.exists():
+            aside = _set_aside(final)
         try:
             partial.rename(final)
         except OSError:
-            if had_older:
+            if aside is not None:
                 aside.rename(final)
             raise
         sync_to_disk(final.parent)
         sync_to_disk(final.parent.absolute().parent)  # where save_dir is new
     try:
-        _remove(aside)
+        _remove(final.with_name(final.name + _REPLACED))  # also that of an earlier start
     except OSError as error:  # the checkpoint is there; the next start removes the rest
         logger.warning("%s, which was replaced, cannot be removed: %s", aside, reason_of(error))
     return final
+
+
+def _set_aside(final: Path) -> Path:
+    """Rename a checkpoint that is to be removed; returns where it is."""
+    aside = final.with_name(final.name + _REPLACED)
+    _remove(aside)
+    final.rename(aside)
+    sync_to_disk(final.parent)
+    return aside
 
 
 def _inspected(path: Path) -> Manifest:

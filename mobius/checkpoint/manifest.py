@@ -6,17 +6,19 @@ fields, of their meaning or of the files around it takes a new `FORMAT`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import PurePosixPath
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar
 
 from mobius.checkpoint.tensor_files import FileRecord
 from mobius.errors import CheckpointError
-from mobius.excerpt import listed, quoted
+from mobius.excerpt import quoted
+from mobius.regular_files import typed_object
 
 FORMAT: Final = 1
 MANIFEST_FILE: Final = "checkpoint.json"
@@ -33,6 +35,9 @@ class OtherFile:
     file_name: str
     num_bytes: int
     checksum: int
+
+
+_Entry = TypeVar("_Entry", FileRecord, OtherFile)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,85 +91,45 @@ class Manifest:
         own = {name: value for name, value in values.items() if name != _SUM}
         if values[_SUM] != _sum_of(own):
             raise CheckpointError("it was changed or damaged: its checksum is another one")
-        names = [field.name for field in fields(cls)]
-        if wrong := set(names) ^ set(own):
-            raise CheckpointError(f"it has other fields than format {FORMAT}: {listed(sorted(wrong))}")
-        for name, (is_valid, allowed) in _RULES.items():
-            if not is_valid(own[name]):
-                raise CheckpointError(f"its {name!r} is {quoted(own[name])}; it must be {allowed}")
-        files = tuple(file_record(entry) for entry in own["files"])
-        others = tuple(_other_file(entry) for entry in own["others"])
+        objects = dict.fromkeys(("training", "data", "options", "versions"), dict)
+        try:
+            manifest = typed_object(cls, own, files=list, others=list, **objects)
+        except ValueError as error:
+            raise CheckpointError(f"it {error}, which is not of format {FORMAT}") from None
+        counts = manifest.step, manifest.save_number, manifest.num_parameters
+        is_finite = manifest.metric is None or math.isfinite(manifest.metric)
+        if min(counts) < 0 or manifest.dtype not in _DTYPES or not is_finite:
+            raise CheckpointError(f"it has numbers or a dtype that no run saves: {counts}, {quoted(manifest.dtype)}")
+        files = tuple(map(file_record, manifest.files))
+        others = tuple(_checked(OtherFile, entry) for entry in manifest.others)
         stored = [*(record.file_name for record in files), *(other.file_name for other in others)]
         tensors = [name for record in files for name in record.checksums]
         for what, every in (("file", stored), ("tensor", tensors)):
             if len(set(every)) != len(every):
                 raise CheckpointError(f"it has a {what} twice")
-        return cls(**{**own, "files": files, "others": others})
+        return replace(manifest, files=files, others=others)
 
 
 def file_record(entry: object) -> FileRecord:
     """A record as JSON has it (`dataclasses.asdict`), checked. Raises CheckpointError with the reason."""
-    if isinstance(entry, dict) and entry.keys() == {"file_name", "num_bytes", "checksums"}:
-        sums = entry["checksums"]
-        is_summed = isinstance(sums, dict) and sums and all(map(_is_sum, sums.values()))
-        if is_summed and _is_place(entry["file_name"]) and _is_count(entry["num_bytes"]):
-            return FileRecord(**cast(dict[str, Any], entry))
+    return _checked(FileRecord, entry, checksums=dict)
+
+
+def _checked(kind: type[_Entry], entry: object, **types: type) -> _Entry:
+    with contextlib.suppress(ValueError):
+        found = typed_object(kind, entry, **types)
+        sums = found.checksums.values() if isinstance(found, FileRecord) else [found.checksum]
+        are_sums = bool(sums) and all(type(value) is int and 0 <= value < 2**32 for value in sums)
+        if are_sums and found.num_bytes >= 0 and _stays_inside(found.file_name):
+            return found
     raise CheckpointError(f"it has a wrong entry of a file: {quoted(entry)}")
 
 
-def _other_file(entry: object) -> OtherFile:
-    if isinstance(entry, dict) and entry.keys() == {"file_name", "num_bytes", "checksum"}:
-        is_counted = _is_count(entry["num_bytes"]) and _is_sum(entry["checksum"])
-        if is_counted and _is_place(entry["file_name"]):
-            return OtherFile(**cast(dict[str, Any], entry))
-    raise CheckpointError(f"it has a wrong entry of a file: {quoted(entry)}")
+def _stays_inside(name: str) -> bool:
+    """Whether a file's path, in its shortest form, stays inside the folder."""
+    path = PurePosixPath(name)
+    return not {"\0", "\\"} & {*name} and not path.is_absolute() and ".." not in path.parts and str(path) == name != "."
 
 
 def _sum_of(values: JsonObject) -> int:
     return zlib.crc32(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_sum(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**32
-
-
-def _is_place(value: object) -> bool:
-    """Whether it is a path that stays inside the folder."""
-    if not isinstance(value, str) or not value or "\0" in value or "\\" in value:
-        return False
-    path = PurePosixPath(value)
-    return not path.is_absolute() and ".." not in path.parts and str(path) == value != "."
-
-
-def _is_object(value: object) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, list)
-
-
-def _is_metric(value: object) -> bool:
-    return value is None or (type(value) in (int, float) and math.isfinite(cast(float, value)))
-
-
-_COUNT: Final = (_is_count, "a whole number of at least 0")
-_OBJECT: Final = (_is_object, "an object")
-_RULES: Final[Mapping[str, tuple[Callable[[object], bool], str]]] = {
-    "step": _COUNT,
-    "save_number": _COUNT,
-    "num_parameters": _COUNT,
-    "dtype": (lambda value: value in _DTYPES, f"one of {', '.join(_DTYPES)}"),
-    "has_optimizer": (lambda value: type(value) is bool, "true or false"),
-    "files": (_is_list, "a list"),
-    "others": (_is_list, "a list"),
-    "training": _OBJECT,
-    "data": _OBJECT,
-    "options": _OBJECT,
-    "versions": _OBJECT,
-    "metric": (_is_metric, "a finite number or null"),
-}

@@ -103,8 +103,8 @@ def write_params_file(path: Path, folder: Path, *, progress: Callable[[], None] 
 def verify_folder(folder: Path, expected: Iterable[tuple[str, Callable[[], Tensor]]]) -> None:
     """Reopen `folder` and compare each tensor of `expected` with what is stored, bit by bit.
 
-    A rank may pass only its own parameters; those of adapters have peft's names. That each file has the tensors that the
-    index says is checked for all files. Raises CheckpointError that names the first tensor or file that is wrong.
+    A rank may pass only its own parameters; those of adapters have peft's names. Whether each file has the tensors that
+    the index says is checked for all files. Raises CheckpointError that names the first tensor or file that is wrong.
     """
     weight_map = _weight_map(folder)
     for file_name in dict.fromkeys(weight_map.values()):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mobius.checkpoint import stage_saver, staging_buffers
+from mobius.checkpoint import stage_saver
 from mobius.checkpoint.saved_stage import SavedStage
 from mobius.checkpoint.stage_saver import AsyncStageSaver, SaveOutcome
 from mobius.memory.layout import StageLayout
@@ -326,7 +326,7 @@ def with_gpu(
     monkeypatch.setattr(stage_saver, "new_stream", lambda device: stream)
     monkeypatch.setattr(AsyncStageSaver, "_is_on_gpu", lambda self, stage: stage in on_gpu)
     for name in ("lock_pages", "unlock_pages"):
-        monkeypatch.setattr(staging_buffers, name, lambda buffer: None)
+        monkeypatch.setattr(stage_saver, name, lambda buffer: None)
     return make(stages, staging_bytes), stream
 
 
