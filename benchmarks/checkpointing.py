@@ -12,7 +12,7 @@ from typing import Any
 from mobius.checkpoint.folders import open_checkpoint
 from mobius.checkpoint.reader import CheckpointReader
 from mobius.checkpoint.resume import restore
-from mobius.checkpoint.run_settings import collect_run_metadata, origin_of
+from mobius.checkpoint.run_settings import collect_run_metadata
 from mobius.checkpoint.saved_stage import optimizer_tensors
 from mobius.checkpoint.saver import CheckpointSaver, StepMetadata
 from mobius.data.batches import TrainingBatches
@@ -22,6 +22,7 @@ from mobius.models.blocks import ModelParts
 from mobius.models.model_files import read_model_files
 from mobius.optim.optimizer_stepper import StepCounts
 from mobius.output.metrics import StepMetrics
+from mobius.training.inputs import origin_of
 from mobius.training.session import Session
 from mobius.training.stages import RankStages
 from mobius.training.trainer import Trainer

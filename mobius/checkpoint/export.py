@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mobius.checkpoint.merged_model import merge_adapter
+from mobius.checkpoint.merged_model import merge_adapter, merged_folder
 from mobius.checkpoint.model_folder import (
     verify_folder,
     write_adapter,
@@ -23,7 +23,6 @@ from mobius.checkpoint.model_folder import (
     write_params_file,
 )
 from mobius.checkpoint.run_folder import OutputFolder
-from mobius.checkpoint.run_settings import merged_folder
 from mobius.checkpoint.saved_stage import OpenRun, saved_parameters
 from mobius.checkpoint.tensor_files import plan_files, write_indexes, write_stage
 from mobius.errors import CheckpointError

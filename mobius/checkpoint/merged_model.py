@@ -21,6 +21,7 @@ from mobius.checkpoint.tensor_files import (
     write_indexes,
     write_stage,
 )
+from mobius.config.config import Config
 from mobius.errors import CheckpointError
 from mobius.models.adapters.lora import LORA_A, LORA_B, adapted_linear
 from mobius.models.adapters.peft_folder import AdapterFolder
@@ -30,6 +31,11 @@ from mobius.models.weight_conversion.parameter_pieces import stored_shapes
 from mobius.models.weights import CheckpointWeights, folder_has_weights
 
 _FILE_BYTES = 2_000_000_000
+
+
+def merged_folder(config: Config) -> Path:
+    """Place of the model that adapters are merged into."""
+    return Path(config.output.save_dir) / "merged"
 
 
 def check_free(folder: Path) -> None:

@@ -16,17 +16,14 @@ from transformers import PreTrainedTokenizerBase
 from mobius.activity import Activity
 from mobius.checkpoint.export import save_model
 from mobius.checkpoint.folders import checkpoint_path
+from mobius.checkpoint.merged_model import merged_folder
 from mobius.checkpoint.model_card import Origin
 from mobius.checkpoint.resume import Resume, SavedWeights, find_resume
 from mobius.checkpoint.run_folder import OutputFolder
 from mobius.checkpoint.run_settings import (
     collect_run_metadata,
-    find_adapter_base,
-    merged_folder,
-    origin_of,
     prepare_output,
     recreate_run_folder,
-    wait_until_inputs_are_read,
     write_resolved_plan,
 )
 from mobius.checkpoint.saver import CheckpointSaver, check_disk_space_for_run, count_saves, load_best_model
@@ -58,6 +55,7 @@ from mobius.training.evaluation.evaluator import Evaluator, evaluation_samples, 
 from mobius.training.evaluation.generation import check_generation_config
 from mobius.training.evaluation.prediction_setup import only_answers, prediction_samples, prepare_prediction
 from mobius.training.final_results import PredictionTask, RunTimer, write_final_report
+from mobius.training.inputs import find_adapter_base, origin_of, wait_until_inputs_are_read
 from mobius.training.loop import StopReason, TrainingLoop
 from mobius.training.out_of_memory import out_of_memory
 from mobius.training.reporting import open_log, recordings_of, write_records
