@@ -266,7 +266,7 @@ def test_older_results_that_cannot_be_removed_are_told_and_end_nothing(
         patch.setattr(os, "rmdir", refuse)
         output.remove_older_results()
 
-    assert "save.replaced cannot be removed (Permission denied)" in caplog.text
+    assert "save.replaced cannot be removed" in caplog.text
     output.close()
     make(tmp_path / "save", resumes=True).prepare({})
     assert names(tmp_path) == ["save", "save.partial"], "the next start tries again"
@@ -623,19 +623,6 @@ def test_older_results_come_back_where_the_run_that_replaces_them_came_to_nothin
     begun(tmp_path / "save", overwrite=True)
 
 
-def test_older_results_are_removed_where_a_kill_came_after_the_first_checkpoint(tmp_path: Path) -> None:
-    saved_model(tmp_path / "save", "old")
-    output = begun(tmp_path / "save", overwrite=True)
-    save_checkpoint(output.folder, 1, "new")
-    output.close()
-
-    begun(tmp_path / "save", resumes=True)
-
-    assert names(tmp_path) == ["save"]
-    assert complete_in(tmp_path) == {"checkpoint new"}
-    assert names(tmp_path / "save") == ["checkpoint-1", *sorted(SETTINGS)]
-
-
 @pytest.mark.parametrize("resumes", [False, True])
 def test_checkpoints_beside_the_folder_that_it_did_not_move_there_are_told_and_never_removed(
     tmp_path: Path, resumes: bool
@@ -661,33 +648,6 @@ def test_a_checked_model_whose_run_was_killed_gets_its_place_and_the_run_is_refu
         make(tmp_path / "save", overwrite=overwrite).prepare({})
 
     assert complete_in(tmp_path) == {"model end"}
-    assert "final.partial" not in names(tmp_path / "save")
-
-
-def test_a_checked_model_gets_its_place_where_the_run_is_resumed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    output = begun(tmp_path / "save")
-    save_checkpoint(output.folder, 1, "one")
-    export(output, "end")
-    output.close()
-
-    begun(tmp_path / "save", resumes=True)
-
-    assert "complete, checked model, which is now in" in caplog.text
-    assert complete_in(tmp_path) == {"model end", "checkpoint one"}
-
-
-def test_a_torn_export_is_removed_and_the_older_model_stays(tmp_path: Path) -> None:
-    whole_run(tmp_path / "save", "old")
-    output = begun(tmp_path / "save", resumes=True)
-    export(output, "torn")
-    (output.export_folder / "config.json").unlink()
-    output.close()
-
-    make(tmp_path / "save", resumes=True).prepare({})
-
-    assert complete_in(tmp_path) == {"model old", "checkpoint old"}
     assert "final.partial" not in names(tmp_path / "save")
 
 
