@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, replace
@@ -36,11 +35,12 @@ from mobius.errors import CheckpointError, ConfigError, MobiusError, PlanError
 from mobius.excerpt import quoted
 from mobius.log import RANK_ZERO_ONLY
 from mobius.memory.stage_state import StageState
-from mobius.messages.rendezvous import Rendezvous, join_run, parse_values
+from mobius.messages.rendezvous import Rendezvous, join_run
 from mobius.models.blocks import ModelParts
 from mobius.models.weight_conversion.parameter_pieces import ParameterPiece
 from mobius.optim.optimizer_stepper import StepCounts
 from mobius.output.run_log import STATE_FILE, TrainerState
+from mobius.planning.node_checks import check_same_facts
 from mobius.planning.saved_plan import apply_saved_plan
 from mobius.ranks import Ranks, is_restart, launch_id
 from mobius.regular_files import read_bytes, read_text, typed_object
@@ -212,27 +212,19 @@ def open_same_checkpoint(path: Path, ranks: Ranks, rendezvous: Rendezvous | None
     """
     if rendezvous is None or ranks.num_nodes == 1:
         return open_checkpoint(path)
-    reader = problem = digest = None
+    reader = problem = None
     try:
         reader = open_checkpoint(path)
-        digest = hashlib.sha256(read_bytes(path / MANIFEST_FILE)).hexdigest()
+        found = hashlib.sha256(read_bytes(path / MANIFEST_FILE)).hexdigest()
     except (CheckpointError, OSError) as error:
-        problem = str(error)
-    told = parse_values(
-        rendezvous.gather([socket.gethostname(), digest, problem]), lambda each: tuple(map(_text, each))
-    )
-    advice = "Copy it to the same place on every node, or put it where all nodes see it."
-    for rank, (host, own, reason) in enumerate(told):
-        if reason is not None:
-            raise CheckpointError(
-                f"every node reads the checkpoint that a run goes on from, and rank {rank} ({host}) cannot: {reason}\n"
-                f"{advice}"
-            )
-        if own != told[0][1]:
-            raise CheckpointError(
-                f"{path} is another checkpoint on rank {rank} ({host}) than on rank 0 ({told[0][0]}). {advice}"
-            )
-    assert reader is not None
+        problem, found = error, f"none that can be read ({error})"
+    hint = f"Every node reads {path}: copy it to the same place on each, or put it where all nodes see it."
+    try:
+        check_same_facts({"the checkpoint that the run goes on from": found}, rendezvous, hint=hint)
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from None
+    if reader is None:
+        raise CheckpointError(str(problem))
     return reader
 
 
@@ -475,9 +467,3 @@ def _with_saved_plan(
         reason = str(error)
     logger.info("the checkpoint's plan is not taken (%s); the run is planned anew", reason)
     return config
-
-
-def _text(value: object) -> str | None:
-    if not isinstance(value, str | None):
-        raise TypeError(f"{type(value).__name__} instead of a text")
-    return value

@@ -259,7 +259,7 @@ class OutputFolder:
         if problems := self._folder_problems():
             _refuse([*problems, *([advice] if self.is_renamed_at_commit else [])])
         try:
-            if self._resumes and not self.is_renamed_at_commit:
+            if self._resumes:
                 _move_files(self.partial, self.save_dir, last=SETTINGS[0])
                 shutil.rmtree(self.partial)
             else:
