@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -46,9 +45,9 @@ from mobius.checkpoint.tensor_files import (
     FileRecord,
     check_disk_space,
     checkpoint_disk_bytes,
+    free_disk_bytes,
     nearest_folder,
     plan_files,
-    translate_file_errors,
     write_stage,
 )
 from mobius.config.config import Config
@@ -124,8 +123,7 @@ def check_disk_space_for_run(run_setup: RunSetup, save_dir: Path, *, num_saves: 
     parameters, limit = saved_parameters(run_setup), config.saving.save_total_limit
     has_optimizer, model = not config.saving.save_only_model, export_bytes(run_setup)
     each = checkpoint_disk_bytes(parameters, run_setup.dtype, has_optimizer)
-    with translate_file_errors("write to", save_dir):
-        free = shutil.disk_usage(nearest_folder(save_dir)).free
+    free = free_disk_bytes(save_dir)
     room = (free - model) // each
     found = f"--save_dir {save_dir}: a checkpoint takes {format_bytes(each)}, the model {format_bytes(model)}; "
     found += f"{format_bytes(free)} is free"
@@ -298,8 +296,6 @@ class CheckpointSaver:
             return
         with self._activity.waiting(f"the save of step {self._metadata.step} on all ranks"):
             if not self._is_written:
-                if self._stage_saver.is_saving:
-                    self._settled(self._stage_saver.wait())
                 self.gathered(all_gather_numbers(self._all_ranks, [self._report()]))
             if self._finisher is not None:
                 self._finisher.join()

@@ -168,14 +168,17 @@ def checkpoint_disk_bytes(parameters: Sequence[StageParameter], dtype: torch.dty
 
 def check_disk_space(save_dir: Path, num_bytes: int) -> None:
     """Raise CheckpointError where the disk of `save_dir`, which need not exist yet, has less than `num_bytes` free."""
-    with translate_file_errors("write to", save_dir):
-        free = shutil.disk_usage(nearest_folder(save_dir)).free
-    if free < num_bytes:
+    if (free := free_disk_bytes(save_dir)) < num_bytes:
         raise CheckpointError(
             f"a checkpoint in {save_dir} needs {format_bytes(num_bytes)}, {format_bytes(free)} is free. Free some "
-            "space, "
-            "choose another --save_dir, or keep fewer with --save_total_limit."
+            "space, choose another --save_dir, or keep fewer with --save_total_limit."
         )
+
+
+def free_disk_bytes(save_dir: Path) -> int:
+    """Bytes that are free on the disk of `save_dir`, which need not exist yet. Raises CheckpointError."""
+    with translate_file_errors("write to", save_dir):
+        return shutil.disk_usage(nearest_folder(save_dir)).free
 
 
 def nearest_folder(save_dir: Path) -> Path:
