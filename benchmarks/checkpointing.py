@@ -9,21 +9,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mobius.checkpoints.checkpoint_reader import CheckpointReader
-from mobius.checkpoints.folders import open_checkpoint
-from mobius.checkpoints.saved_stage import optimizer_tensors
+from mobius.checkpoint.folders import open_checkpoint
+from mobius.checkpoint.reader import CheckpointReader
+from mobius.checkpoint.resume import restore
+from mobius.checkpoint.run_settings import collect_run_metadata
+from mobius.checkpoint.saved_stage import optimizer_tensors
+from mobius.checkpoint.saver import CheckpointSaver, StepMetadata
 from mobius.data.batches import TrainingBatches
 from mobius.errors import MobiusError
+from mobius.messages.transport import all_gather_numbers
 from mobius.models.blocks import ModelParts
 from mobius.models.model_files import read_model_files
 from mobius.optim.optimizer_stepper import StepCounts
 from mobius.output.metrics import StepMetrics
-from mobius.training.resuming import restore
-from mobius.training.run_folder import collect_run_metadata, origin_of
-from mobius.training.saving import CheckpointSaver, StepMetadata
+from mobius.training.inputs import origin_of
 from mobius.training.session import Session
 from mobius.training.stages import RankStages
-from mobius.training.trainer import Trainer, all_gather_numbers
+from mobius.training.trainer import Trainer
 from mobius.units import GIB
 
 

@@ -34,7 +34,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from mobius.atomic_files import sync_to_disk
-from mobius.checkpoints.files import (
+from mobius.checkpoint.folders import checkpoint_path, commit_checkpoint, create_partial, discard, open_checkpoint
+from mobius.checkpoint.manifest import MANIFEST_FILE, Manifest
+from mobius.checkpoint.tensor_files import (
     STATE_DTYPES,
     FileRecord,
     StageFiles,
@@ -43,8 +45,6 @@ from mobius.checkpoints.files import (
     translate_file_errors,
     write_stage,
 )
-from mobius.checkpoints.folders import checkpoint_path, commit_checkpoint, create_partial, discard, open_checkpoint
-from mobius.checkpoints.manifest import MANIFEST_FILE, Manifest
 from mobius.errors import CheckpointError, MobiusError, first_line
 from mobius.models.model_files import read_json_object
 
@@ -117,7 +117,7 @@ def from_dcp(folder: Path, checkpoint: Path) -> list[str]:
             shapes = {parameter.name: parameter.shape for parameter in parameters if parameter.stage == stage.stage}
             for part in (*stage.model, *stage.optimizer):  # a file at a time is in memory
                 tensors = read_dcp(folder, part.names, shapes, dtype)
-                records += write_stage(partial, StageFiles(stage.stage, (part,), ()), tensors)
+                records += write_stage(partial, StageFiles(stage.stage, (part,), ()), tensors.__getitem__)
         commit_checkpoint(
             partial, replace(manifest, files=tuple(records), others=()), parameters=parameters, dtype=dtype
         )

@@ -34,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _take(name: str, output: Path, dtype_name: str) -> None:
     import torch
 
+    from mobius.checkpoint.merged_model import base_shapes, check_free, write_whole
     from mobius.config.config import Dtype, ModelConfig
     from mobius.errors import CheckpointError
     from mobius.machine.devices import TORCH_DTYPES
@@ -42,7 +43,6 @@ def _take(name: str, output: Path, dtype_name: str) -> None:
     from mobius.models.model_files import read_json_object, read_model_files
     from mobius.models.multimodal.text_config import supported_text_config
     from mobius.models.weights import CheckpointWeights, check_model_weights, folder_has_weights
-    from mobius.output.adapters.merged import base_shapes, check_free, write_whole
 
     check_free(output)
     folder, options = locate_model(name), ModelConfig(model_path=name)

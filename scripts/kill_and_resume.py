@@ -114,7 +114,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 def state_of(checkpoint: Path) -> dict[str, object]:
     """Everything in a checkpoint that a run goes on with; which start of a launcher has saved it is no part of it."""
-    from mobius.training.resuming import LAUNCH
+    from mobius.checkpoint.resume import LAUNCH
 
     manifest = json.loads((checkpoint / "checkpoint.json").read_text())
     names = ("step", "num_parameters", "dtype", "has_optimizer", "training", "metric")
@@ -240,7 +240,7 @@ class Trial:
         shutil.rmtree(life)
 
     def _has_checkpoint(self, out: Path) -> bool:
-        from mobius.checkpoints.folders import find_checkpoints
+        from mobius.checkpoint.folders import find_checkpoints
 
         return bool(find_checkpoints(out).valid)
 
@@ -281,7 +281,7 @@ class Trial:
 
     def _check_checkpoints(self, out: Path) -> None:
         """Compare every checkpoint that is there with the one of its step."""
-        from mobius.checkpoints.folders import find_checkpoints
+        from mobius.checkpoint.folders import find_checkpoints
 
         found = find_checkpoints(out)
         if found.invalid:

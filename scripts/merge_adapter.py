@@ -35,13 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _merge(folder: Path, output: Path, base: str | None, dtype: str) -> None:
     import torch
 
+    from mobius.checkpoint.merged_model import check_free, merge_adapter
     from mobius.config.config import Dtype, ModelConfig
     from mobius.errors import CheckpointError
     from mobius.machine.devices import TORCH_DTYPES
     from mobius.models.adapters.peft_folder import AdapterBase, AdapterFolder, check_base
     from mobius.models.blocks import ModelParts
     from mobius.models.families import load_model_config, locate_model
-    from mobius.output.adapters.merged import check_free, merge_adapter
 
     check_free(output)
     adapter = AdapterFolder(folder)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -164,3 +165,10 @@ class WarmupTransport:
 
     def finish_step(self) -> None:
         self._sent.clear()
+
+
+def all_gather_numbers(ranks: RankGroup, own: Sequence[float]) -> Tensor:
+    """A row of numbers from every rank, [num_ranks, len(own)] in float64; collective."""
+    table = torch.zeros(ranks.num_ranks, len(own), dtype=torch.float64)
+    table[ranks.rank] = torch.tensor(own, dtype=torch.float64)
+    return ranks.sum_over_ranks(table)

@@ -20,9 +20,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from mobius.checkpoints.checkpoint_reader import CheckpointReader
-from mobius.checkpoints.folders import open_checkpoint
-from mobius.checkpoints.manifest import MANIFEST_FILE
 from mobius.config.config import Config
 from mobius.errors import CheckpointError, reason_of
 from mobius.messages.rendezvous import Rendezvous, parse_values
@@ -54,37 +51,6 @@ def check_same_model(config: Config, folder: Path, replica_rendezvous: Rendezvou
         facts["the adapter's weights"] = weights_fingerprint(Path(adapter).expanduser()) or "none"
     hint = "Each node reads these files by itself: copy them anew, or put them where all nodes see them."
     check_same_facts(facts, replica_rendezvous, hint=hint)
-
-
-def open_same_checkpoint(path: Path, ranks: Ranks, rendezvous: Rendezvous | None) -> CheckpointReader:
-    """The reader of the checkpoint `path`; collective where there are several nodes.
-
-    Raises CheckpointError, there on all processes alike, where one cannot open it or has another checkpoint.
-    """
-    if rendezvous is None or ranks.num_nodes == 1:
-        return open_checkpoint(path)
-    reader = problem = digest = None
-    try:
-        reader = open_checkpoint(path)
-        digest = hashlib.sha256((path / MANIFEST_FILE).read_bytes()).hexdigest()
-    except (CheckpointError, OSError) as error:
-        problem = str(error)
-    told = parse_values(
-        rendezvous.gather([socket.gethostname(), digest, problem]), lambda each: tuple(map(_text, each))
-    )
-    advice = "Copy it to the same place on every node, or put it where all nodes see it."
-    for rank, (host, own, reason) in enumerate(told):
-        if reason is not None:
-            raise CheckpointError(
-                f"every node reads the checkpoint that a run goes on from, and rank {rank} ({host}) cannot: {reason}\n"
-                f"{advice}"
-            )
-        if own != told[0][1]:
-            raise CheckpointError(
-                f"{path} is another checkpoint on rank {rank} ({host}) than on rank 0 ({told[0][0]}). {advice}"
-            )
-    assert reader is not None
-    return reader
 
 
 def check_save_dir(config: Config, ranks: Ranks, made: Path, replica_rendezvous: Rendezvous | None) -> None:
@@ -165,9 +131,3 @@ def _read_everywhere(config: Config) -> list[str]:
     if config.saving.is_on and config.evaluation.do_train and num_restarts_allowed() > 0:
         reasons.append("--max_restarts goes on from the newest checkpoint on every node")
     return reasons
-
-
-def _text(value: object) -> str | None:
-    if not isinstance(value, str | None):
-        raise TypeError(f"{type(value).__name__} instead of a text")
-    return value

@@ -1,4 +1,4 @@
-"""Everything that comes behind the last step: the best weights, the model's files, the report."""
+"""Everything that follows the model after the last step: answers of the model, and the report of the run."""
 
 from __future__ import annotations
 
@@ -12,29 +12,19 @@ from pathlib import Path
 import torch
 
 from mobius.atomic_files import atomic_write
-from mobius.checkpoints.folders import checkpoint_path, open_checkpoint
-from mobius.checkpoints.manifest import MANIFEST_FILE
+from mobius.checkpoint.run_folder import OutputFolder
 from mobius.config.yaml_file import to_yaml
 from mobius.errors import CheckpointError, reason_of
 from mobius.machine.devices import MemoryMeter
-from mobius.models.adapters.peft_folder import AdapterBase, AdapterFolder
-from mobius.models.model_files import ModelFiles
-from mobius.output.adapters.merged import merge_adapter
+from mobius.messages.transport import all_gather_numbers
 from mobius.output.metrics import json_text
-from mobius.output.output_folder import OutputFolder
 from mobius.output.report import RankMemory, RunTimings, StepTotals, closing_lines, write_report
 from mobius.plan.step_prediction import steady_seconds
 from mobius.planning.run_setup import RunSetup
 from mobius.regular_files import read_json
-from mobius.signal_handling import RunStatus
 from mobius.training.evaluation.prediction import PromptAndLabel, predict
-from mobius.training.export import export_model, write_single_file
 from mobius.training.reporting import ideal_step_seconds
-from mobius.training.resuming import restore
-from mobius.training.run_folder import merged_folder
-from mobius.training.saving import CheckpointSaver
 from mobius.training.session import Session
-from mobius.training.trainer import all_gather_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -61,34 +51,6 @@ class RunTimer:
             training_seconds=sum(steps.seconds),
             save_seconds=time.monotonic() - self._trained,
         )
-
-
-def load_best_model(session: Session, saver: CheckpointSaver, earlier: Path | None = None) -> int | None:
-    """Put the best checkpoint's weights into the stages; returns its step, None if there is none. Collective.
-
-    `earlier` is the best one of before the run was resumed, in whichever folder. Only a rank that has been told of a
-    failed save knows that a checkpoint is not there, so the first one decides.
-    """
-    found = [0.0, 0.0]
-    if session.all_ranks.rank == 0:
-        has_earlier = earlier is not None and (earlier / MANIFEST_FILE).is_file()
-        best = saver.best_step or 0
-        if not (checkpoint_path(saver.save_dir, best) / MANIFEST_FILE).is_file():
-            best = 0  # somebody has removed it
-        found = [float(best), float(not best and has_earlier)]
-    step, is_earlier = map(int, all_gather_numbers(session.all_ranks, found).sum(0).tolist())
-    if not step and not is_earlier:
-        logger.warning(
-            "--load_best_model_at_end: there is no checkpoint that was evaluated, so the last weights are the result"
-        )
-        return None
-    reader = open_checkpoint(earlier if is_earlier and earlier else checkpoint_path(saver.save_dir, step))
-    session.activity.start_action("the weights of the best checkpoint")
-    progress = session.activity.progress
-    restore(session.stages, session.run_setup.parts, reader, weights_only=True, progress=progress)
-    logger.info("weights of the best checkpoint are taken: %s", reader.path)
-    session.all_ranks.barrier()
-    return reader.manifest.step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,59 +96,6 @@ def write_results(folder: Path, name: str, numbers: Mapping[str, object]) -> Non
     for path, values in ((folder / f"{name}_results.json", named), (everything, {**before, **named})):
         with atomic_write(path) as temporary:
             temporary.write_text(json_text(values, indent=2) + "\n", encoding="utf-8")
-
-
-def save_model(
-    session: Session,
-    output: OutputFolder,
-    model_files: ModelFiles,
-    run_status: RunStatus,
-    base: AdapterBase | None = None,
-) -> list[str]:
-    """Save the model, say where it is, and make the single file of it; returns the problem of that, if there is one.
-
-    With `base` adapters are saved, which are for that. Once the model has its name, nothing that fails may hide that.
-    """
-    session.activity.start_action("the export of the model")
-    export_model(session, output, model_files=model_files, run_status=run_status, base=base)
-    if session.all_ranks.rank != 0:
-        return []
-    config, problems = session.run_setup.config, list[str]()
-    what = "model" if base is None else "adapter"
-    logger.info("%s saved to %s (checked tensor by tensor)", what, output.save_dir)
-    if base is not None and config.adapters.merge:
-        problems = _merge(session, output, base, model_files)
-    saved = f"after the last step: the {what} is complete and checked in {output.save_dir}"
-    if config.output.params_file is None:
-        run_status.set_status(f"{saved}; {config.output.save_results} was not written")
-        return problems
-    params = Path(config.output.params_file)
-    unfinished = params.with_name(f"{params.name}.partial")
-    run_status.set_status(f"{saved}; {params} was not written", clean_up=unfinished.unlink)
-    try:
-        session.activity.start_action("the single file of all parameters")
-        write_single_file(params, output, progress=session.activity.progress)
-    except CheckpointError as error:
-        return [*problems, str(error)]
-    run_status.set_status(f"{saved} and in {params}; {config.output.save_results} was not written")
-    logger.info("模型已保存到 %s (parameters saved to one file)", params)
-    return problems
-
-
-def _merge(session: Session, output: OutputFolder, base: AdapterBase, model_files: ModelFiles) -> list[str]:
-    """Write the merged model beside the adapter; returns the problem of that, if there is one."""
-    session.activity.start_action("the merged model")
-    run_setup, folder = session.run_setup, merged_folder(session.run_setup.config)
-    try:
-        adapter = AdapterFolder(output.save_dir)
-        given = adapter, base.folder, run_setup.parts, folder
-        progress = session.activity.progress
-        merge_adapter(*given, dtype=run_setup.dtype, model_files=model_files, progress=progress)
-    except CheckpointError as error:
-        command = f"python scripts/merge_adapter.py {output.save_dir} FOLDER"
-        return [f"--merge: {error} The adapter is complete; to merge it later: {command}"]
-    logger.info("merged model saved to %s", folder)
-    return []
 
 
 def write_final_report(

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from mobius.checkpoints.folders import checkpoint_path
+from mobius.checkpoint.folders import checkpoint_path
+from mobius.checkpoint.resume import LAUNCH, REPLICAS, TRACKER_RUN
+from mobius.checkpoint.saver import CheckpointSaver, StepMetadata
 from mobius.config.config import Config, EvalStrategy, SaveStrategy, steps_between
 from mobius.errors import NonFiniteLossError
 from mobius.log import RANK_ZERO_ONLY
@@ -32,8 +34,6 @@ from mobius.ranks import launch_id
 from mobius.signal_handling import RunStatus
 from mobius.training.evaluation.best_evaluation import BEST, BEST_SAVED, BestEvaluation, metric_value
 from mobius.training.evaluation.evaluator import EvaluationResult, Evaluator
-from mobius.training.resuming import LAUNCH, REPLICAS, TRACKER_RUN
-from mobius.training.saving import CheckpointSaver, StepMetadata
 from mobius.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)

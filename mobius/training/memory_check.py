@@ -25,7 +25,14 @@ from torch import Tensor
 from mobius.errors import GpuMemoryError, HostMemoryError, PlanError
 from mobius.limits import max_sends_in_flight
 from mobius.machine.devices import MemoryMeter, free_cached_memory
-from mobius.messages.transport import ActivationTransport, RankGroup, SingleRankTransport, Transport, WarmupTransport
+from mobius.messages.transport import (
+    ActivationTransport,
+    RankGroup,
+    SingleRankTransport,
+    Transport,
+    WarmupTransport,
+    all_gather_numbers,
+)
 from mobius.plan.plan import Plan
 from mobius.plan.step_prediction import build_plan_schedule
 from mobius.planning.run_setup import RunSetup, replan_with_reserve
@@ -34,7 +41,6 @@ from mobius.runtime.executor import StepBatch
 from mobius.training.out_of_memory import out_of_memory
 from mobius.training.stages import RankStages
 from mobius.training.step_batches import document_tensors
-from mobius.training.trainer import all_gather_numbers
 from mobius.units import format_bytes
 
 logger = logging.getLogger(__name__)

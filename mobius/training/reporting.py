@@ -10,12 +10,12 @@ from pathlib import Path
 import yaml
 
 from mobius.atomic_files import atomic_write
+from mobius.checkpoint.model_card import CardFacts, Origin, model_card
 from mobius.config.config import OptimConfig
 from mobius.config.yaml_file import to_yaml
 from mobius.errors import reason_of
 from mobius.optim.lr_schedule import learning_rate_at
 from mobius.output.curves_picture import draw_training
-from mobius.output.model_card import CardFacts, Origin, model_card
 from mobius.output.recordings import Recordings
 from mobius.output.run_log import RunLog, TrainerState
 from mobius.output.trackers import TrackedRun, start_trackers

@@ -14,7 +14,19 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from mobius.activity import Activity
-from mobius.checkpoints.folders import checkpoint_path
+from mobius.checkpoint.export import save_model
+from mobius.checkpoint.folders import checkpoint_path
+from mobius.checkpoint.merged_model import merged_folder
+from mobius.checkpoint.model_card import Origin
+from mobius.checkpoint.resume import Resume, SavedWeights, find_resume
+from mobius.checkpoint.run_folder import OutputFolder
+from mobius.checkpoint.run_settings import (
+    collect_run_metadata,
+    prepare_output,
+    recreate_run_folder,
+    write_resolved_plan,
+)
+from mobius.checkpoint.saver import CheckpointSaver, check_disk_space_for_run, count_saves, load_best_model
 from mobius.config.config import Config
 from mobius.config.launch import resume_command
 from mobius.data.batches import TrainingBatches
@@ -28,8 +40,6 @@ from mobius.models.families import load_model_config, locate_model
 from mobius.models.model_files import ModelFiles, read_model_files
 from mobius.models.tokenizer import load_tokenizer, pad_token_id
 from mobius.models.weights import check_model_weights
-from mobius.output.model_card import Origin
-from mobius.output.output_folder import OutputFolder
 from mobius.output.run_log import METRICS_FILE, RunLog
 from mobius.output.text_scores import check_scores_installed
 from mobius.output.trackers import check_installed
@@ -44,25 +54,14 @@ from mobius.training.evaluation.best_evaluation import BEST, BEST_SAVED, BestEva
 from mobius.training.evaluation.evaluator import Evaluator, evaluation_samples, make_evaluator
 from mobius.training.evaluation.generation import check_generation_config
 from mobius.training.evaluation.prediction_setup import only_answers, prediction_samples, prepare_prediction
-from mobius.training.export import check_trained_weights, has_changed
-from mobius.training.final_results import PredictionTask, RunTimer, load_best_model, save_model, write_final_report
+from mobius.training.final_results import PredictionTask, RunTimer, write_final_report
+from mobius.training.inputs import find_adapter_base, origin_of, wait_until_inputs_are_read
 from mobius.training.loop import StopReason, TrainingLoop
 from mobius.training.out_of_memory import out_of_memory
 from mobius.training.reporting import open_log, recordings_of, write_records
-from mobius.training.resuming import Resume, SavedWeights, find_resume, restoring
-from mobius.training.run_folder import (
-    collect_run_metadata,
-    find_adapter_base,
-    merged_folder,
-    origin_of,
-    prepare_output,
-    recreate_run_folder,
-    wait_until_inputs_are_read,
-    write_resolved_plan,
-)
-from mobius.training.saving import CheckpointSaver, check_disk_space_for_run, count_saves
-from mobius.training.session import Session, open_session
+from mobius.training.session import Session, open_session, restoring
 from mobius.training.startup_log import log_host_memory_usage, log_model, log_stages, log_start
+from mobius.training.trained_weights import check_trained_weights, has_changed
 from mobius.training.trainer import Trainer
 from mobius.watchdog import Watchdog
 

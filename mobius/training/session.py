@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,12 +15,14 @@ from pathlib import Path
 import torch
 
 from mobius.activity import Activity
+from mobius.checkpoint.resume import Resume, restore
 from mobius.config.config import Dtype, ReduceDtype
 from mobius.data.batches import Batch
 from mobius.limits import max_sends_in_flight
 from mobius.machine.devices import MemoryMeter, num_optimizer_threads, set_host_threads, use_device
 from mobius.machine.peer_check import PeerCheck
 from mobius.memory.spans import NO_SPANS, Spans
+from mobius.memory.stage_memory import StageMemory
 from mobius.memory.update_queue import UpdateQueue
 from mobius.messages.distributed import DistributedTransport
 from mobius.messages.mailboxes import Mailboxes
@@ -64,6 +66,11 @@ class Session:
     """Told by every part what this rank does."""
     source: WeightSource | None = None
     """Source of the weights that the run begins with; None where a checkpoint's state is restored."""
+
+    @property
+    def memory(self) -> Mapping[int, StageMemory]:
+        """Memory by stage of this rank."""
+        return self.stages.memory
 
     @property
     def all_ranks(self) -> RankGroup:
@@ -291,6 +298,21 @@ def base_weights(run_setup: RunSetup, folder: Path) -> WeightSource:
     if folder_has_weights(folder):
         return CheckpointWeights(folder, parts.stored_names, parts.parameter_pieces, dtype=run_setup.dtype)
     return InitialWeights(parts, seed=run_setup.config.optim.seed)
+
+
+def restoring(
+    resume: Resume, run_setup: RunSetup, model_folder: Path, activity: Activity
+) -> Callable[[RankStages], None]:
+    """Setter of a rank's stages to the checkpoint's state; the base of adapters comes from `model_folder`."""
+    put_back = partial(restore, parts=run_setup.parts, reader=resume.reader, progress=activity.progress)
+    if not run_setup.parts.adapters.is_lora:
+        return put_back
+
+    def load_weights(stages: RankStages) -> None:
+        stages.load_weights(base_weights(run_setup, model_folder), only_frozen=True, progress=activity.progress)
+        put_back(stages)
+
+    return load_weights
 
 
 def _first_weights(run_setup: RunSetup, folder: Path) -> WeightSource:

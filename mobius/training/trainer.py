@@ -10,13 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from mobius.activity import Activity
 from mobius.config.config import OptimConfig
 from mobius.machine.devices import MemoryMeter
-from mobius.messages.transport import RankGroup, Transport
+from mobius.messages.transport import Transport, all_gather_numbers
 from mobius.optim.lr_schedule import learning_rate_at
 from mobius.optim.optimizer_stepper import OptimizerStepper, StepCounts, StepOutcome
 from mobius.output.metrics import StepMetrics
@@ -152,10 +151,3 @@ class Trainer:
             skipped_steps=self._stepper.num_skipped,
             loss_scale=self._stepper.loss_scale.value if self._stepper.loss_scale.is_dynamic else None,
         )
-
-
-def all_gather_numbers(ranks: RankGroup, own: Sequence[float]) -> Tensor:
-    """A row of numbers from every rank, [num_ranks, len(own)] in float64; collective."""
-    table = torch.zeros(ranks.num_ranks, len(own), dtype=torch.float64)
-    table[ranks.rank] = torch.tensor(own, dtype=torch.float64)
-    return ranks.sum_over_ranks(table)

@@ -44,7 +44,7 @@ def test_a_run_that_is_killed_four_times_is_the_one_that_was_left_alone(tmp_path
 
 FULL_FOR_THE_FIRST = """
 import os
-import mobius.training.saving as saving
+import mobius.checkpoint.saver as saving
 def no_space(save_dir, num_bytes, check=saving.check_disk_space):
     check(save_dir, 10**18 if os.environ["RANK"] == "0" else num_bytes)
 saving.check_disk_space = no_space

@@ -39,7 +39,7 @@ StoredTensor.read = hang
 """
 SLOW_DISK = """
 import os, time
-import mobius.training.saving as saving
+import mobius.checkpoint.saver as saving
 def slowly(*arguments, run=saving.write_stage, **named):
     for _ in range(4 if os.environ["RANK"] == "1" and "slow" not in globals() else 0):
         named["progress"]()

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mobius.checkpoints.checkpoint_reader import CheckpointReader
-from mobius.checkpoints.files import STATE_DTYPES, StageParameter, optimizer_keys, plan_files, write_stage
-from mobius.checkpoints.folders import commit_checkpoint, create_partial, write_text
-from mobius.checkpoints.manifest import Manifest
+from mobius.checkpoint.folders import commit_checkpoint, create_partial, write_text
+from mobius.checkpoint.manifest import Manifest
+from mobius.checkpoint.reader import CheckpointReader
+from mobius.checkpoint.tensor_files import STATE_DTYPES, StageParameter, optimizer_keys, plan_files, write_stage
 
 PARAMETERS = (
     StageParameter("embed.weight", (7, 3), 0),
@@ -56,7 +56,7 @@ def save(
     write_text(partial, "LICENSE", "as is\n")  # nothing in its name says that it is a run's
     write_text(partial, "config.json", '{"model_type": "llama"}\n')
     plan = plan_files(parameters, dtype=dtype, has_optimizer=has_optimizer, max_file_bytes=max_file_bytes)
-    records = [record for stage in plan for record in write_stage(partial, stage, tensors)]
+    records = [record for stage in plan for record in write_stage(partial, stage, tensors.__getitem__)]
     write_text(partial, "trainer_state.json", f'{{"global_step": {step}}}\n')
     manifest = Manifest(
         step=step,

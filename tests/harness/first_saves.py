@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mobius.checkpoints.files import StageParameter, plan_files, write_stage
+from mobius.checkpoint.tensor_files import StageParameter, plan_files, write_stage
 
 SECONDS = 0.3
 
@@ -32,7 +32,7 @@ def save_in_two_threads(folder: str) -> None:
 
     def write(stage: int) -> None:
         time.sleep(stage * SECONDS / 2)
-        write_stage(Path(folder), files[stage], {f"matrix {stage}": torch.ones(3, 2)})
+        write_stage(Path(folder), files[stage], lambda _: torch.ones(3, 2))
 
     threads = [threading.Thread(target=write, args=(stage,)) for stage in range(2)]
     for thread in threads:

@@ -13,9 +13,12 @@ import torch
 from harness.sessions import random_samples
 from torch import Tensor
 
-from mobius.checkpoints.checkpoint_reader import CheckpointReader
-from mobius.checkpoints.folders import open_checkpoint
-from mobius.checkpoints.saved_stage import SavedStage
+from mobius.checkpoint.folders import open_checkpoint
+from mobius.checkpoint.reader import CheckpointReader
+from mobius.checkpoint.resume import restore
+from mobius.checkpoint.run_settings import collect_run_metadata
+from mobius.checkpoint.saved_stage import SavedStage
+from mobius.checkpoint.saver import CheckpointSaver, StepMetadata
 from mobius.config.cli import parse_args
 from mobius.data.batches import TrainingBatches
 from mobius.data.mixture import WeightedSamples
@@ -28,9 +31,7 @@ from mobius.planning.run_setup import RunSetup, make_run_setup
 from mobius.ranks import Ranks
 from mobius.training.data import packed_rows
 from mobius.training.evaluation.evaluator import EvaluationSamples, Evaluator, make_evaluator
-from mobius.training.resuming import restore
-from mobius.training.run_folder import collect_run_metadata, origin_of
-from mobius.training.saving import CheckpointSaver, StepMetadata
+from mobius.training.inputs import origin_of
 from mobius.training.session import Session, open_session
 
 SAMPLES = 60

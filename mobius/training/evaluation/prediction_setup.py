@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from mobius.checkpoint.run_settings import prepare_output
 from mobius.config.config import Config
 from mobius.machine.cpu_dtype import resolve_dtype
 from mobius.models.families import load_model_config, locate_model
@@ -17,7 +18,7 @@ from mobius.training.data import RunData, read_data
 from mobius.training.evaluation.generation import check_generation_config
 from mobius.training.evaluation.prediction import PromptAndLabel, split_prompts
 from mobius.training.final_results import PredictionTask
-from mobius.training.run_folder import prepare_output, wait_until_inputs_are_read
+from mobius.training.inputs import wait_until_inputs_are_read
 from mobius.training.startup_log import log_model
 
 

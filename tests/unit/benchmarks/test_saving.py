@@ -105,7 +105,7 @@ def test_a_checkpoint_that_only_got_no_name_is_told_as_not_saved(
         saves.results()
 
     make_checkpoint(tmp_path / "model")
-    monkeypatch.setattr("mobius.training.saving.commit_checkpoint", cannot)
+    monkeypatch.setattr("mobius.checkpoint.saver.commit_checkpoint", cannot)
     options = f"--num_stages 2 --batch_size 2 --num_chunks 1 --seq_length 8 --fp32 --save_dir {tmp_path / 'out'}"
     with pytest.raises(FailedSaveError, match="1 of 1 checkpoints are not saved"):
         in_sessions(1, tmp_path / "model", f"{options} --num_iterations 2 --save_steps 1", random_samples(8, 8), train)

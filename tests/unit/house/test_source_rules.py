@@ -162,7 +162,7 @@ READS_ITSELF = {
     "what this very run has written": (
         *(
             "planning/file_checks",
-            "checkpoints/folders",
+            "checkpoint/folders",
             "output/trace",
             "data/datasets",
             "data/token_store",

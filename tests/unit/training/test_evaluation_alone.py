@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from mobius.checkpoint.run_folder import has_results
 from mobius.errors import CheckpointError
 from mobius.output import run_log
-from mobius.output.run_folder.contents import has_results
 
 Run = Callable[..., None]
 JUDGES = ["--no_do_train", "--val_size", "4", "--save_dir", "judged"]

@@ -20,13 +20,13 @@ from harness.compared_runs import (
     tensors_of,
 )
 
+from mobius.checkpoint import saver
 from mobius.config.cli import given_options, parse_args
 from mobius.errors import CheckpointError, DataError, GpuMemoryError
 from mobius.output.trackers import Trackers
 from mobius.ranks import Ranks
 from mobius.runtime.executor import Executor
 from mobius.signal_handling import RunStatus, SavedAndStopped
-from mobius.training import saving
 from mobius.training.loop import TrainingLoop
 from mobius.training.run import run_training
 
@@ -71,7 +71,7 @@ def test_a_signal_saves_the_step_and_the_run_goes_on_from_there(
 ) -> None:
     run(*OPTIONS.split(), "--save_dir", "whole", "--save_results", "whole.txt")
     run_status = RunStatus()
-    stepped, written, calls = Executor.run, saving.write_stage, list[int]()
+    stepped, written, calls = Executor.run, saver.write_stage, list[int]()
 
     def step(self: Executor, *arguments: Any, **more: Any) -> Any:
         calls.append(0)
@@ -86,7 +86,7 @@ def test_a_signal_saves_the_step_and_the_run_goes_on_from_there(
 
     with monkeypatch.context() as patch:
         patch.setattr(Executor, "run", step)
-        patch.setattr(saving, "write_stage", write)
+        patch.setattr(saver, "write_stage", write)
         with pytest.raises(SavedAndStopped) as raised:
             start(f"{SMALL} {OPTIONS}", run_status)
 
@@ -115,7 +115,7 @@ def test_the_time_counts_from_the_start_of_the_launcher(
 def test_a_step_that_could_not_be_saved_is_not_told_as_saved(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run_status, told, written = RunStatus(), list[str](), saving.write_stage
+    run_status, told, written = RunStatus(), list[str](), saver.write_stage
 
     def write(folder: Path, *arguments: Any, **more: Any) -> Any:
         if "checkpoint-6" in folder.name:
@@ -131,14 +131,14 @@ def test_a_step_that_could_not_be_saved_is_not_told_as_saved(
             run_status.request_stop("SIGTERM")
         return run(self, *arguments, **more)
 
-    def local(self: saving.CheckpointSaver, run: Any = saving.CheckpointSaver.local) -> Any:
+    def local(self: saver.CheckpointSaver, run: Any = saver.CheckpointSaver.local) -> Any:
         end = time.monotonic() + 60  # the disk may be slower than the steps: what is told in step 4 was written
         while self._save_number and not self._stage_saver.is_done and time.monotonic() < end:
             time.sleep(0.01)
         return run(self)
 
-    monkeypatch.setattr(saving, "write_stage", write)
-    monkeypatch.setattr(saving.CheckpointSaver, "local", local)
+    monkeypatch.setattr(saver, "write_stage", write)
+    monkeypatch.setattr(saver.CheckpointSaver, "local", local)
     monkeypatch.setattr(Executor, "run", step)
     with pytest.raises(
         SavedAndStopped, match=r"this step could not be saved; the newest checkpoint is .*/checkpoint-4"

@@ -19,14 +19,14 @@ import torch
 from harness.local_transport import LocalTransport, run_rank_threads
 from safetensors.torch import load_file, save_file
 
+from mobius.checkpoint.model_folder import write_params_file
 from mobius.errors import CheckpointError, MobiusError, NonFiniteLossError, NoResultError
 from mobius.memory.layout import StageLayout
-from mobius.output.hf_folder import write_params_file
 from mobius.output.metrics import StepMetrics
 from mobius.signal_handling import RunStatus
-from mobius.training.export import check_trained_weights
 from mobius.training.loop import TrainingLoop
 from mobius.training.session import Session
+from mobius.training.trained_weights import check_trained_weights
 
 Run = Callable[..., None]
 
@@ -253,7 +253,7 @@ def test_config_json_is_the_last_file_to_come(run: Run, workplace: Path, monkeyp
         raise CheckpointError("a wrong tensor")
 
     with monkeypatch.context() as patch:
-        patch.setattr("mobius.training.export.verify_folder", find_a_wrong_tensor)
+        patch.setattr("mobius.checkpoint.export.verify_folder", find_a_wrong_tensor)
         with pytest.raises(CheckpointError, match="a wrong tensor"):
             run()
 

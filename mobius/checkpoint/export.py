@@ -1,0 +1,170 @@
+"""Writes what a finished run leaves, the model folder and the single parameter file, and reads it back.
+
+In this order, so that nothing that is complete depends on what comes later:
+
+    small files -> weights -> every tensor is read back -> config.json -> the folder gets its name -> the single file
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from mobius.checkpoint.merged_model import merge_adapter, merged_folder
+from mobius.checkpoint.model_folder import (
+    verify_folder,
+    write_adapter,
+    write_model_files,
+    write_params_file,
+)
+from mobius.checkpoint.run_folder import OutputFolder
+from mobius.checkpoint.saved_stage import OpenRun, saved_parameters
+from mobius.checkpoint.tensor_files import plan_files, write_indexes, write_stage
+from mobius.errors import CheckpointError
+from mobius.models.adapters.peft_folder import AdapterBase, AdapterFolder, peft_name_of
+from mobius.models.model_files import ModelFiles
+from mobius.models.weight_conversion.parameter_pieces import stored_views
+from mobius.signal_handling import RunStatus
+
+logger = logging.getLogger(__name__)
+
+_UNCHECKED = "config.json.unchecked"
+"""The name of config.json until the weights are checked: a folder that has config.json counts as complete."""
+
+
+def export_model(
+    session: OpenRun,
+    output: OutputFolder,
+    *,
+    model_files: ModelFiles,
+    run_status: RunStatus,
+    base: AdapterBase | None = None,
+) -> None:
+    """Save and verify; collective. Each rank writes and checks its own stages, rank 0 all that is shared.
+
+    With `base` adapters are saved, which are for that. The folder appears under its final name only after every tensor
+    was read back equal. `run_status` is told from where on that may have happened. Raises CheckpointError.
+    """
+    run_setup, all_ranks = session.run_setup, session.all_ranks
+    rank, folder, dtype = all_ranks.rank, output.export_folder, run_setup.dtype
+    num_ranks, pieces = run_setup.plan.num_ranks, run_setup.parts.parameter_pieces
+    # All replicas have all weights: the first one writes a file, or several, for each of its ranks.
+    parameters = [replace(each, stage=each.stage % num_ranks) for each in saved_parameters(run_setup)]
+    files = plan_files(parameters, dtype=dtype, has_optimizer=False)
+    file_names = {name: file for each in files for name, file in each.file_names.items()}
+    values: dict[str, Tensor] = {}
+    for own in session.memory.values():
+        values |= stored_views(own.state.layout.views(own.state.weights), pieces)
+
+    def read(name: str) -> Tensor:
+        session.activity.progress()
+        return values[name].cpu().contiguous()
+
+    if rank == 0:
+        output.begin_export()
+        write_model_files(folder, model_files, run_setup.parts.config, dtype=dtype)
+        (folder / "config.json").rename(folder / _UNCHECKED)
+    all_ranks.barrier()
+    if rank < len(files):
+        write_stage(folder, files[rank], read)
+    all_ranks.barrier()  # an adapter's file is made of all ranks' files
+    if rank == 0 and base is None:
+        write_indexes(folder, parameters, file_names, dtype=dtype)
+    elif rank == 0 and base is not None:
+        written = sorted({folder / file for file in file_names.values()})
+        write_adapter(folder, written, run_setup.parts, base)
+        for path in written:
+            path.unlink()
+    all_ranks.barrier()
+    if run_setup.rank_context.ranks.replica == 0 and rank < len(files):  # other nodes need not see the folder
+        verify_folder(
+            folder,
+            ((name if base is None else peft_name_of(name), partial(read, name)) for name in files[rank].file_names),
+        )
+    all_ranks.barrier()
+    if rank == 0:
+        run_status.set_status(
+            f"while the checked model got its name {output.save_dir}: if it is not there, it is in {folder}, and the "
+            "next start with the same --save_dir tells what to do"
+        )
+        (folder / _UNCHECKED).rename(folder / "config.json")
+        output.commit()
+        if base is not None:  # or transformers would look for a model beside it, not for the base
+            (output.save_dir / "config.json").unlink()
+    all_ranks.barrier()
+
+
+def write_single_file(params_file: Path, output: OutputFolder, *, progress: Callable[[], None] = lambda: None) -> None:
+    """Make the single file from the committed folder; raises CheckpointError that tells how to do that later.
+
+    `progress` is called whenever some of it is written.
+    """
+    try:
+        params_file.parent.mkdir(parents=True, exist_ok=True)
+        write_params_file(params_file, output.save_dir, progress=progress)
+    except (CheckpointError, OSError) as error:
+        names = f"Path({str(params_file.resolve())!r}), Path({str(output.save_dir)!r})"
+        older = " The older file is as it was." if params_file.exists() else ""
+        raise CheckpointError(
+            f"--save_params: {error}.{older} Make room, and make it from the model, in "
+            'the folder of main.py: python -c "from pathlib import Path; from mobius.checkpoint.model_folder import '
+            f'write_params_file; write_params_file({names})"'
+        ) from error
+
+
+def save_model(
+    session: OpenRun,
+    output: OutputFolder,
+    model_files: ModelFiles,
+    run_status: RunStatus,
+    base: AdapterBase | None = None,
+) -> list[str]:
+    """Save the model, say where it is, and make the single file of it; returns the problem of that, if there is one.
+
+    With `base` adapters are saved, which are for that. Once the model has its name, nothing that fails may hide that.
+    """
+    session.activity.start_action("the export of the model")
+    export_model(session, output, model_files=model_files, run_status=run_status, base=base)
+    if session.all_ranks.rank != 0:
+        return []
+    config, problems = session.run_setup.config, list[str]()
+    what = "model" if base is None else "adapter"
+    logger.info("%s saved to %s (checked tensor by tensor)", what, output.save_dir)
+    if base is not None and config.adapters.merge:
+        problems = _merge(session, output, base, model_files)
+    saved = f"after the last step: the {what} is complete and checked in {output.save_dir}"
+    if config.output.params_file is None:
+        run_status.set_status(f"{saved}; {config.output.save_results} was not written")
+        return problems
+    params = Path(config.output.params_file)
+    unfinished = params.with_name(f"{params.name}.partial")
+    run_status.set_status(f"{saved}; {params} was not written", clean_up=unfinished.unlink)
+    try:
+        session.activity.start_action("the single file of all parameters")
+        write_single_file(params, output, progress=session.activity.progress)
+    except CheckpointError as error:
+        return [*problems, str(error)]
+    run_status.set_status(f"{saved} and in {params}; {config.output.save_results} was not written")
+    logger.info("模型已保存到 %s (parameters saved to one file)", params)
+    return problems
+
+
+def _merge(session: OpenRun, output: OutputFolder, base: AdapterBase, model_files: ModelFiles) -> list[str]:
+    """Write the merged model beside the adapter; returns the problem of that, if there is one."""
+    session.activity.start_action("the merged model")
+    run_setup, folder = session.run_setup, merged_folder(session.run_setup.config)
+    try:
+        adapter = AdapterFolder(output.save_dir)
+        given = adapter, base.folder, run_setup.parts, folder
+        progress = session.activity.progress
+        merge_adapter(*given, dtype=run_setup.dtype, model_files=model_files, progress=progress)
+    except CheckpointError as error:
+        command = f"python scripts/merge_adapter.py {output.save_dir} FOLDER"
+        return [f"--merge: {error} The adapter is complete; to merge it later: {command}"]
+    logger.info("merged model saved to %s", folder)
+    return []

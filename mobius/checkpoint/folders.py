@@ -1,0 +1,355 @@
+"""The checkpoints in the folder of a run: when one becomes visible, which ones there are, what a killed run has left.
+
+    begin     checkpoint-8 (older, if any)           checkpoint-8.partial (made)
+    writing   checkpoint-8 (older, if any)           checkpoint-8.partial <- files, each synced; checkpoint.json last
+    complete  checkpoint-8 -> checkpoint-8.replaced  checkpoint-8.partial -> checkpoint-8   then .replaced is removed
+    removing  checkpoint-8 -> checkpoint-8.replaced  then that is removed
+
+There is an older one where a run went on from an earlier step. No name but `checkpoint-STEP` counts. A process can be
+killed between any two changes, so `recover_interrupted_saves` runs before a run looks for checkpoints: what is complete
+and has no successor gets its name, a .partial that is newer than checkpoint-STEP takes its place, the rest is removed.
+
+A caller that writes or removes holds the lock of the folder's run (run_folder.py): none of this locks.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+import shutil
+import zlib
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from mobius.atomic_files import sync_to_disk
+from mobius.checkpoint.manifest import MANIFEST_FILE, Manifest, OtherFile
+from mobius.checkpoint.reader import CheckpointReader
+from mobius.checkpoint.tensor_files import (
+    MODEL_PREFIX,
+    FileRecord,
+    StageParameter,
+    plan_files,
+    translate_file_errors,
+    write_indexes,
+)
+from mobius.errors import CheckpointError, reason_of
+from mobius.excerpt import listed
+from mobius.models.model_files import read_json_object
+
+logger = logging.getLogger(__name__)
+
+_NAME: Final = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
+_PARTIAL, _REPLACED = ".partial", ".replaced"
+_ASIDE: Final = (_PARTIAL, _REPLACED, ".removed")
+"""Endings of what does not count; earlier versions renamed to the last one what they were about to remove."""
+_RUN_SUFFIXES: Final = {".safetensors", ".json", ".yaml", ".jinja", ".model", ".tiktoken"}
+_RUN_FILES: Final = {"merges.txt", "vocab.txt"}
+"""Files of which a torn checkpoint has at least one: the run's own, and those of a tokenizer."""
+
+
+@dataclass(frozen=True)
+class FoundCheckpoints:
+    """Checkpoints of a folder: all that can be opened, the newest first, and the others with the reason."""
+
+    valid: tuple[tuple[Path, Manifest], ...]
+    invalid: tuple[tuple[Path, str], ...]
+
+    @property
+    def next_save_number(self) -> int:
+        """Larger than any that is there; 1 in a new folder."""
+        return max((manifest.save_number for _, manifest in self.valid), default=0) + 1
+
+
+def checkpoint_path(save_dir: Path, step: int) -> Path:
+    """Final place of the checkpoint of `step`."""
+    return save_dir / f"checkpoint-{step}"
+
+
+def partial_path(save_dir: Path, step: int) -> Path:
+    """Place of that checkpoint while it is written."""
+    return save_dir / f"checkpoint-{step}{_PARTIAL}"
+
+
+def create_partial(save_dir: Path, step: int) -> Path:
+    """Make `partial_path` anew, and `save_dir` if there is none; raises CheckpointError.
+
+    An empty manifest in it tells a later start whose folder it is, whatever is written first.
+    """
+    partial = partial_path(save_dir, step)
+    discard(partial)
+    with translate_file_errors("make", partial):
+        partial.mkdir(parents=True)
+        (partial / MANIFEST_FILE).touch()
+    return partial
+
+
+def write_text(partial: Path, file_name: str, text: str) -> None:
+    """Write one of the run's own texts; `commit_checkpoint` syncs it. Raises CheckpointError."""
+    path = partial / file_name
+    with translate_file_errors("write", path, len(text)):
+        path.write_text(text, encoding="utf-8")
+
+
+def commit_checkpoint(
+    partial: Path,
+    manifest: Manifest,
+    *,
+    parameters: Sequence[StageParameter],
+    dtype: torch.dtype,
+    weights_prefix: str = MODEL_PREFIX,
+) -> Path:
+    """Write the indexes and the manifest, sync everything, and give `partial` its final name, which is returned.
+
+    `manifest` has the records of all stages' files; whatever else is in the folder (model files, texts) is added to it.
+    Raises CheckpointError; an older checkpoint of that step is still there then, and `partial` can be discarded.
+    """
+    planned = plan_files(parameters, dtype=dtype, has_optimizer=manifest.has_optimizer)
+    names = {name for files in planned for name in files.file_names}
+    if missing := names ^ manifest.tensor_files.keys():
+        raise CheckpointError(f"{partial} lacks tensors, or has too many: {listed(sorted(missing))}.")
+    _check_sizes(partial, manifest)
+    stored = {name: record.file_name for name, record in manifest.tensor_files.items()}
+    write_indexes(partial, parameters, stored, dtype=dtype, weights_prefix=weights_prefix)
+    path = partial / MANIFEST_FILE
+    with translate_file_errors("write", path):
+        text = replace(manifest, others=tuple(_synced_others(partial, manifest))).to_json()
+        for folder in (*filter(Path.is_dir, partial.rglob("*")), partial):
+            sync_to_disk(folder)
+        path.write_text(text, encoding="utf-8")  # torn, it is no JSON or has another checksum
+        sync_to_disk(path)
+        sync_to_disk(partial)
+    return _publish(partial)
+
+
+def discard(partial: Path) -> None:
+    """Remove a folder that is not wanted, if it is there; raises CheckpointError."""
+    with translate_file_errors("remove", partial):
+        _remove(partial)
+
+
+def find_checkpoints(save_dir: Path) -> FoundCheckpoints:
+    """Checkpoints in `save_dir`, which need not exist.
+
+    Call `recover_interrupted_saves` before where a run may have been killed.
+    Files are looked for by name and size, and not read. Raises CheckpointError where the folder cannot be listed.
+    """
+    valid, invalid = [], []
+    for path in _entries(save_dir):
+        if _NAME.fullmatch(path.name):
+            try:
+                valid.append((path, _inspected(path)))
+            except CheckpointError as error:
+                invalid.append((path, str(error)))
+    valid.sort(key=lambda found: (found[1].save_number, found[1].step), reverse=True)
+    return FoundCheckpoints(tuple(valid), tuple(invalid))
+
+
+def open_checkpoint(path: Path) -> CheckpointReader:
+    """The reader of the checkpoint `path`.
+
+    Raises CheckpointError where it is missing, torn, foreign, of another format, or has a changed file without tensors,
+    and names the newest good one beside it; so does the reader where a tensor is damaged.
+    """
+
+    def hint() -> str:
+        return _others_text(path)
+
+    try:
+        reader = CheckpointReader(path, _inspected(path), hint=hint)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} {hint()}") from error
+    reader.verify_texts()
+    return reader
+
+
+def rotate_checkpoints(save_dir: Path, *, keep: int, protected: Collection[Path]) -> list[Path]:
+    """Remove all complete checkpoints but the `keep` newest (0: all stay) and those of `protected`; returns them.
+
+    Each is renamed before it is deleted, so that none is ever seen with half of its files. Damaged ones stay. Raises
+    CheckpointError.
+    """
+    if not keep:
+        return []
+    kept = {path.resolve() for path in protected}
+    old = [path for path, _ in find_checkpoints(save_dir).valid[keep:] if path.resolve() not in kept]
+    for path in old:
+        with translate_file_errors("remove", path):
+            _remove(_set_aside(path))
+    return old
+
+
+def recover_interrupted_saves(save_dir: Path) -> list[str]:
+    """Settle what killed runs left; returns a line for each thing that was found.
+
+    A folder that no run has left is never touched. Raises CheckpointError.
+    """
+    found: dict[str, set[str]] = {}
+    for path in _entries(save_dir):
+        name, ending = path.stem, path.suffix
+        if ending in _ASIDE and _NAME.fullmatch(name):
+            found.setdefault(name, set()).add(ending)
+    lines: list[str] = []
+    for name in sorted(found):
+        with translate_file_errors("settle", save_dir / name):
+            lines += _recover(save_dir / name, found[name])
+    return lines
+
+
+def _recover(final: Path, endings: Collection[str]) -> Iterator[str]:
+    partial, aside = (final.with_name(final.name + ending) for ending in (_PARTIAL, _REPLACED))
+    has_final = final.exists()
+    current, written, replaced = map(_manifest_or_none, (final, partial, aside))
+    if written and (current is None or current.save_number < written.save_number):
+        _publish(partial)
+        yield f"{final}: a killed run had written it completely, and it has its name now."
+    elif replaced and not has_final:
+        aside.rename(final)
+        sync_to_disk(final.parent)
+        yield f"{final}: a killed run had moved it aside; it has its name back."
+    elif replaced and not current:
+        yield f"{aside}: complete, and kept, because {final.name} is not; rename it to use it."
+        endings = set(endings) - {_REPLACED}
+    for ending in sorted(endings):
+        path = final.with_name(final.name + ending)
+        if path.exists() and not _is_of_a_run(path):
+            yield f"{path}: no part of a checkpoint, and left as it is."
+        elif path.exists():
+            _remove(path)
+            what = "not complete" if ending == _PARTIAL else "a checkpoint on its way out"
+            yield f"{path}: {what}, left by a killed run, and removed."
+
+
+def _publish(partial: Path) -> Path:
+    """Rename a complete `partial`; an older checkpoint of its name is removed after that."""
+    final = partial.with_name(partial.name.removesuffix(_PARTIAL))
+    aside = None
+    with translate_file_errors("rename", partial):
+        if final.exists():
+            aside = _set_aside(final)
+        try:
+            partial.rename(final)
+        except OSError:
+            if aside is not None:
+                aside.rename(final)
+            raise
+        sync_to_disk(final.parent)
+        sync_to_disk(final.parent.absolute().parent)  # where save_dir is new
+    try:
+        _remove(final.with_name(final.name + _REPLACED))  # also that of an earlier start
+    except OSError as error:  # the checkpoint is there; the next start removes the rest
+        logger.warning("%s, which was replaced, cannot be removed: %s", aside, reason_of(error))
+    return final
+
+
+def _set_aside(final: Path) -> Path:
+    """Rename a checkpoint that is to be removed; returns where it is."""
+    aside = final.with_name(final.name + _REPLACED)
+    _remove(aside)
+    final.rename(aside)
+    sync_to_disk(final.parent)
+    return aside
+
+
+def _inspected(path: Path) -> Manifest:
+    """The manifest of a complete checkpoint; raises CheckpointError."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path} {'is a file, no checkpoint' if path.exists() else 'does not exist'}.")
+    if path.suffix in _ASIDE and _NAME.fullmatch(path.stem):
+        raise CheckpointError(f"{path} is what a killed run left of a checkpoint, and not complete.")
+    return _manifest_of(path)
+
+
+def _manifest_of(path: Path) -> Manifest:
+    file = path / MANIFEST_FILE
+    if not file.exists():
+        raise CheckpointError(f"{path} is no complete checkpoint of Mobius: it has no {MANIFEST_FILE}.")
+    try:
+        manifest = Manifest.from_json(read_json_object(file))
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} cannot be used. {file}: {str(error).removesuffix('.')}.") from error
+    _check_sizes(path, manifest)
+    return manifest
+
+
+def _manifest_or_none(path: Path) -> Manifest | None:
+    try:
+        return _manifest_of(path)
+    except CheckpointError:
+        return None
+
+
+def _check_sizes(path: Path, manifest: Manifest) -> None:
+    records: tuple[FileRecord | OtherFile, ...] = (*manifest.files, *manifest.others)
+    for record in records:
+        file = path / record.file_name
+        with translate_file_errors("read", file):
+            if not file.is_file():
+                raise CheckpointError(f"{path} is incomplete: {record.file_name} is missing.")
+            if (size := file.stat().st_size) != record.num_bytes:
+                raise CheckpointError(
+                    f"{path} is damaged: {record.file_name} has {size:,} bytes, saved were {record.num_bytes:,}."
+                )
+
+
+def _others_text(path: Path) -> str:
+    """A sentence that tells the newest good checkpoint in or beside `path`, which is not wanted itself."""
+    for folder in (path, path.absolute().parent):
+        try:
+            valid = [other for other, _ in find_checkpoints(folder).valid if other.resolve() != path.resolve()]
+        except CheckpointError:
+            continue
+        if valid:
+            return f"The newest good checkpoint there is {valid[0]}: --resume_from_checkpoint {valid[0]}"
+    return f"There is no good checkpoint beside it, in {path.absolute().parent}."
+
+
+def _synced_others(partial: Path, manifest: Manifest) -> Iterator[OtherFile]:
+    """Files that are not in the manifest yet, each synced to the disk."""
+    recorded = {record.file_name for record in manifest.files} | {MANIFEST_FILE}
+    for path in sorted(partial.rglob("*")):
+        name = path.relative_to(partial).as_posix()
+        if path.is_file() and name not in recorded:
+            sync_to_disk(path)
+            content = path.read_bytes()
+            yield OtherFile(name, len(content), zlib.crc32(content))
+
+
+def _entries(save_dir: Path) -> list[Path]:
+    with translate_file_errors("list", save_dir):
+        return sorted(save_dir.iterdir()) if save_dir.is_dir() else []
+
+
+def _is_of_a_run(path: Path) -> bool:
+    """Whether it is what a run leaves that ends in the middle of making it, or of removing it."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    names = [entry.name for entry in path.iterdir()]
+    return not names or any(map(_is_run_file, names))
+
+
+def _is_run_file(name: str) -> bool:
+    return Path(name).suffix in _RUN_SUFFIXES or name in _RUN_FILES or name.startswith(".tmp")  # of safetensors
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder of a run, or a link to one, if it is there.
+
+    Files that are not told by their names as a run's go first, so that the rest is never taken for something else.
+    Raises OSError.
+    """
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        if not _is_of_a_run(path):
+            raise OSError(errno.EEXIST, "it holds something other than a checkpoint; rename it", str(path))
+        for entry in sorted(path.iterdir(), key=lambda entry: _is_run_file(entry.name)):
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+        path.rmdir()

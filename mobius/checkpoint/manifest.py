@@ -1,0 +1,135 @@
+"""The manifest of a checkpoint, `checkpoint.json`: its format, files and sums, and where the run stood.
+
+It is the last file to be written: a folder without a valid one is no checkpoint. Its own sum is in it. A change of its
+fields, of their meaning or of the files around it takes a new `FORMAT`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import PurePosixPath
+from typing import Any, Final, TypeVar
+
+from mobius.checkpoint.tensor_files import FileRecord
+from mobius.errors import CheckpointError
+from mobius.excerpt import quoted
+from mobius.regular_files import typed_object
+
+FORMAT: Final = 1
+MANIFEST_FILE: Final = "checkpoint.json"
+_SUM: Final = "checksum"
+_DTYPES: Final = ("float32", "bfloat16", "float16")
+
+JsonObject = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class OtherFile:
+    """A file without tensors: its path within the folder, its size, and the zlib.crc32 of all of it."""
+
+    file_name: str
+    num_bytes: int
+    checksum: int
+
+
+_Entry = TypeVar("_Entry", FileRecord, OtherFile)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Everything that a checkpoint says of itself; mappings hold what JSON can, with finite numbers."""
+
+    format: int = FORMAT
+    step: int
+    """Steps of the run that were made."""
+    save_number: int
+    """Grows by one with each save into a folder; the largest is the newest, whatever clocks say."""
+    num_parameters: int
+    dtype: str
+    """Weights' dtype in torch's words, such as bfloat16."""
+    has_optimizer: bool
+    files: tuple[FileRecord, ...]
+    """Weights and states of the optimizer."""
+    others: tuple[OtherFile, ...] = ()
+    """Everything else in the folder; `folders.complete` fills it in."""
+    training: JsonObject
+    """Counters, loss scale, random generators: whatever the loop needs to go on."""
+    data: JsonObject
+    """Position in the data, and what tells whether it is the same data."""
+    options: JsonObject
+    """Value by option name."""
+    versions: JsonObject
+    """Version by package name."""
+    metric: float | None = None
+    """metric_for_best_model of this step's evaluation, if there was one and it was finite."""
+
+    @property
+    def tensor_files(self) -> dict[str, FileRecord]:
+        """The file of each tensor, by the tensor's full name."""
+        return {name: record for record in self.files for name in record.checksums}
+
+    def to_json(self) -> str:
+        """The text of `checkpoint.json`. Raises ValueError or TypeError for what JSON cannot hold."""
+        values = json.loads(json.dumps(asdict(self), allow_nan=False))  # keys are text from here on
+        return json.dumps({**values, _SUM: _sum_of(values)}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, values: JsonObject) -> Manifest:
+        """Check and take over an object as it was read. Raises CheckpointError with the reason, without a file name."""
+        if type(found := values.get("format")) is not int or _SUM not in values:
+            raise CheckpointError("it is not of Mobius: it has no format number")
+        if found != FORMAT:
+            age = "an older" if found < FORMAT else "a newer"
+            raise CheckpointError(
+                f"it has format {found}, this version of Mobius reads format {FORMAT}: it is of {age} version"
+            )
+        own = {name: value for name, value in values.items() if name != _SUM}
+        if values[_SUM] != _sum_of(own):
+            raise CheckpointError("it was changed or damaged: its checksum is another one")
+        objects = dict.fromkeys(("training", "data", "options", "versions"), dict)
+        try:
+            manifest = typed_object(cls, own, files=list, others=list, **objects)
+        except ValueError as error:
+            raise CheckpointError(f"it {error}, which is not of format {FORMAT}") from None
+        counts = manifest.step, manifest.save_number, manifest.num_parameters
+        is_finite = manifest.metric is None or math.isfinite(manifest.metric)
+        if min(counts) < 0 or manifest.dtype not in _DTYPES or not is_finite:
+            raise CheckpointError(f"it has numbers or a dtype that no run saves: {counts}, {quoted(manifest.dtype)}")
+        files = tuple(map(file_record, manifest.files))
+        others = tuple(_checked(OtherFile, entry) for entry in manifest.others)
+        stored = [*(record.file_name for record in files), *(other.file_name for other in others)]
+        tensors = [name for record in files for name in record.checksums]
+        for what, every in (("file", stored), ("tensor", tensors)):
+            if len(set(every)) != len(every):
+                raise CheckpointError(f"it has a {what} twice")
+        return replace(manifest, files=files, others=others)
+
+
+def file_record(entry: object) -> FileRecord:
+    """A record as JSON has it (`dataclasses.asdict`), checked. Raises CheckpointError with the reason."""
+    return _checked(FileRecord, entry, checksums=dict)
+
+
+def _checked(kind: type[_Entry], entry: object, **types: type) -> _Entry:
+    with contextlib.suppress(ValueError):
+        found = typed_object(kind, entry, **types)
+        sums = found.checksums.values() if isinstance(found, FileRecord) else [found.checksum]
+        are_sums = bool(sums) and all(type(value) is int and 0 <= value < 2**32 for value in sums)
+        if are_sums and found.num_bytes >= 0 and _stays_inside(found.file_name):
+            return found
+    raise CheckpointError(f"it has a wrong entry of a file: {quoted(entry)}")
+
+
+def _stays_inside(name: str) -> bool:
+    """Whether a file's path, in its shortest form, stays inside the folder."""
+    path = PurePosixPath(name)
+    return not {"\0", "\\"} & {*name} and not path.is_absolute() and ".." not in path.parts and str(path) == name != "."
+
+
+def _sum_of(values: JsonObject) -> int:
+    return zlib.crc32(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())

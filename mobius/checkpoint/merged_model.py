@@ -1,0 +1,156 @@
+"""Writes the model that an adapter makes of its base, tensor by tensor: no more than one file's weights are in memory.
+
+W' = W + scale * B A        in fp32, rounded once to the format that is written
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mobius.checkpoint.model_folder import verify_folder, write_model_files
+from mobius.checkpoint.tensor_files import (
+    StageParameter,
+    plan_files,
+    translate_file_errors,
+    write_indexes,
+    write_stage,
+)
+from mobius.config.config import Config
+from mobius.errors import CheckpointError
+from mobius.models.adapters.lora import LORA_A, LORA_B, adapted_linear
+from mobius.models.adapters.peft_folder import AdapterFolder
+from mobius.models.blocks import ModelParts
+from mobius.models.model_files import ModelFiles, read_model_files
+from mobius.models.weight_conversion.parameter_pieces import stored_shapes
+from mobius.models.weights import CheckpointWeights, folder_has_weights
+
+_FILE_BYTES = 2_000_000_000
+
+
+def merged_folder(config: Config) -> Path:
+    """Place of the model that adapters are merged into."""
+    return Path(config.output.save_dir) / "merged"
+
+
+def check_free(folder: Path) -> None:
+    """Raise CheckpointError where a merged model cannot be written to `folder`, because something is there."""
+    if folder.is_symlink() or folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise CheckpointError(
+            f"{folder} is in use, and nothing is merged into it. Choose a folder that is new or empty."
+        )
+
+
+def merge_adapter(
+    adapter: AdapterFolder,
+    base_folder: Path,
+    parts: ModelParts,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    model_files: ModelFiles | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> None:
+    """Write the model to `folder`, which appears whole; `parts` are the base's, with or without adapters.
+
+    `model_files` are written in the place of the base's own ones if they are given. `progress` is called with each
+    tensor. Raises CheckpointError.
+    """
+    check_free(folder)
+    if not folder_has_weights(base_folder):
+        raise CheckpointError(f"{base_folder} has no weights, so there is nothing to merge an adapter into.")
+    shapes = base_shapes(parts)
+    added = _factors(adapter, shapes)
+    base = CheckpointWeights(base_folder, parts.stored_names, parts.parameter_pieces)
+    owners = {
+        piece.name: (name, piece)
+        for name, parameter_pieces in parts.parameter_pieces.items()
+        for piece in parameter_pieces
+    }
+
+    def read(name: str) -> Tensor:
+        progress()
+        whole, piece = owners.get(name, (name, None))
+        return merged(whole) if piece is None else piece.of(merged(whole)).contiguous()
+
+    @functools.lru_cache(maxsize=1)  # pieces of a parameter follow each other
+    def merged(name: str) -> Tensor:
+        if name in adapter.stored:
+            return adapter.stored[name].read().to(dtype)
+        weight = base.read(name, shapes[name])
+        if name not in added:
+            return weight.to(dtype)
+        factors = (adapter.stored[f"{added[name]}.{kind}.weight"].read().float() for kind in (LORA_B, LORA_A))
+        return weight.float().add_(torch.mm(*factors), alpha=adapter.scale).to(dtype)
+
+    stored = dict(each for name, shape in shapes.items() for each in stored_shapes(name, shape, parts.parameter_pieces))
+    write_whole(folder, parts, stored, read, model_files or read_model_files(base_folder), dtype=dtype)
+
+
+def write_whole(
+    folder: Path,
+    parts: ModelParts,
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], Tensor],
+    model_files: ModelFiles,
+    *,
+    dtype: torch.dtype,
+) -> None:
+    """Write a model of `shapes`, whose tensors `read` gives in `dtype`, to `folder`, which appears whole.
+
+    Raises CheckpointError.
+    """
+    parameters = [StageParameter(name, shape, 0) for name, shape in shapes.items()]
+    (files,) = plan_files(parameters, dtype=dtype, has_optimizer=False, max_file_bytes=_FILE_BYTES)
+    partial = folder.with_name(f"{folder.name}.partial")
+    with translate_file_errors("write", partial):
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    write_stage(partial, files, read)
+    write_indexes(partial, parameters, files.file_names, dtype=dtype)
+    write_model_files(partial, model_files, parts.config, dtype=dtype)
+    verify_folder(partial, ())
+    with translate_file_errors("rename", partial):
+        if folder.is_dir():
+            folder.rmdir()
+        partial.rename(folder)
+
+
+def base_shapes(parts: ModelParts) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the base's parameters as they are stored: a tied head is not."""
+    blocks = parts.blocks[:-1] if parts.is_tied else parts.blocks
+    named = {name: shape for block in blocks for name, shape in block.parameter_shapes().items()}
+    return {name: shape for name, shape in named.items() if adapted_linear(name) is None}
+
+
+def _factors(adapter: AdapterFolder, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Weight -> linear layer of each that is adapted. Raises CheckpointError for an adapter of another model."""
+    added: dict[str, str] = {}
+    for name, stored in adapter.stored.items():
+        linear = adapted_linear(name)
+        weight = name if linear is None else f"{linear}.weight"
+        if weight not in shapes:
+            raise CheckpointError(
+                f"{adapter.folder} adapts {weight!r}, which its base does not have: it is of another."
+            )
+        if linear is None:
+            fits = stored.shape == shapes[weight]
+        else:
+            added[weight] = linear
+            axis = 0 if LORA_B in name.split(".") else 1
+            fits = len(stored.shape) == 2 and stored.shape[axis] == shapes[weight][axis]
+        if not fits:
+            raise CheckpointError(
+                f"{adapter.folder}: {name!r} of shape {stored.shape} does not fit {weight!r} of shape "
+                f"{shapes[weight]}: it is of another base."
+            )
+    for weight, linear in added.items():
+        kinds = [f"{linear}.{kind}.weight" for kind in (LORA_A, LORA_B)]
+        if missing := [name for name in kinds if name not in adapter.stored]:
+            raise CheckpointError(f"{adapter.folder} has no {missing[0]!r} for {weight!r}. Get the file anew.")
+    return added

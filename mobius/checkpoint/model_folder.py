@@ -1,0 +1,193 @@
+"""Owns the files of a fine-tuned model: what transformers and peft need, and the single `.pt` file made from it.
+
+Weights are written by `tensor_files.write_stage`, so that no rank ever holds the whole model. Adapters are written as
+peft loads them, from files that have the parameters by our names.
+"""
+
+import io
+import json
+import math
+import mmap
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from mobius.atomic_files import atomic_write
+from mobius.checkpoint.tensor_files import PlannedFile, StageFiles, translate_file_errors, write_stage
+from mobius.errors import CheckpointError
+from mobius.models.adapters.peft_folder import (
+    BASE_MODEL_FILE,
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    AdapterBase,
+    base_fields,
+    config_fields,
+    peft_name_of,
+)
+from mobius.models.blocks import ModelParts
+from mobius.models.families import changed_fields
+from mobius.models.model_files import ModelFiles
+from mobius.models.weights import EMBEDDING_WEIGHT, LM_HEAD_WEIGHT, read_header
+from mobius.regular_files import read_json
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+
+_MAX_HELD_BYTES = 64 * 2**20
+_TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_SAME_SIZE_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def write_model_files(folder: Path, base: ModelFiles, model_config: PretrainedConfig, *, dtype: torch.dtype) -> None:
+    """Write what transformers needs besides the weights, which have `dtype`; raises CheckpointError.
+
+    These are the base's own files, byte by byte, and its configuration with the fields that the run changed.
+    """
+    fields = {**base.config, **changed_fields(base.config, model_config)}
+    # Older versions of transformers read the one name, newer ones write the other.
+    names = [name for name in ("torch_dtype", "dtype") if name in fields] or ["dtype"]
+    fields.update(dict.fromkeys(names, str(dtype).removeprefix("torch.")))
+    if not fields.get("architectures"):
+        fields["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)].__name__]
+    files = {**base.copied, "config.json": (json.dumps(fields, indent=2) + "\n").encode()}
+    for name, contents in files.items():
+        path = folder / name
+        with translate_file_errors("write", path):
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(contents)
+
+
+def write_adapter(folder: Path, files: Sequence[Path], parts: ModelParts, base: AdapterBase) -> None:
+    """Write the adapter that `files` have the parameters of, by our names, into `folder`. Raises CheckpointError."""
+    stored = {peft_name_of(tensor.name): tensor for file in files for tensor in read_header(file)}
+    write_stage(
+        folder, StageFiles(0, (PlannedFile(WEIGHTS_FILE, tuple(stored)),), ()), lambda name: stored[name].read()
+    )
+    for name, fields in ((CONFIG_FILE, config_fields(parts, base)), (BASE_MODEL_FILE, base_fields(base))):
+        with translate_file_errors("write", folder / name):
+            (folder / name).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def write_params_file(path: Path, folder: Path, *, progress: Callable[[], None] = lambda: None) -> None:
+    """Write all weights of `folder` to the single file `path`: a dict from name to tensor, as `torch.load` reads it.
+
+    A tied head, which the folder does not store, gets its name too, because `load_state_dict` asks for it; the bytes
+    are in the file once. Each other tensor has a storage of its own, so that `torch.load(path, weights_only=True,
+    mmap=True)` reads only what is asked for. The file appears whole, synced to the disk. `progress` is called whenever
+    some of it is written. Raises CheckpointError.
+    """
+    files = [_map_file(folder / file_name) for file_name in dict.fromkeys(_weight_map(folder).values())]
+    tensors = {name: tensor for _, part in files for name, tensor in part.items()}
+    if EMBEDDING_WEIGHT in tensors:
+        tensors.setdefault(LM_HEAD_WEIGHT, tensors[EMBEDDING_WEIGHT])
+    with (
+        translate_file_errors("write", path),
+        atomic_write(path) as temporary,
+        _ReleasingFile(temporary, [mapped for mapped, _ in files], progress) as file,
+    ):
+        try:
+            torch.save(tensors, file)
+        except RuntimeError as error:  # torch covers the system's error (no space left) with one of its own
+            raise file.failure or error from error
+
+
+def verify_folder(folder: Path, expected: Iterable[tuple[str, Callable[[], Tensor]]]) -> None:
+    """Reopen `folder` and compare each tensor of `expected` with what is stored, bit by bit.
+
+    A rank may pass only its own parameters; those of adapters have peft's names. Whether each file has the tensors that
+    the index says is checked for all files. Raises CheckpointError that names the first tensor or file that is wrong.
+    """
+    weight_map = _weight_map(folder)
+    for file_name in dict.fromkeys(weight_map.values()):
+        indexed = {name for name, its_file in weight_map.items() if its_file == file_name}
+        if stray := sorted(indexed ^ _names_in(folder / file_name)):
+            raise CheckpointError(f"{folder / file_name} and {_INDEX_FILE} disagree about {stray[0]!r}.")
+    for name, read in expected:
+        if name not in weight_map:
+            raise CheckpointError(f"{folder} has no tensor {name!r}.")
+        path = folder / weight_map[name]
+        # Opened anew for each tensor: an open file keeps every page that was read in this process's memory.
+        with translate_file_errors(f"read {name!r} of", path), safe_open(path, framework="pt") as file:
+            stored = file.get_tensor(name)
+        if problem := _describe_difference(stored, read()):
+            raise CheckpointError(f"{path}: {name!r} was not saved as it was trained: {problem}.")
+
+
+def _describe_difference(stored: Tensor, trained: Tensor) -> str | None:
+    """Words for how two tensors differ, bit by bit; None where they do not."""
+    if stored.shape != trained.shape:
+        return f"shape {tuple(stored.shape)} instead of {tuple(trained.shape)}"
+    if stored.dtype != trained.dtype:
+        return f"{stored.dtype} instead of {trained.dtype}"
+    # As integers, because a NaN equals itself only there, and 0.0 equals -0.0 only elsewhere.
+    integers = _SAME_SIZE_INTEGERS[stored.element_size()]
+    differing = int((stored.reshape(-1).view(integers) != trained.reshape(-1).view(integers)).sum())
+    return f"{differing:,} of {stored.numel():,} elements differ" if differing else None
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """File name by tensor name, from the index or, without one, from the single file, maybe an adapter's."""
+    index = folder / _INDEX_FILE
+    if not index.exists():
+        single = _SINGLE_FILE if (folder / _SINGLE_FILE).exists() else WEIGHTS_FILE
+        return dict.fromkeys(sorted(_names_in(folder / single)), single)
+    return dict(read_json(index)["weight_map"])
+
+
+def _names_in(path: Path) -> set[str]:
+    with translate_file_errors("read", path), safe_open(path, framework="pt") as file:
+        return set(file.keys())
+
+
+def _map_file(path: Path) -> tuple[mmap.mmap, dict[str, Tensor]]:
+    """A safetensors file in address space but not in memory, and its tensors, read from the disk when touched."""
+    with path.open("rb") as file:
+        # ACCESS_COPY only because torch wants a writable buffer; nobody writes.
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    data_start = 8 + int.from_bytes(mapped[:8], "little")
+    header = json.loads(mapped[8:data_start])
+    tensors = {
+        name: torch.frombuffer(
+            mapped,
+            dtype=_TORCH_DTYPES[entry["dtype"]],
+            offset=data_start + entry["data_offsets"][0],
+            count=math.prod(entry["shape"]),
+        ).reshape(entry["shape"])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+    return mapped, tensors
+
+
+class _ReleasingFile(io.BufferedWriter):
+    """A file for `torch.save` that lets go of the mapped files as it writes them: a peak of one tensor, not of all."""
+
+    def __init__(self, path: Path, mapped: Sequence[mmap.mmap], progress: Callable[[], None]) -> None:
+        super().__init__(io.FileIO(path, "wb"))
+        self._mapped, self._progress = mapped, progress
+        self._held_bytes = 0
+        self.failure: OSError | None = None
+
+    def write(self, data: "Buffer") -> int:
+        """Write all of `data`."""
+        try:
+            num_bytes = super().write(data)
+        except OSError as error:
+            self.failure = error
+            raise
+        self._progress()
+        self._held_bytes += num_bytes
+        if self._held_bytes > _MAX_HELD_BYTES:
+            for mapped in self._mapped:
+                mapped.madvise(mmap.MADV_DONTNEED)  # would be read again if it were touched
+            self._held_bytes = 0
+        return num_bytes

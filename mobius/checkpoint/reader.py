@@ -1,0 +1,172 @@
+"""Reads a checkpoint tensor by tensor into memory of the reader's choice, and checks each one's sum on the way.
+
+Files are read, not mapped: a disk's error is then an exception, and no signal that ends the process.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import zlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mobius.checkpoint.manifest import Manifest
+from mobius.checkpoint.tensor_files import STATE_DTYPES, chunks_of, translate_file_errors
+from mobius.errors import CheckpointError
+from mobius.excerpt import quoted
+from mobius.regular_files import open_regular, read_bytes
+
+_DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I16": torch.int16}
+"""The format's words: https://huggingface.co/docs/safetensors"""
+_MAX_HEADER_BYTES: Final = 100_000_000
+"""safetensors has this limit too."""
+_MAX_THREADS: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorLocation:
+    """A tensor in its file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+
+class CheckpointReader:
+    """The tensors of one complete checkpoint; several threads may read at once. `folders.open_checkpoint` makes it."""
+
+    def __init__(self, path: Path, manifest: Manifest, *, hint: Callable[[], str]) -> None:
+        """`hint` tells which other checkpoint there is; it is asked when a file turns out to be damaged."""
+        self.path = path
+        self.manifest = manifest
+        self._files = manifest.tensor_files
+        self._hint = hint
+        self._locations_in = functools.cache(self._read_locations)
+
+    @property
+    def model_folder(self) -> Path:
+        """The Hugging Face folder with the weights: the checkpoint's own."""
+        return self.path
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights."""
+        return next(dtype for dtype in _DTYPES.values() if str(dtype) == f"torch.{self.manifest.dtype}")
+
+    def read_weight(self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None) -> Tensor:
+        """Parameter `name` as it was trained, in the checkpoint's dtype, into `out` if given (contiguous, on the CPU).
+
+        Raises CheckpointError where it is absent, of another shape or damaged; `out` has any values then.
+        """
+        return self._read(name, shape, self.dtype, out)
+
+    def read_state(self, name: str, key: str, shape: tuple[int, ...], *, out: Tensor | None = None) -> Tensor:
+        """State `key` (`files.optimizer_keys`) of parameter `name`; else like `read_weight`."""
+        if not self.manifest.has_optimizer:
+            raise CheckpointError(
+                f"{self.path} holds weights only (--save_only_model); a run cannot go on from it. Begin a new one with "
+                f"--model_path {self.path}. {self._hint()}".rstrip()
+            )
+        return self._read(f"{name}.{key}", shape, STATE_DTYPES[key], out)
+
+    def verify_all(self) -> None:
+        """Read everything once. Raises CheckpointError that names the first file, and tensor, that is damaged."""
+        with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "verify") as threads:
+            for _ in threads.map(self._verify_tensor, self._files):
+                pass
+        self.verify_texts()
+
+    def verify_texts(self) -> None:
+        """Compare all files but those of tensors with their sums. Raises CheckpointError for the first that differs."""
+        for other in self.manifest.others:
+            path = self.path / other.file_name
+            with translate_file_errors("read", path):
+                found = zlib.crc32(read_bytes(path))
+            if found != other.checksum:
+                raise self._damaged(
+                    path,
+                    f"it was changed after it was saved (its checksum is {found:08x}, saved was {other.checksum:08x}). "
+                    "Bring the file back; options of a run that goes on are given at its start, with --resume_changes "
+                    "where they change what is trained",
+                )
+
+    def _verify_tensor(self, full_name: str) -> None:
+        location = self._location_of(full_name)
+        self._read(full_name, location.shape, location.dtype, None)
+
+    def _read(self, full_name: str, shape: tuple[int, ...], dtype: torch.dtype, out: Tensor | None) -> Tensor:
+        location = self._location_of(full_name)
+        path = self.path / self._files[full_name].file_name
+        if (location.shape, location.dtype) != (shape, dtype):
+            raise CheckpointError(
+                f"{path}: {full_name!r} is {_text(location.dtype, location.shape)}, this run needs "
+                f"{_text(dtype, shape)}: "
+                "the checkpoint is one of another model or precision."
+            )
+        values = torch.empty(shape, dtype=dtype) if out is None else out
+        assert (values.shape, values.dtype, values.is_contiguous()) == (shape, dtype, True)
+        found, position = 0, location.start
+        with translate_file_errors(f"read {full_name!r} of", path), open_regular(path) as file:
+            for chunk in chunks_of(values):
+                filled = 0
+                while filled < len(chunk) and (count := os.preadv(file.fileno(), [chunk[filled:]], position)):
+                    filled, position = filled + count, position + count
+                if filled < len(chunk):
+                    raise self._damaged(path, f"it ends in the middle of {full_name!r}")
+                found = zlib.crc32(chunk, found)
+        if found != (saved := self._files[full_name].checksums[full_name]):
+            raise self._damaged(path, f"the checksum of {full_name!r} is {found:08x}, saved was {saved:08x}")
+        return values
+
+    def _location_of(self, full_name: str) -> _TensorLocation:
+        if full_name not in self._files:
+            raise CheckpointError(
+                f"{self.path} has no tensor {full_name!r}: it is a checkpoint of another model, or of a run that "
+                "trained other parameters."
+            )
+        return self._locations_in(self._files[full_name].file_name)[full_name]
+
+    def _read_locations(self, file_name: str) -> dict[str, _TensorLocation]:
+        path = self.path / file_name
+        with translate_file_errors("read", path):
+            total = path.stat().st_size
+            with open_regular(path) as file:
+                length = int.from_bytes(file.read(8), "little")
+                text = file.read(length) if length <= min(_MAX_HEADER_BYTES, total) else b""
+        try:
+            header = json.loads(text)
+            locations = {
+                name: _parse_location(entry, 8 + length) for name, entry in header.items() if name != "__metadata__"
+            }
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise self._damaged(path, "its header is none of safetensors") from error
+        expected = next(record.checksums for record in self.manifest.files if record.file_name == file_name)
+        if stray := sorted(locations.keys() ^ expected.keys()):
+            raise self._damaged(path, f"it and checkpoint.json disagree about {quoted(stray[0])}")
+        return locations
+
+    def _damaged(self, path: Path, reason: str) -> CheckpointError:
+        return CheckpointError(f"{path} is damaged: {reason}. {self._hint()}".rstrip())
+
+
+def _parse_location(entry: Mapping[str, Any], data_start: int) -> _TensorLocation:
+    """Raises one of the usual errors where the entry is not as the format asks."""
+    dtype, shape, (start, end) = _DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+    if any(type(number) is not int or number < 0 for number in (*shape, start, end)):
+        raise ValueError("no sizes")
+    if end - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError("its bytes are not those of its shape")
+    return _TensorLocation(dtype, shape, data_start + start)
+
+
+def _text(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

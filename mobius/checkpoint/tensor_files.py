@@ -1,0 +1,317 @@
+"""The safetensors files of a checkpoint: which stage writes which, and how they are written and summed up.
+
+    model-00001-of-00003.safetensors       NAME                               weights, in the run's dtype
+    optimizer-00001-of-00003.safetensors   NAME.exp_avg, NAME.exp_avg_sq      fp32
+                                           NAME.master_low                    int16, bf16 runs (split_master.py)
+                                           NAME.master                        fp32, fp16 runs
+
+A run with adapters saves what is trained alone, as `trained*.safetensors` in the place of `model*.safetensors`. Every
+tensor has its parameter's name and shape, and a file has whole parameters of one stage. Weights that the family stores
+in pieces, one for each expert, are stored so; what the optimizer keeps of them is not. Where only one file of a kind is
+needed, it is `model.safetensors` or `optimizer.safetensors`. Readers go by names alone, so that nothing read
+depends on the number of GPUs or stages that wrote it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Final
+
+import numpy.ctypeslib  # noqa: F401  # see write_stage
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mobius.atomic_files import follow_umask, sync_to_disk
+from mobius.errors import CheckpointError, reason_of
+from mobius.units import format_bytes
+
+STATE_DTYPES: Final[Mapping[str, torch.dtype]] = {
+    "exp_avg": torch.float32,
+    "exp_avg_sq": torch.float32,
+    "master_low": torch.int16,
+    "master": torch.float32,
+}
+"""Everything the optimizer may keep of a parameter beside its weights."""
+
+MODEL_PREFIX: Final = "model"
+"""Begin of the names of files with all weights of a model, which transformers loads."""
+TRAINED_PREFIX: Final = "trained"
+"""That of files with nothing but what is trained: adapters."""
+
+_MASTER: Final[Mapping[torch.dtype, tuple[str, ...]]] = {
+    torch.float32: (),
+    torch.bfloat16: ("master_low",),
+    torch.float16: ("master",),
+}
+_MAX_FILE_BYTES: Final = 5_000_000_000
+_HEADER_BYTES: Final = 512
+"""More than a tensor takes in a header, in an index and in checkpoint.json together."""
+_SMALL_FILE_BYTES: Final = 48 * 2**20
+"""Tokenizer, configuration and the run's own texts; the largest vocabularies take 40 MB."""
+_CHUNK_BYTES: Final = 2**24
+
+
+@dataclass(frozen=True, slots=True)
+class StageParameter:
+    """One parameter of the model and the stage that has it; a tied head is none of its own."""
+
+    name: str
+    shape: tuple[int, ...]
+    stage: int
+    is_trained: bool = True
+    """Frozen parameters have weights, but no state of the optimizer."""
+    pieces: tuple[str, ...] | None = None
+    """Names of the tensors that its weights are stored as; None: one, by its own name."""
+
+    @property
+    def num_elements(self) -> int:
+        """Product of the shape."""
+        return math.prod(self.shape)
+
+    @property
+    def weight_names(self) -> tuple[str, ...]:
+        """Names of the tensors that its weights are stored as."""
+        return (self.name,) if self.pieces is None else self.pieces
+
+    def state_names(self, keys: Sequence[str]) -> tuple[str, ...]:
+        """Names of the tensors that the optimizer's state is stored as."""
+        return tuple(f"{self.name}.{key}" for key in keys)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """One file, and the full names of the tensors in it."""
+
+    file_name: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageFiles:
+    """Everything that one stage writes; both are empty where it has nothing to save."""
+
+    stage: int
+    model: tuple[PlannedFile, ...]
+    optimizer: tuple[PlannedFile, ...]
+
+    @property
+    def file_names(self) -> dict[str, str]:
+        """File by full name of the tensor."""
+        return {name: file.file_name for file in (*self.model, *self.optimizer) for name in file.names}
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """A file that was written: its size, and the zlib.crc32 of each of its tensors' bytes."""
+
+    file_name: str
+    num_bytes: int
+    checksums: Mapping[str, int]
+
+
+def optimizer_keys(dtype: torch.dtype) -> tuple[str, ...]:
+    """Names of what the optimizer keeps of each trained parameter in a run with weights of `dtype`, in file order."""
+    return ("exp_avg", "exp_avg_sq", *_MASTER[dtype])
+
+
+def plan_files(
+    parameters: Sequence[StageParameter],
+    *,
+    dtype: torch.dtype,
+    has_optimizer: bool,
+    weights_prefix: str = MODEL_PREFIX,
+    max_file_bytes: int = _MAX_FILE_BYTES,
+) -> tuple[StageFiles, ...]:
+    """Divide `parameters` into files of one stage each, of at most `max_file_bytes` unless one parameter is larger.
+
+    `weights_prefix` begins the names of those with weights.
+
+    Returns one entry per stage, at its index, up to the last stage that has a parameter. All ranks get the same answer
+    from the same `parameters`.
+    """
+    assert len({parameter.name for parameter in parameters}) == len(parameters), "a parameter is saved twice"
+    by_stage = sorted(parameters, key=lambda parameter: parameter.stage)  # stable: their order within a stage stays
+    keys = optimizer_keys(dtype) if has_optimizer else ()
+    weights = _divide([(each, each.weight_names) for each in by_stage], dtype.itemsize, max_file_bytes)
+    trained = [parameter for parameter in by_stage if parameter.is_trained] if has_optimizer else []
+    state_bytes = sum(STATE_DTYPES[key].itemsize for key in keys)
+    states = _divide([(each, each.state_names(keys)) for each in trained], state_bytes, max_file_bytes)
+    model, optimizer = _named(weights_prefix, weights), _named("optimizer", states)
+    num_stages = max((parameter.stage for parameter in parameters), default=-1) + 1
+    return tuple(StageFiles(stage, model.get(stage, ()), optimizer.get(stage, ())) for stage in range(num_stages))
+
+
+def checkpoint_disk_bytes(parameters: Sequence[StageParameter], dtype: torch.dtype, has_optimizer: bool) -> int:
+    """Bytes that a checkpoint takes on the disk at the most, with its small files."""
+    keys = optimizer_keys(dtype) if has_optimizer else ()
+    state_bytes = sum(STATE_DTYPES[key].itemsize for key in keys)
+    num_bytes = _SMALL_FILE_BYTES
+    for parameter in parameters:
+        per_element = dtype.itemsize + parameter.is_trained * state_bytes
+        num_bytes += parameter.num_elements * per_element
+        names = (*parameter.weight_names, *parameter.state_names(keys))
+        num_bytes += sum(_HEADER_BYTES + len(name) for name in names)
+    return num_bytes
+
+
+def check_disk_space(save_dir: Path, num_bytes: int) -> None:
+    """Raise CheckpointError where the disk of `save_dir`, which need not exist yet, has less than `num_bytes` free."""
+    if (free := free_disk_bytes(save_dir)) < num_bytes:
+        raise CheckpointError(
+            f"a checkpoint in {save_dir} needs {format_bytes(num_bytes)}, {format_bytes(free)} is free. Free some "
+            "space, choose another --save_dir, or keep fewer with --save_total_limit."
+        )
+
+
+def free_disk_bytes(save_dir: Path) -> int:
+    """Bytes that are free on the disk of `save_dir`, which need not exist yet. Raises CheckpointError."""
+    with translate_file_errors("write to", save_dir):
+        return shutil.disk_usage(nearest_folder(save_dir)).free
+
+
+def nearest_folder(save_dir: Path) -> Path:
+    """The folder that `save_dir`, which need not exist yet, is or will be made in; links are followed."""
+    folder = save_dir.resolve()
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+def checksum(values: Tensor) -> int:
+    """The zlib.crc32 of a contiguous CPU tensor's bytes; other threads run meanwhile."""
+    assert values.is_contiguous(), "its bytes in memory are not those of its values in order"
+    value = 0
+    for chunk in chunks_of(values):
+        value = zlib.crc32(chunk, value)
+    return value
+
+
+def chunks_of(values: Tensor) -> Iterator[memoryview]:
+    """The bytes of a contiguous CPU tensor, in place, some MiB at a time."""
+    view: memoryview = values.detach().reshape(-1).view(torch.uint8).numpy().data
+    for start in range(0, len(view), _CHUNK_BYTES):
+        yield view[start : start + _CHUNK_BYTES]
+
+
+def write_stage(
+    folder: Path, files: StageFiles, read: Callable[[str], Tensor], *, progress: Callable[[], None] = lambda: None
+) -> list[FileRecord]:
+    """Write the files of one stage into `folder`, synced to the disk; returns what they hold.
+
+    Several threads may write stages at once. safetensors uses `numpy.ctypeslib`, which numpy imports when it is asked
+    for, and a thread that asks while another one is importing may end in a RecursionError (python/cpython#149728): it
+    is imported with this module.
+
+    `progress` is called before each file is written, and behind it. It is summed up meanwhile: where training waits for
+    the disk, the disk does not wait for that.
+
+    `read` gives a CPU tensor by its full name, best a contiguous view of where it lives: that is written without a
+    copy. Each is asked for once. What `read` allocates is held until its file is written. Raises CheckpointError that
+    names the file, and after that `folder` is good for nothing but to be removed.
+    """
+    records = []
+    with ThreadPoolExecutor(1, thread_name_prefix="saving: sums") as beside:
+        for part in (*files.model, *files.optimizer):
+            path = folder / part.file_name
+            progress()
+            values = {name: read(name).contiguous() for name in part.names}
+            sums = {name: beside.submit(checksum, value) for name, value in values.items()}
+            num_bytes = sum(value.nbytes for value in values.values())
+            with translate_file_errors("write", path, num_bytes):
+                save_file(values, path, metadata={"format": "pt"})
+                follow_umask(path)  # safetensors makes it readable for its owner alone
+                sync_to_disk(path)
+                size = path.stat().st_size
+            progress()
+            records.append(FileRecord(part.file_name, size, {name: each.result() for name, each in sums.items()}))
+    return records
+
+
+def write_indexes(
+    folder: Path,
+    parameters: Sequence[StageParameter],
+    file_names: Mapping[str, str],
+    *,
+    dtype: torch.dtype,
+    weights_prefix: str = MODEL_PREFIX,
+) -> None:
+    """Write which file has which tensor, for weights and states apart; a single file needs no index.
+
+    Format: https://huggingface.co/docs/safetensors and `save_pretrained` of transformers. Raises CheckpointError.
+    """
+    weights = {name for parameter in parameters for name in parameter.weight_names}
+    elements = sum(parameter.num_elements for parameter in parameters if parameter.weight_names)
+    totals = {"total_parameters": elements, "total_size": elements * dtype.itemsize}
+    own = {name: file for name, file in file_names.items() if name in weights}
+    states = {name: file for name, file in file_names.items() if name not in weights}
+    for kind, metadata, names in ((weights_prefix, totals, own), ("optimizer", {}, states)):
+        if len({*names.values()}) > 1:
+            path = folder / f"{kind}.safetensors.index.json"
+            text = json.dumps({"metadata": metadata, "weight_map": names}, indent=2, sort_keys=True)
+            with translate_file_errors("write", path, len(text)):
+                path.write_text(text + "\n", encoding="utf-8")
+
+
+@contextmanager
+def translate_file_errors(doing: str, path: Path, num_bytes: int | None = None) -> Iterator[None]:
+    """Turn errors of the file system and of safetensors into CheckpointError: `cannot write PATH: ...`.
+
+    Where the disk is full, the message tells what is free there, and of how many bytes.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = reason_of(error)
+        message = f"cannot {doing} {path}: {reason}"
+        is_full = getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC})" in str(error)
+        if is_full:
+            needed = "" if num_bytes is None else f"{format_bytes(num_bytes)} were to be written, "
+            message += f"; {needed}{_free_text(path)} is free. Free some space there"
+        raise CheckpointError(f"{message}.") from error
+
+
+def _free_text(path: Path) -> str:
+    try:
+        return format_bytes(shutil.disk_usage(path.parent).free)
+    except OSError:
+        return "nobody knows what"
+
+
+def _divide(
+    named: Sequence[tuple[StageParameter, tuple[str, ...]]], bytes_per_element: int, max_file_bytes: int
+) -> list[tuple[int, tuple[str, ...]]]:
+    """Stage and tensor names of each file; each parameter has tensors of so many bytes per element together."""
+    groups: list[tuple[int, tuple[str, ...]]] = []
+    for stage, its_own in groupby(named, key=lambda pair: pair[0].stage):
+        names: list[str] = []
+        num_bytes = 0
+        for parameter, its_names in its_own:
+            more = parameter.num_elements * bytes_per_element
+            if names and num_bytes + more > max_file_bytes:
+                groups.append((stage, tuple(names)))
+                names, num_bytes = [], 0
+            names += its_names
+            num_bytes += more
+        if names:
+            groups.append((stage, tuple(names)))
+    return groups
+
+
+def _named(kind: str, groups: Sequence[tuple[int, tuple[str, ...]]]) -> dict[int, tuple[PlannedFile, ...]]:
+    parts: dict[int, tuple[PlannedFile, ...]] = {}
+    for number, (stage, names) in enumerate(groups, start=1):
+        file_name = f"{kind}-{number:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else f"{kind}.safetensors"
+        parts[stage] = (*parts.get(stage, ()), PlannedFile(file_name, names))
+    return parts

@@ -1,0 +1,65 @@
+"""Whether what was trained is worth saving: weights that are finite, and other ones than before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from mobius.errors import MobiusError, NoResultError
+from mobius.memory.stage_state import CHUNK_ELEMENTS, StageState
+from mobius.messages.transport import all_gather_numbers
+from mobius.models.weights import WeightSource, read_in_pieces
+from mobius.training.session import Session
+
+
+def check_trained_weights(session: Session, *, num_updates: int, num_steps: int, folder: Path) -> None:
+    """Raise NoResultError, on all ranks alike, if what was trained is not worth saving; collective.
+
+    `folder` has the metrics. Reads every weight once, at the speed of memory: 0.2 s for 3.5 GB on one core.
+    """
+    flaws = torch.zeros(session.run_setup.plan.num_stages, dtype=torch.float64)
+    for stage, own in session.stages.memory.items():
+        views = own.state.layout.views(own.state.weights).values()
+        flaws[stage] = sum(not bool(torch.isfinite(torch.stack(torch.aminmax(view))).all()) for view in views)
+    stages = [str(stage) for stage, number in enumerate(session.transport.sum_over_ranks(flaws).tolist()) if number]
+    if num_updates == 0:
+        problem = (
+            f"none of the {num_steps} steps was taken: each had a loss or gradients that are not finite, so the "
+            "weights are still those that were loaded"
+        )
+    elif stages:
+        problem = f"after {num_steps} steps the weights of stage(s) {', '.join(stages)} are not finite"
+    else:
+        return
+    raise NoResultError(
+        f"{problem}. Nothing is saved; every step's numbers are in {folder / 'metrics.jsonl'}. Lower --learning_rate, "
+        "use --bf16 or --fp32 instead of --fp16, or look at the data and at the weights that training began with."
+    )
+
+
+def has_changed(session: Session, before: WeightSource) -> bool:
+    """Whether training has changed any parameter from its value in `before`, in the format of the weights; collective.
+
+    Each rank reads its smallest parameters first and stops at a difference, so that a usual run reads next to nothing.
+    If `before` can no longer be read, because its files are gone, the parameters count as changed.
+    """
+    states = [own.state for own in session.stages.memory.values()]
+    trained = [(state, name) for state in states for name in state.layout.offsets if state.layout.is_trained(name)]
+    trained.sort(key=lambda each: torch.Size(each[0].layout.offsets[each[1]][1]).numel())
+    try:
+        is_changed = any(_differs(state, name, before) for state, name in trained)
+    except MobiusError:  # a checkpoint is removed when newer ones are saved; the result must not depend on it
+        is_changed = True
+    return bool(all_gather_numbers(session.all_ranks, [float(is_changed)]).any())
+
+
+def _differs(state: StageState, name: str, before: WeightSource) -> bool:
+    place, shape = state.layout.slice_of(name), state.layout.offsets[name][1]
+    for offset, value in read_in_pieces(before, name, shape):
+        first, flat = place.start + offset, value.reshape(-1)
+        weights = state.weights[first : first + len(flat)]
+        for chunk, own in zip(flat.split(CHUNK_ELEMENTS), weights.split(CHUNK_ELEMENTS), strict=True):
+            if not torch.equal(chunk.float().to(own.dtype), own.cpu()):
+                return True
+    return False

@@ -1,0 +1,78 @@
+"""A checkpoint is a model folder for transformers, and a source for torch's distributed checkpoint."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from harness.checkpoints import save, values_of
+from harness.runs import make_checkpoint
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from mobius.checkpoint.folders import commit_checkpoint, create_partial
+from mobius.checkpoint.manifest import Manifest
+from mobius.checkpoint.model_folder import write_model_files
+from mobius.checkpoint.tensor_files import STATE_DTYPES, StageParameter, optimizer_keys, plan_files, write_stage
+from mobius.models.model_files import read_model_files
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("has_many_files", [False, True])
+def test_transformers_loads_it_at_once_with_equal_logits(
+    family: str, is_tied: bool, has_many_files: bool, tmp_path: Path
+) -> None:
+    make_checkpoint(base := tmp_path / "base", num_layers=2, is_tied=is_tied, family=family)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16, trust_remote_code=False).eval()
+    weights = dict(model.named_parameters())  # a tied head is not among them
+    stages = {name: int(found[1]) if (found := re.search(r"layers\.(\d+)", name)) else 0 for name in weights}
+    parameters = [StageParameter(name, tuple(value.shape), stages[name]) for name, value in weights.items()]
+    states = {
+        f"{name}.{key}": torch.ones(value.shape, dtype=STATE_DTYPES[key])
+        for name, value in weights.items()
+        for key in optimizer_keys(torch.bfloat16)
+    }
+    partial = create_partial(tmp_path / "out", 8)
+    config = AutoConfig.from_pretrained(base, trust_remote_code=False)
+    write_model_files(partial, read_model_files(base), config, dtype=torch.bfloat16)
+    max_file_bytes = 100_000 if has_many_files else 5_000_000_000
+    plan = plan_files(parameters, dtype=torch.bfloat16, has_optimizer=True, max_file_bytes=max_file_bytes)
+    tensors = {**{name: value.detach() for name, value in weights.items()}, **states}
+    records = [record for files in plan for record in write_stage(partial, files, tensors.__getitem__)]
+    manifest = Manifest(
+        step=8,
+        save_number=1,
+        num_parameters=sum(value.numel() for value in weights.values()),
+        dtype="bfloat16",
+        has_optimizer=True,
+        files=tuple(records),
+        training={},
+        data={},
+        options={},
+        versions={},
+    )
+    path = commit_checkpoint(partial, manifest, parameters=parameters, dtype=torch.bfloat16)
+
+    loaded = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False).eval()
+
+    tokens = torch.arange(40).reshape(2, 20)
+    assert loaded.dtype == torch.bfloat16
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    assert AutoTokenizer.from_pretrained(path, trust_remote_code=False).encode("one")
+
+
+@pytest.mark.parametrize("max_file_bytes", [1, 5_000_000_000])
+def test_torchs_reader_of_hugging_face_folders_reads_weights_and_states(max_file_bytes: int, tmp_path: Path) -> None:
+    path = save(tmp_path, 8, number=1, max_file_bytes=max_file_bytes)
+    expected = values_of(8, torch.bfloat16)
+    found = {name: torch.empty_like(value) for name, value in expected.items() if value.ndim}  # its slices need a row
+
+    dcp.load(found, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
+
+    assert len(found) == len(expected) - 4
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())

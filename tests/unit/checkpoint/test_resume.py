@@ -1,0 +1,433 @@
+"""A run that goes on from a checkpoint is the run that was never interrupted, or it is refused with the reason."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.compared_runs import assert_equal_tensors, assert_goes_on_exactly, steps_of, tensors_of
+from harness.fuzzed_checkpoints import with_sums
+from harness.grids import named
+from harness.runs import make_checkpoint
+
+from mobius.checkpoint.resume import find_resume
+from mobius.config.cli import given_options, parse_args
+from mobius.errors import CheckpointError, ConfigError, NonFiniteLossError
+from mobius.messages.transport import Transport
+from mobius.optim.lr_schedule import learning_rate_at
+from mobius.optim.optimizer_stepper import OptimizerStepper
+from mobius.output.run_log import TrainerState
+from mobius.planning.measured_plan import is_host_to_be_measured
+from mobius.planning.run_setup import RunSetup
+from mobius.ranks import Ranks
+from mobius.runtime.step_sums import StepSums
+from mobius.training.reporting import other_schedule
+from mobius.training.run import run_training
+
+Run = Callable[..., None]
+OPTIONS = """--num_iterations 8 --save_steps 4 --save_total_limit 0 --learning_rate 1e-3 --warmup_steps 1
+    --save_params none"""
+EIGHT = OPTIONS.split()
+FREQUENT = ["--save_steps", "1", "--save_total_limit", "1"]
+IN_EPOCHS = """--model_path model --dataset data.jsonl --device cpu --dtype fp32 --num_stages 2 --num_chunks 2
+    --batch_size 4 --seq_length 16 --num_train_epochs 3 --save_steps 4 --save_total_limit 0 --learning_rate 1e-3
+    --save_params none --val_size 4 --eval_strategy epoch --save_dir out"""
+
+
+def resume(checkpoint: str, *arguments: str) -> None:
+    """Go on from a checkpoint with these options and no others."""
+    words = f"--device cpu --resume_from_checkpoint {checkpoint} --save_params none".split()
+    words += ["--save_results", "resumed.txt", *arguments]
+    run_training(parse_args(words, num_ranks=1), Ranks(0, 1, 0), given=given_options(words))
+
+
+VARIANTS = {
+    "streamed, clipped": "",
+    "streamed, updates in the middle of backward": "--max_grad_norm 0",
+    "one slot": "--no_prefetch",
+    "resident": "--no_offload",
+    "one stage resident": "--resident_stages 1 --max_grad_norm 0",
+    "bf16": "--dtype bf16",
+    "bf16, resident, not clipped": "--dtype bf16 --no_offload --max_grad_norm 0",
+    "fp16, whose loss scale is found by steps that are not taken": "--dtype fp16",
+    "packed rows of several samples": "--seq_length 64",
+    "evaluated": "--val_size 4 --eval_strategy steps --eval_steps 2",
+    "a dropped tail of the schedule": "--lr_scheduler_type cosine --warmup_steps 6",
+    "a schedule with numbers": "--lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs num_decay_steps=5",
+}
+
+
+@pytest.mark.parametrize("options", named(VARIANTS, on_demand=["one slot", "resident", "one stage resident", "bf16"]))
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(run: Run, workplace: Path, options: str) -> None:
+    run(*EIGHT, *options.split())
+
+    resume("out/checkpoint-4", "--save_dir", "resumed")
+
+    assert_goes_on_exactly(Path("out"), Path("resumed"), step=4)
+    assert len({row["loss"] for row in steps_of(Path("out"))}) > 4, "the loss moves"
+
+
+def test_a_checkpoint_of_another_schedule_is_told_with_both_rates() -> None:
+    config = parse_args(["--num_iterations", "8", "--warmup_steps", "4", "--learning_rate", "1e-3"])
+    state = TrainerState.at_start(config)
+    assert other_schedule(state, config.optim) is None
+    state.log_history.append({"step": 4, "learning_rate": learning_rate_at(3, config.optim)})
+    state.log_history.append({"step": 4, "eval_loss": 3.0})
+    assert other_schedule(state, config.optim) is None
+
+    state.log_history.append({"step": 2, "learning_rate": 0.25e-3})  # transformers' own, which begins at zero
+
+    told = other_schedule(state, config.optim)
+    assert told is not None
+    assert "step 2 had a learning rate of 0.00025" in told
+    assert "it has 0.0005" in told
+
+
+def test_a_byte_of_another_encoding_in_a_checkpoint_is_told_by_its_file(run: Run, workplace: Path) -> None:
+    run(*EIGHT)
+    path = Path("out/checkpoint-4/trainer_state.json")
+    path.write_bytes(path.read_bytes().replace(b"loss", b"l\xffss", 1))
+
+    with pytest.raises(CheckpointError, match=r"trainer_state\.json"):
+        resume("out/checkpoint-4", "--save_dir", "resumed")
+
+
+def test_epochs_go_on_in_their_middle(workplace: Path) -> None:
+    words = IN_EPOCHS.split()
+    run_training(parse_args(words, num_ranks=1), Ranks(0, 1, 0), given=given_options(words))
+    rows = steps_of(Path("out"))
+    assert rows[-1]["epoch"] == pytest.approx(3, abs=0.2)
+    assert 0.1 < rows[3]["epoch"] % 1 < 0.9
+
+    resume("out/checkpoint-4", "--save_dir", "resumed")
+
+    assert_goes_on_exactly(Path("out"), Path("resumed"), step=4)
+
+
+def test_a_tied_matrix_is_resumed_to_the_bit(run: Run, workplace: Path) -> None:
+    make_checkpoint(workplace / "tied", is_tied=True)
+    run(*EIGHT, "--model_path", "tied", "--num_stages", "4")
+
+    resume("out/checkpoint-4", "--save_dir", "resumed")
+
+    assert_goes_on_exactly(Path("out"), Path("resumed"), step=4)
+    assert "lm_head.weight" not in tensors_of(Path("out"))
+
+
+def test_a_run_goes_on_in_its_own_folder_as_if_nothing_had_been(run: Run, workplace: Path) -> None:
+    run(*EIGHT)
+    shutil.copytree("out", "killed")
+    for path in [*Path("killed").glob("model*"), Path("killed/config.json")]:
+        path.unlink()
+    shutil.rmtree("killed/checkpoint-8")
+
+    resume("true", "--save_dir", "killed")
+
+    assert_goes_on_exactly(Path("out"), Path("killed"), step=4)
+    assert len(steps_of(Path("killed"))) == 8
+    state = json.loads(Path("killed/trainer_state.json").read_text())
+    assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == list(range(1, 9))
+
+
+def test_stages_chunks_and_residency_may_change(run: Run, workplace: Path) -> None:
+    run(*EIGHT)
+
+    words = "--save_dir resumed --num_stages 4 --num_chunks 4 --no_offload"
+    resume("out/checkpoint-4", *words.split())
+
+    pairs = list(zip(steps_of(Path("out"))[4:], steps_of(Path("resumed")), strict=True))
+    assert all(found["loss"] == pytest.approx(expected["loss"], rel=1e-5) for expected, found in pairs)
+    assert all(found["num_tokens"] == expected["num_tokens"] for expected, found in pairs)
+
+
+def test_a_run_that_is_at_its_end_only_saves_the_model(run: Run, workplace: Path) -> None:
+    run(*EIGHT)
+
+    resume("out/checkpoint-8", "--save_dir", "resumed")
+
+    assert_equal_tensors(Path("out"), Path("resumed"))
+    assert (workplace / "resumed" / "config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("--learning_rate 1", "`--learning_rate` is 1.0, checkpoint-4 has 0.001"),
+        ("--batch_size 8", "`--batch_size` is 8, checkpoint-4 has 4"),
+        ("--seq_length 32", "`--seq_length` is 32, checkpoint-4 has 16"),
+        ("--dataset other.jsonl", "`--dataset` is other.jsonl, checkpoint-4 has data.jsonl"),
+    ],
+)
+def test_what_would_train_something_else_is_refused_with_both_values(
+    run: Run, workplace: Path, change: str, told: str
+) -> None:
+    run(*EIGHT, "--num_iterations", "4")
+
+    with pytest.raises(ConfigError) as raised:
+        resume("out/checkpoint-4", "--save_dir", "resumed", *change.split())
+
+    assert told in str(raised.value)
+    assert f"--resume_changes {change.split()[0][2:]}" in str(raised.value)
+    assert not (workplace / "resumed").exists()
+
+
+def test_a_change_that_is_allowed_by_name_is_taken(run: Run, workplace: Path) -> None:
+    run(*EIGHT)
+
+    words = "--save_dir resumed --learning_rate 2e-3 --num_iterations 6 --resume_changes learning_rate,num_iterations"
+    resume("out/checkpoint-4", *words.split())
+
+    rows = steps_of(Path("resumed"))
+    assert [row["step"] for row in rows] == [5, 6]
+    assert rows[0]["loss"] == steps_of(Path("out"))[4]["loss"], "the weights are the checkpoint's"
+    assert rows[0]["learning_rate"] != steps_of(Path("out"))[4]["learning_rate"]
+
+
+def test_another_format_of_the_weights_is_refused_though_it_is_allowed_by_name(run: Run, workplace: Path) -> None:
+    run(*EIGHT)
+
+    with pytest.raises(ConfigError, match=r"`--dtype` is bf16, checkpoint-4 has fp32.*--model_path out/checkpoint-4"):
+        resume("out/checkpoint-4", *["--save_dir", "resumed", "--dtype", "bf16", "--resume_changes", "dtype"])
+
+
+def test_a_restart_goes_on_from_what_its_own_launch_has_saved(
+    run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it goes on as the first start did, whatever an earlier run has left in the folder."""
+
+    def found(text: str, launch: str) -> tuple[str, str] | None:
+        monkeypatch.setattr("mobius.checkpoint.resume.launch_id", lambda: launch)
+        words = text.split()
+        resume = find_resume(parse_args(words, num_ranks=1), Ranks(0, 1, 0), given=given_options(words))
+        return None if resume is None else (str(resume.reader.path), resume.config.output.save_dir)
+
+    monkeypatch.setattr("mobius.training.loop.launch_id", lambda: "the first")
+    run(*EIGHT)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+
+    named, anew = "--resume_from_checkpoint out/checkpoint-4", " ".join([*IN_EPOCHS.split(), "--overwrite_output_dir"])
+    assert found(named, "another") == ("out/checkpoint-4", "out")
+    assert found(anew, "another") is None
+    assert found("--resume_from_checkpoint True --save_dir out", "another") == ("out/checkpoint-8", "out")
+    assert found(named, "the first") == ("out/checkpoint-8", "out")
+    assert found("--save_dir out", "the first") == ("out/checkpoint-8", "out")
+
+
+def test_a_run_does_not_become_shorter_than_what_is_done(run: Run, workplace: Path) -> None:
+    run(*EIGHT)
+
+    fewer = "--num_iterations 6 --resume_changes num_iterations"
+    with pytest.raises(ConfigError, match=r"^`--num_iterations` 6: checkpoint-8 has 8 steps behind it; give at least"):
+        resume("out/checkpoint-8", "--save_dir", "resumed", *fewer.split())
+
+    assert not (workplace / "resumed").exists()
+
+
+def test_the_command_to_go_on_names_a_folder_that_only_the_checkpoint_told(
+    run: Run, workplace: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(*EIGHT, "--num_iterations", "4", "--save_dir", "here")
+    caplog.set_level(logging.INFO, logger="mobius")
+
+    more = "--num_iterations 8 --resume_changes num_iterations --max_run_time 0.00001"
+    resume("here/checkpoint-4", *more.split())
+
+    assert caplog.messages[-1].endswith(" --save_dir here --resume_from_checkpoint true")
+
+
+def test_nothing_that_is_measured_changes_the_plan_of_the_checkpoint(
+    run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it would on GPUs, where what the host does is measured at the start and may keep other stages there."""
+    measured = list[bool]()
+
+    def note(run_setup: RunSetup, transport: Transport) -> RunSetup:
+        on_gpu = replace(run_setup, rank_context=replace(run_setup.rank_context, device=torch.device("cuda", 0)))
+        measured.append(is_host_to_be_measured(on_gpu))
+        return run_setup
+
+    monkeypatch.setattr("mobius.training.session.plan_by_measurement", note)
+    run(*EIGHT)
+    resume("out/checkpoint-4", "--save_dir", "resumed")
+    resume("out/checkpoint-4", "--save_dir", "other", "--num_stages", "4", "--overwrite_output_dir")
+
+    assert measured == [True, False, True]
+
+
+def test_options_that_make_another_plan_are_planned_anew(run: Run, workplace: Path) -> None:
+    run(*EIGHT, "--no_offload", "--num_iterations", "4")
+
+    resume("out/checkpoint-4", "--save_dir", "resumed", "--use_offload")
+
+    assert "use_offload: true" in Path("resumed/training_args.yaml").read_text()
+
+
+def test_other_data_under_the_same_name_are_refused(run: Run, workplace: Path) -> None:
+    run(*EIGHT, "--num_iterations", "4")
+    lines = (workplace / "data.jsonl").read_text().splitlines()
+    (workplace / "data.jsonl").unlink()
+    (workplace / "data.jsonl").write_text("\n".join(lines[1:]) + "\n")
+
+    with pytest.raises(CheckpointError, match=r"trained on other data, .*--resume_changes dataset"):
+        resume("out/checkpoint-4", "--save_dir", "resumed")
+
+
+def test_weights_alone_are_no_state_to_go_on_from(run: Run, workplace: Path) -> None:
+    run(*EIGHT, "--save_only_model")
+    assert not list((workplace / "out" / "checkpoint-4").glob("optimizer*"))
+
+    with pytest.raises(
+        CheckpointError, match=r"holds weights only \(--save_only_model\).*--model_path out/checkpoint-4"
+    ):
+        resume("out/checkpoint-4", "--save_dir", "resumed")
+
+
+@pytest.mark.parametrize("damage", ["a bit", "cut", "missing"])
+def test_a_damaged_shard_is_refused_and_the_newest_good_checkpoint_named(
+    run: Run, workplace: Path, damage: str
+) -> None:
+    run(*EIGHT)
+    shard = next(iter(sorted(Path("out/checkpoint-8").glob("optimizer*.safetensors"))))
+    content = bytearray(shard.read_bytes())
+    if damage == "missing":
+        shard.unlink()
+    else:
+        content[-1] ^= 1
+        shard.write_bytes(content[:-8] if damage == "cut" else content)
+
+    with pytest.raises(CheckpointError) as raised:
+        resume("out/checkpoint-8", "--save_dir", "resumed")
+
+    text = str(raised.value)
+    assert shard.name in text
+    assert re.search(r"newest good checkpoint there is (\S*/)?out/checkpoint-4: --resume_from_checkpoint", text)
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_the_card_of_a_resumed_run_tells_what_the_run_began_with(run: Run, workplace: Path, has_weights: bool) -> None:
+    if not has_weights:
+        (workplace / "bare").mkdir()
+        for path in (workplace / "model").glob("*.json"):
+            if "index" not in path.name:
+                shutil.copy(path, workplace / "bare" / path.name)
+    run(*EIGHT, "--num_iterations", "4", "--model_path", "model" if has_weights else "bare")
+    expected = "All parameters fine-tuned from `model`" if has_weights else "from fresh weights in the shape of `bare`"
+    assert expected in (workplace / "out" / "README.md").read_text()
+
+    # With weights the checkpoint is removed on the way, and there is no folder to look at in the end.
+    saves = FREQUENT if has_weights else []
+    resume("true", "--save_dir", "out", "--resume_changes", "num_iterations", "--num_iterations", "6", *saves)
+
+    assert (workplace / "out" / "checkpoint-4").exists() is not has_weights
+    assert expected in (workplace / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("training_args.yaml", "seed: 42", "seed: 43"),
+        ("trainer_state.json", '"epoch": 0', '"epoch": 9'),
+        ("plan.json", '"version": 2', '"version": 1'),
+    ],
+)
+def test_a_file_of_a_checkpoint_that_was_edited_is_refused_by_name(
+    run: Run, workplace: Path, file: str, old: str, new: str
+) -> None:
+    run(*EIGHT)
+    path = workplace / "out" / "checkpoint-4" / file
+    text = path.read_text()
+    assert text.replace(old, new) != text, "the edit is one, and leaves the size as it is"
+    path.write_text(text.replace(old, new))
+
+    with pytest.raises(CheckpointError, match=rf"{file} is damaged: it was changed .* checksum") as raised:
+        resume("out/checkpoint-4", "--save_dir", "resumed")
+
+    assert f"--resume_from_checkpoint {workplace / 'out' / 'checkpoint-8'}" in str(raised.value)
+    assert not (workplace / "resumed").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "place", "value", "told"),
+    [
+        ("trainer_state.json", ("log_history", 0, "loss"), "silu", "entry 0 of log_history has 'silu' for loss"),
+        ("trainer_state.json", ("global_step",), True, "it has True for global_step"),
+        ("checkpoint.json", ("training", "num_updates"), "4", "it has '4' for num_updates"),
+        ("checkpoint.json", ("training", "loss_scale"), 0.0, "loss_scale=0.0"),
+        ("checkpoint.json", ("data", "epoch"), [], "its epoch is []"),
+        ("checkpoint.json", ("data", "best"), 3, "best evaluation is 3"),
+        ("checkpoint.json", ("data", "best", "evaluations_since"), "1", "has '1' for evaluations_since"),
+    ],
+)
+def test_values_of_another_kind_are_refused_though_their_sums_are_right(
+    run: Run, workplace: Path, file: str, place: tuple[Any, ...], value: object, told: str
+) -> None:
+    run(*EIGHT)
+    folder = Path("out/checkpoint-4")
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    texts = {name: json.loads(files[name]) for name in ("trainer_state.json", "checkpoint.json")}
+    *within, last = place
+    target = texts[file]
+    for name in within:
+        target = target[name]
+    target[last] = value
+    files["trainer_state.json"] = json.dumps(texts["trainer_state.json"]).encode()
+    for name, content in with_sums(files, texts["checkpoint.json"]).items():
+        (folder / name).write_bytes(content or b"")
+
+    with pytest.raises(CheckpointError, match=re.escape(told)):
+        resume("out/checkpoint-4", "--save_dir", "resumed")
+
+
+def test_true_passes_over_a_torn_checkpoint(run: Run, workplace: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(*EIGHT)
+    shutil.copytree("out", "whole")
+    next(Path("out/checkpoint-8").glob("model*.safetensors")).unlink()
+    for path in [*Path("out").glob("model*"), Path("out/config.json")]:
+        path.unlink()
+    caplog.set_level(logging.INFO, logger="mobius")
+
+    resume("true", "--save_dir", "out")
+
+    assert any("checkpoint-8 is passed over" in message for message in caplog.messages)
+    assert_goes_on_exactly(Path("whole"), Path("out"), step=4)
+
+
+def test_steps_in_a_row_that_are_not_finite_are_counted_across_a_resume(
+    run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four before the checkpoint and six behind it are ten, which end a run."""
+    taken = OptimizerStepper.apply
+
+    def overflow_from_step_5(self: OptimizerStepper, sums: StepSums, *, step: int) -> object:
+        return taken(self, replace(sums, loss=sums.loss * float("nan")) if step >= 5 else sums, step=step)
+
+    monkeypatch.setattr(OptimizerStepper, "apply", overflow_from_step_5)
+    with pytest.raises(NonFiniteLossError, match=r"10 steps in a row, the last of them step 14") as raised:
+        run(*EIGHT, "--num_iterations", "20")
+    assert "out/checkpoint-12" in "".join(raised.value.__notes__)
+
+    with pytest.raises(NonFiniteLossError, match=r"10 steps in a row, the last of them step 14"):
+        resume("out/checkpoint-8", "--save_dir", "resumed")
+
+    manifest = json.loads(Path("out/checkpoint-8/checkpoint.json").read_text())
+    assert manifest["training"]["skipped_in_a_row"] == 4
+
+
+def test_data_to_evaluate_on_that_a_resume_adds_are_evaluated_on(
+    run: Run, workplace: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run("--save_steps", "2")
+    resume("out/checkpoint-2", "--save_dir", "judged", "--eval_dataset", "data.jsonl")
+    assert "`--eval_dataset` without `--eval_strategy`" in caplog.text
+    assert (workplace / "judged" / "eval_results.json").is_file()
+
+    with pytest.raises(ConfigError, match=r"`--max_new_tokens` has no effect"):
+        resume("out/checkpoint-2", "--save_dir", "again", "--max_new_tokens", "7")

@@ -1,0 +1,224 @@
+"""Which stage writes which file, what is in it to the bit, and how a disk that fails is told."""
+
+from __future__ import annotations
+
+import subprocess
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+from harness.checkpoints import PARAMETERS, same_bits, save, values_of
+from harness.forked import Ranks
+from harness.runs import environment
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mobius.checkpoint import tensor_files
+from mobius.checkpoint.tensor_files import (
+    PlannedFile,
+    StageFiles,
+    StageParameter,
+    check_disk_space,
+    checkpoint_disk_bytes,
+    checksum,
+    optimizer_keys,
+    plan_files,
+    write_stage,
+)
+from mobius.errors import CheckpointError
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def test_files_have_whole_parameters_of_one_stage_and_end_at_the_limit() -> None:
+    sizes_and_stages = [(40, 0), (40, 0), (30, 0), (100, 1), (250, 1), (10, 3)]
+    parameters = [StageParameter(f"p{i}", (size,), stage) for i, (size, stage) in enumerate(sizes_and_stages)]
+
+    plan = plan_files(parameters, dtype=torch.bfloat16, has_optimizer=True, max_file_bytes=200)
+
+    model = "model-0000{}-of-00005.safetensors"
+    assert [files.model for files in plan] == [
+        (PlannedFile(model.format(1), ("p0", "p1")), PlannedFile(model.format(2), ("p2",))),
+        (PlannedFile(model.format(3), ("p3",)), PlannedFile(model.format(4), ("p4",))),
+        (),
+        (PlannedFile(model.format(5), ("p5",)),),
+    ]
+    assert [len(files.optimizer) for files in plan] == [3, 2, 0, 1]
+    first = plan[0].optimizer[0]
+    assert first == PlannedFile(
+        "optimizer-00001-of-00006.safetensors", ("p0.exp_avg", "p0.exp_avg_sq", "p0.master_low")
+    )
+
+
+def test_the_order_in_which_stages_are_given_changes_nothing() -> None:
+    def planned(parameters: list[StageParameter]) -> tuple[StageFiles, ...]:
+        return plan_files(parameters, dtype=torch.float32, has_optimizer=False)
+
+    first, second = StageParameter("a", (2,), 0), StageParameter("b", (2,), 1)
+    assert planned([second, first]) == planned([first, second])
+
+
+def test_one_file_of_a_kind_has_the_plain_name() -> None:
+    parameters = [StageParameter("a", (2,), 0)]
+
+    (files,) = plan_files(parameters, dtype=torch.float32, has_optimizer=True)
+
+    assert files.model == (PlannedFile("model.safetensors", ("a",)),)
+    assert files.optimizer == (PlannedFile("optimizer.safetensors", ("a.exp_avg", "a.exp_avg_sq")),)
+
+
+def test_frozen_parameters_and_runs_that_save_the_model_only_have_no_states() -> None:
+    def states(parameters: list[StageParameter], *, has_optimizer: bool) -> tuple[PlannedFile, ...]:
+        return plan_files(parameters, dtype=torch.bfloat16, has_optimizer=has_optimizer)[0].optimizer
+
+    trained, frozen = StageParameter("a", (2,), 0), StageParameter("b", (2,), 0, is_trained=False)
+    assert [
+        name.partition(".")[0] for part in states([trained, frozen], has_optimizer=True) for name in part.names
+    ] == [*("a", "a", "a")]
+    assert states([frozen], has_optimizer=True) == ()
+    assert states([trained], has_optimizer=False) == ()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "master"), [(torch.float32, []), (torch.bfloat16, ["master_low"]), (torch.float16, ["master"])]
+)
+def test_a_master_is_stored_as_far_as_the_weights_do_not_have_it(dtype: torch.dtype, master: list[str]) -> None:
+    assert [*optimizer_keys(dtype)] == ["exp_avg", "exp_avg_sq", *master]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_written_files_hold_every_bit_in_the_parameters_shapes(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensors = values_of(1, dtype)
+    plan = plan_files(PARAMETERS, dtype=dtype, has_optimizer=True)
+
+    records = [record for files in plan for record in write_stage(tmp_path, files, tensors.__getitem__)]
+
+    stored = {name: value for record in records for name, value in load_file(tmp_path / record.file_name).items()}
+    assert stored.keys() == tensors.keys()
+    assert all(same_bits(stored[name], value) for name, value in tensors.items())
+    for record in records:
+        path = tmp_path / record.file_name
+        assert (record.num_bytes, path.stat().st_mode & 0o777) == (path.stat().st_size, 0o644)
+        for name, found in record.checksums.items():
+            assert found == zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def test_a_checksum_is_that_of_all_bytes_however_many_there_are() -> None:
+    values = torch.arange(9_000_002, dtype=torch.int64).to(torch.int16)[1:]  # two chunks of 16 MiB, the second not full
+
+    assert checksum(values) == zlib.crc32(values.numpy().tobytes())
+
+
+def test_sums_are_made_while_the_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where training waits for the disk, the disk should not wait for them."""
+    is_writing, is_summed, written, summed = Event(), Event(), tensor_files.save_file, tensor_files.checksum
+
+    def save_file(*arguments: Any, **words: Any) -> None:
+        is_writing.set()
+        assert is_summed.wait(20)
+        written(*arguments, **words)
+
+    def checksum(values: Tensor) -> int:
+        assert is_writing.wait(20), "the disk has nothing to do"
+        is_summed.set()
+        return summed(values)
+
+    monkeypatch.setattr(tensor_files, "save_file", save_file)
+    monkeypatch.setattr(tensor_files, "checksum", checksum)
+    stage = StageFiles(0, (PlannedFile("model.safetensors", ("a",)),), ())
+    (record,) = write_stage(tmp_path, stage, lambda _: torch.ones(2))
+    assert record.checksums == {"a": zlib.crc32(b"\0\0\x80\x3f" * 2)}
+
+
+def test_threads_that_write_first_do_not_meet_in_an_import(tmp_path: Path) -> None:
+    process = Ranks(
+        "harness.first_saves",
+        "save_in_two_threads",
+        [str(tmp_path)],
+        num_ranks=1,
+        folder=tmp_path,
+        environment=environment(tmp_path),
+    )
+    assert process.wait() == 0, process.output()
+    assert process.output() == ""
+    assert len([*tmp_path.glob("*.safetensors")]) == 2
+
+
+def test_each_tensor_is_asked_for_once() -> None:
+    asked: list[str] = []
+
+    class Counting(dict[str, torch.Tensor]):
+        def __getitem__(self, name: str) -> torch.Tensor:
+            asked.append(name)
+            raise KeyError
+
+    (files,) = plan_files([StageParameter("a", (2,), 0)], dtype=torch.float32, has_optimizer=False)
+    with pytest.raises(KeyError):
+        write_stage(Path("nowhere"), files, Counting().__getitem__)
+    assert asked == ["a"]
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounting = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if subprocess.run(mounting, capture_output=True, check=False).returncode:
+        pytest.skip("a small file system can only be mounted by root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_is_told_with_what_was_to_be_written_and_what_is_free(full_disk: Path) -> None:
+    (files,) = plan_files([StageParameter("a", (2**20,), 0)], dtype=torch.float32, has_optimizer=False)
+
+    with pytest.raises(CheckpointError) as raised:
+        write_stage(full_disk, files, lambda _: torch.zeros(2**20))
+
+    told = str(raised.value)
+    assert told.startswith(f"cannot write {full_disk / 'model.safetensors'}: ")
+    assert "No space left on device" in told
+    assert "4.0 MiB were to be written, 64.0 KiB is free" in told
+
+
+def test_any_other_failure_names_the_file_and_the_reason(tmp_path: Path) -> None:
+    (files,) = plan_files([StageParameter("a", (2,), 0)], dtype=torch.float32, has_optimizer=False)
+
+    with pytest.raises(CheckpointError, match=r"cannot write .*/absent/model\.safetensors: .*No such file"):
+        write_stage(tmp_path / "absent", files, lambda _: torch.zeros(2))
+
+
+def test_a_folder_that_even_the_administrator_cannot_write_is_told() -> None:
+    with pytest.raises(CheckpointError, match=r"cannot make /proc/out/checkpoint-1\.partial: "):
+        save(Path("/proc/out"), 1, number=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_the_space_that_is_asked_for_suffices(dtype: torch.dtype, has_optimizer: bool, tmp_path: Path) -> None:
+    path = save(tmp_path, 1, number=1, dtype=dtype, has_optimizer=has_optimizer, max_file_bytes=1)
+
+    used = sum(file.stat().st_size for file in path.iterdir())
+
+    needed = checkpoint_disk_bytes(PARAMETERS, dtype, has_optimizer)
+    assert used <= needed - 48 * 2**20  # the small files of this checkpoint take nothing
+
+
+def test_space_grows_by_the_bytes_of_weights_and_states() -> None:
+    def needed(num_elements: int, *, has_optimizer: bool) -> int:
+        return checkpoint_disk_bytes([StageParameter("a", (num_elements,), 0)], torch.bfloat16, has_optimizer)
+
+    assert needed(2000, has_optimizer=True) - needed(1000, has_optimizer=True) == 12 * 1000
+    assert needed(2000, has_optimizer=False) - needed(1000, has_optimizer=False) == 2 * 1000
+
+
+def test_too_little_space_is_told_with_what_is_needed_and_what_is_free(tmp_path: Path) -> None:
+    check_disk_space(tmp_path / "a" / "b", 1)
+
+    with pytest.raises(CheckpointError, match=r"a/b needs 1048576\.0 GiB, .* GiB is free\. Free some space"):
+        check_disk_space(tmp_path / "a" / "b", 2**50)
+    assert not (tmp_path / "a").exists()
