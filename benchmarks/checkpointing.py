@@ -17,7 +17,7 @@ from mobius.errors import MobiusError
 from mobius.models.blocks import ModelParts
 from mobius.models.model_files import read_model_files
 from mobius.optim.optimizer_stepper import StepCounts
-from mobius.output.metrics import StepMetrics
+from mobius.reporting.events import StepMetrics
 from mobius.training.resuming import restore
 from mobius.training.run_folder import collect_run_metadata, origin_of
 from mobius.training.saving import CheckpointSaver, StepMetadata

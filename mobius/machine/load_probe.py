@@ -66,7 +66,7 @@ def add_measured_slowdowns(topology: Topology) -> Topology:
     if file is not None and file.exists():
         with contextlib.suppress(CheckpointError, ValueError, KeyError):
             known = _with_kept(topology, Topology.from_json(read_text(file)))
-            logger.info("shared links as measured before (%s; remove the file to measure again)", file)
+            logger.debug("shared links as measured before (%s; remove the file to measure again)", file)
             return known
         logger.info("%s cannot be read: shared links are measured again", file)
     try:
@@ -84,7 +84,7 @@ def add_measured_slowdowns(topology: Topology) -> Topology:
         except OSError as error:
             logger.info("the measured shared links are not kept for the next run: %s", error)
     one, other = max(slowdowns, key=lambda pair: slowdowns[pair])
-    logger.info("shared links measured: at most x%.2f, GPU %d beside GPU %d", slowdowns[one, other], one, other)
+    logger.debug("shared links measured: at most x%.2f, GPU %d beside GPU %d", slowdowns[one, other], one, other)
     return topology
 
 

@@ -20,12 +20,12 @@ from mobius.machine.devices import MemoryMeter
 from mobius.models.adapters.peft_folder import AdapterBase, AdapterFolder
 from mobius.models.model_files import ModelFiles
 from mobius.output.adapters.merged import merge_adapter
-from mobius.output.metrics import json_text
 from mobius.output.output_folder import OutputFolder
-from mobius.output.report import RankMemory, RunTimings, StepTotals, closing_lines, write_report
 from mobius.plan.step_prediction import steady_seconds
 from mobius.planning.run_setup import RunSetup
 from mobius.regular_files import read_json
+from mobius.reporting.json_lines import json_text
+from mobius.reporting.summary import RankMemory, RunTimings, StepTotals, closing_lines, write_report
 from mobius.signal_handling import RunStatus
 from mobius.training.evaluation.prediction import PromptAndLabel, predict
 from mobius.training.export import export_model, write_single_file

@@ -38,12 +38,12 @@ from mobius.models.weight_conversion.parameter_pieces import ParameterPiece
 from mobius.optim.optimizer_stepper import StepCounts
 from mobius.output.model_card import Origin
 from mobius.output.output_folder import lock_if_free
-from mobius.output.run_log import STATE_FILE, TrainerState
 from mobius.planning.file_checks import open_same_checkpoint
 from mobius.planning.run_setup import RunSetup
 from mobius.planning.saved_plan import apply_saved_plan
 from mobius.ranks import Ranks, is_restart, launch_id
 from mobius.regular_files import read_text, typed_object
+from mobius.reporting.trainer_state import STATE_FILE, TrainerState
 from mobius.training.session import base_weights
 from mobius.training.stages import RankStages
 

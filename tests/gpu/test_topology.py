@@ -73,7 +73,7 @@ def test_measured_slowdowns_are_sane() -> None:
 def test_measuring_in_a_process_takes_seconds_once_and_is_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     topology = read_topology(NUM_GPUS)
 

@@ -26,8 +26,8 @@ from mobius.data.datasets import PreparedDataset
 from mobius.data.token_store import TokenizedSample
 from mobius.errors import CheckpointError, ConfigError, DataError, reason_of
 from mobius.excerpt import quoted
-from mobius.output.text_scores import is_by_character, text_scores
 from mobius.training.evaluation.generation import Generation, TextGenerator, TokenIds
+from mobius.training.evaluation.text_scores import is_by_character, text_scores
 
 logger = logging.getLogger(__name__)
 

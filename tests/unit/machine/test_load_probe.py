@@ -80,7 +80,7 @@ def test_eight_gpus_take_a_measurement_each_and_one_per_pair() -> None:
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    caplog.set_level(logging.INFO, logger="mobius.machine.load_probe")
+    caplog.set_level(logging.DEBUG, logger="mobius.machine.load_probe")
     return caplog
 
 

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 from mobius.config.adapters import AdapterConfig, FinetuningType
 from mobius.config.config import Config, DataConfig, DatasetEntry, ModelConfig, OptimConfig, OutputConfig
 from mobius.output.model_card import CardFacts, Origin, model_card
-from mobius.output.run_log import TrainerState
+from mobius.reporting.trainer_state import TrainerState
 
 
 def facts(model: str = "Qwen/Qwen3-0.6B", *datasets: DatasetEntry, name: str = "mine") -> CardFacts:

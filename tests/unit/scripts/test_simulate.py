@@ -16,9 +16,9 @@ import simulate
 from harness.forked import HANG_SECONDS
 from harness.plan_requests import find_published_shape
 
-from mobius.output.trace import read_trace
 from mobius.plan.gpu_specs import GPU_SPECS, estimate_profile
 from mobius.plan.profile import Source
+from mobius.reporting.trace import read_trace
 
 ROOT = Path(__file__).parents[3]
 SMALL = ["--model_path", "1b", "--batch_size", "8", "--gpus", "2", "--num_stages", "4", "--num_chunks", "4"]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from mobius.errors import CheckpointError
-from mobius.output import run_log
 from mobius.output.run_folder.contents import has_results
+from mobius.reporting import run_log
 
 Run = Callable[..., None]
 JUDGES = ["--no_do_train", "--val_size", "4", "--save_dir", "judged"]
