@@ -21,7 +21,7 @@ from mobius.messages.transport import all_gather_numbers
 from mobius.models.blocks import ModelParts
 from mobius.models.model_files import read_model_files
 from mobius.optim.optimizer_stepper import StepCounts
-from mobius.output.metrics import StepMetrics
+from mobius.reporting.events import StepMetrics
 from mobius.training.inputs import origin_of
 from mobius.training.session import Session
 from mobius.training.stages import RankStages

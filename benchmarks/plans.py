@@ -244,10 +244,13 @@ def measure(setting: Setting, folder: Path, more: Sequence[str] = ()) -> dict[st
     samples = make_samples(config, setting.lengths(folder), model_config.vocab_size)
     batches = make_batches(config, samples, is_packed=setting.is_packed)
     device, told, measuring = torch.device("cuda"), list[str](), ExitStack()
+    logging.getLogger("mobius").setLevel(logging.DEBUG)  # which tells what was measured
     logging.getLogger("mobius").addHandler(handler := _Listener(told, measuring))
 
     def passed(part: str) -> None:
         marks[part] = time.perf_counter() - start
+        if part == "measuring":
+            measuring.close()
 
     try:
         run_setup = make_run_setup(config, ranks, model_config, packed=packed_rows(batches))
@@ -258,12 +261,8 @@ def measure(setting: Setting, folder: Path, more: Sequence[str] = ()) -> dict[st
     passed("compile")
     measuring.enter_context(timed(folder))
 
-    def passed_in_session(part: str) -> None:
-        passed(part)
-        measuring.close()
-
     try:
-        session = open_session(run_setup, model, source=RepeatedWeights(), on_part_done=passed_in_session)
+        session = open_session(run_setup, model, source=RepeatedWeights(), on_part_done=passed)
     except (torch.OutOfMemoryError, GpuMemoryError) as error:
         measuring.close()
         return {"outcome": "out of memory", "text": str(error)[:400], "marks": marks, "rehearsal": told}
@@ -289,7 +288,7 @@ class _Listener(logging.Handler):
     """Collects the lines of the program's log, and lets the other workers go on when the machine has been measured."""
 
     def __init__(self, lines: list[str], measuring: ExitStack) -> None:
-        super().__init__(logging.INFO)
+        super().__init__(logging.DEBUG)
         self._lines, self._measuring = lines, measuring
 
     def emit(self, record: logging.LogRecord) -> None:

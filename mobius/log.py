@@ -26,17 +26,19 @@ RANK_ZERO_ONLY: Final[Mapping[str, object]] = {"is_said_once": True}
 _STEERING: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def setup_logging(rank: int) -> None:
+def setup_logging(rank: int, *, is_verbose: bool = False) -> None:
     """Send rank 0's records from INFO on to standard output, and the warnings of other ranks to standard error.
+
+    `is_verbose` adds rank 0's DEBUG records, the details of a run.
 
     Third-party records and warnings are dropped below ERROR. Calling it again replaces the earlier call.
     """
-    handler = _BarSafeHandler(rank)
+    handler = _BarSafeHandler(rank, logging.DEBUG if is_verbose else logging.INFO)
     handler.addFilter(lambda record: rank == 0 or not getattr(record, "is_said_once", False))
     root = logging.getLogger()
     root.handlers = [*(old for old in root.handlers if not isinstance(old, _BarSafeHandler)), handler]
     root.setLevel(logging.WARNING)
-    logging.getLogger("mobius").setLevel(logging.INFO)
+    logging.getLogger("mobius").setLevel(logging.DEBUG if is_verbose else logging.INFO)
     for name in _NOISY_LIBRARIES:
         logging.getLogger(name).setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", module=rf"{re.escape(name)}(\.|$)")
@@ -74,8 +76,8 @@ def printable(text: str, stream: IO[str]) -> str:
 class _BarSafeHandler(logging.Handler):
     """Writes whole lines above any progress bar: the bare message, from WARNING on with its level and the rank."""
 
-    def __init__(self, rank: int) -> None:
-        super().__init__(logging.WARNING if rank else logging.INFO)
+    def __init__(self, rank: int, level: int) -> None:
+        super().__init__(logging.WARNING if rank else level)
         self._stream = sys.stderr if rank else sys.stdout
         self.is_first = rank == 0
         self._prefix = f"[rank {rank}] " if rank else ""

@@ -46,6 +46,7 @@ def run_program() -> None:
             num_nodes=ranks.num_nodes,
             is_without_train_sh=not is_started_by_train_sh(),
         )
+        setup_logging(rank, is_verbose=config.output.verbose)
         _run_command(config, ranks, given_options(sys.argv[1:]), run_status)
         signal_handler.restore_handlers()
     except SavedAndStopped as stopped:

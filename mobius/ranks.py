@@ -203,6 +203,12 @@ def seconds_since_launch() -> float:
     return 0.0 if begun is None else max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - begun)
 
 
+def seconds_since_start() -> float:
+    """Time since this process began; 0 where that is not known."""
+    begun = _start_of(os.getpid())
+    return 0.0 if begun is None else max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - begun)
+
+
 def mark_launcher_as_patient() -> None:
     """Let ranks that this process starts from now on know that it never kills them while they save."""
     os.environ[_OUR_LAUNCHER] = "1"

@@ -305,7 +305,7 @@ def is_saving(out: Path, started: StartedRun) -> bool:
     """Whether a checkpoint is being written, named or removed; what an earlier start left there is none."""
     with contextlib.suppress(OSError):
         names = os.listdir(out)
-        return any(re.match(r"checkpoint-\d+\.", name) for name in names) and "start of training" in started.output
+        return any(re.match(r"checkpoint-\d+\.", name) for name in names) and "start-up  " in started.output
     return False
 
 
@@ -316,9 +316,9 @@ def phase_of(out: Path, started: StartedRun) -> str:
         return "saving"
     if (out / "final.partial").exists() or f"step {STEPS}/{STEPS} " in output:
         return "exporting"
-    if "start of training" in output:
+    if "start-up  " in output:
         return "training"
-    if "tokenizing" in output and "dataset loaded" not in output:
+    if "tokenizing" in output and "data  " not in output:
         return "tokenizing"
     return "starting"
 

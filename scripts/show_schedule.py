@@ -14,7 +14,7 @@ if importlib.util.find_spec("mobius") is None:
 
 from mobius.errors import MobiusError, ScheduleError
 from mobius.log import printable, redirect_to_devnull
-from mobius.output.schedule_picture import draw_schedule
+from mobius.reporting.pictures import draw_schedule
 from mobius.schedule import Schedule, build_schedule
 from mobius.schedule.render import render_text
 

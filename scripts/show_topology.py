@@ -40,6 +40,7 @@ def look(arguments: argparse.Namespace) -> Topology:
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("mobius").setLevel(logging.DEBUG)
     try:
         topology = look(arguments)
         print(printable(topology.describe(), sys.stdout))

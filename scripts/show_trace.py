@@ -15,8 +15,8 @@ if importlib.util.find_spec("mobius") is None:
 
 from mobius.errors import MobiusError
 from mobius.log import printable
-from mobius.output.timeline_picture import draw_timeline
-from mobius.output.trace import Trace, read_trace
+from mobius.reporting.pictures import draw_timeline
+from mobius.reporting.trace import Trace, read_trace
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -31,8 +31,6 @@ from mobius.log import printable, redirect_to_devnull
 from mobius.models.blocks import ModelParts
 from mobius.models.families import load_planned_config
 from mobius.models.shapes.published_shapes import SHORT_NAMES
-from mobius.output.timeline_picture import draw_timeline
-from mobius.output.trace import predicted_trace, write_trace
 from mobius.plan.gpu_specs import GPU_SPECS, HOST_BANDWIDTH, PCIE_BYTES, GpuSpec, Host, find_gpu_spec
 from mobius.plan.memory_estimates import estimated_layer, largest_gpu_estimate
 from mobius.plan.partition import ModelShape
@@ -44,6 +42,8 @@ from mobius.plan.request import Machine, PlanRequest
 from mobius.plan.solver import PlanResult, resolve_auto, solve
 from mobius.plan.step_prediction import build_plan_schedule
 from mobius.planning.dry_run import ROWS_AS_PLANNED
+from mobius.reporting.pictures import draw_timeline
+from mobius.reporting.trace import predicted_trace, write_trace
 from mobius.schedule.lanes import WaitCause
 from mobius.units import GIB
 

@@ -16,7 +16,7 @@ import yaml
 
 import mobius
 from mobius.config.config import Config
-from mobius.output.run_log import TrainerState
+from mobius.reporting.trainer_state import TrainerState
 
 _HUB_ID: Final = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 _PACKAGES: Final = ("torch", "transformers", "datasets", "safetensors")

@@ -38,11 +38,11 @@ from mobius.messages.rendezvous import Rendezvous, join_run
 from mobius.models.blocks import ModelParts
 from mobius.models.weight_conversion.parameter_pieces import ParameterPiece
 from mobius.optim.optimizer_stepper import StepCounts
-from mobius.output.run_log import STATE_FILE, TrainerState
 from mobius.planning.node_checks import check_same_facts
 from mobius.planning.saved_plan import apply_saved_plan
 from mobius.ranks import Ranks, is_restart, launch_id
 from mobius.regular_files import read_bytes, read_text, typed_object
+from mobius.reporting.trainer_state import STATE_FILE, TrainerState
 
 logger = logging.getLogger(__name__)
 

@@ -65,7 +65,7 @@ _CHECKPOINT: Final = re.compile(r"checkpoint-(\d+)(\.replaced|\.partial)?")
 """A checkpoint, also where its run was killed before it had its name, or while another one of its step took that."""
 _LEFT_BEHIND: Final = re.compile(
     r"(training_args\.yaml|plan\.json|\.replaces_older"
-    r"|metrics\.jsonl|trainer_log\.jsonl|trainer_state\.json|\w+_results\.json"
+    r"|events\.jsonl|metrics\.jsonl|trainer_log\.jsonl|trainer_state\.json|\w+_results\.json"
     r"|training_loss\.png|README\.md|trace(\.rank\d+)?\.json|timeline\.png)(?:(?:\.\d+)?\.partial)?"
     r"|profile|runs|checkpoint-\d+\.(partial|removed|replaced)|final\.(partial|moving)"
 )

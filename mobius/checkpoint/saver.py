@@ -59,11 +59,12 @@ from mobius.messages.transport import all_gather_numbers
 from mobius.models.adapters.peft_folder import AdapterBase
 from mobius.models.model_files import ModelFiles
 from mobius.optim.optimizer_stepper import StepCounts
-from mobius.output.run_log import STATE_FILE, TrainerState
 from mobius.plan.checkpoint_estimates import estimate_checkpoint
 from mobius.planning.node_checks import versions
 from mobius.planning.run_setup import RunSetup
 from mobius.regular_files import read_json
+from mobius.reporting.events import CheckpointSaved
+from mobius.reporting.trainer_state import STATE_FILE, TrainerState
 from mobius.units import GIB, format_bytes
 
 logger = logging.getLogger(__name__)
@@ -167,6 +168,8 @@ class CheckpointSaver:
         `on_complete` is called on the first rank with each checkpoint that is complete.
         """
         self._made_safe = on_complete
+        self.on_saved: Callable[[CheckpointSaved], None] = lambda event: logger.info("%s", event.line)
+        """Called on the first rank with each checkpoint, once it has its name; in a thread."""
         run_setup = session.run_setup
         self._session, self.save_dir, self._run_metadata = session, save_dir, run_metadata
         self._activity = session.activity
@@ -366,14 +369,14 @@ class CheckpointSaver:
         self._newest, self.newest_step = newest, metadata.step
         if metadata.is_best:
             self.best_step = metadata.step
-        seconds = time.monotonic() - self._begun
-        logger.info(
-            "checkpoint saved: %s, %s in %.1f s (%s/s); updates waited %.2f s for copies",
-            newest,
-            format_bytes(self.estimate.disk_bytes),
-            seconds,
-            format_bytes(int(self.estimate.disk_bytes / max(seconds, 1e-3))),
-            self._outcome.waited_seconds,
+        self.on_saved(
+            CheckpointSaved(
+                step=metadata.step,
+                path=str(newest),
+                num_bytes=self.estimate.disk_bytes,
+                seconds=time.monotonic() - self._begun,
+                waited_seconds=self._outcome.waited_seconds,
+            )
         )
         return True
 

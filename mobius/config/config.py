@@ -492,6 +492,9 @@ class OutputConfig:
     is a package of its own to install, and records offline where it cannot go online."""
     run_name: str | None = option(None, needs=(LOSSES,))
     """Name of the run in trackers, in the model card and on the picture of its losses. Default: save_dir's name."""
+    verbose: bool = False
+    """Log details too: every stage of the plan, what was measured, a first sample, host memory by owner, and a second
+    line under each step with its samples, padding, waits and memory."""
     show_actions: bool = option(False, needs=(LOSSES,))
     """Print the action list of each rank before training."""
     trace: bool = option(False, needs=(TRAINING,))

@@ -125,7 +125,7 @@ def prepare_data(
     training, evaluation = both[: len(config.dataset)], both[len(config.dataset) :]
     num_bytes = sum({dataset.cache_folder: dataset.cache_bytes for dataset in both}.values())
     place = both[0].cache_folder if len(both) == 1 else preparation.folder
-    logger.info("tokenized data: %s in %s", format_bytes(num_bytes), place)
+    logger.debug("tokenized data: %s in %s", format_bytes(num_bytes), place)
     is_text = all(dataset.is_text for dataset in training)
     is_packed = {Packing.ON: True, Packing.OFF: False}.get(config.packing, not is_text)
     named = ((f"{excerpt(dataset.entry.name)}: " if len(both) > 1 else "", dataset.warnings) for dataset in both)

@@ -37,14 +37,14 @@ def bind_to_gpu_node(ranks: Ranks, order: Sequence[int], root: Path = Path("/"))
         own, common = os.sched_getaffinity(0), _launcher_cpus()
         share = split_cpus_by_rank(places, read_siblings(common, root), allowed=common)[ranks.local_rank]
         if not share <= own:
-            logger.info("rank %d keeps the %d CPUs that its launcher bound it to", ranks.rank, len(own))
+            logger.debug("rank %d keeps the %d CPUs that its launcher bound it to", ranks.rank, len(own))
             return frozenset(own)
         _bind_threads(share)
     except (OSError, ValueError) as error:
         logger.info("ranks are not bound to NUMA nodes: %s", error)
         return None
     place = places[ranks.local_rank]
-    logger.info("rank %d: GPU %s, NUMA node %d, %d CPUs", ranks.rank, place.address, place.node, len(share))
+    logger.debug("rank %d: GPU %s, NUMA node %d, %d CPUs", ranks.rank, place.address, place.node, len(share))
     return share
 
 

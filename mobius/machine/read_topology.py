@@ -90,7 +90,7 @@ def _ask_driver(addresses: Sequence[str], nvml: Any) -> dict[tuple[int, int], tu
         finally:
             nvml.nvmlShutdown()
     except nvml.NVMLError as error:
-        logger.info("NVML tells nothing about the GPUs' links: %s", error)
+        logger.debug("NVML tells nothing about the GPUs' links: %s", error)
         return {}
 
 

@@ -183,7 +183,7 @@ class Mailboxes(PeerMemory):
             self._call_off()
             logger.info("messages travel over NCCL: %s", problem)
             return None
-        logger.info("messages travel by copy engines from GPU to GPU")
+        logger.debug("messages travel by copy engines from GPU to GPU")
         self._received.clear()
         del self._probe
         return self

@@ -100,7 +100,7 @@ def _with_host(profile: Profile, run_setup: RunSetup, transport: Transport) -> P
     rates = measure_host_rates(
         run_setup.dtype, device=run_setup.rank_context.device, transport=transport, kernel=_kernel(run_setup)
     )
-    logger.info(
+    logger.debug(
         "host measured in %.1f s: %.2f billion updates per second and rank, or %.2f beside copies of %.0f GB/s each "
         "way, which alone do %.0f; a layer is enqueued in %.2f ms forward, %.2f backward, %.2f with recompute",
         time.perf_counter() - start,
@@ -128,7 +128,7 @@ def _with_link(profile: Profile, run_setup: RunSetup, transport: Transport) -> P
     if machine.num_nodes > 1:
         link = link_of_nodes(rates, num_replicas=machine.num_replicas, num_nodes=machine.num_nodes)
         text += f": as by --node_link {link / GIGA:.3g}"
-    logger.info("link between replicas measured in %.1f s: %s", time.perf_counter() - start, text)
+    logger.debug("link between replicas measured in %.1f s: %s", time.perf_counter() - start, text)
     return replace(profile, replicas=rates)
 
 
@@ -159,7 +159,7 @@ def _measure(run_setup: RunSetup, shape: MicrobatchShape, transport: Transport) 
         kernel=_kernel(run_setup),
         messages_through_host=not allows_peer_copies(),
     )
-    logger.info("measured in %.0f s, for auto: %s", time.perf_counter() - start, profile.describe())
+    logger.debug("measured in %.0f s, for auto: %s", time.perf_counter() - start, profile.describe())
     return profile
 
 

@@ -1,4 +1,4 @@
-"""Text grid of a schedule, for terminals and error messages; output/schedule_picture.py draws the picture.
+"""Text grid of a schedule, for terminals and error messages; reporting/pictures.py draws the picture.
 
 The grid shows order, not seconds (`scripts/simulate.py` predicts those): computations take one or two slots and wait
 for their messages; a copy is shown in the slot in which its rank starts it, after earlier copies of its lane.

@@ -21,9 +21,10 @@ from mobius.data.preview import describe_sample
 from mobius.data.statistics import choose_fingerprint_stride, compute_sample_statistics, count_repeated, duplicates_text
 from mobius.log import RANK_ZERO_ONLY
 from mobius.models.tokenizer import pad_token_id
-from mobius.output.data_report import DatasetStatistics
 from mobius.plan.request import PackedRows
 from mobius.ranks import Ranks, cache_folder
+from mobius.reporting.data_report import DatasetStatistics
+from mobius.reporting.events import table_row
 
 logger = logging.getLogger(__name__)
 
@@ -102,23 +103,21 @@ def read_data(
     """
     data = RunData.of(config, tokenizer, is_first=ranks.is_first)
     for dataset in data.prepared.training:
-        logger.info("dataset loaded: %s (%s): %s", dataset.entry.name, dataset.format_name, dataset.counts)
+        text = f"{dataset.entry.name} ({dataset.format_name}): {dataset.counts}"
+        logger.info("%s", table_row("data", text))
     for warning in data.prepared.warnings:
         logger.warning("%s", warning, extra=RANK_ZERO_ONLY)
     num_held = sum(map(len, data.validation_indices))
     if num_held:
-        logger.info("%d samples are held out of training (--val_size)", num_held)
-    logger.info("%s", describe_sample(data.prepared.training[0], tokenizer))
+        logger.info("%s", table_row("data", f"{num_held} samples are held out of training (--val_size)"))
+    logger.debug("%s", describe_sample(data.prepared.training[0], tokenizer))
     batches = data.batches(config, tokenizer, is_packed=data.prepared.is_packed)
-    logger.info("%s", batches.describe((config.pipeline.num_chunks or 1) * ranks.num_replicas))
+    logger.info("%s", table_row("data", batches.describe((config.pipeline.num_chunks or 1) * ranks.num_replicas)))
     if ranks.is_first and config.evaluation.do_train:
         for warning in _repeats(config, data, batches, tokenizer):
             logger.warning("%s", warning)
     if batches.num_steps is not None:
         config = resolve_epochs(config, batches.num_steps)
-        logger.info("--num_train_epochs %g: steps to run: %d", config.optim.num_train_epochs, batches.num_steps)
-    elif config.evaluation.do_train:
-        logger.info("%d steps make %.3g epochs", config.optim.num_steps, batches.num_epochs_of(config.optim.num_steps))
     return config, data, batches
 
 

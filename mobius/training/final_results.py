@@ -17,11 +17,11 @@ from mobius.config.yaml_file import to_yaml
 from mobius.errors import CheckpointError, reason_of
 from mobius.machine.devices import MemoryMeter
 from mobius.messages.transport import all_gather_numbers
-from mobius.output.metrics import json_text
-from mobius.output.report import RankMemory, RunTimings, StepTotals, closing_lines, write_report
 from mobius.plan.step_prediction import steady_seconds
 from mobius.planning.run_setup import RunSetup
 from mobius.regular_files import read_json
+from mobius.reporting.json_lines import json_text
+from mobius.reporting.summary import RankMemory, RunTimings, StepTotals, closing_lines, write_report
 from mobius.training.evaluation.prediction import PromptAndLabel, predict
 from mobius.training.reporting import ideal_step_seconds
 from mobius.training.session import Session

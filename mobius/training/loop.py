@@ -27,10 +27,11 @@ from mobius.checkpoint.saver import CheckpointSaver, StepMetadata
 from mobius.config.config import Config, EvalStrategy, SaveStrategy, steps_between
 from mobius.errors import NonFiniteLossError
 from mobius.log import RANK_ZERO_ONLY
-from mobius.output.metrics import StepMetrics
-from mobius.output.report import StepTotals
-from mobius.output.run_log import METRICS_FILE, RunLog, TrainerState
 from mobius.ranks import launch_id
+from mobius.reporting.events import Evaluated, StepMetrics
+from mobius.reporting.run_log import METRICS_FILE, RunLog
+from mobius.reporting.summary import StepTotals
+from mobius.reporting.trainer_state import TrainerState
 from mobius.signal_handling import RunStatus
 from mobius.training.evaluation.best_evaluation import BEST, BEST_SAVED, BestEvaluation, metric_value
 from mobius.training.evaluation.evaluator import EvaluationResult, Evaluator
@@ -73,16 +74,6 @@ def numbers_of(result: EvaluationResult) -> dict[str, float]:
     for name, scores in result.by_dataset.items():
         numbers |= {f"{name}_{key}": getattr(scores, key) for key in ("loss", "perplexity", "token_accuracy")}
     return numbers
-
-
-def evaluation_line(step: int, result: EvaluationResult) -> str:
-    """An evaluation for the log."""
-    when = f"evaluation after step {step}" if step else "evaluation before any step"
-    return (
-        f"{when}: loss {result.loss:.4f}, perplexity {result.perplexity:.4g}, token accuracy "
-        f"{result.token_accuracy:.2%}, {result.num_samples:,} samples in {result.seconds:.2f} s "
-        f"({result.tokens_per_second:,.0f} tokens/s)"
-    )
 
 
 def early_stopping_line(step: int, best: BestEvaluation, patience: int) -> str:
@@ -158,6 +149,8 @@ class TrainingLoop:
         total = self.config.optim.num_steps
         step_gather = _LoopGather(self.saver, self.run_status, self._is_time_up)
         self.trainer.step_gather = step_gather
+        if self.saver is not None and self.log is not None:
+            self.saver.on_saved = self.log.emit
         if self.evaluator is not None and self.config.evaluation.eval_on_start and self.num_steps_done == 0:
             self._update_run_status(0, can_save=False)
             self.evaluate(0)
@@ -197,8 +190,7 @@ class TrainingLoop:
         assert self.evaluator is not None, "there is nothing to evaluate on"
         result = self.evaluator.evaluate(show_progress=self.log is not None)
         if self.log is not None:
-            self.log.event("eval", numbers_of(result))
-            logger.info("%s", evaluation_line(step, result))
+            self.log.emit(Evaluated(step=step, numbers=numbers_of(result), num_samples=result.num_samples))
         if self.best.update(result, step) and self.log is not None and self.best.value is not None:
             self.log.note_best(self.best.value, step, None)
         self.evaluated_step = step
@@ -226,7 +218,7 @@ class TrainingLoop:
         self.steps.add(metrics)
         if self.log is not None:
             self.recreate_run_folder()
-            self.log.step(metrics)
+            self.log.emit(metrics)
         ending = None if is_last else step_gather.ending
         evaluation, saving = config.evaluation, config.saving
         result = None

@@ -23,10 +23,17 @@ from mobius.log import printable, redirect_to_devnull
 from mobius.models.families import locate_model
 from mobius.models.model_files import read_json_object
 from mobius.models.tokenizer import load_tokenizer
-from mobius.output.data_report import DatasetStatistics, dataset_table, step_table
-from mobius.output.lengths_picture import added, describe_lengths, draw_lengths, histogram_lines
 from mobius.planning.saved_plan import apply_saved_plan
 from mobius.ranks import Ranks, allows_colour
+from mobius.reporting.data_report import (
+    DatasetStatistics,
+    added,
+    dataset_table,
+    describe_lengths,
+    draw_lengths,
+    histogram_lines,
+    step_table,
+)
 from mobius.training.data import RunData, count_data, repeats_in_steps, repeats_of_datasets
 
 logger = logging.getLogger(__name__)

@@ -1,11 +1,13 @@
-"""The records of a run on its first rank: log and trackers from the start on, picture and model card at the end."""
+"""Reports of a run on its first rank: rows of its start, log and trackers, picture and model card at the end."""
 
 from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Final
 
 import yaml
 
@@ -13,15 +15,133 @@ from mobius.atomic_files import atomic_write
 from mobius.checkpoint.model_card import CardFacts, Origin, model_card
 from mobius.config.config import OptimConfig
 from mobius.config.yaml_file import to_yaml
+from mobius.data.batches import TrainingBatches
 from mobius.errors import reason_of
+from mobius.log import RANK_ZERO_ONLY
+from mobius.machine.devices import MemoryMeter
+from mobius.machine.host_memory import HostMemoryUsage, huge_page_share
+from mobius.models.attention import DocumentAttention
+from mobius.models.config_rules import max_positions_warning
 from mobius.optim.lr_schedule import learning_rate_at
-from mobius.output.curves_picture import draw_training
-from mobius.output.recordings import Recordings
-from mobius.output.run_log import RunLog, TrainerState
-from mobius.output.trackers import TrackedRun, start_trackers
+from mobius.plan.memory_estimates import estimate_host_memory, largest_gpu_estimate
+from mobius.plan.plan_table import describe_short_host
 from mobius.planning.run_setup import RunSetup
+from mobius.ranks import seconds_since_start
+from mobius.reporting.events import RunStarted, table_row
+from mobius.reporting.pictures import draw_training
+from mobius.reporting.recordings import Recordings
+from mobius.reporting.run_log import RunLog, WarningRecorder
+from mobius.reporting.trackers import TrackedRun, start_trackers
+from mobius.reporting.trainer_state import TrainerState
+from mobius.training.session import Session
+from mobius.units import GIB
 
 logger = logging.getLogger(__name__)
+
+_ENOUGH_HUGE_PAGES = 0.5
+_OWNERS: Final = {
+    "data": "data and tokenizer",
+    "connections": "connections",
+    "measuring": "connections",
+    "rehearsal": "stages",
+    "weights": "stages",
+}
+"""Owner of the host memory that a part of the start takes."""
+
+
+class StartupMeter(WarningRecorder):
+    """Seconds and host memory of the parts of a start, and its warnings, from the start of the program on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = {"imports": seconds_since_start()}
+        self.host = HostMemoryUsage()
+        self._last = time.monotonic()
+
+    def mark(self, part: str) -> None:
+        """Count the time since the last mark for `part`, and the growth of host memory for its owner."""
+        now = time.monotonic()
+        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
+        self._last = now
+        if part in _OWNERS:
+            self.host.mark(_OWNERS[part])
+
+
+def log_model(run_setup: RunSetup, folder: Path) -> None:
+    """Log the row of the model; weights follow when the stages are filled, each rank's own."""
+    family, dtype = run_setup.parts.config.model_type, run_setup.config.model.dtype.value
+    logger.info("%s", table_row("model", f"{folder} ({family}), {run_setup.shape.describe()}, {dtype}"))
+    warning = max_positions_warning(run_setup.parts.config, run_setup.config.data.seq_length)
+    if warning is not None:
+        logger.warning("%s", warning, extra=RANK_ZERO_ONLY)
+
+
+def log_stages(session: Session) -> None:
+    """Log each stage (`--verbose`), and warn of what slows all of them down."""
+    run_setup = session.run_setup
+    _warn_of_small_pages(session)
+    if run_setup.parts.attention is DocumentAttention.FLEX:
+        logger.warning(
+            "packed rows run by FlexAttention, their layers without graphs of their own, which is slower: "
+            "variable-length attention takes bf16 and fp16 on GPUs from Ampere on, and heads of up to 256",
+            extra=RANK_ZERO_ONLY,
+        )
+    logger.debug("stages generated: %s", run_setup.plan.describe(run_setup.shape))
+    if run_setup.tile_tokens is not None:
+        logger.debug("recomputed layers run in tiles of %d tokens", run_setup.tile_tokens)
+    if run_setup.result.step_time_prediction is not None:
+        logger.debug("%s", run_setup.result.step_time_prediction.describe())
+    if (short := describe_short_host(run_setup.result)) is not None:
+        logger.info("%s", table_row("host", short))
+
+
+def _warn_of_small_pages(session: Session) -> None:
+    """Tell what slows the updates of a rank whose stages lie on small pages, if they are large."""
+    arena = session.stages.arena
+    if arena is None or arena.num_bytes < GIB:
+        return
+    share = huge_page_share()
+    if share < _ENOUGH_HUGE_PAGES:
+        logger.warning(
+            "only %.0f %% of this process's memory lies on huge pages, which slows the optimizer. To change that: "
+            "`echo madvise > /sys/kernel/mm/transparent_hugepage/enabled`, or restart where memory is less fragmented.",
+            100 * share,
+        )
+
+
+def log_host_memory_usage(session: Session, use: HostMemoryUsage) -> None:
+    """Log what host memory went to until now (`--verbose`); collective."""
+    result, ranks = session.run_setup.result, session.run_setup.rank_context.ranks
+    planned = estimate_host_memory(result.request, result.plan).total if ranks.num_replicas == 1 else None
+    logger.debug("host memory: %s", use.describe(session.all_ranks.sum_over_ranks, planned=planned))
+
+
+def run_started(run_setup: RunSetup, batches: TrainingBatches, startup: StartupMeter) -> RunStarted:
+    """Event of the start of training; `startup` has the parts of the start."""
+    config, result, ranks = run_setup.config, run_setup.result, run_setup.rank_context.ranks
+    has_gpu, prediction = run_setup.rank_context.device.type == "cuda", result.step_time_prediction
+    return RunStarted(
+        name=config.output.name,
+        num_parameters=run_setup.shape.num_parameters,
+        num_trained=run_setup.shape.num_trained,
+        dtype=config.model.dtype.value,
+        device=MemoryMeter(run_setup.rank_context.device).device_name,
+        num_ranks=ranks.num_pipeline_ranks,
+        num_replicas=ranks.num_replicas,
+        num_steps=config.optim.num_steps,
+        num_epochs=config.optim.num_train_epochs or batches.num_epochs_of(config.optim.num_steps),
+        batch_size=config.pipeline.batch_size,
+        seq_length=config.data.seq_length,
+        num_microbatches=config.pipeline.num_microbatches,
+        microbatch_rows=result.request.microbatch_rows,
+        plan=run_setup.plan.describe(run_setup.shape).partition("\n")[0],
+        planned_gpu_bytes=largest_gpu_estimate(result.gpu_estimates).total if has_gpu else None,
+        gpu_bytes=result.request.gpu_bytes,
+        planned_host_bytes=estimate_host_memory(result.request, result.plan).total,
+        predicted_step_seconds=None if prediction is None else prediction.step_seconds,
+        bottleneck=None if prediction is None else str(prediction.bottleneck),
+        startup_seconds=dict(startup.seconds),
+    )
 
 
 def open_log(

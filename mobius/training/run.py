@@ -8,7 +8,6 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -33,34 +32,42 @@ from mobius.data.batches import TrainingBatches
 from mobius.data.builtin_chat_templates import resolve_template
 from mobius.errors import MobiusError
 from mobius.machine.cpu_dtype import resolve_dtype
-from mobius.machine.host_memory import HostMemoryUsage
 from mobius.messages.rendezvous import open_watchdog_store
 from mobius.models.adapters.peft_folder import AdapterBase
 from mobius.models.families import load_model_config, locate_model
 from mobius.models.model_files import ModelFiles, read_model_files
 from mobius.models.tokenizer import load_tokenizer, pad_token_id
 from mobius.models.weights import check_model_weights
-from mobius.output.run_log import METRICS_FILE, RunLog
-from mobius.output.text_scores import check_scores_installed
-from mobius.output.trackers import check_installed
 from mobius.planning.file_checks import check_same_model, check_save_dir
 from mobius.planning.node_checks import check_same_data, join_replicas
 from mobius.planning.run_setup import RunSetup, complete_run_setup, draft_run_setup
 from mobius.planning.saved_plan import apply_saved_plan
 from mobius.ranks import Ranks, command_words, seconds_since_launch
+from mobius.reporting.events import table_row
+from mobius.reporting.run_log import METRICS_FILE, RunLog
+from mobius.reporting.trackers import check_installed
 from mobius.signal_handling import RunStatus, SavedAndStopped
 from mobius.training.data import RunData, packed_rows, read_data
 from mobius.training.evaluation.best_evaluation import BEST, BEST_SAVED, BestEvaluation
 from mobius.training.evaluation.evaluator import Evaluator, evaluation_samples, make_evaluator
 from mobius.training.evaluation.generation import check_generation_config
 from mobius.training.evaluation.prediction_setup import only_answers, prediction_samples, prepare_prediction
+from mobius.training.evaluation.text_scores import check_scores_installed
 from mobius.training.final_results import PredictionTask, RunTimer, write_final_report
 from mobius.training.inputs import find_adapter_base, origin_of, wait_until_inputs_are_read
 from mobius.training.loop import StopReason, TrainingLoop
 from mobius.training.out_of_memory import out_of_memory
-from mobius.training.reporting import open_log, recordings_of, write_records
+from mobius.training.reporting import (
+    StartupMeter,
+    log_host_memory_usage,
+    log_model,
+    log_stages,
+    open_log,
+    recordings_of,
+    run_started,
+    write_records,
+)
 from mobius.training.session import Session, open_session, restoring
-from mobius.training.startup_log import log_host_memory_usage, log_model, log_stages, log_start
 from mobius.training.trained_weights import check_trained_weights, has_changed
 from mobius.training.trainer import Trainer
 from mobius.watchdog import Watchdog
@@ -92,10 +99,6 @@ def run_training(
         raise out_of_memory(error, ranks.rank) from error
 
 
-_OWNER_OF_PART: Final = {"connect": "connections", "rehearsal": "stages", "weights": "stages"}
-"""Owner of the host memory that a part of the session's opening takes."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class _PreparedRun:
     """A run that is ready for its first step."""
@@ -108,7 +111,7 @@ class _PreparedRun:
     model_files: ModelFiles
     model_folder: Path
     resume: Resume | None
-    host: HostMemoryUsage
+    startup: StartupMeter
     base: AdapterBase | None
     """The model that adapters are for; None where there are none."""
     origin: Origin
@@ -119,6 +122,13 @@ class _PreparedRun:
 
 
 def _run(config: Config, ranks: Ranks, given: Collection[str] | None, run_status: RunStatus) -> PredictionTask | None:
+    with StartupMeter() as startup:
+        return _run_measured(config, ranks, given, run_status, startup)
+
+
+def _run_measured(
+    config: Config, ranks: Ranks, given: Collection[str] | None, run_status: RunStatus, startup: StartupMeter
+) -> PredictionTask | None:
     timing = RunTimer()
     _check_installed(config)
     if only_answers(config):
@@ -134,7 +144,11 @@ def _run(config: Config, ranks: Ranks, given: Collection[str] | None, run_status
     )
     try:
         return _watched(
-            _prepare_run(config, ranks, given, run_status, resume, watchdog), ranks, run_status, timing, watchdog
+            _prepare_run(config, ranks, given, run_status, resume, watchdog, startup),
+            ranks,
+            run_status,
+            timing,
+            watchdog,
         )
     finally:
         watchdog.stop()
@@ -173,6 +187,8 @@ def _train_and_save(
         raise
     run_id = None if resume is None else resume.tracker_run_id
     log = open_log(session.run_setup, output.training_folder, state, tracker_run_id=run_id)
+    if log is not None:
+        run.startup.connect(log)
     loop = _loop(run, trainer, saver, evaluator, log, run_status, timing)
     timing.end_loading()
     try:
@@ -226,12 +242,12 @@ def _prepare_run(
     run_status: RunStatus,
     resume: Resume | None,
     watchdog: Watchdog,
+    startup: StartupMeter,
 ) -> _PreparedRun:
     """Read, plan, tokenize, meet and load; a run that is refused leaves nothing behind.
 
     The watchdog begins behind the data: ranks wait for the one that tokenizes for as long as it takes.
     """
-    host = HostMemoryUsage()
     replica_rendezvous = join_replicas(config, ranks)
     config = resolve_dtype(config, ranks, given=given if resume is None else None)  # a checkpoint's format stays
     is_lora = config.adapters.is_lora
@@ -256,22 +272,24 @@ def _prepare_run(
     try:
         check_save_dir(adopted.config, ranks, output.partial, replica_rendezvous)
         # Before the ranks meet: a long tokenization inside a process group would run into its time-out.
+        startup.mark("planning")
         config, data, batches = read_data(adopted.config, ranks, tokenizer)
         if config.evaluation.predicts:
             prediction_samples(data, config)  # refused now, not behind the training
         check_same_data(data.fingerprint, data.evaluation_fingerprint, replica_rendezvous)
         if resume is not None:
             config = _continued(resume, config, data, batches)
+        startup.mark("data")
         run_setup = complete_run_setup(sketch, config, packed=packed_rows(batches), saved=adopted.saved)
         _check_room(run_setup, output, batches, resume)
         watchdog.start()
-        host.mark("data and tokenizer")
+        startup.mark("planning")
         session = open_session(
             run_setup,
             model_folder,
             recordings=recordings_of(run_setup, output.training_folder),
             on_plan_resolved=partial(write_resolved_plan, output),
-            on_part_done=lambda part: host.mark(_OWNER_OF_PART[part]),
+            on_part_done=startup.mark,
             restore=None if resume is None else restoring(resume, run_setup, model_folder, watchdog.activity),
             activity=watchdog.activity,
         )
@@ -289,7 +307,7 @@ def _prepare_run(
         model_files=model_files,
         model_folder=model_folder,
         resume=resume,
-        host=host,
+        startup=startup,
         base=base,
         origin=origin,
     )
@@ -333,7 +351,7 @@ def _saver(run: _PreparedRun) -> CheckpointSaver | None:
     saver = CheckpointSaver(run.session, run.output.save_dir, run_metadata, on_complete=run.output.remove_older_results)
     if run.resume is not None:
         saver.resume_from(run.resume.reader.path, run.resume.num_steps_done, _best(run, BEST_SAVED).step)
-    logger.info("%s", saver.describe())
+    logger.info("%s", table_row("saving", saver.describe()))
     return saver
 
 
@@ -396,8 +414,10 @@ def _loop(
 
 
 def _train(run: _PreparedRun, loop: TrainingLoop) -> StopReason:
-    log_start(run.session.run_setup)
-    log_host_memory_usage(run.session, run.host)
+    run.startup.mark("optimizer")
+    if loop.log is not None:
+        loop.log.emit(run_started(run.session.run_setup, run.batches, run.startup))
+    log_host_memory_usage(run.session, run.startup.host)
     ending = loop.run()
     run.session.write_recordings()
     if ending in (StopReason.LAST_STEP, StopReason.EARLY_STOPPING):
@@ -456,7 +476,7 @@ def _leave_early(
     A run whose time is up ends well, or a launcher would start it again.
     """
     if loop.log is not None:
-        loop.log.finish()
+        loop.log.finish(ending.value)
         loop.log.close()
     told = "nothing is saved (--save_strategy no)" if saver is None else "no checkpoint could be saved"
     if saver is not None and saver.newest is not None:

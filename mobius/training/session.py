@@ -38,12 +38,12 @@ from mobius.optim.adamw_gpu import GPUAdamW
 from mobius.optim.loss_scaler import LossScaler
 from mobius.optim.optimizer_stepper import OptimizerStepper, StepCounts
 from mobius.optim.tied_weights import TiedWeights
-from mobius.output.recordings import Recordings
-from mobius.output.trace import TraceFacts
 from mobius.planning.measured_plan import plan_by_measurement
 from mobius.planning.node_checks import check_same_residents
 from mobius.planning.run_setup import RunSetup
 from mobius.ranks import cache_folder
+from mobius.reporting.recordings import Recordings
+from mobius.reporting.trace import TraceFacts
 from mobius.runtime.waits import WaitClock
 from mobius.training.memory_check import allocate_stages_that_fit
 from mobius.training.stages import RankStages
@@ -170,7 +170,8 @@ def open_session(
 
     `source` gives the weights instead of `model_folder` (a benchmark's are random), `transport` is one that has met the
     other ranks already. `on_plan_resolved` is called with the plan that all ranks agree on, before it takes memory;
-    `on_part_done` with each part's name as it ends: connect, weights, rehearsal. `restore` fills the stages in the
+    `on_part_done` with each part's name as it ends: connections, measuring, rehearsal,
+    weights. `restore` fills the stages in the
     place of weights. `activity` is told of each part, of the weights tensor by tensor.
 
     Raises PlanError if the ranks disagree, and what planning, memory and weights raise.
@@ -182,9 +183,10 @@ def open_session(
     activity.start_action("the meeting of all ranks")
     with activity.warming_up():
         transport = transport or _connect(run_setup, spans)
+        done("connections")
         run_setup = plan_by_measurement(run_setup, transport)
         check_same_residents(run_setup.plan, transport)
-    done("connect")
+    done("measuring")
     if (
         rank_context.ranks.is_first
         and rank_context.ranks.num_replicas == 1

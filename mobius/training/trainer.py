@@ -18,8 +18,8 @@ from mobius.machine.devices import MemoryMeter
 from mobius.messages.transport import Transport, all_gather_numbers
 from mobius.optim.lr_schedule import learning_rate_at
 from mobius.optim.optimizer_stepper import OptimizerStepper, StepCounts, StepOutcome
-from mobius.output.metrics import StepMetrics
-from mobius.output.recordings import StepHook
+from mobius.reporting.events import StepMetrics
+from mobius.reporting.recordings import StepHook
 from mobius.runtime.executor import Executor, StepBatch
 from mobius.runtime.waits import WaitClock
 from mobius.schedule.lanes import WaitCause

@@ -85,7 +85,7 @@ PHASES: dict[str, tuple[Moment, int]] = {
     "starting": (lambda _, launcher: len(ranks_of(launcher)) == 2, 1),
     "tokenizing, the parent of the workers": (workers_are_at_work, 0),
     "tokenizing, the one that waits": (workers_are_at_work, 1),
-    "connecting and loading": (printed("dataset loaded"), 0),
+    "connecting and loading": (printed("data  "), 0),
     "in a step": (printed(" 5/100000"), 1),
 }
 

@@ -129,7 +129,7 @@ def test_the_script_tells_a_save_of_now_from_what_an_earlier_start_left(tmp_path
     out, started = tmp_path / "out", StartedRun(tmp_path / "output.txt")
     (out / "checkpoint-3.partial").mkdir(parents=True)
     phases = []
-    for line in ("", "tokenizing: 1 %", "dataset loaded", "start of training"):
+    for line in ("", "tokenizing: 1 %", "data      ", "start-up  "):
         with started.output_file.open("a") as file:
             file.write(f"{line}\n")
         phases.append(kill_and_resume.phase_of(out, started))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from harness.runs import make_checkpoint, make_dataset, run_main
 
-from mobius.output.trace import Trace, read_trace
+from mobius.reporting.trace import Trace, read_trace
 from mobius.schedule import build_schedule
 from mobius.schedule.lanes import Lane, LaneSpan
 

@@ -31,7 +31,7 @@ def test_a_run_with_auto_measures_once_and_says_how_near_its_prediction_was(
 
     def run(folder: str) -> str:
         caplog.clear()
-        with caplog.at_level(logging.INFO):
+        with caplog.at_level(logging.DEBUG):
             run_training(parse_args([*OPTIONS.split(), "--save_dir", folder], num_ranks=1), Ranks(0, 1, 0))
         return caplog.text
 

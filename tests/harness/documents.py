@@ -25,7 +25,7 @@ from harness.forked import Ranks
 
 from mobius.config.cli import parse_args, read_command_line
 from mobius.errors import ConfigError
-from mobius.output.trace import Trace, TraceFacts, write_trace
+from mobius.reporting.trace import Trace, TraceFacts, write_trace
 from mobius.schedule.lanes import Lane, LaneSpan
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,6 +1,6 @@
 """Prediction: a saved model answers the prompts of evaluation data, and its answers are scored and kept.
 
-    samples -> answers (generation.py) -> generated_predictions.jsonl -> scores (output/text_scores.py)
+    samples -> answers (generation.py) -> generated_predictions.jsonl -> scores (text_scores.py)
 
 It needs one process and a Hugging Face folder, and nothing of a training.
 """
@@ -26,8 +26,8 @@ from mobius.data.datasets import PreparedDataset
 from mobius.data.token_store import TokenizedSample
 from mobius.errors import CheckpointError, ConfigError, DataError, reason_of
 from mobius.excerpt import quoted
-from mobius.output.text_scores import is_by_character, text_scores
 from mobius.training.evaluation.generation import Generation, TextGenerator, TokenIds
+from mobius.training.evaluation.text_scores import is_by_character, text_scores
 
 logger = logging.getLogger(__name__)
 

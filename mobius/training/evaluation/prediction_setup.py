@@ -19,7 +19,7 @@ from mobius.training.evaluation.generation import check_generation_config
 from mobius.training.evaluation.prediction import PromptAndLabel, split_prompts
 from mobius.training.final_results import PredictionTask
 from mobius.training.inputs import wait_until_inputs_are_read
-from mobius.training.startup_log import log_model
+from mobius.training.reporting import log_model
 
 
 def only_answers(config: Config) -> bool:

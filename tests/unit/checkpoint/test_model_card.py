@@ -19,7 +19,7 @@ from mobius.config.config import (
     OptimConfig,
     OutputConfig,
 )
-from mobius.output.run_log import TrainerState
+from mobius.reporting.trainer_state import TrainerState
 
 
 def facts(model: str = "Qwen/Qwen3-0.6B", *datasets: DatasetEntry, name: str = "mine") -> CardFacts:

@@ -21,8 +21,8 @@ from harness.compared_runs import assert_equal_tensors, assert_goes_on_exactly, 
 from mobius.checkpoint import folders, saver, tensor_files
 from mobius.config.cli import given_options, parse_args
 from mobius.errors import CheckpointError
-from mobius.output.run_log import TrainerState
 from mobius.ranks import Ranks
+from mobius.reporting.trainer_state import TrainerState
 from mobius.training.loop import TrainingLoop
 from mobius.training.run import run_training
 

@@ -91,6 +91,7 @@ TABLE: dict[str, tuple[str, list[str]]] = {
     "logging_steps": ("--logging_steps 2", [f"{ALONE} --do_eval"]),
     "report_to": ("--report_to wandb", [ANSWERS]),
     "run_name": ("--run_name a", [ANSWERS]),
+    "verbose": ("--verbose", []),
     "show_actions": ("--show_actions", [ANSWERS]),
     "trace": ("--trace", [f"{ALONE} --do_eval"]),
     "profile_steps": ("--profile_steps 1", [f"{ALONE} --do_eval"]),

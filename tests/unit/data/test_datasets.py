@@ -309,7 +309,7 @@ def test_the_place_and_the_size_of_the_cache_are_told_in_a_line(
     prepare_all: PrepareAll, write_lines: WriteLines, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     one, other = write_lines(PAIRS), write_lines([{"text": "some words"}], "text.jsonl")
-    with caplog.at_level(logging.INFO, logger="mobius"):
+    with caplog.at_level(logging.DEBUG, logger="mobius"):
         prepared = prepare_all(one)
         assert f"tokenized data: {format_bytes(prepared.training[0].cache_bytes)} in " in caplog.messages[-1]
         assert caplog.messages[-1].endswith(str(prepared.training[0].cache_folder))

@@ -17,7 +17,7 @@ PROGRAM = """
 import logging, sys, warnings
 from mobius.log import RANK_ZERO_ONLY, setup_logging
 setup_logging(5)
-setup_logging(int(sys.argv[1]))
+setup_logging(int(sys.argv[1]), is_verbose=len(sys.argv) > 2)
 log = logging.getLogger("mobius.training.trainer")
 log.debug("details"); log.info("step %d", 1); log.warning("skipped"); log.error("lost")
 log.warning("the same on all", extra=RANK_ZERO_ONLY)
@@ -28,8 +28,8 @@ warnings.warn("own")
 """
 
 
-def output_of(rank: int) -> tuple[str, str]:
-    command = [sys.executable, "-c", PROGRAM, str(rank)]
+def output_of(rank: int, *options: str) -> tuple[str, str]:
+    command = [sys.executable, "-c", PROGRAM, str(rank), *options]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return run.stdout, run.stderr
 
@@ -41,6 +41,11 @@ def test_the_first_rank_prints_plain_lines() -> None:
         "warning: <string>:12: UserWarning: own",
     ]
     assert err == ""
+
+
+def test_details_are_printed_where_they_are_wanted_and_on_the_first_rank_only() -> None:
+    assert output_of(0, "verbose")[0].splitlines()[:2] == ["details", "step 1"]
+    assert output_of(2, "verbose") == output_of(2)
 
 
 def test_other_ranks_only_warn_and_say_who_they_are() -> None:

@@ -163,7 +163,7 @@ READS_ITSELF = {
         *(
             "planning/file_checks",
             "checkpoint/folders",
-            "output/trace",
+            "reporting/trace",
             "data/datasets",
             "data/token_store",
             "data/workers",

@@ -74,7 +74,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    caplog.set_level(logging.INFO, logger="mobius.machine.numa")
+    caplog.set_level(logging.DEBUG, logger="mobius.machine.numa")
     return caplog
 
 

@@ -89,7 +89,7 @@ def talk(transport: LocalTransport, mailboxes: Mailboxes) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_every_edge_carries_its_messages(num_ranks: int, caplog: pytest.LogCaptureFixture) -> None:
     engines = engines_of(num_ranks)
-    with caplog.at_level(logging.INFO, "mobius"):
+    with caplog.at_level(logging.DEBUG, "mobius"):
         assert with_mailboxes(engines, talk) == [True] * num_ranks
 
     assert [engine.num_held for engine in engines] == [0] * num_ranks

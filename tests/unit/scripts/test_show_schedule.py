@@ -36,7 +36,7 @@ def test_resident_stages_have_no_loads(tmp_path: Path) -> None:
 
 
 def test_schedules_traces_and_their_pictures_need_no_torch() -> None:
-    imports = "import sys, mobius.schedule.render, mobius.output.schedule_picture, mobius.output.timeline_picture"
+    imports = "import sys, mobius.schedule.render, mobius.reporting.pictures, mobius.reporting.pictures"
     code = f"{imports}; print([name for name in ('torch', 'matplotlib') if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

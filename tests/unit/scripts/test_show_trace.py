@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import show_trace
 
-from mobius.output.trace import Trace, TraceFacts, write_trace
+from mobius.reporting.trace import Trace, TraceFacts, write_trace
 from mobius.schedule.lanes import Lane, LaneSpan
 
 

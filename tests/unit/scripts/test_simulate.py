@@ -9,9 +9,9 @@ import pytest
 import simulate
 from harness.plan_requests import find_published_shape
 
-from mobius.output.trace import read_trace
 from mobius.plan.gpu_specs import GPU_SPECS, estimate_profile
 from mobius.plan.profile import Source
+from mobius.reporting.trace import read_trace
 
 SMALL = ["--model_path", "1b", "--batch_size", "8", "--gpus", "2", "--num_stages", "4", "--num_chunks", "4"]
 SMALL += ["--resident_stages", "0"]

@@ -11,7 +11,7 @@ import pytest
 
 from mobius.checkpoint.run_folder import has_results
 from mobius.errors import CheckpointError
-from mobius.output import run_log
+from mobius.reporting import run_log
 
 Run = Callable[..., None]
 JUDGES = ["--no_do_train", "--val_size", "4", "--save_dir", "judged"]

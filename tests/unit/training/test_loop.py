@@ -23,8 +23,8 @@ from harness.compared_runs import (
 from mobius.checkpoint import saver
 from mobius.config.cli import given_options, parse_args
 from mobius.errors import CheckpointError, DataError, GpuMemoryError
-from mobius.output.trackers import Trackers
 from mobius.ranks import Ranks
+from mobius.reporting.trackers import Trackers
 from mobius.runtime.executor import Executor
 from mobius.signal_handling import RunStatus, SavedAndStopped
 from mobius.training.loop import TrainingLoop

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from mobius.activity import Activity
 from mobius.errors import ConfigError, PlanError
-from mobius.output.curves_picture import draw_training
-from mobius.output.metrics import StepMetrics
+from mobius.reporting.events import StepMetrics
+from mobius.reporting.pictures import draw_training
 from mobius.schedule.build import build_schedule
 
 Run = Callable[..., None]
@@ -27,6 +27,7 @@ SAVED_FILES = {
     "README.md",
     "all_results.json",
     "config.json",
+    "events.jsonl",
     "generation_config.json",
     "metrics.jsonl",
     "model.safetensors",
@@ -121,14 +122,13 @@ def test_milestones_come_in_order(run: Run, caplog: pytest.LogCaptureFixture) ->
     run("--show_actions")
 
     milestones = [
-        r"^model loaded: ",
-        r"^dataset loaded: data\.jsonl",
+        r"^model +model \(llama\), ",
+        r"^data +data\.jsonl ",
         r"^actions of rank 0:",
-        r"^stages generated: ",
-        r"^start of training: 3 steps of 4 rows x 16 tokens, in 2 microbatches of 2, on cpu",
-        r"^step 1/3 \| epoch ",
-        r"^step 2/3 \| epoch ",
-        r"^step 3/3 \| epoch ",
+        r"^training +3 steps of 4 rows x 16 tokens, .* in 2 microbatches of 2, on cpu",
+        r"^step 1/3  loss ",
+        r"^step 2/3  loss ",
+        r"^step 3/3  loss ",
         r"^model saved to .*/out",
         r"^模型已保存到 finetune_params\.pt",
         r"^results saved to test_result\.txt",
@@ -295,7 +295,7 @@ def test_a_hang_while_the_picture_is_drawn_would_be_told_as_that(
 def test_a_tracker_that_is_not_installed_is_told_before_anything_is_read(
     run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mobius.output.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("mobius.reporting.trackers.find_spec", lambda name: None)
 
     with pytest.raises(ConfigError, match="--report_to wandb.*pip install wandb"):
         run("--report_to", "wandb", "--model_path", "absent")

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from mobius.checkpoint.model_folder import write_params_file
 from mobius.errors import CheckpointError, MobiusError, NonFiniteLossError, NoResultError
 from mobius.memory.layout import StageLayout
-from mobius.output.metrics import StepMetrics
+from mobius.reporting.events import StepMetrics
 from mobius.signal_handling import RunStatus
 from mobius.training.loop import TrainingLoop
 from mobius.training.session import Session
@@ -287,7 +287,7 @@ def test_a_trace_that_cannot_be_written_does_not_lose_the_model(
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("mobius.output.recordings.write_part", refuse)
+    monkeypatch.setattr("mobius.reporting.recordings.write_part", refuse)
 
     run("--trace")
 

@@ -17,8 +17,8 @@ from mobius.config.config import Config
 from mobius.errors import reason_of
 from mobius.memory.spans import NO_SPANS, SpanRecorder, Spans
 from mobius.messages.transport import Transport
-from mobius.output.timeline_picture import draw_timeline
-from mobius.output.trace import TraceFacts, merge_parts, write_part, write_trace
+from mobius.reporting.pictures import draw_timeline
+from mobius.reporting.trace import TraceFacts, merge_parts, write_part, write_trace
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mobius.errors import ConfigError
-from mobius.output.trace import (
+from mobius.reporting.trace import (
     Trace,
     TraceFacts,
     merge_parts,

@@ -14,7 +14,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mobius.errors import ConfigError
-from mobius.output.trackers import TrackedRun, Trackers, check_installed, start_trackers
+from mobius.reporting.trackers import TrackedRun, Trackers, check_installed, start_trackers
 
 
 class Recorder:

@@ -1,16 +1,25 @@
-"""Owns how a step is drawn, planned or measured: a band for each rank, its lanes beneath each other, a bar per span."""
+"""Pictures that a run leaves: its steps (planned, predicted or measured) and the curves of its training.
+
+A step has a band for each rank with its lanes beneath each other, and a bar for each span. matplotlib is imported by
+the functions that draw, because it takes half a second.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+import warnings
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from statistics import median
+from typing import TYPE_CHECKING, Any, Final
 
 from mobius.errors import ConfigError
-from mobius.output.trace import TraceFacts, parse_action_name
+from mobius.reporting.trace import Trace, TraceFacts, parse_action_name
 from mobius.schedule.lanes import Lane, LaneSpan, WaitCause
+from mobius.schedule.render import place_actions
 from mobius.schedule.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -45,6 +54,17 @@ _LIGHTEST, _DARKEST = 0.35, 0.75
 _COMPUTE_HEIGHT, _LANE_HEIGHT, _SEND_HEIGHT, _GAP, _BAND_GAP = 0.50, 0.17, 0.07, 0.04, 0.16
 _INCHES_PER_UNIT = 0.85
 _FILLED_SHARE = 0.85
+_VISIBLE_SHARE = 0.003
+"""Share of a step below which a cause of waiting is left out of the legend."""
+_PANELS: Final = (
+    ("loss", "loss"),
+    ("grad_norm", "gradient norm"),
+    ("learning_rate", "learning rate"),
+    ("tokens_per_second", "tokens/s, without padding"),
+)
+"""Key in the history of a run, and what it is called."""
+_SMOOTHED: Final = 20
+"""The smoothed curve averages about this fraction of the steps, one in so many."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +99,6 @@ class StepPicture:
 
     def save(self, path: Path) -> None:
         """Draw it as PNG or SVG; the same picture gives the same bytes."""
-        # Imported here: matplotlib takes half a second and training does not need it.
         from matplotlib import rc_context
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
@@ -233,3 +252,132 @@ def _lane_positions(lanes: Sequence[Lane]) -> tuple[dict[Lane, tuple[float, floa
         top += thickness + _GAP
     places[Lane.WAIT] = places[Lane.COMPUTE]
     return places, top + _BAND_GAP
+
+
+def draw_schedule(schedule: Schedule, path: Path) -> None:
+    """Write the picture, PNG or SVG by the suffix of `path`; raises ConfigError for another suffix."""
+    check_picture_name(path)
+    from matplotlib.lines import Line2D
+
+    timeline = [
+        [LaneSpan(span.lane, str(span.action), 1, span.start, span.end) for span in spans]
+        for spans in place_actions(schedule)
+    ]
+    every = [span for spans in timeline for span in spans]
+    duration = max(max(span.end, span.start + 1) for span in every)
+    drops = []
+    if any(span.lane is Lane.OFFLOAD and span.start == span.end for span in every):
+        text, colour = "O s  weights dropped, nothing to copy", LANE_STYLES[Lane.OFFLOAD][0]
+        drops.append(Line2D([], [], marker="d", color=colour, linestyle="", label=text))
+    StepPicture(
+        step=schedule,
+        bands=[lane_bars(spans, schedule) for spans in timeline],
+        duration=duration,
+        width=min(max(1.8 + 0.40 * duration, 8.0), 40.0),
+        labels=[f"GPU {rank}" for rank in range(schedule.num_ranks)],
+        title=f"One step: {describe_sizes(schedule, len(schedule.resident))}",
+        time_label="time (1 = forward of one microbatch)",
+        more_legend=drops,
+        longest_text=max(len(span.name) for span in every),
+        smallest_font=3.5,
+    ).save(path)
+
+
+def draw_timeline(trace: Trace, path: Path, *, step: int | None = None) -> None:
+    """Write the picture of `step` (default: a typical one), PNG or SVG by the suffix of `path`.
+
+    What was under way at the step's borders is cut there. Raises ConfigError for another suffix or a step that was
+    not recorded.
+    """
+    check_picture_name(path)
+    step, facts = trace.choose_step(step), trace.facts
+    from matplotlib.patches import Patch
+
+    start, end = trace.window(step)
+    bands = [lane_bars(trace.within(rank, step), facts, origin=start, scale=1000) for rank in range(facts.num_ranks)]
+    duration = 1000 * (end - start)
+    computed = [[bar.length for bar in band.get(Lane.COMPUTE, [])] for band in bands]
+    lengths = [length for own in computed for length in own]
+    # Half of the compute bars are wide enough for their text.
+    width = 1.2 + 0.34 * duration / median(lengths) if lengths else 0.0
+    waits = [bar for band in bands for bar in band.get(Lane.WAIT, [])]
+    name, sizes = "GPU", describe_sizes(facts)
+    if facts.device == "cpu":
+        name, sizes = "rank", sizes.replace("GPUs", "CPU processes").replace("GPU", "CPU process")
+    how = "as predicted" if facts.is_predicted else "as measured"
+    StepPicture(
+        step=facts,
+        bands=bands,
+        duration=duration,
+        width=min(max(width, 12.0), 24.0),
+        labels=[f"{name} {rank}\nbusy {100 * sum(own) / duration:.0f} %" for rank, own in enumerate(computed)],
+        title=f"Step {step} {how} ({facts.device}), {duration:,.0f} ms: {sizes}",
+        time_label="time in ms",
+        more_legend=[
+            Patch(color=colour, label=f"waits for {cause}")
+            for cause, colour in WAIT_COLOURS.items()
+            if sum(bar.length for bar in waits if bar.colour == colour) > _VISIBLE_SHARE * duration
+        ],
+    ).save(path)
+
+
+def draw_training(history: Iterable[Mapping[str, object]], path: Path, *, title: str) -> None:
+    """Write the picture of `log_history` (trainer_state.json) to `path`, a PNG; entries of any kind may be left out.
+
+    The loss is drawn raw and smoothed, with that of evaluations where there are any.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.0, 6.0), facecolor="white")
+    # Fixed margins: matplotlib takes as long to find them as to draw.
+    figure.subplots_adjust(0.08, 0.08, 0.98, 0.89, wspace=0.2, hspace=0.35)
+    figure.suptitle(title, fontsize=10, parse_math=False)
+    curves = _curves(history, [key for key, _ in _PANELS] + ["eval_loss"])
+    for axes, (key, label) in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
+        _draw(axes, *curves[key], is_noisy=key == "loss")
+        if key == "loss" and curves["eval_loss"][0]:
+            axes.plot(*curves["eval_loss"], "o-", color="tab:red", markersize=3, linewidth=1, label="evaluation")
+        axes.set_title(label, fontsize=9, loc="left")
+        axes.set_xlabel("step", fontsize=8)
+        axes.tick_params(labelsize=8)
+        axes.spines[["right", "top"]].set_visible(False)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8, frameon=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a letter that its font has not is drawn as a box
+        figure.savefig(path, dpi=120, format="png")
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Averages in which older values count exponentially less; the first ones are not drawn towards zero."""
+    keep = 1 - 1 / max(1.0, len(values) / _SMOOTHED)
+    total = weight = 0.0
+    means = []
+    for value in values:
+        total, weight = keep * total + value, keep * weight + 1
+        means.append(total / weight)
+    return means
+
+
+def _draw(axes: Any, steps: Sequence[int], values: Sequence[float], *, is_noisy: bool) -> None:
+    marker = "." if len(steps) < 3 else None  # a line of one point is not seen
+    if not is_noisy:
+        axes.plot(steps, values, marker=marker, color="tab:blue", linewidth=1)
+        return
+    axes.plot(steps, values, marker=marker, color="tab:blue", alpha=0.35, linewidth=1, label="step")
+    axes.plot(steps, smoothed(values), marker=marker, color="tab:blue", linewidth=1.5, label="smoothed")
+
+
+def _curves(
+    history: Iterable[Mapping[str, object]], keys: Sequence[str]
+) -> dict[str, tuple[Sequence[int], Sequence[float]]]:
+    """Steps and finite values of each key; `history` is gone through once, for it may be long."""
+    found = {key: (array("q"), array("d")) for key in keys}
+    for entry in history:
+        for key in keys:
+            value = entry.get(key)
+            if isinstance(value, int | float) and math.isfinite(value):
+                steps, values = found[key]
+                steps.append(int(str(entry["step"])))
+                values.append(value)
+    return dict(found)

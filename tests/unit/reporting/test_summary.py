@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from mobius.errors import CheckpointError
-from mobius.output.metrics import StepMetrics
-from mobius.output.report import RankMemory, RunTimings, StepTotals, closing_lines, write_report
 from mobius.plan.step_prediction import Resource, StepTimePrediction
+from mobius.reporting.events import StepMetrics
+from mobius.reporting.summary import RankMemory, RunTimings, StepTotals, closing_lines, write_report
 
 GIB = 2**30
 

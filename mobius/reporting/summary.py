@@ -10,8 +10,8 @@ from pathlib import Path
 
 from mobius.atomic_files import atomic_write
 from mobius.errors import CheckpointError
-from mobius.output.metrics import StepMetrics, format_clock
 from mobius.plan.step_prediction import StepTimePrediction, steady_seconds
+from mobius.reporting.events import StepMetrics, format_clock
 from mobius.schedule.lanes import WaitCause
 from mobius.units import format_gib
 
@@ -53,6 +53,8 @@ class StepTotals:
         self.first: StepMetrics | None = None
         self.last: StepMetrics | None = None
         self.num_tokens = self.num_samples = self.num_targets = 0
+        self.total_seconds = 0.0
+        self.losses, self.aux_losses = array("d"), array("d")
         self.seconds = array("d")
         """Seconds of each step."""
         self.waits = {cause: array("d") for cause in WaitCause}
@@ -65,6 +67,9 @@ class StepTotals:
         self.num_tokens += metrics.num_tokens
         self.num_samples += metrics.num_samples
         self.num_targets += metrics.num_targets
+        self.total_seconds += metrics.step_seconds
+        self.losses.append(metrics.loss)
+        self.aux_losses.append(metrics.aux_loss or 0.0)
         self.seconds.append(metrics.step_seconds)
         for cause, own in self.waits.items():
             own.append(metrics.wait_seconds.get(cause, 0.0))
@@ -172,7 +177,7 @@ def _time(
         ("seconds per step, median", f"{statistics.median(seconds):.3f} s"),
         ("seconds per step, mean", f"{statistics.fmean(seconds):.3f} s"),
         ("seconds per step, first", f"{seconds[0]:.3f} s"),
-        ("tokens per second, without padding", f"{steps.num_tokens / sum(seconds):,.0f}"),
+        ("tokens per second, without padding", f"{steps.num_tokens / steps.total_seconds:,.0f}"),
     ]
     if mfu is not None:
         rows.append(("MFU of steady steps, by the data sheet", f"{mfu:.1%}"))

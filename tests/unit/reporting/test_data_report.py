@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mobius.output.lengths_picture import added, bin_edges, binned, describe_lengths, draw_lengths, histogram_lines
+from mobius.reporting.data_report import added, bin_edges, binned, describe_lengths, draw_lengths, histogram_lines
 
 
 def counts_of(lengths: list[int]) -> np.ndarray:

@@ -14,9 +14,10 @@ from transformers import TrainerState as TheirState
 
 from mobius.config.config import Config, OptimConfig, OutputConfig, PipelineConfig
 from mobius.errors import CheckpointError
-from mobius.output.metrics import LogHistory, StepMetrics
-from mobius.output.run_log import RunLog, TrainerState
-from mobius.output.trackers import Trackers
+from mobius.reporting.events import CheckpointSaved, Evaluated, StepMetrics
+from mobius.reporting.run_log import RunLog, WarningRecorder
+from mobius.reporting.trackers import Trackers
+from mobius.reporting.trainer_state import LogHistory, TrainerState
 
 STEP = StepMetrics(
     step=1,
@@ -37,6 +38,14 @@ STEP = StepMetrics(
     skipped_steps=0,
     loss_scale=None,
 )
+
+
+USUAL = {"perplexity": 33.1, "token_accuracy": 0.5, "runtime": 2.0, "tokens_per_second": 10.0}
+EVALUATION = {"eval_loss": 3.5, **{f"eval_{name}": value for name, value in USUAL.items()}}
+
+
+def evaluated(log: RunLog, numbers: Mapping[str, float]) -> Evaluated:
+    return Evaluated(step=log.state.global_step, numbers={**USUAL, **numbers}, num_samples=3)
 
 
 class Kept:
@@ -65,9 +74,9 @@ def log_of_four_steps(folder: Path, kept: Kept | None = None, **output: int) -> 
     log = RunLog(folder, TrainerState.at_start(config(**output)), trackers, ideal_step_seconds=4.0)
     for step, seconds in enumerate((40.0, 10.0, 12.0, 8.0), start=1):
         loss = math.nan if step == 2 else 5.0 - step
-        log.step(replace(STEP, step=step, epoch=step / 4, loss=loss, step_seconds=seconds))
+        log.emit(replace(STEP, step=step, epoch=step / 4, loss=loss, step_seconds=seconds))
         if step == 2:
-            log.event("eval", {"loss": 3.5, "perplexity": 33.1})
+            log.emit(evaluated(log, {"loss": 3.5, "perplexity": 33.1}))
     log.finish()
     log.close()
     return log
@@ -85,10 +94,10 @@ def test_transformers_reads_the_state(tmp_path: Path) -> None:
     assert (state.global_step, state.max_steps, state.epoch, state.num_train_epochs) == (4, 4, 1.0, 1)
     assert (state.num_input_tokens_seen, state.train_batch_size, state.logging_steps) == (4000, 64, 1)
     assert [entry["step"] for entry in state.log_history] == [1, 2, 2, 3, 4, 4]
-    first, _, evaluated, *_, end = state.log_history
+    first, _, evaluation, *_, end = state.log_history
     assert {"loss": 4.0, "grad_norm": 1.5, "learning_rate": 1e-5, "epoch": 0.25}.items() <= first.items()
     assert (first["mfu"], first["wait_seconds"], first["step_seconds"]) == (0.1, {"weights": 0.5}, 40.0)
-    assert evaluated == {"eval_loss": 3.5, "eval_perplexity": 33.1, "epoch": 0.5, "step": 2}
+    assert evaluation == {**EVALUATION, "epoch": 0.5, "step": 2}
     assert end["train_runtime"] == 70.0
 
 
@@ -123,7 +132,7 @@ def test_results_have_the_last_numbers_of_training_and_evaluation(tmp_path: Path
     assert train["train_samples_per_second"] == pytest.approx(4 * 64 / 70)
     assert train["train_steps_per_second"] == pytest.approx(4 / 70)
     assert (train["epoch"], train["num_input_tokens_seen"]) == (1.0, 4000)
-    assert evaluation == {"eval_loss": 3.5, "eval_perplexity": 33.1, "epoch": 0.5}
+    assert evaluation == {**EVALUATION, "epoch": 0.5}
     assert read(tmp_path / "all_results.json") == {**evaluation, **train}
 
 
@@ -132,14 +141,15 @@ def test_steps_between_logging_steps_are_in_the_metrics_only(tmp_path: Path, cap
     kept = Kept()
     log_of_four_steps(tmp_path, kept, logging_steps=3)
 
-    assert [text.split(" | ")[0] for text in caplog.messages] == ["step 1/4", "step 3/4", "step 4/4"]
-    assert caplog.messages[1].endswith("| 0:00:12 left")
+    shown = [text for text in caplog.messages if text.startswith("step ")]
+    assert [text.split("  ")[0] for text in shown] == ["step 1/4", "step 3/4", "step 4/4"]
+    assert shown[1].endswith(" 12s left")
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
     assert [(step, sorted(numbers)[0].split("/")[0]) for step, numbers in kept.lines] == [
         *((1, "train"), (2, "eval"), (3, "train"), (4, "train"))
     ]
     assert kept.lines[0][1]["train/wait_seconds/weights"] == 0.5
-    assert kept.lines[1][1] == {"eval/loss": 3.5, "eval/perplexity": 33.1}
+    assert kept.lines[1][1] == {"eval/loss": 3.5, **{f"eval/{name}": value for name, value in USUAL.items()}}
 
 
 def test_a_line_tells_the_mean_loss_of_the_steps_since_the_line_before(
@@ -149,11 +159,11 @@ def test_a_line_tells_the_mean_loss_of_the_steps_since_the_line_before(
     kept = Kept()
     log = RunLog(tmp_path, TrainerState.at_start(config(logging_steps=3)), Trackers({"kept": lambda: kept}))
     for step, loss in enumerate((9.0, 4.0, 2.0, 7.0), start=1):
-        log.step(replace(STEP, step=step, loss=loss, aux_loss=loss / 10, learning_rate=step * 1e-5))
+        log.emit(replace(STEP, step=step, loss=loss, aux_loss=loss / 10, learning_rate=step * 1e-5))
     log.close()
 
     shown = {1: 9.0, 3: 3.0, 4: 7.0}
-    assert [float(text.split("| loss ")[1].split()[0]) for text in caplog.messages] == list(shown.values())
+    assert [float(text.split("  loss ")[1].split()[0]) for text in caplog.messages] == list(shown.values())
     for entries in (log.state.log_history, [numbers for _, numbers in kept.lines]):
         prefix = "" if entries is log.state.log_history else "train/"
         assert [entry[f"{prefix}loss"] for entry in entries] == list(shown.values())
@@ -167,7 +177,7 @@ def test_a_line_tells_the_mean_loss_of_the_steps_since_the_line_before(
 def test_the_mean_goes_over_a_resume(tmp_path: Path) -> None:
     def losses_until(last: int, log: RunLog) -> None:
         for step in range(log.state.global_step + 1, last + 1):
-            log.step(replace(STEP, step=step, loss=float(step * step)))
+            log.emit(replace(STEP, step=step, loss=float(step * step)))
         log.close()
 
     def shown(folder: Path) -> list[tuple[int, float]]:
@@ -187,7 +197,7 @@ def test_the_mean_goes_over_a_resume(tmp_path: Path) -> None:
 
 def test_a_state_is_carried_on_from_where_a_checkpoint_has_it(tmp_path: Path) -> None:
     first = RunLog(tmp_path, TrainerState.at_start(config()), Trackers({}))
-    first.step(STEP)
+    first.emit(STEP)
     checkpoint = tmp_path / "checkpoint-1"
     checkpoint.mkdir()
     first.write_state(checkpoint)
@@ -195,7 +205,7 @@ def test_a_state_is_carried_on_from_where_a_checkpoint_has_it(tmp_path: Path) ->
 
     state = TrainerState.from_json((checkpoint / "trainer_state.json").read_text())
     second = RunLog(tmp_path, state, Trackers({}))
-    second.step(replace(STEP, step=2, epoch=0.5))
+    second.emit(replace(STEP, step=2, epoch=0.5))
     second.close()
 
     assert [entry["step"] for entry in state.log_history] == [1, 2]
@@ -206,7 +216,7 @@ def test_a_state_is_carried_on_from_where_a_checkpoint_has_it(tmp_path: Path) ->
 
 def test_an_evaluation_before_the_first_step_has_no_time_left(tmp_path: Path) -> None:
     log = RunLog(tmp_path, TrainerState.at_start(config()), Trackers({}))
-    log.event("eval", {"loss": 8.0})
+    log.emit(evaluated(log, {"loss": 8.0}))
     log.finish()
     log.close()
 
@@ -225,9 +235,9 @@ def test_a_folder_that_is_gone_ends_nothing(tmp_path: Path, caplog: pytest.LogCa
 def steps(log: RunLog, first: int, last: int) -> None:
     for step in range(first, last + 1):
         seconds, loss = 10.0 * step, math.nan if step == 2 else 5.0 - step
-        log.step(replace(STEP, step=step, epoch=step / 4, loss=loss, step_seconds=seconds))
+        log.emit(replace(STEP, step=step, epoch=step / 4, loss=loss, step_seconds=seconds))
         if step == 2:
-            log.event("eval", {"loss": 3.5})
+            log.emit(evaluated(log, {"loss": 3.5}))
 
 
 def text_of_steps(folder: Path, last: int) -> str:
@@ -268,11 +278,11 @@ def test_a_resumed_run_leaves_what_the_uninterrupted_one_leaves(tmp_path: Path) 
 def test_an_evaluation_that_the_checkpoint_does_not_know_is_made_again(tmp_path: Path) -> None:
     text = text_of_steps(tmp_path, 2)
     state = TrainerState.from_json(text)
-    state.log_history = LogHistory(state.log_history[:-1])  # saved between step 2 and its evaluation
+    state.log_history = LogHistory([*state.log_history][:-1])  # saved between step 2 and its evaluation
 
     log = RunLog(tmp_path, state, Trackers({}))
     assert [line.get("eval_loss") for line in lines_of(tmp_path / "trainer_log.jsonl")] == [None, None]
-    log.event("eval", {"loss": 3.5})
+    log.emit(evaluated(log, {"loss": 3.5}))
     log.close()
 
     shown = lines_of(tmp_path / "trainer_log.jsonl")[-1]
@@ -284,11 +294,11 @@ def test_an_evaluation_behind_the_last_step_is_not_piled_up_by_each_resume(tmp_p
     text = text_of_steps(tmp_path, 2)
     for _ in range(3):
         log = RunLog(tmp_path, TrainerState.from_json(text), Trackers({}))
-        log.event("eval", {"loss": 3.5})  # of --do_eval, behind the last save
+        log.emit(evaluated(log, {"loss": 3.5}))  # of --do_eval, behind the last save
         log.close()
 
-    evaluated = [line["current_steps"] for line in lines_of(tmp_path / "trainer_log.jsonl") if "eval_loss" in line]
-    assert evaluated == [entry["step"] for entry in log.state.log_history if "eval_loss" in entry] == [2, 2]
+    shown = [line["current_steps"] for line in lines_of(tmp_path / "trainer_log.jsonl") if "eval_loss" in line]
+    assert shown == [entry["step"] for entry in log.state.log_history if "eval_loss" in entry] == [2, 2]
 
 
 def test_results_of_a_resumed_run_are_those_of_its_process_with_totals_beside(tmp_path: Path) -> None:
@@ -304,7 +314,7 @@ def test_results_of_a_resumed_run_are_those_of_its_process_with_totals_beside(tm
     assert (train["train_resumed_from_step"], train["train_steps_total"]) == (2, 4)
     assert (train["train_runtime_total"], train["num_input_tokens_seen"]) == (100.0, 4000)
     assert train["train_loss_total"] == pytest.approx((4 + 2 + 1) / 3)
-    assert read(tmp_path / "eval_results.json") == {"eval_loss": 3.5, "epoch": 0.5}, "it was before the checkpoint"
+    assert read(tmp_path / "eval_results.json") == {**EVALUATION, "epoch": 0.5}, "it was before the checkpoint"
 
 
 def test_a_run_that_goes_on_in_another_folder_tells_no_totals_that_it_does_not_know(tmp_path: Path) -> None:
@@ -349,19 +359,16 @@ def test_the_state_goes_through_json_with_numbers_that_json_does_not_have(tmp_pa
     text = text_of_steps(tmp_path, 3)
     state = TrainerState.from_json(text)
 
-    assert isinstance(state.log_history[1]["loss"], float), "a curve is drawn of it"
-    assert math.isnan(state.log_history[1]["loss"])
+    assert isinstance([*state.log_history][1]["loss"], float), "a curve is drawn of it"
+    assert math.isnan([*state.log_history][1]["loss"])
     assert state.to_json() == text
 
 
-def test_text_of_entries_is_made_once_and_a_snapshot_does_not_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_snapshot_does_not_change(tmp_path: Path) -> None:
     state = TrainerState.from_json(text_of_steps(tmp_path, 3))
     text = state.to_json()
-    monkeypatch.setattr("mobius.output.metrics.json_text", lambda _: '{"step": 3}')
     snapshot = state.snapshot()
-    state.log_history.append({})
+    state.log_history.append({"step": 3})
     state.global_step = 9
 
     assert snapshot.to_json() == text
@@ -373,7 +380,7 @@ def test_the_best_evaluation_is_in_the_state_that_transformers_reads(tmp_path: P
     steps(log, 1, 4)
     assert log.state.best_metric is None
     log.note_best(3.5, 2, tmp_path / "checkpoint-2")
-    log.event("eval", {"loss": 9.0})
+    log.emit(evaluated(log, {"loss": 9.0}))
     log.write_state(tmp_path)
 
     state = TheirState.load_from_json(str(tmp_path / "trainer_state.json"))
@@ -433,3 +440,47 @@ def test_a_state_that_lacks_a_field_or_is_no_json_is_refused(tmp_path: Path) -> 
     for text, problem in ((json.dumps(fields), "it lacks epoch"), ('{"epo', "is no JSON"), ("[]", r"it is \[\]")):
         with pytest.raises(CheckpointError, match=problem):
             TrainerState.from_json(text)
+
+
+def test_the_feed_has_every_event_in_order_with_warnings_of_before(tmp_path: Path) -> None:
+    with WarningRecorder() as warnings:
+        logging.getLogger("mobius.data").warning("3 samples are cut")
+        log = RunLog(tmp_path, TrainerState.at_start(config(logging_steps=3)), Trackers({}))
+        warnings.connect(log)
+        log.emit(STEP)
+        logging.getLogger("mobius.optim").warning("step 2 is skipped")
+        log.emit(replace(STEP, step=2, grad_norm=math.nan))
+        log.emit(CheckpointSaved(step=2, path="out/checkpoint-2", num_bytes=2**20, seconds=0.5, waited_seconds=0.0))
+        log.emit(evaluated(log, {"loss": 3.5}))
+        log.finish()
+        log.close()
+        logging.getLogger("mobius").warning("after the end")
+
+    feed = lines_of(tmp_path / "events.jsonl")
+    assert [(line["event"], line["step"]) for line in feed] == [
+        *(("warning", 0), ("step", 1), ("warning", 1), ("step", 2), ("checkpoint", 2), ("evaluation", 2), ("end", 2))
+    ]
+    assert feed[0]["text"] == "3 samples are cut"
+    steps = [{k: v for k, v in line.items() if k not in ("event", "time")} for line in feed if line["event"] == "step"]
+    assert steps == lines_of(tmp_path / "metrics.jsonl"), "the feed has what the metrics have, under the same names"
+    assert feed[5]["numbers"] == {**USUAL, "loss": 3.5}
+    assert {"reason": "last step", "num_steps": 2, "step_seconds": 20.0}.items() <= feed[6].items()
+
+
+def test_a_resumed_run_cuts_the_feed_to_its_checkpoint(tmp_path: Path) -> None:
+    state = TrainerState.from_json(text_of_steps(tmp_path, 2))
+    log = RunLog(tmp_path, state, Trackers({}))
+    steps(log, 3, 4)
+    log.close()
+
+    feed = [(line["event"], line["step"]) for line in lines_of(tmp_path / "events.jsonl")]
+    assert feed == [("step", 1), ("step", 2), ("evaluation", 2), ("step", 3), ("step", 4), ("end", 4)]
+    assert lines_of(tmp_path / "events.jsonl")[-1]["reason"] == "error", "the results were not written"
+
+
+def test_a_feed_that_cannot_be_written_warns_and_does_not_wait_for_itself(tmp_path: Path) -> None:
+    with WarningRecorder() as warnings:
+        log = RunLog(tmp_path / "absent", TrainerState.at_start(config()), Trackers({}))
+        warnings.connect(log)
+        log.emit(STEP)
+        log.close()

@@ -11,7 +11,13 @@ import sacrebleu
 from torchmetrics.functional.text.rouge import rouge_score
 
 from mobius.errors import ConfigError
-from mobius.output.text_scores import check_scores_installed, is_by_character, spaced, text_scores, words_of
+from mobius.training.evaluation.text_scores import (
+    check_scores_installed,
+    is_by_character,
+    spaced,
+    text_scores,
+    words_of,
+)
 
 
 def test_bleu_is_the_geometric_mean_of_four_precisions_with_a_penalty_for_brevity() -> None:
@@ -129,7 +135,7 @@ def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(mo
             raise ModuleNotFoundError(f"No module named {name!r}", name="torchmetrics")
         return importlib.__import__(name)
 
-    monkeypatch.setattr("mobius.output.text_scores.importlib.import_module", without_rouge)
+    monkeypatch.setattr("mobius.training.evaluation.text_scores.importlib.import_module", without_rouge)
 
     with pytest.raises(ConfigError, match=r"^`--do_predict` .*not installed: pip install torchmetrics$"):
         check_scores_installed()
@@ -139,7 +145,7 @@ def test_a_package_that_is_broken_is_told_from_one_that_is_missing(monkeypatch: 
     def broken(name: str) -> ModuleType:
         raise ModuleNotFoundError("No module named 'lxml'", name="lxml")
 
-    monkeypatch.setattr("mobius.output.text_scores.importlib.import_module", broken)
+    monkeypatch.setattr("mobius.training.evaluation.text_scores.importlib.import_module", broken)
 
     with pytest.raises(ConfigError) as caught:
         check_scores_installed()

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mobius.output.metrics import JsonLines, StepMetrics, filter_lines, step_line
+from mobius.reporting.events import RunStarted, StepMetrics, detail_line, format_digits, format_time_left, step_line
+from mobius.reporting.json_lines import JsonLines, filter_lines
 
 STEP = StepMetrics(
     step=7,
@@ -36,38 +37,93 @@ STEP = StepMetrics(
 
 def test_the_line_tells_all_columns_with_units() -> None:
     assert step_line(STEP, 150) == (
-        "step   7/150 | epoch  0.500 | loss  2.3457 | grad norm    1.500 | lr 1.00e-05 |   10.02 s | "
-        "   3,269 tokens/s |   64 samples,  32,767 tokens, 25.0 % padding | "
-        "waits weights  0.25, optimizer  0.50, neighbours  0.12 s | GPU  12.34 GiB | host 101.50 GiB"
+        "step   7/150  loss  2.3457  norm 1.500  lr 1.00e-05  10.0 s   3,269 tok/s  12.3 GiB"
     )
+    assert step_line(replace(STEP, peak_gpu_memory_gib=None), 150).endswith("   102 GiB"), "the host's"
+    assert step_line(STEP, 150, 3725.4) == step_line(STEP, 150) + "   1h02m left"
 
 
-def test_a_loss_over_routers_stands_behind_the_loss() -> None:
-    assert "| loss  2.3457 | aux loss  2.0312 | grad norm" in step_line(replace(STEP, aux_loss=2.03125), 150)
-    assert "aux" not in step_line(STEP, 150)
+def test_the_line_fits_a_terminal_and_its_columns_stay_in_place() -> None:
+    first = replace(STEP, step=1, loss=11.25, grad_norm=512.25, step_seconds=120.5, tokens_per_second=99_999.0)
+    last = replace(STEP, step=9999, loss=0.5, grad_norm=0.031, step_seconds=0.25, tokens_per_second=7.0)
+    lines = [step_line(metrics, 9999, left) for metrics, left in ((first, 359_000.0), (last, 0.0))]
+
+    assert max(map(len, lines)) <= 100
+    for word in ("loss", "norm", "lr", " s ", "tok/s", "GiB", "left"):
+        assert len({line.index(word) for line in lines}) == 1, lines
 
 
-def test_columns_stay_in_place_over_the_steps_of_a_run() -> None:
-    first = step_line(replace(STEP, step=1, loss=11.2, grad_norm=512.25, step_seconds=120.5), 150)
-    last = step_line(replace(STEP, step=150, loss=0.5, grad_norm=0.031, tokens_per_second=123456.0), 150)
-
-    assert [i for i, c in enumerate(first) if c == "|"] == [i for i, c in enumerate(last) if c == "|"]
-
-
-def test_without_a_gpu_the_line_tells_none() -> None:
-    assert "GPU" not in step_line(replace(STEP, peak_gpu_memory_gib=None, reserved_gpu_memory_gib=None), 150)
-
-
-def test_skipped_steps_and_the_loss_scale_are_told_when_there_are_any() -> None:
-    line = step_line(replace(STEP, grad_norm=math.nan, loss_scale=65536.0, skipped_steps=2), 150)
-
-    assert "grad norm      nan" in line
-    assert line.endswith("| loss scale 65536 | 2 skipped")
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *((1.0567, "1.057"), (12.345, "12.35"), (12345.6, "12346"), (0.8912, "0.891"), (0.0, "0"), (math.nan, "nan")),
+        *((0.00012, "1.2e-04"), (0.0312, "0.031"), (math.inf, "inf")),
+    ],
+)
+def test_numbers_are_rounded_never_cut(value: float, text: str) -> None:
+    assert format_digits(value, 4) == text
 
 
-def test_the_time_left_ends_the_line_if_it_is_known() -> None:
-    assert step_line(STEP, 150, 3725.4) == step_line(STEP, 150) + " | 1:02:05 left"
-    assert step_line(STEP, 150, 90_061.0).endswith("| 1 day, 1:01:01 left")
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(4.6, "5s"), (725.0, "12m05s"), (7500.0, "2h05m"), (359_000.0, "99h43m"), (360_000.0, "4d04h")],
+)
+def test_the_time_left_is_short(seconds: float, text: str) -> None:
+    assert format_time_left(seconds) == text
+
+
+def test_the_details_have_what_the_line_leaves_out() -> None:
+    line = detail_line(replace(STEP, aux_loss=2.03125, loss_scale=65536.0, skipped_steps=2))
+
+    for part in (
+        *("epoch 0.500", "64 samples, 32,767 tokens, 25.0 % padding", "weights 0.25, optimizer 0.50, neighbours 0.12"),
+        *("GPU 12.34 GiB, 13.00 reserved", "host 101.50 GiB", "router loss 2.0312", "loss scale 65536", "2 skipped"),
+    ):
+        assert part in line
+    assert "GPU" not in detail_line(replace(STEP, peak_gpu_memory_gib=None, reserved_gpu_memory_gib=None))
+
+
+START = RunStarted(
+    name="first",
+    num_parameters=100,
+    num_trained=100,
+    dtype="bf16",
+    device="NVIDIA L20",
+    num_ranks=4,
+    num_replicas=1,
+    num_steps=25,
+    num_epochs=0.186,
+    batch_size=64,
+    seq_length=512,
+    num_microbatches=8,
+    microbatch_rows=8,
+    plan="8 stages on 4 rank(s), 8 microbatches",
+    planned_gpu_bytes=12 * 2**30,
+    gpu_bytes=24 * 2**30,
+    planned_host_bytes=60 * 2**30,
+    predicted_step_seconds=1.25,
+    bottleneck="compute",
+    startup_seconds={"imports": 2.0, "data": 0.5, "connections": 0.01},
+)
+
+
+def test_a_start_is_a_short_table() -> None:
+    rows = dict(line.split(maxsplit=1) for line in START.line.splitlines())
+
+    assert list(rows) == ["training", "plan", "memory", "step", "start-up"]
+    assert rows["training"].startswith("25 steps of 64 rows x 512 tokens")
+    assert "12.0 GiB of 24.0 GiB" in rows["memory"]
+    assert "60.0 GiB" in rows["memory"]
+    assert rows["step"].startswith("1.250 s")
+    assert rows["start-up"] == "2.5 s: imports 2.0, data 0.5"
+
+
+def test_a_start_on_cpus_has_no_rows_about_gpus_and_one_with_replicas_names_them() -> None:
+    on_cpu = replace(START, planned_gpu_bytes=None, gpu_bytes=None, predicted_step_seconds=None, num_replicas=2).line
+
+    assert "GPU" not in on_cpu.replace("NVIDIA", "")
+    assert "predicted" not in on_cpu
+    assert "2 replicas" in on_cpu
 
 
 def test_the_log_has_a_complete_line_after_each_step(tmp_path: Path) -> None:

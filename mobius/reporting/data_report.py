@@ -1,0 +1,210 @@
+"""Report on datasets before a run: tables of samples, tokens and steps, and the histogram of sample lengths."""
+
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from mobius.config.config import DatasetEntry
+from mobius.data.batches import TrainingBatches
+from mobius.data.datasets import PreparedDataset
+from mobius.data.preview import escape_invisible
+from mobius.data.statistics import SampleStatistics
+
+Counts = npt.NDArray[np.int64]
+"""Samples of each length, from 0 tokens on."""
+
+_MAX_BINS: Final = 16
+_BAR: Final = 50
+"""Characters of the longest bar."""
+_NAME: Final = 32
+"""Characters of a dataset's name in a table; the end of a path tells more than its beginning."""
+
+
+@dataclass(frozen=True)
+class DatasetStatistics:
+    """A dataset, what was counted in it, and how many of its samples are trained on (none: it is evaluated on)."""
+
+    dataset: PreparedDataset
+    statistics: SampleStatistics
+    num_trained: int
+
+    @property
+    def name(self) -> str:
+        return name_of(self.dataset.entry)
+
+    @property
+    def epoch_tokens(self) -> float:
+        """Tokens that an epoch takes of it, on average."""
+        return self.statistics.num_tokens * self.dataset.entry.weight * self.num_trained / self.statistics.num_samples
+
+
+def name_of(entry: DatasetEntry) -> str:
+    """The dataset as it was given, short and visible, with what chooses a part of it."""
+    parts = [entry.name, *([entry.subset] if entry.subset else []), *([entry.split] if entry.split != "train" else [])]
+    name = escape_invisible(" ".join(parts)).replace("\n", "\\n")
+    return name if len(name) <= _NAME else f"...{name[3 - _NAME :]}"
+
+
+def dataset_table(datasets: Sequence[DatasetStatistics]) -> list[str]:
+    """A line for each dataset: what became of its records, its samples and tokens, and its share of an epoch."""
+    total = sum(each.epoch_tokens for each in datasets)
+    has_weights = any(each.dataset.entry.weight != 1 for each in datasets)
+    heads = ("dataset", "format", "read", "kept", "cut", "dropped", "empty", "samples", "tokens", "targets", "of them")
+    rows: list[Sequence[str]] = [(*heads, *(["weight"] if has_weights else []), "epoch")]
+    for each in datasets:
+        counts, statistics = each.dataset.counts, each.statistics
+        numbers = (counts.read, counts.kept, counts.cut, counts.dropped, counts.empty)
+        sums = (statistics.num_samples, statistics.num_tokens, statistics.num_targets)
+        uses = [_percent(each.epoch_tokens / total)]
+        if has_weights:
+            uses.insert(0, f"{each.dataset.entry.weight:g}")
+        uses = uses if each.num_trained else ["-"] * len(uses)
+        cells = (f"{number:,}" for number in (*numbers, *sums))
+        rows.append(
+            (
+                each.name,
+                each.dataset.format_name,
+                *cells,
+                _percent(statistics.num_targets / statistics.num_tokens),
+                *uses,
+            )
+        )
+    lines = _aligned(rows, num_left=2)
+    if any(each.dataset.counts.cut for each in datasets):
+        lines.append("  cut: longer than seq_length, so that tokens are lost")
+    dropped = sum((Counter(each.dataset.counts.dropped_by_reason) for each in datasets), Counter[str]())
+    if dropped:
+        lines.append(f"  dropped: {', '.join(f'{number:,} {reason}' for reason, number in dropped.items())}")
+    return lines
+
+
+def step_table(
+    ways: Sequence[tuple[str, TrainingBatches]], *, batch_size: int, seq_length: int, target_share: float
+) -> list[str]:
+    """A line for each way (name, batches) to make rows: what a step holds and how many make an epoch."""
+    rows: list[Sequence[str]] = [("a step holds", "samples", "tokens", "targets", "padding", "steps of an epoch")]
+    for name, batches in ways:
+        row_statistics = batches.row_statistics
+        tokens = batch_size * seq_length * (1 - row_statistics.padding)
+        samples = row_statistics.samples_per_row * batch_size
+        steps = 1 / batches.num_epochs_of(1)
+        numbers = (
+            f"{samples:,.0f}",
+            f"{tokens:,.0f}",
+            f"{tokens * target_share:,.0f}",
+            _percent(row_statistics.padding),
+        )
+        rows.append((name, *numbers, f"{steps:,.1f}" if steps >= 1 else f"{steps:.2g}"))
+    return _aligned(rows, num_left=1)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _aligned(rows: Sequence[Sequence[str]], *, num_left: int) -> list[str]:
+    """Lines of a table; the first columns are flush left, numbers are flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  "
+        + "  ".join(
+            cell.ljust(width) if place < num_left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def added(datasets: Sequence[Counts]) -> Counts:
+    """Samples of each length in all datasets together."""
+    total = np.zeros(max(map(len, datasets)), dtype=np.int64)
+    for counts in datasets:
+        total[: len(counts)] += counts
+    return total
+
+
+def bin_edges(counts: Counts) -> list[int]:
+    """Lengths at which the bins end, each inclusive, the first before the shortest sample and the last the longest.
+
+    Bins are equally wide; each ends at twice the one before it if lengths differ so much that the first of equal ones
+    would hold half of all samples.
+    """
+    found = np.flatnonzero(counts)
+    shortest, longest = int(found[0]), int(found[-1])
+    width = 1 << max(0, -(-longest // _MAX_BINS) - 1).bit_length()
+    inner = range((shortest - 1) // width * width, longest, width)
+    first = int(counts[: inner[0] + width + 1].sum())
+    if 2 * first < int(counts.sum()) or 8 * inner[0] >= longest or longest <= _MAX_BINS:
+        return [*inner, longest]
+    start = max(0, (shortest - 1).bit_length() - 1)
+    powers = [1 << power for power in range(start, longest.bit_length()) if 1 << power < longest]
+    return [0 if shortest <= powers[0] else powers.pop(0), *powers, longest]
+
+
+def binned(counts: Counts, edges: Sequence[int]) -> list[int]:
+    """Samples in each bin."""
+    through = np.cumsum(counts)
+    ends = [int(through[min(edge, len(counts) - 1)]) for edge in edges]
+    return [after - before for before, after in pairwise(ends)]
+
+
+def describe_lengths(counts: Counts) -> str:
+    """Shortest, median, mean and longest length in words."""
+    found, through = np.flatnonzero(counts), np.cumsum(counts)
+    median = int(np.searchsorted(through, (through[-1] + 1) // 2))
+    mean = float(counts @ np.arange(len(counts))) / int(through[-1])
+    return f"shortest {found[0]:,}, median {median:,}, mean {mean:,.1f}, longest {found[-1]:,}"
+
+
+def histogram_lines(counts: Counts, *, block: str) -> list[str]:
+    """A line for each bin: its lengths, its samples and a bar of `block`; a bin that is not empty has at least one."""
+    edges = bin_edges(counts)
+    numbers = binned(counts, edges)
+    labels = _labels(edges)
+    width, digits, most = max(map(len, labels)), len(f"{max(numbers):,}"), max(numbers)
+    return [
+        f"  {label:>{width}} | {number:>{digits},} {block * -(-number * _BAR // most)}".rstrip()
+        for label, number in zip(labels, numbers, strict=True)
+    ]
+
+
+def draw_lengths(path: Path, datasets: Sequence[tuple[str, Counts]], *, seq_length: int) -> None:
+    """Write the histogram as PNG, the bars of all datasets (name, counts) on top of each other. Raises OSError."""
+    # Imported here: matplotlib takes half a second and training does not need it.
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    total = added([counts for _, counts in datasets])
+    edges = bin_edges(total)
+    figure = Figure(figsize=(8.0, 4.0), facecolor="white", layout="constrained")
+    axes = figure.add_subplot()
+    places, bottom = np.arange(len(edges) - 1), np.zeros(len(edges) - 1)
+    bars = []
+    for number, (_, counts) in enumerate(datasets):
+        heights = np.array(binned(counts, edges), dtype=np.float64)
+        bars.append(axes.bar(places, heights, 0.9, bottom=bottom, color=colormaps["tab10"](number % 10)))
+        bottom += heights
+    axes.set_xticks(places, _labels(edges), rotation=45, ha="right", fontsize=8)
+    axes.set_xlabel("tokens", fontsize=9)
+    axes.set_ylabel("samples", fontsize=9)
+    axes.spines[["right", "top"]].set_visible(False)
+    title = f"Lengths of {int(total.sum()):,} samples in rows of {seq_length:,} tokens: {describe_lengths(total)}"
+    axes.set_title(title, fontsize=9, loc="left")
+    if len(datasets) > 1:
+        legend = axes.legend(bars, [name for name, _ in datasets], fontsize=8, frameon=False)
+        for text in legend.get_texts():
+            text.set_parse_math(False)  # a name may hold `$`
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a letter that its font has not is drawn as a box
+        figure.savefig(path, dpi=150, format="png")
+
+
+def _labels(edges: Sequence[int]) -> list[str]:
+    return [f"{last:,}" if last == first + 1 else f"{first + 1:,}-{last:,}" for first, last in pairwise(edges)]

@@ -1,0 +1,258 @@
+"""Events of a run as facts, and the text of each for the log. `RunLog.emit` takes them all.
+
+    RunStarted -> StepMetrics, Evaluated, CheckpointSaved, WarningLogged, ... -> RunEnded
+
+`kind` names an event in the feed, a file with a JSON object in each line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import ClassVar, Final
+
+from mobius.units import format_bytes
+
+_DETAIL_INDENT: Final = "    "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStarted:
+    """Start of training: what is trained, by which plan, and what the start took."""
+
+    kind: ClassVar = "start"
+    name: str
+    num_parameters: int
+    num_trained: int
+    dtype: str
+    device: str
+    num_ranks: int
+    """Ranks of a pipeline."""
+    num_replicas: int
+    num_steps: int
+    num_epochs: float
+    batch_size: int
+    """Rows of a step over all replicas."""
+    seq_length: int
+    num_microbatches: int
+    microbatch_rows: int
+    plan: str
+    """Stages, slots and microbatches as text; plan.json has the numbers."""
+    planned_gpu_bytes: int | None
+    """Planned peak of the fullest GPU; None without a GPU."""
+    gpu_bytes: int | None
+    """GPU memory that may be used."""
+    planned_host_bytes: int
+    """Planned host memory of all ranks of a pipeline."""
+    predicted_step_seconds: float | None
+    bottleneck: str | None
+    """Resource that limits the predicted step."""
+    startup_seconds: Mapping[str, float]
+    """Seconds by part from the start of the process to the first step."""
+
+    @property
+    def line(self) -> str:
+        """Rows of the start's table, after those of model and data."""
+        ranks = "" if self.num_replicas == 1 else f"; {self.num_replicas} replicas, which share rows and updates"
+        owners = "all ranks" if self.num_replicas == 1 else "each replica"
+        memory = f"host {format_bytes(self.planned_host_bytes)} of {owners}"
+        if self.planned_gpu_bytes is not None and self.gpu_bytes is not None:
+            memory = f"GPU {format_bytes(self.planned_gpu_bytes)} of {format_bytes(self.gpu_bytes)}, {memory}"
+        rows = [
+            (
+                "training",
+                f"{self.num_steps} steps of {self.batch_size} rows x {self.seq_length} tokens, {self.num_epochs:.3g} "
+                f"epochs, in {self.num_microbatches} microbatches of {self.microbatch_rows}, on {self.device}",
+            ),
+            ("plan", f"{self.plan}{ranks}"),
+            ("memory", f"{memory}, as planned"),
+        ]
+        if self.predicted_step_seconds is not None:
+            rows.append(("step", f"{self.predicted_step_seconds:.3f} s as predicted, limited by {self.bottleneck}"))
+        parts = ", ".join(f"{part} {own:.1f}" for part, own in self.startup_seconds.items() if own >= 0.05)
+        rows.append(("start-up", f"{sum(self.startup_seconds.values()):.1f} s: {parts}"))
+        return "\n".join(table_row(name, text) for name, text in rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """One optimizer step, over all ranks: sums of tokens, the worst rank's memory and waits."""
+
+    kind: ClassVar = "step"
+    step: int
+    """Counted from 1."""
+    epoch: float
+    """Epochs that are done after the step."""
+    loss: float
+    """Mean over the target tokens of the step, plus the router loss times its coefficient, if any."""
+    grad_norm: float
+    """L2 norm of all gradients together, before clipping."""
+    learning_rate: float
+    step_seconds: float
+    """Wall clock from the end of the step before to the end of this one, optimizer included."""
+    tokens_per_second: float
+    """Tokens without padding."""
+    num_tokens: int
+    """Tokens without padding."""
+    num_targets: int
+    """Tokens that count in the loss."""
+    num_samples: int
+    """Samples, of which packed rows hold several."""
+    padding: float
+    """Share of the step's positions that are padding."""
+    peak_gpu_memory_gib: float | None
+    """Allocated, on the worst rank, since the start; None without a GPU."""
+    reserved_gpu_memory_gib: float | None
+    """Taken from the GPU by the allocator for that, on the worst rank; None without a GPU."""
+    peak_host_memory_gib: float
+    """All ranks together, since the start."""
+    wait_seconds: Mapping[str, float]
+    """Seconds by cause (`WaitCause`) that the worst rank's computation stood still in this step."""
+    skipped_steps: int
+    """Steps so far whose update was left out because a gradient was not finite."""
+    loss_scale: float | None
+    """Factor of the loss in fp16 training; None in formats that need none."""
+    aux_loss: float | None = None
+    """Router loss, the mean over microbatches without its coefficient; None for models without routers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """Evaluation of the weights after `step`."""
+
+    kind: ClassVar = "evaluation"
+    step: int
+    numbers: Mapping[str, float]
+    """Numbers by name, such as `loss` and `perplexity`; those of one dataset have its name before theirs."""
+    num_samples: int
+
+    @property
+    def line(self) -> str:
+        """Line of the log."""
+        when = f"evaluation after step {self.step}" if self.step else "evaluation before any step"
+        numbers = self.numbers
+        return (
+            f"{when}: loss {numbers['loss']:.4f}, perplexity {numbers['perplexity']:.4g}, token accuracy "
+            f"{numbers['token_accuracy']:.2%}, {self.num_samples:,} samples in {numbers['runtime']:.2f} s "
+            f"({numbers['tokens_per_second']:,.0f} tokens/s)"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSaved:
+    """Checkpoint that is complete and has its name."""
+
+    kind: ClassVar = "checkpoint"
+    step: int
+    path: str
+    num_bytes: int
+    seconds: float
+    waited_seconds: float
+    """Time that updates waited for copies of their state."""
+
+    @property
+    def line(self) -> str:
+        """Line of the log."""
+        rate = format_bytes(int(self.num_bytes / max(self.seconds, 1e-3)))
+        return (
+            f"checkpoint saved: {self.path}, {format_bytes(self.num_bytes)} in {self.seconds:.1f} s ({rate}/s); "
+            f"updates waited {self.waited_seconds:.2f} s for copies"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarningLogged:
+    """Warning or error in the log of the first rank."""
+
+    kind: ClassVar = "warning"
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnded:
+    """End of the steps; the model is exported after it."""
+
+    kind: ClassVar = "end"
+    reason: str
+    """Word for it, as `StopReason` has them, or `error`."""
+    num_steps: int
+    """Steps of this process."""
+    step_seconds: float
+    """Sum over these steps."""
+
+
+Event = RunStarted | StepMetrics | Evaluated | CheckpointSaved | WarningLogged | RunEnded
+
+
+def step_line(metrics: StepMetrics, total_steps: int, seconds_left: float | None = None) -> str:
+    """Line of a step in fixed columns, at most 100 characters for runs of up to 9,999 steps.
+
+    Memory is the fullest GPU's; without a GPU, the host's.
+    """
+    width, gpu = len(str(total_steps)), metrics.peak_gpu_memory_gib
+    columns = [
+        f"step {metrics.step:>{width}}/{total_steps}",
+        f"loss {metrics.loss:7.4f}",
+        f"norm {format_digits(metrics.grad_norm, 4):>5}",
+        f"lr {metrics.learning_rate:.2e}",
+        f"{format_digits(metrics.step_seconds, 3):>4} s",
+        f"{metrics.tokens_per_second:6,.0f} tok/s",
+        f"{format_digits(metrics.peak_host_memory_gib if gpu is None else gpu, 3):>4} GiB",
+    ]
+    if seconds_left is not None:
+        columns.append(f"{format_time_left(seconds_left):>6} left")
+    return "  ".join(columns)
+
+
+def detail_line(metrics: StepMetrics) -> str:
+    """Second line of a step (`--verbose`), with the numbers that `step_line` leaves out."""
+    waits = ", ".join(f"{cause} {seconds:.2f}" for cause, seconds in metrics.wait_seconds.items())
+    parts = [
+        f"epoch {metrics.epoch:.3f}",
+        f"{metrics.num_samples} samples, {metrics.num_tokens:,} tokens, {100 * metrics.padding:.1f} % padding",
+        f"waits {waits} s",
+        f"host {metrics.peak_host_memory_gib:.2f} GiB",
+    ]
+    if metrics.peak_gpu_memory_gib is not None:
+        reserved = metrics.reserved_gpu_memory_gib or 0.0
+        parts.append(f"GPU {metrics.peak_gpu_memory_gib:.2f} GiB, {reserved:.2f} reserved")
+    if metrics.aux_loss is not None:
+        parts.append(f"router loss {metrics.aux_loss:.4f}")
+    if metrics.loss_scale is not None:
+        parts.append(f"loss scale {metrics.loss_scale:g}")
+    if metrics.skipped_steps:
+        parts.append(f"{metrics.skipped_steps} skipped")
+    return f"{_DETAIL_INDENT}{'; '.join(parts)}"
+
+
+def table_row(name: str, text: str) -> str:
+    """Row of the table that a run prints on its way to the first step."""
+    return f"{name:<9} {text}"
+
+
+def format_digits(value: float, digits: int) -> str:
+    """`value` with `digits` significant digits, one of them before the point; integer digits are never cut off."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:.0f}"
+    exponent = math.floor(math.log10(abs(value)))
+    if exponent < 1 - digits:
+        return f"{value:.1e}"
+    return f"{value:.{min(max(digits - 1 - exponent, 0), digits - 1)}f}"
+
+
+def format_time_left(seconds: float) -> str:
+    """Days and hours, hours and minutes, or minutes and seconds: `4d03h`, `2h05m`, `12m05s`, `5s`."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 100:
+        return f"{hours // 24}d{hours % 24:02d}h"
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
+
+
+def format_clock(seconds: float) -> str:
+    """Hours, minutes and seconds, such as `0:02:05`, and days before them if there are any."""
+    return str(timedelta(seconds=round(seconds)))

@@ -1,0 +1,132 @@
+"""Files with a JSON object in each line, which a full disk or a removed file does not end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from io import FileIO
+from pathlib import Path
+from typing import Any, Final
+
+from mobius.atomic_files import atomic_write
+from mobius.errors import reason_of
+from mobius.regular_files import open_regular
+
+logger = logging.getLogger(__name__)
+
+_NO_JSON_NUMBERS: Final = ("nan", "inf", "-inf")
+
+
+class JsonLines:
+    """A file with a whole line of JSON per step; those that a full disk does not take wait in memory."""
+
+    def __init__(self, path: Path) -> None:
+        """`path` is appended to; it is opened with the first step."""
+        self._path = path
+        self._file: FileIO | None = None  # unbuffered, so that a killed run keeps its metrics
+        self._num_bytes = 0
+        self._waiting: list[bytes] = []
+        self._has_warned = False
+
+    def append(self, numbers: Mapping[str, object]) -> None:
+        """Write one line, in the form of `json_text`."""
+        self._waiting.append(json_text(numbers).encode() + b"\n")
+        try:
+            self._write()
+        except OSError as error:
+            if not self._has_warned:
+                then = "the run goes on, and the file is completed when there is space again"
+                logger.warning("cannot write %s (%s); %s", self._path, reason_of(error), then)
+            self._has_warned = True
+
+    def _write(self) -> None:
+        """Write all that waits, or nothing: the part that found room is cut off again."""
+        if self._file is None:
+            self._file = FileIO(self._path, "a+")
+            self._num_bytes = self._file.seek(0, os.SEEK_END)
+        self._write_anew_if_removed(self._file)
+        text = b"".join(self._waiting)
+        try:
+            written = 0
+            while written < len(text):
+                written += self._file.write(text[written:])
+        except OSError:
+            self._file.truncate(self._num_bytes)
+            raise
+        self._num_bytes += len(text)
+        self._waiting.clear()
+
+    def _write_anew_if_removed(self, opened: FileIO) -> None:
+        """Where somebody has removed the file, bring back its lines, which are there until it is closed."""
+        if self._path.exists():
+            return
+        opened.seek(0)
+        with atomic_write(self._path) as temporary, temporary.open("wb") as file:
+            shutil.copyfileobj(opened, file)
+        self._file = FileIO(self._path, "a+")
+        self._num_bytes = self._file.seek(0, os.SEEK_END)
+        opened.close()
+
+    def flush(self) -> None:
+        """See to it that the file has every line. Raises OSError."""
+        if self._file is not None or self._waiting:
+            self._write()
+
+    def close(self) -> None:
+        """Close the file; the log cannot be appended to any more."""
+        if self._waiting:
+            logger.warning("%s lacks the last %d lines", self._path, len(self._waiting))
+        if self._file is not None:
+            self._file.close()
+
+
+def filter_lines(path: Path, keeps: Callable[[Mapping[str, Any]], bool]) -> int:
+    """Remove lines from a file of JSON lines, at once and synced; returns their number. Raises OSError.
+
+    Those that `keeps` refuses, which is asked once for each in their order, and those that are no whole line of a JSON
+    object, such as the half that a loss of power leaves at the end. A file that is absent has none.
+    """
+    if not path.exists():
+        return 0
+    with open_regular(path) as file:
+        kept = bytearray(_keeps_line(line, keeps) for line in file)
+    if not all(kept):
+        with atomic_write(path) as temporary, path.open("rb") as file, temporary.open("wb") as shorter:
+            shorter.writelines(line for line, is_kept in zip(file, kept, strict=True) if is_kept)
+    return kept.count(0)
+
+
+def _keeps_line(line: bytes, keeps: Callable[[Mapping[str, Any]], bool]) -> bool:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return line.endswith(b"\n") and isinstance(record, dict) and keeps(record)
+
+
+def json_text(value: object, *, indent: int | None = None) -> str:
+    """JSON of plain values; numbers that it does not have become strings that `float` reads: "nan", "inf", "-inf"."""
+    return json.dumps(_as_json(value), allow_nan=False, indent=indent)
+
+
+def _as_json(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {key: _as_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def as_numbers(value: Any) -> Any:
+    """`value` with the words that stand for numbers in JSON made numbers again."""
+    if isinstance(value, dict):
+        return {name: as_numbers(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [as_numbers(item) for item in value]
+    return float(value) if value in _NO_JSON_NUMBERS else value
