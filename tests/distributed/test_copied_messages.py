@@ -20,7 +20,6 @@ def test_two_processes_talk_over_mailboxes_in_each_other_s_memory(tmp_path: Path
         environment=environment(tmp_path / "cache"),
     )
     assert ranks.wait() == 0, ranks.output()
-    assert "messages travel by copy engines from GPU to GPU" in ranks.output()
     (told,) = [json.loads(line) for line in ranks.output().splitlines() if line.startswith("{")]
     assert told["over_mailboxes"]
     assert told["num_wrong"] == 0

@@ -33,7 +33,7 @@ def test_two_ranks_train_experts_and_routers_as_one_does(tmp_path: Path, packing
     make_checkpoint(tmp_path / "model", family="qwen3_moe", decoder_sparse_step=2, **EXPERTS, **LOSS)
     make_dataset(tmp_path / "data.jsonl", 60)
     options = f"{OPTIONS} --packing {packing}"
-    told = train(2, tmp_path, f"{options} --save_dir two --save_results two.txt")
+    train(2, tmp_path, f"{options} --save_dir two --save_results two.txt")
     train(1, tmp_path, f"{options} --save_dir one --save_results one.txt")
 
     one, two = (metrics_of(tmp_path / name) for name in ("one", "two"))
@@ -41,7 +41,6 @@ def test_two_ranks_train_experts_and_routers_as_one_does(tmp_path: Path, packing
         assert [step[field] for step in two] == pytest.approx([step[field] for step in one], rel=1e-6)
     # Of 2 experts of a token the times chosen sum up to 2, so evenly used ones have a loss of 2.
     assert all(1.9 < step["aux_loss"] < 4 for step in two)
-    assert "aux loss" in told
     expected, saved = tensors_of(tmp_path / "one"), tensors_of(tmp_path / "two")
     assert "model.layers.1.mlp.experts.5.down_proj.weight" in saved.keys() == expected.keys()
     for name, value in expected.items():  # the norm has another order, and an update other vectors

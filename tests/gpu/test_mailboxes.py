@@ -54,7 +54,6 @@ def test_messages_beside_compute_arrive_whole_and_in_order(tmp_path: Path, mib: 
     print(f"\n{mib} MiB: {speed:.1f} GB/s each way at once; 200 messages beside compute: {seconds:.2f} s")
 
     assert told["over_mailboxes"], told["log"]
-    assert "messages travel by copy engines from GPU to GPU" in told["log"]
     assert told["num_wrong"] == 0
 
 

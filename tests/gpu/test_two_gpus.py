@@ -55,7 +55,7 @@ def _train(folder: Path, num_ranks: int, mode: str, *, is_tied: bool) -> Paramet
     launcher = f"-m torch.distributed.run --nproc_per_node {num_ranks} --master_port {free_port()}".split()
     options = f"""--model_path model --dataset data.jsonl --fp32 --device cuda --num_stages 4
         --num_chunks 2 --batch_size 4 --seq_length 16 --num_iterations 6 --learning_rate 1e-3
-        --save_dir out-{num_ranks} --save_params {num_ranks}.pt --save_results {num_ranks}.txt"""
+        --verbose --save_dir out-{num_ranks} --save_params {num_ranks}.pt --save_results {num_ranks}.txt"""
     result = subprocess.run(
         [sys.executable, *launcher, str(ROOT / "main.py"), *options.split(), *mode.split()],
         cwd=folder,

@@ -20,11 +20,20 @@ from mobius.watchdog import Watchdog
 def pass_messages(hanging: int, seconds: float) -> None:
     """Three steps of forwards; in the third, rank `hanging` never sends."""
     ranks = Ranks.from_environment()
-    rank, activity = ranks.rank, Activity()
+    activity = Activity()
     transport = DistributedTransport(
-        rank=rank, num_ranks=ranks.num_ranks, device=torch.device("cpu"), shape=(8,), dtype=torch.float32
+        rank=ranks.rank, num_ranks=ranks.num_ranks, device=torch.device("cpu"), shape=(8,), dtype=torch.float32
     )
-    Watchdog(activity, ranks, minutes=seconds / 60, open_store=partial(open_watchdog_store, ranks)).start()
+    watchdog = Watchdog(activity, ranks, minutes=seconds / 60, open_store=partial(open_watchdog_store, ranks))
+    watchdog.start()
+    try:
+        _pass_around(ranks, hanging, activity, transport)
+    finally:
+        watchdog.stop()  # as a run does: another rank may have left, and this one's report comes first
+
+
+def _pass_around(ranks: Ranks, hanging: int, activity: Activity, transport: DistributedTransport) -> None:
+    rank = ranks.rank
     following, before = (rank + 1) % ranks.num_ranks, (rank - 1) % ranks.num_ranks
     for step in (1, 2, 3):
         activity.start_step(step)

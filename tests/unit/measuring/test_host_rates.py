@@ -173,7 +173,7 @@ def test_a_run_is_planned_again_by_what_was_measured(
     monkeypatch.setattr(measured_plan, "measure_host_rates", lambda *_, **__: SLOW)
     launch_overhead = LayerSeconds(2 * LAUNCH.forward, 3e-3, 2 * LAUNCH.recomputed_backward)
     monkeypatch.setattr(measured_plan, "measure_launches", lambda *_: launch_overhead)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         planned = plan_by_measurement(known, SingleRankTransport())
     with_rates = with_host_rates(estimate(1), SLOW)
     assert (

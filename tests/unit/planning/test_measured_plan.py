@@ -250,7 +250,7 @@ def test_a_step_of_replicas_is_predicted_by_a_measured_profile(
     monkeypatch.setattr(measured_plan, "measure_replica_rates", lambda *_, **__: measured)
     monkeypatch.setattr(timer.CollectiveTimer, "forget", lambda _: None)
     monkeypatch.setattr(blueprint_module, "measure_layer_bytes", lambda *_, **__: None)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         planned = plan_by_measurement(run_setup, SingleRankTransport())
     assert planned.result.profile is not None
     assert planned.result.step_seconds > 0
