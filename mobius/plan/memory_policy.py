@@ -158,7 +158,7 @@ def policy_by_simulation(profile: Profile, to_beat: float = math.inf) -> MemoryP
     """
 
     def choose(request: PlanRequest, fitting: Sequence[Sequence[MemoryUse]]) -> Sequence[MemoryUse]:
-        return _Search(request, profile, fitting, to_beat).run()
+        return _fastest(request, profile, fitting, to_beat)
 
     return choose
 
@@ -214,63 +214,46 @@ def _light(request: PlanRequest, fitting: Sequence[Sequence[MemoryUse]]) -> list
     ]
 
 
-class _Search:
-    """Simulates settings of all ranks, none twice."""
+@without_garbage_collection()
+def _fastest(
+    request: PlanRequest, profile: Profile, fitting: Sequence[Sequence[MemoryUse]], to_beat: float
+) -> tuple[MemoryUse, ...]:
+    """The fastest setting by simulation, in which all ranks do alike; `to_beat` as in `policy_by_simulation`.
 
-    def __init__(
-        self, request: PlanRequest, profile: Profile, fitting: Sequence[Sequence[MemoryUse]], to_beat: float
-    ) -> None:
-        self._request, self._profile, self._to_beat = request, profile, to_beat
-        self._worth = [_undominated(uses) for uses in fitting]
-        self._seconds: dict[tuple[MemoryUse, ...], float] = {}
-        self._bounds: dict[tuple[MemoryUse, ...], float] = {}
+    Settings are simulated in the order of their lower bounds, as long as one may be faster by `WORTH`.
+    """
+    bounds: dict[tuple[MemoryUse, ...], float] = {}
+    for chosen in _alike(request, profile, [_undominated(uses) for uses in fitting]):
+        bounds[chosen] = predict_min_step_seconds(request.plan.with_memory_uses(chosen), request, profile)
+    seconds: dict[tuple[MemoryUse, ...], float] = {}
+    with progress_bar("simulating", " steps") as bar:
+        for chosen in sorted(bounds, key=lambda chosen: (bounds[chosen], *_host_use(chosen))):
+            if bounds[chosen] >= min([to_beat, *seconds.values()]) * (1 - WORTH):
+                break
+            seconds[chosen] = predict_step_seconds(request.plan.with_memory_uses(chosen), request, profile)
+            bar.update()
+    known = seconds or bounds
+    alike = [chosen for chosen in known if known[chosen] <= min(known.values()) * (1 + ALIKE)]
+    return min(alike, key=lambda chosen: (*_host_use(chosen), known[chosen]))
 
-    @without_garbage_collection()
-    def run(self) -> tuple[MemoryUse, ...]:
-        with progress_bar("simulating", " steps") as bar:
-            self._simulate_promising(self._alike(), bar.update)
-        return self._best()
 
-    def _simulate_promising(self, settings: Sequence[tuple[MemoryUse, ...]], on_done: Callable[[], object]) -> None:
-        """Simulate those that may be faster than the fastest so far by `WORTH`, those of the least bound first."""
-        unknown = [chosen for chosen in settings if chosen not in self._bounds]
-        for chosen in unknown:
-            self._bounds[chosen] = predict_min_step_seconds(self._plan(chosen), self._request, self._profile)
-        for chosen in sorted(unknown, key=lambda chosen: (self._bounds[chosen], *_host_use(chosen))):
-            if self._promises(self._bounds[chosen]):
-                self._seconds[chosen] = predict_step_seconds(self._plan(chosen), self._request, self._profile)
-                on_done()
-
-    def _promises(self, bound: float) -> bool:
-        """Whether a setting of this lower bound may be faster than the fastest so far by `WORTH`."""
-        return bound < min([self._to_beat, *self._seconds.values()]) * (1 - WORTH)
-
-    def _plan(self, chosen: Sequence[MemoryUse]) -> Plan:
-        return self._request.plan.with_memory_uses(chosen)
-
-    def _best(self) -> tuple[MemoryUse, ...]:
-        known = self._seconds or self._bounds
-        fastest = min(known.values())
-        alike = [chosen for chosen, seconds in known.items() if seconds <= fastest * (1 + ALIKE)]
-        return min(alike, key=lambda chosen: (*_host_use(chosen), known[chosen]))
-
-    def _alike(self) -> list[tuple[MemoryUse, ...]]:
-        """All ranks alike as far as their memory goes, with slots first or activations first."""
-        numbers = sorted({use.num_resident for uses in self._worth for use in uses})
-        orders: tuple[Callable[[MemoryUse], tuple[int, int]], ...] = (
-            lambda use: (use.num_saving_activations, use.num_slots),
-            lambda use: (use.num_slots, use.num_saving_activations),
-            lambda use: (-use.num_offloading_activations, use.num_saving_activations),
-        )
-        score = closed_form_score(self._request, self._profile)
-        settings = [
-            tuple(_nearest(uses, number, order) for uses in self._worth) for number in numbers for order in orders
-        ]
-        settings.append(tuple(min(uses, key=partial(score, rank)) for rank, uses in enumerate(self._worth)))
-        unique = list(dict.fromkeys(settings))
-        if len(unique) <= MOST_ALIKE:
-            return unique
-        return sorted(unique, key=lambda chosen: max(score(rank, use) for rank, use in enumerate(chosen)))[:MOST_ALIKE]
+def _alike(
+    request: PlanRequest, profile: Profile, fitting: Sequence[Sequence[MemoryUse]]
+) -> list[tuple[MemoryUse, ...]]:
+    """All ranks alike as far as their memory goes, with slots first or activations first."""
+    numbers = sorted({use.num_resident for uses in fitting for use in uses})
+    orders: tuple[Callable[[MemoryUse], tuple[int, int]], ...] = (
+        lambda use: (use.num_saving_activations, use.num_slots),
+        lambda use: (use.num_slots, use.num_saving_activations),
+        lambda use: (-use.num_offloading_activations, use.num_saving_activations),
+    )
+    score = closed_form_score(request, profile)
+    settings = [tuple(_nearest(uses, number, order) for uses in fitting) for number in numbers for order in orders]
+    settings.append(tuple(min(uses, key=partial(score, rank)) for rank, uses in enumerate(fitting)))
+    unique = list(dict.fromkeys(settings))
+    if len(unique) <= MOST_ALIKE:
+        return unique
+    return sorted(unique, key=lambda chosen: max(score(rank, use) for rank, use in enumerate(chosen)))[:MOST_ALIKE]
 
 
 def _host_use(chosen: Sequence[MemoryUse]) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The plan of a run: what every rank does, and nothing else. Its file is plan_file.py's, its bytes are budget.py's."""
+"""Plan of a run: what every rank does. plan_file.py reads and writes it, memory_estimates.py counts its bytes."""
 
 from __future__ import annotations
 

@@ -9,8 +9,9 @@ What waits for what is what executor, slots and stepper do:
                 all ranks have ended their backward
     step        begins when the last rank has ended the one before: loss and norms are summed over all ranks
 
-Copies, optimizers and messages through the host share its memory and their links (tasks.py). Compute also waits for
-the host to enqueue it, one action after the other from the step's beginning on. Everything else of the machine is idle.
+Copies, optimizers and messages through the host share its memory and their links (step_tasks.py). Compute also waits
+for the host to enqueue it, one action after the other from the step's beginning on. Everything else of the machine is
+idle.
 
 A step is limited by the part of the machine that, made a little faster, would shorten it most.
 """

@@ -170,9 +170,8 @@ def open_session(
 
     `source` gives the weights instead of `model_folder` (a benchmark's are random), `transport` is one that has met the
     other ranks already. `on_plan_resolved` is called with the plan that all ranks agree on, before it takes memory;
-    `on_part_done` with each part's name as it ends: connections, measuring, rehearsal,
-    weights. `restore` fills the stages in the
-    place of weights. `activity` is told of each part, of the weights tensor by tensor.
+    `on_part_done` with each part's name as it ends: connections, measuring, rehearsal, weights. `restore` fills the
+    stages in the place of weights. `activity` is told of each part, of the weights tensor by tensor.
 
     Raises PlanError if the ranks disagree, and what planning, memory and weights raise.
     """
