@@ -1,14 +1,15 @@
 """Checks automatic plans on one GPU: drawn settings, each planned by `auto` and run for a few steps under its limit.
 
-    python benchmarks/plans.py RESULTS.jsonl [--settings 40] [--seed 0] [--seconds 540] [--workers 5] [--only WORDS...]
+    python benchmarks/plans.py RESULTS.jsonl [--settings 40] [--seed 0] [--seconds 540] [--workers 4] [--only WORDS...]
     python benchmarks/plans.py RESULTS.jsonl --report
 
 Weights and tokens are random. For each setting a line is appended to RESULTS.jsonl: the plan, its predicted bytes, what
 the rehearsal measured, the most that torch allocated and reserved, predicted seconds and those of the median step. A
 setting that is on record for this GPU is skipped, so that several calls share the work; no setting begins later than
 --seconds after the start. Workers plan and compile at the same time, as far as their limits fit on the GPU together;
-what is timed has GPU and host to itself: all other workers stand still. The report counts what ran out of memory,
-exceeded its limit, or is further from its prediction than the bounds say.
+what is timed has GPU and host to itself: all other workers stand still. A worker keeps its host memory, and what it has
+compiled and measured, for its next settings, and prefers settings like those it has had. The report counts what ran out
+of memory, exceeded its limit, or is further from its prediction than the bounds say.
 """
 
 import argparse
@@ -19,37 +20,43 @@ import logging
 import math
 import os
 import random
-import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("", "scripts"))
 
-from mobius.ranks import Ranks, cache_folder, prepare_environment
+from mobius.ranks import Ranks, cache_folder, prepare_environment, set_cuda_max_connections
 
 prepare_environment()  # before torch is imported
+set_cuda_max_connections()
 
 import torch  # noqa: E402
 from make_model import write_config  # noqa: E402
 from worker import clean_up, make_batches, make_samples  # noqa: E402
 
 from mobius.config.cli import parse_args  # noqa: E402
-from mobius.errors import GpuMemoryError, MobiusError  # noqa: E402
+from mobius.data.batches import TrainingBatches  # noqa: E402
+from mobius.errors import GpuMemoryError  # noqa: E402
 from mobius.log import setup_logging  # noqa: E402
+from mobius.machine.host_memory import own_host_bytes  # noqa: E402
+from mobius.measuring import timer  # noqa: E402
+from mobius.memory import host_arena, pinned_activation_buffer  # noqa: E402
 from mobius.messages.transport import SingleRankTransport  # noqa: E402
 from mobius.models.families import load_model_config  # noqa: E402
-from mobius.planning.measured_plan import is_to_be_measured, measured_profile  # noqa: E402
+from mobius.planning import run_setup as run_setups  # noqa: E402
+from mobius.planning.measured_plan import plan_by_measurement  # noqa: E402
 from mobius.planning.run_setup import RunSetup, make_run_setup  # noqa: E402
 from mobius.training.data import packed_rows  # noqa: E402
-from mobius.training.session import open_session  # noqa: E402
+from mobius.training.session import Session, open_session  # noqa: E402
 from mobius.units import GIB  # noqa: E402
 
 BYTES_BOUND, SECONDS_BOUND = 0.05, 0.10
@@ -68,6 +75,11 @@ HOST_GIB = {"8b-8": 48}
 """Host memory that a run may take, where it is not `USUAL_HOST_GIB`."""
 USUAL_HOST_GIB = 32
 """Stated, because a machine whose memory grows on demand has little free at the start."""
+POOL_GIB = 20
+"""Host memory that a worker keeps."""
+MORE_HOST_GIB, ALL_MORE_HOST_GIB = {"1b-20": 3, "7b-8": 9, "7b-4": 0, "8b-8": 22}, 28
+"""What a setting may take beyond it, and all settings together: four workers on 128 GiB."""
+HUGE_PAGE = 2**21
 LAYERS = {"1b-20": 20, "7b-8": 8, "7b-4": 4, "8b-8": 8}
 
 
@@ -84,6 +96,11 @@ class Setting:
     is_packed: bool = False
     """Whether rows hold several samples."""
     is_lora: bool = False
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Settings of one kind compile nearly the same."""
+        return self.shape, self.seq_length, self.is_packed, self.is_lora
 
     @property
     def name(self) -> str:
@@ -130,20 +147,57 @@ KNOWN_SETTINGS = (
 
 
 class RepeatedWeights:
-    """Normal values, repeated from a small table: made as fast as memory is read, on the host as a checkpoint's are."""
+    """Normal values in bf16, repeated from a small table: made as fast as memory is read."""
 
     def __init__(self) -> None:
-        self._table = torch.randn(2**22, generator=torch.Generator().manual_seed(0)) * 0.02
+        self._table = (torch.randn(2**22, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
         self._values = self._table
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The value of parameter `name`; vectors, which are norms, are ones."""
         if len(shape) == 1:
-            return torch.ones(shape)
+            return torch.ones(shape, dtype=torch.bfloat16)
         number = math.prod(shape)
-        if number > len(self._values):  # a larger tensor of the same values; touching new memory takes seconds
+        if number > len(self._values):
             self._values = self._table.repeat(-(-number // len(self._table)))
         return self._values[:number].view(shape)
+
+
+class HostPool:
+    """Host memory for all settings of a worker: touching and page-locking new memory takes seconds for each of them."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._map, self._lock, self._unlock = host_arena.map_zeros, host_arena.lock_pages, host_arena.unlock_pages
+        self._memory, self._taken = self._map(num_bytes, torch.uint8), 0
+        self._lock(self._memory)
+        for module in (host_arena, pinned_activation_buffer):
+            vars(module).update(map_zeros=self.zeros, lock_pages=self.lock, unlock_pages=self.unlock)
+        vars(run_setups).update(own_host_bytes=lambda: own_host_bytes() - num_bytes)
+
+    def clear(self) -> None:
+        """Give all to the next setting; nothing may use it any more."""
+        self._taken = 0
+
+    def zeros(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """As `map_zeros`, in the pool while there is room."""
+        start, end = self._taken, self._taken + num_elements * dtype.itemsize
+        if end > self._memory.numel():
+            return self._map(num_elements, dtype)
+        self._taken = -(-end // HUGE_PAGE) * HUGE_PAGE
+        return self._memory[start:end].zero_().view(dtype)
+
+    def lock(self, tensor: torch.Tensor) -> None:
+        """As `lock_pages`; the pool is page-locked."""
+        if not self._has(tensor):
+            self._lock(tensor)
+
+    def unlock(self, tensor: torch.Tensor) -> None:
+        """As `unlock_pages`; the pool stays page-locked."""
+        if not self._has(tensor):
+            self._unlock(tensor)
+
+    def _has(self, tensor: torch.Tensor) -> bool:
+        return 0 <= tensor.data_ptr() - self._memory.data_ptr() < self._memory.numel()
 
 
 def draw_settings(number: int, seed: int) -> list[Setting]:
@@ -191,13 +245,12 @@ def locked(folder: Path, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def gpu_share(folder: Path, limit: float | None) -> Iterator[None]:
-    """Within it `limit` GiB of the GPU are this worker's, or all of them; waits until other workers leave as much."""
-    total = torch.cuda.get_device_properties(0).total_memory / GIB
-    wanted, file = total if limit is None else limit + CONTEXT_GIB, folder / "shares.json"
+def share(folder: Path, name: str, wanted: float, total: float) -> Iterator[None]:
+    """Within it `wanted` of `total` GiB are this worker's; waits until other workers leave as much."""
+    file = folder / f"{name}.json"
 
     def change(own: float | None) -> bool:
-        with locked(folder, "shares"):
+        with locked(folder, name):
             taken: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
             taken.pop(str(os.getpid()), None)
             if own is not None and taken and sum(taken.values()) + own > total:
@@ -215,6 +268,15 @@ def gpu_share(folder: Path, limit: float | None) -> Iterator[None]:
         change(None)
 
 
+@contextmanager
+def memory_shares(folder: Path, setting: Setting) -> Iterator[None]:
+    """Within it the setting has its host memory and its part of the GPU."""
+    total = torch.cuda.get_device_properties(0).total_memory / GIB
+    wanted = total if setting.limit is None else setting.limit + CONTEXT_GIB
+    with share(folder, "host", MORE_HOST_GIB[setting.shape], ALL_MORE_HOST_GIB), share(folder, "gpu", wanted, total):
+        yield
+
+
 def facts_of(run_setup: RunSetup) -> dict[str, Any]:
     """The plan and its predictions."""
     plan, found, need = run_setup.plan, run_setup.result, run_setup.result.gpu_estimates[0]
@@ -229,82 +291,107 @@ def facts_of(run_setup: RunSetup) -> dict[str, Any]:
 
 
 def compile_layers(run_setup: RunSetup) -> None:
-    """Compile what will be measured while other workers go on, by a measurement that does not count."""
-    if is_to_be_measured(run_setup):
-        measured_profile(run_setup, SingleRankTransport())
-        shutil.rmtree(cache_folder() / "profiles")
+    """Compile what will be measured while other workers go on, by a short measurement that does not count."""
+    profiles = cache_folder() / "profiles"
+    known, part_seconds = set(profiles.glob("*")), timer.PART_SECONDS
+    timer.PART_SECONDS = 0.0
+    plan_by_measurement(run_setup, SingleRankTransport())
+    timer.PART_SECONDS = part_seconds
+    for path in set(profiles.glob("*")) - known:
+        path.unlink()
 
 
-def measure(setting: Setting, folder: Path, more: Sequence[str] = ()) -> dict[str, Any]:
+def measure(
+    setting: Setting, folder: Path, pool: HostPool, source: RepeatedWeights, more: Sequence[str] = ()
+) -> dict[str, Any]:
     """Plan and run one setting; what became of it, and the numbers."""
     model = folder / setting.shape
     config = parse_args([*setting.options(model), *more], num_ranks=1)
-    ranks, start, marks = Ranks(0, 1, 0), time.perf_counter(), dict[str, float]()
+    start, marks = time.perf_counter(), dict[str, float]()
     model_config = load_model_config(model, config.model)
     samples = make_samples(config, setting.lengths(folder), model_config.vocab_size)
     batches = make_batches(config, samples, is_packed=setting.is_packed)
-    device, told, measuring = torch.device("cuda"), list[str](), ExitStack()
-    logging.getLogger("mobius").setLevel(logging.DEBUG)  # which tells what was measured
-    logging.getLogger("mobius").addHandler(handler := _Listener(told, measuring))
+    result: dict[str, Any] = {"marks": marks}
+    with ExitStack() as measuring, _Listener(measuring) as listener:
 
-    def passed(part: str) -> None:
-        marks[part] = time.perf_counter() - start
-        if part == "measuring":
-            measuring.close()
+        def passed(part: str) -> None:
+            marks[part] = time.perf_counter() - start
+            if part == "measuring":
+                measuring.close()
 
-    try:
-        run_setup = make_run_setup(config, ranks, model_config, packed=packed_rows(batches))
-    except GpuMemoryError as error:
-        return {"outcome": "refused", "text": str(error)}
-    passed("plan")
-    compile_layers(run_setup)
-    passed("compile")
-    measuring.enter_context(timed(folder))
-
-    try:
-        session = open_session(run_setup, model, source=RepeatedWeights(), on_part_done=passed)
-    except (torch.OutOfMemoryError, GpuMemoryError) as error:
-        measuring.close()
-        return {"outcome": "out of memory", "text": str(error)[:400], "marks": marks, "rehearsal": told}
-    result: dict[str, Any] = {"rehearsal": [line for line in told if line.startswith("rehearsal:")], "marks": marks}
-    result |= facts_of(session.run_setup)
-    try:
-        trainer = session.trainer(batches)
-        with timed(folder):
-            steps = list(trainer.train())
-        result |= {"outcome": "ran", "seconds": statistics.median([step.step_seconds for step in steps[1:]])}
-    except (torch.OutOfMemoryError, GpuMemoryError) as error:
-        result |= {"outcome": "out of memory", "text": str(error)[:400]}
-    passed("steps")
-    stats = torch.cuda.memory_stats(device)
-    result["allocated_gib"] = stats["allocated_bytes.all.peak"] / GIB
-    result["reserved_gib"] = stats["reserved_bytes.all.peak"] / GIB
-    session.close()
-    logging.getLogger("mobius").removeHandler(handler)
+        try:
+            run_setup = make_run_setup(config, Ranks(0, 1, 0), model_config, packed=packed_rows(batches))
+        except GpuMemoryError as error:
+            return {"outcome": "refused", "text": str(error)}
+        passed("plan")
+        compile_layers(run_setup)
+        passed("compile")
+        pool.clear()
+        measuring.enter_context(timed(folder))
+        passed("turn")
+        try:
+            session = open_session(run_setup, model, source=source, on_part_done=passed)
+            result |= facts_of(session.run_setup)
+            measuring.callback(session.close)
+            steps = run_steps(session, batches, folder, passed)
+            result |= {"outcome": "ran", "seconds": statistics.median(steps[1:]), "steps": steps}
+        except (torch.OutOfMemoryError, GpuMemoryError) as error:
+            result |= {"outcome": "out of memory", "text": str(error)[:400]}
+        stats = torch.cuda.memory_stats()
+        result["allocated_gib"] = stats["allocated_bytes.all.peak"] / GIB
+        result["reserved_gib"] = stats["reserved_bytes.all.peak"] / GIB
+        result["rehearsal"] = [line for line in listener.lines if line.startswith("rehearsal:")]
     return result
+
+
+def run_steps(session: Session, batches: TrainingBatches, folder: Path, passed: Callable[[str], None]) -> list[float]:
+    """Seconds of every step, while all other workers stand still."""
+    trainer = session.trainer(batches)
+    with timed(folder):
+        passed("second turn")
+        steps = [step.step_seconds for step in trainer.train()]
+    passed("steps")
+    return steps
 
 
 class _Listener(logging.Handler):
     """Collects the lines of the program's log, and lets the other workers go on when the machine has been measured."""
 
-    def __init__(self, lines: list[str], measuring: ExitStack) -> None:
+    def __init__(self, measuring: ExitStack) -> None:
         super().__init__(logging.DEBUG)
-        self._lines, self._measuring = lines, measuring
+        self.lines, self._measuring = list[str](), measuring
+
+    def __enter__(self) -> Self:
+        logging.getLogger("mobius").setLevel(logging.DEBUG)  # which tells what was measured
+        logging.getLogger("mobius").addHandler(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        logging.getLogger("mobius").removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Take one line."""
-        self._lines.append(text := record.getMessage())
+        self.lines.append(text := record.getMessage())
         if text.startswith(("measured in", "host measured in")):
             self._measuring.close()
 
 
-_TORCH_FRAMES = ("output_code", "runtime_wrappers", "utils.py", "function.py", "module.py", "stateless", "_ops")
+_TORCH_FRAMES = (
+    "output_code",
+    "runtime_wrappers",
+    "utils.py",
+    "function.py",
+    "module.py",
+    "stateless",
+    "eval_frame",
+    "_ops",
+)
 
 
-def explain(setting: Setting, folder: Path, more: Sequence[str]) -> None:
+def explain(setting: Setting, folder: Path, pool: HostPool, source: RepeatedWeights, more: Sequence[str]) -> None:
     """Print who holds memory when the setting's peak, or its end, comes: bytes by the place that allocated them."""
     torch.cuda.memory._record_memory_history(max_entries=400_000, stacks="python", context="alloc")
-    print({k: v for k, v in measure(setting, folder, more).items() if k != "marks"})
+    print({k: v for k, v in measure(setting, folder, pool, source, more).items() if k != "marks"})
     snapshot = torch.cuda.memory._snapshot()
     torch.cuda.memory._record_memory_history(enabled=None)
     live: dict[int, tuple[int, str]] = {}
@@ -320,22 +407,7 @@ def explain(setting: Setting, folder: Path, more: Sequence[str]) -> None:
             most, at_most = total, dict(live)
     by_place: dict[str, list[int]] = {}
     for size, place in at_most.values():
-        place = " < ".join(
-            f
-            for f in place.split(" < ")
-            if not f.startswith(
-                (
-                    "output_code",
-                    "runtime_wrappers",
-                    "utils.py",
-                    "function.py",
-                    "module.py",
-                    "stateless",
-                    "eval_frame",
-                    "_ops",
-                )
-            )
-        )
+        place = " < ".join(f for f in place.split(" < ") if not f.startswith(_TORCH_FRAMES))
         by_place.setdefault(place, []).append(size)
     print(f"peak of what was recorded: {most / GIB:.2f} GiB")
     for place, sizes in sorted(by_place.items(), key=lambda item: -sum(item[1]))[:30]:
@@ -382,31 +454,38 @@ def report(results: Sequence[dict[str, Any]]) -> bool:
     return not (out or failed or over or far or slow)
 
 
-def take_next(folder: Path) -> int:
-    """The number of the next setting, which no other worker takes."""
+def take_next(folder: Path, settings: Sequence[Setting], had: Sequence[Setting]) -> Setting | None:
+    """The next setting that no worker takes, the first one like those that this worker `had` before others."""
     with locked(folder, "next"):
-        file = folder / "next"
-        number = int(file.read_text()) if file.exists() else 0
-        file.write_text(str(number + 1))
-    return number
+        file = folder / "taken.json"
+        taken: list[str] = json.loads(file.read_text()) if file.exists() else []
+        left = [each for each in settings if each.name not in taken]
+        kinds = {each.kind for each in had}
+        found = next((each for each in left if each.kind in kinds), left[0] if left else None)
+        if found is not None:
+            file.write_text(json.dumps([*taken, found.name]))
+    return found
 
 
 def run_worker(arguments: argparse.Namespace, settings: Sequence[Setting], folder: Path) -> None:
     """Run settings that no other worker has taken, one after the other, and append a line for each."""
     (folder / f"{os.getpid()}.worker").touch()
-    device = torch.cuda.get_device_name()
-    while (number := take_next(folder)) < len(settings) and time.time() < arguments.until:
-        setting = settings[number]
+    device, had = torch.cuda.get_device_name(), list[Setting]()
+    pool, source = HostPool(POOL_GIB * GIB), RepeatedWeights()
+    while time.time() < arguments.until and (setting := take_next(folder, settings, had)) is not None:
+        had.append(setting)
         if arguments.explain:
-            explain(setting, folder, arguments.options)
+            explain(setting, folder, pool, source, arguments.options)
             clean_up()
             continue
-        with gpu_share(folder, setting.limit):
+        with memory_shares(folder, setting):
+            if time.time() > arguments.until:
+                break
             begun = time.monotonic()
             try:
-                result = measure(setting, folder, arguments.options)
-            except MobiusError as error:
-                result = {"outcome": "failed", "text": str(error)}
+                result = measure(setting, folder, pool, source, arguments.options)
+            except Exception as error:  # other settings go on
+                result = {"outcome": "failed", "text": f"{error}\n{traceback.format_exc()}"}
             clean_up()
         result |= {"device": device, "name": setting.name, "took": time.monotonic() - begun}
         with arguments.results.open("a") as file:
@@ -460,7 +539,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--settings", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=540, help="after which no setting begins")
-    parser.add_argument("--workers", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--only", nargs="*", default=[], help="words of the settings' names")
     parser.add_argument("--explain", action="store_true", help="who holds memory at the peak of each setting")
     parser.add_argument("--report", action="store_true", help="the table of what is on record")

@@ -113,7 +113,7 @@ part_replicas() {
 
 part_plans() {
     $PYTHON benchmarks/plans.py "${PLANS:-$WORK/plans.jsonl}" --settings "${PLANS_SETTINGS:-40}" \
-        --seconds "${PLANS_SECONDS:-480}" --workers "${PLANS_WORKERS:-5}" || failed=1
+        --seconds "${PLANS_SECONDS:-480}" --workers "${PLANS_WORKERS:-4}" || failed=1
 }
 
 part_kills() { $PYTHON scripts/kill_and_resume.py --device cuda --kills "${KILLS:-10}" --folder "$WORK" || failed=1; }
