@@ -36,6 +36,7 @@ sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("", "scri
 
 from mobius.ranks import Ranks, cache_folder, prepare_environment, set_cuda_max_connections
 
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
 prepare_environment()  # before torch is imported
 set_cuda_max_connections()
 
@@ -455,15 +456,20 @@ def report(results: Sequence[dict[str, Any]]) -> bool:
 
 
 def take_next(folder: Path, settings: Sequence[Setting], had: Sequence[Setting]) -> Setting | None:
-    """The next setting that no worker takes, the first one like those that this worker `had` before others."""
+    """The next setting that no worker takes: of a kind that this worker `had`, else of one that none had, else any.
+
+    Those without a limit come last, because they wait until no other worker has memory of the GPU.
+    """
     with locked(folder, "next"):
         file = folder / "taken.json"
         taken: list[str] = json.loads(file.read_text()) if file.exists() else []
         left = [each for each in settings if each.name not in taken]
-        kinds = {each.kind for each in had}
-        found = next((each for each in left if each.kind in kinds), left[0] if left else None)
-        if found is not None:
-            file.write_text(json.dumps([*taken, found.name]))
+        if not left:
+            return None
+        left = [each for each in left if each.limit is not None] or left
+        own, others = {each.kind for each in had}, {each.kind for each in settings if each.name in taken}
+        found = min(left, key=lambda each: (each.kind not in own, each.kind in others))
+        file.write_text(json.dumps([*taken, found.name]))
     return found
 
 
