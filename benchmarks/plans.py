@@ -81,6 +81,8 @@ POOL_GIB = 20
 MORE_HOST_GIB, ALL_MORE_HOST_GIB = {"1b-20": 3, "7b-8": 9, "7b-4": 0, "8b-8": 22}, 28
 """What a setting may take beyond it, and all settings together: four workers on 128 GiB."""
 HUGE_PAGE = 2**21
+IDLE_SECONDS = 3.0
+"""After which the GPU counts as idle, whatever its driver says."""
 LAYERS = {"1b-20": 20, "7b-8": 8, "7b-4": 4, "8b-8": 8}
 
 
@@ -230,11 +232,26 @@ def timed(folder: Path) -> Iterator[None]:
             for process in others:
                 with suppress(ProcessLookupError):
                     os.killpg(process, signal.SIGSTOP)
+            wait_until_idle()
             yield
         finally:
             for process in others:
                 with suppress(ProcessLookupError):
                     os.killpg(process, signal.SIGCONT)
+
+
+def wait_until_idle() -> None:
+    """Wait until the GPU has done what workers that stand still had enqueued, which takes up to a step of theirs."""
+    end = time.monotonic() + IDLE_SECONDS
+    while _is_busy() and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def _is_busy() -> bool:
+    try:
+        return torch.cuda.utilization() > 0
+    except Exception:  # without nvidia-ml-py, or where the driver does not tell
+        return True
 
 
 @contextmanager
