@@ -83,7 +83,7 @@ class LayerBytes:
     """As `peak`, of a layer whose backward runs its forward again, in tiles if there are any; None: as `peak`."""
 
     saved_products: int | None = None
-    """As `graph`, of a forward that keeps its products alone; None where that is not known."""
+    """As `saved_activations`, of a forward that keeps its products alone; None where that is not known."""
 
     def saved_for_backward(self, level: RecomputeLevel) -> int:
         """Held by a forward that keeps what `level` says; everything where products alone are not known."""

@@ -5,6 +5,7 @@ The update of a resident stage is Triton's kernel in bf16 and torch's else, that
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -211,6 +212,7 @@ def test_the_fused_update_takes_no_memory() -> None:
 def test_resident_stages_take_the_bytes_planned(deferred_updates: tuple[int, ...], num_bytes: int) -> None:
     layouts = {stage: StageLayout.of({"matrix": (4096, 4096)}) for stage in range(2)}
     accumulator = GradientAccumulator(4096 * 4096, device=CUDA)
+    gc.collect()  # what earlier tests left must not be freed meanwhile
     before = torch.cuda.memory_allocated(CUDA)
     stages = [
         ResidentStage(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -25,23 +26,25 @@ OPTIONS = """--device cuda --bf16 --num_stages 4 --num_chunks 2 --batch_size 4 -
 
 @pytest.fixture
 def strict_steps(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
-    """From the fourth step on, a synchronizing call is an error within a step, and what it took is noted."""
-    run, taken, num_run = Executor.run, list[dict[str, int]](), 0
+    """From the fourth step on, a synchronizing call is an error within a step, and what it took is noted.
+
+    Rehearsals, which have executors of their own, do not count.
+    """
+    run, taken, num_runs = Executor.run, list[dict[str, int]](), WeakKeyDictionary[Executor, int]()
 
     def counts() -> dict[str, int]:
         device, host = torch.cuda.memory_stats(), torch.cuda.host_memory_stats()
         return {"device": device["num_device_alloc"], "host": host["num_host_alloc"]}
 
     def strict(self: Executor, *args: Any, **kwargs: Any) -> StepSums:
-        nonlocal num_run
-        num_run += 1
-        before = counts()
-        torch.cuda.set_sync_debug_mode("error" if num_run > 3 else "default")
+        num_runs[self] = num_runs.get(self, 0) + 1
+        is_strict, before = num_runs[self] > 3, counts()
+        torch.cuda.set_sync_debug_mode("error" if is_strict else "default")
         try:
             return run(self, *args, **kwargs)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-            if num_run > 3:
+            if is_strict:
                 taken.append({kind: after - before[kind] for kind, after in counts().items()})
 
     monkeypatch.setattr(Executor, "run", strict)

@@ -124,7 +124,7 @@ def test_a_layers_graph_is_measured_as_the_memory_that_its_saved_tensors_take() 
     model = _heavy_model(2)
     parts = ModelParts(model.config, CUDA)
     shape = (4, 256, model.config.hidden_size)
-    measured = measure_layer_bytes(parts, shape=shape, dtype=torch.bfloat16, device=CUDA).graph
+    measured = measure_layer_bytes(parts, shape=shape, dtype=torch.bfloat16, device=CUDA).saved_activations
 
     saved: dict[int, int] = {}
     layer, values = parts.layers[0], dict(model.named_parameters())
