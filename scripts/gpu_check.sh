@@ -11,8 +11,8 @@
 #              checkpoints go to SAVES (default WORK), which needs room for two of 41 GB
 #   replicas   7B's shape as two replicas beside one pipeline, over the GPUs' links and over sockets (2 GPUs or 4); one
 #              GPU is shared by two replicas over sockets
-#   plans      40 drawn settings planned by auto on one GPU, 3 steps each: memory and seconds beside the plan's; takes some
-#              20 minutes, in calls of at most PLANS_SECONDS: what is in PLANS (default WORK/plans.jsonl) is not run again
+#   plans      40 drawn settings planned by auto on one GPU, 4 steps each: memory and seconds beside the plan's; takes some
+#              11 minutes, in calls of at most PLANS_SECONDS: what is in PLANS (default WORK/plans.jsonl) is not run again
 #   kills      10 kills -9 at random moments on two GPUs, each resumed, against a run that was left alone
 #
 # PYTHON (default python3) must have the requirements installed; WORK (default a new folder in /tmp) takes the files.
