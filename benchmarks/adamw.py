@@ -17,11 +17,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from mobius.memory.host_arena import HostArena
-from mobius.memory.layout import StageLayout
-from mobius.memory.stage_state import StageState
-from mobius.optim.adamw import AdamWSettings, FlatAdamW
-from mobius.optim.adamw_cpu import CPUAdamW, load_adamw_cpu
+from mobius.engine.adamw import AdamWSettings, FlatAdamW
+from mobius.engine.adamw_cpu import CPUAdamW, load_adamw_cpu
+from mobius.engine.host_arena import HostArena
+from mobius.engine.stage_state import StageState
+from mobius.models.layout import StageLayout
 from mobius.ranks import cache_folder
 
 GRADIENTS = {"bf16": torch.bfloat16, "fp32": torch.float32}

@@ -16,11 +16,11 @@ from mobius.checkpoint.run_settings import collect_run_metadata
 from mobius.checkpoint.saved_stage import optimizer_tensors
 from mobius.checkpoint.saver import CheckpointSaver, StepMetadata
 from mobius.data.batches import TrainingBatches
+from mobius.distributed.transport import all_gather_numbers
+from mobius.engine.optimizer_stepper import StepCounts
 from mobius.errors import MobiusError
-from mobius.messages.transport import all_gather_numbers
 from mobius.models.blocks import ModelParts
 from mobius.models.model_files import read_model_files
-from mobius.optim.optimizer_stepper import StepCounts
 from mobius.reporting.events import StepMetrics
 from mobius.training.inputs import origin_of
 from mobius.training.session import Session

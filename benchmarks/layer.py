@@ -27,12 +27,12 @@ from make_model import SIZES, write_config  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 from mobius.config.config import ModelConfig  # noqa: E402
+from mobius.engine.documents import typical_arguments  # noqa: E402
+from mobius.engine.stage import StageModule  # noqa: E402
 from mobius.models.blocks import ModelParts  # noqa: E402
 from mobius.models.families import load_model_config  # noqa: E402
-from mobius.plan.partition import StageCut  # noqa: E402
-from mobius.plan.request import PackedRows  # noqa: E402
-from mobius.runtime.documents import typical_arguments  # noqa: E402
-from mobius.runtime.stage import StageModule  # noqa: E402
+from mobius.schedule.packed_rows import PackedRows  # noqa: E402
+from mobius.schedule.partition import StageCut  # noqa: E402
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,

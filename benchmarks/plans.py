@@ -46,16 +46,16 @@ from worker import clean_up, make_batches, make_samples  # noqa: E402
 
 from mobius.config.cli import parse_args  # noqa: E402
 from mobius.data.batches import TrainingBatches  # noqa: E402
+from mobius.distributed.transport import SingleRankTransport  # noqa: E402
+from mobius.engine import host_arena, pinned_activation_buffer  # noqa: E402
 from mobius.errors import GpuMemoryError  # noqa: E402
+from mobius.hardware.host_memory import own_host_bytes  # noqa: E402
 from mobius.log import setup_logging  # noqa: E402
-from mobius.machine.host_memory import own_host_bytes  # noqa: E402
-from mobius.measuring import timer  # noqa: E402
-from mobius.memory import host_arena, pinned_activation_buffer  # noqa: E402
-from mobius.messages.transport import SingleRankTransport  # noqa: E402
 from mobius.models.families import load_model_config  # noqa: E402
-from mobius.planning import run_setup as run_setups  # noqa: E402
-from mobius.planning.measured_plan import plan_by_measurement  # noqa: E402
-from mobius.planning.run_setup import RunSetup, make_run_setup  # noqa: E402
+from mobius.planner import run_setup as run_setups  # noqa: E402
+from mobius.planner import timer  # noqa: E402
+from mobius.planner.measured_plan import plan_by_measurement  # noqa: E402
+from mobius.planner.run_setup import RunSetup, make_run_setup  # noqa: E402
 from mobius.training.data import packed_rows  # noqa: E402
 from mobius.training.session import Session, open_session  # noqa: E402
 from mobius.units import GIB  # noqa: E402

@@ -25,11 +25,11 @@ from paced_sockets import pace_sockets  # noqa: E402
 from shared_gpu import share_first_gpu  # noqa: E402
 
 from mobius.config.config import Device  # noqa: E402
-from mobius.machine import devices  # noqa: E402
-from mobius.machine.devices import MemoryMeter  # noqa: E402
-from mobius.memory.shards import Segment, cut  # noqa: E402
-from mobius.messages.replicas import create_replica_group  # noqa: E402
-from mobius.messages.world import World  # noqa: E402
+from mobius.distributed.replicas import create_replica_group  # noqa: E402
+from mobius.distributed.shards import Segment, cut  # noqa: E402
+from mobius.distributed.world import World  # noqa: E402
+from mobius.hardware import devices  # noqa: E402
+from mobius.hardware.devices import MemoryMeter  # noqa: E402
 
 REPEATS = 3
 ELEMENTS = 2**28

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mobius.plan.gpu_specs import gpu_spec_of_device
+from mobius.planner.gpu_specs import gpu_spec_of_device
 from mobius.units import GIB
 
 CAUSES = ("weights", "optimizer", "neighbours")

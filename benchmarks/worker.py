@@ -47,12 +47,12 @@ from mobius.config.config import Config, Packing  # noqa: E402
 from mobius.data.batches import TrainingBatches  # noqa: E402
 from mobius.data.mixture import WeightedSamples  # noqa: E402
 from mobius.data.token_store import TokenizedDataset  # noqa: E402
+from mobius.distributed.node_checks import join_replicas  # noqa: E402
 from mobius.errors import MobiusError  # noqa: E402
+from mobius.hardware.host_memory import huge_page_share, own_host_bytes  # noqa: E402
 from mobius.log import setup_logging  # noqa: E402
-from mobius.machine.host_memory import huge_page_share, own_host_bytes  # noqa: E402
 from mobius.models.families import load_model_config  # noqa: E402
-from mobius.planning.node_checks import join_replicas  # noqa: E402
-from mobius.planning.run_setup import RunSetup, make_run_setup  # noqa: E402
+from mobius.planner.run_setup import RunSetup, make_run_setup  # noqa: E402
 from mobius.training.data import packed_rows  # noqa: E402
 from mobius.training.evaluation.evaluator import EvaluationSamples, make_evaluator  # noqa: E402
 from mobius.training.reporting import recordings_of  # noqa: E402
@@ -243,7 +243,7 @@ class PlanFacts:
     host_rates: dict[str, float] | None
     """Per second and rank: parameters updated, alone and beside copies, and bytes copied each way, beside and alone.
 
-    Updates as the plan counts them, which is less than was measured (measuring/host_rates.py).
+    Updates as the plan counts them, which is less than was measured (planner/host_rates.py).
     """
     launch_seconds: dict[str, float] | None
     """Host's seconds to enqueue a layer."""

@@ -69,7 +69,7 @@ def run_program() -> None:
 def _run_command(config: "Config", ranks: Ranks, given: Collection[str], run_status: RunStatus) -> None:
     """Plan, preview or train, as the options say; what only shows something ends the process."""
     if config.planning.dry_run:
-        from mobius.planning.dry_run import run_dry
+        from mobius.planner.dry_run import run_dry
 
         sys.exit(0 if run_dry(config, ranks, given=given) else 1)
     ranks = ranks.split_into_pipelines(config.launch.pipeline_ranks)
@@ -113,7 +113,7 @@ def _exit_with_message(rank: int, message: str, exit_code: int) -> NoReturn:
 def _post_failure(ranks: Ranks | None, error: Exception) -> None:
     """Let ranks that wait for this one at the launcher's store know; what they had from others they know already."""
     if ranks is not None and ranks.num_nodes > 1 and not isinstance(error, TransportError):
-        from mobius.messages.rendezvous import post_failure
+        from mobius.distributed.rendezvous import post_failure
 
         post_failure(ranks, str(error) if isinstance(error, MobiusError) else f"{type(error).__name__}: {error}")
 

@@ -37,7 +37,7 @@ def _take(name: str, output: Path, dtype_name: str) -> None:
     from mobius.checkpoint.merged_model import base_shapes, check_free, write_whole
     from mobius.config.config import Dtype, ModelConfig
     from mobius.errors import CheckpointError
-    from mobius.machine.devices import TORCH_DTYPES
+    from mobius.hardware.devices import TORCH_DTYPES
     from mobius.models.blocks import ModelParts
     from mobius.models.families import load_model_config, locate_model
     from mobius.models.model_files import read_json_object, read_model_files

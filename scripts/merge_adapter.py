@@ -38,7 +38,7 @@ def _merge(folder: Path, output: Path, base: str | None, dtype: str) -> None:
     from mobius.checkpoint.merged_model import check_free, merge_adapter
     from mobius.config.config import Dtype, ModelConfig
     from mobius.errors import CheckpointError
-    from mobius.machine.devices import TORCH_DTYPES
+    from mobius.hardware.devices import TORCH_DTYPES
     from mobius.models.adapters.peft_folder import AdapterBase, AdapterFolder, check_base
     from mobius.models.blocks import ModelParts
     from mobius.models.families import load_model_config, locate_model

@@ -34,7 +34,7 @@ from mobius.config.cli import parse_args  # noqa: E402
 from mobius.config.config import Config, OptimConfig  # noqa: E402
 from mobius.config.validation import resolve_epochs  # noqa: E402
 from mobius.data.batches import Batch, TrainingBatches  # noqa: E402
-from mobius.machine.devices import TORCH_DTYPES  # noqa: E402
+from mobius.hardware.devices import TORCH_DTYPES  # noqa: E402
 from mobius.models.families import softcap_attention_implementation  # noqa: E402
 from mobius.training.data import RunData  # noqa: E402
 

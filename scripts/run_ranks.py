@@ -150,8 +150,8 @@ def join_nodes(arguments: Any) -> Callable[[int, str], None]:
     config, *_ = config_from_args(arguments)
     if config.max_nodes == 1 or config.min_nodes != config.max_nodes or config.rdzv_backend != "static":
         return lambda restarts, text: None
-    from mobius.messages.node_rendezvous import RENDEZVOUS_SECONDS, Node, NodeRendezvous
-    from mobius.messages.rendezvous import post_failure_at
+    from mobius.distributed.node_rendezvous import RENDEZVOUS_SECONDS, Node, NodeRendezvous
+    from mobius.distributed.rendezvous import post_failure_at
 
     own = Node(socket.gethostname(), config.max_nodes, config.nproc_per_node)
     node, seconds = int(config.rdzv_configs["rank"]), float(config.rdzv_configs.get("timeout", RENDEZVOUS_SECONDS))

@@ -12,9 +12,9 @@ from pathlib import Path
 if importlib.util.find_spec("mobius") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from mobius.hardware.cross_mapping import choose_order
+from mobius.hardware.topology import Topology
 from mobius.log import printable
-from mobius.machine.cross_mapping import choose_order
-from mobius.machine.topology import Topology
 from mobius.ranks import visible_devices
 
 
@@ -28,7 +28,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def look(arguments: argparse.Namespace) -> Topology:
     import torch
 
-    from mobius.machine.read_topology import read_topology
+    from mobius.hardware.read_topology import read_topology
 
     found = torch.cuda.device_count()
     num_gpus = found if arguments.num_ranks is None else arguments.num_ranks

@@ -1,9 +1,8 @@
 """Predicts a step on GPUs one may not have: seconds, waits, memory, and what limits it; needs no GPU.
 
-Every number is an estimate from data sheets and from shares measured on H200s (mobius/plan/gpu_specs.py). It takes the
-options of main.py, and those below. Options that take several values give a row for each combination, told as soon as
-it is known. With --nodes,
---batch_size is that of each node, and lines say whether another node pays.
+Every number is an estimate from data sheets and from shares measured on H200s (mobius/planner/gpu_specs.py). It takes
+the options of main.py, and those below. Options that take several values give a row for each combination, printed as
+soon as it is known. With --nodes, --batch_size is that of each node, and lines say whether another node pays.
 
     python scripts/simulate.py --card H200 RTX4090 --gpus 4 --model_path 7b --batch_size 64 --seq_length 512
 """
@@ -31,20 +30,20 @@ from mobius.log import printable, redirect_to_devnull
 from mobius.models.blocks import ModelParts
 from mobius.models.families import load_planned_config
 from mobius.models.shapes.published_shapes import SHORT_NAMES
-from mobius.plan.gpu_specs import GPU_SPECS, HOST_BANDWIDTH, PCIE_BYTES, GpuSpec, Host, find_gpu_spec
-from mobius.plan.memory_estimates import estimated_layer, largest_gpu_estimate
-from mobius.plan.partition import ModelShape
-from mobius.plan.plan_table import format_columns
-from mobius.plan.profile import Profile, ProfileError
-from mobius.plan.replicas.scaling import NodeScaling
-from mobius.plan.replicas.traffic import NODE_LINK
-from mobius.plan.request import Machine, PlanRequest
-from mobius.plan.solver import PlanResult, resolve_auto, solve
-from mobius.plan.step_prediction import build_plan_schedule
-from mobius.planning.dry_run import ROWS_AS_PLANNED
+from mobius.planner.dry_run import ROWS_AS_PLANNED
+from mobius.planner.gpu_specs import GPU_SPECS, HOST_BANDWIDTH, PCIE_BYTES, GpuSpec, Host, find_gpu_spec
+from mobius.planner.memory_estimates import estimated_layer, largest_gpu_estimate
+from mobius.planner.plan_table import format_columns
+from mobius.planner.profile import Profile, ProfileError
+from mobius.planner.replica_scaling import NodeScaling
+from mobius.planner.replica_traffic import NODE_LINK
+from mobius.planner.request import Machine, PlanRequest
+from mobius.planner.solver import PlanResult, resolve_auto, solve
+from mobius.planner.step_prediction import build_plan_schedule
 from mobius.reporting.pictures import draw_timeline
 from mobius.reporting.trace import predicted_trace, write_trace
 from mobius.schedule.lanes import WaitCause
+from mobius.schedule.partition import ModelShape
 from mobius.units import GIB
 
 DEFAULT_OPTIONS = {

@@ -30,16 +30,16 @@ from mobius.config.config import Config
 from mobius.config.options import OptionValue, config_from, option_values, options
 from mobius.config.validation import MUTUALLY_EXCLUSIVE, infer_eval_strategy, validate
 from mobius.config.yaml_file import read_yaml, to_yaml
+from mobius.distributed.node_checks import check_same_facts
+from mobius.distributed.rendezvous import Rendezvous, join_run
+from mobius.engine.optimizer_stepper import StepCounts
+from mobius.engine.stage_state import StageState
 from mobius.errors import CheckpointError, ConfigError, MobiusError, PlanError
 from mobius.excerpt import quoted
 from mobius.log import RANK_ZERO_ONLY
-from mobius.memory.stage_state import StageState
-from mobius.messages.rendezvous import Rendezvous, join_run
 from mobius.models.blocks import ModelParts
 from mobius.models.weight_conversion.parameter_pieces import ParameterPiece
-from mobius.optim.optimizer_stepper import StepCounts
-from mobius.planning.node_checks import check_same_facts
-from mobius.planning.saved_plan import apply_saved_plan
+from mobius.planner.saved_plan import apply_saved_plan
 from mobius.ranks import Ranks, is_restart, launch_id
 from mobius.regular_files import read_bytes, read_text, typed_object
 from mobius.reporting.trainer_state import STATE_FILE, TrainerState

@@ -21,8 +21,8 @@ from mobius.config.yaml_file import to_yaml
 from mobius.errors import CheckpointError, reason_of
 from mobius.models.adapters.peft_folder import AdapterBase
 from mobius.models.model_files import ModelFiles
-from mobius.planning.run_setup import RunSetup
-from mobius.planning.saved_plan import saved_plan_of
+from mobius.planner.run_setup import RunSetup
+from mobius.planner.saved_plan import saved_plan_of
 from mobius.signal_handling import RunStatus
 
 logger = logging.getLogger(__name__)

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from mobius.activity import Activity
 from mobius.checkpoint.tensor_files import StageParameter
-from mobius.memory.shards import ReplicaGroup
-from mobius.memory.stage_memory import StageMemory
-from mobius.memory.stage_state import MasterRemainder, StageState
-from mobius.messages.transport import RankGroup, Transport
+from mobius.distributed.shards import ReplicaGroup
+from mobius.distributed.transport import RankGroup, Transport
+from mobius.engine.stage_memory import StageMemory
+from mobius.engine.stage_state import MasterRemainder, StageState
 from mobius.models.blocks import ModelParts
 from mobius.models.weight_conversion.parameter_pieces import ParameterPiece, stored_views
-from mobius.planning.run_setup import RunSetup
+from mobius.planner.run_setup import RunSetup
 
 WEIGHTS = "weights"
 _FROZEN = "weights, frozen"

@@ -51,17 +51,17 @@ from mobius.checkpoint.tensor_files import (
     write_stage,
 )
 from mobius.config.config import ALL_CHECKPOINTS, Config, SaveStrategy, steps_between
+from mobius.distributed.node_checks import versions
+from mobius.distributed.transport import all_gather_numbers
+from mobius.engine.optimizer_stepper import StepCounts
 from mobius.errors import CheckpointError, MobiusError, first_line
-from mobius.machine.devices import num_optimizer_threads
-from mobius.machine.disk_rate import measure_write_rate
-from mobius.machine.host_memory import available_host_bytes
-from mobius.messages.transport import all_gather_numbers
+from mobius.hardware.devices import num_optimizer_threads
+from mobius.hardware.disk_rate import measure_write_rate
+from mobius.hardware.host_memory import available_host_bytes
 from mobius.models.adapters.peft_folder import AdapterBase
 from mobius.models.model_files import ModelFiles
-from mobius.optim.optimizer_stepper import StepCounts
-from mobius.plan.checkpoint_estimates import estimate_checkpoint
-from mobius.planning.node_checks import versions
-from mobius.planning.run_setup import RunSetup
+from mobius.planner.checkpoint_estimates import estimate_checkpoint
+from mobius.planner.run_setup import RunSetup
 from mobius.regular_files import read_json
 from mobius.reporting.events import CheckpointSaved
 from mobius.reporting.trainer_state import STATE_FILE, TrainerState

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from mobius.activity import Activity
 from mobius.checkpoint.saved_stage import SavedStage
-from mobius.memory.host_arena import lock_pages, map_zeros, unlock_pages
-from mobius.memory.streams import Event, new_stream, record_current
+from mobius.engine.host_arena import lock_pages, map_zeros, unlock_pages
+from mobius.hardware.streams import Event, new_stream, record_current
 
 COPY_CHUNK_BYTES = 2**24
 """Bytes that one thread copies at a time."""

@@ -15,7 +15,7 @@ from mobius.models.blocks import Block
 from mobius.models.compiled import CompiledGraph, Gradients, SavedProducts, Tensors, as_tuple
 from mobius.models.linear import make_leaves
 from mobius.models.recompute_policy import selective_checkpoint_contexts
-from mobius.plan.plan import RecomputeLevel
+from mobius.schedule.plan import RecomputeLevel
 
 NamedTensors = Mapping[str, Tensor]
 

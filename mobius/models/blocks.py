@@ -52,7 +52,7 @@ from mobius.models.structure.model_structure import base_model_with_stand_ins, f
 from mobius.models.structure.persistent_buffers import freeze_persistent_buffers
 from mobius.models.structure.scaling_steps import ScaledModule, ScalingSteps
 from mobius.models.weight_conversion.parameter_pieces import ParameterPiece, find_parameter_pieces
-from mobius.plan.partition import ModelShape, TrainedParameters
+from mobius.schedule.partition import ModelShape, TrainedParameters
 
 LayerArguments = Sequence[KeywordArguments]
 """Keyword arguments of each layer of the model, besides its hidden states."""

@@ -33,7 +33,7 @@ from torch.utils import _pytree as pytree
 from mobius.errors import first_line
 from mobius.models.linear import GradientFactors, make_leaves
 from mobius.models.recompute_policy import mark_for_recompute
-from mobius.plan.plan import RecomputeLevel
+from mobius.schedule.plan import RecomputeLevel
 
 logger = logging.getLogger(__name__)
 

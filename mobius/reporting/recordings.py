@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from mobius.config.config import Config
+from mobius.distributed.transport import Transport
 from mobius.errors import reason_of
-from mobius.memory.spans import NO_SPANS, SpanRecorder, Spans
-from mobius.messages.transport import Transport
+from mobius.hardware.spans import NO_SPANS, SpanRecorder, Spans
 from mobius.reporting.pictures import draw_timeline
 from mobius.reporting.trace import TraceFacts, merge_parts, write_part, write_trace
 

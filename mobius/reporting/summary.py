@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mobius.atomic_files import atomic_write
 from mobius.errors import CheckpointError
-from mobius.plan.step_prediction import StepTimePrediction, steady_seconds
+from mobius.planner.step_prediction import StepTimePrediction, steady_seconds
 from mobius.reporting.events import StepMetrics, format_clock
 from mobius.schedule.lanes import WaitCause
 from mobius.units import format_gib

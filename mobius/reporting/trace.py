@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mobius.errors import ConfigError
-from mobius.plan.step_prediction import SimulatedSteps
+from mobius.planner.step_prediction import SimulatedSteps
 from mobius.regular_files import read_json
 from mobius.schedule.lanes import Lane, LaneSpan
 from mobius.schedule.schedule import Schedule

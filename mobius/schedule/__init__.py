@@ -1,4 +1,4 @@
-"""The schedule: one ordered list of typed actions per rank, built in small passes and checked before it runs."""
+"""The plan of a run and the schedule that follows from it: ordered lists of typed actions, checked before they run."""
 
 from mobius.schedule.action import Action, ActionKind, source_stage, target_stage
 from mobius.schedule.build import build_schedule

@@ -14,11 +14,11 @@ import torch
 from mobius.atomic_files import atomic_write
 from mobius.checkpoint.run_folder import OutputFolder
 from mobius.config.yaml_file import to_yaml
+from mobius.distributed.transport import all_gather_numbers
 from mobius.errors import CheckpointError, reason_of
-from mobius.machine.devices import MemoryMeter
-from mobius.messages.transport import all_gather_numbers
-from mobius.plan.step_prediction import steady_seconds
-from mobius.planning.run_setup import RunSetup
+from mobius.hardware.devices import MemoryMeter
+from mobius.planner.run_setup import RunSetup
+from mobius.planner.step_prediction import steady_seconds
 from mobius.regular_files import read_json
 from mobius.reporting.json_lines import json_text
 from mobius.reporting.summary import RankMemory, RunTimings, StepTotals, closing_lines, write_report

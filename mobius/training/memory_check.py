@@ -22,10 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mobius.errors import GpuMemoryError, HostMemoryError, PlanError
-from mobius.limits import max_sends_in_flight
-from mobius.machine.devices import MemoryMeter, free_cached_memory
-from mobius.messages.transport import (
+from mobius.distributed.transport import (
     ActivationTransport,
     RankGroup,
     SingleRankTransport,
@@ -33,11 +30,14 @@ from mobius.messages.transport import (
     WarmupTransport,
     all_gather_numbers,
 )
-from mobius.plan.plan import Plan
-from mobius.plan.step_prediction import build_plan_schedule
-from mobius.planning.run_setup import RunSetup, replan_with_reserve
-from mobius.runtime.documents import Rows
-from mobius.runtime.executor import StepBatch
+from mobius.engine.documents import Rows
+from mobius.engine.executor import StepBatch
+from mobius.errors import GpuMemoryError, HostMemoryError, PlanError
+from mobius.hardware.devices import MemoryMeter, free_cached_memory
+from mobius.limits import max_sends_in_flight
+from mobius.planner.run_setup import RunSetup, replan_with_reserve
+from mobius.planner.step_prediction import build_plan_schedule
+from mobius.schedule.plan import Plan
 from mobius.training.out_of_memory import out_of_memory
 from mobius.training.stages import RankStages
 from mobius.training.step_batches import document_tensors

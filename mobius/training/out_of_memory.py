@@ -7,8 +7,8 @@ import torch
 from mobius.config.config import ActivationOffloading, Recompute
 from mobius.errors import GpuMemoryError, first_line
 from mobius.limits import max_prefetched
-from mobius.plan.plan import Plan
-from mobius.planning.run_setup import RunSetup
+from mobius.planner.run_setup import RunSetup
+from mobius.schedule.plan import Plan
 
 
 def out_of_memory(error: torch.OutOfMemoryError, rank: int, run_setup: RunSetup | None = None) -> GpuMemoryError:

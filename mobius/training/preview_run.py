@@ -23,7 +23,7 @@ from mobius.log import printable, redirect_to_devnull
 from mobius.models.families import locate_model
 from mobius.models.model_files import read_json_object
 from mobius.models.tokenizer import load_tokenizer
-from mobius.planning.saved_plan import apply_saved_plan
+from mobius.planner.saved_plan import apply_saved_plan
 from mobius.ranks import Ranks, allows_colour
 from mobius.reporting.data_report import (
     DatasetStatistics,

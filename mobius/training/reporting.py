@@ -16,16 +16,16 @@ from mobius.checkpoint.model_card import CardFacts, Origin, model_card
 from mobius.config.config import OptimConfig
 from mobius.config.yaml_file import to_yaml
 from mobius.data.batches import TrainingBatches
+from mobius.engine.lr_schedule import learning_rate_at
 from mobius.errors import reason_of
+from mobius.hardware.devices import MemoryMeter
+from mobius.hardware.host_memory import HostMemoryUsage, huge_page_share
 from mobius.log import RANK_ZERO_ONLY
-from mobius.machine.devices import MemoryMeter
-from mobius.machine.host_memory import HostMemoryUsage, huge_page_share
 from mobius.models.attention import DocumentAttention
 from mobius.models.config_rules import max_positions_warning
-from mobius.optim.lr_schedule import learning_rate_at
-from mobius.plan.memory_estimates import estimate_host_memory, largest_gpu_estimate
-from mobius.plan.plan_table import describe_short_host
-from mobius.planning.run_setup import RunSetup
+from mobius.planner.memory_estimates import estimate_host_memory, largest_gpu_estimate
+from mobius.planner.plan_table import describe_short_host
+from mobius.planner.run_setup import RunSetup
 from mobius.ranks import seconds_since_start
 from mobius.reporting.events import RunStarted, table_row
 from mobius.reporting.pictures import draw_training

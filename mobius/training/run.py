@@ -30,18 +30,19 @@ from mobius.config.config import Config
 from mobius.config.launch import resume_command
 from mobius.data.batches import TrainingBatches
 from mobius.data.builtin_chat_templates import resolve_template
+from mobius.distributed.node_checks import check_same_data, join_replicas
+from mobius.distributed.rendezvous import open_watchdog_store
+from mobius.distributed.watchdog import Watchdog
 from mobius.errors import MobiusError
-from mobius.machine.cpu_dtype import resolve_dtype
-from mobius.messages.rendezvous import open_watchdog_store
+from mobius.hardware.cpu_dtype import resolve_dtype
 from mobius.models.adapters.peft_folder import AdapterBase
 from mobius.models.families import load_model_config, locate_model
 from mobius.models.model_files import ModelFiles, read_model_files
 from mobius.models.tokenizer import load_tokenizer, pad_token_id
 from mobius.models.weights import check_model_weights
-from mobius.planning.file_checks import check_same_model, check_save_dir
-from mobius.planning.node_checks import check_same_data, join_replicas
-from mobius.planning.run_setup import RunSetup, complete_run_setup, draft_run_setup
-from mobius.planning.saved_plan import apply_saved_plan
+from mobius.planner.file_checks import check_same_model, check_save_dir
+from mobius.planner.run_setup import RunSetup, complete_run_setup, draft_run_setup
+from mobius.planner.saved_plan import apply_saved_plan
 from mobius.ranks import Ranks, command_words, seconds_since_launch
 from mobius.reporting.events import table_row
 from mobius.reporting.run_log import METRICS_FILE, RunLog
@@ -70,7 +71,6 @@ from mobius.training.reporting import (
 from mobius.training.session import Session, open_session, restoring
 from mobius.training.trained_weights import check_trained_weights, has_changed
 from mobius.training.trainer import Trainer
-from mobius.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 

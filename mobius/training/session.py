@@ -18,33 +18,33 @@ from mobius.activity import Activity
 from mobius.checkpoint.resume import Resume, restore
 from mobius.config.config import Dtype, ReduceDtype
 from mobius.data.batches import Batch
+from mobius.distributed.mailboxes import Mailboxes
+from mobius.distributed.node_checks import check_same_residents
+from mobius.distributed.peer_check import PeerCheck
+from mobius.distributed.process_groups import DistributedTransport
+from mobius.distributed.replicas import create_replica_group
+from mobius.distributed.transport import RankGroup, SingleRankTransport, Transport
+from mobius.distributed.world import World
+from mobius.engine.adamw import AdamWSettings, FlatAdamW
+from mobius.engine.adamw_cpu import load_adamw_cpu
+from mobius.engine.adamw_gpu import GPUAdamW
+from mobius.engine.loss_scaler import LossScaler
+from mobius.engine.optimizer_stepper import OptimizerStepper, StepCounts
+from mobius.engine.stage_memory import StageMemory
+from mobius.engine.tied_weights import TiedWeights
+from mobius.engine.update_queue import UpdateQueue
+from mobius.engine.waits import WaitClock
+from mobius.hardware.devices import MemoryMeter, num_optimizer_threads, set_host_threads, use_device
+from mobius.hardware.spans import NO_SPANS, Spans
 from mobius.limits import max_sends_in_flight
-from mobius.machine.devices import MemoryMeter, num_optimizer_threads, set_host_threads, use_device
-from mobius.machine.peer_check import PeerCheck
-from mobius.memory.spans import NO_SPANS, Spans
-from mobius.memory.stage_memory import StageMemory
-from mobius.memory.update_queue import UpdateQueue
-from mobius.messages.distributed import DistributedTransport
-from mobius.messages.mailboxes import Mailboxes
-from mobius.messages.replicas import create_replica_group
-from mobius.messages.transport import RankGroup, SingleRankTransport, Transport
-from mobius.messages.world import World
 from mobius.models.adapters.lora import InitialAdapterWeights
 from mobius.models.adapters.peft_folder import AdapterFolder, AdapterWeights
 from mobius.models.weights import CheckpointWeights, InitialWeights, WeightSource, folder_has_weights
-from mobius.optim.adamw import AdamWSettings, FlatAdamW
-from mobius.optim.adamw_cpu import load_adamw_cpu
-from mobius.optim.adamw_gpu import GPUAdamW
-from mobius.optim.loss_scaler import LossScaler
-from mobius.optim.optimizer_stepper import OptimizerStepper, StepCounts
-from mobius.optim.tied_weights import TiedWeights
-from mobius.planning.measured_plan import plan_by_measurement
-from mobius.planning.node_checks import check_same_residents
-from mobius.planning.run_setup import RunSetup
+from mobius.planner.measured_plan import plan_by_measurement
+from mobius.planner.run_setup import RunSetup
 from mobius.ranks import cache_folder
 from mobius.reporting.recordings import Recordings
 from mobius.reporting.trace import TraceFacts
-from mobius.runtime.waits import WaitClock
 from mobius.training.memory_check import allocate_stages_that_fit
 from mobius.training.stages import RankStages
 from mobius.training.step_batches import step_batches

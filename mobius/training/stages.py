@@ -10,25 +10,25 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mobius.activity import Activity
-from mobius.memory.host_arena import HostArena
-from mobius.memory.pinned_activation_buffer import PinnedActivationBuffer
-from mobius.memory.rank_memory import allocate_memory
-from mobius.memory.shards import ReplicaGroup
-from mobius.memory.spans import NO_SPANS, Spans
-from mobius.memory.stage_memory import StageMemory
-from mobius.memory.update_queue import UpdateQueue
-from mobius.messages.transport import ActivationTransport
+from mobius.distributed.shards import ReplicaGroup
+from mobius.distributed.transport import ActivationTransport
+from mobius.engine.executor import Executor
+from mobius.engine.host_arena import HostArena
+from mobius.engine.pinned_activation_buffer import PinnedActivationBuffer
+from mobius.engine.pipelined_router_loss import PipelinedRouterLoss
+from mobius.engine.rank_memory import allocate_memory
+from mobius.engine.saved_activations import ALIGNMENT, pinned_buffer_bytes
+from mobius.engine.sliced_layers import SequenceKVCaches, SlicedLayers
+from mobius.engine.stage import StageModule
+from mobius.engine.stage_layers import StageLayers, WholeLayers
+from mobius.engine.stage_memory import StageMemory
+from mobius.engine.update_queue import UpdateQueue
+from mobius.engine.waits import WaitClock
+from mobius.hardware.spans import NO_SPANS, Spans
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.experts.router_loss import refuse_slices
 from mobius.models.weights import WeightSource, read_ahead, read_in_pieces
-from mobius.plan.plan import Plan
-from mobius.runtime.executor import Executor
-from mobius.runtime.pipelined_router_loss import PipelinedRouterLoss
-from mobius.runtime.saved_activations import ALIGNMENT, pinned_buffer_bytes
-from mobius.runtime.sliced_layers import SequenceKVCaches, SlicedLayers
-from mobius.runtime.stage import StageModule
-from mobius.runtime.stage_layers import StageLayers, WholeLayers
-from mobius.runtime.waits import WaitClock
+from mobius.schedule.plan import Plan
 from mobius.schedule.schedule import Schedule
 
 

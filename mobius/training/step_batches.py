@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from mobius.data.batches import Batch, balance_microbatches, shard_batch
-from mobius.planning.run_setup import RunSetup
-from mobius.runtime.documents import Rows, position_ids_and_cu_seqlens
-from mobius.runtime.executor import StepBatch
+from mobius.engine.documents import Rows, position_ids_and_cu_seqlens
+from mobius.engine.executor import StepBatch
+from mobius.planner.run_setup import RunSetup
 
 
 def step_batches(batches: Iterable[Batch], run_setup: RunSetup) -> Iterator[StepBatch]:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
+from mobius.distributed.transport import all_gather_numbers
+from mobius.engine.stage_state import CHUNK_ELEMENTS, StageState
 from mobius.errors import MobiusError, NoResultError
-from mobius.memory.stage_state import CHUNK_ELEMENTS, StageState
-from mobius.messages.transport import all_gather_numbers
 from mobius.models.weights import WeightSource, read_in_pieces
 from mobius.training.session import Session
 

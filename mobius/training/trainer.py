@@ -14,14 +14,14 @@ from torch import Tensor
 
 from mobius.activity import Activity
 from mobius.config.config import OptimConfig
-from mobius.machine.devices import MemoryMeter
-from mobius.messages.transport import Transport, all_gather_numbers
-from mobius.optim.lr_schedule import learning_rate_at
-from mobius.optim.optimizer_stepper import OptimizerStepper, StepCounts, StepOutcome
+from mobius.distributed.transport import Transport, all_gather_numbers
+from mobius.engine.executor import Executor, StepBatch
+from mobius.engine.lr_schedule import learning_rate_at
+from mobius.engine.optimizer_stepper import OptimizerStepper, StepCounts, StepOutcome
+from mobius.engine.waits import WaitClock
+from mobius.hardware.devices import MemoryMeter
 from mobius.reporting.events import StepMetrics
 from mobius.reporting.recordings import StepHook
-from mobius.runtime.executor import Executor, StepBatch
-from mobius.runtime.waits import WaitClock
 from mobius.schedule.lanes import WaitCause
 from mobius.units import GIB
 

@@ -21,7 +21,7 @@ OPTIONS = f"""--device cpu --fp32 --model_path model --dataset data.jsonl --num_
     --save_results report.txt"""
 HANGS = """
 import os, threading
-from mobius.runtime.executor import Executor
+from mobius.engine.executor import Executor
 def hang(self, stage, microbatch, run=Executor._forward):
     if os.environ["RANK"] == "1" and self._activity._step == 5 and microbatch == 1:
         threading.Event().wait()
@@ -59,7 +59,7 @@ def slowly_again(*arguments, run=evaluation.concatenate_batches):
 evaluation.concatenate_batches = slowly_again
 """
 COMPILES = """
-from mobius.runtime.executor import Executor
+from mobius.engine.executor import Executor
 def compiles(self, *arguments, run=Executor.run, **named):
     if self._activity._step == 1:
         time.sleep(4)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from mobius.measuring.measure import MicrobatchShape, measure_profile
-from mobius.messages.transport import SingleRankTransport
+from mobius.distributed.transport import SingleRankTransport
 from mobius.models.blocks import ModelParts
+from mobius.planner.measure import MicrobatchShape, measure_profile
 
 pytestmark = pytest.mark.gpu
 

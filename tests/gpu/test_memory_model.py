@@ -9,12 +9,12 @@ from harness.plan_requests import request_of
 from transformers import LlamaConfig
 
 from mobius.models.blocks import ModelParts
-from mobius.plan.gpu_specs import GPU_SPECS
-from mobius.plan.memory_estimates import STEP_BYTES_PER_TOKEN, microbatch_bytes
-from mobius.plan.peak_memory import estimate_layer, find_peak
-from mobius.plan.plan import make_plan
-from mobius.plan.request import Machine
-from mobius.runtime.layer_bytes import measure_layer_bytes
+from mobius.planner.gpu_specs import GPU_SPECS
+from mobius.planner.layer_bytes import measure_layer_bytes
+from mobius.planner.memory_estimates import STEP_BYTES_PER_TOKEN, microbatch_bytes
+from mobius.planner.peak_memory import estimate_layer, find_peak
+from mobius.planner.request import Machine
+from mobius.schedule.plan import make_plan
 
 pytestmark = pytest.mark.gpu
 

@@ -15,8 +15,8 @@ from harness.pipelines import Pipeline, make_model
 from harness.runs import ROOT, environment, make_checkpoint, make_dataset
 from torch import Tensor, nn
 
+from mobius.engine.documents import position_ids_and_cu_seqlens
 from mobius.models.attention import BlockMasks, DocumentAttention, DocumentLayout, attend_documents, choose_attention
-from mobius.runtime.documents import position_ids_and_cu_seqlens
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

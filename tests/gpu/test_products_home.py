@@ -7,7 +7,7 @@ import torch
 from harness.pipelines import Pipeline, make_batch, make_model
 from torch import Tensor
 
-from mobius.runtime import saved_activations
+from mobius.engine import saved_activations
 
 pytestmark = pytest.mark.gpu
 

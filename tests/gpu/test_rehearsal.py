@@ -14,8 +14,8 @@ from mobius.config.cli import parse_args
 from mobius.data.batches import TrainingBatches
 from mobius.data.mixture import WeightedSamples
 from mobius.models.families import load_model_config
-from mobius.plan import memory_estimates
-from mobius.planning.run_setup import make_run_setup
+from mobius.planner import memory_estimates
+from mobius.planner.run_setup import make_run_setup
 from mobius.ranks import Ranks
 from mobius.training.data import packed_rows
 from mobius.training.session import open_session

@@ -15,14 +15,14 @@ from harness.pipelines import Pipeline, make_batch, make_model
 from harness.trainers import make_single_trainer
 from torch import Tensor
 
-from mobius.memory.gradient_accumulator import GradientAccumulator
-from mobius.memory.host_arena import HostArena
-from mobius.memory.layout import StageLayout
-from mobius.memory.resident import ResidentStage
-from mobius.memory.stage_state import StageState
-from mobius.optim.adamw import AdamWSettings, FlatAdamW
-from mobius.optim.adamw_cpu import load_adamw_cpu
-from mobius.optim.adamw_gpu import GPUAdamW
+from mobius.engine.adamw import AdamWSettings, FlatAdamW
+from mobius.engine.adamw_cpu import load_adamw_cpu
+from mobius.engine.adamw_gpu import GPUAdamW
+from mobius.engine.gradient_accumulator import GradientAccumulator
+from mobius.engine.host_arena import HostArena
+from mobius.engine.resident import ResidentStage
+from mobius.engine.stage_state import StageState
+from mobius.models.layout import StageLayout
 from mobius.training.session import Session
 
 pytestmark = pytest.mark.gpu

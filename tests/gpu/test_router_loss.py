@@ -7,8 +7,8 @@ import torch
 from harness.pipelines import Pipeline, make_batch, model_of, plain_step
 from harness.tiny_families import tiny_config
 
+from mobius.engine.pipelined_router_loss import PipelinedRouterLoss
 from mobius.models.experts.router_loss import RouterLoss, router_sums
-from mobius.runtime.pipelined_router_loss import PipelinedRouterLoss
 
 pytestmark = pytest.mark.gpu
 

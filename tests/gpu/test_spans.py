@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from mobius.memory.spans import SpanRecorder
+from mobius.hardware.spans import SpanRecorder
 from mobius.schedule.lanes import Lane, LaneSpan
 
 pytestmark = pytest.mark.gpu

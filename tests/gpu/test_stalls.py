@@ -12,9 +12,9 @@ import torch
 from harness.shared_links import LOAD_BYTES, NUM_MICROBATCHES, host_states, load_seconds, run_on
 from harness.trainers import make_single_trainer
 
-from mobius.optim.optimizer_stepper import OptimizerStepper
-from mobius.runtime.executor import Executor
-from mobius.runtime.step_sums import StepSums
+from mobius.engine.executor import Executor
+from mobius.engine.optimizer_stepper import OptimizerStepper
+from mobius.engine.step_sums import StepSums
 from mobius.training.session import Session
 from mobius.training.trainer import Trainer
 

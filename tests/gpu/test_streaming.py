@@ -7,12 +7,12 @@ import torch
 from harness.pipelines import FAMILIES, Pipeline, make_batch, make_model, model_of, plain_step
 from transformers import LlamaConfig, PreTrainedModel
 
-from mobius.memory.host_arena import HostArena
-from mobius.memory.layout import StageLayout
-from mobius.memory.rank_memory import allocate_memory
+from mobius.engine.executor import StepBatch
+from mobius.engine.host_arena import HostArena
+from mobius.engine.rank_memory import allocate_memory
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
-from mobius.runtime.executor import StepBatch
-from mobius.runtime.layer_bytes import measure_layer_bytes
+from mobius.models.layout import StageLayout
+from mobius.planner.layer_bytes import measure_layer_bytes
 
 pytestmark = pytest.mark.gpu
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from harness.runs import ROOT, environment, free_port, make_checkpoint, make_dataset
 
-from mobius.machine.cross_mapping import best_order
-from mobius.machine.read_topology import import_nvml, read_topology
+from mobius.hardware.cross_mapping import best_order
+from mobius.hardware.read_topology import import_nvml, read_topology
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")]
@@ -38,7 +38,7 @@ def test_reading_makes_no_context_on_any_gpu(tmp_path: Path) -> None:
     """A context takes some hundred MiB of each GPU; one per rank and GPU would be too many."""
     program = (
         "import sys, torch\n"
-        "from mobius.machine.read_topology import read_topology\n"
+        "from mobius.hardware.read_topology import read_topology\n"
         "read_topology(torch.cuda.device_count())\n"
         "print(*[torch._C._cuda_hasPrimaryContext(i) for i in range(torch.cuda.device_count())])\n"
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mobius.models.block_autograd import backward, recomputed_backward, run_with_graph, run_without_graph
 from mobius.models.blocks import Block
-from mobius.plan.plan import RecomputeLevel
+from mobius.schedule.plan import RecomputeLevel
 
 
 @dataclass

@@ -23,10 +23,10 @@ from transformers import (
     Starcoder2Config,
 )
 
+from mobius.engine.documents import Rows, position_ids_and_cu_seqlens
 from mobius.models.attention import DocumentLayout
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.pre_post_attention import PrePostAttention
-from mobius.runtime.documents import Rows, position_ids_and_cu_seqlens
 
 _TINY: dict[str, Any] = {
     "hidden_size": 32,

@@ -9,8 +9,8 @@ from harness.local_transport import LocalTransport, run_rank_threads
 from harness.pipelines import CPU, ModelWeights, Pipeline, _on_one_core, _parts
 from transformers import PreTrainedModel
 
-from mobius.runtime.evaluation_sums import EvaluationSums
-from mobius.runtime.executor import StepBatch
+from mobius.engine.evaluation_sums import EvaluationSums
+from mobius.engine.executor import StepBatch
 from mobius.schedule.build import build_schedule
 from mobius.training.stages import RankStages
 

@@ -11,10 +11,10 @@ from harness.tiny_families import tiny_config
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from mobius.engine.stage import StageModule
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.loss import shift_labels
-from mobius.plan.partition import partition_of
-from mobius.runtime.stage import StageModule
+from mobius.schedule.partition import partition_of
 
 LEARNING_RATE = 3e-5
 """Twenty steps halve the loss: of a loss near zero, which ten times as much ends in, rounding alone is a large share.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class FolderStore:
-    """Implements `mobius.watchdog.WatchdogStore`."""
+    """Implements `mobius.distributed.watchdog.WatchdogStore`."""
 
     def add(self, key: str, amount: int) -> int:
         with open(_file(key), "a+") as file:

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 IMPORTED = (
     "main",
     "mobius.training.run",
-    "mobius.planning.dry_run",
+    "mobius.planner.dry_run",
     "transformers.models.llama.modeling_llama",
     "matplotlib.figure",  # for the picture at a run's end
     "matplotlib.backends.backend_agg",

@@ -10,9 +10,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from mobius.memory.streams import Event
-from mobius.messages.cuda_copies import CudaCopyEngine, CudaQueue
-from mobius.messages.mailboxes import SharedMemory
+from mobius.distributed.cuda_copies import CudaCopyEngine, CudaQueue
+from mobius.distributed.mailboxes import SharedMemory
+from mobius.hardware.streams import Event
 
 WORD = ctypes.c_uint32
 

@@ -20,10 +20,24 @@ import safetensors.torch
 import torch.distributed as dist
 
 import mobius
-from mobius.messages.rendezvous import Rendezvous
+from mobius.distributed.rendezvous import Rendezvous
 
 _PACKAGE = str(Path(mobius.__file__).parent)
-_MESSAGES = str(Path(_PACKAGE, "messages"))
+_MESSAGES = tuple(
+    str(Path(_PACKAGE, "distributed", f"{name}.py"))
+    for name in (
+        "cuda_copies",
+        "mailboxes",
+        "node_rendezvous",
+        "peer_memory",
+        "process_groups",
+        "rendezvous",
+        "replicas",
+        "transport",
+        "world",
+    )
+)
+"""Modules through which calls come from many places."""
 _FILE_EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "shutil.rmtree")
 
 

@@ -18,14 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
+from mobius.distributed.transport import SingleRankTransport, WarmupTransport
+from mobius.engine.executor import StepBatch
 from mobius.limits import max_sends_in_flight
-from mobius.messages.transport import SingleRankTransport, WarmupTransport
 from mobius.models.block_autograd import backward, run_with_graph
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
-from mobius.plan.peak_memory import LayerBytes
-from mobius.plan.plan import Plan, RecomputeLevel
-from mobius.runtime.executor import StepBatch
+from mobius.planner.peak_memory import LayerBytes
 from mobius.schedule.build import build_schedule
+from mobius.schedule.plan import Plan, RecomputeLevel
 from mobius.training.stages import RankStages
 
 CPU = torch.device("cpu")

@@ -11,9 +11,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from mobius.distributed.shards import ReplicaGroup
+from mobius.distributed.transport import RankGroup, ring_edges
 from mobius.errors import TransportError
-from mobius.memory.shards import ReplicaGroup
-from mobius.messages.transport import RankGroup, ring_edges
 
 TIMEOUT_SECONDS = 600.0
 

@@ -12,9 +12,8 @@ from contextlib import AbstractContextManager, contextmanager
 import pytest
 import torch
 
-from mobius.memory import gradient_accumulator, streamed
-from mobius.memory.sharding import reductions
-from mobius.memory.streams import Event, Stream
+from mobius.engine import gradient_accumulator, reductions, streamed
+from mobius.hardware.streams import Event, Stream
 
 Clock = dict[str, int]
 

@@ -23,10 +23,10 @@ set_cuda_max_connections()
 import torch  # noqa: E402
 from harness.host_copies import HostCopyEngine  # noqa: E402
 
-from mobius.messages.cuda_copies import CudaCopyEngine  # noqa: E402
-from mobius.messages.distributed import DistributedTransport  # noqa: E402
-from mobius.messages.mailboxes import Mailboxes  # noqa: E402
-from mobius.messages.rendezvous import join_run  # noqa: E402
+from mobius.distributed.cuda_copies import CudaCopyEngine  # noqa: E402
+from mobius.distributed.mailboxes import Mailboxes  # noqa: E402
+from mobius.distributed.process_groups import DistributedTransport  # noqa: E402
+from mobius.distributed.rendezvous import join_run  # noqa: E402
 
 AHEAD = 2
 GEMM = 4096

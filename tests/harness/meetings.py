@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from torch.distributed import HashStore
 
+from mobius.distributed.rendezvous import Rendezvous
 from mobius.errors import MobiusError
-from mobius.messages.rendezvous import Rendezvous
 
 T = TypeVar("T")
 

@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from mobius.engine.documents import Rows, position_ids_and_cu_seqlens
+from mobius.engine.executor import StepBatch
+from mobius.engine.stage import StageModule
 from mobius.models.attention import DocumentLayout
 from mobius.models.block_autograd import run_without_graph
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.loss import shift_labels
-from mobius.plan.partition import StageCut
-from mobius.runtime.documents import Rows, position_ids_and_cu_seqlens
-from mobius.runtime.executor import StepBatch
-from mobius.runtime.stage import StageModule
+from mobius.schedule.partition import StageCut
 
 LENGTH = 20
 ROWS = [[7, 2, 5], [20], [3, 11, 6], [9, 9]]

@@ -12,10 +12,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
-from mobius.machine.peer_check import MESSAGE_SIZES, PeerCheck
-from mobius.memory.streams import Event
-from mobius.messages.cuda_copies import CudaCopyEngine, CudaQueue
-from mobius.messages.rendezvous import join_run
+from mobius.distributed.cuda_copies import CudaCopyEngine, CudaQueue
+from mobius.distributed.peer_check import MESSAGE_SIZES, PeerCheck
+from mobius.distributed.rendezvous import join_run
+from mobius.hardware.streams import Event
 from mobius.ranks import Ranks
 
 

@@ -24,14 +24,14 @@ from transformers import (
 )
 
 from mobius.config.config import AdapterConfig
+from mobius.engine.executor import StepBatch
+from mobius.engine.step_sums import StepSums
+from mobius.engine.tied_weights import TiedWeights
 from mobius.models.blocks import ModelParts
 from mobius.models.weights import WeightSource
-from mobius.optim.tied_weights import TiedWeights
-from mobius.plan.partition import balanced_partition, partition_of
-from mobius.plan.plan import Plan, RecomputeLevel
-from mobius.runtime.executor import StepBatch
-from mobius.runtime.step_sums import StepSums
 from mobius.schedule.build import build_schedule
+from mobius.schedule.partition import balanced_partition, partition_of
+from mobius.schedule.plan import Plan, RecomputeLevel
 from mobius.training.stages import RankStages
 
 CPU = torch.device("cpu")

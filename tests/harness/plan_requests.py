@@ -12,9 +12,10 @@ from mobius.config.config import ActivationOffloading, ModelConfig
 from mobius.config.options import config_from
 from mobius.models.blocks import ModelParts
 from mobius.models.families import load_planned_config
-from mobius.plan.gpu_specs import GPU_SPECS
-from mobius.plan.partition import ModelShape
-from mobius.plan.request import Machine, PackedRows, PlanRequest
+from mobius.planner.gpu_specs import GPU_SPECS
+from mobius.planner.request import Machine, PlanRequest
+from mobius.schedule.packed_rows import PackedRows
+from mobius.schedule.partition import ModelShape
 
 USUAL = {
     "batch_size": 64,

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from mobius.memory.layout import StageLayout
-from mobius.memory.shards import Shards
-from mobius.messages import replicas as messages
-from mobius.messages.replicas import create_replica_group
-from mobius.messages.world import World
+from mobius.distributed import replicas as messages
+from mobius.distributed.replicas import create_replica_group
+from mobius.distributed.shards import Shards
+from mobius.distributed.world import World
+from mobius.models.layout import StageLayout
 from mobius.ranks import Ranks
 
 LAYOUT = StageLayout.of({"tied": (50, 32), "matrix": (33, 7), "frozen": (9, 9), "norm": (37,)}, frozen={"frozen"})

@@ -16,11 +16,11 @@ from mobius.config.cli import parse_args
 from mobius.data.batches import TrainingBatches
 from mobius.data.mixture import WeightedSamples
 from mobius.data.token_store import TokenizedDataset
-from mobius.machine.devices import MemoryMeter
-from mobius.messages.transport import Transport
+from mobius.distributed.node_checks import join_replicas
+from mobius.distributed.transport import Transport
+from mobius.hardware.devices import MemoryMeter
 from mobius.models.families import load_model_config
-from mobius.planning.node_checks import join_replicas
-from mobius.planning.run_setup import make_run_setup
+from mobius.planner.run_setup import make_run_setup
 from mobius.ranks import Ranks, prepare_environment, set_cuda_max_connections
 from mobius.training.session import Session, open_session
 

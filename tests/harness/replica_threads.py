@@ -11,8 +11,8 @@ import torch
 from harness.local_transport import TIMEOUT_SECONDS, LocalHub, LocalTransport, run_threads
 from torch import Tensor
 
+from mobius.distributed.shards import Segment, Shards
 from mobius.errors import TransportError
-from mobius.memory.shards import Segment, Shards
 
 T = TypeVar("T")
 

@@ -22,12 +22,12 @@ from mobius.checkpoint.saver import CheckpointSaver, StepMetadata
 from mobius.config.cli import parse_args
 from mobius.data.batches import TrainingBatches
 from mobius.data.mixture import WeightedSamples
-from mobius.machine.devices import MemoryMeter
+from mobius.engine.optimizer_stepper import StepCounts
+from mobius.hardware.devices import MemoryMeter
 from mobius.models.families import load_model_config
 from mobius.models.model_files import read_model_files
-from mobius.optim.optimizer_stepper import StepCounts
-from mobius.plan.checkpoint_estimates import CheckpointEstimate
-from mobius.planning.run_setup import RunSetup, make_run_setup
+from mobius.planner.checkpoint_estimates import CheckpointEstimate
+from mobius.planner.run_setup import RunSetup, make_run_setup
 from mobius.ranks import Ranks
 from mobius.training.data import packed_rows
 from mobius.training.evaluation.evaluator import EvaluationSamples, Evaluator, make_evaluator

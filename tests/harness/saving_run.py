@@ -48,7 +48,7 @@ def newest(folder: Path) -> int:
 def run(folder: Path, save_seconds: float, ranks: Ranks, run_status: RunStatus) -> None:
     agreement = Agreement(folder, ranks)
     if sys.argv[3:] == ["store"]:
-        from mobius.messages.rendezvous import join_run
+        from mobius.distributed.rendezvous import join_run
 
         assert join_run(ranks).gather(ranks.rank) == list(range(ranks.num_ranks))
     saved = step = newest(folder) if is_restart() else 0

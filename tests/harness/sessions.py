@@ -17,7 +17,7 @@ from mobius.data.batches import TrainingBatches
 from mobius.data.mixture import WeightedSamples
 from mobius.data.token_store import TokenizedDataset
 from mobius.models.families import load_model_config
-from mobius.planning.run_setup import make_run_setup
+from mobius.planner.run_setup import make_run_setup
 from mobius.ranks import Ranks
 from mobius.training.data import packed_rows
 from mobius.training.evaluation.evaluator import EvaluationSamples, Evaluator, make_evaluator

@@ -17,15 +17,15 @@ import torch
 from harness.local_transport import LocalTransport, run_rank_threads
 from torch import Tensor
 
-from mobius.memory.gradient_accumulator import GradientAccumulator
-from mobius.memory.layout import StageLayout
-from mobius.memory.stage_state import MasterRemainder, StageState
-from mobius.memory.streamed import StreamedStage, WeightSlotPool
-from mobius.plan.partition import StageCut
-from mobius.runtime.executor import Executor, StepBatch
-from mobius.runtime.stage_layers import WholeLayers
-from mobius.runtime.waits import WaitClock
+from mobius.engine.executor import Executor, StepBatch
+from mobius.engine.gradient_accumulator import GradientAccumulator
+from mobius.engine.stage_layers import WholeLayers
+from mobius.engine.stage_state import MasterRemainder, StageState
+from mobius.engine.streamed import StreamedStage, WeightSlotPool
+from mobius.engine.waits import WaitClock
+from mobius.models.layout import StageLayout
 from mobius.schedule.build import build_schedule
+from mobius.schedule.partition import StageCut
 
 NUM_MICROBATCHES = 4
 WARM_STEPS, STEPS = 1, 3

@@ -10,11 +10,11 @@ from importlib import import_module
 import torch
 
 from mobius.activity import Activity
-from mobius.messages.distributed import DistributedTransport
-from mobius.messages.rendezvous import open_watchdog_store
+from mobius.distributed.process_groups import DistributedTransport
+from mobius.distributed.rendezvous import open_watchdog_store
+from mobius.distributed.watchdog import Watchdog
 from mobius.ranks import Ranks
 from mobius.schedule.action import Action, ActionKind
-from mobius.watchdog import Watchdog
 
 
 def pass_messages(hanging: int, seconds: float) -> None:

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 import torch.distributed as dist
 
-from mobius.messages.rendezvous import join_run
+from mobius.distributed.rendezvous import join_run
 from mobius.ranks import Ranks
 
 

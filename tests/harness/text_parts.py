@@ -21,11 +21,11 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
+from mobius.engine.executor import StepBatch
 from mobius.models.model_files import describe_error, read_json_object
 from mobius.models.multimodal import text_config
 from mobius.models.multimodal.weight_names import text_weight_names
 from mobius.models.weights import CheckpointWeights, has_untied_head
-from mobius.runtime.executor import StepBatch
 
 MOST_PARAMETERS = 20_000_000
 """Of a model that counts as tiny; most have a tenth of a million."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from itertools import combinations
 
-from mobius.machine.topology import Ancestor, Gpu, Link, Topology
+from mobius.hardware.topology import Ancestor, Gpu, Link, Topology
 
 
 def make_box(

@@ -23,14 +23,14 @@ set_cuda_max_connections()
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from mobius.memory.streams import CudaEvent, Event  # noqa: E402
-from mobius.messages.cuda_copies import CudaCopyEngine  # noqa: E402
-from mobius.messages.mailboxes import (  # noqa: E402
+from mobius.distributed.cuda_copies import CudaCopyEngine  # noqa: E402
+from mobius.distributed.mailboxes import (  # noqa: E402
     Inbox,
     Outbox,
     Ring,
     SharedMemory,
 )
+from mobius.hardware.streams import CudaEvent, Event  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
 NUM_STREAMS = 24

@@ -25,10 +25,10 @@ from harness.sessions import random_samples
 from peft import PeftModel
 
 from mobius.config.config import AdapterConfig, FinetuningType
+from mobius.engine.executor import StepBatch
 from mobius.models.adapters.lora import InitialAdapterWeights
 from mobius.models.block_autograd import recomputed_backward
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
-from mobius.runtime.executor import StepBatch
 
 LORA = AdapterConfig(finetuning_type=FinetuningType.LORA, lora_rank=4, lora_alpha=8.0)
 CASES = {  # number of slots, whether graphs are kept, resident stages

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from mobius.engine.executor import StepBatch
 from mobius.models.attention import ATTENTION_IMPLEMENTATION, register_attention
-from mobius.runtime.executor import StepBatch
 
 CASES: dict[str, tuple[int | None, frozenset[int]]] = {  # number of slots, resident stages of those below 8
     "resident": (None, frozenset()),

@@ -9,10 +9,10 @@ import torch
 from harness.pipelines import CPU, Pipeline, make_batch, make_model, plain_step
 
 from mobius.config.config import AdapterConfig
+from mobius.engine.saved_activations import SavedActivations
+from mobius.engine.stage import SavedForBackward
 from mobius.errors import ConfigError
 from mobius.models.blocks import ModelParts
-from mobius.runtime.saved_activations import SavedActivations
-from mobius.runtime.stage import SavedForBackward
 
 FROZEN = {
     "embedding": "model.embed_tokens.",
@@ -71,7 +71,7 @@ def test_frozen_layers_in_slices_and_tiles_leave_the_others_gradients(options: d
 def test_layers_before_which_nothing_is_trained_have_no_backward(
     freeze: str, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mobius.runtime import stage
+    from mobius.engine import stage
 
     run, ran = stage.recomputed_backward, []
 

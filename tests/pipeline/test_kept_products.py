@@ -12,8 +12,8 @@ from harness.pipelines import FAMILIES, Pipeline, make_batch, make_model, plain_
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mobius.plan.plan import RecomputeLevel
-from mobius.runtime.executor import StepBatch
+from mobius.engine.executor import StepBatch
+from mobius.schedule.plan import RecomputeLevel
 
 SIZES = [(1, 1), (1, 3), (2, 2), (3, 1), (4, 2)]
 """Ranks, and stages of each."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from transformers import PreTrainedModel
 
-from mobius.runtime.executor import StepBatch
+from mobius.engine.executor import StepBatch
 
 CASES = {  # number of slots, whether graphs are kept
     "resident": (None, False),

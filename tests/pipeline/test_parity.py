@@ -11,7 +11,7 @@ from harness.pipelines import FAMILIES, NUM_LAYERS, Pipeline, make_batch, make_m
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mobius.runtime.executor import StepBatch
+from mobius.engine.executor import StepBatch
 
 Gradients = dict[str, Tensor]
 

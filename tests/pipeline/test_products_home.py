@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mobius.config.config import AdapterConfig
+from mobius.engine import saved_activations
+from mobius.engine.executor import StepBatch
 from mobius.models import compiled
 from mobius.models.compiled import CompiledModule
-from mobius.runtime import saved_activations
-from mobius.runtime.executor import StepBatch
 
 SIZES = ((1, 3), (2, 2), (3, 1))
 """Ranks, and stages of each; layers are as many as stages."""

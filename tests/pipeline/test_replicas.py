@@ -14,7 +14,7 @@ from harness.sessions import evaluator_of, in_sessions, random_samples
 from torch import Tensor
 
 from mobius.data.batches import TrainingBatches
-from mobius.optim.optimizer_stepper import StepCounts
+from mobius.engine.optimizer_stepper import StepCounts
 from mobius.training.memory_check import run_warmup_step
 from mobius.training.session import Session
 

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from mobius.config.config import AdapterConfig, FinetuningType
+from mobius.engine.executor import StepBatch
 from mobius.errors import PlanError
-from mobius.plan.plan import RecomputeLevel
-from mobius.runtime.executor import StepBatch
+from mobius.schedule.plan import RecomputeLevel
 
 COEFFICIENT = 0.5
 FAMILIES = {

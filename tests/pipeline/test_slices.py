@@ -15,9 +15,9 @@ from harness.pipelines import FAMILIES, Pipeline, make_batch, make_model, plain_
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from mobius.engine import sliced_layers
+from mobius.engine.executor import StepBatch
 from mobius.models.sliced_attention.slice_attention import attend_slice
-from mobius.runtime import sliced_layers
-from mobius.runtime.executor import StepBatch
 
 SETTINGS = (  # ranks, stages of each, sequences, slices, slots, rounds, whether activations wait on the host
     (1, 1, 1, 4, None, 1, False),

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from transformers import PretrainedConfig
 
-from mobius.plan.partition import Experts
+from mobius.schedule.partition import Experts
 
 _EXPERTS, _SHARED = re.compile(r"(^|\.)experts\."), re.compile(r"(^|\.)shared_experts?\.")
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")

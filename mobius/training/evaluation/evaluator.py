@@ -26,17 +26,17 @@ from tqdm import tqdm
 from mobius.activity import Activity
 from mobius.data.batches import Batch, EvaluationBatches, balance_microbatches
 from mobius.data.token_store import TokenizedDataset
+from mobius.distributed.transport import Transport, WarmupTransport
+from mobius.engine.documents import position_ids_and_cu_seqlens
+from mobius.engine.evaluation_sums import EvaluationSums
+from mobius.engine.executor import Executor, StepBatch
+from mobius.engine.waits import WaitClock
 from mobius.errors import DataError
+from mobius.hardware.devices import MemoryMeter
 from mobius.limits import max_sends_in_flight
-from mobius.machine.devices import MemoryMeter
-from mobius.messages.transport import Transport, WarmupTransport
-from mobius.plan.plan import Plan
-from mobius.planning.run_setup import RunSetup
-from mobius.runtime.documents import position_ids_and_cu_seqlens
-from mobius.runtime.evaluation_sums import EvaluationSums
-from mobius.runtime.executor import Executor, StepBatch
-from mobius.runtime.waits import WaitClock
+from mobius.planner.run_setup import RunSetup
 from mobius.schedule.build import build_schedule
+from mobius.schedule.plan import Plan
 from mobius.schedule.schedule import Schedule
 from mobius.training.data import RunData
 from mobius.training.session import Session
@@ -187,7 +187,7 @@ class Evaluator:
     def warm_up(self) -> None:
         """Play a pass of this rank alone on made-up data, so that the first real one finds kernels and memory ready.
 
-        Where receives that wait occupy the GPU, either would wait for them (messages/transport.py).
+        Where receives that wait occupy the GPU, either would wait for them (distributed/transport.py).
         """
         run_setup, number = self._run_setup, self._batches_per_pass
         num_microbatches = run_setup.plan.microbatches_per_round * number

@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from mobius.config.config import Device
 from mobius.errors import CheckpointError, GpuMemoryError, HostMemoryError, MobiusError
-from mobius.machine.host_memory import available_host_bytes
+from mobius.hardware.host_memory import available_host_bytes
 from mobius.models.families import softcap_attention_implementation
 from mobius.models.model_files import describe_error, format_json_value, read_json_object
 from mobius.models.tokenizer import load_tokenizer, pad_token_id

@@ -6,12 +6,12 @@ from collections.abc import Collection
 
 from mobius.checkpoint.run_settings import prepare_output
 from mobius.config.config import Config
-from mobius.machine.cpu_dtype import resolve_dtype
+from mobius.hardware.cpu_dtype import resolve_dtype
 from mobius.models.families import load_model_config, locate_model
 from mobius.models.tokenizer import load_tokenizer
 from mobius.models.weights import check_model_weights
-from mobius.planning.run_setup import draft_run_setup
-from mobius.planning.saved_plan import apply_saved_plan
+from mobius.planner.run_setup import draft_run_setup
+from mobius.planner.saved_plan import apply_saved_plan
 from mobius.ranks import Ranks
 from mobius.signal_handling import RunStatus
 from mobius.training.data import RunData, read_data

@@ -12,7 +12,7 @@ from launch import rank_variables
 from replicas import CASES, TITLES, Case, Result
 from rows import Workload, mobius_measurement
 
-from mobius.memory.shards import cut
+from mobius.distributed.shards import cut
 
 WORDS = "tiny --ranks 2 --batch_size 8 --seq_length 32 --num_chunks 4"
 

@@ -9,9 +9,9 @@ import torch
 from shared_gpu import share_first_gpu
 
 from mobius.config.config import Device
-from mobius.machine import cpu_dtype, devices, numa
-from mobius.messages.cuda_copies import CudaCopyEngine
-from mobius.planning import run_setup
+from mobius.distributed.cuda_copies import CudaCopyEngine
+from mobius.hardware import cpu_dtype, devices, numa
+from mobius.planner import run_setup
 from mobius.ranks import Ranks
 
 

@@ -20,15 +20,15 @@ from harness.runs import make_checkpoint
 
 from mobius.checkpoint.resume import find_resume
 from mobius.config.cli import given_options, parse_args
+from mobius.distributed.transport import Transport
+from mobius.engine.lr_schedule import learning_rate_at
+from mobius.engine.optimizer_stepper import OptimizerStepper
+from mobius.engine.step_sums import StepSums
 from mobius.errors import CheckpointError, ConfigError, NonFiniteLossError
-from mobius.messages.transport import Transport
-from mobius.optim.lr_schedule import learning_rate_at
-from mobius.optim.optimizer_stepper import OptimizerStepper
-from mobius.planning.measured_plan import is_host_to_be_measured
-from mobius.planning.run_setup import RunSetup
+from mobius.planner.measured_plan import is_host_to_be_measured
+from mobius.planner.run_setup import RunSetup
 from mobius.ranks import Ranks
 from mobius.reporting.trainer_state import TrainerState
-from mobius.runtime.step_sums import StepSums
 from mobius.training.reporting import other_schedule
 from mobius.training.run import run_training
 

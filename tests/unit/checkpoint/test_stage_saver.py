@@ -14,9 +14,9 @@ from torch import Tensor
 from mobius.checkpoint import stage_saver
 from mobius.checkpoint.saved_stage import SavedStage
 from mobius.checkpoint.stage_saver import AsyncStageSaver, SaveOutcome
-from mobius.memory.layout import StageLayout
-from mobius.memory.stage_state import StageState
-from mobius.memory.streams import Event, Stream
+from mobius.engine.stage_state import StageState
+from mobius.hardware.streams import Event, Stream
+from mobius.models.layout import StageLayout
 
 SHAPES = {"a.weight": (40, 50), "a.bias": (50,)}
 PATIENCE = 20.0

@@ -78,4 +78,4 @@ def test_the_package_installs_the_command(tmp_path: Path) -> None:
 
     assert "-m mobius [--config FILE.yaml]" in text
     assert "--num_stages" in text
-    assert list((target / "mobius" / "optim").glob("*.c")), "the kernel's source is compiled where it runs"
+    assert list((target / "mobius" / "engine").glob("*.c")), "the kernel's source is compiled where it runs"

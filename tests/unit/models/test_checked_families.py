@@ -16,6 +16,7 @@ from transformers import Trainer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mobius.config.config import ModelConfig
+from mobius.engine.stage import StageModule
 from mobius.errors import CheckpointError
 from mobius.models import families
 from mobius.models.blocks import ModelParts
@@ -26,8 +27,7 @@ from mobius.models.multimodal import text_config
 from mobius.models.multimodal.text_config import checked_text_parts, is_text_config_supported
 from mobius.models.structure.checked_families import checked_families
 from mobius.models.weights import InitialWeights
-from mobius.plan.partition import StageCut
-from mobius.runtime.stage import StageModule
+from mobius.schedule.partition import StageCut
 
 ROOT = Path(__file__).parents[3]
 CHECKED = checked_families()

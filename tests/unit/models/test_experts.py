@@ -20,7 +20,7 @@ from mobius.models.compiled import CompiledGraph
 from mobius.models.experts.forward import register_experts_implementation, run_experts, run_experts_on_gpu
 from mobius.models.experts.fused import fused_experts, matrix_names, unsupported_experts_reason
 from mobius.models.experts.gradient_factors import ExpertsGradientFactors
-from mobius.plan.plan import RecomputeLevel
+from mobius.schedule.plan import RecomputeLevel
 
 CPU = torch.device("cpu")
 TOKENS, CHOSEN = 24, 3

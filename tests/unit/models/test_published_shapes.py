@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from mobius.models.shapes import published_shapes
 from mobius.models.shapes.experts import count_experts
 from mobius.models.shapes.published_shapes import PUBLISHED_SHAPES, SHORT_NAMES
-from mobius.plan.partition import ModelShape
+from mobius.schedule.partition import ModelShape
 
 
 def test_llama_7b_is_what_was_counted_by_hand() -> None:

@@ -24,7 +24,7 @@ from mobius.models.block_autograd import backward, run_with_graph
 from mobius.models.blocks import Block, LayerArgumentsBuilder, ModelParts
 from mobius.models.compiled import CompiledGraph, CompiledModule
 from mobius.models.recompute_policy import is_cheap_to_recompute
-from mobius.plan.plan import RecomputeLevel
+from mobius.schedule.plan import RecomputeLevel
 
 CPU = torch.device("cpu")
 BATCH, LENGTH = 2, 8

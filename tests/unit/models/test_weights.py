@@ -22,7 +22,7 @@ from mobius.models import weights
 from mobius.models.blocks import ModelParts
 from mobius.models.families import load_model_config
 from mobius.models.weights import CheckpointWeights, InitialWeights
-from mobius.planning.run_setup import make_run_setup
+from mobius.planner.run_setup import make_run_setup
 from mobius.ranks import Ranks
 from mobius.training.stages import RankStages
 

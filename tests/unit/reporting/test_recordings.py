@@ -14,7 +14,7 @@ from harness.local_transport import LocalTransport, run_rank_threads
 
 from mobius.config.config import Config
 from mobius.config.options import OptionValue, config_from
-from mobius.memory.spans import NO_SPANS
+from mobius.hardware.spans import NO_SPANS
 from mobius.reporting.recordings import Recordings, StepProfiler, traced_steps
 from mobius.reporting.trace import TraceFacts, read_trace
 from mobius.schedule.lanes import Lane

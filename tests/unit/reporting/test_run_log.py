@@ -448,7 +448,7 @@ def test_the_feed_has_every_event_in_order_with_warnings_of_before(tmp_path: Pat
         log = RunLog(tmp_path, TrainerState.at_start(config(logging_steps=3)), Trackers({}))
         warnings.connect(log)
         log.emit(STEP)
-        logging.getLogger("mobius.optim").warning("step 2 is skipped")
+        logging.getLogger("mobius.engine").warning("step 2 is skipped")
         log.emit(replace(STEP, step=2, grad_norm=math.nan))
         log.emit(CheckpointSaved(step=2, path="out/checkpoint-2", num_bytes=2**20, seconds=0.5, waited_seconds=0.0))
         log.emit(evaluated(log, {"loss": 3.5}))

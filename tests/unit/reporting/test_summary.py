@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mobius.errors import CheckpointError
-from mobius.plan.step_prediction import Resource, StepTimePrediction
+from mobius.planner.step_prediction import Resource, StepTimePrediction
 from mobius.reporting.events import StepMetrics
 from mobius.reporting.summary import RankMemory, RunTimings, StepTotals, closing_lines, write_report
 

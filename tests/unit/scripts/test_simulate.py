@@ -9,8 +9,8 @@ import pytest
 import simulate
 from harness.plan_requests import find_published_shape
 
-from mobius.plan.gpu_specs import GPU_SPECS, estimate_profile
-from mobius.plan.profile import Source
+from mobius.planner.gpu_specs import GPU_SPECS, estimate_profile
+from mobius.planner.profile import Source
 from mobius.reporting.trace import read_trace
 
 SMALL = ["--model_path", "1b", "--batch_size", "8", "--gpus", "2", "--num_stages", "4", "--num_chunks", "4"]

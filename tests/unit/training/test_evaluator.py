@@ -20,16 +20,16 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from mobius.data.batches import TrainingBatches
 from mobius.data.token_store import TokenizedDataset
+from mobius.distributed.transport import SingleRankTransport, WarmupTransport
+from mobius.engine.adamw import FlatAdamW
+from mobius.engine.executor import StepBatch
+from mobius.engine.stage_memory import StageMemory
 from mobius.errors import DataError
 from mobius.limits import max_sends_in_flight
-from mobius.memory.stage_memory import StageMemory
-from mobius.messages.transport import SingleRankTransport, WarmupTransport
 from mobius.models.blocks import ModelParts
-from mobius.optim.adamw import FlatAdamW
-from mobius.plan.partition import balanced_partition, partition_of
-from mobius.plan.plan import Plan
-from mobius.runtime.executor import StepBatch
 from mobius.schedule.build import build_schedule
+from mobius.schedule.partition import balanced_partition, partition_of
+from mobius.schedule.plan import Plan
 from mobius.training.evaluation.evaluator import (
     MAX_BATCHES_PER_PASS,
     EvaluationResult,

@@ -14,16 +14,17 @@ from harness.local_transport import LocalTransport, run_rank_threads
 from harness.plan_requests import find_published_shape
 
 from mobius.config.cli import parse_args
+from mobius.distributed.transport import SingleRankTransport, Transport
 from mobius.errors import GpuMemoryError
-from mobius.messages.transport import SingleRankTransport, Transport
-from mobius.plan.gpu_specs import gpu_spec_of_device
-from mobius.plan.memory_estimates import estimated_layer
-from mobius.plan.plan import Plan
-from mobius.plan.request import Machine, PackedRows, PlanRequest
-from mobius.plan.solver import resolve_auto, solve
-from mobius.planning import run_setup as blueprints
-from mobius.planning.run_setup import RankContext, RunSetup
+from mobius.planner import run_setup as blueprints
+from mobius.planner.gpu_specs import gpu_spec_of_device
+from mobius.planner.memory_estimates import estimated_layer
+from mobius.planner.request import Machine, PlanRequest
+from mobius.planner.run_setup import RankContext, RunSetup
+from mobius.planner.solver import resolve_auto, solve
 from mobius.ranks import Ranks
+from mobius.schedule.packed_rows import PackedRows
+from mobius.schedule.plan import Plan
 from mobius.training import memory_check
 from mobius.training.memory_check import MEMORY_MARGIN_FRACTION, WarmupResult, allocate_stages_that_fit, warmup_plan
 from mobius.training.stages import RankStages

@@ -13,7 +13,7 @@ from mobius.data.batches import TrainingBatches, balance_microbatches, shard_bat
 from mobius.data.mixture import WeightedSamples
 from mobius.data.token_store import TokenizedDataset
 from mobius.models.families import load_model_config
-from mobius.planning.run_setup import make_run_setup
+from mobius.planner.run_setup import make_run_setup
 from mobius.ranks import Ranks
 from mobius.training.session import open_session
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from mobius.checkpoint.model_folder import write_params_file
 from mobius.errors import CheckpointError, MobiusError, NonFiniteLossError, NoResultError
-from mobius.memory.layout import StageLayout
+from mobius.models.layout import StageLayout
 from mobius.reporting.events import StepMetrics
 from mobius.signal_handling import RunStatus
 from mobius.training.loop import TrainingLoop

@@ -8,8 +8,8 @@ import pytest
 from harness.trainers import make_single_trainer
 
 from mobius.data.batches import Batch, TrainingBatches
-from mobius.optim.optimizer_stepper import OptimizerStepper, StepOutcome
-from mobius.runtime.step_sums import StepSums
+from mobius.engine.optimizer_stepper import OptimizerStepper, StepOutcome
+from mobius.engine.step_sums import StepSums
 
 OPTIONS = "--device cpu --num_stages 2 --num_chunks 2 --batch_size 4 --seq_length 16 --num_iterations 3"
 

@@ -1,0 +1,1 @@
+"""Communication between ranks: rendezvous, transports, mailboxes, replicas, checks and the watchdog."""

@@ -1,0 +1,77 @@
+"""Makes all ranks agree on which GPU each gets: the first decides by the topology and tells the others.
+
+Ranks keep the GPUs that the user listed, rank r one of the first N of them; only their order among the ranks changes,
+so nothing in the environment does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from mobius.config.config import Config
+from mobius.distributed.rendezvous import Rendezvous, parse_counts, parse_value
+from mobius.hardware.cross_mapping import choose_order
+from mobius.hardware.read_topology import read_topology
+from mobius.hardware.topology import Topology
+from mobius.ranks import device_list, visible_devices
+
+logger = logging.getLogger(__name__)
+
+_MIN_RANKS = 3
+"""One rank, or two, are the same in any order."""
+_USUAL_CHUNKS = 2
+"""Microbatches per rank where `--num_chunks auto` is still to be chosen, for which the devices must be known."""
+
+
+def order_devices(config: Config, num_ranks: int, rendezvous: Rendezvous | None) -> tuple[int, ...]:
+    """The index of every rank's GPU among the visible ones; collective, the same on all ranks of the meeting.
+
+    Only the first rank looks at the machine, and makes no context on any GPU. A list in CUDA_VISIBLE_DEVICES that does
+    not ascend is the user's own order and stays. Without a meeting this process decides alone.
+    """
+    pipeline = config.pipeline
+    if not pipeline.cross_mapping or num_ranks < _MIN_RANKS:
+        return tuple(range(num_ranks))
+    order: list[int] | None = None
+    if rendezvous is None or rendezvous.rank == 0:
+        topology, listed = read_topology(num_ranks), visible_devices()
+        choice = choose_order(
+            topology,
+            num_microbatches=pipeline.num_chunks or _USUAL_CHUNKS * num_ranks,
+            names=device_names(listed, num_ranks),
+            is_given=is_given_order(listed, topology),
+        )
+        if choice.line is not None:
+            logger.info("%s", choice.line)
+        order = list(choice.order)
+    told = [order] if rendezvous is None else rendezvous.gather(order)
+    return parse_value(told[0], partial(_read_order, num_ranks=num_ranks), by=0)
+
+
+def _read_order(told: Any, *, num_ranks: int) -> tuple[int, ...]:
+    order = parse_counts(told)
+    if sorted(order) != list(range(num_ranks)):
+        raise ValueError(f"{order} is no order of {num_ranks} GPUs")
+    return order
+
+
+def device_names(listed: str | None, num_gpus: int) -> Sequence[str]:
+    """The user's names of the first `num_gpus` visible devices; without a list, their numbers."""
+    names = device_list(listed)[:num_gpus]
+    return names if len(names) == num_gpus else [str(index) for index in range(num_gpus)]
+
+
+def is_given_order(listed: str | None, topology: Topology) -> bool:
+    """Whether the list is an order and not only a choice of devices: not where it ascends.
+
+    UUIDs ascend where the PCI addresses of their devices do.
+    """
+    names = device_list(listed)[: len(topology.gpus)]
+    if all(name.isdecimal() for name in names):
+        numbers = [int(name) for name in names]
+        return numbers != sorted(numbers)
+    addresses = [gpu.address for gpu in topology.gpus if gpu.address is not None]
+    return addresses != sorted(addresses)

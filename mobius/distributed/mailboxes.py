@@ -1,0 +1,272 @@
+"""Messages by copy engines: a ring of mailboxes per directed edge, on the receiver's GPU, ordered by two counters.
+
+The sender copies a message into the next mailbox and increments `arrived`. The receiver copies it out and increments
+`freed`. Both only enqueue: streams wait for counters, the host waits for nothing, and no multiprocessor is occupied.
+
+    sender's stream      freed >= i-K+1 ?  | copy into mailbox i mod K | arrived = i+1 | ...
+    receiver's stream                        arrived >= i+1 ? | copy out | freed = i+1 | ...
+
+Counters are uint32, count over the whole run, and are compared cyclically. They are in page-locked host memory shared
+by both processes, so that the host can release a waiting stream.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mobius.distributed.cuda_copies import CudaQueue
+from mobius.distributed.peer_memory import PeerMemory
+from mobius.distributed.rendezvous import JsonValue, parse_count, parse_value, run_steps_together
+from mobius.errors import TransportError
+from mobius.hardware.streams import Event, record_current
+from mobius.limits import NUM_MAILBOXES
+
+logger = logging.getLogger(__name__)
+
+FIRST_MESSAGE_TIMEOUT_SECONDS = 30.0
+"""Time limit for the first message of every edge."""
+
+_ARRIVED, _FREED, _COUNTERS_BYTES = 0, 128, 4096
+_PAGE = 4096
+_CYCLE = 2**32
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Mailboxes and counters of one edge as seen by one of its ends; both ends have the same counts."""
+
+    message_bytes: int
+    mailboxes: tuple[int, ...]
+    """Address of each mailbox."""
+    arrived: int
+    """Address of the count of messages copied into mailboxes."""
+    freed: int
+    """Address of the count of messages copied out."""
+
+
+@dataclass(slots=True)
+class Outbox:
+    """The sending end of an edge."""
+
+    ring: Ring
+    queue: CudaQueue
+    next_message: int = 0
+    """Number of the next message, and initial value of both counters."""
+
+    def send(self, source: int) -> Event:
+        """Send the message that compute writes at `source`; after the returned event it may be overwritten."""
+        ring, queue, number = self.ring, self.queue, self.next_message
+        self.next_message += 1
+        queue.follow_compute()
+        # For the first messages the value is before zero, so there is no wait.
+        queue.wait_value(ring.freed, (number - len(ring.mailboxes) + 1) % _CYCLE)
+        queue.copy(ring.mailboxes[number % len(ring.mailboxes)], source, ring.message_bytes)
+        queue.write_value(ring.arrived, (number + 1) % _CYCLE)
+        return queue.record()
+
+
+@dataclass(slots=True)
+class Inbox:
+    """The receiving end of an edge."""
+
+    ring: Ring
+    queue: CudaQueue
+    next_message: int = 0
+    """Number of the next message, and initial value of both counters."""
+
+    def post(self, target: int) -> Event:
+        """Receive the next message into `target`, after compute enqueued so far; the event is its completion."""
+        ring, queue, number = self.ring, self.queue, self.next_message
+        self.next_message += 1
+        queue.follow_compute()
+        queue.wait_value(ring.arrived, (number + 1) % _CYCLE)
+        queue.copy(target, ring.mailboxes[number % len(ring.mailboxes)], ring.message_bytes)
+        queue.write_value(ring.freed, (number + 1) % _CYCLE)
+        return queue.record()
+
+
+class SharedMemory:
+    """Host memory shared by two processes of one user, mapped here until `close`.
+
+    Needs no file system, and so neither a name nor the size limit of /dev/shm.
+    """
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        """Map the memory of `descriptor`, and take ownership of it."""
+        self.descriptor, self.num_bytes = descriptor, num_bytes
+        self._mapping = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED)
+        # Only to read the address: an export still held would prevent the mapping from being closed.
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+
+    @classmethod
+    def create(cls, num_bytes: int) -> SharedMemory:
+        """Allocate zeroed memory; each page is allocated at first use, near whoever touches or page-locks it first."""
+        descriptor = os.memfd_create("mobius", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, num_bytes)
+        return cls(descriptor, num_bytes)
+
+    @classmethod
+    def open(cls, process: int, descriptor: int, num_bytes: int) -> SharedMemory:
+        """Map memory that another process has created and still holds open as `descriptor`; raises OSError."""
+        return cls(os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC), num_bytes)
+
+    def write_word(self, offset: int, value: int) -> None:
+        """Write a uint32 from the host."""
+        ctypes.c_uint32.from_address(self.address + offset).value = value
+
+    def close(self) -> None:
+        """Unmap; the address must not be used any more."""
+        self._mapping.close()
+        os.close(self.descriptor)
+
+
+def _read_offer(told: Any) -> tuple[int, int, bytes]:
+    """Return process and descriptor of an edge's counters, and the handle of its mailboxes."""
+    process, descriptor, handle = told
+    return parse_count(process), parse_count(descriptor), bytes.fromhex(handle)
+
+
+@dataclass(kw_only=True)
+class Mailboxes(PeerMemory):
+    """This rank's ends of all its edges; allocates nothing before `open`."""
+
+    message_bytes: int
+    """Size of every message in bytes."""
+    timeout_seconds: float = FIRST_MESSAGE_TIMEOUT_SECONDS
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._mailbox_bytes = -(-self.message_bytes // _PAGE) * _PAGE
+        self._counters: list[SharedMemory] = []
+        self._inboxes: dict[int, Inbox] = {}
+        self._outboxes: dict[int, Outbox] = {}
+        self._probe: Tensor
+        self._received: dict[int, tuple[Tensor, Event]] = {}
+
+    def post_receive(self, buffer: Tensor, source: int) -> Event:
+        """Start receiving from `source`; the caller holds `buffer` until it has waited for the message."""
+        assert buffer.nbytes == self.message_bytes
+        assert buffer.is_contiguous()
+        return self._inboxes[source].post(buffer.data_ptr())
+
+    def send(self, tensor: Tensor, target: int) -> Event:
+        """Start sending; the caller holds `tensor` until the message has left."""
+        assert tensor.nbytes == self.message_bytes
+        assert tensor.is_contiguous()
+        return self._outboxes[target].send(tensor.data_ptr())
+
+    def close(self) -> None:
+        """Free all memory after every message has been received; collective over all ranks."""
+        for event in self._ends_of_queues():
+            event.synchronize()  # sync: once, at the end
+        super().close()
+
+    def open(self) -> Mailboxes | None:
+        """Return these mailboxes after a test message over every edge, or None on all ranks; collective.
+
+        Logs the first problem of any rank as the reason. Permanently takes 2 messages of memory per incoming edge, and
+        some more during the test. Raises TransportError if the device remains blocked after a failure.
+        """
+        steps = (self.start, self.reachable_targets, self._offer, self._accept, self._post, self._send)
+        problem = run_steps_together(self.rendezvous, steps).problem
+        if problem is not None:
+            self._call_off()
+            logger.info("messages travel over NCCL: %s", problem)
+            return None
+        logger.debug("messages travel by copy engines from GPU to GPU")
+        self._received.clear()
+        del self._probe
+        return self
+
+    def reachable_targets(self, gathered: Sequence[Any]) -> list[int]:
+        """Return all targets; raises RuntimeError if the device cannot reach one."""
+        reached = super().reachable_targets(gathered)
+        missing = [target for target in self.targets if target not in reached]
+        if missing:
+            raise RuntimeError(f"its GPU cannot write to the GPU of rank {missing[0]}")
+        return reached
+
+    def _offer(self, gathered: Sequence[Any]) -> JsonValue:
+        """Create the memory of the incoming edges; return an offer for each source, by rank."""
+        offers: dict[str, JsonValue] = {}
+        for source in self.sources:
+            shared = SharedMemory.create(_COUNTERS_BYTES)
+            counters = self._register(shared, self.own)
+            mailboxes, handle = self.make_memory(NUM_MAILBOXES * self._mailbox_bytes)
+            self._inboxes[source] = Inbox(self._ring(counters, mailboxes), self.engine.new_queue())
+            offers[str(source)] = [os.getpid(), shared.descriptor, handle]
+        return offers
+
+    def _accept(self, gathered: Sequence[Any]) -> None:
+        """Open the memory of the outgoing edges, which their targets have created."""
+        own = str(self.rendezvous.rank)
+        for target in self.targets:
+            process, descriptor, handle = parse_value(gathered[target], lambda told: _read_offer(told[own]), by=target)
+            counters = self._register(SharedMemory.open(process, descriptor, _COUNTERS_BYTES), self.opened)
+            self._outboxes[target] = Outbox(self._ring(counters, self.open_memory(handle)), self.engine.new_queue())
+
+    def _register(self, shared: SharedMemory, held: ExitStack) -> int:
+        """Map an edge's counters for the device until `held` is closed; return their device address."""
+        self._counters.append(shared)
+        held.callback(shared.close)
+        address = self.engine.register(shared.address, _COUNTERS_BYTES)
+        held.callback(self.engine.unregister, shared.address)
+        return address
+
+    def _post(self, gathered: Sequence[Any]) -> None:
+        """Post a receive on every edge before any send, and check that compute continues meanwhile."""
+        # Allocate and load kernels now: during a pending receive, either could wait for an idle device.
+        self._probe = self.pattern(self.rendezvous.rank, self.message_bytes)
+        buffers = {source: torch.zeros_like(self._probe) for source in self.sources}
+        torch.equal(self.pattern(self.rendezvous.rank, self.message_bytes), self._probe)
+        torch.zeros(8, device=self.device).add_(1)
+        record_current(self.device).synchronize()  # sync: once, before training
+        for source, buffer in buffers.items():
+            self._received[source] = (buffer, self._inboxes[source].post(buffer.data_ptr()))
+        torch.zeros(8, device=self.device).add_(1)
+        if not self.completes_in_time(record_current(self.device)):
+            raise RuntimeError("a receive that waits for its message holds up compute")
+
+    def _send(self, gathered: Sequence[Any]) -> None:
+        """Send a message over every edge, and compare the received contents with the sent ones."""
+        sent = [(target, outbox.send(self._probe.data_ptr())) for target, outbox in self._outboxes.items()]
+        for target, event in sent:
+            if not self.completes_in_time(event):
+                raise RuntimeError(f"a message to rank {target} did not leave within {self.timeout_seconds:g} s")
+        for source, (_, event) in self._received.items():
+            if not self.completes_in_time(event):
+                raise RuntimeError(f"no message from rank {source} within {self.timeout_seconds:g} s")
+        for source, (buffer, _) in self._received.items():
+            if not torch.equal(buffer, self.pattern(source, self.message_bytes)):
+                raise RuntimeError(f"a message from rank {source} arrived with other contents")
+
+    def _call_off(self) -> None:
+        """Release pending receives, wait for the queues, and free everything."""
+        for shared in self._counters:
+            shared.write_word(_ARRIVED, 1)
+        if not all(map(self.completes_in_time, self._ends_of_queues())):
+            raise TransportError(f"rank {self.rendezvous.rank} stops: its GPU still waits for a cancelled message")
+        self.close()
+
+    def _ends_of_queues(self) -> list[Event]:
+        ends: list[Inbox | Outbox] = [*self._inboxes.values(), *self._outboxes.values()]
+        return [end.queue.record() for end in ends]
+
+    def _ring(self, counters: int, mailboxes: int) -> Ring:
+        """Return the edge's ring; `counters` and `mailboxes` are device addresses."""
+        return Ring(
+            message_bytes=self.message_bytes,
+            mailboxes=tuple(mailboxes + i * self._mailbox_bytes for i in range(NUM_MAILBOXES)),
+            arrived=counters + _ARRIVED,
+            freed=counters + _FREED,
+        )

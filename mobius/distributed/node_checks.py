@@ -1,0 +1,173 @@
+"""Whether the machines of a run that has replicas are alike, found before anything large is read or planned.
+
+Nothing here is asked of a run on one node. Every process tells what it runs, and all come to the same answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import platform
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+import torch
+import yaml
+
+import mobius
+from mobius.config.config import Config
+from mobius.config.yaml_file import to_yaml
+from mobius.distributed.rendezvous import JsonValue, Rendezvous, join_run, parse_count, parse_values
+from mobius.distributed.transport import Transport
+from mobius.errors import ConfigError, PlanError
+from mobius.ranks import Ranks, boot_id
+from mobius.schedule.plan import Plan
+from mobius.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+_PACKAGES: Final = ("torch", "transformers", "safetensors", "tokenizers", "numpy")
+_OF_A_NODE: Final = ("cuda_visible_devices", "node_rank", "master_port", "rdzv_endpoint", "host_memory_limit")
+"""Options in which nodes may differ."""
+_CLOCKS_APART_SECONDS: Final = 60.0
+"""Least difference of clocks that is told: the shortest time by which files of the cache are taken for settled."""
+_NOTICED: Final = 0.02
+"""Share of GPU memory by which machines may differ without a word."""
+
+
+def join_replicas(config: Config, ranks: Ranks) -> Rendezvous | None:
+    """Seat of this process among those of all replicas; None where there is one pipeline. Collective.
+
+    Raises ConfigError, on all processes alike, where code, versions or options differ, and TransportError.
+    """
+    if ranks.num_replicas == 1:
+        return None
+    replica_rendezvous = join_run(ranks)
+    hint = "All nodes must run the same: same code, same packages, same options."
+    check_same_facts({"Mobius' own code": _code()} | versions() | _options(config), replica_rendezvous, hint=hint)
+    if ranks.num_nodes > 1:
+        warn_clock_skew(replica_rendezvous)
+    return replica_rendezvous
+
+
+def warn_clock_skew(replica_rendezvous: Rendezvous) -> None:
+    """Warn on the first rank where the machines' clocks are apart. Collective; nothing in training compares them."""
+    replica_rendezvous.gather(None)  # from here on all are there, so that an answer takes no longer than its way
+    begun = time.monotonic()
+    replica_rendezvous.gather(None)
+    now, way = time.time(), time.monotonic() - begun
+    told = replica_rendezvous.gather([socket.gethostname(), now, way])
+    answers = parse_values(told, lambda each: (str(each[0]), float(each[1]), float(each[2])))
+    (late, behind, _), *_, (early, ahead, _) = sorted(answers, key=lambda answer: answer[1])
+    unsure = max(way for _, _, way in answers)
+    if replica_rendezvous.rank == 0 and ahead - behind - unsure > _CLOCKS_APART_SECONDS:
+        logger.warning(
+            "the clock of %s is %.0f s ahead of that of %s: dates in logs and in a cache on shared storage do not go "
+            "together. Set them by NTP; training does not compare clocks.",
+            early,
+            ahead - behind,
+            late,
+        )
+
+
+def check_same_data(
+    trained: Callable[[], str], judged: Callable[[], str], replica_rendezvous: Rendezvous | None
+) -> None:
+    """Raise ConfigError where processes have read other data to train or to judge on, as `join_replicas`."""
+    if replica_rendezvous is not None:
+        hint = "Each node reads the data by itself: give all of them the same files."
+        check_same_facts(
+            {"the training data": trained(), "the evaluation data": judged()}, replica_rendezvous, hint=hint
+        )
+
+
+def smallest_machine(
+    replica_rendezvous: Rendezvous, ranks: Ranks, total_bytes: int | None, free_bytes: int | None
+) -> tuple[int | None, int | None, int]:
+    """Total and free GPU memory of the smallest GPU, and the pipelines that share this machine's host memory."""
+    told = replica_rendezvous.gather([boot_id(), total_bytes or 0, free_bytes or 0])
+    machines = parse_values(told, lambda each: str(each[0]))
+    totals, free = ([parse_count(each[index]) for each in told] for index in (1, 2))
+    if total_bytes is not None and max(totals) > (1 + _NOTICED) * min(totals):
+        logger.warning(
+            "GPUs differ: rank %d has %s, rank %d %s; the run is planned for the smallest",
+            totals.index(min(totals)),
+            format_bytes(min(totals)),
+            totals.index(max(totals)),
+            format_bytes(max(totals)),
+        )
+    pipelines_per_host = max(1, machines.count(boot_id()) // ranks.num_pipeline_ranks)
+    both = (None, None) if total_bytes is None else (min(totals), min(free))
+    return *both, pipelines_per_host
+
+
+def smallest_host(rendezvous: Rendezvous, host_bytes: int) -> int:
+    """The least of what processes may plan into their hosts; collective.
+
+    Nodes may differ, and so may what processes read of a machine whose memory grows on demand; plans may not.
+    """
+    return min(parse_values(rendezvous.gather(host_bytes), parse_count))
+
+
+def check_same_residents(plan: Plan, transport: Transport) -> None:
+    """Raise PlanError, on all ranks alike, where a stage is resident in some replicas only; collective.
+
+    Replicas would wait for each other for good: they share weights of the two kinds at different moments.
+    """
+    if transport.replicas is None:
+        return
+    own = torch.zeros(plan.num_stages, dtype=torch.float64)
+    own[[stage for stage in plan.local_stages(transport.rank) if stage in plan.resident]] = 1
+    found = transport.all_ranks.sum_over_ranks(own).tolist()
+    apart = [str(stage) for stage, number in enumerate(found) if number not in (0, transport.replicas.num_replicas)]
+    if apart:
+        raise PlanError(
+            f"stage(s) {', '.join(apart)} would stay on the GPUs of some replicas only, so their GPUs or hosts differ. "
+            "Say how many stages of each GPU stay there instead of auto: --resident_stages 0, or as many as fit on all."
+        )
+
+
+def check_same_facts(own: Mapping[str, str], replica_rendezvous: Rendezvous, *, hint: str) -> None:
+    """Raise ConfigError, on all processes alike, where one of these facts differs; collective. `hint` ends it."""
+    told = replica_rendezvous.gather([socket.gethostname(), dict(own)])
+    hosts = parse_values(told, lambda each: str(each[0]))
+    facts = parse_values(told, lambda each: {str(name): str(value) for name, value in each[1].items()})
+    if problems := _differences(facts, hosts):
+        raise ConfigError(*problems, hint=hint)
+
+
+def _differences(facts: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> list[str]:
+    """A line for each fact in which a process differs from the first one."""
+    found = list[str]()
+    for name in dict.fromkeys(name for each in facts for name in each):
+        values = [each.get(name, "not given") for each in facts]
+        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            found.append(
+                f"{name} differs: {values[0]} on rank 0 ({hosts[0]}), {values[other]} on rank {other} ({hosts[other]})"
+            )
+    return found
+
+
+def _code() -> str:
+    """Digest of the package's files."""
+    digest = hashlib.sha256()
+    folder = Path(mobius.__file__).parent
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in (".py", ".c", ".json"):
+            digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computes."""
+    return {"python": platform.python_version()} | {name: metadata.version(name) for name in _PACKAGES}
+
+
+def _options(config: Config) -> dict[str, str]:
+    values: Mapping[str, JsonValue] = yaml.safe_load(to_yaml(config))
+    return {f"`--{name}`": str(value) for name, value in values.items() if name not in _OF_A_NODE}

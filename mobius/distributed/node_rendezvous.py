@@ -1,0 +1,165 @@
+"""Rendezvous of a run's launchers, one per node, before torchrun's own: names the nodes that are missing.
+
+torchrun's static rendezvous is silent for ten minutes and ends in a traceback that names no node. This one comes first:
+
+    node 0     opens the store at --rdzv_endpoint; torchrun's rendezvous in the same process shares it
+    others     connect to it
+    every one  writes its host and how it was started, and waits until all nodes have
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Final
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from mobius.distributed.rendezvous import decode_json, encode_json, parse_value
+from mobius.errors import TransportError, first_line, reason_of
+
+RENDEZVOUS_SECONDS: Final = 600.0
+"""torchrun's time limit for all nodes, unless `--rdzv_conf timeout=` changes it."""
+_TOLD_EVERY: Final = 30.0
+_LOOK_SECONDS: Final = 0.2
+_CONNECT_SECONDS: Final = 5.0
+_LINGER_SECONDS: Final = 2.0
+"""Time that node 0, which has the store, gives the others to read why the rendezvous fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A launcher's description of itself for the other nodes."""
+
+    host: str
+    num_nodes: int
+    num_local: int
+    """Number of processes that it starts (--nproc_per_node)."""
+
+
+class NodeRendezvous:
+    """One launcher's connection to those of all nodes."""
+
+    def __init__(
+        self, endpoint: str, node: int, own: Node, *, seconds: float = RENDEZVOUS_SECONDS, tell: Callable[[str], None]
+    ) -> None:
+        """`endpoint` is HOST:PORT of node 0. `tell` receives a line for the user every half minute of waiting."""
+        host, _, port = endpoint.rpartition(":")
+        self.endpoint, self._host, self._port = endpoint, host.strip("[]"), int(port)
+        self._node, self._own, self._tell = node, own, tell
+        self._name = f"node {node} ({own.host})"
+        self._begun, self._seconds, self._told = time.monotonic(), seconds, time.monotonic()
+
+    def join(self) -> Store:
+        """Return the store that all nodes have reached; blocks until they have.
+
+        Raises TransportError if nodes are missing at the time limit, or were started with options that do not match.
+        """
+        if self._node > 0:
+            self._wait_until(
+                self._connection_problem,
+                lambda problem: f"node 0 at --rdzv_endpoint {self.endpoint}: {problem}",
+                "Is the run started on node 0, with the same endpoint? Does a firewall, or another network, lie "
+                "between them?",
+            )
+        raw = self._open_store()
+        store = PrefixStore("mobius nodes", raw)
+        try:
+            if store.add(f"taken {self._node}", 1) > 1:
+                raise TransportError(
+                    f"{self._name} and another node are started with --node_rank {self._node}. Number them from 0, "
+                    "each with its own."
+                )
+            store.set(str(self._node), encode_json(asdict(self._own)))
+            self._wait_until(
+                lambda: self._missing_nodes(store),
+                lambda missing: f"node(s) {missing} at --rdzv_endpoint {self.endpoint}",
+                "Start the run on every node, with the same endpoint and --nnodes and its own --node_rank.",
+            )
+            self._check_alike({number: self._read(store, number) for number in range(self._own.num_nodes)})
+            return raw
+        except TransportError:
+            if self._node == 0:
+                time.sleep(_LINGER_SECONDS)
+            raise
+        except RuntimeError as error:
+            raise TransportError(
+                f"{self._name} lost node 0 at {self.endpoint} before all nodes had met; its own message tells the "
+                f"cause. What this node saw: {first_line(error)}"
+            ) from error
+
+    def _wait_until(self, problem_of: Callable[[], str | None], what: Callable[[str], str], advice: str) -> None:
+        """Return when there is no problem; messages name `what` is awaited. Raises TransportError at the time limit."""
+        while (problem := problem_of()) is not None:
+            waited = time.monotonic() - self._begun
+            if waited > self._seconds:
+                raise TransportError(
+                    f"{self._name} has waited {self._seconds:.0f} s for {what(problem)}. {advice} Another time is set "
+                    "by --rdzv_conf timeout=SECONDS."
+                )
+            if time.monotonic() - self._told >= _TOLD_EVERY:
+                self._told = time.monotonic()
+                self._tell(f"{self._name} waits for {what(problem)} ({waited:.0f} of {self._seconds:.0f} s)")
+            time.sleep(_LOOK_SECONDS)
+
+    def _open_store(self) -> Store:
+        is_first = self._node == 0
+        left = max(1.0, self._begun + self._seconds - time.monotonic())
+        try:
+            return TCPStore(
+                "localhost" if is_first else self._host,
+                self._port,
+                None,
+                is_first,
+                timedelta(seconds=left),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except RuntimeError as error:
+            reason = "it is taken, perhaps by another run" if "EADDRINUSE" in str(error) else first_line(error)
+            raise TransportError(
+                f"{self._name} cannot use port {self._port} of --rdzv_endpoint {self.endpoint}: {reason}. Use another "
+                "port, the same on all nodes."
+            ) from error
+
+    def _connection_problem(self) -> str | None:
+        """Return None if something listens at the endpoint, else the reason. torch would write to standard error."""
+        try:
+            with socket.create_connection((self._host, self._port), timeout=_CONNECT_SECONDS):
+                return None
+        except socket.gaierror:
+            return f"the name {self._host} is not known here"
+        except TimeoutError:
+            return "no answer"
+        except OSError as error:
+            return reason_of(error).lower()
+
+    def _missing_nodes(self, store: Store) -> str | None:
+        """Return `1, 3 of 4 (there are 0 (host0), 2 (host2))`; None if all are there."""
+        numbers = range(self._own.num_nodes)
+        there = [number for number in numbers if store.check([str(number)])]
+        if len(there) == len(numbers):
+            return None
+        names = ", ".join(f"{number} ({self._read(store, number).host})" for number in there)
+        return f"{', '.join(str(n) for n in numbers if n not in there)} of {len(numbers)} (there are {names})"
+
+    def _check_alike(self, nodes: dict[int, Node]) -> None:
+        first = nodes[0]
+        for number, node in nodes.items():
+            for option, own, other in (
+                ("--nnodes", first.num_nodes, node.num_nodes),
+                ("--nproc_per_node", first.num_local, node.num_local),
+            ):
+                if own != other:
+                    raise TransportError(
+                        f"{option} is {own} on node 0 ({first.host}) and {other} on node {number} ({node.host}): nodes "
+                        f"start equally many processes of one run. Give all of them the same, such as {option} "
+                        f"{min(own, other)}."
+                    )
+
+    def _read(self, store: Store, number: int) -> Node:
+        return parse_value(decode_json(store.get(str(number)), by=number), lambda told: Node(**told), by=number)

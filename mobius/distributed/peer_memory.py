@@ -1,0 +1,81 @@
+"""Device memory that neighbouring ranks copy into: the basis of mailboxes and of the copy check."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mobius.distributed.cuda_copies import CudaCopyEngine
+from mobius.distributed.rendezvous import JsonValue, Rendezvous, parse_count, parse_values
+from mobius.distributed.transport import ring_edges
+from mobius.hardware.streams import Event
+
+
+@dataclass
+class PeerMemory:
+    """This rank's neighbours in the ring, and the memory that they open of each other.
+
+    Methods with `gathered` are steps for `run_steps_together`, in this order: `start`, `reachable_targets`.
+    """
+
+    rendezvous: Rendezvous
+    device: torch.device
+    _: KW_ONLY
+    make_engine: Callable[[torch.device], CudaCopyEngine] = CudaCopyEngine
+    timeout_seconds: float
+    """Seconds to wait for each event."""
+
+    def __post_init__(self) -> None:
+        edges = ring_edges(self.rendezvous.num_ranks)
+        self.sources = [source for source, target in edges if target == self.rendezvous.rank]
+        self.targets = [target for source, target in edges if source == self.rendezvous.rank]
+        self.engine: CudaCopyEngine
+        self.own, self.opened = ExitStack(), ExitStack()
+
+    def start(self, gathered: Sequence[Any]) -> int:
+        """Create the engine; return its device index."""
+        self.engine = self.make_engine(self.device)
+        return self.engine.device_index
+
+    def reachable_targets(self, gathered: Sequence[Any]) -> list[int]:
+        """Return the targets whose devices this rank's device can access."""
+        device_indices = parse_values(gathered, parse_count)
+        return [target for target in self.targets if self.engine.can_access_peer(device_indices[target])]
+
+    def make_memory(self, num_bytes: int) -> tuple[int, JsonValue]:
+        """Allocate device memory for a neighbour to write into; return its address and its handle as JSON."""
+        address = self.engine.allocate(num_bytes)
+        self.own.callback(self.engine.free, address)
+        return address, self.engine.export(address).hex()
+
+    def open_memory(self, handle: bytes) -> int:
+        """Open a neighbour's memory; return its address in this process."""
+        address = self.engine.open_exported(handle)
+        self.opened.callback(self.engine.close_exported, address)
+        return address
+
+    def completes_in_time(self, event: Event) -> bool:
+        """Return whether the event completes before the time limit; polls, so that this rank cannot hang."""
+        end = time.monotonic() + self.timeout_seconds
+        while not event.is_completed():
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.0002)
+        return True
+
+    def pattern(self, rank: int, num_bytes: int, number: int = 0) -> Tensor:
+        """Return uint8 [num_bytes] in which all words differ, also between ranks and numbers."""
+        words = torch.arange(-(-num_bytes // 4), dtype=torch.int32, device=self.device)
+        return words.mul_(2 * number + 1).add_(1 + rank).view(torch.uint8)[:num_bytes]
+
+    def close(self) -> None:
+        """Free all memory, on all ranks; no copy may be running."""
+        self.opened.close()
+        self.rendezvous.gather(None)  # no other rank has this rank's memory open now
+        self.own.close()

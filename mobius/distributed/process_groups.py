@@ -1,0 +1,187 @@
+"""Transport between processes: one NCCL (or gloo) communicator per directed edge, gloo for host scalars.
+
+If mailboxes are passed in and work, they carry the messages instead. One communicator per edge, because point-to-point
+operations of one communicator run in order of issue: with one queue per rank, or per pair of ranks, a looped schedule
+can deadlock.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mobius.distributed.mailboxes import Mailboxes
+from mobius.distributed.replicas import create_replica_group
+from mobius.distributed.shards import ReplicaGroup
+from mobius.distributed.transport import RankGroup, ring_edges
+from mobius.distributed.world import MESSAGES_TIMEOUT, World, nccl_options, sum_over_group, translate_peer_errors
+from mobius.hardware.spans import NO_SPANS, Spans
+from mobius.hardware.streams import Event
+from mobius.schedule.lanes import Lane
+
+EXCHANGE_ELEMENTS = 2**24
+"""Elements per message when two ranks exchange a large tensor: bounds the memory of received parts."""
+
+_Message: TypeAlias = dist.Work | Event
+"""A message in flight: `wait` makes the current stream (on a CPU: the host) wait for it; `is_completed` does not
+wait."""
+
+
+class DistributedTransport:
+    """Owns the process groups of one rank of several, and its mailboxes, if any; `close` ends them."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        num_ranks: int,
+        device: torch.device,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        spans: Spans = NO_SPANS,
+        mailboxes: Mailboxes | None = None,
+        max_pending_sends: int | None = None,
+        replica: int = 0,
+        num_replicas: int = 1,
+        reduce_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Create and warm up all communicators; collective over all ranks of all replicas.
+
+        `rank` is the position in the pipeline of `num_ranks`, which is number `replica` of `num_replicas`.
+
+        `shape` and `dtype` are those of every activation and activation gradient. `mailboxes` carry them instead of the
+        communicators, if they can be opened. `max_pending_sends` bounds the sent tensors that are held because they may
+        still be in use (limits.py); None: no bound. `reduce_dtype` is as in `create_replica_group`.
+        """
+        self._spans, self._max_sends = spans, max_pending_sends
+        self.rank, self.num_ranks = rank, num_ranks
+        self._device, self._shape, self._dtype = device, shape, dtype
+        self._first = replica * num_ranks
+        """Global rank of the pipeline's first rank."""
+        self._world = world = World(rank=self._first + rank, num_ranks=num_replicas * num_ranks, device=device)
+        backend = world.backend
+        self._scalars, self._edges = world.scalars, _edges_of(0, num_ranks, backend)
+        self.all_ranks: RankGroup = self
+        self.replicas: ReplicaGroup | None = None
+        if num_replicas > 1:
+            self.all_ranks = world
+            pipelines = [range(first, first + num_ranks) for first in range(0, world.num_ranks, num_ranks)]
+            # Every process creates all pipelines' groups in one order. On GPUs, torch makes ranks outside a group (gloo
+            # too) join a split of the global NCCL communicator: each rank must be outside of equally many groups.
+            groups = [dist.new_group([*each], backend="gloo", timeout=MESSAGES_TIMEOUT) for each in pipelines]
+            edges = [self._edges, *(_edges_of(each.start, num_ranks, backend) for each in pipelines[1:])]
+            self._scalars, self._edges = groups[replica], edges[replica]
+            self.replicas = create_replica_group(
+                world, index=replica, num_replicas=num_replicas, device=device, reduce_dtype=reduce_dtype
+            )
+        self._posted: defaultdict[int, deque[tuple[Tensor, _Message]]] = defaultdict(deque)
+        self._sent: deque[tuple[Tensor, _Message]] = deque()
+        # Use every edge once, in one order: communicators connect at their first message, and must not wait in a cycle.
+        token = torch.ones(8, device=device)
+        for (source, target), group in self._edges.items():
+            if rank == source:
+                dist.send(token, self._first + target, group=group)
+            elif rank == target:
+                dist.recv(token, self._first + source, group=group)
+        if backend == "nccl":
+            torch.cuda.synchronize(device)
+        self.barrier()
+        self._mailboxes = mailboxes.open() if mailboxes is not None else None
+
+    def post_receive(self, source: int) -> None:
+        """Start receiving into a new buffer, after the compute enqueued so far."""
+        buffer = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        if self._mailboxes is not None:
+            work: _Message = self._mailboxes.post_receive(buffer, source)
+        else:
+            work = self._start(dist.irecv, buffer, source, self._edges[source, self.rank])
+        self._spans.message(Lane.RECEIVE, source, work)
+        self._posted[source].append((buffer, work))
+
+    def receive(self, source: int) -> Tensor:
+        buffer, work = self._posted[source].popleft()
+        self._wait(work, source)
+        return buffer
+
+    def send(self, tensor: Tensor, target: int) -> None:
+        """Start sending; the tensor is held until the message has left."""
+        tensor = tensor.contiguous()
+        if self._mailboxes is not None:
+            work: _Message = self._mailboxes.send(tensor, target)
+        else:
+            work = self._start(dist.isend, tensor, target, self._edges[self.rank, target])
+        self._spans.message(Lane.SEND, target, work)
+        while self._sent and self._sent[0][1].is_completed():
+            self._sent.popleft()[1].wait()
+        # The host is ahead of the GPU and sees no send completed. Instead of the host, compute waits for an old
+        # message, which has left by then; after that wait its memory may be reused.
+        while self._max_sends is not None and len(self._sent) >= self._max_sends:
+            self._wait(self._sent.popleft()[1])
+        self._sent.append((tensor, work))
+
+    def finish_step(self) -> None:
+        assert not any(self._posted.values()), "a posted receive was not used"
+        while self._sent:
+            self._wait(self._sent[0][1])
+            self._sent.popleft()  # only now: its tensor is read until then
+
+    def limit_pending_sends(self, max_pending_sends: int) -> None:
+        if self._max_sends is not None:
+            self._max_sends = max_pending_sends
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        return sum_over_group(values, self._scalars, self._world.rank)
+
+    def exchange(self, tensor: Tensor, peer: int) -> Tensor:
+        """Exchange CPU tensors over gloo, GPU tensors over the edges between the two ranks."""
+        received = torch.empty_like(tensor)
+        is_host = tensor.device.type == "cpu"
+        incoming = self._scalars if is_host else self._edges[peer, self.rank]
+        outgoing = self._scalars if is_host else self._edges[self.rank, peer]
+        for own, other in zip(
+            tensor.view(-1).split(EXCHANGE_ELEMENTS), received.view(-1).split(EXCHANGE_ELEMENTS), strict=True
+        ):
+            works = [self._start(dist.irecv, other, peer, incoming), self._start(dist.isend, own, peer, outgoing)]
+            for work in works:
+                self._wait(work, peer)
+        return received
+
+    def barrier(self) -> None:
+        self.sum_over_ranks(torch.zeros(1, dtype=torch.float64))
+
+    def close(self) -> None:
+        if self._mailboxes is not None:
+            self._mailboxes.close()
+        self._world.close()
+
+    def _start(self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int, group: Any) -> dist.Work:
+        with self._translate_peer_errors(peer):
+            work = operation(tensor, self._first + peer, group=group)
+        assert work is not None  # torch returns None only outside the group
+        return work
+
+    def _wait(self, work: _Message, peer: int | None = None) -> None:
+        with self._translate_peer_errors(peer):
+            work.wait()
+
+    def _translate_peer_errors(self, peer: int | None = None) -> AbstractContextManager[None]:
+        return translate_peer_errors(self._world.rank, None if peer is None else self._first + peer)
+
+
+def _edges_of(first: int, num_ranks: int, backend: str) -> dict[tuple[int, int], Any]:
+    """Return the communicators of the pipeline that starts at global rank `first`; all processes create them."""
+    return {
+        (source, target): dist.new_group(
+            [first + source, first + target],
+            backend=backend,
+            timeout=MESSAGES_TIMEOUT,
+            pg_options=nccl_options(backend),
+        )
+        for source, target in ring_edges(num_ranks)
+    }

@@ -1,0 +1,213 @@
+"""Gradient reduce-scatter and weight all-gather between the ranks of one pipeline position in all replicas.
+
+Each replica sends its parts to all others and receives theirs, over NCCL between GPUs and gloo between hosts. Sums are
+computed here, in fp32 and in replica order, so that results are bit-reproducible and independent of NCCL's algorithms;
+with `reduce_dtype` bf16, messages are rounded. The traffic equals that of NCCL's own reduce-scatter and all-gather:
+(R-1)/R of a stage in each direction.
+
+Why replicas cannot deadlock:
+
+- NCCL matches operations of one communicator by order. So each use has its own communicator, with the same order on all
+  replicas: reductions follow the schedule's order of finished gradients, gathers its order of loads
+  (`engine/ordered_tasks.py`). Between the two there is no fixed order, as a gather may start in the
+  optimizer's thread.
+- All replicas play one schedule. Take the order in which its check plays a pipeline's actions one by one. Everything a
+  reduction or gather waits for on any replica, including messages of the pipeline, comes before it in that order. So
+  the first one that is not done waits only for its counterparts, which nothing prevents from reaching it.
+- A waiting NCCL kernel occupies NCCL_MAX_CTAS multiprocessors. Four edges, the reduction and the gather may wait at
+  once and occupy 24, fewer than such a GPU has, and compute kernels end without them. Their streams have separate
+  hardware queues (`ranks.set_cuda_max_connections`): none waits behind another.
+- The first use of a communicator connects, which may wait for the device. This happens at start-up, one communicator
+  after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mobius.distributed.shards import ReplicaGroup, Segment, Shards, cut
+from mobius.distributed.world import MESSAGES_TIMEOUT, World, nccl_options, translate_peer_errors
+from mobius.limits import REDUCE_CHUNK_ELEMENTS, SHARD_ALIGNMENT
+
+HOST_CHUNK_ELEMENTS = 2**22
+"""Elements that a host receives from each replica at a time: 16 MiB."""
+PACK_BYTES = 16
+"""NCCL moves this many bytes at a time if addresses are multiples of it, else single elements, which are bytes here."""
+
+
+def create_replica_group(
+    world: World,
+    *,
+    index: int,
+    num_replicas: int,
+    device: torch.device,
+    reduce_dtype: torch.dtype = torch.float32,
+) -> ReplicaGroup:
+    """Return this rank's replica group; collective over all processes, which form `num_replicas` pipelines.
+
+    Gradients travel between devices in `reduce_dtype`, fp32 or bf16.
+    """
+    num_pipeline_ranks = world.num_ranks // num_replicas
+    place = world.rank % num_pipeline_ranks
+    places = [[*range(each, world.num_ranks, num_pipeline_ranks)] for each in range(num_pipeline_ranks)]
+
+    def connection(backend: str, chunk_elements: int) -> _Connection:
+        """Return this position's connection; every process creates those of all positions (see distributed.py)."""
+        groups = [
+            dist.new_group(peers, backend=backend, timeout=MESSAGES_TIMEOUT, pg_options=nccl_options(backend))
+            for peers in places
+        ]
+        return _Connection(groups[place], index, places[place], chunk_elements=chunk_elements)
+
+    hosts = partial(connection, "gloo", HOST_CHUNK_ELEMENTS)
+    devices = hosts
+    if device.type == "cuda":
+        devices = partial(connection, "nccl", REDUCE_CHUNK_ELEMENTS // (num_replicas - 1))
+    replicas = DistributedReplicaGroup(devices(), devices(), hosts(), hosts(), reduce_dtype=reduce_dtype)
+    replicas.connect(device)
+    return replicas
+
+
+class _Connection:
+    """Process group of one position, used by one thread at a time; all members make the same calls in one order."""
+
+    def __init__(self, group: Any, index: int, peers: Sequence[int], *, chunk_elements: int) -> None:
+        """`peers` are the members' global ranks, by replica; `index` is this replica.
+
+        Tensors are sent in chunks of at most `chunk_elements`, which begin at addresses aligned for NCCL.
+        """
+        self._group, self.index, self._peers = group, index, peers
+        self._chunk = max(chunk_elements // PACK_BYTES, 1) * PACK_BYTES
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of members."""
+        return len(self._peers)
+
+    def others(self) -> list[int]:
+        """Return the indices of the other replicas."""
+        return [peer for peer in range(self.num_replicas) if peer != self.index]
+
+    def chunks(self, values: Tensor, segment: Segment) -> Iterable[list[Tensor]]:
+        """Yield the parts of all members, chunk by chunk."""
+        longest = max(part.stop - part.start for part in segment)
+        for start in range(0, longest, self._chunk):
+            yield [values[part][start : start + self._chunk] for part in segment]
+
+    def in_order(self, own: Tensor, received: Mapping[int, Tensor]) -> list[Tensor]:
+        """Return the tensors of all members, by replica."""
+        return [own if peer == self.index else received[peer] for peer in range(self.num_replicas)]
+
+    def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
+        """Send and receive at once, by replica; empty tensors are skipped.
+
+        Blocks, or makes the current stream wait.
+        """
+
+        def operations(operation: Any, tensors: Mapping[int, Tensor]) -> list[dist.P2POp]:
+            return [
+                dist.P2POp(operation, tensor.view(torch.uint8), self._peers[peer], self._group)
+                for peer, tensor in tensors.items()
+                if tensor.numel()
+            ]
+
+        both = operations(dist.irecv, incoming) + operations(dist.isend, outgoing)
+        if not both:
+            return
+        with translate_peer_errors(self._peers[self.index]):
+            for work in dist.batch_isend_irecv(both):
+                work.wait()
+
+    def all_gather(self, values: Tensor, segments: Sequence[Segment]) -> None:
+        """Send each member's part of `values` to all."""
+        for segment in segments:
+            for parts in self.chunks(values, segment):
+                others, own = self.others(), parts[self.index]
+                self.exchange(dict.fromkeys(others, own), {peer: parts[peer] for peer in others})
+
+
+class DistributedReplicaGroup:
+    """Replica group over one process group per use, each with its own order."""
+
+    def __init__(
+        self,
+        reducing: _Connection,
+        gathering: _Connection,
+        spreading: _Connection,
+        saving: _Connection,
+        *,
+        reduce_dtype: torch.dtype,
+    ) -> None:
+        """Take two connections between devices, then two between hosts."""
+        self._reducing, self._gathering, self._spreading, self._saving = reducing, gathering, spreading, saving
+        self._reduce_dtype = reduce_dtype
+        self.index, self.num_replicas = reducing.index, reducing.num_replicas
+
+    def connect(self, device: torch.device) -> None:
+        """Use each connection between devices once; collective."""
+        length = self.num_replicas * SHARD_ALIGNMENT
+        for connection in (self._reducing, self._gathering):
+            connection.all_gather(torch.ones(length, device=device), [cut(0, length, self.num_replicas)])
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+    def reduce_scatter(self, values: Tensor, segments: Sequence[Segment]) -> None:
+        for segment in segments:
+            for parts in self._reducing.chunks(values, segment):
+                self._reduce_chunk(parts)
+
+    def _reduce_chunk(self, parts: Sequence[Tensor]) -> None:
+        """Sum this replica's part over all members; frees its temporary memory before the next chunk."""
+        connection = self._reducing
+        own = parts[connection.index]
+        like = partial(torch.empty_like, own, dtype=self._reduce_dtype)
+        received = {peer: like() for peer in connection.others()}
+        # fp32 parts are sent without a copy.
+        outgoing = {peer: parts[peer].to(self._reduce_dtype) for peer in connection.others()}
+        connection.exchange(outgoing, received)
+        total, *rest = connection.in_order(own, received)
+        total = total.float()  # the same tensor if it is in fp32, own or received
+        for other in rest:
+            total += other
+        if total is not own:
+            own.copy_(total)
+
+    def sum_over_replicas(self, value: Tensor) -> Tensor:
+        connection, own = self._reducing, value.reshape(1)
+        received = {peer: torch.empty_like(own) for peer in connection.others()}
+        connection.exchange(dict.fromkeys(received, own), received)
+        return torch.stack(connection.in_order(own, received)).sum()
+
+    def all_gather(self, values: Tensor, segments: Sequence[Segment]) -> None:
+        self._reducing.all_gather(values, segments)
+
+    def all_gather_for_load(self, values: Tensor, segments: Sequence[Segment]) -> None:
+        self._gathering.all_gather(values, segments)
+
+    def all_gather_on_host(self, values: Tensor, segments: Sequence[Segment]) -> None:
+        self._spreading.all_gather(values, segments)
+
+    def gather_to_first(self, own: Tensor, shards: Shards) -> Tensor | None:
+        saving = self._saving
+        if self.index > 0:
+            for values in own.split(HOST_CHUNK_ELEMENTS):
+                saving.exchange({0: values}, {})
+            return None
+        whole = torch.empty(shards.num_trained, dtype=own.dtype)
+        for part, place in shards.places():
+            whole[part] = own[place]
+        for peer in saving.others():
+            parts = shards.of_owner(peer)
+            lengths = [part.stop - part.start for part in parts]
+            received = torch.empty(sum(lengths), dtype=own.dtype)
+            for values in received.split(HOST_CHUNK_ELEMENTS):
+                saving.exchange({}, {peer: values})
+            for part, values in zip(parts, received.split(lengths), strict=True):
+                whole[part] = values
+        return whole

@@ -1,0 +1,143 @@
+"""Shards of a stage's trained elements: one replica owns each element's reduced gradient and optimizer state.
+
+    weights        | all of the stage, on every replica                                       |
+    replica 0      | gradients, master, moments  |
+    replica 1                                    | gradients, master, moments                 |
+
+Between a stage's last backward and its update, gradients are reduce-scattered to their owners. After the update,
+weights are all-gathered: a resident stage's at once, a streamed one's with its next load. A tied matrix, which has a
+copy in another stage, is sharded separately, so that one replica owns the same elements of both copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mobius.limits import largest_shard
+from mobius.models.layout import ALIGNMENT, StageLayout
+
+Segment = tuple[slice, ...]
+"""A contiguous range of trained elements: the part of each replica, which may be empty."""
+
+
+class ReplicaGroup(Protocol):
+    """Ranks with the same stages in all replicas; all make the same calls in the same order.
+
+    Tensors hold a stage's trained elements, [layout.num_trained] or more.
+    """
+
+    index: int
+    num_replicas: int
+
+    def reduce_scatter(self, values: Tensor, segments: Sequence[Segment]) -> None:
+        """Sum fp32 `values` on the compute device to their owners; elements of other owners become undefined.
+
+        Blocks, or makes the current stream wait. Adds in the order of the replicas.
+        """
+
+    def sum_over_replicas(self, value: Tensor) -> Tensor:
+        """Return the sum of an fp32 scalar on the compute device; waits as `reduce_scatter` does."""
+
+    def all_gather(self, values: Tensor, segments: Sequence[Segment]) -> None:
+        """Send each owner's part of `values` on the compute device to all; waits as `reduce_scatter` does."""
+
+    def all_gather_for_load(self, values: Tensor, segments: Sequence[Segment]) -> None:
+        """Send each owner's part of `values` on the compute device to all, ordered separately from the reductions.
+
+        Blocks, or makes the current stream wait. One thread at a time calls it, concurrently with reductions.
+        """
+
+    def all_gather_on_host(self, values: Tensor, segments: Sequence[Segment]) -> None:
+        """Send each owner's part of `values` in host memory to all; blocks."""
+
+    def gather_to_first(self, own: Tensor, shards: Shards) -> Tensor | None:
+        """Return all parts [num_trained] on the host of the first replica, None on others; blocks.
+
+        `own` is this replica's part in host memory. Must not share a thread with the other methods.
+        """
+
+
+@dataclass(frozen=True)
+class Shards:
+    """All replicas' shards of a stage's trained elements, and the index of this replica."""
+
+    segments: tuple[Segment, ...]
+    index: int
+
+    @classmethod
+    def of(cls, layout: StageLayout, replicas: ReplicaGroup, *, tied: Collection[str] = ()) -> Shards:
+        """Cut equal shards, up to rounding; parameters in `tied` are sharded separately."""
+        bounds = {0, layout.num_trained}
+        for name in tied:
+            if name in layout.offsets and layout.is_trained(name):
+                part = layout.slice_of(name)
+                bounds |= {part.start, -(-part.stop // ALIGNMENT) * ALIGNMENT}
+        ordered = sorted(bounds)
+        segments = (cut(*both, replicas.num_replicas) for both in pairwise(ordered))
+        return cls(tuple(segments), replicas.index)
+
+    @property
+    def own(self) -> tuple[slice, ...]:
+        """Non-empty parts of the trained elements that this replica owns, ascending."""
+        return self.of_owner(self.index)
+
+    def of_owner(self, index: int) -> tuple[slice, ...]:
+        """Return the parts of replica `index`, as `own`."""
+        parts = (segment[index] for segment in self.segments)
+        return tuple(part for part in parts if part.stop > part.start)
+
+    @property
+    def others(self) -> tuple[slice, ...]:
+        """Parts of all other replicas, as `own`."""
+        return tuple(
+            part for index in range(len(self.segments[0])) if index != self.index for part in self.of_owner(index)
+        )
+
+    @property
+    def num_trained(self) -> int:
+        """Number of elements of all replicas."""
+        return int(self.segments[-1][-1].stop)
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements that this replica owns."""
+        return sum(part.stop - part.start for part in self.own)
+
+    def places(self) -> tuple[tuple[slice, slice], ...]:
+        """Return each own part and its slice in tensors that hold only own elements."""
+        found, end = [], 0
+        for part in self.own:
+            start, end = end, end + part.stop - part.start
+            found.append((part, slice(start, end)))
+        return tuple(found)
+
+    def copy_owned(self, values: Tensor, target: Tensor, *, non_blocking: bool = False) -> None:
+        """Copy the own parts of `values` [num_trained] into `target` [num_elements] of any dtype and device."""
+        for part, place in self.places():
+            target[place].copy_(values[part], non_blocking=non_blocking)
+
+    def square(self, values: Tensor, layout: StageLayout, *, excluded: Collection[str]) -> Tensor:
+        """Return the squared norm of the own parts of fp32 `values` without the parameters in `excluded`.
+
+        Computed tensor by tensor: the norm of a whole shard would be off by about 1e-6, which clipping would pass on.
+        """
+        names = [name for name in layout.offsets if layout.is_trained(name) and name not in excluded]
+        whole = [layout.slice_of(name) for name in names]
+        both = [(max(one.start, own.start), min(one.stop, own.stop)) for own in self.own for one in whole]
+        counted = [values[start:stop] for start, stop in both if start < stop]
+        if not counted:
+            return torch.zeros((), dtype=torch.float32, device=values.device)
+        return torch.stack(list(torch._foreach_norm(counted, 2.0, dtype=torch.float32))).square().sum()
+
+
+def cut(start: int, end: int, num_replicas: int) -> Segment:
+    """Return the parts of [start, end), equal except for the last ones."""
+    length = largest_shard(end - start, num_replicas)
+    bounds = [min(start + index * length, end) for index in range(num_replicas + 1)]
+    return tuple(slice(*both) for both in pairwise(bounds))

@@ -1,0 +1,174 @@
+"""Interface of communication between ranks: activations along directed ring edges, scalars over all ranks.
+
+Messages are FIFO per directed edge (source rank, target rank). A message from a rank to itself is passed on, not
+copied.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mobius.distributed.shards import ReplicaGroup
+from mobius.distributed.world import World
+
+
+class RankGroup(Protocol):
+    """Ranks that reduce numbers; all make the same calls in the same order."""
+
+    rank: int
+    num_ranks: int
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """Sum a small CPU tensor (float64) over all ranks; blocks."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+
+
+_DIGEST_BITS = 20
+"""Bits of the text digest that ranks compare; few enough that sums of squares are exact."""
+
+
+def all_have_same(text: str, all_ranks: RankGroup) -> bool:
+    """Return whether all ranks pass the same text; collective."""
+    own = int(hashlib.sha256(text.encode()).hexdigest(), 16) % 2**_DIGEST_BITS
+    # All are equal if and only if their variance is 0.
+    sums = all_ranks.sum_over_ranks(torch.tensor([own, own * own], dtype=torch.float64)).tolist()
+    return all_ranks.num_ranks * int(sums[1]) == int(sums[0]) ** 2
+
+
+class ActivationTransport(Protocol):
+    """Sends and receives one rank's activations and activation gradients."""
+
+    rank: int
+    """Position in the pipeline."""
+
+    def post_receive(self, source: int) -> None:
+        """Start receiving the next message of edge (source, this rank); returns at once."""
+
+    def receive(self, source: int) -> Tensor:
+        """Return the oldest posted message of the edge, owned by the caller; the compute stream waits for it."""
+
+    def send(self, tensor: Tensor, target: int) -> None:
+        """Start sending; returns at once. The tensor must not be changed afterwards."""
+
+    def finish_step(self) -> None:
+        """Release sent tensors; every message of the step must have been received."""
+
+
+class Transport(ActivationTransport, RankGroup, Protocol):
+    """Connects one rank to its pipeline and, through `all_ranks` and `replicas`, to other replicas."""
+
+    all_ranks: RankGroup
+    """All processes of the run, by global rank; with one pipeline, the pipeline's ranks."""
+    replicas: ReplicaGroup | None
+    """This position in all replicas; None without replicas."""
+
+    def limit_pending_sends(self, max_pending_sends: int) -> None:
+        """From the next send on, hold at most this many tensors that may be in flight, if their number is bounded."""
+
+    def exchange(self, tensor: Tensor, peer: int) -> Tensor:
+        """Send `tensor` to `peer` and return the peer's tensor of the same shape.
+
+        Blocks, or makes the compute stream wait.
+        """
+
+    def close(self) -> None:
+        """End the connections after a successful run."""
+
+
+def ring_edges(num_ranks: int) -> list[tuple[int, int]]:
+    """Return every directed edge between neighbouring ranks, in the order in which all ranks create and warm them."""
+    forward = [(rank, (rank + 1) % num_ranks) for rank in range(num_ranks)]
+    backward = [(target, source) for source, target in forward]
+    return [edge for edge in dict.fromkeys(forward + backward) if edge[0] != edge[1]]
+
+
+class SingleRankTransport:
+    """Transport of a pipeline with one rank: only messages to other replicas leave it."""
+
+    rank = 0
+    num_ranks = 1
+
+    def __init__(self, world: World | None = None, replicas: ReplicaGroup | None = None) -> None:
+        """`world` is that of all replicas, if there are several; `close` ends it."""
+        self._sent: deque[Tensor] = deque()
+        self._world, self.replicas = world, replicas
+        self.all_ranks: RankGroup = world or self
+
+    def post_receive(self, source: int) -> None:
+        """Do nothing: the sender is this rank."""
+
+    def receive(self, source: int) -> Tensor:
+        return self._sent.popleft()
+
+    def send(self, tensor: Tensor, target: int) -> None:
+        self._sent.append(tensor)
+
+    def finish_step(self) -> None:
+        """Do nothing: no message is in flight."""
+
+    def limit_pending_sends(self, max_pending_sends: int) -> None:
+        """Do nothing: sent tensors wait for this rank itself."""
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        return values
+
+    def exchange(self, tensor: Tensor, peer: int) -> Tensor:
+        raise AssertionError("a single rank has no peer")
+
+    def barrier(self) -> None:
+        """Do nothing: there is no other rank."""
+
+    def close(self) -> None:
+        """End the connections to other replicas."""
+        if self._world is not None:
+            self._world.close()
+
+
+class WarmupTransport:
+    """Plays one step of a rank without its neighbours, before the first real one.
+
+    Takes memory as the real transport does, but every message is zeros and none leaves the rank. A posted receive
+    occupies the GPU until its message arrives. Until then, anything that waits for an idle device may hang: loading a
+    kernel at its first use, or growing the memory pool. After a rehearsal both have happened, and a step that does not
+    fit into memory has failed while every rank can still report it.
+    """
+
+    def __init__(
+        self, *, rank: int, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, max_pending_sends: int
+    ) -> None:
+        """`shape` and `dtype` are those of every activation and activation gradient.
+
+        `max_pending_sends` is the maximum number of sent tensors that the real transport holds.
+        """
+        self.rank = rank
+        self._device, self._shape, self._dtype = device, shape, dtype
+        self._posted: defaultdict[int, deque[Tensor]] = defaultdict(deque)
+        self._sent: deque[Tensor] = deque(maxlen=max_pending_sends)
+
+    def post_receive(self, source: int) -> None:
+        self._posted[source].append(torch.zeros(self._shape, dtype=self._dtype, device=self._device))
+
+    def receive(self, source: int) -> Tensor:
+        return self._posted[source].popleft()
+
+    def send(self, tensor: Tensor, target: int) -> None:
+        """Hold the tensor until `max_pending_sends` later ones are sent, as the real transport may."""
+        self._sent.append(tensor)
+
+    def finish_step(self) -> None:
+        self._sent.clear()
+
+
+def all_gather_numbers(ranks: RankGroup, own: Sequence[float]) -> Tensor:
+    """A row of numbers from every rank, [num_ranks, len(own)] in float64; collective."""
+    table = torch.zeros(ranks.num_ranks, len(own), dtype=torch.float64)
+    table[ranks.rank] = torch.tensor(own, dtype=torch.float64)
+    return ranks.sum_over_ranks(table)

@@ -1,0 +1,354 @@
+"""Owns the end of a run that makes no progress: every rank reports where it is, and then all of them end.
+
+A rank that hangs makes the others wait for it, so the first that notices calls all of them, through the launcher's
+store and a thread beside the main one:
+
+    rank 0, waits    no progress for so long -> "call" -> reports --+-> all have reported, or the patience
+    rank 1, hangs                  reads "call" --------> reports --+   is over -> "end" -> exit
+
+A rank may well wait for long, for one that writes to a slow disk: ranks that make progress add to one number of the
+store ("beats"), and the run stands still when that does not grow. A first step or evaluation may compile, which nobody
+can see the progress of; it gets ten times as long, but an hour at most.
+
+torch's own time-outs do not see copies by copy engines (`mailboxes.py`), and its flight recorder knows neither
+stage nor microbatch. A rank whose interpreter is held by a call in C runs no thread of Python: faulthandler's own
+thread writes its stacks a little later, and the others say that it does not answer. Alone it stays, for nobody is there
+to end it. Time in which the process was stopped (SIGSTOP, a frozen container) does not count: time is summed from look
+to look of this thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from types import FrameType, FunctionType
+from typing import Final, Protocol
+
+from mobius.activity import Activity, format_duration
+from mobius.ranks import Ranks
+
+EXIT_CODE: Final = 75
+"""Exit code of a rank that ends because the run stands still: "try again", as EX_TEMPFAIL of sysexits.h."""
+
+WARM_UP_FACTOR: Final = 10
+"""Times the allowed time without progress while code may be compiled."""
+_WARM_UP_SECONDS: Final = 3600.0
+"""Most that this factor makes of it."""
+_LOOK_SECONDS: Final = 2.0
+_LOOKS: Final = 10
+"""At least so many looks in the time without progress that is allowed."""
+_REPORT_TIMEOUT_SECONDS: Final = 10.0
+"""Time for all ranks to report where they are."""
+_TURN_SECONDS: Final = 3.0
+"""Time that a rank gives those before it to write their reports, so that texts do not mix."""
+_ENDING_LOOK_SECONDS: Final = 0.1
+_DEVICE_SECONDS: Final = 2.0
+_MAX_FRAMES: Final = 40
+"""Frames of each thread, the innermost ones."""
+_MAX_REPORT: Final = 2000
+"""Characters of a rank's report that other nodes show."""
+
+
+class WatchdogStore(Protocol):
+    """The part of torch's key-value store that watchdogs need."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a number; returns the sum."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Set a text."""
+
+    def get(self, key: str, /) -> bytes:
+        """The text of a key that is there."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys are there."""
+
+
+class _Peers:
+    """Owns a thread that exchanges state with the watchdogs of all other ranks; a store that is gone is silence."""
+
+    def __init__(self, ranks: Ranks, open_store: Callable[[], WatchdogStore], seconds: float) -> None:
+        """Look every so many seconds from now on."""
+        self._rank, self._open = ranks.rank, open_store
+        self.others = [rank for rank in range(ranks.num_ranks) if rank != ranks.rank]
+        self.num_beats = 0
+        """Looks at which this rank had made progress; counted by the watching thread alone."""
+        self.has_progress = False
+        """Whether another rank has made progress; whoever reads it resets it."""
+        self.caller: int | None = None
+        """The rank that has called all ranks to report."""
+        self.reports: dict[int, str] = {}
+        self.has_ended, self.is_lost = False, False
+        self.wake = threading.Event()
+        """Set when a rank has called, or by whoever waits for it no longer."""
+        self._interval = seconds
+        self._outgoing: list[tuple[str, str]] = []
+        self._is_closed, self._look, self._posted = threading.Event(), threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog's store", daemon=True)
+        self._thread.start()
+
+    def post(self, key: str, value: str = "") -> None:
+        """Set a key soon, and look often from now on: the run ends."""
+        self._posted.clear()
+        self._interval = _ENDING_LOOK_SECONDS
+        self._outgoing.append((key, value))
+        self._look.set()
+
+    def flush(self, seconds: float) -> None:
+        """Wait until all is posted, and as long again as others take to read it: the store may end with this node."""
+        if self._posted.wait(seconds):
+            time.sleep(4 * _ENDING_LOOK_SECONDS)
+
+    def close(self) -> None:
+        """Look no more."""
+        self._is_closed.set()
+        self._look.set()
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        try:
+            store = self._open()
+            heard, num_posted = store.add("beats", 0), 0
+            while not self._is_closed.is_set():
+                own, num_posted = self.num_beats - num_posted, self.num_beats
+                total = store.add("beats", own)
+                self.has_progress |= total - own > heard
+                heard = total
+                while self._outgoing:
+                    store.set(*self._outgoing.pop(0))
+                self._posted.set()
+                self._read_call(store)
+                self._look.wait(self._interval)
+                self._look.clear()
+        except Exception:  # whatever it is, the rank watches on alone
+            self.is_lost = True
+
+    def _read_call(self, store: WatchdogStore) -> None:
+        if not store.check(["call"]):
+            return
+        for rank in self.others:
+            if rank not in self.reports and store.check([f"report {rank}"]):
+                self.reports[rank] = store.get(f"report {rank}").decode(errors="replace")
+        self.has_ended = store.check(["end"])
+        if self.caller is None:
+            self.caller, self._interval = int(store.get("call")), _ENDING_LOOK_SECONDS
+            self.wake.set()
+
+
+class Watchdog:
+    """Owns a thread that looks at this rank's `Activity` from `start` to `stop`, and may end the process."""
+
+    def __init__(
+        self,
+        activity: Activity,
+        ranks: Ranks,
+        *,
+        minutes: float,
+        open_store: Callable[[], WatchdogStore] | None = None,
+        clean_up: Callable[[], str] | None = None,
+        report_timeout_seconds: float = _REPORT_TIMEOUT_SECONDS,
+    ) -> None:
+        """End the process after `minutes` without progress of any rank; 0: never, and `start` does nothing.
+
+        `open_store` connects to the store that all ranks share, in a thread of its own; without it this rank is alone.
+        `clean_up` clears up and returns what the run leaves, as a text that goes on from "all ranks end ": one rank has
+        it.
+        """
+        self.activity = activity
+        """Told by whatever is to be watched."""
+        self._ranks, self._open_store = ranks, open_store
+        self._limit, self._clean_up, self._patience = 60 * minutes, clean_up, report_timeout_seconds
+        self._is_stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._peers: _Peers | None = None
+        self._position: object = None
+        self._asking: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Watch from now on; what was before counts as progress."""
+        if self._limit == 0 or self._thread is not None:
+            return
+        self._is_stopped.clear()
+        self._peers = None if self._open_store is None else _Peers(self._ranks, self._open_store, self._interval)
+        self.activity.progress()
+        # Stacks that faulthandler writes do not say whose they are, but the names of functions.
+        code = Watchdog._watch.__code__.replace(co_name=f"watchdog_of_rank_{self._ranks.rank}")
+        watch = FunctionType(code, Watchdog._watch.__globals__)
+        self._thread = threading.Thread(target=watch, args=(self,), name="watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Watch no more; `start` begins anew."""
+        if self._thread is None:
+            return
+        self._is_stopped.set()
+        if self._peers is not None:
+            self._peers.wake.set()
+        self._thread.join()
+        if self._peers is not None:
+            self._peers.close()
+        self._thread = self._peers = None
+
+    def _watch(self) -> None:
+        interval, peers = self._interval, self._peers
+        wake = self._is_stopped if peers is None else peers.wake
+        seen, idle, last = self.activity.last_progress, 0.0, time.monotonic()
+        while not self._is_stopped.is_set():
+            limit = self._stall_limit_seconds()
+            # Later than this thread would notice it: it speaks only where this one cannot.
+            faulthandler.dump_traceback_later(max(limit - idle, 0) + 2 * interval, exit=False, file=2)
+            wake.wait(interval)
+            if self._is_stopped.is_set():
+                break
+            if peers is not None and peers.caller is not None:
+                self._end(f"rank {peers.caller} has called all ranks")
+            now = time.monotonic()
+            elapsed, last = now - last, now
+            if elapsed > limit:
+                self._write(
+                    f"rank {self._ranks.rank} was stopped, or held up in C, for {format_duration(elapsed)}; it goes on"
+                )
+            progress = self.activity.last_progress
+            goes_on = progress != seen or (idle >= limit / 2 and self._device_has_moved())
+            seen = progress
+            if peers is not None:
+                peers.num_beats += goes_on
+                goes_on, peers.has_progress = goes_on or peers.has_progress, False
+            idle = 0.0 if goes_on else idle + min(elapsed, 2 * interval)
+            if idle >= limit:
+                self._end(f"no progress for {format_duration(idle)} (--watchdog_minutes {self._limit / 60:g})")
+        faulthandler.cancel_dump_traceback_later()
+
+    @property
+    def _interval(self) -> float:
+        """Seconds between two looks."""
+        return min(self._limit / _LOOKS, _LOOK_SECONDS)
+
+    def _stall_limit_seconds(self) -> float:
+        if not self.activity.is_warming_up:
+            return self._limit
+        return max(self._limit, min(WARM_UP_FACTOR * self._limit, _WARM_UP_SECONDS))
+
+    def _device_has_moved(self) -> bool:
+        """Whether the device is elsewhere than when it was last asked; the first answer is none."""
+        before, self._position = self._position, self._ask_device()
+        return before is not None and self._position is not None and before != self._position
+
+    def _ask_device(self) -> object:
+        """The text of the device's position, or None; a driver that hangs does not hold up whoever asks."""
+        answers: list[object] = []
+
+        def ask() -> None:
+            with contextlib.suppress(Exception):  # the run is about to end for another reason
+                if self.activity.device_position is not None:
+                    answers.append(str(self.activity.device_position()))
+
+        if self.activity.device_position is None:
+            return None
+        if self._asking is None or not self._asking.is_alive():
+            self._asking = threading.Thread(target=ask, name="device", daemon=True)
+            self._asking.start()
+            self._asking.join(_DEVICE_SECONDS)
+        return answers[0] if answers else "no answer"
+
+    def _end(self, reason: str) -> None:
+        """Report where this rank is, wait until the others have, and end the process."""
+        faulthandler.cancel_dump_traceback_later()
+        peers = self._peers
+        if peers is not None and peers.caller is None:
+            peers.post("call", str(self._ranks.rank))
+        report = self._describe_rank(reason)
+        reporter = threading.Thread(target=self._write_report, args=(report,), name="reporter", daemon=True)
+        reporter.start()  # whoever reads standard error may have stopped
+        end, has_reported = time.monotonic() + self._patience, False
+        while time.monotonic() < end and not (peers is not None and peers.has_ended):
+            if not has_reported and not reporter.is_alive():
+                has_reported = True
+                if peers is not None:
+                    peers.post(f"report {self._ranks.rank}", "\n".join(report)[:_MAX_REPORT])
+            if has_reported and (peers is None or peers.is_lost or len(peers.reports) == len(peers.others)):
+                break
+            time.sleep(_ENDING_LOOK_SECONDS / 2)
+        if has_reported:
+            self._write_closing()
+        if peers is not None and not peers.has_ended:
+            peers.post("end")
+            peers.flush(1.0)
+        os._exit(EXIT_CODE)
+
+    def _write_closing(self) -> None:
+        """Write reports of other nodes, whose terminal this one does not share, and which ranks do not answer."""
+        peers, ranks = self._peers, self._ranks
+        reports, others = ({}, []) if peers is None else (dict(peers.reports), peers.others)
+        own_node = range(ranks.node * ranks.num_local, (ranks.node + 1) * ranks.num_local)
+        for rank, report in sorted(reports.items()):
+            if ranks.local_rank == 0 and rank not in own_node:
+                self._write(*report.splitlines())
+        if peers is not None and peers.has_ended:
+            return
+        silent = [
+            f"rank {rank} does not answer: it is stopped, or hangs in a call that holds Python's interpreter"
+            + ("" if rank in own_node else ", or its node is gone")
+            for rank in others
+            if rank not in reports and not (peers is not None and peers.is_lost)
+        ]
+        self._write(*silent, "the run stands still: all ranks end")
+
+    def _write_report(self, report: Sequence[str]) -> None:
+        lines = [*report]
+        if (position := self._ask_device()) is not None:
+            lines.append(f"    its device: {position}")
+        lines += [f"    {line}" for line in thread_stacks(but={"watchdog", "watchdog's store", "reporter", "device"})]
+        end, peers = time.monotonic() + _TURN_SECONDS, self._peers
+        while peers is not None and time.monotonic() < end and not {*range(self._ranks.rank)} <= peers.reports.keys():
+            time.sleep(_ENDING_LOOK_SECONDS / 2)
+        self._write(*lines)
+        if self._clean_up is not None:
+            self._write(f"all ranks end {self._clean_up()}")
+
+    def _describe_rank(self, reason: str) -> list[str]:
+        """Lines that say which rank this is, why it reports, and what it does."""
+        head = f"rank {self._ranks.rank} (process {os.getpid()} on {socket.gethostname()}): {reason}"
+        return [head, *(f"    {line}" for line in self.activity.describe())]
+
+    def _write(self, *lines: str) -> None:
+        """Past `sys.stderr` and `logging`, whose locks a thread that hangs may hold."""
+        text = "\n" + "".join(f"watchdog: {line}\n" for line in lines)
+        left = text.encode(sys.stderr.encoding or "utf-8", "backslashreplace")
+        with contextlib.suppress(OSError):
+            while left:
+                left = left[os.write(2, left) :]
+
+
+def thread_stacks(*, but: Collection[str] = ()) -> list[str]:
+    """Lines with the stack of every Python thread but those named so, the outermost frame first.
+
+    No file is read: the disk may be what hangs.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = []
+    for ident, frame in sys._current_frames().items():
+        name = names.get(ident, f"of number {ident}, not started by Python")
+        if name not in but:
+            lines += [f"thread {name}:", *(f"    {line}" for line in _frame_lines(frame))]
+    return lines
+
+
+def _frame_lines(innermost: FrameType) -> list[str]:
+    frames: list[str] = []
+    frame: FrameType | None = innermost
+    while frame is not None:
+        code = frame.f_code
+        file = "/".join(Path(code.co_filename).parts[-3:])
+        frames.append(f"{file}:{frame.f_lineno} in {code.co_qualname}")
+        frame = frame.f_back
+    cut = [f"... {len(frames) - _MAX_FRAMES} more"] if len(frames) > _MAX_FRAMES else []
+    return [*cut, *reversed(frames[:_MAX_FRAMES])]

@@ -1,0 +1,93 @@
+"""All processes of a run: creates torch's process groups, and sums small numbers over all processes."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mobius.distributed.rendezvous import open_store
+from mobius.errors import TransportError, first_line
+
+RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
+MESSAGES_TIMEOUT = timedelta(hours=12)
+"""Long, because ranks also wait for each other's loading, saving and disks. A dead rank is noticed at once; the
+watchdog finds one that hangs."""
+NCCL_MAX_CTAS = 4
+"""Multiprocessors per NCCL message. A posted receive occupies them while it waits, which is most of the time, and takes
+them from compute."""
+
+
+class World:
+    """Owns torch's default process group and a gloo group for host scalars; `close` ends all groups."""
+
+    def __init__(self, *, rank: int, num_ranks: int, device: torch.device) -> None:
+        """Connect to all other processes; collective. Raises TransportError."""
+        self.rank, self.num_ranks = rank, num_ranks
+        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        store = open_store(rank, num_ranks)
+        try:
+            dist.init_process_group(
+                self.backend,
+                store=store,
+                rank=rank,
+                world_size=num_ranks,
+                device_id=device if self.backend == "nccl" else None,
+                timeout=RENDEZVOUS_TIMEOUT,
+            )
+            self.scalars = dist.new_group(backend="gloo", timeout=MESSAGES_TIMEOUT)
+        except RuntimeError as error:
+            raise TransportError(
+                f"rank {rank} on {socket.gethostname()} has met the others at the launcher's store, but cannot connect "
+                f"to them: {first_line(error)}. Between nodes, name the network interface over which they reach each "
+                "other (`ip address` lists them) in GLOO_SOCKET_IFNAME, and in NCCL_SOCKET_IFNAME for GPUs, on every "
+                "node."
+            ) from error
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """Sum a small CPU tensor (float64) over all processes; blocks."""
+        return sum_over_group(values, self.scalars, self.rank)
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        self.sum_over_ranks(torch.zeros(1, dtype=torch.float64))
+
+    def close(self) -> None:
+        """End the connections after a successful run."""
+        dist.destroy_process_group()
+
+
+def sum_over_group(values: Tensor, group: Any, rank: int) -> Tensor:
+    """Return the sum of a CPU tensor over a gloo group that contains process `rank`; raises TransportError."""
+    total = values.clone()
+    with translate_peer_errors(rank):
+        dist.all_reduce(total, group=group)
+    return total
+
+
+def nccl_options(backend: str) -> dist.ProcessGroupNCCL.Options | None:
+    """Return options that give a message few multiprocessors, but priority over enqueued compute."""
+    if backend != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = NCCL_MAX_CTAS
+    return options
+
+
+@contextmanager
+def translate_peer_errors(rank: int, peer: int | None = None) -> Iterator[None]:
+    """Within the block, report torch's errors as the loss of `peer`, or of an unknown rank if None."""
+    try:
+        yield
+    except RuntimeError as error:
+        who = "another rank" if peer is None else f"its neighbour rank {peer}"
+        raise TransportError(
+            f"rank {rank} stops: it lost {who}, whose own message (above or below) tells the cause. "
+            f"What this rank saw: {first_line(error)}"
+        ) from error

@@ -1,0 +1,164 @@
+"""AdamW over a stage's flat state, on the device that holds the state.
+
+Uses the first of these that supports the state: on the host the C kernel (adamw.c), on a GPU one compiled kernel
+(adamw_gpu.py), both in one pass over a split master; else torch's fused update in chunks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from mobius.engine.adamw_cpu import CPUAdamW
+from mobius.engine.adamw_gpu import GPUAdamW
+from mobius.engine.split_master import join_master, split_master
+from mobius.engine.stage_state import MasterRemainder, StageState
+from mobius.engine.update_arguments import UpdateArguments
+from mobius.models.layout import FlatRange, StageLayout, within
+
+GPU_CHUNK_ELEMENTS = 2**24
+"""Parameters per torch update on a GPU: bounds the fp32 copy of the gradient to 64 MiB."""
+HOST_CHUNK_ELEMENTS = 2**20
+"""Parameters per torch update on the host: joining and splitting larger chunks is four times slower there."""
+
+
+@dataclass(frozen=True)
+class AdamWSettings:
+    """AdamW's constants; decay applies only to ranges that have one."""
+
+    beta1: float
+    beta2: float
+    epsilon: float
+    weight_decay: float
+
+
+class FlatAdamW:
+    """AdamW on flat fp32 masters.
+
+    Torch's update takes several passes: convert the gradient to fp32, join a split master, update, round the master.
+    """
+
+    def __init__(self, settings: AdamWSettings, kernel: CPUAdamW | None = None, fused: GPUAdamW | None = None) -> None:
+        """`kernel` is for states on the host, `fused` for those on a GPU."""
+        self._settings, self._fused = settings, fused
+        self._one_pass = [each for each in (kernel, fused) if each is not None]
+        self._scratch: dict[tuple[str, torch.device, int], Tensor] = {}
+
+    @torch.no_grad()
+    def update(
+        self,
+        state: StageState,
+        *,
+        step: int,
+        learning_rate: float,
+        gradient_factor: float,
+        pieces: Iterable[FlatRange] | None = None,
+        found_inf: Tensor | None = None,
+    ) -> None:
+        """Update master, moments and working copy in place from `state.gradients * gradient_factor`.
+
+        May scale fp32 gradients in place. Changes nothing if `found_inf` (fp32 scalar on the state's device) is 1.
+
+        `pieces` are ranges of the layout, by default all; `step` is the number of this update, from 1, for the bias
+        correction. Formula: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", algorithm 2, as in
+        torch.optim.AdamW.
+        """
+        decayed = UpdateArguments(
+            **vars(self._settings), step=step, learning_rate=learning_rate, gradient_factor=gradient_factor
+        )
+        wanted = state.layout.ranges if pieces is None else tuple(pieces)
+        for own in state.owned:
+            self._update(own.state, within(wanted, own.place), decayed, found_inf)
+
+    def _update(
+        self, state: StageState, ranges: Iterable[FlatRange], decayed: UpdateArguments, found_inf: Tensor | None
+    ) -> None:
+        one_pass = next((each for each in self._one_pass if each.supports(state)), None)
+        length = _chunk_elements(state.weights.device)
+        for part in ranges:
+            numbers = decayed if part.has_decay else replace(decayed, weight_decay=0.0)
+            if one_pass is not None:
+                one_pass.update(state, slice(part.start, part.end), numbers, found_inf=found_inf)
+                continue
+            for start in range(part.start, part.end, length):
+                self._update_chunk(state, slice(start, min(start + length, part.end)), numbers, found_inf)
+
+    def warm_up(self, states: Iterable[StageState]) -> None:
+        """Compile and load the kernels for `states` on a GPU, and allocate their scratch memory.
+
+        During a step this could wait for the device, which a posted receive may block. Changes no state.
+        """
+        by_size = sorted((own.state for state in states for own in state.owned), key=lambda s: s.layout.num_trained)
+        kinds = {(state.weights.dtype, state.gradients.dtype): state for state in by_size if state.weights.is_cuda}
+        for state in kinds.values():
+            if self._fused is not None and self._fused.supports(state):
+                self._fused.warm_up(state)
+                if self._fused.supports(state):
+                    continue
+            count = min(state.layout.num_trained, GPU_CHUNK_ELEMENTS)
+            layout = StageLayout({}, count, count, (FlatRange(0, count, has_decay=True),))
+            zeros = partial(_zeros_on, state.weights.device)
+            weights, gradients = zeros(count, state.weights.dtype), zeros(count, state.gradients.dtype)
+            blank = StageState.with_buffers(layout, weights, gradients, zeros)
+            nothing = torch.zeros((), dtype=torch.float32, device=weights.device)
+            self.update(blank, step=1, learning_rate=0.0, gradient_factor=0.5, found_inf=nothing)
+
+    def _update_chunk(
+        self, state: StageState, chunk: slice, numbers: UpdateArguments, found_inf: Tensor | None
+    ) -> None:
+        weights, gradient = state.weights[chunk], state.gradients[chunk]
+        if gradient.dtype != torch.float32:
+            gradient = self._scratch_like(weights, "gradient").copy_(gradient)
+        if numbers.gradient_factor != 1.0:
+            gradient.mul_(numbers.gradient_factor)
+        if isinstance(state.master, MasterRemainder):
+            remainder = state.master.bits[chunk]
+            master = join_master(weights, remainder, out=self._scratch_like(weights, "master"))
+        else:
+            master = state.master[chunk]
+        adamw(
+            [master],
+            [gradient],
+            [state.exp_avg[chunk]],
+            [state.exp_avg_sq[chunk]],
+            [],
+            [torch.full((), float(numbers.step - 1), device=master.device)],  # torch increments it before use
+            fused=True,
+            amsgrad=False,
+            beta1=numbers.beta1,
+            beta2=numbers.beta2,
+            lr=numbers.learning_rate,
+            weight_decay=numbers.weight_decay,
+            eps=numbers.epsilon,
+            maximize=False,
+            found_inf=found_inf,
+        )
+        if isinstance(state.master, MasterRemainder):
+            split_master(master, weights=weights, remainder=remainder)
+        elif state.master is not state.weights:
+            weights.copy_(master)
+
+    def _scratch_like(self, tensor: Tensor, use: str) -> Tensor:
+        """Return fp32 scratch memory for the elements of `tensor` on its device, one buffer per `use` and thread.
+
+        On a CPU the main thread updates resident stages while the optimizer's thread updates streamed ones.
+        """
+        key = (use, tensor.device, threading.get_ident())
+        if key not in self._scratch:
+            length = _chunk_elements(tensor.device)
+            self._scratch[key] = torch.empty(length, dtype=torch.float32, device=tensor.device)
+        return self._scratch[key][: tensor.numel()]
+
+
+def _zeros_on(device: torch.device, num_elements: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(num_elements, dtype=dtype, device=device)
+
+
+def _chunk_elements(device: torch.device) -> int:
+    return HOST_CHUNK_ELEMENTS if device.type == "cpu" else GPU_CHUNK_ELEMENTS

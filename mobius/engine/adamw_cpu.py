@@ -1,0 +1,119 @@
+"""Builds and loads the C kernel of AdamW (adamw.c); without a C compiler, torch's update is used.
+
+`cc` builds it once into a cache keyed by source, options and CPU. ctypes loads it and releases the GIL while it runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mobius.atomic_files import atomic_write
+from mobius.engine.stage_state import MasterRemainder, StageState
+from mobius.engine.update_arguments import UpdateArguments
+
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("adamw.c")
+OPTIONS = (
+    *("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"),
+    *("-fno-math-errno", "-fno-trapping-math"),  # lets sqrt be vectorized; changes no value
+    "-ffp-contract=off",  # same bits on CPUs with and without fused multiply-add
+)
+
+
+class _Constants(ctypes.Structure):
+    """The `Constants` struct of adamw.c."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_float)
+        for name in (
+            *("gradient_factor", "decay", "beta2", "one_minus_beta1", "one_minus_beta2"),
+            *("step_size", "root_correction", "epsilon"),
+        )
+    )
+
+
+class CPUAdamW:
+    """The loaded kernel: one pass over CPU tensors, shared by `num_threads` OpenMP threads."""
+
+    def __init__(self, library: Path, *, num_threads: int) -> None:
+        """Load `library`. Raises OSError if it cannot be loaded."""
+        self._library = ctypes.CDLL(str(library))
+        self._num_threads = num_threads
+
+    def supports(self, state: StageState) -> bool:
+        """Whether a variant fits the state: on the host, all in fp32 or with a split master."""
+        return state.weights.device.type == "cpu" and _function_name(state) is not None
+
+    def update(
+        self, state: StageState, part: slice, numbers: UpdateArguments, *, found_inf: Tensor | None = None
+    ) -> None:
+        """Update master, working copy and moments of the elements in `part` in place; blocks until done.
+
+        Requires `supports(state)`; changes nothing if `found_inf` (fp32 scalar on the host) is not 0.
+        """
+        if found_inf is not None and bool(found_inf):
+            return
+        name = _function_name(state)
+        assert name is not None
+        remainder = [state.master.bits] if isinstance(state.master, MasterRemainder) else []
+        whole = (state.weights, *remainder, state.exp_avg, state.exp_avg_sq, state.gradients)
+        arrays = [array[part] for array in whole]
+        count = arrays[0].numel()
+        assert all(array.is_contiguous() and array.numel() == count for array in arrays)
+        self._library[name](
+            ctypes.c_int64(count),
+            *(ctypes.c_void_p(array.data_ptr()) for array in arrays),
+            ctypes.byref(_Constants(**numbers.constants())),
+            ctypes.c_int(self._num_threads),
+        )
+
+
+def _function_name(state: StageState) -> str | None:
+    """Return the function of adamw.c for the dtypes of `state`, if there is one."""
+    if isinstance(state.master, MasterRemainder):
+        is_whole = state.gradients.dtype == torch.float32
+        return "mobius_adamw_split_fp32" if is_whole else "mobius_adamw_split_bf16"
+    return "mobius_adamw_fp32" if state.master is state.weights else None
+
+
+def load_adamw_cpu(cache: Path, *, num_threads: int) -> CPUAdamW | None:
+    """Build the kernel into `cache`, if missing, and load it; on failure log the reason and return None."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        logger.info("CPU AdamW uses torch, which is slower: there is no C compiler (`cc`) to build the fused kernel")
+        return None
+    library = cache / f"adamw-{_key()}.so"
+    try:
+        if not library.is_file():
+            _build(compiler, library)
+        return CPUAdamW(library, num_threads=num_threads)
+    except (OSError, subprocess.CalledProcessError) as error:
+        output = error.stderr.strip().splitlines() if isinstance(error, subprocess.CalledProcessError) else []
+        reason = output[-1] if output else error  # a compiler killed by a signal printed nothing
+        logger.info("CPU AdamW uses torch, which is slower: the fused kernel could not be built (%s)", reason)
+        return None
+
+
+def _build(compiler: str, library: Path) -> None:
+    """Compile to a temporary name and rename: another rank may be building the same file."""
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(library, has_many_writers=True) as temporary:
+        command = [compiler, *OPTIONS, str(SOURCE), "-lm", "-o", str(temporary)]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+def _key() -> str:
+    """Hash of everything the binary depends on; `-march=native` ties it to this CPU."""
+    flags = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))]
+    facts = [SOURCE.read_text(), *OPTIONS, platform.machine(), *flags[:1]]
+    return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]

@@ -1,0 +1,122 @@
+"""Host memory of this rank's streamed stages, in mappings of exactly their size.
+
+Memory that the GPU copies from and to is registered with CUDA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mobius.distributed.shards import Shards
+from mobius.engine.stage_state import StageState, num_owned
+from mobius.errors import HostMemoryError
+from mobius.models.layout import StageLayout
+from mobius.units import format_bytes
+
+_MADV_COLLAPSE = 25
+"""Linux's constant for moving small pages (from fragmented memory or late growth) to huge pages."""
+
+
+class HostArena:
+    """Owns one StageState per streamed stage; `close` must unregister the memory before the process ends.
+
+    `pin_memory=True` is not used: the caching host allocator rounds sizes up to powers of two.
+    """
+
+    def __init__(
+        self,
+        layouts: Mapping[int, StageLayout],
+        *,
+        dtype: torch.dtype,
+        register: bool,
+        gradient_dtype: torch.dtype | None = None,
+        keeps_sums: bool = False,
+        shards: Mapping[int, Shards] | None = None,
+    ) -> None:
+        """Map zeroed memory for `layouts` (stage -> layout): weights in `dtype`, masters split if that is bf16.
+
+        `register` page-locks weights and gradients for asynchronous copies. `gradient_dtype` is fp32 or, by default,
+        the weights' dtype. With `keeps_sums`, a stage's fp32 sums share memory with its finished gradients. For a stage
+        in `shards`, everything but weights and sums is allocated for this replica's share only. Raises HostMemoryError.
+        """
+        self._register = register
+        self._registered: list[Tensor] = []
+        self.states: dict[int, StageState] = {}
+        self.sums: dict[int, Tensor] = {}
+        """fp32 [num_trained] per stage, in the same memory as its gradients; empty without `keeps_sums`."""
+        leaving = gradient_dtype or dtype
+        try:
+            for stage, layout in layouts.items():
+                weights = self._lock(map_zeros(layout.num_elements, dtype))
+                own = (shards or {}).get(stage)
+                count = layout.num_trained if keeps_sums else num_owned(layout, own)
+                gradients = self._lock(map_zeros(count, torch.float32 if keeps_sums else leaving))
+                if keeps_sums:
+                    self.sums[stage] = gradients
+                    gradients = gradients.view(leaving)[: num_owned(layout, own)]
+                self.states[stage] = StageState.with_buffers(layout, weights, gradients, map_zeros, own)
+        except BaseException:
+            self.close()
+            raise
+
+    def _lock(self, tensor: Tensor) -> Tensor:
+        if self._register and tensor.numel() > 0:
+            lock_pages(tensor)
+            self._registered.append(tensor)
+        return tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all stages."""
+        both = sum(sums.nbytes - self.states[stage].gradients.nbytes for stage, sums in self.sums.items())
+        return both + sum(tensor.nbytes for state in self.states.values() for tensor in state.tensors)
+
+    def close(self) -> None:
+        """Unregister all memory; copies to and from it must have ended. Safe to call twice."""
+        while self._registered:
+            unlock_pages(self._registered.pop())
+
+
+def lock_pages(tensor: Tensor) -> None:
+    """Page-lock the memory of `tensor` for asynchronous copies, until `unlock_pages`. Raises HostMemoryError."""
+    error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+    if int(error) != 0:
+        raise HostMemoryError(
+            f"CUDA cannot page-lock {format_bytes(tensor.nbytes, digits=2)} of host memory (cudaHostRegister: "
+            f"{error}). Raise the limit of locked memory (`ulimit -l unlimited`; in a container --ulimit "
+            "memlock=-1)."
+        )
+
+
+def unlock_pages(tensor: Tensor) -> None:
+    """Undo `lock_pages`; copies from and to the memory must have ended."""
+    torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+
+
+def map_zeros(num_elements: int, dtype: torch.dtype) -> Tensor:
+    """Return a zero tensor [num_elements] in an anonymous mapping of exactly its size, on huge pages if possible.
+
+    Writes all pages now, with all torch threads: otherwise the first update would take seconds longer, and untouched
+    memory registers more slowly. Raises HostMemoryError.
+    """
+    num_bytes = num_elements * dtype.itemsize
+    if num_bytes == 0:
+        return torch.empty(0, dtype=dtype)
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise HostMemoryError(
+            f"the system refuses {format_bytes(num_bytes, digits=2)} of host memory: {error}"
+        ) from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    tensor = torch.frombuffer(memory, dtype=dtype).zero_()  # the tensor keeps the mapping alive
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # fails before Linux 6.1, or if no huge page is free
+            memory.madvise(_MADV_COLLAPSE)
+    return tensor

@@ -1,0 +1,214 @@
+"""Decides when each stage is updated, with what factor, and how non-finite gradients are handled.
+
+    with clipping    every stage waits for the norm over all ranks, then stages are updated in forward order; a loss or
+                     gradient that is not finite skips the step on all ranks
+    without          a streamed stage is updated once its gradients are on the host, a resident one after its backward,
+                     both during the rest of the step; a stage whose own gradients are not finite keeps its weights
+
+fp16 with loss scaling always works as with clipping: an overflow anywhere must skip the step everywhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mobius.activity import Activity
+from mobius.distributed.transport import Transport
+from mobius.engine.adamw import FlatAdamW
+from mobius.engine.loss_scaler import LossScaler
+from mobius.engine.stage_memory import StageMemory, Update
+from mobius.engine.step_sums import StepSums
+from mobius.engine.tied_weights import TiedWeights
+from mobius.engine.waits import WaitClock
+from mobius.errors import NonFiniteLossError
+from mobius.models.layout import FlatRange
+from mobius.schedule.lanes import WaitCause
+
+logger = logging.getLogger(__name__)
+
+MAX_SKIPPED_IN_A_ROW = 10
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """Result of a step, equal on all ranks."""
+
+    loss: float
+    grad_norm: float
+    is_skipped: bool
+    """Whether any stage was not updated."""
+    aux_loss: float | None = None
+    """Router loss without its coefficient; None for models without one."""
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """Counts of a stepper at the end of a step, from which another one can resume; equal on all ranks."""
+
+    num_updates: int = 0
+    num_skipped: int = 0
+    skipped_in_a_row: int = 0
+    loss_scale: float = 1.0
+    good_steps: int = 0
+    """Steps since the loss scale changed."""
+
+
+class OptimizerStepper:
+    """Owns the counts of updates and of skipped steps; every rank decides alike from the same reduced numbers."""
+
+    def __init__(
+        self,
+        adamw: FlatAdamW,
+        *,
+        memory: Mapping[int, StageMemory],
+        transport: Transport,
+        clock: WaitClock,
+        loss_scale: LossScaler,
+        num_stages: int,
+        max_grad_norm: float,
+        tied: TiedWeights | None,
+        before_update: Callable[[int], None] | None = None,
+        activity: Activity | None = None,
+    ) -> None:
+        """Take the `memory` of this rank's stages, each of which decides where and in what pieces it is updated.
+
+        `before_update` is called with a stage just before its state changes, in the updating thread, perhaps several
+        times.
+        """
+        self._before_update, self._activity = before_update, activity or Activity()
+        self._adamw, self._memory, self._transport, self._clock, self._tied = adamw, memory, transport, clock, tied
+        self._num_stages, self._max_grad_norm = num_stages, max_grad_norm
+        self.loss_scale = loss_scale
+        self.num_updates = 0
+        self.num_skipped = 0
+        self._skipped_in_a_row = 0
+        self._is_stage_by_stage = max_grad_norm == 0 and not loss_scale.is_dynamic
+        self._tied_stages = frozenset() if tied is None else frozenset((tied.embedding_stage, tied.head_stage))
+        self._learning_rate = 0.0
+        self._begun: set[int] = set()
+
+    def begin_step(self, learning_rate: float) -> None:
+        """Set the learning rate of the next step's updates; updates of the previous step continue."""
+        self._learning_rate = learning_rate
+        self._begun.clear()
+
+    def on_gradients_ready(self, stage: int) -> None:
+        """Update the stage during the rest of the step, unless the update needs other stages' results.
+
+        Those are the norm over all ranks, or the gradient of the other copy of a tied matrix.
+        """
+        can_begin = self._is_stage_by_stage and stage not in self._tied_stages
+        if can_begin and self._memory[stage].begin_update(self._update_of(stage, self.num_updates + 1)):
+            self._begun.add(stage)
+
+    def apply(self, sums: StepSums, *, step: int) -> StepOutcome:
+        """Update the stages of this rank that are not updated yet; collective over all ranks.
+
+        Raises NonFiniteLossError after `MAX_SKIPPED_IN_A_ROW` non-finite steps in a row.
+        """
+        tied_square = self._tied.sum_gradients(self._memory, self._transport, sums.loss.device) if self._tied else None
+        # sync: once per step, and only where a tied matrix is on the GPU
+        loss, squares, aux_loss = self._sum_over_ranks(sums, None if tied_square is None else float(tied_square))
+        skipped = self._skipped_stages(loss, squares)
+        is_finite = math.isfinite(loss) and all(map(math.isfinite, squares))
+        grad_norm = math.sqrt(sum(squares)) / self.loss_scale.value if is_finite else math.nan
+        factor = 1.0 / self.loss_scale.value
+        if self._max_grad_norm > 0:
+            factor *= min(1.0, self._max_grad_norm / (grad_norm + 1e-6))  # formula of torch.nn.utils.clip_grad_norm_
+        self.loss_scale.update(is_finite=is_finite)
+        if len(skipped) < self._num_stages:
+            self.num_updates += 1
+            with self._clock.blocking(WaitCause.OPTIMIZER):
+                for stage, memory in sorted(self._memory.items()):
+                    if stage not in self._begun | skipped:
+                        self._activity.start_action(f"the update of stage {stage}")
+                        memory.update(self._update_of(stage, self.num_updates, factor))
+        if is_finite:
+            self._skipped_in_a_row = 0
+        else:
+            self._report(step, loss, squares)
+        return StepOutcome(loss, grad_norm, len(skipped) > 0, None if sums.router_loss is None else aux_loss)
+
+    def _skipped_stages(self, loss: float, squares: Sequence[float]) -> frozenset[int]:
+        """Return the stages that keep their weights: all or none with clipping, else the non-finite ones."""
+        bad = {stage for stage, square in enumerate(squares) if not math.isfinite(square)}
+        if not self._is_stage_by_stage:
+            return frozenset(range(self._num_stages)) if bad or not math.isfinite(loss) else frozenset()
+        # The two copies of a tied matrix stay equal only if both owners update or neither.
+        return frozenset(bad | self._tied_stages) if bad & self._tied_stages else frozenset(bad)
+
+    def _sum_over_ranks(self, sums: StepSums, tied_square: float | None) -> tuple[float, list[float], float]:
+        """Return the loss, the squared norm per stage, and the router loss, the same on all ranks."""
+        routers = [] if sums.router_loss is None else [sums.router_loss]
+        on_device = torch.stack([sums.loss, *sums.squared_norms.values(), *routers])
+        own = torch.zeros(2 + self._num_stages, dtype=torch.float64)
+        places = [0, *(1 + stage for stage in sums.squared_norms), *([-1] * len(routers))]
+        # sync: once per step, after the last backward
+        with self._activity.waiting("the device"):
+            own[places] = on_device.cpu().double()
+        replicas = self._transport.replicas
+        if replicas is not None and replicas.index > 0:
+            own[1:-1] = 0  # norms already cover all replicas, so only the first one reports them
+        if tied_square is not None:
+            own[1] += tied_square
+        with self._clock.blocking(WaitCause.NEIGHBOURS), self._activity.waiting("the sums of all ranks"):
+            summed = self._transport.all_ranks.sum_over_ranks(own).tolist()
+        return summed[0], summed[1:-1], summed[-1]
+
+    def _update_of(self, stage: int, step: int, factor: float = 1.0) -> Update:
+        """Return the update of `stage` with this step's learning rate."""
+        state, rate = self._memory[stage].state, self._learning_rate
+
+        def update(*, pieces: Sequence[FlatRange], found_inf: Tensor | None = None) -> None:
+            if self._before_update is not None:
+                self._before_update(stage)
+            self._adamw.update(
+                state, step=step, learning_rate=rate, gradient_factor=factor, pieces=pieces, found_inf=found_inf
+            )
+
+        return update
+
+    @property
+    def counts(self) -> StepCounts:
+        """Counts of the steps so far."""
+        scale = self.loss_scale
+        return StepCounts(
+            self.num_updates, self.num_skipped, self._skipped_in_a_row, scale.value, scale.steps_since_change
+        )
+
+    def restore(self, counts: StepCounts) -> None:
+        """Resume from the `counts` of another stepper; call before the first step."""
+        self.num_updates, self.num_skipped = counts.num_updates, counts.num_skipped
+        self._skipped_in_a_row = counts.skipped_in_a_row
+        self.loss_scale.restore(counts.loss_scale, counts.good_steps)
+
+    def drain(self) -> None:
+        """Wait for all updates, including replicas', before parameters are read and at the end; collective."""
+        with self._clock.blocking(WaitCause.OPTIMIZER):
+            for stage, memory in self._memory.items():
+                with self._activity.waiting(f"the update of stage {stage}"):
+                    memory.gather_updated_weights()
+
+    def _report(self, step: int, loss: float, squares: Sequence[float]) -> None:
+        for memory in self._memory.values():
+            memory.wait_for_gradients()
+        self.num_skipped += 1
+        self._skipped_in_a_row += 1
+        stages = [stage for stage, square in enumerate(squares) if not math.isfinite(square)]
+        where = f"gradients of stage(s) {', '.join(map(str, stages))}" if stages else "only the loss"
+        if self._transport.all_ranks.rank == 0:
+            each = "does not update these stages" if stages else "is applied anyway"
+            outcome = each if self._is_stage_by_stage else "is skipped"
+            logger.warning("step %d %s: not finite: %s (loss %s)", step, outcome, where, loss)
+        if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise NonFiniteLossError(
+                f"{self._skipped_in_a_row} steps in a row, the last of them step {step}, had non-finite values: "
+                f"{where} (loss {loss}). Lower --learning_rate, use --bf16 or --fp32, or inspect the data of these "
+                "steps."
+            )

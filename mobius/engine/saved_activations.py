@@ -1,0 +1,238 @@
+"""Holds activations between forward and backward, by stage and microbatch; offloading stages store them on the host.
+
+A layer saves one tensor or, as `SavedProducts`, several. Offloading moves the products of as many layers as fit into
+the microbatch's region; for other layers it moves the input, and backward recomputes them.
+
+A copy never blocks the host. The source of a copy is freed only after compute has waited for the copy, so that new
+tensors cannot overwrite memory that is still being read:
+
+    compute     F0   F1   F2   waits for S0, whose memory is free then   F3   waits for S1   F4
+    to host          S0   S1   S2 ...
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mobius.engine.pinned_activation_buffer import PinnedActivationBuffer
+from mobius.engine.stage import SavedForBackward, tensors_of
+from mobius.hardware.spans import NO_SPANS, Spans
+from mobius.hardware.streams import Event, new_stream, record_current
+from mobius.limits import max_pending_offloads
+from mobius.models.compiled import SavedProducts
+from mobius.schedule.lanes import Lane
+
+Waiting = Callable[[], AbstractContextManager[None]]
+ALIGNMENT = 16
+"""Alignment in bytes of each tensor in host memory."""
+SMALL_BYTES = 64
+"""Saved tensors below this size in bytes are not offloaded: seeds of attention kernels may be on the host already."""
+
+
+@dataclass(frozen=True)
+class _PendingOffload:
+    saved_for_backward: list[Tensor]
+    arrival: Event
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tensor stored in host memory."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Part:
+        return cls(tensor.shape, tensor.stride(), tensor.dtype)
+
+    @property
+    def extent(self) -> int:
+        """Elements from the first to the last, including gaps."""
+        if self.shape.numel() == 0:
+            return 0
+        return 1 + sum(step * (size - 1) for step, size in zip(self.stride, self.shape, strict=True))
+
+    @property
+    def num_bytes(self) -> int:
+        return pinned_buffer_bytes(((self.extent,), self.dtype))
+
+    def in_a_row(self, tensor: Tensor) -> Tensor:
+        """Return a flat view of a tensor with this layout, so that a copy is one contiguous block."""
+        return tensor.as_strided((self.extent,), (1,))
+
+    def in_place(self, region: Tensor) -> Tensor:
+        """Return the start of `region` as a flat view of the elements."""
+        return region[: self.extent * self.dtype.itemsize].view(self.dtype)
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Return an empty tensor with the same shape and strides, which compiled graphs require."""
+        return torch.empty(self.extent, dtype=self.dtype, device=device).as_strided(self.shape, self.stride)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer whose tensors have been offloaded, in copy order."""
+
+    inputs: _Part
+    saved: Sequence[_Part | Tensor] | None = None
+    """Other tensors of `SavedProducts`, some still on the device. None: only the input was saved."""
+
+    @property
+    def parts(self) -> list[_Part]:
+        return [self.inputs, *(each for each in self.saved or () if isinstance(each, _Part))]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+    def saved_for_backward(self, back: Iterator[Tensor]) -> SavedForBackward:
+        """Return what forward saved, rebuilt from the prefetched tensors."""
+        inputs = next(back)
+        if self.saved is None:
+            return inputs
+        return SavedProducts(inputs, [next(back) if isinstance(each, _Part) else each for each in self.saved])
+
+
+def _select_for_offload(saved_for_backward: Sequence[SavedForBackward], room: int) -> tuple[list[_Layer], list[Tensor]]:
+    """Return the layers to offload into `room` bytes, and their tensors."""
+    layers, leaving = list[_Layer](), list[Tensor]()
+    inputs = tensors_of([each.inputs if isinstance(each, SavedProducts) else each for each in saved_for_backward])
+    room -= sum(_Part.of(each).num_bytes for each in inputs)
+    for each, own in zip(saved_for_backward, inputs, strict=True):
+        layer, tensors = _Layer(_Part.of(own)), [own]
+        if isinstance(each, SavedProducts):
+            offloaded = [saved.device == own.device and saved.nbytes >= SMALL_BYTES for saved in each.saved]
+            parts = [_Part.of(saved) if leaves else saved for saved, leaves in zip(each.saved, offloaded, strict=True)]
+            whole = _Layer(layer.inputs, parts)
+            if whole.num_bytes - layer.num_bytes <= room:
+                room -= whole.num_bytes - layer.num_bytes
+                layer, tensors = whole, [own, *itertools.compress(each.saved, offloaded)]
+        layers.append(layer)
+        leaving += tensors
+    return layers, leaving
+
+
+def pinned_buffer_bytes(*parts: tuple[Sequence[int], torch.dtype]) -> int:
+    """Bytes of a region that holds tensors of these shapes and dtypes."""
+    return sum(-(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for shape, dtype in parts)
+
+
+def _in_places(region: Tensor, parts: Sequence[_Part]) -> Iterator[Tensor]:
+    start = 0
+    for part in parts:
+        yield part.in_place(region[start:])
+        start += part.num_bytes
+
+
+class SavedActivations:
+    """Owns the activations of one rank between forward and backward."""
+
+    def __init__(
+        self,
+        activation_buffer: PinnedActivationBuffer | None,
+        *,
+        device: torch.device,
+        waiting: Waiting,
+        copy_lookahead: int = 1,
+        spans: Spans = NO_SPANS,
+    ) -> None:
+        """Take the buffer with a region for every stage that offloads.
+
+        `waiting` returns a context manager around waits of the compute stream. `copy_lookahead`: number of compute
+        actions that a copy may span, from the schedule.
+        """
+        self._max_pending_offloads = max_pending_offloads(copy_lookahead)
+        self._activation_buffer, self._device, self._waiting, self._spans = activation_buffer, device, waiting, spans
+        self._to_host, self._to_device = new_stream(device), new_stream(device)
+        self._saved: dict[tuple[int, int], list[SavedForBackward]] = {}
+        self._pending_offloads: deque[_PendingOffload] = deque()
+        self._arrivals: dict[tuple[int, int], Event] = {}
+        """Ends of the latest copies: to the host, then to the device."""
+        self._offloaded: dict[tuple[int, int], list[_Layer]] = {}
+        """Layers of a stage and microbatch whose tensors are in host memory."""
+
+    def __len__(self) -> int:
+        return len(self._saved) + len(self._arrivals)
+
+    def put(self, stage: int, microbatch: int, saved_for_backward: list[SavedForBackward]) -> None:
+        """Store the result of `StageModule.forward`."""
+        self._saved[stage, microbatch] = saved_for_backward
+
+    def take(self, stage: int, microbatch: int) -> list[SavedForBackward]:
+        """Return and forget the stored activations; compute waits for their prefetch."""
+        key = stage, microbatch
+        arrival = self._arrivals.pop(key, None)
+        if arrival is not None:
+            with self._waiting():
+                arrival.wait()
+        return self._saved.pop(key)
+
+    def look(self, stage: int, microbatch: int, *, comes_again: bool) -> list[Tensor]:
+        """Return the stored tensors for recomputing keys and values; if `comes_again`, drop prefetched ones."""
+        key = stage, microbatch
+        was_prefetched = key in self._arrivals
+        saved_for_backward = self.take(stage, microbatch)
+        if not (was_prefetched and comes_again):
+            self._saved[key] = saved_for_backward
+        return tensors_of(saved_for_backward)
+
+    def offload(self, stage: int, microbatch: int) -> None:
+        """Start copying the stored activations to the host; compute waits for older copies."""
+        region, key = self._region(stage, microbatch), (stage, microbatch)
+        self._offloaded[key], leaving = _select_for_offload(self._saved.pop(key), region.nbytes)
+        parts = [part for layer in self._offloaded[key] for part in layer.parts]
+        done = record_current(self._device)
+        with self._to_host.run():
+            done.wait()
+            with self._spans.device_span(Lane.OFFLOAD_ACTIVATIONS, f"S{stage}.{microbatch}"):
+                for target, part, source in zip(_in_places(region, parts), parts, leaving, strict=True):
+                    target.copy_(part.in_a_row(source), non_blocking=True)
+            arrival = self._arrivals[key] = self._to_host.record()
+        self._pending_offloads.append(_PendingOffload(leaving, arrival))
+        self._free_sources(self._max_pending_offloads)
+
+    def prefetch(self, stage: int, microbatch: int) -> None:
+        """Start copying them back to the device; `take` then returns them."""
+        key = stage, microbatch
+        parts = [part for layer in self._offloaded[key] for part in layer.parts]
+        sources = [*_in_places(self._region(stage, microbatch), parts)]
+        self._free_sources(0)
+        back = [part.empty(self._device) for part in parts]
+        is_free = record_current(self._device)  # the targets may reuse memory that compute still reads
+        with self._to_device.run():
+            is_free.wait()
+            if key in self._arrivals:  # a second prefetch has no offload to wait for
+                self._arrivals[key].wait()
+            with self._spans.device_span(Lane.PREFETCH_ACTIVATIONS, f"T{stage}.{microbatch}"):
+                for part, target, source in reversed([*zip(parts, back, sources, strict=True)]):
+                    part.in_a_row(target).copy_(source, non_blocking=True)
+            self._arrivals[key] = self._to_device.record()
+        tensors = iter(back)
+        self._saved[key] = [layer.saved_for_backward(tensors) for layer in self._offloaded[key]]
+
+    def clear(self) -> None:
+        """Forget everything after an error; copies may still be running."""
+        self._saved.clear()
+        self._arrivals.clear()
+        self._pending_offloads.clear()
+        self._offloaded.clear()
+
+    def _region(self, stage: int, microbatch: int) -> Tensor:
+        assert self._activation_buffer is not None, f"stage {stage} has no pinned buffer for its activations"
+        return self._activation_buffer.region(stage, microbatch)
+
+    def _free_sources(self, most: int) -> None:
+        """Free the sources of all but the latest `most` offloads, after making compute wait for them."""
+        while len(self._pending_offloads) > most:
+            with self._waiting():
+                self._pending_offloads.popleft().arrival.wait()

@@ -1,0 +1,267 @@
+"""One pipeline stage as code without storage; weights and gradients are passed in as views of flat buffers.
+
+Backward recomputes each layer from its input, so only the activations of one layer, or of one tile of its tokens
+(`tiles.py`), exist at a time. A forward that saves its graphs holds the activations of every layer instead, and needs
+the same weights until its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from mobius.engine.pipelined_router_loss import RouterContext
+from mobius.engine.tiles import TiledLayer
+from mobius.models.attention import DocumentAttention
+from mobius.models.block_autograd import (
+    BlockGraph,
+    NamedTensors,
+    backward,
+    recomputed_backward,
+    resume_from_products,
+    run_many_without_graph,
+    run_saving_products,
+    run_with_graph,
+    run_without_graph,
+)
+from mobius.models.blocks import Block, LayerArguments, ModelParts
+from mobius.models.compiled import KeywordArguments, SavedProducts, Tensors
+from mobius.models.layout import StageLayout
+from mobius.models.loss import chunked_cross_entropy, chunked_evaluation
+from mobius.models.pre_post_attention import PrePostAttention
+from mobius.schedule.partition import StageCut
+from mobius.schedule.plan import RecomputeLevel
+
+SavedForBackward = Tensor | BlockGraph | SavedProducts
+"""Saved state of a layer for backward: its input [B, L, H] to recompute from, its graph, or offloadable products."""
+
+
+def tensors_of(saved_for_backward: Sequence[SavedForBackward]) -> list[Tensor]:
+    """Return the saved layer inputs; fails an assertion if there are graphs."""
+    tensors = [each for each in saved_for_backward if isinstance(each, Tensor)]
+    assert len(tensors) == len(saved_for_backward), "saved graphs have no input to recompute from"
+    return tensors
+
+
+class StageModule:
+    """Layers of `cut`, plus the embedding in the first stage and the final norm and head in the last."""
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        cut: StageCut,
+        *,
+        loss_chunk_tokens: int,
+        tile_tokens: int | None = None,
+        recompute_level: RecomputeLevel = RecomputeLevel.NONE,
+    ) -> None:
+        """`recompute_level`: of a forward that saves graphs; FlexAttention saves only its input unless it is NONE.
+
+        `tile_tokens`: maximum tokens per tile in recomputed layers; the result is the same. None, or a microbatch that
+        is no larger, runs each layer at once. Raises CheckpointError if the model family's layers cannot be split at
+        attention.
+        """
+        self.cut = cut
+        self._parts = parts
+        self._layers = [parts.layers[index] for index in cut.layers]
+        self._loss_chunk_tokens = loss_chunk_tokens
+        self._recompute_level = recompute_level
+        # FlexAttention compiles itself, and would not under the mode that saves an eager layer's products.
+        self._may_keep = recompute_level is RecomputeLevel.NONE or parts.attention is not DocumentAttention.FLEX
+        self._tile_tokens = tile_tokens
+        self._tiled: dict[int, TiledLayer] = {}
+        if tile_tokens is not None:
+            split_at_attention = {index: PrePostAttention(parts.split_at_attention(index)) for index in cut.layers}
+            self._tiled = {
+                index: TiledLayer(each, tile_tokens=tile_tokens) for index, each in split_at_attention.items()
+            }
+        blocks = [
+            *([parts.embedding] if cut.is_first else []),
+            *self._layers,
+            *([parts.norm, parts.head] if cut.is_last else []),
+        ]
+        self.shapes = {name: shape for block in blocks for name, shape in block.parameter_shapes().items()}
+        """Hugging Face name -> shape of every parameter of this stage, in forward order."""
+        self.frozen = frozenset[str]().union(*(block.frozen_names() for block in blocks))
+        """Names of frozen parameters."""
+        self.no_weight_decay = frozenset[str]().union(*(block.no_weight_decay_names() for block in blocks))
+        """Names of parameters without weight decay."""
+        self._first_trained = parts.first_trained_layer
+        self._routed = frozenset() if parts.router_loss is None else parts.router_loss.layers
+
+    def layout(self) -> StageLayout:
+        """Return the layout of the stage's flat buffers."""
+        return StageLayout.of(self.shapes, frozen=self.frozen, no_weight_decay=self.no_weight_decay)
+
+    def forward(
+        self,
+        weights: NamedTensors,
+        inputs: Tensor,
+        arguments: LayerArguments,
+        *,
+        keep_graphs: bool = False,
+        offload_saved_tensors: bool = False,
+        routers: RouterContext | None = None,
+    ) -> tuple[Tensor, list[SavedForBackward]]:
+        """Run the layers; with `keep_graphs`, backward does not recompute them.
+
+        `offload_saved_tensors`: backward does not repeat matrix products either, and the saved tensors may be offloaded
+        to the host. Layers that are not compiled then save their input.
+
+        Args:
+            inputs: token ids [B, L] in the first stage, hidden states [B, L, H] in the others.
+            arguments: of the microbatch, for all layers of the model.
+            routers: receives the sums of the layers' routers; None without a router loss.
+
+        Returns the hidden states [B, L, H], without a graph, and the state of every layer that `backward` needs.
+        """
+        hidden = run_without_graph(self._parts.embedding, weights, inputs, {}) if self.cut.is_first else inputs
+        saved_for_backward: list[SavedForBackward] = []
+        for index, layer in zip(self.cut.layers, self._layers, strict=True):
+            is_trained, own = index >= self._first_trained, self._arguments(index, arguments, routers)
+            made = run_saving_products(layer, weights, hidden, own) if offload_saved_tensors and is_trained else None
+            if made is not None:
+                outputs, products = made
+                saved_for_backward.append(products)
+            elif keep_graphs and self._may_keep and is_trained:
+                graph = run_with_graph(layer, weights, hidden, own, self._recompute_level)
+                saved_for_backward.append(graph)
+                outputs = tuple(each.detach() for each in graph.outputs)
+            else:
+                saved_for_backward.append(
+                    hidden if is_trained else hidden.new_empty(0)
+                )  # has no backward, so nothing reads it
+                outputs = self._run(index, layer, weights, hidden, own)
+            hidden = outputs[0]
+            if routers is not None and index in self._routed:
+                routers.add(outputs[1])
+        return hidden, saved_for_backward
+
+    def run(self, weights: NamedTensors, inputs: Tensor, arguments: LayerArguments) -> Tensor:
+        """Return only the layers' output [B, L, H]; at most one layer's activations exist at a time.
+
+        `inputs` and `arguments` are those of `forward`; the result is bit-identical.
+        """
+        hidden = run_without_graph(self._parts.embedding, weights, inputs, {}) if self.cut.is_first else inputs
+        for index, layer in zip(self.cut.layers, self._layers, strict=True):
+            hidden = self._run(index, layer, weights, hidden, arguments[index])[0]
+        return hidden
+
+    def backward(
+        self,
+        weights: NamedTensors,
+        gradients: NamedTensors,
+        saved_for_backward: list[SavedForBackward],
+        gradient: Tensor,
+        arguments: LayerArguments,
+        routers: RouterContext | None = None,
+    ) -> Tensor:
+        """Add the layers' parameter gradients to `gradients` and return the gradient of the first layer's input.
+
+        `gradients` are fp32 sums of the trained parameters; parameters that it lacks are skipped. Layers before the
+        first trained parameter have no backward: the returned gradient is then undefined.
+
+        Args:
+            saved_for_backward: from `forward`; the list is emptied, which frees each entry after its use.
+            gradient: of the last layer's output, [B, L, H].
+            arguments: as passed to `forward`.
+            routers: with the gradient of the sums that `forward` added.
+        """
+        for index, layer in zip(reversed(self.cut.layers), reversed(self._layers), strict=True):
+            last = saved_for_backward.pop()
+            if index < self._first_trained:
+                continue
+            own = self._arguments(index, arguments, routers)
+            other_gradients = [routers.router_sums] if routers is not None and index in self._routed else []
+            if isinstance(last, SavedProducts):
+                gradient = backward(
+                    layer, resume_from_products(layer, weights, last, own), gradients, gradient, *other_gradients
+                )
+            elif isinstance(last, BlockGraph):
+                gradient = backward(layer, last, gradients, gradient, *other_gradients)
+            elif self._is_tiled(last):
+                tiled = self._tiled[index]
+                gradient = tiled.backward(weights, gradients, last, gradient, own, other_gradients=other_gradients)
+            else:
+                gradient = recomputed_backward(layer, weights, last, own, gradients, gradient, *other_gradients)
+            del last
+        return gradient
+
+    def _arguments(self, index: int, arguments: LayerArguments, routers: RouterContext | None) -> KeywordArguments:
+        """Return one layer's arguments, with the token mask if it must return its router sums."""
+        own = arguments[index]
+        return own if routers is None or index not in self._routed else routers.arguments(own)
+
+    def _run(
+        self, index: int, layer: Block, weights: NamedTensors, hidden: Tensor, arguments: KeywordArguments
+    ) -> Tensors:
+        """Return one layer's outputs."""
+        if self._is_tiled(hidden):
+            return self._tiled[index].run(weights, hidden, arguments)
+        return run_many_without_graph(layer, weights, (hidden,), arguments)
+
+    def _is_tiled(self, hidden: Tensor) -> bool:
+        return self._tile_tokens is not None and hidden.shape[:2].numel() > self._tile_tokens
+
+    def embedding_backward(
+        self, weights: NamedTensors, gradients: NamedTensors, tokens: Tensor, gradient: Tensor
+    ) -> None:
+        """Add the embedding's gradient for `tokens` [B, L]; `gradient` [B, L, H] is that of the first layer's input."""
+        embedding = self._parts.embedding
+        if embedding.num_trained_parameters == 0:
+            return
+        backward(embedding, run_with_graph(embedding, weights, tokens, {}), gradients, gradient)
+
+    def loss(
+        self,
+        weights: NamedTensors,
+        gradients: NamedTensors,
+        hidden: Tensor,
+        targets: Tensor,
+        *,
+        num_targets: int,
+        loss_scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Run final norm, head and loss of one microbatch, with their backward.
+
+        Args:
+            hidden: [B, L, H] from the last layer.
+            targets: [B, L], the next token at each position, -100 where there is no target (`shift_labels`).
+            num_targets: number of targets of the whole step.
+
+        Returns the loss (fp32 scalar, unscaled) and the gradient of `hidden`.
+        """
+        parts = self._parts
+        normed = run_with_graph(parts.norm, weights, hidden, {})
+
+        def head(part: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+            graph = run_with_graph(parts.head, weights, part, {})
+            return graph.output.detach(), partial(backward, parts.head, graph, gradients)
+
+        loss, gradient = chunked_cross_entropy(
+            head,
+            normed.output,
+            targets,
+            num_targets=num_targets,
+            loss_scale=loss_scale,
+            chunk_tokens=self._loss_chunk_tokens,
+            logits_loss=parts.logits_loss,
+        )
+        return loss, backward(parts.norm, normed, gradients, gradient)
+
+    def evaluate(self, weights: NamedTensors, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Run final norm, head and loss of one microbatch, forward only; `hidden` and `targets` as in `loss`.
+
+        Returns the loss summed over the microbatch's targets (fp32 scalar), and how many of them have the largest logit
+        (int64 scalar).
+        """
+        parts = self._parts
+        return chunked_evaluation(
+            lambda part: run_without_graph(parts.head, weights, part, {}),
+            run_without_graph(parts.norm, weights, hidden, {}),
+            targets,
+            chunk_tokens=self._loss_chunk_tokens,
+            logits_loss=parts.logits_loss,
+        )

@@ -1,0 +1,123 @@
+"""Interface through which the executor runs a stage's layers, on whole sequences or slices of them.
+
+Implementations: `WholeLayers` and `sliced_layers.SlicedLayers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from mobius.engine.pipelined_router_loss import RouterContext
+from mobius.engine.sequence_slices import SequenceSlice
+from mobius.engine.stage import SavedForBackward, StageModule, tensors_of
+from mobius.models.block_autograd import NamedTensors
+from mobius.models.blocks import LayerArguments
+
+
+@dataclass(frozen=True)
+class MicrobatchContext:
+    """Inputs of a microbatch to the layers, other than hidden states."""
+
+    arguments: LayerArguments
+    """For all layers of the model, and for whole sequences."""
+    sequence_slice: SequenceSlice | None = None
+    """Position of the microbatch within its sequences; None if it is whole sequences."""
+    offload_saved_tensors: bool = False
+    """Whether the saved tensors, including all matrix products, are offloaded to the host."""
+    routers: RouterContext | None = None
+    """Router sums that layers add to, or their gradient in backward; None without a router loss."""
+
+
+class StageLayers(Protocol):
+    """Forward and backward of a stage's layers, and forward of its embedding.
+
+    State returned by `forward` or `save_input` is passed to the other methods for the same microbatch. Hidden states
+    are [B, T, H]; inputs of the first stage are token ids [B, T].
+    """
+
+    def forward(
+        self, weights: NamedTensors, inputs: Tensor, context: MicrobatchContext
+    ) -> tuple[Tensor, list[SavedForBackward]]:
+        """Run the layers; return the hidden states, without a graph, and the state to save for backward."""
+
+    def evaluate(self, weights: NamedTensors, inputs: Tensor, context: MicrobatchContext) -> Tensor:
+        """Return only the hidden states; in the model's last stage they are the input of the norm."""
+
+    def save_input(self, inputs: Tensor) -> list[SavedForBackward] | None:
+        """Return the state to save instead of running `forward` in the model's last stage; None: run `forward`."""
+
+    def recompute_kv(
+        self, weights: NamedTensors, saved_for_backward: Sequence[Tensor], context: MicrobatchContext
+    ) -> None:
+        """Recompute the keys and values that backward of later microbatches needs."""
+
+    def finish_forward(
+        self, weights: NamedTensors, saved_for_backward: list[SavedForBackward], context: MicrobatchContext
+    ) -> tuple[Tensor, list[SavedForBackward]]:
+        """In the model's last stage, return the input of the norm, and the state for `backward`."""
+
+    def backward(
+        self,
+        weights: NamedTensors,
+        gradients: NamedTensors,
+        saved_for_backward: list[SavedForBackward],
+        gradient: Tensor,
+        context: MicrobatchContext,
+    ) -> Tensor:
+        """Add the layers' parameter gradients to `gradients`, fp32 sums by name; return the gradient of the input.
+
+        `gradient` is that of the hidden states. Empties `saved_for_backward`.
+        """
+
+
+@dataclass(frozen=True)
+class WholeLayers:
+    """Layers whose microbatches are whole sequences; the model's last stage runs forward inside backward only."""
+
+    module: StageModule
+    keep_graphs: bool
+    """Whether activations are saved instead of recomputed; the weights must then stay on the device until backward."""
+
+    def forward(
+        self, weights: NamedTensors, inputs: Tensor, context: MicrobatchContext
+    ) -> tuple[Tensor, list[SavedForBackward]]:
+        given = weights, inputs, context.arguments
+        return self.module.forward(
+            *given,
+            keep_graphs=self.keep_graphs,
+            offload_saved_tensors=context.offload_saved_tensors,
+            routers=context.routers,
+        )
+
+    def evaluate(self, weights: NamedTensors, inputs: Tensor, context: MicrobatchContext) -> Tensor:
+        return self.module.run(weights, inputs, context.arguments)
+
+    def save_input(self, inputs: Tensor) -> list[SavedForBackward] | None:
+        return [inputs]
+
+    def recompute_kv(
+        self, weights: NamedTensors, saved_for_backward: Sequence[Tensor], context: MicrobatchContext
+    ) -> None:
+        raise AssertionError("whole sequences have no keys and values to recompute")
+
+    def finish_forward(
+        self, weights: NamedTensors, saved_for_backward: list[SavedForBackward], context: MicrobatchContext
+    ) -> tuple[Tensor, list[SavedForBackward]]:
+        (inputs,) = tensors_of(saved_for_backward)
+        return self.forward(weights, inputs, context)
+
+    def backward(
+        self,
+        weights: NamedTensors,
+        gradients: NamedTensors,
+        saved_for_backward: list[SavedForBackward],
+        gradient: Tensor,
+        context: MicrobatchContext,
+    ) -> Tensor:
+        return self.module.backward(
+            weights, gradients, saved_for_backward, gradient, context.arguments, context.routers
+        )

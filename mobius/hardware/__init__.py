@@ -1,0 +1,1 @@
+"""The machine: devices and their streams, how they are attached, and free memory."""

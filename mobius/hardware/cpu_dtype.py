@@ -1,0 +1,75 @@
+"""Chooses the number format of a run on CPUs: fp32 where the CPU has no instructions for the default.
+
+A CPU without them computes in bf16 or fp16 by way of fp32, or worse: a step of a small model took thirty times as long.
+The choice goes by the CPU's flags alone, so that all ranks and runs of a machine choose alike.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+from mobius.config.config import Config, Dtype
+from mobius.hardware.devices import has_gpus
+from mobius.ranks import Ranks, set_cuda_max_connections
+
+logger = logging.getLogger(__name__)
+
+DTYPE_CPU_FLAGS = {
+    Dtype.BF16: frozenset({"avx512_bf16", "amx_bf16", "bf16"}),
+    Dtype.FP16: frozenset({"avx512_fp16", "amx_fp16", "asimdhp"}),
+}
+"""Flags of x86 and Arm in /proc/cpuinfo; any of a format's will do."""
+
+
+def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
+    """The instructions of all CPUs of this machine, as /proc/cpuinfo names them; empty where it does not tell.
+
+    `root` is for tests.
+    """
+    try:
+        lines = (root / "proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    fields = (line.partition(":") for line in lines)
+    found = [frozenset(value.split()) for name, _, value in fields if name.strip() in ("flags", "Features")]
+    return frozenset.intersection(*found) if found else frozenset()
+
+
+def resolve_dtype(config: Config, ranks: Ranks, *, given: Collection[str] | None) -> Config:
+    """The config in the format in which a run computes; it stays as it is on GPUs.
+
+    Call it before anything else asks for the format. `given` are the options that the user set; None: all of them.
+    Raises GpuMemoryError like `has_gpus`.
+    """
+    if config.model.dtype is Dtype.FP32:
+        return config
+    if config.pipeline.copy_messages:
+        set_cuda_max_connections()  # before CUDA is asked for its devices, which may start it
+    if has_gpus(config.pipeline.device, ranks):
+        return config
+    return resolve_cpu_dtype(config, given=given, is_first=ranks.is_first)
+
+
+def resolve_cpu_dtype(config: Config, *, given: Collection[str] | None, is_first: bool = True) -> Config:
+    """The config in the format in which a run on CPUs computes.
+
+    fp32 instead of a default that the CPU has no instructions for; a format that was asked for stays, with a warning.
+    `is_first`: one rank speaks for all.
+    """
+    dtype = config.model.dtype
+    if dtype is Dtype.FP32 or DTYPE_CPU_FLAGS[dtype] & cpu_flags():
+        return config
+    if given is not None and "dtype" not in given:
+        if is_first:
+            logger.info("computing in fp32: this CPU has no instructions for %s (--dtype %s insists)", dtype, dtype)
+        return replace(config, model=replace(config.model, dtype=Dtype.FP32))
+    if is_first:
+        logger.warning(
+            "--dtype %s: this CPU has no instructions for it, and computes some ten times slower than in fp32. "
+            "--dtype fp32 is faster here.",
+            dtype,
+        )
+    return config

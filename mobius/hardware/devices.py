@@ -1,0 +1,156 @@
+"""Chooses this rank's device and CPU threads, caps its GPU memory and reads its meters."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mobius.config.config import Device, Dtype
+from mobius.errors import GpuMemoryError
+from mobius.hardware.host_memory import peak_host_bytes
+from mobius.hardware.numa import bind_to_gpu_node, num_numa_nodes
+from mobius.ranks import Ranks, num_cpus_per_rank, omp_num_threads
+from mobius.units import GIB
+
+NUM_RESERVED_THREADS = 2
+MIN_THREADS_TO_SPARE = 8
+SATURATING_THREADS = 32
+"""Threads of all ranks' optimizers together that use up the memory bandwidth of a NUMA node: on 64 cores of a machine
+with four H200 and one node, 6 to 14 threads of each rank updated equally fast, and steps varied least with 8
+(docs/decisions/0005-update-order.md)."""
+TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16, Dtype.FP32: torch.float32}
+
+
+def has_gpus(wanted: Device, ranks: Ranks) -> bool:
+    """Whether ranks compute on GPUs.
+
+    Raises GpuMemoryError if GPUs are wanted, or there are some, but not one for every rank.
+    """
+    count = torch.cuda.device_count() if wanted is not Device.CPU and torch.cuda.is_available() else 0
+    if wanted is Device.CPU or (wanted is Device.AUTO and count == 0):
+        return False
+    if count < ranks.num_local:
+        raise GpuMemoryError(
+            f"{ranks.num_local} ranks need one GPU each, but torch sees {count}. Start fewer ranks (--nproc_per_node), "
+            "check CUDA_VISIBLE_DEVICES and the driver (nvidia-smi), or use --device cpu."
+        )
+    return True
+
+
+def choose_device(wanted: Device, ranks: Ranks, order: Sequence[int]) -> torch.device:
+    """The device of this rank, which is then torch's current one; `order` has the index of each local rank's GPU.
+
+    Raises GpuMemoryError like `has_gpus`.
+    """
+    if not has_gpus(wanted, ranks):
+        return torch.device("cpu")
+    device = torch.device("cuda", order[ranks.local_rank])
+    use_device(device)
+    return device
+
+
+def use_device(device: torch.device) -> None:
+    """Make `device` torch's current one in this thread, if it is a GPU.
+
+    A new thread has the first GPU, to which it goes back from each stream, and where that takes memory for a context.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def set_host_threads(ranks: Ranks, device: torch.device, order: Sequence[int]) -> None:
+    """Give this rank its CPUs, near its GPU where the machine tells which those are, and a thread on each of them.
+
+    Call it on the main thread before the stages' host memory is made. torchrun sets OMP_NUM_THREADS=1 where the user
+    has set nothing, which would make AdamW as slow as one core; a larger number is the user's own and stays, unless the
+    rank is bound to fewer CPUs. `order` is as in `choose_device`.
+    """
+    bound = bind_to_gpu_node(ranks, order) if device.type == "cuda" else None
+    wanted = omp_num_threads() or 1
+    if bound is not None and (wanted == 1 or wanted > len(bound)):
+        torch.set_num_threads(len(bound))
+    elif wanted == 1:
+        torch.set_num_threads(max(1, num_cpus_per_rank(ranks.num_local)))
+
+
+def num_optimizer_threads(num_ranks: int) -> int:
+    """Threads of the CPU optimizer of each rank of a node: as many as help, less two for the GPU's feeder and autograd.
+
+    Those two must not wait for a core meanwhile.
+    """
+    threads = torch.get_num_threads()
+    if threads < MIN_THREADS_TO_SPARE:
+        return threads
+    saturating = SATURATING_THREADS * num_numa_nodes() // num_ranks
+    return min(threads - NUM_RESERVED_THREADS, max(saturating, MIN_THREADS_TO_SPARE - NUM_RESERVED_THREADS))
+
+
+def check_dtype(dtype: Dtype, device: torch.device) -> None:
+    """Raise GpuMemoryError if the device does not compute in `dtype`."""
+    if dtype is Dtype.BF16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise GpuMemoryError(f"{torch.cuda.get_device_name(device)} does not compute in bf16: use --fp16 or --fp32.")
+
+
+def cap_gpu_memory(device: torch.device, limit_gib: float | None) -> int | None:
+    """Make `limit_gib` the most that this process may take of the GPU; return the bytes it may use, None on a CPU."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    if limit_gib is None:
+        return free
+    limit = int(limit_gib * GIB)
+    if limit > total:
+        raise GpuMemoryError(
+            f"--gpu_memory_limit {limit_gib:g} is more than the {total / GIB:.1f} GiB of "
+            f"{torch.cuda.get_device_name(device)}."
+        )
+    torch.cuda.set_per_process_memory_fraction(limit / total, device)
+    return min(limit, free)
+
+
+def free_cached_memory(device: torch.device) -> None:
+    """Give the GPU memory back that nothing uses, also what unreachable objects hold; nothing on a CPU."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True)
+class MemoryReading:
+    """Bytes of one rank since its start; GPU numbers are 0 on a CPU."""
+
+    peak_allocated: int
+    peak_reserved: int
+    allocated: int
+    peak_host: int
+
+
+class MemoryMeter:
+    """Reads what a rank uses."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name(self._device) if self.has_gpu else "cpu"
+
+    @property
+    def has_gpu(self) -> bool:
+        return self._device.type == "cuda"
+
+    def read(self) -> MemoryReading:
+        """The numbers now; asks torch and the kernel, does not synchronize."""
+        if not self.has_gpu:
+            return MemoryReading(0, 0, 0, peak_host_bytes())
+        stats = torch.cuda.memory_stats(self._device)  # once: it takes the time of all of them
+        peak_allocated, allocated = stats["allocated_bytes.all.peak"], stats["allocated_bytes.all.current"]
+        return MemoryReading(peak_allocated, stats["reserved_bytes.all.peak"], allocated, peak_host_bytes())
+
+    def synchronize(self) -> None:
+        """Wait for the device, before its clock or its host memory is let go."""
+        if self.has_gpu:
+            torch.cuda.synchronize(self._device)

@@ -1,0 +1,171 @@
+"""Timeline of one rank's work: named spans on lanes, of device and host, for a few steps.
+
+Nothing synchronizes during a step: a device span is measured by two events, read after the run.
+
+    perf_counter     base ........................ start ====== end       one clock for all processes of a node
+                      |                              |           |
+    CUDA events    base event .................... event ===== event      base + base.elapsed_time(event)
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from mobius.hardware.streams import timed_mark
+from mobius.schedule.lanes import Lane, LaneSpan
+
+
+class Waitable(Protocol):
+    """A message in flight."""
+
+    def wait(self) -> object:
+        """Make the current stream wait for the message."""
+
+
+_NOTHING = nullcontext()
+
+
+class Spans:
+    """Interface through which parts of a rank report their work; thread-safe. This base class records nothing."""
+
+    def device_span(self, lane: Lane, name: str) -> AbstractContextManager[object]:
+        """Record how long work enqueued in the block takes on the current stream (on a CPU: the host's time)."""
+        return _NOTHING
+
+    def host_span(self, lane: Lane, name: str) -> AbstractContextManager[object]:
+        """Record the host's time in the block."""
+        return _NOTHING
+
+    def message(self, lane: Lane, peer: int, work: Waitable) -> None:
+        """Record a message from now, on the current stream, until it completes; call it right after enqueuing.
+
+        On a CPU the span has no duration, because nothing reports when a message completes.
+        """
+
+
+NO_SPANS = Spans()
+_Mark = float | torch.cuda.Event
+
+
+class SpanRecorder(Spans):
+    """Owns the spans of `steps` of one rank, and one stream per neighbour and direction that waits for its messages."""
+
+    def __init__(self, device: torch.device, steps: range) -> None:
+        """Record while one of `steps`, counted from 1, runs; allocates memory only for those."""
+        self._device, self._steps = device, steps
+        self._is_cuda = device.type == "cuda"
+        self._step: int | None = None
+        self._current = ""
+        # Fields of a LaneSpan whose ends may be events not reached yet. Appending is atomic across threads.
+        self._recorded: list[tuple[Lane, str, int, _Mark, _Mark, int | None]] = []
+        self._base: tuple[float, torch.cuda.Event] | None = None
+        """Host time of a reference event."""
+        self._edges: dict[tuple[Lane, int], torch.cuda.Stream] = {}
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Record spans that start before the next step, if `number` is one of the steps.
+
+        The first recorded step synchronizes once.
+        """
+        if number not in self._steps:
+            self._step = None
+            yield
+            return
+        if self._is_cuda and self._base is None:
+            torch.cuda.synchronize(self._device)  # sync: once, before the first recorded step
+            before, event = time.perf_counter(), timed_mark(self._device)
+            event.synchronize()
+            self._base = (before + time.perf_counter()) / 2, event
+        self._step, start = number, time.perf_counter()
+        yield
+        self._recorded.append((Lane.STEP, f"step {number}", number, start, time.perf_counter(), None))
+
+    def device_span(self, lane: Lane, name: str) -> AbstractContextManager[object]:
+        """Record the time between two events around the block; does nothing outside the steps."""
+        step = self._step
+        return _NOTHING if step is None else self._span(lane, name, step, self._mark)
+
+    def host_span(self, lane: Lane, name: str) -> AbstractContextManager[object]:
+        """Record the host's time in the block; does nothing outside the steps."""
+        step = self._step
+        return _NOTHING if step is None else self._span(lane, name, step, time.perf_counter)
+
+    def message(self, lane: Lane, peer: int, work: Waitable) -> None:
+        """Record a message; on a GPU, a stream per edge waits for it."""
+        if self._step is None:
+            return
+        start = end = self._mark()
+        if self._is_cuda:
+            # One stream per directed edge: its messages arrive in this order, and waiting blocks nothing else.
+            if (lane, peer) not in self._edges:
+                self._edges[lane, peer] = torch.cuda.Stream(self._device)
+            with torch.cuda.stream(self._edges[lane, peer]):
+                work.wait()
+                end = self._mark()
+        name = f"{self._current} to {peer}".lstrip() if lane is Lane.SEND else f"from {peer}"
+        self._recorded.append((lane, name, self._step, start, end, peer))
+
+    def collect(self) -> list[LaneSpan]:
+        """Return all spans so far, by start time; synchronizes. Compute spans exclude the waits within them."""
+        if self._is_cuda:
+            torch.cuda.synchronize(self._device)  # sync: once, after the last step
+        measured = [
+            LaneSpan(lane, name, step, self._seconds(start), self._seconds(end), peer)
+            for lane, name, step, start, end, peer in self._recorded
+        ]
+        return sorted(compute_without_waits(messages_in_turn(measured)), key=lambda span: (span.start, -span.end))
+
+    @contextmanager
+    def _span(self, lane: Lane, name: str, step: int, mark: Callable[[], _Mark]) -> Iterator[None]:
+        start = mark()
+        if lane is Lane.COMPUTE:
+            self._current = name
+        yield
+        if lane is Lane.COMPUTE:
+            self._current = ""
+        self._recorded.append((lane, name, step, start, mark(), None))
+
+    def _mark(self) -> _Mark:
+        return timed_mark(self._device) if self._is_cuda else time.perf_counter()
+
+    def _seconds(self, mark: _Mark) -> float:
+        if isinstance(mark, float):
+            return mark
+        assert self._base is not None
+        seconds, base = self._base
+        milliseconds: float = base.elapsed_time(mark)
+        return seconds + milliseconds / 1000
+
+
+def messages_in_turn(spans: list[LaneSpan]) -> list[LaneSpan]:
+    """Return spans in which the messages of one edge do not overlap: each starts after the previous one ends."""
+    turned: list[LaneSpan] = []
+    ends: dict[tuple[Lane, int | None], float] = {}
+    for span in spans:
+        if span.lane in (Lane.SEND, Lane.RECEIVE):
+            edge = (span.lane, span.peer)
+            start = max(span.start, ends.get(edge, span.start))
+            ends[edge] = max(span.end, start)
+            span = replace(span, start=start, end=ends[edge])
+        turned.append(span)
+    return turned
+
+
+def compute_without_waits(spans: list[LaneSpan]) -> list[LaneSpan]:
+    """Start each compute span after the last wait within it: an action's waits come before its work."""
+    waits = sorted((span.start, span.end) for span in spans if span.lane is Lane.WAIT)
+    trimmed = []
+    for span in spans:
+        if span.lane is Lane.COMPUTE:
+            within = waits[bisect_left(waits, (span.start,)) : bisect_right(waits, (span.end,))]
+            span = replace(span, start=max([span.start, *(end for _, end in within if end <= span.end)]))
+        trimmed.append(span)
+    return trimmed

@@ -1,1 +1,0 @@
-"""The machine: devices, how they are attached, which rank gets which, and free memory."""

@@ -1,1 +1,0 @@
-"""Stages shared by replicas: gradients are reduced and weights gathered, concurrently with computation."""

@@ -1,1 +1,0 @@
-"""Communication between ranks: activation transports, mailboxes and the rendezvous."""

@@ -1,1 +1,0 @@
-"""Owns what the parts of a step take by themselves, in seconds."""

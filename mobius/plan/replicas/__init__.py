@@ -1,1 +1,0 @@
-"""Owns what several pipelines that share a step change of a plan: bytes of a stage's states, and what travels when."""

@@ -1,0 +1,222 @@
+"""The answer before the run (`--dry_run`): the plan, its bytes and its predicted step as a table, and as a file.
+
+It reads a model's configuration, no weights, and touches no GPU but for its name.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from mobius.atomic_files import atomic_write
+from mobius.config.config import Config, Device, Packing
+from mobius.config.validation import validate
+from mobius.distributed.device_order import device_names, order_devices
+from mobius.errors import GpuMemoryError, HostMemoryError, PlanError, reason_of
+from mobius.hardware.cpu_dtype import resolve_cpu_dtype
+from mobius.hardware.host_memory import available_host_bytes
+from mobius.models.blocks import ModelParts
+from mobius.models.config_rules import max_positions_warning
+from mobius.models.families import load_planned_config
+from mobius.models.weights import check_model_weights
+from mobius.planner.checkpoint_estimates import estimate_checkpoint
+from mobius.planner.gpu_specs import GPU_SPECS, find_gpu_spec
+from mobius.planner.memory_estimates import check_host_memory, estimated_layer, list_remedies
+from mobius.planner.memory_remedies import gpu_remedies, host_remedies
+from mobius.planner.plan_table import (
+    describe_gpus,
+    describe_host,
+    describe_short_host,
+    describe_stages,
+    describe_step,
+    describe_verdict,
+)
+from mobius.planner.replica_report import describe_replicas
+from mobius.planner.replica_scaling import describe_traffic
+from mobius.planner.request import Machine, PlanRequest
+from mobius.planner.run_setup import machine_of_gpu
+from mobius.planner.saved_plan import saved_plan_of
+from mobius.planner.solver import PlanResult, resolve_auto, solve
+from mobius.ranks import Ranks, visible_devices
+from mobius.schedule.packed_rows import PackedRows
+from mobius.schedule.partition import ModelShape
+from mobius.units import GIB, format_bytes
+
+logger = logging.getLogger(__name__)
+
+CPU_RANKS = 2
+"""As train.sh starts where there is no GPU."""
+ROWS_AS_PLANNED = (
+    "rows are planned as full, one document each: packed data takes less attention, and a little more memory"
+)
+"""Told where packing may be on: a dry run does not read the data."""
+
+
+def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = None) -> bool:
+    """Print what a run would do and save its plan to `--plan_output`, if that is given; whether it fits.
+
+    `given` are the options that the user set; None: all of them. Raises MobiusError for what cannot be planned at all.
+    """
+    if not ranks.is_first:
+        return True
+    machine = machine_to_plan_for(config, planned_ranks(config, ranks))
+    if machine.on_cpu:
+        config = resolve_cpu_dtype(config, given=given)
+    # What has no effect was refused when it was read, where it is known what was typed.
+    validate(config, machine.num_ranks, machine.num_replicas, is_exempt=lambda *_: True)
+    model = load_planned_config(config.model)
+    parts = ModelParts(model.config, torch.device("cpu"), adapters=config.adapters)
+    if model.folder is not None:
+        if model.undownloaded_bytes:
+            text = "%s of weights are not downloaded by a dry run, which goes by their index; a run checks them"
+            logger.info(text, format_bytes(model.undownloaded_bytes))
+        else:
+            check_model_weights(model.folder, parts, config.model)
+        if (warning := max_positions_warning(model.config, config.data.seq_length)) is not None:
+            logger.warning("%s", warning)
+    shape, name = parts.shape(), model.name or config.model.model_path
+    logger.info("plan of %s: %s, %s", name, shape.describe(), config.model.dtype)
+    request = PlanRequest.of(config, shape, machine)
+    available = _host_bytes(request)
+    try:
+        found = plan_by_estimates(config, shape, machine)
+    except GpuMemoryError as error:
+        logger.info("the run does not fit")
+        has_numbers = request.num_stages is not None and request.num_chunks is not None  # auto has tried all
+        is_open = has_numbers and not error.has_remedies
+        remedies = list(gpu_remedies(request, available, model.config)) if is_open else []
+        logger.error("does not fit: %s", error)
+        if remedies:
+            logger.info("%s", list_remedies(remedies))
+        return False
+    logger.info("%s", describe_verdict(found, available))
+    fits = _check_host(found, available, model.config)
+    if fits:
+        _save(found)
+    logger.info("")
+    _log_details(found, available)
+    return fits
+
+
+def _log_details(result: PlanResult, available: int | None) -> None:
+    """Print the plan and its arithmetic."""
+    request, config = result.request, result.request.config
+    if not request.machine.on_cpu:
+        _log_devices(config, request.machine.num_ranks)
+    if request.machine.num_replicas > 1:
+        logger.info("%s", describe_replicas(request))
+    logger.info("%s", describe_stages(result.plan, request.shape))
+    if request.machine.on_cpu:
+        logger.info("no step is predicted for CPUs; name a GPU to plan for with --card")
+    else:
+        logger.info("%s", describe_gpus(result))
+        logger.info("%s", describe_step(result))
+        if result.profile is not None and result.profile.replicas is not None:
+            logger.info("  %s", describe_traffic(result))
+        if config.data.packing in (Packing.AUTO, Packing.ON):
+            logger.info("  %s", ROWS_AS_PLANNED)
+    logger.info("%s", describe_host(result.host_estimate))
+    if (pipelines_per_host := request.machine.replicas_per_node) > 1:
+        together = format_bytes(pipelines_per_host * result.host_estimate.total)
+        logger.info("  %d pipelines on each node: %s of each node's host memory together", pipelines_per_host, together)
+    if available is not None and (short := describe_short_host(result)) is not None:
+        logger.info("  %s", short)
+    if config.saving.is_on:
+        need = estimate_checkpoint(request, result.plan, has_optimizer=not config.saving.save_only_model)
+        logger.info("%s", need.describe(None if available is None else available - result.host_estimate.total, None))
+
+
+def plan_by_estimates(
+    config: Config, shape: ModelShape, machine: Machine, packed: PackedRows | None = None
+) -> PlanResult:
+    """The answer by estimates, where a run goes by what it measures; errors as `solve`."""
+    request = resolve_auto(PlanRequest.of(config, shape, machine, packed))
+    return solve(request, layer=None if machine.on_cpu else estimated_layer(request))
+
+
+def machine_to_plan_for(config: Config, ranks: Ranks) -> Machine:
+    """The machine with the card that is named, else this one. Raises PlanError for a card that is not known."""
+    machine = _machine_of_pipeline(config, ranks.num_pipeline_ranks)
+    machine = replace(machine, num_replicas=ranks.num_replicas, num_nodes=ranks.num_nodes)
+    return replace(machine, node_link=config.planning.node_link or machine.node_link)
+
+
+def _machine_of_pipeline(config: Config, num_ranks: int) -> Machine:
+    if config.planning.card is not None:
+        return Machine(num_ranks, find_gpu_spec(config.planning.card))
+    if config.pipeline.device is Device.CPU or not torch.cuda.is_available():
+        if config.pipeline.device is Device.CUDA:
+            raise PlanError("--device cuda: there is no GPU here; say with --card which one to plan for.")
+        return Machine(num_ranks)
+    name = torch.cuda.get_device_name(0)
+    machine = machine_of_gpu(name, torch.cuda.get_device_properties(0).total_memory, num_ranks)
+    if machine.gpu_spec is None:
+        raise PlanError(f"the GPU {name!r} is not known; name one like it with --card: {', '.join(GPU_SPECS)}.")
+    return machine
+
+
+def _log_devices(config: Config, num_ranks: int) -> None:
+    """Say which GPU every rank would get, if it is for those that are here."""
+    if config.planning.card is not None or torch.cuda.device_count() < num_ranks:
+        return
+    order = order_devices(config, num_ranks, None)
+    names = device_names(visible_devices(), num_ranks)
+    logger.info("GPUs of ranks 0 to %d: %s", num_ranks - 1, ", ".join(names[index] for index in order))
+
+
+def planned_ranks(config: Config, ranks: Ranks) -> Ranks:
+    """The processes that are planned for: of each node those that are named, else those started, else its GPUs.
+
+    Raises ConfigError where a node's processes do not make whole pipelines.
+    """
+    listed = config.launch.cuda_visible_devices
+    started = ranks.num_local if ranks.num_ranks > 1 else None
+    visible = len(listed.split(",")) if listed else torch.cuda.device_count()
+    of_node = config.planning.num_ranks or started or config.launch.nproc_per_node or visible or CPU_RANKS
+    nodes = max(ranks.num_nodes, config.launch.nnodes)
+    return Ranks(0, nodes * of_node, 0, num_replicas=nodes, num_nodes=nodes).split_into_pipelines(
+        config.launch.pipeline_ranks
+    )
+
+
+def _check_host(result: PlanResult, available: int | None, model: PretrainedConfig) -> bool:
+    """Whether the host has the memory; what to change where it has not."""
+    if available is None:
+        return True
+    try:
+        check_host_memory(
+            result.host_estimate, available_bytes=available, remedies=host_remedies(result, available, model)
+        )
+    except HostMemoryError as error:
+        logger.error("does not fit: %s", error)
+        return False
+    return True
+
+
+def _host_bytes(request: PlanRequest) -> int | None:
+    """Bytes that a pipeline may use of its host: a part of what is said, else of what this machine has.
+
+    None if the plan is for another one.
+    """
+    config, pipelines_per_host = request.config, request.machine.replicas_per_node
+    if config.pipeline.host_memory_limit is not None:
+        return int(config.pipeline.host_memory_limit * GIB) // pipelines_per_host
+    return available_host_bytes() // pipelines_per_host if config.planning.card is None else None
+
+
+def _save(result: PlanResult) -> None:
+    if (name := result.request.config.planning.plan_output) is None:
+        return
+    path = Path(name)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as temporary:
+            temporary.write_text(saved_plan_of(result).to_json(), encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"--plan_output {path} cannot be written: {reason_of(error)}. Name another file.") from error
+    logger.info("  plan         saved to %s; train by it with --plan %s", path, path)

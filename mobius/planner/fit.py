@@ -1,0 +1,455 @@
+"""Fits a plan into GPU memory: refuses what cannot, and spends what is left on what makes a step shorter.
+
+Three things do, and they share the memory of a rank:
+
+    resident stages   the first of the rank: no loads, no offloads, and no update on the CPU to wait for
+    activations       the last of the rank: backward need not run their forward again, a quarter of their compute
+    a third slot      loads a stage while the gradients of another leave
+
+Where activations may wait on the host, each of these uses has as many stages stash theirs as it needs to fit.
+
+Kept activations need their weights in place from forward to backward: those of a resident stage are, and of a rank's
+streamed stages the last `num_slots` stay.
+
+    rank 0 of 2, five stages, stage 0 resident, two slots, the last two keep their activations:
+
+    stages                 F0 F2 F4 F6 F8   B8 B6 B4 B2 B0
+    weights of 6 and 8 stay         ===========
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache, lru_cache, partial
+
+from mobius.config.config import ActivationOffloading, Recompute
+from mobius.errors import GpuMemoryError, PlanError
+from mobius.planner.memory_estimates import (
+    TILE_TOKENS,
+    USABLE_MEMORY_FRACTION,
+    GpuMemoryEstimate,
+    Remedy,
+    activation_bytes,
+    check_gpu_memory,
+    describe_experts,
+    estimate_gpu_memory,
+    estimate_gpu_memory_of_ranks,
+    estimate_host_memory,
+    estimated_layer,
+    largest_gpu_estimate,
+    state_bytes,
+    tile_tokens,
+)
+from mobius.planner.memory_policy import (
+    MemoryPolicy,
+    closed_form_score,
+    fits_host,
+    lightest,
+    policy_by_score,
+    policy_within_host_memory,
+)
+from mobius.planner.peak_memory import LayerBytes
+from mobius.planner.replica_report import more_nodes
+from mobius.planner.request import PlanRequest
+from mobius.schedule.plan import MemoryUse, Plan, RecomputeLevel
+from mobius.units import format_bytes
+
+PREFETCH_SLOTS = 3
+"""A third slot loads a stage while the gradients of another leave: it pays where a stage computes no longer than that
+takes."""
+SMALLEST_CHUNK = 128
+MIN_SLICE_TOKENS = 4096
+"""Tokens of a slice: fewer leave a GPU too little to do at a time."""
+SEQUENCE_STEP = 64
+SEQUENCE_TRIES = 64
+"""Shorter sequences that a refusal looks at, about: each takes milliseconds."""
+
+
+def fit_plan(request: PlanRequest, *, layer: LayerBytes | None = None, policy: MemoryPolicy | None = None) -> Plan:
+    """Check that the plan of `request` fits, and use what is left of the memory as `policy` likes best.
+
+    The default choice is the closed form's at default rates. Residency and slots of a rank change nothing that another
+    one sees; all ranks are taken to have as much memory as this one. `layer` is what a layer takes for a microbatch;
+    without it nothing is kept but what is asked for.
+
+    Raises PlanError for more resident stages than a rank has, and GpuMemoryError if the least does not fit, the
+    resident stages that are asked for do not, or all activations do not where `recompute` wants them kept.
+    """
+    plan, per_rank, wanted = request.plan, request.plan.stages_per_rank, request.num_resident
+    if wanted is not None and wanted > per_rank:
+        raise PlanError(
+            f"--resident_stages {wanted}: each rank has {per_rank} stage(s). Use {per_rank} or less, or raise "
+            "--num_stages."
+        )
+    if request.gpu_bytes is None:
+        return plan.with_memory_uses([_least(request, layer)] * plan.num_ranks)
+    _refuse_what_cannot_fit(request, layer, request.gpu_bytes)
+    fitting = [_fitting(request, rank, layer, request.gpu_bytes) for rank in range(plan.num_ranks)]
+    return plan.with_memory_uses(
+        policy_within_host_memory(policy or policy_by_score(closed_form_score(request)))(request, fitting)
+    )
+
+
+def fits_gpus(request: PlanRequest, layer: LayerBytes | None) -> bool:
+    """Whether the least that is asked for fits the fullest rank; arguments as in `fit_plan`."""
+    available = request.gpu_bytes
+    return available is None or _fullest_need(request, request.num_resident or 0, layer).total <= available
+
+
+@lru_cache(maxsize=1024)  # asked for again when numbers of rounds have been found
+def least_host_bytes(request: PlanRequest) -> float:
+    """The least host memory of all plans of `request` that fit the GPUs, by estimates; infinite where none does.
+
+    It takes a small part of `fit_plan`'s time, since stages keep no activations but what is asked for.
+    """
+    layer, available = estimated_layer(request), request.gpu_bytes
+    if available is None or not fits_gpus(request, layer):
+        return math.inf
+    ranks = range(request.plan.num_ranks)
+    least = lightest(request, [_fitting(request, rank, layer, available, keeps=False) for rank in ranks])
+    return estimate_host_memory(request, request.plan.with_memory_uses(least)).total
+
+
+def may_keep_products(request: PlanRequest) -> bool:
+    """Whether the plan may have stages that keep products alone: where it is asked for, or auto has the choice.
+
+    Eager layers run what is cheap in many kernels, whose time nobody has estimated, so auto leaves them alone.
+    """
+    is_open = request.recompute is Recompute.AUTO and request.compiles and (request.num_slices or 1) == 1
+    return is_open or request.recompute is Recompute.ELEMENTWISE
+
+
+def max_saving_attention(request: PlanRequest, *, layer: LayerBytes | None, policy: MemoryPolicy) -> int:
+    """The most stages of each rank that can keep attention's results; arguments as in `fit_plan`."""
+    most = request.plan.stages_per_rank
+
+    def fits(number: int) -> bool:
+        asked = replace(request, num_saving_attention=number)
+        try:
+            return fits_host(request, fit_plan(asked, layer=layer, policy=policy))
+        except GpuMemoryError:
+            return False
+
+    return most if fits(most) else bisect_left(range(1, most), True, key=lambda number: not fits(number))
+
+
+def levels_to_try(request: PlanRequest, layer: LayerBytes | None) -> tuple[RecomputeLevel, ...]:
+    """Levels to plan with, the fastest first; one where it is asked for, or products are not known of layers.
+
+    `layer` as in `fit_plan`.
+    """
+    is_known = layer is not None and layer.saved_products is not None
+    is_open = request.recompute is Recompute.AUTO and may_keep_products(request)
+    return tuple(RecomputeLevel) if is_open and is_known else (request.plan.recompute_level,)
+
+
+def numbers_of_rounds(request: PlanRequest) -> list[int]:
+    """The fewest rounds with which the least of memory fits, by estimates; none where no number does.
+
+    If fewer do where activations wait on the host, and that is neither asked for nor ruled out, that number comes
+    before.
+    """
+    if request.gpu_bytes is None:
+        return [1]
+    choices = [ActivationOffloading.OFF, ActivationOffloading.ON]
+    asked = request.config.pipeline.activation_offloading
+    if asked is not ActivationOffloading.AUTO or request.recompute.saves_activations:
+        choices = [asked]
+    found = [_fewest_rounds(request.with_pipeline(activation_offloading=choice)) for choice in choices]
+    most = request.plan.num_chunks
+    fitting = [number for number in found if number is not None]
+    return sorted({number for number in fitting if number <= (found[0] or most)})
+
+
+def _fewest_rounds(request: PlanRequest) -> int | None:
+    """The fewest rounds with which the least fits; None where none does."""
+    available = request.gpu_bytes
+    assert available is not None
+    for number in _divisors(request.plan.num_chunks):
+        tried = replace(request, accumulation_rounds=number)
+        layer = estimated_layer(tried)
+        need = _fullest_need(tried, tried.num_resident or 0, layer)
+        if need.total > int(available * USABLE_MEMORY_FRACTION) - tried.mailbox_bytes:
+            continue
+        use = _least(tried, layer)
+        if (
+            use.num_offloading_activations == 0
+            or _all_fit_host(tried, use)
+            or fits_host(tried, fit_plan(tried, layer=layer))
+        ):
+            return number
+    return None
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def check_given_plan(request: PlanRequest, plan: Plan, *, layer: LayerBytes | None = None) -> None:
+    """Raise GpuMemoryError, with the arithmetic, if a plan made elsewhere does not fit on every rank."""
+    need = largest_gpu_estimate(estimate_gpu_memory_of_ranks(request, plan, layer))
+    if request.gpu_bytes is not None and need.total > request.gpu_bytes:
+        raise GpuMemoryError(
+            f"--plan: rank {need.rank} needs {format_bytes(need.total)} of GPU memory ({need.describe()}), "
+            f"{format_bytes(request.gpu_bytes)} is available. Make a plan for this memory (--dry_run "
+            "--gpu_memory_limit), or leave --plan out."
+        )
+
+
+def _least(request: PlanRequest, layer: LayerBytes | None) -> MemoryUse:
+    """The use that takes the least GPU memory of what is asked for."""
+    return _with_resident(request, request.num_resident or 0, layer)
+
+
+def _with_resident(request: PlanRequest, num_resident: int, layer: LayerBytes | None) -> MemoryUse:
+    """So many resident stages, and beside them no more than is asked for."""
+    per_rank = request.plan.stages_per_rank
+    num_saving_activations = per_rank if request.recompute.saves_activations else 0
+    use = MemoryUse(num_resident, num_saving_activations, min(request.plan.num_slots or 0, per_rank - num_resident))
+    numbers = _stash_numbers(request, num_saving_activations)
+    if request.gpu_bytes is None or len(numbers) == 1:
+        return replace(use, num_offloading_activations=numbers[0])
+    # With few microbatches what is on its way takes more than what stays.
+    uses = [replace(use, num_offloading_activations=number) for number in (numbers[0], numbers[-1])]
+    return min(uses, key=lambda each: largest_gpu_estimate(_needs(request, each, layer)).total)
+
+
+def _stash_numbers(request: PlanRequest, num_saving_activations: int) -> range:
+    """How many of a rank's stages may stash activations, where so many keep them."""
+    asked, most = request.config.pipeline.activation_offloading, request.plan.stages_per_rank - num_saving_activations
+    if asked is ActivationOffloading.AUTO:
+        return range(most + 1)
+    return range(most, most + 1) if asked is ActivationOffloading.ON else range(1)
+
+
+def _uses(request: PlanRequest, *, knows_layer: bool) -> Iterator[MemoryUse]:
+    """Everything that may be asked of a rank's memory, whether it fits or not."""
+    plan, least = request.plan, _least(request, None)
+    per_rank = plan.stages_per_rank
+    # Slices are recomputed: keys and values that their activations hold would change with each slice behind them.
+    may_keep = request.recompute is Recompute.AUTO and knows_layer and plan.num_slices == 1
+    most_resident = per_rank if request.num_resident is None else least.num_resident
+    for num_resident in range(least.num_resident, most_resident + 1):
+        num_streamed = per_rank - num_resident
+        for num_saving_activations in range(
+            least.num_saving_activations, per_rank + 1 if may_keep else least.num_saving_activations + 1
+        ):
+            in_slots = min(num_saving_activations, num_streamed)
+            if num_streamed == 0:
+                yield MemoryUse(num_resident, num_saving_activations, 0)
+            elif plan.num_slots == 1:  # no prefetch: of the streamed stages nothing but the last stays
+                yield from [MemoryUse(num_resident, num_saving_activations, 1)] if in_slots <= 1 else []
+            else:
+                wanted = {max(slots, in_slots) for slots in (PREFETCH_SLOTS, plan.num_slots or 0)}
+                yield from (
+                    MemoryUse(num_resident, num_saving_activations, s) for s in {min(w, num_streamed) for w in wanted}
+                )
+
+
+def _fitting(
+    request: PlanRequest, rank: int, layer: LayerBytes | None, gpu_bytes: int, *, keeps: bool = True
+) -> list[MemoryUse]:
+    """The uses that fit, each with as few stages that stash as it takes; the least if no other does.
+
+    Without `keeps` stages keep no more activations than is asked for.
+    """
+    usable = int(gpu_bytes * USABLE_MEMORY_FRACTION) - request.mailbox_bytes
+
+    def with_use(use: MemoryUse) -> Plan:
+        return request.plan.with_memory_uses([use] * request.plan.num_ranks)
+
+    @cache
+    def states_take(num_resident: int) -> tuple[int, int]:
+        """Bytes without slots, and of each slot."""
+        one, two = (state_bytes(request, with_use(MemoryUse(num_resident, 0, slots)), rank=rank) for slots in (1, 2))
+        return 2 * one - two, two - one
+
+    @cache
+    def rest_takes(num_saving_activations: int, num_offloading_activations: int) -> int:
+        use = MemoryUse(0, num_saving_activations, request.plan.num_slots or 0, num_offloading_activations)
+        return activation_bytes(request, with_use(use), rank=rank, layer=layer)
+
+    fitting = []
+    for use in _uses(request, knows_layer=keeps and layer is not None):
+        without_slots, slot = states_take(use.num_resident)
+        rest = usable - without_slots - use.num_slots * slot
+        numbers = _stash_numbers(request, use.num_saving_activations)
+        fewest = _fewest_within(rest, numbers, partial(rest_takes, use.num_saving_activations))
+        if fewest is not None and (
+            fewest == numbers[0] or _all_fit_host(request, replace(use, num_offloading_activations=fewest))
+        ):
+            fitting.append(replace(use, num_offloading_activations=fewest))
+    return fitting or [_least(request, layer)]
+
+
+def _fewest_within(limit: int, numbers: range, takes: Callable[[int], int]) -> int | None:
+    """The fewest of `numbers` that takes no more than `limit`, more of them taking less but for the very first."""
+    if takes(numbers[0]) <= limit:
+        return numbers[0]
+    if takes(numbers[-1]) > limit:
+        return None
+    return numbers[bisect_left(numbers, True, lo=1, hi=len(numbers) - 1, key=lambda number: takes(number) <= limit)]
+
+
+def _all_fit_host(request: PlanRequest, use: MemoryUse) -> bool:
+    """Whether the host has the memory for ranks that all do this."""
+    return fits_host(request, request.plan.with_memory_uses([use] * request.plan.num_ranks))
+
+
+def _need(request: PlanRequest, rank: int, use: MemoryUse, layer: LayerBytes | None) -> GpuMemoryEstimate:
+    return estimate_gpu_memory(
+        request, request.plan.with_memory_uses([use] * request.plan.num_ranks), rank=rank, layer=layer
+    )
+
+
+def _needs(request: PlanRequest, use: MemoryUse, layer: LayerBytes | None) -> tuple[GpuMemoryEstimate, ...]:
+    return estimate_gpu_memory_of_ranks(request, request.plan.with_memory_uses([use] * request.plan.num_ranks), layer)
+
+
+def _fullest_need(request: PlanRequest, num_resident: int, layer: LayerBytes | None) -> GpuMemoryEstimate:
+    return largest_gpu_estimate(_needs(request, _with_resident(request, num_resident, layer), layer))
+
+
+def _refuse_what_cannot_fit(request: PlanRequest, layer: LayerBytes | None, available: int) -> None:
+    """Raise GpuMemoryError, alike on all ranks, if the fullest rank cannot hold the least that is asked for."""
+    wanted, is_offloading = request.num_resident or 0, request.config.pipeline.use_offload
+    need = _fullest_need(request, wanted, layer)
+    if need.total <= available:
+        return
+    fewer = range(wanted - 1, -1, -1) if is_offloading else ()
+    fits = next((number for number in fewer if _fullest_need(request, number, layer).total <= available), None)
+    if fits is None:  # no residency was asked for, or it is not to blame
+        lowest = request.with_pipeline(resident_stages="0") if is_offloading else request
+
+        def bytes_of(changed: PlanRequest) -> int:
+            # What was measured is of the microbatch and its tiles as they are; others are estimated.
+            is_same = changed.microbatch_tokens == request.microbatch_tokens
+            is_same = is_same and tile_tokens(changed) == tile_tokens(request)
+            return _fullest_need(changed, changed.num_resident or 0, layer if is_same else None).total
+
+        check_gpu_memory(
+            _fullest_need(lowest, lowest.num_resident or 0, layer),
+            available_bytes=available,
+            is_offloading=is_offloading,
+            remedies=find_remedies(lowest, bytes_of, available),
+            largest=describe_experts(request) if is_offloading else "",
+        )
+        return
+    raise GpuMemoryError(
+        f"--resident_stages {wanted}: rank {need.rank} needs {format_bytes(need.total)} of GPU "
+        f"memory ({need.describe()}), {format_bytes(available)} is available. At most --resident_stages {fits} fits, "
+        f"which needs {format_bytes(_fullest_need(request, fits, layer).total)}; auto chooses by what is free."
+    )
+
+
+def find_remedies(request: PlanRequest, need: Callable[[PlanRequest], int], available_bytes: int) -> list[Remedy]:
+    """The least of each kind of change that fits, those first that cost the training least; empty if none does.
+
+    `need` gives the bytes of the fullest rank for a changed request.
+    """
+    found = []
+    for changes in (
+        _tiles,
+        _stashes,
+        _slices,
+        _rounds,
+        _recompute,
+        _loss_chunks,
+        _stages,
+        _microbatches,
+        _offload,
+        more_nodes,
+        _sequences,
+    ):
+        for options, changed in changes(request):
+            num_bytes = need(changed)
+            if num_bytes <= available_bytes and _has_host_room(changed):
+                found.append(Remedy(options, num_bytes))
+                break
+    return found
+
+
+def _has_host_room(request: PlanRequest) -> bool:
+    """Whether the host can hold what the GPUs do not, as far as is known; alike on all ranks."""
+    if request.host_bytes is None:
+        return True
+    return least_host_bytes(request) <= request.host_bytes
+
+
+def _stashes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    pipeline = request.config.pipeline
+    is_off = pipeline.activation_offloading is ActivationOffloading.OFF
+    if is_off and not pipeline.recompute.saves_activations:
+        on = request.with_pipeline(activation_offloading=ActivationOffloading.ON)
+        yield "--activation_offloading on", on
+
+
+def _tiles(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    """Smaller tiles of recomputed layers, or the first."""
+    if request.shape.is_tileable and not request.recompute.saves_activations:
+        whole = tile_tokens(request) or request.microbatch_tokens
+        for number in TILE_TOKENS:
+            if number < whole:
+                yield f"--tile_tokens {number}", request.with_pipeline(tile_tokens=str(number))
+
+
+def _slices(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    """More slices of each sequence, of as many tokens as keep a GPU busy."""
+    if not request.shape.is_sliceable or request.recompute.saves_activations:
+        return
+    length, now = request.config.data.seq_length, request.num_slices or 1
+    for number in range(now + 1, length // MIN_SLICE_TOKENS + 1):
+        if length % number == 0:
+            yield f"--num_slices {number}", replace(request, num_slices=number)
+
+
+def _rounds(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    """More rounds than are asked for; those of auto are as many as there can be, if one is refused."""
+    for number in _divisors(request.plan.num_chunks):
+        if number > request.plan.accumulation_rounds:
+            yield f"--num_rounds {number}", replace(request, accumulation_rounds=number)
+
+
+def _recompute(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    if request.recompute is Recompute.NONE:
+        yield "--recompute elementwise", request.with_pipeline(recompute=Recompute.ELEMENTWISE)
+    if request.recompute.saves_activations or request.recompute is Recompute.LINEAR:
+        yield "--recompute full", request.with_pipeline(recompute=Recompute.FULL)
+
+
+def _loss_chunks(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    chunk = min(request.config.pipeline.loss_chunk_tokens, request.microbatch_tokens) // 2
+    while chunk >= SMALLEST_CHUNK:
+        yield f"--loss_chunk_tokens {chunk}", request.with_pipeline(loss_chunk_tokens=chunk)
+        chunk //= 2
+
+
+def _stages(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    """More stages are smaller ones; where all stay, nothing gets smaller by them."""
+    plan = request.plan
+    if request.config.pipeline.use_offload:
+        for number in range(plan.num_stages + plan.num_ranks, request.shape.num_layers + 1, plan.num_ranks):
+            yield f"--num_stages {number}", replace(request, num_stages=number)
+
+
+def _microbatches(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    for number in range(request.plan.num_chunks + 1, request.rows + 1):
+        if request.rows % number == 0:
+            yield f"--num_chunks {number}", replace(request, num_chunks=number)
+
+
+def _offload(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    """Stream all stages; activations are then recomputed."""
+    if not request.config.pipeline.use_offload:
+        streamed = request.with_pipeline(use_offload=True, resident_stages="0", recompute=Recompute.AUTO)
+        yield "--use_offload --recompute auto", streamed
+
+
+def _sequences(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    now = request.config.data.seq_length
+    step = max(1, now // SEQUENCE_TRIES // SEQUENCE_STEP) * SEQUENCE_STEP
+    for length in range((now - 1) // step * step, 0, -step):
+        yield f"--seq_length {length}", request.with_seq_length(length)

@@ -1,0 +1,363 @@
+"""Known cards by their data sheets, and profiles estimated from them for machines one does not have.
+
+Nothing here is measured on the card in question: rates are the vendor's numbers times shares that were measured on one
+machine of H200s in November 2026 (docs/performance.md has the errors). A profile made here says so.
+
+    seconds of a product = operations / (data sheet TFLOP/s x GEMM_SHARE x the part's share)
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, replace
+
+from mobius.errors import PlanError
+from mobius.planner.profile import CopyRates, LayerSeconds, MessageRates, Profile, Source
+from mobius.schedule.partition import ModelShape
+from mobius.units import GIB
+
+GIGA, TERA = 1e9, 1e12
+
+# Calibration: one H200, 4096 tokens of Llama-2-7B, compiled layers. A layer is 1.658 TFLOP forward.
+GEMM_SHARE = 0.805
+"""Large matrix products over the data sheet: 796 of 989 TFLOP/s."""
+FORWARD_SHARE = 0.84
+"""A layer's forward over large products: 2.47 ms, 671 TFLOP/s."""
+BACKWARD_SHARE = 0.755
+"""A layer's backward over large products: 8.40 less 2.47 ms, less what the fp32 sums take."""
+WIDTH = 4096
+"""Hidden size of the layer that the shares are of."""
+NARROW = 0.09
+"""Share that a layer of half that width takes more per operation, and twice that one of a third: its products are small
+beside passes over activations. 1B's, kept, back to back, took 1.088 and 1.090 times the seconds by the shares."""
+ACCUMULATION_BYTES = 8
+"""GPU memory traffic of products that add to fp32 sums, per parameter and microbatch: sum read 4, written 4."""
+RECOMPUTED_SHARE = 0.76
+"""Share of a layer's forward that its recomputed backward takes beside a kept one: less than all, being one graph.
+Steps of half of 7B on two GPUs, all recomputed: 0.836 to 0.796 s, 0.62 ms of 2.6 for each layer and microbatch."""
+EAGER_FORWARD, EAGER_BACKWARD = 1.35, 1.16
+"""Seconds of a layer that is not compiled over those of a compiled one; recomputing, it runs its whole forward again.
+An H200 took 6.5 ms forward and 20.8 recomputed for 8192 tokens of a Llama-7B layer, compiled 4.8 and 16.0. So 7B
+streamed with clipping is to take 0.2 s more per step; it took 1.49 s, compiled 1.30."""
+PACKED_COST = 1.016
+"""Seconds of a layer over packed rows, in variable-length attention, over those of one over rows of one document with
+as many operations. One H200, forward and backward back to back: 7B 16 x 512 with 8 documents in a row took 1.004 times
+the seconds of full rows (1.007 recomputed), 8B 2 x 4096 with 4 documents 0.964. Shorter attention has 0.991 and 0.946
+times the operations, so that is 1.014, 1.017 and 1.018."""
+WITHIN = 4096
+"""Tokens up to which attention goes by a layer's shares: those hold it as it was measured, and steps of rows of 512 to
+4096 tokens are predicted by them. What a token attends to beyond goes by attention's own rates."""
+LAUNCH = LayerSeconds(0.30e-3, 0.74e-3, 0.93e-3)
+"""Seconds of Python and launches for a compiled layer on hosts of H200s while nothing disturbs them: 0.22 to 0.37 ms
+forward, 0.64 to 0.82 backward, 0.72 to 1.00 recomputed; up to twice that on the same machines a minute later."""
+ACTION_LAUNCH = 0.35e-3
+"""Seconds of the host for messages, slots and events of an action: 0.2 ms (forward) to 0.4 (backward) in runs."""
+LOSS_SHARE = 0.748
+"""Head and loss with their backward: 5.41 ms for 3.22 TFLOP in chunks of 2048 tokens, 595 TFLOP/s."""
+SUSTAINED_SHARE = 0.955
+"""Rates within a step over those alone: 7B on 4 x H200 with everything on the GPUs took 0.665 s."""
+MEMORY_SHARE = 0.8
+"""Share of the GPU's memory bandwidth that passes over long tensors reach. A guess, not measured."""
+GPU_ADAMW_BYTES = 28
+"""Moved per parameter by AdamW on the GPU in one pass: gradient 4, weights 4, remainder 4, moments 16."""
+CPU_ADAMW_BYTES = 26
+"""The C kernel on a split master with bf16 gradients (docs/decisions/0004-cpu-adamw.md)."""
+CPU_ADAMW_PER_CORE = 0.335e9
+"""Parameters per second and core while memory is free: 5.36e9 on 16 cores."""
+COPY_PENALTY = 0.70
+"""CPU AdamW beside copies in both directions over alone: 5.0 of 7.2 Gparam/s for four ranks."""
+STEP_OVERHEAD = 0.003
+"""Seconds between two steps: the host waits for the last backward, reads norms, waits and memory, and begins again. A
+guess from runs that took 6 to 8 ms before waits and batches were handled beside the device's work."""
+
+PCIE_BYTES = {3: 12.5e9, 4: 25.5e9, 5: 55e9}
+"""One direction of x16 as copies reach it: generation 5 measured, 3 and 4 usual values of others' measurements."""
+DUPLEX_SHARE = 0.90
+"""Each direction while both run, one GPU alone. A guess, not measured."""
+HOST_BANDWIDTH = 190e9
+"""Bytes per second of a machine with 64 cores and 4 x H200, all users together, about."""
+DOWN_LIMIT, UP_LIMIT, BOTH_LIMIT = 164 / 190, 136 / 190, 188 / 190
+"""Shares of it that copies of all GPUs reach: 4 x 41 GB/s down, 4 x 34 up, 4 x (22 + 25) at once."""
+HOST_MESSAGE_SHARE = 0.2
+"""A message through host memory, over the PCIe rate. A guess; what such messages cost compute is not known either."""
+PEER_SHARE = {"nvlink": 0.87, "pcie": 0.75}
+"""Messages over the link's data sheet: 394 of 450 GB/s over NVLink measured, PCIe a guess."""
+LATENCY = 20e-6
+"""Seconds of a message beside its bytes. A guess."""
+
+
+@dataclass(frozen=True)
+class AttentionRates:
+    """TFLOP/s of attention alone, of two products of matrices forward and five backward, as a benchmark counts them."""
+
+    forward: float
+    backward: float
+
+
+CUDNN_ATTENTION, FLASH_ATTENTION = AttentionRates(573, 527), AttentionRates(339, 313)
+"""One H200, torch 2.11: `python benchmarks/sliced_attention.py`, slices of 16,384 of 131,072 tokens."""
+
+
+@dataclass(frozen=True)
+class GpuSpec:
+    """The data sheet of a GPU: dense matrix rate without sparsity, one direction of NVLink."""
+
+    name: str
+    tera_flops: float
+    """bf16 with fp32 accumulation; fp16 where the card has no bf16."""
+    memory_gb: float
+    """GiB of memory."""
+    memory_bandwidth: float
+    """GB/s."""
+    pcie: int
+    """Generation of its 16 lanes."""
+    nvlink: float = 0.0
+    """GB/s in one direction to a neighbour; 0 without, and where only pairs can be bridged."""
+    has_peer_copies: bool = True
+    """Whether the driver lets GPUs write into each other's memory."""
+    attention: AttentionRates | None = None
+    """Rates for rows of one document beyond WITHIN tokens; None: not measured on its kind, a layer's hold."""
+    packed_attention: AttentionRates | None = None
+    """Rates for packed rows, which another kernel attends."""
+    device_names: tuple[str, ...] = ()
+    """How the driver calls it, in small letters and digits; without any, as `name`."""
+
+
+_CARDS = (
+    GpuSpec("V100", 125, 32, 900, 3, nvlink=50),
+    GpuSpec("T4", 65, 16, 320, 3),
+    GpuSpec("A10", 125, 24, 600, 4),
+    GpuSpec("L4", 121, 24, 300, 4),
+    GpuSpec("L20", 119.5, 48, 864, 4),
+    GpuSpec("L40S", 362, 48, 864, 4),
+    GpuSpec("A6000", 154.8, 48, 768, 4),
+    GpuSpec("6000-Ada", 364, 48, 960, 4, device_names=("rtx6000ada",)),
+    GpuSpec("RTX3090", 71, 24, 936, 4, has_peer_copies=False),
+    GpuSpec("RTX4090", 165.2, 24, 1008, 4, has_peer_copies=False),
+    GpuSpec("RTX5090", 209.5, 32, 1792, 5, has_peer_copies=False),
+    GpuSpec("A100-40", 312, 40, 1555, 4, nvlink=300, device_names=("a100sxm440gb", "a100pcie40gb")),
+    GpuSpec("A100-80", 312, 80, 2039, 4, nvlink=300, device_names=("a100sxm480gb", "a100pcie80gb", "a10080gb")),
+    GpuSpec("A800", 312, 80, 2039, 4, nvlink=200),
+    GpuSpec("H20", 148, 96, 4000, 5, nvlink=450),
+    GpuSpec("H100", 989, 80, 3350, 5, nvlink=450, attention=CUDNN_ATTENTION, packed_attention=FLASH_ATTENTION),
+    GpuSpec("H200", 989, 141, 4800, 5, nvlink=450, attention=CUDNN_ATTENTION, packed_attention=FLASH_ATTENTION),
+)
+GPU_SPECS = {gpu_spec.name: gpu_spec for gpu_spec in _CARDS}
+"""The vendors' data sheets; RTX cards accumulate bf16 in fp32 at half of their fp16 rate, which is what counts here."""
+
+
+def find_gpu_spec(name: str) -> GpuSpec:
+    """The card called `name`, in whatever spelling; raises PlanError with the known names."""
+    plain = {_plain(known): gpu_spec for known, gpu_spec in GPU_SPECS.items()}
+    wanted = _plain(name)
+    if wanted in plain:
+        return plain[wanted]
+    ending = [gpu_spec for known, gpu_spec in plain.items() if wanted and known.endswith(wanted)]
+    if len(ending) == 1:
+        return ending[0]
+    near = difflib.get_close_matches(wanted, plain, n=1)
+    hint = f"; did you mean {plain[near[0]].name}?" if near else ""
+    raise PlanError(f"the card {name!r} is not known{hint}. Known are {', '.join(GPU_SPECS)}.")
+
+
+def gpu_spec_of_device(device_name: str) -> GpuSpec | None:
+    """The card that a driver calls `device_name`, such as `NVIDIA GeForce RTX 4090`; None if it is not known."""
+    words = re.findall(r"[a-z0-9]+", device_name.lower())
+    # Whole words, one or more in a row: A10 is no A100, L4 no L40S.
+    runs = {"".join(words[start:end]) for start in range(len(words)) for end in range(start + 1, len(words) + 1)}
+    return next(
+        (gpu_spec for gpu_spec in _CARDS if runs & {*(gpu_spec.device_names or (_plain(gpu_spec.name),))}), None
+    )
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum()).removeprefix("nvidia")
+
+
+@dataclass(frozen=True)
+class Host:
+    """The machine around the cards."""
+
+    cores_per_rank: int = 16
+    bandwidth: float = HOST_BANDWIDTH
+    """Bytes per second of host memory, all users together."""
+
+
+def estimate_profile(
+    gpu_spec: GpuSpec,
+    shape: ModelShape,
+    *,
+    microbatch_tokens: int,
+    seq_length: int,
+    num_ranks: int,
+    pcie: int | None = None,
+    host: Host | None = None,
+    compiled: bool = True,
+    attention_length: float | None = None,
+) -> Profile:
+    """A profile by arithmetic for `num_ranks` of `gpu_spec`; `pcie` is another generation than the card's own.
+
+    Layers of equal parameter counts are one kind. `attention_length` is that of packed rows
+    (`PackedRows.attention_length`); None: rows are one document each. Raises PlanError for an unknown generation.
+    """
+    host = host or Host()
+    generation = min(gpu_spec.pcie, pcie or gpu_spec.pcie)
+    if generation not in PCIE_BYTES:
+        known = ", ".join(map(str, PCIE_BYTES))
+        raise PlanError(f"PCIe generation {generation} is not known; known are {known}.")
+    layers = LayerEstimate(gpu_spec, shape, is_packed=attention_length is not None, compiled=compiled)
+    length = seq_length if attention_length is None else attention_length
+    kinds = shape.layer_kinds
+    copies = estimate_copies(PCIE_BYTES[generation], host.bandwidth, num_ranks)
+    memory = memory_rate(gpu_spec)
+    embedding_bytes = 2.0 * 2 * shape.hidden_size * microbatch_tokens
+    alone = min(host.cores_per_rank * CPU_ADAMW_PER_CORE, host.bandwidth / CPU_ADAMW_BYTES)
+    together = min(alone, host.bandwidth / CPU_ADAMW_BYTES / num_ranks)
+    return Profile(
+        source=Source.ESTIMATED,
+        basis=f"{num_ranks} x {gpu_spec.name}, PCIe {generation}, by data sheets and shares measured on H200s",
+        num_ranks=num_ranks,
+        microbatch_tokens=microbatch_tokens,
+        layer_kinds=tuple(layers.layer(layer, microbatch_tokens, length) for layer in kinds),
+        kind_of_layer=shape.kind_of_layer,
+        embedding_forward=embedding_bytes / memory,
+        # The gradient of the whole matrix is made and added to its fp32 sum: 2 written, 2 read, 4 read, 4 written.
+        embedding_backward=12 * shape.embedding_parameters / memory,
+        loss=6 * shape.head_parameters * microbatch_tokens / (_product_rate(gpu_spec) * LOSS_SHARE),
+        copies=copies,
+        messages=_messages(gpu_spec, PCIE_BYTES[generation]),
+        cpu_adamw=alone,
+        cpu_adamw_together=together,
+        cpu_adamw_beside_copies=together * COPY_PENALTY,
+        copies_beside_cpu_adamw=(copies.host_to_device_duplex + copies.device_to_host_duplex) / 2,
+        cpu_adamw_bytes=CPU_ADAMW_BYTES,
+        gpu_adamw=memory / GPU_ADAMW_BYTES,
+        host_bandwidth=host.bandwidth,
+        gpu_bandwidth=memory,
+        gpu_memory=int(gpu_spec.memory_gb * GIB),
+        step_overhead=STEP_OVERHEAD,
+        launch_overhead=LAUNCH,
+        action_launch=ACTION_LAUNCH,
+        attention_length=length,
+        attention=layers.attention(microbatch_tokens, length),
+    )
+
+
+@dataclass(frozen=True)
+class LayerEstimate:
+    """Seconds of layers of a shape on a card within a step."""
+
+    gpu_spec: GpuSpec
+    shape: ModelShape
+    is_packed: bool = False
+    """Whether rows hold several documents, for which attention has another kernel."""
+    compiled: bool = True
+
+    def layer(self, layer: int, tokens: int, length: float) -> LayerSeconds:
+        """The model's layer of this number, on `tokens` tokens in sequences of `length`."""
+        within, beyond = self._cut(length)
+        products = 2 * (self.shape.active_parameters[layer] + within * self.shape.hidden_size) * tokens
+        sums = ACCUMULATION_BYTES * self.shape.layer_parameters[layer] / memory_rate(self.gpu_spec)
+        return self._products(products, sums) + self._experts(layer, tokens) + self._beyond(tokens, beyond)
+
+    def _experts(self, layer: int, tokens: int) -> LayerSeconds:
+        """Passes over memory of a layer's experts, beside their operations and the sums of their gradients.
+
+        Each token is copied for its experts, and their results are added up: 4 widths forward, as many backward. All
+        experts' weights are read, once forward and once backward, although each has few tokens. By bytes, not measured.
+        """
+        if self.shape.experts is None:
+            return LayerSeconds(0.0, 0.0, 0.0)
+        copies = 4 * self.shape.layer_widths(layer).copies * tokens
+        seconds = 2 * (copies + self.shape.experts.layers[layer]) / memory_rate(self.gpu_spec)
+        return LayerSeconds(seconds, seconds, 2 * seconds)
+
+    def attention(self, tokens: int, length: float) -> LayerSeconds:
+        """Causal attention alone, as a part of `layer`."""
+        within, beyond = self._cut(length)
+        return self._products(2 * within * self.shape.hidden_size * tokens) + self._beyond(tokens, beyond)
+
+    def _cut(self, length: float) -> tuple[float, float]:
+        """Tokens of `length` whose attention goes by a layer's shares, and by its own rates."""
+        within = length if self._own_rates is None else min(length, WITHIN)
+        return within, length - within
+
+    @property
+    def _own_rates(self) -> AttentionRates | None:
+        return self.gpu_spec.packed_attention if self.is_packed else self.gpu_spec.attention
+
+    def _products(self, operations: float, sums: float = 0.0) -> LayerSeconds:
+        """So many operations forward by a layer's shares; backward adds gradients up in so many seconds."""
+        narrow = 1 + NARROW * max(0.0, WIDTH / self.shape.hidden_size - 1)
+        rate = _product_rate(self.gpu_spec) / narrow / (PACKED_COST if self.is_packed else 1.0)
+        forward = operations / (rate * FORWARD_SHARE)
+        backward = 2 * operations / (rate * BACKWARD_SHARE) + sums
+        if not self.compiled:
+            forward, backward = EAGER_FORWARD * forward, EAGER_BACKWARD * backward
+            return LayerSeconds(forward, backward, forward + backward)
+        return LayerSeconds(forward, backward, RECOMPUTED_SHARE * forward + backward)
+
+    def _beyond(self, tokens: int, length: float) -> LayerSeconds:
+        """Attention by its own rates: two products forward, five backward, and forward again to recompute."""
+        rates = self._own_rates
+        if rates is None:
+            return LayerSeconds(0.0, 0.0, 0.0)
+        product = length * self.shape.attention_width * tokens / (TERA * SUSTAINED_SHARE)
+        forward, backward = 2 * product / rates.forward, 5 * product / rates.backward
+        return LayerSeconds(forward, backward, forward + backward)
+
+
+def _product_rate(gpu_spec: GpuSpec) -> float:
+    """Operations per second of large products within a step."""
+    return gpu_spec.tera_flops * TERA * GEMM_SHARE * SUSTAINED_SHARE
+
+
+def memory_rate(gpu_spec: GpuSpec) -> float:
+    """Bytes per second of passes over long tensors."""
+    return gpu_spec.memory_bandwidth * GIGA * MEMORY_SHARE
+
+
+def with_attention_length(
+    profile: Profile,
+    shape: ModelShape,
+    *,
+    measured_length: float,
+    length: float,
+    estimate: LayerEstimate | None = None,
+) -> Profile:
+    """The profile with layers that attend over `length` tokens where they did over `measured_length`.
+
+    What attention takes is that of `estimate`, of a card that is known; else it goes by its share of operations.
+    """
+    if estimate is not None:
+        before, after = (estimate.attention(profile.microbatch_tokens, each) for each in (measured_length, length))
+    else:
+        parameters, kind = shape.active_parameters[0], profile.of_layer(0)
+        all_before = parameters + shape.hidden_size * measured_length
+        before, after = (kind.times(shape.hidden_size * each / all_before) for each in (measured_length, length))
+    kinds = tuple(kind + after + before.times(-1) for kind in profile.layer_kinds)
+    return replace(profile, layer_kinds=kinds, attention_length=length, attention=after)
+
+
+def action_launch(launch: LayerSeconds) -> float:
+    """ACTION_LAUNCH of a host that takes `launch` for a layer; as it is if that is 0, which a host has that waits."""
+    measured, usual = (each.forward + each.recomputed_backward for each in (launch, LAUNCH))
+    return ACTION_LAUNCH * measured / usual if measured > 0 else ACTION_LAUNCH
+
+
+def estimate_copies(link: float, host_bandwidth: float, num_ranks: int) -> CopyRates:
+    """Rates of `num_ranks` links of `link` bytes per second one way, which share the host's memory."""
+    down = min(link, host_bandwidth * DOWN_LIMIT / num_ranks)
+    up = min(link, host_bandwidth * UP_LIMIT / num_ranks)
+    each = host_bandwidth * BOTH_LIMIT / num_ranks / (down + up)
+    both = min(DUPLEX_SHARE, each)
+    return CopyRates(link, link, down, up, down * both, up * both)
+
+
+def _messages(gpu_spec: GpuSpec, link: float) -> MessageRates:
+    if gpu_spec.nvlink:
+        return MessageRates(gpu_spec.nvlink * GIGA * PEER_SHARE["nvlink"], LATENCY, is_through_host=False)
+    if gpu_spec.has_peer_copies:
+        return MessageRates(link * PEER_SHARE["pcie"], LATENCY, is_through_host=False)
+    return MessageRates(link * HOST_MESSAGE_SHARE, LATENCY, is_through_host=True)

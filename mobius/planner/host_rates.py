@@ -1,0 +1,188 @@
+"""Measures how fast copies and CPU optimizers are while all ranks work at once, for a profile. Collective.
+
+Both depend on the host's memory bandwidth. Machines that look alike, or one machine an hour later, updated 1.5 to 2.4e9
+parameters per second and rank (docs/decisions/0013-host-memory.md), so a run measures for a second or two at its start.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from mobius.distributed.transport import Transport
+from mobius.engine.adamw import AdamWSettings, FlatAdamW
+from mobius.engine.adamw_cpu import CPUAdamW
+from mobius.engine.host_arena import HostArena
+from mobius.engine.stage_state import StageState
+from mobius.hardware.streams import Event, new_stream
+from mobius.models.layout import StageLayout
+from mobius.planner.profile import CopyRates, Profile
+from mobius.planner.timer import MIN_REPEATS, CollectiveTimer, Work
+
+SETTINGS = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01)
+COPY_BYTES, CPU_PARAMETERS = 2**26, 2**25
+"""Copied and updated at a time: 128 MiB of GPU memory for a moment, 0.6 GiB of the host's."""
+PART_SECONDS = 0.15
+UPDATES_WITHIN_STEP = 0.87
+"""Share of the measured updates per second that a step reaches, where Python works too: 6.3 of 7.3e9 on one H200, 1.7
+of 2.0e9 for each of four."""
+
+
+@dataclass(frozen=True)
+class HostRates:
+    """Rates of each rank while all do the same, in bytes or parameters per second."""
+
+    copies_each_way: float
+    """Copies down while others go up, and as much up."""
+    updates: float
+    updates_beside_copies: float
+    copies_beside_updates: float
+    """Copies each way, meanwhile."""
+    update_bytes: int
+    """Memory traffic per parameter."""
+
+    def profile_fields(self, num_ranks: int) -> dict[str, Any]:
+        """Fields of a profile that these rates decide by themselves, as they are within a step of that many ranks."""
+        updates = UPDATES_WITHIN_STEP * self.updates
+        # What was seen to be moved, of updates within a step: otherwise copies would cost them less than they do.
+        seen = max(2 * self.copies_each_way, updates * self.update_bytes)
+        return {
+            "cpu_adamw_together": updates,
+            "cpu_adamw_beside_copies": min(updates, UPDATES_WITHIN_STEP * self.updates_beside_copies),
+            "copies_beside_cpu_adamw": self.copies_beside_updates,
+            "cpu_adamw_bytes": self.update_bytes,
+            "host_bandwidth": num_ranks * seen,
+        }
+
+
+def measure_host_rates(
+    dtype: torch.dtype, *, device: torch.device, transport: Transport, kernel: CPUAdamW | None
+) -> HostRates:
+    """Time copies both ways, updates, and updates beside such copies; gives all memory back."""
+    timer = CollectiveTimer(device, transport, part_seconds=PART_SECONDS)
+    with Copies(device) as copies:
+        each_way = copies.num_bytes / timer.seconds(copies.both)
+        _, rates = measure_cpu_optimizer(timer, dtype, kernel, copies, each_way=each_way)
+    timer.forget()
+    return rates
+
+
+def with_host_rates(profile: Profile, rates: HostRates) -> Profile:
+    """`profile` with the measured rates of the host in place of its own."""
+    copies, each_way = profile.copies, rates.copies_each_way
+    return replace(
+        profile,
+        basis=f"{profile.basis}, the host measured",
+        copies=replace(
+            copies,
+            host_to_device_duplex=each_way,
+            device_to_host_duplex=each_way,
+            host_to_device_all_gpus=max(copies.host_to_device_all_gpus, each_way),
+            device_to_host_all_gpus=max(copies.device_to_host_all_gpus, each_way),
+        ),
+        cpu_adamw=max(profile.cpu_adamw, UPDATES_WITHIN_STEP * rates.updates),
+        **rates.profile_fields(profile.num_ranks),
+    )
+
+
+class Copies:
+    """Page-locked and device memory with a stream for each direction, taken within the `with` statement."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self.num_bytes = device, COPY_BYTES
+        self._streams = [new_stream(device) for _ in range(2)]
+
+    def __enter__(self) -> Copies:
+        self._host = [torch.zeros(self.num_bytes, dtype=torch.uint8) for _ in range(2)]
+        self._on_device = [torch.zeros(self.num_bytes, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        if self._device.type == "cuda":
+            # Not pin_memory: torch would keep the memory for good.
+            for tensor in self._host:
+                error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+                assert int(error) == 0, f"cudaHostRegister: {error}"
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Wait for copies and give the memory back."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            for tensor in self._host:
+                torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+        del self._host, self._on_device
+
+    def host_to_device(self) -> None:
+        """Start a copy to the device."""
+        with self._streams[0].run():
+            self._on_device[0].copy_(self._host[0], non_blocking=True)
+
+    def device_to_host(self) -> None:
+        """Start a copy to the host."""
+        with self._streams[1].run():
+            self._host[1].copy_(self._on_device[1], non_blocking=True)
+
+    def both(self) -> None:
+        """Start one each way."""
+        self.host_to_device()
+        self.device_to_host()
+
+    def mark(self) -> list[Event]:
+        """Events behind what was started so far, one for each direction."""
+        return [stream.record() for stream in self._streams]
+
+
+def measure_copies(timer: CollectiveTimer, copies: Copies) -> CopyRates:
+    """Bytes per second of `copies`, alone and all at once."""
+    both = timer.seconds(copies.both)
+    alone = timer.seconds_alone(copies.host_to_device), timer.seconds_alone(copies.device_to_host)
+    together = timer.seconds(copies.host_to_device), timer.seconds(copies.device_to_host)
+    return CopyRates(*(copies.num_bytes / seconds for seconds in (*alone, *together, both, both)))
+
+
+def measure_cpu_optimizer(
+    timer: CollectiveTimer, dtype: torch.dtype, kernel: CPUAdamW | None, copies: Copies, *, each_way: float
+) -> tuple[float, HostRates]:
+    """Parameters per second that the run's threads update of a streamed stage on one rank alone, and the rates of all.
+
+    `each_way` is the rate of `copies` both ways by themselves; on a CPU, which has no copy engines, updates do not
+    change it.
+    """
+    layout = StageLayout.of({"weight": (CPU_PARAMETERS, 1)})
+    state = HostArena({0: layout}, dtype=dtype, register=False).states[0]
+    state.gradients.fill_(1e-3)
+    adamw = FlatAdamW(SETTINGS, kernel)
+    update = partial(update_once, adamw, state)
+    alone, together = timer.seconds_alone(update), timer.seconds(update)
+    beside, meanwhile = together, each_way
+    if timer.device.type == "cuda":
+        # Enough that the copies outlast the updates, which are as long as the bench's parts.
+        long = 2 * max(timer.part_seconds, MIN_REPEATS * together)
+        beside, meanwhile = measure_beside(timer, update, copies, int(long * each_way / copies.num_bytes) + 1)
+    moved = 2 * sum(tensor.element_size() for tensor in state.tensors) - state.gradients.element_size()
+    count = layout.num_elements
+    return count / alone, HostRates(each_way, count / together, count / beside, meanwhile, moved)
+
+
+def measure_beside(timer: CollectiveTimer, update: Work, copies: Copies, num_copies: int) -> tuple[float, float]:
+    """Seconds of `update` beside that many copies both ways, and the bytes per second that these moved each way."""
+    repeats = timer.warm_up(update)
+    ends: list[Event] = []
+    for _ in range(num_copies):
+        copies.both()
+        ends += copies.mark()
+    num_before = sum(end.is_completed() for end in ends)  # the first go while the others are started, beside no update
+    start = time.perf_counter()
+    for _ in range(repeats):
+        update()
+    seconds = time.perf_counter() - start
+    num_done = sum(end.is_completed() for end in ends) - num_before
+    timer.synchronize()
+    return timer.mean(seconds / repeats), timer.mean(copies.num_bytes * max(num_done, 1) / 2 / seconds)
+
+
+def update_once(adamw: FlatAdamW, state: StageState) -> None:
+    """One update of all of `state`."""
+    adamw.update(state, step=1, learning_rate=1e-5, gradient_factor=1.0)

@@ -1,0 +1,293 @@
+"""Measures a Profile on the real device with the real shapes: layers, loss, copies, messages, optimizers. Collective.
+
+Every number is taken on every rank at once where ranks disturb each other, and averaged, so that all ranks get the same
+profile. Layers that are compiled for this are not compiled again by the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mobius.distributed.transport import Transport
+from mobius.engine.adamw import FlatAdamW
+from mobius.engine.adamw_cpu import CPUAdamW
+from mobius.engine.adamw_gpu import GPUAdamW
+from mobius.engine.documents import typical_arguments
+from mobius.engine.pipelined_router_loss import PipelinedRouterLoss, RouterContext, sent_shape
+from mobius.engine.resident import ResidentStage
+from mobius.engine.sequence_slices import SequenceSlice
+from mobius.engine.sliced_layers import SequenceKVCaches, SlicedLayers
+from mobius.engine.stage import StageModule
+from mobius.engine.stage_layers import MicrobatchContext
+from mobius.hardware.host_memory import available_host_bytes
+from mobius.models.blocks import ModelParts
+from mobius.models.layout import StageLayout
+from mobius.planner.gpu_specs import STEP_OVERHEAD, SUSTAINED_SHARE, action_launch
+from mobius.planner.host_rates import (
+    SETTINGS,
+    UPDATES_WITHIN_STEP,
+    Copies,
+    measure_copies,
+    measure_cpu_optimizer,
+    update_once,
+)
+from mobius.planner.profile import LayerSeconds, MessageRates, Profile, Source
+from mobius.planner.timer import CollectiveTimer, Work
+from mobius.schedule.packed_rows import PackedRows
+from mobius.schedule.partition import StageCut
+
+GPU_PARAMETERS, MESSAGES = 2**26, 8
+"""Updated at a time, and sent in a row to a neighbour."""
+
+
+@dataclass(frozen=True)
+class MicrobatchShape:
+    """Sequences and tokens of a microbatch, and how it is computed."""
+
+    batch: int
+    seq_length: int
+    """Tokens of each sequence in the microbatch: those of a slice where sequences are cut."""
+    dtype: torch.dtype
+    loss_chunk_tokens: int
+    packed: PackedRows | None = None
+    """None: rows are one document each."""
+    tile_tokens: int | None = None
+    """None: recomputed layers run whole."""
+    full_seq_length: int | None = None
+    """Tokens of a sequence where microbatches are slices; None: they hold whole sequences."""
+
+    @property
+    def is_sliced(self) -> bool:
+        """Whether slices are measured as such; those of packed rows attend to few tokens before them."""
+        return self.full_seq_length is not None and self.packed is None
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seq_length
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether recomputed layers run in tiles."""
+        return self.tile_tokens is not None and self.tokens > self.tile_tokens
+
+    def hidden_size(self, parts: ModelParts) -> tuple[int, int, int]:
+        """Shape of the hidden states: sequences, tokens, features."""
+        return self.batch, self.seq_length, parts.config.hidden_size
+
+
+def measure_profile(
+    parts: ModelParts,
+    shape: MicrobatchShape,
+    *,
+    device: torch.device,
+    transport: Transport,
+    kernel: CPUAdamW | None,
+    messages_through_host: bool = False,
+) -> Profile:
+    """Time everything; collective over all ranks of `transport`, whose messages must have the shape of the model's.
+
+    `kernel` is the CPU optimizer's; None measures torch's. All memory that it takes is given back.
+    """
+    timer = CollectiveTimer(device, transport)
+    # Layers of one kind share a module; masks differ by what the family gives them beside the hidden states.
+    modules = [id(layer.module) for layer in parts.layers]
+    kinds = list(dict.fromkeys(modules))
+    attention: LayerSeconds | None = None
+    if shape.is_sliced:
+        both = [_slice_seconds(timer, parts, shape, modules.index(kind)) for kind in kinds]
+        layers, (attention, *_) = [layer for layer, _ in both], [own for _, own in both]
+    else:
+        layers = [
+            _layer_seconds(timer.seconds, _layer_work(timer, parts, shape, modules.index(kind))) for kind in kinds
+        ]
+    launch_overhead = measure_launches(timer, parts, shape)
+    embedding_forward, embedding_backward, loss = _measure_ends(timer, parts, shape)
+    with Copies(device) as memory:
+        copies = measure_copies(timer, memory)
+        updates_alone, rates = measure_cpu_optimizer(
+            timer, shape.dtype, kernel, memory, each_way=copies.host_to_device_duplex
+        )
+    is_cuda = device.type == "cuda"
+    gpu_memory = torch.cuda.get_device_properties(device).total_memory if is_cuda else available_host_bytes()
+    profile = Profile(
+        source=Source.MEASURED,
+        basis=f"{transport.num_ranks} x {torch.cuda.get_device_name(device) if is_cuda else 'cpu'}",
+        num_ranks=transport.num_ranks,
+        microbatch_tokens=shape.tokens,
+        layer_kinds=tuple(map(_sustained, layers)),
+        kind_of_layer=tuple(map(kinds.index, modules)),
+        embedding_forward=embedding_forward,
+        embedding_backward=embedding_backward,
+        loss=loss / SUSTAINED_SHARE,
+        copies=copies,
+        messages=_message_rates(timer, parts, shape, is_through_host=messages_through_host),
+        cpu_adamw=UPDATES_WITHIN_STEP * updates_alone,
+        gpu_adamw=_measure_gpu_optimizer(timer, shape.dtype),
+        gpu_bandwidth=_measure_gpu_memory(timer, memory.num_bytes),
+        gpu_memory=int(timer.mean(gpu_memory)),  # a host's changes from one look to the next
+        step_overhead=STEP_OVERHEAD + 2 * timer.seconds(transport.barrier),
+        launch_overhead=launch_overhead,
+        action_launch=action_launch(launch_overhead),
+        **rates.profile_fields(transport.num_ranks),
+    )
+    timer.forget()
+    if attention is not None:
+        return replace(profile, attention=_sustained(attention), attention_length=shape.full_seq_length)
+    return profile
+
+
+def _sustained(layer: LayerSeconds) -> LayerSeconds:
+    """Seconds within a step, where the GPU works all the time, which it does more slowly."""
+    return LayerSeconds(*(each / SUSTAINED_SHARE for each in astuple(layer)))
+
+
+def measure_launches(timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShape) -> LayerSeconds:
+    """The host's seconds to enqueue the first layer, while the other ranks do the same; 0 on a CPU. Collective.
+
+    Compiling the layer comes on top, where that is not done yet.
+    """
+    work = _layer_work(timer, parts, shape, 0)
+    for each in work:
+        each()  # makes its kernels
+    return _layer_seconds(timer.launch_seconds, work)
+
+
+def _layer_seconds(seconds: Callable[[Work], float], work: Sequence[Work]) -> LayerSeconds:
+    """The seconds of `_layer_work`; a forward that keeps its graph counts as one that does not."""
+    forward, both, recomputed = map(seconds, work)
+    return LayerSeconds(forward, max(both - forward, 0.0), recomputed)
+
+
+def _layer_work(timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShape, index: int) -> Sequence[Work]:
+    """A stage of one layer on a microbatch, with random weights: forward, with a kept graph both ways, recomputed.
+
+    Where it runs in tiles, the graph of all tokens may not fit: both ways are then those that recompute, too.
+    """
+    span = StageCut(0, index, index + 1, is_first=False, is_last=False)
+    arguments = typical_arguments(
+        parts, shape.packed, batch=shape.batch, seq_length=shape.seq_length, dtype=shape.dtype, device=timer.device
+    )
+    stage = StageModule(parts, span, loss_chunk_tokens=shape.loss_chunk_tokens, tile_tokens=shape.tile_tokens)
+    weights, gradients = _memory_of(stage, shape.dtype, timer.device)
+    hidden = torch.randn(shape.hidden_size(parts), device=timer.device, dtype=shape.dtype)
+
+    context = _turns(timer, parts, shape)
+
+    def forward_and_backward() -> None:
+        routers = context()
+        kept = stage.forward(weights, hidden, arguments, keep_graphs=not shape.is_tiled, routers=routers)[1]
+        stage.backward(weights, gradients, kept, hidden, arguments, routers)
+
+    return (
+        lambda: stage.forward(weights, hidden, arguments, routers=context()),
+        forward_and_backward,
+        lambda: stage.backward(weights, gradients, [hidden], hidden, arguments, context()),
+    )
+
+
+def _slice_seconds(
+    timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShape, index: int
+) -> tuple[LayerSeconds, LayerSeconds]:
+    """Seconds of a layer on a slice, and of its attention among them, both as means over the slices of a sequence.
+
+    The first and the last slice are run. Attention's time grows evenly with the tokens before a slice, so that the mean
+    of both is that of all, and their difference tells attention's part.
+    """
+    length, tokens = shape.full_seq_length, shape.seq_length
+    assert length is not None
+    span = StageCut(1, index, index + 1, is_first=False, is_last=False)
+    stage = SlicedLayers(parts, span, SequenceKVCaches(), tile_tokens=shape.tile_tokens)
+    weights, gradients = _memory_of(StageModule(parts, span, loss_chunk_tokens=1), shape.dtype, timer.device)
+    hidden = torch.randn(shape.hidden_size(parts), device=timer.device, dtype=shape.dtype)
+    arguments = typical_arguments(
+        parts, None, batch=shape.batch, seq_length=length, dtype=shape.dtype, device=timer.device
+    )
+
+    def measure(start: int) -> tuple[float, float]:
+        context = MicrobatchContext(arguments, SequenceSlice(start, start + tokens, length))
+        return (
+            timer.seconds(lambda: stage.forward(weights, hidden, context)),
+            timer.seconds(lambda: stage.backward(weights, gradients, [hidden], hidden, context)),
+        )
+
+    ends = list(zip(measure(0), measure(length - tokens), strict=True))
+    forward, recomputed = (sum(each) / 2 for each in ends)
+    by_position = length / 2 / max(length - tokens, 1)
+    own_forward, own_recomputed = (max(0.0, last - first) * by_position for first, last in ends)
+    return (
+        LayerSeconds(forward, max(recomputed - forward, 0.0), recomputed),
+        LayerSeconds(own_forward, max(own_recomputed - own_forward, 0.0), own_recomputed),
+    )
+
+
+def _turns(timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShape) -> Callable[[], RouterContext | None]:
+    """Makes the turns of routers that layers get in a run; None where routers have no loss."""
+    if parts.router_loss is None:
+        return lambda: None
+    routers = PipelinedRouterLoss(parts.router_loss, timer.device)
+    return partial(routers.context, routers.token_mask((shape.batch, shape.seq_length)), None)
+
+
+def _measure_ends(timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShape) -> tuple[float, float, float]:
+    """Embedding forward, embedding backward, and norm, head and loss with their backward."""
+    device, end = timer.device, len(parts.layers)
+    tokens = torch.randint(0, parts.config.vocab_size, (shape.batch, shape.seq_length), device=device)
+    hidden = torch.randn(shape.hidden_size(parts), device=device, dtype=shape.dtype)
+    first = StageModule(parts, StageCut(0, 0, 0, True, False), loss_chunk_tokens=shape.loss_chunk_tokens)
+    weights, gradients = _memory_of(first, shape.dtype, device)
+    forward = timer.seconds(lambda: first.forward(weights, tokens, ()))
+    backward = timer.seconds(lambda: first.embedding_backward(weights, gradients, tokens, hidden))
+    last = StageModule(parts, StageCut(1, end, end, False, True), loss_chunk_tokens=shape.loss_chunk_tokens)
+    own_weights, own_gradients = _memory_of(last, shape.dtype, device)
+    loss = timer.seconds(
+        lambda: last.loss(own_weights, own_gradients, hidden, tokens, num_targets=shape.tokens, loss_scale=1.0)
+    )
+    return forward, backward, loss
+
+
+def _memory_of(stage: StageModule, dtype: torch.dtype, device: torch.device) -> tuple[dict[str, Tensor], ...]:
+    """Random weights and fp32 sums of a stage."""
+    layout = stage.layout()
+    weights = torch.empty(layout.num_elements, device=device, dtype=dtype).normal_(std=0.02)
+    return layout.views(weights), layout.trained_views(torch.zeros(layout.num_trained, device=device))
+
+
+def _message_rates(
+    timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShape, *, is_through_host: bool
+) -> MessageRates:
+    """Messages round the ring, all edges at once; their latency is in the rate, at their real size."""
+    transport = timer.transport
+    if transport.num_ranks == 1:
+        return MessageRates(1e15, 0.0, is_through_host=False)  # handed over, not sent
+    size = sent_shape(shape.hidden_size(parts), shape.dtype, parts.router_loss)
+    message = torch.zeros(size, dtype=shape.dtype, device=timer.device)
+    target, source = (transport.rank + 1) % transport.num_ranks, (transport.rank - 1) % transport.num_ranks
+
+    def send_round() -> None:
+        for _ in range(MESSAGES):
+            transport.post_receive(source)
+            transport.send(message, target)
+            transport.receive(source)
+        transport.finish_step()
+
+    seconds = timer.seconds(send_round) / MESSAGES
+    return MessageRates(message.nbytes / seconds, 0.0, is_through_host=is_through_host)
+
+
+def _measure_gpu_optimizer(timer: CollectiveTimer, dtype: torch.dtype) -> float:
+    layout = StageLayout.of({"weight": (GPU_PARAMETERS, 1)})
+    state = ResidentStage(0, layout, dtype=dtype, device=timer.device).state
+    adamw = FlatAdamW(SETTINGS, fused=GPUAdamW())
+    adamw.warm_up([state])
+    return layout.num_elements / timer.seconds(lambda: update_once(adamw, state))
+
+
+def _measure_gpu_memory(timer: CollectiveTimer, num_bytes: int) -> float:
+    """Bytes per second read and written by a copy within the device."""
+    source, target = (torch.zeros(num_bytes, dtype=torch.uint8, device=timer.device) for _ in range(2))
+    return 2 * num_bytes / timer.seconds(lambda: target.copy_(source))

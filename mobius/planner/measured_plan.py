@@ -1,0 +1,177 @@
+"""Plans a run on GPUs again by what is measured on the machine, once the ranks have met.
+
+What the host does is looked at in every run that streams and whose plan is not given, for a second or two, and so is
+the link between replicas, unless `--node_link` tells how fast it is; layers and everything else only for `--num_stages
+auto`, where that has a choice to make, and are kept for the next one. A run that measures everything has looked at the
+host by that. The number of microbatches stays what the estimate chose: what is measured, and what the transport is made
+for, has their shape.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from functools import partial
+
+from mobius.distributed.transport import Transport, all_have_same
+from mobius.engine.adamw_cpu import CPUAdamW, load_adamw_cpu
+from mobius.errors import PlanError
+from mobius.hardware.devices import num_optimizer_threads
+from mobius.planner.gpu_specs import GIGA, action_launch
+from mobius.planner.host_rates import measure_host_rates, with_host_rates
+from mobius.planner.measure import MicrobatchShape, measure_launches, measure_profile
+from mobius.planner.profile import Profile
+from mobius.planner.profile_cache import cached_profile, profile_key, profile_path
+from mobius.planner.replica_link import LINK_SECONDS, measure_replica_rates
+from mobius.planner.replica_traffic import link_of_nodes
+from mobius.planner.run_setup import RunSetup, replan
+from mobius.planner.timer import CollectiveTimer
+from mobius.ranks import allows_peer_copies, cache_folder
+from mobius.schedule.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+
+def plan_by_measurement(run_setup: RunSetup, transport: Transport) -> RunSetup:
+    """The plan that is to be run, on which all ranks agree; collective.
+
+    It is `run_setup` where nothing is measured: on CPUs, with `--plan`, in a run that goes on by its checkpoint's plan,
+    and where everything stays on GPUs of a known speed and there is one pipeline. Call it before the stages take
+    memory. Raises PlanError if the ranks disagree, and what `make_run_setup` does.
+    """
+    check_same_plan(run_setup.plan, transport)
+    profile, is_new = run_setup.result.profile, False
+    if is_to_be_measured(run_setup):
+        profile, is_new = measured_profile(run_setup, transport)
+    if profile is not None and not is_new and is_host_to_be_measured(run_setup):
+        profile = _with_host(profile, run_setup, transport)
+    if profile is not None and is_link_to_be_measured(run_setup):
+        profile = _with_link(profile, run_setup, transport)
+    if profile is run_setup.result.profile or profile is None:
+        return run_setup
+    planned = replan(run_setup, profile)
+    check_same_plan(planned.plan, transport)
+    return planned
+
+
+def is_to_be_measured(run_setup: RunSetup) -> bool:
+    """Whether layers are measured, as `PlanRequest.measures_layers` says."""
+    return run_setup.rank_context.device.type == "cuda" and run_setup.result.request.measures_layers
+
+
+def is_host_to_be_measured(run_setup: RunSetup) -> bool:
+    """Whether the host is looked at, as `PlanRequest.measures_host` says: not for a plan that is a checkpoint's."""
+    may_change = run_setup.rank_context.device.type == "cuda" and not run_setup.is_given
+    return may_change and run_setup.result.request.measures_host
+
+
+def is_link_to_be_measured(run_setup: RunSetup) -> bool:
+    """Whether the link between replicas is measured: if there is one that nobody has told of, and no given plan."""
+    machine, planning = run_setup.result.request.machine, run_setup.config.planning
+    may_change = run_setup.rank_context.device.type == "cuda" and not run_setup.is_given
+    return may_change and machine.num_replicas > 1 and (planning.node_link is None or machine.num_nodes == 1)
+
+
+def measured_profile(run_setup: RunSetup, transport: Transport) -> tuple[Profile, bool]:
+    """The profile of this machine for the run's model and microbatches, and whether it was measured now; collective.
+
+    Takes less than 30 s where it is not cached, and gives all memory back.
+    """
+    shape = _microbatch(run_setup)
+    key = profile_key(
+        run_setup.shape,
+        shape,
+        device=run_setup.rank_context.device,
+        num_ranks=transport.num_ranks,
+        is_compiled=run_setup.result.request.compiles,
+        has_peer_copies=allows_peer_copies(),
+    )
+    path = profile_path(cache_folder() / "profiles", key)
+    return cached_profile(path, partial(_measure, run_setup, shape, transport), transport)
+
+
+def _with_host(profile: Profile, run_setup: RunSetup, transport: Transport) -> Profile:
+    """`profile` with what the host does now: its copies, its updates, and how fast it enqueues a layer."""
+    start = time.perf_counter()
+    launch_overhead = measure_launches(
+        CollectiveTimer(run_setup.rank_context.device, transport), run_setup.parts, _microbatch(run_setup)
+    )
+    rates = measure_host_rates(
+        run_setup.dtype, device=run_setup.rank_context.device, transport=transport, kernel=_kernel(run_setup)
+    )
+    logger.debug(
+        "host measured in %.1f s: %.2f billion updates per second and rank, or %.2f beside copies of %.0f GB/s each "
+        "way, which alone do %.0f; a layer is enqueued in %.2f ms forward, %.2f backward, %.2f with recompute",
+        time.perf_counter() - start,
+        rates.updates / 1e9,
+        rates.updates_beside_copies / 1e9,
+        rates.copies_beside_updates / 1e9,
+        rates.copies_each_way / 1e9,
+        *(
+            1e3 * seconds
+            for seconds in (launch_overhead.forward, launch_overhead.backward, launch_overhead.recomputed_backward)
+        ),
+    )
+    return replace(
+        with_host_rates(profile, rates), launch_overhead=launch_overhead, action_launch=action_launch(launch_overhead)
+    )
+
+
+def _with_link(profile: Profile, run_setup: RunSetup, transport: Transport) -> Profile:
+    """`profile` with the link between replicas as it is now."""
+    start, machine = time.perf_counter(), run_setup.result.request.machine
+    timer = CollectiveTimer(run_setup.rank_context.device, transport, part_seconds=LINK_SECONDS)
+    rates = measure_replica_rates(timer, is_through_host=machine.num_nodes > 1 or not allows_peer_copies())
+    timer.forget()
+    text = f"{rates.together / GIGA:.3g} GB/s each way for the ranks of a pipeline, {rates.alone / GIGA:.3g} for one"
+    if machine.num_nodes > 1:
+        link = link_of_nodes(rates, num_replicas=machine.num_replicas, num_nodes=machine.num_nodes)
+        text += f": as by --node_link {link / GIGA:.3g}"
+    logger.debug("link between replicas measured in %.1f s: %s", time.perf_counter() - start, text)
+    return replace(profile, replicas=rates)
+
+
+def _microbatch(run_setup: RunSetup) -> MicrobatchShape:
+    batch, tokens, _ = run_setup.message_shape
+    return MicrobatchShape(
+        batch,
+        tokens,
+        run_setup.dtype,
+        run_setup.config.pipeline.loss_chunk_tokens,
+        run_setup.result.request.packed,
+        run_setup.tile_tokens,
+        run_setup.config.data.seq_length if run_setup.plan.num_slices > 1 else None,
+    )
+
+
+def _kernel(run_setup: RunSetup) -> CPUAdamW | None:
+    return load_adamw_cpu(cache_folder(), num_threads=num_optimizer_threads(run_setup.rank_context.ranks.num_local))
+
+
+def _measure(run_setup: RunSetup, shape: MicrobatchShape, transport: Transport) -> Profile:
+    start = time.perf_counter()
+    profile = measure_profile(
+        run_setup.parts,
+        shape,
+        device=run_setup.rank_context.device,
+        transport=transport,
+        kernel=_kernel(run_setup),
+        messages_through_host=not allows_peer_copies(),
+    )
+    logger.debug("measured in %.0f s, for auto: %s", time.perf_counter() - start, profile.describe())
+    return profile
+
+
+def check_same_plan(plan: Plan, transport: Transport) -> None:
+    """Raise PlanError if the ranks have cut the model or the batch differently; collective."""
+    all_ranks = transport.all_ranks
+    if not all_have_same(
+        repr((plan.num_microbatches, plan.num_slices, plan.accumulation_rounds, plan.cuts)), all_ranks
+    ):
+        raise PlanError(
+            "the ranks came to different plans, so their GPUs or CPUs differ. Give the numbers instead of auto: "
+            f"--num_stages {plan.num_stages} --num_chunks {plan.num_chunks} --num_slices {plan.num_slices} "
+            f"--num_rounds {plan.accumulation_rounds} "
+            f"(rank {all_ranks.rank}'s)."
+        )

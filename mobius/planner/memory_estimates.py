@@ -1,0 +1,457 @@
+"""The arithmetic of bytes: what a run needs in host and GPU memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from mobius.config.config import ActivationOffloading, Recompute
+from mobius.errors import GpuMemoryError, HostMemoryError
+from mobius.limits import MAX_GRADIENT_SUMS, gradient_sum_elements
+from mobius.planner.peak_memory import (
+    LayerBytes,
+    MicrobatchBytes,
+    embedding_bytes,
+    estimate_layer,
+    find_peak,
+    loss_bytes,
+)
+from mobius.planner.request import PlanRequest
+from mobius.schedule.plan import MemoryUse, Plan
+from mobius.units import GIB, format_bytes, format_bytes_sum
+
+GPU_PROCESS_BYTES = int(2.15 * GIB)
+"""Host memory of a rank beside its stages: Python, torch, CUDA context, communicators, kernels (7B on four H200s)."""
+STREAMING_BYTES = int(0.23 * GIB)
+"""Further host memory of a rank that streams, threads and buffers: 0.05 to 0.4 in runs of 1B, 7B and 13B on H200s."""
+MEASURING_BYTES = int(0.5 * GIB)
+"""Further host memory of a rank that measures, at its start (0.46 to 0.59); later, streamed stages take its place."""
+USABLE_MEMORY_FRACTION = 0.97
+"""Share of the GPU memory a rank may use that options may fill; the rest is for what the prediction does not see."""
+TILE_TOKENS = (32768, 16384, 8192, 4096)
+"""Tokens of a tile that are tried in place of auto; fewer leave a GPU too little to do at a time."""
+LIBRARY_BYTES = 2**27
+"""Workspaces of matrix products in torch's GPU memory for the two threads that enqueue them, 32 MiB each on Hopper, and
+what is smaller than any stage: rotary embeddings, masks, scalars. An estimate."""
+STEP_BYTES_PER_TOKEN = 16
+"""Token and label, where the step's are on the GPU."""
+FRAGMENT_SHARE = 0.03
+"""Memory that the allocator keeps beside what comes and goes, as a share of that. Runs on H200s had 0 to 2.6 % of all
+that was allocated, and 8 % with messages over NCCL (four of them, 2026-11-21)."""
+CONTEXT_BYTES = int(0.6 * GIB)
+"""GPU memory of a process outside of torch's: context and kernels. A usual value, not measured."""
+COMMUNICATOR_BYTES = int(0.05 * GIB)
+"""GPU memory of a communicator between two ranks. A guess, not measured."""
+CPU_PROCESS_BYTES = int(0.5 * GIB)
+"""Host memory of a rank that computes on the CPU, beside its stages (0.5 GiB with configs/quickstart.yaml)."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change as the user types it, and the bytes that are needed with it."""
+
+    options: str
+    num_bytes: int
+    details: str = ""
+    """Further numbers of the run with it, as text."""
+    host_bytes: int | None = None
+    """Host memory that there must be for it; None: what is there."""
+
+
+@dataclass(frozen=True)
+class HostMemoryEstimate:
+    """Host bytes of all ranks of a pipeline together, by category."""
+
+    num_ranks: int
+    streamed_parameters: int
+    streamed: int
+    """The arenas of the streamed stages."""
+    resident_parameters: int
+    resident: int
+    """Resident stages of ranks that compute on the CPU; on GPUs they take none."""
+    process_bytes: int
+    """Bytes of one process beside its stages."""
+    offloaded_activations: int = 0
+    """Bytes that layers keep and that wait there from forward to backward."""
+    attention: int = 0
+    """Attention's results among that."""
+
+    @property
+    def total(self) -> int:
+        return self.streamed + self.resident + self.offloaded_activations + self.num_ranks * self.process_bytes
+
+    def describe(self) -> str:
+        """The sum as text."""
+        parts = [
+            f"{count:.3g} {name}parameters x {num_bytes / count:.3g} bytes"
+            for count, num_bytes, name in (
+                (self.streamed_parameters, self.streamed, ""),
+                (self.resident_parameters, self.resident, "resident "),
+            )
+            if count > 0 and num_bytes > 0
+        ]
+        if self.offloaded_activations:
+            parts.append(f"{self.offloaded_activations / GIB:.3g} GiB for activations")
+        parts.append(f"{self.num_ranks} x {self.process_bytes / GIB:.3g} GiB for the processes")
+        return " + ".join(parts)
+
+
+def process_bytes(request: PlanRequest, plan: Plan) -> int:
+    """Host bytes of a rank beside its stages, if it has run nothing before."""
+    if request.machine.on_cpu:
+        return CPU_PROCESS_BYTES
+    streams = plan.num_slots is not None
+    measures = request.measures_layers or request.measures_host
+    return GPU_PROCESS_BYTES + (STREAMING_BYTES if streams else MEASURING_BYTES if measures else 0)
+
+
+def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0) -> HostMemoryEstimate:
+    """Count the host bytes of all ranks of a pipeline; on CPUs resident stages are in host memory as well.
+
+    `own_bytes` are those of this process, which may have run something else before. While stages are loaded, one tensor
+    at a time comes on top; the buffers that a step takes later are not there yet.
+    """
+    streamed = streamed_bytes = resident = resident_bytes = 0
+    shape, sizes = request.shape, request.sizes
+    for cut in plan.cuts:
+        trained, is_streamed = cut.num_trained(shape), cut.stage not in plan.resident
+        frozen = cut.num_parameters(shape) - trained
+        # What is trained beside a streamed stage that is frozen stays on the device.
+        travels = is_streamed and not shape.keeps_trained_on_gpu
+        if is_streamed:
+            streamed += frozen + trained * travels
+            has_accumulation_rounds = plan.offloads_gradient_sums(cut.stage % plan.num_ranks)
+            streamed_bytes += replace(sizes, has_accumulation_rounds=has_accumulation_rounds).host(
+                trained * travels, frozen=frozen
+            )
+        if request.machine.on_cpu and not travels:
+            resident += trained + frozen * (not is_streamed)
+            resident_bytes += sizes.resident(trained, keeps_gradients=cut.stage in request.deferred_updates)
+            resident_bytes += frozen * (not is_streamed) * sizes.weight
+    each = process_bytes(request, plan)
+    if not request.machine.on_cpu:
+        each = max(each, own_bytes)
+    offloaded = {
+        stage: len(plan.cuts[stage].backward_layers(shape.first_backward)) for stage in plan.offloaded_activation_stages
+    }
+    layers, attending = (
+        sum(offloaded.values()),
+        sum(offloaded[stage] for stage in plan.offloaded_activation_stages & plan.saved_attention_stages),
+    )
+    attention = attending * plan.microbatches_per_round * request.attention_bytes
+    products = layers * plan.num_offloaded_microbatches * max(0, request.product_bytes - request.message_bytes)
+    offloaded_activations = layers * plan.microbatches_per_round * request.message_bytes + products + attention
+    return HostMemoryEstimate(
+        plan.num_ranks, streamed, streamed_bytes, resident, resident_bytes, each, offloaded_activations, attention
+    )
+
+
+def check_host_memory(need: HostMemoryEstimate, *, available_bytes: int, remedies: Iterable[Remedy] = ()) -> None:
+    """Raise HostMemoryError, with the arithmetic, if `need` exceeds `available_bytes` of the machine.
+
+    `remedies` are single changes, those of one option from the least on; the first of each that fits is listed.
+    """
+    if need.total <= available_bytes:
+        return
+    fitting = dict[str, Remedy]()
+    for each in remedies:
+        if each.num_bytes <= (each.host_bytes or available_bytes):
+            fitting.setdefault(each.options.split()[0], each)
+    others = need.total - need.offloaded_activations
+    if fitting:
+        advice = ""
+    elif others < available_bytes:
+        share = (available_bytes - others) / need.offloaded_activations
+        recompute = f"--recompute full (frees {format_bytes(need.attention)}), " if need.attention else ""
+        advice = (
+            f" Without the activations {format_bytes(others)} is needed: use {recompute}{1 / share:.2g} times as many "
+            f"--num_rounds, {share:.2g} of the tokens in a step (--batch_size, --seq_length), "
+            "--activation_offloading off, or a host with more memory."
+        )
+    else:
+        advice = " Use a smaller model or a host with more memory."
+    raise HostMemoryError(
+        f"{need.num_ranks} rank(s) need {format_bytes(need.total)} of host memory ({need.describe()}), "
+        f"{format_bytes(available_bytes)} is available.{advice} If this host's memory grows on demand, state how much "
+        f"may be used with --host_memory_limit." + (f"\n{list_remedies(list(fitting.values()))}" if fitting else "")
+    )
+
+
+def list_remedies(remedies: Sequence[Remedy]) -> str:
+    """A head, and a line for each change that fits the host, of which there must be one."""
+    width = max(len(each.options) for each in remedies)
+    lines = []
+    for each in remedies:
+        details = f", {each.details}" if each.details else ""
+        lines.append(f"  {each.options.ljust(width)}  {format_bytes(each.num_bytes)} of host memory{details}")
+    return "\n".join(["Each of these alone fits:", *lines])
+
+
+@dataclass(frozen=True)
+class GpuMemoryEstimate:
+    """GPU bytes of one rank by category, at the moment of a step at which it holds most."""
+
+    rank: int
+    weights: int
+    gradients: int
+    optimizer: int
+    inputs: int
+    working_set: int
+    saved_activations: int = 0
+    """Activations that are kept from forward to backward."""
+    messages: int = 0
+    """Received ahead, and sent but not yet let go; gradients on their way between replicas."""
+    kv_cache: int = 0
+    """Keys and values of a stage's layers that stay from slice to slice, and their gradients."""
+    libraries: int = 0
+    """Tokens and positions of the step, workspaces of matrix products, and what the allocator cannot use."""
+
+    @property
+    def states(self) -> int:
+        """Bytes that stay through all steps, whatever activations do."""
+        return self.weights + self.gradients + self.optimizer + self.kv_cache
+
+    @property
+    def total(self) -> int:
+        return self.states + self.inputs + self.saved_activations + self.messages + self.working_set + self.libraries
+
+    def describe(self) -> str:
+        """The sum as text."""
+        return format_bytes_sum(
+            (
+                ("weights", self.weights),
+                ("gradients", self.gradients),
+                ("optimizer", self.optimizer),
+                *([("keys and values", self.kv_cache)] if self.kv_cache else []),
+                ("inputs of layers", self.inputs),
+                ("kept activations", self.saved_activations),
+                ("messages", self.messages),
+                ("one layer's work", self.working_set),
+                ("libraries", self.libraries),
+            )
+        )
+
+
+def estimate_gpu_memory(
+    request: PlanRequest, plan: Plan, *, rank: int, layer: LayerBytes | None = None
+) -> GpuMemoryEstimate:
+    """Predict what torch takes on the GPU of `rank`; streamed stages share slots, resident ones hold their whole state.
+
+    `layer` is what a layer takes for a microbatch, where that was measured.
+    """
+    return GpuMemoryEstimate(rank, **_states(request, plan, rank), **_activations(request, plan, rank, layer))
+
+
+def activation_bytes(request: PlanRequest, plan: Plan, *, rank: int, layer: LayerBytes | None) -> int:
+    """`GpuMemoryEstimate.total` of a rank without its states, whatever stages are resident."""
+    return sum(_activations(request, plan, rank, layer).values())
+
+
+def state_bytes(request: PlanRequest, plan: Plan, *, rank: int) -> int:
+    """`GpuMemoryEstimate.states` of a rank."""
+    return sum(_states(request, plan, rank).values())
+
+
+def _activations(request: PlanRequest, plan: Plan, rank: int, layer: LayerBytes | None) -> dict[str, int]:
+    """Bytes that depend on activations, at their peak, by their names in `GpuMemoryEstimate`."""
+    most = find_peak(plan, rank, microbatch_bytes(request, layer))
+    cuts = (plan.cuts[stage] for stage in plan.local_stages(rank))
+    ends = any(cut.is_first or cut.is_last for cut in cuts)
+    return {
+        "inputs": most.inputs,
+        "saved_activations": most.saved_activations,
+        "messages": most.messages + request.rules.sharding.received_bytes,
+        "working_set": most.work,
+        "libraries": LIBRARY_BYTES
+        + (STEP_BYTES_PER_TOKEN * request.step_tokens if ends else 0)
+        + request.position_bytes
+        + int(FRAGMENT_SHARE * most.total),
+    }
+
+
+def _states(request: PlanRequest, plan: Plan, rank: int) -> dict[str, int]:
+    """Bytes that stay through all steps, by their names in `GpuMemoryEstimate`."""
+    shape, sizes, deferred_updates = request.shape, request.sizes, request.deferred_updates
+    own = [plan.cuts[stage] for stage in plan.local_stages(rank)]
+    slots = plan.slots[rank] * max(
+        (cut.num_streamed_parameters(shape) for cut in own if cut.stage not in plan.resident), default=0
+    )
+    whole = sum(cut.num_parameters(shape) for cut in own if cut.stage in plan.resident)
+    streamed = [
+        cut.num_trained(shape) for cut in own if cut.stage not in plan.resident and not shape.keeps_trained_on_gpu
+    ]
+    # Trained on this GPU, wherever the stage's other parameters are.
+    resident = {
+        cut.stage: cut.num_trained(shape) for cut in own if cut.stage in plan.resident or shape.keeps_trained_on_gpu
+    }
+    beside = sum(count for stage, count in resident.items() if stage not in plan.resident)
+    resident_gradient_bytes = sum(
+        sizes.resident_gradient_bytes(count, keeps_gradients=stage in deferred_updates)
+        for stage, count in resident.items()
+    )
+    # Gradients add up in one fp32 sum, of which there are two where streamed ones leave from it, and come back.
+    in_place = {stage for stage in resident if sizes.accumulates_in_place(keeps_gradients=stage in deferred_updates)}
+    summed = [cut.num_trained(shape) for cut in reversed(own) if cut.stage not in in_place]
+    # One stage is reduced over the replicas while the next one adds up (engine/reductions.py).
+    num_sums = (
+        MAX_GRADIENT_SUMS
+        if sizes.num_replicas > 1 or plan.offloads_gradient_sums(rank) or (streamed and sizes.gradient > sizes.weight)
+        else 1
+    )
+    return {
+        "weights": (slots + whole + beside) * sizes.weight,
+        "gradients": 4 * sum(gradient_sum_elements(summed, num_sums)) + resident_gradient_bytes,
+        "optimizer": sum(map(sizes.optimizer, resident.values())),
+        "kv_cache": max(len(cut.layers) for cut in own) * request.kv_cache_bytes,
+    }
+
+
+def estimate_gpu_memory_of_ranks(
+    request: PlanRequest, plan: Plan, layer: LayerBytes | None = None
+) -> tuple[GpuMemoryEstimate, ...]:
+    """The needs of all ranks, if their GPUs have as much memory as this one's."""
+    return tuple(estimate_gpu_memory(request, plan, rank=rank, layer=layer) for rank in range(plan.num_ranks))
+
+
+def estimated_layer(request: PlanRequest) -> LayerBytes:
+    """The bytes of a layer and a microbatch by their widths, with the tiles that it runs in."""
+    return _estimated_layer(request, tile_tokens(request))
+
+
+def tile_tokens(request: PlanRequest) -> int | None:
+    """Tokens of the tiles that recomputed layers run in; None: they run whole, as do microbatches of fewer tokens.
+
+    In place of auto none where the least of memory fits, with attention's results that slices may keep, else the
+    largest that does, and the smallest where none does. As for rounds estimates count, and the card's memory, not what
+    is free of it: on all ranks it is the same.
+    """
+    pipeline = request.config.pipeline
+    if pipeline.tile_tokens != "auto" or pipeline.recompute.saves_activations:
+        return pipeline.num_tile_tokens
+    request = replace(request, machine=replace(request.machine, free_bytes=None))
+    if request.num_saving_attention is None and request.recompute is Recompute.AUTO:
+        request = replace(request, num_saving_attention=request.plan.stages_per_rank)
+    return _tile_that_fits(request)
+
+
+@lru_cache(maxsize=64)  # asked for wherever a layer's bytes are
+def _tile_that_fits(request: PlanRequest) -> int | None:
+    available, plan = request.gpu_bytes, request.plan
+    smaller = [number for number in TILE_TOKENS if number < request.microbatch_tokens]
+    if available is None or not smaller or not request.shape.is_tileable:
+        return None
+    num_resident, usable = request.num_resident or 0, int(available * USABLE_MEMORY_FRACTION) - request.mailbox_bytes
+    least = MemoryUse(num_resident, 0, min(plan.num_slots or 0, plan.stages_per_rank - num_resident))
+    plans = []
+    for num_offloading_activations in _least_and_most_stashed(request):
+        plans.append(
+            plan.with_memory_uses(
+                [replace(least, num_offloading_activations=num_offloading_activations)] * plan.num_ranks
+            )
+        )
+    for number in (None, *smaller):
+        layer = _estimated_layer(request, number)
+        if any(
+            largest_gpu_estimate(estimate_gpu_memory_of_ranks(request, each, layer)).total <= usable for each in plans
+        ):
+            return number
+    return smaller[-1]
+
+
+def _least_and_most_stashed(request: PlanRequest) -> list[int]:
+    """Numbers of stages of each rank that may stash activations, as the user and the host's memory allow."""
+    asked, plan = request.config.pipeline.activation_offloading, request.plan
+    if asked is ActivationOffloading.ON:
+        return [plan.stages_per_rank]
+    most = MemoryUse(0, 0, plan.num_slots or 0, plan.stages_per_rank)
+    stashing = plan.with_memory_uses([most] * plan.num_ranks)
+    has_room = request.host_bytes is None or estimate_host_memory(request, stashing).total <= request.host_bytes
+    return [0, plan.stages_per_rank] if asked is ActivationOffloading.AUTO and has_room else [0]
+
+
+def _estimated_layer(request: PlanRequest, tile_tokens: int | None) -> LayerBytes:
+    is_sliced = request.plan.num_slices > 1
+    return estimate_layer(
+        request.sizes.weight,
+        request.shape,
+        request.microbatch_tokens,
+        compiled=request.compiles,
+        num_documents=request.microbatch_documents,
+        tile_tokens=tile_tokens,
+        rows=request.microbatch_tokens // request.slice_length if is_sliced else 1,
+        sliced_length=request.config.data.seq_length if is_sliced else None,
+    )
+
+
+def microbatch_bytes(request: PlanRequest, layer: LayerBytes | None = None) -> MicrobatchBytes:
+    """The bytes of a microbatch: estimates, but for `layer` where it is given."""
+    weight, shape, tokens = request.sizes.weight, request.shape, request.microbatch_tokens
+    on_gpu, layer = not request.machine.on_cpu, layer or estimated_layer(request)
+    return MicrobatchBytes(
+        activation=request.message_bytes,
+        layer=layer,
+        loss=loss_bytes(
+            weight,
+            shape,
+            tokens=tokens,
+            chunk_tokens=request.config.pipeline.loss_chunk_tokens,
+            compiled=request.compiles,
+            on_gpu=on_gpu,
+        ),
+        embedding=embedding_bytes(weight, shape, tokens=tokens, on_gpu=on_gpu),
+        attention=request.attention_bytes,
+        first_backward=shape.first_backward,
+    )
+
+
+def largest_gpu_estimate(needs: Iterable[GpuMemoryEstimate]) -> GpuMemoryEstimate:
+    """The largest of several ranks' needs."""
+    return max(needs, key=lambda need: need.total)
+
+
+def describe_experts(request: PlanRequest) -> str:
+    """The largest layer's share of a streaming GPU, which no cut makes less; empty for a model without experts."""
+    shape, available = request.shape, request.gpu_bytes
+    if shape.experts is None or available is None:
+        return ""
+    layer = max(range(shape.num_layers), key=lambda each: shape.layer_parameters[each])
+    own, routed, slots = shape.layer_parameters[layer], shape.experts.layers[layer], request.config.pipeline.num_slots
+    trained = own if shape.trained is None else 0 if shape.keeps_trained_on_gpu else shape.trained.layers[layer]
+    weights, sums = own * request.sizes.weight, trained * 4
+    text = (
+        f" A layer's experts are loaded together: of layer {layer}'s {own:.3g} parameters {routed:.3g} are those of "
+        f"its {shape.experts.number} experts. It takes {format_bytes(weights)} in each of {slots} weight slot(s) and "
+        f"{format_bytes(sums)} for the fp32 sums of its gradients, {format_bytes(slots * weights + sums)} together"
+    )
+    if weights + sums <= available:
+        return f"{text}."
+    return f"{text}; with one slot (--no_prefetch) it would not fit either: use GPUs with more memory."
+
+
+def check_gpu_memory(
+    need: GpuMemoryEstimate,
+    *,
+    available_bytes: int,
+    is_offloading: bool,
+    remedies: Sequence[Remedy] = (),
+    largest: str = "",
+) -> None:
+    """Raise GpuMemoryError, with the arithmetic and what to change, if `need` exceeds `available_bytes` of one GPU.
+
+    `remedies` are single changes that were tried and fit; without any, `largest` tells what cannot be made smaller.
+    """
+    if need.total <= available_bytes:
+        return
+    if remedies:
+        tried = "; or ".join(f"{remedy.options} (needs {format_bytes(remedy.num_bytes)})" for remedy in remedies)
+        advice = f"Any of these alone fits: {tried}."
+    else:
+        general = ["raise --num_chunks (smaller microbatches) and --num_rounds", "lower --batch_size or --seq_length"]
+        general.insert(0, "raise --num_stages (smaller stages)" if is_offloading else "use --use_offload")
+        advice = f"To fit: {'; '.join(general)}.{largest}"
+    raise GpuMemoryError(
+        f"rank {need.rank} needs {format_bytes(need.total)} of GPU memory ({need.describe()}), "
+        f"{format_bytes(available_bytes)} is available. {advice}",
+        has_remedies=bool(remedies),
+    )

@@ -1,0 +1,288 @@
+"""Decides what every rank does with its GPU memory: which of the uses that fit (fit.py) makes a step shortest.
+
+By a closed form, at the rates of a profile or, where there is none, at those of one kind of machine; or by simulation.
+The simulation tries settings in which all ranks do alike, each as far as its memory goes, since a step is as fast as
+its slowest rank. The closed form says which of them are worth it where there are many.
+
+Where the fastest takes more host memory than there is, ranks choose among uses that take less of it
+(`policy_within_host_memory`): resident stages take none, and activations that wait there can wait on the GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+
+from mobius.log import progress_bar
+from mobius.planner.memory_estimates import estimate_host_memory
+from mobius.planner.profile import Profile
+from mobius.planner.request import PlanRequest
+from mobius.planner.step_prediction import (
+    predict_min_step_seconds,
+    predict_step_seconds,
+    without_garbage_collection,
+)
+from mobius.schedule.plan import MemoryUse, Plan
+
+MOST_ALIKE = 24
+"""Settings of all ranks alike that are simulated; 7B's shape in 32 stages has at most 18."""
+WORTH = 0.01
+"""Share of a step that a setting must promise to gain to be simulated."""
+ALIKE = 0.001
+"""Share of a step below which the setting with more resident stages is taken: it needs less host memory."""
+
+Score = Callable[[int, MemoryUse], float]
+"""From a rank and what it may do to what that costs, less being better; seconds per step, for instance."""
+MemoryPolicy = Callable[[PlanRequest, Sequence[Sequence[MemoryUse]]], Sequence[MemoryUse]]
+"""From what fits on each rank, which is not empty, to what each rank does."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast one rank computes and updates.
+
+    The defaults come from four H200 and 64 cores with Llama-2-7B's shape: for a step of 32768 tokens
+    `estimated_seconds` then gives 0.76 s with nothing streamed or recomputed, and with everything streamed 1.2 s
+    without and 1.6 s with clipping. On other machines they are wrong; only their relation matters to the choice.
+    """
+
+    flops: float = 4.35e14
+    """Per second and GPU, bubbles of the pipeline included."""
+    updates_in_step: float = 1.4e9
+    """Parameters per second and rank, updated on the CPU while the GPU computes and gradients travel."""
+    updates_behind_step: float = 2.2e9
+    """Parameters per second and rank with clipping, when gradients have arrived."""
+
+    @classmethod
+    def of(cls, profile: Profile, request: PlanRequest) -> Rates:
+        """The rates of a profile; the bubble is that of equal stages, which fill and drain the ranks once per round."""
+        plan, shape = request.plan, request.shape
+        turns = plan.stages_per_rank * plan.microbatches_per_round
+        kinds = [profile.of_layer(layer) for layer in range(shape.num_layers)]
+        layers = sum(kind.forward + kind.backward for kind in kinds) * (turns + plan.num_ranks - 1) / turns
+        head = shape.head_parameters if shape.trained is None else shape.trained.head
+        operations = shape.product_operations - 4 * shape.head_parameters - 2 * head
+        return cls(
+            flops=operations * profile.microbatch_tokens / layers,
+            updates_in_step=profile.cpu_adamw_beside_copies,
+            updates_behind_step=profile.cpu_adamw_together,
+        )
+
+
+def estimated_seconds(
+    use: MemoryUse,
+    parameters: Sequence[int],
+    *,
+    tokens: int,
+    clips: bool,
+    rates: Rates,
+    trained: Sequence[int] | None = None,
+    updated: Sequence[int] | None = None,
+) -> float:
+    """Estimate one rank's step; `parameters` are those of its stages that compute, `tokens` those of a step.
+
+    Compute is 6 FLOP per parameter and token, 2 more where a forward is run again, 2 less for each that is not
+    `trained` (None: all are). The CPU updates what of streamed stages is `updated` there (None: what is trained), one
+    stage after the other. Without clipping it does so while the GPU computes, and the first streamed stage, the last
+    whose gradients arrive, has the time that the resident ones before it take in backward and forward. With clipping
+    it begins when the step ends, and a streamed stage has the time of the forwards before it. Copies and neighbours
+    are left out.
+    """
+    num_stages, resident = len(parameters), use.num_resident
+    forward = 2 * sum(parameters) / num_stages * tokens / rates.flops
+    compute = forward * (4 * num_stages - use.num_saving_activations)
+    if trained is not None:
+        compute -= 2 * (sum(parameters) - sum(trained)) * tokens / rates.flops
+    on_host = updated if updated is not None else parameters if trained is None else trained
+    streamed = on_host[resident:]
+    if not any(streamed):
+        return compute
+    updates = rates.updates_behind_step if clips else rates.updates_in_step
+    all_updates, first_update = (count / updates for count in (sum(streamed), streamed[0]))
+    if clips:
+        before_first, before_last = forward * resident, forward * (num_stages - 1)
+        return compute + max(0.0, first_update - before_first, all_updates - before_last)
+    return max(compute, all_updates, compute + first_update - 3 * forward * resident)
+
+
+def closed_form_score(request: PlanRequest, profile: Profile | None = None) -> Score:
+    """Seconds of one rank by `estimated_seconds`, its neighbours left out, at the rates of `profile` or the default."""
+    plan, rates = request.plan, Rates() if profile is None else Rates.of(profile, request)
+    shape, own = (
+        request.shape,
+        [[plan.cuts[stage] for stage in plan.local_stages(rank)] for rank in range(plan.num_ranks)],
+    )
+    counts = [[cut.num_active(shape) for cut in cuts] for cuts in own]
+    trained = [[cut.num_active_trained(shape) for cut in cuts] for cuts in own]
+    share = request.rules.sharding.shard_size
+    updated = [[0 if shape.keeps_trained_on_gpu else share(cut.num_trained(shape)) for cut in cuts] for cuts in own]
+
+    def score(rank: int, use: MemoryUse) -> float:
+        return estimated_seconds(
+            use,
+            counts[rank],
+            tokens=request.step_tokens,
+            clips=request.rules.clips,
+            rates=rates,
+            trained=trained[rank],
+            updated=updated[rank],
+        )
+
+    return score
+
+
+def policy_by_score(score: Score) -> MemoryPolicy:
+    """Let each rank take the use of least score; of equal ones that with most resident stages, kept ones, and slots."""
+
+    def key(rank: int, use: MemoryUse) -> tuple[float, int, int, int, int]:
+        return (
+            score(rank, use),
+            -use.num_resident,
+            -use.num_saving_activations,
+            -use.num_slots,
+            use.num_offloading_activations,
+        )
+
+    def choose(request: PlanRequest, fitting: Sequence[Sequence[MemoryUse]]) -> Sequence[MemoryUse]:
+        return [min(uses, key=partial(key, rank)) for rank, uses in enumerate(fitting)]
+
+    return choose
+
+
+def policy_by_simulation(profile: Profile, to_beat: float = math.inf) -> MemoryPolicy:
+    """All ranks together take what the simulation says is fastest.
+
+    Nothing is simulated, and what has the least bound is taken, where no setting promises to beat so many seconds.
+    """
+
+    def choose(request: PlanRequest, fitting: Sequence[Sequence[MemoryUse]]) -> Sequence[MemoryUse]:
+        return _fastest(request, profile, fitting, to_beat)
+
+    return choose
+
+
+def policy_within_host_memory(policy: MemoryPolicy) -> MemoryPolicy:
+    """`choose`, but among uses that fit into the host's memory together where its first choice does not.
+
+    If none do, each rank takes what needs least of it.
+    """
+
+    def chosen(request: PlanRequest, fitting: Sequence[Sequence[MemoryUse]]) -> Sequence[MemoryUse]:
+        fastest = policy(request, fitting)
+        if fits_host(request, request.plan.with_memory_uses(fastest)):
+            return fastest
+        return policy(request, _light(request, fitting))
+
+    return chosen
+
+
+def fits_host(request: PlanRequest, plan: Plan) -> bool:
+    """Whether the host has the memory for a plan, as far as is known."""
+    return request.host_bytes is None or estimate_host_memory(request, plan).total <= request.host_bytes
+
+
+def lightest(request: PlanRequest, fitting: Sequence[Sequence[MemoryUse]]) -> list[MemoryUse]:
+    """The use of each rank that takes the least host memory, of those that fit."""
+    total = _host_bytes(request, fitting)
+    return [min(uses, key=partial(total, rank)) for rank, uses in enumerate(fitting)]
+
+
+def _host_bytes(request: PlanRequest, fitting: Sequence[Sequence[MemoryUse]]) -> Callable[[int, MemoryUse], int]:
+    """Host bytes of all ranks if one does this, and every other one the first of what fits there."""
+    first = [uses[0] for uses in fitting]
+
+    @cache
+    def total(rank: int, use: MemoryUse) -> int:
+        return estimate_host_memory(
+            request, request.plan.with_memory_uses([*first[:rank], use, *first[rank + 1 :]])
+        ).total
+
+    return total
+
+
+def _light(request: PlanRequest, fitting: Sequence[Sequence[MemoryUse]]) -> list[list[MemoryUse]]:
+    """The uses of each rank that fit the host whatever the others take: what the least leaves is shared evenly."""
+    assert request.host_bytes is not None
+    total, least = _host_bytes(request, fitting), lightest(request, fitting)
+    left = request.host_bytes - estimate_host_memory(request, request.plan.with_memory_uses(least)).total
+    more = max(0, left) // len(fitting)
+    return [
+        [use for use in uses if total(rank, use) <= total(rank, least[rank]) + more]
+        for rank, uses in enumerate(fitting)
+    ]
+
+
+@without_garbage_collection()
+def _fastest(
+    request: PlanRequest, profile: Profile, fitting: Sequence[Sequence[MemoryUse]], to_beat: float
+) -> tuple[MemoryUse, ...]:
+    """The fastest setting by simulation, in which all ranks do alike; `to_beat` as in `policy_by_simulation`.
+
+    Settings are simulated in the order of their lower bounds, as long as one may be faster by `WORTH`.
+    """
+    bounds: dict[tuple[MemoryUse, ...], float] = {}
+    for chosen in _alike(request, profile, [_undominated(uses) for uses in fitting]):
+        bounds[chosen] = predict_min_step_seconds(request.plan.with_memory_uses(chosen), request, profile)
+    seconds: dict[tuple[MemoryUse, ...], float] = {}
+    with progress_bar("simulating", " steps") as bar:
+        for chosen in sorted(bounds, key=lambda chosen: (bounds[chosen], *_host_use(chosen))):
+            if bounds[chosen] >= min([to_beat, *seconds.values()]) * (1 - WORTH):
+                break
+            seconds[chosen] = predict_step_seconds(request.plan.with_memory_uses(chosen), request, profile)
+            bar.update()
+    known = seconds or bounds
+    alike = [chosen for chosen in known if known[chosen] <= min(known.values()) * (1 + ALIKE)]
+    return min(alike, key=lambda chosen: (*_host_use(chosen), known[chosen]))
+
+
+def _alike(
+    request: PlanRequest, profile: Profile, fitting: Sequence[Sequence[MemoryUse]]
+) -> list[tuple[MemoryUse, ...]]:
+    """All ranks alike as far as their memory goes, with slots first or activations first."""
+    numbers = sorted({use.num_resident for uses in fitting for use in uses})
+    orders: tuple[Callable[[MemoryUse], tuple[int, int]], ...] = (
+        lambda use: (use.num_saving_activations, use.num_slots),
+        lambda use: (use.num_slots, use.num_saving_activations),
+        lambda use: (-use.num_offloading_activations, use.num_saving_activations),
+    )
+    score = closed_form_score(request, profile)
+    settings = [tuple(_nearest(uses, number, order) for uses in fitting) for number in numbers for order in orders]
+    settings.append(tuple(min(uses, key=partial(score, rank)) for rank, uses in enumerate(fitting)))
+    unique = list(dict.fromkeys(settings))
+    if len(unique) <= MOST_ALIKE:
+        return unique
+    return sorted(unique, key=lambda chosen: max(score(rank, use) for rank, use in enumerate(chosen)))[:MOST_ALIKE]
+
+
+def _host_use(chosen: Sequence[MemoryUse]) -> tuple[int, int]:
+    """How much is left to the host, less being better: stages that are not resident, and stages that offload."""
+    return -sum(use.num_resident for use in chosen), sum(use.num_offloading_activations for use in chosen)
+
+
+def _undominated(uses: Sequence[MemoryUse]) -> list[MemoryUse]:
+    """The uses of which no other has as many resident stages, and as many activations and slots or more.
+
+    Those that stash nothing, or least, are also compared among themselves: what others gain by it may cost more.
+    """
+
+    def is_worse(one: MemoryUse, other: MemoryUse) -> bool:
+        no_more = one.num_saving_activations <= other.num_saving_activations and one.num_slots <= other.num_slots
+        return one != other and one.num_resident == other.num_resident and no_more
+
+    fewest: dict[int, int] = {}
+    for use in uses:
+        fewest[use.num_resident] = min(
+            use.num_offloading_activations, fewest.get(use.num_resident, use.num_offloading_activations)
+        )
+    at_least = [use for use in uses if use.num_offloading_activations == fewest[use.num_resident]]
+    chosen = [one for group in (uses, at_least) for one in group if not any(is_worse(one, other) for other in group)]
+    return list(dict.fromkeys(chosen))
+
+
+def _nearest(uses: Sequence[MemoryUse], num_resident: int, order: Callable[[MemoryUse], tuple[int, int]]) -> MemoryUse:
+    """The use with that many resident stages, or the most below, or the fewest; of those the most by `order`."""
+    numbers = {use.num_resident for use in uses}
+    number = max((n for n in numbers if n <= num_resident), default=min(numbers))
+    return max((use for use in uses if use.num_resident == number), key=order)

@@ -1,0 +1,259 @@
+"""Changes of a run that let it fit, each solved by the planner, for refusals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from transformers import PretrainedConfig
+
+from mobius.config.config import ActivationOffloading, AdapterConfig, FinetuningType
+from mobius.config.validation import find_problems
+from mobius.errors import ConfigError, GpuMemoryError, PlanError
+from mobius.log import progress_bar
+from mobius.models.blocks import ModelParts
+from mobius.planner.fit import fits_gpus, least_host_bytes
+from mobius.planner.memory_estimates import Remedy, estimated_layer, largest_gpu_estimate
+from mobius.planner.peak_memory import LayerBytes
+from mobius.planner.replica_report import nodes_as_remedies
+from mobius.planner.request import PlanRequest
+from mobius.planner.solver import PlanResult, from_all_numbers, resolve_auto, solve
+from mobius.planner.step_prediction import predict_step_seconds
+from mobius.units import GIB, format_bytes
+
+FEWEST_TOKENS = 8
+"""A step is made this many times smaller at most."""
+HOST_ROOM = 1.03
+"""Host memory is raised by this factor until a plan for it is found."""
+
+
+def host_remedies(result: PlanResult, available_bytes: int, model: PretrainedConfig) -> Iterator[Remedy]:
+    """Changes with which a run that asks too much of the host fits it, those first that cost the training least.
+
+    Then how much memory it takes as it is. `model` is the configuration of the model.
+    """
+    request = result.request
+    if request.config.planning.plan is None:
+        solver = _Solver(_as_asked(request), available_bytes, model, result.layer)
+        yield from solver.run((_left_open, _limit, _numbers, _rows, _length, _freeze, _lora, _larger_host))
+    yield from nodes_as_remedies(request, result.plan)
+
+
+def gpu_remedies(request: PlanRequest, available_bytes: int | None, model: PretrainedConfig) -> Iterator[Remedy]:
+    """Changes with which a run that asks too much of the GPUs fits them and the host; None: its memory is not known."""
+    yield from _Solver(_as_asked(request), available_bytes, model, None).run((_numbers, _freeze, _lora, _larger_host))
+
+
+def _as_asked(request: PlanRequest) -> PlanRequest:
+    """The request with numbers of stages and chunks, and rounds and slices as the user typed them."""
+    pipeline = request.config.pipeline
+    slices = 1 if request.num_slices == 1 else pipeline.num_slices
+    return replace(request, accumulation_rounds=pipeline.num_rounds, num_slices=slices)
+
+
+@dataclass(frozen=True)
+class _Solver:
+    """Plans changed requests, by estimates and without simulating what could be faster."""
+
+    request: PlanRequest
+    available_bytes: int | None
+    model: PretrainedConfig
+    layer: LayerBytes | None
+    """Bytes of a layer that were measured for the request's microbatches."""
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether there is nothing to choose of stages and chunks, or all has been tried."""
+        pipeline = self.request.config.pipeline
+        return self.request.machine.on_cpu or (pipeline.num_stages is None and pipeline.num_chunks is None)
+
+    @cached_property
+    def other_numbers(self) -> list[PlanRequest]:
+        """Requests with numbers of stages and chunks that fit, or else the one that takes the least host memory."""
+        return from_all_numbers(replace(self.request, num_stages=None, num_chunks=None))
+
+    def typed(self, numbers: PlanRequest) -> str:
+        """The options for these numbers."""
+        text = f"--num_stages {numbers.num_stages} --num_chunks {numbers.num_chunks}"
+        return (
+            text if self.request.accumulation_rounds is None else f"{text} --num_rounds {numbers.accumulation_rounds}"
+        )
+
+    def run(self, kinds: tuple[Callable[[_Solver], Iterator[Remedy | None]], ...]) -> Iterator[Remedy]:
+        """The first of each kind that fits."""
+        with progress_bar("looking for what fits", " kinds of changes", len(kinds)) as bar:
+            for kind in kinds:
+                if (found := next((each for each in kind(self) if each is not None), None)) is not None:
+                    yield found
+                bar.update()
+
+    def fits(self, request: PlanRequest, host_bytes: int | None = None) -> bool:
+        """Whether a plan fits GPUs and host in some number of rounds; in most cases without solving it, which is slow.
+
+        `host_bytes` is as in `try_change`.
+        """
+        if request.machine.on_cpu or request.num_slices is None:
+            return self.try_change("", request, host_bytes=host_bytes) is not None
+        chunks, most = request.num_chunks or 1, host_bytes or self.available_bytes
+        divisors = [number for number in range(1, chunks + 1) if chunks % number == 0]
+        rounds = divisors if request.accumulation_rounds is None else [request.accumulation_rounds]
+        least = min(least_host_bytes(replace(request, accumulation_rounds=number)) for number in rounds)
+        return math.isfinite(least) and (most is None or least <= most)
+
+    def try_change(self, options: str, request: PlanRequest, *, host_bytes: int | None = None) -> Remedy | None:
+        """The change if a plan for it fits GPUs and host, else None; `host_bytes` is the memory of another host."""
+        is_quick = not request.machine.on_cpu and request.num_slices is not None
+        if is_quick and not self.fits(request, host_bytes):
+            return None
+        try:
+            settled = resolve_auto(request)
+            is_same = settled.shape is self.request.shape and settled.num_chunks == self.request.num_chunks
+            is_same = is_same and settled.all_tokens == self.request.all_tokens
+            layer = self.layer if is_same and self.layer else estimated_layer(settled)
+            if not fits_gpus(settled, layer):
+                return None
+            found = solve(settled, layer=layer, is_preliminary=True)
+        except (GpuMemoryError, PlanError):
+            return None
+        most = host_bytes or self.available_bytes
+        if most is not None and found.host_estimate.total > most:
+            return None
+        details = _details(found) + ", on a host that has as much" * (host_bytes is not None)
+        return Remedy(options, found.host_estimate.total, details, host_bytes)
+
+    def with_adapters(self, adapters: AdapterConfig) -> PlanRequest | None:
+        """The request that trains something else, if its other options allow that."""
+        config = replace(self.request.config, adapters=adapters)
+        if find_problems(config):
+            return None
+        try:
+            shape = ModelParts(self.model, torch.device("cpu"), adapters=adapters).shape()
+        except ConfigError:
+            return None
+        return replace(self.request, config=config, shape=shape)
+
+
+def _details(result: PlanResult) -> str:
+    """GPU memory of the fullest rank and tokens per second, by a quick simulation."""
+    parts = (
+        []
+        if result.request.machine.on_cpu
+        else [f"{format_bytes(largest_gpu_estimate(result.gpu_estimates).total)} per GPU"]
+    )
+    if result.profile is not None:
+        seconds = predict_step_seconds(result.plan, result.request, result.profile)
+        parts.append(f"about {result.request.all_tokens / seconds:,.0f} tokens/s")
+    return ", ".join(parts)
+
+
+def _left_open(solver: _Solver) -> Iterator[Remedy | None]:
+    """One thing that was asked for is left to the planner."""
+    request, pipeline = solver.request, solver.request.config.pipeline
+    if pipeline.num_rounds is not None:
+        changed = replace(request.with_pipeline(num_rounds=None), accumulation_rounds=None)
+        yield solver.try_change("--num_rounds auto", changed)
+    if pipeline.resident_stages != "auto":
+        yield solver.try_change("--resident_stages auto", request.with_pipeline(resident_stages="auto"))
+    if pipeline.activation_offloading is ActivationOffloading.ON:
+        changed = request.with_pipeline(activation_offloading=ActivationOffloading.AUTO)
+        yield solver.try_change("--activation_offloading auto", changed)
+
+
+def _limit(solver: _Solver) -> Iterator[Remedy | None]:
+    """Less memory is free than the plan counted on: it is told how much."""
+    request, available = solver.request, solver.available_bytes
+    if available is not None and request.host_bytes is not None and available < request.host_bytes:
+        each_node = math.floor(10 * available * request.machine.replicas_per_node / GIB) / 10
+        machine = replace(request.machine, agreed_host_bytes=None)
+        changed = replace(request.with_pipeline(host_memory_limit=each_node), machine=machine)
+        yield solver.try_change(f"--host_memory_limit {each_node:g}", changed)
+
+
+def _numbers(solver: _Solver) -> Iterator[Remedy | None]:
+    """Other numbers of stages and chunks, where they were given: auto has tried all."""
+    if not solver.is_auto:
+        for each in solver.other_numbers:
+            yield solver.try_change(solver.typed(each), _without_rounds(each, solver.request))
+
+
+def _without_rounds(numbers: PlanRequest, asked: PlanRequest) -> PlanRequest:
+    """`numbers` of stages and chunks, with rounds and slices as in `asked`."""
+    return replace(asked, num_stages=numbers.num_stages, num_chunks=numbers.num_chunks)
+
+
+def _rows(solver: _Solver) -> Iterator[Remedy | None]:
+    """Fewer rows in a step."""
+    request, rows = solver.request, solver.request.config.pipeline.batch_size
+    for fewer in range(rows // 2, rows // FEWEST_TOKENS - 1, -1):
+        if fewer and rows % fewer == 0 and fewer % ((request.num_chunks or 1) * request.machine.num_replicas) == 0:
+            yield solver.try_change(f"--batch_size {fewer}", request.with_pipeline(batch_size=fewer))
+
+
+def _length(solver: _Solver) -> Iterator[Remedy | None]:
+    """Shorter rows."""
+    length = solver.request.config.data.seq_length
+    for part in (2, 4, FEWEST_TOKENS):
+        if length % part == 0:
+            yield solver.try_change(f"--seq_length {length // part}", solver.request.with_seq_length(length // part))
+
+
+def _freeze(solver: _Solver) -> Iterator[Remedy | None]:
+    """As few layers frozen as it takes, from the first on."""
+    adapters, num_layers = solver.request.config.adapters, solver.request.shape.num_layers
+    if adapters.is_lora or adapters.freeze is not None:
+        return
+    fewest, most, known = 1, num_layers, dict[int, PlanRequest | None]()
+
+    def frozen(number: int) -> PlanRequest | None:
+        if number not in known:
+            known[number] = solver.with_adapters(replace(adapters, freeze=f"embedding,layers.0-{number - 1}"))
+        return known[number]
+
+    while fewest < most:
+        number = (fewest + most) // 2
+        changed = frozen(number)
+        is_enough = changed is not None and solver.fits(changed)
+        fewest, most = (fewest, number) if is_enough else (number + 1, most)
+    if fewest < num_layers and (changed := frozen(fewest)) is not None:
+        yield solver.try_change(f"--freeze embedding,layers.0-{fewest - 1}", changed)
+
+
+def _lora(solver: _Solver) -> Iterator[Remedy | None]:
+    """Adapters in place of all parameters."""
+    adapters = solver.request.config.adapters
+    if not adapters.is_lora and adapters.freeze is None:
+        lora = replace(adapters, finetuning_type=FinetuningType.LORA)
+        changed = solver.with_adapters(lora)
+        merged = solver.with_adapters(replace(lora, merge=True)) if changed is None else None
+        if (request := changed or merged) is not None:
+            yield solver.try_change("--use_lora --merge" if merged else "--use_lora", request)
+
+
+def _larger_host(solver: _Solver) -> Iterator[Remedy | None]:
+    """The run as it is on a host with as much memory as it takes, with other numbers if they take less of it."""
+    if solver.request.machine.on_cpu or solver.available_bytes is None:
+        return
+    tried = [("", solver.request)]
+    if not solver.is_auto:
+        tried += [(solver.typed(each) + " ", _without_rounds(each, solver.request)) for each in solver.other_numbers]
+    needs = [least_host_bytes(_on_any_host(request)) for _, request in tried]
+    least = min(needs)
+    if math.isfinite(least):
+        typed, request = tried[0] if needs[0] <= least * HOST_ROOM else tried[needs.index(least)]
+        limit = least * request.machine.replicas_per_node / GIB
+        for _ in range(5):
+            limit *= HOST_ROOM
+            gib = math.ceil(limit)
+            changed = _on_any_host(request).with_pipeline(host_memory_limit=float(gib))
+            changed = replace(changed, accumulation_rounds=request.accumulation_rounds, num_slices=request.num_slices)
+            yield solver.try_change(f"{typed}--host_memory_limit {gib}", changed, host_bytes=gib * GIB)
+
+
+def _on_any_host(request: PlanRequest) -> PlanRequest:
+    """The request where host memory is not counted; in one round of whole sequences where that is left open."""
+    machine = replace(request.machine, host_bytes=None, agreed_host_bytes=None)
+    free = replace(request.with_pipeline(host_memory_limit=None), machine=machine)
+    return replace(free, accumulation_rounds=free.accumulation_rounds or 1, num_slices=free.num_slices or 1)

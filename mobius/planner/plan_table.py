@@ -1,0 +1,202 @@
+"""A plan as tables for a reader: stages, GPU bytes by category and rank, host bytes, the predicted step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mobius.planner.memory_estimates import (
+    COMMUNICATOR_BYTES,
+    CONTEXT_BYTES,
+    HostMemoryEstimate,
+    estimate_host_memory,
+    largest_gpu_estimate,
+    tile_tokens,
+)
+from mobius.planner.profile import Profile
+from mobius.planner.solver import PlanResult
+from mobius.planner.step_prediction import predict_step_seconds
+from mobius.schedule.lanes import WaitCause
+from mobius.schedule.partition import ModelShape, StageCut
+from mobius.schedule.plan import Plan, RecomputeLevel
+from mobius.units import GIB, format_bytes, format_gib
+
+_CATEGORIES = (
+    ("weights", "weights"),
+    ("gradients", "gradients"),
+    ("optimizer", "optimizer"),
+    ("keys", "kv_cache"),
+    ("inputs", "inputs"),
+    ("kept", "saved_activations"),
+    ("messages", "messages"),
+    ("work", "working_set"),
+    ("libraries", "libraries"),
+)
+
+
+def format_columns(rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell, to the right but for the first."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def describe_stages(plan: Plan, shape: ModelShape) -> str:
+    """A line for each run of stages that are alike: ranks, layers, parameters of each stage, and where these are.
+
+    Where layers have experts, also the parameters that compute for a token.
+    """
+    has_experts = shape.experts is not None
+    active = ["active"] if has_experts else []
+    rows = [["stages", "ranks", "layers", "parameters", *active, "weights", "activations"]]
+    for _, alike in itertools.groupby(plan.cuts, key=lambda cut: (len(cut.layers), *_stage_cells(plan, cut, shape))):
+        cuts = list(alike)
+        first, last, ranks = cuts[0], cuts[-1], sorted({cut.stage % plan.num_ranks for cut in cuts})
+        parts = ["embedding"] if first.is_first else []
+        parts += [_numbers(first.first_layer, last.end_layer - 1)] if first.layers else []
+        parts += ["head"] if last.is_last else []
+        rows.append(
+            [
+                _numbers(first.stage, last.stage),
+                _numbers(ranks[0], ranks[-1]) if len(ranks) == ranks[-1] - ranks[0] + 1 else ",".join(map(str, ranks)),
+                ", ".join(parts) or "none",
+                *_stage_cells(plan, first, shape)[1:],
+            ]
+        )
+    slots = plan.describe_slots() if plan.num_slots is None else f"{plan.describe_slots()} per rank"
+    head = f"{plan.num_stages} stages on {plan.num_ranks} rank(s), {plan.describe_microbatches()}, {slots}"
+    return f"{head}\n{format_columns(rows)}"
+
+
+def _stage_cells(plan: Plan, cut: StageCut, shape: ModelShape) -> list[str]:
+    """Cells that tell stages apart: which end of the model they hold, parameters, weights and activations."""
+    holds_nothing = not (cut.is_first or cut.layers or cut.is_last)
+    return [
+        f"{cut.is_first}{cut.is_last}",
+        f"{cut.num_parameters(shape) / 1e6:.1f}M",
+        *([f"{cut.num_active(shape) / 1e6:.1f}M"] if shape.experts is not None else []),
+        "-" if holds_nothing else "resident" if cut.stage in plan.resident else "streamed",
+        _activations(plan, cut, shape),
+    ]
+
+
+def _numbers(first: int, last: int) -> str:
+    """`3`, or `3-5`."""
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _activations(plan: Plan, cut: StageCut, shape: ModelShape) -> str:
+    if not cut.layers:
+        return "-"
+    if not cut.backward_layers(shape.first_backward):
+        return "no backward"
+    if cut.stage in plan.saved_activation_stages:
+        return "kept" if plan.recompute_level is RecomputeLevel.NONE else f"{plan.recompute_level} kept"
+    if cut.stage in plan.offloaded_activation_stages and plan.num_offloaded_microbatches:
+        share = f"{plan.num_offloaded_microbatches} of {plan.microbatches_per_round}"
+        return f"products from the host ({share}), else recomputed"
+    what = "linear parts recomputed" if cut.stage in plan.saved_attention_stages else "recomputed"
+    return f"{what} from the host" if cut.stage in plan.offloaded_activation_stages else what
+
+
+def describe_gpus(result: PlanResult) -> str:
+    """GiB by category, a line per rank; what is outside of torch's memory is in a column of its own."""
+    machine, limit = result.request.machine, result.request.config.pipeline.gpu_memory_limit
+    assert machine.gpu_spec is not None
+    has_keys = any(need.kv_cache for need in result.gpu_estimates)
+    categories = [each for each in _CATEGORIES if has_keys or each[1] != "kv_cache"]
+    rows = [["ranks", *(title for title, _ in categories), "= torch", "+ driver, mailboxes"]]
+    # An estimate: context, mailboxes, communicators of a rank's edges and of all ranks; and two for each other replica,
+    # of sums and of weights.
+    edges = {1: 0, 2: 2}.get(machine.num_ranks, 4)
+    pairs = edges + 2 * (machine.num_replicas - 1)
+    beside = (pairs + (pairs > 0)) * COMMUNICATOR_BYTES + (result.request.mailbox_bytes if edges else 0)
+    cells = [
+        [*(format_gib(getattr(need, name)) for _, name in categories), format_gib(need.total)]
+        for need in result.gpu_estimates
+    ]
+    first = 0
+    for alike in (list(group) for _, group in itertools.groupby(cells)):
+        rows.append([_numbers(first, first + len(alike) - 1), *alike[0], format_gib(CONTEXT_BYTES + beside)])
+        first += len(alike)
+    memory = (machine.gpu_bytes or 0) / GIB
+    available = memory if limit is None else min(limit, memory)
+    tile = tile_tokens(result.request)
+    in_tiles = "" if tile is None else f"\n  recomputed layers run in tiles of {tile} tokens"
+    return f"GPU memory in GiB, {available:g} of {machine.gpu_spec.name} may be used\n{format_columns(rows)}{in_tiles}"
+
+
+def describe_verdict(result: PlanResult, available_bytes: int | None) -> str:
+    """The verdict on a plan: whether it fits, its step, the fullest GPU, the host; None: its memory is not known."""
+    request, host_bytes = result.request, result.host_estimate.total
+    short = 0 if available_bytes is None else host_bytes - available_bytes
+    fits = f"the run does not fit: {format_bytes(short)} of host memory are missing" if short > 0 else "the run fits"
+    lines = [fits]
+    if result.simulated_steps is not None:
+        lines.append(
+            f"  step         {result.step_seconds:.3f} s for {request.all_tokens:,} tokens: "
+            f"{result.tokens_per_second:,.0f} tokens/s, {100 * result.mfu:.0f} % MFU"
+        )
+    if request.gpu_bytes is not None:
+        most, name = (
+            largest_gpu_estimate(result.gpu_estimates).total,
+            f" {request.machine.gpu_spec.name}" if request.machine.gpu_spec else " GPU",
+        )
+        lines.append(f"  GPU memory   {format_bytes(most)} of {format_bytes(request.gpu_bytes)} on each{name}")
+    of = " (--host_memory_limit tells how much there is)" if available_bytes is None else ""
+    of = of or f" of {format_bytes(available_bytes or 0)}"
+    lines.append(f"  host memory  {format_bytes(host_bytes)}{of}")
+    return "\n".join(lines)
+
+
+def describe_host(need: HostMemoryEstimate) -> str:
+    """The host's bytes of all ranks, with their arithmetic."""
+    return f"host memory: {format_bytes(need.total)} = {need.describe()}"
+
+
+def describe_short_host(result: PlanResult) -> str | None:
+    """A line where stages stay on the GPUs because the host cannot hold them; None where it could hold all."""
+    request, plan = result.request, result.plan
+    streamed = estimate_host_memory(request, request.plan).total
+    is_open = request.num_resident is None and not request.machine.on_cpu
+    if not is_open or request.host_bytes is None or streamed <= request.host_bytes:
+        return None
+    rounds = f", in {plan.accumulation_rounds} rounds" * (plan.accumulation_rounds > 1)
+    return (
+        f"all stages would take {format_bytes(streamed)} of host memory, and {format_bytes(request.host_bytes)} may be "
+        f"used: {len(plan.resident)} stay on the GPUs{rounds}; more host memory may make steps shorter"
+    )
+
+
+def describe_step(result: PlanResult) -> str:
+    """The part of the machine that limits the predicted step, waits, and the numbers that it rests on."""
+    if result.simulated_steps is None or result.step_time_prediction is None or result.profile is None:
+        return "no step is predicted: the cards' rates are for formats of two bytes (bf16, fp16)"
+    waits = ", ".join(f"{cause} {result.simulated_steps.worst_wait(cause):.3f}" for cause in WaitCause)
+    return "\n".join(
+        [
+            f"the step is limited by {result.step_time_prediction.bottleneck} "
+            f"({100 * result.step_time_prediction.gain:.1f} % shorter if it were 1.1 "
+            f"times as fast); bubble {100 * result.simulated_steps.bubble:.0f} %; the worst rank waits, s: {waits}",
+            *([] if result.plan.accumulation_rounds == 1 else [f"  {_describe_rounds(result, result.profile)}"]),
+            f"  {result.profile.describe()}",
+        ]
+    )
+
+
+def _describe_rounds(result: PlanResult, profile: Profile) -> str:
+    """Compare with the same plan with all microbatches at once, as if there were the memory for it."""
+    plan = result.plan
+    at_once = predict_step_seconds(replace(plan, accumulation_rounds=1), result.request, profile)
+    sums = f", their fp32 sums {plan.accumulation_rounds - 1} times each way" * (
+        not result.request.shape.keeps_trained_on_gpu
+    )
+    return (
+        f"{plan.accumulation_rounds} rounds of {plan.microbatches_per_round} microbatches cost "
+        f"{result.step_seconds - at_once:.3f} s of it: "
+        f"weights of streamed stages travel {plan.accumulation_rounds} times{sums}"
+    )

@@ -1,0 +1,272 @@
+"""Seconds and rates of one machine for one model at one microbatch shape, measured or estimated, and their file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import operator
+from collections.abc import Mapping
+from dataclasses import asdict, astuple, dataclass
+from enum import StrEnum
+from typing import Any
+
+from mobius.planner.replica_traffic import ReplicaRates
+from mobius.schedule.partition import ModelShape
+
+FORMAT = 8
+"""Counted up when a field changes its meaning, so that an older file is not believed."""
+ADAPTER_FORWARD, ADAPTER_BACKWARD = 2.5, 3.5
+"""Passes of adapters over the inputs and outputs of their linear layers. Forward reads inputs, writes what it adds,
+reads that and the outputs, and writes their sum. Backward reads the outputs' gradients twice and inputs once, writes a
+gradient of inputs, reads it and the other, and writes their sum. Inputs and outputs of a layer are about equally wide,
+so that is (1 + 4) / 2 and (5 + 2) / 2."""
+
+
+MOST_KINDS = 4
+"""Kinds of layers whose seconds are shown."""
+
+
+class ProfileError(ValueError):
+    """A text that is no profile; the caller measures again."""
+
+
+class Source(StrEnum):
+    """Where the numbers of a profile come from."""
+
+    MEASURED = "measured"
+    ESTIMATED = "estimated"
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """One kind of layer on one microbatch, in seconds; parameter gradients are added to fp32 sums in backward."""
+
+    forward: float
+    backward: float
+    """From a graph that was kept."""
+    recomputed_backward: float
+    """From the layer's input: its forward runs again."""
+
+    def __add__(self, other: LayerSeconds) -> LayerSeconds:
+        return LayerSeconds(*map(operator.add, astuple(self), astuple(other)))
+
+    def describe(self) -> str:
+        """The seconds in milliseconds, as text."""
+        forward = f"{1e3 * self.forward:.2f} ms forward"
+        if self.backward == self.recomputed_backward == 0:
+            return f"{forward}, no backward"
+        return f"{forward}, {1e3 * self.backward:.2f} backward, {1e3 * self.recomputed_backward:.2f} with recompute"
+
+    def times(self, factor: float) -> LayerSeconds:
+        """All of them so many times."""
+        return LayerSeconds(*(factor * seconds for seconds in astuple(self)))
+
+
+@dataclass(frozen=True)
+class CopyRates:
+    """Bytes per second of one GPU's copies between page-locked host memory and the GPU."""
+
+    host_to_device: float
+    """Host to device, this GPU alone."""
+    device_to_host: float
+    """Device to host, alone."""
+    host_to_device_all_gpus: float
+    """Host to device, each of all GPUs at once."""
+    device_to_host_all_gpus: float
+    host_to_device_duplex: float
+    """Host to device, each of all GPUs at once while each also copies to the host."""
+    device_to_host_duplex: float
+
+
+@dataclass(frozen=True)
+class MessageRates:
+    """Activations between the GPUs of neighbouring ranks."""
+
+    bandwidth: float
+    """Bytes per second of one directed edge."""
+    latency: float
+    """Seconds."""
+    is_through_host: bool
+    """Whether messages use the PCIe links and the host's memory, as on cards that cannot write to each other."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Seconds per microbatch and layer, and rates of everything that runs beside compute."""
+
+    source: Source
+    basis: str
+    """Device and how the numbers came about, for the reader."""
+    num_ranks: int
+    """GPUs that were busy where a rate says `together`."""
+    microbatch_tokens: int
+    layer_kinds: tuple[LayerSeconds, ...]
+    kind_of_layer: tuple[int, ...]
+    """Index into `layer_kinds` for every layer of the model."""
+    embedding_forward: float
+    embedding_backward: float
+    loss: float
+    """Final norm, head and loss, their backward included."""
+    copies: CopyRates
+    messages: MessageRates
+    cpu_adamw: float
+    """Parameters per second of one rank's CPU optimizer, the others idle."""
+    cpu_adamw_together: float
+    """Parameters per second of each rank's CPU optimizer while all update."""
+    cpu_adamw_beside_copies: float
+    """Parameters per second of each rank's while all update and all GPUs copy in both directions."""
+    copies_beside_cpu_adamw: float
+    """Bytes per second of one GPU's copies in each direction meanwhile."""
+    cpu_adamw_bytes: int
+    """Host memory traffic of one update, in bytes per parameter."""
+    gpu_adamw: float
+    """Parameters per second."""
+    host_bandwidth: float
+    """Bytes per second of host memory that all ranks share."""
+    gpu_bandwidth: float
+    """Bytes per second of one GPU's memory."""
+    gpu_memory: int
+    """Bytes of one GPU."""
+    step_overhead: float
+    """Seconds between the last backward of a step and the first action of the next: norms and losses are summed."""
+    launch_overhead: LayerSeconds = LayerSeconds(0.0, 0.0, 0.0)
+    """Seconds of the host to enqueue a layer: small microbatches are computed faster than that."""
+    action_launch: float = 0.0
+    """Seconds of the host for everything else that an action needs: events, messages, slots."""
+    attention_length: float | None = None
+    """Tokens of the sequence, or mean over tokens of their document, that layers attended in; None: as in rows."""
+    attention: LayerSeconds = LayerSeconds(0.0, 0.0, 0.0)
+    """Seconds of each layer's that attention takes; known where rows are to be cut into slices, and of estimates."""
+    replicas: ReplicaRates | None = None
+    """None where there is one pipeline."""
+
+    def of_layer(self, layer: int) -> LayerSeconds:
+        """The seconds of the model's layer number `layer`."""
+        return self.layer_kinds[self.kind_of_layer[layer]]
+
+    def elementwise_seconds(self, layer: int, shape: ModelShape) -> float:
+        """Seconds per microbatch to run again what is element by element in a layer, at the rate of the GPU's memory.
+
+        Widths of two bytes that are read and written, hidden H, feed-forward I, queries and keys together A / 2:
+
+            norm of the input             H read, H written
+            rotary embeddings             A / 2 read, A / 2 written
+            attention's sum and norm      2 H read, H written
+            activation times up           2 I read, I written
+
+            copies for experts and their results' sum    K H read, K H written, each
+
+        An estimate, not measured: backward reads some of it anyway, and reads what it has made again.
+        """
+        widths = shape.layer_widths(layer)
+        elements = 5 * shape.hidden_size + widths.products + 3 * widths.feed_forward + 4 * widths.copies
+        return 2 * elements * self.microbatch_tokens / self.gpu_bandwidth
+
+    def describe(self) -> str:
+        """One line: what is measured or estimated, and the seconds of each kind of layers."""
+        numbers = [self.kind_of_layer.count(kind) for kind in range(len(self.layer_kinds))]
+        told = [
+            f"{number} layers take {kind.describe()}" if len(numbers) > 1 else f"a layer takes {kind.describe()}"
+            for kind, number in zip(self.layer_kinds[:MOST_KINDS], numbers, strict=False)
+        ]
+        more = ["others are not shown"] if len(numbers) > MOST_KINDS else []
+        loss = f"the loss {1e3 * self.loss:.2f} ({self.microbatch_tokens} tokens)"
+        return f"{self.source}: {self.basis}; {', '.join([*told, *more, loss])}"
+
+    def to_json(self) -> str:
+        """The profile as an object of its fields, ending in a line break."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """The inverse of `to_json`; raises ProfileError for anything else, also for numbers that cannot be."""
+        try:
+            fields = json.loads(text)
+            if fields.pop("format") != FORMAT:
+                raise ProfileError("the profile has another format")
+            kinds = tuple(_numbers(LayerSeconds, kind) for kind in fields.pop("layer_kinds"))
+            profile = cls(
+                source=Source(fields.pop("source")),
+                layer_kinds=kinds,
+                kind_of_layer=tuple(fields.pop("kind_of_layer")),
+                copies=_numbers(CopyRates, fields.pop("copies")),
+                launch_overhead=_numbers(LayerSeconds, fields.pop("launch_overhead")),
+                attention=_numbers(LayerSeconds, fields.pop("attention")),
+                messages=_numbers(MessageRates, fields.pop("messages")),
+                replicas=_numbers(ReplicaRates, found) if (found := fields.pop("replicas", None)) else None,
+                **fields,
+            )
+            _check(profile)
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ProfileError(f"not a profile: {error}") from error
+        return profile
+
+
+def with_frozen(profile: Profile, shape: ModelShape, byte_rate: float) -> Profile:
+    """An estimate of all parameters' training without what the frozen ones of `shape` spare, in formats of two bytes.
+
+    That is their gradients' products, a third of all products of layers and head, and all of backward before the first
+    layer that is trained. Adapters pass over memory instead, at `byte_rate` bytes per second.
+    """
+    trained = shape.trained
+    if trained is None:
+        return profile
+    kinds: list[LayerSeconds] = []
+    for layer, (parameters, own) in enumerate(zip(shape.active_parameters, shape.active_trained, strict=True)):
+        seconds, attention = profile.of_layer(layer), (profile.attention_length or 0) * shape.hidden_size
+        spared = (1 - own / parameters) / 2 * parameters / (parameters + attention)
+        backward = seconds.backward * (1 - spared) if layer >= shape.first_backward else 0.0
+        again = (seconds.recomputed_backward - seconds.backward + backward) if backward else 0.0
+        kind = LayerSeconds(seconds.forward, backward, again)
+        if trained.rank:
+            one_pass = 2 * profile.microbatch_tokens * trained.layers[layer] / trained.rank / byte_rate
+            forward, backward = ADAPTER_FORWARD * one_pass, ADAPTER_BACKWARD * one_pass if backward else 0.0
+            kind += LayerSeconds(forward, backward, forward + backward if backward else 0.0)
+        kinds.append(kind)
+    unique = list(dict.fromkeys(kinds))
+    return dataclasses.replace(
+        profile,
+        layer_kinds=tuple(unique),
+        kind_of_layer=tuple(map(unique.index, kinds)),
+        embedding_backward=profile.embedding_backward if trained.embedding else 0.0,
+        loss=profile.loss * (2 + trained.head / shape.head_parameters) / 3,
+    )
+
+
+def _numbers(kind: type[Any], fields: Mapping[str, Any]) -> Any:
+    """A dataclass of numbers from its JSON object; raises TypeError for missing, unknown or wrong fields."""
+    result = kind(**fields)
+    wrong = [name for name, value in fields.items() if not isinstance(value, bool) and not _is_amount(value)]
+    if wrong:
+        raise TypeError(f"{', '.join(wrong)} of {kind.__name__} must be numbers above 0")
+    return result
+
+
+def _is_amount(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value >= 0
+
+
+def _check(profile: Profile) -> None:
+    for field in dataclasses.fields(profile):
+        value = getattr(profile, field.name)
+        is_number = field.type in ("float", "int")
+        if is_number and (isinstance(value, bool) or not _is_amount(value)):
+            raise ValueError(f"{field.name} is {value!r}")
+    if not isinstance(profile.basis, str):
+        raise ValueError("basis is no text")
+    rates = (*asdict(profile.copies).values(), profile.cpu_adamw, profile.cpu_adamw_together)
+    rates += (
+        profile.cpu_adamw_beside_copies,
+        profile.copies_beside_cpu_adamw,
+        profile.gpu_adamw,
+        profile.host_bandwidth,
+        profile.gpu_bandwidth,
+    )
+    if profile.replicas is not None:
+        rates += (profile.replicas.together, profile.replicas.alone)
+    if min(*rates, profile.messages.bandwidth) <= 0:
+        raise ValueError("a rate is 0")
+    kinds = range(len(profile.layer_kinds))
+    if not profile.kind_of_layer or any(type(k) is not int or k not in kinds for k in profile.kind_of_layer):
+        raise ValueError("kind_of_layer names kinds that are not there")

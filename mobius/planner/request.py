@@ -1,0 +1,348 @@
+"""The question that the planner answers: one pure value of a configuration, a model's sizes and a machine's facts.
+
+A run, a dry run, `auto`, scripts/simulate.py and the benchmarks all ask by it, so that none can leave an option out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from mobius.config.config import Compile, Config, Dtype, Recompute, ReduceDtype
+from mobius.limits import NUM_INCOMING_EDGES, NUM_MAILBOXES
+from mobius.planner.event_simulation import StepRules
+from mobius.planner.gpu_specs import GpuSpec, Host
+from mobius.planner.peak_memory import estimate_layer
+from mobius.planner.replica_traffic import NODE_LINK, ReplicaSharding
+from mobius.planner.state_bytes import SUM_BYTES, ByteSizes
+from mobius.schedule.packed_rows import PackedRows
+from mobius.schedule.partition import ModelShape
+from mobius.schedule.plan import Plan, RecomputeLevel, make_plan, recompute_level_of
+from mobius.units import GIB
+
+BESIDE_PRODUCTS = 1 / 64
+"""Share of what products need that is kept beside it: attention's log-sum-exps, a norm's numbers. An estimate."""
+OUTSIDE_BYTES = GIB
+"""Memory of a card that the driver and communicators take. A guess, where what is free is not known."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Facts of the machine that a run is planned for; all ranks have the same GPU."""
+
+    num_ranks: int
+    """Ranks of one pipeline."""
+    gpu_spec: GpuSpec | None = None
+    """Data sheet of the GPU; None where there is none: for a CPU, and for a GPU that is not known."""
+    total_bytes: int | None = None
+    """Memory of a GPU where the driver has told it; else the card's counts."""
+    free_bytes: int | None = None
+    """Memory of this rank's GPU that is free, or as much of it as the run may use; None where it was not asked."""
+    host_bytes: int | None = None
+    """Memory of the host that all ranks together may count on; None where it is not known."""
+    agreed_host_bytes: int | None = None
+    """The least of that on any node of a run, its own option counted; None where ranks have not met."""
+    has_peer_copies: bool = True
+    """Whether GPUs may write into each other's memory, if the card can."""
+    host: Host = field(default_factory=Host)
+    pcie: int | None = None
+    """Generation of the slots; None: the card's own."""
+    num_replicas: int = 1
+    """Pipelines that share each step's batch and the optimizer's state; all others of these facts are of one."""
+    num_nodes: int = 1
+    """Machines, each of which has equally many of the replicas."""
+    node_link: float = NODE_LINK
+    """GB/s of a machine's link to the others, in each direction."""
+
+    @property
+    def gpu_bytes(self) -> int | None:
+        """All memory of a GPU; None on CPUs."""
+        if self.total_bytes is None and self.gpu_spec is not None:
+            return int(self.gpu_spec.memory_gb * GIB)
+        return self.total_bytes
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.gpu_bytes is None
+
+    @property
+    def replicas_per_node(self) -> int:
+        """Pipelines that share a machine's host memory and its link to other machines."""
+        return self.num_replicas // self.num_nodes
+
+
+def compiles(config: Config, machine: Machine) -> bool:
+    """Whether layers and loss run as compiled graphs."""
+    wanted = config.pipeline.compile
+    return wanted is Compile.ON or (wanted is Compile.AUTO and not machine.on_cpu)
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A run to be planned: its options, model and machine; the two numbers are None while auto is not resolved."""
+
+    config: Config
+    """As the user asked."""
+    shape: ModelShape
+    machine: Machine
+    num_stages: int | None
+    num_chunks: int | None
+    packed: PackedRows | None = None
+    """None: every row is one document of `seq_length` tokens, as in a dry run, which does not read the data."""
+    accumulation_rounds: int | None = None
+    """None while auto is not resolved, which is planned as one round."""
+    num_slices: int | None = None
+    """None while auto is not resolved, which is planned as whole sequences."""
+    recompute_level: RecomputeLevel | None = None
+    """None while it is not tried out, which is planned as what `recompute` says, or everything."""
+    num_offloaded_microbatches: int = 0
+    """Microbatches of a round whose products go home from stashed stages."""
+    measured_products: int | None = None
+    """Bytes of a layer's products and a microbatch where they were measured."""
+    num_saving_attention: int | None = None
+    """Stages of each rank that keep attention's results; None while it is not tried out, which is planned as what
+    `recompute` says, or none."""
+    reduce_bytes: int = SUM_BYTES
+    """Bytes per parameter of gradients between replicas."""
+    reserve_bytes: int = 0
+    """GPU memory to leave free: what a rehearsal took beyond the prediction, on the rank where that was most."""
+
+    @classmethod
+    def of(cls, config: Config, shape: ModelShape, machine: Machine, packed: PackedRows | None = None) -> PlanRequest:
+        """The question of a run, before anything is chosen."""
+        pipeline = config.pipeline
+        numbers = pipeline.num_rounds, pipeline.num_slices
+        sent = 2 if pipeline.reduce_dtype is ReduceDtype.BF16 else SUM_BYTES
+        stages, chunks = pipeline.num_stages, pipeline.num_chunks
+        return cls(config, shape, machine, stages, chunks, packed, *numbers, reduce_bytes=sent)
+
+    def with_pipeline(self, **options: Any) -> PlanRequest:
+        """The question with other values of options that concern pipeline and memory."""
+        return replace(self, config=replace(self.config, pipeline=replace(self.config.pipeline, **options)))
+
+    def with_seq_length(self, seq_length: int) -> PlanRequest:
+        """The question for sequences of another length, in tokens."""
+        return replace(self, config=replace(self.config, data=replace(self.config.data, seq_length=seq_length)))
+
+    @property
+    def resolved_config(self) -> Config:
+        """The configuration with numbers in the place of auto."""
+        stages, chunks, rounds = self.num_stages, self.num_chunks, self.accumulation_rounds
+        pipeline = replace(
+            self.config.pipeline,
+            num_stages=stages,
+            num_chunks=chunks,
+            num_rounds=rounds,
+            num_slices=self.num_slices,
+        )
+        return replace(self.config, pipeline=pipeline)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan before memory is looked at: an even cut, all streamed or, if asked for, all resident.
+
+        Raises PlanError if there are more stages than can be.
+        """
+        assert self.num_stages is not None
+        assert self.num_chunks is not None
+        pipeline = self.config.pipeline
+        return make_plan(
+            self.shape,
+            num_ranks=self.machine.num_ranks,
+            num_stages=self.num_stages,
+            num_microbatches=self.num_chunks * (self.num_slices or 1),
+            num_slots=pipeline.num_slots if pipeline.use_offload else None,
+            accumulation_rounds=self.accumulation_rounds or 1,
+            num_slices=self.num_slices or 1,
+            recompute_level=self.recompute_level or recompute_level_of(pipeline.recompute),
+            num_saving_attention=self._num_attention_kept,
+            num_offloaded_microbatches=self.num_offloaded_microbatches,
+        )
+
+    @property
+    def _num_attention_kept(self) -> int:
+        if (self.num_slices or 1) == 1:
+            return 0
+        if self.num_saving_attention is not None:
+            return self.num_saving_attention
+        assert self.num_stages is not None
+        return self.num_stages // self.machine.num_ranks if self.recompute is Recompute.LINEAR else 0
+
+    @property
+    def recompute(self) -> Recompute:
+        """The choice that is asked for."""
+        return self.config.pipeline.recompute
+
+    @property
+    def num_resident(self) -> int | None:
+        """Resident stages of each rank that are asked for; None leaves it to the memory."""
+        pipeline = self.config.pipeline
+        everything = not pipeline.use_offload or pipeline.resident_stages == "all"
+        return self.plan.stages_per_rank if everything else pipeline.num_resident_stages
+
+    @property
+    def gpu_spec(self) -> GpuSpec | None:
+        """The card whose rates are an estimate for this run: of formats of two bytes, which data sheets tell of."""
+        return None if self.config.model.dtype is Dtype.FP32 else self.machine.gpu_spec
+
+    @property
+    def gpu_bytes(self) -> int | None:
+        """GPU memory that a rank's plan may fill; None on CPUs."""
+        total, free = self.machine.gpu_bytes, self.machine.free_bytes
+        if total is None:
+            return None
+        limit = self.config.pipeline.gpu_memory_limit
+        usable = total - OUTSIDE_BYTES if free is None else free
+        return (usable if limit is None else min(usable, int(limit * GIB))) - self.reserve_bytes
+
+    @property
+    def host_bytes(self) -> int | None:
+        """Host memory that a pipeline may be planned into; None where it is not known."""
+        if self.machine.agreed_host_bytes is not None:
+            return self.machine.agreed_host_bytes
+        limit = self.config.pipeline.host_memory_limit
+        return self.machine.host_bytes if limit is None else int(limit * GIB) // self.machine.replicas_per_node
+
+    @property
+    def compiles(self) -> bool:
+        """Whether layers and loss run as compiled graphs.
+
+        Layers of packed rows in FlexAttention do not: estimates of their seconds (not measurements) are too low by what
+        `cards.EAGER_FORWARD` and `EAGER_BACKWARD` say, and such a run warns at its start.
+        """
+        return compiles(self.config, self.machine)
+
+    @cached_property
+    def sizes(self) -> ByteSizes:
+        return ByteSizes.of(
+            self.config.model.dtype,
+            has_fp32_gradients=self.config.pipeline.fp32_gradients or self.shape.keeps_trained_on_gpu,
+            has_accumulation_rounds=(self.accumulation_rounds or 1) > 1,
+            num_replicas=self.machine.num_replicas,
+        )
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a step that one pipeline plays: its share of the batch."""
+        return self.config.pipeline.batch_size // self.machine.num_replicas
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of all microbatches of a pipeline's step, padding counted."""
+        return self.rows * self.config.data.seq_length
+
+    @property
+    def all_tokens(self) -> int:
+        """Tokens of a step of all replicas, as `step_tokens`."""
+        return self.step_tokens * self.machine.num_replicas
+
+    @property
+    def microbatch_rows(self) -> int:
+        """Sequences of a microbatch, whole or a slice of each."""
+        assert self.num_chunks is not None
+        return self.rows // self.num_chunks
+
+    @cached_property
+    def microbatch_tokens(self) -> int:
+        return self.microbatch_rows * self.slice_length
+
+    @property
+    def slice_length(self) -> int:
+        """Tokens of a sequence in a microbatch."""
+        return self.config.data.seq_length // (self.num_slices or 1)
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """GPU bytes of a layer's keys and values where they stay from slice to slice, with their gradients in fp32."""
+        assert self.num_chunks is not None
+        if (self.num_slices or 1) == 1:
+            return 0
+        tokens = self.microbatch_tokens * (self.num_slices or 1)
+        return 2 * self.shape.key_width * tokens * (self.sizes.weight + 4)
+
+    @property
+    def attention_length(self) -> float:
+        """Mean length of a token's own document: `seq_length` where a row is one."""
+        length = self.config.data.seq_length
+        return length if self.packed is None else min(self.packed.attention_length, length)
+
+    @property
+    def microbatch_documents(self) -> int:
+        """Fixed bound of the documents of a microbatch that variable-length attention is told of; 0 without it."""
+        # CPUs and fp32 have no such attention.
+        if self.packed is None or self.machine.on_cpu or self.config.model.dtype is Dtype.FP32:
+            return 0
+        return self.microbatch_rows * self.packed.max_documents
+
+    @property
+    def position_bytes(self) -> int:
+        """GPU bytes of a step's positions and bounds of documents, int32, which every rank has; 0 if not packed."""
+        if self.packed is None:
+            return 0
+        return 4 * (self.step_tokens + self.rows * self.packed.max_documents)
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of an activation [B, L, H] of one microbatch."""
+        return self.microbatch_tokens * self.shape.hidden_size * self.sizes.weight
+
+    @property
+    def attention_bytes(self) -> int:
+        """Bytes of attention's result and log-sum-exp of a layer and microbatch."""
+        return self.microbatch_tokens * (
+            self.shape.attention_width * self.sizes.weight + 4 * (self.shape.num_heads or 0)
+        )
+
+    @cached_property
+    def product_bytes(self) -> int:
+        """Bytes on the host of all that a layer's products need of a microbatch, its input among them."""
+        found = self.measured_products
+        if found is None:
+            found = estimate_layer(
+                self.sizes.weight, self.shape, self.microbatch_tokens, compiled=self.compiles
+            ).saved_products
+        return int((1 + BESIDE_PRODUCTS) * (found or 0))
+
+    @property
+    def mailbox_bytes(self) -> int:
+        """GPU memory outside of torch's for the messages that arrive at a rank."""
+        return NUM_INCOMING_EDGES * NUM_MAILBOXES * self.message_bytes
+
+    @cached_property
+    def deferred_updates(self) -> frozenset[int]:
+        """The stages whose gradients are kept until all of the step's are known.
+
+        Clipping and loss scaling wait for every stage's norm, the two halves of a tied matrix for each other. The other
+        stages are updated behind their backward; adapters keep theirs in any case.
+        """
+        assert self.num_stages is not None
+        if self.rules.clips or self.shape.keeps_trained_on_gpu:
+            return frozenset(range(self.num_stages))
+        return frozenset((0, self.num_stages - 1)) if self.rules.is_tied else frozenset()
+
+    @cached_property
+    def rules(self) -> StepRules:
+        """How the runtime goes about a step."""
+        config = self.config
+        return StepRules(
+            clips=config.optim.max_grad_norm > 0 or config.model.dtype is Dtype.FP16,
+            message_bytes=self.message_bytes,
+            overlaps_optimizer=config.pipeline.overlap_optimizer,
+            weight_bytes=self.sizes.weight,
+            gradient_bytes=self.sizes.gradient,
+            is_tied=self.shape.is_tied and (self.shape.trained is None or self.shape.trained.embedding > 0),
+            attention_bytes=self.attention_bytes,
+            product_bytes=self.product_bytes,
+            sharding=ReplicaSharding(self.machine.num_replicas, self.reduce_bytes),
+        )
+
+    @property
+    def measures_layers(self) -> bool:
+        """Whether a run on GPUs measures layers at its start: for auto, where that has a choice to make."""
+        return self.config.pipeline.num_stages is None
+
+    @property
+    def measures_host(self) -> bool:
+        """Whether a run on GPUs measures the host at its start: if it streams, and its plan is not a given one."""
+        return self.config.pipeline.use_offload and self.config.planning.plan is None

@@ -1,0 +1,356 @@
+"""Draws a run before any large memory is taken: device, model, plan, schedule; checks that all of it fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from mobius.config.config import Config
+from mobius.distributed.device_order import order_devices
+from mobius.distributed.node_checks import smallest_host, smallest_machine
+from mobius.distributed.rendezvous import Rendezvous, join_node, join_pipeline
+from mobius.engine.pipelined_router_loss import sent_shape
+from mobius.errors import GpuMemoryError, PlanError
+from mobius.hardware.devices import TORCH_DTYPES, cap_gpu_memory, check_dtype, choose_device, has_gpus
+from mobius.hardware.host_memory import available_host_bytes, own_host_bytes, total_host_bytes
+from mobius.models.blocks import ModelParts
+from mobius.models.experts.router_loss import refuse_slices
+from mobius.models.sliced_attention.slice_support import unpackable_reason, unsliceable_reason
+from mobius.models.structure.checked_families import checked_families
+from mobius.planner.fit import may_keep_products
+from mobius.planner.gpu_specs import Host, gpu_spec_of_device
+from mobius.planner.layer_bytes import measure_layer_bytes
+from mobius.planner.memory_estimates import check_host_memory, tile_tokens
+from mobius.planner.memory_remedies import host_remedies
+from mobius.planner.peak_memory import LayerBytes
+from mobius.planner.plan_file import ModelDigest, SavedPlan, check_saved_plan
+from mobius.planner.profile import Profile
+from mobius.planner.request import Machine, PlanRequest, compiles
+from mobius.planner.solver import PlanResult, resolve_auto, solve
+from mobius.planner.step_prediction import build_plan_schedule
+from mobius.ranks import Ranks, allows_peer_copies, num_cpus_per_rank, set_cuda_max_connections
+from mobius.schedule.check import check
+from mobius.schedule.packed_rows import PackedRows
+from mobius.schedule.partition import ModelShape
+from mobius.schedule.plan import Plan
+from mobius.schedule.schedule import Schedule
+from mobius.units import GIB
+
+HOST_SHARE = 0.9
+"""Share of the host's memory that activations are planned into; what is free is checked before any is taken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankContext:
+    """Where this rank computes, and how it finds the others."""
+
+    ranks: Ranks
+    device: torch.device
+    device_order: tuple[int, ...]
+    """The index of the GPU of each of this node's ranks, if there are GPUs."""
+    pipeline_rendezvous: Rendezvous | None
+    """Where a pipeline's ranks with GPUs can meet before they have communicators."""
+    node_rendezvous: Rendezvous | None = None
+    """Where the node's ranks with GPUs can, those of several pipelines too."""
+    replica_rendezvous: Rendezvous | None = None
+    """Where all replicas have met. Without torchrun the store is the first rank's process, while it has a meeting."""
+    pipelines_per_host: int = 1
+    """Pipelines that share this machine's host memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSetup:
+    """Everything that is known before any large memory is taken or any rank is spoken to.
+
+    It is the same on all ranks but for `rank_context`, and what goes by the memory that is free on the rank's GPU:
+    resident stages, kept activations, slots, and what is predicted from those. Compute and messages are the same
+    whatever other ranks do.
+    """
+
+    rank_context: RankContext
+    parts: ModelParts
+    result: PlanResult
+    """The plan, its bytes and its predicted step, and the request that they answer."""
+    schedule: Schedule
+    is_given: bool = False
+    """Whether the plan is that of a file or a checkpoint, which nothing that is measured changes."""
+
+    @property
+    def requested_config(self) -> Config:
+        """The configuration as it was asked for."""
+        return self.result.request.config
+
+    @property
+    def config(self) -> Config:
+        """The configuration with numbers in the place of auto."""
+        return self.result.request.resolved_config
+
+    @property
+    def plan(self) -> Plan:
+        return self.result.plan
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.result.request.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return TORCH_DTYPES[self.requested_config.model.dtype]
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """Format in which summed gradients reach the optimizer."""
+        return torch.float32 if self.requested_config.pipeline.fp32_gradients else self.dtype
+
+    @property
+    def tile_tokens(self) -> int | None:
+        """Tokens of the tiles that recomputed layers run in; None: they run whole."""
+        return tile_tokens(self.result.request)
+
+    @property
+    def message_shape(self) -> tuple[int, int, int]:
+        """Shape [B, L, H] of every activation and activation gradient between stages."""
+        return _message_shape(self.result.request)
+
+    @property
+    def sent_shape(self) -> tuple[int, ...]:
+        """Shape in which these are sent: with the numbers of routers behind them, where these have a loss."""
+        return sent_shape(self.message_shape, self.dtype, self.parts.router_loss)
+
+
+def draft_run_setup(
+    config: Config,
+    ranks: Ranks,
+    model_config: PretrainedConfig,
+    *,
+    saved: SavedPlan | None = None,
+    packed: PackedRows | None = None,
+    replica_rendezvous: Rendezvous | None = None,
+) -> RunSetup:
+    """The run by guess, before anything is compiled; collective if ranks have GPUs, or there is a meeting.
+
+    `replica_rendezvous` is that of all replicas, whose smallest machine is planned for.
+    With `saved` (`--plan`) nothing is chosen, only checked; `config` must have taken its numbers. `packed` are the
+    facts of packed rows, where they are known already.
+
+    Raises PlanError, GpuMemoryError or HostMemoryError, each with its arithmetic.
+    """
+    pipeline = config.pipeline
+    if pipeline.copy_messages or ranks.num_replicas > 1:
+        set_cuda_max_connections()
+    rendezvous, node = _meet_beside(ranks) if has_gpus(pipeline.device, ranks) else (None, None)
+    device_order = tuple(range(ranks.num_local))
+    # Each of several pipelines has the GPUs as listed.
+    if rendezvous is not None and ranks.num_pipeline_ranks == ranks.num_local:
+        device_order = order_devices(config, ranks.num_pipeline_ranks, rendezvous)
+    device = choose_device(pipeline.device, ranks, device_order)
+    check_dtype(config.model.dtype, device)
+    free_bytes = cap_gpu_memory(device, pipeline.gpu_memory_limit)
+    machine, pipelines_per_host = _machine(device, ranks, free_bytes), 1
+    if replica_rendezvous is not None:
+        total, free, pipelines_per_host = smallest_machine(
+            replica_rendezvous, ranks, machine.total_bytes, machine.free_bytes
+        )
+        host_bytes = None if machine.host_bytes is None else machine.host_bytes // pipelines_per_host
+        machine = replace(machine, total_bytes=total, free_bytes=free, host_bytes=host_bytes)
+        link = config.planning.node_link or machine.node_link
+        machine = replace(machine, num_nodes=max(1, ranks.num_replicas // pipelines_per_host), node_link=link)
+    if (met := replica_rendezvous or rendezvous) is not None and machine.host_bytes is not None:
+        limit = pipeline.host_memory_limit
+        own = machine.host_bytes if limit is None else int(limit * GIB) // pipelines_per_host
+        machine = replace(machine, agreed_host_bytes=smallest_host(met, own))
+    parts = ModelParts(model_config, device, compiled=compiles(config, machine), adapters=config.adapters)
+    shape = parts.shape()
+    if saved is not None:
+        digest = ModelDigest.of(shape, config.model.dtype)
+        numbers = {"num_ranks": ranks.num_pipeline_ranks, "num_replicas": ranks.num_replicas}
+        check_saved_plan(saved, Path(config.planning.plan or ""), model=digest, **numbers)
+    rank_context = RankContext(
+        ranks=ranks,
+        device=device,
+        device_order=device_order,
+        pipeline_rendezvous=rendezvous,
+        node_rendezvous=node,
+        replica_rendezvous=replica_rendezvous,
+        pipelines_per_host=pipelines_per_host,
+    )
+    request = resolve_auto(PlanRequest.of(config, shape, machine, packed))
+    given = None if saved is None else saved.plan
+    found = solve(request, given=given, own_bytes=own_host_bytes(), is_preliminary=True)
+    return _run_setup(rank_context, parts, found, is_given=given is not None)
+
+
+def _meet_beside(ranks: Ranks) -> tuple[Rendezvous | None, Rendezvous | None]:
+    """Where the ranks of the own pipeline can meet, and those of the own node; None where there is one alone."""
+    pipeline = join_pipeline(ranks) if ranks.num_pipeline_ranks > 1 else None
+    return pipeline, pipeline if ranks.num_pipeline_ranks == ranks.num_local else join_node(ranks)
+
+
+def complete_run_setup(
+    sketch: RunSetup, config: Config, *, packed: PackedRows | None = None, saved: SavedPlan | None = None
+) -> RunSetup:
+    """The plan of a sketched run, once its data are known: `packed` are the facts of packed rows, alike on all ranks.
+
+    `config` is the sketch's but for the number of steps. On a GPU a layer's memory is measured. `saved` and errors as
+    `draft_run_setup`.
+    """
+    request, parts = sketch.result.request, sketch.parts
+    if (request.num_slices or 1) > 1 and (reason := unsliceable_reason(parts.config)) is not None:
+        raise PlanError(f"--num_slices {request.num_slices}: {reason}")
+    if config.pipeline.num_tile_tokens and (reason := checked_families().untileable_reason(parts.config.model_type)):
+        raise PlanError(
+            f"--tile_tokens {config.pipeline.tile_tokens}: layers of the family {parts.config.model_type!r} cannot run "
+            f"in tiles ({reason}). Use off."
+        )
+    if parts.router_loss is not None:
+        refuse_slices(request.num_slices or 1)
+    if packed is not None and (reason := unpackable_reason(parts.config)) is not None:
+        raise PlanError(f"--packing {config.data.packing}: {reason}.")
+    if packed is not None or (request.num_slices or 1) > 1:  # no masks are made, which slices have no use for
+        dtype = TORCH_DTYPES[config.model.dtype]
+        parts = ModelParts(
+            parts.config,
+            sketch.rank_context.device,
+            compiled=request.compiles,
+            packed_dtype=dtype,
+            adapters=config.adapters,
+        )
+    asked = PlanRequest.of(config, request.shape, request.machine, packed)
+    return _draw(asked, sketch.rank_context, parts, given=None if saved is None else saved.plan)
+
+
+def make_run_setup(
+    config: Config,
+    ranks: Ranks,
+    model_config: PretrainedConfig,
+    *,
+    saved: SavedPlan | None = None,
+    packed: PackedRows | None = None,
+    replica_rendezvous: Rendezvous | None = None,
+) -> RunSetup:
+    """Sketch and complete the plan of a run at once; arguments and errors are those of both."""
+    sketch = draft_run_setup(
+        config, ranks, model_config, saved=saved, packed=packed, replica_rendezvous=replica_rendezvous
+    )
+    return complete_run_setup(sketch, config, packed=packed, saved=saved)
+
+
+def replan(run_setup: RunSetup, profile: Profile) -> RunSetup:
+    """Plan again by what was measured, with the same microbatches; errors as `make_run_setup`."""
+    old = run_setup.result
+    asked = run_setup.requested_config.pipeline
+    request = replace(old.request, num_stages=asked.num_stages, accumulation_rounds=asked.num_rounds)
+    settled = resolve_auto(request, measured=profile)
+    layer = old.layer if tile_tokens(settled) == run_setup.tile_tokens else None  # else it is measured again
+    return _draw(settled, run_setup.rank_context, run_setup.parts, profile=profile, layer=layer)
+
+
+def replan_with_reserve(run_setup: RunSetup, reserve_bytes: int) -> RunSetup:
+    """Plan again with `reserve_bytes` of GPU memory left free; the microbatches stay unless nothing else fits.
+
+    Others are tried where one pipeline is one rank: messages between ranks have the shape of a microbatch. Errors as
+    `make_run_setup`.
+    """
+    old, pipeline, rank_context = run_setup.result, run_setup.requested_config.pipeline, run_setup.rank_context
+    less = replace(
+        old.request,
+        num_stages=pipeline.num_stages,
+        accumulation_rounds=pipeline.num_rounds,
+        reserve_bytes=reserve_bytes,
+    )
+    try:
+        settled = resolve_auto(less, measured=old.profile)
+        layer = old.layer if tile_tokens(settled) == run_setup.tile_tokens else None
+        return _draw(settled, rank_context, run_setup.parts, profile=old.profile, layer=layer, is_last=True)
+    except GpuMemoryError:
+        if pipeline.num_chunks is not None or rank_context.ranks.num_ranks > 1:
+            raise
+    return _draw(
+        replace(less, num_chunks=None, num_slices=pipeline.num_slices), rank_context, run_setup.parts, is_last=True
+    )
+
+
+def machine_of_gpu(name: str, total_bytes: int, num_ranks: int, *, free_bytes: int | None = None) -> Machine:
+    """This machine, whose GPUs the driver calls `name`."""
+    return Machine(
+        num_ranks,
+        gpu_spec_of_device(name),
+        total_bytes,
+        free_bytes,
+        host_bytes=int(total_host_bytes() * HOST_SHARE),
+        has_peer_copies=allows_peer_copies(),
+        host=Host(cores_per_rank=max(1, num_cpus_per_rank(num_ranks))),
+    )
+
+
+def _machine(device: torch.device, ranks: Ranks, free_bytes: int | None) -> Machine:
+    if device.type != "cuda":
+        return Machine(ranks.num_pipeline_ranks, num_replicas=ranks.num_replicas, num_nodes=ranks.num_nodes)
+    properties = torch.cuda.get_device_properties(device)
+    own = machine_of_gpu(properties.name, properties.total_memory, ranks.num_pipeline_ranks, free_bytes=free_bytes)
+    if ranks.num_replicas == 1:
+        return own
+    host = replace(own.host, cores_per_rank=max(1, num_cpus_per_rank(ranks.num_local)))
+    return replace(own, num_replicas=ranks.num_replicas, num_nodes=ranks.num_nodes, host=host)
+
+
+def _draw(
+    request: PlanRequest,
+    rank_context: RankContext,
+    parts: ModelParts,
+    *,
+    profile: Profile | None = None,
+    layer: LayerBytes | None = None,
+    given: Plan | None = None,
+    is_last: bool = False,
+) -> RunSetup:
+    """Plan for a device; `profile` and `layer` are what was measured on it. What is planned last is simulated."""
+    on_gpu = rank_context.device.type == "cuda"
+    measures = (request.measures_layers or request.measures_host) and not is_last
+    will_be_redrawn = on_gpu and measures and profile is None and given is None
+    request = resolve_auto(request, measured=profile)
+    if layer is None and on_gpu:
+        layer = measure_layer_bytes(
+            parts,
+            shape=_message_shape(request),
+            dtype=TORCH_DTYPES[request.config.model.dtype],
+            device=rank_context.device,
+            packed=request.packed,
+            tile_tokens=tile_tokens(request),
+            sliced_length=request.config.data.seq_length if request.plan.num_slices > 1 else None,
+            with_products=may_keep_products(request),
+        )
+    saved_products = None if layer is None else layer.saved_products
+    found = solve(
+        replace(request, measured_products=saved_products),
+        layer=layer,
+        profile=profile,
+        given=given,
+        own_bytes=own_host_bytes(),  # measuring layers may have made it larger
+        is_preliminary=will_be_redrawn,
+    )
+    return _run_setup(rank_context, parts, found, is_given=given is not None)
+
+
+def _run_setup(rank_context: RankContext, parts: ModelParts, result: PlanResult, *, is_given: bool) -> RunSetup:
+    """The setup of an answer whose stages fit into the host's memory. Raises HostMemoryError."""
+    _check_host(result, rank_context.pipelines_per_host, parts)
+    schedule = build_plan_schedule(result.plan)
+    check(schedule)
+    return RunSetup(rank_context=rank_context, parts=parts, result=result, schedule=schedule, is_given=is_given)
+
+
+def _check_host(result: PlanResult, pipelines_per_host: int, parts: ModelParts) -> None:
+    """Raise HostMemoryError if there is less than the plan needs for stages."""
+    if result.request.machine.on_cpu or result.plan.num_slots is not None or result.plan.offloaded_activation_stages:
+        limit = result.request.config.pipeline.host_memory_limit
+        whole = available_host_bytes() if limit is None else int(limit * GIB)
+        remedies = host_remedies(result, whole // pipelines_per_host, parts.config)
+        check_host_memory(result.host_estimate, available_bytes=whole // pipelines_per_host, remedies=remedies)
+
+
+def _message_shape(request: PlanRequest) -> tuple[int, int, int]:
+    return (request.microbatch_rows, request.slice_length, request.shape.hidden_size)

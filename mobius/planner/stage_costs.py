@@ -1,0 +1,80 @@
+"""Costs of each stage: a profile's seconds of layers, embedding and loss, added up as a plan cuts the model."""
+
+from __future__ import annotations
+
+from mobius.planner.event_simulation import StageCost
+from mobius.planner.profile import Profile
+from mobius.schedule.partition import ModelShape, StageCut
+from mobius.schedule.plan import Plan, RecomputeLevel
+
+ACTION_GAP = 40e-6
+"""Seconds of a GPU between two actions: events and other streams are waited for (0.02 to 0.08 ms in traces)."""
+LAUNCH_BESIDE_UPDATES = 1.25
+"""The host's seconds for a backward while its other cores update streamed stages, over those on an idle host: 2.2 to
+2.6 ms in runs for 2.0 alone."""
+
+
+def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageCost, ...]:
+    """The cost of every stage: a profile's seconds added up over its layers."""
+    costs, launch_overhead, slices = [], profile.launch_overhead, plan.num_slices > 1
+    for cut in plan.cuts:
+        layers = [profile.of_layer(layer) for layer in cut.layers]
+        back = cut.backward_layers(shape.first_backward)
+        forward = sum(layer.forward for layer in layers)
+        keeps = cut.stage in plan.saved_activation_stages
+        backward = sum(layer.backward if keeps else layer.recomputed_backward for layer in layers)
+        elementwise = sum(profile.elementwise_seconds(layer, shape) for layer in back)
+        if keeps and plan.recompute_level is RecomputeLevel.ELEMENTWISE:
+            backward += elementwise
+        spared = sum(layer.recomputed_backward - layer.backward for layer in layers) - elementwise
+        if cut.is_first:
+            forward += profile.embedding_forward
+            backward += profile.embedding_backward
+        keys, attention = _slice_parts(cut, shape, profile) if slices else (0.0, (0.0, 0.0))
+        if cut.stage in plan.saved_attention_stages:  # backward is without the forward of it
+            backward, attention = backward - attention[0], (attention[0], attention[1] - attention[0])
+        if cut.is_last:
+            # Slices go forward there as elsewhere, all but the last layer, which does in backward behind its keys.
+            last, early = forward, 0.0
+            if slices and layers:
+                last, early, moved = layers[-1].forward, keys / len(layers), profile.attention.forward
+                attention = attention[0] - moved, attention[1] + moved
+            forward, backward = forward - last + early, last + profile.loss + backward
+        launch_back = launch_overhead.backward if keeps else launch_overhead.recomputed_backward
+        forward_launch = launch_overhead.forward * len(cut.layers) + profile.action_launch
+        backward_launch = launch_back * len(back) + profile.action_launch
+        if len(plan.resident) < plan.num_stages:
+            backward_launch *= LAUNCH_BESIDE_UPDATES
+        with_products = None
+        if plan.num_offloaded_microbatches and cut.stage in plan.offloaded_activation_stages:
+            spared_launch = (launch_overhead.recomputed_backward - launch_overhead.backward) * len(back)
+            with_products = backward - spared + ACTION_GAP, backward_launch - spared_launch
+        costs.append(
+            StageCost(
+                forward + (0.0 if cut.is_last else ACTION_GAP),
+                backward + ACTION_GAP,
+                cut.num_trained(shape),
+                cut.stage in plan.resident,
+                0.0 if cut.is_last else forward_launch,
+                backward_launch + (forward_launch if cut.is_last else 0.0),
+                len(back),
+                keys + ACTION_GAP,
+                *attention,
+                cut.stage in plan.saved_attention_stages,
+                loaded=cut.num_streamed_parameters(shape),
+                backward_from_saved=with_products,
+                keeps_trained_on_gpu=shape.keeps_trained_on_gpu,
+            )
+        )
+    return tuple(costs)
+
+
+def _slice_parts(cut: StageCut, shape: ModelShape, profile: Profile) -> tuple[float, tuple[float, float]]:
+    """Seconds per microbatch of queries, keys and values made anew, and of attention forward and backward."""
+    attention, keys = profile.attention, 0.0
+    back = cut.backward_layers(shape.first_backward)
+    for layer in back:
+        projected = shape.hidden_size * (shape.attention_width + 2 * shape.key_width)
+        products = profile.of_layer(layer).forward - attention.forward
+        keys += products * min(1.0, projected / shape.active_parameters[layer])
+    return keys, (len(cut.layers) * attention.forward, len(back) * attention.recomputed_backward)

@@ -1,0 +1,421 @@
+"""The tasks of a step, made from a schedule and what its stages cost: what works on which lane, and waits for what."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+
+from mobius.limits import MAX_GRADIENT_SUMS, UPDATE_CHUNK_ELEMENTS, max_pending_offloads
+from mobius.planner.event_simulation import Flow, SharedBandwidth, StageCost, StepRules, Task
+from mobius.planner.profile import Profile
+from mobius.planner.replica_traffic import CLEARED_BYTES, REDUCES_BESIDE_COMPUTE
+from mobius.schedule.action import Action, ActionKind, source_stage, target_stage
+from mobius.schedule.lanes import Lane, WaitCause
+from mobius.schedule.schedule import Schedule
+
+FINISH_GRADIENTS_BYTES = 14
+"""GPU memory traffic per parameter behind a stage's last backward, when its message has left: norm 4, rounded to the
+format in which gradients travel 6, sums cleared 4."""
+
+
+MessageKey = tuple[bool, int, int | None]
+"""Whether it is of a backward, the stage that sends it, and its microbatch."""
+_WAITED_FOR = (WaitCause.NEIGHBOURS, WaitCause.OPTIMIZER, WaitCause.WEIGHTS, WaitCause.ACTIVATIONS)
+"""In the order in which an action waits."""
+
+
+@dataclass(slots=True)
+class ComputeTask:
+    """A task of a rank's compute lane, and what it waits for."""
+
+    task: Task
+    waits: dict[WaitCause, Sequence[Task]]
+    step: int
+    begin: Task | None
+    """Task that the host waited for before it began the step."""
+
+
+class _PlayedAction:
+    """An action, and what all steps that play it have in common."""
+
+    __slots__ = (
+        "action",
+        "add",
+        "is_backward",
+        "is_forward",
+        "key",
+        "launch",
+        "seconds",
+        "source",
+        "stage",
+        "target",
+    )
+
+    def __init__(self, action: Action, schedule: Schedule, add: Callable[[int, _PlayedAction], None]) -> None:
+        self.action, self.stage, self.add = action, action.stage, add
+        self.is_forward, self.is_backward = action.kind.is_forward, action.kind.is_backward
+        self.key: MessageKey = (self.is_backward, action.stage, action.microbatch)
+        source, target = source_stage(action, schedule.num_stages), target_stage(action, schedule.num_stages)
+        self.source = None if source is None else (self.is_backward, source, action.microbatch)
+        self.target = None if target is None else schedule.rank_of(target)
+        """The rank that gets its message."""
+        self.seconds = self.launch = 0.0
+        """On the GPU, and on the host to enqueue it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """The name of a message; as all names it becomes text only where spans are told."""
+
+    action: Action
+    target: int
+
+    def __str__(self) -> str:
+        return f"{self.action} to {self.target}"
+
+
+@dataclass(slots=True)
+class _Slot:
+    stage: int | None = None
+    free: Task | None = None
+    weights_on_host: Task | None = None
+    """Behind which weights that replicas have brought are on the host."""
+
+
+SUM_BYTES = 4
+"""Bytes per parameter of a stage's sums, which travel in fp32 between rounds."""
+
+
+@dataclass(slots=True)
+class _RankTasks:
+    """Where one rank has got to while its tasks are made."""
+
+    last: Task | None = None
+    begin: Task | None = None
+    slots: list[_Slot] = field(default_factory=list)
+    loads: dict[int, Task] = field(default_factory=dict)
+    updates: dict[int, Task] = field(default_factory=dict)
+    sums: dict[int, Task] = field(default_factory=dict)
+    """The last copy of a stage's sums between rounds, to the host or back."""
+    sums_left: Task | None = None
+    """The copy to the host that frees the memory into which sums come next."""
+    leaving: deque[Task] = field(default_factory=deque)
+    """Copies of layers' inputs to the host that compute has not waited for."""
+    activation_copies: dict[tuple[int, int | None], Task] = field(default_factory=dict)
+    """The last copy of layers' inputs of a stage and microbatch, to the host or back."""
+    left: Task | None = None
+    """The copy that compute waits for before it goes on."""
+    enqueued: float = 0.0
+    """Seconds of the host since the step began."""
+    computed: float = 0.0
+    """The least seconds of the GPU since then."""
+    last_of_stage: dict[int, Task] = field(default_factory=dict)
+    last_is_backward: dict[int, bool] = field(default_factory=dict)
+    computes: list[ComputeTask] = field(default_factory=list)
+    adds_up: int | None = None
+    """The stage whose gradients are added up."""
+    reductions: list[Task] = field(default_factory=list)
+    """Sums over the replicas, in their order; the buffers of a rank's sums take turns."""
+    gathered: Task | None = None
+    updated: set[int] = field(default_factory=set)
+    """Streamed stages whose next load brings the weights that other replicas have updated."""
+
+
+class StepTasks:
+    """Makes the tasks of the steps, in the order in which the ranks' hosts enqueue them.
+
+    What the spans and waits of a step are called is only remembered if it `is_described`, which takes time.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        costs: Sequence[StageCost],
+        profile: Profile,
+        rules: StepRules,
+        *,
+        is_described: bool = True,
+    ) -> None:
+        self.schedule, self.costs, self.profile, self.rules = schedule, costs, profile, rules
+        self.tasks: list[Task] = []
+        self.names: dict[Task, tuple[int, Lane, object, int, int | None]] = {}
+        """Rank, lane, what tells its name as text, step and peer."""
+        self.ranks = [_RankTasks() for _ in range(schedule.num_ranks)]
+        self.step_ends: list[Task] = []
+        self.flows = SharedBandwidth(profile, schedule.num_ranks)
+        self.capacities = self.flows.capacities
+        self._is_described, self._last_backward = is_described, schedule.last_backward
+        self._is_shared = rules.sharding.num_replicas > 1
+        self._actions = [self._played(actions) for actions in schedule.actions]
+        self._messages: dict[MessageKey, Task] = {}
+        self._gradient_offloads: dict[int, Task] = {}
+
+    def add_step(self) -> None:
+        """Append the tasks of one more step, which begins when the one before has ended."""
+        messages, self._gradient_offloads = dict[MessageKey, Task](), {}
+        self._messages = messages
+        positions, num_left = [0] * len(self._actions), sum(map(len, self._actions))
+        while num_left:  # the ranks take turns; each goes on until a message has not been made
+            num_before = num_left
+            for rank, actions in enumerate(self._actions):
+                at = positions[rank]
+                for played in islice(actions, at, None):
+                    if played.source is not None and played.source not in messages:
+                        break
+                    played.add(rank, played)
+                    at += 1
+                num_left -= at - positions[rank]
+                positions[rank] = at
+            assert num_left < num_before, "the schedule has not passed the check"
+        ends = [state.last for state in self.ranks if state.last is not None]
+        ends += [state.reductions[-1] for state in self.ranks if state.reductions]  # their norms are of the step
+        end = self._task(None, self.profile.step_overhead, ends)
+        self.step_ends.append(end)
+        self._finish(end)
+
+    def _played(self, actions: Sequence[Action]) -> list[_PlayedAction]:
+        """The actions of a rank that have tasks."""
+        played = []
+        for action in actions:
+            cost, add = self.costs[action.stage], _ADDED_FOR.get(action.kind)
+            is_streamed = not cost.is_resident
+            if action.kind in (ActionKind.OFFLOAD_GRADIENT_SUMS, ActionKind.LOAD_GRADIENT_SUMS):
+                is_streamed = is_streamed and not cost.keeps_trained_on_gpu
+            if action.kind.runs_on_compute_lane:
+                add = StepTasks._add_compute
+            elif action.kind in _COPIES_OF_STAGES and not is_streamed:
+                add = None
+            if add is not None:
+                played.append(each := _PlayedAction(action, self.schedule, partial(add, self)))
+                if add is StepTasks._add_compute:
+                    offloads_all = self.schedule.offloads_all(action.stage, action.microbatch)
+                    each.seconds = cost.slice_seconds(action, self.schedule.num_slices, offloads_all=offloads_all)
+                    each.launch = cost.launch_seconds(action, offloads_all=offloads_all)
+        return played
+
+    def _add_compute(self, rank: int, played: _PlayedAction) -> None:
+        state, stage, action = self.ranks[rank], played.stage, played.action
+        cost, is_backward = self.costs[stage], played.is_backward
+        neighbours = [] if played.source is None else [self._messages[played.source]]
+        optimizer, weights, activations = list[Task](), list[Task](), list[Task]()
+        # The model's last stage only keeps its input in forward.
+        if action.kind is not ActionKind.FORWARD_LAST or self.schedule.num_slices > 1:
+            if stage in state.updates:
+                optimizer.append(state.updates[stage])
+            if stage in state.loads:
+                weights.append(state.loads[stage])
+        if state.left is not None:
+            activations.append(state.left)
+            state.left = None
+        if not played.is_forward and (stage, action.microbatch) in state.activation_copies:
+            activations.append(state.activation_copies[stage, action.microbatch])
+        if is_backward and stage in state.sums:
+            weights.append(state.sums.pop(stage))
+        if is_backward and self._is_shared and state.adds_up != stage:
+            state.adds_up = stage
+            neighbours += state.reductions[-MAX_GRADIENT_SUMS:-1]
+        waits = (neighbours, optimizer, weights, activations)
+        task = self._compute(rank, action, played.seconds, waits, launch=played.launch)
+        if played.target is not None:
+            self._send(rank, played.target, played, task)
+        ends_stage = is_backward and action.microbatch == self._last_backward
+        if ends_stage:
+            sealed = CLEARED_BYTES if self._is_shared else FINISH_GRADIENTS_BYTES
+            task = self._compute(rank, f"seal {stage}", sealed * cost.parameters / self.profile.gpu_bandwidth)
+            if self._is_shared and cost.parameters:
+                task = self._reduce(rank, stage, task)
+        state.last_of_stage[stage], state.last_is_backward[stage] = task, is_backward
+        if ends_stage and (cost.is_resident or cost.keeps_trained_on_gpu) and self._updates_at_once(stage):
+            self._update_on_gpu(rank, stage)
+
+    def _compute(
+        self,
+        rank: int,
+        name: object,
+        seconds: float,
+        waits: Sequence[Sequence[Task]] = ((),) * len(_WAITED_FOR),
+        *,
+        launch: float = 0.0,
+    ) -> Task:
+        state = self.ranks[rank]
+        needs = [] if state.last is None else [state.last]  # of the compute lane, in whose stead this is
+        if state.begin is not None:
+            needs.append(state.begin)
+        for tasks in waits:
+            needs += tasks
+        state.enqueued += launch
+        # Where the GPU has had more to do than the host so far, it does not wait for it.
+        if state.enqueued > state.computed:
+            needs.append(self._task(None, state.enqueued, [] if state.begin is None else [state.begin]))
+        state.computed += seconds
+        task = state.last = self._task(None, seconds, needs)
+        if self._is_described:
+            self.names[task] = (rank, Lane.COMPUTE, name, len(self.step_ends) + 1, None)
+            by_cause = dict(zip(_WAITED_FOR, waits, strict=True))
+            state.computes.append(ComputeTask(task, by_cause, len(self.step_ends), state.begin))
+        return task
+
+    def _send(self, rank: int, target: int, played: _PlayedAction, sent: Task) -> None:
+        if target != rank:
+            work = self.flows.message(rank, target, self.rules.message_bytes)
+            name = _Sent(played.action, target) if self._is_described else ""
+            sent = self._task((Lane.SEND, rank, target), work, [sent], name=name)
+        self._messages[played.key] = sent
+
+    def _reduce(self, rank: int, stage: int, done: Task) -> Task:
+        """Sum a stage's gradients over the replicas, on a stream of its own."""
+        state = self.ranks[rank]
+        flow = self.flows.between_replicas(rank, self.rules.sharding.reduce_bytes(self.costs[stage].parameters))
+        task = self._task((Lane.REDUCE, rank), flow, [done], name=f"R{stage}")
+        state.reductions = [*state.reductions[1 - MAX_GRADIENT_SUMS :], task]
+        if not REDUCES_BESIDE_COMPUTE:
+            state.last = task
+        return task
+
+    def _gather(self, rank: int, stage: int, slot: _Slot, load: Task) -> Task:
+        """Bring the weights that other replicas have updated to the GPU and, for later loads, to the host."""
+        num_bytes = self.rules.sharding.remote_size(self.costs[stage].parameters) * self.rules.weight_bytes
+        flow = self.flows.between_replicas(rank, num_bytes)
+        state = self.ranks[rank]
+        needs = [task for task in (load, state.gathered) if task is not None]  # all replicas gather in the loads' order
+        task = state.gathered = self._task((Lane.GATHER, rank), flow, needs, name=f"G{stage}")
+        slot.weights_on_host = self._task(f"weights home {rank}", self.flows.offload(rank, num_bytes), [task])
+        return task
+
+    def _add_load(self, rank: int, played: _PlayedAction) -> None:
+        state, stage = self.ranks[rank], played.stage
+        slot = next((slot for slot in state.slots if slot.stage is None), None)
+        if slot is None:
+            slot = _Slot()
+            state.slots.append(slot)
+        points = (slot.free, slot.weights_on_host, state.begin, state.updates.get(stage))
+        needs = [task for task in points if task is not None]
+        cost = self.costs[stage]
+        loaded = cost.parameters if cost.loaded is None else cost.loaded
+        gathers = stage in state.updated
+        loaded -= self.rules.sharding.remote_size(cost.parameters) if gathers else 0
+        flow = self.flows.load(rank, loaded * self.rules.weight_bytes)
+        slot.stage = stage
+        load = self._task((Lane.LOAD, rank), flow, needs, name=f"L{stage}")
+        state.loads[stage] = self._gather(rank, stage, slot, load) if gathers else load
+        state.updated.discard(stage)
+
+    def _add_offload(self, rank: int, played: _PlayedAction) -> None:
+        state, stage = self.ranks[rank], played.stage
+        slot = next(slot for slot in state.slots if slot.stage == stage)
+        last = state.last_of_stage[stage]
+        slot.stage, slot.free = None, last
+        if not self._has_gradients(rank, stage) or self.costs[stage].keeps_trained_on_gpu:
+            return
+        owned = self.rules.sharding.shard_size(self.costs[stage].parameters)
+        flow = self.flows.offload(rank, owned * self.rules.gradient_bytes)
+        home = slot.free = self._task((Lane.OFFLOAD, rank), flow, [last], name=f"O{stage}")
+        self._gradient_offloads[stage] = home
+        if self._updates_at_once(stage) and self.rules.overlaps_optimizer:
+            self._update_on_host(rank, stage, [home])
+
+    def _add_sums_offload(self, rank: int, played: _PlayedAction) -> None:
+        state, stage = self.ranks[rank], played.stage
+        flow = self.flows.offload(rank, self.costs[stage].parameters * SUM_BYTES)
+        home = self._task((Lane.OFFLOAD, rank), flow, [state.last_of_stage[stage]], name=f"OS{stage}")
+        state.sums[stage] = state.sums_left = home
+
+    def _add_sums_load(self, rank: int, played: _PlayedAction) -> None:
+        state, stage = self.ranks[rank], played.stage
+        flow = self.flows.load(rank, self.costs[stage].parameters * SUM_BYTES)
+        needs = [task for task in (state.sums.get(stage), state.sums_left) if task is not None]
+        state.sums[stage] = self._task((Lane.LOAD, rank), flow, needs, name=f"LS{stage}")
+
+    def _add_stash(self, rank: int, played: _PlayedAction) -> None:
+        state, action = self.ranks[rank], played.action
+        flow = self.flows.offload(rank, self._offloaded_bytes(action))
+        task = self._task(
+            (Lane.OFFLOAD_ACTIVATIONS, rank), flow, [] if state.last is None else [state.last], name=action
+        )
+        state.activation_copies[action.stage, action.microbatch] = task
+        state.leaving.append(task)
+        while len(state.leaving) > max_pending_offloads(self.schedule.copy_lookahead):
+            state.left = state.leaving.popleft()
+
+    def _add_fetch(self, rank: int, played: _PlayedAction) -> None:
+        state, action, key = self.ranks[rank], played.action, (played.stage, played.action.microbatch)
+        flow = self.flows.load(rank, self._offloaded_bytes(action))
+        needs = [task for task in (state.last, state.activation_copies[key]) if task is not None]
+        state.activation_copies[key] = self._task((Lane.PREFETCH_ACTIVATIONS, rank), flow, needs, name=action)
+        while state.leaving:
+            state.left = state.leaving.popleft()
+
+    def _offloaded_bytes(self, action: Action) -> int:
+        offloads_all = self.schedule.offloads_all(action.stage, action.microbatch)
+        return self.rules.offloaded_bytes(self.costs[action.stage], offloads_all=offloads_all)
+
+    def _has_gradients(self, rank: int, stage: int) -> bool:
+        return self.ranks[rank].last_is_backward[stage]
+
+    def _updates_at_once(self, stage: int) -> bool:
+        """Whether neither the norm over all ranks nor a tied matrix's other half has to be waited for."""
+        waits_for_tied = self.rules.is_tied and stage in (0, self.schedule.num_stages - 1)
+        return not self.rules.clips and not waits_for_tied
+
+    def _finish(self, end: Task) -> None:
+        """Update what is left once the step has ended, in forward order; then the next step may begin."""
+        for rank, state in enumerate(self.ranks):
+            state.begin, state.enqueued, state.computed = end, 0.0, 0.0
+            for stage in self.schedule.local_stages(rank):
+                if self.costs[stage].is_resident or self.costs[stage].keeps_trained_on_gpu:
+                    if not self._updates_at_once(stage):
+                        self._update_on_gpu(rank, stage)
+                elif not self._updates_at_once(stage) or not self.rules.overlaps_optimizer:
+                    self._update_on_host(rank, stage, [self._gradient_offloads[stage], state.begin])
+                    if not self.rules.overlaps_optimizer and stage in state.updates:
+                        state.begin = state.updates[stage]
+
+    def _update_on_gpu(self, rank: int, stage: int) -> None:
+        state, parameters = self.ranks[rank], self.costs[stage].parameters
+        seconds = self.rules.sharding.shard_size(parameters) / self.profile.gpu_adamw
+        if not self._is_shared:
+            self._compute(rank, f"U{stage}", seconds)
+        elif parameters:  # behind its reduction, on the same stream
+            needs = [task for task in (state.last_of_stage.get(stage), state.begin) if task is not None]
+            update = self._task((Lane.REDUCE, rank), seconds, needs, name=f"U{stage}")
+            num_bytes = self.rules.sharding.remote_size(parameters) * self.rules.weight_bytes
+            flow = self.flows.between_replicas(rank, num_bytes)
+            state.updates[stage] = self._task((Lane.REDUCE, rank), flow, [update], name=f"G{stage}")
+
+    def _update_on_host(self, rank: int, stage: int, needs: Sequence[Task]) -> None:
+        left = self.rules.sharding.shard_size(self.costs[stage].parameters)
+        if self._is_shared and left:
+            self.ranks[rank].updated.add(stage)
+        while left > 0:
+            piece = min(left, UPDATE_CHUNK_ELEMENTS)
+            flow = self.flows.update(piece)
+            task = self._task((Lane.OPTIMIZER, rank), flow, needs, name=f"U{stage}", priority=stage)
+            left, needs = left - piece, [task]
+            self.ranks[rank].updates[stage] = task
+
+    def _task(
+        self, lane: Hashable | None, work: float | Flow, needs: Sequence[Task], *, name: object = "", priority: int = 0
+    ) -> Task:
+        task = Task(lane, work, needs, priority)
+        self.tasks.append(task)
+        if self._is_described and isinstance(lane, tuple):
+            peer = lane[2] if len(lane) > 2 else None
+            self.names[task] = (lane[1], lane[0], name, len(self.step_ends) + 1, peer)
+        return task
+
+
+_COPIES_OF_STAGES = {
+    ActionKind.LOAD: StepTasks._add_load,
+    ActionKind.OFFLOAD: StepTasks._add_offload,
+    ActionKind.OFFLOAD_GRADIENT_SUMS: StepTasks._add_sums_offload,
+    ActionKind.LOAD_GRADIENT_SUMS: StepTasks._add_sums_load,
+}
+"""Resident stages have none."""
+_ADDED_FOR = {
+    **_COPIES_OF_STAGES,
+    ActionKind.OFFLOAD_ACTIVATIONS: StepTasks._add_stash,
+    ActionKind.PREFETCH_ACTIVATIONS: StepTasks._add_fetch,
+}

@@ -1,0 +1,88 @@
+"""Times work that all ranks do at once; what it tells is the same on all of them. Collective."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from mobius.distributed.transport import Transport
+
+Work = Callable[[], object]
+PART_SECONDS = 0.4
+MIN_REPEATS, WARM_UP = 3, 2
+
+
+class CollectiveTimer:
+    """Runs work for a while and tells the seconds of one run, the same on all ranks."""
+
+    def __init__(self, device: torch.device, transport: Transport, *, part_seconds: float | None = None) -> None:
+        """Each part is repeated for `part_seconds`, at least `MIN_REPEATS` times."""
+        self.device, self.transport = device, transport
+        self.part_seconds = PART_SECONDS if part_seconds is None else part_seconds
+
+    def synchronize(self) -> None:
+        """Wait until the device is idle."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, work: Work) -> float:
+        """Mean seconds of `work` on all ranks at once, run back to back as within a step."""
+        repeats = self.warm_up(work)
+        start = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        self.synchronize()
+        return self.mean((time.perf_counter() - start) / repeats)
+
+    def warm_up(self, work: Work) -> int:
+        """How often `work` is to be repeated from now on, which all ranks do at once; the device is idle then."""
+        for _ in range(WARM_UP):
+            work()
+        # All ranks repeat equally often, or those that are done would no longer disturb the others.
+        repeats = max(MIN_REPEATS, int(self.part_seconds / self.mean(max(self._seconds_once(work), 1e-6))))
+        self.transport.barrier()
+        return repeats
+
+    def launch_seconds(self, work: Work) -> float:
+        """Seconds that the host takes to enqueue `work` while nothing keeps it, the mean of all ranks; 0 on a CPU."""
+        if self.device.type != "cuda":
+            return 0.0
+        times = []
+        for _ in range(MIN_REPEATS):
+            self.synchronize()
+            start = time.perf_counter()
+            for _ in range(MIN_REPEATS):
+                work()
+            times.append((time.perf_counter() - start) / MIN_REPEATS)
+        self.synchronize()
+        return self.mean(min(times))
+
+    def seconds_alone(self, work: Work) -> float:
+        """Mean over the ranks of the seconds that each takes while the others wait."""
+        own = 0.0
+        for rank in range(self.transport.num_ranks):
+            self.transport.barrier()
+            if rank == self.transport.rank:
+                own = min([self._seconds_once(work) for _ in range(WARM_UP + MIN_REPEATS)][WARM_UP:])
+        self.transport.barrier()
+        return self.mean(own)
+
+    def _seconds_once(self, work: Work) -> float:
+        self.synchronize()
+        start = time.perf_counter()
+        work()
+        self.synchronize()
+        return time.perf_counter() - start
+
+    def mean(self, value: float) -> float:
+        """The mean of all ranks' values, the same to the bit on each of them."""
+        all_ranks = self.transport.all_ranks  # replicas too: their plans must be the same
+        return float(all_ranks.sum_over_ranks(torch.tensor([value], dtype=torch.float64))) / all_ranks.num_ranks
+
+    def forget(self) -> None:
+        """Give torch's cached GPU memory back and reset its peak, which a run reports as its own."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)

@@ -1,1 +1,0 @@
-"""Execution of the schedule on one rank."""

@@ -1,0 +1,30 @@
+"""Facts of packed rows that planner, engine and measurements share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Facts of a run's rows that hold several documents; the padding behind the last one counts as one."""
+
+    attention_length: float
+    """Mean over all tokens of the length of the token's own document: sum of squared lengths over sum of lengths."""
+    max_documents: int
+    """Fixed bound of the documents of a row."""
+
+    def __post_init__(self) -> None:
+        assert self.attention_length > 0, self
+        assert self.max_documents > 0, self
+
+    def typical_row(self, seq_length: int) -> tuple[int, ...]:
+        """Lengths of equal documents that fill a row and are about as long as the run's; what is measured has them."""
+        number = min(max(1, round(seq_length / self.attention_length)), self.max_documents, seq_length)
+        length, longer = divmod(seq_length, number)
+        return (length + 1,) * longer + (length,) * (number - longer)
+
+    def fullest_row(self, seq_length: int) -> tuple[int, ...]:
+        """Token counts of a row with as many documents as a row may hold; the last one is the longest."""
+        number = min(self.max_documents, seq_length)
+        return (seq_length // number,) * (number - 1) + (seq_length - seq_length // number * (number - 1),)

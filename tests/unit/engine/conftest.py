@@ -1,0 +1,133 @@
+"""One or more ranks with tiny stages whose gradients a test sets by hand."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+import pytest
+import torch
+from harness.scalar_code import scalar_code
+from torch import Tensor
+
+from mobius.distributed.transport import SingleRankTransport, Transport
+from mobius.engine.adamw import AdamWSettings, FlatAdamW
+from mobius.engine.loss_scaler import LossScaler
+from mobius.engine.optimizer_stepper import OptimizerStepper, StepOutcome
+from mobius.engine.rank_memory import allocate_memory
+from mobius.engine.resident import ResidentStage
+from mobius.engine.stage_memory import StageMemory
+from mobius.engine.step_sums import StepSums
+from mobius.engine.tied_weights import TiedWeights
+from mobius.engine.update_queue import UpdateQueue
+from mobius.engine.waits import WaitClock
+from mobius.models.layout import StageLayout
+
+__all__ = ["scalar_code"]
+
+CPU = torch.device("cpu")
+Gradients = Mapping[str, Tensor]
+
+
+@dataclass
+class Rank:
+    """This rank's stages and its stepper; a parameter is named `stage.name`."""
+
+    memory: Mapping[int, StageMemory]
+    stepper: OptimizerStepper
+    tied_names: frozenset[str]
+
+    def step(
+        self, gradients: Gradients, *, step: int = 1, loss: float = 1.0, learning_rate: float = 0.1
+    ) -> StepOutcome:
+        """Accumulate `gradients` (the others stay zero) as backward does, then apply them."""
+        self.stepper.begin_step(learning_rate)
+        squares = {}
+        for stage, memory in self.memory.items():
+            if not isinstance(memory, ResidentStage):
+                memory.load()
+            views = memory.gradients()
+            for name in memory.state.layout.offsets:
+                if name in gradients:
+                    views[name].add_(gradients[name])
+            squares[stage] = memory.finish_gradients(
+                excluded=self.tied_names, on_gradients_ready=self.stepper.on_gradients_ready
+            )
+            if not isinstance(memory, ResidentStage):
+                memory.offload(self.stepper.on_gradients_ready)
+        outcome = self.stepper.apply(StepSums(torch.tensor(loss), squares), step=step)
+        self.stepper.drain()
+        return outcome
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Copies of the working weights."""
+        return {
+            name: view.clone()
+            for state in (memory.state for memory in self.memory.values())
+            for name, view in state.layout.views(state.weights).items()
+        }
+
+
+MakeRank = Callable[..., Rank]
+
+
+@pytest.fixture
+def make_rank() -> MakeRank:
+    def make(
+        stages: Mapping[int, Mapping[str, Tensor]],
+        *,
+        transport: Transport | None = None,
+        num_stages: int = 2,
+        max_grad_norm: float = 1.0,
+        loss_scale: LossScaler | None = None,
+        tied: TiedWeights | None = None,
+        dtype: torch.dtype = torch.float32,
+        is_streamed: bool = False,
+        is_overlapped: bool = False,
+        resident: Collection[int] | None = None,
+        deferred_updates: Collection[int] | None = None,
+    ) -> Rank:
+        """`stages`: stage -> parameter name -> initial value.
+
+        With `resident` those stages stay and the others are streamed; `deferred_updates` keep their gradients, by
+        default all.
+        """
+        layouts = {
+            stage: StageLayout.of({name: tuple(value.shape) for name, value in parameters.items()})
+            for stage, parameters in stages.items()
+        }
+        staying = frozenset(stages) if resident is None and not is_streamed else frozenset(resident or ())
+        memory, _ = allocate_memory(
+            layouts,
+            resident=staying,
+            num_slots=1,
+            dtype=dtype,
+            gradient_dtype=dtype,
+            deferred_updates=layouts if deferred_updates is None else deferred_updates,
+            device=CPU,
+            updates=UpdateQueue() if is_overlapped else None,
+        )
+        for stage, parameters in stages.items():
+            for name, value in parameters.items():
+                memory[stage].state.set_parameter(name, value)
+        stepper = OptimizerStepper(
+            FlatAdamW(AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.0)),
+            memory=memory,
+            transport=transport or SingleRankTransport(),
+            clock=WaitClock(CPU),
+            loss_scale=loss_scale or LossScaler(is_dynamic=False),
+            num_stages=num_stages,
+            max_grad_norm=max_grad_norm,
+            tied=tied,
+        )
+        return Rank(memory, stepper, tied.names if tied else frozenset())
+
+    return make
+
+
+@pytest.fixture
+def layouts() -> dict[int, StageLayout]:
+    """Three stages of different sizes: 128 + 256, 256 and 128 + 128 elements with their padding."""
+    return {
+        0: StageLayout.of({"norm": (7,), "matrix": (5, 40)}),
+        2: StageLayout.of({"matrix": (16, 16)}),
+        4: StageLayout.of({"matrix": (3, 4), "bias": (128,)}),
+    }

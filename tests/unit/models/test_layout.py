@@ -1,0 +1,93 @@
+"""A stage's parameters lie in one flat buffer: aligned, apart from each other, the decayed ones first."""
+
+import pytest
+import torch
+
+from mobius.models.layout import FlatRange, StageLayout
+
+# Padded to multiples of 128: matrices 150 -> 256 and 128 -> 128, then vectors 5 -> 128 and 130 -> 256.
+SHAPES = {"norm": (5,), "up": (3, 50), "bias": (130,), "down": (2, 64)}
+
+
+def test_matrices_come_first_then_vectors_each_at_a_multiple_of_128() -> None:
+    layout = StageLayout.of(SHAPES)
+
+    assert dict(layout.offsets) == {
+        "up": (0, (3, 50)),
+        "down": (256, (2, 64)),
+        "norm": (384, (5,)),
+        "bias": (512, (130,)),
+    }
+    assert layout.num_elements == 768
+    assert layout.ranges == (FlatRange(0, 384, has_decay=True), FlatRange(384, 768, has_decay=False))
+
+
+def test_names_keep_the_order_of_the_stage() -> None:
+    assert list(StageLayout.of(SHAPES).offsets) == ["norm", "up", "bias", "down"]
+
+
+def test_frozen_parameters_lie_behind_those_that_are_trained() -> None:
+    layout = StageLayout.of(SHAPES, frozen={"up", "bias"})
+    assert layout.num_elements == StageLayout.of(SHAPES).num_elements
+    assert list(layout.offsets) == list(SHAPES), "in the stage's own order"
+    assert {name for name in SHAPES if layout.is_trained(name)} == {"norm", "down"}
+    assert layout.ranges == (FlatRange(0, 128, has_decay=True), FlatRange(128, layout.num_trained, has_decay=False))
+    assert [piece for group in layout.pieces(100) for piece in group][-1].end == layout.num_trained
+    assert list(layout.trained_views(torch.zeros(layout.num_trained))) == ["norm", "down"]
+    flat = torch.zeros(layout.num_elements)
+    layout.views(flat)["up"].fill_(1)
+    assert flat[: layout.num_trained].count_nonzero() == 0
+
+
+def test_tensors_of_more_than_two_dimensions_are_decayed() -> None:
+    assert StageLayout.of({"experts": (2, 3, 4)}).ranges == (FlatRange(0, 128, has_decay=True),)
+
+
+def test_matrices_that_are_named_lie_with_what_is_not_decayed_also_after_a_split() -> None:
+    layout = StageLayout.of(SHAPES, frozen={"up"}, no_weight_decay={"down", "bias"})
+
+    assert layout.ranges == (FlatRange(0, 128, has_decay=True), FlatRange(128, 512, has_decay=False))
+    assert layout.slice_of("norm") == slice(0, 5)
+    assert layout.split()[1].ranges == layout.ranges
+
+
+def test_a_stage_without_matrices_has_one_range_without_decay() -> None:
+    assert StageLayout.of({"norm": (4,), "bias": (4,)}).ranges == (FlatRange(0, 256, has_decay=False),)
+
+
+def test_views_write_through_to_the_flat_buffer() -> None:
+    layout, flat = StageLayout.of(SHAPES), torch.zeros(768)
+
+    layout.views(flat)["down"][1, 2] = 3.0
+
+    assert flat.nonzero().tolist() == [[256 + 64 + 2]]
+    assert flat[256 + 64 + 2] == 3.0
+
+
+def test_views_do_not_overlap_and_leave_only_the_padding() -> None:
+    layout, flat = StageLayout.of(SHAPES), torch.zeros(768)
+
+    for view in layout.views(flat).values():
+        view += 1
+
+    assert flat.max() == 1
+    assert flat.sum() == 5 + 150 + 130 + 128
+
+
+def test_views_have_the_shapes_of_the_parameters_also_in_a_longer_buffer() -> None:
+    views = StageLayout.of(SHAPES).views(torch.zeros(10_000))
+
+    assert {name: tuple(view.shape) for name, view in views.items()} == SHAPES
+
+
+@pytest.mark.parametrize("max_elements", [128, 200, 256, 640, 10_000])
+def test_pieces_are_the_ranges_in_order_in_groups_of_at_most_the_given_size(max_elements: int) -> None:
+    layout = StageLayout.of({"a": (4, 100), "norm": (64,), "b": (3, 33)})
+
+    pieces = layout.pieces(max_elements)
+
+    elements = [(i, part.has_decay) for group in pieces for part in group for i in range(part.start, part.end)]
+    assert elements == [(i, whole.has_decay) for whole in layout.ranges for i in range(whole.start, whole.end)]
+    sizes = [sum(part.end - part.start for part in group) for group in pieces]
+    assert all(size == max_elements for size in sizes[:-1])
+    assert 0 < sizes[-1] <= max_elements

@@ -1,0 +1,325 @@
+"""What is left of a GPU's memory goes to what shortens the step most, and never beyond the limit."""
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from harness.plan_requests import H200, find_published_shape, request_of
+
+from mobius.config.config import Recompute
+from mobius.errors import GpuMemoryError, PlanError
+from mobius.planner.fit import find_remedies, fit_plan
+from mobius.planner.memory_estimates import Remedy, estimated_layer
+from mobius.planner.memory_policy import Rates, Score, estimated_seconds, policy_by_score
+from mobius.planner.peak_memory import LayerBytes
+from mobius.planner.request import Machine, PlanRequest
+from mobius.schedule.partition import ModelShape
+from mobius.schedule.plan import MemoryUse, Plan
+from mobius.units import GIB
+
+GRAPH = int(1.34 * GIB)
+"""Bytes of a layer and a microbatch."""
+MAILBOXES = 4 / 16
+"""GiB of four messages of 16 x 512 tokens, which what fits leaves room for."""
+
+
+def request_for(shape: ModelShape, gib: float | None, **options: Any) -> PlanRequest:
+    """64 x 512 tokens in four chunks and 32 stages; `gib` may be used beside the mailboxes, None: on CPUs."""
+    machine = Machine(4) if gib is None else replace(H200, free_bytes=int((gib + MAILBOXES / 0.97) * GIB))
+    return request_of(shape, machine, **({"num_chunks": 4, "resident_stages": "0"} | options))
+
+
+def layer_of(request: PlanRequest, graph_bytes: int) -> LayerBytes:
+    estimate = estimated_layer(request)
+    return LayerBytes(graph_bytes, graph_bytes * estimate.peak // estimate.saved_activations)
+
+
+def fit(
+    shape: ModelShape, gib: float | None, *, graph_bytes: int | None = GRAPH, score: Score | None = None, **options: Any
+) -> Plan:
+    request = request_for(shape, gib, **options)
+    layer = None if graph_bytes is None else layer_of(request, graph_bytes)
+    return fit_plan(request, layer=layer, policy=None if score is None else policy_by_score(score))
+
+
+def num_resident(plan: Plan, rank: int = 0) -> int:
+    return plan.use_of(rank).num_resident
+
+
+def kept(plan: Plan, rank: int = 0) -> set[int]:
+    return plan.saved_activation_stages & {*plan.local_stages(rank)}
+
+
+INNER, FIRST = 202_383_360, 333_455_360
+"""Parameters of an inner stage and of the first one, with the embedding, of 32."""
+
+
+def least_gib(slots: int, graphs: int, resident: int = 0, state_bytes: int = 14, graph: float = GRAPH / GIB) -> float:
+    """By hand for rank 0 of Llama-2-7B in 32 stages: what must be free for a use of it to be chosen, in GiB.
+
+    A message, or input of a layer, is 1/16 GiB; eight stages keep four inputs each. Two messages are received ahead;
+    of the six that were sent last, four lie in the graphs of the last stage if it keeps them. A layer's work is 11 x
+    4096 + 2 + 6 x 11008 wide where its graph is 7 x 4096 + 2 + 3 x 11008, and the graph is there already if it is kept.
+    """
+    largest = FIRST if resident == 0 else INNER
+    states = slots * largest * 2 + FIRST * 4
+    states += state_bytes * (FIRST + (resident - 1) * INNER) if resident else 0
+    work = graph * (11 * 4096 + 2 + 6 * 11008) / (7 * 4096 + 2 + 3 * 11008) - (graph if graphs else 0)
+    moment = 2 + 4 * graphs * graph + (2 + (2 if graphs else 6)) / 16 + work
+    return (states / GIB + 1.03 * moment + 1 / 8 + 16 * 32768 / GIB) / 0.97
+
+
+@pytest.mark.parametrize(
+    ("slots", "num_graphs"), [(2, 0), (3, 0), (2, 1), (3, 1), (3, 3), (4, 4), (8, 8)]
+)  # fmt: skip
+def test_without_residency_activations_come_first_with_the_slots_they_need_and_then_a_slot_for_prefetching(
+    llama_7b: ModelShape, slots: int, num_graphs: int
+) -> None:
+    plan = fit(llama_7b, least_gib(slots, num_graphs) + 0.01)
+    assert plan.slots[0] == slots
+    assert kept(plan) == set(range(28, -4, -4)[:num_graphs])
+    if (slots, num_graphs) != (2, 0):
+        less = fit(llama_7b, least_gib(slots, num_graphs) - 0.01)
+        assert (less.slots[0], len(kept(less))) != (slots, num_graphs)
+
+
+def test_the_models_last_stage_of_one_layer_takes_no_more_when_it_keeps_its_activations(llama_7b: ModelShape) -> None:
+    assert kept(fit(llama_7b, 8.3), 3) == {31}
+
+
+def test_without_prefetch_there_is_one_slot_in_which_the_last_stage_stays(llama_7b: ModelShape) -> None:
+    plan = fit(llama_7b, 80, use_prefetch=False)
+    assert (plan.num_slots, kept(plan)) == (1, {28})
+
+
+def test_no_more_slots_are_taken_than_a_rank_has_stages(llama_7b: ModelShape) -> None:
+    assert fit(llama_7b, 80, num_stages=8).num_slots == 2
+    assert fit(llama_7b, 140, use_offload=False, resident_stages="auto").num_slots is None
+
+
+def test_recomputing_everywhere_keeps_nothing_but_may_take_a_third_slot(llama_7b: ModelShape) -> None:
+    plan = fit(llama_7b, 80, recompute=Recompute.FULL)
+    assert (plan.num_slots, plan.saved_activation_stages) == (3, frozenset())
+
+
+ON_GPU: dict[str, Any] = {"use_offload": False, "resident_stages": "auto", "recompute": Recompute.NONE}
+
+
+def test_all_stages_keep_their_activations_if_asked_and_too_little_memory_is_refused(llama_7b: ModelShape) -> None:
+    assert fit(llama_7b, 140, **ON_GPU).saved_activation_stages == set(range(32))
+    with pytest.raises(GpuMemoryError, match="inputs of layers"):
+        fit(llama_7b, 60, **ON_GPU)
+
+
+def test_room_for_the_mailboxes_is_left_alone(llama_7b: ModelShape) -> None:
+    gib = least_gib(3, 3) + 0.01
+    assert len(kept(fit(llama_7b, gib))) == 3
+    assert len(kept(fit(llama_7b, gib - MAILBOXES / 2))) == 2
+
+
+def test_what_is_not_measured_is_not_kept(llama_7b: ModelShape) -> None:
+    assert fit(llama_7b, 140, graph_bytes=None).saved_activation_stages == frozenset()
+
+
+def test_graphs_that_hold_more_than_was_guessed_are_refused_before_anything_is_loaded(llama_7b: ModelShape) -> None:
+    assert fit(llama_7b, 90, **ON_GPU).saved_activation_stages == set(range(32))
+    with pytest.raises(GpuMemoryError, match="inputs of layers"):
+        fit(llama_7b, 90, graph_bytes=2 * GRAPH, **ON_GPU)
+
+
+def test_where_memory_is_unknown_nothing_is_added(llama_7b: ModelShape) -> None:
+    assert fit(llama_7b, None).num_slots == 2
+    assert fit(llama_7b, None).saved_activation_stages == frozenset()
+    assert fit(llama_7b, None, **ON_GPU).saved_activation_stages == set(range(32))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 5, 6, 7, 8])
+def test_as_many_first_stages_stay_as_fit(llama_7b: ModelShape, stages: int) -> None:
+    # The last two give up a slot each.
+    least = least_gib(min(2, 8 - stages), 0, resident=stages)
+    for gib, number in ((least - 0.01, stages - 1), (least + 0.01, stages)):
+        plan = fit(llama_7b, gib, resident_stages="auto", recompute=Recompute.FULL)
+        assert plan.resident.intersection(plan.local_stages(0)) == set(range(0, 4 * number, 4))
+        assert plan.saved_activation_stages == frozenset()
+
+
+def test_what_is_updated_at_once_keeps_no_gradients_and_more_of_it_fits(llama_7b: ModelShape) -> None:
+    gib = least_gib(1, 0, resident=7, state_bytes=12) + 0.01
+    assert least_gib(2, 0, resident=5) < gib < least_gib(2, 0, resident=6)
+    for norm, stages in ((0.0, 7), (1.0, 5)):
+        plan = fit(llama_7b, gib, resident_stages="auto", recompute=Recompute.FULL, max_grad_norm=norm)
+        assert num_resident(plan) == stages
+
+
+def test_ranks_that_stream_have_slots_and_others_none(llama_7b: ModelShape) -> None:
+    for gib in (8, 10, 14, 24, 33, 48, 80):
+        plan = fit(llama_7b, gib, resident_stages="auto")
+        for rank in range(4):
+            assert (plan.slots[rank] > 0) == (num_resident(plan, rank) < 8)
+
+
+def test_kept_activations_have_their_weights_in_place(llama_7b: ModelShape) -> None:
+    for gib in range(8, 100, 3):
+        plan = fit(llama_7b, gib, resident_stages="auto")
+        for rank in range(4):
+            streamed = plan.streamed_stages(rank)
+            staying = streamed[len(streamed) - plan.slots[rank] :]
+            assert kept(plan, rank) <= plan.resident.union(staying)
+
+
+def test_more_memory_is_never_used_worse(llama_7b: ModelShape) -> None:
+    request = request_for(llama_7b, None)
+    counts = [request.plan.cuts[stage].num_parameters(llama_7b) for stage in request.plan.local_stages(0)]
+    seconds = []
+    for gib in range(8, 80, 2):
+        chosen = fit(llama_7b, gib, resident_stages="auto").use_of(0)
+        seconds.append(estimated_seconds(chosen, counts, tokens=request.step_tokens, clips=True, rates=Rates()))
+    assert all(later <= earlier for earlier, later in pairwise(seconds))
+    assert seconds[-1] < seconds[0]
+
+
+def test_a_handed_in_score_decides_among_what_fits(llama_7b: ModelShape) -> None:
+    plan = fit(llama_7b, 26.3, resident_stages="auto", score=lambda rank, use: -use.num_saving_activations)
+    # As without residency (above): three keep their activations; what is left then takes no resident stage.
+    assert (len(kept(plan)), num_resident(plan)) == (3, 0)
+    plan = fit(llama_7b, 26.3, resident_stages="auto", score=lambda rank, use: use.num_resident)
+    assert num_resident(plan) == 0
+    assert num_resident(fit(llama_7b, 26.3, resident_stages="auto")) > 0
+
+
+@pytest.mark.parametrize("stages", [0, 1, 3, 8])
+def test_a_number_that_is_asked_for_is_taken_and_only_activations_are_chosen(llama_7b: ModelShape, stages: int) -> None:
+    plan = fit(llama_7b, 140, resident_stages=str(stages))
+    assert [num_resident(plan, rank) for rank in range(4)] == [stages] * 4
+    assert len(kept(plan)) == 8
+    assert fit(llama_7b, None, resident_stages=str(stages)).resident == plan.resident
+
+
+def test_more_resident_stages_than_fit_are_refused_with_the_arithmetic_and_the_largest_number_that_does(
+    llama_7b: ModelShape,
+) -> None:
+    with pytest.raises(GpuMemoryError) as caught:
+        fit(llama_7b, 20 - MAILBOXES / 0.97, resident_stages="8")
+    message = str(caught.value)
+    # The first rank has 7 x 202,383,360 + 333,455,360 = 1,750,138,880 parameters, and a sum of 4 x 333,455,360 bytes.
+    assert "--resident_stages 8: rank 0 needs " in message
+    assert "weights 3.26 + gradients 4.50 + optimizer 16.30" in message
+    assert "20.0 GiB is available. At most --resident_stages 4 fits, which needs " in message
+
+
+def test_residency_is_not_blamed_where_nothing_fits(llama_7b: ModelShape) -> None:
+    with pytest.raises(GpuMemoryError, match="raise --num_stages") as caught:
+        fit(llama_7b, 1, resident_stages="3")
+    assert "--resident_stages" not in str(caught.value)
+
+
+def test_all_stages_resident_is_a_number_that_is_asked_for(llama_7b: ModelShape) -> None:
+    assert fit(llama_7b, 140, resident_stages="all").resident == set(range(32))
+    with pytest.raises(GpuMemoryError, match="--resident_stages 8: .*At most --resident_stages 4 fits"):
+        fit(llama_7b, 20, resident_stages="all")
+
+
+def test_more_resident_stages_than_a_rank_has_are_refused(llama_7b: ModelShape) -> None:
+    for gib in (None, 140):
+        with pytest.raises(PlanError, match=r"--resident_stages 9: each rank has 8 stage\(s\)"):
+            fit(llama_7b, gib, resident_stages="9")
+
+
+def test_where_memory_is_unknown_nothing_stays_unless_asked_for(llama_7b: ModelShape) -> None:
+    assert fit(llama_7b, None, resident_stages="auto").resident == frozenset()
+
+
+def test_a_rank_without_streamed_stages_leaves_the_others_slots_in_its_plan(llama_7b: ModelShape) -> None:
+    def by_rank(rank: int, use: MemoryUse) -> float:
+        return abs(use.num_resident - (8 if rank == 0 else 0))
+
+    plan = fit(llama_7b, 140, resident_stages="auto", score=by_rank)
+    assert (plan.slots[0], plan.slots[1]) == (0, 8)
+
+
+# Two stages of 3e9 parameters, 1e6 tokens, 1e16 FLOP and 1e9 updates a second: forward 0.6 s per stage, update 3 s.
+@pytest.mark.parametrize(
+    ("resident", "graphs", "clips", "expected"),
+    [
+        (2, 2, True, 2 * 1.8),
+        (2, 0, True, 2 * 2.4),
+        (0, 2, False, 3.6 + 3.0),
+        (0, 0, False, 4.8 + 3.0),  # the first stage's gradients come last
+        (1, 0, False, 4.8 + 3.0 - 1.8),
+        (0, 0, True, 4.8 + 6.0 - 0.6),  # the second stage waits for both updates, and has a forward's time
+        (1, 0, True, 4.8 + 3.0 - 0.6),
+    ],
+)
+def test_the_estimate_by_hand(resident: int, graphs: int, clips: bool, expected: float) -> None:
+    rates = Rates(flops=1e16, updates_in_step=1e9, updates_behind_step=1e9)
+    candidate = MemoryUse(resident, graphs, 2)
+    seconds = estimated_seconds(candidate, [3 * 10**9] * 2, tokens=10**6, clips=clips, rates=rates)
+    assert seconds == pytest.approx(expected)
+
+
+def test_the_cpu_paces_a_step_that_computes_for_less_than_its_updates_take() -> None:
+    rates = Rates(flops=1e17, updates_in_step=1e9)
+    seconds = estimated_seconds(MemoryUse(1, 0, 2), [3 * 10**9] * 3, tokens=10**6, clips=False, rates=rates)
+    assert seconds == pytest.approx(6.0)  # two streamed stages; compute takes 0.72 s
+
+
+def test_the_default_rates_give_back_what_they_were_taken_from() -> None:
+    # 4 x H200, 2026-11-20: 1.220 s streamed, 1.622 s with clipping, 0.762 s with all on the GPU and nothing recomputed.
+    counts = [202_383_360] * 7 + [333_459_456]
+    measured = (((0, 0), False, 1.220), ((0, 0), True, 1.622), ((8, 8), False, 0.762))
+    for (resident, graphs), clips, seconds in measured:
+        candidate = MemoryUse(resident, graphs, 2)
+        estimate = estimated_seconds(candidate, counts, tokens=64 * 512, clips=clips, rates=Rates())
+        assert estimate == pytest.approx(seconds, rel=0.05)
+
+
+def long_request(shape: ModelShape, **options: Any) -> PlanRequest:
+    """64 x 2048 tokens in four chunks, in eight stages on four ranks."""
+    usual = {"seq_length": 2048, "num_stages": 8, "num_chunks": 4, "loss_chunk_tokens": 8192}
+    return request_of(shape, **(usual | options))
+
+
+def test_the_least_of_each_kind_of_change_that_fits_is_told(llama_7b: ModelShape) -> None:
+    def need(request: PlanRequest) -> int:
+        return (
+            request.microbatch_tokens
+            + 1000 * (40 - (request.num_stages or 0))
+            + request.config.pipeline.loss_chunk_tokens
+        )
+
+    request = long_request(llama_7b)
+    assert need(request) == 32768 + 32000 + 8192
+    found = find_remedies(request, need, available_bytes=66_000)
+    # By hand: 66000 - 64768 = 1232 for a loss chunk; 6960 less by stages, chunks or a shorter sequence.
+    assert found == [
+        Remedy("--loss_chunk_tokens 1024", 32768 + 32000 + 1024),
+        Remedy("--num_stages 16", 32768 + 24000 + 8192),
+        Remedy("--num_chunks 8", 16384 + 32000 + 8192),
+        Remedy("--seq_length 1600", 16 * 1600 + 32000 + 8192),
+    ]
+
+
+def test_where_all_stays_on_the_gpu_recomputing_and_offloading_are_tried(llama_7b: ModelShape) -> None:
+    request = long_request(llama_7b, **ON_GPU)
+    found = find_remedies(request, lambda r: 1 if r.config.pipeline.recompute is not Recompute.NONE else 100, 50)
+    assert [remedy.options for remedy in found] == ["--recompute elementwise", "--use_offload --recompute auto"]
+    found = find_remedies(request, lambda r: 1 if not r.recompute.saves_activations else 100, 50)
+    assert [remedy.options for remedy in found] == ["--recompute full", "--use_offload --recompute auto"]
+
+
+def test_a_refusal_names_changes_that_then_fit(llama_7b: ModelShape) -> None:
+    gib = 22.0
+    request = long_request(llama_7b, gpu_memory_limit=gib, tile_tokens="off")
+    with pytest.raises(GpuMemoryError, match=r"Any of these alone fits: .*--num_chunks 8 \(needs") as caught:
+        fit_plan(request)
+    assert f"{gib} GiB is available" in str(caught.value)
+    fit_plan(replace(request, num_chunks=8))
+
+
+def test_slices_never_keep_what_they_recompute_anyway() -> None:
+    long = {"seq_length": 32768, "batch_size": 4, "num_chunks": 4, "num_rounds": 1, "num_stages": 8}
+    whole, sliced = (request_of(find_published_shape("7b"), num_slices=number, **long) for number in (1, 2))
+
+    assert fit_plan(whole, layer=estimated_layer(whole)).saved_activation_stages
+    assert not fit_plan(sliced, layer=estimated_layer(sliced)).saved_activation_stages

@@ -1,0 +1,187 @@
+"""What the host does while all ranks work at once is measured, put into the profile, and planned by."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from harness.local_transport import LocalTransport, run_rank_threads
+from harness.plan_requests import find_published_shape
+from transformers import AutoConfig
+
+from mobius.config.cli import parse_args
+from mobius.distributed.transport import SingleRankTransport
+from mobius.planner import host_rates, measured_plan
+from mobius.planner.event_simulation import SharedBandwidth, share_rates
+from mobius.planner.gpu_specs import ACTION_LAUNCH, GPU_SPECS, LAUNCH, estimate_profile
+from mobius.planner.host_rates import (
+    UPDATES_WITHIN_STEP,
+    HostRates,
+    measure_beside,
+    measure_host_rates,
+    with_host_rates,
+)
+from mobius.planner.measured_plan import is_host_to_be_measured, plan_by_measurement
+from mobius.planner.profile import LayerSeconds, Profile, Source
+from mobius.planner.run_setup import RunSetup, make_run_setup
+from mobius.planner.timer import MIN_REPEATS, CollectiveTimer
+from mobius.ranks import Ranks
+
+SLOW = HostRates(
+    copies_each_way=10e9, updates=1e9, updates_beside_copies=0.8e9, copies_beside_updates=4e9, update_bytes=26
+)
+
+
+def estimate(num_ranks: int = 4) -> Profile:
+    shape = find_published_shape("7b")
+    return estimate_profile(GPU_SPECS["H200"], shape, microbatch_tokens=4096, seq_length=512, num_ranks=num_ranks)
+
+
+@pytest.mark.parametrize(("dtype", "num_bytes"), [(torch.bfloat16, 26), (torch.float32, 28)])
+def test_all_ranks_measure_the_same(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, num_bytes: int) -> None:
+    monkeypatch.setattr(host_rates, "PART_SECONDS", 0.01)
+    monkeypatch.setattr(host_rates, "COPY_BYTES", 2**16)
+    monkeypatch.setattr(host_rates, "CPU_PARAMETERS", 2**12)
+
+    def work(transport: LocalTransport) -> HostRates:
+        return measure_host_rates(dtype, device=torch.device("cpu"), transport=transport, kernel=None)
+
+    first, second = run_rank_threads(2, work)
+    assert first == second
+    assert first.update_bytes == num_bytes
+    assert min(first.updates, first.updates_beside_copies) > 0
+    assert first.copies_each_way == first.copies_beside_updates > 0  # on a CPU they are not measured beside updates
+
+
+def test_a_profile_takes_the_hosts_rates_and_keeps_the_rest() -> None:
+    before = estimate()
+    after = with_host_rates(before, SLOW)
+    within = UPDATES_WITHIN_STEP
+    assert (after.cpu_adamw_together, after.cpu_adamw_beside_copies) == (within * 1e9, within * 0.8e9)
+    assert (after.copies.host_to_device_duplex, after.copies.device_to_host_duplex, after.copies_beside_cpu_adamw) == (
+        10e9,
+        10e9,
+        4e9,
+    )
+    assert after.copies.host_to_device == before.copies.host_to_device
+    assert after.copies.host_to_device_all_gpus == before.copies.host_to_device_all_gpus
+    assert after.host_bandwidth == 4 * within * 26e9  # updates move more than copies
+    assert after.layer_kinds == before.layer_kinds
+    assert (after.source, after.basis) == (Source.ESTIMATED, f"{before.basis}, the host measured")
+    assert Profile.from_json(after.to_json()) == after
+
+
+def test_in_the_simulation_all_update_beside_copies_as_fast_as_was_measured() -> None:
+    rates = SharedBandwidth(with_host_rates(estimate(), SLOW), 4)
+    copies = {("load", rank): rates.load(rank, 1) for rank in range(4)}
+    copies |= {("offload", rank): rates.offload(rank, 1) for rank in range(4)}
+    updates = {("update", rank): rates.update(1) for rank in range(4)}
+    together = share_rates({**updates, **copies}, rates.capacities)
+    assert [together[name] for name in updates] == pytest.approx([UPDATES_WITHIN_STEP * 0.8e9] * 4)
+    assert [together[name] for name in copies] == pytest.approx([4e9] * 8)
+
+
+def test_updates_are_not_faster_beside_copies_nor_together_than_alone() -> None:
+    fast = HostRates(
+        copies_each_way=50e9,
+        updates=9e9,
+        updates_beside_copies=9.5e9,
+        copies_beside_updates=40e9,
+        update_bytes=26,
+    )
+    after = with_host_rates(estimate(), fast)
+    assert after.cpu_adamw == after.cpu_adamw_together == after.cpu_adamw_beside_copies == UPDATES_WITHIN_STEP * 9e9
+    assert after.copies.host_to_device_all_gpus == 50e9
+
+
+class CopiesOnTheirWay:
+    """Of every four copies that were started one has ended when they all have been, and three when the updates have."""
+
+    num_bytes = 100
+
+    def __init__(self) -> None:
+        self.num_started, self.num_queries = 0, 0
+
+    def both(self) -> None:
+        self.num_started += 2
+
+    def mark(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(is_completed=self.has_ended) for _ in range(2)]
+
+    def has_ended(self) -> bool:
+        self.num_queries += 1
+        place = (self.num_queries - 1) % self.num_started
+        return place % 4 < (1 if self.num_queries <= self.num_started else 3)
+
+
+def test_copies_count_from_the_start_of_the_updates_to_their_end() -> None:
+    timer = CollectiveTimer(torch.device("cpu"), SingleRankTransport(), part_seconds=0.01)
+    copies = CopiesOnTheirWay()
+
+    seconds, rate = measure_beside(timer, lambda: time.sleep(0.002), copies, num_copies=8)
+
+    assert copies.num_started == 16
+    # Of 16 copies 4 had ended before and 12 have at the end: 4 each way of 100 bytes, beside some updates of 2 ms.
+    num_updates = 4 * 100 / rate / seconds
+    assert num_updates == pytest.approx(round(num_updates), rel=1e-6)
+    assert num_updates >= MIN_REPEATS
+
+
+def blueprint_of(*arguments: str) -> RunSetup:
+    words = ["--model_path", "model", "--device", "cpu", "--fp32", "--batch_size", "4", "--seq_length", "16"]
+    config = parse_args([*words, "--num_stages", "4", *arguments], num_ranks=1)
+    return make_run_setup(config, Ranks(0, 1, 0), AutoConfig.from_pretrained("model"))
+
+
+def on_gpu(run_setup: RunSetup) -> RunSetup:
+    return replace(run_setup, rank_context=replace(run_setup.rank_context, device=torch.device("cuda", 0)))
+
+
+def with_profile(run_setup: RunSetup, profile: Profile | None) -> RunSetup:
+    return replace(run_setup, result=replace(run_setup.result, profile=profile))
+
+
+@pytest.mark.usefixtures("workplace")
+def test_the_host_is_looked_at_where_gpus_stream_and_nothing_else_is_given() -> None:
+    assert is_host_to_be_measured(on_gpu(blueprint_of()))
+    assert not is_host_to_be_measured(blueprint_of())
+    assert not is_host_to_be_measured(on_gpu(blueprint_of("--no_offload")))
+    given = on_gpu(blueprint_of())
+    planned = replace(given.config, planning=replace(given.config.planning, plan="plan.json"))
+    request = replace(given.result.request, config=planned)
+    assert not is_host_to_be_measured(replace(given, result=replace(given.result, request=request)))
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_run_is_planned_again_by_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    known = with_profile(on_gpu(blueprint_of()), estimate(1))
+    unknown = with_profile(known, None)
+    seen: list[Profile] = []
+
+    def replan(run_setup: RunSetup, profile: Profile) -> RunSetup:
+        seen.append(profile)
+        return with_profile(run_setup, profile)
+
+    monkeypatch.setattr(measured_plan, "replan", replan)
+    monkeypatch.setattr(measured_plan, "measure_host_rates", lambda *_, **__: SLOW)
+    launch_overhead = LayerSeconds(2 * LAUNCH.forward, 3e-3, 2 * LAUNCH.recomputed_backward)
+    monkeypatch.setattr(measured_plan, "measure_launches", lambda *_: launch_overhead)
+    with caplog.at_level(logging.DEBUG):
+        planned = plan_by_measurement(known, SingleRankTransport())
+    with_rates = with_host_rates(estimate(1), SLOW)
+    assert (
+        seen
+        == [planned.result.profile]
+        == [replace(with_rates, launch_overhead=launch_overhead, action_launch=2 * ACTION_LAUNCH)]
+    )
+    told = "1.00 billion updates per second and rank, or 0.80 beside copies of 4 GB/s each way, which alone do 10"
+    assert told in caplog.text
+    assert "; a layer is enqueued in 0.60 ms forward, 3.00 backward, 1.86 with recompute" in caplog.text
+    assert plan_by_measurement(unknown, SingleRankTransport()) is unknown
+    assert len(seen) == 1

@@ -1,0 +1,101 @@
+"""Layers are measured as a step runs them; a slice attends to tokens before it, and only its own bytes count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from harness.live_bytes import CPU, LiveBytes
+from transformers import LlamaConfig
+
+from mobius.engine.sequence_slices import SequenceSlice
+from mobius.models.blocks import ModelParts
+from mobius.planner import layer_bytes
+from mobius.planner.layer_bytes import measure_layer_bytes
+from mobius.planner.peak_memory import estimate_layer
+from mobius.schedule.packed_rows import PackedRows
+
+HIDDEN = 64
+
+
+@pytest.fixture
+def live(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveBytes]:
+    """A meter of the CPU's tensors in the place of the GPU's."""
+    meter = LiveBytes()
+
+    def forget_peak(*_: object) -> None:
+        meter.peak = meter.now
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: meter.now)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: meter.peak)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", forget_peak)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(layer_bytes, "KEYS_PER_CALL", 512)
+    with meter:
+        yield meter
+
+
+def parts_of_two_layers() -> ModelParts:
+    config = LlamaConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=160,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=2,
+        vocab_size=100,
+        max_position_embeddings=8192,
+    )
+    config._attn_implementation = "sdpa"
+    return ModelParts(config, CPU)
+
+
+def bytes_of_slice(
+    tokens: int, length: int, *, tile_tokens: int | None = None, packed: PackedRows | None = None
+) -> int:
+    found = measure_layer_bytes(
+        parts_of_two_layers(),
+        shape=(1, tokens, HIDDEN),
+        dtype=torch.float32,
+        device=CPU,
+        packed=packed,
+        tile_tokens=tile_tokens,
+        sliced_length=length,
+    )
+    assert found.recomputed is not None
+    return found.recomputed
+
+
+@pytest.mark.usefixtures("live")
+def test_a_slice_takes_as_much_in_any_sequence_and_no_more_than_its_estimate() -> None:
+    found = bytes_of_slice(512, 1024)
+    assert bytes_of_slice(512, 8192) == found, "keys and values of the sequence do not count"
+    for number, more in ((512, {}), (1024, {}), (512, {"tile_tokens": 128})):
+        estimate = estimate_layer(
+            4, parts_of_two_layers().shape(), number, compiled=False, sliced_length=4096, **more
+        ).recomputed
+        assert estimate is not None
+        assert bytes_of_slice(number, 4096, **more) < estimate
+    assert bytes_of_slice(1024, 8192) == pytest.approx(2 * found, rel=0.1)
+    assert bytes_of_slice(512, 1024, tile_tokens=128) < 0.6 * found
+
+
+@pytest.mark.usefixtures("live")
+def test_a_slice_has_the_documents_of_packed_rows_and_attends_to_those_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sequence_slices = list[SequenceSlice]()
+
+    def sequence_slice(*given: Any) -> SequenceSlice:
+        sequence_slices.append(SequenceSlice(*given))
+        return sequence_slices[-1]
+
+    monkeypatch.setattr(layer_bytes, "SequenceSlice", sequence_slice)
+    bytes_of_slice(256, 4096, packed=PackedRows(64.0, 40))
+    found = sequence_slices[0]
+    assert (found.start, found.end, found.length) == (512, 768, 768), "512 tokens are attended to at a time"
+    assert found.documents is not None
+    assert len(found.documents) == 40 + 1
+    assert found.documents[:3].tolist() == [0, 64, 128]
+    assert found.documents[-1] == 768

@@ -1,0 +1,306 @@
+"""The bytes that a run needs, by hand for Llama-2-7B, and what a user is told when they are not there."""
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from harness.plan_requests import request_of
+
+from mobius.config.config import Dtype
+from mobius.errors import GpuMemoryError, HostMemoryError
+from mobius.planner import memory_estimates
+from mobius.planner.gpu_specs import GPU_SPECS
+from mobius.planner.memory_estimates import (
+    GpuMemoryEstimate,
+    HostMemoryEstimate,
+    check_gpu_memory,
+    check_host_memory,
+    estimate_gpu_memory,
+    estimate_gpu_memory_of_ranks,
+    estimate_host_memory,
+    largest_gpu_estimate,
+    process_bytes,
+)
+from mobius.planner.request import Machine, PlanRequest
+from mobius.planner.state_bytes import ByteSizes
+from mobius.schedule.partition import ModelShape
+from mobius.schedule.plan import MemoryUse, Plan
+from mobius.units import GIB
+
+BF16, FP16, FP32 = (ByteSizes.of(dtype) for dtype in (Dtype.BF16, Dtype.FP16, Dtype.FP32))
+LAYER = 202_383_360  # of Llama-2-7B
+EMBEDDING = 131_072_000
+HEAD = 131_076_096
+GPUS, CPUS = Machine(4, GPU_SPECS["H200"]), Machine(4)
+
+
+def node(shape: ModelShape, machine: Machine = GPUS, **options: Any) -> PlanRequest:
+    """Four ranks with two stages of four layers each, two slots, 128 sequences of 512 tokens in 4 microbatches."""
+    usual = {"num_stages": 8, "batch_size": 128, "num_chunks": 4, "loss_chunk_tokens": 2048}
+    return request_of(shape, machine, **(usual | options))
+
+
+def with_resident(request: PlanRequest, counts: tuple[int, ...], slots: int = 2) -> Plan:
+    """The plan in which the first `counts[rank]` stages of each rank stay."""
+    return request.plan.with_memory_uses([MemoryUse(count, 0, slots) for count in counts])
+
+
+def need_of(
+    shape: ModelShape, *, resident: tuple[int, ...] = (), rank: int | None = None, num_ranks: int = 4, **options: Any
+) -> GpuMemoryEstimate:
+    """The need of `rank`, or of the fullest; the first `resident[rank]` stages of each rank stay."""
+    request = node(shape, Machine(num_ranks, GPU_SPECS["H200"]), **options)
+    plan = with_resident(request, resident) if resident else request.plan
+    return (
+        largest_gpu_estimate(estimate_gpu_memory_of_ranks(request, plan))
+        if rank is None
+        else estimate_gpu_memory(request, plan, rank=rank)
+    )
+
+
+@pytest.fixture
+def gib_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of a GiB each."""
+    monkeypatch.setattr(memory_estimates, "process_bytes", lambda request, plan: GIB)
+
+
+def test_a_parameter_takes_14_bytes_of_host_memory_in_bf16_and_16_in_fp16_and_fp32() -> None:
+    # bf16: weight 2, gradient 2, remainder 2, moments 8. fp16: a whole master of 4. fp32: weight and master in one 4.
+    assert BF16.host(1) == 2 + 2 + 2 + 8
+    assert FP16.host(1) == 2 + 2 + 4 + 8
+    assert FP32.host(1) == 4 + 4 + 8
+
+
+def test_gradients_that_travel_in_fp32_take_two_bytes_more_of_host_memory_and_none_of_the_gpu() -> None:
+    for dtype, num_bytes in ((Dtype.BF16, 16), (Dtype.FP16, 18), (Dtype.FP32, 16)):
+        sizes = ByteSizes.of(dtype, has_fp32_gradients=True)
+        assert sizes.host(1) == num_bytes
+        assert sizes.resident(1, keeps_gradients=False) == ByteSizes.of(dtype).resident(1, keeps_gradients=False)
+
+
+def test_a_resident_parameter_takes_12_bytes_of_gpu_memory_in_bf16_and_14_where_gradients_are_kept() -> None:
+    # bf16: weight 2, remainder 2, moments 8, kept gradient 2. fp16: a whole master of 4. fp32: weight and master in 4.
+    assert [BF16.resident(1, keeps_gradients=keeps) for keeps in (False, True)] == [2 + 2 + 8, 2 + 2 + 8 + 2]
+    assert FP16.resident(1, keeps_gradients=True) == 2 + 4 + 8 + 2
+    assert [FP32.resident(1, keeps_gradients=keeps) for keeps in (False, True)] == [4 + 8, 4 + 8 + 4]
+    assert ByteSizes.of(Dtype.BF16, has_fp32_gradients=True).resident(1, keeps_gradients=True) == 2 + 2 + 8 + 4
+
+
+def test_gradients_are_kept_where_an_update_waits(llama_7b: ModelShape) -> None:
+    tied = replace(llama_7b, is_tied=True)
+    nothing: dict[str, Any] = {"num_stages": 4, "max_grad_norm": 0.0}
+    assert node(llama_7b, **nothing).deferred_updates == set()
+    assert node(tied, **nothing).deferred_updates == {0, 3}
+    for reason in ({"max_grad_norm": 1.0}, {"dtype": Dtype.FP16}):
+        assert node(llama_7b, **(nothing | reason)).deferred_updates == {0, 1, 2, 3}
+
+
+@pytest.mark.usefixtures("gib_processes")
+def test_llama_7b_on_four_ranks_needs_its_parameters_and_a_gib_per_process(llama_7b: ModelShape) -> None:
+    request = node(llama_7b)
+    assert estimate_host_memory(request, request.plan).total == 6_738_415_616 * 14 + 4 * 2**30
+
+
+@pytest.mark.usefixtures("gib_processes")
+def test_resident_stages_take_no_host_memory_but_that_of_a_cpu(llama_7b: ModelShape) -> None:
+    # Of eight stages of four layers the first of the first two ranks stay: embedding and eight layers.
+    staying = EMBEDDING + 8 * LAYER
+    request = node(llama_7b)
+    plan = with_resident(request, (1, 1, 0, 0))
+    on_gpus = estimate_host_memory(request, plan)
+
+    assert on_gpus.total == (6_738_415_616 - staying) * 14 + 4 * 2**30
+    for norm, num_bytes in ((1.0, 14), (0.0, 12)):
+        on_cpu = estimate_host_memory(node(llama_7b, CPUS, max_grad_norm=norm), plan)
+        assert on_cpu.resident == staying * num_bytes
+        assert on_cpu.total == on_gpus.total + on_cpu.resident
+
+
+def test_a_rank_that_streams_or_has_measured_is_larger(llama_7b: ModelShape) -> None:
+    for num_stages, more in ((8, 0), (None, 0.5)):
+        request = node(llama_7b, num_stages=num_stages, use_offload=False)
+        plan = node(llama_7b, use_offload=False).plan
+        assert process_bytes(request, plan) == pytest.approx((2.15 + more) * GIB)
+    for num_stages in (8, None):
+        request = node(llama_7b, num_stages=num_stages)
+        assert process_bytes(request, node(llama_7b).plan) == pytest.approx(2.38 * GIB)
+
+
+def test_a_process_that_has_run_something_before_counts_as_it_is_but_on_a_cpu(llama_7b: ModelShape) -> None:
+    for machine, larger in ((GPUS, 5 * GIB), (CPUS, GIB // 2)):
+        request = node(llama_7b, machine)
+        assert estimate_host_memory(request, request.plan, own_bytes=5 * GIB).process_bytes == larger
+
+
+@pytest.fixture
+def need(llama_7b: ModelShape, gib_processes: None) -> HostMemoryEstimate:
+    request = node(llama_7b)
+    return estimate_host_memory(request, request.plan)
+
+
+def test_exactly_enough_host_memory_is_enough_and_a_byte_less_is_not(need: HostMemoryEstimate) -> None:
+    check_host_memory(need, available_bytes=need.total)
+    with pytest.raises(HostMemoryError):
+        check_host_memory(need, available_bytes=need.total - 1)
+
+
+def test_too_little_host_memory_is_told_with_the_arithmetic_and_a_way_out(need: HostMemoryEstimate) -> None:
+    with pytest.raises(HostMemoryError) as caught:
+        check_host_memory(need, available_bytes=80 * GIB)
+
+    message = str(caught.value)
+    # 98,632,785,920 bytes are 91.86 GiB.
+    assert "4 rank(s) need 91.9 GiB of host memory" in message
+    assert "(6.74e+09 parameters x 14 bytes + 4 x 1 GiB for the processes)" in message
+    assert "80.0 GiB is available" in message
+    assert "--host_memory_limit" in message
+
+
+@pytest.mark.usefixtures("gib_processes")
+def test_the_arithmetic_of_a_mixture_on_a_cpu_names_both_parts(llama_7b: ModelShape) -> None:
+    request = node(llama_7b, CPUS)
+    text = estimate_host_memory(request, with_resident(request, (1, 1, 1, 1))).describe()
+    assert text == (
+        "3.37e+09 parameters x 14 bytes + 3.37e+09 resident parameters x 14 bytes + 4 x 1 GiB for the processes"
+    )
+
+
+@pytest.mark.usefixtures("gib_processes")
+def test_a_tied_matrix_is_budgeted_twice_because_both_ends_hold_it(small: ModelShape) -> None:
+    request = node(small, Machine(1, GPU_SPECS["H200"]), num_stages=2)
+
+    assert estimate_host_memory(request, request.plan).total == (240 + 500 + 244) * 14 + GIB
+
+
+def test_streamed_llama_7b_by_hand(llama_7b: ModelShape) -> None:
+    stage, activation = 4 * LAYER + EMBEDDING, (32 * 512) * 4096 * 2
+
+    need = need_of(llama_7b)
+    # A layer's parameters beside its feed-forward matrices are four times 4096 squared, and two norms.
+    work = (32 * 512) * (11 * 4096 + 2 + 6 * 11008) * 2
+    moment = (32 + 2 + 6) * activation + work
+    assert need == GpuMemoryEstimate(
+        rank=0,  # the last stage's rank keeps one microbatch of it only
+        weights=2 * stage * 2,  # two slots
+        gradients=stage * 4,  # one fp32 buffer
+        optimizer=0,
+        inputs=32 * activation,  # the inputs of eight layers for four microbatches
+        messages=(2 + 6) * activation,  # two are received ahead; sent and kept are the microbatches and two more
+        working_set=work,
+        libraries=2**27 + 128 * 512 * 16 + int(0.03 * moment),  # tokens and labels are int64
+    )
+
+
+def test_resident_llama_7b_by_hand(llama_7b: ModelShape) -> None:
+    held, stage = 8 * LAYER + HEAD, 4 * LAYER + HEAD
+
+    need = need_of(llama_7b, use_offload=False, rank=3)
+    # Gradients: kept in bf16, and one fp32 buffer in which those of the largest stage add up.
+    assert (need.weights, need.gradients, need.optimizer) == (held * 2, held * 2 + stage * 4, held * 10)
+
+    need = need_of(llama_7b, use_offload=False, max_grad_norm=0.0, rank=3)
+    assert (need.weights, need.gradients, need.optimizer) == (held * 2, stage * 4, held * 10)
+
+
+def test_a_mixture_by_hand_for_each_rank(llama_7b: ModelShape) -> None:
+    # Sixteen stages of two layers, four per rank; the first ones stay: two of rank 0, none of rank 1, all of rank 3.
+    resident = (2, 0, 1, 4)
+    first, inner, last = EMBEDDING + 2 * LAYER, 2 * LAYER, 2 * LAYER + HEAD
+    expected = {
+        # two slots and the resident stages; one sum and kept gradients; remainder 2 and moments 8
+        0: ((2 * inner + first + inner) * 2, first * 4 + (first + inner) * 2, (first + inner) * 10),
+        1: (2 * inner * 2, inner * 4, 0),
+        2: ((2 * inner + inner) * 2, inner * 4 + inner * 2, inner * 10),
+        3: ((3 * inner + last) * 2, last * 4 + (3 * inner + last) * 2, (3 * inner + last) * 10),
+    }
+    for rank, categories in expected.items():
+        need = need_of(llama_7b, num_stages=16, resident=resident, rank=rank)
+        assert (need.weights, need.gradients, need.optimizer) == categories, rank
+
+
+def test_gradients_in_fp32_add_up_where_they_are_kept_or_in_two_sums_of_which_streamed_ones_leave(
+    llama_7b: ModelShape,
+) -> None:
+    held, inner = 8 * LAYER + HEAD, 4 * LAYER
+    assert need_of(llama_7b, use_offload=False, fp32_gradients=True, rank=3).gradients == held * 4
+    mixed = need_of(llama_7b, resident=(1, 1, 1, 1), fp32_gradients=True, rank=1)
+    assert mixed.gradients == 2 * inner * 4 + inner * 4
+
+
+def test_a_slot_is_as_large_as_the_largest_streamed_stage(llama_7b: ModelShape) -> None:
+    # The embedding is resident with its stage, and takes no slot.
+    need = need_of(llama_7b, num_stages=16, resident=(1, 1, 1, 1), rank=0)
+    assert need.weights == (EMBEDDING + 2 * LAYER + 2 * 2 * LAYER) * 2
+
+
+def test_with_one_stage_per_rank_a_second_slot_takes_nothing(llama_7b: ModelShape) -> None:
+    assert need_of(llama_7b, num_stages=4) == need_of(llama_7b, num_stages=4, use_prefetch=False)
+    assert need_of(llama_7b, num_stages=4, rank=3).weights == (8 * LAYER + HEAD) * 2
+
+
+@pytest.mark.parametrize(
+    ("category", "changes", "factor"),
+    [
+        ("messages", {"batch_size": 256}, 2),
+        ("working_set", {"batch_size": 256}, 2),
+        ("weights", {"use_prefetch": False}, 0.5),
+        ("weights", {"dtype": Dtype.FP32}, 2),
+        ("gradients", {"dtype": Dtype.FP32}, 1),
+        ("inputs", {"dtype": Dtype.FP32}, 2),
+        ("inputs", {"num_ranks": 2}, 2),
+    ],
+)
+def test_each_category_grows_with_what_it_depends_on(
+    llama_7b: ModelShape, category: str, changes: dict[str, Any], factor: float
+) -> None:
+    assert getattr(need_of(llama_7b, **changes), category) == factor * getattr(need_of(llama_7b), category)
+
+
+def test_smaller_stages_need_less(llama_7b: ModelShape) -> None:
+    totals = [need_of(llama_7b, num_stages=num_stages).total for num_stages in (4, 8, 16, 32)]
+
+    assert all(larger > smaller for larger, smaller in pairwise(totals))
+
+
+def test_a_large_vocabulary_makes_the_loss_the_largest_work(small: ModelShape) -> None:
+    wide = replace(small, vocab_size=1_000_000)
+    need = need_of(wide, num_stages=4, loss_chunk_tokens=100, rank=3, batch_size=4, seq_length=150)
+
+    # 100 tokens' logits and their gradient in bf16; 4 wide: normed states with their gradient, that of a chunk; then
+    # the stage's output [150, 4].
+    assert need.working_set == 1_000_000 * 100 * 4 + (2 * 150 + 100) * 4 * 2 + 150 * 4 * 2
+
+
+def test_a_microbatch_smaller_than_the_loss_chunk_bounds_the_logits(small: ModelShape) -> None:
+    wide = replace(small, vocab_size=1_000_000)
+    need = need_of(wide, num_stages=4, loss_chunk_tokens=4096, rank=3, batch_size=4, seq_length=50)
+
+    assert need.working_set == 1_000_000 * 50 * 4 + (2 * 50 + 50) * 4 * 2 + 50 * 4 * 2
+
+
+GIBS = GpuMemoryEstimate(rank=2, weights=2 * GIB, gradients=3 * GIB, optimizer=0, inputs=4 * GIB, working_set=GIB // 2)
+
+
+def test_exactly_enough_gpu_memory_is_enough_and_a_byte_less_is_not() -> None:
+    check_gpu_memory(GIBS, available_bytes=9 * GIB + GIB // 2, is_offloading=True)
+
+    with pytest.raises(GpuMemoryError):
+        check_gpu_memory(GIBS, available_bytes=9 * GIB + GIB // 2 - 1, is_offloading=True)
+
+
+@pytest.mark.parametrize(("is_offloading", "advice"), [(True, "raise --num_stages"), (False, "use --use_offload")])
+def test_too_little_gpu_memory_is_told_with_the_sum_and_what_to_change(is_offloading: bool, advice: str) -> None:
+    with pytest.raises(GpuMemoryError) as caught:
+        check_gpu_memory(GIBS, available_bytes=8 * GIB, is_offloading=is_offloading)
+
+    message = str(caught.value)
+    assert "rank 2 needs 9.5 GiB of GPU memory" in message
+    assert (
+        "weights 2.00 + gradients 3.00 + optimizer 0.00 + inputs of layers 4.00 + kept activations 0.00 "
+        "+ messages 0.00 + one layer's work 0.50 + libraries 0.00 = 9.50 GiB" in message
+    )
+    assert "8.0 GiB is available" in message
+    assert f"To fit: {advice}" in message
+    assert "--num_chunks" in message
+    assert "--batch_size" in message

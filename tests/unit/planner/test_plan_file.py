@@ -1,0 +1,154 @@
+"""A plan as a file: what it says comes back, and what cannot be used is refused with what to change."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mobius.config.config import Dtype
+from mobius.errors import PlanError
+from mobius.planner.plan_file import ModelDigest, SavedPlan, check_saved_plan, read_plan
+from mobius.schedule.partition import ModelShape
+from mobius.schedule.plan import MemoryUse, make_plan
+
+
+@pytest.fixture
+def saved(small: ModelShape) -> SavedPlan:
+    plan = make_plan(small, num_ranks=2, num_stages=4, num_microbatches=2, num_slots=2)
+    plan = replace(
+        plan.with_memory_uses([MemoryUse(1, 0, 1), MemoryUse(0, 0, 1)]), saved_activation_stages=frozenset({0, 3})
+    )
+    return SavedPlan(ModelDigest.of(small, Dtype.BF16), plan, batch_size=8, seq_length=16)
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "plan.json"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_file_gives_the_plan_back(saved: SavedPlan, tmp_path: Path) -> None:
+    other_slots = replace(saved, plan=saved.plan.with_memory_uses([MemoryUse(1, 0, 1), MemoryUse(0, 1, 2)]))
+    for plan in (saved, other_slots):
+        assert read_plan(write(tmp_path, plan.to_json())) == plan
+
+
+def test_a_file_says_what_it_is_of_and_everything_that_was_chosen(saved: SavedPlan) -> None:
+    fields = json.loads(saved.to_json())
+    assert fields["version"] == 2
+    assert fields["model"] == {
+        "num_parameters": 240 + 500 + 244 - 240,  # the tied matrix once
+        "num_layers": 5,
+        "hidden_size": 4,
+        "vocab_size": 60,
+        "is_tied": True,
+        "dtype": "bf16",
+    }
+    assert (fields["num_ranks"], fields["num_microbatches"], fields["slots"]) == (2, 2, [1, 1])
+    assert (fields["resident"], fields["kept_activations"]) == ([0], [0, 3])
+    assert (fields["batch_size"], fields["seq_length"]) == (8, 16)
+    assert [(span["first_layer"], span["end_layer"]) for span in fields["spans"]] == [(0, 1), (1, 3), (3, 4), (4, 5)]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda f: f.update(version=1), "has version 1, this program reads version 2"),
+        (lambda f: f.pop("version"), "has version None"),
+        (lambda f: f.pop("spans"), "is broken: `spans` is missing"),
+        (lambda f: f.update(num_ranks=3), "4 stages on 3 ranks"),
+        (lambda f: f.update(num_microbatches=3), "8 sequences in 3 microbatches"),
+        (lambda f: f.update(num_microbatches=2.5), "`num_microbatches` is 2.5"),
+        (lambda f: f["spans"].pop(), "3 stages on 2 ranks"),
+        (lambda f: f["spans"][1].update(first_layer=2), "do not follow each other"),
+        (lambda f: f["spans"][3].update(end_layer=7), "do not hold the model's 5 layers"),
+        (lambda f: f.update(resident=[9]), "name a stage that there is not"),
+        (lambda f: f.update(slots=[1]), "slots of 1 ranks, not 2"),
+        (lambda f: f.update(slots=[0, 1]), "0 slots for the 1 streamed stages of rank 0"),
+        (lambda f: f.update(slots=[1, 3]), "3 slots for the 2 streamed stages of rank 1"),
+        (lambda f: f.update(kept_activations=[1]), r"the stages \[1\] keep activations, but their weights leave"),
+        (lambda f: f.update(num_slices=2), r"the stages \[0, 3\] keep activations, but slices are recomputed"),
+        (lambda f: f.update(num_slices=2**20, num_microbatches=2**20, seq_length=2**20), "`num_slices` are 1048576"),
+        (lambda f: f["model"].pop("dtype"), "is broken: `model` "),
+        (lambda f: f.update(version=True), "has version True, "),
+        (lambda f: f.update(version=2.0), "has version 2.0, "),
+        (lambda f: f.update(version="9" * 5000), r"has version '99+\.\.\.9+', "),
+        (lambda f: f.update(model=[1]), "is broken: `model` "),
+        (lambda f: f["model"].update(dtype=7), "`model`"),
+        (lambda f: f["model"].update(dtype="int8"), "`model`"),
+        (lambda f: f["model"].update(num_layers="5"), "`model`"),
+        (lambda f: f["model"].update(hidden_size=[1]), "`model`"),
+        (lambda f: f["model"].update(is_tied=1), "`model`"),
+        (lambda f: f["model"].update(color="red"), "`model`"),
+        (lambda f: f["model"].update(num_parameters=10**4000), "`model`"),
+        (lambda f: f.update(spans=7), "`spans`"),
+        (lambda f: f.update(spans=f["spans"] * 5000), "`spans` are 20000, which must be at least 1 and below 1025"),
+        (lambda f: f.update(spans=["x"]), r"`spans\[0\]`"),
+        (lambda f: f["spans"][1].pop("stage"), r"`spans\[1\]`"),
+        (lambda f: f.update(spans={"stage": 1}), "`spans`"),
+        (lambda f: f.update(slots=1), "`slots`"),
+        (lambda f: f.update(slots="11"), "`slots`"),
+        (lambda f: f.update(resident=[[0]]), r"`resident\[0\]`"),
+        (lambda f: f.update(kept_activations=None), "`kept_activations`"),
+        (lambda f: f.update(num_ranks=10**30), "`num_ranks`"),
+        (lambda f: f.update(batch_size=10**400), "`batch_size`"),
+        (lambda f: f.update(seq_length=0), "`seq_length`"),
+        (lambda f: f.update(batch_size=2**31, num_microbatches=2**31), "`num_microbatches`"),
+    ],
+)
+def test_what_cannot_be_in_a_plan_is_told(
+    saved: SavedPlan, tmp_path: Path, change: Callable[[dict[str, Any]], object], told: str
+) -> None:
+    fields = json.loads(saved.to_json())
+    change(fields)
+    with pytest.raises(PlanError, match=told) as caught:
+        read_plan(write(tmp_path, json.dumps(fields)))
+    assert "--dry_run" in str(caught.value)
+    assert len(str(caught.value)) < 400 + len(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"[" * 100_000, "lists or objects are nested too deeply"),
+        (b'{"version": ' + b"9" * 5000 + b"}", "is no JSON"),
+        (b"\xff\xfe{", "is no JSON"),
+        (b"", "is no JSON"),
+        (b" " * (1 << 25), "too large"),
+    ],
+    ids=["deep", "digits", "bytes", "empty", "large"],
+)
+def test_a_hostile_file_is_one_message(tmp_path: Path, content: bytes, told: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(content)
+    with pytest.raises(PlanError, match=told):
+        read_plan(path)
+
+
+def test_a_plan_that_is_a_pipe_or_a_device_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero"), Path("x" * 5000)):
+        with pytest.raises(PlanError, match="cannot be read"):
+            read_plan(path)
+
+
+def test_a_file_that_is_missing_or_no_json_is_told(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"cannot be read: No such file.*Name a plan\.json"):
+        read_plan(tmp_path / "none.json")
+    with pytest.raises(PlanError, match="is no JSON"):
+        read_plan(write(tmp_path, "{"))
+    with pytest.raises(PlanError, match="has version None"):
+        read_plan(write(tmp_path, "[1, 2]"))
+
+
+def test_a_plan_of_another_model_or_number_of_ranks_is_refused(saved: SavedPlan, small: ModelShape) -> None:
+    path, model = Path("p.json"), ModelDigest.of(small, Dtype.BF16)
+    check_saved_plan(saved, path, model=model, num_ranks=2)
+    with pytest.raises(PlanError, match=r"of another model: hidden_size 4 \(here 8\), dtype bf16 \(here fp16\)"):
+        check_saved_plan(saved, path, model=replace(model, hidden_size=8, dtype="fp16"), num_ranks=2)
+    with pytest.raises(PlanError, match=r"is for 2 rank\(s\), 4 are started\. Start 2 .* --num_ranks 4"):
+        check_saved_plan(saved, path, model=model, num_ranks=4)

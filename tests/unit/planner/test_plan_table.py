@@ -1,0 +1,48 @@
+"""The table of a plan says of every stage what it holds and where it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from harness.plan_requests import request_of
+
+from mobius.planner.gpu_specs import GPU_SPECS
+from mobius.planner.memory_estimates import COMMUNICATOR_BYTES, CONTEXT_BYTES
+from mobius.planner.plan_table import describe_gpus, describe_stages
+from mobius.planner.request import Machine
+from mobius.planner.solver import solve
+from mobius.schedule.partition import ModelShape
+from mobius.schedule.plan import MemoryUse, make_plan
+from mobius.units import GIB
+
+
+def test_stages_that_are_alike_share_a_line_and_those_without_parameters_say_so(llama_7b: ModelShape) -> None:
+    plan = make_plan(llama_7b, num_ranks=4, num_stages=36, num_microbatches=8, num_slots=2)
+    plan = replace(plan.with_memory_uses([MemoryUse(1, 0, 2)] * 4), saved_activation_stages=frozenset({34}))
+
+    head, _, *lines = describe_stages(plan, llama_7b).splitlines()
+
+    assert head == "36 stages on 4 rank(s), 8 microbatches, 2 slot(s) per rank"
+    assert [line.split() for line in lines] == [
+        ["0", "0", "embedding", "131.1M", "resident", "-"],
+        ["1-2", "1-2", "none", "0.0M", "-", "-"],
+        ["3", "3", "0", "202.4M", "resident", "recomputed"],
+        ["4-33", "0-3", "1-30", "202.4M", "streamed", "recomputed"],
+        ["34", "2", "31", "202.4M", "streamed", "kept"],
+        ["35", "3", "head", "131.1M", "streamed", "-"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_replicas", "num_communicators"), [(1, 1, 0), (2, 1, 3), (4, 1, 5), (1, 2, 3), (2, 4, 9)]
+)
+def test_communicators_of_a_gpu_are_counted_those_to_replicas_too(
+    llama_7b: ModelShape, num_ranks: int, num_replicas: int, num_communicators: int
+) -> None:
+    """One for each edge, one of all ranks, and two to each other replica."""
+    machine = Machine(num_ranks, GPU_SPECS["H200"], num_replicas=num_replicas, num_nodes=num_replicas)
+    found = solve(request_of(llama_7b, machine))
+    mailboxes = found.request.mailbox_bytes if num_ranks > 1 else 0
+    outside = (CONTEXT_BYTES + num_communicators * COMMUNICATOR_BYTES + mailboxes) / GIB
+    assert describe_gpus(found).splitlines()[-1].split()[-1] == f"{outside:.2f}"

@@ -1,0 +1,49 @@
+"""The link between replicas is measured with all ranks at once and with one after the other, alike on all of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness.local_transport import LocalTransport
+from harness.replica_threads import run_replica_threads
+
+from mobius.planner import replica_link
+from mobius.planner.replica_link import measure_replica_rates
+from mobius.planner.replica_traffic import ReplicaRates, link_of_nodes, rates_of_nodes
+from mobius.planner.timer import CollectiveTimer
+
+
+@pytest.mark.parametrize(("num_replicas", "num_pipeline_ranks"), [(2, 1), (2, 2), (3, 1)])
+def test_all_ranks_get_the_same_rates(
+    monkeypatch: pytest.MonkeyPatch, num_replicas: int, num_pipeline_ranks: int
+) -> None:
+    monkeypatch.setattr(replica_link, "LINK_ELEMENTS", 2**12)
+
+    def work(_: int, transport: LocalTransport) -> ReplicaRates:
+        timer = CollectiveTimer(torch.device("cpu"), transport, part_seconds=0.01)
+        return measure_replica_rates(timer, is_through_host=True)
+
+    rates = run_replica_threads(num_replicas, num_pipeline_ranks, work)
+    assert len(rates) == num_replicas * num_pipeline_ranks
+    assert len(set(rates)) == 1
+    assert 0 < rates[0].alone <= rates[0].together
+    assert rates[0].is_through_host
+
+
+def test_bytes_are_those_that_a_rank_gives_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_link, "LINK_ELEMENTS", 3000)
+    monkeypatch.setattr(CollectiveTimer, "seconds", lambda *_: 2.0)
+    monkeypatch.setattr(CollectiveTimer, "seconds_alone", lambda *_: 0.5)
+
+    def work(_: int, transport: LocalTransport) -> ReplicaRates:
+        return measure_replica_rates(CollectiveTimer(torch.device("cpu"), transport), is_through_host=False)
+
+    for rates in run_replica_threads(3, 2, work):
+        # 1000 elements of 2 bytes to each of 2 others; by one rank not faster than by all of them.
+        assert rates == ReplicaRates(together=4000.0, alone=4000.0, is_through_host=False)
+
+
+@pytest.mark.parametrize(("num_replicas", "num_nodes"), [(2, 2), (8, 4), (6, 2)])
+def test_a_nodes_link_is_read_off_the_rates_that_it_gives(num_replicas: int, num_nodes: int) -> None:
+    rates = rates_of_nodes(12.5e9, num_replicas=num_replicas, num_nodes=num_nodes)
+    assert link_of_nodes(rates, num_replicas=num_replicas, num_nodes=num_nodes) == pytest.approx(12.5e9)
