@@ -48,7 +48,7 @@ _EXPERTS: Mapping[str, Any] = {
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
-    "qwen2": {"model_type": "qwen2"},
+    "qwen2": {"model_type": "qwen2", "vocab_size": 4128},  # transformers 5.24 adds a token to its tokenizer
     "qwen3": {"model_type": "qwen3"},
     "mistral": {"model_type": "mistral", "sliding_window": 24},
     "gemma2": {"model_type": "gemma2", "tie_word_embeddings": True},
