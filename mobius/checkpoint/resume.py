@@ -50,9 +50,7 @@ _NEWEST: Final = "true"
 _CHANGES_NOTHING: Final = frozenset(
     (
         "preprocessing_num_workers",
-        "overwrite_cache",
         "preview",
-        "preview_output",
         "eval_dataset",
         "max_predict_samples",
         "merge",

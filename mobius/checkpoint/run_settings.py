@@ -90,14 +90,9 @@ def recreate_run_folder(output: OutputFolder, run_setup: RunSetup) -> None:
 
 
 def write_resolved_plan(output: OutputFolder, resolved_setup: RunSetup) -> None:
-    """Put the plan that all ranks agreed on into the folder, and show every rank's actions if that is wanted."""
+    """Put the plan that all ranks agreed on into the folder."""
     if resolved_setup.rank_context.ranks.is_first:
         _write_settings(output, resolved_setup)
-    if resolved_setup.config.output.show_actions:
-        for rank, actions in enumerate(resolved_setup.schedule.actions):
-            logger.info("actions of rank %d:", rank)
-            for action in actions:
-                logger.info("  %s", action.to_text(resolved_setup.plan.num_stages))
 
 
 def collect_run_metadata(

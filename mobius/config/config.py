@@ -144,7 +144,6 @@ ANSWERS: Final = Need("do_predict", lambda o: o.do_predict, "where no answers ar
 DRY_RUN: Final = Need(
     "dry_run", lambda o: o.dry_run, "without `--dry_run`; a run has the ranks that it is started with"
 )
-PREVIEW: Final = Need("preview", lambda o: o.preview is not None, "without `--preview`", "add that")
 RESUMING: Final = Need(
     "resume_from_checkpoint",
     lambda o: o.resume_from_checkpoint is not None,
@@ -249,13 +248,9 @@ class DataConfig:
     preprocessing_num_workers: int | None = option(None, Bounds(minimum=1, ceiling=4096, allows_auto=True))
     """Processes that tokenize; the result is cached, so that more only shorten the first run. auto: by the machine's
     cores and the size of the data."""
-    overwrite_cache: bool = False
-    """Tokenize again, even if an earlier run has left the result."""
     preview: int | None = option(None, Bounds(minimum=1, ceiling=1001), bare="3")
     """Show as many samples as they will be trained on, and what a step will hold, and end; needs no GPU. Without a
     number: 3."""
-    preview_output: str | None = option(None, needs=(PREVIEW,))
-    """File for the picture of a preview: how many samples have how many tokens, such as preview.png. Default: none."""
 
     @property
     def is_text_joined(self) -> bool:
@@ -495,8 +490,6 @@ class OutputConfig:
     verbose: bool = False
     """Log details too: every stage of the plan, what was measured, a first sample, host memory by owner, and a second
     line under each step with its samples, padding, waits and memory."""
-    show_actions: bool = option(False, needs=(LOSSES,))
-    """Print the action list of each rank before training."""
     trace: bool = option(False, needs=(TRAINING,))
     """Write trace.json (for ui.perfetto.dev or chrome://tracing) and its picture timeline.png into save_dir: what each
     rank did and when, in steps 3 to 5, or the last three of a shorter run."""

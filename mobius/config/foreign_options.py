@@ -232,7 +232,7 @@ dataloader_persistent_workers
 dataset_num_proc num_proc preprocessing_batch_size dataset_num_workers -> preprocessing_num_workers
     use --preprocessing_num_workers
 use_cached_dataset dataset_prepared_path
-    not needed: tokenized data is kept and used again while nothing changes (--overwrite_cache makes it anew)
+    not needed: tokenized data is kept and used again while nothing changes
 tokenized_path -> dataset
     not available; use --dataset with the records: their tokens are kept in a cache by content
 validation_file validation_dataset val_dataset eval_file eval_data validation_data -> eval_dataset
@@ -302,5 +302,11 @@ rope_scaling resize_vocab rope_theta
     not available; the model's own config.json says it (--model_path)
 profile profiler tensorboard_trace -> trace profile_steps
     use --trace, or --profile_steps
+show_actions
+    not needed: scripts/show_schedule.py prints the action lists of a schedule
+preview_output
+    not needed: --preview prints the histogram of lengths
+overwrite_cache
+    not needed: tokens are kept by the content of data and tokenizer, and damaged ones are made anew
 """)
 """Name, or name=value, in small letters with underscores -> what to tell."""

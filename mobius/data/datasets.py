@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -26,7 +25,7 @@ from mobius.data.tokenization import EncodingRules, SampleEncoder
 from mobius.data.workers import BlockEncoder, EncodedBlock, encode_blocks
 from mobius.errors import DataError
 from mobius.excerpt import excerpt
-from mobius.ranks import num_cpus_per_rank, seconds_since_launch
+from mobius.ranks import num_cpus_per_rank
 from mobius.units import format_bytes
 
 if TYPE_CHECKING:
@@ -153,11 +152,10 @@ class _Preparation:
             chat_template=resolve_template(config.chat_template),
         )
         self._encoder = SampleEncoder(tokenizer, seq_length=config.seq_length, rules=self._rules)
-        self._begun = time.time() - seconds_since_launch()
 
     def find(self, entry: DatasetEntry, option: str) -> DatasetSource:
         """Locate the records of a dataset."""
-        hash_cache = None if self._config.overwrite_cache else self.folder / "hashes"
+        hash_cache = self.folder / "hashes"
         return open_source(entry, option=option, show_progress=self._show_downloads, hash_cache=hash_cache)
 
     def first_sample(self, entry: DatasetEntry, source: DatasetSource) -> Sample:
@@ -175,9 +173,6 @@ class _Preparation:
         max_samples = self._config.max_samples if entry.max_samples is None else entry.max_samples
         folder = self.folder / self._key(source, columns, max_samples)
         with token_store.tokenized_lock(folder):
-            # A result that another rank made since this run began counts as overwritten.
-            if self._config.overwrite_cache and not (folder.exists() and folder.stat().st_mtime > self._begun):
-                token_store.remove(folder)
             stored = token_store.load_tokenized(folder)
             if stored is None:
                 token_store.remove_abandoned(self.folder)

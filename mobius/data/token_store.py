@@ -116,12 +116,6 @@ def load_tokenized(folder: Path) -> tuple[TokenizedDataset, dict[str, Any]] | No
         return None
 
 
-def remove(folder: Path) -> None:
-    """Delete a dataset and its unfinished files. The caller holds the lock."""
-    for path in (folder, _partial(folder)):
-        shutil.rmtree(path, ignore_errors=True)
-
-
 def remove_abandoned(parent: Path) -> None:
     """Delete unfinished datasets in `parent` that are at least a week old; running runs hold theirs by a lock."""
     for partial in parent.glob("*.partial"):

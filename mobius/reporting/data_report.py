@@ -1,11 +1,9 @@
 """Report on datasets before a run: tables of samples, tokens and steps, and the histogram of sample lengths."""
 
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -173,37 +171,6 @@ def histogram_lines(counts: Counts, *, block: str) -> list[str]:
         f"  {label:>{width}} | {number:>{digits},} {block * -(-number * _BAR // most)}".rstrip()
         for label, number in zip(labels, numbers, strict=True)
     ]
-
-
-def draw_lengths(path: Path, datasets: Sequence[tuple[str, Counts]], *, seq_length: int) -> None:
-    """Write the histogram as PNG, the bars of all datasets (name, counts) on top of each other. Raises OSError."""
-    # Imported here: matplotlib takes half a second and training does not need it.
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-
-    total = added([counts for _, counts in datasets])
-    edges = bin_edges(total)
-    figure = Figure(figsize=(8.0, 4.0), facecolor="white", layout="constrained")
-    axes = figure.add_subplot()
-    places, bottom = np.arange(len(edges) - 1), np.zeros(len(edges) - 1)
-    bars = []
-    for number, (_, counts) in enumerate(datasets):
-        heights = np.array(binned(counts, edges), dtype=np.float64)
-        bars.append(axes.bar(places, heights, 0.9, bottom=bottom, color=colormaps["tab10"](number % 10)))
-        bottom += heights
-    axes.set_xticks(places, _labels(edges), rotation=45, ha="right", fontsize=8)
-    axes.set_xlabel("tokens", fontsize=9)
-    axes.set_ylabel("samples", fontsize=9)
-    axes.spines[["right", "top"]].set_visible(False)
-    title = f"Lengths of {int(total.sum()):,} samples in rows of {seq_length:,} tokens: {describe_lengths(total)}"
-    axes.set_title(title, fontsize=9, loc="left")
-    if len(datasets) > 1:
-        legend = axes.legend(bars, [name for name, _ in datasets], fontsize=8, frameon=False)
-        for text in legend.get_texts():
-            text.set_parse_math(False)  # a name may hold `$`
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # a letter that its font has not is drawn as a box
-        figure.savefig(path, dpi=150, format="png")
 
 
 def _labels(edges: Sequence[int]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,12 +12,10 @@ from typing import IO, Final
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from mobius.atomic_files import atomic_write
 from mobius.config.config import Config
 from mobius.data.batches import TrainingBatches
 from mobius.data.preview import Line, Tone, format_sample
 from mobius.data.statistics import find_data_warnings
-from mobius.errors import reason_of
 from mobius.log import printable, redirect_to_devnull
 from mobius.models.families import locate_model
 from mobius.models.model_files import read_json_object
@@ -30,13 +27,10 @@ from mobius.reporting.data_report import (
     added,
     dataset_table,
     describe_lengths,
-    draw_lengths,
     histogram_lines,
     step_table,
 )
 from mobius.training.data import RunData, count_data, repeats_in_steps, repeats_of_datasets
-
-logger = logging.getLogger(__name__)
 
 _FEW_ROWS_USED: Final = 0.8
 """Share of a model's vocabulary that its own tokenizer has at least: rows are added to make the number round."""
@@ -65,9 +59,8 @@ class _Look:
 def run_preview(config: Config, ranks: Ranks, *, given: Collection[str] = ()) -> None:
     """Show samples as they are trained on, what was counted in the data, and what a step will hold.
 
-    On the first rank's standard output, in colours where that is a terminal; the picture of the lengths goes to
-    `--preview_output`, if that is given. `given` are the options that the user set, which a plan (`--plan`) may not
-    contradict.
+    On the first rank's standard output, in colours where that is a terminal. `given` are the options that the user set,
+    which a plan (`--plan`) may not contradict.
     Raises MobiusError for data that a run would refuse.
     """
     if not ranks.is_first:
@@ -82,7 +75,6 @@ def run_preview(config: Config, ranks: Ranks, *, given: Collection[str] = ()) ->
     blocks = [_samples(look), _datasets(look), _lengths(look, sys.stdout), _steps(look), _warnings(look, folder)]
     lines = [line for block in blocks for line in [*block, Line("")]]  # all, as one may still find a mistake
     _show(lines, sys.stdout)
-    _draw(look)
 
 
 def _samples(look: _Look) -> Iterator[Line]:
@@ -202,18 +194,3 @@ def _show(lines: Iterable[Line], stream: IO[str]) -> None:
         stream.flush()
     except BrokenPipeError:  # its reader has gone, as behind `| head`
         redirect_to_devnull(stream)
-
-
-def _draw(look: _Look) -> None:
-    if look.config.data.preview_output is None:
-        return
-    path = Path(look.config.data.preview_output)
-    counts = [(each.name, each.statistics.length_counts) for each in look.training]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as temporary:
-            draw_lengths(temporary, counts, seq_length=look.config.data.seq_length)
-    except OSError as error:
-        logger.warning("the picture of the lengths cannot be written to %s: %s", path.absolute(), reason_of(error))
-        return
-    logger.info("picture of the lengths: %s", path.absolute())

@@ -13,10 +13,8 @@ import yaml
 
 from mobius.atomic_files import atomic_write
 from mobius.checkpoint.model_card import CardFacts, Origin, model_card
-from mobius.config.config import OptimConfig
 from mobius.config.yaml_file import to_yaml
 from mobius.data.batches import TrainingBatches
-from mobius.engine.lr_schedule import learning_rate_at
 from mobius.errors import reason_of
 from mobius.hardware.devices import MemoryMeter
 from mobius.hardware.host_memory import HostMemoryUsage, huge_page_share
@@ -154,8 +152,6 @@ def open_log(
     if not run_setup.rank_context.ranks.is_first:
         return None
     config = run_setup.config
-    if state is not None and not config.saving.changes and (line := other_schedule(state, config.optim)):
-        logger.warning("%s", line)
     first_step = 1 if state is None else state.global_step + 1
     tracked = TrackedRun(config.output.name, folder, yaml.safe_load(to_yaml(config)), first_step, tracker_run_id)
     return RunLog(
@@ -163,23 +159,6 @@ def open_log(
         state or TrainerState.at_start(config),
         start_trackers(config.output.trackers, tracked),
         ideal_step_seconds=ideal_step_seconds(run_setup),
-    )
-
-
-def other_schedule(state: TrainerState, optim: OptimConfig) -> str | None:
-    """The line about a run that goes on in another schedule than it was in, though its options are the same.
-
-    A version that begins its warm-up elsewhere has left such checkpoints.
-    """
-    shown = (entry for entry in reversed(state.log_history) if "learning_rate" in entry)
-    if (entry := next(shown, None)) is None or not 0 < entry["step"] <= optim.num_steps:
-        return None
-    was, now = float(entry["learning_rate"]), learning_rate_at(entry["step"] - 1, optim)
-    if math.isclose(was, now, rel_tol=1e-6):
-        return None
-    return (
-        f"step {entry['step']} had a learning rate of {was:.4g}, and in the schedule of this version of Mobius it has "
-        f"{now:.4g}: the run goes on in the latter (see docs/guide.md)"
     )
 
 

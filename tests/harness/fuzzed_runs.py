@@ -220,7 +220,7 @@ def _adapter_files(model: Path) -> dict[str, bytes | None]:
 
 _LORA = ("--finetuning_type", "lora", "--lora_rank", "2")
 _LEFT_OUT = {"help", "config", "compile", "trace", "overwrite_output_dir", "save_dir", "resume_from_checkpoint"} | {
-    *("save_params", "save_results", "plan_output", "preprocessing_num_workers", "overwrite_cache", "dry_run", "device")
+    *("save_params", "save_results", "plan_output", "preprocessing_num_workers", "dry_run", "device")
 }
 
 KINDS: Mapping[str, Callable[[FuzzedInput, random.Random, Path], None]] = {

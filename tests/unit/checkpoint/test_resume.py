@@ -21,15 +21,12 @@ from harness.runs import make_checkpoint
 from mobius.checkpoint.resume import find_resume
 from mobius.config.cli import given_options, parse_args
 from mobius.distributed.transport import Transport
-from mobius.engine.lr_schedule import learning_rate_at
 from mobius.engine.optimizer_stepper import OptimizerStepper
 from mobius.engine.step_sums import StepSums
 from mobius.errors import CheckpointError, ConfigError, NonFiniteLossError
 from mobius.planner.measured_plan import is_host_to_be_measured
 from mobius.planner.run_setup import RunSetup
 from mobius.ranks import Ranks
-from mobius.reporting.trainer_state import TrainerState
-from mobius.training.reporting import other_schedule
 from mobius.training.run import run_training
 
 Run = Callable[..., None]
@@ -73,22 +70,6 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(run: Run, workplace: 
 
     assert_goes_on_exactly(Path("out"), Path("resumed"), step=4)
     assert len({row["loss"] for row in steps_of(Path("out"))}) > 4, "the loss moves"
-
-
-def test_a_checkpoint_of_another_schedule_is_told_with_both_rates() -> None:
-    config = parse_args(["--num_iterations", "8", "--warmup_steps", "4", "--learning_rate", "1e-3"])
-    state = TrainerState.at_start(config)
-    assert other_schedule(state, config.optim) is None
-    state.log_history.append({"step": 4, "learning_rate": learning_rate_at(3, config.optim)})
-    state.log_history.append({"step": 4, "eval_loss": 3.0})
-    assert other_schedule(state, config.optim) is None
-
-    state.log_history.append({"step": 2, "learning_rate": 0.25e-3})  # transformers' own, which begins at zero
-
-    told = other_schedule(state, config.optim)
-    assert told is not None
-    assert "step 2 had a learning rate of 0.00025" in told
-    assert "it has 0.0005" in told
 
 
 def test_a_byte_of_another_encoding_in_a_checkpoint_is_told_by_its_file(run: Run, workplace: Path) -> None:

@@ -205,7 +205,7 @@ def test_the_number_of_processes_is_told_and_one_does_little_work(
         assert f"tokenizing --dataset {path} in this process" in caplog.text
         monkeypatch.setattr("mobius.data.datasets._BYTES_WORTH_A_WORKER", 1000)
         monkeypatch.setattr("mobius.data.datasets.num_cpus_per_rank", lambda num_ranks: 2 // num_ranks)
-        prepare(path, preprocessing_num_workers=None, overwrite_cache=True)
+        prepare(path, preprocessing_num_workers=None, max_samples=1000)
         assert "in 2 processes (--preprocessing_num_workers)" in caplog.text
         caplog.clear()
         prepare(path, preprocessing_num_workers=None, max_samples=1)
@@ -293,16 +293,6 @@ def test_the_second_call_reads_the_cache(
     assert tokens(cached) == tokens(tokenized)
     assert cached.counts == tokenized.counts
     assert isinstance(cached.tokenized.input_ids, np.memmap)
-
-
-def test_the_cache_is_renewed_when_asked_for(
-    prepare: Prepare, write_lines: WriteLines, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    path = write_lines(PAIRS)
-    before = prepare(path).cache_folder
-    counting = CountingTokenizer(tokenizer)
-    assert prepare(path, tokenizer=counting, overwrite_cache=True).cache_folder == before
-    assert counting.num_calls > len(PAIRS)
 
 
 def test_the_place_and_the_size_of_the_cache_are_told_in_a_line(

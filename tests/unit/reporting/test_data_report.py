@@ -1,12 +1,11 @@
 """Histograms hold every sample once, in bins that show where the lengths are."""
 
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mobius.reporting.data_report import added, bin_edges, binned, describe_lengths, draw_lengths, histogram_lines
+from mobius.reporting.data_report import added, bin_edges, binned, describe_lengths, histogram_lines
 
 
 def counts_of(lengths: list[int]) -> np.ndarray:
@@ -51,10 +50,3 @@ def test_lengths_in_words() -> None:
 
 def test_datasets_are_added_length_by_length() -> None:
     assert added([counts_of([1, 3]), counts_of([3])]).tolist() == [0, 1, 0, 2]
-
-
-def test_a_picture_takes_any_name(tmp_path: Path) -> None:
-    path = tmp_path / "a.png"
-    names = ["_hidden", "$\\frac{", "模型"]
-    draw_lengths(path, [(name, counts_of([5, 6, 100])) for name in names], seq_length=128)
-    assert path.read_bytes().startswith(b"\x89PNG")

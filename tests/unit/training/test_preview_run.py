@@ -229,18 +229,14 @@ def test_a_tokenizer_alone_will_do(preview: Preview) -> None:
     assert "another model's" not in preview("--dataset", write("a.jsonl", qa("One?", "Yes."), qa("Two?", "No.")))
 
 
-def test_nothing_is_left_but_a_picture_that_is_asked_for(preview: Preview) -> None:
+def test_nothing_is_left_on_the_disk(preview: Preview) -> None:
     before = set(Path().iterdir())
     preview()
     assert set(Path().iterdir()) == before
-    preview("--preview_output", "pictures/lengths.png")
-    assert set(Path().iterdir()) - before == {Path("pictures")}
-    assert Path("pictures/lengths.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_only_the_first_rank_shows_anything(preview: Preview) -> None:
-    assert preview("--preview_output", "lengths.png", ranks=Ranks(1, 2, 1)) == ""
-    assert not Path("lengths.png").exists()
+    assert preview(ranks=Ranks(1, 2, 1)) == ""
 
 
 def test_data_that_a_run_refuses_is_refused(preview: Preview) -> None:
