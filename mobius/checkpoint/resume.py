@@ -26,10 +26,10 @@ from mobius.checkpoint.model_card import Origin
 from mobius.checkpoint.reader import CheckpointReader
 from mobius.checkpoint.run_folder import lock_if_free
 from mobius.checkpoint.saved_stage import HasMemory, optimizer_tensors
-from mobius.config.config import Config
-from mobius.config.options import OptionValue, config_from, option_values, options
+from mobius.config.config import Config, config_from, option_values, options
+from mobius.config.options import OptionValue
+from mobius.config.sources import read_yaml, to_yaml
 from mobius.config.validation import MUTUALLY_EXCLUSIVE, infer_eval_strategy, validate
-from mobius.config.yaml_file import read_yaml, to_yaml
 from mobius.distributed.node_checks import check_same_facts
 from mobius.distributed.rendezvous import Rendezvous, join_run
 from mobius.engine.optimizer_stepper import StepCounts

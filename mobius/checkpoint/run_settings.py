@@ -17,7 +17,7 @@ from mobius.checkpoint.run_folder import OutputFolder
 from mobius.checkpoint.saved_stage import export_bytes
 from mobius.checkpoint.saver import RunMetadata
 from mobius.config.config import Config
-from mobius.config.yaml_file import to_yaml
+from mobius.config.sources import to_yaml
 from mobius.errors import CheckpointError, reason_of
 from mobius.models.adapters.peft_folder import AdapterBase
 from mobius.models.model_files import ModelFiles

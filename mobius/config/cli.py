@@ -1,21 +1,20 @@
-"""The command line and a YAML file become one Config, defaults < YAML < command line; `--help` shows the table.
+"""The command line and a YAML file become one Config, defaults < YAML < command line; the table becomes pages.
 
-Both sources collect their problems, and one ConfigError has all of them.
+Both sources collect their problems, and one ConfigError has all of them. `--help` and docs/user/options.md
+(`python -m mobius.config.cli > docs/user/options.md`) are made from the table.
 """
 
 import argparse
 import logging
-import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from mobius.config.config import Config, DatasetEntry
-from mobius.config.foreign_options import foreign_option
-from mobius.config.options import Option, OptionValue, config_from, options, section_titles, spellings
-from mobius.config.sources import OptionSource
+from mobius.config.config import Config, DatasetEntry, config_from, options, section_titles, spellings
+from mobius.config.options import Option, OptionValue
+from mobius.config.sources import CommandLine, OptionSource, read_command_line, read_yaml
 from mobius.config.validation import (
     MUTUALLY_EXCLUSIVE,
     exempt_file_options,
@@ -23,9 +22,7 @@ from mobius.config.validation import (
     find_problems,
     infer_eval_strategy,
 )
-from mobius.config.yaml_file import read_yaml
 from mobius.errors import ConfigError
-from mobius.excerpt import excerpt
 from mobius.log import RANK_ZERO_ONLY
 from mobius.ranks import Ranks, visible_devices
 
@@ -43,15 +40,6 @@ _DESCRIPTION: Final = (
 )
 
 
-@dataclass
-class CommandLine(OptionSource):
-    """The typed options, and the two that are not part of a Config."""
-
-    dashes: str = "--"
-    config_path: str | None = None
-    wants_help: bool = False
-
-
 def parse_args(
     argv: Sequence[str], *, num_ranks: int | None = None, num_nodes: int = 1, is_without_train_sh: bool = False
 ) -> Config:
@@ -66,7 +54,7 @@ def parse_args(
     command_line = read_command_line(argv)
     if command_line.wants_help:
         if Ranks.from_environment().is_first:
-            sys.stdout.write(_parser(for_help=True).format_help())
+            sys.stdout.write(_help_parser().format_help())
         raise SystemExit(0)
     config = resolve(command_line, num_ranks=num_ranks, num_nodes=num_nodes, is_without_train_sh=is_without_train_sh)
     for notice in command_line.notices:
@@ -149,98 +137,16 @@ def _file_of(command_line: CommandLine) -> OptionSource:
     return read_yaml(command_line.config_path) if command_line.config_path is not None else OptionSource()
 
 
-class _Record(argparse.Action):
-    """Collects options and their words in the order in which they come; no mistake hides another one."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        """Append the option as it was given, and its words."""
-        words = values if isinstance(values, list) else [] if values is None else [values]
-        namespace.given.append((option_string, [word.removeprefix("=") for word in words]))
-
-
-def read_command_line(argv: Sequence[str]) -> CommandLine:
-    """The typed options and what is wrong with them; reads no file and raises nothing."""
-    parser, unknown, tokens = _parser(), set[str](), list[str]()
-    for token in argv:
-        if not re.match(r"--?[A-Za-z]", token):
-            tokens.append(f"={token}")  # so that argparse takes neither `-1e-5` nor `--` for an option
-            continue
-        typed, equals, word = token.partition("=")
-        meant = ["help"] if typed == "-h" else _meant_names(typed) if typed.startswith("--") else []
-        name = f"--{meant[0]}" if len(meant) == 1 else typed
-        if len(meant) != 1 and name not in unknown:
-            parser.add_argument(name, nargs="*", action=_Record)
-            unknown.add(name)
-        tokens.append(f"{name}=={word}" if equals else name)
-    found, strays = parser.parse_known_args(tokens, argparse.Namespace(given=[]))
-    result = CommandLine()
-    for option_string, words in found.given:
-        _take(result, option_string, words)
-    result.problems += [f"`{excerpt(word.removeprefix('='))}` belongs to no option" for word in strays]
-    return result
-
-
-def _take(result: CommandLine, option_string: str, words: list[str]) -> None:
-    """Record an option and the words after it."""
-    name = option_string.removeprefix("--")
-    spelling = spellings().get(name)
-    if name == "help":
-        result.wants_help = True
-    elif name == "config" and not words:
-        result.problems.append("`--config` has no value; a YAML file is needed")
-    elif name == "config":
-        result.config_path = words[0]
-    elif spelling is None:
-        meant = _meant_names(option_string)
-        if len(meant) > 1 and option_string.startswith("--"):
-            names = ", ".join(f"--{each}" for each in meant)
-            result.problems.append(f"`{option_string}` could be any of {names}; write more of it")
-        else:
-            result.take(
-                option_string,
-                " ".join(words) if words else [],
-                written=option_string,
-                begun=meant[0] if meant else None,
-            )
-    else:
-        bare = "true" if spelling.is_flag else spelling.option.rules.bare
-        if not words and bare is None:
-            result.reject(spelling, f"`--{name}` has no value; {spelling.option.expectation} is needed")
-        else:
-            given: object = words if spelling.option.is_list else words[0] if words else bare
-            result.take(name, given, written=f"--{name} {excerpt(' '.join(words))}")
-
-
-def _meant_names(typed: str) -> list[str]:
-    """Names that `typed` is or begins, one for each meaning; none where it is an option of another trainer."""
-    name = typed.lstrip("-").replace("-", "_")
-    names = (*spellings(), "config", "help")
-    matches = [name] if name in names else [known for known in names if known.startswith(name)]
-    meanings: dict[object, str] = {}
-    for match in matches:
-        # `--model_` begins two spellings of one option, which is not ambiguous; the first one is meant.
-        known = spellings().get(match)
-        meanings.setdefault((known.option.name, known.flag_value) if known else match, match)
-    foreign, begun = foreign_option(name), {spellings()[known].option.name for known in matches if known in spellings()}
-    return [] if foreign is not None and not begun <= set(foreign.replacements) else list(meanings.values())
-
-
-def _parser(*, for_help: bool = False) -> argparse.ArgumentParser:
-    """The parser of the table. The one `for_help` shows what an option needs, the other one takes what is given."""
+def _help_parser() -> argparse.ArgumentParser:
+    """A parser that shows the table."""
     program = "main.py" if Path(sys.argv[0]).name == "main.py" else "-m mobius"
     parser = argparse.ArgumentParser(
         usage=f"bash train.sh [FILE.yaml] [options]\n"
         f"       torchrun --nproc_per_node N {program} [--config FILE.yaml] [options]",
         description=_DESCRIPTION,
         add_help=False,
-        allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
     )
-    if not for_help:
-        for name in ("help", "config", *spellings()):
-            is_list = name in spellings() and spellings()[name].option.is_list
-            parser.add_argument(f"--{name}", nargs="*" if is_list else "?", action=_Record)
-        return parser
     general = parser.add_argument_group("General")
     general.add_argument("-h", "--help", action="store_true", help="Print this text and exit.")
     general.add_argument("--config", metavar="FILE", help="YAML file of options.")
@@ -251,19 +157,59 @@ def _parser(*, for_help: bool = False) -> argparse.ArgumentParser:
 
 
 def _add_to_help(group: Any, option: Option) -> None:
-    names = {f"--{name}": spelling.flag_value for name, spelling in spellings().items() if spelling.option is option}
-    text, value = option.text.replace("%", "%%"), option.default
+    names, text = [f"--{name}" for name in _names(option)], option.text.replace("%", "%%")
     if option.value_type is bool:
-        default = next(name for name, meaning in names.items() if meaning is value)
-        group.add_argument(*names, action="store_true", help=f"{text} [flag; default: {default}]")
+        group.add_argument(*names, action="store_true", help=f"{text} [flag; default: {_default(option)}]")
         return
-    others = list(names)[1:]
-    if isinstance(value, tuple):
-        value = " ".join(str(getattr(entry, "name", entry)) for entry in value)
-    shown = f"{value:g}" if isinstance(value, float) else "auto" if value is None and option.allows_auto else value
-    facts = [option.expectation, *([f"default: {shown}"] if shown is not None else [])]
-    facts += [f"also: {', '.join(others)}"] if others else []
+    facts = [option.expectation, *([f"default: {default}"] if (default := _default(option)) else [])]
+    facts += [f"also: {', '.join(names[1:])}"] if names[1:] else []
     metavar = "|".join(option.choices) or _METAVARS.get(option.value_type, "TEXT")
     metavar = f"{option.rules.pair[0]},..." if option.value_type is tuple else metavar
     number = "+" if option.is_list else "?" if option.rules.bare is not None else None
-    group.add_argument(f"--{option.name}", nargs=number, metavar=metavar, help=f"{text} [{'; '.join(facts)}]")
+    group.add_argument(names[0], nargs=number, metavar=metavar, help=f"{text} [{'; '.join(facts)}]")
+
+
+def _names(option: Option) -> list[str]:
+    return [name for name, spelling in spellings().items() if spelling.option is option]
+
+
+def _default(option: Option) -> str:
+    """The default as it is typed; nothing where there is none."""
+    value = option.default
+    if isinstance(value, bool):
+        return next(f"--{name}" for name in _names(option) if spellings()[name].flag_value is value)
+    if isinstance(value, tuple):
+        return " ".join(entry.name for entry in value)
+    if value is None:
+        return "auto" if option.allows_auto else ""
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def options_page() -> str:
+    """Markdown of docs/user/options.md: a table for each section."""
+    lines = [
+        "# Options",
+        "",
+        "Generated from the code by `python -m mobius.config.cli > docs/user/options.md`; change the texts in",
+        "`mobius/config/config.py`.",
+        "",
+        "Each option may be typed (`--batch_size 64`) or be a key of a YAML file (`batch_size: 64`, `--config FILE`);",
+        "the command line overrides the file, the file the defaults. A typed option may be shortened while it stays",
+        "unambiguous. All problems of a command are reported together.",
+    ]
+    for section, title in section_titles().items():
+        lines += ["", f"## {title}", "", "| option | value | default | meaning |", "|---|---|---|---|"]
+        lines += [_page_row(option) for option in options().values() if option.section == section]
+    return "\n".join(lines) + "\n"
+
+
+def _page_row(option: Option) -> str:
+    names = ", ".join(f"`--{name}`" for name in _names(option))
+    value = "flag" if option.value_type is bool else option.expectation
+    default = f"`{_default(option)}`" if _default(option) else ""
+    text = option.text.replace("|", "\\|").replace("](", "]\\(")
+    return f"| {names} | {value} | {default} | {text} |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(options_page())

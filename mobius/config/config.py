@@ -1,17 +1,24 @@
 """The table of options: one frozen section per topic, with the meaning of every option under its field.
 
-Field names are the names of the options, and the texts are what `--help` prints. `option` gives a field its bounds,
-other names, and the modes without which it has no effect.
+Field names are the names of the options, and the texts are what `--help` and docs/user/options.md print. `option` gives
+a field its bounds, other names, and the modes without which it has no effect. The end has the table as a whole: all
+options, all names, and the flat form of a config.
 """
 
+import difflib
+import functools
 import math
+import os
 import re
+import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import PurePath
-from typing import Final
+from typing import Any, Final
 
-from mobius.config.fields import (
+from mobius.config.lr_schedules import ArgumentValue, LrSchedulerType, read_arguments
+from mobius.config.options import (
     COUNT,
     DECAY_RATE,
     LAYERS,
@@ -21,10 +28,15 @@ from mobius.config.fields import (
     RANKS,
     STAGES,
     Bounds,
+    Columns,
     Need,
+    Option,
+    OptionValue,
+    Spelling,
     option,
+    options_of,
+    spellings_of,
 )
-from mobius.config.lr_schedules import ArgumentValue, LrSchedulerType, read_arguments
 
 # Users type a member's name in small letters.
 Dtype = StrEnum("Dtype", ["BF16", "FP16", "FP32"])
@@ -43,8 +55,20 @@ SaveStrategy = StrEnum("SaveStrategy", ["STEPS", "EPOCH", "NO"])
 """When checkpoints are saved."""
 EvalStrategy = StrEnum("EvalStrategy", ["STEPS", "EPOCH", "NO"])
 """When the model is evaluated while it is trained."""
-BestMetric = StrEnum("BestMetric", ["LOSS", "PERPLEXITY", "TOKEN_ACCURACY"])
-"""Number of an evaluation that decides which checkpoint is the best; of the first two, less is better."""
+
+
+class BestMetric(StrEnum):
+    """Number of an evaluation that decides which checkpoint is the best; of the first two, less is better."""
+
+    LOSS = "loss"
+    PERPLEXITY = "perplexity"
+    TOKEN_ACCURACY = "token_accuracy"
+
+    @classmethod
+    def _missing_(cls, value: object) -> "BestMetric | None":
+        """The member that transformers' Trainer calls `eval_loss`, for instance."""
+        name = str(value).removeprefix("eval_")
+        return next((member for member in cls if member.value == name), None)
 
 
 class ReduceDtype(StrEnum):
@@ -73,14 +97,15 @@ TRACKERS: Final = ("tensorboard", "swanlab", "wandb")
 """Words of `report_to`, which are the names of the packages too."""
 ALL_CHECKPOINTS: Final = 0
 """`save_total_limit` that keeps all."""
-Columns = tuple[tuple[str, str], ...]
-"""Pairs of what is read and the column that holds it, such as (("prompt", "document"), ("completion", "summary"))."""
 _COLUMNS: Final = ("KEY=COLUMN", "prompt=document,completion=summary")
 
 # At most nine digits, so that no number is too long to be read.
 _NUMBER: Final = re.compile(r"\d{1,9}", re.ASCII)
 _STEPS: Final = re.compile(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", re.ASCII)
 _DEVICE: Final = re.compile(r"\d{1,4}|(GPU|MIG)-[\w/-]{1,80}", re.ASCII)
+_WEIGHT: Final = re.compile(r"[-+]?(?:(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?|nan|inf)", re.ASCII | re.IGNORECASE)
+_SURELY_ALIKE: Final = 0.85
+"""Likeness of a word and its misspelling: letters left out, doubled or swapped leave more, min and max less."""
 _ENDPOINT: Final = re.compile(r"[^\s:]+:\d{1,5}|\[[0-9a-fA-F:.]+\]:\d{1,5}")
 
 
@@ -176,7 +201,7 @@ NODES: Final = Need(
 class DatasetEntry:
     """One dataset of a mixture; None stands for what the options of all datasets say."""
 
-    name: str
+    name: str = option(aliases=("path", "dataset"))
     """Known name, Hugging Face id, or a local file or folder."""
     weight: float = option(1.0, Bounds(above=0, ceiling=1001))
     """How many times each sample appears in an epoch, on average: floor(weight) or ceil(weight) times."""
@@ -188,6 +213,25 @@ class DatasetEntry:
     """Split of a dataset of the hub, or of a folder with files of several."""
     subset: str | None = None
     """Configuration of a dataset of the hub."""
+
+    @classmethod
+    def from_word(cls, word: str) -> "DatasetEntry":
+        """`name` or `name:weight`; a file or folder that is there under the whole word is taken as the name.
+
+        Raises ValueError where there is no name.
+        """
+        name, _, weight = word.rpartition(":")
+        is_weighted = name != "" and _WEIGHT.fullmatch(weight) and not os.path.exists(os.path.expanduser(word))
+        entry = cls(name, float(weight)) if is_weighted else cls(word)
+        if not entry.name.strip("-"):
+            raise ValueError(word)
+        return entry
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the name alone, as a word, means this entry, whatever files there are."""
+        _, colon, end = self.name.rpartition(":")
+        return self == DatasetEntry(self.name) and not (colon and _WEIGHT.fullmatch(end))
 
 
 Datasets = tuple[DatasetEntry, ...]
@@ -656,3 +700,44 @@ class Config:
     evaluation: EvaluationConfig = EvaluationConfig()
     planning: PlanningConfig = PlanningConfig()
     launch: LaunchConfig = LaunchConfig()
+
+
+def _sections() -> dict[str, type]:
+    return typing.get_type_hints(Config)
+
+
+def section_titles() -> Mapping[str, str]:
+    """Section name -> its title in the help."""
+    return {name: str(section.__doc__) for name, section in _sections().items()}
+
+
+@functools.cache
+def options() -> Mapping[str, Option]:
+    """All options by name, in the order of the config's fields."""
+    return {option.name: option for name, section in _sections().items() for option in options_of(name, section)}
+
+
+@functools.cache
+def spellings() -> Mapping[str, Spelling]:
+    """All accepted names of options, without dashes."""
+    return spellings_of(options().values())
+
+
+def nearest_name(name: str) -> str | None:
+    """The known spelling that `name` is a misspelling of, or None: no hint is better than one of another meaning."""
+    typed = name.replace("-", "_").lower()[:60]
+    alike = [known for known in spellings() if re.findall(r"\d", known) == re.findall(r"\d", typed)]
+    return next(iter(difflib.get_close_matches(typed, alike, 1, _SURELY_ALIKE)), None)
+
+
+def option_values(config: Config) -> dict[str, OptionValue]:
+    """The flat form of a config: option name -> value."""
+    return {option.name: getattr(getattr(config, option.section), option.name) for option in options().values()}
+
+
+def config_from(values: Mapping[str, OptionValue]) -> Config:
+    """A config with `values` in place of defaults; neither types nor bounds are checked."""
+    sections: dict[str, dict[str, Any]] = {name: {} for name in _sections()}
+    for name, value in values.items():
+        sections[options()[name].section][name] = value
+    return Config(**{name: section(**sections[name]) for name, section in _sections().items()})

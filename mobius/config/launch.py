@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mobius.config.cli import read_command_line, resolve
+from mobius.config.cli import resolve
 from mobius.config.config import Config, Device
+from mobius.config.sources import read_command_line
 from mobius.config.validation import exempt_file_options, validate
 from mobius.errors import ConfigError, reason_of
 from mobius.log import printable

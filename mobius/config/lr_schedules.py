@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from mobius.config.fields import Bounds
+from mobius.config.options import Bounds
 from mobius.excerpt import listed, quoted
 
 

@@ -1,6 +1,7 @@
-"""The options, read off the table in `config.py`: their names and spellings, and the value that a text stands for.
+"""One option: bounds, other names and modes of a field, the kinds of value, and how a text becomes one.
 
-The command line and YAML files give the same texts; YAML also has lists and mappings (`Option.read`).
+A section of `config.py` reads `seq_length: int = option(512, Bounds(minimum=2), aliases=("cutoff_len",))`. The command
+line and YAML files give the same texts; YAML also has lists and mappings (`Option.read`).
 """
 
 import ast
@@ -10,37 +11,129 @@ import enum
 import functools
 import inspect
 import itertools
-import os
-import re
+import math
 import typing
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from mobius.config.config import BestMetric, Columns, Config, DatasetEntry, Datasets
-from mobius.config.fields import Bounds, FieldRules, rules_of
 from mobius.config.foreign_options import foreign_dataset_key
 from mobius.errors import ConfigError
 from mobius.excerpt import excerpt, quoted
 
-OptionValue = bool | int | float | str | Datasets | Columns | None
+Columns = tuple[tuple[str, str], ...]
+"""Pairs of what is read and the column that holds it, such as (("prompt", "document"), ("completion", "summary"))."""
+OptionValue = bool | int | float | str | tuple[Any, ...] | None
+"""Value of an option; a tuple is one of entries (`DatasetEntry`) or `Columns`."""
 
 _TRUTH: Final = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-_WEIGHT: Final = re.compile(r"[-+]?(?:(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?|nan|inf)", re.ASCII | re.IGNORECASE)
 _MOST_ITEMS: Final = 1001
-"""Datasets of a list or pairs of a mapping that are read; aliases of YAML, which cost nothing to write, can make more.
+"""Entries of a list or pairs of a mapping that are read; aliases of YAML, which cost nothing to write, can make more.
 """
-_MOST_SHOWN: Final = 5
-_SURELY_ALIKE: Final = 0.85
-"""Likeness of a word and its misspelling: letters left out, doubled or swapped leave more, min and max less."""
+MOST_SHOWN: Final = 5
+"""Problems of one option that are told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Numbers that an option allows; `minimum` is allowed, `above` and `below` are not."""
+
+    minimum: float = -math.inf
+    above: float = -math.inf
+    below: float = math.inf
+    allows_auto: bool = False
+    """Whether the word auto may stand for a number that is chosen later; the config then has None."""
+    share_of: str | None = None
+    """Unit of a whole number, such as steps; a number below 1 is a share of all of them."""
+    ceiling: float = 2.0**31
+    """`below` where that is not given: more than any machine holds; only a message about such a number names it."""
+
+    def allow(self, value: float) -> bool:
+        """Whether `value` is finite and inside; whole numbers may have any number of digits."""
+        is_inside = value >= self.minimum and value > self.above and -math.inf < value < self._limit
+        return is_inside and (self.share_of is None or value <= 1 or value == int(value))
+
+    def demand(self, value: float) -> str:
+        """Words for what a `value` that is not allowed must be, as they read in a message."""
+        if replace(self, share_of=None).allow(value):
+            return f"a whole number of {self.share_of}, or a number below 1 for a share"
+        return str(self if value < self._limit else replace(self, below=self._limit))
+
+    @property
+    def _limit(self) -> float:
+        return self.below if math.isfinite(self.below) else self.ceiling
+
+    def __str__(self) -> str:
+        limits = (("at least", self.minimum), ("above", self.above), ("below", self.below))
+        return " and ".join(f"{word} {limit:.15g}" for word, limit in limits if math.isfinite(limit))
+
+
+COUNT: Final = Bounds(minimum=1)
+POSITIVE: Final = Bounds(above=0)
+NON_NEGATIVE: Final = Bounds(minimum=0)
+DECAY_RATE: Final = Bounds(minimum=0, below=1)
+# A plan and a schedule hold every layer, stage, rank and microbatch, and are gone through many times.
+RANKS: Final = Bounds(minimum=1, ceiling=257)
+LAYERS: Final = Bounds(minimum=1, ceiling=1025)
+STAGES: Final = Bounds(minimum=1, ceiling=1025, allows_auto=True)
+PARTS: Final = Bounds(minimum=1, ceiling=10_000, allows_auto=True)
+
+
+@dataclass(frozen=True)
+class Need:
+    """Mode without which an option has no effect."""
+
+    decided_by: str
+    """Names of the options that make the mode, with spaces."""
+    is_met: Callable[[Any], bool]
+    """Whether the run has the mode, by an object with the values of all options as attributes (`validation.py`)."""
+    otherwise: str
+    """Text that completes "`--x` has no effect ..."."""
+    instead: str = ""
+    """Change that gives the option its effect, unless `otherwise` says it."""
+    is_strict: bool = False
+    """Whether the option in a file is an error, too, where a typed option ends the mode."""
+
+
+@dataclass(frozen=True)
+class FieldRules:
+    """Rules of an option that its type, default and text do not say."""
+
+    bounds: Bounds | None = None
+    aliases: tuple[str, ...] = ()
+    """Other names that take the same values."""
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """Flags that stand for the option with a value."""
+    needs: tuple[Need, ...] = ()
+    bare: str | None = None
+    """Text that is meant where the option is typed without one; None where it needs one."""
+    form: tuple[Callable[[str], object], str] | None = None
+    """Test of a text, and words for what it must be."""
+    is_text: bool = False
+    """Whether the value is any text, and not what may be the name of a file."""
+    pair: tuple[str, str] = ("", "")
+    """Form of a pair, and an example, for an option of pairs."""
+
+
+def option(default: Any = dataclasses.MISSING, bounds: Bounds | None = None, **rules: Any) -> Any:
+    """A dataclass field with `default` and its `FieldRules`."""
+    return field(default=default, metadata={"rules": FieldRules(bounds, **rules)})
+
+
+class Entry(typing.Protocol):
+    """Class of the items of an option that takes several; a text means one, too."""
+
+    @classmethod
+    def from_word(cls, word: str) -> "Entry":
+        """The entry that a text means. Raises ValueError."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One field of one section, or of a dataset.
+    """One field of one section, or of an entry.
 
-    `value_type` is bool, int, float, str, a StrEnum, tuple for pairs, or DatasetEntry for one or more of them.
+    `value_type` is bool, int, float, str, a StrEnum, tuple for pairs, or a class of entries for one or more of them.
     """
 
     name: str
@@ -73,7 +166,7 @@ class Option:
     @property
     def is_list(self) -> bool:
         """Whether several words may follow the option."""
-        return self.value_type is DatasetEntry
+        return dataclasses.is_dataclass(self.value_type)
 
     @property
     def is_name(self) -> bool:
@@ -93,24 +186,20 @@ class Option:
         if given is None and self.is_optional and not self.allows_auto:
             return None
         if self.is_list and isinstance(given, list | dict):
-            return _read_datasets(given if isinstance(given, list) else [given])
+            return _read_entries(self.value_type, given if isinstance(given, list) else [given])
         if self.value_type is tuple and isinstance(given, str | dict):
             return _read_pairs(given, *self.rules.pair)
         # `--model_path --` is a slip of the shell; no name consists of dashes.
-        if not isinstance(given, str) or (self.value_type in (str, DatasetEntry) and not given.strip().strip("-")):
+        if not isinstance(given, str) or ((self.is_list or self.value_type is str) and not given.strip().strip("-")):
             raise ValueError(given)
         if self.is_list:
-            return (_read_dataset(given),)
+            return (_entry_from(self.value_type, given),)
         if given == "auto" and self.allows_auto:
             return None
-        if self.value_type is bool:
-            return read_truth(given)
-        return typing.cast(OptionValue, self.value_type(self._as_choice(given)))
+        return read_truth(given) if self.value_type is bool else self.value_type(self._as_choice(given))
 
     def _as_choice(self, text: str) -> str:
-        """The choice that is meant by another word for it."""
-        if self.value_type is BestMetric:
-            return text.removeprefix("eval_")  # as Trainer names it
+        """The choice that a word for true or false means."""
         if self.choices and text not in self.choices and text.lower() in _TRUTH:
             words = ("on",) if _TRUTH[text.lower()] else ("off", "no")
             return next((word for word in words if word in self.choices), text)
@@ -128,6 +217,42 @@ class Spelling:
     opposite: OptionValue = None
 
 
+def options_of(section_name: str, section: type) -> list[Option]:
+    """Options of a dataclass, in the order of its fields."""
+    texts, hints, found = _field_texts(section), typing.get_type_hints(section), []
+    fields: Any = dataclasses.fields(section)
+    for known in fields:
+        hint = hints[known.name]
+        is_optional = type(None) in typing.get_args(hint)
+        value_type = typing.get_args(hint)[0] if is_optional else hint
+        if typing.get_origin(value_type) is tuple:
+            item = typing.get_args(value_type)[0]
+            value_type = item if dataclasses.is_dataclass(item) else tuple
+        rules = known.metadata.get("rules", FieldRules())
+        found.append(Option(known.name, section_name, texts[known.name], known.default, value_type, is_optional, rules))
+    return found
+
+
+def spellings_of(known: Iterable[Option]) -> Mapping[str, Spelling]:
+    """All accepted names, without dashes; an option's own name comes before its aliases and flags."""
+    found: list[Spelling] = []
+    for option in known:
+        if option.value_type is bool:
+            negative = "no_" + option.name.removeprefix("use_")
+            found += [Spelling(option.name, option, True, True, False), Spelling(negative, option, True, False, True)]
+        else:
+            found += [Spelling(name, option) for name in (option.name, *option.rules.aliases)]
+        # `fp16: false` says nothing about which of the other formats is wanted.
+        found += [Spelling(word, option, True, value) for word, value in option.rules.flags.items()]
+    return {spelling.name: spelling for spelling in found}
+
+
+@functools.cache
+def entry_spellings(entry_type: type) -> Mapping[str, Spelling]:
+    """Keys of an entry that YAML gives as a mapping."""
+    return spellings_of(options_of("", entry_type))
+
+
 def read_truth(text: object) -> bool:
     """Meaning of true, false or another word for them; raises ValueError."""
     if not isinstance(text, str) or text.lower() not in _TRUTH:
@@ -135,43 +260,37 @@ def read_truth(text: object) -> bool:
     return _TRUTH[text.lower()]
 
 
-def _read_dataset(word: str) -> DatasetEntry:
-    """`name` or `name:weight`; a file or folder that is there under the whole word is taken as the name."""
-    name, _, weight = word.rpartition(":")
-    is_weighted = name != "" and _WEIGHT.fullmatch(weight) and not os.path.exists(os.path.expanduser(word))
-    entry = DatasetEntry(name, float(weight)) if is_weighted else DatasetEntry(word)
-    if not entry.name.strip("-"):
-        raise ValueError(word)
+def shown(value: object) -> str:
+    """A value of a YAML file, short; the items of lists and mappings are not shown."""
+    return "[...]" if isinstance(value, list) else "{...}" if isinstance(value, dict) else quoted(value)
+
+
+def _entry_from(entry_type: Any, word: str) -> Entry:
+    entry: Entry = entry_type.from_word(word)
     return entry
 
 
-def is_plain(entry: DatasetEntry) -> bool:
-    """Whether the name alone, as a word, means `entry`, whatever files there are."""
-    _, colon, end = entry.name.rpartition(":")
-    return entry == DatasetEntry(entry.name) and not (colon and _WEIGHT.fullmatch(end))
-
-
-def _read_datasets(items: list[object]) -> Datasets:
-    """Datasets of a list of texts and mappings."""
-    entries, problems = list[DatasetEntry](), list[str]()
+def _read_entries(entry_type: type, items: list[object]) -> tuple[Entry, ...]:
+    """Entries of a list of texts and mappings."""
+    entries, problems = list[Entry](), list[str]()
     for item in items[:_MOST_ITEMS]:
-        if len(problems) >= _MOST_SHOWN:
+        if len(problems) >= MOST_SHOWN:
             break
         try:
             if not isinstance(item, str | dict):
                 raise ValueError(item)
-            entries.append(_read_dataset(item) if isinstance(item, str) else _read_dataset_mapping(item))
+            entries.append(_read_mapping(entry_type, item) if isinstance(item, dict) else _entry_from(entry_type, item))
         except ValueError:
-            problems.append(f"{shown(item)} is given where a text or a mapping is needed")
+            problems.append(f"{shown(item)}: it must be a text or a mapping")
         except ConfigError as error:
             problems += error.problems
     if problems or not items:
-        raise ConfigError(*problems[:_MOST_SHOWN] or ["the list is empty"])
+        raise ConfigError(*problems[:MOST_SHOWN] or ["the list is empty; give at least one"])
     return tuple(entries)
 
 
-def _read_dataset_mapping(keys: Mapping[object, object]) -> DatasetEntry:
-    known, values, problems = dataset_spellings(), dict[str, Any](), list[str]()
+def _read_mapping(entry_type: Any, keys: Mapping[object, object]) -> Entry:
+    known, values, problems = entry_spellings(entry_type), dict[str, Any](), list[str]()
     for key, given in itertools.islice(keys.items(), 2 * len(known)):
         spelling = known.get(str(key))
         try:
@@ -184,14 +303,15 @@ def _read_dataset_mapping(keys: Mapping[object, object]) -> DatasetEntry:
             else:
                 values[spelling.option.name] = spelling.option.read(given)
         except ValueError:
-            problems.append(f"`{key}: {shown(given)}`; {spelling.option.expectation if spelling else ''} is needed")
+            problems.append(f"`{key}: {shown(given)}`: it must be {spelling.option.expectation if spelling else ''}")
         except ConfigError as error:
             problems += [f"`{key}`: {problem}" for problem in error.problems]
     if "name" not in values and not problems:
         problems.append("a dataset without `path`; give its name, file or folder")
     if problems:
-        raise ConfigError(*problems[:_MOST_SHOWN])
-    return DatasetEntry(**values)
+        raise ConfigError(*problems[:MOST_SHOWN])
+    entry: Entry = entry_type(**values)
+    return entry
 
 
 def _read_pairs(given: str | Mapping[object, object], form: str, example: str) -> Columns:
@@ -206,84 +326,8 @@ def _read_pairs(given: str | Mapping[object, object], form: str, example: str) -
     counts = Counter(key for key, _ in pairs)
     problems += [f"{quoted(key)} is given {count} times; keep one" for key, count in counts.items() if count > 1]
     if problems or not pairs:
-        raise ConfigError(*problems[:_MOST_SHOWN] or [f"is empty; write pairs as in {example}"])
+        raise ConfigError(*problems[:MOST_SHOWN] or [f"is empty; write pairs as in {example}"])
     return tuple(pairs)
-
-
-def shown(value: object) -> str:
-    """A value of a YAML file, short; the items of lists and mappings are not shown."""
-    return "[...]" if isinstance(value, list) else "{...}" if isinstance(value, dict) else quoted(value)
-
-
-def section_titles() -> Mapping[str, str]:
-    """Section name -> its title in the help."""
-    return {name: str(section.__doc__) for name, section in _sections().items()}
-
-
-@functools.cache
-def options() -> Mapping[str, Option]:
-    """All options by name, in the order of the config's fields."""
-    return {option.name: option for name, section in _sections().items() for option in _options_of(name, section)}
-
-
-@functools.cache
-def dataset_spellings() -> Mapping[str, Spelling]:
-    """Keys of a dataset that YAML gives as a mapping; a path is what it is usually named by."""
-    keys = {option.name: Spelling(option.name, option) for option in _options_of("dataset", DatasetEntry)}
-    return {"path": Spelling("path", keys["name"].option), "dataset": Spelling("dataset", keys["name"].option), **keys}
-
-
-@functools.cache
-def spellings() -> Mapping[str, Spelling]:
-    """All accepted names, without dashes; the option's own name comes before its aliases and flags."""
-    found: list[Spelling] = []
-    for option in options().values():
-        if option.value_type is bool:
-            negative = "no_" + option.name.removeprefix("use_")
-            found += [Spelling(option.name, option, True, True, False), Spelling(negative, option, True, False, True)]
-        else:
-            found += [Spelling(name, option) for name in (option.name, *option.rules.aliases)]
-        # `fp16: false` says nothing about which of the other formats is wanted.
-        found += [Spelling(word, option, True, value) for word, value in option.rules.flags.items()]
-    return {spelling.name: spelling for spelling in found}
-
-
-def nearest_name(name: str) -> str | None:
-    """The known spelling that `name` is a misspelling of, or None: no hint is better than one of another meaning."""
-    typed = name.replace("-", "_").lower()[:60]
-    alike = [known for known in spellings() if re.findall(r"\d", known) == re.findall(r"\d", typed)]
-    return next(iter(difflib.get_close_matches(typed, alike, 1, _SURELY_ALIKE)), None)
-
-
-def option_values(config: Config) -> dict[str, OptionValue]:
-    """The flat form of a config: option name -> value."""
-    return {option.name: getattr(getattr(config, option.section), option.name) for option in options().values()}
-
-
-def config_from(values: Mapping[str, OptionValue]) -> Config:
-    """A config with `values` in place of defaults; neither types nor bounds are checked."""
-    sections: dict[str, dict[str, Any]] = {name: {} for name in _sections()}
-    for name, value in values.items():
-        sections[options()[name].section][name] = value
-    return Config(**{name: section(**sections[name]) for name, section in _sections().items()})
-
-
-def _sections() -> dict[str, type]:
-    return typing.get_type_hints(Config)
-
-
-def _options_of(section_name: str, section: type) -> list[Option]:
-    texts, hints, found = _field_texts(section), typing.get_type_hints(section), []
-    fields: Any = dataclasses.fields(section)
-    for known in fields:
-        *own_types, end = typing.get_args(hints[known.name]) or (hints[known.name],)
-        is_optional = end is type(None)
-        value_type = own_types[0] if is_optional else hints[known.name]
-        if typing.get_origin(value_type) is tuple:
-            value_type = DatasetEntry if value_type == Datasets else tuple
-        facts = (texts[known.name], known.default, value_type, is_optional, rules_of(known))
-        found.append(Option(known.name, section_name, *facts))
-    return found
 
 
 def _field_texts(section: type) -> dict[str, str]:

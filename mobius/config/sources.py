@@ -1,11 +1,39 @@
-"""Options from one source, the command line or a file: their values, and everything that is wrong with them."""
+"""Options as texts: the words of a command line and YAML files, read, and a config written as YAML.
 
+A source keeps its values and everything that is wrong with them; nothing here raises an error about an option.
+"""
+
+import os
+import re
+import typing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
 
+import yaml
+
+from mobius.config.config import (
+    Config,
+    DatasetEntry,
+    nearest_name,
+    option_values,
+    options,
+    section_titles,
+    spellings,
+)
 from mobius.config.foreign_options import IGNORED, foreign_option
-from mobius.config.options import OptionValue, Spelling, nearest_name, read_truth, spellings
-from mobius.errors import ConfigError
+from mobius.config.options import Columns, Option, OptionValue, Spelling, entry_spellings, read_truth, shown
+from mobius.errors import ConfigError, first_line, reason_of
 from mobius.excerpt import excerpt
+from mobius.regular_files import read_bytes
+
+_MOST_BYTES: Final = 1 << 18
+"""Two hundred times all options; PyYAML reads it in seconds."""
+_SHOWN_OF_PATH: Final = 200
+_MOST_PROBLEMS: Final = 100
+_NOTHING: Final = ("", "~", "null", "Null", "NULL")
+"""Values that are None where they stand without quotes."""
 
 
 @dataclass
@@ -42,7 +70,7 @@ class OptionSource:
                 self._put(spelling, spelling.opposite)
         except ValueError:
             needed = "true or false" if spelling.is_flag else option.expectation
-            self.reject(spelling, f"`{written}`; {needed} is needed")
+            self.reject(spelling, f"`{written}`: it must be {needed}")
         except ConfigError as error:
             self.reject(spelling, *(f"`{self.dashes}{name}`: {problem}" for problem in error.problems))
 
@@ -61,9 +89,9 @@ class OptionSource:
         self.values[name] = value
 
     def _reject_unknown(self, name: str, given: object, begun: str | None) -> None:
-        """Record a name that is no option; what it was meant for is then unreadable.
+        """Record a name that is no option; one that changes nothing here is only noticed.
 
-        One that changes nothing here is only noticed.
+        The options that it was meant for then count as given, but not readable.
         """
         typed = f"{'option' if self.dashes else 'key'} `{excerpt(name)}`"
         # `deepspeed: null` asks for nothing; a list or mapping asks for something, and so does a bare `--deepspeed`.
@@ -81,3 +109,185 @@ class OptionSource:
         self.problems.append(f"{self.place}unknown {typed}{hint}")
         if meant := spellings().get(nearest or ""):
             self.invalid_options.add(meant.option.name)
+
+
+@dataclass
+class CommandLine(OptionSource):
+    """The typed options, and the two that are not part of a Config."""
+
+    dashes: str = "--"
+    config_path: str | None = None
+    wants_help: bool = False
+
+    def take_words(self, typed: str, words: list[str]) -> None:
+        """Record an option, as it was typed, and the words after it."""
+        meant = _meant_names(typed)
+        name = meant[0] if len(meant) == 1 and typed.startswith("--") else typed.removeprefix("--")
+        spelling = spellings().get(name)
+        if typed == "-h" or name == "help":
+            self.wants_help = True
+        elif name == "config":
+            self.config_path = words[0] if words else None
+            self.problems += [] if words else ["`--config` has no value; give a YAML file"]
+        elif spelling is not None:
+            self._take_known(spelling, words)
+        elif len(meant) > 1 and typed.startswith("--"):
+            names = ", ".join(f"--{each}" for each in meant)
+            self.problems.append(f"`{typed}` could be any of {names}; write more of it")
+        else:
+            given = " ".join(words) if words else []
+            self.take(typed, given, written=typed, begun=meant[0] if meant else None)
+        takes_many = spelling.option.is_list if spelling else name not in ("config", "help")
+        self.problems += [] if takes_many else map(_stray, words[1:])
+
+    def _take_known(self, spelling: Spelling, words: list[str]) -> None:
+        bare = "true" if spelling.is_flag else spelling.option.rules.bare
+        if not words and bare is None:
+            self.reject(spelling, f"`--{spelling.name}` has no value; it must be {spelling.option.expectation}")
+            return
+        given: object = words if spelling.option.is_list else words[0] if words else bare
+        kept = words if spelling.option.is_list else words[:1]
+        self.take(spelling.name, given, written=f"--{spelling.name} {excerpt(' '.join(kept))}")
+
+
+def read_command_line(argv: Sequence[str]) -> CommandLine:
+    """The typed options and what is wrong with them; reads no file and raises nothing."""
+    result, found = CommandLine(), list[tuple[str, list[str], bool]]()
+    for token in argv:
+        typed, equals, word = token.partition("=")
+        if re.match(r"--?[A-Za-z]", token):
+            found.append((typed, [word] if equals else [], bool(equals)))
+        elif found and not found[-1][2]:
+            found[-1][1].append(token)
+        else:
+            result.problems.append(_stray(token))
+    for typed, words, _ in found:
+        result.take_words(typed, words)
+    return result
+
+
+def _stray(word: str) -> str:
+    return f"`{excerpt(word)}` belongs to no option"
+
+
+def _meant_names(typed: str) -> list[str]:
+    """Names that `typed` is or begins, one for each meaning; none where it is an option of another trainer."""
+    name = typed.lstrip("-").replace("-", "_")
+    names = (*spellings(), "config", "help")
+    matches = [name] if name in names else [known for known in names if known.startswith(name)]
+    meanings: dict[object, str] = {}
+    for match in matches:
+        # `--model_` begins two spellings of one option, which is not ambiguous; the first one is meant.
+        known = spellings().get(match)
+        meanings.setdefault((known.option.name, known.flag_value) if known else match, match)
+    foreign, begun = foreign_option(name), {spellings()[known].option.name for known in matches if known in spellings()}
+    return [] if foreign is not None and not begun <= set(foreign.replacements) else list(meanings.values())
+
+
+class _Loader(yaml.BaseLoader):
+    """YAML whose every value is the text that it is, so that a file means what the same words mean when typed.
+
+    A plain null is None, and a key that is given twice is an error.
+    """
+
+    def construct_scalar(self, node: yaml.ScalarNode) -> str | None:  # type: ignore[override]
+        """Text of a value. Raises ConstructorError."""
+        if not node.tag.startswith("tag:yaml.org,2002:str"):
+            raise _refusal(node, f"the tag {excerpt(node.tag)} has no meaning here; remove it")
+        return None if node.style is None and node.value in _NOTHING else str(node.value)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[typing.Hashable, typing.Any]:
+        """Mapping of texts to values. Raises ConstructorError."""
+        keys = set[str]()
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise _refusal(key_node, "a key must be a word")
+            if key_node.value in keys:
+                raise _refusal(key_node, f"`{excerpt(key_node.value)}` is already set; keep one")
+            keys.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+def _refusal(node: yaml.Node, problem: str) -> yaml.constructor.ConstructorError:
+    return yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
+
+
+def read_yaml(path: str) -> OptionSource:
+    """Read a flat mapping of option names; problems carry the file's name."""
+    shown_path = excerpt(path, _SHOWN_OF_PATH)
+    result = OptionSource(place=f"{shown_path}: ")
+    try:
+        root = _parse(_read_text(path), shown_path)
+        if not isinstance(root, Mapping | None):
+            raise ConfigError(f"{shown_path}: expected lines of `option: value`")
+    except ConfigError as error:
+        result.problems += error.problems
+        result.invalid_options.update(options())
+        return result
+    for key, value in (root or {}).items():
+        if len(result.problems) >= _MOST_PROBLEMS:
+            result.problems.append(f"{shown_path}: the rest was not read, for there are {_MOST_PROBLEMS} problems")
+            result.invalid_options.update(options())
+            break
+        result.take(str(key), value, written=f"{excerpt(str(key))}: {shown(value)}")
+    return result
+
+
+def _read_text(path: str) -> str:
+    """The file's text; raises ConfigError. A pipe or device could have no end, and each rank reads it anew."""
+    file, shown_path = Path(path), excerpt(path, _SHOWN_OF_PATH)
+    try:
+        return "" if file == Path(os.devnull) else read_bytes(file, _MOST_BYTES).decode("utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{shown_path}: not a UTF-8 text file; save it as UTF-8") from None
+    except (OSError, ValueError) as error:  # ValueError: no file can have this name
+        place = excerpt(str(file.absolute()), _SHOWN_OF_PATH)
+        raise ConfigError(
+            f"`--config {shown_path}` cannot be read ({reason_of(error)}, looked at {place}); give the path of a YAML "
+            "file of options"
+        ) from None
+
+
+def _parse(text: str, path: str) -> object:
+    """Texts, lists and mappings of a file; raises ConfigError, with the line where PyYAML names one."""
+    try:
+        return yaml.load(text, _Loader)
+    except RecursionError:
+        raise ConfigError(f"{path}: not valid YAML: lists or mappings are nested too deeply") from None
+    except Exception as error:  # PyYAML's parts raise what comes: ValueError of a number, OverflowError of an escape
+        mark = getattr(error, "problem_mark", None)
+        line = "" if mark is None else f", line {mark.line + 1}"
+        reason = getattr(error, "problem", None) or first_line(error)
+        raise ConfigError(f"{path}{line}: not valid YAML: {excerpt(reason, 200)}") from None
+
+
+def to_yaml(config: Config) -> str:
+    """All options of a config as a flat YAML file with a heading per section; `--config` reads it back unchanged."""
+    sections: dict[str, dict[str, object]] = {section: {} for section in section_titles()}
+    for name, value in option_values(config).items():
+        if name == "num_iterations" and config.optim.num_train_epochs is not None:
+            value = None  # the run counts steps from its epochs; the user did not ask for them
+        sections[options()[name].section][name] = _written(options()[name], value)
+    return "\n".join(
+        f"# {section_titles()[section]}\n{yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=10_000)}"
+        for section, values in sections.items()
+    )
+
+
+def _written(option: Option, value: Any) -> object:
+    if value is None:
+        return "auto" if option.allows_auto else None
+    if option.value_type is tuple:
+        return dict(typing.cast(Columns, value))
+    if not option.is_list:
+        return getattr(value, "value", value)
+    entries = [entry.name if entry.is_plain else _written_dataset(entry) for entry in value]
+    return entries[0] if len(entries) == 1 and isinstance(entries[0], str) else entries
+
+
+def _written_dataset(entry: DatasetEntry) -> dict[str, object]:
+    known = {spelling.option.name: spelling.option for spelling in entry_spellings(DatasetEntry).values()}
+    given = {name: getattr(entry, name) for name in known if name != "name"}
+    return {"path": entry.name} | {
+        name: _written(known[name], value) for name, value in given.items() if value != known[name].default
+    }

@@ -1,22 +1,33 @@
 """Validation of a config: each value for itself, values together, and options without effect, all problems at once.
 
-Rules that depend on the model, the data or the machine are checked where those are known.
+A problem reads `what was given: why it cannot be; what to change`. Rules that depend on the model, the data or the
+machine are checked where those are known.
 """
 
 import errno
 import math
 import os
 import typing
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from itertools import chain, combinations
 from pathlib import Path, PurePath
 from types import SimpleNamespace
 from typing import Any, Final
 
-from mobius.config.config import Config, Datasets, EvalStrategy, SaveStrategy, steps_between
+from mobius.config.config import (
+    Config,
+    DatasetEntry,
+    Datasets,
+    EvalStrategy,
+    SaveStrategy,
+    config_from,
+    option_values,
+    options,
+    steps_between,
+)
 from mobius.config.lr_schedules import find_decay_conflict, find_scheduler_conflicts
-from mobius.config.options import Option, OptionValue, config_from, dataset_spellings, option_values, options
+from mobius.config.options import MOST_SHOWN, Option, OptionValue, entry_spellings
 from mobius.errors import ConfigError, first_line
 from mobius.excerpt import excerpt, quoted
 
@@ -25,9 +36,6 @@ _STEP_TOKENS: Final = 2**30
 _SCHEDULE_PARTS: Final = 2**15
 """Each is an action of a schedule that is built and simulated some times before a run: seconds, and 200 MiB."""
 _MOST_DATASETS: Final = 1000
-_MOST_SHOWN: Final = 5
-MUTUALLY_EXCLUSIVE: Final = (("num_iterations", "num_train_epochs"), ("val_size", "eval_dataset"))
-"""Pairs of options of which a run takes one."""
 
 IsExempt = Callable[[str, Iterable[str]], bool]
 """Whether an option may be without effect, given the options that make the mode."""
@@ -86,9 +94,8 @@ def find_problems(
             doubtful.add(name)
     usable = config_from({name: value for name, value in values.items() if name not in doubtful})
     o = SimpleNamespace(**option_values(usable), pipeline_size=num_ranks, num_replicas=num_replicas)
-    shown = {name: excerpt(value) if isinstance(value, str) else value for name, value in vars(o).items()}
     broken = chain(
-        ((rule.names, rule.text.format_map(shown)) for rule in _RULES if rule.is_broken(o)),
+        _find_rule_conflicts(o),
         _find_size_conflicts(o),
         _find_other_conflicts(o),
         find_scheduler_conflicts(o.lr_scheduler_type, o.lr_scheduler_kwargs or (), learning_rate=o.learning_rate),
@@ -131,17 +138,18 @@ def _value_problems(option: Option, value: OptionValue) -> list[str]:
     entries, found = typing.cast(Datasets, value), list[str]()
     if len(entries) > _MOST_DATASETS:
         return [f"{place} names more than {_MOST_DATASETS} datasets; give a folder that holds the files"]
+    keys = {spelling.option.name: spelling.option for spelling in entry_spellings(DatasetEntry).values()}
     for entry in entries:
         if option.name == "eval_dataset" and entry.weight != 1:
             detail = f"has the weight {entry.weight:g}, but each sample is evaluated once; leave the weight out"
             found.append(f"{place} {quoted(entry.name)} {detail}")
             continue
-        for key, own in ((key, spelling.option) for key, spelling in dataset_spellings().items()):
-            at = place if key == "path" else f"{place} {quoted(entry.name)}: its {key}"
-            if problem := list(_value_problem(own, getattr(entry, own.name), at)):
+        for key, own in keys.items():
+            at = place if key == "name" else f"{place} {quoted(entry.name)}: its {key}"
+            if problem := list(_value_problem(own, getattr(entry, key), at)):
                 found += problem
                 break
-    return found[:_MOST_SHOWN]
+    return found[:MOST_SHOWN]
 
 
 def _value_problem(option: Option, value: object, place: str) -> Iterator[str]:
@@ -151,7 +159,7 @@ def _value_problem(option: Option, value: object, place: str) -> Iterator[str]:
     if not isinstance(value, str):
         return
     if option.rules.form is not None and not option.rules.form[0](value):
-        yield f"{place} is {quoted(value)}; write {option.rules.form[1]}"
+        yield f"{place} is {quoted(value)}; it must be {option.rules.form[1]}"
     if option.is_name and (reason := _unusable_name(value)):
         yield f"{place} {quoted(value)} {reason}"
 
@@ -170,102 +178,87 @@ def _unusable_name(name: str) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """Options that do not go together. `o` has all values, which `text` may name; see `config.py` for both."""
+def _given(o: Any, names: Iterable[str]) -> str:
+    """Options and their values as a user finds them: `--num_iterations` 5 and `--no_offload`."""
 
-    names: str
-    is_broken: Callable[[Any], object]
-    text: str
+    def written(name: str, value: object) -> str:
+        if value is False:
+            return f"`--no_{name.removeprefix('use_')}`"
+        is_number = isinstance(value, float)
+        text = f"{value:g}" if is_number else excerpt(str(value)) if isinstance(value, int | str) else ""
+        return f"`--{name}`" if value is True else f"`--{name}` {text}".rstrip()
+
+    return " and ".join(written(name, getattr(o, name)) for name in names)
 
 
-def _saves_activations(o: Any) -> bool:
-    return bool(o.recompute.saves_activations)
-
-
-_RULES: Final = (
-    _Rule(
-        "num_iterations num_train_epochs",
-        lambda o: o.num_iterations is not None and o.num_train_epochs is not None,
-        "`--num_iterations` {num_iterations} and `--num_train_epochs` {num_train_epochs:g} both end a run; remove one",
-    ),
-    _Rule(
-        "val_size eval_dataset",
-        lambda o: o.val_size and o.eval_dataset is not None,
-        "`--val_size` {val_size:g} holds samples out of training and `--eval_dataset` names others; remove one of them",
-    ),
-    _Rule(
-        "train_on_prompt mask_history",
-        lambda o: o.train_on_prompt and o.mask_history,
-        "`--train_on_prompt` trains on a whole conversation, `--mask_history` on its last answer; remove one of them",
-    ),
-    _Rule(
-        "preview dry_run",
-        lambda o: o.preview is not None and o.dry_run,
-        "`--preview` shows the data and `--dry_run` plans a run, each by itself; remove one of them",
-    ),
-    _Rule(
-        "dry_run plan",
-        lambda o: o.dry_run and o.plan is not None,
-        "`--dry_run` makes a plan and `--plan` takes one; leave one of them out",
-    ),
-    _Rule(
-        "dry_run resume_from_checkpoint",
-        lambda o: o.dry_run and o.resume_from_checkpoint is not None,
-        "`--dry_run` plans a run that starts anew, `--resume_from_checkpoint` takes a saved plan; remove one",
-    ),
-    _Rule(
+_EXCLUSIVE: Final[Mapping[tuple[str, str], str]] = {
+    ("num_iterations", "num_train_epochs"): "each ends a run",
+    ("val_size", "eval_dataset"): "the first holds samples out of training, the second names others",
+    ("train_on_prompt", "mask_history"): "the first trains on a whole conversation, the second on its last answer",
+    ("preview", "dry_run"): "the first shows data, the second plans a run",
+    ("dry_run", "plan"): "the first makes a plan, the second takes one",
+    ("dry_run", "resume_from_checkpoint"): "the first plans a run that starts anew, the second takes a saved plan",
+}
+"""Options of which one is to be removed, and why."""
+MUTUALLY_EXCLUSIVE: Final = tuple(_EXCLUSIVE)[:2]
+"""Pairs of which one that is typed replaces the other in a file."""
+_Test = Callable[[Any], object]
+_RULES: Final[Sequence[tuple[str, _Test, str]]] = (
+    (
         "num_slices recompute",
-        lambda o: (o.num_slices or 1) > 1 and _saves_activations(o),
-        "`--num_slices` {num_slices} recomputes each slice, `--recompute {recompute}` does not; use --recompute auto",
+        lambda o: (o.num_slices or 1) > 1 and o.recompute.saves_activations,
+        "layers of slices are recomputed; use --recompute auto",
     ),
-    _Rule(
+    (
         "recompute use_offload resident_stages",
-        lambda o: _saves_activations(o) and o.use_offload and o.resident_stages != "all",
-        "`--recompute {recompute}` needs weights on the GPU until backward; use --no_offload, or --recompute auto",
+        lambda o: o.recompute.saves_activations and o.use_offload and o.resident_stages != "all",
+        "weights must stay on the GPU until backward; use --no_offload, or --recompute auto",
     ),
-    _Rule(
+    (
         "recompute activation_offloading",
-        lambda o: _saves_activations(o) and o.activation_offloading == "on",
-        "`--activation_offloading on` needs recomputed layers, which `--recompute {recompute}` rules out; use auto",
+        lambda o: o.recompute.saves_activations and o.activation_offloading == "on",
+        "only inputs of recomputed layers are offloaded; use --activation_offloading auto",
     ),
-    _Rule(
+    (
         "recompute tile_tokens",
-        lambda o: _saves_activations(o) and o.tile_tokens not in ("auto", "off"),
-        "`--tile_tokens` {tile_tokens} is for recomputed layers; with `--recompute {recompute}` none is; remove one",
+        lambda o: o.recompute.saves_activations and o.tile_tokens not in ("auto", "off"),
+        "only recomputed layers go in tiles, and none is recomputed; remove one",
     ),
-    _Rule(
+    (
         "resident_stages use_offload",
         lambda o: o.resident_stages not in ("auto", "all") and not o.use_offload,
-        "`--resident_stages` {resident_stages} streams the other stages, `--no_offload` none; remove one of them",
+        "the first streams the other stages, the second none; remove one",
     ),
-    _Rule(
+    (
         "do_train do_eval do_predict",
         lambda o: not (o.do_train or o.do_eval or o.do_predict),
-        "`--no_do_train` leaves nothing to do; add --do_eval or --do_predict",
+        "nothing is left to do; add --do_eval or --do_predict",
     ),
-    _Rule(
+    (
         "do_train resume_from_checkpoint",
         lambda o: not o.do_train and o.resume_from_checkpoint is not None,
-        "`--no_do_train` evaluates --model_path; give it the folder of `--resume_from_checkpoint` and leave that out",
+        "the model of --model_path is evaluated; give it the checkpoint's folder instead",
     ),
-    _Rule(
+    (
         "load_best_model_at_end save_strategy save_steps eval_strategy eval_steps",
         lambda o: o.load_best_model_at_end and o.eval_strategy != "no" and not _may_save_what_is_evaluated(o),
-        "`--load_best_model_at_end` needs each checkpoint evaluated when it is saved; use the same words for "
-        "--save_strategy and --eval_strategy, and a --save_steps that is a multiple of --eval_steps",
+        "each checkpoint must be evaluated when it is saved; use the same words for --save_strategy and "
+        "--eval_strategy, and a --save_steps that is a multiple of --eval_steps",
     ),
-    _Rule(
-        "do_predict merge",
+    (
+        "do_predict finetuning_type merge do_train",
         lambda o: o.finetuning_type == "lora" and o.do_train and o.do_predict and not o.merge,
-        "`--do_predict` answers by a whole model, which adapters are none of; add --merge",
+        "answers need a whole model, which adapters are none of; add --merge",
     ),
-    _Rule(
+    (
         "finetuning_type do_train",
         lambda o: o.finetuning_type == "lora" and not o.do_train,
-        "`--finetuning_type lora` trains, `--no_do_train` does not; merge an adapter first (scripts/merge_adapter.py)",
+        "adapters are trained; merge one first (scripts/merge_adapter.py) to evaluate it",
     ),
 )
+"""Options that do not go together, when that is so, and why with what to change; the line shows those that are not at
+their defaults.
+"""
 _CUTS: Final = (
     ("batch_size", "num_chunks", "microbatches"),
     ("batch_size", "num_rounds", "rounds"),
@@ -282,107 +275,94 @@ def _may_save_what_is_evaluated(o: Any) -> bool:
     return bool(o.save_strategy == o.eval_strategy and is_multiple)
 
 
+def _find_rule_conflicts(o: Any) -> _Conflicts:
+    for pair, reason in _EXCLUSIVE.items():
+        if all(asks(name, getattr(o, name)) for name in pair):
+            yield " ".join(pair), f"{_given(o, pair)}: {reason}; remove one"
+    for names, is_broken, reason in _RULES:
+        if is_broken(o):
+            changed = (name for name in names.split() if getattr(o, name) != options()[name].default)
+            yield names, f"{_given(o, changed)}: {reason}"
+
+
 def _find_size_conflicts(o: Any) -> _Conflicts:
     for whole_name, part_name, noun in _CUTS:
         whole, part = getattr(o, whole_name), getattr(o, part_name)
         is_ruled = o.plan is None or part_name == "num_heads"  # else the numbers come from the plan
         is_indirect = (whole_name, part_name) == ("batch_size", "num_rounds") and o.num_chunks is not None
         if is_ruled and not is_indirect and whole is not None and part is not None and whole % part:
-            yield (
-                f"{whole_name} {part_name} plan",
-                f"`--{whole_name}` {whole} cannot be cut into `--{part_name}` {part} equal {noun}; use --{part_name} "
-                f"{_nearest(part, _divisors(whole))}, or --{whole_name} {_nearest_multiple(whole, part)}",
-            )
+            change = f"--{part_name} {_nearest(part, _divisors(whole))}, or --{whole_name} {_multiples(whole, part)}"
+            line = f"{_given(o, (whole_name, part_name))}: {whole} has no {part} equal {noun}; use {change}"
+            yield f"{whole_name} {part_name} plan", line
     if o.plan is not None:
         return
-    if o.batch_size * o.seq_length > _STEP_TOKENS:
-        yield (
-            "batch_size seq_length plan",
-            f"`--batch_size` {o.batch_size} of `--seq_length` {o.seq_length} are {o.batch_size * o.seq_length} tokens "
-            f"per step; at most {_STEP_TOKENS} can be; lower one of them",
-        )
-    numbers = {"num_stages": o.num_stages or 1, "num_chunks": o.num_chunks or 1, "num_slices": o.num_slices or 1}
+    if (tokens := o.batch_size * o.seq_length) > _STEP_TOKENS:
+        given = _given(o, ("batch_size", "seq_length"))
+        line = f"{given}: a step of {tokens} tokens, at most {_STEP_TOKENS} can be; lower one"
+        yield "batch_size seq_length plan", line
+    numbers = {name: getattr(o, name) or 1 for name in ("num_stages", "num_chunks", "num_slices")}
     if (parts := math.prod(numbers.values())) > _SCHEDULE_PARTS:
-        given = " of ".join(f"`--{name}` {number}" for name, number in numbers.items() if number > 1)
-        yield (
-            "num_stages num_chunks num_slices plan",
-            f"{given} are {parts} forwards and as many backwards per step; at most {_SCHEDULE_PARTS} can be planned; "
-            "lower one of them",
-        )
+        given = _given(o, (name for name, number in numbers.items() if number > 1))
+        line = f"{given}: {parts} forwards and as many backwards per step, at most {_SCHEDULE_PARTS} can be planned"
+        yield f"{' '.join(numbers)} plan", f"{line}; lower one"
     if o.pipeline_size is not None and o.num_stages is not None and o.num_stages % o.pipeline_size:
-        yield (
-            "num_stages plan",
-            f"`--num_stages` {o.num_stages} is not a multiple of the number of ranks, {o.pipeline_size}; use "
-            f"--num_stages {_nearest_multiple(o.num_stages, o.pipeline_size)}, or another number of ranks "
-            "(--nproc_per_node)",
-        )
+        change = f"--num_stages {_multiples(o.num_stages, o.pipeline_size)}, or another number of ranks"
+        reason = f"not a multiple of the number of ranks, {o.pipeline_size}"
+        yield "num_stages plan", f"{_given(o, ('num_stages',))}: {reason}; use {change} (--nproc_per_node)"
     chunks = o.num_chunks or 1
     if o.num_replicas > 1 and o.batch_size % (parts := o.num_replicas * chunks):
         each = f" of {chunks} microbatches each (--num_chunks)" if chunks > 1 else ""
-        yield (
-            "batch_size num_chunks pipeline_ranks plan",
-            f"`--batch_size` {o.batch_size} cannot be shared by {o.num_replicas} replicas{each}: it must be a multiple "
-            f"of {parts}; use --batch_size {_nearest_multiple(o.batch_size, parts)}, or another number of nodes or "
-            "microbatches",
-        )
+        reason = f"shared by {o.num_replicas} replicas{each} it must be a multiple of {parts}"
+        change = f"--batch_size {_multiples(o.batch_size, parts)}, or another number of nodes or microbatches"
+        names = "batch_size num_chunks pipeline_ranks plan"
+        yield names, f"{_given(o, ('batch_size',))}: {reason}; use {change}"
 
 
 def _find_other_conflicts(o: Any) -> _Conflicts:
     evaluating = ("eval_strategy", "eval_on_start", "do_eval", "do_predict")
-    if (
-        not o.val_size
-        and o.eval_dataset is None
-        and (name := next((n for n in evaluating if asks(n, getattr(o, n))), ""))
-    ):
-        detail = (
-            "has nothing to evaluate on; add --eval_dataset, or --val_size to hold samples out of the training data"
-        )
-        yield f"{name} val_size eval_dataset", f"`--{name}` {detail}"
+    asking = next((name for name in evaluating if asks(name, getattr(o, name))), None)
+    if asking and not o.val_size and o.eval_dataset is None:
+        change = "add --eval_dataset, or --val_size to hold samples out of the training data"
+        yield f"{asking} val_size eval_dataset", f"{_given(o, (asking,))}: there is nothing to evaluate on; {change}"
     outputs = ("save_params", "save_results", "save_dir")
-    for name, other in combinations(outputs, 2):
-        if PurePath(getattr(o, name)) == PurePath(getattr(o, other)):
-            detail = f"are both {quoted(getattr(o, name))}; give them different names"
-            yield " ".join(outputs), f"`--{name}` and `--{other}` {detail}"
+    for pair in combinations(outputs, 2):
+        if PurePath(getattr(o, pair[0])) == PurePath(getattr(o, pair[1])):
+            yield " ".join(outputs), f"{_given(o, pair)}: both are one name; give them different ones"
             break
     for name in (word.strip() for word in (o.resume_changes or "").split(",")):
         if name and name not in options():
-            detail = f"names {quoted(name)}, which is no option; name options as they are typed, without dashes"
-            yield "resume_changes", f"`--resume_changes` {detail}"
-
+            line = f"`--resume_changes`: {quoted(name)} is no option; name options as they are typed, without dashes"
+            yield "resume_changes", line
     if o.node_rank is not None and o.node_rank >= o.nnodes:
-        detail = f"nodes are numbered from 0, and there are {o.nnodes} (`--nnodes`); use one below that"
-        yield "node_rank nnodes", f"`--node_rank` {o.node_rank}: {detail}"
+        reason = "nodes are numbered from 0; use one below --nnodes"
+        yield "node_rank nnodes", f"{_given(o, ('node_rank', 'nnodes'))}: {reason}"
     for name in ("node_rank", "rdzv_endpoint"):
         if o.nnodes > 1 and not o.dry_run and getattr(o, name) is None:
-            yield f"nnodes {name}", f"`--nnodes` {o.nnodes} needs `--{name}` on each node; add it (--help)"
+            yield f"nnodes {name}", f"{_given(o, ('nnodes',))}: each node needs `--{name}`; add it (--help)"
 
 
 def _find_step_conflicts(config: Config) -> _Conflicts:
     """Rules about a number of steps that is known."""
     optim, steps, profiled = config.optim, config.optim.num_steps, config.output.profiled_steps
-    length, given = "num_iterations", f"`--num_iterations` {steps}"
-    if optim.num_train_epochs is not None:
-        length, given = "num_train_epochs", f"the {steps} steps of `--num_train_epochs` {optim.num_train_epochs:g}"
+    ends = "num_iterations num_train_epochs"
+    given = "" if optim.num_train_epochs is None else f" (`--num_train_epochs` {optim.num_train_epochs:g})"
+    length = f"the run has {steps} steps{given}"
+    o = SimpleNamespace(**option_values(config))
     if steps < optim.warmup_steps == int(optim.warmup_steps):
-        detail = f"is more than {given}; use at most {steps}"
-        yield "warmup_steps num_iterations num_train_epochs", f"`--warmup_steps` {optim.warmup_steps:g} {detail}"
+        yield f"warmup_steps {ends}", f"{_given(o, ('warmup_steps',))}: {length}; use at most {steps}"
     arguments, num_warmup_steps = optim.schedule_arguments, optim.num_warmup_steps
     if problem := find_decay_conflict(arguments, num_steps=steps, num_warmup_steps=num_warmup_steps):
-        yield "lr_scheduler_type lr_scheduler_kwargs warmup_steps num_iterations num_train_epochs", problem
+        yield f"lr_scheduler_type lr_scheduler_kwargs warmup_steps {ends}", problem
     if any(profiled[:1]) and profiled[-1] > steps:
-        detail = f"is more than the run has; use steps 1 to {steps}, or more `--{length}`"
-        shown = excerpt(str(config.output.profile_steps))
-        yield "profile_steps num_iterations num_train_epochs", f"`--profile_steps` {shown} {detail}"
-    saving, evaluation = config.saving, config.evaluation
-    is_best, both = evaluation.load_best_model_at_end, (saving.save_steps, evaluation.eval_steps)
-    if is_best and saving.save_strategy is SaveStrategy.STEPS and evaluation.eval_strategy is EvalStrategy.STEPS:
+        yield f"profile_steps {ends}", f"{_given(o, ('profile_steps',))}: {length}; use steps 1 to {steps}"
+    is_best, both = o.load_best_model_at_end, (o.save_steps, o.eval_steps)
+    if is_best and o.save_strategy is SaveStrategy.STEPS and o.eval_strategy is EvalStrategy.STEPS:
         saved, evaluated = (steps_between(every, steps) for every in both)
         if min(both) < 1 and saved % evaluated:
             yield (
-                "load_best_model_at_end save_strategy save_steps eval_strategy eval_steps num_iterations",
-                f"`--load_best_model_at_end` needs each checkpoint evaluated when it is saved, but of {given} "
-                f"`--save_steps` {both[0]:g} are {saved} and `--eval_steps` {both[1]:g} are {evaluated}; use a "
-                "--save_steps that is a multiple of --eval_steps in steps, too",
+                f"load_best_model_at_end save_strategy save_steps eval_strategy eval_steps {ends}",
+                f"{_given(o, ('save_steps', 'eval_steps'))}: {length}, so that checkpoints come every {saved} and "
+                f"evaluations every {evaluated}; with --load_best_model_at_end the first must be a multiple",
             )
 
 
@@ -445,7 +425,7 @@ def _divisors(number: int) -> list[int]:
     return [*small, *(number // divisor for divisor in small)]
 
 
-def _nearest_multiple(value: int, divisor: int) -> str:
+def _multiples(value: int, divisor: int) -> str:
     lower = value // divisor * divisor
     return _nearest(value, [lower, lower + divisor])
 

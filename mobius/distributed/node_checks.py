@@ -20,7 +20,7 @@ import yaml
 
 import mobius
 from mobius.config.config import Config
-from mobius.config.yaml_file import to_yaml
+from mobius.config.sources import to_yaml
 from mobius.distributed.rendezvous import JsonValue, Rendezvous, join_run, parse_count, parse_values
 from mobius.distributed.transport import Transport
 from mobius.errors import ConfigError, PlanError

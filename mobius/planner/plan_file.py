@@ -12,8 +12,7 @@ from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any, Final
 
-from mobius.config.config import Dtype
-from mobius.config.options import options
+from mobius.config.config import Dtype, options
 from mobius.errors import PlanError, first_line, reason_of
 from mobius.excerpt import excerpt, quoted
 from mobius.regular_files import read_bytes

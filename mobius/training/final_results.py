@@ -13,7 +13,7 @@ import torch
 
 from mobius.atomic_files import atomic_write
 from mobius.checkpoint.run_folder import OutputFolder
-from mobius.config.yaml_file import to_yaml
+from mobius.config.sources import to_yaml
 from mobius.distributed.transport import all_gather_numbers
 from mobius.errors import CheckpointError, reason_of
 from mobius.hardware.devices import MemoryMeter

@@ -13,7 +13,7 @@ import yaml
 
 from mobius.atomic_files import atomic_write
 from mobius.checkpoint.model_card import CardFacts, Origin, model_card
-from mobius.config.yaml_file import to_yaml
+from mobius.config.sources import to_yaml
 from mobius.data.batches import TrainingBatches
 from mobius.errors import reason_of
 from mobius.hardware.devices import MemoryMeter

@@ -21,7 +21,7 @@ from safetensors.torch import save as as_safetensors
 from torch import Tensor
 from transformers import AutoConfig
 
-from mobius.config.options import options
+from mobius.config.config import options
 
 SMALL = (
     *("--model_path", "model", "--dataset", "data.jsonl", "--device", "cpu", "--dtype", "fp32", "--save_dir", "out"),

@@ -13,8 +13,8 @@ from harness.fuzzed_checkpoints import ADAPTER, CHECKPOINT, RUN, broken_file, re
 from harness.fuzzed_inputs import FAMILIES, FILE_KINDS, NODES, SMALL, FuzzedInput
 from transformers import GenerationConfig
 
+from mobius.config.config import options
 from mobius.config.foreign_options import FOREIGN_OPTIONS
-from mobius.config.options import options
 
 CHAT = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]
 SPECIAL = ("pipe", "socket", "/dev/zero", "/dev/null", "/dev/full", "/dev/tty", "/proc/self/mem", "folder", "loop")

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from mobius.config.config import ActivationOffloading, ModelConfig
-from mobius.config.options import config_from
+from mobius.config.config import ActivationOffloading, ModelConfig, config_from
 from mobius.models.blocks import ModelParts
 from mobius.models.families import load_planned_config
 from mobius.planner.gpu_specs import GPU_SPECS

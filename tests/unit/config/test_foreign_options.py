@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from mobius.config.cli import parse_args
+from mobius.config.config import nearest_name, options, spellings
 from mobius.config.foreign_options import FOREIGN_OPTIONS
-from mobius.config.options import nearest_name, options, spellings
 from mobius.errors import ConfigError
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from mobius.config.cli import parse_args
-from mobius.config.config import EvalStrategy
-from mobius.config.options import options
+from mobius.config.config import EvalStrategy, options
 from mobius.errors import ConfigError
 
 VAL = "--val_size 9"

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from harness import runs
 
-from mobius.config.config import Device
+from mobius.config.config import Device, config_from
 from mobius.config.launch import Resources, count_cores, count_gpus, launch_command, plan_processes, resume_command
-from mobius.config.options import OptionValue, config_from
+from mobius.config.options import OptionValue
 from mobius.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mobius.config.cli import given_options, parse_args
+from mobius.config.cli import given_options, options_page, parse_args
 from mobius.config.config import (
     BestMetric,
     Compile,
@@ -25,10 +25,13 @@ from mobius.config.config import (
     Packing,
     PipelineConfig,
     SaveStrategy,
+    config_from,
+    option_values,
+    options,
+    spellings,
 )
-from mobius.config.fields import Bounds
-from mobius.config.options import OptionValue, config_from, dataset_spellings, option_values, options, spellings
-from mobius.config.yaml_file import to_yaml
+from mobius.config.options import Bounds, OptionValue, entry_spellings
+from mobius.config.sources import to_yaml
 from mobius.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -92,7 +95,7 @@ def test_every_field_has_a_text_and_every_number_bounds() -> None:
     for option in options().values():
         assert len(option.text) > 10, option.name
         assert option.text.endswith("."), option.name
-    every = [*options().values(), *(spelling.option for spelling in dataset_spellings().values())]
+    every = [*options().values(), *(spelling.option for spelling in entry_spellings(DatasetEntry).values())]
     assert [option.name for option in every if option.value_type in (int, float) and not option.bounds] == []
 
 
@@ -317,7 +320,7 @@ def test_a_mistake_is_one_problem_that_says_what_to_change(argv: list[str], part
         ("dataset: [a, {weight: 2}]", ["without `path`"]),
         ("dataset: {path: a, weigth: 2}", ["unknown key `weigth` of a dataset", "`weight`"]),
         ("dataset: {path: a, probability: 2}", ["`probability`", "did you mean `weight`?"]),
-        ("dataset: {path: a, zzz: 2}", ["`zzz`", "a dataset has path,", "subset"]),
+        ("dataset: {path: a, zzz: 2}", ["`zzz`", "path", "subset"]),
         ("dataset: {path: a, weight: [2]}", ["`weight: [...]`", "a number above 0"]),
         ("dataset: {path: a, weight: 0}", ["'a': its weight is 0", "above 0"]),
         ("dataset: {path: a, max_samples: 0}", ["its max_samples is 0", "at least 1"]),
@@ -470,6 +473,11 @@ def test_help_shows_every_option_with_its_default_and_aliases_on_the_first_rank(
     with pytest.raises(SystemExit):
         parse_args(["-h"])
     assert capsys.readouterr().out == ""
+
+
+def test_the_page_of_options_is_made_from_the_table() -> None:
+    page = (ROOT / "docs/user/options.md").read_text(encoding="utf-8")
+    assert page == options_page(), "run: python -m mobius.config.cli > docs/user/options.md"
 
 
 def test_the_front_end_imports_neither_torch_nor_transformers() -> None:

@@ -1,4 +1,4 @@
-"""Values that do not fit together are told with the nearest ones that do."""
+"""Values that do not fit, alone or together, are one problem that names the options; at the edge they are taken."""
 
 import itertools
 from pathlib import Path
@@ -6,86 +6,155 @@ from pathlib import Path
 import pytest
 
 from mobius.config.cli import parse_args
-from mobius.config.config import (
-    Config,
-    DatasetEntry,
-    Device,
-    EvalStrategy,
-    LrSchedulerType,
-    OptimConfig,
-    Packing,
-    Recompute,
-)
+from mobius.config.config import Config, LrSchedulerType, OptimConfig, config_from
 from mobius.config.lr_schedules import SCHEDULE_ARGUMENTS, Argument
-from mobius.config.options import OptionValue, config_from
+from mobius.config.sources import to_yaml
 from mobius.config.validation import find_problems, resolve_epochs, validate
-from mobius.config.yaml_file import to_yaml
 from mobius.errors import ConfigError
 
+BEST = "--load_best_model_at_end --eval_strategy steps"
+VAL = "--val_size 10 --num_iterations 100"
+# Words for a run of 4 ranks, and the options that the problem names.
+REFUSED = """
+--num_stages 6                                               : num_stages nproc_per_node
+--num_stages 3                                               : num_stages
+--batch_size 64 --num_chunks 5                               : batch_size num_chunks
+--batch_size 2                                               : batch_size num_chunks
+--seq_length 15 --num_slices 2                               : seq_length num_slices
+--embedding_dim 100 --num_heads 8                            : embedding_dim num_heads
+--warmup_steps 3                                             : warmup_steps
+--warmup_steps 1.5 --num_iterations 9                        : warmup_steps
+--gpu_memory_limit 24 --device cpu                           : gpu_memory_limit device
+--save_dir out --save_params ./out                           : save_dir save_params
+--cuda_visible_devices 0,x                                   : cuda_visible_devices
+--cuda_visible_devices 0,0                                   : cuda_visible_devices
+--profile_steps 4-3 --num_iterations 9                       : profile_steps
+--profile_steps 0-1                                          : profile_steps
+--profile_steps all                                          : profile_steps
+--profile_steps 2-3                                          : profile_steps
+--tile_tokens some                                           : tile_tokens
+--tile_tokens 0                                              : tile_tokens
+--tile_tokens 512 --no_offload --recompute none              : tile_tokens recompute
+--activation_offloading on --no_offload --recompute none     : activation_offloading recompute
+--num_slices 2 --no_offload --recompute none                 : num_slices recompute
+--resident_stages some                                       : resident_stages
+--resident_stages -1                                         : resident_stages
+--resident_stages 2 --no_offload                             : resident_stages no_offload
+--recompute none --resident_stages 7                         : recompute no_offload
+--recompute elementwise                                      : recompute no_offload
+--num_iterations 5 --num_train_epochs 0.5                    : num_iterations num_train_epochs
+--num_train_epochs 0                                         : num_train_epochs
+--num_train_epochs -1                                        : num_train_epochs
+--num_train_epochs 10001                                     : num_train_epochs
+--num_train_epochs 2 --warmup_steps 1.5                      : warmup_steps
+--num_train_epochs 2 --profile_steps x                       : profile_steps
+--val_size 1.5                                               : val_size
+--val_size -1                                                : val_size
+--val_size 0.1 --eval_dataset a                              : val_size eval_dataset
+--train_on_prompt --mask_history                             : train_on_prompt mask_history
+--preview --dry_run                                          : preview dry_run
+--plan p.json --dry_run                                      : plan dry_run
+--resume_from_checkpoint c --dry_run                         : resume_from_checkpoint dry_run
+--preview 0                                                  : preview
+--preview 5000                                               : preview
+--preprocessing_num_workers 0                                : preprocessing_num_workers
+--master_port 70000                                          : master_port
+--report_to tensorboard,mlflow                               : report_to
+--report_to none,wandb                                       : report_to
+--seq_length 1                                               : seq_length
+--adam_beta2 1                                               : adam_beta2
+--max_grad_norm -1                                           : max_grad_norm
+--num_heads 0                                                : num_heads
+--save_total_limit -1                                        : save_total_limit
+--save_steps 1.5                                             : save_steps
+--nnodes 2 --rdzv_endpoint a:1                               : nnodes node_rank
+--nnodes 2 --node_rank 1                                     : nnodes rdzv_endpoint
+--nnodes 2 --node_rank 2 --rdzv_endpoint a:1                 : nnodes node_rank
+--nnodes 2 --node_rank 1 --rdzv_endpoint node0               : rdzv_endpoint
+--eval_strategy steps                                        : eval_strategy eval_dataset val_size
+--do_predict                                                 : do_predict eval_dataset val_size
+--no_do_train                                                : no_do_train do_eval do_predict
+VAL --load_best_model_at_end                                 : load_best_model_at_end eval_strategy
+VAL --eval_strategy no --early_stopping_patience 2           : early_stopping_patience eval_strategy
+VAL BEST --eval_steps 30 --save_steps 50                     : load_best_model_at_end eval_steps save_steps
+VAL BEST --eval_steps 0.1 --save_steps 0.2 --num_iterations 25 : load_best_model_at_end eval_steps save_steps
+VAL BEST --eval_steps 30 --save_steps 0.5                    : load_best_model_at_end eval_steps save_steps
+VAL --eval_steps 2.5                                         : eval_steps
+--resume_changes learning_rate                               : resume_changes resume_from_checkpoint
+--resume_from_checkpoint c --resume_changes seed,rate        : resume_changes
+--val_size 10 --no_do_train --do_eval --resume_from_checkpoint c : no_do_train resume_from_checkpoint model_path
+--use_lora --no_do_train --do_eval --val_size 10             : finetuning_type no_do_train
+--use_lora --do_predict --val_size 10 --eval_strategy no     : do_predict finetuning_type merge
+"""
+TAKEN = """
+--cuda_visible_devices GPU-8a1,MIG-77
+--max_grad_norm 0 --weight_decay 0 --warmup_steps 0
+--use_prefetch --no_offload
+--num_stages 32 --num_layers 32
+--warmup_steps 2 --num_iterations 2
+--profile_steps 2 --num_iterations 2
+--num_train_epochs 0.01 --warmup_steps 500 --profile_steps 100-102
+--val_size 1
+--val_size 0.999
+--val_size 500
+--val_size 0 --eval_dataset a --eval_strategy epoch
+--packing joined --train_on_prompt
+--resident_stages 0
+--resident_stages all --no_offload
+--resident_stages all --recompute none
+VAL --eval_strategy steps --eval_steps 25 --save_steps 50 --load_best_model_at_end
+VAL BEST --eval_steps 0.1 --save_steps 0.2
+VAL BEST --eval_steps 25 --save_steps 0.5
+VAL --eval_strategy epoch --save_strategy epoch --load_best_model_at_end
+VAL --eval_strategy steps --eval_steps 0.1 --early_stopping_patience 3
+"""
 
-@pytest.mark.parametrize(
-    ("values", "num_ranks", "parts"),
-    [
-        ({"num_stages": 6}, 4, ["`--num_stages` 6", "ranks, 4", "use --num_stages 4 or 8,"]),
-        ({"num_stages": 3}, 4, ["use --num_stages 4,"]),
-        ({"batch_size": 64, "num_chunks": 5}, 4, ["--num_chunks 4 or 8, or --batch_size 60 or 65"]),
-        ({"batch_size": 2, "num_chunks": 4}, 4, ["--num_chunks 2, or --batch_size 4"]),
-        ({"embedding_dim": 100, "num_heads": 8}, 4, ["--embedding_dim 96 or 104"]),
-        ({"warmup_steps": 3.0, "num_iterations": 2}, 4, ["`--warmup_steps` 3", "`--num_iterations` 2"]),
-        ({"warmup_steps": 1.5, "num_iterations": 9}, 4, ["whole number of steps"]),
-        ({"gpu_memory_limit": 24.0, "device": Device.CPU}, 4, ["no effect with `--device cpu`"]),
-        ({"save_dir": "out", "save_params": "./out"}, 4, ["`--save_params` and `--save_dir`"]),
-        ({"cuda_visible_devices": "0,x"}, 4, ["'0,x'", "0,2,1,3"]),
-        ({"cuda_visible_devices": "0,0"}, 4, ["different GPUs"]),
-        ({"profile_steps": "4-3", "num_iterations": 9}, 4, ["'4-3'", "such as 3 or 3-4"]),
-        ({"profile_steps": "0-1"}, 4, ["'0-1'", "from 1 on"]),
-        ({"profile_steps": "0-9"}, 4, ["'0-9'", "from 1 on"]),
-        ({"warmup_steps": 3.5}, 4, ["`--warmup_steps` is 3.5", "whole number of steps"]),
-        ({"profile_steps": "all"}, 4, ["'all'"]),
-        ({"profile_steps": "2-3", "num_iterations": 2}, 4, ["2-3 is more", "steps 1 to 2", "--num_iterations"]),
-        ({"tile_tokens": "some"}, 4, ["`--tile_tokens`", "'some'", "auto, off, or a number from 1"]),
-        ({"tile_tokens": "0"}, 4, ["'0'", "from 1 on"]),
-        (
-            {"tile_tokens": "512", "use_offload": False, "recompute": Recompute.NONE},
-            4,
-            ["`--tile_tokens` 512", "none is"],
-        ),
-        ({"resident_stages": "some"}, 4, ["'some'", "auto, all, or a number from 0"]),
-        ({"resident_stages": "-1"}, 4, ["'-1'", "from 0 on"]),
-        ({"resident_stages": "2", "use_offload": False}, 4, ["`--resident_stages` 2", "`--no_offload`", "remove one"]),
-        ({"recompute": Recompute.NONE, "resident_stages": "7"}, 4, ["`--recompute none`", "--no_offload"]),
-        ({"recompute": Recompute.ELEMENTWISE}, 4, ["`--recompute elementwise`", "--no_offload"]),
-        ({"num_iterations": 5, "num_train_epochs": 0.5}, 4, ["`--num_iterations` 5", "`--num_train_epochs` 0.5"]),
-        ({"num_train_epochs": 0.0}, 4, ["`--num_train_epochs` is 0", "above 0"]),
-        ({"num_train_epochs": -1.0}, 4, ["`--num_train_epochs` is -1", "above 0"]),
-        ({"num_train_epochs": 10_001.0}, 4, ["`--num_train_epochs` is 10001", "above 0 and below 10001"]),
-        ({"num_train_epochs": 2.0, "warmup_steps": 1.5}, 4, ["whole number of steps"]),
-        ({"num_train_epochs": 2.0, "profile_steps": "x"}, 4, ["such as 3 or 3-4"]),
-        ({"val_size": 1.5}, 4, ["`--val_size` is 1.5", "whole number of samples", "below 1"]),
-        ({"val_size": -1.0}, 4, ["`--val_size` is -1", "at least 0"]),
-        ({"val_size": 0.1, "eval_dataset": (DatasetEntry("a"),)}, 4, ["`--val_size` 0.1", "`--eval_dataset`"]),
-        ({"train_on_prompt": True, "mask_history": True}, 4, ["`--train_on_prompt`", "`--mask_history`", "remove one"]),
-        ({"preview": 3, "dry_run": True}, 4, ["`--preview`", "`--dry_run`", "remove one"]),
-        ({"preview": 0}, 4, ["`--preview` is 0", "at least 1"]),
-        ({"preview": 5000}, 4, ["`--preview` is 5000", "below 1001"]),
-        ({"preprocessing_num_workers": 0}, 4, ["at least 1"]),
-        ({"master_port": 70000}, 4, ["below 65536"]),
-        ({"report_to": "tensorboard,mlflow"}, 4, ["mlflow", "none, or", "tensorboard, swanlab, wandb"]),
-        ({"report_to": "none,wandb"}, 4, ["none,wandb", "tensorboard, swanlab, wandb"]),
-        ({"seq_length": 1}, 4, ["at least 2"]),
-        ({"adam_beta2": 1.0}, 4, ["at least 0 and below 1"]),
-        ({"max_grad_norm": -1.0}, 4, ["at least 0"]),
-        ({"num_heads": 0}, 4, ["at least 1"]),
-    ],
-)
-def test_a_broken_rule_names_what_would_be_valid(
-    values: dict[str, OptionValue], num_ranks: int, parts: list[str]
-) -> None:
+
+def words_of(line: str) -> list[str]:
+    return line.replace("VAL", VAL).replace("BEST", BEST).split()
+
+
+def problem_of(words: list[str], num_ranks: int = 4, num_nodes: int = 1) -> str:
     with pytest.raises(ConfigError) as caught:
-        validate(config_from(values), num_ranks)
+        parse_args(words, num_ranks=num_ranks, num_nodes=num_nodes)
     (problem,) = caught.value.problems
-    for part in parts:
-        assert part in problem
+    return problem
+
+
+@pytest.mark.parametrize("line", REFUSED.strip().splitlines())
+def test_what_does_not_fit_is_one_problem_that_names_the_options(line: str) -> None:
+    words, names = line.rsplit(" : ", 1)
+    problem = problem_of(words_of(words))
+    assert [name for name in names.split() if f"--{name}" not in problem] == [], problem
+    assert len(problem) < 300
+
+
+@pytest.mark.parametrize("line", TAKEN.strip().splitlines())
+def test_values_at_the_edge_are_taken(line: str) -> None:
+    parse_args(words_of(line), num_ranks=4)
+
+
+def test_a_problem_tells_what_was_given_why_not_and_what_to_change() -> None:
+    """One message of each class."""
+    expected = {
+        "--num_heads 0": "`--num_heads` is 0; it must be at least 1",
+        "--val_size 1.5": "`--val_size` is 1.5; it must be a whole number of samples, or a number below 1 for a share",
+        "--tile_tokens some": "`--tile_tokens` is 'some'; it must be auto, off, or a number from 1 on",
+        "--batch_size many": "`--batch_size many`: it must be a whole number at least 1",
+        "--num_iterations 5 --num_train_epochs 0.5": (
+            "`--num_iterations` 5 and `--num_train_epochs` 0.5: each ends a run; remove one"
+        ),
+        "--resident_stages 2 --no_offload": (
+            "`--resident_stages` 2 and `--no_offload`: the first streams the other stages, the second none; remove one"
+        ),
+        "--batch_size 64 --num_chunks 5": (
+            "`--batch_size` 64 and `--num_chunks` 5: 64 has no 5 equal microbatches; use --num_chunks 4 or 8, or "
+            "--batch_size 60 or 65"
+        ),
+        "--warmup_steps 3": "`--warmup_steps` 3: the run has 2 steps; use at most 2",
+        "--gpu_memory_limit 24 --device cpu": "`--gpu_memory_limit` has no effect with `--device cpu`; remove it",
+    }
+    assert {words: problem_of(words.split()) for words in expected} == expected
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
@@ -93,48 +162,35 @@ def test_the_defaults_are_valid(num_ranks: int) -> None:
     validate(Config(), num_ranks)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"cuda_visible_devices": "0, 2,1,3"},
-        {"cuda_visible_devices": "GPU-8a1,MIG-77"},
-        {"max_grad_norm": 0.0, "weight_decay": 0.0, "warmup_steps": 0.0},
-        {"use_prefetch": True, "use_offload": False},
-        {"num_stages": 32, "num_layers": 32},
-        {"warmup_steps": 2.0, "num_iterations": 2},
-        {"profile_steps": "2", "num_iterations": 2},
-        {"profile_steps": "1 - 2", "num_iterations": 2},
-        {"num_train_epochs": 0.01, "warmup_steps": 500.0, "profile_steps": "100-102"},
-        {"val_size": 1.0},
-        {"val_size": 0.999},
-        {"val_size": 500.0},
-        {"val_size": 0.0, "eval_dataset": (DatasetEntry("a"),), "eval_strategy": EvalStrategy.EPOCH},
-        {"default_system": "~nobody/" + "x" * 5000},
-        {"packing": Packing.JOINED, "train_on_prompt": True},
-        {"resident_stages": "0"},
-        {"resident_stages": "all", "use_offload": False},
-        {"resident_stages": "all", "recompute": Recompute.NONE},
-    ],
-)
-def test_values_at_the_edge_are_allowed(values: dict[str, OptionValue]) -> None:
+def test_spaces_and_long_texts_are_taken() -> None:
+    values = {"cuda_visible_devices": "0, 2,1,3", "profile_steps": "1 - 2", "default_system": "~nobody/" + "x" * 5000}
     assert find_problems(config_from(values)) == []
 
 
 def test_the_number_of_ranks_is_only_judged_where_it_is_known() -> None:
     config = config_from({"num_stages": 6})
-    assert find_problems(config) == []
-    assert len(find_problems(config, num_ranks=4)) == 1
+    assert [len(find_problems(config, num_ranks=num_ranks)) for num_ranks in (None, 4)] == [0, 1]
 
 
-def test_the_steps_of_epochs_are_judged_once_they_are_known() -> None:
-    config = config_from({"num_train_epochs": 0.5, "warmup_steps": 8.0, "profile_steps": "9-10"})
-    assert find_problems(config) == []
-    assert resolve_epochs(config, 10).optim.num_steps == 10
+@pytest.mark.parametrize(
+    ("words", "fitting", "other", "names"),
+    [
+        ("--warmup_steps 8 --profile_steps 9-10", 10, 7, ["warmup_steps", "profile_steps"]),
+        (f"{BEST} --val_size 10 --eval_steps 0.1 --save_steps 0.2", 100, 25, ["save_steps"]),
+        (
+            "--lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs num_decay_steps=50",
+            *(51, 40, ["lr_scheduler_kwargs"]),
+        ),
+    ],
+)
+def test_the_steps_of_epochs_are_judged_once_they_are_known(
+    words: str, fitting: int, other: int, names: list[str]
+) -> None:
+    config = parse_args([*words.split(), "--num_train_epochs", "2"])
+    assert resolve_epochs(config, fitting).optim.num_steps == fitting
     with pytest.raises(ConfigError) as caught:
-        resolve_epochs(config, 7)
-    warmup, profile = caught.value.problems
-    assert warmup == "`--warmup_steps` 8 is more than the 7 steps of `--num_train_epochs` 0.5; use at most 7"
-    assert profile == "`--profile_steps` 9-10 is more than the run has; use steps 1 to 7, or more `--num_train_epochs`"
+        resolve_epochs(config, other)
+    assert [problem.split("`")[1] for problem in caught.value.problems] == [f"--{name}" for name in names]
 
 
 def test_a_share_of_warm_up_is_one_of_the_steps_that_epochs_make() -> None:
@@ -151,89 +207,11 @@ def test_a_run_of_epochs_is_written_down_as_it_was_asked_for(tmp_path: Path) -> 
     assert parse_args(["--config", str(tmp_path / "training_args.yaml")]) == config
 
 
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        ("--batch_size 16 --num_chunks 4", r"shared by 3 replicas of 4 microbatches each.*multiple of 12; .* 12 or 24"),
-        ("--batch_size 16 --num_chunks auto", r"shared by 3 replicas: .*multiple of 3; .* 15 or 18"),
-    ],
-)
-def test_a_batch_that_replicas_cannot_share_is_refused_with_the_arithmetic(words: str, part: str) -> None:
-    with pytest.raises(ConfigError, match=part):
-        parse_args([*words.split(), "--num_stages", "4"], num_ranks=6, num_nodes=3)
-    parse_args([*words.split(), "--num_stages", "4"], num_ranks=8, num_nodes=4)
-
-
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        ("--nnodes 2 --rdzv_endpoint a:1", "needs `--node_rank`"),
-        ("--nnodes 2 --node_rank 1", "needs `--rdzv_endpoint`"),
-        ("--nnodes 2 --node_rank 2 --rdzv_endpoint a:1", "numbered from 0, and there are 2"),
-        ("--nnodes 2 --node_rank 1 --rdzv_endpoint node0", "write HOST:PORT"),
-    ],
-)
-def test_nodes_need_a_number_and_a_place_to_meet(words: str, part: str) -> None:
-    with pytest.raises(ConfigError, match=part):
-        parse_args(words.split())
-
-
-BEST = ["--load_best_model_at_end", "--eval_strategy", "steps"]
-JUDGED = ["--val_size", "10", "--num_iterations", "100"]
-
-
-@pytest.mark.parametrize(
-    ("options", "parts"),
-    [
-        (["--eval_strategy", "steps"], ["nothing to evaluate on", "--eval_dataset", "--val_size"]),
-        (["--do_predict"], ["nothing to evaluate on"]),
-        (["--no_do_train"], ["leaves nothing to do"]),
-        ([*JUDGED, "--load_best_model_at_end"], ["--eval_strategy steps or epoch"]),
-        (["--eval_strategy", "no", *JUDGED, "--early_stopping_patience", "2"], ["--eval_strategy steps or epoch"]),
-        (
-            [*JUDGED, *BEST, "--eval_steps", "30", "--save_steps", "50"],
-            ["multiple of --eval_steps"],
-        ),
-        (
-            [*JUDGED, *BEST, "--num_iterations", "25", "--eval_steps", "0.1", "--save_steps", "0.2"],
-            ["of `--num_iterations` 25", "`--save_steps` 0.2 are 5", "`--eval_steps` 0.1 are 3"],
-        ),
-        ([*JUDGED, *BEST, "--eval_steps", "30", "--save_steps", "0.5"], ["`--save_steps` 0.5 are 50"]),
-        (["--save_steps", "1.5"], ["whole number of steps"]),
-        ([*JUDGED, "--eval_steps", "2.5"], ["whole number of steps"]),
-        (["--save_total_limit", "-1"], ["at least 0"]),
-        (["--resume_changes", "learning_rate"], ["no effect without `--resume_from_checkpoint`"]),
-        (["--resume_from_checkpoint", "c", "--resume_changes", "seed,rate"], ["'rate'", "no option"]),
-        (["--val_size", "10", "--no_do_train", "--do_eval", "--resume_from_checkpoint", "c"], ["--model_path"]),
-    ],
-)
-def test_what_does_not_fit_together_is_told(options: list[str], parts: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_args(options)
-    assert len(caught.value.problems) == 1
-    assert all(part in str(caught.value) for part in parts), str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--eval_strategy", "steps", "--eval_steps", "25", "--save_steps", "50", "--load_best_model_at_end"],
-        [*BEST, "--eval_steps", "0.1", "--save_steps", "0.2"],
-        [*BEST, "--eval_steps", "25", "--save_steps", "0.5"],
-        ["--eval_strategy", "epoch", "--save_strategy", "epoch", "--load_best_model_at_end"],
-        ["--eval_strategy", "steps", "--eval_steps", "0.1", "--early_stopping_patience", "3"],
-    ],
-)
-def test_what_fits_together_is_taken(options: list[str]) -> None:
-    parse_args([*JUDGED, *options])
-
-
-def test_shares_of_epochs_are_compared_once_their_steps_are_known() -> None:
-    shares = ["--eval_steps", "0.1", "--save_steps", "0.2"]
-    config = parse_args([*BEST, *shares, "--val_size", "10", "--num_train_epochs", "2"])
-    assert resolve_epochs(config, 100).optim.num_steps == 100
-    with pytest.raises(ConfigError, match=r"of the 25 steps of `--num_train_epochs` 2 `--save_steps` 0.2 are 5"):
-        resolve_epochs(config, 25)
+@pytest.mark.parametrize(("num_chunks", "fitting"), [("4", "12 or 24"), ("auto", "15 or 18")])
+def test_a_batch_that_replicas_cannot_share_is_refused(num_chunks: str, fitting: str) -> None:
+    words = ["--batch_size", "16", "--num_stages", "4", "--num_chunks", num_chunks]
+    assert f"use --batch_size {fitting}," in problem_of(words, num_ranks=6, num_nodes=3)
+    parse_args(words, num_ranks=8, num_nodes=4)
 
 
 def test_changes_are_a_list_of_names() -> None:
@@ -249,34 +227,25 @@ def test_who_only_judges_needs_no_dataset_to_train_on() -> None:
         assert parse_args(others).data.dataset[0].name == "xsum"
 
 
-def test_a_decay_is_compared_with_the_steps_that_epochs_make() -> None:
-    words = "--lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs num_decay_steps=50 --num_train_epochs 1"
-    config = parse_args(words.split())
-    assert resolve_epochs(config, 51).optim.schedule_arguments == {"num_decay_steps": 50}
-    with pytest.raises(ConfigError, match="num_decay_steps is 50; of 40 steps .* at most 39"):
-        resolve_epochs(config, 40)
-
-
 @pytest.mark.parametrize(
-    ("kind", "arguments", "words"),
+    ("kind", "arguments", "part"),
     [
-        ("cosine", {"min_lr": "1e-6"}, ["'min_lr' has no effect with `--lr_scheduler_type cosine`", "num_cycles"]),
-        ("linear", {"power": "2"}, ["'power' has no effect", "takes none", "polynomial"]),
-        ("cosine_with_min_lr", {}, ["needs min_lr or min_lr_rate"]),
-        ("cosine_with_min_lr", {"min_lr": "1e-6", "min_lr_rate": "0.1"}, ["not both"]),
-        ("cosine_with_min_lr", {"min_lr": "1"}, ["min_lr is 1, not below `--learning_rate` 0.0003"]),
-        ("cosine_with_min_lr", {"min_lr": "-1"}, ["min_lr is '-1'", "at least 0"]),
-        ("cosine_with_min_lr", {"min_lr_rate": "much"}, ["min_lr_rate is 'much'", "number"]),
-        ("cosine_with_restarts", {"num_cycles": "1.5"}, ["num_cycles is '1.5'", "whole number"]),
-        ("warmup_stable_decay", {}, ["needs num_decay_steps"]),
-        ("warmup_stable_decay", {"num_decay_steps": "10"}, ["num_decay_steps is 10", "at most 7"]),
-        ("warmup_stable_decay", {"num_decay_steps": "2", "decay_type": "steep"}, ["'steep'", "1-sqrt"]),
-        ("polynomial", {"lr_end": "nan"}, ["lr_end is 'nan'"]),
+        ("cosine", {"min_lr": "1e-6"}, "'min_lr' has no effect"),
+        ("linear", {"power": "2"}, "'power' has no effect"),
+        ("cosine_with_min_lr", {}, "min_lr or min_lr_rate"),
+        ("cosine_with_min_lr", {"min_lr": "1e-6", "min_lr_rate": "0.1"}, "not both"),
+        ("cosine_with_min_lr", {"min_lr": "1"}, "min_lr is 1"),
+        ("cosine_with_min_lr", {"min_lr": "-1"}, "min_lr is '-1'"),
+        ("cosine_with_min_lr", {"min_lr_rate": "much"}, "min_lr_rate is 'much'"),
+        ("cosine_with_restarts", {"num_cycles": "1.5"}, "num_cycles is '1.5'"),
+        ("warmup_stable_decay", {}, "needs num_decay_steps"),
+        ("warmup_stable_decay", {"num_decay_steps": "10"}, "at most 7"),
+        ("warmup_stable_decay", {"num_decay_steps": "2", "decay_type": "steep"}, "'steep'"),
+        ("polynomial", {"lr_end": "nan"}, "lr_end is 'nan'"),
+        ("polynomial", {"lr_end": "1"}, "lr_end is 1"),
     ],
 )
-def test_arguments_that_a_course_does_not_take_are_refused(
-    kind: str, arguments: dict[str, str], words: list[str]
-) -> None:
+def test_arguments_that_a_course_does_not_take_are_refused(kind: str, arguments: dict[str, str], part: str) -> None:
     config = OptimConfig(
         learning_rate=3e-4,
         lr_scheduler_type=LrSchedulerType(kind),
@@ -285,14 +254,12 @@ def test_arguments_that_a_course_does_not_take_are_refused(
         warmup_steps=4,
     )
     (problem,) = find_problems(Config(optim=config))
-    for word in words:
-        assert word in problem
+    assert part in problem
 
 
 def test_a_polynomial_that_would_end_above_its_peak_is_refused() -> None:
     config = OptimConfig(learning_rate=1e-8, lr_scheduler_type=LrSchedulerType.POLYNOMIAL)
-    (problem,) = find_problems(Config(optim=config))
-    assert "lr_end is 1e-07, not below `--learning_rate` 1e-08" in problem
+    assert len(find_problems(Config(optim=config))) == 1
 
 
 def test_every_argument_says_what_it_may_be() -> None:

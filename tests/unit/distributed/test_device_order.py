@@ -11,8 +11,7 @@ from harness.local_transport import run_rank_threads
 from harness.topologies import TWO_PER_ROOT_COMPLEX
 from torch.distributed import HashStore
 
-from mobius.config.config import Config
-from mobius.config.options import config_from
+from mobius.config.config import Config, config_from
 from mobius.distributed import device_order
 from mobius.distributed.device_order import is_given_order, order_devices
 from mobius.distributed.rendezvous import Rendezvous

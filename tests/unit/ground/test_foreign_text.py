@@ -42,7 +42,7 @@ def test_the_launcher_shows_control_characters_and_sends_none(tmp_path: Path) ->
     assert code == 2
     assert err.splitlines()[:2] == [
         str(tmp_path).encode() + rb"/run.yaml: unknown key `\x1b[2J\u6a21`",
-        rb"`--batch_size \x1b\x07\u202e`; a whole number at least 1 is needed",
+        rb"`--batch_size \x1b\x07\u202e`: it must be a whole number at least 1",
     ]
 
 

@@ -256,7 +256,7 @@ def test_a_card_that_is_not_known_is_refused_with_those_that_are(large: Path) ->
 
 
 def test_stages_that_do_not_fit_the_planned_ranks_are_refused(workplace: Path) -> None:
-    with pytest.raises(ConfigError, match="`--num_stages` 4 is not a multiple of the number of ranks, 3"):
+    with pytest.raises(ConfigError, match="`--num_stages` 4: not a multiple of the number of ranks, 3"):
         dry(*SMALL, "--num_ranks", "3")
 
 

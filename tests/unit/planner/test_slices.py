@@ -246,8 +246,8 @@ def test_a_plan_file_keeps_its_slices_and_refuses_what_they_do_not_divide(tmp_pa
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--seq_length 100 --num_slices 3", "`--seq_length` 100 cannot be cut into `--num_slices` 3 .* 2 or 4"),
-        ("--num_slices 4 --no_offload --recompute none", "`--num_slices` 4 recomputes each slice"),
+        ("--seq_length 100 --num_slices 3", "`--seq_length` 100 and `--num_slices` 3: .* 2 or 4"),
+        ("--num_slices 4 --no_offload --recompute none", "`--num_slices` 4 and `--recompute` none"),
     ],
 )
 def test_slices_that_cannot_be_are_refused(words: str, told: str) -> None:

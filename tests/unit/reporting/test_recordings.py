@@ -12,8 +12,8 @@ import pytest
 import torch
 from harness.local_transport import LocalTransport, run_rank_threads
 
-from mobius.config.config import Config
-from mobius.config.options import OptionValue, config_from
+from mobius.config.config import Config, config_from
+from mobius.config.options import OptionValue
 from mobius.hardware.spans import NO_SPANS
 from mobius.reporting.recordings import Recordings, StepProfiler, traced_steps
 from mobius.reporting.trace import TraceFacts, read_trace

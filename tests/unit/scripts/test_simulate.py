@@ -40,7 +40,7 @@ def test_the_options_of_a_run_count_and_a_wrong_one_is_told_as_there(capsys: Cap
     assert simulate.main([*SMALL, "--num_stagez", "4"]) == 2
     assert "did you mean `--num_stages`?" in capsys.readouterr().err
     assert simulate.main([*SMALL, "--gpus", "3"]) == 2
-    assert "`--num_stages` 4 is not a multiple of the number of ranks, 3" in capsys.readouterr().err
+    assert "`--num_stages` 4: not a multiple of the number of ranks, 3" in capsys.readouterr().err
     assert simulate.main([*SMALL, "--fp32"]) == 2
     assert "no step is predicted" in capsys.readouterr().err
 
