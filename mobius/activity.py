@@ -22,7 +22,7 @@ class _Wait:
 
 
 class Activity:
-    """Owns what one rank does now. Any thread may call.
+    """State of what one rank does now. Any thread may call.
 
     Nothing here takes a lock, blocks or formats before `describe`.
     """

@@ -1,4 +1,4 @@
-"""Owns how a single file gets new contents: whole under its name, or not at all."""
+"""Writing of single files: whole under their names, or not at all."""
 
 import contextlib
 import errno

@@ -1,4 +1,4 @@
-"""Owns the exceptions that a user sees as one message without a traceback; our own bugs keep theirs.
+"""Exceptions that a user sees as one message without a traceback, and words for messages; our own bugs keep theirs.
 
     MobiusError                 exit code 1 unless said otherwise
     ├── ConfigError             an option, a key of a YAML file or a launch variable; exit code 2
@@ -17,7 +17,12 @@ The exit codes of a run: 0 everything is saved; 1 an error of this tree, or of M
 save; 75 the run stood still (watchdog.py); 130 Ctrl-C or SIGTERM (signal_handling.py).
 """
 
-from typing import ClassVar
+import reprlib
+from collections.abc import Iterable
+from typing import ClassVar, Final
+
+_SHOWN: Final = 60
+"""Characters of a quotation: a path or a name as people give them fits."""
 
 
 class MobiusError(Exception):
@@ -92,3 +97,28 @@ def first_line(error: BaseException) -> str:
     """The first line of a message, and the next one where it ends with a colon; the class's name if there is none."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+
+
+def excerpt(text: str, max_length: int = _SHOWN) -> str:
+    """`text` itself, or its two ends with three dots between them where it is longer than `max_length`."""
+    return (
+        text
+        if len(text) <= max_length
+        else f"{text[: max_length - max_length // 3]}...{text[len(text) - max_length // 3 :]}"
+    )
+
+
+def quoted(value: object, max_length: int = _SHOWN) -> str:
+    """`repr(value)`, short; nothing of the value is walked through that is not shown."""
+    if isinstance(value, str) and len(value) <= max_length:
+        return repr(value)
+    shortener = reprlib.Repr()
+    shortener.maxstring = shortener.maxother = shortener.maxlong = max_length
+    return excerpt(shortener.repr(value), max_length + 2)
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names joined with commas, each short, and no more than a line holds; `(none)` if there are none."""
+    every = list(names)
+    more = [f"and {len(every) - 12} more"] if len(every) > 12 else []
+    return ", ".join([*map(excerpt, every[:12]), *more]) or "(none)"

@@ -1,4 +1,4 @@
-"""Owns how a run speaks on the screen: which rank, on which stream, in which form."""
+"""Log on the screen: which rank speaks, on which stream, in which form."""
 
 import logging
 import os

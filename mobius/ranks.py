@@ -1,4 +1,4 @@
-"""Owns every access to the process environment: which rank this process is, and the variables libraries read."""
+"""Access to the process environment: which rank this process is, and the variables libraries read."""
 
 import contextlib
 import json

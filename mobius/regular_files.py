@@ -1,4 +1,4 @@
-"""Owns how files are read that others made: regular files only, and text and JSON with one message for what is wrong.
+"""Reading of files that others made: regular files only, and text and JSON with one message for what is wrong.
 
 A pipe, a socket or a device is refused before it is opened: it may have no end, opening it may wait for ever, and each
 rank, and a run that is resumed, reads the file again.
@@ -14,8 +14,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, BinaryIO, Final, TypeVar, get_args, get_type_hints
 
-from mobius.errors import CheckpointError, MobiusError, reason_of
-from mobius.excerpt import excerpt, listed, quoted
+from mobius.errors import CheckpointError, MobiusError, excerpt, listed, quoted, reason_of
 
 T = TypeVar("T")
 

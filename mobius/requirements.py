@@ -1,4 +1,4 @@
-"""Owns the message about packages that are not installed; it imports none, and old Pythons can read it."""
+"""Message about packages that are not installed; it imports none, and old Pythons can read it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns how a process ends that is not done: by Ctrl-C, SIGTERM or SIGHUP, or because who started it is gone.
+"""End of a process that is not done: by Ctrl-C, SIGTERM or SIGHUP, or because who started it is gone.
 
 A signal handler in Python runs between two instructions of the main thread, and that thread may be waiting in C for a
 neighbour or a GPU that never comes. So the signal's number goes to a thread of its own:
@@ -149,7 +149,7 @@ class RunStatus:
 
 
 class SignalHandler:
-    """Owns the signals of a process from `watch` to `restore_handlers`.
+    """Handler of the signals of a process from `watch` to `restore_handlers`.
 
     One ends it within a second, unless it saves first.
     Signals of a run that offers to save are requests, see `RunStatus`.

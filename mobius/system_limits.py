@@ -1,4 +1,4 @@
-"""Owns the limits that the system sets to this process: open files, threads and memory (`ulimit -n`, `-u`).
+"""Limits that the system sets to this process: open files, threads and memory (`ulimit -n`, `-u`).
 
 The least number of open files that a run takes is checked at its start; an error that comes later is told by the limit
 that it met.

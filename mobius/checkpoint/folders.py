@@ -37,8 +37,7 @@ from mobius.checkpoint.tensor_files import (
     translate_file_errors,
     write_indexes,
 )
-from mobius.errors import CheckpointError, reason_of
-from mobius.excerpt import listed
+from mobius.errors import CheckpointError, listed, reason_of
 from mobius.models.model_files import read_json_object
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,7 @@ from pathlib import PurePosixPath
 from typing import Any, Final, TypeVar
 
 from mobius.checkpoint.tensor_files import FileRecord
-from mobius.errors import CheckpointError
-from mobius.excerpt import quoted
+from mobius.errors import CheckpointError, quoted
 from mobius.regular_files import typed_object
 
 FORMAT: Final = 1

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from mobius.checkpoint.manifest import Manifest
 from mobius.checkpoint.tensor_files import STATE_DTYPES, chunks_of, translate_file_errors
-from mobius.errors import CheckpointError
-from mobius.excerpt import quoted
+from mobius.errors import CheckpointError, quoted
 from mobius.regular_files import open_regular, read_bytes
 
 _DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I16": torch.int16}

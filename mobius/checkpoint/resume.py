@@ -34,8 +34,7 @@ from mobius.distributed.node_checks import check_same_facts
 from mobius.distributed.rendezvous import Rendezvous, join_run
 from mobius.engine.optimizer_stepper import StepCounts
 from mobius.engine.stage_state import StageState
-from mobius.errors import CheckpointError, ConfigError, MobiusError, PlanError
-from mobius.excerpt import quoted
+from mobius.errors import CheckpointError, ConfigError, MobiusError, PlanError, quoted
 from mobius.log import RANK_ZERO_ONLY
 from mobius.models.blocks import ModelParts
 from mobius.models.weight_conversion.parameter_pieces import ParameterPiece

@@ -1,4 +1,4 @@
-"""Owns the answers to options of other trainers: use this one, not available, or not needed and therefore ignored.
+"""Answers to options of other trainers: use this one, not available, or not needed and therefore ignored.
 
 The names are those of transformers' TrainingArguments, TRL's SFTConfig, LLaMA-Factory, Axolotl and DeepSpeed, and of
 earlier versions of Mobius.

@@ -1,4 +1,4 @@
-"""Owns the command that train.sh executes: how many processes, on which GPUs, with how many threads each.
+"""Command that train.sh executes: how many processes, on which GPUs, with how many threads each.
 
 `python -m mobius.config.launch FOLDER [CONFIG.yaml] [options...]` prints the command with a NUL after every word, for
 the shell to take over unread; FOLDER is where the user stands.

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Final
 
 from mobius.config.options import Bounds
-from mobius.excerpt import listed, quoted
+from mobius.errors import listed, quoted
 
 
 class LrSchedulerType(StrEnum):

@@ -19,8 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from mobius.config.foreign_options import foreign_dataset_key
-from mobius.errors import ConfigError
-from mobius.excerpt import excerpt, quoted
+from mobius.errors import ConfigError, excerpt, quoted
 
 Columns = tuple[tuple[str, str], ...]
 """Pairs of what is read and the column that holds it, such as (("prompt", "document"), ("completion", "summary"))."""

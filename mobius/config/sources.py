@@ -24,8 +24,7 @@ from mobius.config.config import (
 )
 from mobius.config.foreign_options import IGNORED, foreign_option
 from mobius.config.options import Columns, Option, OptionValue, Spelling, entry_spellings, read_truth, shown
-from mobius.errors import ConfigError, first_line, reason_of
-from mobius.excerpt import excerpt
+from mobius.errors import ConfigError, excerpt, first_line, reason_of
 from mobius.regular_files import read_bytes
 
 _MOST_BYTES: Final = 1 << 18

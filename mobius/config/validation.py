@@ -28,8 +28,7 @@ from mobius.config.config import (
 )
 from mobius.config.lr_schedules import find_decay_conflict, find_scheduler_conflicts
 from mobius.config.options import MOST_SHOWN, Option, OptionValue, entry_spellings
-from mobius.errors import ConfigError, first_line
-from mobius.excerpt import excerpt, quoted
+from mobius.errors import ConfigError, excerpt, first_line, quoted
 
 _STEP_TOKENS: Final = 2**30
 """A batch holds 16 bytes per token on every rank."""

@@ -8,8 +8,7 @@ import difflib
 from pathlib import Path
 from typing import Final
 
-from mobius.errors import DataError, reason_of
-from mobius.excerpt import excerpt
+from mobius.errors import DataError, excerpt, reason_of
 from mobius.regular_files import read_bytes
 
 _MOST_BYTES: Final = 1 << 20

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from mobius.data.formats import Conversation
 from mobius.data.turns import Turn, function_of
-from mobius.errors import DataError, first_line
-from mobius.excerpt import excerpt, listed
+from mobius.errors import DataError, excerpt, first_line, listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -23,8 +23,7 @@ from mobius.data.sources import DatasetSource, open_source
 from mobius.data.token_store import DatasetWriter, TokenizedDataset
 from mobius.data.tokenization import EncodingRules, SampleEncoder
 from mobius.data.workers import BlockEncoder, EncodedBlock, encode_blocks
-from mobius.errors import DataError
-from mobius.excerpt import excerpt
+from mobius.errors import DataError, excerpt
 from mobius.ranks import num_cpus_per_rank
 from mobius.units import format_bytes
 

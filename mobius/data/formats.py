@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from mobius.data.turns import Role, Turn, as_text, parse_tools, parse_turns
-from mobius.errors import DataError
-from mobius.excerpt import excerpt, listed, quoted
+from mobius.errors import DataError, excerpt, listed, quoted
 
 
 @dataclass(frozen=True, slots=True)

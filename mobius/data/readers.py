@@ -27,8 +27,7 @@ from mobius.data.record_blocks import (
     table_blocks,
     text_blocks,
 )
-from mobius.errors import DataError, reason_of
-from mobius.excerpt import excerpt
+from mobius.errors import DataError, excerpt, reason_of
 from mobius.regular_files import open_regular
 
 if TYPE_CHECKING:

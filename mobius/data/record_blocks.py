@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from mobius.errors import DataError, first_line
-from mobius.excerpt import excerpt, listed, quoted
+from mobius.errors import DataError, excerpt, first_line, listed, quoted
 
 if TYPE_CHECKING:
     import pyarrow

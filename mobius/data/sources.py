@@ -16,8 +16,7 @@ from mobius.atomic_files import atomic_write
 from mobius.config.config import DatasetEntry
 from mobius.data.readers import COMPRESSED, SUFFIXES, find_reader
 from mobius.data.record_blocks import RecordBlock, table_blocks
-from mobius.errors import DataError, first_line, reason_of
-from mobius.excerpt import excerpt, listed, quoted
+from mobius.errors import DataError, excerpt, first_line, listed, quoted, reason_of
 from mobius.regular_files import open_regular, read_json
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,7 @@ from mobius.data.chat_rendering import ChatRenderer
 from mobius.data.formats import Completion, Conversation, Document, Sample
 from mobius.data.token_store import TokenizedSample
 from mobius.data.turns import Role, Turn, function_of, reasoning_of, tool_call_names
-from mobius.errors import DataError
-from mobius.excerpt import listed
+from mobius.errors import DataError, listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

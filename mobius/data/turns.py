@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
-from mobius.errors import DataError
-from mobius.excerpt import listed, quoted
+from mobius.errors import DataError, listed, quoted
 
 
 class Role(StrEnum):

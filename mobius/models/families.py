@@ -13,8 +13,7 @@ from transformers import PretrainedConfig, __version__
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mobius.config.config import ModelConfig
-from mobius.errors import CheckpointError, ConfigError, first_line
-from mobius.excerpt import excerpt
+from mobius.errors import CheckpointError, ConfigError, excerpt, first_line
 from mobius.log import RANK_ZERO_ONLY
 from mobius.models.config_rules import find_inconsistent_fields, find_invalid_fields
 from mobius.models.model_files import describe_error, format_json_value, read_json_object

@@ -14,8 +14,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from mobius.errors import CheckpointError, first_line, reason_of
-from mobius.excerpt import excerpt
+from mobius.errors import CheckpointError, excerpt, first_line, reason_of
 from mobius.models.multimodal.text_config import supported_text_config
 from mobius.regular_files import read_bytes, read_json
 

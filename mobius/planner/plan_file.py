@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from mobius.config.config import Dtype, options
-from mobius.errors import PlanError, first_line, reason_of
-from mobius.excerpt import excerpt, quoted
+from mobius.errors import PlanError, excerpt, first_line, quoted, reason_of
 from mobius.regular_files import read_bytes
 from mobius.schedule.partition import ModelShape, StageCut
 from mobius.schedule.plan import Plan, RecomputeLevel

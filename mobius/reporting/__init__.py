@@ -1,1 +1,1 @@
-"""Owns all that a run tells of itself: its events, their log lines and files, trackers, traces and pictures."""
+"""Reports of a run: its events, their log lines and files, trackers, traces and pictures."""

@@ -1,4 +1,4 @@
-"""Owns what a run records of itself when asked to.
+"""Recordings that a run makes of itself when asked to.
 
 --trace           trace.json and timeline.png: few steps of all ranks, every action with its name
 --profile_steps   profile/rank0.json.gz, ...: the chosen steps of one rank each, every kernel (torch.profiler)
@@ -33,7 +33,7 @@ def traced_steps(num_iterations: int) -> range:
 
 
 class Recordings:
-    """Owns the recorders of one rank; parts tell `spans` what they do, the trainer runs steps within `step_hooks`."""
+    """Recorders of one rank; parts tell `spans` what they do, the trainer runs steps within `step_hooks`."""
 
     def __init__(self, config: Config, *, rank: int, device: torch.device, folder: Path) -> None:
         """`folder` takes the files; it need not exist before the first step."""
@@ -75,7 +75,7 @@ class Recordings:
 
 
 class StepProfiler:
-    """Owns the torch.profiler of one rank; it exists only while one of its steps runs."""
+    """The torch.profiler of one rank; it exists only while one of its steps runs."""
 
     def __init__(self, device: torch.device, steps: range, path: Path) -> None:
         """Profile `steps`, counted from 1, and write them to `path`, whose name ends in .json or .json.gz."""

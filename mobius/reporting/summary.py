@@ -1,4 +1,4 @@
-"""Owns the text summary of a finished run (`--save_results`): what was run, how long it took, what memory it used."""
+"""Text summary of a finished run (`--save_results`): settings, times and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns `trace.json`: the measured or predicted spans of all ranks as one file for Perfetto and chrome://tracing.
+"""File `trace.json`: the measured or predicted spans of all ranks as one file for Perfetto and chrome://tracing.
 
 pid        a rank              name   as in the schedule grid: F4.1, B4.1, L4, O4; U4 is the update of stage 4
 tid        a lane of it        args   step, stage, microbatch, peer, where they apply

@@ -1,4 +1,4 @@
-"""Owns how the numbers of a run reach TensorBoard, SwanLab and W&B, none of which can end, stop or slow the run.
+"""Trackers (TensorBoard, SwanLab, W&B), which get the numbers of a run and can neither end, stop nor slow it.
 
     the run -> queue of some lines (full: the line is dropped and counted) -> a thread for each tracker -> its package
 
@@ -23,8 +23,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final, Protocol
 
-from mobius.errors import ConfigError
-from mobius.excerpt import excerpt
+from mobius.errors import ConfigError, excerpt
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from mobius.config.config import Config
-from mobius.errors import CheckpointError
-from mobius.excerpt import quoted
+from mobius.errors import CheckpointError, quoted
 from mobius.regular_files import parse_json, typed_object
 from mobius.reporting.json_lines import as_numbers, json_text
 

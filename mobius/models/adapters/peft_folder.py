@@ -18,8 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mobius.errors import CheckpointError, reason_of
-from mobius.excerpt import listed
+from mobius.errors import CheckpointError, listed, reason_of
 from mobius.models.adapters.lora import ParameterSource, adapted_linear
 from mobius.models.blocks import ModelParts
 from mobius.models.families import ADAPTER_FILE

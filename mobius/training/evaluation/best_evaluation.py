@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from mobius.config.config import BestMetric
-from mobius.errors import CheckpointError
-from mobius.excerpt import quoted
+from mobius.errors import CheckpointError, quoted
 from mobius.regular_files import typed_object
 from mobius.training.evaluation.evaluator import EvaluationResult
 

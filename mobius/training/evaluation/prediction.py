@@ -24,8 +24,7 @@ from mobius.atomic_files import atomic_write
 from mobius.config.config import DataConfig
 from mobius.data.datasets import PreparedDataset
 from mobius.data.token_store import TokenizedSample
-from mobius.errors import CheckpointError, ConfigError, DataError, reason_of
-from mobius.excerpt import quoted
+from mobius.errors import CheckpointError, ConfigError, DataError, quoted, reason_of
 from mobius.training.evaluation.generation import Generation, TextGenerator, TokenIds
 from mobius.training.evaluation.text_scores import is_by_character, text_scores
 
