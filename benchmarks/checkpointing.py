@@ -11,10 +11,9 @@ from typing import Any
 
 from mobius.checkpoint.folders import open_checkpoint
 from mobius.checkpoint.reader import CheckpointReader
-from mobius.checkpoint.resume import restore
-from mobius.checkpoint.run_settings import collect_run_metadata
+from mobius.checkpoint.restore import restore
 from mobius.checkpoint.saved_stage import optimizer_tensors
-from mobius.checkpoint.saver import CheckpointSaver, StepMetadata
+from mobius.checkpoint.saver import CheckpointSaver, StepMetadata, collect_run_metadata
 from mobius.data.batches import TrainingBatches
 from mobius.distributed.transport import all_gather_numbers
 from mobius.engine.optimizer_stepper import StepCounts

@@ -18,7 +18,7 @@ def sync_to_disk(path: Path) -> None:
 
 
 def follow_umask(path: Path) -> None:
-    """Give a file the mode that the user's umask asks for, where a library made it readable for its owner alone."""
+    """Give a file the mode of the user's umask; a library has made it readable for its owner alone."""
     path.chmod(0o666 & ~_umask())
 
 
@@ -32,7 +32,7 @@ def _umask() -> int:
 
 @contextlib.contextmanager
 def atomic_write(path: Path, *, has_many_writers: bool = False) -> Iterator[Path]:
-    """Give a temporary path beside `path` to write to; on success it is synced and takes `path`'s name at once.
+    """A temporary path next to `path` to write to; on success it is synced and renamed to `path` in one step.
 
     On an exception the temporary file is removed and an older `path` stays as it was. `has_many_writers`: processes may
     write `path` at once, as a cache's; the last one counts. Raises OSError for a `path` that is a device, pipe or

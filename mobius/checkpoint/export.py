@@ -8,7 +8,6 @@ In this order, so that nothing that is complete depends on what comes later:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,8 +46,8 @@ def export_model(
 ) -> None:
     """Save and verify; collective. Each rank writes and checks its own stages, rank 0 all that is shared.
 
-    With `base` adapters are saved, which are for that. The folder appears under its final name only after every tensor
-    was read back equal. `run_status` is told from where on that may have happened. Raises CheckpointError.
+    With `base` the adapters for that are saved. The folder gets its final name only after every tensor was read back
+    equal; `run_status` says so from there on. Raises CheckpointError.
     """
     run_setup, all_ranks = session.run_setup, session.all_ranks
     rank, folder, dtype = all_ranks.rank, output.export_folder, run_setup.dtype
@@ -94,27 +93,9 @@ def export_model(
         )
         (folder / _UNCHECKED).rename(folder / "config.json")
         output.commit()
-        if base is not None:  # or transformers would look for a model beside it, not for the base
+        if base is not None:  # or transformers would load a model from there, not the base
             (output.save_dir / "config.json").unlink()
     all_ranks.barrier()
-
-
-def write_single_file(params_file: Path, output: OutputFolder, *, progress: Callable[[], None] = lambda: None) -> None:
-    """Make the single file from the committed folder; raises CheckpointError that tells how to do that later.
-
-    `progress` is called whenever some of it is written.
-    """
-    try:
-        params_file.parent.mkdir(parents=True, exist_ok=True)
-        write_params_file(params_file, output.save_dir, progress=progress)
-    except (CheckpointError, OSError) as error:
-        names = f"Path({str(params_file.resolve())!r}), Path({str(output.save_dir)!r})"
-        older = " The older file is as it was." if params_file.exists() else ""
-        raise CheckpointError(
-            f"--save_params: {error}.{older} Make room, and make it from the model, in "
-            'the folder of main.py: python -c "from pathlib import Path; from mobius.checkpoint.model_folder import '
-            f'write_params_file; write_params_file({names})"'
-        ) from error
 
 
 def save_model(
@@ -124,9 +105,10 @@ def save_model(
     run_status: RunStatus,
     base: AdapterBase | None = None,
 ) -> list[str]:
-    """Save the model, say where it is, and make the single file of it; returns the problem of that, if there is one.
+    """Export the model, then merge adapters and write the single file as asked for; collective.
 
-    With `base` adapters are saved, which are for that. Once the model has its name, nothing that fails may hide that.
+    With `base` the adapters for that are exported. Returns the problems of what follows the export: nothing that fails
+    there may hide that the model has its name. Raises CheckpointError.
     """
     session.activity.start_action("the export of the model")
     export_model(session, output, model_files=model_files, run_status=run_status, base=base)
@@ -136,33 +118,48 @@ def save_model(
     what = "model" if base is None else "adapter"
     logger.info("%s saved to %s (checked tensor by tensor)", what, output.save_dir)
     if base is not None and config.adapters.merge:
-        problems = _merge(session, output, base, model_files)
+        problems += _merge(session, output, base, model_files)
     saved = f"after the last step: the {what} is complete and checked in {output.save_dir}"
-    if config.output.params_file is None:
-        run_status.set_status(f"{saved}; {config.output.save_results} was not written")
-        return problems
-    params = Path(config.output.params_file)
-    unfinished = params.with_name(f"{params.name}.partial")
-    run_status.set_status(f"{saved}; {params} was not written", clean_up=unfinished.unlink)
-    try:
-        session.activity.start_action("the single file of all parameters")
-        write_single_file(params, output, progress=session.activity.progress)
-    except CheckpointError as error:
-        return [*problems, str(error)]
-    run_status.set_status(f"{saved} and in {params}; {config.output.save_results} was not written")
-    logger.info("模型已保存到 %s (parameters saved to one file)", params)
+    if config.output.params_file is not None:
+        failed = _write_params(session, output, Path(config.output.params_file), run_status, saved)
+        problems += failed
+        saved += "" if failed else f" and in {config.output.params_file}"
+    run_status.set_status(f"{saved}; {config.output.save_results} was not written")
     return problems
 
 
+def _write_params(session: OpenRun, output: OutputFolder, params: Path, run_status: RunStatus, saved: str) -> list[str]:
+    """Make the single file of the committed folder; returns the problem, with the command for a later time."""
+    session.activity.start_action("the single file of all parameters")
+    run_status.set_status(
+        f"{saved}; {params} was not written", clean_up=params.with_name(f"{params.name}.partial").unlink
+    )
+    try:
+        params.parent.mkdir(parents=True, exist_ok=True)
+        write_params_file(params, output.save_dir, progress=session.activity.progress)
+    except (CheckpointError, OSError) as error:
+        names = f"Path({str(params.resolve())!r}), Path({str(output.save_dir)!r})"
+        older = " The older file is as it was." if params.exists() else ""
+        return [
+            f"--save_params: {error}.{older} Make room, and make it from the model, in "
+            'the folder of main.py: python -c "from pathlib import Path; from mobius.checkpoint.model_folder import '
+            f'write_params_file; write_params_file({names})"'
+        ]
+    logger.info("模型已保存到 %s (parameters saved to one file)", params)
+    return []
+
+
 def _merge(session: OpenRun, output: OutputFolder, base: AdapterBase, model_files: ModelFiles) -> list[str]:
-    """Write the merged model beside the adapter; returns the problem of that, if there is one."""
+    """Write the merged model next to the adapter; returns the problem, with the command for a later time."""
     session.activity.start_action("the merged model")
     run_setup, folder = session.run_setup, merged_folder(session.run_setup.config)
     try:
-        adapter = AdapterFolder(output.save_dir)
-        given = adapter, base.folder, run_setup.parts, folder
-        progress = session.activity.progress
-        merge_adapter(*given, dtype=run_setup.dtype, model_files=model_files, progress=progress)
+        merge_adapter(
+            *(AdapterFolder(output.save_dir), base.folder, run_setup.parts, folder),
+            dtype=run_setup.dtype,
+            model_files=model_files,
+            progress=session.activity.progress,
+        )
     except CheckpointError as error:
         command = f"python scripts/merge_adapter.py {output.save_dir} FOLDER"
         return [f"--merge: {error} The adapter is complete; to merge it later: {command}"]

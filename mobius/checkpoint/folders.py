@@ -1,15 +1,15 @@
-"""The checkpoints in the folder of a run: when one becomes visible, which ones there are, what a killed run has left.
+"""The checkpoints in the folder of a run: how one becomes visible, which ones there are, and what a kill leaves.
 
     begin     checkpoint-8 (older, if any)           checkpoint-8.partial (made)
     writing   checkpoint-8 (older, if any)           checkpoint-8.partial <- files, each synced; checkpoint.json last
     complete  checkpoint-8 -> checkpoint-8.replaced  checkpoint-8.partial -> checkpoint-8   then .replaced is removed
     removing  checkpoint-8 -> checkpoint-8.replaced  then that is removed
 
-There is an older one where a run went on from an earlier step. No name but `checkpoint-STEP` counts. A process can be
-killed between any two changes, so `recover_interrupted_saves` runs before a run looks for checkpoints: what is complete
-and has no successor gets its name, a .partial that is newer than checkpoint-STEP takes its place, the rest is removed.
+There is an older one if a run was resumed from an earlier step. No name but `checkpoint-STEP` counts. A process may be
+killed between any two changes, so `recover_interrupted_saves` runs before a run looks for checkpoints: a .partial that
+is complete and newer than checkpoint-STEP takes its place, everything else that has not its final name is removed.
 
-A caller that writes or removes holds the lock of the folder's run (run_folder.py): none of this locks.
+Callers that write or remove hold the lock of the run's folder (run_folder.py): nothing here locks.
 """
 
 from __future__ import annotations
@@ -45,10 +45,7 @@ logger = logging.getLogger(__name__)
 _NAME: Final = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
 _PARTIAL, _REPLACED = ".partial", ".replaced"
 _ASIDE: Final = (_PARTIAL, _REPLACED, ".removed")
-"""Endings of what does not count; earlier versions renamed to the last one what they were about to remove."""
-_RUN_SUFFIXES: Final = {".safetensors", ".json", ".yaml", ".jinja", ".model", ".tiktoken"}
-_RUN_FILES: Final = {"merges.txt", "vocab.txt"}
-"""Files of which a torn checkpoint has at least one: the run's own, and those of a tokenizer."""
+"""Endings of folders that do not count; earlier versions used the last one for what they were about to remove."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +56,9 @@ class FoundCheckpoints:
     invalid: tuple[tuple[Path, str], ...]
 
     @property
-    def next_save_number(self) -> int:
-        """Larger than any that is there; 1 in a new folder."""
-        return max((manifest.save_number for _, manifest in self.valid), default=0) + 1
+    def newest_save_number(self) -> int:
+        """Largest save number; 0 in a new folder."""
+        return max((manifest.save_number for _, manifest in self.valid), default=0)
 
 
 def checkpoint_path(save_dir: Path, step: int) -> Path:
@@ -75,9 +72,9 @@ def partial_path(save_dir: Path, step: int) -> Path:
 
 
 def create_partial(save_dir: Path, step: int) -> Path:
-    """Make `partial_path` anew, and `save_dir` if there is none; raises CheckpointError.
+    """Make an empty `partial_path`, and `save_dir` if there is none. Raises CheckpointError.
 
-    An empty manifest in it tells a later start whose folder it is, whatever is written first.
+    An empty manifest marks the folder as a run's from the start.
     """
     partial = partial_path(save_dir, step)
     discard(partial)
@@ -134,14 +131,14 @@ def discard(partial: Path) -> None:
 def find_checkpoints(save_dir: Path) -> FoundCheckpoints:
     """Checkpoints in `save_dir`, which need not exist.
 
-    Call `recover_interrupted_saves` before where a run may have been killed.
-    Files are looked for by name and size, and not read. Raises CheckpointError where the folder cannot be listed.
+    Call `recover_interrupted_saves` before if a run may have been killed. Only names and sizes of files are checked.
+    Raises CheckpointError if the folder cannot be listed.
     """
     valid, invalid = [], []
     for path in _entries(save_dir):
         if _NAME.fullmatch(path.name):
             try:
-                valid.append((path, _inspected(path)))
+                valid.append((path, _read_manifest(path)))
             except CheckpointError as error:
                 invalid.append((path, str(error)))
     valid.sort(key=lambda found: (found[1].save_number, found[1].step), reverse=True)
@@ -151,15 +148,17 @@ def find_checkpoints(save_dir: Path) -> FoundCheckpoints:
 def open_checkpoint(path: Path) -> CheckpointReader:
     """The reader of the checkpoint `path`.
 
-    Raises CheckpointError where it is missing, torn, foreign, of another format, or has a changed file without tensors,
-    and names the newest good one beside it; so does the reader where a tensor is damaged.
+    Raises CheckpointError if it is missing, torn, foreign, of another format, or has a changed file without tensors;
+    the message names the newest good checkpoint of the folder. So does the reader's if a tensor is damaged.
     """
 
     def hint() -> str:
-        return _others_text(path)
+        return _describe_others(path)
 
     try:
-        reader = CheckpointReader(path, _inspected(path), hint=hint)
+        if path.suffix in _ASIDE and _NAME.fullmatch(path.stem):
+            raise CheckpointError(f"{path} is what a killed run left of a checkpoint, and not complete.")
+        reader = CheckpointReader(path, _read_manifest(path), hint=hint)
     except CheckpointError as error:
         raise CheckpointError(f"{error} {hint()}") from error
     reader.verify_texts()
@@ -183,70 +182,56 @@ def rotate_checkpoints(save_dir: Path, *, keep: int, protected: Collection[Path]
 
 
 def recover_interrupted_saves(save_dir: Path) -> list[str]:
-    """Settle what killed runs left; returns a line for each thing that was found.
+    """Name or remove what killed runs left; returns a line for each thing that was found.
 
     A folder that no run has left is never touched. Raises CheckpointError.
     """
-    found: dict[str, set[str]] = {}
-    for path in _entries(save_dir):
-        name, ending = path.stem, path.suffix
-        if ending in _ASIDE and _NAME.fullmatch(name):
-            found.setdefault(name, set()).add(ending)
     lines: list[str] = []
-    for name in sorted(found):
-        with translate_file_errors("settle", save_dir / name):
-            lines += _recover(save_dir / name, found[name])
+    for path in _entries(save_dir):
+        if path.suffix in _ASIDE and _NAME.fullmatch(path.stem) and path.exists():  # the one before may have taken it
+            with translate_file_errors("recover", path):
+                lines.append(f"{path}: {_recover(path)}")
     return lines
 
 
-def _recover(final: Path, endings: Collection[str]) -> Iterator[str]:
-    partial, aside = (final.with_name(final.name + ending) for ending in (_PARTIAL, _REPLACED))
-    has_final = final.exists()
-    current, written, replaced = map(_manifest_or_none, (final, partial, aside))
-    if written and (current is None or current.save_number < written.save_number):
-        _publish(partial)
-        yield f"{final}: a killed run had written it completely, and it has its name now."
-    elif replaced and not has_final:
-        aside.rename(final)
-        sync_to_disk(final.parent)
-        yield f"{final}: a killed run had moved it aside; it has its name back."
-    elif replaced and not current:
-        yield f"{aside}: complete, and kept, because {final.name} is not; rename it to use it."
-        endings = set(endings) - {_REPLACED}
-    for ending in sorted(endings):
-        path = final.with_name(final.name + ending)
-        if path.exists() and not _is_of_a_run(path):
-            yield f"{path}: no part of a checkpoint, and left as it is."
-        elif path.exists():
-            _remove(path)
-            what = "not complete" if ending == _PARTIAL else "a checkpoint on its way out"
-            yield f"{path}: {what}, left by a killed run, and removed."
+def _recover(path: Path) -> str:
+    """Name or remove a folder that has not its final name; returns what became of it."""
+    if not _is_of_a_run(path):
+        return "no part of a checkpoint, and left as it is."
+    final = path.with_name(path.stem)
+    written, current = map(_manifest_or_none, (path, final))
+    if path.suffix == _PARTIAL and written and (current is None or current.save_number < written.save_number):
+        _publish(path)
+        return f"a killed run had written it completely, and it is {final.name} now."
+    _remove(path)
+    return "left by a killed run, and removed."
 
 
 def _publish(partial: Path) -> Path:
     """Rename a complete `partial`; an older checkpoint of its name is removed after that."""
-    final = partial.with_name(partial.name.removesuffix(_PARTIAL))
-    aside = None
+    final = partial.with_name(partial.stem)
+    replaced = final.with_name(final.name + _REPLACED)
     with translate_file_errors("rename", partial):
-        if final.exists():
-            aside = _set_aside(final)
+        has_older = final.exists()
+        if has_older:
+            _set_aside(final)
         try:
             partial.rename(final)
         except OSError:
-            if aside is not None:
-                aside.rename(final)
+            if has_older:
+                replaced.rename(final)
             raise
         sync_to_disk(final.parent)
         sync_to_disk(final.parent.absolute().parent)  # where save_dir is new
     try:
-        _remove(final.with_name(final.name + _REPLACED))  # also that of an earlier start
+        _remove(replaced)  # also that of an earlier start
     except OSError as error:  # the checkpoint is there; the next start removes the rest
-        logger.warning("%s, which was replaced, cannot be removed: %s", aside, reason_of(error))
+        logger.warning("%s cannot be removed: %s", replaced, reason_of(error))
     return final
 
 
 def _set_aside(final: Path) -> Path:
-    """Rename a checkpoint that is to be removed; returns where it is."""
+    """Rename a checkpoint that is to be removed; returns its new path."""
     aside = final.with_name(final.name + _REPLACED)
     _remove(aside)
     final.rename(aside)
@@ -254,17 +239,11 @@ def _set_aside(final: Path) -> Path:
     return aside
 
 
-def _inspected(path: Path) -> Manifest:
-    """The manifest of a complete checkpoint; raises CheckpointError."""
+def _read_manifest(path: Path) -> Manifest:
+    """The manifest of a complete checkpoint. Raises CheckpointError."""
+    file = path / MANIFEST_FILE
     if not path.is_dir():
         raise CheckpointError(f"{path} {'is a file, no checkpoint' if path.exists() else 'does not exist'}.")
-    if path.suffix in _ASIDE and _NAME.fullmatch(path.stem):
-        raise CheckpointError(f"{path} is what a killed run left of a checkpoint, and not complete.")
-    return _manifest_of(path)
-
-
-def _manifest_of(path: Path) -> Manifest:
-    file = path / MANIFEST_FILE
     if not file.exists():
         raise CheckpointError(f"{path} is no complete checkpoint of Mobius: it has no {MANIFEST_FILE}.")
     try:
@@ -277,7 +256,7 @@ def _manifest_of(path: Path) -> Manifest:
 
 def _manifest_or_none(path: Path) -> Manifest | None:
     try:
-        return _manifest_of(path)
+        return _read_manifest(path)
     except CheckpointError:
         return None
 
@@ -295,8 +274,8 @@ def _check_sizes(path: Path, manifest: Manifest) -> None:
                 )
 
 
-def _others_text(path: Path) -> str:
-    """A sentence that tells the newest good checkpoint in or beside `path`, which is not wanted itself."""
+def _describe_others(path: Path) -> str:
+    """Sentence that names the newest other good checkpoint in `path` or its parent folder."""
     for folder in (path, path.absolute().parent):
         try:
             valid = [other for other, _ in find_checkpoints(folder).valid if other.resolve() != path.resolve()]
@@ -324,21 +303,15 @@ def _entries(save_dir: Path) -> list[Path]:
 
 
 def _is_of_a_run(path: Path) -> bool:
-    """Whether it is what a run leaves that ends in the middle of making it, or of removing it."""
+    """Whether it is what a run leaves that is killed while it makes or removes a checkpoint."""
     if path.is_symlink() or not path.is_dir():
         return False
-    names = [entry.name for entry in path.iterdir()]
-    return not names or any(map(_is_run_file, names))
-
-
-def _is_run_file(name: str) -> bool:
-    return Path(name).suffix in _RUN_SUFFIXES or name in _RUN_FILES or name.startswith(".tmp")  # of safetensors
+    return (path / MANIFEST_FILE).exists() or not any(path.iterdir())
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder of a run, or a link to one, if it is there.
+    """Remove a folder of a run, or a link to one, if it is there; its manifest, which says whose it is, goes last.
 
-    Files that are not told by their names as a run's go first, so that the rest is never taken for something else.
     Raises OSError.
     """
     if path.is_symlink():
@@ -346,9 +319,11 @@ def _remove(path: Path) -> None:
     elif path.exists():
         if not _is_of_a_run(path):
             raise OSError(errno.EEXIST, "it holds something other than a checkpoint; rename it", str(path))
-        for entry in sorted(path.iterdir(), key=lambda entry: _is_run_file(entry.name)):
+        manifest = path / MANIFEST_FILE
+        for entry in [entry for entry in path.iterdir() if entry != manifest]:
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
             else:
                 entry.unlink()
+        manifest.unlink(missing_ok=True)
         path.rmdir()

@@ -1,14 +1,13 @@
-"""The manifest of a checkpoint, `checkpoint.json`: its format, files and sums, and where the run stood.
+"""The manifest of a checkpoint, `checkpoint.json`: its format, its files with checksums, and the progress of the run.
 
-It is the last file to be written: a folder without a valid one is no checkpoint. Its own sum is in it. A change of its
-fields, of their meaning or of the files around it takes a new `FORMAT`.
+It is written last: a folder without a valid manifest is no checkpoint. It holds its own checksum. A change of its
+fields, of their meaning or of the files that it lists takes a new `FORMAT`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -41,11 +40,11 @@ _Entry = TypeVar("_Entry", FileRecord, OtherFile)
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything that a checkpoint says of itself; mappings hold what JSON can, with finite numbers."""
+    """Contents of a manifest; mappings hold what JSON can, with finite numbers."""
 
     format: int = FORMAT
     step: int
-    """Steps of the run that were made."""
+    """Number of steps that the run has made."""
     save_number: int
     """Grows by one with each save into a folder; the largest is the newest, whatever clocks say."""
     num_parameters: int
@@ -59,7 +58,7 @@ class Manifest:
     training: JsonObject
     """Counters, loss scale, random generators: whatever the loop needs to go on."""
     data: JsonObject
-    """Position in the data, and what tells whether it is the same data."""
+    """Position in the data, and the fingerprint of the data."""
     options: JsonObject
     """Value by option name."""
     versions: JsonObject
@@ -96,8 +95,7 @@ class Manifest:
         except ValueError as error:
             raise CheckpointError(f"it {error}, which is not of format {FORMAT}") from None
         counts = manifest.step, manifest.save_number, manifest.num_parameters
-        is_finite = manifest.metric is None or math.isfinite(manifest.metric)
-        if min(counts) < 0 or manifest.dtype not in _DTYPES or not is_finite:
+        if min(counts) < 0 or manifest.dtype not in _DTYPES:
             raise CheckpointError(f"it has numbers or a dtype that no run saves: {counts}, {quoted(manifest.dtype)}")
         files = tuple(map(file_record, manifest.files))
         others = tuple(_checked(OtherFile, entry) for entry in manifest.others)

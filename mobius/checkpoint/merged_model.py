@@ -39,7 +39,7 @@ def merged_folder(config: Config) -> Path:
 
 
 def check_free(folder: Path) -> None:
-    """Raise CheckpointError where a merged model cannot be written to `folder`, because something is there."""
+    """Raise CheckpointError if `folder` is not new or empty, so that no merged model can be written to it."""
     if folder.is_symlink() or folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise CheckpointError(
             f"{folder} is in use, and nothing is merged into it. Choose a folder that is new or empty."

@@ -1,6 +1,6 @@
 """Owns README.md of a saved model: what it was trained from, on what, how, and how that went.
 
-Only options and numbers go in. Of a path on this machine its last name is told, and nothing of the environment.
+It holds only options and numbers: of a path on this machine the last part, and nothing of the environment.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Origin:
-    """Weights that a run began with, before its first step: also those of a run that goes on from a checkpoint."""
+    """Weights before the first step of a run, also of a run that was resumed."""
 
     model_path: str
     """As it was given."""
     is_pretrained: bool | None
-    """Whether there were weights; None where a checkpoint does not say so."""
+    """Whether there were weights; None if a checkpoint does not say."""
 
     @classmethod
     def from_json(cls, value: object, *, model_path: str) -> Origin:
@@ -58,7 +58,7 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class CardFacts:
-    """A finished training, as far as a card tells it."""
+    """Facts of a finished training that a card shows."""
 
     config: Config
     """With numbers in the place of auto."""
@@ -73,7 +73,7 @@ class CardFacts:
     last_loss: float
     state: TrainerState
     evaluation: Mapping[str, object]
-    """The last numbers of an evaluation by name; nothing where there was none."""
+    """The last numbers of an evaluation by name; empty without one."""
 
 
 def model_card(facts: CardFacts) -> str:

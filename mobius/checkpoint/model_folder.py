@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from mobius.atomic_files import atomic_write
+from mobius.checkpoint.reader import read_locations
 from mobius.checkpoint.tensor_files import PlannedFile, StageFiles, translate_file_errors, write_stage
 from mobius.errors import CheckpointError
 from mobius.models.adapters.peft_folder import (
@@ -33,17 +33,12 @@ from mobius.models.adapters.peft_folder import (
 from mobius.models.blocks import ModelParts
 from mobius.models.families import changed_fields
 from mobius.models.model_files import ModelFiles
-from mobius.models.weights import EMBEDDING_WEIGHT, LM_HEAD_WEIGHT, read_header
-from mobius.regular_files import read_json
+from mobius.models.weights import EMBEDDING_WEIGHT, LM_HEAD_WEIGHT, read_header, read_stored
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-_SINGLE_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
-
 _MAX_HELD_BYTES = 64 * 2**20
-_TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SAME_SIZE_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -82,10 +77,10 @@ def write_params_file(path: Path, folder: Path, *, progress: Callable[[], None] 
 
     A tied head, which the folder does not store, gets its name too, because `load_state_dict` asks for it; the bytes
     are in the file once. Each other tensor has a storage of its own, so that `torch.load(path, weights_only=True,
-    mmap=True)` reads only what is asked for. The file appears whole, synced to the disk. `progress` is called whenever
-    some of it is written. Raises CheckpointError.
+    mmap=True)` reads only what is asked for. The file appears whole, synced to the disk. `progress` is called after
+    each write. Raises CheckpointError.
     """
-    files = [_map_file(folder / file_name) for file_name in dict.fromkeys(_weight_map(folder).values())]
+    files = [_map_file(file) for file in dict.fromkeys(stored.path for stored in read_stored(folder).values())]
     tensors = {name: tensor for _, part in files for name, tensor in part.items()}
     if EMBEDDING_WEIGHT in tensors:
         tensors.setdefault(LM_HEAD_WEIGHT, tensors[EMBEDDING_WEIGHT])
@@ -103,49 +98,25 @@ def write_params_file(path: Path, folder: Path, *, progress: Callable[[], None] 
 def verify_folder(folder: Path, expected: Iterable[tuple[str, Callable[[], Tensor]]]) -> None:
     """Reopen `folder` and compare each tensor of `expected` with what is stored, bit by bit.
 
-    A rank may pass only its own parameters; those of adapters have peft's names. Whether each file has the tensors that
-    the index says is checked for all files. Raises CheckpointError that names the first tensor or file that is wrong.
+    A rank may pass only its own parameters; those of adapters have peft's names. All files of the index are opened.
+    Raises CheckpointError that names the first tensor or file that is wrong.
     """
-    weight_map = _weight_map(folder)
-    for file_name in dict.fromkeys(weight_map.values()):
-        indexed = {name for name, its_file in weight_map.items() if its_file == file_name}
-        if stray := sorted(indexed ^ _names_in(folder / file_name)):
-            raise CheckpointError(f"{folder / file_name} and {_INDEX_FILE} disagree about {stray[0]!r}.")
+    found = read_stored(folder)
     for name, read in expected:
-        if name not in weight_map:
+        if name not in found:
             raise CheckpointError(f"{folder} has no tensor {name!r}.")
-        path = folder / weight_map[name]
-        # Opened anew for each tensor: an open file keeps every page that was read in this process's memory.
-        with translate_file_errors(f"read {name!r} of", path), safe_open(path, framework="pt") as file:
-            stored = file.get_tensor(name)
-        if problem := _describe_difference(stored, read()):
-            raise CheckpointError(f"{path}: {name!r} was not saved as it was trained: {problem}.")
+        if problem := _describe_difference(found[name].read(), read()):
+            raise CheckpointError(f"{found[name].path}: {name!r} was not saved as it was trained: {problem}.")
 
 
 def _describe_difference(stored: Tensor, trained: Tensor) -> str | None:
-    """Words for how two tensors differ, bit by bit; None where they do not."""
-    if stored.shape != trained.shape:
-        return f"shape {tuple(stored.shape)} instead of {tuple(trained.shape)}"
-    if stored.dtype != trained.dtype:
-        return f"{stored.dtype} instead of {trained.dtype}"
+    """Words for how two tensors differ, bit by bit; None if they do not."""
+    if (stored.shape, stored.dtype) != (trained.shape, trained.dtype):
+        return f"{stored.dtype} {tuple(stored.shape)} instead of {trained.dtype} {tuple(trained.shape)}"
     # As integers, because a NaN equals itself only there, and 0.0 equals -0.0 only elsewhere.
     integers = _SAME_SIZE_INTEGERS[stored.element_size()]
     differing = int((stored.reshape(-1).view(integers) != trained.reshape(-1).view(integers)).sum())
     return f"{differing:,} of {stored.numel():,} elements differ" if differing else None
-
-
-def _weight_map(folder: Path) -> dict[str, str]:
-    """File name by tensor name, from the index or, without one, from the single file, maybe an adapter's."""
-    index = folder / _INDEX_FILE
-    if not index.exists():
-        single = _SINGLE_FILE if (folder / _SINGLE_FILE).exists() else WEIGHTS_FILE
-        return dict.fromkeys(sorted(_names_in(folder / single)), single)
-    return dict(read_json(index)["weight_map"])
-
-
-def _names_in(path: Path) -> set[str]:
-    with translate_file_errors("read", path), safe_open(path, framework="pt") as file:
-        return set(file.keys())
 
 
 def _map_file(path: Path) -> tuple[mmap.mmap, dict[str, Tensor]]:
@@ -153,17 +124,11 @@ def _map_file(path: Path) -> tuple[mmap.mmap, dict[str, Tensor]]:
     with path.open("rb") as file:
         # ACCESS_COPY only because torch wants a writable buffer; nobody writes.
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    data_start = 8 + int.from_bytes(mapped[:8], "little")
-    header = json.loads(mapped[8:data_start])
     tensors = {
         name: torch.frombuffer(
-            mapped,
-            dtype=_TORCH_DTYPES[entry["dtype"]],
-            offset=data_start + entry["data_offsets"][0],
-            count=math.prod(entry["shape"]),
-        ).reshape(entry["shape"])
-        for name, entry in header.items()
-        if name != "__metadata__"
+            mapped, dtype=location.dtype, offset=location.start, count=math.prod(location.shape)
+        ).reshape(location.shape)
+        for name, location in read_locations(path).items()
     }
     return mapped, tensors
 

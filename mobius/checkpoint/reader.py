@@ -1,6 +1,6 @@
-"""Reads a checkpoint tensor by tensor into memory of the reader's choice, and checks each one's sum on the way.
+"""Reads a checkpoint tensor by tensor into memory of the caller, and verifies each checksum on the way.
 
-Files are read, not mapped: a disk's error is then an exception, and no signal that ends the process.
+Files are read, not mapped: a disk error is then an exception and not a signal that ends the process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ from mobius.checkpoint.tensor_files import STATE_DTYPES, chunks_of, translate_fi
 from mobius.errors import CheckpointError, quoted
 from mobius.regular_files import open_regular, read_bytes
 
-_DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I16": torch.int16}
+_DTYPES: Final = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I16": torch.int16,
+}
 """The format's words: https://huggingface.co/docs/safetensors"""
 _MAX_HEADER_BYTES: Final = 100_000_000
 """safetensors has this limit too."""
@@ -32,8 +38,8 @@ _MAX_THREADS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _TensorLocation:
-    """A tensor in its file."""
+class TensorLocation:
+    """A tensor in its file; `start` is the byte at which its values begin."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -44,7 +50,7 @@ class CheckpointReader:
     """The tensors of one complete checkpoint; several threads may read at once. `folders.open_checkpoint` makes it."""
 
     def __init__(self, path: Path, manifest: Manifest, *, hint: Callable[[], str]) -> None:
-        """`hint` tells which other checkpoint there is; it is asked when a file turns out to be damaged."""
+        """`hint` returns a sentence about another checkpoint, for the message about a damaged file."""
         self.path = path
         self.manifest = manifest
         self._files = manifest.tensor_files
@@ -52,19 +58,15 @@ class CheckpointReader:
         self._locations_in = functools.cache(self._read_locations)
 
     @property
-    def model_folder(self) -> Path:
-        """The Hugging Face folder with the weights: the checkpoint's own."""
-        return self.path
-
-    @property
     def dtype(self) -> torch.dtype:
         """Dtype of the weights."""
-        return next(dtype for dtype in _DTYPES.values() if str(dtype) == f"torch.{self.manifest.dtype}")
+        dtype: torch.dtype = getattr(torch, self.manifest.dtype)
+        return dtype
 
     def read_weight(self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None) -> Tensor:
         """Parameter `name` as it was trained, in the checkpoint's dtype, into `out` if given (contiguous, on the CPU).
 
-        Raises CheckpointError where it is absent, of another shape or damaged; `out` has any values then.
+        Raises CheckpointError if it is absent, of another shape or damaged; the values of `out` are undefined then.
         """
         return self._read(name, shape, self.dtype, out)
 
@@ -79,8 +81,13 @@ class CheckpointReader:
 
     def verify_all(self) -> None:
         """Read everything once. Raises CheckpointError that names the first file, and tensor, that is damaged."""
+
+        def verify_tensor(full_name: str) -> None:
+            location = self._location_of(full_name)
+            self._read(full_name, location.shape, location.dtype, None)
+
         with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "verify") as threads:
-            for _ in threads.map(self._verify_tensor, self._files):
+            for _ in threads.map(verify_tensor, self._files):
                 pass
         self.verify_texts()
 
@@ -97,10 +104,6 @@ class CheckpointReader:
                     "Bring the file back; options of a run that goes on are given at its start, with --resume_changes "
                     "where they change what is trained",
                 )
-
-    def _verify_tensor(self, full_name: str) -> None:
-        location = self._location_of(full_name)
-        self._read(full_name, location.shape, location.dtype, None)
 
     def _read(self, full_name: str, shape: tuple[int, ...], dtype: torch.dtype, out: Tensor | None) -> Tensor:
         location = self._location_of(full_name)
@@ -126,7 +129,7 @@ class CheckpointReader:
             raise self._damaged(path, f"the checksum of {full_name!r} is {found:08x}, saved was {saved:08x}")
         return values
 
-    def _location_of(self, full_name: str) -> _TensorLocation:
+    def _location_of(self, full_name: str) -> TensorLocation:
         if full_name not in self._files:
             raise CheckpointError(
                 f"{self.path} has no tensor {full_name!r}: it is a checkpoint of another model, or of a run that "
@@ -134,19 +137,12 @@ class CheckpointReader:
             )
         return self._locations_in(self._files[full_name].file_name)[full_name]
 
-    def _read_locations(self, file_name: str) -> dict[str, _TensorLocation]:
+    def _read_locations(self, file_name: str) -> dict[str, TensorLocation]:
         path = self.path / file_name
-        with translate_file_errors("read", path):
-            total = path.stat().st_size
-            with open_regular(path) as file:
-                length = int.from_bytes(file.read(8), "little")
-                text = file.read(length) if length <= min(_MAX_HEADER_BYTES, total) else b""
         try:
-            header = json.loads(text)
-            locations = {
-                name: _parse_location(entry, 8 + length) for name, entry in header.items() if name != "__metadata__"
-            }
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            with translate_file_errors("read", path):
+                locations = read_locations(path)
+        except ValueError as error:
             raise self._damaged(path, "its header is none of safetensors") from error
         expected = next(record.checksums for record in self.manifest.files if record.file_name == file_name)
         if stray := sorted(locations.keys() ^ expected.keys()):
@@ -157,14 +153,26 @@ class CheckpointReader:
         return CheckpointError(f"{path} is damaged: {reason}. {self._hint()}".rstrip())
 
 
-def _parse_location(entry: Mapping[str, Any], data_start: int) -> _TensorLocation:
-    """Raises one of the usual errors where the entry is not as the format asks."""
+def read_locations(path: Path) -> dict[str, TensorLocation]:
+    """The tensors of a safetensors file, by name. Raises OSError, and ValueError for any other file."""
+    with open_regular(path) as file:
+        length = int.from_bytes(file.read(8), "little")
+        text = file.read(length) if length <= min(_MAX_HEADER_BYTES, path.stat().st_size) else b""
+    try:
+        header = json.loads(text)
+        return {name: _parse_location(entry, 8 + length) for name, entry in header.items() if name != "__metadata__"}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"no header of safetensors: {error}") from error
+
+
+def _parse_location(entry: Mapping[str, Any], data_start: int) -> TensorLocation:
+    """Raises one of the usual errors if the entry is not as the format asks."""
     dtype, shape, (start, end) = _DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
     if any(type(number) is not int or number < 0 for number in (*shape, start, end)):
         raise ValueError("no sizes")
     if end - start != math.prod(shape) * dtype.itemsize:
         raise ValueError("its bytes are not those of its shape")
-    return _TensorLocation(dtype, shape, data_start + start)
+    return TensorLocation(dtype, shape, data_start + start)
 
 
 def _text(dtype: torch.dtype, shape: tuple[int, ...]) -> str:

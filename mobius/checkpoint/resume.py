@@ -1,7 +1,7 @@
-"""Takes a run up again from a checkpoint: which one, with which options and plan, and its state into new stages.
+"""Resumes a run from a checkpoint: chooses the checkpoint, and merges its options and plan with those of this start.
 
-Options that the user does not give are the checkpoint's. Given ones may differ where they do not change what is
-trained: devices, stages, saving, evaluation, logging. The rest is refused with both values, or allowed by name.
+Options that the user does not give are the checkpoint's. Given ones may differ if they do not change what is trained:
+devices, stages, saving, evaluation, logging. The rest is refused with both values, or allowed by --resume_changes.
 """
 
 from __future__ import annotations
@@ -9,23 +9,18 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Mapping
 from dataclasses import astuple, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 import yaml
-from torch import Tensor
 
 from mobius.checkpoint.folders import find_checkpoints, open_checkpoint, recover_interrupted_saves
 from mobius.checkpoint.manifest import MANIFEST_FILE
 from mobius.checkpoint.model_card import Origin
 from mobius.checkpoint.reader import CheckpointReader
-from mobius.checkpoint.run_folder import lock_if_free
-from mobius.checkpoint.saved_stage import HasMemory, optimizer_tensors
+from mobius.checkpoint.run_folder import OPTIONS_FILE, PLAN_FILE, lock_if_free
 from mobius.config.config import Config, config_from, option_values, options
 from mobius.config.options import OptionValue
 from mobius.config.sources import read_yaml, to_yaml
@@ -33,11 +28,8 @@ from mobius.config.validation import MUTUALLY_EXCLUSIVE, infer_eval_strategy, va
 from mobius.distributed.node_checks import check_same_facts
 from mobius.distributed.rendezvous import Rendezvous, join_run
 from mobius.engine.optimizer_stepper import StepCounts
-from mobius.engine.stage_state import StageState
 from mobius.errors import CheckpointError, ConfigError, MobiusError, PlanError, quoted
 from mobius.log import RANK_ZERO_ONLY
-from mobius.models.blocks import ModelParts
-from mobius.models.weight_conversion.parameter_pieces import ParameterPiece
 from mobius.planner.saved_plan import apply_saved_plan
 from mobius.ranks import Ranks, is_restart, launch_id
 from mobius.regular_files import read_bytes, read_text, typed_object
@@ -66,8 +58,6 @@ _START_OPTIONS: Final = (
     *("save_dir", "save_params", "save_results", "host_memory_limit", "gpu_memory_limit", "device"),
     *("do_train", "do_eval", "do_predict"),
 )
-_NUM_READER_THREADS: Final = 4
-"""Threads of a rank that read a checkpoint."""
 LAUNCH: Final = "launch"
 """Key in a checkpoint's position of the launcher's start that saved it (`launch_id`)."""
 ORIGIN: Final = "origin"
@@ -81,20 +71,19 @@ _PLAN_OPTIONS: Final = (
     *("recompute", "activation_offloading", "tile_tokens", "gpu_memory_limit", "host_memory_limit"),
 )
 """Options that make another plan."""
-PLAN_FILE: Final = "plan.json"
-OPTIONS_FILE: Final = "training_args.yaml"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """A checkpoint that a run goes on from, and the options that it then has."""
+    """The checkpoint that a run resumes from, and the options of the resumed run."""
 
     reader: CheckpointReader
     config: Config
     inherited_save_dir: str | None = None
-    """--save_dir, where that is the named checkpoint's folder because no other was given."""
+    """--save_dir if it is the named checkpoint's folder because no other was given."""
     rendezvous: Rendezvous | None = None
-    """Where ranks agreed on it. Without torchrun the first rank's process is the store, and others may still read."""
+    """Rendezvous at which ranks agreed on the checkpoint. Without torchrun the first rank's process is its store, which
+    other ranks may still read."""
 
     @property
     def num_steps_done(self) -> int:
@@ -103,7 +92,7 @@ class Resume:
 
     @property
     def counts(self) -> StepCounts:
-        """Raises CheckpointError where the checkpoint's are not those of this version."""
+        """Counters of the optimizer steps. Raises CheckpointError if they are not those of this version."""
         try:
             counts = typed_object(StepCounts, self.reader.manifest.training)
             if not all(0 <= number < math.inf for number in astuple(counts)) or counts.loss_scale == 0:
@@ -127,12 +116,12 @@ class Resume:
 
     @property
     def origin(self) -> Origin:
-        """The weights that the run began with, as far as the checkpoint tells them."""
+        """The weights that the run began with, if the checkpoint names them."""
         return Origin.from_json(self.loop_state.get(ORIGIN), model_path=self.config.model.model_path)
 
     @property
     def tracker_run_id(self) -> str | None:
-        """Id of the run at the trackers' servers; None where there is none."""
+        """Id of the run at the trackers' servers, if there is one."""
         found = self.loop_state.get(TRACKER_RUN)
         return found if isinstance(found, str) else None
 
@@ -142,7 +131,7 @@ class Resume:
         return TrainerState.from_json(read_text(path), path=path)
 
     def check_steps(self, config: Config) -> None:
-        """Raise ConfigError where the run, whose steps are counted now, would be shorter than what is done."""
+        """Raise ConfigError if the run has fewer steps than the checkpoint."""
         optim, done = config.optim, self.num_steps_done
         if optim.num_steps < done:
             given = f"`--num_iterations` {optim.num_steps}"
@@ -154,7 +143,7 @@ class Resume:
             )
 
     def check_data(self, fingerprint: str) -> None:
-        """Raise CheckpointError where the run's data are not those that the checkpoint was made with."""
+        """Raise CheckpointError if the run's data are not the checkpoint's."""
         saved = self.reader.manifest.data.get("fingerprint")
         if saved != fingerprint and "dataset" not in self.config.saving.changes:
             raise CheckpointError(
@@ -172,13 +161,14 @@ def find_resume(config: Config, ranks: Ranks, *, given: Collection[str] | None) 
     if word is None and not is_restart():
         return None
     rendezvous = join_run(ranks) if ranks.num_ranks > 1 else None
-    taken = _inherited_save_dir(config, given)
-    path = _agreed(config, Path(config.output.save_dir if taken is None else taken), ranks, rendezvous)
+    named = _named_checkpoint(config)
+    inherited = None if named is None or given is None or "save_dir" in given else str(named.parent)
+    path = _agree_on_path(config, Path(inherited or config.output.save_dir), ranks, rendezvous)
     if path is None:
         logger.info("started again by the launcher, from the first step: there is no checkpoint yet")
         return None
     reader = open_same_checkpoint(path, ranks, rendezvous)
-    merged, changed = _merged(config, reader.path, given, taken)
+    merged, changed = _merge_options(config, reader.path, given, inherited)
     if not reader.manifest.has_optimizer:
         raise CheckpointError(
             f"{path} holds weights only (--save_only_model): no run can go on from it. Begin a new one with "
@@ -198,13 +188,13 @@ def find_resume(config: Config, ranks: Ranks, *, given: Collection[str] | None) 
     )
     merged = _with_saved_plan(merged, reader, ranks, given, changed)
     logger.info("resumed from %s: %d steps are done", path, reader.manifest.step)
-    return Resume(reader=reader, config=merged, inherited_save_dir=taken, rendezvous=rendezvous)
+    return Resume(reader=reader, config=merged, inherited_save_dir=inherited, rendezvous=rendezvous)
 
 
 def open_same_checkpoint(path: Path, ranks: Ranks, rendezvous: Rendezvous | None) -> CheckpointReader:
-    """The reader of the checkpoint `path`; collective where there are several nodes.
+    """The reader of the checkpoint `path`; collective if there are several nodes.
 
-    Raises CheckpointError, there on all processes alike, where one cannot open it or has another checkpoint.
+    Raises CheckpointError, on all processes of several nodes, if one cannot open it or has another checkpoint.
     """
     if rendezvous is None or ranks.num_nodes == 1:
         return open_checkpoint(path)
@@ -224,135 +214,34 @@ def open_same_checkpoint(path: Path, ranks: Ranks, rendezvous: Rendezvous | None
     return reader
 
 
-def restore(
-    stages: HasMemory,
-    parts: ModelParts,
-    reader: CheckpointReader,
-    *,
-    weights_only: bool = False,
-    progress: Callable[[], None] = lambda: None,
-) -> None:
-    """Set weights and the optimizer's state of all of a rank's stages, to the bit. Raises CheckpointError.
-
-    Frozen weights beside adapters are in no checkpoint, and stay as they are.
-    With `weights_only` only working weights: to evaluate or save them, not to train on. `progress` is called with each
-    parameter that is set.
-    """
-    stored, parameter_pieces = parts.stored_names, parts.parameter_pieces
-
-    def set_one(job: tuple[StageState, str]) -> None:
-        state, name = job
-        stored_name = stored.get(name, name)
-        _restore_parameter(state, name, reader, stored_name, parameter_pieces.get(stored_name), weights_only)
-
-    layouts = [(own.state, own.state.layout) for own in stages.memory.values()]
-    has_all = not parts.adapters.is_lora
-    jobs = [(state, name) for state, layout in layouts for name in layout.offsets if has_all or layout.is_trained(name)]
-    with ThreadPoolExecutor(_NUM_READER_THREADS, thread_name_prefix="reading") as threads:
-        for _ in threads.map(set_one, jobs):
-            progress()
-
-
-class SavedWeights:
-    """Source of the parameters that a checkpoint holds, in the format that it has them in."""
-
-    def __init__(self, reader: CheckpointReader, parts: ModelParts) -> None:
-        self._reader, self._parts = reader, parts
-
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Value of parameter `name`. Raises CheckpointError."""
-        stored_name = self._parts.stored_names.get(name, name)
-        return _read_weight(self._reader, stored_name, shape, self._parts.parameter_pieces.get(stored_name))
-
-
-def _restore_parameter(
-    state: StageState,
-    name: str,
-    reader: CheckpointReader,
-    stored_name: str,
-    pieces: Sequence[ParameterPiece] | None,
-    weights_only: bool,
-) -> None:
-    layout = state.layout
-    part, shape = layout.slice_of(name), layout.offsets[name][1]
-
-    def place(target: Tensor, read: Callable[..., Tensor]) -> None:
-        """Have `read` fill the parameter's part of `target`, or copy there what it reads."""
-        view = target[part].view(shape)
-        if view.device.type == "cpu":
-            read(out=view)
-        else:
-            view.copy_(read())
-
-    place(state.weights, partial(_read_weight, reader, stored_name, shape, pieces))
-    if not layout.is_trained(name) or weights_only:
-        return
-    if state.shards is None:
-        for key, tensor in optimizer_tensors(state).items():
-            place(tensor, partial(reader.read_state, stored_name, key, shape))
-        return
-    owned = [(own.state, cut) for own in state.owned if (cut := own.overlap(part)) is not None]
-    for key in optimizer_tensors(state) if owned else ():
-        values = reader.read_state(stored_name, key, shape).reshape(-1)
-        for own, (inside, given) in owned:
-            optimizer_tensors(own)[key][inside].copy_(values[given])
-
-
-def _read_weight(
-    reader: CheckpointReader,
-    name: str,
-    shape: tuple[int, ...],
-    pieces: Sequence[ParameterPiece] | None,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    """A parameter's weights, into `out` if it is given; pieces are read into their places, one after the other."""
-    if pieces is None:
-        return reader.read_weight(name, shape, out=out)
-    whole = torch.empty(shape, dtype=reader.dtype) if out is None else out
-    for piece in pieces:
-        own = piece.of(whole)
-        if own.is_contiguous():
-            reader.read_weight(piece.name, piece.shape, out=own)
-        else:
-            own.copy_(reader.read_weight(piece.name, piece.shape))
-    return whole
-
-
-def _named(config: Config) -> Path | None:
-    """The checkpoint that is given by its path."""
+def _named_checkpoint(config: Config) -> Path | None:
+    """The checkpoint that the user names by its path."""
     word = config.saving.resume_from_checkpoint
     return None if word is None or word.lower() == _NEWEST else Path(word)
 
 
-def _inherited_save_dir(config: Config, given: Collection[str] | None) -> str | None:
-    named = _named(config)
-    return None if named is None or given is None or "save_dir" in given else str(named.parent)
-
-
-def _agreed(config: Config, save_dir: Path, ranks: Ranks, rendezvous: Rendezvous | None) -> Path | None:
+def _agree_on_path(config: Config, save_dir: Path, ranks: Ranks, rendezvous: Rendezvous | None) -> Path | None:
     """Path of the checkpoint, chosen by the first rank: another one could see a folder at another moment."""
     problem, path = None, None
     if ranks.is_first:
         try:
-            path = _chosen(config, save_dir)
+            path = _choose(config, save_dir)
         except MobiusError as error:
             problem = str(error)
     if rendezvous is not None:
-        told = rendezvous.gather([problem, None if path is None else str(path)])[0]
-        problem, path = told[0], None if told[1] is None else Path(told[1])
+        problem, path = rendezvous.gather([problem, None if path is None else str(path)])[0]
     if problem is not None:
         raise CheckpointError(problem)
-    return path
+    return None if path is None else Path(path)
 
 
-def _chosen(config: Config, save_dir: Path) -> Path | None:
-    """The newest checkpoint that this launch has saved; before the first one, that of the first start."""
-    named = _named(config)
+def _choose(config: Config, save_dir: Path) -> Path | None:
+    """The newest checkpoint that this launch has saved; until there is one, the checkpoint of the first start."""
+    named = _named_checkpoint(config)
     if named is not None and not is_restart():
         return named
     with lock_if_free(save_dir) as is_free:
-        if is_free:  # else another run is at it, which is told when the folder is prepared
+        if is_free:  # else another run is writing there: `OutputFolder.prepare` refuses this one
             for line in recover_interrupted_saves(save_dir):
                 logger.info("%s", line)
     found = find_checkpoints(save_dir)
@@ -361,7 +250,7 @@ def _chosen(config: Config, save_dir: Path) -> Path | None:
     if is_restart():
         launch = launch_id()
         own = [path for path, manifest in found.valid if launch and manifest.data.get(LAUNCH) == launch]
-        # Others in the folder are those of an earlier run, which this one replaces, or behind the one that was named.
+        # Other checkpoints there are of an earlier run, which this one replaces, or later than the named one.
         if own or named is not None or config.saving.resume_from_checkpoint is None:
             return own[0] if own else named
     if found.valid:
@@ -372,30 +261,29 @@ def _chosen(config: Config, save_dir: Path) -> Path | None:
     )
 
 
-def _merged(
+def _merge_options(
     config: Config, path: Path, given: Collection[str] | None, save_dir: str | None
 ) -> tuple[Config, list[str]]:
-    """The checkpoint's options with those of this start over them, and names of those that are other ones.
+    """The checkpoint's options overridden by those of this start, and the names of the given ones that differ.
 
-    Raises ConfigError for what may not differ. `save_dir` is where nobody gave another one.
+    `save_dir` is the one to use if nobody gave another. Raises ConfigError for what may not differ.
     """
     file = read_yaml(str(path / OPTIONS_FILE))
     if file.problems:
         raise CheckpointError(f"{path / OPTIONS_FILE} cannot be read: {file.problems[0]}")
     own = option_values(config)
     names = set(own if given is None else given)
-    # A checkpoint without a value of its own has the default: of a newer option, for instance.
-    saved = {name: file.values.get(name, option.default) for name, option in options().items()}
-    for pair in MUTUALLY_EXCLUSIVE:
-        if names & set(pair):
-            saved |= {other: options()[other].default for other in pair if other not in names}
-    taken = {name for name in own if name in names or _belongs_to_start(name)}
-    merged = {name: own[name] if name in taken else saved[name] for name in own}
+    # An option that the checkpoint does not have, a newer one for instance, has its default.
+    saved = {name: file.values.get(name, options()[name].default) for name in own}
+    excluded = {name for pair in MUTUALLY_EXCLUSIVE if names & set(pair) for name in pair} - names
+    merged = {}
+    for name, value in own.items():
+        kept = options()[name].default if name in excluded else saved[name]
+        merged[name] = value if name in names or _belongs_to_start(name) else kept
     if save_dir is not None:
         merged["save_dir"] = save_dir
-    written = {name: file.values.get(name, options()[name].default) for name in own}
-    _refuse_changes(merged, written, config, path)
-    return config_from(merged), [name for name in own if name in names and own[name] != written[name]]
+    _refuse_changes(merged, saved, config, path)
+    return config_from(merged), [name for name in own if name in names and own[name] != saved[name]]
 
 
 def _belongs_to_start(name: str) -> bool:
@@ -403,7 +291,7 @@ def _belongs_to_start(name: str) -> bool:
 
 
 def _affects_training(name: str) -> bool:
-    """Whether another value trains something else."""
+    """Whether another value changes what is trained."""
     is_part = options()[name].section in _TRAINING_SECTIONS and name not in _CHANGES_NOTHING
     return is_part or name in _TRAINING_OPTIONS
 
@@ -412,25 +300,23 @@ def _refuse_changes(
     values: Mapping[str, OptionValue], saved: Mapping[str, OptionValue], config: Config, path: Path
 ) -> None:
     allowed = set(config.saving.changes)
-    wrong = [name for name, value in values.items() if value != saved[name] and _affects_training(name)]
-    if values["dtype"] != saved["dtype"]:
+    changed = {name for name, value in values.items() if value != saved[name] and _affects_training(name)}
+    own, old = (yaml.safe_load(to_yaml(config_from(each))) for each in (values, saved))
+    if "dtype" in changed:
         raise ConfigError(
-            f"`--dtype` is {_shown(values['dtype'])}, {path.name} has {_shown(saved['dtype'])}, in which its weights "
+            f"`--dtype` is {_shown(own['dtype'])}, {path.name} has {_shown(old['dtype'])}, in which its weights "
             "are stored: no --resume_changes allows another one. Leave it out, or begin a new run with "
             f"--model_path {path}"
         )
-    own_text, saved_text = (yaml.safe_load(to_yaml(config_from(each))) for each in (values, saved))
-    problems = [
-        f"`--{name}` is {_shown(own_text[name])}, {path.name} has {_shown(saved_text[name])}"
-        for name in wrong
-        if name not in allowed
-    ]
-    if problems:
-        names = ",".join(sorted({*allowed, *wrong}))
+    if changed - allowed:
         raise ConfigError(
-            *problems,
-            hint=f"These change what is trained. Leave them out to go on as before, or allow it by --resume_changes "
-            f"{names}.",
+            *(
+                f"`--{name}` is {_shown(own[name])}, {path.name} has {_shown(old[name])}"
+                for name in values
+                if name in changed - allowed
+            ),
+            hint="These change what is trained. Leave them out to go on as before, or allow it by --resume_changes "
+            f"{','.join(sorted(allowed | changed))}.",
         )
 
 
@@ -441,10 +327,7 @@ def _shown(value: object) -> str:
 def _with_saved_plan(
     config: Config, reader: CheckpointReader, ranks: Ranks, given: Collection[str] | None, changed: Collection[str]
 ) -> Config:
-    """The config with the checkpoint's plan where that fits, so that `auto` is not decided anew.
-
-    It does not where options are `changed` that make another plan.
-    """
+    """The config with the checkpoint's plan, so that `auto` is not decided anew, unless that plan no longer fits."""
     if config.planning.plan is not None:
         return config
     planned = replace(config, planning=replace(config.planning, plan=str(reader.path / PLAN_FILE)))

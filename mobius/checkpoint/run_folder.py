@@ -1,23 +1,23 @@
-"""The folder `--save_dir` of a run: who may use it, when its files get their names, and what a killed run left there.
+"""The folder `--save_dir` of a run: who may use it, when its files get their names, and what a killed run leaves there.
 
-    prepare   save_ckpt (older, if any)         save_ckpt.partial (made and locked, the settings are written there)
+    prepare   save_ckpt (older, if any)         save_ckpt.partial (made and locked; the settings are written there)
     begin     save_ckpt -> save_ckpt.replaced   save_ckpt.partial -> save_ckpt
-    a run     save_ckpt <- logs, and each checkpoint-<step> when it is whole (folders.py)
-    commit    save_ckpt/final.partial -> save_ckpt, file by file, config.json as the last one (`publish_model`)
+    training  save_ckpt <- logs, and each checkpoint-<step> once it is whole (folders.py)
+    commit    save_ckpt/final.partial -> save_ckpt, file by file, config.json last (`publish_model`)
 
-The older folder is removed with the first checkpoint or the model. A run that saves no checkpoints begins at its
-commit, and its model is checked in save_ckpt.partial. A run that goes on from a checkpoint of the folder moves its
-settings there instead of renaming. A process can be killed between any two changes; the next `prepare` settles it:
+The first checkpoint or the model removes the older folder. A run that saves no checkpoints begins at its commit, and
+checks its model in save_ckpt.partial. A run that resumes from a checkpoint of the folder locks it and works in place.
+A process may be killed between any two changes; the next `prepare` recovers:
 
-    a model in final.partial        gets its place; the run is refused and told so, unless it resumes
-    save_ckpt, marked and complete  .replaced is removed: the run that moved it aside was told to replace it
+    a model in final.partial        gets its place; the run is refused with that message, unless it resumes
+    save_ckpt, marked and complete  .replaced is removed: the run that moved it aside was asked to replace it
     save_ckpt with logs at most     is removed, and .replaced gets its name back
     no save_ckpt                    .partial with a model gets the name, and the run is refused; else .replaced gets it
-    complete .partial or .replaced  the run is refused and told where they are
+    complete .partial or .replaced  the run is refused with their paths
     torn .partial or .replaced      is removed; a folder that no run has left is never touched
 
 A folder is complete if it has a whole model or a checkpoint (save_ckpt and .replaced also: scores of a run that does
-not train). A model is whole if there are weights and config.json, which is the last file to come and the first to go.
+not train). A model is whole if there are weights and config.json, which is written last and removed first.
 """
 
 from __future__ import annotations
@@ -33,47 +33,47 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from mobius.atomic_files import sync_to_disk
+from mobius.atomic_files import atomic_write, sync_to_disk
 from mobius.checkpoint.manifest import MANIFEST_FILE
-from mobius.errors import CheckpointError, reason_of
+from mobius.errors import CheckpointError, listed, reason_of
 from mobius.regular_files import read_json
 from mobius.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-SETTINGS: Final = ("training_args.yaml", "plan.json")
+OPTIONS_FILE: Final = "training_args.yaml"
+PLAN_FILE: Final = "plan.json"
+SETTINGS: Final = {OPTIONS_FILE, PLAN_FILE}
 """Files that every folder of a run begins with."""
 _MODEL_MARK: Final = "config.json"
 _ADAPTER_MARK: Final = "adapter_config.json"
-"""Mark of adapters, once they have their place; there is no config.json, or transformers would look for a model."""
+"""Mark of a committed adapter: a config.json would make transformers look for a model."""
 _REPLACES_MARK: Final = ".replaces_older"
-"""File of a run that has moved older results aside, which are removed as soon as its own are safe."""
+"""File of a run that has moved older results aside."""
 _REMOVED_MARK: Final = ".removed"
-"""File of a folder that is being removed."""
+"""First file to be written to a folder that is being removed, and the last one to go."""
 _EXPORT: Final = "final.partial"
 _MOVING: Final = "final.moving"
 """Name of the checked model once no file of an older one is left in the folder."""
-_OLDER_WEIGHTS: Final = (
+_OLDER_MODEL: Final = (
     *("model*.safetensors", "model.safetensors.index.json"),
     *("adapter_config.json", "adapter_model.safetensors", "base_model.json"),
 )
 _ANSWERS: Final = ("generated_predictions.jsonl", "predict_results.json")
-"""Files of `--do_predict`, which come after the model that answered."""
-_RUN_FILES: Final = {*SETTINGS, _REMOVED_MARK, "metrics.jsonl", "trace.json", "tokenizer.json"}
-"""Files of which a torn folder of a run has at least one, if it has no weights yet."""
+"""Files of `--do_predict`, which are written after the model that answered."""
 _CHECKPOINT: Final = re.compile(r"checkpoint-(\d+)(\.replaced|\.partial)?")
-"""A checkpoint, also where its run was killed before it had its name, or while another one of its step took that."""
+"""A checkpoint, also one without its final name: its run was killed, or another one of its step took the name."""
 _LEFT_BEHIND: Final = re.compile(
     r"(training_args\.yaml|plan\.json|\.replaces_older"
     r"|events\.jsonl|metrics\.jsonl|trainer_log\.jsonl|trainer_state\.json|\w+_results\.json"
     r"|training_loss\.png|README\.md|trace(\.rank\d+)?\.json|timeline\.png)(?:(?:\.\d+)?\.partial)?"
     r"|profile|runs|checkpoint-\d+\.(partial|removed|replaced)|final\.(partial|moving)"
 )
-"""Files and folders that are in the folder of a run before it has a checkpoint or a model."""
+"""Files and folders in the folder of a run before it has a checkpoint or a model."""
 
 
 class OutputFolder:
-    """The folder `--save_dir` of one run, and the files that are saved beside it.
+    """The folder `--save_dir` of one run, and the files that are saved next to it.
 
     Every rank may make one and ask for paths; only the first rank calls what changes the disk.
     """
@@ -89,29 +89,27 @@ class OutputFolder:
     ) -> None:
         """`files` maps an option as typed (`--save_params`) to the single file it names; those are written apart.
 
-        `keeps_checkpoints`: the run saves as it goes. `resumes`: it goes on from a checkpoint in `save_dir` itself,
+        `keeps_checkpoints`: the run saves checkpoints. `resumes`: it goes on from a checkpoint in `save_dir` itself,
         whose other checkpoints and logs stay, and whose single files may be replaced. Raises CheckpointError for what
         cannot be the name of a folder.
         """
         self.save_dir = _resolved("--save_dir", save_dir)
         if not self.save_dir.name:
             raise CheckpointError("--save_dir / is the root of all folders. Use a folder inside it.")
-        self.partial, self._replaced = _folders_beside(self.save_dir)
-        self._overwrite, self._resumes = overwrite, resumes
+        self._partial, self._replaced = _folders_beside(self.save_dir)
+        self._overwrite, self._resumes, self._files = overwrite, resumes, files
         self.is_renamed_at_commit = not (keeps_checkpoints or resumes)
         """Whether `training_folder` gets another name with the result."""
-        self.training_folder = self.partial if self.is_renamed_at_commit else self.save_dir
+        self.training_folder = self._partial if self.is_renamed_at_commit else self.save_dir
         """Place of the run's files from the first step on, known on every rank from the start."""
-        self.export_folder = self.partial if self.is_renamed_at_commit else self.save_dir / _EXPORT
+        self.export_folder = self._partial if self.is_renamed_at_commit else self.save_dir / _EXPORT
         """Place where the model is written and checked after the last step, on every rank."""
+        self.folder = self.save_dir if resumes else self._partial
+        """Place of the run's files now, on the rank that prepared it; until `begin` it is right on every rank."""
         self._has_begun = self._has_older = False
-        self._files = files
-        self._locks: dict[Path, int] = {}
-
-    @property
-    def folder(self) -> Path:
-        """Place of the files of the run now, on the rank that prepared it."""
-        return self.save_dir if self._has_begun else self.partial
+        self._settings: Mapping[str, str] = {}
+        self._lock: int | None = None
+        """Descriptor that holds the lock of `folder`."""
 
     @property
     def older_results(self) -> Path | None:
@@ -127,27 +125,29 @@ class OutputFolder:
         now = "as they were" if older == self.save_dir else "and the next start puts them back"
         return f"The results that were to be replaced are in {older}, {now}."
 
-    def path_in_folder(self, path: Path) -> Path:
-        """Return where to write what the user wants at `path`: inside `folder` if `path` is inside `save_dir`."""
-        resolved = path.resolve()
-        if resolved.is_relative_to(self.save_dir):
-            return self.folder / resolved.relative_to(self.save_dir)
-        return resolved
-
     def prepare(self, needed_bytes: Mapping[str, int]) -> None:
-        """Make `partial`, or say before training what would make saving fail after it; raises CheckpointError.
+        """Recover what a killed run left, then make and lock `folder`. Raises CheckpointError.
 
-        `needed_bytes` maps options (`--save_dir` and those of `files`) to the bytes that will be written there. From
-        here on until the process ends, or `close`, no other run can use `save_dir`.
+        Finds what would make saving fail after the training. `needed_bytes` maps options (`--save_dir` and those of
+        `files`) to the bytes that will be written there. Until `close` or the end of the process no other run can use
+        `save_dir`.
         """
         try:
-            with contextlib.ExitStack() as held:  # what another run is at is not settled
-                for folder in (self.partial, self.save_dir):
+            with contextlib.ExitStack() as held:
+                for folder in (self._partial, self.save_dir):
                     if folder.is_dir():
-                        held.callback(os.close, self._lock(folder))
+                        held.callback(os.close, self._locked(folder))
                 _refuse(_recover(self.save_dir, resumes=self._resumes))
-            _refuse([*self._folder_problems(), *self._file_problems()])
-            self._claim()
+                _refuse([*self._folder_problems(), *self._file_problems()])
+                if self._partial.exists():
+                    _remove_results(self._partial)
+            if not self._resumes:
+                self._partial.parent.mkdir(parents=True, exist_ok=True)
+                with contextlib.suppress(FileExistsError):  # two runs start at the same moment: the lock decides
+                    self._partial.mkdir()
+            self._lock = self._locked(self.folder)
+            with tempfile.TemporaryFile(dir=self.folder):
+                pass
         except (CheckpointError, OSError) as error:
             self.close()
             if isinstance(error, CheckpointError):
@@ -156,31 +156,51 @@ class OutputFolder:
                 f"--save_dir {self.save_dir}: cannot write there ({reason_of(error)}). Choose another folder."
             ) from error
         try:
-            _refuse(self._unwritable_files())
-            _refuse(self._space_problems(needed_bytes))
+            _refuse([*self._unwritable_files()] or self._space_problems(needed_bytes))
         except CheckpointError:
             self.discard()
             raise
         self._has_older = not self._resumes and has_results(self.save_dir)
 
+    def write_settings(self, settings: Mapping[str, str]) -> None:
+        """Write texts by file name into `folder`; those of a run that resumes appear in `begin`.
+
+        Raises CheckpointError.
+        """
+        self._settings = settings
+        for name, text in () if self._resumes and not self._has_begun else settings.items():
+            path = self.folder / name
+            try:
+                with atomic_write(path) as temporary:
+                    temporary.write_text(text, encoding="utf-8")
+            except OSError as error:
+                raise CheckpointError(
+                    f"--save_dir {self.save_dir}: cannot write {path} ({reason_of(error)}). Free some space, or choose "
+                    "another folder."
+                ) from error
+
     def discard(self) -> None:
-        """Remove `partial`, if this process made it and has not begun; an older `save_dir` stays as it was."""
-        if self.partial in self._locks:
-            shutil.rmtree(self.partial)
+        """Remove what `prepare` made, unless the run has begun; an older `save_dir` stays as it was."""
+        if self._lock is not None and not self._has_begun:
+            if not self._resumes:
+                _remove_results(self._partial)
             self.close()
 
     def begin(self) -> None:
         """Make `save_dir` the folder of the run, just before its first step; nothing for a run that saves at the end.
 
-        Raises CheckpointError, with everything as it was before, if that is not possible (any more).
+        Raises CheckpointError, with everything as it was before, if that is no longer possible.
         """
-        if not self.is_renamed_at_commit:
-            self._take_the_name("Nothing is trained yet. Choose another folder.")
+        if self._resumes:
+            self._has_begun = True
+            self.write_settings(self._settings)
+        elif not self.is_renamed_at_commit:
+            self._take_name("Nothing is trained yet.")
 
     def remove_older_results(self) -> None:
         """Remove the older results that this run replaces: its first checkpoint or its model is complete.
 
-        Fast if there are none. What cannot be removed is told, and ends nothing.
+        Fast if there are none. Logs a warning for what cannot be removed.
         """
         self._has_older = False
         mark = self.save_dir / _REPLACES_MARK
@@ -193,34 +213,33 @@ class OutputFolder:
         except OSError as error:
             logger.warning("the older results in %s cannot be removed (%s)", self._replaced, reason_of(error))
 
-    def recreate_if_removed(self) -> bool:
-        """Whether somebody has removed the folder since the run is at it; it is there and locked again then.
+    def recreate_if_removed(self) -> None:
+        """Make the folder again, with its lock and its settings, if somebody has removed it during the run.
 
-        Costs two looks at the disk. Raises CheckpointError where another run is in its place, or it cannot be made.
+        Costs two looks at the disk. Raises CheckpointError if another run is in its place, or it cannot be made.
         """
-        folder = self.folder
-        if (lock := self._locks.get(folder)) is None or _is_still(folder, lock):
-            return False
+        if self._lock is None or _is_still(self.folder, self._lock):
+            return
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(
-                f"--save_dir {self.save_dir} was removed while the run was at it, and {folder} cannot be made anew "
-                f"({error})."
+                f"--save_dir {self.save_dir} was removed while the run was at it, and {self.folder} cannot be made "
+                f"anew ({error})."
             ) from error
-        self._locks[folder] = self._lock(folder)
-        os.close(lock)
+        older, self._lock = self._lock, self._locked(self.folder)
+        os.close(older)
         if self._has_begun and self._has_older:
-            (folder / _REPLACES_MARK).touch()
+            (self.folder / _REPLACES_MARK).touch()
         logger.warning(
             "%s was removed while the run was at it, and is made anew: its settings, its logs and what is still to "
             "come are there; checkpoints before this are lost",
-            folder,
+            self.folder,
         )
-        return True
+        self.write_settings(self._settings)
 
     def begin_export(self) -> None:
-        """Make `export_folder` for the model, before any rank writes there; raises CheckpointError."""
+        """Make `export_folder` for the model, before any rank writes there. Raises CheckpointError."""
         if self.is_renamed_at_commit:
             return
         try:
@@ -230,83 +249,57 @@ class OutputFolder:
             raise CheckpointError(f"--save_dir {self.save_dir}: cannot write there ({error}).") from error
 
     def commit(self) -> None:
-        """Give the model in `export_folder`, synced to the disk, its final name; older results are removed after that.
+        """Give the model in `export_folder` its final name, synced to the disk, then remove older results.
 
-        Raises CheckpointError, with the model left where it is, if the name has been taken in the meantime. A run that
-        keeps checkpoints stays the owner of `save_dir` until `close`.
+        A run that keeps checkpoints owns `save_dir` until `close`. Raises CheckpointError, with the model left where
+        it is, if another run has taken the name.
         """
         if self.is_renamed_at_commit:
-            self._take_the_name(f"The results of this run are in {self.partial}.")
-            self.remove_older_results()
-            self.close()
-            return
-        try:
-            publish_model(self.save_dir)
-        except OSError as error:
-            raise CheckpointError(
-                f"--save_dir {self.save_dir}: {error}. The model is complete in there; its files get their places "
-                "when a run is started with the same --save_dir."
-            ) from error
+            self._take_name(f"The results of this run are in {self._partial}.")
+        else:
+            try:
+                publish_model(self.save_dir)
+            except OSError as error:
+                raise CheckpointError(
+                    f"--save_dir {self.save_dir}: {error}. The model is complete in there; the next start with the "
+                    "same --save_dir moves its files to their places."
+                ) from error
         self.remove_older_results()
+        if self.is_renamed_at_commit:
+            self.close()
 
     def close(self) -> None:
         """Let other runs use the folder, as the end of the process does. A second call does nothing."""
-        while self._locks:
-            os.close(self._locks.popitem()[1])
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
-    def _take_the_name(self, advice: str) -> None:
-        """Rename `partial` to `save_dir`; an older one waits in `.replaced`, and the mark says whose it is."""
+    def _take_name(self, advice: str) -> None:
+        """Rename the partial folder to `save_dir`; an older one waits in `.replaced`, and the mark says whose it is."""
         if problems := self._folder_problems():
-            _refuse([*problems, *([advice] if self.is_renamed_at_commit else [])])
+            _refuse([*problems, advice])
+        mark, had_older = self._partial / _REPLACES_MARK, self.save_dir.exists() and not _is_empty(self.save_dir)
         try:
-            if self._resumes:
-                _move_files(self.partial, self.save_dir, last=SETTINGS[0])
-                shutil.rmtree(self.partial)
-            else:
-                self._rename()
+            if had_older:
+                os.close(self._locked(self.save_dir))  # another run may have come there since `prepare`
+                mark.touch()
+            _sync_tree(self._partial)
+            if had_older:
+                self.save_dir.rename(self._replaced)
+            try:
+                self._partial.rename(self.save_dir)  # takes the place of an empty folder
+            except OSError:
+                if had_older:
+                    self._replaced.rename(self.save_dir)
+                    mark.unlink()
+                raise
+            sync_to_disk(self.save_dir.parent)
         except OSError as error:
             raise CheckpointError(f"--save_dir {self.save_dir}: {error}. {advice}") from error
-        self._has_begun = True
-        lock = self._locks.pop(self.partial)
-        if self.save_dir in self._locks:  # a run that goes on holds it already
-            os.close(lock)
-        else:
-            self._locks[self.save_dir] = lock  # it goes with the folder, whatever its name
+        self.folder, self._has_begun = self.save_dir, True
 
-    def _rename(self) -> None:
-        mark, had_older = self.partial / _REPLACES_MARK, self.save_dir.exists() and not is_empty(self.save_dir)
-        if had_older:
-            os.close(self._lock(self.save_dir))  # another run may have come there since `prepare`
-            mark.touch()
-        _sync_tree(self.partial)
-        if had_older:
-            self.save_dir.rename(self._replaced)
-        try:
-            self.partial.rename(self.save_dir)  # takes the place of an empty folder
-        except OSError:
-            if had_older:
-                self._replaced.rename(self.save_dir)
-                mark.unlink()
-            raise
-        sync_to_disk(self.save_dir.parent)
-
-    def _claim(self) -> None:
-        """Make an empty `partial` and lock it, and a `save_dir` that is gone on with, while this process lives."""
-        self.save_dir.parent.mkdir(parents=True, exist_ok=True)
-        if self.partial.exists():
-            stale = self._lock(self.partial)
-            _remove_results(self.partial)
-            os.close(stale)
-        if self._resumes:
-            self._locks[self.save_dir] = self._lock(self.save_dir)
-            with tempfile.TemporaryFile(dir=self.save_dir):
-                pass
-        with contextlib.suppress(FileExistsError):  # two runs start at the same moment: the lock decides
-            self.partial.mkdir()
-        self._locks[self.partial] = self._lock(self.partial)
-
-    def _lock(self, folder: Path) -> int:
-        if (descriptor := _locked(folder)) is None:
+    def _locked(self, folder: Path) -> int:
+        if (descriptor := _try_lock(folder)) is None:
             raise CheckpointError(
                 f"--save_dir {self.save_dir}: another run is writing to {folder}. Choose another folder, or wait."
             )
@@ -314,24 +307,17 @@ class OutputFolder:
 
     def _folder_problems(self) -> list[str]:
         folder, checkpoints = self.save_dir, checkpoints_in(self.save_dir)
-        if self._resumes and not checkpoints:
-            problem = "holds no checkpoint to go on from. Give the one that has it, or start without resuming."
-        elif not folder.exists():
+        if (self._resumes and checkpoints) or not (self._resumes or folder.exists()):
             return []
+        if self._resumes:
+            problem = "holds no checkpoint to go on from. Give the one that has it, or start without resuming."
         elif not folder.is_dir():
             problem = "is a file. Choose another name."
-        elif self._resumes and folder.is_mount():
-            problem = (
-                "is a mount point, beside which a run's files cannot be made. Mount the folder above it, or go on in "
-                f"another --save_dir with --resume_from_checkpoint {folder / checkpoints[0]} instead."
-            )
         elif folder.is_mount():  # cannot be renamed; in a container this is the usual mistake
             problem = "is a mount point and cannot be replaced as a whole. Use a folder inside it."
-        elif self._resumes:
-            return []
         elif Path.cwd().is_relative_to(folder):
             problem = "is the current folder or contains it. Use a folder inside the current one."
-        elif is_empty(folder) or (self._overwrite and has_results(folder)):
+        elif _is_empty(folder) or (self._overwrite and has_results(folder)):
             return []
         elif checkpoints:
             also = ", and a complete model" if has_model(folder) else ""
@@ -357,9 +343,14 @@ class OutputFolder:
             elif path.exists() and not may_be_replaced and not resolved.is_relative_to(self.save_dir):
                 yield f"{option} {path} exists. Choose another name, or add --overwrite_output_dir to replace it."
 
+    def _parent_folder(self, path: Path) -> Path:
+        """The folder to write the user's `path` to now: inside `folder` if `path` is inside `save_dir`."""
+        parent = path.resolve().parent
+        return self.folder / parent.relative_to(self.save_dir) if parent.is_relative_to(self.save_dir) else parent
+
     def _unwritable_files(self) -> Iterator[str]:
         for option, path in self._files.items():
-            folder = self.path_in_folder(path).parent
+            folder = self._parent_folder(path)
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 with tempfile.TemporaryFile(dir=folder):
@@ -368,8 +359,7 @@ class OutputFolder:
                 yield f"{option} {path}: cannot write to {folder} ({reason_of(error)}). Choose another place."
 
     def _space_problems(self, needed_bytes: Mapping[str, int]) -> Iterator[str]:
-        folders = {option: self.path_in_folder(path).parent for option, path in self._files.items()}
-        folders["--save_dir"] = self.save_dir.parent
+        folders = {"--save_dir": self.folder, **{o: self._parent_folder(path) for o, path in self._files.items()}}
         options_of: dict[int, list[str]] = {}
         for option in needed_bytes:
             options_of.setdefault(folders[option].stat().st_dev, []).append(option)
@@ -385,9 +375,9 @@ class OutputFolder:
 
 @contextlib.contextmanager
 def lock_if_free(save_dir: Path) -> Iterator[bool]:
-    """Tell whether no run is writing to `save_dir`, and let none begin within; True for one that does not exist."""
+    """Whether no run is writing to `save_dir`; none can begin within the block. True for one that does not exist."""
     folder = _resolved("--save_dir", save_dir)
-    descriptor = _locked(folder) if folder.is_dir() else None
+    descriptor = _try_lock(folder) if folder.is_dir() else None
     try:
         yield descriptor is not None or not folder.exists()
     finally:
@@ -395,21 +385,16 @@ def lock_if_free(save_dir: Path) -> Iterator[bool]:
             os.close(descriptor)
 
 
-def is_empty(folder: Path) -> bool:
-    """Whether `folder` is one and has nothing in it."""
-    return folder.is_dir() and not _names_in(folder)
-
-
 def has_model(folder: Path) -> bool:
     """Whether `folder` holds a whole model or adapter, also of another origin."""
     has_mark = (folder / _MODEL_MARK).exists() or (folder / _ADAPTER_MARK).exists()
-    return has_mark and any(folder.glob("*.safetensors"))
+    return has_mark and any(folder.glob("*.safetensors")) and not (folder / _REMOVED_MARK).exists()
 
 
 def checkpoints_in(folder: Path) -> list[str]:
-    """Names of the checkpoints in `folder`, the one that was saved last comes first; they are told by their names."""
-    found = []
-    for name in _names_in(folder):
+    """Names of the checkpoints in `folder`, the one that was saved last comes first; only manifests are read."""
+    found, names = [], _names_in(folder)
+    for name in () if _REMOVED_MARK in names else names:
         match, mark = _CHECKPOINT.fullmatch(name), folder / name / MANIFEST_FILE
         if match is not None and mark.is_file() and mark.stat().st_size:  # it is empty until all else is written
             found.append((match[2] is None, _save_number(mark), int(match[1]), name))
@@ -420,33 +405,43 @@ def has_results(folder: Path) -> bool:
     """Whether `folder` holds what a run was made for: a model, checkpoints, or scores without any training."""
     names = _names_in(folder)
     has_scores = any(name.endswith("_results.json") for name in names) and "train_results.json" not in names
-    return _is_worth_keeping(folder) or (has_scores and {*SETTINGS} <= {*names} and _REMOVED_MARK not in names)
+    return _is_worth_keeping(folder) or (has_scores and {*names} >= SETTINGS and _REMOVED_MARK not in names)
 
 
 def publish_model(folder: Path) -> None:
-    """Move the checked model of `folder`/final.partial into `folder`; raises OSError, and can be repeated.
+    """Move the checked model of `folder`/final.partial into `folder`; may be repeated after a kill. Raises OSError.
 
-    The older model goes while the new one is whole in final.partial, which is final.moving from then on.
+    The older model goes while the new one is whole in final.partial, which is called final.moving from then on.
     """
     export, moving = folder / _EXPORT, folder / _MOVING
     if not (moving / _MODEL_MARK).is_file():
         assert (export / _MODEL_MARK).is_file(), "only a checked model gets its place"
         _sync_tree(export)
         (folder / _MODEL_MARK).unlink(missing_ok=True)
-        for path in [path for pattern in _OLDER_WEIGHTS for path in sorted(folder.glob(pattern))]:
+        answers = [path for name in _ANSWERS if (path := folder / name).exists()]
+        for path in (*(path for pattern in _OLDER_MODEL for path in sorted(folder.glob(pattern))), *answers):
             path.unlink()
-        if answers := [path for name in _ANSWERS if (path := folder / name).exists()]:
-            for path in answers:
-                path.unlink()
+        if answers:
             logger.info("answers of the model before are removed: %s", ", ".join(map(str, answers)))
         sync_to_disk(folder)  # an older file that came back after a loss of power would be taken for one of the model
         export.rename(moving)
-    _move_files(moving, folder, last=_MODEL_MARK)
+    mark, folders = moving / _MODEL_MARK, {folder}
+    for path in sorted(path for path in moving.rglob("*") if path != mark):
+        place = folder / path.relative_to(moving)
+        if path.is_dir():
+            place.mkdir(exist_ok=True)
+            folders.add(place)
+        else:
+            path.replace(place)
+    for inner in folders:
+        sync_to_disk(inner)
+    mark.replace(folder / _MODEL_MARK)
+    sync_to_disk(folder)
     shutil.rmtree(moving)
 
 
 def _recover_export(folder: Path) -> bool:
-    """Settle what a killed run left of an export; True if a model came out of it."""
+    """Finish or remove the export of a killed run; True if a model came out of it."""
     export, moving = folder / _EXPORT, folder / _MOVING
     if (export / _MODEL_MARK).is_file() or (moving / _MODEL_MARK).is_file():
         publish_model(folder)
@@ -457,76 +452,79 @@ def _recover_export(folder: Path) -> bool:
     return was_moved and (folder / _MODEL_MARK).is_file()
 
 
-def _recover(save_dir: Path, *, resumes: bool) -> Iterator[str]:
-    """Do what the table says; yields what the user has to decide. Nobody else may be writing. Raises OSError."""
+def _recover(save_dir: Path, *, resumes: bool) -> list[str]:
+    """Do what the module's table says; returns what the user has to decide. The caller holds the locks.
+
+    Raises OSError.
+    """
     (partial, replaced), given = _folders_beside(save_dir), f"--save_dir {save_dir}"
-    found = "an interrupted run had left a complete, checked model, which"
-    problems = []
-    if _recover_export(save_dir):
-        if resumes:
-            logger.warning("--save_dir: %s is now in %s", found, save_dir)
-        else:
-            problems.append(f"{given}: {found} is now in {save_dir}. {_next_steps_hint(save_dir)}")
-    _settle_named(save_dir, resumes=resumes)
-    if not save_dir.exists() or is_empty(save_dir):
+    problems, has_found_model = [], _recover_export(save_dir)
+    _recover_named(save_dir, resumes=resumes)
+    if not save_dir.exists() or _is_empty(save_dir):
         if has_model(partial):
             partial.rename(save_dir)
             sync_to_disk(save_dir.parent)
-            _settle_named(save_dir, resumes=resumes)
-            problems.append(f"{given}: {found} now has its name: {save_dir}. {_next_steps_hint(save_dir)}")
+            _recover_named(save_dir, resumes=resumes)
+            has_found_model = True
         elif has_results(replaced):
             logger.warning("An interrupted run had moved %s aside; it is put back.", save_dir)
             replaced.rename(save_dir)
+    if has_found_model:
+        found = f"{given}: an interrupted run had left a complete, checked model, which is now in {save_dir}."
+        if resumes:
+            logger.warning("%s", found)
+        else:
+            problems.append(f"{found} {_next_steps_hint(save_dir)}")
     for folder in (partial, replaced):
         if _is_worth_keeping(folder) or (folder == replaced and has_results(folder)):
             checkpoints = checkpoints_in(folder)
             others = f"checkpoints, the newest {checkpoints[0]}" if checkpoints else "results"
             held = "a complete model" if has_model(folder) else others
-            advice = "Rename or remove it, or choose another folder."
-            problems.append(f"{given}: {folder} holds {held}, which an interrupted run has left there. {advice}")
+            problems.append(
+                f"{given}: {folder} holds {held}, which an interrupted run has left there. Rename or remove it, or "
+                "choose another folder."
+            )
         elif folder.exists() and not _is_incomplete(folder):
-            held, advice = f"something other than results ({_shown(folder)})", "Rename it, or choose another folder."
-            problems.append(f"{given}: {folder} holds {held}. {advice}")
-    yield from problems
+            problems.append(
+                f"{given}: {folder} holds something other than results ({_shown(folder)}). Rename it, or choose "
+                "another folder."
+            )
     if not problems and replaced.exists():
         _remove_results(replaced)
+    return problems
 
 
-def _settle_named(save_dir: Path, *, resumes: bool) -> None:
-    """Remove what a complete `save_dir` replaces, or `save_dir` itself where its run came to nothing."""
+def _recover_named(save_dir: Path, *, resumes: bool) -> None:
+    """Remove what a complete `save_dir` replaces, or `save_dir` itself if its run came to nothing."""
     (partial, replaced), mark = _folders_beside(save_dir), save_dir / _REPLACES_MARK
     if _is_worth_keeping(save_dir) and mark.exists():
         if has_results(replaced):
             logger.warning("The older results in %s, which those in %s replace, are removed.", replaced, save_dir)
             _remove_results(replaced)
         mark.unlink()
-    names = _names_in(save_dir)
     is_fixed = resumes or save_dir.is_mount() or Path.cwd().is_relative_to(save_dir)
     is_free = not partial.exists() or (_is_incomplete(partial) and not _is_worth_keeping(partial))
-    came_to_nothing = {*SETTINGS} <= {*names} and not has_results(save_dir)
-    if came_to_nothing and is_free and not is_fixed and all(_is_left_behind(save_dir / name) for name in names):
+    came_to_nothing = {*_names_in(save_dir)} >= SETTINGS and not has_results(save_dir)
+    if came_to_nothing and is_free and not is_fixed and _is_all_left_behind(save_dir):
         logger.warning("%s is removed: a run ended there before its first checkpoint.", save_dir)
         if partial.exists():
             _remove_results(partial)
-        save_dir.rename(partial)  # where it is removed; half of it would not be recognized under its own name
+        save_dir.rename(partial)  # `prepare` removes it there
 
 
 def _remove_results(folder: Path) -> None:
-    """Remove `folder` so that a kill leaves nothing that looks whole, and nothing that looks like somebody else's.
+    """Remove `folder`, marked, so that a kill leaves nothing that looks whole or like somebody else's.
 
-    The marks go first, and one that says so goes last. Raises OSError.
+    Raises OSError.
     """
-    is_removed = folder / _REMOVED_MARK
-    is_removed.touch()
-    checkpoints = [folder / name / MANIFEST_FILE for name in checkpoints_in(folder)]
-    for mark in (folder / _MODEL_MARK, folder / _ADAPTER_MARK, *checkpoints):
-        mark.unlink(missing_ok=True)
-    for path in [*folder.iterdir()]:
+    mark = folder / _REMOVED_MARK
+    mark.touch()
+    for path in [path for path in folder.iterdir() if path != mark]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
-        elif path != is_removed:
+        else:
             path.unlink()
-    is_removed.unlink()
+    mark.unlink()
     folder.rmdir()
 
 
@@ -545,27 +543,8 @@ def _next_steps_hint(folder: Path) -> str:
 
 def _sync_tree(folder: Path) -> None:
     """Return when all files and folders below `folder` are on the disk."""
-    for inner, _, names in os.walk(folder):
-        for name in names:
-            sync_to_disk(Path(inner, name))
-        sync_to_disk(Path(inner))
-
-
-def _move_files(source: Path, target: Path, *, last: str) -> None:
-    """Rename every file below `source` to its place below `target`, one at a time; `last` of `source` comes last."""
-    mark, folders = source / last, {target}
-    for path in sorted(path for path in source.rglob("*") if path != mark):
-        place = target / path.relative_to(source)
-        if path.is_dir():
-            place.mkdir(exist_ok=True)
-            folders.add(place)
-        else:
-            path.replace(place)
-    for inner in folders:
-        sync_to_disk(inner)
-    if mark.exists():
-        mark.replace(target / last)
-        sync_to_disk(target)
+    for path in (*folder.rglob("*"), folder):
+        sync_to_disk(path)
 
 
 def _folders_beside(save_dir: Path) -> tuple[Path, Path]:
@@ -577,10 +556,13 @@ def _names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and not _names_in(folder)
+
+
 def _shown(folder: Path) -> str:
     """A few of the names in `folder`, for a message."""
-    names = _names_in(folder) or ["a file"]
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return listed(_names_in(folder) or ["a file"])
 
 
 def _is_worth_keeping(folder: Path) -> bool:
@@ -589,10 +571,13 @@ def _is_worth_keeping(folder: Path) -> bool:
 
 
 def _is_incomplete(folder: Path) -> bool:
-    """Whether `folder` is what a run leaves that ends in the middle of making it, or of removing it."""
-    names = _names_in(folder)
-    is_of_a_run = not _RUN_FILES.isdisjoint(names) or any(folder.glob("*.safetensors"))
-    return is_of_a_run or (folder.is_dir() and all(_is_left_behind(folder / name) for name in names))
+    """Whether `folder` is what a kill leaves of a run's folder while it is made, or removed."""
+    return not {OPTIONS_FILE, _REMOVED_MARK}.isdisjoint(_names_in(folder)) or _is_all_left_behind(folder)
+
+
+def _is_all_left_behind(folder: Path) -> bool:
+    """Whether `folder` holds only what a run writes before its first result."""
+    return folder.is_dir() and all(map(_is_left_behind, folder.iterdir()))
 
 
 def _is_left_behind(path: Path) -> bool:
@@ -604,7 +589,7 @@ def _is_left_behind(path: Path) -> bool:
 
 
 def _save_number(mark: Path) -> int:
-    """Number of a checkpoint among all that its run saved; 0 if it tells none."""
+    """Number of a checkpoint among all that its run saved; 0 if its manifest has none."""
     with contextlib.suppress(CheckpointError):
         contents = read_json(mark)
         number = contents.get("save_number") if isinstance(contents, dict) else None
@@ -613,14 +598,14 @@ def _save_number(mark: Path) -> int:
 
 
 def _resolved(option: str, path: Path) -> Path:
-    """`path` without links in it. Raises CheckpointError where they lead in a circle."""
+    """`path` without links in it. Raises CheckpointError if they lead in a circle."""
     try:
         return path.resolve()
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"{option} {path} is a link that leads back to itself. Choose another name.") from error
 
 
-def _locked(folder: Path) -> int | None:
+def _try_lock(folder: Path) -> int | None:
     """Descriptor that holds the lock of `folder` until it is closed; None if somebody else has it or replaced it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import replace
 from pathlib import Path
-
-import yaml
 
 from mobius.checkpoint.folders import recover_interrupted_saves
 from mobius.checkpoint.merged_model import base_shapes
-from mobius.checkpoint.model_card import Origin
-from mobius.checkpoint.resume import OPTIONS_FILE, PLAN_FILE, Resume
-from mobius.checkpoint.run_folder import OutputFolder
+from mobius.checkpoint.resume import Resume
+from mobius.checkpoint.run_folder import OPTIONS_FILE, PLAN_FILE, OutputFolder
 from mobius.checkpoint.saved_stage import export_bytes
-from mobius.checkpoint.saver import RunMetadata
 from mobius.config.config import Config
 from mobius.config.sources import to_yaml
-from mobius.errors import CheckpointError, reason_of
-from mobius.models.adapters.peft_folder import AdapterBase
-from mobius.models.model_files import ModelFiles
+from mobius.errors import CheckpointError
 from mobius.planner.run_setup import RunSetup
 from mobius.planner.saved_plan import saved_plan_of
 from mobius.signal_handling import RunStatus
@@ -31,7 +24,7 @@ logger = logging.getLogger(__name__)
 def prepare_output(
     run_setup: RunSetup, run_status: RunStatus, resume: Resume | None, *, model_folder: Path
 ) -> OutputFolder:
-    """Find out now, not after training, whether the results can be written; start the folder with the settings.
+    """Check before training whether the results can be written, and make the folder with the settings.
 
     `model_folder` is that of --model_path. Raises CheckpointError.
     """
@@ -61,7 +54,7 @@ def prepare_output(
         for line in recover_interrupted_saves(save_dir):
             logger.info("%s", line)
         try:
-            _write_settings(output, run_setup)
+            write_settings(output, run_setup)
         except CheckpointError:
             output.discard()
             raise
@@ -70,8 +63,15 @@ def prepare_output(
     return output
 
 
+def write_settings(output: OutputFolder, run_setup: RunSetup) -> None:
+    """Write the options and the plan into the folder, on the first rank. Raises CheckpointError."""
+    if run_setup.rank_context.ranks.is_first:
+        plan = saved_plan_of(run_setup.result).to_json()
+        output.write_settings({OPTIONS_FILE: to_yaml(run_setup.config), PLAN_FILE: plan})
+
+
 def _check_model_stays(config: Config, model_folder: Path) -> None:
-    """Raise CheckpointError where the results would replace the model, and are not a whole one themselves."""
+    """Raise CheckpointError if the results would replace the model, and are not a whole one themselves."""
     wanted, is_whole = config.output, config.evaluation.do_train and not config.adapters.is_lora
     if is_whole or not wanted.overwrite_output_dir:
         return
@@ -81,44 +81,3 @@ def _check_model_stays(config: Config, model_folder: Path) -> None:
             f"--save_dir {wanted.save_dir} holds the model that --model_path {config.model.model_path} names, and "
             f"--overwrite_output_dir would remove it for {results}. Choose another --save_dir."
         )
-
-
-def recreate_run_folder(output: OutputFolder, run_setup: RunSetup) -> None:
-    """Make the run's folder anew, with its settings, if somebody has removed it meanwhile; the first rank's."""
-    if output.recreate_if_removed():
-        _write_settings(output, run_setup)
-
-
-def write_resolved_plan(output: OutputFolder, resolved_setup: RunSetup) -> None:
-    """Put the plan that all ranks agreed on into the folder."""
-    if resolved_setup.rank_context.ranks.is_first:
-        _write_settings(output, resolved_setup)
-
-
-def collect_run_metadata(
-    run_setup: RunSetup, model_files: ModelFiles, fingerprint: str, *, base: AdapterBase | None, origin: Origin
-) -> RunMetadata:
-    """Everything in a run's checkpoints that does not change; options as they were asked for, `auto` as auto."""
-    plan = saved_plan_of(run_setup.result).to_json()
-    requested_config = replace(run_setup.requested_config, optim=run_setup.config.optim)
-    return RunMetadata(
-        model_files=model_files,
-        files={OPTIONS_FILE: to_yaml(requested_config), PLAN_FILE: plan},
-        options=yaml.safe_load(to_yaml(requested_config)),
-        data_fingerprint=fingerprint,
-        origin=origin,
-        base=base,
-    )
-
-
-def _write_settings(output: OutputFolder, run_setup: RunSetup) -> None:
-    settings = {OPTIONS_FILE: to_yaml(run_setup.config), PLAN_FILE: saved_plan_of(run_setup.result).to_json()}
-    for name, text in settings.items():
-        try:
-            (output.folder / name).write_text(text)
-        except OSError as error:
-            path = output.folder / name
-            raise CheckpointError(
-                f"--save_dir {output.save_dir}: cannot write {path} ({reason_of(error)}). Free some space, or choose "
-                "another folder."
-            ) from error

@@ -1,4 +1,4 @@
-"""Which parameters of a run are saved, and which tensors of a stage a checkpoint has, by what names."""
+"""Parameters that a run saves, and the tensors of a stage in a checkpoint with their names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FROZEN = "weights, frozen"
 
 
 class HasMemory(Protocol):
-    """Whatever has the memory of a rank's stages."""
+    """Owner of the memory of a rank's stages."""
 
     @property
     def memory(self) -> Mapping[int, StageMemory]:
@@ -53,22 +53,22 @@ class OpenRun(HasMemory, Protocol):
 
 @dataclass(frozen=True)
 class SavedStage:
-    """One stage, and which of its parameters it saves: a tied head is saved as the embedding."""
+    """One stage, and its parameters that are saved: a tied head is saved as the embedding."""
 
     memory: StageMemory
     names: Collection[str]
     has_frozen: bool = True
-    """Whether frozen weights are saved, too."""
+    """Whether frozen weights are saved too."""
     replicas: ReplicaGroup | None = None
-    """Counterparts that share the stage: the first one writes it, and gathers it for that."""
+    """Replicas that share the stage: the first one gathers and writes it."""
     pieces: Mapping[str, tuple[ParameterPiece, ...]] = field(default_factory=dict)
-    """Tensors that weights are stored as, where that is not one by the parameter's name."""
+    """Parameter -> tensors that its weights are stored as, if not one of its name."""
 
     def flat_tensors(self, *, has_optimizer: bool) -> dict[str, Tensor]:
         """Flat tensors that make up the state, by what they hold: weights, and `optimizer_keys` of the format.
 
-        Of a stage that is shared it is what this replica adds to the state: its part of the weights too, because the
-        others' may not have come yet.
+        Of a stage that replicas share, only this replica's part, also of the weights: the other parts may not have
+        arrived yet.
         """
         state = self.memory.state
         is_first = self.replicas is None or self.replicas.index == 0
@@ -80,7 +80,7 @@ class SavedStage:
         return weights | (optimizer_tensors(state) if has_optimizer else {})
 
     def gather_from_replicas(self, flat: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Tensors of all replicas' parts on the first one, nothing on the others; one thread calls it."""
+        """Tensors of all replicas' parts on the first replica, nothing on the other ones. Call it in one thread."""
         shards = self.memory.state.shards
         if self.replicas is None or shards is None:
             return flat
@@ -107,12 +107,12 @@ class SavedStage:
 
 
 def _own_weights(number: int) -> str:
-    """Name of a replica's part of the weights, one of those that lie apart."""
+    """Name of one of a replica's separate parts of the weights."""
     return f"weights, part {number}"
 
 
 def optimizer_tensors(state: StageState) -> dict[str, Tensor]:
-    """Flat tensors of a stage beside its weights, by the ending of their names in a checkpoint."""
+    """Flat tensors of a stage's optimizer state, by the ending of their names in a checkpoint."""
     master = state.master
     own: dict[str, Tensor] = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
     if isinstance(master, MasterRemainder):
@@ -146,5 +146,5 @@ def _piece_names(parts: ModelParts, name: str) -> tuple[str, ...] | None:
 
 
 def export_bytes(run_setup: RunSetup) -> int:
-    """Bytes of the weights in one of the two forms they are saved in."""
+    """Bytes of the exported weights, in the folder or in the single file."""
     return sum(parameter.num_elements for parameter in saved_parameters(run_setup)) * run_setup.dtype.itemsize

@@ -1,12 +1,12 @@
-"""Takes the state of one rank's stages aside and writes it, while training goes on.
+"""Copies the state of one rank's stages and writes the copies while training goes on.
 
     training   ... | backward 3, update 3 | backward 2, update 2 ...      an update waits until its stage is copied
     copying    copy 3 | copy 2 | copy 1 ...                               a copy waits for a free buffer
     writing             write 3 ........ | write 2 ......... | ...
 
-A stage's state is that of step k from its update of that step on, until its next update begins. With a buffer for each
-stage an update waits for a copy of memory at the most. With fewer it waits for the disk in the end, and without any
-a stage is written from where it is: the state of a step is never half of another's.
+A stage's state is that of step k from its update of that step until its next update begins. With a buffer for each
+stage an update waits for a copy of memory at most. With fewer buffers it may wait for the disk, and without any a stage
+is written from where it is: a checkpoint never mixes the states of two steps.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import ctypes
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 
 import torch
@@ -31,7 +31,7 @@ from mobius.hardware.streams import Event, new_stream, record_current
 COPY_CHUNK_BYTES = 2**24
 """Bytes that one thread copies at a time."""
 MAX_WRITER_THREADS = 3
-"""Threads that write: while one waits for the disk, another one sums up and hands over."""
+"""Threads that write: while one waits for the disk, another one computes checksums."""
 
 Write = Callable[[int, Mapping[str, Tensor]], None]
 """Writes a stage's tensors, by the names they are saved under, to the disk; several threads call it, each for another
@@ -47,7 +47,7 @@ class SaveOutcome:
     """From the beginning until all is written, or has failed."""
     writing_seconds: float = 0.0
     waited_seconds: float = 0.0
-    """Longest time that updates were kept waiting, added up; what training stood still is not more."""
+    """Time that updates waited, added up over stages; training stood still no longer than that."""
     error: BaseException | None = None
 
 
@@ -66,47 +66,40 @@ class AsyncStageSaver:
         activity: Activity | None = None,
         in_order: bool = False,
     ) -> None:
-        """`order`: own stages as their updates come; `activity` is told of each stage, and of updates that wait.
+        """`order`: own stages in the order of their updates; `activity` records each stage, and updates that wait.
 
         `in_order`: stages are copied and written in that order, one at a time, as replicas that gather them must.
 
         Copies take at most `staging_bytes` of host memory, but at least the largest stage's of those on a GPU;
         `num_threads` make them.
         """
-        self._stages, self._has_optimizer = stages, has_optimizer
+        self._stages, self._has_optimizer, self._in_order = stages, has_optimizer, in_order
         sizes = {stage: size for stage in order if (size := _num_bytes(self._flat(stage)))}  # some only pass on
         self.num_bytes = sum(sizes.values())
         self._device, self._activity = device, activity or Activity()
         on_gpu = [stage for stage in sizes if self._is_on_gpu(stage)]
         staging_bytes = max(staging_bytes, max(sizes.values()) if on_gpu else 0)
-        self.staging_buffers = StagingBuffers(sizes, staging_bytes, pinned=on_gpu) if sizes else None
-        # A GPU's copies are only enqueued; behind those of the host training would wait for that.
-        has_buffer_per_stage = self.staging_buffers is not None and self.staging_buffers.has_buffer_per_stage
-        self._in_order = in_order
-        self._order = tuple(
-            sorted(sizes, key=lambda stage: not in_order and has_buffer_per_stage and stage not in on_gpu)
-        )
+        self.staging_buffers = buffers = StagingBuffers(sizes, staging_bytes, pinned=on_gpu)
+        # A GPU's copies are only enqueued; after those of the host training would wait for that.
+        gpu_first = buffers.has_buffer_per_stage and not in_order
+        self._order = sorted(sizes, key=lambda stage: gpu_first and stage not in on_gpu)
         self._stream = new_stream(device)
         self._copiers = ThreadPoolExecutor(num_threads, thread_name_prefix="copying")
         self._save: _AsyncSave | None = None
 
     def begin(self, write: Write, *, on_written: Callable[[], None] = lambda: None) -> None:
-        """Start saving the state behind all updates so far; the save before must have been waited for.
+        """Start saving the state after all updates so far; the save before must have been waited for.
 
-        `on_written` is called behind the last stage, in a thread that writes; it is not without stages. What it raises
-        makes the save fail.
+        `on_written` is called after the last stage, in a thread that writes, but never if there are no stages. Its
+        exception makes the save fail.
         """
         assert self._save is None, "one save at a time"
-        self._save = save = _AsyncSave(self._order, on_written, self._in_order)
+        self._save = save = _AsyncSave(self._order, self.staging_buffers, on_written, self._in_order)
         for stage in self._order:
             memory = self._stages[stage].memory
             memory.run_after_update(lambda stage=stage: save.mark_updated(stage, record_current(self._device)))  # type: ignore[misc]
-        num_writers = min(
-            MAX_WRITER_THREADS,
-            1 if self.staging_buffers is None or self._in_order else self.staging_buffers.num_buffers,
-        )
-        works = [("saving: copies", self._copy), *[("saving: writes", self._write)] * num_writers]
-        for name, run in works:
+        num_writers = 1 if self._in_order else min(MAX_WRITER_THREADS, len(self.staging_buffers.buffers))
+        for name, run in [("saving: copies", self._copy), *[("saving: writes", self._write)] * num_writers]:
             thread = threading.Thread(target=self._guarded, args=(run, save, write), name=name, daemon=True)
             save.threads.append(thread)
             thread.start()
@@ -138,19 +131,19 @@ class AsyncStageSaver:
             thread.join()
         if save.has_failed:  # some copies may be on their way to buffers that are used again, or given back
             self._stream.record().synchronize()
-        if self.staging_buffers is not None:
-            self.staging_buffers.release_all()
         self._save = None
         return save.outcome
 
     def close(self) -> None:
         """End threads and give memory back; no save may be under way."""
         self._copiers.shutdown()
-        if self.staging_buffers is not None:
-            self.staging_buffers.close()
+        self.staging_buffers.close()
 
     def _flat(self, stage: int) -> dict[str, Tensor]:
         return self._stages[stage].flat_tensors(has_optimizer=self._has_optimizer)
+
+    def _is_on_gpu(self, stage: int) -> bool:
+        return self._stages[stage].memory.state.weights.device.type == "cuda"
 
     def _guarded(self, run: Callable[[_AsyncSave, Write], None], save: _AsyncSave, write: Write) -> None:
         try:
@@ -161,33 +154,25 @@ class AsyncStageSaver:
             save.fail(error)
 
     def _copy(self, save: _AsyncSave, write: Write) -> None:
-        while (wanted := save.next_stages()) and self.staging_buffers is not None:
-            number = self.staging_buffers.acquire(wanted, is_cancelled=lambda: save.has_failed)
-            if number is None:
-                return
-            # With a buffer of its own the stage is known; else the most urgent one goes first, as it is by now.
-            stage = number if self.staging_buffers.has_buffer_per_stage else save.next_stages()[0]
-            source = self._flat(stage)
-            begun = save.mark_copying(stage)
+        while (taken := save.take_stage()) is not None:
+            stage, number = taken
+            source, buffer = self._flat(stage), self.staging_buffers.buffers[number]
             self._activity.start_task("copies", f"stage {stage}")
-            if not self.staging_buffers.has_memory:
-                save.write_in_place((stage, number, source))
+            if buffer is None:
+                save.add_copy((stage, number, source))  # its update waits until it is written
                 continue
-            target = _split_buffer(self.staging_buffers.buffer(number), source)
+            target = _split_buffer(buffer, source)
             if self._is_on_gpu(stage):
                 with self._stream.run():
-                    begun.wait()
+                    save.events[stage].wait()
                     for kind, tensor in source.items():
                         target[kind].copy_(tensor, non_blocking=True)
-                    copied = self._stream.record()
-                save.mark_copy_enqueued(stage, copied, (stage, number, target))
+                    save.events[stage] = self._stream.record()
+                save.add_copy((stage, number, target), _Phase.COPY_ENQUEUED)
             else:
                 self._copy_host(source, target)
-                save.mark_copied(stage, (stage, number, target))
+                save.add_copy((stage, number, target), _Phase.COPIED)
             self._activity.end_task("copies")
-
-    def _is_on_gpu(self, stage: int) -> bool:
-        return self._stages[stage].memory.state.weights.device.type == "cuda"
 
     def _copy_host(self, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
         """Copy by several threads, none of which holds Python's lock meanwhile."""
@@ -200,8 +185,8 @@ class AsyncStageSaver:
             pass
 
     def _write(self, save: _AsyncSave, write: Write) -> None:
-        while (given := save.next_copy()) is not None:
-            stage, number, flat = given
+        while (copy := save.next_copy()) is not None:
+            stage, number, flat = copy
             start, worker = time.monotonic(), f"writer of stage {stage}"
             self._activity.start_task(worker, "its files")
             try:
@@ -210,9 +195,7 @@ class AsyncStageSaver:
                 write(stage, saved.named_tensors(saved.gather_from_replicas(flat)))
             finally:
                 self._activity.end_task(worker)
-                assert self.staging_buffers is not None
-                self.staging_buffers.release(number)
-            save.mark_written(stage, _num_bytes(flat), time.monotonic() - start)
+            save.mark_written(stage, number, _num_bytes(flat), time.monotonic() - start)
 
 
 class _Phase(Enum):
@@ -220,8 +203,9 @@ class _Phase(Enum):
     """The update of the saved step is not done."""
     READY = auto()
     COPYING = auto()
+    """The stage is being copied, or written from where it is."""
     COPY_ENQUEUED = auto()
-    """A copy from the GPU is enqueued: what comes later in its streams may wait for it."""
+    """A copy from the GPU is enqueued: later work in its streams may wait for it."""
     COPIED = auto()
     WRITTEN = auto()
 
@@ -230,34 +214,33 @@ _Copy = tuple[int, int, dict[str, Tensor]]
 """A stage, the number of the buffer that holds its copy, and the copy."""
 
 
-@dataclass
 class _AsyncSave:
     """State of one save, which training, copying and writing threads share."""
 
-    order: Sequence[int]
-    on_written: Callable[[], None]
-    in_order: bool = False
-    threads: list[threading.Thread] = field(default_factory=list)
-    outcome: SaveOutcome = field(default_factory=SaveOutcome)
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self, order: Sequence[int], buffers: StagingBuffers, on_written: Callable[[], None], in_order: bool
+    ) -> None:
+        self.threads: list[threading.Thread] = []
+        self.outcome = SaveOutcome()
+        self.events: dict[int, Event] = {}
+        """End of a stage's update, later of its copy, in the GPU's streams."""
+        self._order, self._buffers, self._on_written, self._in_order = order, buffers, on_written, in_order
         self._changed = threading.Condition()
-        self._phases = dict.fromkeys(self.order, _Phase.UPDATING)
-        self._events: dict[int, Event] = {}
+        self._phases = dict.fromkeys(order, _Phase.UPDATING)
+        self._free = set(buffers.buffers)
         self._urgent: list[int] = []
+        """Stages whose next update waits."""
         self._copies: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
         self._start = time.monotonic()
-        if not self.order:
-            self._copies.put(None)
 
     @property
     def has_failed(self) -> bool:
         return self.outcome.error is not None
 
     def mark_updated(self, stage: int, event: Event) -> None:
-        """`event` lies behind the update in the compute stream."""
+        """`event` follows the update in the compute stream."""
         with self._changed:
-            self._events[stage], self._phases[stage] = event, _Phase.READY
+            self.events[stage], self._phases[stage] = event, _Phase.READY
             self._changed.notify_all()
 
     def wait_until_copied(self, stage: int) -> None:
@@ -269,43 +252,34 @@ class _AsyncSave:
                     self._urgent.append(stage)
                 self._changed.wait()
             if self._phases.get(stage) is _Phase.COPY_ENQUEUED:
-                self._events[stage].wait()
+                self.events[stage].wait()
             self.outcome.waited_seconds += time.monotonic() - start
 
-    def next_stages(self) -> list[int]:
-        """Stages that can be copied, those first for which an update waits; waits for one. Empty at the end."""
+    def take_stage(self) -> tuple[int, int] | None:
+        """The next stage to copy and a free buffer for it, once there are both; None at the end.
+
+        Stages for which an update waits come first.
+        """
         with self._changed:
             while not self.has_failed:
-                waiting = [s for s in self.order if self._phases[s] in (_Phase.UPDATING, _Phase.READY)]
-                ready = [s for s in waiting[: 1 if self.in_order else None] if self._phases[s] is _Phase.READY]
-                if ready:
-                    return [*(stage for stage in self._urgent if stage in ready), *ready]
-                if _Phase.UPDATING not in self._phases.values():
+                waiting = [s for s in self._order if self._phases[s] in (_Phase.UPDATING, _Phase.READY)]
+                if not waiting:
                     break
+                ready = [s for s in waiting[: 1 if self._in_order else None] if self._phases[s] is _Phase.READY]
+                for stage in (*(stage for stage in self._urgent if stage in ready), *ready):
+                    if usable := self._free & self._buffers.numbers_for(stage):
+                        self._free.remove(number := min(usable))
+                        self._phases[stage] = _Phase.COPYING
+                        return stage, number
                 self._changed.wait()
-        return []
+        return None
 
-    def mark_copying(self, stage: int) -> Event:
+    def add_copy(self, copy: _Copy, phase: _Phase = _Phase.COPYING) -> None:
+        """Let a thread write `copy`."""
         with self._changed:
-            self._phases[stage] = _Phase.COPYING
-            return self._events[stage]
-
-    def mark_copy_enqueued(self, stage: int, copied: Event, copy: _Copy) -> None:
-        """`copy` is complete behind `copied`."""
-        with self._changed:
-            self._events[stage], self._phases[stage] = copied, _Phase.COPY_ENQUEUED
+            self._phases[copy[0]] = phase
             self._changed.notify_all()
         self._copies.put(copy)
-
-    def mark_copied(self, stage: int, copy: _Copy) -> None:
-        with self._changed:
-            self._phases[stage] = _Phase.COPIED
-            self._changed.notify_all()
-        self._copies.put(copy)
-
-    def write_in_place(self, state: _Copy) -> None:
-        """The stage may not change before it is written."""
-        self._copies.put(state)
 
     def next_copy(self) -> _Copy | None:
         copy = None if self.has_failed else self._copies.get()
@@ -314,112 +288,81 @@ class _AsyncSave:
         return copy
 
     def wait_for_copy(self, stage: int) -> None:
-        """Return when what is on its way from a GPU is there."""
+        """Return when a copy from a GPU has arrived."""
         if self._phases[stage] is _Phase.COPY_ENQUEUED:
-            self._events[stage].synchronize()
+            self.events[stage].synchronize()
             with self._changed:
                 self._phases[stage] = _Phase.COPIED
 
-    def mark_written(self, stage: int, num_bytes: int, seconds: float) -> None:
+    def mark_written(self, stage: int, number: int, num_bytes: int, seconds: float) -> None:
+        """Free buffer `number`; after the last stage end the save."""
         with self._changed:
             self._phases[stage] = _Phase.WRITTEN
+            self._free.add(number)
             self.outcome.num_bytes += num_bytes
             self.outcome.writing_seconds += seconds
             self.outcome.seconds = time.monotonic() - self._start
             self._changed.notify_all()
             is_last = set(self._phases.values()) == {_Phase.WRITTEN}
         if is_last:
-            self.on_written()
+            self._on_written()
             self._copies.put(None)
 
     def fail(self, error: BaseException) -> None:
         """End the save: nobody waits for it any more."""
         with self._changed:
-            if self.outcome.error is None:
-                self.outcome.error = error
+            self.outcome.error = self.outcome.error or error
             self.outcome.seconds = time.monotonic() - self._start
             self._changed.notify_all()
         self._copies.put(None)
+
+
+class StagingBuffers:
+    """Host memory for copies: one buffer for each stage or, if the bytes do not suffice for that, some to share."""
+
+    def __init__(self, stage_bytes: Mapping[int, int], num_bytes: int, *, pinned: Collection[int]) -> None:
+        """Take the memory; `stage_bytes` is the size of each stage's copy, `pinned` the stages that a GPU copies.
+
+        It is taken here and not during training: while CUDA page-locks memory nothing else can be enqueued, and two
+        GPUs that wait for each other's messages would wait for good. If `num_bytes` are too few for the largest stage,
+        there is a single buffer without memory: a turn to write a stage from where it is. Raises HostMemoryError.
+        """
+        self.has_buffer_per_stage = sum(stage_bytes.values()) <= num_bytes
+        """Whether every stage has a buffer of its own, with the stage's number."""
+        sizes, locked = dict(stage_bytes), set(pinned)
+        if not self.has_buffer_per_stage:
+            largest = max(stage_bytes.values())
+            sizes = dict.fromkeys(range(num_bytes // largest), largest)
+            locked = set(sizes) if pinned else set()
+        self.num_bytes = sum(sizes.values())
+        self.buffers: dict[int, Tensor | None] = {}
+        """Buffer by number: uint8, as long as a stage's copy or longer; None without memory."""
+        self._locked: list[Tensor] = []
+        for number, size in sizes.items():
+            self.buffers[number] = buffer = map_zeros(size, torch.uint8)
+            if number in locked:
+                lock_pages(buffer)
+                self._locked.append(buffer)
+        if stage_bytes and not sizes:
+            self.buffers[0] = None
+
+    def numbers_for(self, stage: int) -> Set[int]:
+        """Numbers of the buffers that can hold the copy of `stage`."""
+        return {stage} if self.has_buffer_per_stage else self.buffers.keys()
+
+    def close(self) -> None:
+        """Give page-locked memory back; nothing may be copying any more."""
+        while self._locked:
+            unlock_pages(self._locked.pop())
+        self.buffers = {}
 
 
 def _num_bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-class StagingBuffers:
-    """Host memory for copies: one buffer for each stage or, if `num_bytes` are not enough for that, some to share."""
-
-    def __init__(self, stage_bytes: Mapping[int, int], num_bytes: int, *, pinned: Collection[int]) -> None:
-        """Take the memory; `stage_bytes` is what each stage's copy takes, `pinned` the stages that a GPU copies.
-
-        It is taken here and not beside training: while CUDA page-locks memory nothing else can be enqueued, and two
-        GPUs that wait for each other's messages would wait for good. Where `num_bytes` are too few for the largest
-        stage there is a single buffer without memory: a turn to write a stage from where it is. Raises HostMemoryError.
-        """
-        self._has_buffer_per_stage = sum(stage_bytes.values()) <= num_bytes
-        largest = max(stage_bytes.values())
-        self.has_memory = largest <= num_bytes
-        sizes, locked = dict(stage_bytes), set(pinned)
-        if not self._has_buffer_per_stage:
-            sizes = dict.fromkeys(range(num_bytes // largest), largest) if self.has_memory else {0: 0}
-            locked = set(sizes) if pinned else set()
-        self.num_bytes = sum(sizes.values())
-        self._free = threading.Condition()
-        self._buffers: dict[int, Tensor] = {}
-        self._locked: list[Tensor] = []
-        self._taken: set[int] = set()
-        for number, size in sizes.items():
-            self._buffers[number] = buffer = map_zeros(size, torch.uint8)
-            if number in locked and size:
-                lock_pages(buffer)
-                self._locked.append(buffer)
-
-    @property
-    def num_buffers(self) -> int:
-        """Copies that can be there at once."""
-        return len(self._buffers)
-
-    @property
-    def has_buffer_per_stage(self) -> bool:
-        """Whether every stage has a buffer of its own."""
-        return self._has_buffer_per_stage
-
-    def acquire(self, stages: Collection[int], *, is_cancelled: Callable[[], bool]) -> int | None:
-        """Number of a free buffer that takes one of `stages`; waits for it. None once `is_cancelled` says yes."""
-        with self._free:
-            while not is_cancelled():
-                ready = self._buffers.keys() - self._taken
-                if usable := (ready & set(stages) if self._has_buffer_per_stage else ready):
-                    number = next((stage for stage in stages if stage in usable), min(usable))
-                    self._taken.add(number)
-                    return number
-                self._free.wait(0.1)
-        return None
-
-    def buffer(self, number: int) -> Tensor:
-        """uint8, as long as the stage's copy or longer."""
-        return self._buffers[number]
-
-    def release(self, number: int) -> None:
-        """Let another copy use the buffer."""
-        with self._free:
-            self._taken.discard(number)
-            self._free.notify_all()
-
-    def release_all(self) -> None:
-        """Let all buffers be used; nobody may be copying or writing any more."""
-        with self._free:
-            self._taken.clear()
-
-    def close(self) -> None:
-        """Give page-locked memory back; nothing may be copying any more."""
-        while self._locked:
-            unlock_pages(self._locked.pop())
-        self._buffers = {}
-
-
 def _split_buffer(buffer: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of the formats and lengths of `like`, one behind the other in `buffer`; the widest formats first."""
+    """Tensors of the formats and lengths of `like`, one after the other in `buffer`; the widest formats first."""
     found, start = {}, 0
     for kind, tensor in sorted(like.items(), key=lambda pair: -pair[1].element_size()):
         found[kind] = buffer[start : start + tensor.nbytes].view(tensor.dtype)

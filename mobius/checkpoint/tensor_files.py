@@ -1,15 +1,15 @@
-"""The safetensors files of a checkpoint: which stage writes which, and how they are written and summed up.
+"""The safetensors files of a checkpoint: the stage that writes each, and writing them with checksums.
 
     model-00001-of-00003.safetensors       NAME                               weights, in the run's dtype
     optimizer-00001-of-00003.safetensors   NAME.exp_avg, NAME.exp_avg_sq      fp32
                                            NAME.master_low                    int16, bf16 runs (split_master.py)
                                            NAME.master                        fp32, fp16 runs
 
-A run with adapters saves what is trained alone, as `trained*.safetensors` in the place of `model*.safetensors`. Every
-tensor has its parameter's name and shape, and a file has whole parameters of one stage. Weights that the family stores
-in pieces, one for each expert, are stored so; what the optimizer keeps of them is not. Where only one file of a kind is
-needed, it is `model.safetensors` or `optimizer.safetensors`. Readers go by names alone, so that nothing read
-depends on the number of GPUs or stages that wrote it.
+A run with adapters saves only what is trained, as `trained*.safetensors` in place of `model*.safetensors`. Every tensor
+has its parameter's name and shape, and a file has whole parameters of one stage. Weights that the family stores in
+pieces, one for each expert, are stored so, but not their optimizer state. A single file of a kind is called
+`model.safetensors` or `optimizer.safetensors`. Readers find tensors by name, whatever the number of GPUs or stages that
+wrote them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Final
 
@@ -43,12 +42,12 @@ STATE_DTYPES: Final[Mapping[str, torch.dtype]] = {
     "master_low": torch.int16,
     "master": torch.float32,
 }
-"""Everything the optimizer may keep of a parameter beside its weights."""
+"""Dtype of each tensor of the optimizer's state of a parameter."""
 
 MODEL_PREFIX: Final = "model"
-"""Begin of the names of files with all weights of a model, which transformers loads."""
+"""Prefix of files with all weights of a model, which transformers loads."""
 TRAINED_PREFIX: Final = "trained"
-"""That of files with nothing but what is trained: adapters."""
+"""Prefix of files with only the trained weights: adapters."""
 
 _MASTER: Final[Mapping[torch.dtype, tuple[str, ...]]] = {
     torch.float32: (),
@@ -57,7 +56,7 @@ _MASTER: Final[Mapping[torch.dtype, tuple[str, ...]]] = {
 }
 _MAX_FILE_BYTES: Final = 5_000_000_000
 _HEADER_BYTES: Final = 512
-"""More than a tensor takes in a header, in an index and in checkpoint.json together."""
+"""Upper bound of the bytes of a tensor's entries in header, index and checkpoint.json."""
 _SMALL_FILE_BYTES: Final = 48 * 2**20
 """Tokenizer, configuration and the run's own texts; the largest vocabularies take 40 MB."""
 _CHUNK_BYTES: Final = 2**24
@@ -65,7 +64,7 @@ _CHUNK_BYTES: Final = 2**24
 
 @dataclass(frozen=True, slots=True)
 class StageParameter:
-    """One parameter of the model and the stage that has it; a tied head is none of its own."""
+    """One parameter of the model and its stage; a tied head is not listed."""
 
     name: str
     shape: tuple[int, ...]
@@ -100,7 +99,7 @@ class PlannedFile:
 
 @dataclass(frozen=True, slots=True)
 class StageFiles:
-    """Everything that one stage writes; both are empty where it has nothing to save."""
+    """Files that one stage writes; both are empty if it has nothing to save."""
 
     stage: int
     model: tuple[PlannedFile, ...]
@@ -122,7 +121,7 @@ class FileRecord:
 
 
 def optimizer_keys(dtype: torch.dtype) -> tuple[str, ...]:
-    """Names of what the optimizer keeps of each trained parameter in a run with weights of `dtype`, in file order."""
+    """Names of each trained parameter's optimizer tensors in a run with weights of `dtype`, in file order."""
     return ("exp_avg", "exp_avg_sq", *_MASTER[dtype])
 
 
@@ -138,19 +137,41 @@ def plan_files(
 
     `weights_prefix` begins the names of those with weights.
 
-    Returns one entry per stage, at its index, up to the last stage that has a parameter. All ranks get the same answer
-    from the same `parameters`.
+    Returns one entry per stage, at its index, up to the last stage that has a parameter; the same on all ranks.
     """
     assert len({parameter.name for parameter in parameters}) == len(parameters), "a parameter is saved twice"
     by_stage = sorted(parameters, key=lambda parameter: parameter.stage)  # stable: their order within a stage stays
     keys = optimizer_keys(dtype) if has_optimizer else ()
-    weights = _divide([(each, each.weight_names) for each in by_stage], dtype.itemsize, max_file_bytes)
-    trained = [parameter for parameter in by_stage if parameter.is_trained] if has_optimizer else []
     state_bytes = sum(STATE_DTYPES[key].itemsize for key in keys)
-    states = _divide([(each, each.state_names(keys)) for each in trained], state_bytes, max_file_bytes)
-    model, optimizer = _named(weights_prefix, weights), _named("optimizer", states)
+    weights = [(each, each.weight_names) for each in by_stage]
+    states = [(each, each.state_names(keys)) for each in by_stage if each.is_trained and has_optimizer]
+    model = _divide(weights_prefix, weights, dtype.itemsize, max_file_bytes)
+    optimizer = _divide("optimizer", states, state_bytes, max_file_bytes)
     num_stages = max((parameter.stage for parameter in parameters), default=-1) + 1
     return tuple(StageFiles(stage, model.get(stage, ()), optimizer.get(stage, ())) for stage in range(num_stages))
+
+
+def _divide(
+    kind: str,
+    named: Sequence[tuple[StageParameter, tuple[str, ...]]],
+    bytes_per_element: int,
+    max_file_bytes: int,
+) -> dict[int, tuple[PlannedFile, ...]]:
+    """Files by stage of parameters in the order of their stages, each with the names of its tensors."""
+    groups: list[tuple[int, list[str]]] = []
+    num_bytes = 0
+    for parameter, names in named:
+        more = parameter.num_elements * bytes_per_element
+        if not groups or groups[-1][0] != parameter.stage or num_bytes + more > max_file_bytes:
+            groups.append((parameter.stage, []))
+            num_bytes = 0
+        groups[-1][1].extend(names)
+        num_bytes += more
+    files: dict[int, tuple[PlannedFile, ...]] = {}
+    for number, (stage, names_of_file) in enumerate(groups, start=1):
+        file_name = f"{kind}-{number:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else f"{kind}.safetensors"
+        files[stage] = (*files.get(stage, ()), PlannedFile(file_name, tuple(names_of_file)))
+    return files
 
 
 def checkpoint_disk_bytes(parameters: Sequence[StageParameter], dtype: torch.dtype, has_optimizer: bool) -> int:
@@ -167,7 +188,7 @@ def checkpoint_disk_bytes(parameters: Sequence[StageParameter], dtype: torch.dty
 
 
 def check_disk_space(save_dir: Path, num_bytes: int) -> None:
-    """Raise CheckpointError where the disk of `save_dir`, which need not exist yet, has less than `num_bytes` free."""
+    """Raise CheckpointError if the disk of `save_dir`, which need not exist yet, has less than `num_bytes` free."""
     if (free := free_disk_bytes(save_dir)) < num_bytes:
         raise CheckpointError(
             f"a checkpoint in {save_dir} needs {format_bytes(num_bytes)}, {format_bytes(free)} is free. Free some "
@@ -176,13 +197,12 @@ def check_disk_space(save_dir: Path, num_bytes: int) -> None:
 
 
 def free_disk_bytes(save_dir: Path) -> int:
-    """Bytes that are free on the disk of `save_dir`, which need not exist yet. Raises CheckpointError."""
-    with translate_file_errors("write to", save_dir):
-        return shutil.disk_usage(nearest_folder(save_dir)).free
+    """Bytes that are free on the disk of `save_dir`, which need not exist yet."""
+    return shutil.disk_usage(nearest_folder(save_dir)).free
 
 
 def nearest_folder(save_dir: Path) -> Path:
-    """The folder that `save_dir`, which need not exist yet, is or will be made in; links are followed."""
+    """`save_dir` itself, or the nearest folder above it that exists; links are followed."""
     folder = save_dir.resolve()
     while not folder.exists():
         folder = folder.parent
@@ -208,26 +228,20 @@ def chunks_of(values: Tensor) -> Iterator[memoryview]:
 def write_stage(
     folder: Path, files: StageFiles, read: Callable[[str], Tensor], *, progress: Callable[[], None] = lambda: None
 ) -> list[FileRecord]:
-    """Write the files of one stage into `folder`, synced to the disk; returns what they hold.
+    """Write the files of one stage into `folder`, synced to the disk. Raises CheckpointError that names the file.
 
-    Several threads may write stages at once. safetensors uses `numpy.ctypeslib`, which numpy imports when it is asked
-    for, and a thread that asks while another one is importing may end in a RecursionError (python/cpython#149728): it
-    is imported with this module.
-
-    `progress` is called before each file is written, and behind it. It is summed up meanwhile: where training waits for
-    the disk, the disk does not wait for that.
-
-    `read` gives a CPU tensor by its full name, best a contiguous view of where it lives: that is written without a
-    copy. Each is asked for once. What `read` allocates is held until its file is written. Raises CheckpointError that
-    names the file, and after that `folder` is good for nothing but to be removed.
+    `read` returns a CPU tensor by its full name, asked for once: a contiguous view is written without a copy, anything
+    else is held until its file is written. Checksums are computed while the disk writes. `progress` is called before
+    and after each file. Several threads may write stages at once; numpy.ctypeslib is imported with this module because
+    a thread that needs it while another one imports it may end in a RecursionError (python/cpython#149728).
     """
     records = []
-    with ThreadPoolExecutor(1, thread_name_prefix="saving: sums") as beside:
+    with ThreadPoolExecutor(1, thread_name_prefix="saving: sums") as summing:
         for part in (*files.model, *files.optimizer):
             path = folder / part.file_name
             progress()
             values = {name: read(name).contiguous() for name in part.names}
-            sums = {name: beside.submit(checksum, value) for name, value in values.items()}
+            sums = {name: summing.submit(checksum, value) for name, value in values.items()}
             num_bytes = sum(value.nbytes for value in values.values())
             with translate_file_errors("write", path, num_bytes):
                 save_file(values, path, metadata={"format": "pt"})
@@ -268,7 +282,7 @@ def write_indexes(
 def translate_file_errors(doing: str, path: Path, num_bytes: int | None = None) -> Iterator[None]:
     """Turn errors of the file system and of safetensors into CheckpointError: `cannot write PATH: ...`.
 
-    Where the disk is full, the message tells what is free there, and of how many bytes.
+    If the disk is full, the message gives the free bytes, and those that were to be written.
     """
     try:
         yield
@@ -278,40 +292,5 @@ def translate_file_errors(doing: str, path: Path, num_bytes: int | None = None) 
         is_full = getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC})" in str(error)
         if is_full:
             needed = "" if num_bytes is None else f"{format_bytes(num_bytes)} were to be written, "
-            message += f"; {needed}{_free_text(path)} is free. Free some space there"
+            message += f"; {needed}{format_bytes(free_disk_bytes(path))} is free. Free some space there"
         raise CheckpointError(f"{message}.") from error
-
-
-def _free_text(path: Path) -> str:
-    try:
-        return format_bytes(shutil.disk_usage(path.parent).free)
-    except OSError:
-        return "nobody knows what"
-
-
-def _divide(
-    named: Sequence[tuple[StageParameter, tuple[str, ...]]], bytes_per_element: int, max_file_bytes: int
-) -> list[tuple[int, tuple[str, ...]]]:
-    """Stage and tensor names of each file; each parameter has tensors of so many bytes per element together."""
-    groups: list[tuple[int, tuple[str, ...]]] = []
-    for stage, its_own in groupby(named, key=lambda pair: pair[0].stage):
-        names: list[str] = []
-        num_bytes = 0
-        for parameter, its_names in its_own:
-            more = parameter.num_elements * bytes_per_element
-            if names and num_bytes + more > max_file_bytes:
-                groups.append((stage, tuple(names)))
-                names, num_bytes = [], 0
-            names += its_names
-            num_bytes += more
-        if names:
-            groups.append((stage, tuple(names)))
-    return groups
-
-
-def _named(kind: str, groups: Sequence[tuple[int, tuple[str, ...]]]) -> dict[int, tuple[PlannedFile, ...]]:
-    parts: dict[int, tuple[PlannedFile, ...]] = {}
-    for number, (stage, names) in enumerate(groups, start=1):
-        file_name = f"{kind}-{number:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else f"{kind}.safetensors"
-        parts[stage] = (*parts.get(stage, ()), PlannedFile(file_name, names))
-    return parts

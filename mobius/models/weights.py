@@ -116,13 +116,16 @@ def read_header(path: Path) -> list[StoredTensor]:
 
 def _read_headers(folder: Path) -> dict[str, StoredTensor]:
     """Tensors of the checkpoint in `folder`; those of a text part under its text model's names."""
-    tensors = _read_stored(folder)
+    tensors = read_stored(folder)
     renamed = text_weight_names(tensors)
     return {renamed.get(name, name): tensor for name, tensor in tensors.items()}
 
 
-def _read_stored(folder: Path) -> dict[str, StoredTensor]:
-    """Tensors of the checkpoint in `folder`, by name, from the files that transformers would read."""
+def read_stored(folder: Path) -> dict[str, StoredTensor]:
+    """Tensors of the checkpoint in `folder`, by name, from the files that transformers would read.
+
+    Raises CheckpointError.
+    """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if not single.is_file() and index.is_file():
         return _read_indexed(folder, index)

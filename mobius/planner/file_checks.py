@@ -88,8 +88,7 @@ def check_save_dir(config: Config, ranks: Ranks, made: Path, replica_rendezvous:
 def _look_around(made: Path, replica_rendezvous: Rendezvous) -> Sequence[object]:
     """Host, path and whether it sees the first rank's mark in `made`, of every process.
 
-    The mark has a name that nobody has looked for before, so that no node remembers that it was absent. A run that is
-    killed meanwhile leaves it in a folder that the next start removes.
+    The mark has a name that nobody has looked for before, so that no node remembers that it was absent.
     """
     is_first = replica_rendezvous.rank == 0
     name = str(replica_rendezvous.gather(f"seen-{secrets.token_hex(8)}" if is_first else None)[0])

@@ -17,15 +17,18 @@ from mobius.checkpoint.export import save_model
 from mobius.checkpoint.folders import checkpoint_path
 from mobius.checkpoint.merged_model import merged_folder
 from mobius.checkpoint.model_card import Origin
-from mobius.checkpoint.resume import Resume, SavedWeights, find_resume
+from mobius.checkpoint.restore import SavedWeights
+from mobius.checkpoint.resume import Resume, find_resume
 from mobius.checkpoint.run_folder import OutputFolder
-from mobius.checkpoint.run_settings import (
+from mobius.checkpoint.run_settings import prepare_output, write_settings
+from mobius.checkpoint.saver import (
+    CheckpointSaver,
+    check_disk_space_for_run,
     collect_run_metadata,
-    prepare_output,
-    recreate_run_folder,
-    write_resolved_plan,
+    count_saves,
+    load_best_model,
 )
-from mobius.checkpoint.saver import CheckpointSaver, check_disk_space_for_run, count_saves, load_best_model
+from mobius.checkpoint.trained_weights import check_trained_weights, has_changed
 from mobius.config.config import Config
 from mobius.config.launch import resume_command
 from mobius.data.batches import TrainingBatches
@@ -69,7 +72,6 @@ from mobius.training.reporting import (
     write_records,
 )
 from mobius.training.session import Session, open_session, restoring
-from mobius.training.trained_weights import check_trained_weights, has_changed
 from mobius.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -215,7 +217,7 @@ def _leave_result(run: _PreparedRun, log: RunLog | None, run_status: RunStatus, 
     """Records and model, each in its place; returns problems with which the run ends once everything is there."""
     session, output, problems = run.session, run.output, list[str]()
     if log is not None:
-        recreate_run_folder(output, session.run_setup)
+        output.recreate_if_removed()
         session.activity.start_action("the picture of the training and the model card")
         problems = write_records(
             log, session.run_setup, output.training_folder, origin=run.origin, is_changed=is_changed
@@ -270,7 +272,7 @@ def _prepare_run(
     rendezvous = wait_until_inputs_are_read(ranks)
     output = prepare_output(sketch, run_status, resume, model_folder=model_folder)
     try:
-        check_save_dir(adopted.config, ranks, output.partial, replica_rendezvous)
+        check_save_dir(adopted.config, ranks, output.folder, replica_rendezvous)
         # Before the ranks meet: a long tokenization inside a process group would run into its time-out.
         startup.mark("planning")
         config, data, batches = read_data(adopted.config, ranks, tokenizer)
@@ -288,7 +290,7 @@ def _prepare_run(
             run_setup,
             model_folder,
             recordings=recordings_of(run_setup, output.training_folder),
-            on_plan_resolved=partial(write_resolved_plan, output),
+            on_plan_resolved=partial(write_settings, output),
             on_part_done=startup.mark,
             restore=None if resume is None else restoring(resume, run_setup, model_folder, watchdog.activity),
             activity=watchdog.activity,
@@ -316,7 +318,7 @@ def _prepare_run(
 def _model_folder(config: Config, resume: Resume | None) -> Path:
     """Folder of the model to train; a checkpoint of adapters has no weights of the base."""
     if resume is not None and not config.adapters.is_lora:
-        return resume.reader.model_folder
+        return resume.reader.path
     return locate_model(config.model.model_path)
 
 
@@ -409,7 +411,7 @@ def _loop(
         best_saved=_best(run, BEST_SAVED),
         num_replicas=run.session.run_setup.rank_context.ranks.num_replicas,
         older=None if older is None else f"{run.output.save_dir} is as it was",
-        recreate_run_folder=partial(recreate_run_folder, run.output, run.session.run_setup),
+        recreate_run_folder=run.output.recreate_if_removed,
     )
 
 

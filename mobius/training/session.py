@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from mobius.activity import Activity
-from mobius.checkpoint.resume import Resume, restore
+from mobius.checkpoint.restore import restore
+from mobius.checkpoint.resume import Resume
 from mobius.config.config import Dtype, ReduceDtype
 from mobius.data.batches import Batch
 from mobius.distributed.mailboxes import Mailboxes

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from mobius.checkpoint.folders import open_checkpoint
 from mobius.checkpoint.reader import CheckpointReader
-from mobius.checkpoint.resume import restore
-from mobius.checkpoint.run_settings import collect_run_metadata
+from mobius.checkpoint.restore import restore
 from mobius.checkpoint.saved_stage import SavedStage
-from mobius.checkpoint.saver import CheckpointSaver, StepMetadata
+from mobius.checkpoint.saver import CheckpointSaver, StepMetadata, collect_run_metadata
 from mobius.config.cli import parse_args
 from mobius.data.batches import TrainingBatches
 from mobius.data.mixture import WeightedSamples

@@ -14,7 +14,7 @@ import torch
 from harness.pipelines import FAMILIES
 from harness.runs import TOKENIZER
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from mobius.checkpoint.model_folder import write_model_files, write_params_file
 from mobius.config.config import ModelConfig
@@ -104,16 +104,6 @@ def test_shape_options_of_a_fresh_model_are_exported(tmp_path: Path) -> None:
 
     assert (exported.hidden_size, exported.intermediate_size, exported.num_attention_heads) == (64, 80, 8)
     assert exported.head_dim == 8
-
-
-def test_a_base_without_generation_defaults_gets_none(tmp_path: Path) -> None:
-    base = base_of(tmp_path / "base", "llama")
-    (base / "generation_config.json").unlink()
-
-    exported = export(base, tmp_path / "out")
-
-    assert not (exported / "generation_config.json").exists()
-    assert GenerationConfig.from_model_config(AutoConfig.from_pretrained(exported)).bos_token_id == 1
 
 
 def test_the_base_may_vanish_before_the_export(tmp_path: Path) -> None:

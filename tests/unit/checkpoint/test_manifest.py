@@ -43,17 +43,6 @@ def test_a_manifest_comes_back_as_it_was() -> None:
     assert Manifest.from_json(sealed()) == MANIFEST
 
 
-def test_keys_that_are_numbers_come_back_as_text() -> None:
-    values = {**MANIFEST.__dict__, "training": {10: 1, 9: 2}}
-
-    assert Manifest.from_json(json.loads(Manifest(**values).to_json())).training == {"10": 1, "9": 2}
-
-
-def test_a_number_that_json_cannot_hold_is_not_written() -> None:
-    with pytest.raises(ValueError):
-        Manifest(**{**MANIFEST.__dict__, "metric": float("nan")}).to_json()
-
-
 @pytest.mark.parametrize(("found", "age"), [(FORMAT + 1, "a newer"), (FORMAT - 1, "an older")])
 def test_another_format_is_refused_with_both_numbers(found: int, age: str) -> None:
     with pytest.raises(CheckpointError, match=f"format {found}, .* reads format {FORMAT}: it is of {age} version"):

@@ -64,28 +64,6 @@ def test_a_model_that_no_step_has_changed_is_not_called_fine_tuned(is_pretrained
     assert ("Fresh weights" in text) != is_pretrained
 
 
-def test_the_text_tells_options_results_and_versions() -> None:
-    text = model_card(facts())
-
-    assert "# mine\n" in text
-    assert "All parameters fine-tuned from `Qwen/Qwen3-0.6B` on `tatsu-lab/alpaca` x 0.5" in text
-    for row in (
-        *("parameters | 596,049,920", "steps | 20", "epochs | 1.500", "tokens without padding | 123,456"),
-        *("loss, first step | 4.0000", "loss, last step | 1.2500", "eval_loss | 1.5000"),
-        *("learning_rate | 3e-05", "seq_length | 512", "num_iterations | 20", "dtype | bf16"),
-    ):
-        assert f"\n| {row} |\n" in text, row
-    for package in ("mobius", "torch", "transformers"):
-        assert f"\n| {package} | " in text
-
-
-def test_parameters_of_a_token_are_told_where_they_are_others() -> None:
-    row = "\n| active for a token | 3,353,032,704 |\n"
-    mixture = replace(facts(), num_parameters=30_532_122_624, num_active=3_353_032_704)
-    assert row in model_card(mixture)
-    assert "active for a token" not in model_card(facts())
-
-
 def test_a_card_of_adapters_tells_what_they_are_beside() -> None:
     given = facts()
     lora = AdapterConfig(finetuning_type=FinetuningType.LORA, lora_target="q_proj")

@@ -20,9 +20,13 @@ from mobius.checkpoint.tensor_files import STATE_DTYPES, StageParameter, optimiz
 from mobius.models.model_files import read_model_files
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"])
-@pytest.mark.parametrize("is_tied", [False, True])
-@pytest.mark.parametrize("has_many_files", [False, True])
+@pytest.mark.parametrize(
+    ("family", "is_tied", "has_many_files"),
+    [
+        *(("llama", False, False), ("mistral", False, True), ("qwen2", True, True), ("qwen3", True, False)),
+        ("gemma3_text", True, True),
+    ],
+)
 def test_transformers_loads_it_at_once_with_equal_logits(
     family: str, is_tied: bool, has_many_files: bool, tmp_path: Path
 ) -> None:

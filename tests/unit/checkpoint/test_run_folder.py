@@ -1,119 +1,256 @@
-"""Results appear whole under their final name or not at all, and what would stop that is told before training."""
+"""A run that saves as it goes owns its folder from the first step on; a kill at any moment loses nothing complete."""
 
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mobius.atomic_files import atomic_write
-from mobius.checkpoint.run_folder import OutputFolder
+from mobius.checkpoint.run_folder import OutputFolder, lock_if_free
 from mobius.errors import CheckpointError
+
+SETTINGS = {"training_args.yaml": "settings", "plan.json": "settings"}
+REFUSED, DONE, ENDED_EARLY = 40, 0, 41
+CHANGES = ("mkdir", "rename", "replace", "unlink", "rmdir")
+"""Calls that change names."""
+
+
+@pytest.fixture(autouse=True)
+def _no_waits_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 def make(
-    save_dir: Path, *, overwrite: bool = False, params: Path | None = None, results: Path | None = None
+    save_dir: Path, *, overwrite: bool = False, resumes: bool = False, at_end: bool = False, **files: Path
 ) -> OutputFolder:
-    files = {"--save_params": params, "--save_results": results}
-    return OutputFolder(save_dir, overwrite=overwrite, files={o: path for o, path in files.items() if path is not None})
-
-
-def saved_model(folder: Path, mark: str) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text(mark)
-    (folder / "model.safetensors").write_text(mark)
-    return folder
+    options = {f"--{name}": path for name, path in files.items()}
+    return OutputFolder(save_dir, overwrite=overwrite, files=options, keeps_checkpoints=not at_end, resumes=resumes)
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_nothing_has_the_final_name_before_the_commit(tmp_path: Path) -> None:
-    output = make(tmp_path / "deep" / "save")
-    output.prepare({"--save_dir": 10})
-    (output.partial / "config.json").write_text("new")
-    assert names(tmp_path / "deep") == ["save.partial"]
+def saved_model(folder: Path, mark: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors").write_text(mark)
+    (folder / "config.json").write_text(mark)
+    return folder
 
+
+def save_checkpoint(folder: Path, step: int, mark: str, *, number: int = 1) -> None:
+    """As checkpoints are saved: whole under its name or not there."""
+    partial = folder / f"checkpoint-{step}.partial"
+    partial.mkdir(parents=True, exist_ok=True)
+    (partial / "model.safetensors").write_text(mark)
+    (partial / "checkpoint.json").write_text(json.dumps({"save_number": number, "mark": mark}))
+    partial.rename(folder / f"checkpoint-{step}")
+
+
+def begun(save_dir: Path, *, overwrite: bool = False, resumes: bool = False, at_end: bool = False) -> OutputFolder:
+    output = make(save_dir, overwrite=overwrite, resumes=resumes, at_end=at_end)
+    output.prepare({})
+    output.write_settings(SETTINGS)
+    output.begin()
+    return output
+
+
+def export(output: OutputFolder, mark: str) -> None:
+    output.begin_export()
+    (output.export_folder / "templates").mkdir()
+    (output.export_folder / "templates" / "tool.jinja").write_text(mark)
+    (output.export_folder / "model.safetensors").write_text(mark)
+    (output.export_folder / "config.json").write_text(mark)
+
+
+def whole_run(save_dir: Path, mark: str, *, overwrite: bool = False, resumes: bool = False, step: int = 10) -> None:
+    output = begun(save_dir, overwrite=overwrite, resumes=resumes)
+    (output.folder / "metrics.jsonl").write_text("{}\n")
+    save_checkpoint(output.folder, step, mark, number=step)
+    output.remove_older_results()
+    export(output, mark)
+    output.commit()
+    output.close()
+
+
+def run_that_saves_at_the_end(save_dir: Path, mark: str, *, overwrite: bool = False, resumes: bool = False) -> None:
+    output = begun(save_dir, overwrite=overwrite, resumes=resumes, at_end=True)
+    export(output, mark)
     output.commit()
 
-    assert names(tmp_path / "deep") == ["save"]
-    assert (tmp_path / "deep" / "save" / "config.json").read_text() == "new"
+
+def complete_in(place: Path) -> set[str]:
+    """Marks of all models and checkpoints that are whole, or are being moved, wherever they are below `place`."""
+    marks = set()
+    for mark in place.rglob("config.json"):
+        weights = [path.read_text() for path in mark.parent.glob("*.safetensors")]
+        if mark.parent.name == "final.moving" or weights:
+            assert set(weights) <= {mark.read_text()}, f"{mark.parent} looks whole with the weights of two models"
+            marks.add(f"model {mark.read_text()}")
+    for mark in place.rglob("checkpoint.json"):
+        if not mark.parent.name.endswith(".partial"):
+            marks.add(f"checkpoint {json.loads(mark.read_text())['mark']}")
+    return marks
 
 
-def test_an_existing_folder_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
-    saved_model(tmp_path / "save", "old")
+def run_until_killed(run: Callable[[], None], number: int) -> int:
+    """Run in a process of its own that ends, as by a kill, in place of its `number`-th change; its exit code."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    count = 0
 
-    with pytest.raises(CheckpointError, match=r"--save_dir .*/save exists.*--overwrite_output_dir"):
-        make(tmp_path / "save").prepare({})
+    def killing(change: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object, **options: object) -> object:
+            nonlocal count
+            count += 1
+            if count == number:
+                os._exit(ENDED_EARLY)
+            return change(*arguments, **options)
 
-    assert names(tmp_path) == ["save"]
+        return call
+
+    logging.disable()
+    for name in CHANGES:
+        setattr(os, name, killing(getattr(os, name)))
+    try:
+        run()
+    except CheckpointError:
+        os._exit(REFUSED)
+    except BaseException:
+        os._exit(99)
+    os._exit(DONE)
 
 
-def test_an_empty_folder_is_no_obstacle(tmp_path: Path) -> None:
-    (tmp_path / "save").mkdir()
+def go_on(save_dir: Path) -> None:
+    """Do what a user, or a launcher that restarts, does after a kill: resume if there is a checkpoint, else start."""
+    if [*save_dir.glob("checkpoint-*[0-9]/checkpoint.json")]:
+        whole_run(save_dir, "new", resumes=True, step=20)
+        return
+    with contextlib.suppress(CheckpointError):  # told that there is a model; the user asks again
+        whole_run(save_dir, "new", overwrite=True)
+        return
+    whole_run(save_dir, "new", overwrite=True)
+
+
+# --- the life of a run
+
+
+def test_the_folder_has_its_name_from_the_first_step_on(tmp_path: Path) -> None:
     output = make(tmp_path / "save")
+    output.prepare({"--save_dir": 10})
+    (output.folder / "plan.json").write_text("plan")
+    assert names(tmp_path) == ["save.partial"]
+    assert (output.folder, output.training_folder) == (tmp_path / "save.partial", tmp_path / "save")
 
-    output.prepare({})
-    (output.partial / "a").touch()
-    output.commit()
-
-    assert names(tmp_path / "save") == ["a"]
-
-
-def test_overwriting_replaces_the_old_model_as_a_whole_and_only_at_the_commit(tmp_path: Path) -> None:
-    saved_model(tmp_path / "save", "old")
-    (tmp_path / "save" / "stale.safetensors").touch()
-    output = make(tmp_path / "save", overwrite=True)
-
-    output.prepare({})
-    (output.partial / "config.json").write_text("new")
-    assert (tmp_path / "save" / "config.json").read_text() == "old"
-    output.commit()
+    output.begin()
 
     assert names(tmp_path) == ["save"]
-    assert names(tmp_path / "save") == ["config.json"]
+    assert output.folder == output.training_folder == tmp_path / "save"
+    assert names(output.folder) == ["plan.json"]
 
 
-def test_an_error_of_the_disk_without_a_number_is_told_in_its_own_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError("the quota is used up")
+def test_the_model_is_whole_in_the_folder_only_when_it_is_committed(tmp_path: Path) -> None:
+    output = begun(tmp_path / "save")
+    save_checkpoint(output.folder, 10, "ten")
+    export(output, "end")
+    assert not (tmp_path / "save" / "config.json").exists()
 
-    monkeypatch.setattr(Path, "mkdir", refuse)
-
-    with pytest.raises(CheckpointError, match=r"cannot write there \(the quota is used up\)"):
-        make(tmp_path / "save").prepare({})
-
-
-def test_older_results_are_told_until_they_are_replaced(tmp_path: Path) -> None:
-    saved_model(tmp_path / "save", "old")
-    output = make(tmp_path / "save", overwrite=True)
-
-    output.prepare({})
-    assert output.older_results == tmp_path / "save"
-    (output.partial / "config.json").write_text("new")
-    (output.partial / "model.safetensors").write_text("new")
     output.commit()
+
+    assert names(output.folder) == [
+        *("checkpoint-10", "config.json", "model.safetensors", "plan.json", "templates", "training_args.yaml")
+    ]
+    assert (output.folder / "templates" / "tool.jinja").read_text() == "end"
+
+
+def test_an_export_begins_with_nothing_of_one_before(tmp_path: Path) -> None:
+    output = begun(tmp_path / "save")
+    export(output, "first")
+
+    output.begin_export()
+
+    assert names(output.export_folder) == []
+
+
+def test_a_refused_run_leaves_nothing_and_a_begun_one_is_not_removed(tmp_path: Path) -> None:
+    refused = make(tmp_path / "save")
+    refused.prepare({})
+    refused.discard()
+    assert names(tmp_path) == []
+
+    running = begun(tmp_path / "save")
+    running.discard()
+
+    assert names(tmp_path / "save") == sorted(SETTINGS)
+
+
+def test_older_results_stay_aside_until_the_first_checkpoint(tmp_path: Path) -> None:
+    saved_model(tmp_path / "save", "old")
+    output = begun(tmp_path / "save", overwrite=True)
+    assert output.older_results == tmp_path / "save.replaced"
+    assert complete_in(tmp_path / "save.replaced") == {"model old"}
+
+    save_checkpoint(output.folder, 1, "one")
+    output.remove_older_results()
+    output.remove_older_results()
 
     assert output.older_results is None
+    assert names(tmp_path) == ["save"]
+    assert names(tmp_path / "save") == ["checkpoint-1", *sorted(SETTINGS)]
 
 
-def test_overwriting_never_removes_what_is_not_a_saved_model(tmp_path: Path) -> None:
-    (tmp_path / "save").mkdir()
-    (tmp_path / "save" / "thesis.tex").touch()
+def test_what_the_run_itself_has_saved_is_no_older_result_on_any_rank(tmp_path: Path) -> None:
+    other, first = make(tmp_path / "save"), begun(tmp_path / "save")
+    assert first.older_results is None
 
-    with pytest.raises(CheckpointError, match=r"other than a saved model \(thesis\.tex\)"):
-        make(tmp_path / "save", overwrite=True).prepare({})
+    save_checkpoint(first.folder, 1, "one")
 
-    assert names(tmp_path / "save") == ["thesis.tex"]
+    assert (other.older_results, first.older_results) == (None, None)
 
 
-def test_the_current_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(saved_model(tmp_path / "save", "old"))
+def test_older_results_that_cannot_be_removed_are_told_and_end_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved_model(tmp_path / "save", "old")
+    output = begun(tmp_path / "save", overwrite=True)
+    save_checkpoint(output.folder, 1, "one")
 
-    with pytest.raises(CheckpointError, match="is the current folder"):
-        make(Path(), overwrite=True).prepare({})
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", refuse)
+        output.remove_older_results()
+
+    assert "save.replaced cannot be removed" in caplog.text
+    output.close()
+    make(tmp_path / "save", resumes=True).prepare({})
+    assert names(tmp_path) == ["save"], "the next start tries again"
+
+
+def test_a_run_that_has_come_while_this_one_was_prepared_is_not_replaced(tmp_path: Path) -> None:
+    output = make(tmp_path / "save", overwrite=True)
+    output.prepare({})
+    (tmp_path / "save.partial").rename(tmp_path / "aside")
+    other = begun(tmp_path / "save")
+    save_checkpoint(other.folder, 1, "theirs")
+    (tmp_path / "aside").rename(tmp_path / "save.partial")
+
+    with pytest.raises(CheckpointError, match="another run is writing"):
+        output.begin()
+
+    assert complete_in(tmp_path / "save") == {"checkpoint theirs"}
+
+
+# --- refusals before training
 
 
 def test_a_mount_point_is_refused() -> None:
@@ -121,16 +258,19 @@ def test_a_mount_point_is_refused() -> None:
         make(Path("/proc"), overwrite=True).prepare({})
 
 
-def test_a_run_in_a_mount_point_is_told_how_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = tmp_path / "save" / "checkpoint-4"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "checkpoint.json").write_text("{}")
+def test_a_run_resumes_in_a_mount_point_without_a_folder_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole_run(tmp_path / "save", "old")
     monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "save")
+    tmp_path.chmod(0o555)
 
-    with pytest.raises(
-        CheckpointError, match=rf"Mount the folder above it, or .*--resume_from_checkpoint {checkpoint} "
-    ):
-        OutputFolder(tmp_path / "save", overwrite=False, files={}, resumes=True).prepare({})
+    output = make(tmp_path / "save", resumes=True)
+    output.prepare({})
+
+    assert names(tmp_path) == ["save"]
+    tmp_path.chmod(0o755)
+    output.close()
 
 
 def test_the_root_and_links_that_lead_in_a_circle_are_refused(tmp_path: Path) -> None:
@@ -142,7 +282,7 @@ def test_the_root_and_links_that_lead_in_a_circle_are_refused(tmp_path: Path) ->
         with pytest.raises(CheckpointError, match=f"--save_dir {save_dir}"):
             make(save_dir).prepare({})
     with pytest.raises(CheckpointError, match=f"--save_params {loop}"):
-        make(tmp_path / "save", params=loop).prepare({})
+        make(tmp_path / "save", save_params=loop).prepare({})
 
     assert names(tmp_path) == ["loop"]
 
@@ -151,32 +291,23 @@ def test_existing_files_are_refused_together_with_the_folder_in_one_message(tmp_
     saved_model(tmp_path / "save", "old")
     (tmp_path / "params.pt").touch()
     (tmp_path / "results").mkdir()
-    output = make(tmp_path / "save", params=tmp_path / "params.pt", results=tmp_path / "results")
+    output = make(tmp_path / "save", save_params=tmp_path / "params.pt", save_results=tmp_path / "results")
 
     with pytest.raises(CheckpointError) as raised:
         output.prepare({})
 
-    lines = str(raised.value).splitlines()
-    assert len(lines) == 3
-    assert lines[0].startswith("--save_dir")
-    assert lines[1].startswith(f"--save_params {tmp_path / 'params.pt'} exists.")
-    assert "--overwrite_output_dir" in lines[1]
-    assert lines[2] == f"--save_results {tmp_path / 'results'} is a folder. Name a file."
-
-
-def test_an_existing_file_may_be_overwritten_on_request(tmp_path: Path) -> None:
-    (tmp_path / "params.pt").write_text("old")
-
-    make(tmp_path / "save", overwrite=True, params=tmp_path / "params.pt").prepare({})
-
-    assert (tmp_path / "params.pt").read_text() == "old"
+    assert [line.split()[0] for line in str(raised.value).splitlines()] == [
+        "--save_dir",
+        "--save_params",
+        "--save_results",
+    ]
 
 
 @pytest.mark.parametrize("option", ["--save_dir", "--save_params"])
 def test_a_place_that_cannot_be_written_is_found_before_training(tmp_path: Path, option: str) -> None:
     (tmp_path / "file").touch()
     places = {"--save_dir": tmp_path / "save", "--save_params": tmp_path / "p.pt"} | {option: tmp_path / "file" / "x"}
-    output = make(places["--save_dir"], params=places["--save_params"])
+    output = make(places["--save_dir"], save_params=places["--save_params"])
 
     with pytest.raises(CheckpointError, match=rf"{option} .*/file/x: cannot write"):
         output.prepare({})
@@ -184,13 +315,8 @@ def test_a_place_that_cannot_be_written_is_found_before_training(tmp_path: Path,
     assert names(tmp_path) == ["file"]
 
 
-def test_a_folder_that_even_the_administrator_cannot_write_is_told(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"--save_dir /proc/save_ckpt: cannot write there \(.+\)"):
-        make(Path("/proc/save_ckpt")).prepare({})
-
-
 def test_too_little_disk_space_is_told_with_what_is_needed_and_what_is_free(tmp_path: Path) -> None:
-    output = make(tmp_path / "save", params=tmp_path / "p.pt")
+    output = make(tmp_path / "save", save_params=tmp_path / "p.pt")
 
     with pytest.raises(CheckpointError, match=r"--save_dir and --save_params need 3145728\.0 GiB .* GiB is free"):
         output.prepare({"--save_dir": 2**51, "--save_params": 2**50})
@@ -198,47 +324,25 @@ def test_too_little_disk_space_is_told_with_what_is_needed_and_what_is_free(tmp_
     assert names(tmp_path) == []
 
 
-def test_what_a_crashed_run_left_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / "save.partial").mkdir()
-    (tmp_path / "save.partial" / "half.safetensors").touch()
-    output = make(tmp_path / "save")
-
+@pytest.mark.parametrize("at_end", [False, True])
+def test_a_name_that_another_run_has_taken_is_not_overwritten(tmp_path: Path, at_end: bool) -> None:
+    output = make(tmp_path / "save", at_end=at_end)
     output.prepare({})
-
-    assert names(output.partial) == []
-
-
-def test_a_run_that_is_still_writing_keeps_its_folder(tmp_path: Path) -> None:
-    first = make(tmp_path / "save")
-    first.prepare({})
-    (first.partial / "metrics.jsonl").touch()
-
-    with pytest.raises(CheckpointError, match="another run is writing"):
-        make(tmp_path / "save").prepare({})
-
-    assert names(first.partial) == ["metrics.jsonl"]
-
-
-def test_a_name_that_was_taken_during_the_run_is_not_overwritten(tmp_path: Path) -> None:
-    output = make(tmp_path / "save")
-    output.prepare({})
-    (output.partial / "config.json").write_text("mine")
+    saved_model(output.folder, "mine")
     saved_model(tmp_path / "save", "theirs")
 
-    with pytest.raises(CheckpointError, match=r"results of this run are in .*save\.partial"):
-        output.commit()
+    with pytest.raises(CheckpointError, match=r"/save exists and is not empty"):
+        output.commit() if at_end else output.begin()
 
-    assert (tmp_path / "save" / "config.json").read_text() == "theirs"
-    assert (output.partial / "config.json").read_text() == "mine"
+    assert complete_in(tmp_path / "save") == {"model theirs"}
+    assert complete_in(tmp_path / "save.partial") == {"model mine"}
 
 
 def test_a_file_inside_the_folder_is_placed_inside_the_partial_one(tmp_path: Path) -> None:
-    output = make(tmp_path / "save", params=tmp_path / "save" / "pt" / "p.pt", results=tmp_path / "r.txt")
+    output = make(tmp_path / "save", save_params=tmp_path / "save" / "pt" / "p.pt", save_results=tmp_path / "r.txt")
     output.prepare({"--save_params": 1})
 
-    assert output.path_in_folder(tmp_path / "save" / "pt" / "p.pt") == output.partial / "pt" / "p.pt"
-    assert output.path_in_folder(tmp_path / "r.txt") == tmp_path / "r.txt"
-    assert names(output.partial) == ["pt"]
+    assert names(output.folder) == ["pt"]
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -258,18 +362,6 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert names(tmp_path) == ["file"]
 
 
-def test_what_is_discarded_is_gone_and_the_older_results_are_not(tmp_path: Path) -> None:
-    saved_model(tmp_path / "save", "old")
-    output = make(tmp_path / "save", overwrite=True)
-    output.prepare({})
-
-    output.discard()
-
-    assert names(tmp_path) == ["save"]
-    assert (tmp_path / "save" / "config.json").read_text() == "old"
-    make(tmp_path / "save", overwrite=True).prepare({})
-
-
 def test_a_rank_that_did_not_prepare_discards_nothing(tmp_path: Path) -> None:
     make(tmp_path / "save").prepare({})
 
@@ -278,31 +370,15 @@ def test_a_rank_that_did_not_prepare_discards_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == ["save.partial"]
 
 
-def names_after(crashed: Path) -> dict[str, str]:
-    """Every folder of models below `crashed` with the mark in it; those that are being made have none."""
-    marks = {folder.name: folder / "config.json" for folder in crashed.iterdir() if folder.is_dir()}
-    return {name: mark.read_text() for name, mark in marks.items() if mark.exists()}
-
-
-def test_a_kill_between_the_two_renames_is_mended_before_the_next_run_trains(tmp_path: Path) -> None:
-    saved_model(tmp_path / "save.replaced", "old")
-    saved_model(tmp_path / "save.partial", "new")
-
-    with pytest.raises(CheckpointError, match=r"an interrupted run.* complete.*its name: .*/save\b") as raised:
-        make(tmp_path / "save").prepare({})
-
-    assert f"{tmp_path / 'save.replaced'}" in str(raised.value)
-    assert names_after(tmp_path) == {"save": "new", "save.replaced": "old"}
-
-
 @pytest.mark.parametrize("overwrite", [False, True], ids=["", "overwriting"])
 def test_a_complete_result_that_has_no_name_yet_gets_it_and_the_run_is_refused(tmp_path: Path, overwrite: bool) -> None:
     saved_model(tmp_path / "save.partial", "new")
 
-    with pytest.raises(CheckpointError, match=r"an interrupted run.* complete.*its name: .*/save\b"):
+    with pytest.raises(CheckpointError, match=r"an interrupted run.* complete.* now in .*/save\b"):
         make(tmp_path / "save", overwrite=overwrite).prepare({})
 
-    assert names_after(tmp_path) == {"save": "new"}
+    assert names(tmp_path) == ["save"]
+    assert complete_in(tmp_path) == {"model new"}
     make(tmp_path / "save", overwrite=True).prepare({})  # asked for now
 
 
@@ -314,7 +390,8 @@ def test_a_complete_result_beside_the_folder_is_told_and_never_removed(tmp_path:
     with pytest.raises(CheckpointError, match=rf"{name} holds a complete model"):
         make(tmp_path / "save", overwrite=True).prepare({})
 
-    assert names_after(tmp_path) == {"save": "one", name: "other"}
+    assert names(tmp_path) == ["save", name]
+    assert complete_in(tmp_path) == {"model one", "model other"}
 
 
 @pytest.mark.parametrize("name", ["save.partial", "save.replaced"])
@@ -328,29 +405,456 @@ def test_what_is_not_from_a_run_is_told_and_never_removed(tmp_path: Path, name: 
     assert names(tmp_path / name) == ["thesis.tex"]
 
 
-def test_a_run_that_is_giving_its_results_their_name_is_left_alone(tmp_path: Path) -> None:
-    """Another run starts in the moment between the two renames."""
-    saved_model(tmp_path / "save", "old")
-    output = make(tmp_path / "save", overwrite=True)
-    output.prepare({})
-    (output.partial / "model.safetensors").write_text("new")
-    (output.partial / "config.json").write_text("new")
-    (tmp_path / "save").rename(tmp_path / "save.replaced")
-
-    with pytest.raises(CheckpointError, match="another run is writing"):
-        make(tmp_path / "save", overwrite=True).prepare({})
-
-    assert names_after(tmp_path) == {"save.replaced": "old", "save.partial": "new"}
-
-
 def test_a_device_or_pipe_is_never_replaced_by_a_file(tmp_path: Path) -> None:
     """As `--save_params /dev/null --overwrite_output_dir` would, by a user who may do everything."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
 
     with pytest.raises(CheckpointError, match=r"--save_params .*pipe is a device or a pipe\. Name a file"):
-        make(tmp_path / "save", overwrite=True, params=pipe).prepare({})
+        make(tmp_path / "save", overwrite=True, save_params=pipe).prepare({})
     with pytest.raises(OSError, match="no file that could be replaced"), atomic_write(pipe) as temporary:
         temporary.write_text("instead of it")
 
     assert pipe.is_fifo()
+
+
+# --- resuming
+
+
+def test_a_run_resumes_into_its_folder_without_leave_to_overwrite(tmp_path: Path) -> None:
+    first = begun(tmp_path / "save")
+    (first.folder / "metrics.jsonl").write_text("lines\n")
+    save_checkpoint(first.folder, 10, "ten")
+    first.close()
+
+    second = make(tmp_path / "save", resumes=True)
+    second.prepare({})
+    second.write_settings({**SETTINGS, "plan.json": "second"})
+    assert (tmp_path / "save" / "plan.json").read_text() == "settings"
+    assert second.older_results is None
+    second.begin()
+
+    assert names(tmp_path) == ["save"]
+    assert names(tmp_path / "save") == ["checkpoint-10", "metrics.jsonl", *sorted(SETTINGS)]
+    assert (tmp_path / "save" / "plan.json").read_text() == "second"
+    assert (tmp_path / "save" / "metrics.jsonl").read_text() == "lines\n"
+    assert second.older_results is None
+
+
+def test_a_resumed_run_that_is_refused_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
+    whole_run(tmp_path / "save", "old")
+    before = {path: path.read_text() for path in (tmp_path / "save").rglob("*") if path.is_file()}
+    output = make(tmp_path / "save", resumes=True)
+    output.prepare({})
+    output.write_settings({"plan.json": "other"})
+
+    output.discard()
+
+    assert names(tmp_path) == ["save"]
+    assert {path: path.read_text() for path in (tmp_path / "save").rglob("*") if path.is_file()} == before
+    begun(tmp_path / "save", resumes=True)
+
+
+def test_resuming_where_there_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    saved_model(tmp_path / "save", "model")
+
+    for name in ("save", "absent"):
+        with pytest.raises(CheckpointError, match=rf"/{name} holds no checkpoint to go on from"):
+            make(tmp_path / name, resumes=True).prepare({})
+
+
+def test_a_folder_named_like_a_checkpoint_is_none_without_its_mark(tmp_path: Path) -> None:
+    begun(tmp_path / "save").close()
+    (tmp_path / "save" / "checkpoint-10").mkdir()
+    (tmp_path / "save" / "checkpoint-11.partial").mkdir()
+    (tmp_path / "save" / "checkpoint-11.partial" / "model.safetensors").touch()
+    before = sorted(tmp_path.rglob("*"))
+
+    with pytest.raises(CheckpointError, match="holds no checkpoint to go on from"):
+        make(tmp_path / "save", resumes=True).prepare({})
+
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_single_files_of_the_resumed_run_may_be_replaced(tmp_path: Path) -> None:
+    whole_run(tmp_path / "save", "old")
+    (tmp_path / "p.pt").touch()
+
+    with pytest.raises(CheckpointError, match=r"--save_params .*p\.pt exists"):
+        make(tmp_path / "other", save_params=tmp_path / "p.pt").prepare({})
+    make(tmp_path / "save", resumes=True, save_params=tmp_path / "p.pt").prepare({})
+
+
+def test_a_resumed_run_replaces_the_weights_of_the_model_and_no_file_of_the_older_one_stays(tmp_path: Path) -> None:
+    whole_run(tmp_path / "save", "old")
+    (tmp_path / "save" / "model.safetensors").rename(tmp_path / "save" / "model-00001-of-00002.safetensors")
+    (tmp_path / "save" / "model.safetensors.index.json").touch()
+
+    whole_run(tmp_path / "save", "new", resumes=True, step=20)
+
+    assert complete_in(tmp_path) == {"model new", "checkpoint old", "checkpoint new"}
+    assert names(tmp_path / "save") == [
+        *("checkpoint-10", "checkpoint-20", "config.json", "metrics.jsonl", "model.safetensors", "plan.json"),
+        *("templates", "training_args.yaml"),
+    ]
+
+
+def test_a_run_that_saves_at_the_end_may_resume_in_the_folder_of_the_checkpoint_too(tmp_path: Path) -> None:
+    whole_run(tmp_path / "save", "old")
+
+    run_that_saves_at_the_end(tmp_path / "save", "new", resumes=True)
+
+    assert complete_in(tmp_path) == {"model new", "checkpoint old"}
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_the_run_goes_on_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole_run(tmp_path / "save", "old")
+
+    def refuse(*, dir: Path) -> None:  # the administrator may write everywhere, so that modes show nothing
+        if dir == tmp_path / "save":
+            raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    with pytest.raises(CheckpointError, match=r"--save_dir .*/save: cannot write there \(Read-only file system\)"):
+        make(tmp_path / "save", resumes=True).prepare({})
+
+    assert names(tmp_path) == ["save"]
+    monkeypatch.undo()
+    begun(tmp_path / "save", resumes=True)
+
+
+# --- two runs
+
+
+@pytest.mark.parametrize("second", ["fresh", "overwriting", "resuming", "at the end"])
+@pytest.mark.parametrize("first", ["preparing", "running", "resuming", "resumed", "committed"])
+def test_a_second_run_in_the_same_folder_is_refused_at_its_start(tmp_path: Path, first: str, second: str) -> None:
+    if first in ("resuming", "resumed"):
+        whole_run(tmp_path / "save", "old")
+    owner = make(tmp_path / "save", resumes=first in ("resuming", "resumed"))
+    owner.prepare({})
+    (owner.folder / "plan.json").touch()
+    if first not in ("preparing", "resuming"):
+        owner.begin()
+    if first in ("running", "committed"):
+        save_checkpoint(owner.folder, 1, "one")
+    if first == "committed":
+        export(owner, "end")
+        owner.commit()
+    before = sorted(tmp_path.rglob("*"))
+
+    with pytest.raises(
+        CheckpointError, match=r"--save_dir .*another run is writing to .*Choose another folder, or wait"
+    ):
+        make(
+            tmp_path / "save",
+            overwrite=second == "overwriting",
+            at_end=second == "at the end",
+            resumes=second == "resuming",
+        ).prepare({})
+
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_run_that_starts_at_the_same_moment_has_the_folder_or_has_it_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = fcntl.flock
+
+    def late(descriptor: int, operation: int) -> None:
+        (tmp_path / "save.partial").rename(tmp_path / "removed by the other run")
+        (tmp_path / "save.partial").mkdir()
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(CheckpointError, match="another run is writing"):
+        make(tmp_path / "save").prepare({})
+
+    assert "save.partial" in names(tmp_path), "it is the other run's"
+
+
+# --- the start after a kill
+
+
+@pytest.mark.parametrize("has_model", [False, True])
+def test_a_folder_with_checkpoints_is_refused_with_the_newest_and_both_ways_on(tmp_path: Path, has_model: bool) -> None:
+    output = begun(tmp_path / "save")
+    save_checkpoint(output.folder, 40, "forty", number=3)
+    save_checkpoint(output.folder, 9, "nine, saved later by a run that was resumed", number=4)
+    (output.folder / "checkpoint-50.partial").mkdir()
+    (output.folder / "checkpoint-60").mkdir()
+    if has_model:
+        saved_model(output.folder, "end")
+    output.close()
+    before = sorted(tmp_path.rglob("*"))
+
+    with pytest.raises(CheckpointError) as raised:
+        make(tmp_path / "save").prepare({})
+
+    assert "The newest is checkpoint-9." in str(raised.value)
+    assert "--resume_from_checkpoint true" in str(raised.value)
+    assert "--overwrite_output_dir" in str(raised.value)
+    assert ("complete model" in str(raised.value)) == has_model
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_a_folder_with_checkpoints_is_replaced_on_request(tmp_path: Path, at_end: bool) -> None:
+    output = begun(tmp_path / "save")
+    save_checkpoint(output.folder, 1, "old")
+    output.close()
+    output = make(tmp_path / "save", overwrite=True, at_end=at_end)
+
+    output.prepare({})
+    assert complete_in(tmp_path / "save") == {"checkpoint old"}
+    output.begin()
+    export(output, "new")
+    output.commit()
+
+    assert complete_in(tmp_path) == {"model new"}
+    assert "save.replaced" not in names(tmp_path)
+
+
+def test_a_run_without_a_checkpoint_is_removed_with_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    output = begun(tmp_path / "save")
+    for name in (
+        "metrics.jsonl",
+        "trainer_log.jsonl",
+        "metrics.jsonl.partial",
+        "trace.rank0.json",
+        "train_results.json",
+    ):
+        (output.folder / name).touch()
+    for name in ("runs", "checkpoint-10.partial", "checkpoint-5.removed", "pt/of the user"):
+        (output.folder / name).mkdir(parents=True)
+    (output.folder / "runs" / "events").touch()
+    (output.folder / "checkpoint-10.partial" / "model.safetensors").touch()
+    output.begin_export()
+    (output.export_folder / "model.safetensors").touch()
+    output.close()
+
+    make(tmp_path / "save").prepare({})
+
+    assert "save is removed: a run ended there before its first checkpoint" in caplog.text
+    assert names(tmp_path) == ["save.partial"]
+    assert names(tmp_path / "save.partial") == []
+
+
+@pytest.mark.parametrize(
+    "strange", ["thesis.tex", "adapter.safetensors", "notes/of mine.txt", "plan.json missing", "link"]
+)
+def test_a_folder_with_something_of_somebody_is_never_removed(tmp_path: Path, strange: str) -> None:
+    output = begun(tmp_path / "save")
+    output.close()
+    if strange == "plan.json missing":
+        (tmp_path / "save" / "plan.json").unlink()
+    elif strange == "link":
+        (tmp_path / "save" / "runs").symlink_to(tmp_path)
+    else:
+        (tmp_path / "save" / strange).parent.mkdir(exist_ok=True)
+        (tmp_path / "save" / strange).touch()
+    before = sorted(tmp_path.rglob("*"))
+
+    for overwrite, message in ((False, "exists and is not empty"), (True, "something other than a saved model")):
+        with pytest.raises(CheckpointError, match=message):
+            make(tmp_path / "save", overwrite=overwrite).prepare({})
+
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_run_without_a_checkpoint_is_not_removed_where_it_is_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun(tmp_path / "save").close()
+    monkeypatch.chdir(tmp_path / "save")
+
+    with pytest.raises(CheckpointError, match="is the current folder"):
+        make(tmp_path / "save").prepare({})
+
+    assert names(tmp_path / "save") == sorted(SETTINGS)
+
+
+@pytest.mark.parametrize("aside", ["partial", "replaced"])
+def test_a_whole_checkpoint_that_has_not_its_name_is_not_removed_with_its_folder(tmp_path: Path, aside: str) -> None:
+    output = begun(tmp_path / "save")
+    save_checkpoint(output.folder, 10, "ten")
+    (output.folder / "checkpoint-10").rename(output.folder / f"checkpoint-10.{aside}")
+    output.close()
+
+    with pytest.raises(CheckpointError, match=rf"The newest is checkpoint-10\.{aside}"):
+        make(tmp_path / "save").prepare({})
+
+    assert names(tmp_path / "save") == [f"checkpoint-10.{aside}", *sorted(SETTINGS)]
+    make(tmp_path / "save", resumes=True).prepare({})
+
+
+def test_older_results_come_back_where_the_run_that_replaces_them_came_to_nothing(tmp_path: Path) -> None:
+    saved_model(tmp_path / "save", "old")
+    begun(tmp_path / "save", overwrite=True).close()
+    assert names(tmp_path) == ["save", "save.replaced"]
+
+    with pytest.raises(CheckpointError, match="exists and is not empty"):
+        make(tmp_path / "save").prepare({})
+
+    assert names(tmp_path) == ["save", "save.partial"]
+    assert complete_in(tmp_path / "save") == {"model old"}
+    begun(tmp_path / "save", overwrite=True)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_checked_model_whose_run_was_killed_gets_its_place_and_the_run_is_refused(
+    tmp_path: Path, overwrite: bool
+) -> None:
+    output = begun(tmp_path / "save")
+    export(output, "end")
+    output.close()
+
+    with pytest.raises(CheckpointError, match=r"interrupted run had left a complete, checked model.*further start"):
+        make(tmp_path / "save", overwrite=overwrite).prepare({})
+
+    assert complete_in(tmp_path) == {"model end"}
+    assert "final.partial" not in names(tmp_path / "save")
+
+
+def scores_only(save_dir: Path) -> None:
+    """What an evaluation without any training leaves; it works as a run that saves at the end."""
+    output = begun(save_dir, at_end=True)
+    for name in ("eval_results.json", "all_results.json"):
+        (output.folder / name).write_text("scores")
+    output.commit()
+
+
+def test_scores_are_never_removed_without_being_asked(tmp_path: Path) -> None:
+    scores_only(tmp_path / "save")
+    before = sorted(tmp_path.rglob("*"))
+
+    with pytest.raises(CheckpointError, match=r"exists and is not empty.*--overwrite_output_dir"):
+        make(tmp_path / "save").prepare({})
+
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_scores_that_are_replaced_come_back_where_the_run_came_to_nothing(tmp_path: Path) -> None:
+    scores_only(tmp_path / "save")
+    output = begun(tmp_path / "save", overwrite=True)
+    assert output.older_results == tmp_path / "save.replaced"
+    output.close()
+
+    second = begun(tmp_path / "save", overwrite=True)
+    assert "eval_results.json" in names(tmp_path / "save.replaced")
+    export(second, "new")
+    second.commit()
+
+    assert names(tmp_path) == ["save"]
+    assert "eval_results.json" not in names(tmp_path / "save")
+
+
+def test_a_folder_is_kept_free_while_it_is_settled(tmp_path: Path) -> None:
+    with lock_if_free(tmp_path / "save") as is_free:
+        assert is_free, "there is none"
+    output = begun(tmp_path / "save")
+    save_checkpoint(output.folder, 1, "one")
+    with lock_if_free(tmp_path / "save") as is_free:
+        assert not is_free
+    output.close()
+
+    with lock_if_free(tmp_path / "save") as is_free:
+        assert is_free
+        with pytest.raises(CheckpointError, match="another run is writing"):
+            make(tmp_path / "save", resumes=True).prepare({})
+
+    make(tmp_path / "save", resumes=True).prepare({})
+
+
+# --- kills
+
+
+def old_nothing(place: Path) -> None:
+    del place
+
+
+def old_model(place: Path) -> None:
+    saved_model(place / "save", "old")
+
+
+def old_run(place: Path) -> None:
+    whole_run(place / "save", "old", step=5)
+
+
+def old_checkpoints(place: Path) -> None:
+    output = begun(place / "save")
+    save_checkpoint(output.folder, 4, "old")
+    save_checkpoint(output.folder, 5, "old")
+    output.close()
+
+
+@pytest.mark.parametrize(
+    ("run", "older", "overwrite", "resumes"),
+    [
+        pytest.param(whole_run, old_nothing, False, False, id="fresh"),
+        pytest.param(whole_run, old_model, True, False, id="over a model"),
+        pytest.param(whole_run, old_run, True, False, id="over a run", marks=pytest.mark.extended),
+        pytest.param(whole_run, old_checkpoints, True, False, id="over checkpoints"),
+        pytest.param(whole_run, old_run, False, True, id="resuming a run that had ended"),
+        pytest.param(whole_run, old_checkpoints, False, True, id="resuming", marks=pytest.mark.extended),
+        pytest.param(run_that_saves_at_the_end, old_nothing, False, False, id="saving at the end"),
+        pytest.param(run_that_saves_at_the_end, old_model, True, False, id="saving at the end, over a model"),
+    ],
+)
+def test_a_run_that_is_killed_anywhere_loses_nothing_complete_and_goes_on(
+    tmp_path: Path, run: Callable[..., None], older: Callable[[Path], None], overwrite: bool, resumes: bool
+) -> None:
+    number, code = 0, ENDED_EARLY
+    while code == ENDED_EARLY:
+        number += 1
+        place = tmp_path / str(number)
+        place.mkdir()
+        older(place)
+        before = complete_in(place)
+
+        code = run_until_killed(
+            lambda place=place: run(place / "save", "new", overwrite=overwrite, resumes=resumes), number
+        )
+
+        after = complete_in(place)
+        assert not before or after, f"nothing complete is left after change {number}"
+        if resumes:
+            assert {entry for entry in before if entry.startswith("checkpoint")} <= after
+        if {"model new", "model old"} <= after and {"save", "save.partial"} <= {
+            *names(place)
+        }:  # the user has to decide
+            with pytest.raises(CheckpointError, match=r"save\.partial holds a complete model"):
+                make(place / "save", overwrite=True).prepare({})
+            (place / "save.partial" / "config.json").unlink()
+        go_on(place / "save")
+        assert {"model new", "checkpoint new"} <= complete_in(place)
+        assert names(place) == ["save"], f"something is left beside the folder after change {number}"
+        leftovers = [name for name in names(place / "save") if name.endswith((".moving", "final.partial"))]
+        assert not leftovers
+    assert code == DONE
+    assert number > 3
+
+
+def test_a_start_that_is_killed_while_it_settles_loses_nothing_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    """The states that a kill leaves are met again by a start that is killed too."""
+    number, code = 0, ENDED_EARLY
+    while code == ENDED_EARLY:
+        number += 1
+        place = tmp_path / str(number)
+        place.mkdir()
+        old_run(place)
+        output = begun(place / "save", overwrite=True)
+        save_checkpoint(output.folder, 1, "new")
+        export(output, "new")
+        output.close()
+
+        code = run_until_killed(lambda place=place: make(place / "save", resumes=True).prepare({}), number)
+
+        assert {"model new", "checkpoint new"} & complete_in(place) == {"model new", "checkpoint new"}
+        whole_run(place / "save", "newest", resumes=True, step=20)
+        assert names(place) == ["save"]
+        assert complete_in(place) == {"model newest", "checkpoint newest", "checkpoint new"}
+    assert code == DONE
+    assert number > len(CHANGES)

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 from harness.checkpoints import PARAMETERS, same_bits, save, values_of
-from harness.forked import Ranks
-from harness.runs import environment
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -25,7 +23,6 @@ from mobius.checkpoint.tensor_files import (
     check_disk_space,
     checkpoint_disk_bytes,
     checksum,
-    optimizer_keys,
     plan_files,
     write_stage,
 )
@@ -62,15 +59,6 @@ def test_the_order_in_which_stages_are_given_changes_nothing() -> None:
     assert planned([second, first]) == planned([first, second])
 
 
-def test_one_file_of_a_kind_has_the_plain_name() -> None:
-    parameters = [StageParameter("a", (2,), 0)]
-
-    (files,) = plan_files(parameters, dtype=torch.float32, has_optimizer=True)
-
-    assert files.model == (PlannedFile("model.safetensors", ("a",)),)
-    assert files.optimizer == (PlannedFile("optimizer.safetensors", ("a.exp_avg", "a.exp_avg_sq")),)
-
-
 def test_frozen_parameters_and_runs_that_save_the_model_only_have_no_states() -> None:
     def states(parameters: list[StageParameter], *, has_optimizer: bool) -> tuple[PlannedFile, ...]:
         return plan_files(parameters, dtype=torch.bfloat16, has_optimizer=has_optimizer)[0].optimizer
@@ -81,13 +69,6 @@ def test_frozen_parameters_and_runs_that_save_the_model_only_have_no_states() ->
     ] == [*("a", "a", "a")]
     assert states([frozen], has_optimizer=True) == ()
     assert states([trained], has_optimizer=False) == ()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "master"), [(torch.float32, []), (torch.bfloat16, ["master_low"]), (torch.float16, ["master"])]
-)
-def test_a_master_is_stored_as_far_as_the_weights_do_not_have_it(dtype: torch.dtype, master: list[str]) -> None:
-    assert [*optimizer_keys(dtype)] == ["exp_avg", "exp_avg_sq", *master]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -134,34 +115,6 @@ def test_sums_are_made_while_the_file_is_written(tmp_path: Path, monkeypatch: py
     assert record.checksums == {"a": zlib.crc32(b"\0\0\x80\x3f" * 2)}
 
 
-def test_threads_that_write_first_do_not_meet_in_an_import(tmp_path: Path) -> None:
-    process = Ranks(
-        "harness.first_saves",
-        "save_in_two_threads",
-        [str(tmp_path)],
-        num_ranks=1,
-        folder=tmp_path,
-        environment=environment(tmp_path),
-    )
-    assert process.wait() == 0, process.output()
-    assert process.output() == ""
-    assert len([*tmp_path.glob("*.safetensors")]) == 2
-
-
-def test_each_tensor_is_asked_for_once() -> None:
-    asked: list[str] = []
-
-    class Counting(dict[str, torch.Tensor]):
-        def __getitem__(self, name: str) -> torch.Tensor:
-            asked.append(name)
-            raise KeyError
-
-    (files,) = plan_files([StageParameter("a", (2,), 0)], dtype=torch.float32, has_optimizer=False)
-    with pytest.raises(KeyError):
-        write_stage(Path("nowhere"), files, Counting().__getitem__)
-    assert asked == ["a"]
-
-
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
@@ -183,18 +136,6 @@ def test_a_full_disk_is_told_with_what_was_to_be_written_and_what_is_free(full_d
     assert told.startswith(f"cannot write {full_disk / 'model.safetensors'}: ")
     assert "No space left on device" in told
     assert "4.0 MiB were to be written, 64.0 KiB is free" in told
-
-
-def test_any_other_failure_names_the_file_and_the_reason(tmp_path: Path) -> None:
-    (files,) = plan_files([StageParameter("a", (2,), 0)], dtype=torch.float32, has_optimizer=False)
-
-    with pytest.raises(CheckpointError, match=r"cannot write .*/absent/model\.safetensors: .*No such file"):
-        write_stage(tmp_path / "absent", files, lambda _: torch.zeros(2))
-
-
-def test_a_folder_that_even_the_administrator_cannot_write_is_told() -> None:
-    with pytest.raises(CheckpointError, match=r"cannot make /proc/out/checkpoint-1\.partial: "):
-        save(Path("/proc/out"), 1, number=1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

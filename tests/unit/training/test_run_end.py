@@ -20,13 +20,13 @@ from harness.local_transport import LocalTransport, run_rank_threads
 from safetensors.torch import load_file, save_file
 
 from mobius.checkpoint.model_folder import write_params_file
+from mobius.checkpoint.saved_stage import OpenRun
+from mobius.checkpoint.trained_weights import check_trained_weights
 from mobius.errors import CheckpointError, MobiusError, NonFiniteLossError, NoResultError
 from mobius.models.layout import StageLayout
 from mobius.reporting.events import StepMetrics
 from mobius.signal_handling import RunStatus
 from mobius.training.loop import TrainingLoop
-from mobius.training.session import Session
-from mobius.training.trained_weights import check_trained_weights
 
 Run = Callable[..., None]
 
@@ -83,14 +83,14 @@ def test_a_run_that_ends_with_weights_that_are_not_finite_fails_and_replaces_not
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_all_ranks_refuse_a_weight_that_is_not_finite_on_one_of_them(value: float) -> None:
-    def session(transport: LocalTransport) -> Session:
+    def session(transport: LocalTransport) -> OpenRun:
         layout = StageLayout.of({"a": (3, 4), "b": (5,)})
         weights = torch.zeros(layout.num_elements, dtype=torch.bfloat16)
         if transport.rank == 1:
             layout.views(weights)["b"][2] = value
         memory = {transport.rank: SimpleNamespace(state=SimpleNamespace(layout=layout, weights=weights))}
-        run_setup, stages = SimpleNamespace(plan=SimpleNamespace(num_stages=2)), SimpleNamespace(memory=memory)
-        return cast(Session, SimpleNamespace(run_setup=run_setup, transport=transport, stages=stages))
+        run_setup = SimpleNamespace(plan=SimpleNamespace(num_stages=2))
+        return cast(OpenRun, SimpleNamespace(run_setup=run_setup, transport=transport, memory=memory))
 
     def work(transport: LocalTransport) -> str:
         with pytest.raises(NoResultError) as raised:

@@ -1,0 +1,95 @@
+"""Sets weights and optimizer states of a rank's stages from a checkpoint, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from mobius.checkpoint.reader import CheckpointReader
+from mobius.checkpoint.saved_stage import HasMemory, optimizer_tensors
+from mobius.engine.stage_state import StageState
+from mobius.models.blocks import ModelParts
+
+_NUM_READER_THREADS: Final = 4
+"""Threads of a rank that read a checkpoint."""
+
+
+def restore(
+    stages: HasMemory,
+    parts: ModelParts,
+    reader: CheckpointReader,
+    *,
+    weights_only: bool = False,
+    progress: Callable[[], None] = lambda: None,
+) -> None:
+    """Set weights and the optimizer's state of all of a rank's stages. Raises CheckpointError.
+
+    Frozen weights of an adapter's base are in no checkpoint, and stay as they are. `weights_only`: working weights
+    alone, to evaluate or save them, not to train on. `progress` is called after each parameter.
+    """
+    saved, has_all = SavedWeights(reader, parts), not parts.adapters.is_lora
+    jobs = [
+        (own.state, name)
+        for own in stages.memory.values()
+        for name in own.state.layout.offsets
+        if has_all or own.state.layout.is_trained(name)
+    ]
+    with ThreadPoolExecutor(_NUM_READER_THREADS, thread_name_prefix="reading") as threads:
+        for _ in threads.map(lambda job: _restore_parameter(job[0], job[1], saved, weights_only), jobs):
+            progress()
+
+
+class SavedWeights:
+    """Source of the parameters that a checkpoint holds, in the dtype that it has them in."""
+
+    def __init__(self, reader: CheckpointReader, parts: ModelParts) -> None:
+        self.reader, self._stored_names, self._pieces = reader, parts.stored_names, parts.parameter_pieces
+
+    def stored_name(self, name: str) -> str:
+        """Name in the checkpoint: that of the embedding for a tied head."""
+        return self._stored_names.get(name, name)
+
+    def read(self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None) -> Tensor:
+        """Value of parameter `name`, into `out` if given; pieces one after the other. Raises CheckpointError."""
+        stored_name = self.stored_name(name)
+        if stored_name not in self._pieces:
+            return self.reader.read_weight(stored_name, shape, out=out)
+        whole = torch.empty(shape, dtype=self.reader.dtype) if out is None else out
+        for piece in self._pieces[stored_name]:
+            own = piece.of(whole)
+            if own.is_contiguous():
+                self.reader.read_weight(piece.name, piece.shape, out=own)
+            else:
+                own.copy_(self.reader.read_weight(piece.name, piece.shape))
+        return whole
+
+
+def _restore_parameter(state: StageState, name: str, saved: SavedWeights, weights_only: bool) -> None:
+    layout, stored_name = state.layout, saved.stored_name(name)
+    part, shape = layout.slice_of(name), layout.offsets[name][1]
+
+    def place(target: Tensor, read: Callable[..., Tensor]) -> None:
+        """Have `read` fill the parameter's part of `target`, or copy there what it reads."""
+        view = target[part].view(shape)
+        if view.device.type == "cpu":
+            read(out=view)
+        else:
+            view.copy_(read())
+
+    place(state.weights, partial(saved.read, name, shape))
+    if not layout.is_trained(name) or weights_only:
+        return
+    if state.shards is None:
+        for key, tensor in optimizer_tensors(state).items():
+            place(tensor, partial(saved.reader.read_state, stored_name, key, shape))
+        return
+    owned = [(own.state, cut) for own in state.owned if (cut := own.overlap(part)) is not None]
+    for key in optimizer_tensors(state) if owned else ():
+        values = saved.reader.read_state(stored_name, key, shape).reshape(-1)
+        for own, (inside, given) in owned:
+            optimizer_tensors(own)[key][inside].copy_(values[given])
