@@ -73,14 +73,12 @@ num_epochs epochs n_epochs train_epochs max_epochs -> num_train_epochs
     use --num_train_epochs
 per_device_train_batch_size per_gpu_train_batch_size train_micro_batch_size_per_gpu micro_batch_size
 per_device_batch_size -> batch_size num_chunks
-    use --batch_size, all sequences of a step over all GPUs together, and --num_chunks, the microbatches that it is cut
-    into
+    use --batch_size, all sequences of a step over all GPUs together, cut into microbatches by --num_chunks
 train_batch_size global_batch_size total_batch_size effective_batch_size -> batch_size
     use --batch_size, all sequences of a step over all GPUs together
 gradient_accumulation_steps grad_accum_steps accumulate_grad_batches gradient_accumulation -> num_chunks num_rounds
-    multiplies the batch elsewhere; here --batch_size counts all sequences of a step: give the product, and
-    --num_chunks, the microbatches whose gradients are summed; --num_rounds plays them in parts, where memory asks for
-    it by itself
+    use --batch_size with the product, as it counts all sequences of a step, in --num_chunks microbatches whose
+    gradients are summed; --num_rounds plays them in parts where memory asks for it
 max_seq_length max_seq_len model_max_length block_size context_length sequence_length sequence_len max_source_length
 max_target_length -> seq_length
     use --seq_length, the tokens of a sequence
@@ -93,8 +91,7 @@ num_warmup_steps warmup_num_steps -> warmup_steps
 lr_schedule scheduler -> lr_scheduler_type
     use --lr_scheduler_type with one of transformers' names, such as linear, cosine or constant_with_warmup
 min_lr min_lr_rate lr_min min_learning_rate cosine_min_lr_ratio min_lr_ratio -> lr_scheduler_type lr_scheduler_kwargs
-    use --lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs min_lr=1e-6, or min_lr_rate=0.1 for a share of the
-    peak
+    use --lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs min_lr=1e-6, or min_lr_rate=0.1
 num_cycles lr_end num_decay_steps lr_decay_steps power timescale -> lr_scheduler_kwargs
     use --lr_scheduler_kwargs, such as num_cycles=3, with the --lr_scheduler_type that takes it
 optim=adamw optim=adamw_torch optim=adamw_torch_fused optim=adamw_hf optim=fused_adamw optim=adamw_apex_fused
@@ -110,8 +107,7 @@ adam_eps eps -> adam_epsilon
 gradient_clipping clip_grad grad_clip gradient_clip_val -> max_grad_norm
     use --max_grad_norm
 probe_topology
-    not needed: the PCIe tree tells which GPUs share a link; another order is that of the list of GPUs, such as
-    CUDA_VISIBLE_DEVICES=0,2,1,3
+    not needed: the PCIe tree tells which GPUs share a link; CUDA_VISIBLE_DEVICES=0,2,1,3 gives another order
 label_smoothing_factor
     not available; the loss is plain cross entropy
 neftune_noise_alpha noisy_embedding_alpha
@@ -136,8 +132,7 @@ tf32
     not needed: --dtype bf16 is the fast format, and fp32 products are computed in fp32
 deepspeed deepspeed_config zero_stage zero_optimization ds_config fsdp fsdp_config fsdp_transformer_layer_cls_to_wrap
 accelerator_config
-    not needed: the pipeline does the work of DeepSpeed and FSDP; --num_stages and --use_offload say what is kept in
-    CPU memory
+    not needed: the pipeline does the work of DeepSpeed and FSDP; see --num_stages and --use_offload
 offload_optimizer offload_param cpu_offload offload optimizer_offload -> use_offload
     use --use_offload
 torch_compile torch_compile_mode torch_compile_backend -> compile
@@ -146,8 +141,7 @@ flash_attn attn_implementation use_flash_attention_2 flash_attention sdp_attenti
     not needed: the fastest attention of the model's transformers class is used
 enable_liger_kernel use_liger_kernel use_liger liger_kernel liger_rope liger_rms_norm liger_glu_activation
 liger_layer_norm liger_cross_entropy liger_fused_linear_cross_entropy
-    not needed (Liger): layers run as compiled graphs (--compile), and the loss never holds all logits
-    (--loss_chunk_tokens)
+    not needed (Liger): layers are compiled (--compile), and not all logits exist at once (--loss_chunk_tokens)
 use_unsloth unsloth
     not needed (Unsloth): memory is saved by offload and recompute, layers run as compiled graphs (--compile)
 shift_attn
@@ -186,8 +180,7 @@ export_dir -> save_dir
     use --save_dir, which holds the model in Hugging Face layout; --merge adds adapters to the base's weights
 qlora quantization_bit quantization_method load_in_4bit load_in_8bit bnb_4bit_quant_type export_quantization_bit
 quantization double_quantization bnb_4bit_compute_dtype
-    not available (QLoRA): a frozen base takes 2 bytes per parameter of CPU memory and is streamed, so that nothing
-    needs to be quantized to fit the GPU. The way here is LoRA on the plain weights
+    not available (QLoRA): LoRA here streams plain weights from CPU memory, 2 bytes each; nothing is quantized to fit
 use_dora dora use_adalora loraplus_lr_ratio pissa_init init_lora_weights loftq_config use_oft use_vera lora_bias
 layers_to_transform rank_pattern alpha_pattern
     not available (DoRA and other variants): the adapters are those of LoRA, with or without rsLoRA's scale
@@ -200,8 +193,7 @@ stage=sft task=sft task=causal_lm
 stage=pt task=pt
     not needed: plain text (data with a `text` column) is trained on whole
 stage task rlhf_type rl
-    not available: Mobius does supervised fine-tuning (sft), and pretraining on plain text (pt); it has no dpo, kto,
-    orpo, grpo, ppo or rm
+    not available: Mobius does supervised fine-tuning (sft) and pretraining (pt), no dpo, kto, orpo, grpo, ppo or rm
 pref_beta dpo_beta kto_beta beta pref_loss ref_model reward_model ppo_epochs
     not available: Mobius does supervised fine-tuning, without a reward or reference model
 dataset_name dataset_path train_file data_path data_files dataset_dir train_data train_dataset data_file

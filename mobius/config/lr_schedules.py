@@ -82,12 +82,11 @@ SCHEDULE_ARGUMENTS: Final[Mapping[LrSchedulerType, Mapping[str, Argument]]] = {
 }
 """Arguments of each course. Steps that are stable follow from those that decay."""
 
-_NEEDED: Final[Mapping[LrSchedulerType, tuple[str, ...]]] = {
-    LrSchedulerType.COSINE_WITH_MIN_LR: ("min_lr", "min_lr_rate"),
-    LrSchedulerType.WARMUP_STABLE_DECAY: ("num_decay_steps",),
+_NEEDED: Final[Mapping[LrSchedulerType, Mapping[str, str]]] = {
+    LrSchedulerType.COSINE_WITH_MIN_LR: {"min_lr": "1e-6", "min_lr_rate": "0.1"},
+    LrSchedulerType.WARMUP_STABLE_DECAY: {"num_decay_steps": "100"},
 }
-"""Arguments of which a course needs exactly one."""
-_EXAMPLES: Final = {"min_lr": "1e-6", "num_decay_steps": "100"}
+"""Arguments of which a course needs exactly one, with examples."""
 _POLYNOMIAL_END: Final = 1e-7
 """`lr_end` where it is not given, as in transformers."""
 
@@ -109,18 +108,17 @@ def find_scheduler_conflicts(
     names = [name for name, _ in given]
     for name, text in given:
         if name not in known:
-            takes = f"which takes {listed(known)}" if known else "which takes none"
-            others = [other for other, arguments in SCHEDULE_ARGUMENTS.items() if name in arguments]
-            hint = f"; {name} is for {listed(others)}" if others else ""
-            detail = f"{quoted(name)} has no effect with `--lr_scheduler_type {kind}`, {takes}{hint}; remove it"
-            yield both, f"`--lr_scheduler_kwargs` {detail}"
+            takers = listed(other for other, arguments in SCHEDULE_ARGUMENTS.items() if name in arguments)
+            detail = f"it takes {listed(known)}; remove it, or use one of {takers}"
+            line = f"{quoted(name)} has no effect with `--lr_scheduler_type {kind}`; {detail}"
+            yield both, f"`--lr_scheduler_kwargs` {line}"
         elif name not in values:
             yield both, f"`--lr_scheduler_kwargs` {name} is {quoted(text)}; it must be {known[name]}"
-    needed = _NEEDED.get(kind, ())
+    needed = _NEEDED.get(kind, {})
     if needed and sum(name in names for name in needed) != 1:
-        what = "needs" if not set(needed) & set(names) else "takes one, not both, of"
-        detail = f"{what} {' or '.join(needed)}; give --lr_scheduler_kwargs {needed[0]}={_EXAMPLES[needed[0]]}"
-        yield both, f"`--lr_scheduler_type {kind}` {detail}, for example"
+        example = next(f"{name}={text}" for name, text in needed.items())
+        change = f"give --lr_scheduler_kwargs {example}, for example"
+        yield both, f"`--lr_scheduler_type {kind}` needs one of {', '.join(needed)}; {change}"
     if kind is LrSchedulerType.POLYNOMIAL and "lr_end" not in names:
         values["lr_end"] = _POLYNOMIAL_END
     for name in ("min_lr", "lr_end"):

@@ -276,7 +276,7 @@ def _may_save_what_is_evaluated(o: Any) -> bool:
 
 def _find_rule_conflicts(o: Any) -> _Conflicts:
     for pair, reason in _EXCLUSIVE.items():
-        if all(asks(name, getattr(o, name)) for name in pair):
+        if all(getattr(o, name) != options()[name].default for name in pair):
             yield " ".join(pair), f"{_given(o, pair)}: {reason}; remove one"
     for names, is_broken, reason in _RULES:
         if is_broken(o):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,15 +32,10 @@ class RankMemory:
     peak_host_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunTimings:
-    """Wall-clock seconds of the parts of a run."""
-
-    load_seconds: float
-    """Time from the start of the program to the start of training."""
-    training_seconds: float
-    """Time of all steps, the optimizer's work included."""
-    save_seconds: float
+Timings = Mapping[str, float]
+"""Wall-clock seconds of the parts of a run: loading (from the start of the program), training (all steps, the optimizer
+included) and saving.
+"""
 
 
 class StepTotals:
@@ -92,18 +87,18 @@ class StepTotals:
 
 
 def closing_lines(
-    steps: StepTotals, per_rank: Sequence[RankMemory], timings: RunTimings, mfu: float | None = None
+    steps: StepTotals, per_rank: Sequence[RankMemory], timings: Timings, mfu: float | None = None
 ) -> list[str]:
     """The summary in three lines for the log: what was trained, where the time went, most memory.
 
     `mfu` is the share of the full speed of the GPUs' data sheets that steady steps reach, where it is known.
     """
-    training = timings.training_seconds
+    training = timings["training"]
     _, last = steps.ends
     speed = f"{steps.num_tokens / training:,.0f} tokens/s" + ("" if mfu is None else f", {_percent(mfu)} MFU")
     waits = [f"{cause} {_percent(sum(own) / training)}" for cause, own in steps.waits.items()]
-    everything = sum(seconds for _, seconds in _parts(timings))
-    parts = [f"{name} {seconds:.1f} s ({_percent(seconds / everything)})" for name, seconds in _parts(timings)]
+    everything = sum(timings.values())
+    parts = [f"{name} {seconds:.1f} s ({_percent(seconds / everything)})" for name, seconds in timings.items()]
     gpu_bytes = [memory.peak_allocated_bytes for memory in per_rank if memory.peak_allocated_bytes is not None]
     peaks = [f"{_gib(max(gpu_bytes))} on the fullest GPU"] if gpu_bytes else []
     peaks.append(f"{_gib(sum(memory.peak_host_bytes for memory in per_rank))} of host memory of all ranks together")
@@ -121,7 +116,7 @@ def write_report(
     plan_text: str,
     steps: StepTotals,
     per_rank: Sequence[RankMemory],
-    timings: RunTimings,
+    timings: Timings,
     step_time_prediction: StepTimePrediction | None = None,
     mfu: float | None = None,
 ) -> None:
@@ -159,21 +154,13 @@ def _result(steps: StepTotals) -> str:
     return _table(rows)
 
 
-def _parts(timings: RunTimings) -> list[tuple[str, float]]:
-    return [
-        ("loading", timings.load_seconds),
-        ("training", timings.training_seconds),
-        ("saving", timings.save_seconds),
-    ]
-
-
 def _time(
-    steps: StepTotals, timings: RunTimings, step_time_prediction: StepTimePrediction | None, mfu: float | None
+    steps: StepTotals, timings: Timings, step_time_prediction: StepTimePrediction | None, mfu: float | None
 ) -> str:
     seconds = steps.seconds
     names = {"training": "training, optimizer included"}
     rows = [
-        *((names.get(name, name), f"{part:.2f} s") for name, part in _parts(timings)),
+        *((names.get(name, name), f"{part:.2f} s") for name, part in timings.items()),
         ("seconds per step, median", f"{statistics.median(seconds):.3f} s"),
         ("seconds per step, mean", f"{statistics.fmean(seconds):.3f} s"),
         ("seconds per step, first", f"{seconds[0]:.3f} s"),

@@ -21,7 +21,7 @@ from mobius.planner.run_setup import RunSetup
 from mobius.planner.step_prediction import steady_seconds
 from mobius.regular_files import read_json
 from mobius.reporting.json_lines import json_text
-from mobius.reporting.summary import RankMemory, RunTimings, StepTotals, closing_lines, write_report
+from mobius.reporting.summary import RankMemory, StepTotals, Timings, closing_lines, write_report
 from mobius.training.evaluation.prediction import PromptAndLabel, predict
 from mobius.training.reporting import ideal_step_seconds
 from mobius.training.session import Session
@@ -44,13 +44,13 @@ class RunTimer:
         """Call it behind the last step."""
         self._trained = time.monotonic()
 
-    def timings(self, steps: StepTotals) -> RunTimings:
+    def timings(self, steps: StepTotals) -> Timings:
         """The parts as a report tells them; saving has ended now."""
-        return RunTimings(
-            load_seconds=self._loaded - self.started,
-            training_seconds=sum(steps.seconds),
-            save_seconds=time.monotonic() - self._trained,
-        )
+        return {
+            "loading": self._loaded - self.started,
+            "training": sum(steps.seconds),
+            "saving": time.monotonic() - self._trained,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ def write_results(folder: Path, name: str, numbers: Mapping[str, object]) -> Non
 
 
 def write_final_report(
-    session: Session, output: OutputFolder, steps: StepTotals, timings: RunTimings, problems: Sequence[str]
+    session: Session, output: OutputFolder, steps: StepTotals, timings: Timings, problems: Sequence[str]
 ) -> None:
     """Gather every rank's memory and write the report; then raise CheckpointError for `problems` and those of that.
 
@@ -135,7 +135,7 @@ def write_final_report(
         raise CheckpointError("\n".join(problems))
 
 
-def _report(run_setup: RunSetup, steps: StepTotals, per_rank: Sequence[RankMemory], timings: RunTimings) -> list[str]:
+def _report(run_setup: RunSetup, steps: StepTotals, per_rank: Sequence[RankMemory], timings: Timings) -> list[str]:
     """Log the closing lines and write the report; returns what failed."""
     config = run_setup.config
     report = Path(config.output.save_results)

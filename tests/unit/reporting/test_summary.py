@@ -9,7 +9,7 @@ import pytest
 from mobius.errors import CheckpointError
 from mobius.planner.step_prediction import Resource, StepTimePrediction
 from mobius.reporting.events import StepMetrics
-from mobius.reporting.summary import RankMemory, RunTimings, StepTotals, closing_lines, write_report
+from mobius.reporting.summary import RankMemory, StepTotals, closing_lines, write_report
 
 GIB = 2**30
 
@@ -52,7 +52,7 @@ def gpu_rank(rank: int) -> RankMemory:
     )
 
 
-TIMINGS = RunTimings(load_seconds=12.5, training_seconds=20.25, save_seconds=3.0)
+TIMINGS = {"loading": 12.5, "training": 20.25, "saving": 3.0}
 
 
 def report(path: Path, per_rank: list[RankMemory]) -> str:
@@ -162,7 +162,7 @@ def test_a_forecast_is_laid_beside_the_steady_steps(tmp_path: Path) -> None:
 
 
 def test_the_closing_lines_tell_what_was_trained_where_time_went_and_the_peaks() -> None:
-    timings = RunTimings(load_seconds=12.5, training_seconds=20.0, save_seconds=7.5)
+    timings = {"loading": 12.5, "training": 20.0, "saving": 7.5}
 
     trained, time, memory = closing_lines(steps(10.0, 4.0, 6.0), [gpu_rank(0), gpu_rank(1)], timings, 0.415)
 
