@@ -182,7 +182,6 @@ NO_ADAPTERS: Final = Need(
     "finetuning_type", lambda o: o.finetuning_type != "lora", "with `--finetuning_type lora`", is_strict=True
 )
 NOT_ON_CPU: Final = Need("device", lambda o: o.device != "cpu", "with `--device cpu`", is_strict=True)
-CROSS_MAPPING: Final = Need("cross_mapping", lambda o: o.cross_mapping, "with `--no_cross_mapping`", is_strict=True)
 REPLICAS: Final = Need(
     "pipeline_ranks",
     lambda o: o.pipeline_size is None or o.num_replicas > 1,
@@ -397,11 +396,6 @@ class PipelineConfig:
         """`num_stages`, once it is chosen."""
         assert self.num_stages is not None, "auto is resolved before anything asks"
         return self.num_stages
-
-    @property
-    def microbatch_size(self) -> int:
-        """Sequences per microbatch."""
-        return self.batch_size // self.num_microbatches
 
     @property
     def num_slots(self) -> int:

@@ -245,7 +245,7 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
         "--eval_strategy, and a --save_steps that is a multiple of --eval_steps",
     ),
     (
-        "do_predict finetuning_type merge do_train",
+        "do_predict merge",
         lambda o: o.finetuning_type == "lora" and o.do_train and o.do_predict and not o.merge,
         "answers need a whole model, which adapters are none of; add --merge",
     ),

@@ -599,7 +599,6 @@ def test_a_mapping_is_written_only_where_it_is_needed(entries: list[DatasetEntry
         (OutputConfig(), "profiled_steps", range(0)),
         (OutputConfig(profile_steps=" 7 - 8 "), "profiled_steps", range(7, 9)),
         (OutputConfig(profile_steps="5-3"), "profiled_steps", range(5, 4)),
-        (PipelineConfig(batch_size=64, num_chunks=8), "microbatch_size", 8),
         (PipelineConfig(use_prefetch=False), "num_slots", 1),
         (PipelineConfig(resident_stages="all"), "num_resident_stages", None),
         (PipelineConfig(resident_stages="12"), "num_resident_stages", 12),

@@ -84,7 +84,7 @@ VAL --eval_steps 2.5                                         : eval_steps
 --resume_from_checkpoint c --resume_changes seed,rate        : resume_changes
 --val_size 10 --no_do_train --do_eval --resume_from_checkpoint c : no_do_train resume_from_checkpoint model_path
 --use_lora --no_do_train --do_eval --val_size 10             : finetuning_type no_do_train
---use_lora --do_predict --val_size 10 --eval_strategy no     : do_predict finetuning_type merge
+--use_lora --do_predict --val_size 10 --eval_strategy no     : do_predict merge
 """
 TAKEN = """
 --cuda_visible_devices GPU-8a1,MIG-77
