@@ -15,7 +15,7 @@ if importlib.util.find_spec("mobius") is None:
 from mobius.errors import MobiusError, ScheduleError
 from mobius.log import printable, redirect_to_devnull
 from mobius.reporting.pictures import draw_schedule
-from mobius.schedule import Schedule, build_schedule
+from mobius.schedule import Schedule, ScheduleSpec, build_schedule
 from mobius.schedule.render import render_text
 
 
@@ -68,14 +68,16 @@ def make_schedule(arguments: argparse.Namespace) -> Schedule:
             f"--stashed_stages {num_offloading_activations}: each GPU has {num_stages // num_ranks} stages"
         )
     return build_schedule(
-        num_ranks,
-        num_stages // num_ranks,
-        arguments.num_chunks,
-        num_slots,
-        resident,
-        accumulation_rounds=arguments.num_rounds,
-        num_slices=arguments.num_slices,
-        offloaded_activation_stages=range(min(num_offloading_activations * num_ranks, num_stages - 1)),
+        ScheduleSpec.of(
+            num_ranks,
+            num_stages // num_ranks,
+            arguments.num_chunks,
+            num_slots,
+            resident,
+            accumulation_rounds=arguments.num_rounds,
+            num_slices=arguments.num_slices,
+            offloaded_activation_stages=frozenset(range(min(num_offloading_activations * num_ranks, num_stages - 1))),
+        )
     )
 
 
@@ -83,7 +85,7 @@ def format_actions(schedule: Schedule) -> str:
     lines = []
     for rank, actions in enumerate(schedule.actions):
         lines += ["", f"rank {rank}"]
-        lines += [f"  {action.to_text(schedule.num_stages)}" for action in actions]
+        lines += [f"  {action.to_text(schedule.spec.num_stages)}" for action in actions]
     return "\n".join(lines)
 
 

@@ -39,9 +39,9 @@ from mobius.planner.replica_scaling import NodeScaling
 from mobius.planner.replica_traffic import NODE_LINK
 from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.solver import PlanResult, resolve_auto, solve
-from mobius.planner.step_prediction import build_plan_schedule
 from mobius.reporting.pictures import draw_timeline
 from mobius.reporting.trace import predicted_trace, write_trace
+from mobius.schedule.build import build_unchecked
 from mobius.schedule.lanes import WaitCause
 from mobius.schedule.partition import ModelShape
 from mobius.units import GIB
@@ -304,7 +304,7 @@ def draw(found: PlanResult, arguments: argparse.Namespace) -> None:
     """Write the picture and the trace file of the predicted step."""
     simulated_steps = found.simulated_steps
     assert simulated_steps is not None
-    trace = predicted_trace(simulated_steps, build_plan_schedule(found.plan), device=card_of(found.request).name)
+    trace = predicted_trace(simulated_steps, build_unchecked(found.plan), device=card_of(found.request).name)
     if arguments.trace is not None:
         write_trace(arguments.trace, trace)
         print(f"trace written to {arguments.trace}")

@@ -55,7 +55,6 @@ from mobius.limits import (
     max_prefetched,
     max_sends_in_flight,
 )
-from mobius.schedule.activation_offloading import offloads_all
 from mobius.schedule.partition import LayerWidths, ModelShape
 from mobius.schedule.plan import Plan, RecomputeLevel
 
@@ -338,10 +337,7 @@ class _Rank:
         size = self._plan.microbatches_per_round
         if self._plan.num_offloaded_microbatches == 0 or self._more == 0:
             return 0
-        whole = [
-            offloads_all(m, microbatches_per_round=size, number=self._plan.num_offloaded_microbatches)
-            for m in range(size + number)
-        ]
+        whole = [self._plan.offloads_products(m) for m in range(size + number)]
         return max(sum(whole[first : first + number]) for first in range(size))
 
     def _turn(self, stage: int) -> Iterator[LiveMemory]:

@@ -123,17 +123,19 @@ def _saved_plan(fields: Mapping[str, Any]) -> SavedPlan:
     cuts = tuple(_cut(value, f"spans[{index}]") for index, value in enumerate(_list(fields, "spans")))
     plan = Plan(
         _count(fields, "num_ranks"),
+        len(cuts),
         _count(fields, "num_microbatches"),
         _counts(fields, "slots"),
-        cuts,
         frozenset(_counts(fields, "resident")),
-        frozenset(_counts(fields, "kept_activations")),
-        _count(fields, "num_rounds", least=1) if "num_rounds" in fields else 1,  # plans from before rounds
-        frozenset(_counts(fields, "stashed_activations") if "stashed_activations" in fields else ()),
+        # plans from before rounds and slices have none of these
+        _count(fields, "num_rounds", least=1) if "num_rounds" in fields else 1,
         _count(fields, "num_slices", least=1) if "num_slices" in fields else 1,
-        _level(fields["kept_level"]) if "kept_level" in fields else RecomputeLevel.NONE,
-        frozenset(_counts(fields, "kept_attention") if "kept_attention" in fields else ()),
+        frozenset(_counts(fields, "stashed_activations") if "stashed_activations" in fields else ()),
         _count(fields, "products_home") if "products_home" in fields else 0,
+        cuts=cuts,
+        saved_activation_stages=frozenset(_counts(fields, "kept_activations")),
+        recompute_level=_level(fields["kept_level"]) if "kept_level" in fields else RecomputeLevel.NONE,
+        saved_attention_stages=frozenset(_counts(fields, "kept_attention") if "kept_attention" in fields else ()),
     )
     digest = _digest(_field(fields, "model"))
     num_replicas = _count(fields, "num_replicas", least=1) if "num_replicas" in fields else 1

@@ -30,9 +30,8 @@ from mobius.planner.plan_file import ModelDigest, SavedPlan, check_saved_plan
 from mobius.planner.profile import Profile
 from mobius.planner.request import Machine, PlanRequest, compiles
 from mobius.planner.solver import PlanResult, resolve_auto, solve
-from mobius.planner.step_prediction import build_plan_schedule
 from mobius.ranks import Ranks, allows_peer_copies, num_cpus_per_rank, set_cuda_max_connections
-from mobius.schedule.check import check
+from mobius.schedule.build import build_schedule
 from mobius.schedule.packed_rows import PackedRows
 from mobius.schedule.partition import ModelShape
 from mobius.schedule.plan import Plan
@@ -338,8 +337,7 @@ def _draw(
 def _run_setup(rank_context: RankContext, parts: ModelParts, result: PlanResult, *, is_given: bool) -> RunSetup:
     """The setup of an answer whose stages fit into the host's memory. Raises HostMemoryError."""
     _check_host(result, rank_context.pipelines_per_host, parts)
-    schedule = build_plan_schedule(result.plan)
-    check(schedule)
+    schedule = build_schedule(result.plan)
     return RunSetup(rank_context=rank_context, parts=parts, result=result, schedule=schedule, is_given=is_given)
 
 

@@ -33,7 +33,7 @@ from mobius.planner.request import PlanRequest
 from mobius.planner.stage_costs import stage_costs
 from mobius.planner.step_bounds import min_step_seconds
 from mobius.planner.step_tasks import ComputeTask, StepTasks
-from mobius.schedule.build import rank_actions
+from mobius.schedule.build import build_unchecked
 from mobius.schedule.lanes import Lane, LaneSpan, WaitCause
 from mobius.schedule.plan import Plan
 from mobius.schedule.schedule import Schedule
@@ -102,37 +102,6 @@ def simulated_seconds(
     return ends[-1] - ends[-2]
 
 
-def build_plan_schedule(plan: Plan) -> Schedule:
-    """The schedule of `plan` as `build_schedule` makes it, but unchecked, and in less time for plans that are alike."""
-    numbers = (plan.num_ranks, plan.num_stages, plan.num_microbatches)
-    actions = tuple(
-        _actions(
-            rank,
-            *numbers,
-            num_slots,
-            plan.resident & {*plan.local_stages(rank)},
-            accumulation_rounds=plan.accumulation_rounds,
-            num_slices=plan.num_slices,
-            offloaded_activation_stages=plan.offloaded_activation_stages & {*plan.local_stages(rank)},
-            num_offloaded_microbatches=plan.num_offloaded_microbatches,
-        )
-        for rank, num_slots in enumerate(plan.slots)
-    )
-    return Schedule(
-        *numbers,
-        plan.slots,
-        actions,
-        plan.resident,
-        accumulation_rounds=plan.accumulation_rounds,
-        num_slices=plan.num_slices,
-        offloaded_activation_stages=plan.offloaded_activation_stages,
-        num_offloaded_microbatches=plan.num_offloaded_microbatches,
-    )
-
-
-_actions = lru_cache(maxsize=1024)(rank_actions)
-
-
 @lru_cache(maxsize=64)  # what is chosen among plans is looked at again
 def predict_step_seconds(plan: Plan, request: PlanRequest, profile: Profile) -> float:
     """Seconds of a steady step of `plan` at the rates of `profile`.
@@ -149,16 +118,11 @@ def predict_step_seconds(plan: Plan, request: PlanRequest, profile: Profile) -> 
         of_each = (seconds - predict_step_seconds(half, request, profile)) / (SIMULATED_MICROBATCHES // 2)
         return seconds + (size - SIMULATED_MICROBATCHES) * of_each
     if (more := plan.accumulation_rounds - SIMULATED_ROUNDS) > 0:
-        fewer, shorter = (_with_rounds(plan, SIMULATED_ROUNDS - missing) for missing in (0, 1))
+        fewer, shorter = (plan.with_rounds(SIMULATED_ROUNDS - missing) for missing in (0, 1))
         seconds = predict_step_seconds(fewer, request, profile)
         return seconds + more * (seconds - predict_step_seconds(shorter, request, profile))
     costs = stage_costs(plan, request.shape, profile)
-    return simulated_seconds(build_plan_schedule(plan), costs, profile, request.rules)
-
-
-def _with_rounds(plan: Plan, rounds: int) -> Plan:
-    """The plan of a step with so many rounds like its own."""
-    return replace(plan, accumulation_rounds=rounds, num_microbatches=rounds * plan.microbatches_per_round)
+    return simulated_seconds(build_unchecked(plan), costs, profile, request.rules)
 
 
 def predict_min_step_seconds(plan: Plan, request: PlanRequest, profile: Profile) -> float:
@@ -339,7 +303,7 @@ def steady_seconds(step_seconds: Sequence[float]) -> float:
 def predict_step_time(plan: Plan, request: PlanRequest, profile: Profile) -> tuple[StepTimePrediction, SimulatedSteps]:
     """Predict the steps of `plan`; takes some tenths of a second."""
     prediction = simulate_steps(
-        build_plan_schedule(plan), stage_costs(plan, request.shape, profile), profile, request.rules
+        build_unchecked(plan), stage_costs(plan, request.shape, profile), profile, request.rules
     )
     seconds = prediction.step_seconds
     limit, gain = find_bottleneck(

@@ -58,9 +58,9 @@ class _PlayedAction:
         self.action, self.stage, self.add = action, action.stage, add
         self.is_forward, self.is_backward = action.kind.is_forward, action.kind.is_backward
         self.key: MessageKey = (self.is_backward, action.stage, action.microbatch)
-        source, target = source_stage(action, schedule.num_stages), target_stage(action, schedule.num_stages)
+        source, target = source_stage(action, schedule.spec.num_stages), target_stage(action, schedule.spec.num_stages)
         self.source = None if source is None else (self.is_backward, source, action.microbatch)
-        self.target = None if target is None else schedule.rank_of(target)
+        self.target = None if target is None else schedule.spec.rank_of(target)
         """The rank that gets its message."""
         self.seconds = self.launch = 0.0
         """On the GPU, and on the host to enqueue it."""
@@ -143,11 +143,11 @@ class StepTasks:
         self.tasks: list[Task] = []
         self.names: dict[Task, tuple[int, Lane, object, int, int | None]] = {}
         """Rank, lane, what tells its name as text, step and peer."""
-        self.ranks = [_RankTasks() for _ in range(schedule.num_ranks)]
+        self.ranks = [_RankTasks() for _ in range(schedule.spec.num_ranks)]
         self.step_ends: list[Task] = []
-        self.flows = SharedBandwidth(profile, schedule.num_ranks)
+        self.flows = SharedBandwidth(profile, schedule.spec.num_ranks)
         self.capacities = self.flows.capacities
-        self._is_described, self._last_backward = is_described, schedule.last_backward
+        self._is_described, self._last_backward = is_described, schedule.spec.last_backward
         self._is_shared = rules.sharding.num_replicas > 1
         self._actions = [self._played(actions) for actions in schedule.actions]
         self._messages: dict[MessageKey, Task] = {}
@@ -191,8 +191,8 @@ class StepTasks:
             if add is not None:
                 played.append(each := _PlayedAction(action, self.schedule, partial(add, self)))
                 if add is StepTasks._add_compute:
-                    offloads_all = self.schedule.offloads_all(action.stage, action.microbatch)
-                    each.seconds = cost.slice_seconds(action, self.schedule.num_slices, offloads_all=offloads_all)
+                    offloads_all = self.schedule.spec.offloads_all(action.stage, action.microbatch)
+                    each.seconds = cost.slice_seconds(action, self.schedule.spec.num_slices, offloads_all=offloads_all)
                     each.launch = cost.launch_seconds(action, offloads_all=offloads_all)
         return played
 
@@ -202,7 +202,7 @@ class StepTasks:
         neighbours = [] if played.source is None else [self._messages[played.source]]
         optimizer, weights, activations = list[Task](), list[Task](), list[Task]()
         # The model's last stage only keeps its input in forward.
-        if action.kind is not ActionKind.FORWARD_LAST or self.schedule.num_slices > 1:
+        if action.kind is not ActionKind.FORWARD_LAST or self.schedule.spec.num_slices > 1:
             if stage in state.updates:
                 optimizer.append(state.updates[stage])
             if stage in state.loads:
@@ -337,7 +337,7 @@ class StepTasks:
         )
         state.activation_copies[action.stage, action.microbatch] = task
         state.leaving.append(task)
-        while len(state.leaving) > max_pending_offloads(self.schedule.copy_lookahead):
+        while len(state.leaving) > max_pending_offloads(self.schedule.spec.copy_lookahead):
             state.left = state.leaving.popleft()
 
     def _add_fetch(self, rank: int, played: _PlayedAction) -> None:
@@ -349,7 +349,7 @@ class StepTasks:
             state.left = state.leaving.popleft()
 
     def _offloaded_bytes(self, action: Action) -> int:
-        offloads_all = self.schedule.offloads_all(action.stage, action.microbatch)
+        offloads_all = self.schedule.spec.offloads_all(action.stage, action.microbatch)
         return self.rules.offloaded_bytes(self.costs[action.stage], offloads_all=offloads_all)
 
     def _has_gradients(self, rank: int, stage: int) -> bool:
@@ -357,14 +357,14 @@ class StepTasks:
 
     def _updates_at_once(self, stage: int) -> bool:
         """Whether neither the norm over all ranks nor a tied matrix's other half has to be waited for."""
-        waits_for_tied = self.rules.is_tied and stage in (0, self.schedule.num_stages - 1)
+        waits_for_tied = self.rules.is_tied and stage in (0, self.schedule.spec.num_stages - 1)
         return not self.rules.clips and not waits_for_tied
 
     def _finish(self, end: Task) -> None:
         """Update what is left once the step has ended, in forward order; then the next step may begin."""
         for rank, state in enumerate(self.ranks):
             state.begin, state.enqueued, state.computed = end, 0.0, 0.0
-            for stage in self.schedule.local_stages(rank):
+            for stage in self.schedule.spec.local_stages(rank):
                 if self.costs[stage].is_resident or self.costs[stage].keeps_trained_on_gpu:
                     if not self._updates_at_once(stage):
                         self._update_on_gpu(rank, stage)

@@ -21,6 +21,7 @@ from mobius.reporting.trace import Trace, TraceFacts, parse_action_name
 from mobius.schedule.lanes import Lane, LaneSpan, WaitCause
 from mobius.schedule.render import place_actions
 from mobius.schedule.schedule import Schedule
+from mobius.schedule.spec import ScheduleSpec
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -81,7 +82,7 @@ class Bar:
 class StepPicture:
     """A picture of one step: what is drawn and what is written beside it."""
 
-    step: Schedule | TraceFacts
+    step: ScheduleSpec | TraceFacts
     bands: Sequence[dict[Lane, list[Bar]]]
     """The bars of each rank, as `lane_bars` makes them."""
     duration: float
@@ -184,7 +185,7 @@ class StepPicture:
 
 
 def lane_bars(
-    spans: Iterable[LaneSpan], step: Schedule | TraceFacts, *, origin: float = 0, scale: float = 1
+    spans: Iterable[LaneSpan], step: ScheduleSpec | TraceFacts, *, origin: float = 0, scale: float = 1
 ) -> dict[Lane, list[Bar]]:
     """Bars of one rank's lanes, `scale` units long for one of the spans; none for steps, batches and receives."""
     bars: dict[Lane, list[Bar]] = {}
@@ -207,7 +208,7 @@ def lane_bars(
     return bars
 
 
-def describe_sizes(step: Schedule | TraceFacts, num_resident: int = 0) -> str:
+def describe_sizes(step: ScheduleSpec | TraceFacts, num_resident: int = 0) -> str:
     """The shape of a step in words, for titles; `num_resident` stages of all ranks stay on a GPU."""
     parts = [
         f"{_count(step.num_stages, 'stage')} on {_count(step.num_ranks, 'GPU')}",
@@ -225,7 +226,7 @@ def check_picture_name(path: Path) -> None:
         raise ConfigError(f"cannot draw {str(path)!r}: the name of a picture ends in {' or '.join(_PICTURE_SUFFIXES)}")
 
 
-def _stage_colour(step: Schedule | TraceFacts, stage: int, *, is_backward: bool) -> Colour:
+def _stage_colour(step: ScheduleSpec | TraceFacts, stage: int, *, is_backward: bool) -> Colour:
     """A shade for each stage of a rank: blue forward, green backward, darker for later stages."""
     from matplotlib import colormaps
 
@@ -270,12 +271,12 @@ def draw_schedule(schedule: Schedule, path: Path) -> None:
         text, colour = "O s  weights dropped, nothing to copy", LANE_STYLES[Lane.OFFLOAD][0]
         drops.append(Line2D([], [], marker="d", color=colour, linestyle="", label=text))
     StepPicture(
-        step=schedule,
-        bands=[lane_bars(spans, schedule) for spans in timeline],
+        step=schedule.spec,
+        bands=[lane_bars(spans, schedule.spec) for spans in timeline],
         duration=duration,
         width=min(max(1.8 + 0.40 * duration, 8.0), 40.0),
-        labels=[f"GPU {rank}" for rank in range(schedule.num_ranks)],
-        title=f"One step: {describe_sizes(schedule, len(schedule.resident))}",
+        labels=[f"GPU {rank}" for rank in range(schedule.spec.num_ranks)],
+        title=f"One step: {describe_sizes(schedule.spec, len(schedule.spec.resident))}",
         time_label="time (1 = forward of one microbatch)",
         more_legend=drops,
         longest_text=max(len(span.name) for span in every),

@@ -93,7 +93,7 @@ def parse_action_name(name: str) -> ActionName | None:
 
 def predicted_trace(simulated_steps: SimulatedSteps, schedule: Schedule, *, device: str) -> Trace:
     """The simulated steps as a trace whose time 0 is their start; `device` is the card's name."""
-    sizes = (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches, schedule.num_slots)
+    sizes = (schedule.spec.num_ranks, schedule.spec.num_stages, schedule.spec.num_microbatches, schedule.spec.num_slots)
     steps = [
         LaneSpan(Lane.STEP, f"step {number}", number, start, end)
         for number, (start, end) in enumerate(pairwise((0.0, *simulated_steps.step_ends)), start=1)

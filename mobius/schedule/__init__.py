@@ -4,5 +4,15 @@ from mobius.schedule.action import Action, ActionKind, source_stage, target_stag
 from mobius.schedule.build import build_schedule
 from mobius.schedule.check import check
 from mobius.schedule.schedule import Schedule
+from mobius.schedule.spec import ScheduleSpec
 
-__all__ = ["Action", "ActionKind", "Schedule", "build_schedule", "check", "source_stage", "target_stage"]
+__all__ = [
+    "Action",
+    "ActionKind",
+    "Schedule",
+    "ScheduleSpec",
+    "build_schedule",
+    "check",
+    "source_stage",
+    "target_stage",
+]

@@ -24,44 +24,27 @@ The model's last stage runs backward right after each forward, and offloads noth
 """
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from mobius.schedule.action import Action, ActionKind
-
-MAX_COPY_LOOKAHEAD = 8
-"""Maximum compute actions that a copy may span; the inputs of this many microbatches stay on the GPU meanwhile."""
+from mobius.schedule.spec import ScheduleSpec
 
 
-def offloads_all(microbatch: int, *, microbatches_per_round: int, number: int) -> bool:
-    """Return whether this microbatch is one of the `number` per round whose products are offloaded too."""
-    place = microbatch % microbatches_per_round
-    return (place + 1) * number // microbatches_per_round > place * number // microbatches_per_round
-
-
-def copy_lookahead(microbatches_per_round: int, number: int) -> int:
-    """Return the compute actions that a copy may span: the distance of microbatches that offload products.
-
-    `number` of a round do. Copies run one after the other, so a copy after a long one may have to wait for it.
-    """
-    return min(MAX_COPY_LOOKAHEAD, -(-microbatches_per_round // number)) if number else 1
-
-
-def add_activation_offloads(
-    actions: Sequence[Action], offloaded_activation_stages: Collection[int], *, num_slices: int = 1, lookahead: int = 1
-) -> list[Action]:
+def add_activation_offloads(actions: Sequence[Action], spec: ScheduleSpec) -> list[Action]:
     """Add an offload and a prefetch of activations to `actions`, those of one rank.
 
-    Each microbatch of the stages in `offloaded_activation_stages` gets both. A prefetch is placed before the compute
-    action `lookahead` actions ahead of its backward, but never before an offload, because a prefetch frees the memory
-    of pending offloads.
+    Each microbatch of the stages in `spec.offloaded_activation_stages` gets both. A prefetch is placed before the
+    compute action that many actions ahead of its backward as a copy may span (`spec.copy_lookahead`), but never before
+    an offload, because a prefetch frees the memory of pending offloads.
     """
+    offloaded_activation_stages, lookahead = spec.offloaded_activation_stages, spec.copy_lookahead
     result: list[Action] = []
     places = deque[int](maxlen=lookahead)
     """Indices of the latest compute actions."""
     floor = 0
     """Index after the latest offload."""
     for action in actions:
-        if action.stage in offloaded_activation_stages and _needs_prefetch(action, num_slices):
+        if action.stage in offloaded_activation_stages and _needs_prefetch(action, spec.num_slices):
             at = max(floor, places[0] if places else 0)
             result.insert(at, Action(ActionKind.PREFETCH_ACTIVATIONS, action.stage, action.microbatch))
             floor += floor == at

@@ -63,20 +63,10 @@ _Breach = tuple[int, Rule, str]
 
 def check(schedule: Schedule) -> None:
     """Raise ScheduleError with the rank, the index of the action and the rule if `schedule` breaks one."""
-    if len(schedule.actions) != schedule.num_ranks:
-        raise ScheduleError(f"{Rule.SHAPE}: {len(schedule.actions)} lists of actions for {schedule.num_ranks} ranks")
-    if schedule.num_stages < 1 or schedule.num_stages % schedule.num_ranks:
-        raise ScheduleError(f"{Rule.SHAPE}: {schedule.num_stages} stages is no multiple of {schedule.num_ranks} ranks")
-    if (
-        not 0
-        <= schedule.num_offloaded_microbatches
-        <= (schedule.microbatches_per_round if schedule.num_slices == 1 else 0)
-    ):
-        text = f"{schedule.num_offloaded_microbatches} microbatches of a round offload their products"
-        raise ScheduleError(
-            f"{Rule.OFFLOAD_ACTIVATIONS}: {text}, a round has {schedule.microbatches_per_round}, and slices cannot"
-        )
-    for rank in range(schedule.num_ranks):
+    if len(schedule.actions) != schedule.spec.num_ranks:
+        text = f"{len(schedule.actions)} lists of actions for {schedule.spec.num_ranks} ranks"
+        raise ScheduleError(f"{Rule.SHAPE}: {text}")
+    for rank in range(schedule.spec.num_ranks):
         for breaches in _CHECKS:
             for index, rule, text in breaches(schedule, rank):
                 raise _violation(schedule, rank, index, rule, text)
@@ -94,19 +84,19 @@ def _violation(schedule: Schedule, rank: int, index: int, rule: Rule, text: str)
 
 def _check_form(schedule: Schedule, rank: int) -> Iterator[_Breach]:
     for index, action in enumerate(schedule.actions[rank]):
-        misfit = describe_misfit(action, schedule.num_stages, is_evaluation=schedule.is_evaluation)
+        misfit = describe_misfit(action, schedule.spec.num_stages, is_evaluation=schedule.spec.is_evaluation)
         if misfit is not None:
             yield index, Rule.SHAPE, misfit
-        if action.microbatch is not None and not 0 <= action.microbatch < schedule.num_microbatches:
-            yield index, Rule.SHAPE, f"there is no such microbatch, they are 0 to {schedule.num_microbatches - 1}"
-        owner = schedule.rank_of(action.stage)
+        if action.microbatch is not None and not 0 <= action.microbatch < schedule.spec.num_microbatches:
+            yield index, Rule.SHAPE, f"there is no such microbatch, they are 0 to {schedule.spec.num_microbatches - 1}"
+        owner = schedule.spec.rank_of(action.stage)
         if owner != rank:
             yield index, Rule.PLACEMENT, f"stage {action.stage} belongs to rank {owner}"
 
 
 def _check_data(schedule: Schedule, rank: int) -> Iterator[_Breach]:
-    last_stage = schedule.num_stages - 1
-    needed_by = {schedule.rank_of(last_stage): last_stage, schedule.rank_of(0): 0}
+    last_stage = schedule.spec.num_stages - 1
+    needed_by = {schedule.spec.rank_of(last_stage): last_stage, schedule.spec.rank_of(0): 0}
     made = [i for i, action in enumerate(schedule.actions[rank]) if action.kind is ActionKind.GENERATE_DATA]
     for index in made:
         if needed_by.get(rank) != schedule.actions[rank][index].stage:
@@ -126,8 +116,8 @@ def _check_complete(schedule: Schedule, rank: int) -> Iterator[_Breach]:
             yield index, Rule.COMPLETE, "it is a duplicate"
         if action.kind.is_forward_or_backward:
             seen.add(key)
-    directions = (False,) if schedule.is_evaluation else (False, True)
-    for key in product(directions, schedule.local_stages(rank), range(schedule.num_microbatches)):
+    directions = (False,) if schedule.spec.is_evaluation else (False, True)
+    for key in product(directions, schedule.spec.local_stages(rank), range(schedule.spec.num_microbatches)):
         if key not in seen:
             is_backward, stage, microbatch = key
             text = f"{'B' if is_backward else 'F'}{stage}.{microbatch} is missing"
@@ -135,7 +125,7 @@ def _check_complete(schedule: Schedule, rank: int) -> Iterator[_Breach]:
 
 
 def _check_order(schedule: Schedule, rank: int) -> Iterator[_Breach]:
-    waiting: dict[int, set[int | None]] = {stage: set() for stage in schedule.local_stages(rank)}
+    waiting: dict[int, set[int | None]] = {stage: set() for stage in schedule.spec.local_stages(rank)}
     for index, action in enumerate(schedule.actions[rank]):
         own = waiting[action.stage]
         if action.kind.is_forward:
@@ -144,26 +134,26 @@ def _check_order(schedule: Schedule, rank: int) -> Iterator[_Breach]:
             yield index, Rule.ORDER, "its forward has not run yet"
         elif action.kind.is_backward:
             own.remove(action.microbatch)
-        if len(own) > schedule.microbatches_per_round and not schedule.is_evaluation:
+        if len(own) > schedule.spec.microbatches_per_round and not schedule.spec.is_evaluation:
             yield (
                 index,
                 Rule.ROUND,
-                f"{len(own)} microbatches wait for their backward, a round has {schedule.microbatches_per_round}",
+                f"{len(own)} microbatches wait for their backward, a round has {schedule.spec.microbatches_per_round}",
             )
 
 
 def _check_residency(schedule: Schedule, rank: int) -> Iterator[_Breach]:
-    num_slots = schedule.slots[rank]
+    num_slots = schedule.spec.slots[rank]
     loaded: set[int] = set()
     num_backwards: Counter[int] = Counter()
     for index, action in enumerate(schedule.actions[rank]):
         stage, kind = action.stage, action.kind
         if not kind.runs_on_compute_lane and kind is not ActionKind.GENERATE_DATA and kind not in _ACTIVATION_COPIES:
-            if schedule.num_slots is None:
+            if schedule.spec.num_slots is None:
                 yield index, Rule.BUDGET, "the schedule has no slots, all weights stay on the GPU"
-            if stage in schedule.resident:
+            if stage in schedule.spec.resident:
                 yield index, Rule.RESIDENT, f"stage {stage} is resident, its weights stay on the GPU"
-        if kind in _OUTSIDE_SLOTS or stage in schedule.resident:
+        if kind in _OUTSIDE_SLOTS or stage in schedule.spec.resident:
             continue
         is_loaded, done = stage in loaded, num_backwards[stage]
         if is_loaded == (kind is ActionKind.LOAD):
@@ -171,14 +161,14 @@ def _check_residency(schedule: Schedule, rank: int) -> Iterator[_Breach]:
         if kind is ActionKind.LOAD:
             if len(loaded) == num_slots:
                 yield index, Rule.BUDGET, f"all slots ({num_slots}) are taken by the stages {sorted(loaded)}"
-            if done == schedule.num_microbatches:
+            if done == schedule.spec.num_microbatches:
                 yield index, Rule.GRADIENTS, "its gradients are already offloaded"
             loaded.add(stage)
         elif kind is ActionKind.OFFLOAD:
             loaded.remove(stage)
         elif kind.is_backward:
             num_backwards[stage] += 1
-    if loaded and schedule.is_evaluation:
+    if loaded and schedule.spec.is_evaluation:
         text = f"the stages {sorted(loaded)} are still loaded: each needs an offload after its last forward"
         yield len(schedule.actions[rank]), Rule.RESIDENT, text
     elif loaded:
@@ -191,7 +181,7 @@ def _check_sums(schedule: Schedule, rank: int) -> Iterator[_Breach]:
     num_backwards: Counter[int] = Counter()
     for index, action in enumerate(schedule.actions[rank]):
         stage, kind, done = action.stage, action.kind, num_backwards[action.stage]
-        if stage in schedule.resident:
+        if stage in schedule.spec.resident:
             continue
         there = f"the sums of its {done} backwards are {'on the GPU' if stage in on_gpu else 'on the host'}"
         if kind is ActionKind.LOAD_GRADIENT_SUMS:
@@ -199,12 +189,12 @@ def _check_sums(schedule: Schedule, rank: int) -> Iterator[_Breach]:
                 yield index, Rule.GRADIENTS, there if done else "it has no sums yet"
             on_gpu.add(stage)
         elif kind is ActionKind.OFFLOAD_GRADIENT_SUMS:
-            if done in (0, schedule.num_microbatches) or stage not in on_gpu:
+            if done in (0, schedule.spec.num_microbatches) or stage not in on_gpu:
                 yield index, Rule.GRADIENTS, there
             on_gpu.discard(stage)
         elif kind is ActionKind.OFFLOAD and done > 0:
-            if stage in on_gpu and done < schedule.num_microbatches:
-                text = f"only {done} of {schedule.num_microbatches} backwards are in its gradients"
+            if stage in on_gpu and done < schedule.spec.num_microbatches:
+                text = f"only {done} of {schedule.spec.num_microbatches} backwards are in its gradients"
                 yield index, Rule.GRADIENTS, text
             on_gpu.discard(stage)
         elif kind.is_backward:
@@ -222,14 +212,14 @@ def _check_offloaded_activations(schedule: Schedule, rank: int) -> Iterator[_Bre
     host: dict[tuple[int, int], int] = {}
     """Microbatch whose inputs are on the host, by stage and region."""
     back: set[tuple[int, int]] = set()
-    most_back = max_prefetched(schedule.copy_lookahead)
+    most_back = max_prefetched(schedule.spec.copy_lookahead)
     for index, action in enumerate(schedule.actions[rank]):
         kind, stage, microbatch = action.kind, action.stage, action.microbatch
-        if kind in _ACTIVATION_COPIES and stage not in schedule.offloaded_activation_stages:
+        if kind in _ACTIVATION_COPIES and stage not in schedule.spec.offloaded_activation_stages:
             yield index, Rule.OFFLOAD_ACTIVATIONS, f"what backward needs of stage {stage} stays on the GPU"
-        if microbatch is None or stage not in schedule.offloaded_activation_stages or schedule.is_evaluation:
+        if microbatch is None or stage not in schedule.spec.offloaded_activation_stages or schedule.spec.is_evaluation:
             continue
-        own, place = (stage, microbatch), (stage, microbatch % schedule.microbatches_per_round)
+        own, place = (stage, microbatch), (stage, microbatch % schedule.spec.microbatches_per_round)
         if kind.is_forward:
             left.add(own)
         elif kind is ActionKind.OFFLOAD_ACTIVATIONS:
@@ -254,12 +244,12 @@ def _check_offloaded_activations(schedule: Schedule, rank: int) -> Iterator[_Bre
                 yield index, Rule.OFFLOAD_ACTIVATIONS, "its inputs have not come back"
             if kind is not ActionKind.RECOMPUTE_KV:
                 host.pop(place, None)
-            if kind is not ActionKind.RECOMPUTE_KV or (microbatch + 1) % schedule.num_slices:
+            if kind is not ActionKind.RECOMPUTE_KV or (microbatch + 1) % schedule.spec.num_slices:
                 back.discard(own)  # the last slice's backward follows and uses the same copy
 
 
 def _check_slices(schedule: Schedule, rank: int) -> Iterator[_Breach]:
-    number, last_stage = schedule.num_slices, schedule.num_stages - 1
+    number, last_stage = schedule.spec.num_slices, schedule.spec.num_stages - 1
     forward, keys, backward = (Counter[tuple[int, int]]() for _ in range(3))
     """Number of slices done so far, by stage and sequence."""
     for index, action in enumerate(schedule.actions[rank]):

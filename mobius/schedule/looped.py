@@ -26,37 +26,35 @@ Breadth-first pipeline parallelism: Lamy-Poirier 2022, https://arxiv.org/abs/221
 """
 
 from mobius.schedule.action import Action, ActionKind, compute_kinds, evaluation_kind
+from mobius.schedule.spec import ScheduleSpec
 
 
-def data_actions(rank: int, num_ranks: int, num_stages: int) -> list[Action]:
+def data_actions(rank: int, spec: ScheduleSpec) -> list[Action]:
     """Return the actions that load the batch, on ranks that need it: tokens for the first stage, labels for the last.
 
     A rank that owns both stages loads the batch once, as stage 0.
     """
     if rank == 0:
         return [Action(ActionKind.GENERATE_DATA, 0)]
-    if rank == (num_stages - 1) % num_ranks:
-        return [Action(ActionKind.GENERATE_DATA, num_stages - 1)]
+    if rank == spec.rank_of(spec.num_stages - 1):
+        return [Action(ActionKind.GENERATE_DATA, spec.num_stages - 1)]
     return []
 
 
-def compute_order(
-    rank: int, num_ranks: int, num_stages: int, num_microbatches: int, accumulation_rounds: int = 1, num_slices: int = 1
-) -> list[Action]:
+def compute_order(rank: int, spec: ScheduleSpec) -> list[Action]:
     """Return all forwards and backwards of `rank` in order; rounds and slices must divide the microbatches.
 
     Backward reverses the stages, and the slices of a sequence, but not the microbatches. Gradients are added in the
     order 0, 1, ..., as in a plain loop over the microbatches, so that sums are bit-identical.
     """
-    size = num_microbatches // accumulation_rounds
-    rounds = [range(first, first + size) for first in range(0, num_microbatches, size)]
-    numbers = rank, num_ranks, num_stages
-    return [action for microbatches in rounds for action in _round(*numbers, microbatches, num_slices)]
+    size = spec.microbatches_per_round
+    rounds = [range(first, first + size) for first in range(0, spec.num_microbatches, size)]
+    return [action for microbatches in rounds for action in _round(rank, spec, microbatches)]
 
 
-def _round(rank: int, num_ranks: int, num_stages: int, microbatches: range, num_slices: int) -> list[Action]:
-    stages, last_stage = range(rank, num_stages, num_ranks), num_stages - 1
-    kinds = {stage: compute_kinds(stage, num_stages) for stage in stages}
+def _round(rank: int, spec: ScheduleSpec, microbatches: range) -> list[Action]:
+    stages, last_stage, num_slices = spec.local_stages(rank), spec.num_stages - 1, spec.num_slices
+    kinds = {stage: compute_kinds(stage, spec.num_stages) for stage in stages}
     starts = range(microbatches.start, microbatches.stop, num_slices)
     sequences = [range(first, first + num_slices) for first in starts]
     actions = [Action(kinds[s][0], s, m) for s in stages if s != last_stage for m in microbatches]
@@ -70,7 +68,10 @@ def _round(rank: int, num_ranks: int, num_stages: int, microbatches: range, num_
     return actions
 
 
-def evaluation_order(rank: int, num_ranks: int, num_stages: int, num_microbatches: int) -> list[Action]:
+def evaluation_order(rank: int, spec: ScheduleSpec) -> list[Action]:
     """Return all forwards of `rank` in order, the model's last stage with its loss; there is no backward."""
-    stages = range(rank, num_stages, num_ranks)
-    return [Action(evaluation_kind(s, num_stages), s, m) for s in stages for m in range(num_microbatches)]
+    return [
+        Action(evaluation_kind(stage, spec.num_stages), stage, microbatch)
+        for stage in spec.local_stages(rank)
+        for microbatch in range(spec.num_microbatches)
+    ]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from mobius.config.config import Recompute
-from mobius.schedule.activation_offloading import copy_lookahead, offloads_all
 from mobius.schedule.partition import ModelShape, StageCut, cut_model
+from mobius.schedule.spec import ScheduleSpec
 
 
 class RecomputeLevel(StrEnum):
@@ -41,74 +41,20 @@ class MemoryUse:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Which layers form which stage, on how many ranks; which stages are resident, and which keep activations."""
+class Plan(ScheduleSpec):
+    """Schedule's numbers with the model in them: which layers form which stage, and which stages keep activations."""
 
-    num_ranks: int
-    num_microbatches: int
-    slots: tuple[int, ...]
-    """GPU slots of each rank for the stages that it streams; 0 where it streams none."""
-    cuts: tuple[StageCut, ...]
-    """The layers of every stage."""
-    resident: frozenset[int]
-    """Stages whose whole state stays on their GPU; the others are streamed."""
-    saved_activation_stages: frozenset[int] = frozenset()
+    cuts: tuple[StageCut, ...] = field(default=(), kw_only=True)
+    """Layers of every stage."""
+    saved_activation_stages: frozenset[int] = field(default=frozenset(), kw_only=True)
     """Stages that keep their activations from forward to backward; the others recompute them."""
-    accumulation_rounds: int = 1
-    """Parts of a step's microbatches that go forward and backward one after the other."""
-    offloaded_activation_stages: frozenset[int] = frozenset()
-    """Stages whose layers' inputs wait on the host from forward to backward."""
-    num_slices: int = 1
-    """Slices of each sequence; a microbatch is a slice of some sequences, and `num_microbatches` counts all."""
-    recompute_level: RecomputeLevel = RecomputeLevel.NONE
-    """Activations of the `kept` stages that are kept; of importance only where there are such stages."""
-    saved_attention_stages: frozenset[int] = frozenset()
-    """Stages whose layers keep attention's result of a slice beside their input: backward does not attend again."""
-    num_offloaded_microbatches: int = 0
-    """Microbatches of each round of which the `stashed` stages send home all that products need, and run none again."""
+    recompute_level: RecomputeLevel = field(default=RecomputeLevel.NONE, kw_only=True)
+    """Activations that the stages in `saved_activation_stages` keep."""
+    saved_attention_stages: frozenset[int] = field(default=frozenset(), kw_only=True)
+    """Stages whose layers keep attention's result of a slice with their input: backward does not attend again."""
 
-    @property
-    def copy_lookahead(self) -> int:
-        """Computations under which what is stashed may leave, or come back."""
-        return copy_lookahead(self.microbatches_per_round, self.num_offloaded_microbatches)
-
-    def offloads_all(self, stage: int, microbatch: int) -> bool:
-        """Whether the stage sends a microbatch's products home, and not only its layers' inputs."""
-        home = offloads_all(
-            microbatch, microbatches_per_round=self.microbatches_per_round, number=self.num_offloaded_microbatches
-        )
-        return stage in self.offloaded_activation_stages and home
-
-    @property
-    def num_chunks(self) -> int:
-        """Groups of whole sequences: the microbatches, where these are no slices."""
-        return self.num_microbatches // self.num_slices
-
-    @property
-    def microbatches_per_round(self) -> int:
-        """Microbatches of a round: the most that are between forward and backward at a time."""
-        return self.num_microbatches // self.accumulation_rounds
-
-    @property
-    def num_stages(self) -> int:
-        return len(self.cuts)
-
-    @property
-    def num_slots(self) -> int | None:
-        """The most slots of a rank; None where every stage is resident."""
-        return max(self.slots) or None
-
-    @property
-    def stages_per_rank(self) -> int:
-        return self.num_stages // self.num_ranks
-
-    def local_stages(self, rank: int) -> range:
-        """The stages that `rank` owns: rank, rank + N, rank + 2N, ..."""
-        return range(rank, self.num_stages, self.num_ranks)
-
-    def streamed_stages(self, rank: int) -> list[int]:
-        """The stages of `rank` whose weights come and go, ascending."""
-        return [stage for stage in self.local_stages(rank) if stage not in self.resident]
+    def __post_init__(self) -> None:
+        assert len(self.cuts) == self.num_stages, "a plan has the layers of every stage"
 
     def with_memory_uses(self, uses: Sequence[MemoryUse]) -> Plan:
         """The plan in which each rank does what `uses` says; a rank has no more slots than it streams stages."""
@@ -150,10 +96,6 @@ class Plan:
         rounds = f" in {self.accumulation_rounds} rounds" if self.accumulation_rounds > 1 else ""
         slices = f" (slices, {self.num_slices} of each sequence)" if self.num_slices > 1 else ""
         return f"{self.num_microbatches} microbatches{slices}{rounds}"
-
-    def offloads_gradient_sums(self, rank: int) -> bool:
-        """Whether the sums of the rank's streamed stages are on the host between rounds; a single stage's stay."""
-        return self.accumulation_rounds > 1 and len(self.streamed_stages(rank)) > 1
 
     def describe(self, shape: ModelShape) -> str:
         """A short table for the log and the report: one line per stage."""
@@ -197,10 +139,10 @@ def make_plan(
     cuts = cut_model(shape, num_stages, num_ranks=num_ranks)
     plan = Plan(
         num_ranks,
+        num_stages,
         num_microbatches,
         (0,) * num_ranks,
-        cuts,
-        frozenset(),
+        cuts=cuts,
         accumulation_rounds=accumulation_rounds,
         num_slices=num_slices,
         recompute_level=recompute_level,

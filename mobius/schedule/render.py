@@ -38,14 +38,14 @@ def place_actions(
 
     A copy takes one slot. Loading the batch, and an offload that drops weights without gradients, take none.
     """
-    spans: list[list[ActionSpan]] = [[] for _ in range(schedule.num_ranks)]
-    lane_ends = [dict.fromkeys(Lane, 0) for _ in range(schedule.num_ranks)]
+    spans: list[list[ActionSpan]] = [[] for _ in range(schedule.spec.num_ranks)]
+    lane_ends = [dict.fromkeys(Lane, 0) for _ in range(schedule.spec.num_ranks)]
     computed: dict[tuple[bool, int, int | None], int] = {}
     with_gradients: set[int] = set()
     order, conflict = topological_order(schedule)
     assert conflict is None, "the schedule has not passed the check"
     for rank, action in order:
-        kind, source, ends = action.kind, source_stage(action, schedule.num_stages), lane_ends[rank]
+        kind, source, ends = action.kind, source_stage(action, schedule.spec.num_stages), lane_ends[rank]
         lane = _COPY_LANES.get(kind, Lane.COMPUTE)
         arrival = 0 if source is None else computed[kind.is_backward, source, action.microbatch]
         start = max(ends[lane], ends[Lane.COMPUTE], arrival)
@@ -73,7 +73,7 @@ def render_text(schedule: Schedule, failed: tuple[int, int] | None = None, *, li
     cell = max(len(_name(span, failed_span)) for spans in timeline for span in spans) + 1
     # An action that takes no time still gets a slot.
     duration = max(max(span.end, span.start + 1) for spans in timeline for span in spans)
-    label_width = max(len(lane) for rank in range(schedule.num_ranks) for lane in _lanes(schedule, rank)) + 4
+    label_width = max(len(lane) for rank in range(schedule.spec.num_ranks) for lane in _lanes(schedule, rank)) + 4
     per_band = max(1, (line_width - label_width) // cell)
     lines: list[str] = []
     for start in range(0, duration, per_band):
@@ -89,15 +89,16 @@ def render_text(schedule: Schedule, failed: tuple[int, int] | None = None, *, li
         lines.append("")
     if failed is not None:
         action = schedule.actions[failed[0]][failed[1]]
-        lines.append(f"rank {failed[0]}, action {failed[1]}: {action.to_text(schedule.num_stages)} {_ERROR_MARK}")
+        lines.append(f"rank {failed[0]}, action {failed[1]}: {action.to_text(schedule.spec.num_stages)} {_ERROR_MARK}")
     return "\n".join(lines).rstrip()
 
 
 def _lanes(schedule: Schedule, rank: int) -> list[Lane]:
     """Return the lanes that the rank uses."""
-    moves = [Lane.LOAD, Lane.OFFLOAD] if schedule.streamed_stages(rank) else []
+    moves = [Lane.LOAD, Lane.OFFLOAD] if schedule.spec.streamed_stages(rank) else []
     offloads_activations = (
-        schedule.offloaded_activation_stages.intersection(schedule.local_stages(rank)) and not schedule.is_evaluation
+        schedule.spec.offloaded_activation_stages.intersection(schedule.spec.local_stages(rank))
+        and not schedule.spec.is_evaluation
     )
     activations = [Lane.OFFLOAD_ACTIVATIONS, Lane.PREFETCH_ACTIVATIONS] if offloads_activations else []
     return [Lane.COMPUTE, *moves, *activations]

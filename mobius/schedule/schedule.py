@@ -11,74 +11,18 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 
 from mobius.schedule.action import Action, source_stage, target_stage
-from mobius.schedule.activation_offloading import copy_lookahead, offloads_all
+from mobius.schedule.spec import ScheduleSpec
 
 
 @dataclass(frozen=True)
 class Schedule:
     """One step of all ranks, or one evaluation pass: `actions[rank]` is that rank's ordered list.
 
-    The stages in `resident` keep their weights on the GPU and have no load or offload; the others are streamed through
-    `slots[rank]` GPU slots, 0 if the rank streams no stage. `build_schedule` returns only schedules that passed
-    `check`.
+    `build_schedule` returns only schedules that passed `check`.
     """
 
-    num_ranks: int
-    num_stages: int
-    num_microbatches: int
-    slots: tuple[int, ...]
+    spec: ScheduleSpec
     actions: tuple[tuple[Action, ...], ...]
-    resident: frozenset[int] = frozenset()
-    is_evaluation: bool = False
-    """Whether there is no backward: stages only run forward, the last one with its loss."""
-    accumulation_rounds: int = 1
-    """Equal parts of the microbatches that run forward and backward one after the other (gradient accumulation)."""
-    offloaded_activation_stages: frozenset[int] = frozenset()
-    """Stages whose layers' inputs are on the host between forward and backward."""
-    num_slices: int = 1
-    """Slices per sequence; a microbatch is a slice of some sequences, and `num_microbatches` counts all slices."""
-    num_offloaded_microbatches: int = 0
-    """Microbatches per round whose matrix products are offloaded too, and so not recomputed."""
-
-    def offloads_all(self, stage: int, microbatch: int | None) -> bool:
-        """Whether a microbatch's products are offloaded, and not only the inputs of the stage's layers."""
-        if stage not in self.offloaded_activation_stages or microbatch is None:
-            return False
-        return offloads_all(
-            microbatch, microbatches_per_round=self.microbatches_per_round, number=self.num_offloaded_microbatches
-        )
-
-    @property
-    def copy_lookahead(self) -> int:
-        """Number of compute actions that an activation copy may span."""
-        return copy_lookahead(self.microbatches_per_round, self.num_offloaded_microbatches)
-
-    @property
-    def microbatches_per_round(self) -> int:
-        """Microbatches of a round: the maximum between forward and backward at a time."""
-        return self.num_microbatches // self.accumulation_rounds
-
-    @property
-    def last_backward(self) -> int:
-        """Microbatch whose backward is last in every stage: the first slice of the last sequences."""
-        return self.num_microbatches - self.num_slices
-
-    @property
-    def num_slots(self) -> int | None:
-        """Maximum number of slots of a rank; None if nothing is streamed."""
-        return max(self.slots) or None
-
-    def rank_of(self, stage: int) -> int:
-        """Return the rank that runs `stage`."""
-        return stage % self.num_ranks
-
-    def local_stages(self, rank: int) -> range:
-        """Return the stages of `rank`, ascending: rank, rank + num_ranks, ..."""
-        return range(rank, self.num_stages, self.num_ranks)
-
-    def streamed_stages(self, rank: int) -> list[int]:
-        """Return the streamed stages of `rank`, ascending."""
-        return [stage for stage in self.local_stages(rank) if stage not in self.resident]
 
 
 @dataclass(frozen=True)
@@ -97,8 +41,9 @@ def topological_order(schedule: Schedule) -> tuple[list[tuple[int, Action]], Con
 
     The ranks take turns; each continues until a message is missing. The conflict is None if all reach the end.
     """
+    spec = schedule.spec
     order: list[tuple[int, Action]] = []
-    positions = [0] * schedule.num_ranks
+    positions = [0] * spec.num_ranks
     edges: dict[tuple[int, int], deque[tuple[int, int, int | None]]] = defaultdict(deque)
     num_before = -1
     while num_before < len(order):
@@ -106,9 +51,15 @@ def topological_order(schedule: Schedule) -> tuple[list[tuple[int, Action]], Con
         for rank, actions in enumerate(schedule.actions):
             while positions[rank] < len(actions):
                 action = actions[positions[rank]]
-                source, target = source_stage(action, schedule.num_stages), target_stage(action, schedule.num_stages)
+                source, target = (
+                    source_stage(action, spec.num_stages),
+                    target_stage(action, spec.num_stages),
+                )
                 if source is not None:
-                    wanted, arriving = (source, action.stage, action.microbatch), edges[schedule.rank_of(source), rank]
+                    wanted, arriving = (
+                        (source, action.stage, action.microbatch),
+                        edges[spec.rank_of(source), rank],
+                    )
                     if not arriving:
                         break
                     if arriving[0] != wanted:
@@ -116,7 +67,7 @@ def topological_order(schedule: Schedule) -> tuple[list[tuple[int, Action]], Con
                         return order, Conflict(rank, positions[rank], False, text)
                     arriving.popleft()
                 if target is not None:
-                    edges[rank, schedule.rank_of(target)].append((action.stage, target, action.microbatch))
+                    edges[rank, spec.rank_of(target)].append((action.stage, target, action.microbatch))
                 order.append((rank, action))
                 positions[rank] += 1
     return order, _deadlock(schedule, positions)
@@ -133,8 +84,8 @@ def _deadlock(schedule: Schedule, positions: list[int]) -> Conflict | None:
         return None
     waits = []
     for rank, action in stuck.items():
-        source = source_stage(action, schedule.num_stages)
+        source = source_stage(action, schedule.spec.num_stages)
         assert source is not None, "only an action that receives can be stuck"
-        waits.append(f"rank {rank} at {action} for stage {source} on rank {schedule.rank_of(source)}")
+        waits.append(f"rank {rank} at {action} for stage {source} on rank {schedule.spec.rank_of(source)}")
     first = min(stuck)
     return Conflict(first, positions[first], True, f"no rank can continue; waiting: {'; '.join(waits)}")

@@ -36,7 +36,7 @@ from mobius.errors import GpuMemoryError, HostMemoryError, PlanError
 from mobius.hardware.devices import MemoryMeter, free_cached_memory
 from mobius.limits import max_sends_in_flight
 from mobius.planner.run_setup import RunSetup, replan_with_reserve
-from mobius.planner.step_prediction import build_plan_schedule
+from mobius.schedule.build import build_unchecked
 from mobius.schedule.plan import Plan
 from mobius.training.out_of_memory import out_of_memory
 from mobius.training.stages import RankStages
@@ -186,7 +186,7 @@ def run_warmup_step(run_setup: RunSetup, stages: RankStages) -> None:
     rows: Rows = [[seq_length]] if request.packed is None else [request.packed.fullest_row(seq_length)]
     documents = document_tensors([*rows] * num_rows, run_setup, num_microbatches=plan.num_chunks)
     batch = StepBatch(tokens, tokens, tokens.numel(), tokens.numel(), num_rows, documents=documents)
-    stages.executor(build_plan_schedule(plan), _alone(run_setup)).run(batch)
+    stages.executor(build_unchecked(plan), _alone(run_setup)).run(batch)
     MemoryMeter(rank_context.device).synchronize()
 
 

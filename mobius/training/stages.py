@@ -212,7 +212,7 @@ class RankStages:
         )
 
     def _layers(self, schedule: Schedule) -> Mapping[int, StageLayers]:
-        if self.sliced_layers is not None and schedule.num_slices > 1:
+        if self.sliced_layers is not None and schedule.spec.num_slices > 1:
             return self.sliced_layers
         return {
             stage: WholeLayers(module, stage in self.plan.saved_activation_stages)

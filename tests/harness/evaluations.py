@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from mobius.engine.evaluation_sums import EvaluationSums
 from mobius.engine.executor import StepBatch
 from mobius.schedule.build import build_schedule
+from mobius.schedule.spec import ScheduleSpec
 from mobius.training.stages import RankStages
 
 
@@ -60,13 +61,15 @@ def evaluate(model: PreTrainedModel, batch: StepBatch, case: Case) -> Evaluation
         )
         stages.load_weights(ModelWeights(model))
         schedule = build_schedule(
-            case.num_ranks,
-            case.stages_per_rank,
-            case.num_microbatches,
-            case.num_slots,
-            resident,
-            num_slices=case.num_slices,
-            is_evaluation=True,
+            ScheduleSpec.of(
+                case.num_ranks,
+                case.stages_per_rank,
+                case.num_microbatches,
+                case.num_slots,
+                resident,
+                num_slices=case.num_slices,
+                is_evaluation=True,
+            )
         )
         before = [stage.state.gradients.clone() for stage in stages.memory.values()]
         executor = stages.executor(schedule, transport)

@@ -26,6 +26,7 @@ from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.planner.peak_memory import LayerBytes
 from mobius.schedule.build import build_schedule
 from mobius.schedule.plan import Plan, RecomputeLevel
+from mobius.schedule.spec import ScheduleSpec
 from mobius.training.stages import RankStages
 
 CPU = torch.device("cpu")
@@ -142,12 +143,14 @@ def count_step(
         deferred_updates=plan.resident,
     )
     schedule = build_schedule(
-        plan.num_ranks,
-        plan.stages_per_rank,
-        plan.num_microbatches,
-        plan.slots,
-        plan.resident,
-        num_slices=plan.num_slices,
+        ScheduleSpec.of(
+            plan.num_ranks,
+            plan.stages_per_rank,
+            plan.num_microbatches,
+            plan.slots,
+            plan.resident,
+            num_slices=plan.num_slices,
+        )
     )
     stages.layer_inputs(seq_length)  # rotary embeddings and masks are made once
     tokens = torch.randint(0, config.vocab_size, (batch_size, seq_length))

@@ -32,6 +32,7 @@ from mobius.models.weights import WeightSource
 from mobius.schedule.build import build_schedule
 from mobius.schedule.partition import balanced_partition, partition_of
 from mobius.schedule.plan import Plan, RecomputeLevel
+from mobius.schedule.spec import ScheduleSpec
 from mobius.training.stages import RankStages
 
 CPU = torch.device("cpu")
@@ -171,15 +172,17 @@ class Pipeline:
         self._stages.append(stages)
         stages.load_weights(self.source or ModelWeights(self.model))
         schedule = build_schedule(
-            self.num_ranks,
-            self.stages_per_rank,
-            self.num_microbatches,
-            self.num_slots,
-            self.resident,
-            accumulation_rounds=self.accumulation_rounds,
-            num_slices=self.num_slices,
-            offloaded_activation_stages=self.offloaded_activation_stages,
-            num_offloaded_microbatches=self.num_offloaded_microbatches,
+            ScheduleSpec.of(
+                self.num_ranks,
+                self.stages_per_rank,
+                self.num_microbatches,
+                self.num_slots,
+                self.resident,
+                accumulation_rounds=self.accumulation_rounds,
+                num_slices=self.num_slices,
+                offloaded_activation_stages=self.offloaded_activation_stages,
+                num_offloaded_microbatches=self.num_offloaded_microbatches,
+            )
         )
         sums = stages.executor(schedule, transport).run(batch)
         if parts.trained_tied_names:
@@ -197,10 +200,11 @@ class Pipeline:
         num_stages = self.num_ranks * self.stages_per_rank
         plan = Plan(
             self.num_ranks,
+            num_stages,
             self.num_microbatches,
             (self.num_slots or 0,) * self.num_ranks,
-            partition_of(self.sizes) if self.sizes else balanced_partition(num_layers, num_stages),
             frozenset(range(num_stages)) if self.num_slots is None else self.resident,
+            cuts=partition_of(self.sizes) if self.sizes else balanced_partition(num_layers, num_stages),
             accumulation_rounds=self.accumulation_rounds,
             num_slices=self.num_slices,
             offloaded_activation_stages=self.offloaded_activation_stages,

@@ -26,6 +26,7 @@ from mobius.engine.waits import WaitClock
 from mobius.models.layout import StageLayout
 from mobius.schedule.build import build_schedule
 from mobius.schedule.partition import StageCut
+from mobius.schedule.spec import ScheduleSpec
 
 NUM_MICROBATCHES = 4
 WARM_STEPS, STEPS = 1, 3
@@ -169,8 +170,8 @@ def run_on(devices: Sequence[torch.device], states: Sequence[StageState], *, num
     `states` are those of all stages, each of which takes `seconds` to forward one microbatch.
     """
     num_ranks = len(devices)
-    schedule = build_schedule(num_ranks, len(states) // num_ranks, NUM_MICROBATCHES, num_slots)
-    spans = [StageCut(n, n, n + 1, n == 0, n == schedule.num_stages - 1) for n in range(schedule.num_stages)]
+    schedule = build_schedule(ScheduleSpec.of(num_ranks, len(states) // num_ranks, NUM_MICROBATCHES, num_slots))
+    spans = [StageCut(n, n, n + 1, n == 0, n == schedule.spec.num_stages - 1) for n in range(schedule.spec.num_stages)]
     busy = {device: Busy(device) for device in devices}
     tokens = torch.zeros(NUM_MICROBATCHES, 2**13, dtype=torch.int64, pin_memory=devices[0].type == "cuda")
     batch = StepBatch(tokens, tokens, tokens.numel(), tokens.numel(), len(tokens))

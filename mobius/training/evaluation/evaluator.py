@@ -222,16 +222,7 @@ class Evaluator:
 
     def _schedule(self, num_batches: int) -> Schedule:
         plan = self._run_setup.plan
-        number = plan.microbatches_per_round * num_batches
-        return build_schedule(
-            plan.num_ranks,
-            plan.stages_per_rank,
-            number,
-            plan.slots,
-            plan.resident,
-            num_slices=plan.num_slices,
-            is_evaluation=True,
-        )
+        return build_schedule(plan.evaluation(plan.microbatches_per_round * num_batches))
 
     def _add(self, made: Sequence[tuple[list[str], EvaluationSums]], counts: Mapping[str, _Counts]) -> None:
         """Bring the sums to the host, each to its dataset's."""

@@ -113,7 +113,7 @@ def test_replicas_that_would_keep_other_stages_on_their_gpus_are_refused_on_all_
         def work(rank: int, transport: LocalTransport) -> str:
             # A rank supposes of the others what it likes.
             resident = {0: frozenset({0, 1}), 1: frozenset({0, 1, 3}), 2: frozenset({0}), 3: last}[rank]
-            plan = Plan(2, 2, (2, 2), partition_of((1, 1, 1, 1)), resident)
+            plan = Plan(2, 4, 2, (2, 2), resident, cuts=partition_of((1, 1, 1, 1)))
             try:
                 node_checks.check_same_residents(plan, transport)
             except PlanError as error:

@@ -24,6 +24,7 @@ from mobius.schedule.build import build_schedule
 from mobius.schedule.lanes import WaitCause
 from mobius.schedule.partition import balanced_partition
 from mobius.schedule.plan import Plan
+from mobius.schedule.spec import ScheduleSpec
 from mobius.training.stages import RankStages
 
 NUM_STAGES, NUM_MICROBATCHES = 4, 3
@@ -59,7 +60,7 @@ def make_executor(
     norm_deferred_names: frozenset[str] = frozenset(),
 ) -> tuple[Executor, dict[int, StageMemory]]:
     cuts = balanced_partition(model.config.num_hidden_layers, NUM_STAGES)
-    plan = Plan(transport.num_ranks, NUM_MICROBATCHES, (2,) * transport.num_ranks, cuts, frozenset())
+    plan = Plan(transport.num_ranks, len(cuts), NUM_MICROBATCHES, (2,) * transport.num_ranks, cuts=cuts)
     stages = RankStages.allocate(
         ModelParts(model.config, CPU),
         plan,
@@ -75,7 +76,7 @@ def make_executor(
         failing = stages.modules[failing_stage]
         failing.__class__ = FailingStage
         failing.fail_at = fail_at  # type: ignore[attr-defined]
-    schedule = build_schedule(transport.num_ranks, plan.stages_per_rank, NUM_MICROBATCHES, 2)
+    schedule = build_schedule(ScheduleSpec.of(transport.num_ranks, plan.stages_per_rank, NUM_MICROBATCHES, 2))
     return stages.executor(schedule, transport, clock, norm_deferred_names=norm_deferred_names), stages.memory
 
 

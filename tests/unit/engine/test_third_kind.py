@@ -21,6 +21,7 @@ from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.layout import StageLayout
 from mobius.schedule.build import build_schedule
 from mobius.schedule.partition import balanced_partition
+from mobius.schedule.spec import ScheduleSpec
 
 NUM_STAGES, NUM_MICROBATCHES = 4, 2
 
@@ -101,7 +102,7 @@ def weights_after_a_step(parked: set[int], max_grad_norm: float) -> dict[str, Te
             own.state.set_parameter(name, values[name].detach())
     memory |= {stage: ParkedStage(stage, memory[stage].state) for stage in parked}
     executor = Executor(
-        build_schedule(1, NUM_STAGES, NUM_MICROBATCHES, 2, {0}),
+        build_schedule(ScheduleSpec.of(1, NUM_STAGES, NUM_MICROBATCHES, 2, {0})),
         stages=stages,
         layers={stage: WholeLayers(module, keep_graphs=False) for stage, module in stages.items()},
         memory=memory,

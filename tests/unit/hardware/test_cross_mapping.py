@@ -21,7 +21,7 @@ from harness.topologies import (
 
 from mobius.hardware.cross_mapping import DeviceOrder, best_order, choose_order
 from mobius.hardware.topology import Ancestor, Gpu, Link, Topology
-from mobius.schedule import build_schedule
+from mobius.schedule import ScheduleSpec, build_schedule
 from mobius.schedule.lanes import Lane
 from mobius.schedule.render import place_actions
 
@@ -92,7 +92,7 @@ def random_topology(numbers: random.Random, num_gpus: int) -> Topology:
 def test_loads_start_as_the_score_assumes() -> None:
     """A rank's loads start a period apart, and each rank's a microbatch after those of the rank before."""
     for num_ranks, num_microbatches in ((4, 4), (4, 8), (4, 2), (8, 8)):
-        schedule = build_schedule(num_ranks, 4, num_microbatches, 2)
+        schedule = build_schedule(ScheduleSpec.of(num_ranks, 4, num_microbatches, 2))
         timeline = place_actions(schedule, forward_slots=10, backward_slots=20)
         period = 10 * max(num_microbatches, num_ranks)
         starts = [[span.start for span in spans if span.lane is Lane.LOAD] for spans in timeline]

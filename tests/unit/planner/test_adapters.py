@@ -26,6 +26,7 @@ from mobius.planner.step_tasks import StepTasks
 from mobius.schedule.build import build_schedule
 from mobius.schedule.lanes import Lane
 from mobius.schedule.partition import ModelShape
+from mobius.schedule.spec import ScheduleSpec
 from mobius.training.stages import RankStages
 
 CPU = torch.device("cpu")
@@ -119,7 +120,9 @@ def lanes_of(found: PlanResult) -> set[Lane]:
     assert found.profile is not None
     costs = stage_costs(found.plan, found.request.shape, found.profile)
     plan = found.plan
-    schedule = build_schedule(plan.num_ranks, plan.stages_per_rank, plan.num_microbatches, plan.slots, plan.resident)
+    schedule = build_schedule(
+        ScheduleSpec.of(plan.num_ranks, plan.stages_per_rank, plan.num_microbatches, plan.slots, plan.resident)
+    )
     tasks = StepTasks(schedule, costs, found.profile, found.request.rules)
     tasks.add_step()
     return {lane for _, lane, *_ in tasks.names.values()}

@@ -113,7 +113,7 @@ def test_the_drivers_name_finds_the_card(device: str, card: str | None) -> None:
 
 
 def plan_of(*sizes: int) -> Plan:
-    return Plan(2, 4, (2, 2), partition_of(sizes), frozenset())
+    return Plan(2, len(sizes), 4, (2, 2), cuts=partition_of(sizes))
 
 
 def test_ranks_with_the_same_plan_go_on_and_others_stop() -> None:

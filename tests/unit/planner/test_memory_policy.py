@@ -19,11 +19,12 @@ from mobius.planner.profile import Profile
 from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.solver import estimated_profile
 from mobius.planner.stage_costs import stage_costs
-from mobius.planner.step_prediction import build_plan_schedule, simulate_steps
-from mobius.schedule.build import build_schedule
+from mobius.planner.step_prediction import simulate_steps
+from mobius.schedule.build import build_schedule, build_unchecked
 from mobius.schedule.check import check
 from mobius.schedule.partition import ModelShape
 from mobius.schedule.plan import MemoryUse, Plan
+from mobius.schedule.spec import ScheduleSpec
 from mobius.units import GIB
 
 GRAPH = int(0.5 * GIB)
@@ -51,7 +52,9 @@ def simulated(request: PlanRequest, profile: Profile) -> Plan:
 def predicted(request: PlanRequest, profile: Profile, plan: Plan) -> float:
     """A step by the checked schedule, three steps long."""
     slots = max(plan.slots) or None
-    schedule = build_schedule(plan.num_ranks, plan.stages_per_rank, plan.num_microbatches, slots, plan.resident)
+    schedule = build_schedule(
+        ScheduleSpec.of(plan.num_ranks, plan.stages_per_rank, plan.num_microbatches, slots, plan.resident)
+    )
     return simulate_steps(schedule, stage_costs(plan, request.shape, profile), profile, request.rules).step_seconds
 
 
@@ -96,7 +99,7 @@ def test_ranks_with_other_memory_make_other_choices_of_one_computation(llama_7b:
     plans = [simulated(*problem(llama_7b, gib)) for gib in (12, 40, 20, 80)]
     orders = set()
     for plan in plans:
-        actions = build_plan_schedule(plan).actions
+        actions = build_unchecked(plan).actions
         orders.add(tuple(action for own in actions for action in own if action.kind.is_forward_or_backward))
         assert plan.num_microbatches == 8
     assert len(orders) == 1
@@ -106,9 +109,9 @@ def test_ranks_with_other_memory_make_other_choices_of_one_computation(llama_7b:
 def test_a_schedule_of_different_slots_is_that_of_each_ranks_own(llama_7b: ModelShape) -> None:
     request, _ = problem(llama_7b, 12, ranks=2, stages=8, num_chunks=4)
     plan = request.plan.with_memory_uses([MemoryUse(1, 0, 3), MemoryUse(4, 0, 0)])
-    mixed = build_plan_schedule(plan)
-    assert mixed.actions[0] == build_schedule(2, 4, 4, 3, plan.resident).actions[0]
-    assert mixed.actions[1] == build_schedule(2, 4, 4, 2, plan.resident).actions[1]
+    mixed = build_unchecked(plan)
+    assert mixed.actions[0] == build_schedule(ScheduleSpec.of(2, 4, 4, 3, plan.resident)).actions[0]
+    assert mixed.actions[1] == build_schedule(ScheduleSpec.of(2, 4, 4, 2, plan.resident)).actions[1]
     check(mixed)
 
 

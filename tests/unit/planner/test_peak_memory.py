@@ -17,13 +17,15 @@ from mobius.schedule.partition import partition_of
 from mobius.schedule.plan import MemoryUse, Plan, make_plan
 from mobius.schedule.render import place_actions
 from mobius.schedule.schedule import Schedule
+from mobius.schedule.spec import ScheduleSpec
 from mobius.units import GIB
 
 SIZE = MicrobatchBytes(activation=10, layer=LayerBytes(saved_activations=100, peak=150), loss=70, embedding=500)
 
 
 def plan_of(sizes: list[int], *, num_ranks: int, num_microbatches: int) -> Plan:
-    return Plan(num_ranks, num_microbatches, (0,) * num_ranks, partition_of(sizes), frozenset(range(len(sizes))))
+    resident = frozenset(range(len(sizes)))
+    return Plan(num_ranks, len(sizes), num_microbatches, (0,) * num_ranks, resident, cuts=partition_of(sizes))
 
 
 def keeping(plan: Plan, *stages: int) -> Plan:
@@ -36,12 +38,12 @@ def keeping(plan: Plan, *stages: int) -> Plan:
 def test_a_message_is_received_before_as_many_others_are_sent_as_are_kept(
     num_ranks: int, num_microbatches: int, forward_slots: int, backward_slots: int
 ) -> None:
-    schedule = build_schedule(num_ranks, 3, num_microbatches, None)
+    schedule = build_schedule(ScheduleSpec.of(num_ranks, 3, num_microbatches, None))
     timeline = place_actions(schedule, forward_slots=forward_slots, backward_slots=backward_slots)
     received = {}  # (direction, sending stage, microbatch) -> when its receiver begins to use it
     for spans in timeline:
         for span in spans:
-            source = source_stage(span.action, schedule.num_stages)
+            source = source_stage(span.action, schedule.spec.num_stages)
             if source is not None:
                 received[span.action.kind.is_backward, source, span.action.microbatch] = span.start
     for spans in timeline:
@@ -114,7 +116,7 @@ def most_inputs(schedule: Schedule, plan: Plan, rank: int, *, products: int = 1)
     most = 0
     for action in schedule.actions[rank]:
         own, number = (action.stage, action.microbatch), len(plan.cuts[action.stage].layers)
-        number *= products if schedule.offloads_all(action.stage, action.microbatch) else 1
+        number *= products if schedule.spec.offloads_all(action.stage, action.microbatch) else 1
         if action.kind is ActionKind.OFFLOAD_ACTIVATIONS:
             leaving.append(kept.pop(own))
         elif action.kind is ActionKind.PREFETCH_ACTIVATIONS:
@@ -148,15 +150,15 @@ def test_no_more_inputs_are_on_a_gpu_than_are_counted() -> None:
         rounds = draw.choice([number for number in range(1, chunks + 1) if chunks % number == 0])
         cuts = partition_of([100 * draw.randint(1, 3) for _ in range(num_ranks * per_rank)])
         whole = Plan(
-            num_ranks, chunks * num_slices, (0,) * num_ranks, cuts, frozenset(),
+            num_ranks, len(cuts), chunks * num_slices, (0,) * num_ranks, cuts=cuts,
             accumulation_rounds=rounds, num_slices=num_slices,
         )  # fmt: skip
         plan = whole.with_memory_uses([MemoryUse(per_rank, 0, 0, draw.randint(0, per_rank)) for _ in range(num_ranks)])
-        schedule = build_schedule(
+        schedule = build_schedule(ScheduleSpec.of(
             num_ranks, per_rank, plan.num_microbatches, None,
             accumulation_rounds=rounds, num_slices=num_slices,
             offloaded_activation_stages=plan.offloaded_activation_stages,
-        )  # fmt: skip
+        ))  # fmt: skip
         for rank in range(num_ranks):
             held, told = most_inputs(schedule, plan, rank), find_peak(plan, rank, size).total
             assert held <= told, (plan, rank)
@@ -172,16 +174,23 @@ def test_no_more_products_are_on_a_gpu_than_are_counted() -> None:
         num_ranks, per_rank, chunks = draw.choice([1, 2, 3]), draw.randint(2, 4), draw.randint(1, 12)
         cuts = partition_of([100] * (num_ranks * per_rank))
         whole = Plan(
-            num_ranks, chunks, (0,) * num_ranks, cuts, frozenset(), num_offloaded_microbatches=draw.randint(1, chunks)
+            num_ranks,
+            len(cuts),
+            chunks,
+            (0,) * num_ranks,
+            cuts=cuts,
+            num_offloaded_microbatches=draw.randint(1, chunks),
         )
         plan = whole.with_memory_uses([MemoryUse(per_rank, 0, 0, draw.randint(1, per_rank)) for _ in range(num_ranks)])
         schedule = build_schedule(
-            num_ranks,
-            per_rank,
-            chunks,
-            None,
-            offloaded_activation_stages=plan.offloaded_activation_stages,
-            num_offloaded_microbatches=plan.num_offloaded_microbatches,
+            ScheduleSpec.of(
+                num_ranks,
+                per_rank,
+                chunks,
+                None,
+                offloaded_activation_stages=plan.offloaded_activation_stages,
+                num_offloaded_microbatches=plan.num_offloaded_microbatches,
+            )
         )
         for rank in range(num_ranks):
             held = most_inputs(schedule, plan, rank, products=products)

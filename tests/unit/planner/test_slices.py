@@ -25,7 +25,8 @@ from mobius.planner.plan_file import ModelDigest, SavedPlan, read_plan
 from mobius.planner.request import PlanRequest
 from mobius.planner.solver import resolve_auto, solve
 from mobius.planner.stage_costs import stage_costs
-from mobius.planner.step_prediction import build_plan_schedule, simulate_steps
+from mobius.planner.step_prediction import simulate_steps
+from mobius.schedule.build import build_unchecked
 from mobius.schedule.lanes import Lane
 from mobius.schedule.plan import Plan
 from mobius.units import GIB
@@ -152,7 +153,7 @@ def test_later_slices_cost_more_and_all_together_as_much_as_on_average() -> None
     found = solve(request, layer=estimated_layer(request))
     assert found.profile is not None
     costs = stage_costs(found.plan, request.shape, found.profile)
-    actions = [action for action in build_plan_schedule(found.plan).actions[0] if action.stage == 2]
+    actions = [action for action in build_unchecked(found.plan).actions[0] if action.stage == 2]
     for wanted, seconds in (("F", costs[2].forward), ("B", costs[2].backward)):
         own = [costs[2].slice_seconds(a, 8) for a in actions if str(a).startswith(wanted)]
         own.sort()
@@ -181,10 +182,7 @@ def seconds_of(plan: Plan, costs: Sequence[StageCost], stage: int) -> dict[str, 
     """Seconds of a stage's forwards, keys and backwards by slice."""
     number = plan.num_microbatches
     actions = [
-        a
-        for rank in build_plan_schedule(plan).actions
-        for a in rank
-        if a.stage == stage and a.kind.runs_on_compute_lane
+        a for rank in build_unchecked(plan).actions for a in rank if a.stage == stage and a.kind.runs_on_compute_lane
     ]
     own = {(str(action)[0], action.microbatch): costs[stage].slice_seconds(action, number) for action in actions}
     return {kind: [own[kind, index] for index in range(number)] for kind in "FB"}
@@ -212,7 +210,7 @@ def test_the_prediction_makes_keys_anew_and_its_bubble_is_small() -> None:
     found = solve(request, layer=estimated_layer(request))
     assert found.profile is not None
     costs = stage_costs(found.plan, request.shape, found.profile)
-    predicted = simulate_steps(build_plan_schedule(found.plan), costs, found.profile, request.rules, num_steps=2)
+    predicted = simulate_steps(build_unchecked(found.plan), costs, found.profile, request.rules, num_steps=2)
     names = [span.name for span in predicted.spans[0] if span.lane is Lane.COMPUTE and span.step == 2]
     assert sum(name.startswith("K") for name in names) == 16 * 8
     assert predicted.bubble < 0.15

@@ -22,8 +22,9 @@ from mobius.planner.plan_file import ModelDigest, SavedPlan, read_plan
 from mobius.planner.plan_table import describe_stages
 from mobius.planner.request import PlanRequest
 from mobius.planner.solver import resolve_auto, solve
-from mobius.planner.step_prediction import build_plan_schedule, predict_step_seconds
+from mobius.planner.step_prediction import predict_step_seconds
 from mobius.schedule import ActionKind
+from mobius.schedule.build import build_unchecked
 from mobius.schedule.plan import MemoryUse, Plan
 from mobius.units import GIB
 
@@ -182,7 +183,7 @@ def test_copies_that_compute_does_not_hide_cost_time() -> None:
 def test_a_schedule_for_the_simulation_stashes_as_the_run_does() -> None:
     plan = use_all(ask(), MemoryUse(0, 0, 2, 3))
 
-    kinds = [action.kind for action in build_plan_schedule(plan).actions[0]]
+    kinds = [action.kind for action in build_unchecked(plan).actions[0]]
 
     assert kinds.count(ActionKind.OFFLOAD_ACTIVATIONS) == kinds.count(ActionKind.PREFETCH_ACTIVATIONS) == 3 * 8
 

@@ -19,11 +19,11 @@ from mobius.planner.stage_costs import stage_costs
 from mobius.planner.step_prediction import (
     SIMULATED_MICROBATCHES,
     SIMULATED_ROUNDS,
-    build_plan_schedule,
     predict_min_step_seconds,
     predict_step_seconds,
     simulated_seconds,
 )
+from mobius.schedule.build import build_unchecked
 from mobius.schedule.partition import ModelShape
 from mobius.schedule.plan import Plan
 
@@ -72,7 +72,7 @@ def test_many_rounds_are_predicted_from_the_first(shape: ModelShape, num_ranks: 
     plan, request, profile = planned(shape, machine, num_chunks=32, num_rounds=16, gpu_memory_limit=20)
     assert plan.accumulation_rounds > SIMULATED_ROUNDS
     costs = stage_costs(plan, request.shape, profile)
-    whole = simulated_seconds(build_plan_schedule(plan), costs, profile, request.rules)
+    whole = simulated_seconds(build_unchecked(plan), costs, profile, request.rules)
     assert predict_step_seconds(plan, request, profile) == pytest.approx(whole, rel=1e-4)
 
 
@@ -83,5 +83,5 @@ def test_many_microbatches_are_predicted_from_fewer(shape: ModelShape, resident_
     plan, request, profile = planned(shape, machine, resident_stages=resident_stages, **sizes)
     assert plan.microbatches_per_round > SIMULATED_MICROBATCHES
     costs = stage_costs(plan, request.shape, profile)
-    whole = simulated_seconds(build_plan_schedule(plan), costs, profile, request.rules)
+    whole = simulated_seconds(build_unchecked(plan), costs, profile, request.rules)
     assert predict_step_seconds(plan, request, profile) == pytest.approx(whole, rel=2e-3)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from mobius.schedule import Schedule, build_schedule
+from mobius.schedule import Schedule, ScheduleSpec, build_schedule
 
 _MICROBATCHES = (1, 2, 3, 4, 5, 8)
 
@@ -13,10 +13,10 @@ _MICROBATCHES = (1, 2, 3, 4, 5, 8)
 def all_schedules() -> list[Schedule]:
     """Every combination of ranks, stages per rank, microbatches and slots that the project promises."""
     sizes = itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4), _MICROBATCHES, (None, 1, 2, 3))
-    return [build_schedule(*size) for size in sizes]
+    return [build_schedule(ScheduleSpec.of(*size)) for size in sizes]
 
 
 @pytest.fixture
 def small() -> Schedule:
     """Two ranks with two stages each, two microbatches, two slots."""
-    return build_schedule(2, 2, 2, 2)
+    return build_schedule(ScheduleSpec.of(2, 2, 2, 2))

@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 
 from mobius.errors import ScheduleError
-from mobius.schedule import ActionKind, Schedule, build_schedule
-from mobius.schedule.activation_offloading import MAX_COPY_LOOKAHEAD, copy_lookahead, offloads_all
+from mobius.schedule import ActionKind, Schedule, ScheduleSpec, build_schedule
 from mobius.schedule.render import render_text
+from mobius.schedule.spec import MAX_COPY_LOOKAHEAD
+
+
+def of_round(size: int, number: int) -> ScheduleSpec:
+    """Numbers of a round of `size` microbatches, `number` of which offload their products."""
+    return ScheduleSpec.of(1, 2, size, 2, num_offloaded_microbatches=number)
 
 
 def names(schedule: Schedule, rank: int = 0) -> str:
@@ -15,7 +20,7 @@ def names(schedule: Schedule, rank: int = 0) -> str:
 
 
 def test_inputs_leave_behind_their_forward_and_come_back_one_computation_ahead() -> None:
-    schedule = build_schedule(1, 2, 3, None, offloaded_activation_stages={0})
+    schedule = build_schedule(ScheduleSpec.of(1, 2, 3, None, offloaded_activation_stages={0}))
 
     assert names(schedule) == (
         "D0 F0.0 S0.0 F0.1 S0.1 F0.2 S0.2 F1.0 B1.0 F1.1 B1.1 F1.2 T0.0 B1.2 T0.1 B0.0 T0.2 B0.1 B0.2"
@@ -23,7 +28,7 @@ def test_inputs_leave_behind_their_forward_and_come_back_one_computation_ahead()
 
 
 def test_a_prefetch_never_stands_before_an_offload_which_gives_memory_back() -> None:
-    schedule = build_schedule(2, 1, 2, None, offloaded_activation_stages={0})
+    schedule = build_schedule(ScheduleSpec.of(2, 1, 2, None, offloaded_activation_stages={0}))
 
     assert names(schedule) == "D0 F0.0 S0.0 F0.1 S0.1 T0.0 T0.1 B0.0 B0.1"
 
@@ -36,10 +41,14 @@ def test_every_schedule_with_offloaded_activations_passes_and_its_other_actions_
 ) -> None:
     last = num_ranks * stages_per_rank - 1
     numbers = num_ranks, stages_per_rank, 6, num_slots
-    plain = build_schedule(*numbers, accumulation_rounds=accumulation_rounds)
+    plain = build_schedule(ScheduleSpec.of(*numbers, accumulation_rounds=accumulation_rounds))
     for offloaded_activation_stages in ({0}, {*range(min(num_ranks, last))}, {*range(last)}):
         schedule = build_schedule(
-            *numbers, accumulation_rounds=accumulation_rounds, offloaded_activation_stages=offloaded_activation_stages
+            ScheduleSpec.of(
+                *numbers,
+                accumulation_rounds=accumulation_rounds,
+                offloaded_activation_stages=offloaded_activation_stages,
+            )
         )
 
         for rank, actions in enumerate(schedule.actions):
@@ -55,7 +64,7 @@ def test_every_schedule_with_offloaded_activations_passes_and_its_other_actions_
 
 
 def test_an_evaluation_offloads_no_activations() -> None:
-    schedule = build_schedule(2, 2, 2, 2, offloaded_activation_stages={0, 1}, is_evaluation=True)
+    schedule = build_schedule(ScheduleSpec.of(2, 2, 2, 2, offloaded_activation_stages={0, 1}, is_evaluation=True))
 
     assert not any(
         a.kind in (ActionKind.OFFLOAD_ACTIVATIONS, ActionKind.PREFETCH_ACTIVATIONS)
@@ -65,7 +74,7 @@ def test_an_evaluation_offloads_no_activations() -> None:
 
 
 def test_the_grid_has_a_row_for_each_way_and_the_text_form_names_them() -> None:
-    schedule = build_schedule(2, 2, 2, 2, offloaded_activation_stages={0, 1})
+    schedule = build_schedule(ScheduleSpec.of(2, 2, 2, 2, offloaded_activation_stages={0, 1}))
 
     grid = render_text(schedule)
     assert [line.split()[0] for line in grid.splitlines() if "S0.0" in line] == ["offload_activations"]
@@ -76,25 +85,27 @@ def test_the_grid_has_a_row_for_each_way_and_the_text_form_names_them() -> None:
 
 
 def test_microbatches_that_go_whole_are_spread_over_each_round() -> None:
-    whole = [m for m in range(20) if offloads_all(m, microbatches_per_round=10, number=4)]
+    whole = [m for m in range(20) if of_round(10, 4).offloads_products(m)]
 
     assert whole == [2, 4, 7, 9, 12, 14, 17, 19]
     for size in range(1, 9):
         for number in range(size + 1):
-            assert sum(offloads_all(m, microbatches_per_round=size, number=number) for m in range(size)) == number
-    assert [copy_lookahead(8, number) for number in (0, 1, 3, 4, 8)] == [1, 8, 3, 2, 1]
-    assert copy_lookahead(64, 1) == MAX_COPY_LOOKAHEAD
+            assert sum(of_round(size, number).offloads_products(m) for m in range(size)) == number
+    assert [of_round(8, number).copy_lookahead for number in (0, 1, 3, 4, 8)] == [1, 8, 3, 2, 1]
+    assert of_round(64, 1).copy_lookahead == MAX_COPY_LOOKAHEAD
 
 
 def test_where_some_go_whole_copies_have_the_time_of_several_computations() -> None:
-    schedule = build_schedule(1, 2, 4, None, offloaded_activation_stages={0}, num_offloaded_microbatches=2)
+    schedule = build_schedule(
+        ScheduleSpec.of(1, 2, 4, None, offloaded_activation_stages={0}, num_offloaded_microbatches=2)
+    )
 
     assert names(schedule) == (
         "D0 F0.0 S0.0 F0.1 S0.1 F0.2 S0.2 F0.3 S0.3 F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 "
         "T0.0 F1.3 T0.1 B1.3 T0.2 B0.0 T0.3 B0.1 B0.2 B0.3"
     )
-    assert [schedule.offloads_all(0, m) for m in range(4)] == [False, True, False, True]
-    assert not schedule.offloads_all(1, 1), "the model's last stage turns at once"
+    assert [schedule.spec.offloads_all(0, m) for m in range(4)] == [False, True, False, True]
+    assert not schedule.spec.offloads_all(1, 1), "the model's last stage turns at once"
 
 
 @pytest.mark.parametrize("accumulation_rounds", [1, 2])
@@ -104,12 +115,14 @@ def test_every_schedule_with_products_at_home_passes_and_computes_as_without(
 ) -> None:
     for num_ranks, per_rank, num_slots in ((1, 3, 1), (2, 2, 2), (3, 2, None)):
         numbers = num_ranks, per_rank, 12, num_slots
-        plain = build_schedule(*numbers, accumulation_rounds=accumulation_rounds)
+        plain = build_schedule(ScheduleSpec.of(*numbers, accumulation_rounds=accumulation_rounds))
         schedule = build_schedule(
-            *numbers,
-            accumulation_rounds=accumulation_rounds,
-            offloaded_activation_stages=range(num_ranks * per_rank - 1),
-            num_offloaded_microbatches=number,
+            ScheduleSpec.of(
+                *numbers,
+                accumulation_rounds=accumulation_rounds,
+                offloaded_activation_stages=range(num_ranks * per_rank - 1),
+                num_offloaded_microbatches=number,
+            )
         )
         for rank, actions in enumerate(schedule.actions):
             others = [
@@ -120,15 +133,19 @@ def test_every_schedule_with_products_at_home_passes_and_computes_as_without(
             backward = [
                 (a.stage, a.microbatch)
                 for a in actions
-                if a.kind.is_backward and a.stage in schedule.offloaded_activation_stages
+                if a.kind.is_backward and a.stage in schedule.spec.offloaded_activation_stages
             ]
             assert fetched == backward, "in the order in which they are wanted"
 
 
 def test_more_products_at_home_than_a_round_has_are_refused() -> None:
-    with pytest.raises(ScheduleError, match=r"offload_activations: 3 microbatches .* a round has 2"):
+    with pytest.raises(ScheduleError, match=r"3 microbatches .* a round has 2"):
         build_schedule(
-            1, 2, 4, None, accumulation_rounds=2, offloaded_activation_stages={0}, num_offloaded_microbatches=3
+            ScheduleSpec.of(
+                1, 2, 4, None, accumulation_rounds=2, offloaded_activation_stages={0}, num_offloaded_microbatches=3
+            )
         )
-    with pytest.raises(ScheduleError, match=r"offload_activations: 1 microbatches .*slices cannot"):
-        build_schedule(1, 2, 4, None, num_slices=2, offloaded_activation_stages={0}, num_offloaded_microbatches=1)
+    with pytest.raises(ScheduleError, match=r"1 microbatches .*slices cannot"):
+        build_schedule(
+            ScheduleSpec.of(1, 2, 4, None, num_slices=2, offloaded_activation_stages={0}, num_offloaded_microbatches=1)
+        )

@@ -3,7 +3,7 @@
 import pytest
 
 from mobius.errors import ScheduleError
-from mobius.schedule import ActionKind, Schedule, build_schedule
+from mobius.schedule import ActionKind, Schedule, ScheduleSpec, build_schedule
 
 # Two ranks, two stages each, two microbatches.
 BY_HAND = {
@@ -28,31 +28,31 @@ def names(schedule: Schedule) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("num_slots", BY_HAND)
 def test_two_ranks_with_two_stages_each_do_what_was_written_by_hand(num_slots: int | None) -> None:
-    assert names(build_schedule(2, 2, 2, num_slots)) == BY_HAND[num_slots]
+    assert names(build_schedule(ScheduleSpec.of(2, 2, 2, num_slots))) == BY_HAND[num_slots]
 
 
 def test_with_more_stages_than_slots_the_next_stage_is_loaded_before_the_current_one_computes() -> None:
-    assert names(build_schedule(1, 4, 1, 2)) == (
+    assert names(build_schedule(ScheduleSpec.of(1, 4, 1, 2))) == (
         "D0 L0 L1 F0.0 O0 L2 F1.0 O1 L3 F2.0 F3.0 B3.0 O3 L1 B2.0 O2 L0 B1.0 O1 B0.0 O0",
     )
 
 
 def test_each_rank_may_have_slots_of_its_own() -> None:
-    schedule = build_schedule(2, 2, 2, (1, 2))
-    assert (schedule.slots, schedule.num_slots) == ((1, 2), 2)
+    schedule = build_schedule(ScheduleSpec.of(2, 2, 2, (1, 2)))
+    assert (schedule.spec.spec.slots, schedule.spec.num_slots) == ((1, 2), 2)
     assert names(schedule) == (BY_HAND[1][0], BY_HAND[2][1])
-    resident = build_schedule(2, 2, 2, (0, 1), {0, 2})
-    assert (names(resident)[0], resident.slots) == (BY_HAND[None][0], (0, 1))
+    resident = build_schedule(ScheduleSpec.of(2, 2, 2, (0, 1), {0, 2}))
+    assert (names(resident)[0], resident.spec.slots) == (BY_HAND[None][0], (0, 1))
     with pytest.raises(ScheduleError, match="0 GPU slots"):
-        build_schedule(2, 2, 2, (0, 1))
+        build_schedule(ScheduleSpec.of(2, 2, 2, (0, 1)))
 
 
 def test_one_stage_in_all_is_loaded_once() -> None:
-    assert names(build_schedule(1, 1, 2, 1)) == ("D0 L0 F0.0 B0.0 F0.1 B0.1 O0",)
+    assert names(build_schedule(ScheduleSpec.of(1, 1, 2, 1))) == ("D0 L0 F0.0 B0.0 F0.1 B0.1 O0",)
 
 
 def test_the_kinds_follow_the_position_of_the_stage() -> None:
-    actions = build_schedule(1, 3, 1, None).actions[0]
+    actions = build_schedule(ScheduleSpec.of(1, 3, 1, None)).actions[0]
     assert [action.kind.value for action in actions] == [
         "generate_data",
         *("forward_first", "forward_middle", "forward_last"),
@@ -68,20 +68,20 @@ def test_every_promised_size_passes_the_check(all_schedules: list[Schedule]) -> 
 def test_loads_are_as_few_as_the_slots_allow(all_schedules: list[Schedule]) -> None:
     # Forward needs v stages; of those, backward finds the last `num_slots` still there and must fetch the others again.
     for schedule in all_schedules:
-        if schedule.num_slots is None:
+        if schedule.spec.num_slots is None:
             continue
-        stages_per_rank = schedule.num_stages // schedule.num_ranks
+        stages_per_rank = schedule.spec.num_stages // schedule.spec.num_ranks
         for actions in schedule.actions:
             num_loads = sum(action.kind is ActionKind.LOAD for action in actions)
-            assert num_loads == stages_per_rank + max(0, stages_per_rank - schedule.num_slots)
+            assert num_loads == stages_per_rank + max(0, stages_per_rank - schedule.spec.num_slots)
 
 
 def test_gradients_are_added_in_the_order_of_the_microbatches(all_schedules: list[Schedule]) -> None:
     for schedule in all_schedules:
         for rank, actions in enumerate(schedule.actions):
-            for stage in schedule.local_stages(rank):
+            for stage in schedule.spec.local_stages(rank):
                 backward = [a.microbatch for a in actions if a.kind.is_backward and a.stage == stage]
-                assert backward == list(range(schedule.num_microbatches))
+                assert backward == list(range(schedule.spec.num_microbatches))
 
 
 @pytest.mark.parametrize(
@@ -96,16 +96,16 @@ def test_gradients_are_added_in_the_order_of_the_microbatches(all_schedules: lis
 )
 def test_counts_below_one_are_refused(size: tuple[int, int, int, int | None], complaint: str) -> None:
     with pytest.raises(ScheduleError, match=complaint):
-        build_schedule(*size)
+        build_schedule(ScheduleSpec.of(*size))
 
 
 def test_the_last_stages_of_a_rank_stay_in_their_slots_from_forward_to_backward(all_schedules: list[Schedule]) -> None:
     # What `graph_stages` rely on: the weights that a kept graph refers to are not overwritten.
     for schedule in all_schedules:
-        if schedule.num_slots is None:
+        if schedule.spec.num_slots is None:
             continue
         for rank, actions in enumerate(schedule.actions):
-            staying = set(schedule.local_stages(rank)[-schedule.num_slots :])
+            staying = set(schedule.spec.local_stages(rank)[-schedule.spec.num_slots :])
             forwarded: set[int] = set()
             backwarded: set[int] = set()
             for action in actions:
@@ -114,4 +114,4 @@ def test_the_last_stages_of_a_rank_stay_in_their_slots_from_forward_to_backward(
                 elif action.kind.is_backward:
                     backwarded.add(action.stage)
                 elif action.kind is ActionKind.OFFLOAD and action.stage in forwarded - backwarded:
-                    assert action.stage not in staying, (schedule.num_slots, rank, str(action))
+                    assert action.stage not in staying, (schedule.spec.num_slots, rank, str(action))

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from mobius.errors import ScheduleError
-from mobius.schedule import Action, ActionKind, Schedule, build_schedule, check
+from mobius.schedule import Action, ActionKind, Schedule, ScheduleSpec, build_schedule, check
 from mobius.schedule.render import place_actions
 
 SIZES = list(itertools.product((1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4, 8), (None, 1, 2, 3)))
 
 
 def build(*size: int | None, resident: tuple[int, ...] = ()) -> Schedule:
-    return build_schedule(*size, resident, is_evaluation=True)  # type: ignore[arg-type]
+    return build_schedule(ScheduleSpec.of(*size, resident, is_evaluation=True))  # type: ignore[arg-type]
 
 
 def test_two_ranks_with_three_stages_each_do_what_was_written_by_hand() -> None:
@@ -67,9 +67,9 @@ def test_every_promised_size_passes_the_check_and_computes_everything_once() -> 
         check(schedule)
         computed = [action for actions in schedule.actions for action in actions if action.kind.is_forward_or_backward]
         assert not any(action.kind.is_backward for action in computed)
-        assert len(computed) == len(set(computed)) == schedule.num_stages * schedule.num_microbatches
+        assert len(computed) == len(set(computed)) == schedule.spec.num_stages * schedule.spec.num_microbatches
         loads = [a.stage for actions in schedule.actions for a in actions if a.kind is ActionKind.LOAD]
-        assert sorted(loads) == ([] if size[3] is None else list(range(schedule.num_stages))), "each travels once"
+        assert sorted(loads) == ([] if size[3] is None else list(range(schedule.spec.num_stages))), "each travels once"
 
 
 def test_a_pass_takes_its_work_plus_the_way_through_the_ranks() -> None:
@@ -113,8 +113,8 @@ def test_a_broken_one_is_refused(case: str) -> None:
 
 
 def test_a_step_is_no_evaluation_and_an_evaluation_no_step() -> None:
-    step, evaluation = build_schedule(1, 2, 1, None), build(1, 2, 1, None)
+    step, evaluation = build_schedule(ScheduleSpec.of(1, 2, 1, None)), build(1, 2, 1, None)
     with pytest.raises(ScheduleError, match="takes evaluate_last in an evaluation"):
-        check(replace(step, is_evaluation=True))
+        check(replace(step, spec=replace(step.spec, is_evaluation=True)))
     with pytest.raises(ScheduleError, match="takes forward_last"):
-        check(replace(evaluation, is_evaluation=False))
+        check(replace(evaluation, spec=replace(evaluation.spec, is_evaluation=False)))

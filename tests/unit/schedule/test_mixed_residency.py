@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from mobius.errors import ScheduleError
-from mobius.schedule import Action, ActionKind, Schedule, build_schedule, check
+from mobius.schedule import Action, ActionKind, Schedule, ScheduleSpec, build_schedule, check
 
 TRANSFERS = (ActionKind.LOAD, ActionKind.OFFLOAD)
 
@@ -30,28 +30,30 @@ def mixed_schedules() -> list[Schedule]:
                 for rank in range(1, num_ranks)
                 for position in range((len(first) + rank) % (per_rank + 1))
             }
-            schedules += [build_schedule(num_ranks, per_rank, m, slots, first | others) for m in (1, 3)]
+            schedules += [
+                build_schedule(ScheduleSpec.of(num_ranks, per_rank, m, slots, first | others)) for m in (1, 3)
+            ]
     return schedules
 
 
 def test_first_stages_resident_by_hand() -> None:
     # Ranks of three stages; the first of each stays. The slots are filled for the other two while it computes.
-    assert names(build_schedule(2, 3, 1, 2, {0, 1})) == (
+    assert names(build_schedule(ScheduleSpec.of(2, 3, 1, 2, {0, 1}))) == (
         "D0 L2 L4 F0.0 F2.0 F4.0 B4.0 O4 B2.0 O2 B0.0",
         "D5 L3 L5 F1.0 F3.0 F5.0 B5.0 O5 B3.0 O3 B1.0",
     )
 
 
 def test_a_resident_stage_between_streamed_ones_takes_no_slot() -> None:
-    assert names(build_schedule(1, 4, 1, 1, {1})) == (
+    assert names(build_schedule(ScheduleSpec.of(1, 4, 1, 1, {1}))) == (
         "D0 L0 F0.0 O0 L2 F1.0 F2.0 O2 L3 F3.0 B3.0 O3 L2 B2.0 O2 L0 B1.0 B0.0 O0",
     )
 
 
 def test_ranks_may_keep_different_numbers_of_stages() -> None:
-    schedule = build_schedule(2, 2, 1, 2, {0, 2, 1})
+    schedule = build_schedule(ScheduleSpec.of(2, 2, 1, 2, {0, 2, 1}))
     assert names(schedule) == ("D0 F0.0 F2.0 B2.0 B0.0", "D3 L3 F1.0 F3.0 B3.0 O3 B1.0")
-    assert [schedule.streamed_stages(rank) for rank in range(2)] == [[], [3]]
+    assert [schedule.spec.streamed_stages(rank) for rank in range(2)] == [[], [3]]
 
 
 def test_every_mixture_passes_the_check_and_moves_streamed_stages_only(mixed_schedules: list[Schedule]) -> None:
@@ -59,14 +61,19 @@ def test_every_mixture_passes_the_check_and_moves_streamed_stages_only(mixed_sch
     assert len(mixed_schedules) == 3 * 3 * (2 + 4 + 8 + 16) * 2
     for schedule in mixed_schedules:
         moved = {action.stage for actions in schedule.actions for action in actions if action.kind in TRANSFERS}
-        assert moved == set(range(schedule.num_stages)) - schedule.resident
+        assert moved == set(range(schedule.spec.num_stages)) - schedule.spec.resident
 
 
 def test_residency_changes_no_compute_and_no_message(mixed_schedules: list[Schedule]) -> None:
     # Ranks may therefore keep what they have memory for without telling each other.
     for schedule in mixed_schedules:
         streamed = build_schedule(
-            schedule.num_ranks, schedule.num_stages // schedule.num_ranks, schedule.num_microbatches, 2
+            ScheduleSpec.of(
+                schedule.spec.num_ranks,
+                schedule.spec.num_stages // schedule.spec.num_ranks,
+                schedule.spec.num_microbatches,
+                2,
+            )
         )
         for own, others in zip(schedule.actions, streamed.actions, strict=True):
             assert _computes(own) == _computes(others)
@@ -75,9 +82,9 @@ def test_residency_changes_no_compute_and_no_message(mixed_schedules: list[Sched
 def test_streamed_stages_are_loaded_as_if_they_were_alone(mixed_schedules: list[Schedule]) -> None:
     for schedule in mixed_schedules:
         for rank, actions in enumerate(schedule.actions):
-            streamed = schedule.streamed_stages(rank)
+            streamed = schedule.spec.streamed_stages(rank)
             num_loads = sum(action.kind is ActionKind.LOAD for action in actions)
-            slots = schedule.num_slots or 0
+            slots = schedule.spec.num_slots or 0
             assert num_loads == len(streamed) + max(0, len(streamed) - slots)
 
 
@@ -87,7 +94,7 @@ def test_the_last_streamed_stages_stay_in_their_slots_from_forward_to_backward(
     # What kept graphs rely on.
     for schedule in mixed_schedules:
         for rank, actions in enumerate(schedule.actions):
-            staying = schedule.streamed_stages(rank)[-(schedule.num_slots or 1) :]
+            staying = schedule.spec.streamed_stages(rank)[-(schedule.spec.num_slots or 1) :]
             for stage in staying:
                 own = [action.kind for action in actions if action.stage == stage and action.kind in TRANSFERS]
                 assert own == [ActionKind.LOAD, ActionKind.OFFLOAD]
@@ -97,16 +104,16 @@ def test_the_last_streamed_stages_stay_in_their_slots_from_forward_to_backward(
     ("kind", "complaint"), [(ActionKind.LOAD, r"action 1 \(L0\)"), (ActionKind.OFFLOAD, r"action 1 \(O0\)")]
 )
 def test_moving_a_resident_stage_is_refused(kind: ActionKind, complaint: str) -> None:
-    schedule = build_schedule(1, 2, 1, 1, {0})
+    schedule = build_schedule(ScheduleSpec.of(1, 2, 1, 1, {0}))
     data, *rest = schedule.actions[0]
     with pytest.raises(ScheduleError, match=f"resident: rank 0, {complaint}: stage 0 is resident"):
         check(replace(schedule, actions=((data, Action(kind, 0), *rest),)))
 
 
 def test_a_stage_that_is_declared_streamed_must_be_loaded() -> None:
-    schedule = build_schedule(1, 2, 1, 1, {0})
+    schedule = build_schedule(ScheduleSpec.of(1, 2, 1, 1, {0}))
     with pytest.raises(ScheduleError, match=r"resident: rank 0, action 2 \(F0.0\): stage 0 is not loaded"):
-        check(replace(schedule, resident=frozenset()))
+        check(replace(schedule, spec=replace(schedule.spec, resident=frozenset())))
 
 
 def _computes(actions: tuple[Action, ...]) -> list[Action]:

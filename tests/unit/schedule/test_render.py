@@ -4,12 +4,12 @@ import re
 
 import pytest
 
-from mobius.schedule import Schedule, build_schedule
+from mobius.schedule import Schedule, ScheduleSpec, build_schedule
 from mobius.schedule.render import render_text
 
 
 def test_the_grid_is_the_one_drawn_by_hand() -> None:
-    assert render_text(build_schedule(2, 1, 2, 1)).splitlines() == [
+    assert render_text(build_schedule(ScheduleSpec.of(2, 1, 2, 1))).splitlines() == [
         "time       0    1    2    3    4    5    6    7    8    9",
         "rank 0     F0.0 F0.1 .    .    B0.0----- .    B0.1----- .",
         "  load     L0",
@@ -22,9 +22,9 @@ def test_the_grid_is_the_one_drawn_by_hand() -> None:
 
 def test_every_action_is_in_the_grid_of_its_rank(all_schedules: list[Schedule]) -> None:
     for schedule in all_schedules:
-        if schedule.num_microbatches != 5 or schedule.num_ranks == 8:
+        if schedule.spec.num_microbatches != 5 or schedule.spec.num_ranks == 8:
             continue
-        shown: dict[int, str] = dict.fromkeys(range(schedule.num_ranks), "")
+        shown: dict[int, str] = dict.fromkeys(range(schedule.spec.num_ranks), "")
         rank = 0
         for line in render_text(schedule, line_width=120).splitlines():
             assert len(line) <= 120
@@ -56,4 +56,4 @@ def test_a_failed_action_that_is_no_compute_is_marked_too(small: Schedule, name:
 
 
 def test_a_failed_batch_is_not_hidden_by_the_first_forward() -> None:
-    assert ">D0<" in render_text(build_schedule(1, 1, 1, None), (0, 0))
+    assert ">D0<" in render_text(build_schedule(ScheduleSpec.of(1, 1, 1, None)), (0, 0))

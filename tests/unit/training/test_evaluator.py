@@ -30,6 +30,7 @@ from mobius.models.blocks import ModelParts
 from mobius.schedule.build import build_schedule
 from mobius.schedule.partition import balanced_partition, partition_of
 from mobius.schedule.plan import Plan
+from mobius.schedule.spec import ScheduleSpec
 from mobius.training.evaluation.evaluator import (
     MAX_BATCHES_PER_PASS,
     EvaluationResult,
@@ -227,7 +228,7 @@ def test_a_loss_beyond_what_a_float_can_raise_has_an_infinite_perplexity() -> No
 
 def test_a_pass_takes_as_many_batches_as_a_step_keeps_activations_for() -> None:
     def number(num_ranks: int, *sizes: int) -> int:
-        return batches_per_pass(Plan(num_ranks, 2, (2,) * num_ranks, partition_of(sizes), frozenset()))
+        return batches_per_pass(Plan(num_ranks, len(sizes), 2, (2,) * num_ranks, cuts=partition_of(sizes)))
 
     assert number(1, 4) == MAX_BATCHES_PER_PASS, "no message waits anywhere"
     assert number(2, 2, 2) == 3, "the first rank keeps the inputs of two layers"
@@ -253,7 +254,7 @@ def test_a_pass_takes_no_more_memory_than_a_step(num_ranks: int, stages_per_rank
     )
     config._attn_implementation = "sdpa"
     cuts = balanced_partition(8, num_ranks * stages_per_rank)
-    plan = Plan(num_ranks, num_microbatches, (2,) * num_ranks, cuts, frozenset())
+    plan = Plan(num_ranks, len(cuts), num_microbatches, (2,) * num_ranks, cuts=cuts)
     for rank in range(num_ranks):
         training = count_step(
             config,
@@ -282,7 +283,9 @@ def count_pass(config: LlamaConfig, plan: Plan, rank: int, *, rows: int, seq_len
     stages.layer_inputs(seq_length)  # rotary embeddings and masks are made once
     plan = replace(plan, num_microbatches=plan.num_microbatches * batches_per_pass(plan))
     schedule = build_schedule(
-        plan.num_ranks, plan.stages_per_rank, plan.num_microbatches, plan.slots, plan.resident, is_evaluation=True
+        ScheduleSpec.of(
+            plan.num_ranks, plan.stages_per_rank, plan.num_microbatches, plan.slots, plan.resident, is_evaluation=True
+        )
     )
     tokens = torch.randint(0, config.vocab_size, (rows * plan.num_microbatches, seq_length))
     transport = SingleRankTransport() if plan.num_ranks == 1 else WarmupTransport(
