@@ -39,7 +39,7 @@ def test_with_more_stages_than_slots_the_next_stage_is_loaded_before_the_current
 
 def test_each_rank_may_have_slots_of_its_own() -> None:
     schedule = build_schedule(ScheduleSpec.of(2, 2, 2, (1, 2)))
-    assert (schedule.spec.spec.slots, schedule.spec.num_slots) == ((1, 2), 2)
+    assert (schedule.spec.slots, schedule.spec.num_slots) == ((1, 2), 2)
     assert names(schedule) == (BY_HAND[1][0], BY_HAND[2][1])
     resident = build_schedule(ScheduleSpec.of(2, 2, 2, (0, 1), {0, 2}))
     assert (names(resident)[0], resident.spec.slots) == (BY_HAND[None][0], (0, 1))
