@@ -217,5 +217,5 @@ def test_the_table_says_where_each_stage_recomputes_from() -> None:
 
 
 def test_sending_what_is_never_recomputed_is_refused() -> None:
-    with pytest.raises(ConfigError, match="`--activation_offloading on` needs recomputed layers"):
+    with pytest.raises(ConfigError, match="only inputs of recomputed layers are offloaded"):
         parse_args(["--no_offload", "--recompute", "none", "--activation_offloading", "on"])
