@@ -1,7 +1,7 @@
 """Compares every family of the installed transformers with its own model, and writes what is supported and what not.
 
 Run by `scripts/check_families`, after transformers or what takes models apart has changed; takes some two minutes. The
-results are read by the program (mobius/models/structure/families.json) and by people (docs/families.md).
+results are read by the program (mobius/models/structure/families.json) and by people (docs/user/families.md).
 """
 
 from __future__ import annotations

@@ -39,4 +39,4 @@ def refuse_ineffective_options(config: DataConfig, samples: Collection[Sample]) 
         if kinds.isdisjoint(acts_on)
     ]
     if problems:
-        raise DataError("; ".join(problems) + ". Remove it, or give the data in another format (docs/data.md)")
+        raise DataError("; ".join(problems) + ". Remove it, or give the data in another format (docs/user/data.md)")

@@ -215,6 +215,8 @@ def _problems(words: Sequence[str]) -> list[str]:
         case ["torchrun", *rest]:
             (place,) = (index for index, word in enumerate(rest) if word.removeprefix("./") == "main.py")
             return _option_problems(rest[place + 1 :])
+        case ["bash", "train.sh", *options] if options[0].startswith("--"):
+            return _option_problems(options)
         case ["bash", "train.sh", file, *options]:
             return _missing([file]) or _option_problems(["--config", str(ROOT / file), *options])
         case ["bash", script, *_]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from mobius.models.structure.checked_families import CheckedFamilies
 
-DOCUMENT = "docs/families.md"
+DOCUMENT = "docs/user/families.md"
 VERSIONS = Path(__file__).with_name("family_versions.json")
 _COLUMNS = 120
 _HEAD = """\
@@ -19,44 +19,38 @@ _HEAD = """\
 {count} families of causal language models are trained, compared with transformers {version}. `model_type` in a model's
 config.json names its family.
 
-Any decoder of transformers is taken whose configuration declares a pipeline plan of embedding, layers and norm
-(`base_model_pp_plan`). Nothing is written for a family: its own forward is followed once with stand-ins in the places
-of its layers, and the scalings before the first layer, behind the last norm and behind the head are read off its
-operations. Masks, rotary embeddings and their kinds are the family's own.
+Mobius trains any decoder of transformers whose configuration declares a pipeline plan of embedding, layers and norm
+(`base_model_pp_plan`). No family has code here: its own forward is followed once with stand-ins for its layers, which
+shows masks, rotary embeddings, and the scalings around layers, norm and head.
 
 A family is in this table if its tiny model with all its features on (grouped queries, biases, norms of queries and
-keys, windows, partial rotary embeddings, scalings and caps, experts with shared ones and dense layers among sparse
-ones) gives loss and every gradient of plain transformers: two ranks with two streamed stages each, two microbatches,
-fp32 on a CPU, to the bit; of a tied matrix to 1e-6 of its largest entry, since two stages make its gradient and their
-sums meet in another order. Packed rows, tiles and slices add in another order, too: their gradients are within 2e-6 of
-the norm. Experts are compared with transformers' `grouped_mm`, its default.
+keys, windows, partial rotary embeddings, scalings and caps, shared and routed experts) gives loss and every gradient of
+plain transformers on two ranks with two streamed stages each, two microbatches, fp32 on a CPU: bit-equal, except a tied
+matrix (1e-6 of its largest entry). With packed rows, tiles and slices, gradients are within 2e-6 of the norm. Experts
+are compared with transformers' `grouped_mm`.
 
-`bash scripts/check_families` writes this page and the list that the program reads; with names it checks these only. CI
-compares it for some families.
+`bash scripts/check_families` writes this page and the list that the program reads; with names it checks these only.
 
-Known weaknesses: a dry run takes every feed-forward part for one of three matrices, so it tells the activations of
-those with two (apertus, arcee, jais2, phi, starcoder2) some 20 % too low; a run on GPUs measures a layer instead. The
-check is done on CPUs. Families with a cap on scores (gemma2, vaultgemma) make all scores of a sequence where rows are
-not packed. Layers with a state (qwen3_5_text) are computed by transformers' own loop unless its kernels are installed.
-Transformers 5.17 holds the experts of aria_text otherwise: with it, the family is refused.
+Known weaknesses: a dry run assumes three matrices per feed-forward part, so activations of families with two (apertus,
+arcee, jais2, phi, starcoder2) are estimated some 20 % too low; a run on GPUs measures a layer instead. Families with a
+cap on scores (gemma2, vaultgemma) make all scores of a sequence where rows are not packed. Layers with a state
+(qwen3_5_text) run in transformers' own loop unless its kernels are installed. transformers 5.17 stores the experts of
+aria_text in another way: with it, the family is refused.
 
 """
 _PARTS = """
 ## Text parts of larger models
 
-A checkpoint that also takes images or sound is trained by its text part, and a line says so: what is saved is a text
-model by itself, which `AutoModelForCausalLM` loads, without the other parts. Weights are found by their names,
-whichever prefix they have (`model.language_model.`, `language_model.model.`, `model.text_model.`). A family is listed
-if a tiny model of it gives, for text alone, the loss and every gradient of its text part in the pipeline, to the bit
-unless something else is said, from both forms in which transformers may name the weights. Those of Qwen2-VL and
-Qwen3-VL become Qwen2 and Qwen3, which compute the same for text. By the family of the text part:
+Of a checkpoint that also takes images or sound, the text part is trained and saved as a text model that
+`AutoModelForCausalLM` loads. A family is listed if a tiny model of it gives, for text only, loss and every gradient of
+its text part in the pipeline, bit-equal unless stated. Text parts of Qwen2-VL and Qwen3-VL become Qwen2 and Qwen3,
+which compute the same for text. By the family of the text part:
 
 """
 _VERSIONS = """
 ## With other versions of transformers
 
-`bash scripts/check_transformers VERSION` makes an environment with that version beside the installed one, compares all
-that is supported there, and runs the tests of models:
+`bash scripts/check_transformers VERSION` compares all families with that version, in an environment of its own:
 
 """
 _TRIED = ("packing", "tiles", "slices")
@@ -85,9 +79,9 @@ def written_table(
             *(line for version in sorted(versions) for line in _of_version(version, versions[version])),
         ]
     lines += ["\n## Not supported\n\n", "Each is refused by its name, with the reason.\n\n"]
-    by_reason: dict[str, list[str]] = {}
     of_parts = {family: found["refused"] for family, found in parts.items() if "refused" in found}
     told = {family: f"is more than a text model, and its text part alone {why}" for family, why in of_parts.items()}
+    by_reason: dict[str, list[str]] = {}
     for family, reason in sorted((dict(checked.refused) | told).items()):
         by_reason.setdefault(reason.partition(" (")[0], []).append(family)
     for reason, families in sorted(by_reason.items(), key=lambda item: -len(item[1])):

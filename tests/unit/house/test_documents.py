@@ -105,13 +105,14 @@ def numbers_in_tables(text: str) -> Counter[str]:
     return Counter(re.findall(r"\d+(?:\.\d+)?", rows))
 
 
-def test_contributing_lists_the_layers_in_their_order() -> None:
+def test_the_architecture_lists_the_layers_in_their_order() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     (layers,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
     packages = [name for layer in layers for name in re.findall(r"\w+", layer) if (ROOT / "mobius" / name).is_dir()]
 
-    block = CONTRIBUTING.read_text(encoding="utf-8").partition("## Layout")[2].split("```")[1]
-    assert [name for name in re.findall(r"^(\w+) ", block, re.MULTILINE) if name != "program"] == packages
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    block = page.partition("## Rooms")[2].split("```")[1]
+    assert re.findall(r"^(\w+)/ ", block, re.MULTILINE) == packages
 
 
 def test_the_version_is_the_newest_of_the_changelog_and_the_one_to_cite() -> None:

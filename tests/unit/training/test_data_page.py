@@ -1,4 +1,4 @@
-"""docs/data.md: every example is a file that trains, and what the page shows of a file is in it."""
+"""docs/user/data.md: every example is a file that trains, and what the page shows of a file is in it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mobius.ranks import Ranks
 from mobius.training.run import run_training
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "user" / "data.md").read_text(encoding="utf-8")
 FOLDER = ROOT / "docs" / "data"
 FILES = sorted(FOLDER.iterdir())
 OPTIONS = {
