@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mobius.config.config import Config
 
 DUPLICATE_ERROR_SECONDS = 3.0
-"""Time for the first rank, which tells an error that all share, to end the others before they tell it too."""
+"""Time for the first rank, which reports an error that all ranks share, to end the others before they repeat it."""
 
 
 def run_program() -> None:

@@ -1,7 +1,7 @@
 """Limits that the system sets to this process: open files, threads and memory (`ulimit -n`, `-u`).
 
-The least number of open files that a run takes is checked at its start; an error that comes later is told by the limit
-that it met.
+The number of open files that a run needs is checked at its start; a later error is reported with the limit that caused
+it.
 """
 
 import errno

@@ -241,11 +241,12 @@ class ModelConfig:
     """Model"""
 
     model_path: str = option("meta-llama/Llama-2-7b-hf", aliases=("model", "model_name_or_path"))
-    """Hugging Face id or local folder, or llama-2-7b-hf or llama-2-13b-hf for short. Weights are fine-tuned; a folder
-    with only a config.json is trained from fresh ones. A dry run takes shapes, too: 1b, 7b, 8b, 13b, 14b, 30b, 70b,
+    """Hugging Face id or local folder, or llama-2-7b-hf or llama-2-13b-hf for short. A folder with only a config.json
+    is trained from random weights. A dry run also takes the names of shapes: 1b, 7b, 8b, 13b, 14b, 30b, 70b,
     qwen3-30b-a3b, mixtral-8x7b."""
     num_layers: int | None = option(None, LAYERS)
-    """Layers to use; fewer than the model has are its first ones (a smaller model, simulated). Default: all."""
+    """Number of layers to use, from the first one on; fewer than the model has simulate a smaller model. Default:
+    all."""
     embedding_dim: int | None = option(None, COUNT)
     """Width of the hidden state; shapes a model without weights. Default: the model's own."""
     ff_dim: int | None = option(None, COUNT)
@@ -263,37 +264,37 @@ class DataConfig:
 
     dataset: Datasets = (DatasetEntry("xsum"),)
     """Known name (xsum), Hugging Face id, or a local file or folder (JSON, JSONL, CSV, Parquet, Arrow, also .gz, .zst);
-    several are mixed, each by its weight if it has one, such as a.jsonl b.parquet:0.3. In YAML a list, also of mappings
-    with path and, if wanted, weight, max_samples, columns, split and subset."""
+    several are mixed, with optional weights, such as a.jsonl b.parquet:0.3. In YAML also a list of mappings with path
+    and optionally weight, max_samples, columns, split and subset."""
     seq_length: int = option(512, Bounds(minimum=2), aliases=("cutoff_len", "max_length"))
-    """Tokens per sequence (row); longer samples are cut and counted, shorter ones packed or padded."""
+    """Tokens per sequence (row). Longer samples are truncated and counted, shorter ones packed or padded."""
     packing: Packing = option(Packing.AUTO, needs=(LOSSES,))
-    """Whether several samples share a row, each by itself: attention never crosses from one to another. auto: on for
-    conversations, instructions and prompts, joined for plain text. joined: plain text is joined and cut into full rows,
-    as for pretraining, and attention crosses. off: one sample in a row, the rest padded."""
+    """Sequence packing. on: several samples share a row, and attention is masked per sample. joined: plain text is
+    joined and cut into full rows, as for pretraining, without a mask between documents. off: one sample per row,
+    padded. auto: on for conversations, instructions and prompts, joined for plain text."""
     max_samples: int | None = option(None, COUNT)
-    """Samples to use of each dataset, from its start. Default: all."""
+    """Number of samples to use of each dataset, from its start. Default: all."""
     columns: Columns | None = option(None, pair=_COLUMNS)
-    """Columns of tables that are in no known format, such as prompt=document,completion=summary. In YAML a mapping,
-    too."""
+    """Columns of tables that are in no known format, such as prompt=document,completion=summary. In YAML also a
+    mapping."""
     chat_template: str | None = None
-    """Jinja file, or name of a built-in template, in place of the tokenizer's own. Default: the tokenizer's."""
+    """Jinja file, or name of a built-in template, that replaces the tokenizer's. Default: the tokenizer's."""
     default_system: str | None = option(None, is_text=True)
-    """System message of conversations that have none."""
+    """System message for conversations without one."""
     train_on_prompt: bool = False
     """Train on prompts too, not on answers only."""
     mask_history: bool = False
     """Train on the last answer of a conversation only."""
     val_size: float = option(0.0, Bounds(minimum=0, share_of="samples"))
-    """Samples held out of training for evaluation: a whole number, or below 1 a share of the data."""
+    """Samples held out of training for evaluation: a whole number, or a share of the data if below 1."""
     eval_dataset: Datasets | None = option(None, needs=(EVALUATION_DATA,))
-    """Datasets to evaluate on, written like dataset, without weights."""
+    """Datasets to evaluate on, written as for dataset, without weights."""
     preprocessing_num_workers: int | None = option(None, Bounds(minimum=1, ceiling=4096, allows_auto=True))
-    """Processes that tokenize; the result is cached, so that more only shorten the first run. auto: by the machine's
-    cores and the size of the data."""
+    """Number of processes that tokenize. The result is cached, so that more processes shorten only the first run. auto:
+    by the machine's cores and the size of the data."""
     preview: int | None = option(None, Bounds(minimum=1, ceiling=1001), bare="3")
-    """Show as many samples as they will be trained on, and what a step will hold, and end; needs no GPU. Without a
-    number: 3."""
+    """Show so many samples as they will be trained on and what a step will hold, then exit; needs no GPU. Default
+    without a number: 3."""
 
     @property
     def is_text_joined(self) -> bool:
@@ -308,72 +309,78 @@ class PipelineConfig:
     batch_size: int = option(128, COUNT)
     """Sequences per optimizer step, over all microbatches of all replicas; a multiple of num_chunks times replicas."""
     num_chunks: int | None = option(4, PARTS, aliases=("num_micro_batches",))
-    """Microbatches of a pipeline's part of the batch; at least its number of GPUs keeps all busy, more need less
-    activation memory each. auto: by the predicted step time, where the GPU is known."""
+    """Number of microbatches per pipeline and step. At least as many as GPUs keep all of them busy; more take less
+    activation memory each. auto: the number with the shortest predicted step, where the GPU is known."""
     num_rounds: int | None = option(None, PARTS, needs=(LOSSES,))
-    """Parts of the microbatches that go forward and backward one after the other, so that only one part's activations
-    take memory; a divisor of num_chunks. Results are the same to the bit. auto: the fewest that fit into GPU memory."""
+    """Gradient accumulation: number of rounds in which the microbatches go forward and backward, so that activations of
+    one round exist at a time; a divisor of num_chunks. Results are bit-identical. auto: the fewest that fit into GPU
+    memory."""
     num_slices: int | None = option(None, PARTS, needs=(LOSSES,))
-    """Slices of each sequence, which go through the stages like microbatches, so that one long sequence keeps every GPU
-    busy; a divisor of seq_length. Results differ by rounding. auto: 1, or for sequences of 16,384 tokens and more
-    that are too few for the GPUs, 4 microbatches for each GPU, of at least 4,096 tokens."""
+    """Number of slices of each sequence, which go through the stages like microbatches, so that one long sequence keeps
+    every GPU busy; a divisor of seq_length. Results differ by rounding. auto: 1; for sequences of 16,384 tokens and
+    more, if there are too few of them for the GPUs, 4 slices per GPU of at least 4,096 tokens."""
     num_stages: int | None = option(8, STAGES)
-    """Pipeline stages, a multiple of the number of ranks (GPUs): stage s runs on rank s modulo ranks. More need less
-    GPU memory for weights. auto: by the predicted step time, where the GPU is known."""
+    """Number of pipeline stages, a multiple of the number of ranks (GPUs): stage s runs on rank s modulo ranks. More
+    stages take less GPU memory for weights. auto: the number with the shortest predicted step, where the GPU is
+    known."""
     use_prefetch: bool = True
-    """Load the next stage's weights into a second GPU buffer while this one computes. No effect with no_offload."""
+    """Load the weights of the next stage into a second GPU buffer while a stage computes. No effect with no_offload."""
     use_offload: bool = True
-    """Keep weights that do not fit on the GPU in CPU memory while not in use; no_offload keeps all on the GPU."""
+    """Keep weights that do not fit on the GPU in CPU memory while they are not in use; no_offload keeps all on the
+    GPU."""
     resident_stages: str = option(
         "auto",
         needs=(LOSSES,),
         form=(lambda text: _number_or(text, "auto", "all", least=0), "auto, all, or a number from 0 on"),
     )
-    """First stages of each GPU that stay there with their optimizer state and are updated there; the others are
-    streamed. A number, all, or auto: as many as shorten the step and fit beside the activations that recompute keeps; 0
-    on a CPU. Needs use_offload; no_offload is the same as all."""
+    """Number of stages of each GPU, from its first one on, whose weights and optimizer state stay on the GPU and are
+    updated there; the other stages are streamed. A number, all, or auto: as many as fit and shorten the step; 0 on a
+    CPU. Needs use_offload; no_offload means all."""
     recompute: Recompute = option(Recompute.AUTO, needs=(TRAINING,))
-    """Part of each layer's forward that backward runs again, so that one layer's activations exist at a time. auto: as
-    little as memory allows. full: all. linear: all but attention, of num_slices. elementwise: all but products and
-    attention. none: nothing, a quarter less compute. The last two need no_offload or resident_stages all."""
+    """Activation recomputation: part of each layer's forward that backward runs again. full: all of it. linear: all but
+    attention, only with num_slices. elementwise: all but matrix products and attention. none: nothing, a quarter less
+    compute. auto: as little as memory allows. elementwise and none need no_offload or resident_stages all."""
     activation_offloading: ActivationOffloading = option(ActivationOffloading.AUTO, needs=(TRAINING,))
-    """Whether the inputs of layers, from which backward recomputes, wait for it in page-locked CPU memory. Results are
-    the same to the bit. auto: those of a GPU's first stages, as many as are needed to fit, or as shorten the step by
-    what is done with the memory. on: of all stages that recompute. off: none do."""
+    """Activation offloading: inputs of recomputed layers wait for backward in pinned CPU memory. Results are
+    bit-identical. auto: for as many of a GPU's first stages as memory needs or as shorten the step. on: for all stages
+    that recompute. off: for none."""
     compile: Compile = option(Compile.AUTO, needs=(LOSSES,))
-    """Run layers and loss under torch.compile, which takes a minute in the first run. auto: on a GPU. Where it fails,
-    they run as they are, and a line says so."""
+    """Run layers and loss under torch.compile, which takes a minute in the first run. auto: on a GPU. Where compilation
+    fails, they run without it, and the log says so."""
     overlap_optimizer: bool = True
-    """Update stages in CPU memory while the GPU computes, also into the next step; results are the same to the bit. No
-    effect with no_offload, where the GPU updates."""
+    """Update stages in CPU memory while the GPU computes, even into the next step. Results are bit-identical. No effect
+    with no_offload, where the GPU updates."""
     reduce_dtype: ReduceDtype = option(ReduceDtype.FP32, needs=(TRAINING, REPLICAS))
-    """Format in which gradients travel between replicas, which add them up in fp32. bf16: half the bytes, and each
-    replica's part of a gradient is rounded once more. No effect with one pipeline."""
+    """Number format in which replicas send gradients; they are summed in fp32. bf16: half the bytes, and one more
+    rounding per replica. No effect with one pipeline."""
     fp32_gradients: bool = option(False, needs=(TRAINING, NO_ADAPTERS))
-    """Hand gradients, always summed in fp32, to the optimizer in fp32 instead of the format of the weights: 2 bytes
-    more per parameter where they are kept, and with streamed stages a second fp32 buffer on the GPU."""
+    """Give gradients to the optimizer in fp32 instead of the format of the weights (they are always summed in fp32).
+    Takes 2 more bytes per parameter and, with streamed stages, a second fp32 buffer on the GPU."""
     copy_messages: bool = True
-    """Send activations by the GPUs' copy engines, which take no multiprocessors from compute; over NCCL with
-    no_copy_messages, or where a trial at the start fails. No effect with one rank or on a CPU."""
+    """Send activations with the copy engines of the GPUs, which take no multiprocessors from compute. With
+    no_copy_messages, or if a trial at the start fails, NCCL sends them. No effect with one rank or on a CPU."""
     cross_mapping: bool = True
-    """Give neighbouring ranks, which load at nearly the same time, GPUs on different PCIe root complexes, as far as the
-    machine tells; a line says which. no_cross_mapping, or a list that is not ascending (0,2,1,3): as listed."""
+    """Give neighbouring ranks, which load at nearly the same time, GPUs on different PCIe root complexes, if the
+    machine reports them; the log says which. With no_cross_mapping, or a GPU list that is not ascending (0,2,1,3), the
+    list's order is kept."""
     device: Device = Device.AUTO
-    """auto: CUDA on a machine with GPUs, of which every rank needs its own, otherwise the CPU."""
+    """auto: CUDA on a machine with GPUs (each rank needs its own), otherwise the CPU."""
     gpu_memory_limit: float | None = option(None, POSITIVE, needs=(NOT_ON_CPU,))
-    """Hard cap on each rank's GPU memory in GiB; a large GPU behaves like a small one. Default: the whole GPU."""
+    """Hard limit of the GPU memory of each rank in GiB, so that a large GPU behaves like a small one. Default: the
+    whole GPU."""
     host_memory_limit: float | None = option(None, POSITIVE)
-    """CPU memory of all ranks together in GiB, if it grows on demand. Default: what is available at the start."""
+    """CPU memory of all ranks together in GiB. Default: the memory that is available at the start."""
     tile_tokens: str = option(
         "auto",
         needs=(LOSSES,),
         form=(lambda text: _number_or(text, "auto", "off", least=1), "auto, off, or a number from 1 on"),
     )
-    """Tokens that a layer which is recomputed takes at a time, in all but its attention; then its work in memory hardly
-    grows with seq_length, and only rounding changes. A number, off, or auto: whole layers where they fit into GPU
-    memory, else the most of 32768, 16384, 8192 and 4096 tokens that fit; off on a CPU."""
+    """Tiled MLP: tokens that a recomputed layer takes at a time outside attention, so that its memory hardly grows with
+    seq_length. Results differ by rounding. A number, off, or auto: off where whole layers fit into GPU memory, else the
+    largest of 32768, 16384, 8192 and 4096 that fits; off on a CPU."""
     loss_chunk_tokens: int = option(2048, COUNT, needs=(LOSSES,))
-    """Tokens whose logits exist at one time; 2048 of a 32k vocabulary take 0.25 GiB in fp32, fewer are slower."""
+    """Number of tokens whose logits exist at a time; 2048 with a vocabulary of 32k take 0.25 GiB in fp32. Fewer are
+    slower."""
 
     @property
     def num_resident_stages(self) -> int | None:
@@ -410,18 +417,18 @@ class OptimConfig:
     num_iterations: int | None = option(None, COUNT, aliases=("max_steps",), needs=(TRAINING,))
     """Optimizer steps. Default: 2, or what num_train_epochs needs."""
     num_train_epochs: float | None = option(None, Bounds(above=0, ceiling=10_001), needs=(TRAINING,))
-    """Passes over the data, also parts of one, in place of num_iterations."""
+    """Passes over the data, such as 2 or 0.5, in place of num_iterations."""
     learning_rate: float = option(1e-5, POSITIVE, aliases=("lr",), needs=(TRAINING,))
     """Peak learning rate of AdamW; 1e-5 is a safe choice for fine-tuning all parameters of a pretrained model."""
     lr_scheduler_type: LrSchedulerType = option(LrSchedulerType.COSINE, aliases=("lr_scheduler",), needs=(TRAINING,))
-    """Course of the learning rate by transformers' names. Both constant ones stay at the peak after the warm-up;
+    """Learning-rate schedule, by transformers' names. Both constant schedules stay at the peak after the warm-up;
     linear and cosine fall towards zero. Neither the first nor the last step has a rate of zero."""
     lr_scheduler_kwargs: Columns | None = option(None, pair=("NAME=NUMBER", "min_lr=1e-6"), needs=(TRAINING,))
-    """Further numbers of the course by transformers' names, such as min_lr=1e-6 for cosine_with_min_lr, num_cycles=3
-    for cosine_with_restarts, num_decay_steps=100 for warmup_stable_decay. In YAML a mapping, too."""
+    """Arguments of the schedule, by transformers' names, such as min_lr=1e-6 for cosine_with_min_lr, num_cycles=3 for
+    cosine_with_restarts, num_decay_steps=100 for warmup_stable_decay. In YAML also a mapping."""
     warmup_steps: float = option(0.03, Bounds(minimum=0, share_of="steps"), needs=(TRAINING,))
-    """Steps n over which the learning rate rises to its peak, from 1/n of it in the first step: whole, or below 1 a
-    share of all (rounded up)."""
+    """Number n of steps over which the learning rate rises to its peak, from 1/n of it in the first step: a whole
+    number, or a share of all steps if below 1 (rounded up)."""
     weight_decay: float = option(0.0, NON_NEGATIVE, needs=(TRAINING,))
     """Decoupled weight decay per unit of learning rate; norms, biases and other vectors have none."""
     adam_beta1: float = option(0.9, DECAY_RATE, needs=(TRAINING,))
@@ -431,7 +438,8 @@ class OptimConfig:
     adam_epsilon: float = option(1e-8, POSITIVE, needs=(TRAINING,))
     """Added to AdamW's denominator."""
     max_grad_norm: float = option(1.0, NON_NEGATIVE, needs=(TRAINING,))
-    """Largest L2 norm of all gradients together, to which larger ones are scaled down; 0 switches clipping off."""
+    """Gradient clipping: largest L2 norm of all gradients together; larger ones are scaled down to it. 0 switches
+    clipping off."""
     seed: int = option(42, Bounds(minimum=0, below=2**32))
     """Seed of the data order and of fresh weights."""
 
@@ -460,10 +468,10 @@ class AdapterConfig:
     """Adapters and frozen parts"""
 
     finetuning_type: FinetuningType = option(FinetuningType.FULL, flags={"use_lora": FinetuningType.LORA})
-    """full: the model's own parameters. lora: small matrices added to its linear layers, whose weights are frozen, so
-    that they take 2 bytes of CPU memory each, and no gradient or optimizer state. use_lora is short for the latter."""
+    """full: train the model's own parameters. lora: train adapters on its linear layers, whose own weights are frozen
+    and take 2 bytes of CPU memory each and no gradients or optimizer state. use_lora is short for lora."""
     lora_rank: int = option(8, COUNT, aliases=("lora_r",), needs=(ADAPTERS,))
-    """Rank of the product that is added to a linear layer."""
+    """Rank of the adapter of a linear layer."""
     lora_alpha: float = option(16.0, POSITIVE, needs=(ADAPTERS,))
     """Strength of the adapters: their output is multiplied by lora_alpha / lora_rank."""
     lora_target: str = option("all", aliases=("lora_target_modules",), needs=(ADAPTERS,))
@@ -472,15 +480,15 @@ class AdapterConfig:
     use_rslora: bool = option(False, needs=(ADAPTERS,))
     """Multiply by lora_alpha / sqrt(lora_rank), which keeps large ranks from learning more slowly."""
     additional_target: str | None = option(None, needs=(ADAPTERS,))
-    """Parts that are trained in full, together with adapters, with commas: embedding, head, norms."""
+    """Parts that are trained in full together with adapters, separated by commas: embedding, head, norms."""
     freeze: str | None = option(None, needs=(TRAINING, NO_ADAPTERS))
-    """Parts that are not trained, though no adapters are, with commas: embedding, head, norms, layers.0-15, layers.3.
+    """Parts that are frozen without adapters, separated by commas: embedding, head, norms, layers.0-15, layers.3.
     Default: none."""
     adapter_path: str | None = option(None, aliases=("adapter_name_or_path",), needs=(ADAPTERS,))
-    """Folder of an adapter, ours or peft's, to train on. lora_rank, lora_alpha, use_rslora, lora_target and
-    additional_target must be given as it has them; a message says which are others. Default: fresh adapters."""
+    """Folder of an adapter of Mobius or peft to continue from. lora_rank, lora_alpha, use_rslora, lora_target and
+    additional_target must be given as the adapter has them. Default: new adapters."""
     merge: bool = option(False, needs=(ADAPTERS,))
-    """Write the model with adapters added to its weights too, to save_dir/merged."""
+    """Also write the model with merged adapters to save_dir/merged."""
 
     @property
     def is_lora(self) -> bool:
@@ -508,7 +516,7 @@ class OutputConfig:
     """Output"""
 
     save_params: str = option("finetune_params.pt", needs=(TRAINING,))
-    """One .pt file with the fine-tuned parameters, as many bytes again as the model in save_dir; none: no such file."""
+    """File (.pt) with the fine-tuned parameters, as large as the model in save_dir; none: no such file."""
     save_results: str = option("test_result.txt", needs=(TRAINING,))
     """Text summary of the run: settings, seconds, memory."""
     save_dir: str = option("save_ckpt", aliases=("output_dir",))
@@ -516,13 +524,13 @@ class OutputConfig:
     overwrite_output_dir: bool = False
     """Replace results of an earlier run instead of refusing to start."""
     logging_steps: int = option(1, COUNT, needs=(TRAINING,))
-    """Steps between two progress lines, also of trackers, which tell the mean loss of these steps; every step by itself
-    is in metrics.jsonl."""
+    """Steps between two lines of the log and of trackers, which have the mean loss of these steps; metrics.jsonl has
+    every step."""
     report_to: str = option(
         "none", needs=(LOSSES,), form=(_are_trackers, f"none, or with commas any of {', '.join(TRACKERS)}")
     )
-    """Trackers that get the numbers too: tensorboard (in save_dir/runs), swanlab, wandb, or several with commas; each
-    is a package of its own to install, and records offline where it cannot go online."""
+    """Experiment trackers: tensorboard (in save_dir/runs), swanlab, wandb, or several separated by commas. Each is a
+    package to install, and records offline where it cannot go online."""
     run_name: str | None = option(None, needs=(LOSSES,))
     """Name of the run in trackers, in the model card and on the picture of its losses. Default: save_dir's name."""
     verbose: bool = False
@@ -565,23 +573,22 @@ class SavingConfig:
 
     save_strategy: SaveStrategy = option(SaveStrategy.STEPS, needs=(TRAINING,))
     """When the whole state of the run is saved to save_dir/checkpoint-STEP: every save_steps, at the end of each epoch,
-    or never. Unless never, also when the run is asked to end early (Ctrl-C, SIGTERM, max_run_time)."""
+    or never. Unless never, also when the run ends early (Ctrl-C, SIGTERM, max_run_time)."""
     save_steps: float = option(500, Bounds(above=0, share_of="steps"), needs=(TRAINING, CHECKPOINTS, SAVE_STEPS))
-    """Steps between two checkpoints: whole, or below 1 a share of all (rounded up)."""
+    """Steps between two checkpoints: a whole number, or a share of all steps if below 1 (rounded up)."""
     save_total_limit: int = option(2, NON_NEGATIVE, needs=(TRAINING, CHECKPOINTS))
-    """Checkpoints to keep; older ones are removed, but never the best one. 0 keeps all."""
+    """Number of checkpoints to keep; older ones are removed, except the best one. 0 keeps all."""
     save_only_model: bool = option(False, needs=(TRAINING, CHECKPOINTS))
-    """Save checkpoints without the optimizer's state, at a sixth of the size; no run can be resumed from them."""
+    """Save checkpoints without optimizer state, at a sixth of the size. Runs cannot resume from them."""
     resume_from_checkpoint: str | None = None
-    """Go on from a checkpoint: its folder, or true for the newest complete one in save_dir."""
+    """Checkpoint to resume from: its folder, or true for the newest complete one in save_dir."""
     resume_changes: str | None = option(None, is_text=True, needs=(RESUMING,))
-    """Options that may differ from those of the checkpoint though they change what is trained, with commas, such as
+    """Options that affect training and may differ from the checkpoint's, separated by commas, such as
     learning_rate,num_iterations. Devices, stages, saving and logging may always differ."""
     max_run_time: float | None = option(None, POSITIVE, needs=(TRAINING,))
-    """Minutes after which the run saves and ends by itself, such as a little less than what a scheduler grants."""
+    """Minutes after which the run saves and ends, such as a little less than the time limit of a job scheduler."""
     watchdog_minutes: float = option(30.0, NON_NEGATIVE, needs=(LOSSES,))
-    """Minutes without any progress after which every rank logs what it does and waits for, and the run ends; 0: never.
-    """
+    """Minutes without progress after which every rank logs what it does and waits for, and the run ends. 0: never."""
 
     @property
     def is_on(self) -> bool:
@@ -602,9 +609,9 @@ class EvaluationConfig:
     """When the model is evaluated on eval_dataset or on the samples of val_size: every eval_steps, at the end of each
     epoch, or never."""
     eval_steps: float = option(500, Bounds(above=0, share_of="steps"), needs=(TRAINING, EVAL_STEPS, EVALUATIONS))
-    """Steps between two evaluations: whole, or below 1 a share of all (rounded up)."""
+    """Steps between two evaluations: a whole number, or a share of all steps if below 1 (rounded up)."""
     eval_on_start: bool = option(False, needs=(TRAINING,))
-    """Evaluate before the first step, too."""
+    """Also evaluate before the first step."""
     do_train: bool = True
     """Train; no_do_train only evaluates or predicts, with the weights of model_path."""
     do_eval: bool = False
@@ -614,14 +621,15 @@ class EvaluationConfig:
     load_best_model_at_end: bool = option(False, needs=(TRAINING, COMPARED))
     """Save the weights of the best checkpoint as the result, instead of the last step's."""
     early_stopping_patience: int | None = option(None, COUNT, needs=(TRAINING, COMPARED))
-    """Evaluations in a row that may bring no better metric_for_best_model before the run ends. Default: no limit."""
+    """Early stopping: the run ends after so many evaluations in a row without a better metric_for_best_model. Default:
+    no limit."""
     do_predict: bool = option(False, flags={"predict_with_generate": True})
-    """Generate answers to the samples of eval_dataset or val_size after the last step, and score them;
-    predict_with_generate, LLaMA-Factory's name, is the same."""
+    """Generate answers to the samples of eval_dataset or val_size after the last step, and score them. LLaMA-Factory
+    calls it predict_with_generate."""
     max_new_tokens: int = option(256, COUNT, needs=(ANSWERS,))
-    """Tokens of a generated answer at the most."""
+    """Largest number of tokens of a generated answer."""
     max_predict_samples: int | None = option(None, COUNT, needs=(ANSWERS,))
-    """Samples to answer of each dataset, from its start. Default: all."""
+    """Number of samples to answer of each dataset, from its start. Default: all."""
 
     @property
     def evaluates(self) -> bool:
@@ -639,21 +647,22 @@ class PlanningConfig:
     """Planning"""
 
     dry_run: bool = False
-    """Print the plan of a run (stages, bytes by category, predicted step, whether it fits), and end; needs no
-    weights, GPU or torchrun. The exit code is 0 if the run fits, else 1."""
+    """Print the plan of a run (stages, bytes by category, predicted step, whether it fits) and exit; needs no weights,
+    GPU or torchrun. The exit code is 0 if the run fits, else 1."""
     num_ranks: int | None = option(None, RANKS, needs=(DRY_RUN,))
     """Ranks (GPUs) that a dry run plans for. Default: nproc_per_node, or the visible GPUs; 2 without any."""
     card: str | None = option(None, needs=(DRY_RUN,))
-    """GPU that a dry run plans for, such as H200 or RTX4090 (scripts/simulate.py --help lists them). Default: the one
-    that is here; without any, the CPU."""
+    """GPU that a dry run plans for, such as H200 or RTX4090 (scripts/simulate.py --help lists them). Default: the GPU
+    of this machine, or its CPU."""
     node_link: float | None = option(None, POSITIVE, needs=(NODES,))
-    """GB/s of a node's link to the other nodes, in each direction, that replicas are planned for; 100 Gbit/s are 12.5.
-    Default: a run on GPUs measures it, estimates take 12.5. No effect on one node."""
+    """Bandwidth between nodes in GB/s per direction, for the plan of replicas; 100 Gbit/s are 12.5. Default: measured
+    by a run on GPUs, 12.5 in estimates. No effect on one node."""
     plan_output: str | None = option(None, needs=(DRY_RUN,))
-    """File in which a dry run saves its plan, such as plan.json; not in save_dir, which a run wants empty. Default:
-    none."""
+    """File to which a dry run saves its plan, such as plan.json; not in save_dir, which must be empty for a run.
+    Default: none."""
     plan: str | None = None
-    """Plan to train by, of a dry run or in a save_dir: stages, chunks, batch, residency, slots, kept activations."""
+    """Plan to train by, from a dry run or a save_dir: stages, microbatches, batch, resident stages, slots,
+    recomputation."""
 
 
 @dataclass(frozen=True)
@@ -661,23 +670,24 @@ class LaunchConfig:
     """Launch (read by train.sh, pipeline_ranks by main.py; under torchrun use its own options and the environment)"""
 
     cuda_visible_devices: str | None = option(None, form=(_are_devices, "a list of different GPUs, such as 0,2,1,3"))
-    """GPUs in the order of the ranks, such as 0,2,1,3; of an ascending list, cross_mapping chooses the order. Ignored
-    without GPUs. Default: all."""
+    """GPUs in the order of the ranks, such as 0,2,1,3; cross_mapping reorders an ascending list. Ignored without GPUs.
+    Default: all."""
     master_port: int = option(29502, Bounds(minimum=1, below=65_536))
-    """TCP port where the ranks of the run meet; two runs on a machine need two ports."""
+    """TCP port of the rendezvous; two runs on a machine need two ports."""
     nproc_per_node: int | None = option(None, RANKS)
-    """Ranks (processes, one per GPU). Default: one for each listed GPU, or for all; 2 without GPUs."""
+    """Number of ranks (processes, one per GPU) on this node. Default: one for each listed GPU, or for all; 2 without
+    GPUs."""
     nnodes: int = option(1, Bounds(minimum=1, ceiling=1025))
-    """Nodes (machines), on each of which train.sh is started with the same options but for node_rank."""
+    """Number of nodes (machines). train.sh is started on each with the same options, except node_rank."""
     node_rank: int | None = option(None, NON_NEGATIVE)
-    """Number of this node, from 0; node 0 speaks for the run and writes its files. Needed with several nodes."""
+    """Number of this node, from 0; node 0 writes the log and the files of the run. Needed with several nodes."""
     rdzv_endpoint: str | None = option(None, form=(_ENDPOINT.fullmatch, "HOST:PORT, such as node0:29502"))
-    """HOST:PORT of node 0, where all processes meet; it must be reachable from the other nodes. Needed with several."""
+    """HOST:PORT of node 0 for the rendezvous, reachable from the other nodes. Needed with several nodes."""
     pipeline_ranks: int | None = option(None, RANKS)
-    """Ranks of a pipeline; a node's processes make as many pipelines as they are a multiple of it. All pipelines train
-    one model: they share each step's batch and the optimizer's work. Default: all of a node."""
+    """Number of ranks of a pipeline. A node with a multiple of it runs several pipelines as data-parallel replicas,
+    which share each step's batch and the optimizer's work. Default: all ranks of a node."""
     max_restarts: int = option(0, NON_NEGATIVE)
-    """How often all ranks start again, from the newest checkpoint, after one of them has died."""
+    """Number of restarts of all ranks, from the newest checkpoint, after one of them has died."""
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ def plan_processes(config: Config, resources: Resources, *, is_device_list_typed
 
 
 def check_port(port: int) -> None:
-    """Raise ConfigError if another program listens on `port`, which torchrun would tell in forty lines."""
+    """Raise ConfigError if another program listens on `port`, which torchrun would report in forty lines."""
     with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -31,7 +31,7 @@ _MOST_ITEMS: Final = 1001
 """Entries of a list or pairs of a mapping that are read; aliases of YAML, which cost nothing to write, can make more.
 """
 MOST_SHOWN: Final = 5
-"""Problems of one option that are told."""
+"""Largest number of problems of one option that are reported."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ class Recordings:
     def write(self, facts: TraceFacts, transport: Transport) -> None:
         """Leave trace.json and timeline.png, if they are wanted; collective, after the last step. Synchronizes.
 
-        What cannot be written is told, and ends nothing: the model is still to be saved.
+        A file that cannot be written is a warning and not an error, because the model is still to be saved.
         """
         if self._recorder is None:
             return

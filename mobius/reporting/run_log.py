@@ -55,7 +55,7 @@ _SHOWN: Final = (
 )
 """Numbers of a step that trackers and the history get."""
 _RECENT_STEPS: Final = 20
-"""Steps whose median tells the time left."""
+"""Number of last steps whose median predicts the time left."""
 _WAITING_WARNINGS: Final = 100
 """Most warnings that wait for a log."""
 
@@ -173,7 +173,7 @@ class RunLog:
         self._track("eval", event.numbers)
 
     def note_best(self, metric: float, step: int, checkpoint: Path | None) -> None:
-        """From now on the state tells that the best evaluation so far was `metric`, after `step`.
+        """Record in the state that the best evaluation so far was `metric`, after `step`.
 
         `checkpoint` has the weights of that step; None if they were not saved.
         """
@@ -182,12 +182,12 @@ class RunLog:
         state.best_model_checkpoint = None if checkpoint is None else str(checkpoint)
 
     def forget_best(self) -> None:
-        """From now on the state tells of no best evaluation: those to come do not compare with those before."""
+        """Remove the best evaluation from the state: later evaluations do not compare with it."""
         state = self.state
         state.best_metric = state.best_global_step = state.best_model_checkpoint = None
 
     def take_evaluation(self, step: int) -> None:
-        """Make the evaluation behind `step`, whose weights are the run's result, the one that results tell of."""
+        """Report the evaluation after `step`, whose weights are the result of the run, in the results."""
         found = next((entry for entry in self.state.log_history.evaluations() if entry["step"] == step), None)
         self.results.pop("eval", None)
         if found is not None:
@@ -257,7 +257,7 @@ class RunLog:
         return self._steps.losses[-1] if self._steps else None
 
     def _losses_since_last_line(self) -> tuple[array[float], array[float]]:
-        """Losses, and those over routers, of steps before a resume that no line has told of, as far as they are here.
+        """Losses and router losses of the steps since the last shown line, of a run that resumes; empty if unknown.
 
         Without routers the latter mean nothing.
         """

@@ -2,7 +2,7 @@
 
     the run -> queue of some lines (full: the line is dropped and counted) -> a thread for each tracker -> its package
 
-A package is imported in its thread. One that raises is told once; one that hangs is left behind at the end.
+A package is imported in its thread. An error of a tracker is logged once; one that hangs is abandoned at the end.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class _TrackerThread:
         self._queue.put(None)
 
     def join(self, deadline: float) -> None:
-        """Wait for the thread until `deadline`, and tell what its tracker lacks."""
+        """Wait for the thread until `deadline`, and log how many lines its tracker lacks."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._has_warned = True  # from here on it has nothing to say
