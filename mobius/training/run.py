@@ -1,11 +1,15 @@
-"""The life of a run, in order: read, plan, tokenize, meet, load, train, save, report."""
+"""The life of a run, in order: read, plan, tokenize, meet, load, train, save, report.
+
+run_training -> TrainingRun: open -> fit -> save -> close -> answers to evaluation data, if any are asked for
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +22,7 @@ from mobius.checkpoint.folders import checkpoint_path
 from mobius.checkpoint.merged_model import merged_folder
 from mobius.checkpoint.model_card import Origin
 from mobius.checkpoint.restore import SavedWeights
-from mobius.checkpoint.resume import Resume, find_resume
+from mobius.checkpoint.resume import find_resume
 from mobius.checkpoint.run_folder import OutputFolder
 from mobius.checkpoint.run_settings import prepare_output, write_settings
 from mobius.checkpoint.saver import (
@@ -44,6 +48,7 @@ from mobius.models.model_files import ModelFiles, read_model_files
 from mobius.models.tokenizer import load_tokenizer, pad_token_id
 from mobius.models.weights import check_model_weights
 from mobius.planner.file_checks import check_same_model, check_save_dir
+from mobius.planner.plan_file import SavedPlan
 from mobius.planner.run_setup import RunSetup, complete_run_setup, draft_run_setup
 from mobius.planner.saved_plan import apply_saved_plan
 from mobius.ranks import Ranks, command_words, seconds_since_launch
@@ -101,419 +106,384 @@ def run_training(
         raise out_of_memory(error, ranks.rank) from error
 
 
-@dataclass(frozen=True, kw_only=True)
-class _PreparedRun:
-    """A run that is ready for its first step."""
+def _run(config: Config, ranks: Ranks, given: Collection[str] | None, run_status: RunStatus) -> PredictionTask | None:
+    """Train and evaluate as far as that is asked for; returns the answers that are left to be generated."""
+    with StartupMeter() as startup:
+        check_installed(config.output.trackers)
+        if config.evaluation.predicts:
+            check_scores_installed()
+        if only_answers(config):
+            return prepare_prediction(config, ranks, run_status, given=given)
+        run = TrainingRun(config, ranks, given=given, run_status=run_status, startup=startup)
+        try:
+            run.open()
+            with run.until_closed():
+                ending = run.fit()
+                if ending in (StopReason.SIGNAL, StopReason.TIME):
+                    run.stop_early(ending)
+                    return None
+                run.save()
+                run.close()
+        finally:
+            run.watchdog.stop()
+        return run.prediction_task()
 
-    session: Session
+
+class TrainingRun:
+    """Training and evaluation on one rank: `open`, `fit`, `save` and `close`, which all ranks call in this order."""
+
+    model_folder: Path
+    """Folder of the weights that the run begins with. This and all below are set by `open`."""
+    model_files: ModelFiles
+    tokenizer: PreTrainedTokenizerBase
+    base: AdapterBase | None
+    """The model that adapters are for; None without adapters."""
+    origin: Origin
     output: OutputFolder
     data: RunData
     batches: TrainingBatches
-    tokenizer: PreTrainedTokenizerBase
-    model_files: ModelFiles
-    model_folder: Path
-    resume: Resume | None
-    startup: StartupMeter
-    base: AdapterBase | None
-    """The model that adapters are for; None where there are none."""
-    origin: Origin
+    session: Session
+    saver: CheckpointSaver | None
+    log: RunLog | None
+    """The first rank's."""
+    loop: TrainingLoop
 
-    @property
-    def config(self) -> Config:
-        return self.session.run_setup.config
-
-
-def _run(config: Config, ranks: Ranks, given: Collection[str] | None, run_status: RunStatus) -> PredictionTask | None:
-    with StartupMeter() as startup:
-        return _run_measured(config, ranks, given, run_status, startup)
-
-
-def _run_measured(
-    config: Config, ranks: Ranks, given: Collection[str] | None, run_status: RunStatus, startup: StartupMeter
-) -> PredictionTask | None:
-    timing = RunTimer()
-    _check_installed(config)
-    if only_answers(config):
-        return prepare_prediction(config, ranks, run_status, given=given)
-    resume = find_resume(config, ranks, given=given)
-    config = config if resume is None else resume.config
-    watchdog = Watchdog(
-        Activity(),
-        ranks,
-        minutes=config.saving.watchdog_minutes,
-        clean_up=run_status.clean_up if ranks.is_first else None,
-        open_store=partial(open_watchdog_store, ranks) if ranks.num_ranks > 1 else None,
-    )
-    try:
-        return _watched(
-            _prepare_run(config, ranks, given, run_status, resume, watchdog, startup),
+    def __init__(
+        self,
+        config: Config,
+        ranks: Ranks,
+        *,
+        given: Collection[str] | None,
+        run_status: RunStatus,
+        startup: StartupMeter,
+    ) -> None:
+        """Find the checkpoint to resume from, if one is asked for; arguments are those of `run_training`."""
+        self.timing = RunTimer()
+        self.ranks, self.given, self.run_status, self.startup = ranks, given, run_status, startup
+        self.resume = find_resume(config, ranks, given=given)
+        self.config = config if self.resume is None else self.resume.config
+        """The configuration as far as it is resolved: after `open` with numbers in the place of auto."""
+        self.watchdog = Watchdog(
+            Activity(),
             ranks,
-            run_status,
-            timing,
-            watchdog,
+            minutes=config.saving.watchdog_minutes,
+            clean_up=run_status.clean_up if ranks.is_first else None,
+            open_store=partial(open_watchdog_store, ranks) if ranks.num_ranks > 1 else None,
         )
-    finally:
-        watchdog.stop()
 
+    # open
 
-def _watched(
-    run: _PreparedRun, ranks: Ranks, run_status: RunStatus, timing: RunTimer, watchdog: Watchdog
-) -> PredictionTask | None:
-    try:
-        return _train_and_save(run, run_status, timing, watchdog)
-    except torch.OutOfMemoryError as error:
-        raise out_of_memory(error, ranks.rank, run.session.run_setup) from error
-    except MobiusError as error:
-        if (older := run.output.older_results_message) is not None:
-            error.add_note(older)
-        raise
-    finally:
-        run.output.close()
+    def open(self) -> None:
+        """Read, plan, tokenize, meet and load; a run that is refused leaves nothing behind.
 
+        The watchdog begins after the data: ranks wait for the one that tokenizes for as long as it takes.
+        """
+        draft, saved = self._read_model()
+        rendezvous = wait_until_inputs_are_read(self.ranks)
+        self.output = prepare_output(draft, self.run_status, self.resume, model_folder=self.model_folder)
+        try:
+            check_save_dir(self.config, self.ranks, self.output.folder, draft.rank_context.replica_rendezvous)
+            # Before the ranks meet: a long tokenization inside a process group would run into its time-out.
+            self.startup.mark("planning")
+            self._read_data(draft)
+            self.startup.mark("data")
+            run_setup = complete_run_setup(draft, self.config, packed=packed_rows(self.batches), saved=saved)
+            self._check_disk_space(run_setup)
+            self.watchdog.start()
+            self.startup.mark("planning")
+            self._load(run_setup)
+            del rendezvous  # the ranks have met again
+            log_stages(self.session)
+            self._prepare_loop()
+        except BaseException:
+            self.output.discard()  # nothing is trained yet
+            raise
+        self.timing.end_loading()
 
-def _train_and_save(
-    run: _PreparedRun, run_status: RunStatus, timing: RunTimer, watchdog: Watchdog
-) -> PredictionTask | None:
-    """Everything from the first step on; `watchdog` is stopped when connections are closed."""
-    resume, is_first = run.resume, run.session.all_ranks.rank == 0
-    session, output, config = run.session, run.output, run.config
-    trains = config.evaluation.do_train
-    try:
-        saver, evaluator = _saver(run) if trains else None, _evaluator(run)
-        trainer = _trainer(run, saver)
-        state = resume.trainer_state().continued(config) if resume is not None and is_first else None
-        if is_first:
-            output.begin()
-    except BaseException:
-        output.discard()
-        raise
-    run_id = None if resume is None else resume.tracker_run_id
-    log = open_log(session.run_setup, output.training_folder, state, tracker_run_id=run_id)
-    if log is not None:
-        run.startup.connect(log)
-    loop = _loop(run, trainer, saver, evaluator, log, run_status, timing)
-    timing.end_loading()
-    try:
-        ending = _train(run, loop) if trains else StopReason.LAST_STEP
-        timing.end_training()
-        if ending in (StopReason.SIGNAL, StopReason.TIME):
-            _leave_early(ending, run, saver, loop, watchdog)
-            return None
-        is_changed = not trains or _has_changed(run, loop)
-        if trains and saver is not None and config.evaluation.load_best_model_at_end:
-            loop.result_step = _load_best_model(run, loop, saver)
-        loop.evaluate_final()
-        problems = _leave_result(run, log, run_status, is_changed=is_changed)
-    finally:
-        if log is not None:
-            log.close()  # behind the model: a tracker may hang
-    write_final_report(session, output, loop.steps, timing.timings(loop.steps), problems)
-    watchdog.stop()
-    _close(run, saver)
-    return _prediction(run) if config.evaluation.predicts and is_first else None
-
-
-def _leave_result(run: _PreparedRun, log: RunLog | None, run_status: RunStatus, *, is_changed: bool) -> list[str]:
-    """Records and model, each in its place; returns problems with which the run ends once everything is there."""
-    session, output, problems = run.session, run.output, list[str]()
-    if log is not None:
-        output.recreate_if_removed()
-        session.activity.start_action("the picture of the training and the model card")
-        problems = write_records(
-            log, session.run_setup, output.training_folder, origin=run.origin, is_changed=is_changed
-        )
-        if output.is_renamed_at_commit:
-            log.close()  # trackers open their files by name
-    if run.config.evaluation.do_train:
-        return problems + save_model(session, output, run.model_files, run_status, run.base)
-    if log is not None:
-        output.discard() if problems else output.commit()
-    return problems
-
-
-def _check_installed(config: Config) -> None:
-    check_installed(config.output.trackers)
-    if config.evaluation.predicts:
-        check_scores_installed()
-
-
-def _prepare_run(
-    config: Config,
-    ranks: Ranks,
-    given: Collection[str] | None,
-    run_status: RunStatus,
-    resume: Resume | None,
-    watchdog: Watchdog,
-    startup: StartupMeter,
-) -> _PreparedRun:
-    """Read, plan, tokenize, meet and load; a run that is refused leaves nothing behind.
-
-    The watchdog begins behind the data: ranks wait for the one that tokenizes for as long as it takes.
-    """
-    replica_rendezvous = join_replicas(config, ranks)
-    config = resolve_dtype(config, ranks, given=given if resume is None else None)  # a checkpoint's format stays
-    is_lora = config.adapters.is_lora
-    model_folder = _model_folder(config, resume)
-    check_same_model(config, model_folder, replica_rendezvous)
-    model_config = load_model_config(model_folder, config.model)
-    tokenizer = load_tokenizer(model_folder, model_config.vocab_size)
-    if config.evaluation.predicts:
-        check_generation_config(model_folder, tokenizer, model_config.vocab_size)
-    model_files = read_model_files(model_folder).with_chat_template(resolve_template(config.data.chat_template))
-    adopted = apply_saved_plan(config, given=given or ())
-    # What cannot fit is refused before the data are read, which may take long.
-    sketch = draft_run_setup(
-        adopted.config, ranks, model_config, saved=adopted.saved, replica_rendezvous=replica_rendezvous
-    )
-    check_model_weights(model_folder, sketch.parts, config.model)
-    base = find_adapter_base(sketch, model_folder, resume) if is_lora else None
-    origin = origin_of(config, model_folder) if resume is None else resume.origin
-    log_model(sketch, model_folder)
-    rendezvous = wait_until_inputs_are_read(ranks)
-    output = prepare_output(sketch, run_status, resume, model_folder=model_folder)
-    try:
-        check_save_dir(adopted.config, ranks, output.folder, replica_rendezvous)
-        # Before the ranks meet: a long tokenization inside a process group would run into its time-out.
-        startup.mark("planning")
-        config, data, batches = read_data(adopted.config, ranks, tokenizer)
+    def _read_model(self) -> tuple[RunSetup, SavedPlan | None]:
+        """Read everything of the model but its weights, and draft the run: what cannot fit is refused at once."""
+        replicas, resume = join_replicas(self.config, self.ranks), self.resume
+        # A checkpoint's format stays.
+        config = resolve_dtype(self.config, self.ranks, given=self.given if resume is None else None)
+        self.model_folder = locate_model(config.model.model_path)
+        if resume is not None and not config.adapters.is_lora:  # a checkpoint of adapters has no weights of the base
+            self.model_folder = resume.reader.path
+        check_same_model(config, self.model_folder, replicas)
+        model_config = load_model_config(self.model_folder, config.model)
+        self.tokenizer = load_tokenizer(self.model_folder, model_config.vocab_size)
         if config.evaluation.predicts:
-            prediction_samples(data, config)  # refused now, not behind the training
-        check_same_data(data.fingerprint, data.evaluation_fingerprint, replica_rendezvous)
-        if resume is not None:
-            config = _continued(resume, config, data, batches)
-        startup.mark("data")
-        run_setup = complete_run_setup(sketch, config, packed=packed_rows(batches), saved=adopted.saved)
-        _check_room(run_setup, output, batches, resume)
-        watchdog.start()
-        startup.mark("planning")
-        session = open_session(
+            check_generation_config(self.model_folder, self.tokenizer, model_config.vocab_size)
+        chat_template = resolve_template(config.data.chat_template)
+        self.model_files = read_model_files(self.model_folder).with_chat_template(chat_template)
+        adopted = apply_saved_plan(config, given=self.given or ())
+        self.config = adopted.config
+        draft = draft_run_setup(self.config, self.ranks, model_config, saved=adopted.saved, replica_rendezvous=replicas)
+        check_model_weights(self.model_folder, draft.parts, config.model)
+        self.base = find_adapter_base(draft, self.model_folder, resume) if config.adapters.is_lora else None
+        self.origin = origin_of(config, self.model_folder) if resume is None else resume.origin
+        log_model(draft, self.model_folder)
+        return draft, adopted.saved
+
+    def _read_data(self, draft: RunSetup) -> None:
+        """Tokenize; all replicas must see the same samples, and a resumed run those that it has begun with."""
+        self.config, self.data, self.batches = read_data(self.config, self.ranks, self.tokenizer)
+        if self.config.evaluation.predicts:
+            prediction_samples(self.data, self.config)  # refused now, not after the training
+        check_same_data(self.data.fingerprint, self.data.evaluation_fingerprint, draft.rank_context.replica_rendezvous)
+        if self.resume is not None:
+            self.resume.check_steps(self.config)
+            self.resume.check_data(self.data.fingerprint())
+            self.batches.seek(self.resume.num_steps_done)
+            # A plan's file goes with old checkpoints.
+            self.config = replace(self.config, planning=replace(self.config.planning, plan=None))
+
+    def _check_disk_space(self, run_setup: RunSetup) -> None:
+        """Refuse a run that could save none of the checkpoints that it is asked for."""
+        config = run_setup.config
+        if not (config.saving.is_on and config.evaluation.do_train and self.ranks.is_first):
+            return
+        num_saves = count_saves(
+            config,
+            num_steps_done=0 if self.resume is None else self.resume.num_steps_done,
+            epochs_done=0.0 if self.resume is None else self.resume.epochs_done,
+            epochs=config.optim.num_train_epochs or self.batches.num_epochs_of(config.optim.num_steps),
+        )
+        check_disk_space_for_run(run_setup, self.output.save_dir, num_saves=num_saves)
+
+    def _load(self, run_setup: RunSetup) -> None:
+        """Meet the other ranks, settle the plan, and fill the stages."""
+        resume, activity = self.resume, self.watchdog.activity
+        self.session = open_session(
             run_setup,
-            model_folder,
-            recordings=recordings_of(run_setup, output.training_folder),
-            on_plan_resolved=partial(write_settings, output),
-            on_part_done=startup.mark,
-            restore=None if resume is None else restoring(resume, run_setup, model_folder, watchdog.activity),
-            activity=watchdog.activity,
+            self.model_folder,
+            recordings=recordings_of(run_setup, self.output.training_folder),
+            on_plan_resolved=partial(write_settings, self.output),
+            on_part_done=self.startup.mark,
+            restore=None if resume is None else restoring(resume, run_setup, self.model_folder, activity),
+            activity=activity,
         )
-    except BaseException:
-        output.discard()  # nothing is trained yet
-        raise
-    del rendezvous  # the ranks have met again
-    log_stages(session)
-    return _PreparedRun(
-        session=session,
-        output=output,
-        data=data,
-        batches=batches,
-        tokenizer=tokenizer,
-        model_files=model_files,
-        model_folder=model_folder,
-        resume=resume,
-        startup=startup,
-        base=base,
-        origin=origin,
-    )
+        self.config = self.session.run_setup.config
 
+    def _prepare_loop(self) -> None:
+        """Put together what trains, saves, evaluates and logs."""
+        resume, session, config = self.resume, self.session, self.config
+        self.saver = self._make_saver() if config.evaluation.do_train and config.saving.is_on else None
+        evaluator = None
+        if config.evaluation.evaluates:
+            pad = pad_token_id(self.tokenizer)
+            evaluator = make_evaluator(session, evaluation_samples(self.data), pad_token_id=pad)
+        trainer = session.trainer(
+            self.batches,
+            num_steps_done=0 if resume is None else resume.num_steps_done,
+            counts=None if resume is None else resume.counts,
+            before_update=None if self.saver is None else self.saver.before_update,
+        )
+        state = resume.trainer_state().continued(config) if resume is not None and session.is_first else None
+        if session.is_first:
+            self.output.begin()
+        run_id = None if resume is None else resume.tracker_run_id
+        self.log = open_log(session.run_setup, self.output.training_folder, state, tracker_run_id=run_id)
+        if self.log is not None:
+            self.startup.connect(self.log)
+        self.loop = self._make_loop(trainer, evaluator)
 
-def _model_folder(config: Config, resume: Resume | None) -> Path:
-    """Folder of the model to train; a checkpoint of adapters has no weights of the base."""
-    if resume is not None and not config.adapters.is_lora:
-        return resume.reader.path
-    return locate_model(config.model.model_path)
+    def _make_saver(self) -> CheckpointSaver:
+        run_metadata = collect_run_metadata(
+            self.session.run_setup, self.model_files, self.data.fingerprint(), base=self.base, origin=self.origin
+        )
+        complete = self.output.remove_older_results
+        saver = CheckpointSaver(self.session, self.output.save_dir, run_metadata, on_complete=complete)
+        if self.resume is not None:
+            saver.resume_from(self.resume.reader.path, self.resume.num_steps_done, self._best(BEST_SAVED).step)
+        logger.info("%s", table_row("saving", saver.describe()))
+        return saver
 
+    def _best(self, key: str) -> BestEvaluation:
+        """The best evaluation of the run before this start, as far as those to come compare with it."""
+        loop_state = {} if self.resume is None else self.resume.loop_state
+        data = self.data.evaluation_fingerprint() if self.config.evaluation.evaluates else None
+        return BestEvaluation.from_loop_state(self.config.evaluation.metric_for_best_model, loop_state, key, data=data)
 
-def _continued(resume: Resume, config: Config, data: RunData, batches: TrainingBatches) -> Config:
-    """The configuration of a resumed run, whose data must be the checkpoint's and go on where that ended."""
-    resume.check_steps(config)
-    resume.check_data(data.fingerprint())
-    batches.seek(resume.num_steps_done)
-    return replace(config, planning=replace(config.planning, plan=None))  # its file goes with old checkpoints
+    def _make_loop(self, trainer: Trainer, evaluator: Evaluator | None) -> TrainingLoop:
+        loop_state = {} if self.resume is None else self.resume.loop_state
+        best, older = self._best(BEST), self.output.older_results
+        if best.value is None and loop_state.get(BEST, {}).get("value") is not None:
+            logger.info("the best evaluation so far is on other data or by another metric: the best one begins anew")
+            if self.log is not None:
+                self.log.forget_best()
+        return TrainingLoop(
+            config=self.config,
+            trainer=trainer,
+            saver=self.saver,
+            evaluator=evaluator,
+            log=self.log,
+            run_status=self.run_status,
+            folder=self.output.training_folder,
+            save_dir=self.output.save_dir,
+            started=min(self.timing.started, time.monotonic() - seconds_since_launch()),
+            num_steps_done=trainer.num_steps_done,
+            epoch=0.0 if self.resume is None else self.resume.epochs_done,
+            best=best,
+            best_saved=self._best(BEST_SAVED),
+            num_replicas=self.ranks.num_replicas,
+            older=None if older is None else f"{self.output.save_dir} is as it was",
+            recreate_run_folder=self.output.recreate_if_removed,
+        )
 
+    # fit
 
-def _check_room(run_setup: RunSetup, output: OutputFolder, batches: TrainingBatches, resume: Resume | None) -> None:
-    """Refuse a run that could save none of the checkpoints that it is asked for."""
-    config = run_setup.config
-    if not (config.saving.is_on and config.evaluation.do_train and run_setup.rank_context.ranks.is_first):
-        return
-    num_saves = count_saves(
-        config,
-        num_steps_done=0 if resume is None else resume.num_steps_done,
-        epochs_done=0.0 if resume is None else resume.epochs_done,
-        epochs=config.optim.num_train_epochs or batches.num_epochs_of(config.optim.num_steps),
-    )
-    check_disk_space_for_run(run_setup, output.save_dir, num_saves=num_saves)
+    @contextmanager
+    def until_closed(self) -> Iterator[None]:
+        """Context of an open run: says of an error what it leaves, and closes log and folder whatever happens."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory(error, self.ranks.rank, self.session.run_setup) from error
+        except MobiusError as error:
+            if (older := self.output.older_results_message) is not None:
+                error.add_note(older)
+            raise
+        finally:
+            if self.log is not None:
+                self.log.close()
+            self.output.close()
 
+    def fit(self) -> StopReason:
+        """Run all steps that are left, with the evaluations and saves between them; without training none."""
+        if not self.config.evaluation.do_train:
+            self.timing.end_training()
+            return StopReason.LAST_STEP
+        self.startup.mark("optimizer")
+        if self.log is not None:
+            self.log.emit(run_started(self.session.run_setup, self.batches, self.startup))
+        log_host_memory_usage(self.session, self.startup.host)
+        ending = self.loop.run()
+        self.session.write_recordings()
+        if ending in (StopReason.LAST_STEP, StopReason.EARLY_STOPPING):
+            check_trained_weights(
+                self.session,
+                num_updates=self.loop.trainer.counts.num_updates,
+                num_steps=self.loop.trainer.num_steps_done,
+                folder=self.output.training_folder,
+            )
+        self.timing.end_training()
+        return ending
 
-def _saver(run: _PreparedRun) -> CheckpointSaver | None:
-    if not run.config.saving.is_on:
-        return None
-    run_metadata = collect_run_metadata(
-        run.session.run_setup, run.model_files, run.data.fingerprint(), base=run.base, origin=run.origin
-    )
-    saver = CheckpointSaver(run.session, run.output.save_dir, run_metadata, on_complete=run.output.remove_older_results)
-    if run.resume is not None:
-        saver.resume_from(run.resume.reader.path, run.resume.num_steps_done, _best(run, BEST_SAVED).step)
-    logger.info("%s", table_row("saving", saver.describe()))
-    return saver
+    def stop_early(self, ending: StopReason) -> None:
+        """End before the last step: the state is saved as far as that worked. Raises SavedAndStopped after a signal.
 
+        A run whose time is up ends well, or a launcher would start it again.
+        """
+        saver, resume = self.saver, self.resume
+        if self.log is not None:
+            self.log.finish(ending.value)
+            self.log.close()
+        text = "nothing is saved (--save_strategy no)" if saver is None else "no checkpoint could be saved"
+        if saver is not None and saver.newest is not None:
+            inherited = None if resume is None else resume.inherited_save_dir
+            text = f"the state is saved in {saver.newest}"
+            if saver.newest_step != self.loop.trainer.num_steps_done:
+                text = f"this step could not be saved; the newest checkpoint is {saver.newest}"
+            text += f". To go on: {resume_command(command_words(), save_dir=inherited)}"
+        self.session.all_ranks.barrier()
+        self.watchdog.stop()
+        if ending is StopReason.SIGNAL:
+            raise SavedAndStopped(f"after a step: {text}")
+        logger.info("--max_run_time %g minutes are over: %s", self.config.saving.max_run_time, text)
+        self._disconnect()
 
-def _best(run: _PreparedRun, key: str) -> BestEvaluation:
-    """The best evaluation of the run before this start, as far as those to come compare with it."""
-    loop_state = {} if run.resume is None else run.resume.loop_state
-    data = run.data.evaluation_fingerprint() if run.config.evaluation.evaluates else None
-    return BestEvaluation.from_loop_state(run.config.evaluation.metric_for_best_model, loop_state, key, data=data)
+    # save
 
+    def save(self) -> None:
+        """Evaluate what is to be saved, leave records and model, and report; raises CheckpointError for what failed."""
+        trains = self.config.evaluation.do_train
+        is_changed = not trains or self._has_changed()
+        if trains and self.saver is not None and self.config.evaluation.load_best_model_at_end:
+            self.loop.result_step = self._load_best_model(self.saver)
+        self.loop.evaluate_final()
+        problems = self._write_results(is_changed=is_changed)
+        if self.log is not None:
+            self.log.close()  # after the model: a tracker may hang
+        steps = self.loop.steps
+        write_final_report(self.session, self.output, steps, self.timing.timings(steps), problems)
 
-def _evaluator(run: _PreparedRun) -> Evaluator | None:
-    if not run.config.evaluation.evaluates:
-        return None
-    return make_evaluator(run.session, evaluation_samples(run.data), pad_token_id=pad_token_id(run.tokenizer))
+    def _has_changed(self) -> bool:
+        """Whether the run has trained anything, which is told where it has not; collective.
 
+        A resumed run is compared with its checkpoint, and counts as changed: what came before that is not known.
+        """
+        session, resume, number = self.session, self.resume, len(self.loop.steps)
+        before = session.source if resume is None else SavedWeights(resume.reader, session.run_setup.parts)
+        if not number or before is None:
+            return True
+        session.activity.start_action("the comparison with the weights before training")
+        if has_changed(session, before):
+            return True
+        since = "" if resume is None else f" since {resume.reader.path.name}"
+        if session.is_first:
+            logger.warning(
+                "no parameter was changed by %d step%s%s: every update was zero or too small for --dtype %s. Raise "
+                "--learning_rate (%g), and look at the gradient norms in %s",
+                number,
+                "" if number == 1 else "s",
+                since,
+                self.config.model.dtype,
+                self.config.optim.learning_rate,
+                self.output.save_dir / METRICS_FILE,
+            )
+        return resume is not None
 
-def _trainer(run: _PreparedRun, saver: CheckpointSaver | None) -> Trainer:
-    resume = run.resume
-    return run.session.trainer(
-        run.batches,
-        num_steps_done=0 if resume is None else resume.num_steps_done,
-        counts=None if resume is None else resume.counts,
-        before_update=None if saver is None else saver.before_update,
-    )
+    def _load_best_model(self, saver: CheckpointSaver) -> int:
+        """Make the weights of the best checkpoint the result, unless the last ones are better; returns their step."""
+        last, best, resume = self.loop.trainer.num_steps_done, self.loop.best_saved.step, self.resume
+        if self.loop.best.step == last:
+            return last
+        earlier = None
+        if resume is not None and best is not None and best <= resume.num_steps_done:
+            earlier = checkpoint_path(resume.reader.path.parent, best)
+        return load_best_model(self.session, saver, earlier) or last
 
-
-def _loop(
-    run: _PreparedRun,
-    trainer: Trainer,
-    saver: CheckpointSaver | None,
-    evaluator: Evaluator | None,
-    log: RunLog | None,
-    run_status: RunStatus,
-    timing: RunTimer,
-) -> TrainingLoop:
-    loop_state = {} if run.resume is None else run.resume.loop_state
-    best, older = _best(run, BEST), run.output.older_results
-    if best.value is None and loop_state.get(BEST, {}).get("value") is not None:
-        logger.info("the best evaluation so far is on other data or by another metric: the best one begins anew")
+    def _write_results(self, *, is_changed: bool) -> list[str]:
+        """Records and model, each in its place; returns problems with which the run ends once everything is there."""
+        session, output, log, problems = self.session, self.output, self.log, list[str]()
         if log is not None:
-            log.forget_best()
-    return TrainingLoop(
-        config=run.config,
-        trainer=trainer,
-        saver=saver,
-        evaluator=evaluator,
-        log=log,
-        run_status=run_status,
-        folder=run.output.training_folder,
-        save_dir=run.output.save_dir,
-        started=min(timing.started, time.monotonic() - seconds_since_launch()),
-        num_steps_done=trainer.num_steps_done,
-        epoch=0.0 if run.resume is None else run.resume.epochs_done,
-        best=best,
-        best_saved=_best(run, BEST_SAVED),
-        num_replicas=run.session.run_setup.rank_context.ranks.num_replicas,
-        older=None if older is None else f"{run.output.save_dir} is as it was",
-        recreate_run_folder=run.output.recreate_if_removed,
-    )
+            output.recreate_if_removed()
+            session.activity.start_action("the picture of the training and the model card")
+            problems = write_records(
+                log, session.run_setup, output.training_folder, origin=self.origin, is_changed=is_changed
+            )
+            if output.is_renamed_at_commit:
+                log.close()  # trackers open their files by name
+        if self.config.evaluation.do_train:
+            return problems + save_model(session, output, self.model_files, self.run_status, self.base)
+        if log is not None:
+            output.discard() if problems else output.commit()
+        return problems
 
+    # close
 
-def _train(run: _PreparedRun, loop: TrainingLoop) -> StopReason:
-    run.startup.mark("optimizer")
-    if loop.log is not None:
-        loop.log.emit(run_started(run.session.run_setup, run.batches, run.startup))
-    log_host_memory_usage(run.session, run.startup.host)
-    ending = loop.run()
-    run.session.write_recordings()
-    if ending in (StopReason.LAST_STEP, StopReason.EARLY_STOPPING):
-        check_trained_weights(
-            run.session,
-            num_updates=loop.trainer.counts.num_updates,
-            num_steps=loop.trainer.num_steps_done,
-            folder=run.output.training_folder,
+    def close(self) -> None:
+        """End the connections and give memory back."""
+        self.watchdog.stop()
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        if self.saver is not None:
+            self.saver.close()
+        self.session.close()
+
+    def prediction_task(self) -> PredictionTask | None:
+        """What answers to evaluation data need, without the memory of the run; None where there are none to give."""
+        config = self.config
+        if not (config.evaluation.predicts and self.session.is_first):
+            return None
+        whole = self.output.save_dir if self.base is None else merged_folder(config)
+        trained = f"after the last step: the model is complete and checked in {self.output.save_dir}"
+        return PredictionTask(
+            folder=whole if config.evaluation.do_train else self.model_folder,
+            samples=prediction_samples(self.data, config),
+            output=self.output.save_dir,
+            max_new_tokens=config.evaluation.max_new_tokens,
+            device=self.session.run_setup.rank_context.device,
+            status_text=trained if config.evaluation.do_train else "after the evaluation",
         )
-    return ending
-
-
-def _has_changed(run: _PreparedRun, loop: TrainingLoop) -> bool:
-    """Whether the run has trained anything, which is told where it has not; collective.
-
-    A resumed run is compared with its checkpoint, and counts as changed: what came before that is not known.
-    """
-    session, resume, number = run.session, run.resume, len(loop.steps)
-    before = session.source if resume is None else SavedWeights(resume.reader, session.run_setup.parts)
-    if not number or before is None:
-        return True
-    session.activity.start_action("the comparison with the weights before training")
-    if has_changed(session, before):
-        return True
-    since = "" if resume is None else f" since {resume.reader.path.name}"
-    if session.all_ranks.rank == 0:
-        logger.warning(
-            "no parameter was changed by %d step%s%s: every update was zero or too small for --dtype %s. Raise "
-            "--learning_rate (%g), and look at the gradient norms in %s",
-            number,
-            "" if number == 1 else "s",
-            since,
-            run.config.model.dtype,
-            run.config.optim.learning_rate,
-            run.output.save_dir / METRICS_FILE,
-        )
-    return resume is not None
-
-
-def _load_best_model(run: _PreparedRun, loop: TrainingLoop, saver: CheckpointSaver) -> int:
-    """Make the weights of the best checkpoint the result, unless the last ones are better; returns their step."""
-    last, best, resume = loop.trainer.num_steps_done, loop.best_saved.step, run.resume
-    if loop.best.step == last:
-        return last
-    earlier = None
-    if resume is not None and best is not None and best <= resume.num_steps_done:
-        earlier = checkpoint_path(resume.reader.path.parent, best)
-    return load_best_model(run.session, saver, earlier) or last
-
-
-def _leave_early(
-    ending: StopReason, run: _PreparedRun, saver: CheckpointSaver | None, loop: TrainingLoop, watchdog: Watchdog
-) -> None:
-    """End a run before its last step: its state is saved as far as that worked. Raises SavedAndStopped after a signal.
-
-    A run whose time is up ends well, or a launcher would start it again.
-    """
-    if loop.log is not None:
-        loop.log.finish(ending.value)
-        loop.log.close()
-    told = "nothing is saved (--save_strategy no)" if saver is None else "no checkpoint could be saved"
-    if saver is not None and saver.newest is not None:
-        command = resume_command(
-            command_words(), save_dir=None if run.resume is None else run.resume.inherited_save_dir
-        )
-        told = f"the state is saved in {saver.newest}"
-        if saver.newest_step != loop.trainer.num_steps_done:
-            told = f"this step could not be saved; the newest checkpoint is {saver.newest}"
-        told += f". To go on: {command}"
-    run.session.all_ranks.barrier()
-    watchdog.stop()
-    if ending is StopReason.SIGNAL:
-        raise SavedAndStopped(f"after a step: {told}")
-    logger.info("--max_run_time %g minutes are over: %s", run.config.saving.max_run_time, told)
-    _close(run, saver)
-
-
-def _close(run: _PreparedRun, saver: CheckpointSaver | None) -> None:
-    if saver is not None:
-        saver.close()
-    run.session.close()
-
-
-def _prediction(run: _PreparedRun) -> PredictionTask:
-    """Everything that answers to the evaluation data need, without the memory of the run."""
-    config = run.config
-    whole = run.output.save_dir if run.base is None else merged_folder(config)
-    return PredictionTask(
-        folder=whole if config.evaluation.do_train else run.model_folder,
-        samples=prediction_samples(run.data, config),
-        output=run.output.save_dir,
-        max_new_tokens=config.evaluation.max_new_tokens,
-        device=run.session.run_setup.rank_context.device,
-        status_text=f"after the last step: the model is complete and checked in {run.output.save_dir}"
-        if config.evaluation.do_train
-        else "after the evaluation",
-    )

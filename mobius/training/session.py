@@ -79,6 +79,11 @@ class Session:
         return self.transport.all_ranks
 
     @property
+    def is_first(self) -> bool:
+        """Whether this is the first of all ranks, which writes what is written once."""
+        return self.all_ranks.rank == 0
+
+    @property
     def spans(self) -> Spans:
         return NO_SPANS if self.recordings is None else self.recordings.spans
 
