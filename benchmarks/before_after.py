@@ -36,6 +36,9 @@ SETTINGS = {
     "24 GiB": ["--gpu_memory_limit", "24", "--max_grad_norm", "0"],
     "no limit": ["--max_grad_norm", "0"],
     "clipping": ["--gpu_memory_limit", "24", "--max_grad_norm", "1"],
+    "12 GiB": ["--gpu_memory_limit", "12", "--max_grad_norm", "1"],
+    "LoRA": ["--gpu_memory_limit", "12", "--finetuning_type", "lora"],
+    "131072 tokens": ["--gpu_memory_limit", "24", "--seq_length", "131072", "--batch_size", "1", "--num_chunks", "1"],
 }
 TITLES = ["setting", "before, s", "after, s", "ratio", "GPU GiB: before / after", "runs", "losses of equal plans"]
 
@@ -47,6 +50,8 @@ class Run:
     step_seconds: float
     gpu_gib: float
     losses: tuple[float, ...]
+    start_seconds: float
+    """From the request to the end of the first step."""
     plan: str
     """Residency, kept activations and slots: runs with another plan add up in another order."""
 
@@ -60,6 +65,7 @@ def runs_in_turn(
     for turn in range(arguments.turns):
         for name in names:
             for tree in (0, 1) if turn % 2 == 0 else (1, 0):
+                begun = time.monotonic()
                 if time.monotonic() > end:
                     return
                 words = [
@@ -78,9 +84,11 @@ def runs_in_turn(
                     statistics.median(step["step_seconds"] for step in steps[2:-1]),
                     max(step["reserved_gpu_memory_gib"] or 0.0 for step in steps),
                     tuple(step["loss"] for step in steps),
+                    time.monotonic() - begun - sum(step["step_seconds"] for step in steps[1:]),
                     f"resident {plan['resident']}, kept {plan['kept']}, slots {plan['slots']}",
                 )
-                print(f"{name:9} {('before', 'after')[tree]:6} {run.step_seconds:.4f} s, {run.plan}", flush=True)
+                took = f"{run.step_seconds:.4f} s, start {run.start_seconds:.1f} s"
+                print(f"{name:9} {('before', 'after')[tree]:6} {took}, {run.plan}", flush=True)
                 yield name, tree, run
 
 
