@@ -1,7 +1,6 @@
 """benchmarks/benchmark.py: what it plans to run, its arithmetic, and a whole run of the smallest model on the CPU."""
 
 import json
-import shlex
 import subprocess
 import sys
 import time
@@ -12,19 +11,13 @@ from typing import Any
 import benchmark
 import pytest
 from harness.forked import HANG_SECONDS
-from launch import free_port, run_ranks
+from launch import run_ranks
 from make_model import num_active, num_parameters, write_config
 from rows import (
-    Measurement,
-    Row,
     Workload,
-    header,
-    line,
-    markdown,
     mobius_measurement,
     model_flops_utilization,
     peer_measurement,
-    record,
 )
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
@@ -38,15 +31,6 @@ PEER_OUTPUT = {
     "load_seconds": 7.0,
     "loss": 10.5,
 }
-
-
-def planned(*argv: str, num_cores: int = 8) -> list[benchmark.Run]:
-    arguments = benchmark.parse(["tiny", "--ranks", "2", *argv])
-    return benchmark.plan_runs(arguments, model=Path("model"), output=Path("out"), num_cores=num_cores)
-
-
-def row(measurement: Measurement | None, problem: str | None = None, ratio: float | None = None) -> Row:
-    return Row(name="x", options="", measurement=measurement, problem=problem, run_seconds=3.0, ratio=ratio)
 
 
 def test_a_median_leaves_the_warm_up_out() -> None:
@@ -82,81 +66,6 @@ def test_mfu_is_six_operations_per_parameter_and_token_of_the_datasheets_rate() 
     assert model_flops_utilization(989e12 / 6e9, WORKLOAD) == pytest.approx(0.5)
     unknown = Workload(num_parameters=1, tokens=1, num_gpus=1, gpu_name="Quadro P600", warmup=0)
     assert model_flops_utilization(1.0, unknown) is None
-
-
-def test_a_row_is_as_wide_as_its_header_and_says_why_there_are_no_numbers() -> None:
-    measured = peer_measurement(PEER_OUTPUT, WORKLOAD, machine_bytes=0)
-
-    assert len(line(row(measured, ratio=1.25))) == len(header())
-    assert line(row(None, "timed out")).split() == ["x", "timed", "out", "after", "3", "s"]
-    table = markdown([row(measured, ratio=1.25), row(None, "not installed")]).splitlines()
-    assert len({text.count("|") for text in table}) == 1
-    assert "| 0.500 | 2,000 | 1.25 |" in table[2]
-    assert table[3].startswith("| x | not installed | - |")
-
-
-def test_a_record_is_valid_json_where_a_loss_is_none() -> None:
-    measured = peer_measurement({**PEER_OUTPUT, "loss": float("nan")}, WORKLOAD, machine_bytes=0)
-    written = json.loads(json.dumps(record(row(measured), {"date": "today"}), allow_nan=False))
-
-    assert written["date"] == "today"
-    assert written["measurement"]["loss"] is None
-    assert written["measurement"]["step_seconds"] == 0.5
-
-
-def test_variants_and_peers_come_after_mobius_with_its_options() -> None:
-    runs = planned(
-        *("--variant", "resident=--no_offload --recompute full", "--peer", "fsdp2-offload", "--max_grad_norm", "0"),
-        *("--", "--num_stages", "4"),
-    )
-
-    assert [run.name for run in runs] == ["Mobius", "resident", "fsdp2-offload"]
-    assert runs[0].command[-2:] == ["--num_stages", "4"]
-    assert runs[1].command[-5:] == ["--num_stages", "4", "--no_offload", "--recompute", "full"]
-    assert runs[2].command[-1] == "--offload"
-    for run in runs:
-        assert " --max_grad_norm 0.0 " in f" {shlex.join(run.command)} "
-
-
-def test_an_ablation_switches_one_part_off_in_each_row() -> None:
-    runs = planned("--ablation")
-
-    assert [run.options for run in runs] == [
-        *("", "--no_overlap_optimizer", "--no_prefetch", "--no_copy_messages", "--compile off", "--torch_adamw")
-    ]
-
-
-def test_cores_are_shared_by_processes_and_a_peer_of_one_process_has_them_all() -> None:
-    runs = {run.name: run for run in planned("--peer", "deepspeed-zero3", "--peer", "roundpipe")}
-
-    assert (runs["Mobius"].num_processes, runs["Mobius"].threads) == (2, 4)
-    assert (runs["deepspeed-zero3"].num_processes, runs["deepspeed-zero3"].threads) == (2, 4)
-    assert (runs["roundpipe"].num_processes, runs["roundpipe"].threads) == (1, 8)
-
-
-def test_accumulations_go_to_the_peers_that_have_them() -> None:
-    peers = ("--peer", "deepspeed-zero2", "--peer", "roundpipe", "--peer", "fsdp2")
-    runs = {run.name: run.options for run in planned(*peers, "--peer_accumulations", "4")}
-
-    assert runs["deepspeed-zero2"] == "--zero_stage 2 --accumulations 4"
-    assert runs["fsdp2"] == "--accumulations 4"
-    assert runs["roundpipe"] == runs["Mobius"] == ""
-
-
-@pytest.mark.parametrize(
-    ("argv", "complaint"),
-    [
-        (["--steps", "2"], "must be more than the 2 steps of --warmup"),
-        (["--env", "NCCL_P2P_DISABLE"], "is not NAME=VALUE"),
-        (["--variant", "resident"], "is not NAME=options"),
-        (["--peer", "horovod"], "invalid choice"),
-    ],
-)
-def test_a_mistake_is_told(argv: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        benchmark.parse(["tiny", *argv])
-
-    assert complaint in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -221,10 +130,6 @@ def test_a_failing_rank_ends_the_run_and_its_words_are_kept(tmp_path: Path, monk
     assert "out of luck" in result.log_end
 
 
-def test_a_run_without_a_result_has_failed(tmp_path: Path) -> None:
-    assert run_program(tmp_path, "").problem == "failed"
-
-
 def test_at_the_time_limit_nothing_of_a_run_is_left(tmp_path: Path) -> None:
     body = "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(10_000)'])\n"
     body += f"pathlib.Path({str(tmp_path)!r}, f'{{rank}}').write_text(str(child.pid))\ntime.sleep(100)"
@@ -241,10 +146,6 @@ def test_at_the_time_limit_nothing_of_a_run_is_left(tmp_path: Path) -> None:
 def is_running(pid: int) -> bool:
     status = Path(f"/proc/{pid}/stat")
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
-def test_a_free_port_is_one_that_can_be_listened_on() -> None:
-    assert 1024 <= free_port() < 65536
 
 
 PARTS = ["main", "stale", "clip", "stages", "long", "13b", "nop2p", "resident", "ablation", "memory", "13b48", "30b"]

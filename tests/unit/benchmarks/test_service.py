@@ -102,14 +102,6 @@ for number in itertools.count():
     return path
 
 
-def test_runs_share_their_processes_unless_they_are_to_be_new(play: Path) -> None:
-    for is_always_new in (False, True):
-        with Service(num_ranks=2, environment={}, is_always_new=is_always_new, worker=play) as service:
-            one, other = (service.run([word], timeout_seconds=HANG_SECONDS).output for word in ("one", "other"))
-        assert (one["word"], other["word"]) == ("one", "other")
-        assert (one["process"] != other["process"]) == is_always_new
-
-
 def test_after_a_run_that_failed_the_next_one_goes_on(play: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.GRACE_SECONDS", 0.2)
     with Service(num_ranks=2, environment={}, worker=play) as service:
@@ -120,13 +112,6 @@ def test_after_a_run_that_failed_the_next_one_goes_on(play: Path, monkeypatch: p
     assert failed.log_end == "rank 1 fails\nexit codes of the ranks: [None, 1]"
     assert next_one.output["word"] == "next"
     assert next_one.output["process"] != first.output["process"]
-
-
-def test_a_run_that_takes_too_long_is_ended(play: Path) -> None:
-    with Service(num_ranks=2, environment={}, worker=play) as service:
-        slow = service.run(["hang"], timeout_seconds=1)
-    assert slow.problem == "timed out", slow.log_end
-    assert slow.seconds < 60
 
 
 def test_ranks_end_with_the_process_that_started_them(tmp_path: Path, play: Path) -> None:

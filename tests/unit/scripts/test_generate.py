@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from generate import check, main, mean_loss
+from generate import main, mean_loss
 from harness.runs import make_checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -29,13 +29,6 @@ def test_the_loss_is_a_mean_over_the_tokens_of_all_answers() -> None:
 
     samples = [PromptAndLabel(*(np.array(part, dtype=np.int32) for part in row)) for row in rows]
     assert mean_loss(model, samples) == pytest.approx(sum(logs) / 4, rel=1e-5)
-
-
-def test_an_answer_is_checked_where_it_can_be() -> None:
-    assert check("57 as a sum:", " 50 + 7", " 40 + 17")
-    assert not check("57 as a sum:", " 50 + 8", " 40 + 17")
-    assert check("Summarize.", "It opens. ", "It opens.")
-    assert not check("Summarize.", "It shuts.", "It opens.")
 
 
 def test_it_prints_answers_the_share_that_is_right_and_the_loss(

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from make_number_task import LIMITS, in_digits, in_words, is_right, main, make_samples
+from make_number_task import LIMITS, in_digits, in_words, is_right, make_samples
 
 SPELLED = {
     0: "zero",
@@ -64,13 +64,3 @@ def test_every_sample_is_right_and_no_tested_prompt_is_trained_on(task: str) -> 
     assert all(is_right(sample["prompt"], sample["completion"]) for sample in train + test)
     assert not {sample["prompt"] for sample in train} & {sample["prompt"] for sample in test}
     assert len({sample["prompt"] for sample in test}) == 300
-
-
-def test_a_split_goes_to_a_file_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "new" / "numbers.jsonl"
-
-    assert main([str(path), "--task", "sums", "--samples", "20", "--split", "5"]) == 0
-
-    assert len(capsys.readouterr().out.splitlines()) == 2
-    both = read_lines(path) + read_lines(path.with_name("numbers_test.jsonl"))
-    assert [set(sample) for sample in both] == [{"prompt", "completion"}] * 25

@@ -38,10 +38,3 @@ def test_it_tells_milliseconds_and_draws_the_step_that_is_asked_for(
         ["0", "100.0", "67.5", "12.5"],
     ]
     assert ">F0.0<" in (trace_folder / "step.svg").read_text()
-
-
-@pytest.mark.usefixtures("trace_folder")
-def test_without_a_step_it_shows_the_second(capsys: pytest.CaptureFixture[str]) -> None:
-    show_trace.main(["trace.json"])
-
-    assert capsys.readouterr().out.startswith("step 4 on cpu")

@@ -45,24 +45,6 @@ def test_the_options_of_a_run_count_and_a_wrong_one_is_told_as_there(capsys: Cap
     assert "no step is predicted" in capsys.readouterr().err
 
 
-def test_a_machine_that_is_too_small_is_a_line_beside_those_that_are_not(capsys: Captured) -> None:
-    assert simulate.main([*SMALL, "--gpu_memory_limit", "0.5", "8"]) == 0
-    _, small, large, *below = capsys.readouterr().out.splitlines()
-    assert small.endswith("0.5  does not fit, see below")
-    assert "tokens" not in large
-    assert large.split()[:6] == ["1b", "2", "x", "H200", "5", "8"]
-    assert any(line.startswith("1b 2 x H200: does not fit: rank ") for line in below)
-    assert simulate.main([*SMALL, "--gpu_memory_limit", "0.5"]) == 1
-
-
-def test_a_wrong_card_is_one_line_with_the_known_ones(capsys: Captured) -> None:
-    assert simulate.main([*SMALL, "--card", "B12"]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("error: the card 'B12' is not known")
-    assert captured.err.count("\n") == 1
-    assert captured.out == ""
-
-
 def test_the_predicted_step_is_drawn_and_written_like_a_measured_one(tmp_path: Path) -> None:
     picture, file = tmp_path / "step.png", tmp_path / "trace.json"
     assert simulate.main([*SMALL, "--output", str(picture), "--trace", str(file)]) == 0

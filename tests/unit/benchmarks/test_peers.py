@@ -1,8 +1,7 @@
-"""benchmarks/peers/packed.py: samples whole in rows, apart in a microbatch; two ranks of FSDP2 train on them."""
+"""Peers of the benchmarks compute what they are compared on: packed rows, adapters, chunks of a loss."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness.forked import HANG_SECONDS
 from launch import run_ranks
 from make_model import write_config
-from peers.packed import PackedSteps, best_fit_decreasing, read_lengths
+from peers.packed import PackedSteps, best_fit_decreasing
 from transformers import AutoConfig, AutoModelForCausalLM
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
@@ -37,16 +37,6 @@ def steps(lengths: list[int], **changes: Any) -> PackedSteps:
 def test_the_longest_goes_first_where_the_least_room_is_left() -> None:
     # 9 and 7 open rows of 10; of 3 and 1 each goes where it leaves less: 3 behind 7, 1 behind 9; 2 opens a third.
     assert best_fit_decreasing([1, 9, 2, 7, 3], 10) == [[9, 1], [7, 3], [2]]
-
-
-def test_every_sample_is_in_one_row_as_a_whole() -> None:
-    lengths = np.random.default_rng(3).integers(1, 65, 2000).tolist()
-
-    rows = best_fit_decreasing(lengths, 64)
-
-    assert sorted(itertools.chain(*rows)) == sorted(lengths)
-    assert max(map(sum, rows)) <= 64
-    assert len(rows) < 1.03 * sum(lengths) / 64
 
 
 def test_samples_of_a_microbatch_do_not_see_each_other() -> None:
@@ -91,24 +81,6 @@ def test_compiled_attention_gets_microbatches_of_one_shape() -> None:
         assert (part["labels"][0, tokens:] == -100).all()
 
 
-def test_a_rate_counts_real_tokens_behind_the_warm_up() -> None:
-    packed = steps([16, 8], attention="flex_attention")
-    for _ in range(4):
-        packed.next()
-
-    facts = packed.facts([9.0, 9.0, 1.0, 2.0], warmup=2)
-
-    assert facts["real_tokens_per_second"] == 2 * 24 / 3
-    assert facts["padding"] == pytest.approx(8 / 32)
-
-
-def test_longer_samples_are_cut_as_everywhere(tmp_path: Path) -> None:
-    file = tmp_path / "lengths.json"
-    file.write_text("[3, 40, 16]")
-
-    assert read_lengths(file, 16) == [3, 16, 16]
-
-
 @pytest.mark.extended  # a peer's benchmark
 @pytest.mark.usefixtures("forked_starts")
 def test_two_ranks_of_fsdp2_train_on_packed_rows(tmp_path: Path) -> None:
@@ -135,3 +107,56 @@ def test_two_ranks_of_fsdp2_train_on_packed_rows(tmp_path: Path) -> None:
     rate = sum(told["step_tokens"][1:]) / sum(told["step_seconds"][1:])
     assert told["real_tokens_per_second"] == pytest.approx(rate)
     assert told["loss"] == pytest.approx(10.37, abs=0.2)  # ln 32000
+
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "peers"))
+
+
+@pytest.mark.usefixtures("peers")
+@pytest.mark.parametrize("chunk_tokens", [0, 5])
+def test_the_loss_and_gradients_of_chunks_are_the_plain_models(tmp_path: Path, chunk_tokens: int) -> None:
+    from lora import adapt, make_lora_parser, read_base_config
+
+    write_config(tmp_path, "tiny", 2)
+    words = [str(tmp_path), "--batch_size", "2", "--seq_length", "12", "--output", "x"]
+    arguments = make_lora_parser("").parse_args([*words, "--loss_chunk_tokens", str(chunk_tokens)])
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(read_base_config(arguments), dtype=torch.float32)
+    tokens = torch.randint(0, 32000, (2, 12))
+    adapted = adapt(model, arguments, has_fp32_adapters=True)
+    trained = {name: value for name, value in adapted.named_parameters() if value.requires_grad}
+    plain = adapted.model(input_ids=tokens, labels=tokens).loss
+    expected = torch.autograd.grad(plain, list(trained.values()))
+
+    loss = adapted(tokens)
+
+    assert len(trained) == 2 * 7 * 2  # two matrices beside each of a layer's seven
+    torch.testing.assert_close(loss, plain, rtol=1e-6, atol=0)
+    for got, wanted in zip(torch.autograd.grad(loss, list(trained.values())), expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))
+
+
+@pytest.mark.extended
+def test_two_ranks_of_fsdp2_train_adapters(tmp_path: Path) -> None:
+    write_config(tmp_path / "model", "tiny", 1)
+    output = tmp_path / "output.json"
+    words = f"{tmp_path / 'model'} --output {output}"
+    words += (
+        " --batch_size 4 --seq_length 8 --steps 2 --max_grad_norm 1 --rows_per_microbatch 1 2 --loss_chunk_tokens 8"
+    )
+    result = run_ranks(
+        [sys.executable, str(BENCHMARKS / "peers" / "lora_fsdp2.py"), *words.split()],
+        num_ranks=2,
+        environment={"OMP_NUM_THREADS": "1"},
+        output=output,
+        timeout_seconds=HANG_SECONDS,
+    )
+
+    assert result.problem is None, result.log_end
+    assert set(result.output["trial_seconds_per_row"]) == {"1", "2"}
+    assert result.output["loss"] == pytest.approx(10.37, abs=0.2)
