@@ -19,10 +19,8 @@ if __name__ == "__main__":
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from harness.family_checks import check_family, why_no_plan  # noqa: E402
-from harness.family_table import DOCUMENT, VERSIONS, other_versions, written_table  # noqa: E402
-from harness.text_parts import check_text_part, families_with_text  # noqa: E402
-from harness.tiny_families import causal_families, planned_families  # noqa: E402
+from harness.family_checks import check_family, check_text_part, families_with_text, why_no_plan  # noqa: E402  # noqa: E402
+from harness.tiny_families import DOCUMENT, VERSIONS, causal_families, other_versions, planned_families, written_table  # noqa: E402  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
 from mobius.models.multimodal import text_config  # noqa: E402

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 from harness.grids import named
-from harness.launched import Launched
-from harness.processes import family, is_alive, ranks_of
+from harness.launched import Launched, family, is_alive, ranks_of
 from harness.runs import ROOT, command, environment, free_port, make_checkpoint, make_dataset
 from started_ranks import wait_until
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.compared_runs import assert_goes_on_exactly, tensors_of
-from harness.runs import EXPERTS, make_checkpoint, make_dataset, run_main
+from harness.runs import EXPERTS, assert_goes_on_exactly, make_checkpoint, make_dataset, run_main, tensors_of
 from transformers import AutoModelForCausalLM
 
 # With AdamW's default epsilon of 1e-8, gradients that are only rounding make whole steps; processors round differently.

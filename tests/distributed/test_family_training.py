@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness.family_training import losses_beside_transformers
+from harness.tiny_families import losses_beside_transformers
 
 OPTIONS = """--device cpu --num_stages 4 --resident_stages 0 --num_chunks 2 --batch_size 4 --seq_length 128
     --num_iterations 5 --learning_rate 3e-3"""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from harness.forked import HANG_SECONDS, Ranks
-from harness.processes import is_alive
+from harness.launched import is_alive
 from harness.runs import command, environment, make_checkpoint, make_dataset
 from launch import free_port
 from started_ranks import wait_until

@@ -8,10 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness.compared_runs import assert_equal_tensors, evaluations_of, steps_of
 from harness.forked import Ranks
 from harness.grids import named
-from harness.runs import environment, make_checkpoint, make_dataset, run_main
+from harness.runs import (
+    assert_equal_tensors,
+    environment,
+    evaluations_of,
+    make_checkpoint,
+    make_dataset,
+    run_main,
+    steps_of,
+)
 
 LATE_SECONDS = 0.5
 SMALL = """--dataset data.jsonl --fp32 --num_chunks 2 --batch_size 4 --seq_length 16 --val_size 4 --num_stages 4"""

@@ -28,7 +28,7 @@ def run(folder: Path, *options: str) -> tuple[int, str]:
     arguments = [OWN_FOLDER, *OPTIONS.split(), *options]
     variables = environment(folder / "cache")
     ranks = Ranks(
-        "harness.standing_still",
+        "harness.late_ranks",
         "faulty_main",
         arguments,
         num_ranks=2,

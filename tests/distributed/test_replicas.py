@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness.launched import Launched
-from harness.processes import ranks_of
+from harness.launched import Launched, ranks_of
 from harness.runs import ROOT, environment, free_port, make_checkpoint, make_dataset, run_main
 from safetensors.torch import load_file
 from started_ranks import wait_until

@@ -10,11 +10,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness.compared_runs import assert_goes_on_exactly, evaluations_of, steps_of, tensors_of
 from harness.forked import HANG_SECONDS
 from harness.grids import named
 from harness.launched import Launched
-from harness.runs import ROOT, environment, make_checkpoint, make_dataset, run_main
+from harness.runs import (
+    ROOT,
+    assert_goes_on_exactly,
+    environment,
+    evaluations_of,
+    make_checkpoint,
+    make_dataset,
+    run_main,
+    steps_of,
+    tensors_of,
+)
 
 OPTIONS = """--model_path model --dataset data.jsonl --num_chunks 2 --batch_size 4 --seq_length 32 --num_iterations 12
     --save_steps 4 --save_total_limit 0 --learning_rate 1e-3 --warmup_steps 1 --save_params none --val_size 4

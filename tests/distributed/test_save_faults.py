@@ -57,7 +57,7 @@ def test_a_save_that_the_first_rank_cannot_begin_is_told_once(tmp_path: Path) ->
     options = """--device cpu --fp32 --model_path model --dataset data.jsonl --num_stages 4 --num_chunks 2
         --batch_size 4 --seq_length 32 --num_iterations 3 --save_steps 2 --save_params none --save_dir saved"""
     ranks = Ranks(
-        "harness.standing_still",
+        "harness.late_ranks",
         "faulty_main",
         [FULL_FOR_THE_FIRST, *options.split()],
         num_ranks=2,

@@ -101,7 +101,7 @@ def run_forked(folder: Path, fault: str, options: str, num_nodes: int = 1) -> tu
     arguments = [fault, *OPTIONS.split(), *options.split()]
     variables = environment(folder / "cache")
     ranks = Ranks(
-        "harness.standing_still",
+        "harness.late_ranks",
         "faulty_main",
         arguments,
         num_ranks=2,

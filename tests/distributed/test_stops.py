@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed.run
 from harness.forked import HANG_SECONDS
-from harness.launched import Launched
-from harness.processes import is_alive
+from harness.launched import Launched, is_alive
 from started_ranks import wait_until
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ from pathlib import Path
 import extract_text_model
 import pytest
 import torch
+from harness.family_checks import tiny_whole
 from harness.runs import TOKENIZER, make_dataset, run_main
-from harness.text_parts import tiny_whole
 from harness.tiny_families import tiny_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel

@@ -11,7 +11,7 @@ from harness.runs import environment
 
 def test_a_hang_of_one_rank_is_told_by_all_with_who_waits_for_whom(tmp_path: Path) -> None:
     ranks = Ranks(
-        "harness.standing_still",
+        "harness.late_ranks",
         "pass_messages",
         [1, 3.0],
         num_ranks=3,

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness.runs import ROOT, VOCAB, environment, free_port, make_checkpoint, make_dataset
-from harness.saved_sessions import Record, SavedSession, differing, saved_state
-from harness.sessions import random_samples
+from harness.sessions import Record, SavedSession, differing, random_samples, saved_state
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness.expert_products import Case, off
-from harness.expert_training import losses_of_both
+from harness.expert_training import Case, losses_of_both, off
 
 from mobius.models.experts.grouped_matmul import add_weight_gradient, grouped_matmul, grouped_weight_gradient
 from mobius.models.experts.kernel_launch import ExpertKernels

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness.family_training import losses_beside_transformers
+from harness.tiny_families import losses_beside_transformers
 
 pytestmark = pytest.mark.gpu
 

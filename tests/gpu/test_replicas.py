@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness.forked import Ranks
-from harness.replica_messages import shares_of, values_of
-from harness.replica_ranks import CLIPPINGS, OTHERS, STREAMED, trained
+from harness.replica_ranks import CLIPPINGS, OTHERS, STREAMED, shares_of, trained, values_of
 from harness.runs import environment
 
 pytestmark = pytest.mark.gpu
@@ -27,7 +26,7 @@ def nodes_for(num_ranks: int) -> int:
 
 def test_sums_over_nccl_are_those_on_hosts_to_the_bit(tmp_path: Path) -> None:
     ranks = Ranks(
-        "harness.replica_messages",
+        "harness.replica_ranks",
         "use_all",
         [str(tmp_path / "made"), "cuda"],
         num_ranks=2,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness.pipelines import Pipeline, make_batch, make_model
-from harness.trainers import make_single_trainer
+from harness.sessions import make_single_trainer
 from torch import Tensor
 
 from mobius.engine.adamw import AdamWSettings, FlatAdamW

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from harness.plan_requests import TWO_PER_ROOT_COMPLEX
 from harness.shared_links import LOAD_BYTES, NUM_MICROBATCHES, host_states, load_seconds, run_on
-from harness.topologies import TWO_PER_ROOT_COMPLEX
 
 from mobius.hardware.cross_mapping import best_order
 

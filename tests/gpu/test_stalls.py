@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 
 import pytest
 import torch
+from harness.sessions import make_single_trainer
 from harness.shared_links import LOAD_BYTES, NUM_MICROBATCHES, host_states, load_seconds, run_on
-from harness.trainers import make_single_trainer
 
 from mobius.engine.executor import Executor
 from mobius.engine.optimizer_stepper import OptimizerStepper

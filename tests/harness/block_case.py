@@ -1,16 +1,34 @@
-"""A block of a model with weights and inputs, run in each of the ways that a stage runs it."""
+"""One layer of a family on random numbers, whole and in halves, and its plain gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from harness.pipelines import CPU, FAMILIES
 from torch import Tensor
+from transformers import (
+    Cohere2Config,
+    Exaone4Config,
+    Gemma2Config,
+    Glm4Config,
+    GraniteConfig,
+    Olmo2Config,
+    Olmo3Config,
+    OlmoConfig,
+    Phi3Config,
+    PretrainedConfig,
+    SmolLM3Config,
+    Starcoder2Config,
+)
 
+from mobius.engine.documents import Rows, position_ids_and_cu_seqlens
+from mobius.models.attention import DocumentLayout
 from mobius.models.block_autograd import backward, recomputed_backward, run_with_graph, run_without_graph
-from mobius.models.blocks import Block
+from mobius.models.blocks import Block, LayerArgumentsBuilder, ModelParts
+from mobius.models.pre_post_attention import PrePostAttention
 from mobius.schedule.plan import RecomputeLevel
 
 
@@ -51,3 +69,69 @@ class BlockCase:
 def assert_near(actual: Sequence[Tensor], expected: Sequence[Tensor], *, share: float) -> None:
     for one, other in zip(actual, expected, strict=True):
         assert torch.allclose(one, other, rtol=share, atol=share * float(other.abs().max()))
+
+
+_TINY: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_OTHERS: dict[str, Callable[[], PretrainedConfig]] = {
+    "cohere2": lambda: Cohere2Config(**_TINY, sliding_window=4),  # attention beside the feed-forward part
+    "exaone4": lambda: Exaone4Config(**_TINY, sliding_window=4),
+    "glm4": lambda: Glm4Config(**_TINY, head_dim=8),  # rotary embeddings on a part of each head
+    "granite": lambda: GraniteConfig(**_TINY, residual_multiplier=0.5, attention_multiplier=0.3),
+    "olmo": lambda: OlmoConfig(**_TINY, clip_qkv=0.5),  # changes queries, keys and values in place
+    "olmo2": lambda: Olmo2Config(**_TINY),  # norms behind attention and feed-forward part
+    "olmo3": lambda: Olmo3Config(**_TINY, sliding_window=4),
+    "phi3": lambda: Phi3Config(**_TINY),  # one linear for queries, keys and values
+    "smollm3": lambda: SmolLM3Config(**_TINY),
+    "starcoder2": lambda: Starcoder2Config(**_TINY),
+}
+_PACKED_ONLY: dict[str, Callable[[], PretrainedConfig]] = {
+    # Capped scores, which dense attention of transformers refuses in the fast way.
+    "gemma2": lambda: Gemma2Config(**_TINY, head_dim=16, sliding_window=4, attn_logit_softcapping=2.0),
+}
+CUT_FAMILIES = {**FAMILIES, **_OTHERS}
+CUT_FAMILIES_PACKED = {**CUT_FAMILIES, **_PACKED_ONLY}
+
+
+def config_of(family: str) -> PretrainedConfig:
+    """A tiny configuration of `family`, with the attention that a run takes."""
+    config = CUT_FAMILIES_PACKED[family]()
+    config._attn_implementation = "sdpa" if family in CUT_FAMILIES else "eager"
+    return config
+
+
+def layer_cases(
+    parts: ModelParts, *, shape: tuple[int, int], rows: Rows | None = None, dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[BlockCase, PrePostAttention]]:
+    """One layer of each kind, whole and in halves, on numbers of `shape` [B, L]; `rows` are lengths of documents."""
+    documents = None
+    if rows is not None:
+        most = 1 + max(len(row) for row in rows)
+        places = position_ids_and_cu_seqlens(rows, seq_length=shape[1], num_microbatches=1, max_documents=most)
+        position_ids, (cu_seqlens,) = (torch.from_numpy(each) for each in places)
+        documents = DocumentLayout(position_ids, cu_seqlens)
+    arguments = LayerArgumentsBuilder(parts, device=CPU, dtype=dtype)(shape[1], documents)
+    kinds = {id(layer.module): index for index, layer in reversed(list(enumerate(parts.layers)))}
+    for index in kinds.values():
+        layer = parts.layers[index]
+        generator = torch.Generator().manual_seed(1)
+        weights = {
+            name: (torch.randn(size, generator=generator) * 0.1).to(dtype)
+            for name, size in layer.parameter_shapes().items()
+        }
+        hidden, gradient = (
+            torch.randn(*shape, parts.config.hidden_size, generator=generator).to(dtype) for _ in range(2)
+        )
+        case = BlockCase(layer, weights, hidden, dict(arguments[index]), gradient)
+        yield case, PrePostAttention(parts.split_at_attention(index))

@@ -1,4 +1,4 @@
-"""Small checkpoints with values of a seed, written as a run writes them."""
+"""Checkpoints of a few tensors, and programs that save one."""
 
 from __future__ import annotations
 

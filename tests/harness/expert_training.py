@@ -1,13 +1,13 @@
-"""Some steps of a small model with experts, in one stage of the pipeline and by transformers alone, on one device."""
+"""Experts: their products alone, and steps that train them beside transformers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 
 import torch
-from harness.losses import Losses
 from harness.pipelines import model_of
-from harness.tiny_families import tiny_config
+from harness.tiny_families import Losses, tiny_config
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -85,3 +85,37 @@ def _in_a_stage(model: PreTrainedModel, device: torch.device, dtype: torch.dtype
         return float(loss), sums
 
     return step
+
+
+COUNTS = (10, 0, 150, 3, 129, 128, 0)
+"""Rows of each expert; among them none, less than a tile, and more than one."""
+
+
+class Case:
+    """Random rows of both sides, and matrices [experts, in, out] of both forms, one of them a transposed view."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, width: int, out_width: int) -> None:
+        generator = torch.Generator().manual_seed(4)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(device, dtype)
+
+        self.expert_offsets = torch.tensor(COUNTS).cumsum(0).to(device, torch.int32)
+        self.rows, self.gradient = draw(sum(COUNTS), width), draw(sum(COUNTS), out_width)
+        plain, turned = draw(len(COUNTS), width, out_width), draw(len(COUNTS), out_width, width).transpose(1, 2)
+        self.matrices = plain, turned
+        self._edges = list(pairwise([0, *self.expert_offsets.tolist()]))
+
+    def product(self, matrix: Tensor) -> Tensor:
+        """Rows times their experts' matrices, in fp64."""
+        parts = zip(self._edges, matrix.double(), strict=True)
+        return torch.cat([self.rows[start:end].double() @ own for (start, end), own in parts])
+
+    def grouped_weight_gradient(self) -> Tensor:
+        """gradient^T rows of each expert, in fp64."""
+        return torch.stack([self.gradient[a:b].double().t() @ self.rows[a:b].double() for a, b in self._edges])
+
+
+def off(actual: Tensor, expected: Tensor) -> float:
+    """Largest difference, as a share of the largest entry."""
+    return float((actual.double() - expected).abs().max() / expected.abs().max())

@@ -1,4 +1,4 @@
-"""Whether a family's tiny model, cut into stages, computes what transformers alone does; one answer for each family."""
+"""What a family is checked for: the bits of the plain model, leaks of packed rows, and text parts of larger models."""
 
 from __future__ import annotations
 
@@ -10,18 +10,26 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import transformers
 from harness.packed_rows import LENGTH, ROWS, documents_alone, make_packed_batch
-from harness.pipelines import CPU, Pipeline, make_batch, model_of, plain_step
-from harness.tiny_families import tiny_config
+from harness.pipelines import CPU, VOCAB, Pipeline, make_batch, model_of, plain_step
+from harness.tiny_families import FIELDS, tiny_config
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
+from mobius.engine.executor import StepBatch
 from mobius.errors import MobiusError, first_line
 from mobius.models.blocks import ModelParts
 from mobius.models.config_rules import find_invalid_fields
+from mobius.models.model_files import describe_error, read_json_object
+from mobius.models.multimodal import text_config
+from mobius.models.multimodal.weight_names import text_weight_names
 from mobius.models.sliced_attention.slice_support import unsliceable_reason
-from mobius.models.weights import CheckpointWeights
+from mobius.models.weights import CheckpointWeights, has_untied_head
 
 NUM_RANKS, STAGES_PER_RANK, MICROBATCHES, SLOTS = 2, 2, 2, 1
 _AFTER_THE_NAME = re.compile(r"the family '[^']+' (.*)")
@@ -171,3 +179,160 @@ def _reason(error: Exception) -> str:
         return found.group(1).partition(", so ")[0]
     text = text if isinstance(error, MobiusError) else f"{type(error).__name__}: {text}"
     return f"makes no tiny model that can be tried ({text.rpartition('can be built: ')[2][:160]})"
+
+
+MOST_PARAMETERS = 20_000_000
+"""Of a model that counts as tiny; most have a tenth of a million."""
+_SMALL: Mapping[str, Any] = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "embed_dim", "out_hidden_size", "d_model", "hidden_dim"), 32),
+    **dict.fromkeys(("encoder_ffn_dim", "projection_dim"), 32),
+    **dict.fromkeys(("num_hidden_layers", "depth", "num_layers", "encoder_layers"), 1),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads", "encoder_attention_heads"), 2),
+    "image_size": 28,
+    "patch_size": 14,
+    "head_dim": 16,
+    "vocab_size": 96,
+    "num_position_embeddings": 16,
+    "fullatt_block_indexes": [0],
+    "deepstack_visual_indexes": [0],
+}
+"""Fields of the parts that are for images and sound."""
+EXACT, NEAR = "bit-equal", "to 2e-6"
+_FOLDER = re.compile(r"/\S*/tmp\w+")
+_ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
+_AUTO_CLASSES = ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM")
+
+
+def families_with_text(supported: Mapping[str, object]) -> dict[str, str]:
+    """Families of larger models whose text part, with their default configuration, is of a supported family."""
+    found = {}
+    for family in CONFIG_MAPPING_NAMES:
+        if "text_config" not in (getattr(CONFIG_MAPPING[family], "sub_configs", None) or {}):
+            continue
+        try:
+            part = text_config.extract_text_config({"model_type": family})
+        except Exception:  # without a default configuration there is nothing to try
+            continue
+        if part is not None and part.fields["model_type"] in supported:
+            found[family] = part.fields["model_type"]
+    return dict(sorted(found.items()))
+
+
+def check_text_part(family: str) -> dict[str, str]:
+    """What is found: `parity` of the text part of the tiny model of `family`, or why it is `refused`."""
+    try:
+        found = _compare(family)
+    except Exception as error:  # whatever the family's code raises is the reason
+        found = (
+            "makes no tiny model that can be tried "
+            f"({_FOLDER.sub('its checkpoint', describe_error(error))[:120].strip()})"
+        )
+    return {"parity" if found in (EXACT, NEAR) else "refused": found}
+
+
+def tiny_whole(family: str, *, is_tied: bool, vocab_size: int = VOCAB) -> PreTrainedModel:
+    """A tiny model of `family` with random weights, its text part with all features on."""
+    kind = cast(Any, CONFIG_MAPPING[family])
+    default = kind()
+    own = default.text_config
+    text = {**_tiny_text(own, is_tied=is_tied), "vocab_size": vocab_size}
+    others = {}
+    for name in kind.sub_configs:
+        if name != "text_config" and (other := getattr(default, name, None)) is not None:
+            declared = {field.name for field in dataclasses.fields(other)}
+            small = {field: value for field, value in _SMALL.items() if field in declared}
+            others[name] = {"model_type": other.model_type, **small}
+    config = kind(text_config=text, tie_word_embeddings=is_tied, **others)
+    model_class = getattr(transformers, _class_name(family))
+    with torch.device("meta"):
+        if (size := model_class(config).num_parameters()) > MOST_PARAMETERS:
+            raise ValueError(f"it has {size:,} parameters")
+    torch.manual_seed(0)
+    config.text_config.use_cache = False
+    model: PreTrainedModel = model_class(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def _tiny_text(default: PretrainedConfig, *, is_tied: bool) -> dict[str, Any]:
+    """Fields of `text_config`; Gemma 3's logits have a cap in its text model alone, and in no published one."""
+    if default.model_type not in text_config.EQUIVALENT_FAMILIES:
+        uncapped = {"final_logit_softcapping": None} if default.model_type == "gemma3_text" else {}
+        return tiny_config(default.model_type, tie_word_embeddings=is_tied, **uncapped).to_dict()
+    declared = {field.name for field in dataclasses.fields(cast(Any, default))}
+    fields = {name: value for name, value in FIELDS.items() if name in declared}
+    half = fields.get("head_dim", fields["hidden_size"] // fields["num_attention_heads"]) // 2
+    axes = {"mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
+    return {**fields, "model_type": default.model_type, "rope_parameters": {**_ROTARY, **axes}}
+
+
+def _class_name(family: str) -> str:
+    tables = (getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES", {}) for name in _AUTO_CLASSES)
+    if (name := next((table[family] for table in tables if family in table), None)) is None:
+        raise ValueError("no class of it makes logits")
+    return name
+
+
+def whole_step(model: PreTrainedModel, batch: StepBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of text alone by the whole model; names are those of the text part by itself."""
+    total = torch.zeros(())
+    for tokens, labels in zip(batch.input_ids.chunk(MICROBATCHES), batch.labels.chunk(MICROBATCHES), strict=True):
+        logits = model(input_ids=tokens).logits
+        loss = ForCausalLMLoss(logits, labels, logits.shape[-1], num_items_in_batch=batch.num_targets)
+        loss.backward()
+        total += loss.detach()
+    names = text_weight_names([name for name, _ in model.named_parameters(remove_duplicate=False)])
+    named = model.named_parameters(remove_duplicate=False)
+    found = {names.get(name, name): each.grad for name, each in named if name in names or name.startswith("lm_head.")}
+    return total, {name: gradient for name, gradient in found.items() if gradient is not None}
+
+
+def _compare(family: str) -> str:
+    worst = 0.0
+    for is_tied in (False, True):
+        model = tiny_whole(family, is_tied=is_tied)
+        batch = make_batch(MICROBATCHES)
+        loss, expected = whole_step(model, batch)
+        for saves in (_save_as_on_the_hub, _save_as_named):
+            with tempfile.TemporaryDirectory() as folder:
+                saves(model, Path(folder))
+                found = _run_text_part(Path(folder), batch)
+            if not torch.allclose(found[0], loss, rtol=1e-6):
+                return "does not give what transformers gives for text alone: the loss differs"
+            if apart := sorted(expected.keys() ^ found[1].keys()):
+                return f"does not give what transformers gives for text alone: one has no gradient of {apart[0]}"
+            shared = {"lm_head.weight", "model.embed_tokens.weight"} if is_tied else set()
+            for name, gradient in expected.items():
+                off = float((found[1][name] - gradient).abs().max() / gradient.abs().max())
+                worst = max(worst, 0.0 if name in shared and off <= 1e-6 else off)
+    if worst > 2e-6:
+        return f"does not give what transformers gives for text alone: a gradient is {worst:.0e} of its largest off"
+    return EXACT if worst == 0 else NEAR
+
+
+def _save_as_on_the_hub(model: PreTrainedModel, folder: Path) -> None:
+    model.save_pretrained(folder)
+
+
+def _save_as_named(model: PreTrainedModel, folder: Path) -> None:
+    """By the names that the model itself has, as transformers 5 may write them."""
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    once = {id(value): (name, value) for name, value in reversed(model.state_dict(keep_vars=True).items())}
+    save_file({name: value.detach().clone() for name, value in once.values()}, folder / "model.safetensors")
+
+
+def _run_text_part(folder: Path, batch: StepBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """The pipeline on what the program reads from `folder`."""
+    part = text_config.extract_text_config(read_json_object(folder / "config.json"))
+    assert part is not None
+    config = CONFIG_MAPPING[part.fields["model_type"]].from_dict(part.fields)
+    if config.tie_word_embeddings and has_untied_head(folder):  # as in a run
+        config.tie_word_embeddings = False
+    model = model_of(config)
+    tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
+    source = CheckpointWeights(folder, tied)
+    pipeline = Pipeline(model, NUM_RANKS, STAGES_PER_RANK, MICROBATCHES, SLOTS, source=source)
+    return pipeline.run(batch), pipeline.gradients

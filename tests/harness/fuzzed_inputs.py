@@ -5,16 +5,19 @@ Input number n of a kind is the same in every run. Each is a folder's files and 
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
+import os
 import random
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import yaml
-from harness.broken_contents import TEXTS, VALUES, changed_json, spoiled
-from harness.fuzzed_checkpoints import ADAPTER, CHECKPOINT, RUN, break_checkpoint, make_run
 from harness.runs import VOCAB, make_checkpoint, make_dataset
 from safetensors.torch import load_file
 from safetensors.torch import save as as_safetensors
@@ -315,3 +318,181 @@ FILE_KINDS: Mapping[str, Callable[[FuzzedInput, random.Random, Path], None]] = {
 @cache
 def _tensors(model: Path) -> dict[str, Tensor]:
     return {name: value for shard in model.glob("*.safetensors") for name, value in load_file(shard).items()}
+
+
+RAW = {
+    "@digits@": "9" * 5000,
+    "@nan@": "NaN",
+    "@infinity@": "-Infinity",
+    "@huge@": "1e999",
+    "@deep@": "[" * 20_000 + "]" * 20_000,
+    "@open@": "[" * 100_000,
+    "@surrogate@": '"\\ud800"',
+    "@nul@": '"\\u0000"',
+}
+"""Marks in JSON that are replaced, quotes included, by what Python would not write itself."""
+VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, -1, 2, 3, 7, 64, 1.5, -0.5, 1e-300, 1e300, 10**9, 10**12, 10**30, -(10**30)),
+    *("", " ", "a", "8", "silu", "nonsense", "full_attention", "\x1b[2J\x07", "é模型", "x" * 5000, "../../etc/passwd"),
+    *([], {}, [[]], [1, 2], ["a"], {"a": 1}, {"": []}, [None] * 50),
+    *RAW,
+)
+TEXTS = (
+    *("", " ", "0", "1", "2", "3", "-1", "1.5", "1e5", "1e-400", "1e400", "9" * 5000, "10" * 20, "1000000000000"),
+    *("nan", "inf", "-inf", "１２", "٣", "1_000", "0x10", "auto", "all", "none", "true", "False", "null", "[]", "{}"),
+    *(
+        "--",
+        "-",
+        "---",
+        "--x",
+        "%s%n%d",
+        "{0}",
+        "$(id)",
+        "`id`",
+        "a\nb",
+        "\t",
+        "\x1b[31m",
+        "\x00",
+        "\udcff\udc80",
+        "é模型",
+    ),
+    *("a" * 300, "a" * 5000, "/", ".", "..", "~", "~nobody-there/x", "/dev/null", "/proc/self/mem", "nowhere/at/all"),
+    *("H200", "4090", "bf16", "3-4", "4-3", "1-1000000000000", "0-0", "GPU-1", "0,0", "0,1", "7b", "gpt2", "model"),
+    *("data.jsonl", "model/config.json", "meta-llama/Llama-2-7b-hf"),
+)
+
+
+def changed_json(value: Any, rng: random.Random, values: Sequence[Any] = VALUES) -> bytes:
+    """The JSON of `value` with one to three places changed, which are removed, replaced, doubled or renamed."""
+    value = copy.deepcopy(value)
+    for _ in range(rng.choice([1, 1, 1, 2, 3])):
+        parent, key = value, None
+        while isinstance(parent, dict | list) and len(parent):
+            keys = list(parent) if isinstance(parent, dict) else range(len(parent))
+            key = rng.choice(keys)
+            if not isinstance(parent[key], dict | list) or not len(parent[key]) or rng.random() < 0.3:
+                break
+            parent = parent[key]
+        if key is None:
+            return json.dumps(rng.choice(values)).encode()
+        turn = rng.random()
+        if turn < 0.1:
+            del parent[key]
+        elif turn < 0.15 and isinstance(parent, dict):
+            parent[str(rng.choice(TEXTS))] = parent.pop(key)
+        elif turn < 0.2 and isinstance(parent[key], int | float) and not isinstance(parent[key], bool):
+            parent[key] = parent[key] * rng.choice([-1, 0, 2, 0.5])
+        else:
+            parent[key] = copy.deepcopy(rng.choice(values))
+    text = json.dumps(value)
+    for mark, raw in RAW.items():
+        text = text.replace(json.dumps(mark), raw)
+    return text.encode(errors="surrogatepass")
+
+
+def spoiled(content: bytes, rng: random.Random, *, share: float = 1.0) -> bytes:
+    """`content`, of which a `share` of all inputs is cut, overwritten, doubled, emptied or in another encoding."""
+    if rng.random() >= share:
+        return content
+    place = rng.randrange(len(content) + 1)
+    noise = rng.choice([b"\0", b"\xff\xfe", b"\x80", b"\x1b[2J", b"\n", b'"', b"}", rng.randbytes(20)])
+    return rng.choice(
+        [
+            content[:place],
+            content[:place] + noise + content[place:],
+            content[:place] + noise + content[place + len(noise) :],
+            content + content,
+            b"",
+            b"\xef\xbb\xbf" + content,
+            content.decode(errors="replace").encode("utf-16"),
+            rng.randbytes(200),
+        ]
+    )
+
+
+RUN = "run"
+"""Name of the run's folder in the base of all inputs."""
+CHECKPOINT = "checkpoint-1"
+ADAPTER = "adapter run"
+"""Name of the folder of a run that trained adapters."""
+
+
+def make_run(place: Path, model: Path, options: Sequence[str]) -> None:
+    """Train with `options` on the data beside the new folder `place`, which then has the results in `out`."""
+    from mobius.config.cli import given_options, parse_args
+    from mobius.ranks import Ranks
+    from mobius.training.run import run_training
+
+    before = Path.cwd()
+    place.mkdir()
+    (place / "model").symlink_to(model)
+    (place / "data.jsonl").symlink_to(place.parent / "data.jsonl")
+    words = [*options, "--save_params", "none"]
+    os.chdir(place)
+    try:
+        run_training(parse_args(words, num_ranks=1), Ranks(0, 1, 0), given=given_options(words))
+    finally:
+        os.chdir(before)
+
+
+def break_checkpoint(run: Path, rng: random.Random) -> dict[str, bytes | None]:
+    """The files of the run's CHECKPOINT by name, one or two of them broken or missing (None)."""
+    files: dict[str, bytes | None] = dict(read_checkpoint(run / "out" / CHECKPOINT))
+    manifest = json.loads(files["checkpoint.json"] or b"")
+    for _ in range(rng.choice([1, 1, 2])):
+        name = rng.choice(sorted(files))
+        content = files[name]
+        if content is None:
+            continue
+        turn = rng.random()
+        if turn < 0.1:
+            files[name] = None
+        elif name == "checkpoint.json":
+            changed = changed_json(manifest, rng)
+            files[name] = _summed(changed) if rng.random() < 0.7 else spoiled(content, rng)
+        else:
+            files[name] = broken_file(name, content, rng)
+            if turn < 0.7 and files["checkpoint.json"] is not None:  # a hand that knows the manifest
+                files = with_sums(files, manifest)
+    return files
+
+
+def with_sums(files: Mapping[str, bytes | None], manifest: Mapping[str, Any]) -> dict[str, bytes | None]:
+    """The files with `manifest`, whose sizes and sums become theirs."""
+    for record in (*manifest["files"], *manifest["others"]):
+        content = files[record["file_name"]]
+        if content is not None:
+            record["num_bytes"] = len(content)
+            if "checksum" in record:
+                record["checksum"] = zlib.crc32(content)
+    return {**files, "checkpoint.json": _summed(json.dumps(manifest).encode())}
+
+
+def broken_file(name: str, content: bytes, rng: random.Random) -> bytes:
+    """Contents of a file of a checkpoint or adapter, changed within its format or beyond it."""
+    if name.endswith(".json") and rng.random() < 0.8:
+        with contextlib.suppress(ValueError, RecursionError):  # broken before
+            return changed_json(json.loads(content), rng)
+    if name.endswith(".safetensors") and rng.random() < 0.3:
+        length = int.from_bytes(content[:8], "little")
+        with contextlib.suppress(ValueError, RecursionError):
+            header = changed_json(json.loads(content[8 : 8 + length]), rng)
+            return len(header).to_bytes(8, "little") + header + content[8 + length :]
+    return spoiled(content, rng)
+
+
+def _summed(text: bytes) -> bytes:
+    """A manifest with the sum of its own contents, if it is an object."""
+    with contextlib.suppress(ValueError, RecursionError):
+        values: Any = json.loads(text)
+        if isinstance(values, dict):
+            own = {key: value for key, value in values.items() if key != "checksum"}
+            told = json.dumps(own, sort_keys=True, separators=(",", ":")).encode()
+            return json.dumps({**own, "checksum": zlib.crc32(told)}).encode()
+    return text
+
+
+@cache
+def read_checkpoint(checkpoint: Path) -> dict[str, bytes]:
+    """Contents of its files by name."""
+    return {path.name: path.read_bytes() for path in checkpoint.iterdir()}

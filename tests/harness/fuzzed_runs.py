@@ -8,9 +8,22 @@ import resource
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from harness.broken_contents import TEXTS, changed_json, spoiled
-from harness.fuzzed_checkpoints import ADAPTER, CHECKPOINT, RUN, broken_file, read_checkpoint, with_sums
-from harness.fuzzed_inputs import FAMILIES, FILE_KINDS, NODES, SMALL, FuzzedInput
+from harness.fuzzed_inputs import (
+    ADAPTER,
+    CHECKPOINT,
+    FAMILIES,
+    FILE_KINDS,
+    NODES,
+    RUN,
+    SMALL,
+    TEXTS,
+    FuzzedInput,
+    broken_file,
+    changed_json,
+    read_checkpoint,
+    spoiled,
+    with_sums,
+)
 from transformers import GenerationConfig
 
 from mobius.config.config import options

@@ -1,4 +1,4 @@
-"""Launchers that have imported torch when they start, and on demand ranks that are forked by them in the same way.
+"""Launchers and programs that have imported torch when they start, as they are forked; and the processes of others.
 
 A launcher of its own imports for two seconds, each rank for four, on cores that other tests want. Here the launcher's
 code is the real one, and so are processes, their parents, sessions and signals; only no program is loaded anew. A rank
@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import runpy
 import signal
 import sys
 import time
@@ -19,9 +20,10 @@ from collections.abc import Mapping, Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
 from subprocess import TimeoutExpired
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from harness.forked import ROOT, Ranks
+from launch import PARENT_PID_VARIABLE, free_port, rank_variables
 
 _PR_SET_NAME = 15
 
@@ -150,3 +152,93 @@ def _be_rank(words: list[str], environment: Mapping[str, str]) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
         os._exit(code)
+
+
+class ForkedProgram:
+    """A process that runs a Python program, with what `launch` uses of `subprocess.Popen`."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        """Start it; `command` begins with Python. What it prints is appended to `log`."""
+        ranks = Ranks(
+            "harness.launched",
+            "be_program",
+            command[1:],
+            num_ranks=1,
+            folder=Path.cwd(),
+            environment=environment,
+            output_file=log,
+        )
+        (self._process,) = ranks.processes
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal's number; None while it lives."""
+        return self._process.exitcode
+
+    def wait(self) -> None:
+        """End it, which comes before a look at how it ended: nobody else waits for one that is to live on."""
+        self._process.kill()  # its session may not have been there when its group was to be killed
+        self._process.join()
+
+
+def start_forked(
+    command: Sequence[str], *, num_ranks: int, environment: Mapping[str, str], log: IO[str], num_nodes: int = 1
+) -> list[ForkedProgram]:
+    """The same as `launch.start_ranks`, forked."""
+    # A file without a name is open for as long as its processes live.
+    path = Path(log.name if isinstance(log.name, str) else f"/proc/{os.getpid()}/fd/{log.fileno()}")
+    shared = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "PYTHONWARNINGS": "ignore",
+        **environment,
+    }
+    own = [rank_variables(rank, num_ranks, num_nodes) for rank in range(num_ranks)]
+    return [ForkedProgram(command, {**shared, **variables}, path) for variables in own]
+
+
+def be_program(script: str, *words: str) -> None:
+    """Be the program, in a new process."""
+    os.setsid()
+    os.environ[PARENT_PID_VARIABLE] = str(os.getppid())  # the server that forks
+    sys.argv = [script, *words]
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")
+
+
+def is_alive(process: int) -> bool:
+    """Whether a process is there and has not ended."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def family(process: int) -> set[int]:
+    """All that a process has started, and what that has started."""
+    found: set[int] = set()
+    for file in Path(f"/proc/{process}/task").glob("*/children"):
+        try:
+            children = [int(child) for child in file.read_text().split()]
+        except OSError:
+            continue
+        found |= {*children, *(number for child in children for number in family(child))}
+    return found
+
+
+def ranks_of(launcher: int) -> dict[int, int]:
+    """Rank -> process, of those that live; one that is forked has it in its name."""
+    found = {}
+    for child in family(launcher):
+        try:
+            variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+            name, _, rest = Path(f"/proc/{child}/stat").read_text().partition(" (")[2].rpartition(")")
+        except OSError:
+            continue
+        words, parent = [*variables, name.replace("rank ", "RANK=").encode()], int(rest.split()[1])
+        rank = next((int(each.partition(b"=")[2]) for each in words if each.startswith(b"RANK=")), None)
+        if rank is not None and parent == launcher:
+            found[rank] = child
+    return found

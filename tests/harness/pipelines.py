@@ -1,4 +1,4 @@
-"""Tiny real models, and whole pipelines of rank-threads to compare them with."""
+"""Whole steps and evaluations of pipelines of rank-threads, beside the plain transformers model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
+import torch._inductor.config
 from harness.local_transport import LocalTransport, run_rank_threads
 from torch import Tensor
 from transformers import (
@@ -24,6 +26,7 @@ from transformers import (
 )
 
 from mobius.config.config import AdapterConfig
+from mobius.engine.evaluation_sums import EvaluationSums
 from mobius.engine.executor import StepBatch
 from mobius.engine.step_sums import StepSums
 from mobius.engine.tied_weights import TiedWeights
@@ -269,3 +272,85 @@ def plain_step(model: PreTrainedModel, batch: StepBatch, num_microbatches: int) 
         total += loss.detach().cpu()
     named = model.named_parameters(remove_duplicate=False)
     return total, {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+
+
+@dataclass(frozen=True)
+class Case:
+    """The cut of an evaluation."""
+
+    num_ranks: int
+    stages_per_rank: int
+    num_microbatches: int
+    num_slots: int | None
+    resident: frozenset[int] = frozenset()
+    loss_chunk_tokens: int = 4096
+    sizes: tuple[int, ...] | None = None
+    num_slices: int = 1
+
+
+def evaluate(model: PreTrainedModel, batch: StepBatch, case: Case) -> EvaluationSums:
+    """Evaluate by rank-threads; gradients that anybody made would be an error."""
+    num_stages = case.num_ranks * case.stages_per_rank
+    resident = frozenset(stage for stage in case.resident if stage < num_stages)
+    settings = Pipeline(
+        model,
+        case.num_ranks,
+        case.stages_per_rank,
+        case.num_microbatches,
+        case.num_slots,
+        resident=resident,
+        sizes=case.sizes,
+        num_slices=case.num_slices,
+    )
+    packed = None if batch.documents is None and case.num_slices == 1 else torch.float32
+
+    def work(transport: LocalTransport) -> EvaluationSums:
+        own = _parts(model.config, CPU, transport.rank, packed, compiled=False, adapters=settings.adapters)
+        plan = settings._plan(len(own.layers))
+        stages = RankStages.allocate(
+            own,
+            plan,
+            transport.rank,
+            device=CPU,
+            dtype=torch.float32,
+            gradient_dtype=torch.float32,
+            loss_chunk_tokens=case.loss_chunk_tokens,
+            deferred_updates=range(plan.num_stages),
+        )
+        stages.load_weights(ModelWeights(model))
+        schedule = build_schedule(
+            ScheduleSpec.of(
+                case.num_ranks,
+                case.stages_per_rank,
+                case.num_microbatches,
+                case.num_slots,
+                resident,
+                num_slices=case.num_slices,
+                is_evaluation=True,
+            )
+        )
+        before = [stage.state.gradients.clone() for stage in stages.memory.values()]
+        executor = stages.executor(schedule, transport)
+        sums = executor.evaluate(batch)
+        assert len(executor._saved_activations) == 0
+        for stage, gradients in zip(stages.memory.values(), before, strict=True):
+            assert torch.equal(stage.state.gradients, gradients)
+        stages.close()
+        return sums
+
+    with _on_one_core():
+        sums = run_rank_threads(case.num_ranks, work)
+    for other in sums[: (num_stages - 1) % case.num_ranks] + sums[(num_stages - 1) % case.num_ranks + 1 :]:
+        assert not other.losses.any()
+        assert not other.num_correct.any()
+    return sums[(num_stages - 1) % case.num_ranks]
+
+
+@pytest.fixture(autouse=True)
+def scalar_code() -> Iterator[None]:
+    """Graphs are compiled without vector instructions, which takes half of the seconds; the claims are of graphs.
+
+    All folders' graphs then share the headers that are compiled first, too.
+    """
+    with torch._inductor.config.patch({"cpp.simdlen": 1}):
+        yield

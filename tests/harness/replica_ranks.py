@@ -1,10 +1,14 @@
-"""Trains a tiny model as replicas, of one rank each or of several, on CPUs or GPUs, once per variant of options."""
+"""Forked ranks that train a tiny model once per variant of options, alone and as replicas, and messages of replicas."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,10 +20,15 @@ from mobius.config.cli import parse_args
 from mobius.data.batches import TrainingBatches
 from mobius.data.mixture import WeightedSamples
 from mobius.data.token_store import TokenizedDataset
+from mobius.distributed import replicas as messages
 from mobius.distributed.node_checks import join_replicas
+from mobius.distributed.replicas import create_replica_group
+from mobius.distributed.shards import Shards
 from mobius.distributed.transport import Transport
+from mobius.distributed.world import World
 from mobius.hardware.devices import MemoryMeter
 from mobius.models.families import load_model_config
+from mobius.models.layout import StageLayout
 from mobius.planner.run_setup import make_run_setup
 from mobius.ranks import Ranks, prepare_environment, set_cuda_max_connections
 from mobius.training.session import Session, open_session
@@ -75,7 +84,7 @@ def trained(
     words = [str(output), str(model), str(num_pipeline_ranks), f"{SHAPE} {options}", *variants]
     processes = Processes(
         "harness.replica_ranks",
-        "train_variants",
+        "train_replica_variants",
         words,
         num_ranks=num_ranks,
         num_nodes=num_nodes,
@@ -88,7 +97,7 @@ def trained(
     return [list(each) for each in zip(*found, strict=True)]
 
 
-def train_variants(output: str, folder: str, num_pipeline_ranks: str, shared: str, *variants: str) -> None:
+def train_replica_variants(output: str, folder: str, num_pipeline_ranks: str, shared: str, *variants: str) -> None:
     """Train each variant and leave what this rank has as `output`.RANK."""
     prepare_environment()
     set_cuda_max_connections()
@@ -132,3 +141,98 @@ def _train(folder: Path, options: list[str], ranks: Ranks, transport: Transport 
     numbers = [step.loss for step in steps], [step.grad_norm for step in steps]
     session.stages.close()
     return session, Trained(*numbers, weights, host_bytes, streamed)
+
+
+LAYOUT = StageLayout.of({"tied": (50, 32), "matrix": (33, 7), "frozen": (9, 9), "norm": (37,)}, frozen={"frozen"})
+TIED = ("tied",)
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def values_of(replica: int) -> torch.Tensor:
+    """Gradients of a replica: of all sizes, so that the order of a sum shows."""
+    generator = torch.Generator().manual_seed(replica)
+    sizes = 10.0 ** torch.randint(-4, 4, (LAYOUT.num_trained,), generator=generator)
+    return torch.randn(LAYOUT.num_trained, generator=generator) * sizes
+
+
+def shares_of(replica: int, num_replicas: int) -> Shards:
+    """Shares of one of the replicas, unequal ones."""
+    own: Any = SimpleNamespace(index=replica, num_replicas=num_replicas)
+    return Shards.of(LAYOUT, own, tied=TIED)
+
+
+def use_all(output: str, device: str = "cpu") -> None:
+    """Use each connection once, and leave what came of it as `output`.RANK."""
+    messages.HOST_CHUNK_ELEMENTS = messages.REDUCE_CHUNK_ELEMENTS = 100  # shares take several
+    ranks = Ranks.from_environment()
+    rank, number = ranks.rank, ranks.num_ranks
+    place = torch.device(device, ranks.local_rank) if device == "cuda" else torch.device(device)
+    if device == "cuda":
+        torch.cuda.set_device(place)
+    world, shards = World(rank=rank, num_ranks=number, device=place), shares_of(rank, number)
+    found: dict[str, torch.Tensor | None] = {}
+    for dtype in DTYPES:
+        replicas = create_replica_group(world, index=rank, num_replicas=number, device=place, reduce_dtype=dtype)
+        summed = values_of(rank).to(place)
+        replicas.reduce_scatter(summed, shards.segments)
+        found[f"reduced in {dtype}"] = summed
+        found[f"total in {dtype}"] = replicas.sum_over_replicas(torch.tensor(0.1 + rank, device=place))
+    for name, give in (("spread", replicas.all_gather), ("gathered", replicas.all_gather_for_load)):
+        values = values_of(rank).bfloat16().to(place)
+        give(values, shards.segments)
+        found[name] = values
+    found["spread on hosts"] = values_of(rank).bfloat16()
+    replicas.all_gather_on_host(found["spread on hosts"], shards.segments)
+    own = torch.cat([values_of(rank)[part] for part in shards.own])
+    found["collected"] = replicas.gather_to_first(own, shards)
+    torch.save({key: None if value is None else value.cpu() for key, value in found.items()}, Path(f"{output}.{rank}"))
+    world.barrier()
+    world.close()
+
+
+def train(folder: Path, options: list[str], ranks: Ranks, transport: Transport | None) -> tuple[Transport, float, str]:
+    """One run; returns its transport for the next, the last loss and a digest of this rank's masters and moments."""
+    config = parse_args(options, num_ranks=ranks.num_ranks)
+    run_setup = make_run_setup(config, ranks, load_model_config(folder, config.model))
+    session = open_session(run_setup, folder, transport=transport)
+    steps = list(session.trainer(_batches(run_setup.shape.vocab_size, options)).train())
+    MemoryMeter(run_setup.rank_context.device).synchronize()
+    digest = hashlib.sha256()
+    for stage in (memory.state for _, memory in sorted(session.stages.memory.items())):
+        for tensor in (stage.read_master(), stage.exp_avg, stage.exp_avg_sq, stage.weights.float()):
+            digest.update(tensor.cpu().numpy().tobytes())
+    session.stages.close()
+    return session.transport, steps[-1].loss, digest.hexdigest()
+
+
+def _batches(vocab_size: int, options: list[str]) -> TrainingBatches:
+    config = parse_args(options)
+    size, length = config.pipeline.batch_size, config.data.seq_length
+    tokens = np.random.default_rng(0).integers(0, vocab_size, 3 * size * length, dtype=np.int32)
+    offsets = np.arange(3 * size + 1, dtype=np.int64) * length
+    dataset = TokenizedDataset(tokens, np.ones(len(tokens), dtype=bool), offsets)
+    return TrainingBatches(
+        [WeightedSamples(dataset)], batch_size=size, seq_length=length, pad_token_id=0, seed=1, is_packed=False
+    )
+
+
+def train_variants(output: str, folder: str, shared: str, *variants: str) -> None:
+    """Run every variant and write {variant: [loss, digest of every rank]} to `output` from the first rank."""
+    prepare_environment()
+    torch.use_deterministic_algorithms(True)
+    ranks = Ranks.from_environment()
+    torch.set_num_threads(1)
+    transport: Transport | None = None
+    results: dict[str, list[object]] = {}
+    for variant in variants:
+        options = f"--model_path {folder} {shared} {variant}".split()
+        transport, loss, digest = train(Path(folder), options, ranks, transport)
+        halves = torch.zeros(ranks.num_ranks, 8, dtype=torch.float64)
+        numbers = [int(digest[i : i + 8], 16) for i in range(0, 64, 8)]
+        halves[ranks.rank] = torch.tensor(numbers, dtype=torch.float64)
+        results[variant] = [loss, transport.sum_over_ranks(halves).tolist()]
+    assert transport is not None
+    transport.barrier()
+    transport.close()
+    if ranks.is_first:
+        Path(output).write_text(json.dumps(results))

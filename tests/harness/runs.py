@@ -1,4 +1,4 @@
-"""Small checkpoints and data on disk, and whole runs of main.py as a user starts them."""
+"""Small checkpoints and data on disk, whole runs of main.py as a user starts them, and what two runs left, compared."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from harness.forked import HANG_SECONDS, ROOT, Ranks
 from launch import free_port
+from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 TOKENIZER = ROOT / "assets" / "tiny-llama"
@@ -114,7 +116,7 @@ def exact_results(
     make_checkpoint(folder / "model", num_layers=num_layers, is_tied=True)
     output = folder / "exact.json"
     ranks = Ranks(
-        "harness.exact_ranks",
+        "harness.replica_ranks",
         "train_variants",
         [str(output), str(folder / "model"), options, *variants],
         num_ranks=num_ranks,
@@ -125,3 +127,57 @@ def exact_results(
     assert ranks.wait() == 0, ranks.output()
     results: dict[str, object] = json.loads(output.read_text())
     return results
+
+
+EXACT = ("step", "epoch", "loss", "grad_norm", "learning_rate", "num_tokens", "num_samples", "skipped_steps")
+
+
+def steps_of(folder: Path) -> list[dict[str, float]]:
+    """Every step's numbers that do not depend on the machine."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: row[name] for name in EXACT} for row in rows]
+
+
+def evaluations_of(folder: Path) -> list[tuple[int, float, float]]:
+    """Step, loss and accuracy of each evaluation."""
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return [
+        (entry["step"], entry["eval_loss"], entry["eval_token_accuracy"]) for entry in history if "eval_loss" in entry
+    ]
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a model or a checkpoint."""
+    return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
+
+
+def manifest_of(checkpoint: Path) -> dict[str, object]:
+    """Counts, position and metric of a checkpoint."""
+    manifest = json.loads((checkpoint / "checkpoint.json").read_text())
+    return {name: manifest[name] for name in ("step", "training", "data", "metric", "has_optimizer")}
+
+
+def assert_equal_tensors(folder: Path, other: Path) -> None:
+    """Every tensor of both folders is there in both, with the same bits."""
+    expected, found = tensors_of(folder), tensors_of(other)
+    assert expected.keys() == found.keys() != set()
+    different = [
+        name
+        for name, value in expected.items()
+        if not torch.equal(value.reshape(-1).view(torch.uint8), found[name].reshape(-1).view(torch.uint8))
+    ]
+    assert different == []
+
+
+def assert_goes_on_exactly(whole: Path, resumed: Path, *, step: int) -> None:
+    """The run in `resumed`, which began behind `step`, is the rest of the one in `whole`, to the bit."""
+    expected, found = steps_of(whole), steps_of(resumed)
+    assert [row["step"] for row in expected] == list(range(1, len(expected) + 1))
+    assert found[-(len(expected) - step) :] == expected[step:]
+    assert evaluations_of(resumed) == evaluations_of(whole)
+    assert_equal_tensors(whole, resumed)
+    common = [path.name for path in whole.glob("checkpoint-*") if (resumed / path.name).exists()]
+    assert [name for name in common if int(name.partition("-")[2]) > step]
+    for name in common:
+        assert_equal_tensors(whole / name, resumed / name)
+        assert manifest_of(whole / name) == manifest_of(resumed / name)

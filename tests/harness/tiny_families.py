@@ -1,14 +1,24 @@
-"""A tiny configuration with all its features on, for every family of transformers that declares a pipeline plan."""
+"""Tiny models of all families: their configurations, the table of those that are checked, and runs that train them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+import json
+import shutil
+import textwrap
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from transformers import PretrainedConfig
+import torch
+from harness.forked import ROOT, Ranks
+from harness.runs import TOKENIZER, environment
+from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from mobius.models.structure.checked_families import CheckedFamilies
 
 NUM_LAYERS, WINDOW = 4, 4
 
@@ -102,3 +112,189 @@ def tiny_config(family: str, **more: Any) -> PretrainedConfig:
     # Other attention of transformers leaves the cap out.
     config._attn_implementation = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
     return config
+
+
+DOCUMENT = "docs/user/families.md"
+VERSIONS = Path(__file__).with_name("family_versions.json")
+_COLUMNS = 120
+_HEAD = """\
+# Families
+
+{count} families of causal language models are trained, compared with transformers {version}. `model_type` in a model's
+config.json names its family.
+
+Mobius trains any decoder of transformers whose configuration declares a pipeline plan of embedding, layers and norm
+(`base_model_pp_plan`). No family has code here: its own forward is followed once with stand-ins for its layers, which
+shows masks, rotary embeddings, and the scalings around layers, norm and head.
+
+A family is in this table if its tiny model with all its features on (grouped queries, biases, norms of queries and
+keys, windows, partial rotary embeddings, scalings and caps, shared and routed experts) gives loss and every gradient of
+plain transformers on two ranks with two streamed stages each, two microbatches, fp32 on a CPU: bit-equal, except a tied
+matrix (1e-6 of its largest entry). With packed rows, tiles and slices, gradients are within 2e-6 of the norm. Experts
+are compared with transformers' `grouped_mm`.
+
+`bash scripts/check_families` writes this page and the list that the program reads; with names it checks these only.
+
+Known weaknesses: a dry run assumes three matrices per feed-forward part, so activations of families with two (apertus,
+arcee, jais2, phi, starcoder2) are estimated some 20 % too low; a run on GPUs measures a layer instead. Families with a
+cap on scores (gemma2, vaultgemma) make all scores of a sequence where rows are not packed. Layers with a state
+(qwen3_5_text) run in transformers' own loop unless its kernels are installed. transformers 5.17 stores the experts of
+aria_text in another way: with it, the family is refused.
+
+"""
+_PARTS = """
+## Text parts of larger models
+
+Of a checkpoint that also takes images or sound, the text part is trained and saved as a text model that
+`AutoModelForCausalLM` loads. A family is listed if a tiny model of it gives, for text only, loss and every gradient of
+its text part in the pipeline, bit-equal unless stated. Text parts of Qwen2-VL and Qwen3-VL become Qwen2 and Qwen3,
+which compute the same for text. By the family of the text part:
+
+"""
+_VERSIONS = """
+## With other versions of transformers
+
+`bash scripts/check_transformers VERSION` compares all families with that version, in an environment of its own:
+
+"""
+_TRIED = ("packing", "tiles", "slices")
+
+
+def other_versions() -> dict[str, dict[str, Any]]:
+    """Version of transformers -> what `scripts/check_transformers` has found with it."""
+    return dict(json.loads(VERSIONS.read_text(encoding="utf-8")))
+
+
+def written_table(
+    checked: CheckedFamilies, parts: Mapping[str, Mapping[str, str]], versions: Mapping[str, Mapping[str, Any]]
+) -> str:
+    """The page in Markdown."""
+    lines = [_HEAD.format(count=len(checked.supported), version=checked.transformers)]
+    lines += ["| family | loss and gradients | packing | tiles | slices |\n", "|---|---|---|---|---|\n"]
+    notes: list[str] = []
+    for family, found in checked.supported.items():
+        cells = [_cell(found[name], notes) for name in _TRIED]
+        lines.append(f"| {' | '.join([family, found['parity'], *cells])} |\n")
+    lines += ["\n", *(line for number, note in enumerate(notes, 1) for line in _wrapped(f"{number}. {note}"))]
+    lines += [_PARTS, *_text_parts(parts)]
+    if versions:
+        lines += [
+            _VERSIONS,
+            *(line for version in sorted(versions) for line in _of_version(version, versions[version])),
+        ]
+    lines += ["\n## Not supported\n\n", "Each is refused by its name, with the reason.\n\n"]
+    of_parts = {family: found["refused"] for family, found in parts.items() if "refused" in found}
+    told = {family: f"is more than a text model, and its text part alone {why}" for family, why in of_parts.items()}
+    by_reason: dict[str, list[str]] = {}
+    for family, reason in sorted((dict(checked.refused) | told).items()):
+        by_reason.setdefault(reason.partition(" (")[0], []).append(family)
+    for reason, families in sorted(by_reason.items(), key=lambda item: -len(item[1])):
+        lines += _wrapped(f"- {reason}: {', '.join(families)}")
+    return "".join(lines)
+
+
+def _of_version(version: str, results: Mapping[str, Any]) -> Iterator[str]:
+    """How the families of the table do with another transformers."""
+    text = f"- {version}: {results['num_same']} families and text parts as in the table"
+    if results["unknown"]:
+        text += f"; not known to it: {', '.join(results['unknown'])}"
+    for family, found in results["different"].items():
+        told = ", ".join(f"{name} ({value.partition(' (')[0]})" for name, value in found.items())
+        text += f"; otherwise {family}: {told}"
+    yield from _wrapped(text)
+
+
+def _text_parts(parts: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    """A list of the text parts that are trained, by their family."""
+    by_text: dict[str, list[str]] = {}
+    for family, found in parts.items():
+        if "parity" in found:
+            near = "" if found["parity"] == "bit-equal" else f" ({found['parity']})"
+            by_text.setdefault(found["text"], []).append(f"{family}{near}")
+    for text, families in sorted(by_text.items()):
+        yield from _wrapped(f"- {text}: {', '.join(families)}")
+
+
+def _cell(found: str, notes: list[str]) -> str:
+    """`yes`, or the number of the note that says why not."""
+    if found == "yes":
+        return found
+    if found not in notes:
+        notes.append(found)
+    return f"no ({notes.index(found) + 1})"
+
+
+def _wrapped(text: str) -> Iterator[str]:
+    yield from (f"{line}\n" for line in textwrap.wrap(text, _COLUMNS, subsequent_indent="  ", break_on_hyphens=False))
+
+
+VOCAB = 4096 + 64
+"""Tokens of the quickstart's tokenizer, and those that transformers gives to some families' tokenizers."""
+SPREAD = 0.08
+"""Standard deviation of what is added to all weights: with those of a fresh model, whose logits are near zero, a wrong
+scaling or mask would change the loss too little to be seen."""
+
+
+def make_family_checkpoint(folder: Path, family: str, *, width: int) -> None:
+    """Save a model of `family` of this hidden size with all its features on, and the quickstart's tokenizer beside it.
+
+    Heads are 32 wide and windows 64 tokens; values are drawn with a seed, norms and biases included.
+    """
+    shape = {"hidden_size": width, "intermediate_size": 3 * width, "moe_intermediate_size": width // 2}
+    shape |= {"num_attention_heads": width // 32}
+    lengths = {"max_position_embeddings": 1024, "original_max_position_embeddings": 1024, "sliding_window": 64}
+    wanted = {**shape, **lengths, "num_key_value_heads": width // 64, "head_dim": 32, "vocab_size": VOCAB}
+    own = tiny_config(family)
+    config = tiny_config(family, **{name: value for name, value in wanted.items() if hasattr(own, name)})
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * SPREAD)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TOKENIZER / name, folder / name)
+
+
+def losses_beside_transformers(folder: Path, family: str, options: str, *, width: int = 256) -> Losses:
+    """Train a small checkpoint of `family` on the example data by main.py and by scripts/plain_training.py.
+
+    `options` are main.py's; both get all of them, run in bf16 with fp32 masters, and see the same batches. Prints how
+    long each of them took.
+    """
+    make_family_checkpoint(folder / "model", family, width=width)
+    data = ROOT / "assets" / "docstrings" / "train.jsonl"
+    shared = f"--model_path model --dataset {data} --bf16 {options}".split()
+    outputs = ["--save_dir", "out", "--save_params", "p.pt", "--save_results", "r.txt", "--save_strategy", "no"]
+    for module, words in (("plain_training", ["--output", "plain.json", *shared]), ("main", [*shared, *outputs])):
+        variables, start = environment(folder / "cache"), time.perf_counter()
+        ranks = Ranks(module, "main", words, num_ranks=1, folder=folder, environment=variables)
+        assert ranks.wait() == 0, f"{module}: {ranks.output()[-3000:]}"
+        told = [line for line in ranks.output().splitlines() if line.startswith("time:")]
+        print(f"{module}: {time.perf_counter() - start:.0f} s", *told)
+    steps = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    return Losses([step["loss"] for step in steps], json.loads((folder / "plain.json").read_text()))
+
+
+class Losses(NamedTuple):
+    """Loss of each step; both lists are equally long."""
+
+    run: list[float]
+    plain: list[float]
+
+    @property
+    def apart(self) -> list[float]:
+        """Difference of each step, as a share of the plain loss."""
+        return [abs(own / plain - 1) for own, plain in zip(self.run, self.plain, strict=True)]
+
+    @property
+    def furthest(self) -> float:
+        """Largest difference of a step, as a share of the plain loss."""
+        return max(self.apart)
+
+    def __str__(self) -> str:
+        """The largest difference, then a line for each step: a test that fails says both, wherever its log is cut."""
+        lines = [f"at most {self.furthest:.2e} apart, in step {self.apart.index(self.furthest) + 1}"]
+        each = enumerate(zip(self.run, self.plain, self.apart, strict=True), 1)
+        lines += [f"  step {step:2}: {own:.5f} beside {plain:.5f}, {apart:.1e}" for step, (own, plain, apart) in each]
+        return "\n".join(lines)

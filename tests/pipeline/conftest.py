@@ -1,5 +1,5 @@
 """What the tests of whole pipelines share."""
 
-from harness.scalar_code import scalar_code
+from harness.pipelines import scalar_code
 
 __all__ = ["scalar_code"]

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness.evaluations import Case, evaluate
 from harness.packed_rows import LENGTH, ROWS, make_packed_batch
-from harness.pipelines import FAMILIES, make_batch, make_model
+from harness.pipelines import FAMILIES, Case, evaluate, make_batch, make_model
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel

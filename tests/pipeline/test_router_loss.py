@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from harness.adapted_models import GivenValues, adapt_by_peft, gradients_of, parameters_of
-from harness.evaluations import Case, evaluate
 from harness.packed_rows import LENGTH, ROWS, make_packed_batch
-from harness.pipelines import Pipeline, make_batch, model_of, plain_step
+from harness.pipelines import Case, Pipeline, evaluate, make_batch, model_of, plain_step
 from harness.tiny_families import tiny_config
 from peft import PeftModel
 from torch import Tensor

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness.evaluations import Case, evaluate
 from harness.packed_rows import LENGTH, ROWS, documents_alone, make_packed_batch
-from harness.pipelines import FAMILIES, Pipeline, make_batch, make_model, plain_step
+from harness.pipelines import FAMILIES, Case, Pipeline, evaluate, make_batch, make_model, plain_step
 from torch import Tensor
 from transformers import PreTrainedModel
 

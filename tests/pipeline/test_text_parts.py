@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import pytest
-from harness.text_parts import check_text_part
+from harness.family_checks import check_text_part
 
 FAMILIES = {
     "gemma3": "its head and embedding are one, two kinds of layers",

@@ -1,7 +1,7 @@
 """What the tests of benchmarks share."""
 
 import pytest
-from harness.forked_programs import start_forked
+from harness.launched import start_forked
 
 
 @pytest.fixture

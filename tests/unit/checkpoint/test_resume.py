@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness.compared_runs import assert_equal_tensors, assert_goes_on_exactly, steps_of, tensors_of
-from harness.fuzzed_checkpoints import with_sums
+from harness.fuzzed_inputs import with_sums
 from harness.grids import named
-from harness.runs import make_checkpoint
+from harness.runs import assert_equal_tensors, assert_goes_on_exactly, make_checkpoint, steps_of, tensors_of
 
 from mobius.checkpoint.resume import find_resume
 from mobius.config.cli import given_options, parse_args

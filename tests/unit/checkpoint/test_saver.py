@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.compared_runs import assert_equal_tensors, steps_of
+from harness.runs import assert_equal_tensors, steps_of
 
 from mobius.checkpoint import saver, tensor_files
 from mobius.config.cli import given_options, parse_args

@@ -8,7 +8,7 @@ from itertools import combinations
 
 import pytest
 from harness.local_transport import run_rank_threads
-from harness.topologies import TWO_PER_ROOT_COMPLEX
+from harness.plan_requests import TWO_PER_ROOT_COMPLEX
 from torch.distributed import HashStore
 
 from mobius.config.config import Config, config_from

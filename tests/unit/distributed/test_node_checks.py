@@ -10,10 +10,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from harness.local_transport import LocalTransport
-from harness.meetings import together
+from harness.local_transport import LocalTransport, run_replica_threads, together
 from harness.plan_requests import find_published_shape, request_of
-from harness.replica_threads import run_replica_threads
 
 from mobius.config.cli import parse_args
 from mobius.distributed import node_checks

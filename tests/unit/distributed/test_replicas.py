@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness.forked import Ranks
 from harness.live_bytes import LiveBytes
-from harness.replica_messages import LAYOUT, shares_of, values_of
+from harness.replica_ranks import LAYOUT, shares_of, values_of
 from harness.runs import environment
 from torch import Tensor
 
@@ -27,7 +27,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What each of three processes has made over gloo."""
     folder = tmp_path_factory.mktemp("replicas")
     ranks = Ranks(
-        "harness.replica_messages",
+        "harness.replica_ranks",
         "use_all",
         [str(folder / "made")],
         num_ranks=NUM_REPLICAS,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from harness.scalar_code import scalar_code
+from harness.pipelines import scalar_code
 from torch import Tensor
 
 from mobius.distributed.transport import SingleRankTransport, Transport

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import combinations, permutations
 
 import pytest
-from harness.topologies import (
+from harness.plan_requests import (
     BRIDGED_PAIRS,
     FLAT_VIRTUAL_MACHINE,
     NVSWITCH_IN_PAIRS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from harness.topologies import BRIDGED_PAIRS
+from harness.plan_requests import BRIDGED_PAIRS
 
 from mobius.hardware.topology import Ancestor, Gpu, Link, Topology, common_ancestor
 

@@ -6,8 +6,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
-from harness.gpu_attention import gpu_attention_on_cpu
-from harness.sliced_sequences import Rows, Sequences, at_once, in_slices
+from harness.sliced_sequences import Rows, Sequences, at_once, gpu_attention_on_cpu, in_slices
 from torch import Tensor
 
 from mobius.limits import KEYS_PER_CALL

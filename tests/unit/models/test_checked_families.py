@@ -9,9 +9,15 @@ from typing import Any, cast
 
 import pytest
 import transformers
-from harness.family_table import DOCUMENT, other_versions, written_table
 from harness.pipelines import CPU
-from harness.tiny_families import causal_families, planned_families, tiny_config
+from harness.tiny_families import (
+    DOCUMENT,
+    causal_families,
+    other_versions,
+    planned_families,
+    tiny_config,
+    written_table,
+)
 from transformers import Trainer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.block_case import BlockCase, assert_near
-from harness.cut_layers import CUT_FAMILIES, CUT_FAMILIES_PACKED, config_of, layer_cases
+from harness.block_case import CUT_FAMILIES, CUT_FAMILIES_PACKED, BlockCase, assert_near, config_of, layer_cases
 from harness.pipelines import CPU
 from torch import Tensor, nn
 from transformers import AttentionInterface, LlamaConfig

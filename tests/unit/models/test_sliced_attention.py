@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness.gpu_attention import gpu_attention_on_cpu
 from harness.live_bytes import LiveBytes
-from harness.sliced_sequences import Rows, Sequences, at_once, in_slices
+from harness.sliced_sequences import Rows, Sequences, at_once, gpu_attention_on_cpu, in_slices
 
 from mobius.errors import PlanError
 from mobius.models.sliced_attention.attention_pieces import SlicedAttentionSettings

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from harness.plan_requests import TWO_PER_ROOT_COMPLEX
 from harness.runs import ROOT, make_checkpoint, make_dataset, run_main
-from harness.topologies import TWO_PER_ROOT_COMPLEX
 
 from mobius.config.cli import given_options, parse_args
 from mobius.distributed import device_order

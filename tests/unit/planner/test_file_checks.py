@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.meetings import together
+from harness.local_transport import together
 from safetensors.torch import save_file
 
 from mobius.checkpoint import resume

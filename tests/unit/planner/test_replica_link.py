@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness.local_transport import LocalTransport
-from harness.replica_threads import run_replica_threads
+from harness.local_transport import LocalTransport, run_replica_threads
 
 from mobius.planner import replica_link
 from mobius.planner.replica_link import measure_replica_rates

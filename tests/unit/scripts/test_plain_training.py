@@ -7,8 +7,8 @@ from pathlib import Path
 import plain_training
 import pytest
 import torch
-from harness.family_training import make_family_checkpoint
 from harness.runs import make_checkpoint, make_dataset
+from harness.tiny_families import make_family_checkpoint
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 from mobius.config.cli import parse_args

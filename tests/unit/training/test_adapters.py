@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.compared_runs import tensors_of
 from harness.grids import named
+from harness.runs import tensors_of
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from convert_checkpoint import main as convert
-from harness.compared_runs import assert_equal_tensors, assert_goes_on_exactly, tensors_of
-from harness.runs import EXPERTS, make_checkpoint
+from harness.runs import EXPERTS, assert_equal_tensors, assert_goes_on_exactly, make_checkpoint, tensors_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.compared_runs import (
+from harness.runs import (
     assert_equal_tensors,
     assert_goes_on_exactly,
     evaluations_of,

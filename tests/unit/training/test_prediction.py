@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness.family_training import make_family_checkpoint
 from harness.runs import TOKENIZER, make_checkpoint
+from harness.tiny_families import make_family_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness.compared_runs import assert_equal_tensors
+from harness.runs import assert_equal_tensors
 
 Run = Callable[..., None]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness.trainers import make_single_trainer
+from harness.sessions import make_single_trainer
 
 from mobius.data.batches import Batch, TrainingBatches
 from mobius.engine.optimizer_stepper import OptimizerStepper, StepOutcome
