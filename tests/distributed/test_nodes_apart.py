@@ -17,9 +17,7 @@ import os
 if os.environ["RANK"] == "1":
     os.chdir("node1")
 import mobius.planner.file_checks as same_files
-import mobius.training.reporting as records
 same_files._SIGHT_SECONDS = 0.2
-records.draw_training = lambda history, path, title: path.touch()  # takes seconds
 """
 
 

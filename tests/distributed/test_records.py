@@ -17,7 +17,7 @@ def test_the_first_of_two_ranks_leaves_state_log_curves_and_card(tmp_path: Path)
     options = """--model_path model --dataset data.jsonl --fp32 --num_stages 4 --num_chunks 2 --batch_size 4
         --seq_length 16 --num_iterations 5 --logging_steps 2 --save_dir out --report_to tensorboard"""
 
-    result = run_main(2, tmp_path, *options.split())
+    result = run_main(2, tmp_path, *options.split(), draws=True)
 
     assert result.returncode == 0, result.stdout
     out = tmp_path / "out"

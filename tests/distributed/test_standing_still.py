@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from harness.forked import HANG_SECONDS, ROOT, Ranks
+from harness.launched import Launched
 from harness.runs import environment, make_checkpoint, make_dataset
-from launch import free_port
 from started_ranks import wait_until
 
 NUM_STEPS = 6
@@ -66,10 +64,6 @@ def compiles(self, *arguments, run=Executor.run, **named):
     return run(self, *arguments, **named)
 Executor.run = compiles
 """
-NO_PICTURE = """
-import mobius.training.reporting as records
-records.draw_training = lambda history, path, title: path.touch()  # takes seconds of a core that others want
-"""
 
 
 @pytest.fixture
@@ -79,21 +73,13 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(folder: Path, fault: str, *, minutes: float) -> subprocess.CompletedProcess[str]:
-    """Two ranks, started as train.sh starts them, of a program that has `fault` in it."""
+def run(folder: Path, fault: str, *, minutes: float) -> tuple[int, str]:
+    """Exit code and output of two ranks under our launcher, of a program that has `fault` in it."""
     program = f"import os, sys, time\nsys.path.insert(0, {str(ROOT)!r})\n{fault}\nfrom main import main\nmain()\n"
-    (folder / "program.py").write_text(program)
-    launcher = [str(ROOT / "scripts" / "run_ranks.py"), "--nproc_per_node", "2", "--master_port", str(free_port())]
-    return subprocess.run(
-        [sys.executable, *launcher, "program.py", *OPTIONS.split(), "--watchdog_minutes", str(minutes)],
-        cwd=folder,
-        env=environment(folder / "cache"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=HANG_SECONDS,
-        check=False,
-    )
+    (folder / "faulty_main.py").write_text(program)
+    words = f"--nproc_per_node 2 --master_port 0 faulty_main.py {OPTIONS} --watchdog_minutes {minutes}".split()
+    launched = Launched(words, folder, environment(folder / "cache"), forks_ranks=True)
+    return launched.wait(HANG_SECONDS), launched.output()
 
 
 def run_forked(folder: Path, fault: str, options: str, num_nodes: int = 1) -> tuple[int, str]:
@@ -115,10 +101,9 @@ def run_forked(folder: Path, fault: str, options: str, num_nodes: int = 1) -> tu
 def test_a_hang_in_one_rank_is_told_by_all_and_ends_the_run(place: Path) -> None:
     before = set(os.listdir("/dev/shm"))
     start = time.monotonic()
-    result = run(place, HANGS, minutes=0.06)
-    output = result.stdout
+    code, output = run(place, HANGS, minutes=0.06)
 
-    assert result.returncode == 75, output
+    assert code == 75, output
     assert time.monotonic() - start < 90
     stories = dict(re.findall(r"watchdog: rank (\d) \(process(.*?)(?=\n\n|\Z)", output, re.S))
     assert set(stories) == {"0", "1"}, output
@@ -150,7 +135,7 @@ def test_a_hang_while_weights_are_read_is_told_too(place: Path) -> None:
 def test_a_run_that_takes_longer_than_the_limit_for_good_reason_is_left_alone(place: Path) -> None:
     """An evaluation, a first step that compiles, and a save on a slow disk take 4 s or more each, of allowed 3 s."""
     options = "--eval_strategy epoch --eval_on_start --packing off --watchdog_minutes 0.05"
-    code, output = run_forked(place, SLOW_DISK + SLOW_EVALUATION + COMPILES + NO_PICTURE, options)
+    code, output = run_forked(place, SLOW_DISK + SLOW_EVALUATION + COMPILES, options)
     assert code == 0, output
     assert "watchdog:" not in output
 
@@ -172,6 +157,6 @@ def test_a_hang_on_one_node_is_told_on_both_with_the_place_and_ends_the_run(plac
 def test_a_node_that_waits_for_another_ones_slow_disk_is_left_alone(place: Path) -> None:
     slow = SLOW_DISK.replace('"1"', '"0"')
     options = "--packing off --save_total_limit 1 --watchdog_minutes 0.05"
-    code, output = run_forked(place, slow + NO_PICTURE, options, num_nodes=2)
+    code, output = run_forked(place, slow, options, num_nodes=2)
     assert code == 0, output
     assert "watchdog:" not in output

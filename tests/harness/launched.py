@@ -140,9 +140,7 @@ def _be_rank(words: list[str], environment: Mapping[str, str]) -> NoReturn:
         ctypes.CDLL(None).prctl(_PR_SET_NAME, f"rank {environment['RANK']}".encode())
         place = next(number for number, word in enumerate(words) if word.endswith("main.py"))
         sys.argv = words[place:]
-        import main
-
-        main.main()
+        runpy.run_path(words[place], run_name="__main__")
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)

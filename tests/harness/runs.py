@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from launch import free_port
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from mobius.engine.adamw_cpu import load_adamw_cpu
 
 TOKENIZER = ROOT / "assets" / "tiny-llama"
 VOCAB = 4096
@@ -75,9 +79,25 @@ def command(num_ranks: int, arguments: Sequence[str]) -> list[str]:
     return [sys.executable, *(launcher if num_ranks > 1 else []), str(ROOT / "main.py"), "--device", "cpu", *arguments]
 
 
+@functools.cache
+def _kernel_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder with AdamW's C kernel, compiled once in this process; empty where there is no compiler."""
+    folder = tempfile.TemporaryDirectory()
+    load_adamw_cpu(Path(folder.name), num_threads=1)
+    return folder
+
+
+def with_kernel(cache: Path) -> Path:
+    """`cache` with AdamW's C kernel in it, so that its run does not compile that anew."""
+    for kernel in Path(_kernel_folder().name).iterdir():
+        (cache / "mobius").mkdir(parents=True, exist_ok=True)
+        shutil.copy(kernel, cache / "mobius")
+    return cache
+
+
 def environment(cache: Path) -> dict[str, str]:
     """The test's environment without a network's help and with its own cache."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cache), "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(with_kernel(cache)), "HF_HUB_OFFLINE": "1"}
 
 
 def torchrun_main(num_ranks: int, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -94,7 +114,9 @@ def torchrun_main(num_ranks: int, folder: Path, *arguments: str) -> subprocess.C
     )
 
 
-def run_main(num_ranks: int, folder: Path, *arguments: str, num_nodes: int = 1) -> subprocess.CompletedProcess[str]:
+def run_main(
+    num_ranks: int, folder: Path, *arguments: str, num_nodes: int = 1, draws: bool = False
+) -> subprocess.CompletedProcess[str]:
     """The same by processes that are forked instead of started, which spares each of them its imports."""
     ranks = Ranks(
         "main",
@@ -104,6 +126,7 @@ def run_main(num_ranks: int, folder: Path, *arguments: str, num_nodes: int = 1) 
         folder=folder,
         environment=environment(folder / "cache"),
         num_nodes=num_nodes,
+        draws=draws,
     )
     code = ranks.wait()
     return subprocess.CompletedProcess([], code, ranks.output())

@@ -59,7 +59,6 @@ def alone(family: str, num_microbatches: int) -> tuple[PreTrainedModel, StepBatc
 
 
 @pytest.mark.grid
-@pytest.mark.grid
 @pytest.mark.parametrize("keeps_graphs", [False, True])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_no_document_sees_another_one(family: str, keeps_graphs: bool) -> None:

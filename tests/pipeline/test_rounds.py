@@ -23,7 +23,6 @@ FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @pytest.mark.grid
-@pytest.mark.grid
 @pytest.mark.parametrize("case", sorted(CASES))
 @pytest.mark.parametrize("family", ["llama", "llama-tied"])
 def test_rounds_change_no_bit(family: str, case: str) -> None:

@@ -19,7 +19,6 @@ FORMATS = (torch.float32, torch.bfloat16)
 
 
 @pytest.mark.grid
-@pytest.mark.grid
 @pytest.mark.parametrize("case", sorted(CASES))
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_stashing_changes_no_bit(family: str, case: str) -> None:

@@ -22,7 +22,6 @@ def share_of(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> fl
 
 
 @pytest.mark.grid
-@pytest.mark.grid
 @pytest.mark.parametrize(("num_ranks", "num_slots"), [(1, None), (2, 1)])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_step_in_tiles_gives_the_loss_and_gradients_of_the_plain_model(
@@ -37,7 +36,6 @@ def test_a_step_in_tiles_gives_the_loss_and_gradients_of_the_plain_model(
         assert share_of(pipeline.gradients, expected) <= 1e-6
 
 
-@pytest.mark.grid
 @pytest.mark.grid
 @pytest.mark.parametrize("tile_tokens", TILES)
 @pytest.mark.parametrize("family", sorted(FAMILIES))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.runs import make_checkpoint, make_dataset
+from harness.runs import make_checkpoint, make_dataset, with_kernel
 
 from mobius.config.cli import parse_args
 from mobius.ranks import Ranks
@@ -36,7 +36,7 @@ def workplace(tmp_path: Path, saved_inputs: Path, monkeypatch: pytest.MonkeyPatc
     for name in ("model", "data.jsonl"):
         (folder / name).symlink_to(saved_inputs / name)
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(with_kernel(tmp_path / "cache")))
     # The run sets the number of threads for its process, which is that of the other tests too.
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     # A picture takes half a second; that runs of processes leave one is tests/distributed/test_records.py's claim.
