@@ -212,6 +212,8 @@ def _problems(words: Sequence[str]) -> list[str]:
             return _problems(["python", *rest])
         case ["python", "-m", "mobius", *options] | ["python", "main.py", *options] | ["mobius", *options]:
             return _option_problems(options)
+        case ["python", "-m", "mobius.config.cli", ">", file]:
+            return _missing([file])
         case ["torchrun", *rest]:
             (place,) = (index for index, word in enumerate(rest) if word.removeprefix("./") == "main.py")
             return _option_problems(rest[place + 1 :])
