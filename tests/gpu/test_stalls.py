@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from harness.sessions import make_single_trainer
 from harness.shared_links import LOAD_BYTES, NUM_MICROBATCHES, host_states, load_seconds, run_on
+from torch._inductor.async_compile import shutdown_compile_workers
 
 from mobius.engine.executor import Executor
 from mobius.engine.optimizer_stepper import OptimizerStepper
@@ -100,6 +102,10 @@ def test_a_wait_within_a_step_would_be_seen(
 
 
 def test_compute_begins_with_the_first_weights_not_with_all_that_are_prefetched() -> None:
+    # It times copies and a step: nothing of earlier tests may run beside.
+    shutdown_compile_workers()
+    gc.collect()
+    torch.cuda.synchronize()
     load = load_seconds(torch.device("cuda", 0))
     num_stages, seconds = 6, load / 2
     states = host_states(num_stages, LOAD_BYTES // 2, page_locked=True)

@@ -1,4 +1,4 @@
-"""The floors: who may import whom, and that importing does nothing."""
+"""Importing does nothing, and plans need no torch; that modules import from floors below is seen by scripts/check."""
 
 import subprocess
 import sys
@@ -29,14 +29,6 @@ def modules_without_torch() -> set[str]:
     forbidding = [contract for contract in contracts if contract["type"] == "forbidden"]
     (modules,) = (c["source_modules"] for c in forbidding if set(c["forbidden_modules"]) == set(HEAVY))
     return set(modules)
-
-
-def test_modules_import_only_from_floors_below() -> None:
-    # Not through its API: that switches off the loggers that other tests read.
-    program = Path(sys.executable).with_name("lint-imports")
-    finished = subprocess.run([program, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
-
-    assert finished.returncode == 0, finished.stdout + finished.stderr
 
 
 def test_every_module_can_be_imported_without_a_gpu_and_importing_does_nothing() -> None:

@@ -303,12 +303,20 @@ def test_patience_is_counted_across_a_resume(workplace: Path) -> None:
     ("options", "change"),
     [
         ("--no_offload --recompute none", "--recompute full"),
-        ("--no_offload --recompute full", "--use_offload"),
-        ("--resident_stages 1 --recompute full", "--resident_stages 0"),
-        ("--resident_stages 0 --recompute full", "--num_rounds 2"),
+        pytest.param("--no_offload --recompute full", "--use_offload", marks=pytest.mark.extended),
+        pytest.param("--resident_stages 1 --recompute full", "--resident_stages 0", marks=pytest.mark.extended),
+        pytest.param("--resident_stages 0 --recompute full", "--num_rounds 2", marks=pytest.mark.extended),
         ("--resident_stages 0 --recompute full --num_rounds 2", "--num_chunks 4"),
-        ("--resident_stages 0 --recompute full --num_chunks 4 --num_rounds 4", "--num_stages 3"),
-        ("--resident_stages 0 --recompute full --num_chunks 4", "--activation_offloading on"),
+        pytest.param(
+            "--resident_stages 0 --recompute full --num_chunks 4 --num_rounds 4",
+            "--num_stages 3",
+            marks=pytest.mark.extended,
+        ),
+        pytest.param(
+            "--resident_stages 0 --recompute full --num_chunks 4",
+            "--activation_offloading on",
+            marks=pytest.mark.extended,
+        ),
         (
             "--resident_stages 0 --recompute full --num_chunks 4 --num_rounds 4 --num_stages 4 "
             "--activation_offloading on",
