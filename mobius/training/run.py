@@ -473,7 +473,7 @@ class TrainingRun:
         self.session.close()
 
     def prediction_task(self) -> PredictionTask | None:
-        """What answers to evaluation data need, without the memory of the run; None where there are none to give."""
+        """Facts that answers to evaluation data need, without the run's memory; None where no answers are wanted."""
         config = self.config
         if not (config.evaluation.predicts and self.session.is_first):
             return None
