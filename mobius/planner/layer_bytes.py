@@ -55,22 +55,24 @@ def measure_layer_bytes(
     if tokens > tile_tokens:
         whole = (max(1, tile_tokens // shape[1]), min(shape[1], tile_tokens), shape[2])
     share = tokens / (whole[0] * whole[1])
-    held, peak, recomputed, parted = dict.fromkeys(levels, 0), 0, 0, 0
+    held, peak, recomputed = dict.fromkeys(levels, 0), dict.fromkeys(levels, 0), 0
     for index in {id(layer.module): index for index, layer in enumerate(parts.layers)}.values():
         bench = _LayerBench(parts, index, dtype, device, packed)
         for level in levels:
             own_held, own_peak = bench.measure_kept(whole, level)
-            held[level], peak = max(held[level], int(share * own_held)), max(peak, int(share * own_peak))
+            held[level] = max(held[level], int(share * own_held))
+            peak[level] = max(peak[level], int(share * own_peak))
         if sliced_length is not None:
-            parted = max(parted, bench.measure_slice(shape, sliced_length, tile_tokens))
+            own = bench.measure_slice(shape, sliced_length, tile_tokens)
         elif tokens > tile_tokens:
-            parted = max(parted, bench.measure_tiles(shape, tile_tokens))
+            own = bench.measure_tiles(shape, tile_tokens)
         else:
-            recomputed = max(recomputed, bench.measure_recomputed(shape))
+            own = bench.measure_recomputed(shape)
+        recomputed = max(recomputed, own)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)  # reset so that a run's peak does not include this measurement
-    products = held.get(RecomputeLevel.ELEMENTWISE)
-    return LayerBytes(held[RecomputeLevel.NONE], peak, parted or recomputed, products)
+    everything, products = RecomputeLevel.NONE, RecomputeLevel.ELEMENTWISE
+    return LayerBytes(held[everything], peak[everything], recomputed, held.get(products), peak.get(products))
 
 
 @dataclass(frozen=True)

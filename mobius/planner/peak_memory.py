@@ -43,7 +43,6 @@ the widths of queries and of keys,
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -74,23 +73,27 @@ class LayerBytes:
     """Bytes that one layer takes for one microbatch."""
 
     saved_activations: int
-    """Held from a forward that keeps its graph to its backward: the output in it, the input not."""
+    """Saved from forward to backward if nothing is recomputed: with the layer's output, without its input."""
     peak: int
-    """Most that exists in forward with graph and backward together, the graph in it; input and incoming gradient not.
+    """Peak of that forward and its backward, with the saved activations; without the input and the output's gradient.
     """
     recomputed: int | None = None
-    """As `peak`, of a layer whose backward runs its forward again, in tiles if there are any; None: as `peak`."""
-
+    """Peak of a backward that runs the forward again, in tiles if there are any; None: as `peak`."""
     saved_products: int | None = None
-    """As `saved_activations`, of a forward that keeps its products alone; None where that is not known."""
+    """As `saved_activations` where products alone are saved; None: not known."""
+    products_peak: int | None = None
+    """Peak of the backward of those; None: as `peak`."""
 
     def saved_for_backward(self, level: RecomputeLevel) -> int:
-        """Held by a forward that keeps what `level` says; everything where products alone are not known."""
-        return (
-            self.saved_activations
-            if level is RecomputeLevel.NONE or self.saved_products is None
-            else self.saved_products
-        )
+        """Bytes that a forward saves at `level`; all activations where products are not known."""
+        if level is RecomputeLevel.NONE or self.saved_products is None:
+            return self.saved_activations
+        return self.saved_products
+
+    def backward_work(self, level: RecomputeLevel) -> int:
+        """Bytes that a backward from the activations of `level` makes beside them."""
+        peak = self.peak if level is RecomputeLevel.NONE else self.products_peak or self.peak
+        return peak - self.saved_for_backward(level)
 
     @property
     def recomputed_peak(self) -> int:
@@ -261,163 +264,134 @@ def embedding_bytes(weight_bytes: int, shape: ModelShape, *, tokens: int, on_gpu
 
 
 def find_peak(plan: Plan, rank: int, size: MicrobatchBytes) -> LiveMemory:
-    """The moment of a step at which `rank` holds most."""
-    return max(_Rank(plan, rank, size).moments(), key=lambda held: held.total)
+    """Return what `rank` holds at the peak of a step."""
+    step = _RankStep(plan, rank, size)
+    return max((*step.offloading_forwards(), *step.last_stage(), *step.first_backwards()), key=lambda held: held.total)
 
 
-class _Rank:
-    """One rank's step."""
+class _RankStep:
+    """One rank's step: what it holds at each moment that may be the peak."""
 
     def __init__(self, plan: Plan, rank: int, size: MicrobatchBytes) -> None:
-        self._plan, self._stages, self._size = plan, plan.local_stages(rank), size
-        self._max_sends = max_sends_in_flight(plan.microbatches_per_round)
-        inputs = [self._inputs(stage) for stage in self._stages if stage in plan.offloaded_activation_stages]
-        self._most_inputs = max(inputs, default=0)
-        """Bytes of what a stashed stage's layers keep of a microbatch."""
-        layers = max(
-            (self._num_kept(stage) for stage in self._stages if stage in plan.offloaded_activation_stages), default=0
-        )
-        self._more = max(0, layers * (size.layer.saved_for_backward(RecomputeLevel.ELEMENTWISE) - size.activation))
-        """Further bytes of one of which products leave."""
-        self._under_way = (
-            min(max_prefetched(plan.copy_lookahead), len(inputs) * plan.microbatches_per_round) * self._most_inputs
-        )
-        self._under_way += self._more * self._most_whole(max_prefetched(plan.copy_lookahead))
-        """Bytes of what leaves or has come back; while the model's last stage turns, it need not all be there."""
-        self._graph = size.layer.saved_for_backward(plan.recompute_level)
+        self._plan, self._size, self._stages = plan, size, plan.local_stages(rank)
+        self._per_round, self._max_sends = plan.microbatches_per_round, max_sends_in_flight(plan.microbatches_per_round)
+        self._received = 0 if plan.num_ranks == 1 else NUM_PREPOSTED_RECEIVES * size.activation
         self._waiting = [stage for stage in self._stages if not plan.cuts[stage].is_last]
-        """Stages whose microbatches all go forward before the first comes back."""
-        self._leaves = [index for index, stage in enumerate(self._waiting) if stage in plan.offloaded_activation_stages]
-        """Which of them send their inputs home."""
-        each = [(0, 0) if stage in plan.offloaded_activation_stages else self._kept(stage) for stage in self._waiting]
-        self._inputs_of = [
-            plan.microbatches_per_round * total for total in accumulate((own for own, _ in each), initial=0)
+        """Stages that run forward on all microbatches of a round before their first backward."""
+        offloading = [stage for stage in self._stages if stage in plan.offloaded_activation_stages]
+        self._offloaded = max(map(self._inputs, offloading), default=0)
+        """Layer inputs of one microbatch in the largest stage that offloads."""
+        products = size.layer.saved_for_backward(RecomputeLevel.ELEMENTWISE) - size.activation
+        self._products = max(0, max(map(self._num_saving, offloading), default=0) * products)
+        """Further bytes of a microbatch whose products are offloaded."""
+        in_flight = max_prefetched(plan.copy_lookahead)
+        self._in_flight = min(in_flight, len(offloading) * self._per_round) * self._offloaded
+        self._in_flight += self._product_bytes(in_flight)
+        """Inputs and products that are on their way to the host, or back."""
+        saved = [(0, 0) if stage in offloading else self._saved(stage) for stage in self._waiting]
+        self._held = [
+            (self._per_round * inputs, self._per_round * graphs)
+            for inputs, graphs in accumulate(saved, lambda a, b: (a[0] + b[0], a[1] + b[1]), initial=(0, 0))
         ]
-        """Inputs of a round that the first so many of these keep here."""
-        self._graphs_of = [
-            plan.microbatches_per_round * total for total in accumulate((own for _, own in each), initial=0)
-        ]
-        """Graphs, alike."""
-        self._ahead = 0 if plan.num_ranks == 1 else NUM_PREPOSTED_RECEIVES * size.activation
+        """Inputs and graphs of a round that the first n waiting stages keep on the GPU."""
 
-    def moments(self) -> Iterator[LiveMemory]:
-        """Moments at which most may be held: turns of the model's last stage, and each stage's first backward."""
-        for number in self._leaves:
-            yield self._leaving(number)
-        turns = len(self._waiting) < len(self._stages)
-        if turns:
-            yield from self._turn(self._stages[-1])
-        for number in range(1, len(self._waiting) + 1):
-            yield from self._backward(number, is_first_backward=number == len(self._waiting) and not turns)
+    def offloading_forwards(self) -> Iterator[LiveMemory]:
+        """Forward of each stage that offloads, while the inputs of microbatches before it leave."""
+        most, num_offloading, layer = max_pending_offloads(self._plan.copy_lookahead) + 1, 0, self._size.layer
+        # A forward without a graph makes less than one with it, and in tiles less than backward makes in them.
+        work = layer.saved_activations
+        if not self._plan.num_offloaded_microbatches:
+            work = min(work, layer.recomputed_peak)
+        for number, stage in enumerate(self._waiting):
+            if stage in self._plan.offloaded_activation_stages:
+                num_offloading += 1
+                leaving = min(most, num_offloading * self._per_round)
+                inputs, graphs = self._held[number]
+                inputs += leaving * self._offloaded + self._product_bytes(leaving)
+                yield LiveMemory(inputs, graphs, self._messages(0, self._outputs(number + 1)), work)
 
-    def _leaving(self, num_before: int) -> LiveMemory:
-        """The forward of a stashed stage behind so many, while inputs of the microbatches before leave."""
-        stayed, kept = self._inputs_of[num_before], self._graphs_of[num_before]
-        most = max_pending_offloads(self._plan.copy_lookahead) + 1
-        number = min(most, self._plan.microbatches_per_round)
-        # The stages before may still leave, which may be larger.
-        end = bisect_right(self._leaves, num_before)
-        near = [self._waiting[index] for index in self._leaves[max(0, end - most - 1) : end]]
-        inputs = [self._inputs(each) for each in near for _ in range(number)]
-        ends = range(len(inputs) - number + 1, len(inputs) + 1)
-        own = max(sum(inputs[max(0, end - most) : end]) for end in ends)
-        own += self._more * self._most_whole(min(most, len(inputs)))
-        messages = self._ahead + self._sent(0, self._outputs(num_before + 1))
-        # A forward without a graph makes less than one with it, and in tiles less than backward does in them.
-        layer = self._size.layer
-        work = (
-            layer.saved_activations
-            if self._plan.num_offloaded_microbatches
-            else min(layer.saved_activations, layer.recomputed_peak)
-        )
-        return LiveMemory(stayed + own, kept, messages, work)
+    def last_stage(self) -> Iterator[LiveMemory]:
+        """Forward, loss and backward of the model's last stage, for one microbatch or the slices of one sequence."""
+        stage, number = self._stages[-1], len(self._waiting)
+        cut, message, (own, graphs) = self._plan.cuts[stage], self._size.activation, self._saved(stage)
+        if not cut.is_last:
+            return
+        inputs, held = self._held[number]
+        graphs += held
+        in_flight = self._in_flight
+        if self._per_round == 1 and self._plan.offloaded_activation_stages.issuperset(self._waiting[-1:]):
+            in_flight = min(in_flight, self._offloaded + self._product_bytes(1))  # all others have left
+        output = 0 if self._keeps(stage) else message  # a graph contains its output
+        # All slices run forward before the first backward; each then leaves a gradient in place of its inputs.
+        for num_slices in {self._plan.num_slices, 1}:
+            gradients = 0 if cut.is_first else self._per_round - num_slices
+            messages, here = self._messages(gradients, self._outputs(number)), inputs + in_flight + num_slices * own
+            yield LiveMemory(here, graphs, messages, output + self._size.loss)
+            # The output and its gradient stay until the stage's backward is done.
+            yield LiveMemory(here, graphs, messages, output + message + self._layer_work(stage))
+            if cut.is_first:
+                yield LiveMemory(here - own, held, messages, 3 * message + self._size.embedding)
 
-    def _most_whole(self, number: int) -> int:
-        """Microbatches whose products go home among so many that follow one another; stages begin anew."""
-        size = self._plan.microbatches_per_round
-        if self._plan.num_offloaded_microbatches == 0 or self._more == 0:
-            return 0
-        whole = [self._plan.offloads_products(m) for m in range(size + number)]
-        return max(sum(whole[first : first + number]) for first in range(size))
+    def first_backwards(self) -> Iterator[LiveMemory]:
+        """First backward of each waiting stage."""
+        has_last_stage = len(self._waiting) < len(self._stages)
+        for number, stage in enumerate(self._waiting, start=1):
+            inputs, graphs = self._held[number]
+            inputs += self._in_flight
+            is_first = number == len(self._waiting) and not has_last_stage
+            messages = self._messages(0, self._outputs(number)) if is_first else self._messages(self._per_round)
+            yield LiveMemory(inputs, graphs, messages, self._layer_work(stage))
+            if self._plan.cuts[stage].is_first:
+                saved = (0, 0) if stage in self._plan.offloaded_activation_stages else self._saved(stage)
+                work = self._size.activation + self._size.embedding
+                yield LiveMemory(inputs - saved[0], graphs - saved[1], messages, work)
 
-    def _turn(self, stage: int) -> Iterator[LiveMemory]:
-        """Forward, loss and backward of the model's last stage, of one microbatch or of the slices of one sequence."""
-        size, per_message, number = self._size, self._size.activation, len(self._waiting)
-        inputs, graphs = self._kept(stage)
-        stayed, kept = self._inputs_of[number], self._graphs_of[number]
-        # A single microbatch turns when all that left has gone, and the stage before is back, if that was stashed.
-        is_back = self._plan.microbatches_per_round == 1 and self._plan.offloaded_activation_stages.issuperset(
-            self._waiting[-1:]
-        )
-        one = self._most_inputs + self._more * self._most_whole(1)
-        stayed += min(self._under_way, one) if is_back else self._under_way
-        is_only = self._plan.cuts[stage].is_first
-        output = 0 if self._keeps(stage) else per_message  # a graph has its output in it
-        # All slices have gone forward before the first comes back; each then leaves a gradient in its inputs' stead.
-        for own in sorted({self._plan.num_slices, 1}):
-            gradients = 0 if is_only else self._plan.microbatches_per_round - own
-            messages = self._ahead + self._sent(gradients, self._outputs(number))
-            here = stayed + own * inputs
-            yield LiveMemory(here, kept + graphs, messages, output + size.loss)
-            # The output and its gradient stay until the backward of the stage is done.
-            yield LiveMemory(here, kept + graphs, messages, output + per_message + self._layer_work(stage))
-            if is_only:
-                yield LiveMemory(here - inputs, kept, messages, 3 * per_message + size.embedding)
-
-    def _backward(self, number: int, *, is_first_backward: bool) -> Iterator[LiveMemory]:
-        """The first microbatch's backward of a stage, the last of the first so many that are waiting."""
-        stage, stayed, kept = self._waiting[number - 1], self._inputs_of[number], self._graphs_of[number]
-        stayed += self._under_way
-        if is_first_backward:
-            sent = self._sent(0, self._outputs(number))
-        else:
-            sent = self._sent(self._plan.microbatches_per_round, self._max_sends)
-        messages = self._ahead + sent
-        yield LiveMemory(stayed, kept, messages, self._layer_work(stage))
-        if self._plan.cuts[stage].is_first:
-            inputs, graphs = self._kept(stage)
-            inputs = 0 if stage in self._plan.offloaded_activation_stages else inputs
-            yield LiveMemory(stayed - inputs, kept - graphs, messages, self._size.activation + self._size.embedding)
+    def _product_bytes(self, number: int) -> int:
+        """Bytes of products among `number` consecutive microbatches; those that offload them are evenly spread."""
+        return -(-number * self._plan.num_offloaded_microbatches // self._per_round) * self._products
 
     def _keeps(self, stage: int) -> bool:
         return stage in self._plan.saved_activation_stages and len(self._plan.cuts[stage].layers) > 0
 
-    def _kept(self, stage: int) -> tuple[int, int]:
-        """Inputs and graphs of a stage and a microbatch."""
-        if self._keeps(stage):
-            return self._size.activation, self._num_kept(stage) * self._graph
-        return self._inputs(stage), 0
+    def _saved(self, stage: int) -> tuple[int, int]:
+        """Inputs and graphs of one microbatch in a stage."""
+        if not self._keeps(stage):
+            return self._inputs(stage), 0
+        graph = self._size.layer.saved_for_backward(self._plan.recompute_level)
+        return self._size.activation, self._num_saving(stage) * graph
 
     def _inputs(self, stage: int) -> int:
-        """Bytes that the layers of a stage keep of a microbatch to be recomputed."""
+        """Bytes that a stage's layers save of one microbatch to recompute from."""
         attention = self._size.attention if stage in self._plan.saved_attention_stages else 0
-        return self._num_kept(stage) * (self._size.activation + attention)
+        return self._num_saving(stage) * (self._size.activation + attention)
 
-    def _num_kept(self, stage: int) -> int:
-        """Layers of a stage that keep something for backward; the model's last stage keeps its input in any case."""
+    def _num_saving(self, stage: int) -> int:
+        """Layers of a stage that save something for backward; the model's last stage saves its input in any case."""
         cut = self._plan.cuts[stage]
         number = len(cut.backward_layers(self._size.first_backward))
         return max(number, 1) if cut.is_last and cut.layers else number
 
     def _layer_work(self, stage: int) -> int:
-        """A layer's backward, without what is kept, or forward, if there is no other."""
+        """Bytes that one layer's backward makes beside what is saved; those of its forward if it has no backward."""
         layer, cut = self._size.layer, self._plan.cuts[stage]
         if not cut.backward_layers(self._size.first_backward):
             return min(layer.saved_activations, layer.recomputed_peak) if cut.layers else 0
+        if self._keeps(stage):
+            return layer.backward_work(self._plan.recompute_level)
         if stage in self._plan.offloaded_activation_stages and self._plan.num_offloaded_microbatches:
-            return max(layer.recomputed_peak, layer.peak - layer.saved_for_backward(RecomputeLevel.ELEMENTWISE))
-        return layer.peak - self._graph if self._keeps(stage) else layer.recomputed_peak
+            return max(layer.recomputed_peak, layer.backward_work(RecomputeLevel.ELEMENTWISE))
+        return layer.recomputed_peak
 
     def _outputs(self, num_stages: int) -> int:
-        """Outputs of the first so many waiting stages among the last messages that take memory of their own.
+        """Outputs of the first n waiting stages among the messages in flight; those within graphs do not count."""
+        in_graphs = self._per_round if num_stages and self._keeps(self._waiting[num_stages - 1]) else 0
+        return max(0, min(self._per_round * num_stages, self._max_sends) - in_graphs)
 
-        A kept graph has its output in it.
+    def _messages(self, gradients: int, outputs: int | None = None) -> int:
+        """Bytes of messages received ahead and in flight; one rank alone passes its gradients on itself.
+
+        `outputs` are sent before the gradients; None: as many as can be in flight.
         """
-        number = self._plan.microbatches_per_round
-        in_graphs = number if num_stages and self._keeps(self._waiting[num_stages - 1]) else 0
-        return max(0, min(number * num_stages, self._max_sends) - in_graphs)
-
-    def _sent(self, gradients: int, outputs: int) -> int:
-        """Bytes of messages: gradients, and outputs before them; one rank alone hands its gradients over itself."""
+        outputs = self._max_sends if outputs is None else outputs
         number = gradients if self._plan.num_ranks == 1 else min(self._max_sends, gradients + outputs)
-        return number * self._size.activation
+        return self._received + number * self._size.activation

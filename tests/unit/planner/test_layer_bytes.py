@@ -14,8 +14,9 @@ from mobius.engine.sequence_slices import SequenceSlice
 from mobius.models.blocks import ModelParts
 from mobius.planner import layer_bytes
 from mobius.planner.layer_bytes import measure_layer_bytes
-from mobius.planner.peak_memory import estimate_layer
+from mobius.planner.peak_memory import LayerBytes, estimate_layer
 from mobius.schedule.packed_rows import PackedRows
+from mobius.schedule.plan import RecomputeLevel
 
 HIDDEN = 64
 
@@ -99,3 +100,16 @@ def test_a_slice_has_the_documents_of_packed_rows_and_attends_to_those_before_it
     assert len(found.documents) == 40 + 1
     assert found.documents[:3].tolist() == [0, 64, 128]
     assert found.documents[-1] == 768
+
+
+def test_the_peak_of_each_level_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an H100, LoRA layers of width 2048 took 33.2 messages with everything saved, 40.6 with products alone."""
+    taken = {RecomputeLevel.NONE: (161, 332), RecomputeLevel.ELEMENTWISE: (208, 406)}
+    monkeypatch.setattr(layer_bytes._LayerBench, "measure_kept", lambda self, shape, level: taken[level])
+    monkeypatch.setattr(layer_bytes._LayerBench, "measure_recomputed", lambda self, shape: 386)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda *_: None)
+    found = measure_layer_bytes(
+        parts_of_two_layers(), shape=(1, 512, HIDDEN), dtype=torch.float32, device=CPU, with_products=True
+    )
+    assert found == LayerBytes(161, 332, 386, 208, 406)
+    assert [found.backward_work(level) for level in RecomputeLevel] == [332 - 161, 406 - 208]

@@ -14,7 +14,7 @@ from mobius.planner.peak_memory import LayerBytes, LiveMemory, MicrobatchBytes, 
 from mobius.schedule.action import ActionKind, source_stage
 from mobius.schedule.build import build_schedule
 from mobius.schedule.partition import partition_of
-from mobius.schedule.plan import MemoryUse, Plan, make_plan
+from mobius.schedule.plan import MemoryUse, Plan, RecomputeLevel, make_plan
 from mobius.schedule.render import place_actions
 from mobius.schedule.schedule import Schedule
 from mobius.schedule.spec import ScheduleSpec
@@ -69,6 +69,13 @@ def test_kept_activations_hold_their_outputs_so_that_sending_these_takes_nothing
     held = find_peak(keeping(plan, 2), 0, MicrobatchBytes(10, LayerBytes(100, 150), 70, 0))
     # Stage 2 keeps three graphs, each of which has an output in it; of the five sent last two are stage 0's.
     assert held == LiveMemory(inputs=60, saved_activations=300, messages=20 + 20, work=50)
+
+
+def test_a_backward_takes_what_its_own_level_takes() -> None:
+    plan = keeping(plan_of([1, 1, 1, 1], num_ranks=2, num_microbatches=3), 2)
+    size = MicrobatchBytes(10, LayerBytes(100, 150, saved_products=120, products_peak=300), 70, 0)
+    assert find_peak(plan, 0, size).work == 50
+    assert find_peak(replace(plan, recompute_level=RecomputeLevel.ELEMENTWISE), 0, size).work == 180
 
 
 def test_the_models_last_stage_keeps_one_microbatch_only() -> None:
