@@ -35,7 +35,6 @@ from mobius.planner.memory_estimates import (
     activation_bytes,
     check_gpu_memory,
     describe_experts,
-    estimate_gpu_memory,
     estimate_gpu_memory_of_ranks,
     estimate_host_memory,
     estimated_layer,
@@ -85,7 +84,7 @@ def fit_plan(request: PlanRequest, *, layer: LayerBytes | None = None, policy: M
             "--num_stages."
         )
     if request.gpu_bytes is None:
-        return plan.with_memory_uses([_least(request, layer)] * plan.num_ranks)
+        return plan.with_same_use(_least(request, layer))
     _refuse_what_cannot_fit(request, layer, request.gpu_bytes)
     fitting = [_fitting(request, rank, layer, request.gpu_bytes) for rank in range(plan.num_ranks)]
     return plan.with_memory_uses(
@@ -96,7 +95,7 @@ def fit_plan(request: PlanRequest, *, layer: LayerBytes | None = None, policy: M
 def fits_gpus(request: PlanRequest, layer: LayerBytes | None) -> bool:
     """Whether the least that is asked for fits the fullest rank; arguments as in `fit_plan`."""
     available = request.gpu_bytes
-    return available is None or _fullest_need(request, request.num_resident or 0, layer).total <= available
+    return available is None or _least_need(request, layer).total <= available
 
 
 @lru_cache(maxsize=1024)  # asked for again when numbers of rounds have been found
@@ -171,7 +170,7 @@ def _fewest_rounds(request: PlanRequest) -> int | None:
     for number in _divisors(request.plan.num_chunks):
         tried = replace(request, accumulation_rounds=number)
         layer = estimated_layer(tried)
-        need = _fullest_need(tried, tried.num_resident or 0, layer)
+        need = _least_need(tried, layer)
         if need.total > int(available * USABLE_MEMORY_FRACTION) - tried.mailbox_bytes:
             continue
         use = _least(tried, layer)
@@ -199,14 +198,10 @@ def check_given_plan(request: PlanRequest, plan: Plan, *, layer: LayerBytes | No
         )
 
 
-def _least(request: PlanRequest, layer: LayerBytes | None) -> MemoryUse:
-    """The use that takes the least GPU memory of what is asked for."""
-    return _with_resident(request, request.num_resident or 0, layer)
-
-
-def _with_resident(request: PlanRequest, num_resident: int, layer: LayerBytes | None) -> MemoryUse:
-    """So many resident stages, and beside them no more than is asked for."""
+def _least(request: PlanRequest, layer: LayerBytes | None, num_resident: int | None = None) -> MemoryUse:
+    """Return the use that takes the least GPU memory of what is asked for; None: with the resident stages asked for."""
     per_rank = request.plan.stages_per_rank
+    num_resident = request.num_resident or 0 if num_resident is None else num_resident
     num_saving_activations = per_rank if request.recompute.saves_activations else 0
     use = MemoryUse(num_resident, num_saving_activations, min(request.plan.num_slots or 0, per_rank - num_resident))
     numbers = _stash_numbers(request, num_saving_activations)
@@ -214,7 +209,7 @@ def _with_resident(request: PlanRequest, num_resident: int, layer: LayerBytes | 
         return replace(use, num_offloading_activations=numbers[0])
     # With few microbatches what is on its way takes more than what stays.
     uses = [replace(use, num_offloading_activations=number) for number in (numbers[0], numbers[-1])]
-    return min(uses, key=lambda each: largest_gpu_estimate(_needs(request, each, layer)).total)
+    return min(uses, key=lambda each: _fullest_need(request, each, layer).total)
 
 
 def _stash_numbers(request: PlanRequest, num_saving_activations: int) -> range:
@@ -225,28 +220,27 @@ def _stash_numbers(request: PlanRequest, num_saving_activations: int) -> range:
     return range(most, most + 1) if asked is ActivationOffloading.ON else range(1)
 
 
-def _uses(request: PlanRequest, *, knows_layer: bool) -> Iterator[MemoryUse]:
-    """Everything that may be asked of a rank's memory, whether it fits or not."""
-    plan, least = request.plan, _least(request, None)
-    per_rank = plan.stages_per_rank
-    # Slices are recomputed: keys and values that their activations hold would change with each slice behind them.
-    may_keep = request.recompute is Recompute.AUTO and knows_layer and plan.num_slices == 1
+def _uses(request: PlanRequest, *, may_save: bool) -> Iterator[MemoryUse]:
+    """All uses of a rank's memory that the options allow, whether they fit or not; none offloads activations.
+
+    Without `may_save` stages save no more activations than is asked for.
+    """
+    plan, least, per_rank = request.plan, _least(request, None), request.plan.stages_per_rank
+    # Slices are recomputed: keys and values in their activations would change with each later slice.
+    may_save = may_save and request.recompute is Recompute.AUTO and plan.num_slices == 1
     most_resident = per_rank if request.num_resident is None else least.num_resident
+    most_saving = per_rank if may_save else least.num_saving_activations
     for num_resident in range(least.num_resident, most_resident + 1):
         num_streamed = per_rank - num_resident
-        for num_saving_activations in range(
-            least.num_saving_activations, per_rank + 1 if may_keep else least.num_saving_activations + 1
-        ):
-            in_slots = min(num_saving_activations, num_streamed)
+        for num_saving in range(least.num_saving_activations, most_saving + 1):
+            in_slots = min(num_saving, num_streamed)
             if num_streamed == 0:
-                yield MemoryUse(num_resident, num_saving_activations, 0)
-            elif plan.num_slots == 1:  # no prefetch: of the streamed stages nothing but the last stays
-                yield from [MemoryUse(num_resident, num_saving_activations, 1)] if in_slots <= 1 else []
+                slots = {0}
+            elif plan.num_slots == 1:  # without prefetch only the last streamed stage stays
+                slots = {1} if in_slots <= 1 else set()
             else:
-                wanted = {max(slots, in_slots) for slots in (PREFETCH_SLOTS, plan.num_slots or 0)}
-                yield from (
-                    MemoryUse(num_resident, num_saving_activations, s) for s in {min(w, num_streamed) for w in wanted}
-                )
+                slots = {min(max(number, in_slots), num_streamed) for number in (PREFETCH_SLOTS, plan.num_slots or 0)}
+            yield from (MemoryUse(num_resident, num_saving, number) for number in slots)
 
 
 def _fitting(
@@ -258,22 +252,22 @@ def _fitting(
     """
     usable = int(gpu_bytes * USABLE_MEMORY_FRACTION) - request.mailbox_bytes
 
-    def with_use(use: MemoryUse) -> Plan:
-        return request.plan.with_memory_uses([use] * request.plan.num_ranks)
-
     @cache
     def states_take(num_resident: int) -> tuple[int, int]:
         """Bytes without slots, and of each slot."""
-        one, two = (state_bytes(request, with_use(MemoryUse(num_resident, 0, slots)), rank=rank) for slots in (1, 2))
+        one, two = (
+            state_bytes(request, request.plan.with_same_use(MemoryUse(num_resident, 0, slots)), rank=rank)
+            for slots in (1, 2)
+        )
         return 2 * one - two, two - one
 
     @cache
     def rest_takes(num_saving_activations: int, num_offloading_activations: int) -> int:
         use = MemoryUse(0, num_saving_activations, request.plan.num_slots or 0, num_offloading_activations)
-        return activation_bytes(request, with_use(use), rank=rank, layer=layer)
+        return activation_bytes(request, request.plan.with_same_use(use), rank=rank, layer=layer)
 
     fitting = []
-    for use in _uses(request, knows_layer=keeps and layer is not None):
+    for use in _uses(request, may_save=keeps and layer is not None):
         without_slots, slot = states_take(use.num_resident)
         rest = usable - without_slots - use.num_slots * slot
         numbers = _stash_numbers(request, use.num_saving_activations)
@@ -296,160 +290,104 @@ def _fewest_within(limit: int, numbers: range, takes: Callable[[int], int]) -> i
 
 def _all_fit_host(request: PlanRequest, use: MemoryUse) -> bool:
     """Whether the host has the memory for ranks that all do this."""
-    return fits_host(request, request.plan.with_memory_uses([use] * request.plan.num_ranks))
+    return fits_host(request, request.plan.with_same_use(use))
 
 
-def _need(request: PlanRequest, rank: int, use: MemoryUse, layer: LayerBytes | None) -> GpuMemoryEstimate:
-    return estimate_gpu_memory(
-        request, request.plan.with_memory_uses([use] * request.plan.num_ranks), rank=rank, layer=layer
-    )
+def _fullest_need(request: PlanRequest, use: MemoryUse, layer: LayerBytes | None) -> GpuMemoryEstimate:
+    return largest_gpu_estimate(estimate_gpu_memory_of_ranks(request, request.plan.with_same_use(use), layer))
 
 
-def _needs(request: PlanRequest, use: MemoryUse, layer: LayerBytes | None) -> tuple[GpuMemoryEstimate, ...]:
-    return estimate_gpu_memory_of_ranks(request, request.plan.with_memory_uses([use] * request.plan.num_ranks), layer)
-
-
-def _fullest_need(request: PlanRequest, num_resident: int, layer: LayerBytes | None) -> GpuMemoryEstimate:
-    return largest_gpu_estimate(_needs(request, _with_resident(request, num_resident, layer), layer))
+def _least_need(request: PlanRequest, layer: LayerBytes | None, num_resident: int | None = None) -> GpuMemoryEstimate:
+    """Return the need of the fullest rank with the least use; arguments as `_least`."""
+    return _fullest_need(request, _least(request, layer, num_resident), layer)
 
 
 def _refuse_what_cannot_fit(request: PlanRequest, layer: LayerBytes | None, available: int) -> None:
-    """Raise GpuMemoryError, alike on all ranks, if the fullest rank cannot hold the least that is asked for."""
+    """Raise GpuMemoryError, the same on all ranks, if the least that is asked for does not fit the fullest rank."""
     wanted, is_offloading = request.num_resident or 0, request.config.pipeline.use_offload
-    need = _fullest_need(request, wanted, layer)
+    need = _least_need(request, layer)
     if need.total <= available:
         return
-    fewer = range(wanted - 1, -1, -1) if is_offloading else ()
-    fits = next((number for number in fewer if _fullest_need(request, number, layer).total <= available), None)
-    if fits is None:  # no residency was asked for, or it is not to blame
-        lowest = request.with_pipeline(resident_stages="0") if is_offloading else request
+    for fewer in range(wanted - 1, -1, -1) if is_offloading else ():
+        if (total := _least_need(request, layer, fewer).total) <= available:
+            raise GpuMemoryError(
+                f"--resident_stages {wanted}: rank {need.rank} needs {format_bytes(need.total)} of GPU memory "
+                f"({need.describe()}), {format_bytes(available)} is available. At most --resident_stages {fewer} fits, "
+                f"which needs {format_bytes(total)}; auto chooses by what is free."
+            )
+    # No resident stages were asked for, or they are not the reason.
+    lowest = request.with_pipeline(resident_stages="0") if is_offloading else request
 
-        def bytes_of(changed: PlanRequest) -> int:
-            # What was measured is of the microbatch and its tiles as they are; others are estimated.
-            is_same = changed.microbatch_tokens == request.microbatch_tokens
-            is_same = is_same and tile_tokens(changed) == tile_tokens(request)
-            return _fullest_need(changed, changed.num_resident or 0, layer if is_same else None).total
+    def bytes_of(changed: PlanRequest) -> int:
+        # A layer was measured for these microbatches and tiles only.
+        is_same = changed.microbatch_tokens == request.microbatch_tokens
+        is_same = is_same and tile_tokens(changed) == tile_tokens(request)
+        return _least_need(changed, layer if is_same else None).total
 
-        check_gpu_memory(
-            _fullest_need(lowest, lowest.num_resident or 0, layer),
-            available_bytes=available,
-            is_offloading=is_offloading,
-            remedies=find_remedies(lowest, bytes_of, available),
-            largest=describe_experts(request) if is_offloading else "",
-        )
-        return
-    raise GpuMemoryError(
-        f"--resident_stages {wanted}: rank {need.rank} needs {format_bytes(need.total)} of GPU "
-        f"memory ({need.describe()}), {format_bytes(available)} is available. At most --resident_stages {fits} fits, "
-        f"which needs {format_bytes(_fullest_need(request, fits, layer).total)}; auto chooses by what is free."
+    check_gpu_memory(
+        _least_need(lowest, layer),
+        available_bytes=available,
+        is_offloading=is_offloading,
+        remedies=find_remedies(lowest, bytes_of, available),
+        largest=describe_experts(request) if is_offloading else "",
     )
 
 
 def find_remedies(request: PlanRequest, need: Callable[[PlanRequest], int], available_bytes: int) -> list[Remedy]:
-    """The least of each kind of change that fits, those first that cost the training least; empty if none does.
+    """Return the smallest change of each kind that fits, those first that cost training least.
 
     `need` gives the bytes of the fullest rank for a changed request.
     """
-    found = []
-    for changes in (
-        _tiles,
-        _stashes,
-        _slices,
-        _rounds,
-        _recompute,
-        _loss_chunks,
-        _stages,
-        _microbatches,
-        _offload,
-        more_nodes,
-        _sequences,
-    ):
-        for options, changed in changes(request):
-            num_bytes = need(changed)
-            if num_bytes <= available_bytes and _has_host_room(changed):
-                found.append(Remedy(options, num_bytes))
-                break
-    return found
+    found = dict[str, Remedy]()
+    for options, changed in (*_other_memory_options(request), *_other_numbers(request)):
+        kind = options.split()[0]
+        if kind in found or (num_bytes := need(changed)) > available_bytes:
+            continue
+        if changed.host_bytes is None or least_host_bytes(changed) <= changed.host_bytes:
+            found[kind] = Remedy(options, num_bytes)
+    return list(found.values())
 
 
-def _has_host_room(request: PlanRequest) -> bool:
-    """Whether the host can hold what the GPUs do not, as far as is known; alike on all ranks."""
-    if request.host_bytes is None:
-        return True
-    return least_host_bytes(request) <= request.host_bytes
-
-
-def _stashes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    pipeline = request.config.pipeline
-    is_off = pipeline.activation_offloading is ActivationOffloading.OFF
-    if is_off and not pipeline.recompute.saves_activations:
+def _other_memory_options(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    """Options with which the same microbatches need less GPU memory, as the user types them; small changes first."""
+    pipeline, length = request.config.pipeline, request.config.data.seq_length
+    recomputes, tokens = not request.recompute.saves_activations, request.microbatch_tokens
+    for number in TILE_TOKENS if recomputes and request.shape.is_tileable else ():
+        if number < (tile_tokens(request) or tokens):
+            yield f"--tile_tokens {number}", request.with_pipeline(tile_tokens=str(number))
+    if recomputes and pipeline.activation_offloading is ActivationOffloading.OFF:
         on = request.with_pipeline(activation_offloading=ActivationOffloading.ON)
         yield "--activation_offloading on", on
-
-
-def _tiles(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    """Smaller tiles of recomputed layers, or the first."""
-    if request.shape.is_tileable and not request.recompute.saves_activations:
-        whole = tile_tokens(request) or request.microbatch_tokens
-        for number in TILE_TOKENS:
-            if number < whole:
-                yield f"--tile_tokens {number}", request.with_pipeline(tile_tokens=str(number))
-
-
-def _slices(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    """More slices of each sequence, of as many tokens as keep a GPU busy."""
-    if not request.shape.is_sliceable or request.recompute.saves_activations:
-        return
-    length, now = request.config.data.seq_length, request.num_slices or 1
-    for number in range(now + 1, length // MIN_SLICE_TOKENS + 1):
+    now = request.num_slices or 1
+    for number in range(now + 1, length // MIN_SLICE_TOKENS + 1) if recomputes and request.shape.is_sliceable else ():
         if length % number == 0:
             yield f"--num_slices {number}", replace(request, num_slices=number)
-
-
-def _rounds(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    """More rounds than are asked for; those of auto are as many as there can be, if one is refused."""
     for number in _divisors(request.plan.num_chunks):
         if number > request.plan.accumulation_rounds:
             yield f"--num_rounds {number}", replace(request, accumulation_rounds=number)
-
-
-def _recompute(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     if request.recompute is Recompute.NONE:
         yield "--recompute elementwise", request.with_pipeline(recompute=Recompute.ELEMENTWISE)
-    if request.recompute.saves_activations or request.recompute is Recompute.LINEAR:
+    if not recomputes or request.recompute is Recompute.LINEAR:
         yield "--recompute full", request.with_pipeline(recompute=Recompute.FULL)
-
-
-def _loss_chunks(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    chunk = min(request.config.pipeline.loss_chunk_tokens, request.microbatch_tokens) // 2
+    chunk = min(pipeline.loss_chunk_tokens, tokens) // 2
     while chunk >= SMALLEST_CHUNK:
         yield f"--loss_chunk_tokens {chunk}", request.with_pipeline(loss_chunk_tokens=chunk)
         chunk //= 2
 
 
-def _stages(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    """More stages are smaller ones; where all stay, nothing gets smaller by them."""
-    plan = request.plan
-    if request.config.pipeline.use_offload:
+def _other_numbers(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    """Smaller stages, microbatches and sequences, and streaming, as the user types them; small changes first."""
+    pipeline, plan, length = request.config.pipeline, request.plan, request.config.data.seq_length
+    if pipeline.use_offload:  # a larger number makes stages smaller, of which a few are on the GPU at a time
         for number in range(plan.num_stages + plan.num_ranks, request.shape.num_layers + 1, plan.num_ranks):
             yield f"--num_stages {number}", replace(request, num_stages=number)
-
-
-def _microbatches(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    for number in range(request.plan.num_chunks + 1, request.rows + 1):
+    for number in range(plan.num_chunks + 1, request.rows + 1):
         if request.rows % number == 0:
             yield f"--num_chunks {number}", replace(request, num_chunks=number)
-
-
-def _offload(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    """Stream all stages; activations are then recomputed."""
-    if not request.config.pipeline.use_offload:
+    if not pipeline.use_offload:
         streamed = request.with_pipeline(use_offload=True, resident_stages="0", recompute=Recompute.AUTO)
         yield "--use_offload --recompute auto", streamed
-
-
-def _sequences(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    now = request.config.data.seq_length
-    step = max(1, now // SEQUENCE_TRIES // SEQUENCE_STEP) * SEQUENCE_STEP
-    for length in range((now - 1) // step * step, 0, -step):
-        yield f"--seq_length {length}", request.with_seq_length(length)
+    yield from more_nodes(request)
+    step = max(1, length // SEQUENCE_TRIES // SEQUENCE_STEP) * SEQUENCE_STEP
+    for shorter in range((length - 1) // step * step, 0, -step):
+        yield f"--seq_length {shorter}", request.with_seq_length(shorter)

@@ -75,6 +75,10 @@ class Plan(ScheduleSpec):
             ),
         )
 
+    def with_same_use(self, use: MemoryUse) -> Plan:
+        """The plan in which every rank does what `use` says."""
+        return self.with_memory_uses([use] * self.num_ranks)
+
     def use_of(self, rank: int) -> MemoryUse:
         """The numbers of resident, keeping and stashed stages of `rank`, and its slots."""
         own = self.local_stages(rank)
@@ -150,4 +154,4 @@ def make_plan(
         num_offloaded_microbatches=num_offloaded_microbatches,
     )
     num_resident = plan.stages_per_rank if num_slots is None else 0
-    return plan.with_memory_uses([MemoryUse(num_resident, 0, num_slots or 0)] * num_ranks)
+    return plan.with_same_use(MemoryUse(num_resident, 0, num_slots or 0))

@@ -47,7 +47,6 @@ from mobius.models.families import load_model_config, locate_model
 from mobius.models.model_files import ModelFiles, read_model_files
 from mobius.models.tokenizer import load_tokenizer, pad_token_id
 from mobius.models.weights import check_model_weights
-from mobius.planner.file_checks import check_same_model, check_save_dir
 from mobius.planner.plan_file import SavedPlan
 from mobius.planner.run_setup import RunSetup, complete_run_setup, draft_run_setup
 from mobius.planner.saved_plan import apply_saved_plan
@@ -62,6 +61,7 @@ from mobius.training.evaluation.evaluator import Evaluator, evaluation_samples, 
 from mobius.training.evaluation.generation import check_generation_config
 from mobius.training.evaluation.prediction_setup import only_answers, prediction_samples, prepare_prediction
 from mobius.training.evaluation.text_scores import check_scores_installed
+from mobius.training.file_checks import check_same_model, check_save_dir
 from mobius.training.final_results import PredictionTask, RunTimer, write_final_report
 from mobius.training.inputs import find_adapter_base, origin_of, wait_until_inputs_are_read
 from mobius.training.loop import StopReason, TrainingLoop

@@ -16,7 +16,7 @@ OWN_FOLDER = """
 import os
 if os.environ["RANK"] == "1":
     os.chdir("node1")
-import mobius.planner.file_checks as same_files
+import mobius.training.file_checks as same_files
 same_files._SIGHT_SECONDS = 0.2
 """
 

@@ -144,7 +144,7 @@ READS_ITSELF = {
     ),
     "what this very run has written": (
         *(
-            "planner/file_checks",
+            "training/file_checks",
             "checkpoint/folders",
             "reporting/trace",
             "data/datasets",

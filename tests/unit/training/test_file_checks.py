@@ -19,9 +19,9 @@ from mobius.config.cli import parse_args
 from mobius.config.config import Config
 from mobius.distributed.rendezvous import Rendezvous
 from mobius.errors import CheckpointError, ConfigError
-from mobius.planner import file_checks
-from mobius.planner.file_checks import check_same_model, check_save_dir
 from mobius.ranks import Ranks
+from mobius.training import file_checks
+from mobius.training.file_checks import check_same_model, check_save_dir
 
 
 def ranks(rank: int, num_nodes: int = 3) -> Ranks:
