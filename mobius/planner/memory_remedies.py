@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from transformers import PretrainedConfig
@@ -64,23 +65,22 @@ class _Solver:
     layer: LayerBytes | None
     """Bytes of a layer that were measured for the request's microbatches."""
 
-    @property
-    def is_auto(self) -> bool:
-        """Whether there is nothing to choose of stages and chunks, or all has been tried."""
-        pipeline = self.request.config.pipeline
-        return self.request.machine.on_cpu or (pipeline.num_stages is None and pipeline.num_chunks is None)
-
     @cached_property
-    def other_numbers(self) -> list[PlanRequest]:
-        """Requests with numbers of stages and chunks that fit, or else the one that takes the least host memory."""
-        return from_all_numbers(replace(self.request, num_stages=None, num_chunks=None))
+    def other_numbers(self) -> list[tuple[str, PlanRequest]]:
+        """Options and requests with numbers of stages and chunks that fit, or the one that needs least host memory.
 
-    def typed(self, numbers: PlanRequest) -> str:
-        """The options for these numbers."""
-        text = f"--num_stages {numbers.num_stages} --num_chunks {numbers.num_chunks}"
-        return (
-            text if self.request.accumulation_rounds is None else f"{text} --num_rounds {numbers.accumulation_rounds}"
-        )
+        Empty on CPUs, and where the numbers were left to the planner.
+        """
+        asked, pipeline = self.request, self.request.config.pipeline
+        if asked.machine.on_cpu or (pipeline.num_stages is None and pipeline.num_chunks is None):
+            return []
+        found = []
+        for each in from_all_numbers(replace(asked, num_stages=None, num_chunks=None)):
+            options = f"--num_stages {each.num_stages} --num_chunks {each.num_chunks}"
+            if asked.accumulation_rounds is not None:
+                options += f" --num_rounds {each.accumulation_rounds}"
+            found.append((options, replace(asked, num_stages=each.num_stages, num_chunks=each.num_chunks)))
+        return found
 
     def run(self, kinds: tuple[Callable[[_Solver], Iterator[Remedy | None]], ...]) -> Iterator[Remedy]:
         """The first of each kind that fits."""
@@ -93,21 +93,22 @@ class _Solver:
     def fits(self, request: PlanRequest, host_bytes: int | None = None) -> bool:
         """Whether a plan fits GPUs and host in some number of rounds; in most cases without solving it, which is slow.
 
-        `host_bytes` is as in `try_change`.
+        `host_bytes` is the memory of another host.
         """
         if request.machine.on_cpu or request.num_slices is None:
-            return self.try_change("", request, host_bytes=host_bytes) is not None
-        chunks, most = request.num_chunks or 1, host_bytes or self.available_bytes
+            return self._solve("", request, host_bytes) is not None
+        chunks, most = request.num_chunks or 1, host_bytes or self.available_bytes or math.inf
         divisors = [number for number in range(1, chunks + 1) if chunks % number == 0]
         rounds = divisors if request.accumulation_rounds is None else [request.accumulation_rounds]
         least = min(least_host_bytes(replace(request, accumulation_rounds=number)) for number in rounds)
-        return math.isfinite(least) and (most is None or least <= most)
+        return math.isfinite(least) and least <= most
 
     def try_change(self, options: str, request: PlanRequest, *, host_bytes: int | None = None) -> Remedy | None:
-        """The change if a plan for it fits GPUs and host, else None; `host_bytes` is the memory of another host."""
+        """Return the change if a plan for it fits GPUs and host, else None; `host_bytes` as in `fits`."""
         is_quick = not request.machine.on_cpu and request.num_slices is not None
-        if is_quick and not self.fits(request, host_bytes):
-            return None
+        return None if is_quick and not self.fits(request, host_bytes) else self._solve(options, request, host_bytes)
+
+    def _solve(self, options: str, request: PlanRequest, host_bytes: int | None) -> Remedy | None:
         try:
             settled = resolve_auto(request)
             is_same = settled.shape is self.request.shape and settled.num_chunks == self.request.num_chunks
@@ -118,8 +119,7 @@ class _Solver:
             found = solve(settled, layer=layer, is_preliminary=True)
         except (GpuMemoryError, PlanError):
             return None
-        most = host_bytes or self.available_bytes
-        if most is not None and found.host_estimate.total > most:
+        if found.host_estimate.total > (host_bytes or self.available_bytes or math.inf):
             return None
         details = _details(found) + ", on a host that has as much" * (host_bytes is not None)
         return Remedy(options, found.host_estimate.total, details, host_bytes)
@@ -137,15 +137,13 @@ class _Solver:
 
 
 def _details(result: PlanResult) -> str:
-    """GPU memory of the fullest rank and tokens per second, by a quick simulation."""
-    parts = (
-        []
-        if result.request.machine.on_cpu
-        else [f"{format_bytes(largest_gpu_estimate(result.gpu_estimates).total)} per GPU"]
-    )
+    """GPU memory of the fullest rank, and tokens per second by a quick simulation."""
+    parts, request = [], result.request
+    if not request.machine.on_cpu:
+        parts.append(f"{format_bytes(largest_gpu_estimate(result.gpu_estimates).total)} per GPU")
     if result.profile is not None:
-        seconds = predict_step_seconds(result.plan, result.request, result.profile)
-        parts.append(f"about {result.request.all_tokens / seconds:,.0f} tokens/s")
+        seconds = predict_step_seconds(result.plan, request, result.profile)
+        parts.append(f"about {request.all_tokens / seconds:,.0f} tokens/s")
     return ", ".join(parts)
 
 
@@ -173,15 +171,9 @@ def _limit(solver: _Solver) -> Iterator[Remedy | None]:
 
 
 def _numbers(solver: _Solver) -> Iterator[Remedy | None]:
-    """Other numbers of stages and chunks, where they were given: auto has tried all."""
-    if not solver.is_auto:
-        for each in solver.other_numbers:
-            yield solver.try_change(solver.typed(each), _without_rounds(each, solver.request))
-
-
-def _without_rounds(numbers: PlanRequest, asked: PlanRequest) -> PlanRequest:
-    """`numbers` of stages and chunks, with rounds and slices as in `asked`."""
-    return replace(asked, num_stages=numbers.num_stages, num_chunks=numbers.num_chunks)
+    """Other numbers of stages and chunks if these were given: auto has tried all."""
+    for options, changed in solver.other_numbers:
+        yield solver.try_change(options, changed)
 
 
 def _rows(solver: _Solver) -> Iterator[Remedy | None]:
@@ -201,22 +193,19 @@ def _length(solver: _Solver) -> Iterator[Remedy | None]:
 
 
 def _freeze(solver: _Solver) -> Iterator[Remedy | None]:
-    """As few layers frozen as it takes, from the first on."""
+    """As few frozen layers as it takes, from the first on."""
     adapters, num_layers = solver.request.config.adapters, solver.request.shape.num_layers
     if adapters.is_lora or adapters.freeze is not None:
         return
-    fewest, most, known = 1, num_layers, dict[int, PlanRequest | None]()
 
+    @cache
     def frozen(number: int) -> PlanRequest | None:
-        if number not in known:
-            known[number] = solver.with_adapters(replace(adapters, freeze=f"embedding,layers.0-{number - 1}"))
-        return known[number]
+        return solver.with_adapters(replace(adapters, freeze=f"embedding,layers.0-{number - 1}"))
 
-    while fewest < most:
-        number = (fewest + most) // 2
-        changed = frozen(number)
-        is_enough = changed is not None and solver.fits(changed)
-        fewest, most = (fewest, number) if is_enough else (number + 1, most)
+    def is_enough(number: int) -> bool:
+        return (changed := frozen(number)) is not None and solver.fits(changed)
+
+    fewest = 1 + bisect_left(range(1, num_layers), True, key=is_enough)
     if fewest < num_layers and (changed := frozen(fewest)) is not None:
         yield solver.try_change(f"--freeze embedding,layers.0-{fewest - 1}", changed)
 
@@ -233,23 +222,19 @@ def _lora(solver: _Solver) -> Iterator[Remedy | None]:
 
 
 def _larger_host(solver: _Solver) -> Iterator[Remedy | None]:
-    """The run as it is on a host with as much memory as it takes, with other numbers if they take less of it."""
+    """The run as it is on a host with as much memory as it needs, or with other numbers if they need less of it."""
     if solver.request.machine.on_cpu or solver.available_bytes is None:
         return
-    tried = [("", solver.request)]
-    if not solver.is_auto:
-        tried += [(solver.typed(each) + " ", _without_rounds(each, solver.request)) for each in solver.other_numbers]
+    tried = [("", solver.request), *((f"{options} ", changed) for options, changed in solver.other_numbers)]
     needs = [least_host_bytes(_on_any_host(request)) for _, request in tried]
     least = min(needs)
     if math.isfinite(least):
-        typed, request = tried[0] if needs[0] <= least * HOST_ROOM else tried[needs.index(least)]
-        limit = least * request.machine.replicas_per_node / GIB
-        for _ in range(5):
-            limit *= HOST_ROOM
-            gib = math.ceil(limit)
+        options, request = tried[0] if needs[0] <= least * HOST_ROOM else tried[needs.index(least)]
+        for attempt in range(1, 6):
+            gib = math.ceil(least * request.machine.replicas_per_node / GIB * HOST_ROOM**attempt)
             changed = _on_any_host(request).with_pipeline(host_memory_limit=float(gib))
             changed = replace(changed, accumulation_rounds=request.accumulation_rounds, num_slices=request.num_slices)
-            yield solver.try_change(f"{typed}--host_memory_limit {gib}", changed, host_bytes=gib * GIB)
+            yield solver.try_change(f"{options}--host_memory_limit {gib}", changed, host_bytes=gib * GIB)
 
 
 def _on_any_host(request: PlanRequest) -> PlanRequest:
