@@ -132,13 +132,11 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
     each = process_bytes(request, plan)
     if not request.machine.on_cpu:
         each = max(each, own_bytes)
-    offloaded = {
-        stage: len(plan.cuts[stage].backward_layers(shape.first_backward)) for stage in plan.offloaded_activation_stages
-    }
-    layers, attending = (
-        sum(offloaded.values()),
-        sum(offloaded[stage] for stage in plan.offloaded_activation_stages & plan.saved_attention_stages),
-    )
+    layers = attending = 0
+    for stage in plan.offloaded_activation_stages:
+        number = len(plan.cuts[stage].backward_layers(shape.first_backward))
+        layers += number
+        attending += number * (stage in plan.saved_attention_stages)
     attention = attending * plan.microbatches_per_round * request.attention_bytes
     products = layers * plan.num_offloaded_microbatches * max(0, request.product_bytes - request.message_bytes)
     offloaded_activations = layers * plan.microbatches_per_round * request.message_bytes + products + attention
@@ -159,9 +157,8 @@ def check_host_memory(need: HostMemoryEstimate, *, available_bytes: int, remedie
         if each.num_bytes <= (each.host_bytes or available_bytes):
             fitting.setdefault(each.options.split()[0], each)
     others = need.total - need.offloaded_activations
-    if fitting:
-        advice = ""
-    elif others < available_bytes:
+    advice = "" if fitting else " Use a smaller model or a host with more memory."
+    if not fitting and others < available_bytes:
         share = (available_bytes - others) / need.offloaded_activations
         recompute = f"--recompute full (frees {format_bytes(need.attention)}), " if need.attention else ""
         advice = (
@@ -169,8 +166,6 @@ def check_host_memory(need: HostMemoryEstimate, *, available_bytes: int, remedie
             f"--num_rounds, {share:.2g} of the tokens in a step (--batch_size, --seq_length), "
             "--activation_offloading off, or a host with more memory."
         )
-    else:
-        advice = " Use a smaller model or a host with more memory."
     raise HostMemoryError(
         f"{need.num_ranks} rank(s) need {format_bytes(need.total)} of host memory ({need.describe()}), "
         f"{format_bytes(available_bytes)} is available.{advice} If this host's memory grows on demand, state how much "
@@ -342,31 +337,23 @@ def _tile_that_fits(request: PlanRequest) -> int | None:
     if available is None or not smaller or not request.shape.is_tileable:
         return None
     num_resident, usable = request.num_resident or 0, int(available * USABLE_MEMORY_FRACTION) - request.mailbox_bytes
-    least = MemoryUse(num_resident, 0, min(plan.num_slots or 0, plan.stages_per_rank - num_resident))
-    plans = []
-    for num_offloading_activations in _least_and_most_stashed(request):
-        plans.append(
-            plan.with_memory_uses(
-                [replace(least, num_offloading_activations=num_offloading_activations)] * plan.num_ranks
-            )
-        )
+    slots, asked = min(plan.num_slots or 0, plan.stages_per_rank - num_resident), _asked_offloading(request)
+    plans = [plan.with_same_use(MemoryUse(num_resident, 0, slots, number)) for number in asked]
     for number in (None, *smaller):
         layer = _estimated_layer(request, number)
-        if any(
-            largest_gpu_estimate(estimate_gpu_memory_of_ranks(request, each, layer)).total <= usable for each in plans
-        ):
+        needs = (largest_gpu_estimate(estimate_gpu_memory_of_ranks(request, each, layer)).total for each in plans)
+        if any(need <= usable for need in needs):
             return number
     return smaller[-1]
 
 
-def _least_and_most_stashed(request: PlanRequest) -> list[int]:
-    """Numbers of stages of each rank that may stash activations, as the user and the host's memory allow."""
+def _asked_offloading(request: PlanRequest) -> list[int]:
+    """The fewest and most stages of a rank that may offload activations, as the user and the host's memory allow."""
     asked, plan = request.config.pipeline.activation_offloading, request.plan
     if asked is ActivationOffloading.ON:
         return [plan.stages_per_rank]
-    most = MemoryUse(0, 0, plan.num_slots or 0, plan.stages_per_rank)
-    stashing = plan.with_memory_uses([most] * plan.num_ranks)
-    has_room = request.host_bytes is None or estimate_host_memory(request, stashing).total <= request.host_bytes
+    most = plan.with_same_use(MemoryUse(0, 0, plan.num_slots or 0, plan.stages_per_rank))
+    has_room = request.host_bytes is None or estimate_host_memory(request, most).total <= request.host_bytes
     return [0, plan.stages_per_rank] if asked is ActivationOffloading.AUTO and has_room else [0]
 
 

@@ -21,8 +21,8 @@ ADAPTER_FORWARD, ADAPTER_BACKWARD = 2.5, 3.5
 reads that and the outputs, and writes their sum. Backward reads the outputs' gradients twice and inputs once, writes a
 gradient of inputs, reads it and the other, and writes their sum. Inputs and outputs of a layer are about equally wide,
 so that is (1 + 4) / 2 and (5 + 2) / 2."""
-
-
+_SECONDS = ("embedding_forward", "embedding_backward", "loss", "step_overhead", "action_launch", "latency")
+"""Numbers that may be 0, as may seconds of layers; all others are above it."""
 MOST_KINDS = 4
 """Kinds of layers whose seconds are shown."""
 
@@ -185,22 +185,43 @@ class Profile:
             fields = json.loads(text)
             if fields.pop("format") != FORMAT:
                 raise ProfileError("the profile has another format")
-            kinds = tuple(_numbers(LayerSeconds, kind) for kind in fields.pop("layer_kinds"))
-            profile = cls(
-                source=Source(fields.pop("source")),
-                layer_kinds=kinds,
-                kind_of_layer=tuple(fields.pop("kind_of_layer")),
-                copies=_numbers(CopyRates, fields.pop("copies")),
-                launch_overhead=_numbers(LayerSeconds, fields.pop("launch_overhead")),
-                attention=_numbers(LayerSeconds, fields.pop("attention")),
-                messages=_numbers(MessageRates, fields.pop("messages")),
-                replicas=_numbers(ReplicaRates, found) if (found := fields.pop("replicas", None)) else None,
-                **fields,
-            )
+            profile = cls(**fields | _parts(fields))
             _check(profile)
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ProfileError(f"not a profile: {error}") from error
         return profile
+
+
+def _parts(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a profile that are no plain numbers or texts, from their JSON values."""
+    replicas = fields.get("replicas")
+    return {
+        "source": Source(fields["source"]),
+        "layer_kinds": tuple(LayerSeconds(**kind) for kind in fields["layer_kinds"]),
+        "kind_of_layer": tuple(fields["kind_of_layer"]),
+        "copies": CopyRates(**fields["copies"]),
+        "messages": MessageRates(**fields["messages"]),
+        "launch_overhead": LayerSeconds(**fields["launch_overhead"]),
+        "attention": LayerSeconds(**fields["attention"]),
+        "replicas": None if replicas is None else ReplicaRates(**replicas),
+    }
+
+
+def _check(profile: Profile) -> None:
+    """Raise ValueError for values that cannot be: no numbers or negative ones, rates of 0, unknown kinds of layers."""
+    parts: list[Any] = [profile, profile.copies, profile.messages, profile.launch_overhead, profile.attention]
+    for part in (*parts, *profile.layer_kinds, *([] if profile.replicas is None else [profile.replicas])):
+        for field in dataclasses.fields(part):
+            value, may_be_0 = getattr(part, field.name), isinstance(part, LayerSeconds) or field.name in _SECONDS
+            if field.type in ("float", "int"):
+                is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+                if not is_number or value < 0 or (value == 0 and not may_be_0):
+                    raise ValueError(f"{field.name} is {value!r}")
+            elif field.type in ("str", "bool") and not isinstance(value, str if field.type == "str" else bool):
+                raise ValueError(f"{field.name} is {value!r}")
+    kinds = range(len(profile.layer_kinds))
+    if not profile.kind_of_layer or any(type(k) is not int or k not in kinds for k in profile.kind_of_layer):
+        raise ValueError("kind_of_layer names kinds that are not there")
 
 
 def with_frozen(profile: Profile, shape: ModelShape, byte_rate: float) -> Profile:
@@ -232,41 +253,3 @@ def with_frozen(profile: Profile, shape: ModelShape, byte_rate: float) -> Profil
         embedding_backward=profile.embedding_backward if trained.embedding else 0.0,
         loss=profile.loss * (2 + trained.head / shape.head_parameters) / 3,
     )
-
-
-def _numbers(kind: type[Any], fields: Mapping[str, Any]) -> Any:
-    """A dataclass of numbers from its JSON object; raises TypeError for missing, unknown or wrong fields."""
-    result = kind(**fields)
-    wrong = [name for name, value in fields.items() if not isinstance(value, bool) and not _is_amount(value)]
-    if wrong:
-        raise TypeError(f"{', '.join(wrong)} of {kind.__name__} must be numbers above 0")
-    return result
-
-
-def _is_amount(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and value >= 0
-
-
-def _check(profile: Profile) -> None:
-    for field in dataclasses.fields(profile):
-        value = getattr(profile, field.name)
-        is_number = field.type in ("float", "int")
-        if is_number and (isinstance(value, bool) or not _is_amount(value)):
-            raise ValueError(f"{field.name} is {value!r}")
-    if not isinstance(profile.basis, str):
-        raise ValueError("basis is no text")
-    rates = (*asdict(profile.copies).values(), profile.cpu_adamw, profile.cpu_adamw_together)
-    rates += (
-        profile.cpu_adamw_beside_copies,
-        profile.copies_beside_cpu_adamw,
-        profile.gpu_adamw,
-        profile.host_bandwidth,
-        profile.gpu_bandwidth,
-    )
-    if profile.replicas is not None:
-        rates += (profile.replicas.together, profile.replicas.alone)
-    if min(*rates, profile.messages.bandwidth) <= 0:
-        raise ValueError("a rate is 0")
-    kinds = range(len(profile.layer_kinds))
-    if not profile.kind_of_layer or any(type(k) is not int or k not in kinds for k in profile.kind_of_layer):
-        raise ValueError("kind_of_layer names kinds that are not there")

@@ -28,8 +28,8 @@ from mobius.models.experts import router_loss
 from mobius.planner import host_rates, layer_bytes, measure, timer
 from mobius.planner.gpu_specs import ACTION_LAUNCH, SUSTAINED_SHARE, action_launch
 from mobius.planner.measure import MicrobatchShape, measure_launches, measure_profile
+from mobius.planner.measured_plan import cached_profile, profile_key, profile_path
 from mobius.planner.profile import LayerSeconds, Profile, Source
-from mobius.planner.profile_cache import cached_profile, profile_key, profile_path
 from mobius.planner.timer import CollectiveTimer
 from mobius.schedule.packed_rows import PackedRows
 
