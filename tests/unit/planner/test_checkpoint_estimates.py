@@ -29,18 +29,6 @@ def test_copies_take_what_is_free_in_whole_stages(free: float, has_room: bool, t
     assert NEED.host_bytes(free) == taken
 
 
-def test_ranks_share_by_what_they_have() -> None:
-    assert [NEED.staging_bytes(rank, 1000) for rank in (0, 1)] == [480, 320]
-
-
-def test_seconds_are_those_of_the_measured_disk_or_told_as_a_usual_ones() -> None:
-    assert NEED.seconds(50) == 20
-    assert "a save takes about 20 s on this disk" in NEED.describe(2000, 50)
-    assert "on a disk of 1 GB/s; beside training where" in NEED.describe(None, None)
-    assert "written beside training" in NEED.describe(2000, None)
-    assert "steps wait for the disk" in NEED.describe(500, None)
-
-
 def test_a_rank_with_a_stage_on_a_gpu_takes_a_buffer_that_any_of_its_stages_fits_in() -> None:
     """All of its stages go through it; the head's is the largest one of the last rank, and is streamed."""
     request = request_of(find_published_shape("7b"), num_stages=8)

@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from harness.plan_requests import H200, find_published_shape, request_of
+from harness.plan_requests import H200, request_of
 
 from mobius.config.config import Recompute
 from mobius.errors import GpuMemoryError, PlanError
@@ -84,23 +84,9 @@ def test_without_residency_activations_come_first_with_the_slots_they_need_and_t
         assert (less.slots[0], len(kept(less))) != (slots, num_graphs)
 
 
-def test_the_models_last_stage_of_one_layer_takes_no_more_when_it_keeps_its_activations(llama_7b: ModelShape) -> None:
-    assert kept(fit(llama_7b, 8.3), 3) == {31}
-
-
 def test_without_prefetch_there_is_one_slot_in_which_the_last_stage_stays(llama_7b: ModelShape) -> None:
     plan = fit(llama_7b, 80, use_prefetch=False)
     assert (plan.num_slots, kept(plan)) == (1, {28})
-
-
-def test_no_more_slots_are_taken_than_a_rank_has_stages(llama_7b: ModelShape) -> None:
-    assert fit(llama_7b, 80, num_stages=8).num_slots == 2
-    assert fit(llama_7b, 140, use_offload=False, resident_stages="auto").num_slots is None
-
-
-def test_recomputing_everywhere_keeps_nothing_but_may_take_a_third_slot(llama_7b: ModelShape) -> None:
-    plan = fit(llama_7b, 80, recompute=Recompute.FULL)
-    assert (plan.num_slots, plan.saved_activation_stages) == (3, frozenset())
 
 
 ON_GPU: dict[str, Any] = {"use_offload": False, "resident_stages": "auto", "recompute": Recompute.NONE}
@@ -120,12 +106,6 @@ def test_room_for_the_mailboxes_is_left_alone(llama_7b: ModelShape) -> None:
 
 def test_what_is_not_measured_is_not_kept(llama_7b: ModelShape) -> None:
     assert fit(llama_7b, 140, graph_bytes=None).saved_activation_stages == frozenset()
-
-
-def test_graphs_that_hold_more_than_was_guessed_are_refused_before_anything_is_loaded(llama_7b: ModelShape) -> None:
-    assert fit(llama_7b, 90, **ON_GPU).saved_activation_stages == set(range(32))
-    with pytest.raises(GpuMemoryError, match="inputs of layers"):
-        fit(llama_7b, 90, graph_bytes=2 * GRAPH, **ON_GPU)
 
 
 def test_where_memory_is_unknown_nothing_is_added(llama_7b: ModelShape) -> None:
@@ -152,13 +132,6 @@ def test_what_is_updated_at_once_keeps_no_gradients_and_more_of_it_fits(llama_7b
         assert num_resident(plan) == stages
 
 
-def test_ranks_that_stream_have_slots_and_others_none(llama_7b: ModelShape) -> None:
-    for gib in (8, 10, 14, 24, 33, 48, 80):
-        plan = fit(llama_7b, gib, resident_stages="auto")
-        for rank in range(4):
-            assert (plan.slots[rank] > 0) == (num_resident(plan, rank) < 8)
-
-
 def test_kept_activations_have_their_weights_in_place(llama_7b: ModelShape) -> None:
     for gib in range(8, 100, 3):
         plan = fit(llama_7b, gib, resident_stages="auto")
@@ -177,15 +150,6 @@ def test_more_memory_is_never_used_worse(llama_7b: ModelShape) -> None:
         seconds.append(estimated_seconds(chosen, counts, tokens=request.step_tokens, clips=True, rates=Rates()))
     assert all(later <= earlier for earlier, later in pairwise(seconds))
     assert seconds[-1] < seconds[0]
-
-
-def test_a_handed_in_score_decides_among_what_fits(llama_7b: ModelShape) -> None:
-    plan = fit(llama_7b, 26.3, resident_stages="auto", score=lambda rank, use: -use.num_saving_activations)
-    # As without residency (above): three keep their activations; what is left then takes no resident stage.
-    assert (len(kept(plan)), num_resident(plan)) == (3, 0)
-    plan = fit(llama_7b, 26.3, resident_stages="auto", score=lambda rank, use: use.num_resident)
-    assert num_resident(plan) == 0
-    assert num_resident(fit(llama_7b, 26.3, resident_stages="auto")) > 0
 
 
 @pytest.mark.parametrize("stages", [0, 1, 3, 8])
@@ -208,26 +172,10 @@ def test_more_resident_stages_than_fit_are_refused_with_the_arithmetic_and_the_l
     assert "20.0 GiB is available. At most --resident_stages 4 fits, which needs " in message
 
 
-def test_residency_is_not_blamed_where_nothing_fits(llama_7b: ModelShape) -> None:
-    with pytest.raises(GpuMemoryError, match="raise --num_stages") as caught:
-        fit(llama_7b, 1, resident_stages="3")
-    assert "--resident_stages" not in str(caught.value)
-
-
-def test_all_stages_resident_is_a_number_that_is_asked_for(llama_7b: ModelShape) -> None:
-    assert fit(llama_7b, 140, resident_stages="all").resident == set(range(32))
-    with pytest.raises(GpuMemoryError, match="--resident_stages 8: .*At most --resident_stages 4 fits"):
-        fit(llama_7b, 20, resident_stages="all")
-
-
 def test_more_resident_stages_than_a_rank_has_are_refused(llama_7b: ModelShape) -> None:
     for gib in (None, 140):
         with pytest.raises(PlanError, match=r"--resident_stages 9: each rank has 8 stage\(s\)"):
             fit(llama_7b, gib, resident_stages="9")
-
-
-def test_where_memory_is_unknown_nothing_stays_unless_asked_for(llama_7b: ModelShape) -> None:
-    assert fit(llama_7b, None, resident_stages="auto").resident == frozenset()
 
 
 def test_a_rank_without_streamed_stages_leaves_the_others_slots_in_its_plan(llama_7b: ModelShape) -> None:
@@ -256,12 +204,6 @@ def test_the_estimate_by_hand(resident: int, graphs: int, clips: bool, expected:
     candidate = MemoryUse(resident, graphs, 2)
     seconds = estimated_seconds(candidate, [3 * 10**9] * 2, tokens=10**6, clips=clips, rates=rates)
     assert seconds == pytest.approx(expected)
-
-
-def test_the_cpu_paces_a_step_that_computes_for_less_than_its_updates_take() -> None:
-    rates = Rates(flops=1e17, updates_in_step=1e9)
-    seconds = estimated_seconds(MemoryUse(1, 0, 2), [3 * 10**9] * 3, tokens=10**6, clips=False, rates=rates)
-    assert seconds == pytest.approx(6.0)  # two streamed stages; compute takes 0.72 s
 
 
 def test_the_default_rates_give_back_what_they_were_taken_from() -> None:
@@ -315,11 +257,3 @@ def test_a_refusal_names_changes_that_then_fit(llama_7b: ModelShape) -> None:
         fit_plan(request)
     assert f"{gib} GiB is available" in str(caught.value)
     fit_plan(replace(request, num_chunks=8))
-
-
-def test_slices_never_keep_what_they_recompute_anyway() -> None:
-    long = {"seq_length": 32768, "batch_size": 4, "num_chunks": 4, "num_rounds": 1, "num_stages": 8}
-    whole, sliced = (request_of(find_published_shape("7b"), num_slices=number, **long) for number in (1, 2))
-
-    assert fit_plan(whole, layer=estimated_layer(whole)).saved_activation_stages
-    assert not fit_plan(sliced, layer=estimated_layer(sliced)).saved_activation_stages

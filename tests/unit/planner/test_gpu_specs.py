@@ -15,7 +15,7 @@ from mobius.planner.gpu_specs import (
     find_gpu_spec,
     with_attention_length,
 )
-from mobius.planner.profile import LayerSeconds, Profile, Source
+from mobius.planner.profile import LayerSeconds, Profile
 from mobius.schedule.partition import ModelShape
 
 
@@ -116,22 +116,10 @@ def test_four_gpus_at_once_copy_as_fast_as_was_measured(llama_7b: ModelShape) ->
     assert copies.host_to_device_duplex + copies.device_to_host_duplex == pytest.approx(47e9)
 
 
-def test_an_estimate_says_so(llama_7b: ModelShape) -> None:
-    profile = estimate(llama_7b)
-    assert profile.source is Source.ESTIMATED
-    assert "H200" in profile.basis
-
-
 @pytest.mark.parametrize("card", sorted(GPU_SPECS))
 def test_every_card_gives_a_profile_that_can_be_stored(llama_7b: ModelShape, card: str) -> None:
     profile = estimate(llama_7b, card, num_ranks=4)
     assert Profile.from_json(profile.to_json()) == profile
-
-
-def test_twice_the_tokens_take_twice_the_time(llama_7b: ModelShape) -> None:
-    once, twice = estimate(llama_7b), estimate(llama_7b, tokens=8192)
-    assert twice.layer_kinds[0].forward == pytest.approx(2 * once.layer_kinds[0].forward)
-    assert twice.loss == pytest.approx(2 * once.loss)
 
 
 def test_an_older_slot_slows_copies_and_a_newer_one_does_not_speed_them_up(llama_7b: ModelShape) -> None:
@@ -144,14 +132,6 @@ def test_an_older_slot_slows_copies_and_a_newer_one_does_not_speed_them_up(llama
     assert down(3) < down(4) == down(5)
     with pytest.raises(PlanError, match="generation 2"):
         down(2)
-
-
-def test_layers_of_two_sizes_are_two_kinds(llama_7b: ModelShape) -> None:
-    small, large = 10**8, 2 * 10**8
-    shape = replace(llama_7b, layer_parameters=(small, large, large, small))
-    profile = estimate(shape)
-    assert profile.kind_of_layer == (0, 1, 1, 0)
-    assert profile.of_layer(1).forward > 1.9 * profile.of_layer(0).forward
 
 
 def test_cores_or_memory_bound_the_cpu_optimizer(llama_7b: ModelShape) -> None:

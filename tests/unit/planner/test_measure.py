@@ -269,13 +269,6 @@ def test_another_shape_model_or_number_of_ranks_is_another_file(tmp_path: Path) 
     assert profile_path(tmp_path, keys[0]) == profile_path(tmp_path, dict(keys[0]))
 
 
-def test_packed_rows_that_are_measured_alike_share_a_file(tmp_path: Path) -> None:
-    model = parts_of("llama").shape()
-    shapes = [replace(SHAPE, packed=PackedRows(length, 8)) for length in (3.9, 4.1)]  # two documents of four tokens
-    keys = [profile_key(model, shape, device=CPU, num_ranks=1, is_compiled=False) for shape in shapes]
-    assert profile_path(tmp_path, keys[0]) == profile_path(tmp_path, keys[1])
-
-
 def test_layers_in_tiles_are_never_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """They run in tiles where the graph of all tokens would not fit."""
 

@@ -130,36 +130,6 @@ def test_a_plan_drawn_again_keeps_the_microbatches() -> None:
 
 
 @pytest.mark.usefixtures("workplace")
-def test_a_plan_drawn_again_is_for_the_same_rows_and_says_so() -> None:
-    packed = PackedRows(attention_length=5.3, max_documents=6)
-    run_setup = blueprint_of(*AUTO, packed=packed)
-    profile = replace(
-        measured_like("H200", 16), num_ranks=1, kind_of_layer=(0,) * run_setup.shape.num_layers, microbatch_tokens=16
-    )
-    again = replan(run_setup, profile)
-    assert again.result.request.packed == run_setup.result.request.packed == packed
-    assert again.result.step_time_prediction is not None
-    assert again.result.step_time_prediction.describe().endswith(
-        ", packed rows with attention over 5 tokens on average"
-    )
-
-
-@pytest.mark.usefixtures("workplace")
-@pytest.mark.parametrize("packed", [None, PackedRows(5.3, 6)])
-def test_layers_are_measured_on_the_rows_of_the_run(monkeypatch: pytest.MonkeyPatch, packed: PackedRows | None) -> None:
-    seen = []
-
-    def measure_nothing(run_setup: RunSetup, shape: MicrobatchShape, transport: SingleRankTransport) -> Profile:
-        seen.append(shape.packed)
-        return measured_like("H200", 16)
-
-    monkeypatch.setattr(measured_plan, "_measure", measure_nothing)
-    _, is_new = measured_profile(blueprint_of(*AUTO, packed=packed), SingleRankTransport())
-    assert is_new
-    assert seen == [packed]
-
-
-@pytest.mark.usefixtures("workplace")
 def test_slices_are_measured_as_they_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 

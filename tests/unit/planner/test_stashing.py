@@ -6,25 +6,21 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from harness.plan_requests import H200, find_published_shape, num_stages_with, request_of
+from harness.plan_requests import H200, find_published_shape, request_of
 
 from mobius.config.cli import parse_args
 from mobius.config.config import ActivationOffloading, Recompute
-from mobius.errors import ConfigError, GpuMemoryError, HostMemoryError, PlanError
+from mobius.errors import ConfigError, GpuMemoryError, PlanError
 from mobius.planner.fit import fit_plan
 from mobius.planner.memory_estimates import (
-    check_host_memory,
     estimate_gpu_memory,
     estimate_host_memory,
     estimated_layer,
 )
 from mobius.planner.plan_file import ModelDigest, SavedPlan, read_plan
-from mobius.planner.plan_table import describe_stages
 from mobius.planner.request import PlanRequest
 from mobius.planner.solver import resolve_auto, solve
 from mobius.planner.step_prediction import predict_step_seconds
-from mobius.schedule import ActionKind
-from mobius.schedule.build import build_unchecked
 from mobius.schedule.plan import MemoryUse, Plan
 from mobius.units import GIB
 
@@ -150,21 +146,6 @@ def test_on_is_every_stage_that_recomputes_and_off_is_none() -> None:
         )
 
 
-def test_the_two_numbers_are_told_where_the_host_holds_the_states_but_not_the_activations() -> None:
-    request = ask(**LARGE, num_rounds=1)
-    need = estimate_host_memory(request, use_all(request, MemoryUse(0, 0, 2, 8)))
-    others = need.total - need.offloaded_activations
-
-    with pytest.raises(HostMemoryError) as refusal:
-        check_host_memory(need, available_bytes=others + need.offloaded_activations // 4)
-
-    told = str(refusal.value)
-    assert "124 GiB for activations" in told
-    assert "Without the activations 97.4 GiB is needed: use 4 times as many --num_rounds, 0.25 of the tokens" in told
-    with pytest.raises(HostMemoryError, match="Use a smaller model or a host with more memory"):
-        check_host_memory(need, available_bytes=others - 1)
-
-
 @pytest.mark.extended  # a quarter of a minute of searches
 def test_copies_that_compute_does_not_hide_cost_time() -> None:
     request = ask(**LARGE, num_rounds=1)
@@ -178,14 +159,6 @@ def test_copies_that_compute_does_not_hide_cost_time() -> None:
     behind = [predict_step_seconds(plan, request, slow) for plan in plans]
     # By hand: rank 0 sends 8 x 64 inputs at 2 GB/s, and computes no less than at full speed.
     assert behind[1] > 8 * 64 * INPUT / 2e9 > behind[0]
-
-
-def test_a_schedule_for_the_simulation_stashes_as_the_run_does() -> None:
-    plan = use_all(ask(), MemoryUse(0, 0, 2, 3))
-
-    kinds = [action.kind for action in build_unchecked(plan).actions[0]]
-
-    assert kinds.count(ActionKind.OFFLOAD_ACTIVATIONS) == kinds.count(ActionKind.PREFETCH_ACTIVATIONS) == 3 * 8
 
 
 def test_a_plan_file_keeps_what_is_stashed_and_refuses_what_cannot_be(tmp_path: Any) -> None:
@@ -206,14 +179,6 @@ def test_a_plan_file_keeps_what_is_stashed_and_refuses_what_cannot_be(tmp_path: 
         )
         with pytest.raises(PlanError, match=reason):
             read_plan(path)
-
-
-def test_the_table_says_where_each_stage_recomputes_from() -> None:
-    request = ask()
-    table = describe_stages(use_all(request, MemoryUse(0, 1, 2, 3)), request.shape)
-
-    assert num_stages_with(table, "recomputed from the host") == 12
-    assert num_stages_with(table, "kept") == 4
 
 
 def test_sending_what_is_never_recomputed_is_refused() -> None:
