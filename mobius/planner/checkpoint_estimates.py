@@ -1,4 +1,4 @@
-"""Checkpoints in the arithmetic of a plan: bytes on the disk, copies in host memory, and seconds of a save."""
+"""Estimates of checkpoints: bytes on the disk, copies in host memory, and seconds of a save."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from mobius.schedule.plan import Plan
 from mobius.units import format_bytes
 
 SPARED_SHARE = 0.2
-"""Share of the free host memory that copies leave alone: page cache of what is written, and neighbours."""
+"""Share of the free host memory that copies leave to the page cache and to other programs."""
 USUAL_DISK_RATE = 1e9
-"""Bytes per second of a disk that nobody has measured."""
+"""Bytes per second of a disk that was not measured."""
 
 
 @dataclass(frozen=True)
 class CheckpointEstimate:
-    """Bytes of a checkpoint, and of its copies on each rank: while they are written, the next step goes on."""
+    """Bytes of a checkpoint, and of its copies on each rank, which are written during the next steps."""
 
     disk_bytes: int
     rank_bytes: tuple[int, ...]
@@ -25,17 +25,17 @@ class CheckpointEstimate:
     largest_stage: tuple[int, ...]
     """The copy of each rank's largest stage."""
     least: tuple[int, ...]
-    """Room that is taken in any case: a stage that stays on a GPU is written from a copy, and others then, too."""
+    """Minimum of each rank: stages on a GPU are written from a copy, and then all others are, too."""
     gathered: tuple[int, ...]
-    """Beside its copies: a whole stage, which each rank of the first replica puts together of the parts of all."""
+    """Further bytes: a whole stage, which each rank of the first replica gathers from all replicas."""
 
     def staging_bytes(self, rank: int, free_bytes: float) -> int:
-        """Bytes that `rank` may take for copies where the machine has `free_bytes` of host memory left."""
+        """Return the bytes that `rank` may use for copies if the machine has `free_bytes` of host memory left."""
         share = self.rank_bytes[rank] / max(1, sum(self.rank_bytes))
         return int(max(0.0, (1 - SPARED_SHARE) * free_bytes - sum(self.gathered)) * share)
 
     def host_bytes(self, free_bytes: float) -> int:
-        """Host memory that the copies of all ranks of a pipeline take together, and what they gather."""
+        """Return the host memory of all ranks' copies and gathered stages."""
         taken = sum(self.gathered)
         for rank, (own, largest) in enumerate(zip(self.rank_bytes, self.largest_stage, strict=True)):
             staging_bytes = self.staging_bytes(rank, free_bytes)
@@ -43,17 +43,17 @@ class CheckpointEstimate:
         return taken
 
     def has_room(self, free_bytes: float) -> bool:
-        """Whether all stages of all ranks are copied at once, so that no step waits for the disk."""
+        """Whether all stages can be copied at once, so that no step waits for the disk."""
         return all(own <= self.staging_bytes(rank, free_bytes) for rank, own in enumerate(self.rank_bytes))
 
     def seconds(self, disk_rate: float) -> float:
-        """Time that a checkpoint takes on a disk of so many bytes per second."""
+        """Return the seconds to write a checkpoint to a disk of `disk_rate` bytes per second."""
         return self.disk_bytes / disk_rate
 
     def describe(self, free_bytes: float | None, disk_rate: float | None) -> str:
-        """A line: bytes, seconds, copies, and whether steps wait.
+        """Return a line with bytes, seconds, copies, and whether steps wait.
 
-        None: it is not known how much memory is left, or the disk was not measured, which then counts as a usual one.
+        None: the free memory is not known, or the disk was not measured and counts as `USUAL_DISK_RATE`.
         """
         seconds = self.seconds(disk_rate or USUAL_DISK_RATE)
         text = f"checkpoints: {format_bytes(self.disk_bytes)} each; a save takes "
@@ -74,9 +74,9 @@ class CheckpointEstimate:
 
 
 def estimate_checkpoint(request: PlanRequest, plan: Plan, *, has_optimizer: bool) -> CheckpointEstimate:
-    """The need of `plan`; small files are left out.
+    """Estimate the checkpoints of `plan` without small files.
 
-    Each of several replicas copies its part of what is trained. The first one, which writes, needs most.
+    Each replica copies its shard of trained parameters. The estimate is for the first replica, which writes.
     """
     sizes, num_replicas = request.sizes, request.machine.num_replicas
     shape, per_trained = request.shape, sizes.per_optimizer if has_optimizer else 0
@@ -84,7 +84,7 @@ def estimate_checkpoint(request: PlanRequest, plan: Plan, *, has_optimizer: bool
     on_gpu = frozenset() if request.machine.on_cpu else on_gpu
 
     def bytes_of(rank: int, num_owners: int) -> dict[int, int]:
-        """Bytes of each stage's part where so many share what is trained."""
+        """Bytes of a rank by stage if `num_owners` share trained parameters."""
         found = {}
         for cut in (plan.cuts[stage] for stage in plan.local_stages(rank)):
             trained = cut.num_trained(shape)

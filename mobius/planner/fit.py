@@ -1,17 +1,17 @@
-"""Fits a plan into GPU memory: refuses what cannot, and spends what is left on what makes a step shorter.
+"""Fits a plan into GPU memory: refuses what cannot fit, and uses the rest of the memory to make a step shorter.
 
-Three things do, and they share the memory of a rank:
+Three uses share the memory of a rank:
 
     resident stages   the first of the rank: no loads, no offloads, and no update on the CPU to wait for
     activations       the last of the rank: backward need not run their forward again, a quarter of their compute
     a third slot      loads a stage while the gradients of another leave
 
-Where activations may wait on the host, each of these uses has as many stages stash theirs as it needs to fit.
+If activations may be offloaded, each use offloads those of as many stages as it needs to fit.
 
-Kept activations need their weights in place from forward to backward: those of a resident stage are, and of a rank's
-streamed stages the last `num_slots` stay.
+Saved activations need their weights on the GPU from forward to backward: those of resident stages are there, and those
+of the last `num_slots` streamed stages stay.
 
-    rank 0 of 2, five stages, stage 0 resident, two slots, the last two keep their activations:
+    rank 0 of 2, five stages, stage 0 resident, two slots, the last two stages save their activations:
 
     stages                 F0 F2 F4 F6 F8   B8 B6 B4 B2 B0
     weights of 6 and 8 stay         ===========
@@ -44,11 +44,11 @@ from mobius.planner.memory_estimates import (
 )
 from mobius.planner.memory_policy import (
     MemoryPolicy,
+    choose_within_host_memory,
     closed_form_score,
     fits_host,
     lightest,
     policy_by_score,
-    policy_within_host_memory,
 )
 from mobius.planner.peak_memory import LayerBytes
 from mobius.planner.replica_report import more_nodes
@@ -68,14 +68,13 @@ SEQUENCE_TRIES = 64
 
 
 def fit_plan(request: PlanRequest, *, layer: LayerBytes | None = None, policy: MemoryPolicy | None = None) -> Plan:
-    """Check that the plan of `request` fits, and use what is left of the memory as `policy` likes best.
+    """Check that the plan of `request` fits, and use the rest of the memory as `policy` chooses.
 
-    The default choice is the closed form's at default rates. Residency and slots of a rank change nothing that another
-    one sees; all ranks are taken to have as much memory as this one. `layer` is what a layer takes for a microbatch;
-    without it nothing is kept but what is asked for.
+    The default policy is the closed form at default rates. All ranks are assumed to have as much memory as this one;
+    resident stages and slots of one rank change nothing for the others. `layer` gives the bytes of one layer and
+    microbatch; without it stages save no activations unless asked to.
 
-    Raises PlanError for more resident stages than a rank has, and GpuMemoryError if the least does not fit, the
-    resident stages that are asked for do not, or all activations do not where `recompute` wants them kept.
+    Raises PlanError for more resident stages than a rank has, and GpuMemoryError if what is asked for does not fit.
     """
     plan, per_rank, wanted = request.plan, request.plan.stages_per_rank, request.num_resident
     if wanted is not None and wanted > per_rank:
@@ -87,9 +86,8 @@ def fit_plan(request: PlanRequest, *, layer: LayerBytes | None = None, policy: M
         return plan.with_same_use(_least(request, layer))
     _refuse_what_cannot_fit(request, layer, request.gpu_bytes)
     fitting = [_fitting(request, rank, layer, request.gpu_bytes) for rank in range(plan.num_ranks)]
-    return plan.with_memory_uses(
-        policy_within_host_memory(policy or policy_by_score(closed_form_score(request)))(request, fitting)
-    )
+    policy = policy or policy_by_score(closed_form_score(request))
+    return plan.with_memory_uses(choose_within_host_memory(policy, request, fitting))
 
 
 def fits_gpus(request: PlanRequest, layer: LayerBytes | None) -> bool:
@@ -100,29 +98,29 @@ def fits_gpus(request: PlanRequest, layer: LayerBytes | None) -> bool:
 
 @lru_cache(maxsize=1024)  # asked for again when numbers of rounds have been found
 def least_host_bytes(request: PlanRequest) -> float:
-    """The least host memory of all plans of `request` that fit the GPUs, by estimates; infinite where none does.
+    """Return the least host memory of all plans of `request` that fit the GPUs, by estimates; infinite if none fits.
 
-    It takes a small part of `fit_plan`'s time, since stages keep no activations but what is asked for.
+    Much faster than `fit_plan`, because stages save no activations unless asked to.
     """
     layer, available = estimated_layer(request), request.gpu_bytes
     if available is None or not fits_gpus(request, layer):
         return math.inf
     ranks = range(request.plan.num_ranks)
-    least = lightest(request, [_fitting(request, rank, layer, available, keeps=False) for rank in ranks])
+    least = lightest(request, [_fitting(request, rank, layer, available, may_save=False) for rank in ranks])
     return estimate_host_memory(request, request.plan.with_memory_uses(least)).total
 
 
 def may_keep_products(request: PlanRequest) -> bool:
-    """Whether the plan may have stages that keep products alone: where it is asked for, or auto has the choice.
+    """Whether stages may save matrix products alone: if asked for, or if auto may choose.
 
-    Eager layers run what is cheap in many kernels, whose time nobody has estimated, so auto leaves them alone.
+    Auto does not choose it for eager layers, whose many elementwise kernels have no estimate.
     """
     is_open = request.recompute is Recompute.AUTO and request.compiles and (request.num_slices or 1) == 1
     return is_open or request.recompute is Recompute.ELEMENTWISE
 
 
 def max_saving_attention(request: PlanRequest, *, layer: LayerBytes | None, policy: MemoryPolicy) -> int:
-    """The most stages of each rank that can keep attention's results; arguments as in `fit_plan`."""
+    """Return the most stages of each rank that can save attention's results; arguments as in `fit_plan`."""
     most = request.plan.stages_per_rank
 
     def fits(number: int) -> bool:
@@ -136,20 +134,16 @@ def max_saving_attention(request: PlanRequest, *, layer: LayerBytes | None, poli
 
 
 def levels_to_try(request: PlanRequest, layer: LayerBytes | None) -> tuple[RecomputeLevel, ...]:
-    """Levels to plan with, the fastest first; one where it is asked for, or products are not known of layers.
-
-    `layer` as in `fit_plan`.
-    """
+    """Return the recompute levels to plan with, the fastest first; one if it is asked for or products are not known."""
     is_known = layer is not None and layer.saved_products is not None
     is_open = request.recompute is Recompute.AUTO and may_keep_products(request)
     return tuple(RecomputeLevel) if is_open and is_known else (request.plan.recompute_level,)
 
 
 def numbers_of_rounds(request: PlanRequest) -> list[int]:
-    """The fewest rounds with which the least of memory fits, by estimates; none where no number does.
+    """Return the fewest gradient accumulation rounds that fit with the least use of memory, by estimates; may be empty.
 
-    If fewer do where activations wait on the host, and that is neither asked for nor ruled out, that number comes
-    before.
+    If fewer rounds fit with offloaded activations, which are optional, that number comes first.
     """
     if request.gpu_bytes is None:
         return [1]
@@ -164,7 +158,7 @@ def numbers_of_rounds(request: PlanRequest) -> list[int]:
 
 
 def _fewest_rounds(request: PlanRequest) -> int | None:
-    """The fewest rounds with which the least fits; None where none does."""
+    """Return the fewest rounds that fit; None if no number does."""
     available = request.gpu_bytes
     assert available is not None
     for number in _divisors(request.plan.num_chunks):
@@ -204,16 +198,16 @@ def _least(request: PlanRequest, layer: LayerBytes | None, num_resident: int | N
     num_resident = request.num_resident or 0 if num_resident is None else num_resident
     num_saving_activations = per_rank if request.recompute.saves_activations else 0
     use = MemoryUse(num_resident, num_saving_activations, min(request.plan.num_slots or 0, per_rank - num_resident))
-    numbers = _stash_numbers(request, num_saving_activations)
+    numbers = _offload_numbers(request, num_saving_activations)
     if request.gpu_bytes is None or len(numbers) == 1:
         return replace(use, num_offloading_activations=numbers[0])
-    # With few microbatches what is on its way takes more than what stays.
+    # With few microbatches, copies in flight take more than activations that stay.
     uses = [replace(use, num_offloading_activations=number) for number in (numbers[0], numbers[-1])]
     return min(uses, key=lambda each: _fullest_need(request, each, layer).total)
 
 
-def _stash_numbers(request: PlanRequest, num_saving_activations: int) -> range:
-    """How many of a rank's stages may stash activations, where so many keep them."""
+def _offload_numbers(request: PlanRequest, num_saving_activations: int) -> range:
+    """Return the numbers of stages of a rank that may offload activations if the last ones save theirs."""
     asked, most = request.config.pipeline.activation_offloading, request.plan.stages_per_rank - num_saving_activations
     if asked is ActivationOffloading.AUTO:
         return range(most + 1)
@@ -244,11 +238,11 @@ def _uses(request: PlanRequest, *, may_save: bool) -> Iterator[MemoryUse]:
 
 
 def _fitting(
-    request: PlanRequest, rank: int, layer: LayerBytes | None, gpu_bytes: int, *, keeps: bool = True
+    request: PlanRequest, rank: int, layer: LayerBytes | None, gpu_bytes: int, *, may_save: bool = True
 ) -> list[MemoryUse]:
-    """The uses that fit, each with as few stages that stash as it takes; the least if no other does.
+    """Return the uses that fit, each with as few offloading stages as possible; the least use if none fits.
 
-    Without `keeps` stages keep no more activations than is asked for.
+    Without `may_save` stages save no more activations than is asked for.
     """
     usable = int(gpu_bytes * USABLE_MEMORY_FRACTION) - request.mailbox_bytes
 
@@ -267,10 +261,10 @@ def _fitting(
         return activation_bytes(request, request.plan.with_same_use(use), rank=rank, layer=layer)
 
     fitting = []
-    for use in _uses(request, may_save=keeps and layer is not None):
+    for use in _uses(request, may_save=may_save and layer is not None):
         without_slots, slot = states_take(use.num_resident)
         rest = usable - without_slots - use.num_slots * slot
-        numbers = _stash_numbers(request, use.num_saving_activations)
+        numbers = _offload_numbers(request, use.num_saving_activations)
         fewest = _fewest_within(rest, numbers, partial(rest_takes, use.num_saving_activations))
         if fewest is not None and (
             fewest == numbers[0] or _all_fit_host(request, replace(use, num_offloading_activations=fewest))
@@ -280,7 +274,7 @@ def _fitting(
 
 
 def _fewest_within(limit: int, numbers: range, takes: Callable[[int], int]) -> int | None:
-    """The fewest of `numbers` that takes no more than `limit`, more of them taking less but for the very first."""
+    """Return the smallest of `numbers` that takes at most `limit`; from the second on, larger numbers take less."""
     if takes(numbers[0]) <= limit:
         return numbers[0]
     if takes(numbers[-1]) > limit:
@@ -289,7 +283,7 @@ def _fewest_within(limit: int, numbers: range, takes: Callable[[int], int]) -> i
 
 
 def _all_fit_host(request: PlanRequest, use: MemoryUse) -> bool:
-    """Whether the host has the memory for ranks that all do this."""
+    """Whether the host has the memory if all ranks do this."""
     return fits_host(request, request.plan.with_same_use(use))
 
 

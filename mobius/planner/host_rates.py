@@ -1,6 +1,6 @@
-"""Measures how fast copies and CPU optimizers are while all ranks work at once, for a profile. Collective.
+"""Measures copies and CPU optimizers while all ranks work at once, for a profile. Collective.
 
-Both depend on the host's memory bandwidth. Machines that look alike, or one machine an hour later, updated 1.5 to 2.4e9
+Both depend on the host's memory bandwidth. Similar machines, or one machine an hour later, updated 1.5 to 2.4e9
 parameters per second and rank (docs/decisions/0013-host-memory.md), so a run measures for a second or two at its start.
 """
 
@@ -25,30 +25,30 @@ from mobius.planner.timer import MIN_REPEATS, CollectiveTimer, Work
 
 SETTINGS = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01)
 COPY_BYTES, CPU_PARAMETERS = 2**26, 2**25
-"""Copied and updated at a time: 128 MiB of GPU memory for a moment, 0.6 GiB of the host's."""
+"""Sizes of one copy and one update: 128 MiB of GPU memory and 0.6 GiB of host memory for a moment."""
 PART_SECONDS = 0.15
 UPDATES_WITHIN_STEP = 0.87
-"""Share of the measured updates per second that a step reaches, where Python works too: 6.3 of 7.3e9 on one H200, 1.7
-of 2.0e9 for each of four."""
+"""Share of the measured rate that updates reach within a step, while Python runs: 6.3 of 7.3e9 on one H200, 1.7 of
+2.0e9 on each of four."""
 
 
 @dataclass(frozen=True)
 class HostRates:
-    """Rates of each rank while all do the same, in bytes or parameters per second."""
+    """Rates of each rank while all ranks do the same, in bytes or parameters per second."""
 
     copies_each_way: float
-    """Copies down while others go up, and as much up."""
+    """Copies in each direction while others run in the opposite one."""
     updates: float
     updates_beside_copies: float
     copies_beside_updates: float
-    """Copies each way, meanwhile."""
+    """Copies in each direction during updates."""
     update_bytes: int
     """Memory traffic per parameter."""
 
     def profile_fields(self, num_ranks: int) -> dict[str, Any]:
-        """Fields of a profile that these rates decide by themselves, as they are within a step of that many ranks."""
+        """Return the fields of a profile that these rates determine, for a step of `num_ranks`."""
         updates = UPDATES_WITHIN_STEP * self.updates
-        # What was seen to be moved, of updates within a step: otherwise copies would cost them less than they do.
+        # Bytes moved by copies, or by updates within a step; with less, copies would slow updates too little.
         seen = max(2 * self.copies_each_way, updates * self.update_bytes)
         return {
             "cpu_adamw_together": updates,
@@ -62,7 +62,7 @@ class HostRates:
 def measure_host_rates(
     dtype: torch.dtype, *, device: torch.device, transport: Transport, kernel: CPUAdamW | None
 ) -> HostRates:
-    """Time copies both ways, updates, and updates beside such copies; gives all memory back."""
+    """Measure copies in both directions, updates, and updates during such copies; releases all memory."""
     timer = CollectiveTimer(device, transport, part_seconds=PART_SECONDS)
     with Copies(device) as copies:
         each_way = copies.num_bytes / timer.seconds(copies.both)
@@ -72,7 +72,7 @@ def measure_host_rates(
 
 
 def with_host_rates(profile: Profile, rates: HostRates) -> Profile:
-    """`profile` with the measured rates of the host in place of its own."""
+    """Return `profile` with the measured rates of the host."""
     copies, each_way = profile.copies, rates.copies_each_way
     return replace(
         profile,
@@ -130,7 +130,7 @@ class Copies:
         self.device_to_host()
 
     def mark(self) -> list[Event]:
-        """Events behind what was started so far, one for each direction."""
+        """Record an event after the copies started so far, for each direction."""
         return [stream.record() for stream in self._streams]
 
 
@@ -145,10 +145,9 @@ def measure_copies(timer: CollectiveTimer, copies: Copies) -> CopyRates:
 def measure_cpu_optimizer(
     timer: CollectiveTimer, dtype: torch.dtype, kernel: CPUAdamW | None, copies: Copies, *, each_way: float
 ) -> tuple[float, HostRates]:
-    """Parameters per second that the run's threads update of a streamed stage on one rank alone, and the rates of all.
+    """Return the parameters per second that one rank alone updates, and the rates of all ranks.
 
-    `each_way` is the rate of `copies` both ways by themselves; on a CPU, which has no copy engines, updates do not
-    change it.
+    `each_way` is the rate of `copies` in both directions without updates, which do not change it on a CPU.
     """
     layout = StageLayout.of({"weight": (CPU_PARAMETERS, 1)})
     state = HostArena({0: layout}, dtype=dtype, register=False).states[0]
@@ -158,7 +157,7 @@ def measure_cpu_optimizer(
     alone, together = timer.seconds_alone(update), timer.seconds(update)
     beside, meanwhile = together, each_way
     if timer.device.type == "cuda":
-        # Enough that the copies outlast the updates, which are as long as the bench's parts.
+        # Enough copies to outlast the updates.
         long = 2 * max(timer.part_seconds, MIN_REPEATS * together)
         beside, meanwhile = measure_beside(timer, update, copies, int(long * each_way / copies.num_bytes) + 1)
     moved = 2 * sum(tensor.element_size() for tensor in state.tensors) - state.gradients.element_size()
@@ -167,13 +166,13 @@ def measure_cpu_optimizer(
 
 
 def measure_beside(timer: CollectiveTimer, update: Work, copies: Copies, num_copies: int) -> tuple[float, float]:
-    """Seconds of `update` beside that many copies both ways, and the bytes per second that these moved each way."""
+    """Return the seconds of `update` during copies in both directions, and the copies' bytes per second each way."""
     repeats = timer.warm_up(update)
     ends: list[Event] = []
     for _ in range(num_copies):
         copies.both()
         ends += copies.mark()
-    num_before = sum(end.is_completed() for end in ends)  # the first go while the others are started, beside no update
+    num_before = sum(end.is_completed() for end in ends)  # these ran while the others were started, before the updates
     start = time.perf_counter()
     for _ in range(repeats):
         update()

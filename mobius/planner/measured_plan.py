@@ -1,10 +1,9 @@
-"""Plans a run on GPUs again by what is measured on the machine, once the ranks have met.
+"""Plans a run on GPUs again by measurements on the machine, and caches them. Collective.
 
-What the host does is looked at in every run that streams and whose plan is not given, for a second or two, and so is
-the link between replicas, unless `--node_link` tells how fast it is; layers and everything else only for `--num_stages
-auto`, where that has a choice to make, and are kept for the next one. A run that measures everything has looked at the
-host by that. The number of microbatches stays what the estimate chose: what is measured, and what the transport is made
-for, has their shape.
+Every run that streams and has no given plan measures the host, for a second or two, and the link between replicas
+unless `--node_link` is given. Layers and everything else are measured for `--num_stages auto` only, if that leaves a
+choice, and cached for the next run. The number of microbatches stays as estimated, because measurements and transport
+have their shape.
 """
 
 from __future__ import annotations
@@ -45,11 +44,10 @@ logger = logging.getLogger(__name__)
 
 
 def plan_by_measurement(run_setup: RunSetup, transport: Transport) -> RunSetup:
-    """The plan that is to be run, on which all ranks agree; collective.
+    """Return the plan to run, on which all ranks agree; collective. Call it before stages take memory.
 
-    It is `run_setup` where nothing is measured: on CPUs, with `--plan`, in a run that goes on by its checkpoint's plan,
-    and where everything stays on GPUs of a known speed and there is one pipeline. Call it before the stages take
-    memory. Raises PlanError if the ranks disagree, and what `make_run_setup` does.
+    Returns `run_setup` if nothing is measured: on CPUs, with a given plan, and for one pipeline that stays on GPUs of a
+    known speed. Raises PlanError if the ranks disagree, and the errors of `make_run_setup`.
     """
     check_same_plan(run_setup.plan, transport)
     profile, is_new = run_setup.result.profile, False
@@ -72,22 +70,22 @@ def is_to_be_measured(run_setup: RunSetup) -> bool:
 
 
 def is_host_to_be_measured(run_setup: RunSetup) -> bool:
-    """Whether the host is looked at, as `PlanRequest.measures_host` says: not for a plan that is a checkpoint's."""
+    """Whether the host is measured, as `PlanRequest.measures_host` says; not for a checkpoint's plan."""
     may_change = run_setup.rank_context.device.type == "cuda" and not run_setup.is_given
     return may_change and run_setup.result.request.measures_host
 
 
 def is_link_to_be_measured(run_setup: RunSetup) -> bool:
-    """Whether the link between replicas is measured: if there is one that nobody has told of, and no given plan."""
+    """Whether the link between replicas is measured: if there is one whose rate is not given, and no given plan."""
     machine, planning = run_setup.result.request.machine, run_setup.config.planning
     may_change = run_setup.rank_context.device.type == "cuda" and not run_setup.is_given
     return may_change and machine.num_replicas > 1 and (planning.node_link is None or machine.num_nodes == 1)
 
 
 def measured_profile(run_setup: RunSetup, transport: Transport) -> tuple[Profile, bool]:
-    """The profile of this machine for the run's model and microbatches, and whether it was measured now; collective.
+    """Return the profile of this machine for the run's microbatches, and whether it is new; collective.
 
-    Takes less than 30 s where it is not cached, and gives all memory back.
+    Takes less than 30 s if it is not cached, and releases all memory.
     """
     shape = _microbatch(run_setup)
     key = profile_key(
@@ -103,7 +101,7 @@ def measured_profile(run_setup: RunSetup, transport: Transport) -> tuple[Profile
 
 
 def _with_host(profile: Profile, run_setup: RunSetup, transport: Transport) -> Profile:
-    """`profile` with what the host does now: its copies, its updates, and how fast it enqueues a layer."""
+    """Return `profile` with the host's present rates: copies, updates, and seconds to enqueue a layer."""
     start = time.perf_counter()
     launch_overhead = measure_launches(
         CollectiveTimer(run_setup.rank_context.device, transport), run_setup.parts, _microbatch(run_setup)
@@ -130,7 +128,7 @@ def _with_host(profile: Profile, run_setup: RunSetup, transport: Transport) -> P
 
 
 def _with_link(profile: Profile, run_setup: RunSetup, transport: Transport) -> Profile:
-    """`profile` with the link between replicas as it is now."""
+    """Return `profile` with the measured link between replicas."""
     start, machine = time.perf_counter(), run_setup.result.request.machine
     timer = CollectiveTimer(run_setup.rank_context.device, transport, part_seconds=LINK_SECONDS)
     rates = measure_replica_rates(timer, is_through_host=machine.num_nodes > 1 or not allows_peer_copies())
@@ -197,7 +195,7 @@ def profile_key(
     is_compiled: bool,
     has_peer_copies: bool = True,
 ) -> dict[str, object]:
-    """Everything that a profile depends on: hardware, model, microbatch, format, ranks, versions."""
+    """Return all that a profile depends on: hardware, model, microbatch, format, ranks, versions."""
     is_cuda, packed = device.type == "cuda", shape.packed
     # Documents of a measured row, and how many there may be.
     documents = [] if packed is None else [len(packed.typical_row(shape.seq_length)), packed.max_documents]
@@ -220,16 +218,16 @@ def profile_key(
 
 
 def profile_path(folder: Path, key: Mapping[str, object]) -> Path:
-    """The file of a profile with that key."""
+    """Return the file of a profile with that key."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     return folder / f"profile-{digest}.json"
 
 
 def cached_profile(path: Path, measure: Callable[[], Profile], transport: Transport) -> tuple[Profile, bool]:
-    """The profile in `path`, or the one that `measure` gives and is kept there, and whether it is new; collective.
+    """Return the profile in `path`, or that of `measure`, which is saved there, and whether it is new; collective.
 
-    All ranks read the same or all measure: each node has a cache of its own. A file that is no profile is logged and
-    replaced; one that cannot be written is logged only.
+    Each node has its own cache: all ranks read the same profile, or all measure. A file that is no profile is logged
+    and replaced; one that cannot be written is only logged.
     """
     known = _read(path)
     all_know = all_have_same("" if known is None else known.to_json(), transport.all_ranks)

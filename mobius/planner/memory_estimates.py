@@ -1,4 +1,4 @@
-"""The arithmetic of bytes: what a run needs in host and GPU memory."""
+"""Estimates of the host and GPU memory that a run needs."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ from mobius.schedule.plan import MemoryUse, Plan
 from mobius.units import GIB, format_bytes, format_bytes_sum
 
 GPU_PROCESS_BYTES = int(2.15 * GIB)
-"""Host memory of a rank beside its stages: Python, torch, CUDA context, communicators, kernels (7B on four H200s)."""
+"""Host memory of a rank without its stages: Python, torch, CUDA context, communicators, kernels (7B on four H200s)."""
 STREAMING_BYTES = int(0.23 * GIB)
 """Further host memory of a rank that streams, threads and buffers: 0.05 to 0.4 in runs of 1B, 7B and 13B on H200s."""
 MEASURING_BYTES = int(0.5 * GIB)
 """Further host memory of a rank that measures, at its start (0.46 to 0.59); later, streamed stages take its place."""
 USABLE_MEMORY_FRACTION = 0.97
-"""Share of the GPU memory a rank may use that options may fill; the rest is for what the prediction does not see."""
+"""Share of a rank's GPU memory that plans may fill; the rest covers errors of the estimate."""
 TILE_TOKENS = (32768, 16384, 8192, 4096)
-"""Tokens of a tile that are tried in place of auto; fewer leave a GPU too little to do at a time."""
+"""Tile sizes that auto tries, in tokens; smaller tiles do not keep a GPU busy."""
 LIBRARY_BYTES = 2**27
-"""Workspaces of matrix products in torch's GPU memory for the two threads that enqueue them, 32 MiB each on Hopper, and
-what is smaller than any stage: rotary embeddings, masks, scalars. An estimate."""
+"""Workspaces of matrix products for two threads, 32 MiB each on Hopper, and rotary embeddings, masks, scalars: an
+estimate."""
 STEP_BYTES_PER_TOKEN = 16
 """Token and label, where the step's are on the GPU."""
 FRAGMENT_SHARE = 0.03
-"""Memory that the allocator keeps beside what comes and goes, as a share of that. Runs on H200s had 0 to 2.6 % of all
-that was allocated, and 8 % with messages over NCCL (four of them, 2026-11-21)."""
+"""Fragmentation of the allocator, as a share of activations and messages: 0 to 2.6 % of all allocated memory in runs on
+H200s, 8 % with messages over NCCL (four of them, 2026-11-21)."""
 CONTEXT_BYTES = int(0.6 * GIB)
 """GPU memory of a process outside of torch's: context and kernels. A usual value, not measured."""
 COMMUNICATOR_BYTES = int(0.05 * GIB)
 """GPU memory of a communicator between two ranks. A guess, not measured."""
 CPU_PROCESS_BYTES = int(0.5 * GIB)
-"""Host memory of a rank that computes on the CPU, beside its stages (0.5 GiB with configs/quickstart.yaml)."""
+"""Host memory of a rank that computes on the CPU, without its stages (0.5 GiB with configs/quickstart.yaml)."""
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change as the user types it, and the bytes that are needed with it."""
+    """A change as the user types it, and the bytes needed with it."""
 
     options: str
     num_bytes: int
     details: str = ""
     """Further numbers of the run with it, as text."""
     host_bytes: int | None = None
-    """Host memory that there must be for it; None: what is there."""
+    """Host memory required for it; None: the available memory."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class HostMemoryEstimate:
     resident: int
     """Resident stages of ranks that compute on the CPU; on GPUs they take none."""
     process_bytes: int
-    """Bytes of one process beside its stages."""
+    """Bytes of one process without its stages."""
     offloaded_activations: int = 0
-    """Bytes that layers keep and that wait there from forward to backward."""
+    """Activations offloaded from forward to backward."""
     attention: int = 0
     """Attention's results among that."""
 
@@ -98,7 +98,7 @@ class HostMemoryEstimate:
 
 
 def process_bytes(request: PlanRequest, plan: Plan) -> int:
-    """Host bytes of a rank beside its stages, if it has run nothing before."""
+    """Return the host bytes of a new rank without its stages."""
     if request.machine.on_cpu:
         return CPU_PROCESS_BYTES
     streams = plan.num_slots is not None
@@ -107,25 +107,24 @@ def process_bytes(request: PlanRequest, plan: Plan) -> int:
 
 
 def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0) -> HostMemoryEstimate:
-    """Count the host bytes of all ranks of a pipeline; on CPUs resident stages are in host memory as well.
+    """Return the host bytes of all ranks of a pipeline; on CPUs resident stages count too.
 
-    `own_bytes` are those of this process, which may have run something else before. While stages are loaded, one tensor
-    at a time comes on top; the buffers that a step takes later are not there yet.
+    `own_bytes` is the current size of this process, which may have run something else before.
     """
     streamed = streamed_bytes = resident = resident_bytes = 0
     shape, sizes = request.shape, request.sizes
     for cut in plan.cuts:
         trained, is_streamed = cut.num_trained(shape), cut.stage not in plan.resident
         frozen = cut.num_parameters(shape) - trained
-        # What is trained beside a streamed stage that is frozen stays on the device.
-        travels = is_streamed and not shape.keeps_trained_on_gpu
+        # Trained parameters of a frozen streamed stage, such as adapters, stay on the device.
+        streams_trained = is_streamed and not shape.keeps_trained_on_gpu
         if is_streamed:
-            streamed += frozen + trained * travels
+            streamed += frozen + trained * streams_trained
             has_accumulation_rounds = plan.offloads_gradient_sums(cut.stage % plan.num_ranks)
             streamed_bytes += replace(sizes, has_accumulation_rounds=has_accumulation_rounds).host(
-                trained * travels, frozen=frozen
+                trained * streams_trained, frozen=frozen
             )
-        if request.machine.on_cpu and not travels:
+        if request.machine.on_cpu and not streams_trained:
             resident += trained + frozen * (not is_streamed)
             resident_bytes += sizes.resident(trained, keeps_gradients=cut.stage in request.deferred_updates)
             resident_bytes += frozen * (not is_streamed) * sizes.weight
@@ -146,9 +145,9 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
 
 
 def check_host_memory(need: HostMemoryEstimate, *, available_bytes: int, remedies: Iterable[Remedy] = ()) -> None:
-    """Raise HostMemoryError, with the arithmetic, if `need` exceeds `available_bytes` of the machine.
+    """Raise HostMemoryError, with the arithmetic, if `need` exceeds `available_bytes`.
 
-    `remedies` are single changes, those of one option from the least on; the first of each that fits is listed.
+    `remedies` are single changes; the first that fits is listed for each option.
     """
     if need.total <= available_bytes:
         return
@@ -174,7 +173,7 @@ def check_host_memory(need: HostMemoryEstimate, *, available_bytes: int, remedie
 
 
 def list_remedies(remedies: Sequence[Remedy]) -> str:
-    """A head, and a line for each change that fits the host, of which there must be one."""
+    """Return one line for each change, after a heading; `remedies` must not be empty."""
     width = max(len(each.options) for each in remedies)
     lines = []
     for each in remedies:
@@ -185,7 +184,7 @@ def list_remedies(remedies: Sequence[Remedy]) -> str:
 
 @dataclass(frozen=True)
 class GpuMemoryEstimate:
-    """GPU bytes of one rank by category, at the moment of a step at which it holds most."""
+    """GPU bytes of one rank by category, at the peak of a step."""
 
     rank: int
     weights: int
@@ -194,17 +193,17 @@ class GpuMemoryEstimate:
     inputs: int
     working_set: int
     saved_activations: int = 0
-    """Activations that are kept from forward to backward."""
+    """Activations saved from forward to backward."""
     messages: int = 0
-    """Received ahead, and sent but not yet let go; gradients on their way between replicas."""
+    """Messages received ahead or in flight, and gradients in flight between replicas."""
     kv_cache: int = 0
-    """Keys and values of a stage's layers that stay from slice to slice, and their gradients."""
+    """Keys and values of a stage's layers for earlier slices, and their gradients."""
     libraries: int = 0
-    """Tokens and positions of the step, workspaces of matrix products, and what the allocator cannot use."""
+    """Tokens and positions of the step, workspaces of matrix products, and fragmentation."""
 
     @property
     def states(self) -> int:
-        """Bytes that stay through all steps, whatever activations do."""
+        """Bytes that stay through all steps."""
         return self.weights + self.gradients + self.optimizer + self.kv_cache
 
     @property
@@ -231,15 +230,15 @@ class GpuMemoryEstimate:
 def estimate_gpu_memory(
     request: PlanRequest, plan: Plan, *, rank: int, layer: LayerBytes | None = None
 ) -> GpuMemoryEstimate:
-    """Predict what torch takes on the GPU of `rank`; streamed stages share slots, resident ones hold their whole state.
+    """Estimate the GPU memory of `rank`; `layer` gives the measured bytes of one layer and microbatch.
 
-    `layer` is what a layer takes for a microbatch, where that was measured.
+    Streamed stages share slots; resident stages hold their whole state.
     """
     return GpuMemoryEstimate(rank, **_states(request, plan, rank), **_activations(request, plan, rank, layer))
 
 
 def activation_bytes(request: PlanRequest, plan: Plan, *, rank: int, layer: LayerBytes | None) -> int:
-    """`GpuMemoryEstimate.total` of a rank without its states, whatever stages are resident."""
+    """Return `GpuMemoryEstimate.total` of a rank without its states; independent of resident stages."""
     return sum(_activations(request, plan, rank, layer).values())
 
 
@@ -249,7 +248,7 @@ def state_bytes(request: PlanRequest, plan: Plan, *, rank: int) -> int:
 
 
 def _activations(request: PlanRequest, plan: Plan, rank: int, layer: LayerBytes | None) -> dict[str, int]:
-    """Bytes that depend on activations, at their peak, by their names in `GpuMemoryEstimate`."""
+    """Return the bytes that depend on activations, at their peak, by field of `GpuMemoryEstimate`."""
     most = find_peak(plan, rank, microbatch_bytes(request, layer))
     cuts = (plan.cuts[stage] for stage in plan.local_stages(rank))
     ends = any(cut.is_first or cut.is_last for cut in cuts)
@@ -266,7 +265,7 @@ def _activations(request: PlanRequest, plan: Plan, rank: int, layer: LayerBytes 
 
 
 def _states(request: PlanRequest, plan: Plan, rank: int) -> dict[str, int]:
-    """Bytes that stay through all steps, by their names in `GpuMemoryEstimate`."""
+    """Return the bytes that stay through all steps, by field of `GpuMemoryEstimate`."""
     shape, sizes, deferred_updates = request.shape, request.sizes, request.deferred_updates
     own = [plan.cuts[stage] for stage in plan.local_stages(rank)]
     slots = plan.slots[rank] * max(
@@ -276,16 +275,16 @@ def _states(request: PlanRequest, plan: Plan, rank: int) -> dict[str, int]:
     streamed = [
         cut.num_trained(shape) for cut in own if cut.stage not in plan.resident and not shape.keeps_trained_on_gpu
     ]
-    # Trained on this GPU, wherever the stage's other parameters are.
+    # Trained parameters on this GPU, by stage; the stage's other parameters may be streamed.
     resident = {
         cut.stage: cut.num_trained(shape) for cut in own if cut.stage in plan.resident or shape.keeps_trained_on_gpu
     }
-    beside = sum(count for stage, count in resident.items() if stage not in plan.resident)
+    adapters = sum(count for stage, count in resident.items() if stage not in plan.resident)
     resident_gradient_bytes = sum(
         sizes.resident_gradient_bytes(count, keeps_gradients=stage in deferred_updates)
         for stage, count in resident.items()
     )
-    # Gradients add up in one fp32 sum, of which there are two where streamed ones leave from it, and come back.
+    # Gradients are summed in one fp32 buffer, or in two if sums of streamed stages are copied to the host and back.
     in_place = {stage for stage in resident if sizes.accumulates_in_place(keeps_gradients=stage in deferred_updates)}
     summed = [cut.num_trained(shape) for cut in reversed(own) if cut.stage not in in_place]
     # One stage is reduced over the replicas while the next one adds up (engine/reductions.py).
@@ -295,7 +294,7 @@ def _states(request: PlanRequest, plan: Plan, rank: int) -> dict[str, int]:
         else 1
     )
     return {
-        "weights": (slots + whole + beside) * sizes.weight,
+        "weights": (slots + whole + adapters) * sizes.weight,
         "gradients": 4 * sum(gradient_sum_elements(summed, num_sums)) + resident_gradient_bytes,
         "optimizer": sum(map(sizes.optimizer, resident.values())),
         "kv_cache": max(len(cut.layers) for cut in own) * request.kv_cache_bytes,
@@ -305,21 +304,20 @@ def _states(request: PlanRequest, plan: Plan, rank: int) -> dict[str, int]:
 def estimate_gpu_memory_of_ranks(
     request: PlanRequest, plan: Plan, layer: LayerBytes | None = None
 ) -> tuple[GpuMemoryEstimate, ...]:
-    """The needs of all ranks, if their GPUs have as much memory as this one's."""
+    """Estimate the GPU memory of all ranks; arguments as in `estimate_gpu_memory`."""
     return tuple(estimate_gpu_memory(request, plan, rank=rank, layer=layer) for rank in range(plan.num_ranks))
 
 
 def estimated_layer(request: PlanRequest) -> LayerBytes:
-    """The bytes of a layer and a microbatch by their widths, with the tiles that it runs in."""
+    """Estimate the bytes of one layer and microbatch, with the tiles that it runs in."""
     return _estimated_layer(request, tile_tokens(request))
 
 
 def tile_tokens(request: PlanRequest) -> int | None:
-    """Tokens of the tiles that recomputed layers run in; None: they run whole, as do microbatches of fewer tokens.
+    """Return the tokens of the tiles that recomputed layers run in; None: they run whole.
 
-    In place of auto none where the least of memory fits, with attention's results that slices may keep, else the
-    largest that does, and the smallest where none does. As for rounds estimates count, and the card's memory, not what
-    is free of it: on all ranks it is the same.
+    Auto takes no tiles if the least use of memory fits, else the largest tiles that fit, or the smallest if none do. It
+    goes by estimates and the total GPU memory, not the free memory, so that all ranks get the same.
     """
     pipeline = request.config.pipeline
     if pipeline.tile_tokens != "auto" or pipeline.recompute.saves_activations:
@@ -372,7 +370,7 @@ def _estimated_layer(request: PlanRequest, tile_tokens: int | None) -> LayerByte
 
 
 def microbatch_bytes(request: PlanRequest, layer: LayerBytes | None = None) -> MicrobatchBytes:
-    """The bytes of a microbatch: estimates, but for `layer` where it is given."""
+    """Estimate the bytes of a microbatch; `layer` takes the place of a layer's estimate."""
     weight, shape, tokens = request.sizes.weight, request.shape, request.microbatch_tokens
     on_gpu, layer = not request.machine.on_cpu, layer or estimated_layer(request)
     return MicrobatchBytes(
@@ -393,12 +391,12 @@ def microbatch_bytes(request: PlanRequest, layer: LayerBytes | None = None) -> M
 
 
 def largest_gpu_estimate(needs: Iterable[GpuMemoryEstimate]) -> GpuMemoryEstimate:
-    """The largest of several ranks' needs."""
+    """Return the largest of the ranks' needs."""
     return max(needs, key=lambda need: need.total)
 
 
 def describe_experts(request: PlanRequest) -> str:
-    """The largest layer's share of a streaming GPU, which no cut makes less; empty for a model without experts."""
+    """Describe what the largest layer needs, however the model is cut; empty for a model without experts."""
     shape, available = request.shape, request.gpu_bytes
     if shape.experts is None or available is None:
         return ""
@@ -426,7 +424,7 @@ def check_gpu_memory(
 ) -> None:
     """Raise GpuMemoryError, with the arithmetic and what to change, if `need` exceeds `available_bytes` of one GPU.
 
-    `remedies` are single changes that were tried and fit; without any, `largest` tells what cannot be made smaller.
+    `remedies` are single changes that fit; if there are none, `largest` describes what cannot be made smaller.
     """
     if need.total <= available_bytes:
         return

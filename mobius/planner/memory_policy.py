@@ -1,11 +1,11 @@
-"""Decides what every rank does with its GPU memory: which of the uses that fit (fit.py) makes a step shortest.
+"""Chooses for every rank the use of GPU memory, of those that fit (fit.py), that makes a step shortest.
 
-By a closed form, at the rates of a profile or, where there is none, at those of one kind of machine; or by simulation.
-The simulation tries settings in which all ranks do alike, each as far as its memory goes, since a step is as fast as
-its slowest rank. The closed form says which of them are worth it where there are many.
+The choice goes by a closed form, at the rates of a profile or of one kind of machine, or by simulation. The simulation
+tries settings in which all ranks do the same as far as their memory goes, because a step is as fast as its slowest
+rank. If there are many, the closed form preselects.
 
-Where the fastest takes more host memory than there is, ranks choose among uses that take less of it
-(`policy_within_host_memory`): resident stages take none, and activations that wait there can wait on the GPU.
+If the fastest setting needs more host memory than there is, ranks choose among uses that need less of it
+(`choose_within_host_memory`): resident stages need none, and activations can stay on the GPU.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from mobius.planner.step_prediction import (
 from mobius.schedule.plan import MemoryUse, Plan
 
 MOST_ALIKE = 24
-"""Settings of all ranks alike that are simulated; 7B's shape in 32 stages has at most 18."""
+"""Maximum number of settings to simulate; 7B's shape in 32 stages has at most 18."""
 WORTH = 0.01
-"""Share of a step that a setting must promise to gain to be simulated."""
+"""Share of a step that a setting's lower bound must gain to be simulated."""
 ALIKE = 0.001
-"""Share of a step below which the setting with more resident stages is taken: it needs less host memory."""
+"""Share of a step within which the setting with more resident stages wins: it needs less host memory."""
 
 Score = Callable[[int, MemoryUse], float]
-"""From a rank and what it may do to what that costs, less being better; seconds per step, for instance."""
+"""Cost of a rank's use of memory, such as seconds per step; less is better."""
 MemoryPolicy = Callable[[PlanRequest, Sequence[Sequence[MemoryUse]]], Sequence[MemoryUse]]
-"""From what fits on each rank, which is not empty, to what each rank does."""
+"""Chooses each rank's use of memory among those that fit, of which there is at least one."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast one rank computes and updates.
+    """Rates of one rank's compute and updates.
 
-    The defaults come from four H200 and 64 cores with Llama-2-7B's shape: for a step of 32768 tokens
-    `estimated_seconds` then gives 0.76 s with nothing streamed or recomputed, and with everything streamed 1.2 s
-    without and 1.6 s with clipping. On other machines they are wrong; only their relation matters to the choice.
+    The defaults were measured on four H200 and 64 cores with Llama-2-7B's shape, 32768 tokens a step: 0.76 s with
+    nothing streamed or recomputed; with everything streamed 1.2 s, or 1.6 s with clipping. On other machines only their
+    relation matters.
     """
 
     flops: float = 4.35e14
@@ -57,7 +57,7 @@ class Rates:
 
     @classmethod
     def of(cls, profile: Profile, request: PlanRequest) -> Rates:
-        """The rates of a profile; the bubble is that of equal stages, which fill and drain the ranks once per round."""
+        """Return the rates of a profile, with the bubble of equal stages, which fill and drain once per round."""
         plan, shape = request.plan, request.shape
         turns = plan.stages_per_rank * plan.microbatches_per_round
         kinds = [profile.of_layer(layer) for layer in range(shape.num_layers)]
@@ -108,7 +108,7 @@ def estimated_seconds(
 
 
 def closed_form_score(request: PlanRequest, profile: Profile | None = None) -> Score:
-    """Seconds of one rank by `estimated_seconds`, its neighbours left out, at the rates of `profile` or the default."""
+    """Return `estimated_seconds` as a score, at the rates of `profile` or the defaults."""
     plan, rates = request.plan, Rates() if profile is None else Rates.of(profile, request)
     shape, own = (
         request.shape,
@@ -134,7 +134,7 @@ def closed_form_score(request: PlanRequest, profile: Profile | None = None) -> S
 
 
 def policy_by_score(score: Score) -> MemoryPolicy:
-    """Let each rank take the use of least score; of equal ones that with most resident stages, kept ones, and slots."""
+    """Let each rank take the use of least score; ties go to more resident stages, saved activations, then slots."""
 
     def key(rank: int, use: MemoryUse) -> tuple[float, int, int, int, int]:
         return (
@@ -152,45 +152,39 @@ def policy_by_score(score: Score) -> MemoryPolicy:
 
 
 def policy_by_simulation(profile: Profile, to_beat: float = math.inf) -> MemoryPolicy:
-    """All ranks together take what the simulation says is fastest.
+    """Let all ranks take the setting that is fastest by simulation.
 
-    Nothing is simulated, and what has the least bound is taken, where no setting promises to beat so many seconds.
+    If no lower bound is below `to_beat` seconds, nothing is simulated, and the setting of the least bound is taken.
     """
-
-    def choose(request: PlanRequest, fitting: Sequence[Sequence[MemoryUse]]) -> Sequence[MemoryUse]:
-        return _fastest(request, profile, fitting, to_beat)
-
-    return choose
+    return partial(_fastest, profile=profile, to_beat=to_beat)
 
 
-def policy_within_host_memory(policy: MemoryPolicy) -> MemoryPolicy:
-    """`choose`, but among uses that fit into the host's memory together where its first choice does not.
+def choose_within_host_memory(
+    policy: MemoryPolicy, request: PlanRequest, fitting: Sequence[Sequence[MemoryUse]]
+) -> Sequence[MemoryUse]:
+    """Choose by `policy`, among uses that fit the host's memory together if its first choice does not.
 
-    If none do, each rank takes what needs least of it.
+    If none do, each rank takes the use that needs least of it.
     """
-
-    def chosen(request: PlanRequest, fitting: Sequence[Sequence[MemoryUse]]) -> Sequence[MemoryUse]:
-        fastest = policy(request, fitting)
-        if fits_host(request, request.plan.with_memory_uses(fastest)):
-            return fastest
-        return policy(request, _light(request, fitting))
-
-    return chosen
+    fastest = policy(request, fitting)
+    if fits_host(request, request.plan.with_memory_uses(fastest)):
+        return fastest
+    return policy(request, _light(request, fitting))
 
 
 def fits_host(request: PlanRequest, plan: Plan) -> bool:
-    """Whether the host has the memory for a plan, as far as is known."""
+    """Whether the host has the memory for a plan; True if its memory is not known."""
     return request.host_bytes is None or estimate_host_memory(request, plan).total <= request.host_bytes
 
 
 def lightest(request: PlanRequest, fitting: Sequence[Sequence[MemoryUse]]) -> list[MemoryUse]:
-    """The use of each rank that takes the least host memory, of those that fit."""
+    """Return each rank's use that needs the least host memory."""
     total = _host_bytes(request, fitting)
     return [min(uses, key=partial(total, rank)) for rank, uses in enumerate(fitting)]
 
 
 def _host_bytes(request: PlanRequest, fitting: Sequence[Sequence[MemoryUse]]) -> Callable[[int, MemoryUse], int]:
-    """Host bytes of all ranks if one does this, and every other one the first of what fits there."""
+    """Return the host bytes of all ranks as a function of one rank's use; the others take their first."""
     first = [uses[0] for uses in fitting]
 
     @cache
@@ -203,7 +197,7 @@ def _host_bytes(request: PlanRequest, fitting: Sequence[Sequence[MemoryUse]]) ->
 
 
 def _light(request: PlanRequest, fitting: Sequence[Sequence[MemoryUse]]) -> list[list[MemoryUse]]:
-    """The uses of each rank that fit the host whatever the others take: what the least leaves is shared evenly."""
+    """Return the uses that fit the host whatever the other ranks take: memory beyond the least is shared evenly."""
     assert request.host_bytes is not None
     total, least = _host_bytes(request, fitting), lightest(request, fitting)
     left = request.host_bytes - estimate_host_memory(request, request.plan.with_memory_uses(least)).total
@@ -216,9 +210,9 @@ def _light(request: PlanRequest, fitting: Sequence[Sequence[MemoryUse]]) -> list
 
 @without_garbage_collection()
 def _fastest(
-    request: PlanRequest, profile: Profile, fitting: Sequence[Sequence[MemoryUse]], to_beat: float
+    request: PlanRequest, fitting: Sequence[Sequence[MemoryUse]], *, profile: Profile, to_beat: float
 ) -> tuple[MemoryUse, ...]:
-    """The fastest setting by simulation, in which all ranks do alike; `to_beat` as in `policy_by_simulation`.
+    """Return the fastest setting by simulation; `to_beat` as in `policy_by_simulation`.
 
     Settings are simulated in the order of their lower bounds, as long as one may be faster by `WORTH`.
     """
@@ -240,7 +234,7 @@ def _fastest(
 def _alike(
     request: PlanRequest, profile: Profile, fitting: Sequence[Sequence[MemoryUse]]
 ) -> list[tuple[MemoryUse, ...]]:
-    """All ranks alike as far as their memory goes, with slots first or activations first."""
+    """Return settings in which all ranks do the same as far as their memory goes: slots first, or activations first."""
     numbers = sorted({use.num_resident for uses in fitting for use in uses})
     orders: tuple[Callable[[MemoryUse], tuple[int, int]], ...] = (
         lambda use: (use.num_saving_activations, use.num_slots),
@@ -257,14 +251,14 @@ def _alike(
 
 
 def _host_use(chosen: Sequence[MemoryUse]) -> tuple[int, int]:
-    """How much is left to the host, less being better: stages that are not resident, and stages that offload."""
+    """Return the use of host memory, less being better: by fewer resident stages, then by more offloading ones."""
     return -sum(use.num_resident for use in chosen), sum(use.num_offloading_activations for use in chosen)
 
 
 def _undominated(uses: Sequence[MemoryUse]) -> list[MemoryUse]:
-    """The uses of which no other has as many resident stages, and as many activations and slots or more.
+    """Return the uses that no other use with as many resident stages exceeds in saved activations and slots.
 
-    Those that stash nothing, or least, are also compared among themselves: what others gain by it may cost more.
+    Uses that offload least are also compared among themselves: offloading may cost more than the others gain.
     """
 
     def is_worse(one: MemoryUse, other: MemoryUse) -> bool:
@@ -282,7 +276,7 @@ def _undominated(uses: Sequence[MemoryUse]) -> list[MemoryUse]:
 
 
 def _nearest(uses: Sequence[MemoryUse], num_resident: int, order: Callable[[MemoryUse], tuple[int, int]]) -> MemoryUse:
-    """The use with that many resident stages, or the most below, or the fewest; of those the most by `order`."""
+    """Return the use with that many resident stages, else the most below, else the fewest; ties by `order`."""
     numbers = {use.num_resident for use in uses}
     number = max((n for n in numbers if n <= num_resident), default=min(numbers))
     return max((use for use in uses if use.num_resident == number), key=order)

@@ -1,18 +1,16 @@
-"""When a rank's GPU holds most, and what: activations that wait for backward, messages, and the work of that moment.
+"""Peak GPU memory of a rank within a step: activations saved for backward, messages, and one layer's work.
 
     rank 1 of 2, stages 1, 3 and 5, the last of them the model's own:
 
     forward    F1 F1 F3 F3 | F5 B5 F5 B5 | B3 B3 B1 B1      stages that wait at each moment
     waiting    1  1  13 13 | 13  13      | 13 1  1          the model's last stage keeps one microbatch only
 
-So the most is held at the turn of the model's last stage, of one microbatch or of the slices of one sequence, or when a
-stage begins its backward; it is looked for there.
+The peak is therefore at the model's last stage, in one microbatch or the slices of one sequence, or at the first
+backward of another stage. Stages that offload their layers' inputs have two microbatches of them on the GPU at most,
+and a third during a forward; in rounds of one or two these may belong to several stages.
 
-Inputs of a stashed stage's layers wait on the host. Of those, two microbatches are on the GPU at most, leaving or come
-back, and a third while a forward makes it. In rounds of one or two these are of several stages.
-
-The work of a moment is one layer's backward, head and loss, or the embedding's backward. Widths count tensors
-[tokens, width] of the working format. A layer by what its code keeps and makes (models/linear.py: the gradients of all
+The work is one layer's backward, head and loss, or the embedding's backward. Widths count tensors [tokens, width] of
+the working format. A layer by what its code saves and makes (models/linear.py: the gradients of all
 linear outputs live until its backward ends), H hidden, I feed-forward, A + Q what the attention's four products have
 for output and input (4 H in Llama):
 
@@ -31,13 +29,13 @@ it. Each of the K has a copy of its token's hidden states and a result: 2 K H mo
 is compiled again as much. The eager peak is graph + 3 K H at least, in bf16 and fp16 graph + 7 K H, where a family has
 its router's shares in fp32 (Mixtral; Qwen3 rounds them). The eager ones are counted for Mixtral, within 3 %.
 
-A forward that keeps its products alone holds A + Q + 2 H + 2 I, eager A + Q + 3 H + 2 I: no norm's result, not what the
+A forward that saves its products alone holds A + Q + 2 H + 2 I, eager A + Q + 3 H + 2 I: no norm's result, not what the
 last product takes, nothing in fp32. Its backward makes them again, and so has the same peak.
 
 A layer in tiles of tokens (engine/tiles.py) has those widths for a tile's tokens. Of all tokens it has, q and k being
 the widths of queries and of keys,
 
-    behind attention    q + 2 k, q + q, H and the tile      heads; attention's result and its gradient; of the input
+    after attention     q + 2 k, q + q, H and the tile      heads; attention's result and its gradient; of the input
     within attention    2 (q + 2 k), q + q, H               and on GPUs fp32 sums of the queries' gradients, q
 """
 
@@ -60,7 +58,7 @@ from mobius.schedule.plan import Plan, RecomputeLevel
 LOGIT_BYTES_COMPILED = 2
 """Two tensors that the compiled loss makes per logit, logits and their gradient: times the working format."""
 LOGIT_BYTES_EAGER = 12
-"""fp32 beside the logits: their logarithmic softmax, its gradient and theirs."""
+"""fp32 in addition to the logits: their logarithmic softmax, its gradient and theirs."""
 ROWS_PER_DOCUMENT = 128
 """Rows that the backward of variable-length attention adds to its fp32 sums for each document, as FlashAttention 2 does
 (mha_varlen_bwd: total_q + 128 * batch)."""
@@ -91,7 +89,7 @@ class LayerBytes:
         return self.saved_products
 
     def backward_work(self, level: RecomputeLevel) -> int:
-        """Bytes that a backward from the activations of `level` makes beside them."""
+        """Bytes that a backward from the activations of `level` makes in addition."""
         peak = self.peak if level is RecomputeLevel.NONE else self.products_peak or self.peak
         return peak - self.saved_for_backward(level)
 
@@ -117,14 +115,13 @@ class MicrobatchBytes:
 
 @dataclass(frozen=True)
 class LiveMemory:
-    """Bytes at one moment, beside weights and optimizer."""
+    """Bytes at one moment, without weights and optimizer state."""
 
     inputs: int = 0
-    """Bytes that layers keep for recomputing."""
+    """Saved inputs of layers that are recomputed."""
     saved_activations: int = 0
-    """Kept activations."""
     messages: int = 0
-    """Received ahead, and sent but not yet let go."""
+    """Received ahead, or in flight."""
     work: int = 0
 
     @property
@@ -133,7 +130,7 @@ class LiveMemory:
 
 
 def document_bytes(shape: ModelShape, num_documents: int) -> int:
-    """Bytes that a layer's backward takes for packed rows beside those for rows of one document.
+    """Return the bytes that a layer's backward takes in addition for packed rows.
 
     They are sums of the queries' gradients [rows, heads, head size] and of a number per row and head, in fp32.
     """
@@ -151,11 +148,11 @@ def estimate_layer(
     rows: int = 1,
     sliced_length: int | None = None,
 ) -> LayerBytes:
-    """The layer that takes most, by widths; `weight_bytes` per element of the working format.
+    """Estimate the largest layer by widths; `weight_bytes` per element of the working format.
 
-    `num_documents` is the fixed number that variable-length attention is told of for a microbatch; 0: rows are one
-    document each, in the dense kernel. `tile_tokens` as in `runtime.stage.StageModule`. `sliced_length`: the tokens are
-    slices of so many `rows` of that length each, run like tiles, in one if they are not cut further.
+    `num_documents` is the bound that variable-length attention gets for a microbatch; 0: rows are one document each, in
+    the dense kernel. `tile_tokens` as in `engine.stage.StageModule`. `sliced_length`: tokens are slices of `rows`
+    sequences of this length, which run like tiles.
     """
     sliced = 0
     if sliced_length is not None:
@@ -194,7 +191,7 @@ def _layer_bytes(
     tile_tokens: int,
     sliced: int,
 ) -> LayerBytes:
-    """`beside` is what attention takes of its own, `sliced` that of a slice; 0 where tokens are no slices."""
+    """Estimate one layer; `beside` are further bytes of attention, `sliced` those of a slice, 0 without slices."""
     hidden, attention, inner = shape.hidden_size, widths.products, widths.feed_forward
     routed = 2 * widths.copies
     if compiled:
@@ -209,14 +206,14 @@ def _layer_bytes(
         peak = max(graph + 3 * inner, graph + summed, attention + (6 + 2 * norms) * hidden + 3 * inner)
     tiled = None
     if sliced or tokens > tile_tokens:
-        behind, within = _tiled_bytes(weight_bytes, shape, attention, compiled=compiled)
-        tiled = max(behind * tokens + peak * tile_tokens * weight_bytes, within * tokens + beside + sliced)
+        after, within = _tiled_bytes(weight_bytes, shape, attention, compiled=compiled)
+        tiled = max(after * tokens + peak * tile_tokens * weight_bytes, within * tokens + beside + sliced)
     graph, products, peak = (each * tokens * weight_bytes for each in (graph, products, peak))
     return LayerBytes(graph, peak + beside, tiled, products)
 
 
 def _tiled_bytes(weight_bytes: int, shape: ModelShape, attention: int, *, compiled: bool) -> tuple[int, int]:
-    """Bytes for each of all tokens of a layer in tiles: while they run behind attention, and within its backward.
+    """Return bytes per token of a layer in tiles: while tiles run after attention, and in attention's backward.
 
     `attention` is A + Q. FlashAttention's backward adds up the queries' gradients in fp32 for formats of two bytes.
     """
@@ -228,11 +225,11 @@ def _tiled_bytes(weight_bytes: int, shape: ModelShape, attention: int, *, compil
 
 
 def slice_bytes(weight_bytes: int, shape: ModelShape, tokens: int, *, rows: int, length: int) -> int:
-    """Bytes that attention of a slice of `tokens` takes beside that of a whole sequence as long; an estimate.
+    """Return the bytes that attention of a slice takes in addition; an estimate.
 
-    `tokens` are those of all `rows`, `length` those of a sequence. What attention gives for parts of the keys is merged
-    in fp32, and so are gradients of queries: once that width in fp32, and a part's own. A part's gradients of keys and
-    values are made before they are added, for each query head where FlashAttention runs.
+    `tokens` are those of all `rows`, `length` those of a sequence. Results for parts of the keys are merged in fp32, as
+    are gradients of queries: once that width in fp32, and a part's own. Gradients of a part's keys and values are made
+    before they are added, for each query head with FlashAttention.
     """
     keys = max(tokens, rows * min(length, KEYS_PER_CALL))
     return tokens * shape.attention_width * (4 + weight_bytes) + 2 * keys * shape.attention_width * weight_bytes
@@ -241,7 +238,7 @@ def slice_bytes(weight_bytes: int, shape: ModelShape, tokens: int, *, rows: int,
 def loss_bytes(
     weight_bytes: int, shape: ModelShape, *, tokens: int, chunk_tokens: int, compiled: bool, on_gpu: bool
 ) -> int:
-    """Norm, head and loss of a microbatch of `tokens`: normed states, their gradient, and one chunk's logits.
+    """Return the bytes of norm, head and loss for `tokens`: normed states, their gradient, and one chunk's logits.
 
     On a CPU a product of the head's size is made before it is added (`linear.add_linear_weight_gradient`).
     """
@@ -251,13 +248,13 @@ def loss_bytes(
     if not on_gpu:
         product = (shape.hidden_size + 2 * chunk) * shape.vocab_size * weight_bytes
         logits = max(logits, product)
-    # An eager norm keeps the states in fp32, before and behind the division.
+    # An eager norm holds the states in fp32, before and after the division.
     normed = 2 * weight_bytes + (0 if compiled else 8 if weight_bytes == 2 else 4)
     return logits + (chunk * weight_bytes + tokens * normed) * shape.hidden_size
 
 
 def embedding_bytes(weight_bytes: int, shape: ModelShape, *, tokens: int, on_gpu: bool) -> int:
-    """The embedding's backward: a gradient of the whole matrix, and on a GPU fp32 sums by segment of equal tokens."""
+    """Return the bytes of the embedding's backward: the whole gradient; on GPUs also fp32 sums by segment."""
     dense = shape.vocab_size * shape.hidden_size * weight_bytes
     segments = tokens // SEGMENT_TOKENS + min(tokens, shape.vocab_size) if on_gpu else 0
     return dense + segments * shape.hidden_size * 4
@@ -372,7 +369,7 @@ class _RankStep:
         return max(number, 1) if cut.is_last and cut.layers else number
 
     def _layer_work(self, stage: int) -> int:
-        """Bytes that one layer's backward makes beside what is saved; those of its forward if it has no backward."""
+        """Bytes that one layer's backward makes in addition to saved ones; of its forward if it has no backward."""
         layer, cut = self._size.layer, self._plan.cuts[stage]
         if not cut.backward_layers(self._size.first_backward):
             return min(layer.saved_activations, layer.recomputed_peak) if cut.layers else 0

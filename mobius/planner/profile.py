@@ -1,4 +1,4 @@
-"""Seconds and rates of one machine for one model at one microbatch shape, measured or estimated, and their file."""
+"""Seconds and rates of one machine for one model and microbatch shape, measured or estimated, and their file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mobius.planner.replica_traffic import ReplicaRates
 from mobius.schedule.partition import ModelShape
 
 FORMAT = 8
-"""Counted up when a field changes its meaning, so that an older file is not believed."""
+"""Incremented when a field changes its meaning, so that older files are not used."""
 ADAPTER_FORWARD, ADAPTER_BACKWARD = 2.5, 3.5
 """Passes of adapters over the inputs and outputs of their linear layers. Forward reads inputs, writes what it adds,
 reads that and the outputs, and writes their sum. Backward reads the outputs' gradients twice and inputs once, writes a
@@ -32,7 +32,7 @@ class ProfileError(ValueError):
 
 
 class Source(StrEnum):
-    """Where the numbers of a profile come from."""
+    """Origin of a profile's numbers."""
 
     MEASURED = "measured"
     ESTIMATED = "estimated"
@@ -40,11 +40,11 @@ class Source(StrEnum):
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """One kind of layer on one microbatch, in seconds; parameter gradients are added to fp32 sums in backward."""
+    """Seconds of one kind of layer for one microbatch; backward adds parameter gradients to fp32 sums."""
 
     forward: float
     backward: float
-    """From a graph that was kept."""
+    """From saved activations."""
     recomputed_backward: float
     """From the layer's input: its forward runs again."""
 
@@ -59,7 +59,7 @@ class LayerSeconds:
         return f"{forward}, {1e3 * self.backward:.2f} backward, {1e3 * self.recomputed_backward:.2f} with recompute"
 
     def times(self, factor: float) -> LayerSeconds:
-        """All of them so many times."""
+        """Return all of them multiplied by `factor`."""
         return LayerSeconds(*(factor * seconds for seconds in astuple(self)))
 
 
@@ -93,11 +93,11 @@ class MessageRates:
 
 @dataclass(frozen=True)
 class Profile:
-    """Seconds per microbatch and layer, and rates of everything that runs beside compute."""
+    """Seconds per microbatch and layer, and rates of copies, messages and updates."""
 
     source: Source
     basis: str
-    """Device and how the numbers came about, for the reader."""
+    """Device and origin of the numbers, as text."""
     num_ranks: int
     """GPUs that were busy where a rate says `together`."""
     microbatch_tokens: int

@@ -1,4 +1,4 @@
-"""Bytes of a stage's training state, of which each of several replicas keeps a share: what the engine takes for it.
+"""Bytes of a stage's training state, of which each replica holds a share.
 
 weights                                  all of the stage, on every replica
 fp32 sums of a step, or of its rounds    all of the stage
@@ -20,16 +20,16 @@ SUM_BYTES = 4
 
 @dataclass(frozen=True)
 class ByteSizes:
-    """Bytes per parameter of each part of a stage's training state, and of stages of so many parameters."""
+    """Bytes per parameter of each part of a stage's training state."""
 
     weight: int
     """The working copy: 2 for bf16 and fp16, 4 for fp32."""
     gradient: int
-    """Once summed: as much as the weight, or 4 where gradients are kept in fp32."""
+    """Summed gradient: as the weight, or 4 if gradients are fp32."""
     remainder: int
-    """Kept to have an fp32 master: 2 beside bf16, whose bits are half of it, 4 beside fp16."""
+    """Rest of the fp32 master weight: 2 with bf16, which is its upper half, 4 with fp16."""
     has_accumulation_rounds: bool = False
-    """Whether sums in fp32 wait for another round: on the host where gradients lie later, or in a resident stage."""
+    """Whether fp32 sums are kept between rounds: in place of gradients on the host, or in a resident stage."""
     num_replicas: int = 1
     """Pipelines that share gradients and optimizer state."""
 
@@ -42,31 +42,31 @@ class ByteSizes:
         has_accumulation_rounds: bool = False,
         num_replicas: int = 1,
     ) -> ByteSizes:
-        """The sizes of a run in `dtype`, in which summed gradients are in the same format or in fp32."""
+        """Return the sizes of a run in `dtype`."""
         weight = 4 if dtype is Dtype.FP32 else 2
         remainder = {Dtype.BF16: 2, Dtype.FP16: 4, Dtype.FP32: 0}[dtype]
         return cls(weight, 4 if has_fp32_gradients else weight, remainder, has_accumulation_rounds, num_replicas)
 
     @property
     def per_optimizer(self) -> int:
-        """Bytes that make an fp32 master of the weights, and the moments; in an fp32 run the weights are the master."""
+        """Bytes of the moments and the rest of the master weight; fp32 weights are their own master."""
         return MOMENTS_BYTES + self.remainder
 
     def optimizer(self, trained: int) -> int:
-        """Bytes of the optimizer state of a stage with so many trained parameters, wherever it is."""
+        """Return the bytes of a stage's optimizer state, for `trained` parameters."""
         return self.per_optimizer * largest_shard(trained, self.num_replicas)
 
     def host(self, trained: int, *, frozen: int = 0) -> int:
-        """Host bytes of a streamed stage: weights, gradients or sums, remainder and moments; frozen ones are weights.
+        """Return the host bytes of a streamed stage: weights, gradients or sums, and optimizer state.
 
-        Gradients lie within the sums, where there are any.
+        Sums, if any, take the place of gradients.
         """
         gradients = self.gradient * largest_shard(trained, self.num_replicas)
         waiting = SUM_BYTES * trained if self.has_accumulation_rounds else gradients
         return self.weight * (trained + frozen) + waiting + self.optimizer(trained)
 
     def resident(self, trained: int, *, keeps_gradients: bool) -> int:
-        """GPU bytes of a resident stage: weights, remainder and moments, and gradients or sums kept."""
+        """Return the GPU bytes of a resident stage: weights, optimizer state, and gradients or sums it holds."""
         return (
             self.weight * trained
             + self.optimizer(trained)
@@ -74,11 +74,11 @@ class ByteSizes:
         )
 
     def accumulates_in_place(self, *, keeps_gradients: bool) -> bool:
-        """Whether a resident stage has an fp32 sum of its own, and needs none that the stages of a rank share."""
+        """Whether a resident stage has its own fp32 sum and does not use the one shared by the rank's stages."""
         return self.has_accumulation_rounds or (keeps_gradients and self.gradient == SUM_BYTES)
 
     def resident_gradient_bytes(self, trained: int, *, keeps_gradients: bool) -> int:
-        """GPU bytes of a resident stage's own gradients or sums; a share of the gradients is kept beside the sum."""
+        """Return the GPU bytes of a resident stage's own gradients and sums."""
         in_place = self.accumulates_in_place(keeps_gradients=keeps_gradients)
         has_copy = self.num_replicas > 1 or (keeps_gradients and not in_place)
         gradients = self.gradient * largest_shard(trained, self.num_replicas)

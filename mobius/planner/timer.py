@@ -1,4 +1,4 @@
-"""Times work that all ranks do at once; what it tells is the same on all of them. Collective."""
+"""Times work that all ranks do at once; results are the same on all ranks. Collective."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIN_REPEATS, WARM_UP = 3, 2
 
 
 class CollectiveTimer:
-    """Runs work for a while and tells the seconds of one run, the same on all ranks."""
+    """Repeats work and returns the mean seconds of one run, the same on all ranks."""
 
     def __init__(self, device: torch.device, transport: Transport, *, part_seconds: float | None = None) -> None:
         """Each part is repeated for `part_seconds`, at least `MIN_REPEATS` times."""
@@ -37,16 +37,16 @@ class CollectiveTimer:
         return self.mean((time.perf_counter() - start) / repeats)
 
     def warm_up(self, work: Work) -> int:
-        """How often `work` is to be repeated from now on, which all ranks do at once; the device is idle then."""
+        """Warm up, wait until the device is idle, and return how often all ranks shall repeat `work`."""
         for _ in range(WARM_UP):
             work()
-        # All ranks repeat equally often, or those that are done would no longer disturb the others.
+        # All ranks repeat equally often, so that they disturb each other until the end.
         repeats = max(MIN_REPEATS, int(self.part_seconds / self.mean(max(self._seconds_once(work), 1e-6))))
         self.transport.barrier()
         return repeats
 
     def launch_seconds(self, work: Work) -> float:
-        """Seconds that the host takes to enqueue `work` while nothing keeps it, the mean of all ranks; 0 on a CPU."""
+        """Mean over the ranks of the host's seconds to enqueue `work` on an idle device; 0 on a CPU."""
         if self.device.type != "cuda":
             return 0.0
         times = []
@@ -60,7 +60,7 @@ class CollectiveTimer:
         return self.mean(min(times))
 
     def seconds_alone(self, work: Work) -> float:
-        """Mean over the ranks of the seconds that each takes while the others wait."""
+        """Mean over the ranks of the seconds of `work` while the other ranks wait."""
         own = 0.0
         for rank in range(self.transport.num_ranks):
             self.transport.barrier()
@@ -82,7 +82,7 @@ class CollectiveTimer:
         return float(all_ranks.sum_over_ranks(torch.tensor([value], dtype=torch.float64))) / all_ranks.num_ranks
 
     def forget(self) -> None:
-        """Give torch's cached GPU memory back and reset its peak, which a run reports as its own."""
+        """Release torch's cached GPU memory and reset its peak, which a run reports."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
