@@ -1,7 +1,7 @@
-"""Known cards by their data sheets, and profiles estimated from them for machines one does not have.
+"""Data sheets of known GPUs, and profiles estimated from them.
 
-Nothing here is measured on the card in question: rates are the vendor's numbers times shares that were measured on one
-machine of H200s in November 2026 (docs/performance.md has the errors). A profile made here says so.
+Nothing is measured on the GPU in question: rates are the vendor's numbers times shares measured on one machine of H200s
+in November 2026 (docs/performance.md lists the errors). Such a profile is marked as estimated.
 
     seconds of a product = operations / (data sheet TFLOP/s x GEMM_SHARE x the part's share)
 """
@@ -27,29 +27,29 @@ FORWARD_SHARE = 0.84
 BACKWARD_SHARE = 0.755
 """A layer's backward over large products: 8.40 less 2.47 ms, less what the fp32 sums take."""
 WIDTH = 4096
-"""Hidden size of the layer that the shares are of."""
+"""Hidden size of the layer for which the shares were measured."""
 NARROW = 0.09
-"""Share that a layer of half that width takes more per operation, and twice that one of a third: its products are small
-beside passes over activations. 1B's, kept, back to back, took 1.088 and 1.090 times the seconds by the shares."""
+"""Further seconds per operation of a layer of half that width, as a share; twice that for a third of the width: passes
+over activations weigh more there. 1B's, measured alone, took 1.088 and 1.090 times the seconds by the shares."""
 ACCUMULATION_BYTES = 8
 """GPU memory traffic of products that add to fp32 sums, per parameter and microbatch: sum read 4, written 4."""
 RECOMPUTED_SHARE = 0.76
-"""Share of a layer's forward that its recomputed backward takes beside a kept one: less than all, being one graph.
-Steps of half of 7B on two GPUs, all recomputed: 0.836 to 0.796 s, 0.62 ms of 2.6 for each layer and microbatch."""
+"""Share of a layer's forward that recomputing adds to its backward: less than 1, because both are one graph. Steps of
+half of 7B on two GPUs, all recomputed: 0.836 to 0.796 s, 0.62 ms of 2.6 for each layer and microbatch."""
 EAGER_FORWARD, EAGER_BACKWARD = 1.35, 1.16
-"""Seconds of a layer that is not compiled over those of a compiled one; recomputing, it runs its whole forward again.
+"""Seconds of an eager layer over those of a compiled one; recomputing runs its whole forward again.
 An H200 took 6.5 ms forward and 20.8 recomputed for 8192 tokens of a Llama-7B layer, compiled 4.8 and 16.0. So 7B
 streamed with clipping is to take 0.2 s more per step; it took 1.49 s, compiled 1.30."""
 PACKED_COST = 1.016
-"""Seconds of a layer over packed rows, in variable-length attention, over those of one over rows of one document with
-as many operations. One H200, forward and backward back to back: 7B 16 x 512 with 8 documents in a row took 1.004 times
-the seconds of full rows (1.007 recomputed), 8B 2 x 4096 with 4 documents 0.964. Shorter attention has 0.991 and 0.946
-times the operations, so that is 1.014, 1.017 and 1.018."""
+"""Seconds of a layer over packed rows (variable-length attention) over those over whole rows with as many operations.
+One H200, forward and backward back to back: 7B 16 x 512 with 8 documents in a row took 1.004 times the seconds of full
+rows (1.007 recomputed), 8B 2 x 4096 with 4 documents 0.964. Shorter attention has 0.991 and 0.946 times the operations,
+so that is 1.014, 1.017 and 1.018."""
 WITHIN = 4096
-"""Tokens up to which attention goes by a layer's shares: those hold it as it was measured, and steps of rows of 512 to
-4096 tokens are predicted by them. What a token attends to beyond goes by attention's own rates."""
+"""Tokens up to which attention goes by a layer's shares, which were checked for rows of 512 to 4096 tokens. Attention
+to further tokens goes by attention's own rates."""
 LAUNCH = LayerSeconds(0.30e-3, 0.74e-3, 0.93e-3)
-"""Seconds of Python and launches for a compiled layer on hosts of H200s while nothing disturbs them: 0.22 to 0.37 ms
+"""Seconds of Python and launches for a compiled layer on idle hosts of H200s: 0.22 to 0.37 ms
 forward, 0.64 to 0.82 backward, 0.72 to 1.00 recomputed; up to twice that on the same machines a minute later."""
 ACTION_LAUNCH = 0.35e-3
 """Seconds of the host for messages, slots and events of an action: 0.2 ms (forward) to 0.4 (backward) in runs."""
@@ -68,8 +68,7 @@ CPU_ADAMW_PER_CORE = 0.335e9
 COPY_PENALTY = 0.70
 """CPU AdamW beside copies in both directions over alone: 5.0 of 7.2 Gparam/s for four ranks."""
 STEP_OVERHEAD = 0.003
-"""Seconds between two steps: the host waits for the last backward, reads norms, waits and memory, and begins again. A
-guess from runs that took 6 to 8 ms before waits and batches were handled beside the device's work."""
+"""Seconds between two steps, in which the host waits for the last backward and reads norms and memory. A guess."""
 
 PCIE_BYTES = {3: 12.5e9, 4: 25.5e9, 5: 55e9}
 """One direction of x16 as copies reach it: generation 5 measured, 3 and 4 usual values of others' measurements."""
@@ -78,18 +77,18 @@ DUPLEX_SHARE = 0.90
 HOST_BANDWIDTH = 190e9
 """Bytes per second of a machine with 64 cores and 4 x H200, all users together, about."""
 DOWN_LIMIT, UP_LIMIT, BOTH_LIMIT = 164 / 190, 136 / 190, 188 / 190
-"""Shares of it that copies of all GPUs reach: 4 x 41 GB/s down, 4 x 34 up, 4 x (22 + 25) at once."""
+"""Shares of it that copies of all GPUs reach: 4 x 41 GB/s to the GPUs, 4 x 34 back, 4 x (22 + 25) at once."""
 HOST_MESSAGE_SHARE = 0.2
-"""A message through host memory, over the PCIe rate. A guess; what such messages cost compute is not known either."""
+"""Rate of messages through host memory over the PCIe rate. A guess."""
 PEER_SHARE = {"nvlink": 0.87, "pcie": 0.75}
-"""Messages over the link's data sheet: 394 of 450 GB/s over NVLink measured, PCIe a guess."""
+"""Rate of messages over the link's data sheet: NVLink measured (394 of 450 GB/s), PCIe a guess."""
 LATENCY = 20e-6
-"""Seconds of a message beside its bytes. A guess."""
+"""Latency of a message in seconds. A guess."""
 
 
 @dataclass(frozen=True)
 class AttentionRates:
-    """TFLOP/s of attention alone, of two products of matrices forward and five backward, as a benchmark counts them."""
+    """TFLOP/s of attention alone, counting two matrix products forward and five backward."""
 
     forward: float
     backward: float
@@ -101,7 +100,7 @@ CUDNN_ATTENTION, FLASH_ATTENTION = AttentionRates(573, 527), AttentionRates(339,
 
 @dataclass(frozen=True)
 class GpuSpec:
-    """The data sheet of a GPU: dense matrix rate without sparsity, one direction of NVLink."""
+    """Data sheet of a GPU: dense matrix rate, one direction of NVLink."""
 
     name: str
     tera_flops: float
@@ -117,11 +116,11 @@ class GpuSpec:
     has_peer_copies: bool = True
     """Whether the driver lets GPUs write into each other's memory."""
     attention: AttentionRates | None = None
-    """Rates for rows of one document beyond WITHIN tokens; None: not measured on its kind, a layer's hold."""
+    """Rates for whole rows beyond WITHIN tokens; None: not measured, a layer's shares apply."""
     packed_attention: AttentionRates | None = None
-    """Rates for packed rows, which another kernel attends."""
+    """Rates for packed rows, which use another kernel."""
     device_names: tuple[str, ...] = ()
-    """How the driver calls it, in small letters and digits; without any, as `name`."""
+    """The driver's names for it, in small letters and digits; empty: as `name`."""
 
 
 _CARDS = (
@@ -144,11 +143,11 @@ _CARDS = (
     GpuSpec("H200", 989, 141, 4800, 5, nvlink=450, attention=CUDNN_ATTENTION, packed_attention=FLASH_ATTENTION),
 )
 GPU_SPECS = {gpu_spec.name: gpu_spec for gpu_spec in _CARDS}
-"""The vendors' data sheets; RTX cards accumulate bf16 in fp32 at half of their fp16 rate, which is what counts here."""
+"""The vendors' data sheets; for RTX cards bf16 with fp32 accumulation, which has half the fp16 rate."""
 
 
 def find_gpu_spec(name: str) -> GpuSpec:
-    """The card called `name`, in whatever spelling; raises PlanError with the known names."""
+    """Return the GPU called `name` in any spelling; raises PlanError with the known names."""
     plain = {_plain(known): gpu_spec for known, gpu_spec in GPU_SPECS.items()}
     wanted = _plain(name)
     if wanted in plain:
@@ -162,7 +161,7 @@ def find_gpu_spec(name: str) -> GpuSpec:
 
 
 def gpu_spec_of_device(device_name: str) -> GpuSpec | None:
-    """The card that a driver calls `device_name`, such as `NVIDIA GeForce RTX 4090`; None if it is not known."""
+    """Return the GPU that a driver calls `device_name`, such as `NVIDIA GeForce RTX 4090`; None if it is not known."""
     words = re.findall(r"[a-z0-9]+", device_name.lower())
     # Whole words, one or more in a row: A10 is no A100, L4 no L40S.
     runs = {"".join(words[start:end]) for start in range(len(words)) for end in range(start + 1, len(words) + 1)}
@@ -177,7 +176,7 @@ def _plain(name: str) -> str:
 
 @dataclass(frozen=True)
 class Host:
-    """The machine around the cards."""
+    """Host of the GPUs."""
 
     cores_per_rank: int = 16
     bandwidth: float = HOST_BANDWIDTH
@@ -196,10 +195,10 @@ def estimate_profile(
     compiled: bool = True,
     attention_length: float | None = None,
 ) -> Profile:
-    """A profile by arithmetic for `num_ranks` of `gpu_spec`; `pcie` is another generation than the card's own.
+    """Estimate a profile for `num_ranks` of `gpu_spec`; `pcie` replaces the card's own generation.
 
-    Layers of equal parameter counts are one kind. `attention_length` is that of packed rows
-    (`PackedRows.attention_length`); None: rows are one document each. Raises PlanError for an unknown generation.
+    Layers of equal parameter counts are one kind. `attention_length` is `PackedRows.attention_length`; None: rows are
+    one document each. Raises PlanError for an unknown generation.
     """
     host = host or Host()
     generation = min(gpu_spec.pcie, pcie or gpu_spec.pcie)
@@ -246,26 +245,26 @@ def estimate_profile(
 
 @dataclass(frozen=True)
 class LayerEstimate:
-    """Seconds of layers of a shape on a card within a step."""
+    """Estimated seconds of a model's layers on a GPU within a step."""
 
     gpu_spec: GpuSpec
     shape: ModelShape
     is_packed: bool = False
-    """Whether rows hold several documents, for which attention has another kernel."""
+    """Whether rows are packed, for which attention has another kernel."""
     compiled: bool = True
 
     def layer(self, layer: int, tokens: int, length: float) -> LayerSeconds:
-        """The model's layer of this number, on `tokens` tokens in sequences of `length`."""
+        """Return the seconds of layer number `layer` for `tokens` tokens in sequences of `length`."""
         within, beyond = self._cut(length)
         products = 2 * (self.shape.active_parameters[layer] + within * self.shape.hidden_size) * tokens
         sums = ACCUMULATION_BYTES * self.shape.layer_parameters[layer] / memory_rate(self.gpu_spec)
         return self._products(products, sums) + self._experts(layer, tokens) + self._beyond(tokens, beyond)
 
     def _experts(self, layer: int, tokens: int) -> LayerSeconds:
-        """Passes over memory of a layer's experts, beside their operations and the sums of their gradients.
+        """Return the seconds of memory passes of a layer's experts, by bytes, not measured.
 
-        Each token is copied for its experts, and their results are added up: 4 widths forward, as many backward. All
-        experts' weights are read, once forward and once backward, although each has few tokens. By bytes, not measured.
+        Each token is copied for its experts, and their results are summed: 4 widths forward, as many backward. All
+        experts' weights are read once forward and once backward, although each has few tokens.
         """
         if self.shape.experts is None:
             return LayerSeconds(0.0, 0.0, 0.0)
@@ -274,12 +273,12 @@ class LayerEstimate:
         return LayerSeconds(seconds, seconds, 2 * seconds)
 
     def attention(self, tokens: int, length: float) -> LayerSeconds:
-        """Causal attention alone, as a part of `layer`."""
+        """Return the seconds of causal attention within `layer`."""
         within, beyond = self._cut(length)
         return self._products(2 * within * self.shape.hidden_size * tokens) + self._beyond(tokens, beyond)
 
     def _cut(self, length: float) -> tuple[float, float]:
-        """Tokens of `length` whose attention goes by a layer's shares, and by its own rates."""
+        """Split `length` into tokens that go by a layer's shares and by attention's own rates."""
         within = length if self._own_rates is None else min(length, WITHIN)
         return within, length - within
 
@@ -288,7 +287,7 @@ class LayerEstimate:
         return self.gpu_spec.packed_attention if self.is_packed else self.gpu_spec.attention
 
     def _products(self, operations: float, sums: float = 0.0) -> LayerSeconds:
-        """So many operations forward by a layer's shares; backward adds gradients up in so many seconds."""
+        """Return the seconds of `operations` in forward by a layer's shares; `sums`: seconds of gradient sums."""
         narrow = 1 + NARROW * max(0.0, WIDTH / self.shape.hidden_size - 1)
         rate = _product_rate(self.gpu_spec) / narrow / (PACKED_COST if self.is_packed else 1.0)
         forward = operations / (rate * FORWARD_SHARE)
@@ -299,7 +298,7 @@ class LayerEstimate:
         return LayerSeconds(forward, backward, RECOMPUTED_SHARE * forward + backward)
 
     def _beyond(self, tokens: int, length: float) -> LayerSeconds:
-        """Attention by its own rates: two products forward, five backward, and forward again to recompute."""
+        """Return the seconds of attention by its own rates: two products forward, five backward, forward again."""
         rates = self._own_rates
         if rates is None:
             return LayerSeconds(0.0, 0.0, 0.0)
@@ -309,12 +308,12 @@ class LayerEstimate:
 
 
 def _product_rate(gpu_spec: GpuSpec) -> float:
-    """Operations per second of large products within a step."""
+    """Return operations per second of large products within a step."""
     return gpu_spec.tera_flops * TERA * GEMM_SHARE * SUSTAINED_SHARE
 
 
 def memory_rate(gpu_spec: GpuSpec) -> float:
-    """Bytes per second of passes over long tensors."""
+    """Return bytes per second of passes over long tensors."""
     return gpu_spec.memory_bandwidth * GIGA * MEMORY_SHARE
 
 
@@ -326,9 +325,9 @@ def with_attention_length(
     length: float,
     estimate: LayerEstimate | None = None,
 ) -> Profile:
-    """The profile with layers that attend over `length` tokens where they did over `measured_length`.
+    """Return the profile with layers that attend over `length` tokens instead of `measured_length`.
 
-    What attention takes is that of `estimate`, of a card that is known; else it goes by its share of operations.
+    Attention's seconds come from `estimate`; without one, from its share of operations.
     """
     if estimate is not None:
         before, after = (estimate.attention(profile.microbatch_tokens, each) for each in (measured_length, length))
@@ -341,13 +340,13 @@ def with_attention_length(
 
 
 def action_launch(launch: LayerSeconds) -> float:
-    """ACTION_LAUNCH of a host that takes `launch` for a layer; as it is if that is 0, which a host has that waits."""
+    """Scale ACTION_LAUNCH to a host that takes `launch` for a layer; unchanged if that is 0, as on a CPU."""
     measured, usual = (each.forward + each.recomputed_backward for each in (launch, LAUNCH))
     return ACTION_LAUNCH * measured / usual if measured > 0 else ACTION_LAUNCH
 
 
 def estimate_copies(link: float, host_bandwidth: float, num_ranks: int) -> CopyRates:
-    """Rates of `num_ranks` links of `link` bytes per second one way, which share the host's memory."""
+    """Estimate copies over `num_ranks` links of `link` bytes per second each way, which share the host's memory."""
     down = min(link, host_bandwidth * DOWN_LIMIT / num_ranks)
     up = min(link, host_bandwidth * UP_LIMIT / num_ranks)
     each = host_bandwidth * BOTH_LIMIT / num_ranks / (down + up)

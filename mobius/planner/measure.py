@@ -1,7 +1,7 @@
-"""Measures a Profile on the real device with the real shapes: layers, loss, copies, messages, optimizers. Collective.
+"""Measures a Profile on the device with the run's shapes: layers, loss, copies, messages, optimizers. Collective.
 
-Every number is taken on every rank at once where ranks disturb each other, and averaged, so that all ranks get the same
-profile. Layers that are compiled for this are not compiled again by the run.
+All ranks measure at once where they disturb each other, and results are averaged, so that all ranks get the same
+profile. The run does not compile layers again that were compiled here.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from mobius.schedule.packed_rows import PackedRows
 from mobius.schedule.partition import StageCut
 
 GPU_PARAMETERS, MESSAGES = 2**26, 8
-"""Updated at a time, and sent in a row to a neighbour."""
+"""Parameters of one update, and messages sent in a row to a neighbour."""
 
 
 @dataclass(frozen=True)
 class MicrobatchShape:
-    """Sequences and tokens of a microbatch, and how it is computed."""
+    """Shape of a microbatch, and how it is computed."""
 
     batch: int
     seq_length: int
-    """Tokens of each sequence in the microbatch: those of a slice where sequences are cut."""
+    """Tokens of each sequence in the microbatch; of a slice if sequences are sliced."""
     dtype: torch.dtype
     loss_chunk_tokens: int
     packed: PackedRows | None = None
@@ -59,11 +59,11 @@ class MicrobatchShape:
     tile_tokens: int | None = None
     """None: recomputed layers run whole."""
     full_seq_length: int | None = None
-    """Tokens of a sequence where microbatches are slices; None: they hold whole sequences."""
+    """Tokens of a whole sequence if microbatches are slices; None: they hold whole sequences."""
 
     @property
     def is_sliced(self) -> bool:
-        """Whether slices are measured as such; those of packed rows attend to few tokens before them."""
+        """Whether slices are measured as such; slices of packed rows attend to few earlier tokens."""
         return self.full_seq_length is not None and self.packed is None
 
     @property
@@ -76,7 +76,7 @@ class MicrobatchShape:
         return self.tile_tokens is not None and self.tokens > self.tile_tokens
 
     def hidden_size(self, parts: ModelParts) -> tuple[int, int, int]:
-        """Shape of the hidden states: sequences, tokens, features."""
+        """Shape [B, L, H] of the hidden states."""
         return self.batch, self.seq_length, parts.config.hidden_size
 
 
@@ -89,12 +89,12 @@ def measure_profile(
     kernel: CPUAdamW | None,
     messages_through_host: bool = False,
 ) -> Profile:
-    """Time everything; collective over all ranks of `transport`, whose messages must have the shape of the model's.
+    """Measure everything and release all memory; collective over `transport`, made for the model's messages.
 
-    `kernel` is the CPU optimizer's; None measures torch's. All memory that it takes is given back.
+    `kernel` is the CPU optimizer's; None measures torch's.
     """
     timer = CollectiveTimer(device, transport)
-    # Layers of one kind share a module; masks differ by what the family gives them beside the hidden states.
+    # Layers of one kind share a module; their masks may differ.
     modules = [id(layer.module) for layer in parts.layers]
     kinds = list(dict.fromkeys(modules))
     attention: LayerSeconds | None = None
@@ -129,7 +129,7 @@ def measure_profile(
         cpu_adamw=UPDATES_WITHIN_STEP * updates_alone,
         gpu_adamw=_measure_gpu_optimizer(timer, shape.dtype),
         gpu_bandwidth=_measure_gpu_memory(timer, memory.num_bytes),
-        gpu_memory=int(timer.mean(gpu_memory)),  # a host's changes from one look to the next
+        gpu_memory=int(timer.mean(gpu_memory)),  # a host's changes between readings
         step_overhead=STEP_OVERHEAD + 2 * timer.seconds(transport.barrier),
         launch_overhead=launch_overhead,
         action_launch=action_launch(launch_overhead),
@@ -142,14 +142,14 @@ def measure_profile(
 
 
 def _sustained(layer: LayerSeconds) -> LayerSeconds:
-    """Seconds within a step, where the GPU works all the time, which it does more slowly."""
+    """Seconds within a step, where the GPU is busy all the time and therefore slower."""
     return LayerSeconds(*(each / SUSTAINED_SHARE for each in astuple(layer)))
 
 
 def measure_launches(timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShape) -> LayerSeconds:
-    """The host's seconds to enqueue the first layer, while the other ranks do the same; 0 on a CPU. Collective.
+    """Measure the host's seconds to enqueue the first layer; 0 on a CPU. Collective.
 
-    Compiling the layer comes on top, where that is not done yet.
+    Compiles the layer if that is not done yet.
     """
     work = _layer_work(timer, parts, shape, 0)
     for each in work:
@@ -158,15 +158,15 @@ def measure_launches(timer: CollectiveTimer, parts: ModelParts, shape: Microbatc
 
 
 def _layer_seconds(seconds: Callable[[Work], float], work: Sequence[Work]) -> LayerSeconds:
-    """The seconds of `_layer_work`; a forward that keeps its graph counts as one that does not."""
+    """Return the seconds of `_layer_work`; a forward with saved activations counts as one without."""
     forward, both, recomputed = map(seconds, work)
     return LayerSeconds(forward, max(both - forward, 0.0), recomputed)
 
 
 def _layer_work(timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShape, index: int) -> Sequence[Work]:
-    """A stage of one layer on a microbatch, with random weights: forward, with a kept graph both ways, recomputed.
+    """Return the work of one layer with random weights: forward, forward and backward, and recomputed backward.
 
-    Where it runs in tiles, the graph of all tokens may not fit: both ways are then those that recompute, too.
+    In tiles, activations of all tokens may not fit: forward and backward then recompute, too.
     """
     span = StageCut(0, index, index + 1, is_first=False, is_last=False)
     arguments = typical_arguments(
@@ -176,7 +176,7 @@ def _layer_work(timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShap
     weights, gradients = _memory_of(stage, shape.dtype, timer.device)
     hidden = torch.randn(shape.hidden_size(parts), device=timer.device, dtype=shape.dtype)
 
-    context = _turns(timer, parts, shape)
+    context = _router_contexts(timer, parts, shape)
 
     def forward_and_backward() -> None:
         routers = context()
@@ -193,10 +193,10 @@ def _layer_work(timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShap
 def _slice_seconds(
     timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShape, index: int
 ) -> tuple[LayerSeconds, LayerSeconds]:
-    """Seconds of a layer on a slice, and of its attention among them, both as means over the slices of a sequence.
+    """Return the seconds of a layer on a slice, and of its attention in them: means over the slices of a sequence.
 
-    The first and the last slice are run. Attention's time grows evenly with the tokens before a slice, so that the mean
-    of both is that of all, and their difference tells attention's part.
+    The first and the last slice are run. Attention's time grows linearly with the tokens before a slice: the mean of
+    both is the mean of all, and their difference gives attention's part.
     """
     length, tokens = shape.full_seq_length, shape.seq_length
     assert length is not None
@@ -225,8 +225,10 @@ def _slice_seconds(
     )
 
 
-def _turns(timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShape) -> Callable[[], RouterContext | None]:
-    """Makes the turns of routers that layers get in a run; None where routers have no loss."""
+def _router_contexts(
+    timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShape
+) -> Callable[[], RouterContext | None]:
+    """Return a function that makes the router contexts of a run; they are None without a router loss."""
     if parts.router_loss is None:
         return lambda: None
     routers = PipelinedRouterLoss(parts.router_loss, timer.device)
@@ -234,7 +236,7 @@ def _turns(timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShape) ->
 
 
 def _measure_ends(timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShape) -> tuple[float, float, float]:
-    """Embedding forward, embedding backward, and norm, head and loss with their backward."""
+    """Return the seconds of embedding forward, embedding backward, and norm, head and loss with their backward."""
     device, end = timer.device, len(parts.layers)
     tokens = torch.randint(0, parts.config.vocab_size, (shape.batch, shape.seq_length), device=device)
     hidden = torch.randn(shape.hidden_size(parts), device=device, dtype=shape.dtype)
@@ -251,7 +253,7 @@ def _measure_ends(timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchSh
 
 
 def _memory_of(stage: StageModule, dtype: torch.dtype, device: torch.device) -> tuple[dict[str, Tensor], ...]:
-    """Random weights and fp32 sums of a stage."""
+    """Make random weights and fp32 gradient sums of a stage."""
     layout = stage.layout()
     weights = torch.empty(layout.num_elements, device=device, dtype=dtype).normal_(std=0.02)
     return layout.views(weights), layout.trained_views(torch.zeros(layout.num_trained, device=device))
@@ -260,7 +262,7 @@ def _memory_of(stage: StageModule, dtype: torch.dtype, device: torch.device) -> 
 def _message_rates(
     timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShape, *, is_through_host: bool
 ) -> MessageRates:
-    """Messages round the ring, all edges at once; their latency is in the rate, at their real size."""
+    """Measure messages around the ring, all edges at once; the rate includes their latency."""
     transport = timer.transport
     if transport.num_ranks == 1:
         return MessageRates(1e15, 0.0, is_through_host=False)  # handed over, not sent
@@ -288,6 +290,6 @@ def _measure_gpu_optimizer(timer: CollectiveTimer, dtype: torch.dtype) -> float:
 
 
 def _measure_gpu_memory(timer: CollectiveTimer, num_bytes: int) -> float:
-    """Bytes per second read and written by a copy within the device."""
+    """Return bytes per second, read and written, of a copy within the device."""
     source, target = (torch.zeros(num_bytes, dtype=torch.uint8, device=timer.device) for _ in range(2))
     return 2 * num_bytes / timer.seconds(lambda: target.copy_(source))
