@@ -1,4 +1,4 @@
-"""Changes of a run that let it fit, each solved by the planner, for refusals."""
+"""Changes with which a refused run fits; each one is solved by the planner."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from mobius.planner.step_prediction import predict_step_seconds
 from mobius.units import GIB, format_bytes
 
 FEWEST_TOKENS = 8
-"""A step is made this many times smaller at most."""
+"""Largest factor by which a step is made smaller."""
 HOST_ROOM = 1.03
-"""Host memory is raised by this factor until a plan for it is found."""
+"""Factor by which host memory is raised until a plan is found."""
 
 
 def host_remedies(result: PlanResult, available_bytes: int, model: PretrainedConfig) -> Iterator[Remedy]:
-    """Changes with which a run that asks too much of the host fits it, those first that cost the training least.
+    """Return changes with which a run fits the host, those first that cost training least.
 
-    Then how much memory it takes as it is. `model` is the configuration of the model.
+    The last is the host memory that the run needs as it is. `model` is the model's configuration.
     """
     request = result.request
     if request.config.planning.plan is None:
@@ -44,12 +44,12 @@ def host_remedies(result: PlanResult, available_bytes: int, model: PretrainedCon
 
 
 def gpu_remedies(request: PlanRequest, available_bytes: int | None, model: PretrainedConfig) -> Iterator[Remedy]:
-    """Changes with which a run that asks too much of the GPUs fits them and the host; None: its memory is not known."""
+    """Return changes with which a run fits GPUs and host; None: the host's memory is not known."""
     yield from _Solver(_as_asked(request), available_bytes, model, None).run((_numbers, _freeze, _lora, _larger_host))
 
 
 def _as_asked(request: PlanRequest) -> PlanRequest:
-    """The request with numbers of stages and chunks, and rounds and slices as the user typed them."""
+    """Return the request with rounds and slices as the user typed them."""
     pipeline = request.config.pipeline
     slices = 1 if request.num_slices == 1 else pipeline.num_slices
     return replace(request, accumulation_rounds=pipeline.num_rounds, num_slices=slices)
@@ -57,13 +57,13 @@ def _as_asked(request: PlanRequest) -> PlanRequest:
 
 @dataclass(frozen=True)
 class _Solver:
-    """Plans changed requests, by estimates and without simulating what could be faster."""
+    """Plans changed requests by estimates, without simulation."""
 
     request: PlanRequest
     available_bytes: int | None
     model: PretrainedConfig
     layer: LayerBytes | None
-    """Bytes of a layer that were measured for the request's microbatches."""
+    """Measured bytes of a layer for the request's microbatches."""
 
     @cached_property
     def other_numbers(self) -> list[tuple[str, PlanRequest]]:
@@ -83,7 +83,7 @@ class _Solver:
         return found
 
     def run(self, kinds: tuple[Callable[[_Solver], Iterator[Remedy | None]], ...]) -> Iterator[Remedy]:
-        """The first of each kind that fits."""
+        """Return the first change of each kind that fits."""
         with progress_bar("looking for what fits", " kinds of changes", len(kinds)) as bar:
             for kind in kinds:
                 if (found := next((each for each in kind(self) if each is not None), None)) is not None:
@@ -125,7 +125,7 @@ class _Solver:
         return Remedy(options, found.host_estimate.total, details, host_bytes)
 
     def with_adapters(self, adapters: AdapterConfig) -> PlanRequest | None:
-        """The request that trains something else, if its other options allow that."""
+        """Return the request with other trained parameters, if its other options allow them."""
         config = replace(self.request.config, adapters=adapters)
         if find_problems(config):
             return None
@@ -148,7 +148,7 @@ def _details(result: PlanResult) -> str:
 
 
 def _left_open(solver: _Solver) -> Iterator[Remedy | None]:
-    """One thing that was asked for is left to the planner."""
+    """Leave one option to the planner."""
     request, pipeline = solver.request, solver.request.config.pipeline
     if pipeline.num_rounds is not None:
         changed = replace(request.with_pipeline(num_rounds=None), accumulation_rounds=None)
@@ -161,7 +161,7 @@ def _left_open(solver: _Solver) -> Iterator[Remedy | None]:
 
 
 def _limit(solver: _Solver) -> Iterator[Remedy | None]:
-    """Less memory is free than the plan counted on: it is told how much."""
+    """State the free memory, if it is less than the plan counted on."""
     request, available = solver.request, solver.available_bytes
     if available is not None and request.host_bytes is not None and available < request.host_bytes:
         each_node = math.floor(10 * available * request.machine.replicas_per_node / GIB) / 10
@@ -177,7 +177,7 @@ def _numbers(solver: _Solver) -> Iterator[Remedy | None]:
 
 
 def _rows(solver: _Solver) -> Iterator[Remedy | None]:
-    """Fewer rows in a step."""
+    """Fewer sequences in a step."""
     request, rows = solver.request, solver.request.config.pipeline.batch_size
     for fewer in range(rows // 2, rows // FEWEST_TOKENS - 1, -1):
         if fewer and rows % fewer == 0 and fewer % ((request.num_chunks or 1) * request.machine.num_replicas) == 0:
@@ -185,7 +185,7 @@ def _rows(solver: _Solver) -> Iterator[Remedy | None]:
 
 
 def _length(solver: _Solver) -> Iterator[Remedy | None]:
-    """Shorter rows."""
+    """Shorter sequences."""
     length = solver.request.config.data.seq_length
     for part in (2, 4, FEWEST_TOKENS):
         if length % part == 0:
@@ -193,7 +193,7 @@ def _length(solver: _Solver) -> Iterator[Remedy | None]:
 
 
 def _freeze(solver: _Solver) -> Iterator[Remedy | None]:
-    """As few frozen layers as it takes, from the first on."""
+    """Freeze as few of the first layers as possible."""
     adapters, num_layers = solver.request.config.adapters, solver.request.shape.num_layers
     if adapters.is_lora or adapters.freeze is not None:
         return
@@ -211,7 +211,7 @@ def _freeze(solver: _Solver) -> Iterator[Remedy | None]:
 
 
 def _lora(solver: _Solver) -> Iterator[Remedy | None]:
-    """Adapters in place of all parameters."""
+    """Train adapters in place of all parameters."""
     adapters = solver.request.config.adapters
     if not adapters.is_lora and adapters.freeze is None:
         lora = replace(adapters, finetuning_type=FinetuningType.LORA)
@@ -222,7 +222,7 @@ def _lora(solver: _Solver) -> Iterator[Remedy | None]:
 
 
 def _larger_host(solver: _Solver) -> Iterator[Remedy | None]:
-    """The run as it is on a host with as much memory as it needs, or with other numbers if they need less of it."""
+    """A host with as much memory as the run needs, with other numbers of stages and chunks if they need less."""
     if solver.request.machine.on_cpu or solver.available_bytes is None:
         return
     tried = [("", solver.request), *((f"{options} ", changed) for options, changed in solver.other_numbers)]
@@ -238,7 +238,7 @@ def _larger_host(solver: _Solver) -> Iterator[Remedy | None]:
 
 
 def _on_any_host(request: PlanRequest) -> PlanRequest:
-    """The request where host memory is not counted; in one round of whole sequences where that is left open."""
+    """Return the request without a limit of host memory; by default one round of whole sequences."""
     machine = replace(request.machine, host_bytes=None, agreed_host_bytes=None)
     free = replace(request.with_pipeline(host_memory_limit=None), machine=machine)
     return replace(free, accumulation_rounds=free.accumulation_rounds or 1, num_slices=free.num_slices or 1)
