@@ -87,11 +87,6 @@ def test_chunks_that_are_chosen_are_a_multiple_of_the_rounds_that_are_given() ->
     assert (request.accumulation_rounds, request.num_chunks % 4) == (4, 0)
 
 
-def test_rounds_that_do_not_divide_the_microbatches_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"`--num_chunks` 32 .* `--num_rounds` 5 equal rounds; use --num_rounds 4"):
-        request_for("--num_rounds", "5")
-
-
 def test_sums_that_wait_take_two_bytes_more_per_streamed_parameter_and_four_per_resident_one() -> None:
     one, two = (request_for("--num_rounds", str(number), "--max_grad_norm", "0") for number in (1, 2))
     plans = [request.plan.with_memory_uses([MemoryUse(3, 0, 2)] * 2) for request in (one, two)]
