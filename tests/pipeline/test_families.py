@@ -1,12 +1,9 @@
-"""Families beyond the five of the other tests: streamed stages compute loss and gradients of transformers bit by bit.
-
-`scripts/check_families` compares all; here are those that differ most in what is around and within their layers.
-"""
+"""Tiny models of other families, and text parts of larger ones, give loss and gradients of the plain models."""
 
 from __future__ import annotations
 
 import pytest
-from harness.family_checks import parity_of
+from harness.family_checks import check_text_part, parity_of
 
 FAMILIES = {
     "apertus": "constants among its weights",
@@ -27,3 +24,16 @@ FAMILIES = {
 def test_a_pipeline_equals_the_plain_model_bit_by_bit(family: str) -> None:
     assert parity_of(family) == "bit-equal"
     assert parity_of(family, num_ranks=1, stages_per_rank=3) == "bit-equal"
+
+
+TEXT_PARTS = {
+    "gemma3": "its head and embedding are one, two kinds of layers",
+    "idefics3": "another name of the text part",
+    "qwen3_vl": "positions on three axes",
+    "voxtral": "sound; the head is never tied",
+}
+
+
+@pytest.mark.parametrize("family", TEXT_PARTS)
+def test_a_text_part_by_itself_equals_the_larger_model_bit_by_bit(family: str) -> None:
+    assert check_text_part(family) == {"parity": "bit-equal"}
