@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from mobius.checkpoint.folders import checkpoint_path, open_checkpoint
+from mobius.checkpoint.manifest import MANIFEST_FILE
 from mobius.checkpoint.reader import CheckpointReader
-from mobius.checkpoint.saved_stage import HasMemory, optimizer_tensors
+from mobius.checkpoint.saved_stage import HasMemory, OpenRun, optimizer_tensors
+from mobius.distributed.transport import all_gather_numbers
 from mobius.engine.stage_state import StageState
 from mobius.models.blocks import ModelParts
+
+logger = logging.getLogger(__name__)
 
 _NUM_READER_THREADS: Final = 4
 """Threads of a rank that read a checkpoint."""
@@ -42,6 +49,34 @@ def restore(
     with ThreadPoolExecutor(_NUM_READER_THREADS, thread_name_prefix="reading") as threads:
         for _ in threads.map(lambda job: _restore_parameter(job[0], job[1], saved, weights_only), jobs):
             progress()
+
+
+def load_best_model(session: OpenRun, save_dir: Path, best_step: int | None, earlier: Path | None = None) -> int | None:
+    """Put the best checkpoint's weights into the stages; returns its step, None if there is none. Collective.
+
+    `best_step`, which counts on the first rank, is that of the best checkpoint in `save_dir`; `earlier` the best one
+    from before the run was resumed, in any folder.
+    """
+    found = [0.0, 0.0]
+    if session.all_ranks.rank == 0:
+        has_earlier = earlier is not None and (earlier / MANIFEST_FILE).is_file()
+        best = best_step or 0
+        if not (checkpoint_path(save_dir, best) / MANIFEST_FILE).is_file():
+            best = 0  # somebody has removed it
+        found = [float(best), float(not best and has_earlier)]
+    step, is_earlier = map(int, all_gather_numbers(session.all_ranks, found).sum(0).tolist())
+    if not step and not is_earlier:
+        logger.warning(
+            "--load_best_model_at_end: there is no checkpoint that was evaluated, so the last weights are the result"
+        )
+        return None
+    reader = open_checkpoint(earlier if is_earlier and earlier else checkpoint_path(save_dir, step))
+    session.activity.start_action("the weights of the best checkpoint")
+    progress = session.activity.progress
+    restore(session, session.run_setup.parts, reader, weights_only=True, progress=progress)
+    logger.info("weights of the best checkpoint are taken: %s", reader.path)
+    session.all_ranks.barrier()
+    return reader.manifest.step
 
 
 class SavedWeights:

@@ -1,4 +1,4 @@
-"""The folder of a run before its first step: whether results can be written, and the settings in it."""
+"""Checks before a run's first step that its results can be written, and the settings in its folder."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import logging
 import math
 from pathlib import Path
 
-from mobius.checkpoint.folders import recover_interrupted_saves
+from mobius.checkpoint.folders import find_checkpoints, recover_interrupted_saves
 from mobius.checkpoint.merged_model import base_shapes
 from mobius.checkpoint.resume import Resume
 from mobius.checkpoint.run_folder import OPTIONS_FILE, PLAN_FILE, OutputFolder
-from mobius.checkpoint.saved_stage import export_bytes
-from mobius.config.config import Config
+from mobius.checkpoint.saved_stage import export_bytes, saved_parameters
+from mobius.checkpoint.tensor_files import checkpoint_disk_bytes, free_disk_bytes
+from mobius.config.config import ALL_CHECKPOINTS, Config, SaveStrategy, steps_between
 from mobius.config.sources import to_yaml
 from mobius.errors import CheckpointError
 from mobius.planner.run_setup import RunSetup
 from mobius.planner.saved_plan import saved_plan_of
 from mobius.signal_handling import RunStatus
+from mobius.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -80,4 +82,47 @@ def _check_model_stays(config: Config, model_folder: Path) -> None:
         raise CheckpointError(
             f"--save_dir {wanted.save_dir} holds the model that --model_path {config.model.model_path} names, and "
             f"--overwrite_output_dir would remove it for {results}. Choose another --save_dir."
+        )
+
+
+def count_saves(config: Config, *, num_steps_done: int, epochs_done: float, epochs: float) -> int:
+    """Checkpoints that a run is to save from `num_steps_done` on; its last step is in epoch `epochs`, about."""
+    saving, total = config.saving, config.optim.num_steps
+    if saving.save_strategy is SaveStrategy.EPOCH:
+        return math.floor(epochs) - math.floor(epochs_done)
+    every = steps_between(saving.save_steps, total)
+    return total // every - num_steps_done // every
+
+
+def check_disk_space_for_run(run_setup: RunSetup, save_dir: Path, *, num_saves: int) -> None:
+    """Refuse a run whose disk has no room for its first checkpoint and its model; warn if later ones do not fit.
+
+    Call it before weights are read, on the first rank. Raises CheckpointError.
+    """
+    config = run_setup.config
+    parameters, limit = saved_parameters(run_setup), config.saving.save_total_limit
+    has_optimizer, model = not config.saving.save_only_model, export_bytes(run_setup)
+    each = checkpoint_disk_bytes(parameters, run_setup.dtype, has_optimizer)
+    free = free_disk_bytes(save_dir)
+    room = (free - model) // each
+    found = f"--save_dir {save_dir}: a checkpoint takes {format_bytes(each)}, the model {format_bytes(model)}; "
+    found += f"{format_bytes(free)} is free"
+    smaller = checkpoint_disk_bytes(parameters, run_setup.dtype, has_optimizer=False)
+    if num_saves > 0 and room < 1:
+        less = f"save weights only (--save_only_model: {format_bytes(smaller)}), " if has_optimizer else ""
+        raise CheckpointError(
+            f"{found}. Nothing is trained yet. Free some space, choose another --save_dir, {less}or save no "
+            "checkpoints: --save_strategy no."
+        )
+    # An older one is removed when the new one is complete.
+    wanted = num_saves
+    if limit != ALL_CHECKPOINTS:
+        wanted = min(num_saves, max(1, limit + 1 - len(find_checkpoints(save_dir).valid)))
+    if room < wanted:
+        logger.warning(
+            "%s, room for %d of the %d further checkpoints that are there at once. Saves without room are skipped with "
+            "a warning: free some space, or lower --save_total_limit",
+            found,
+            room,
+            wanted,
         )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,18 +28,16 @@ from mobius.checkpoint.folders import (
     create_partial,
     discard,
     find_checkpoints,
-    open_checkpoint,
     partial_path,
     rotate_checkpoints,
     write_text,
 )
-from mobius.checkpoint.manifest import MANIFEST_FILE, Manifest, file_record
+from mobius.checkpoint.manifest import Manifest, file_record
 from mobius.checkpoint.model_card import Origin
 from mobius.checkpoint.model_folder import write_adapter, write_model_files
-from mobius.checkpoint.restore import restore
 from mobius.checkpoint.resume import ORIGIN
 from mobius.checkpoint.run_folder import OPTIONS_FILE, PLAN_FILE
-from mobius.checkpoint.saved_stage import OpenRun, SavedStage, export_bytes, saved_parameters
+from mobius.checkpoint.saved_stage import OpenRun, SavedStage, saved_parameters
 from mobius.checkpoint.stage_saver import AsyncStageSaver, SaveOutcome
 from mobius.checkpoint.tensor_files import (
     MODEL_PREFIX,
@@ -48,12 +45,11 @@ from mobius.checkpoint.tensor_files import (
     FileRecord,
     check_disk_space,
     checkpoint_disk_bytes,
-    free_disk_bytes,
     nearest_folder,
     plan_files,
     write_stage,
 )
-from mobius.config.config import ALL_CHECKPOINTS, Config, SaveStrategy, steps_between
+from mobius.config.config import ALL_CHECKPOINTS
 from mobius.config.sources import to_yaml
 from mobius.distributed.node_checks import versions
 from mobius.distributed.transport import all_gather_numbers
@@ -70,7 +66,7 @@ from mobius.planner.saved_plan import saved_plan_of
 from mobius.regular_files import read_json
 from mobius.reporting.events import CheckpointSaved
 from mobius.reporting.trainer_state import STATE_FILE, TrainerState
-from mobius.units import GIB, format_bytes
+from mobius.units import GIB
 
 logger = logging.getLogger(__name__)
 
@@ -123,49 +119,6 @@ def collect_run_metadata(
         origin=origin,
         base=base,
     )
-
-
-def count_saves(config: Config, *, num_steps_done: int, epochs_done: float, epochs: float) -> int:
-    """Checkpoints that a run is to save from `num_steps_done` on; its last step is in epoch `epochs`, about."""
-    saving, total = config.saving, config.optim.num_steps
-    if saving.save_strategy is SaveStrategy.EPOCH:
-        return math.floor(epochs) - math.floor(epochs_done)
-    every = steps_between(saving.save_steps, total)
-    return total // every - num_steps_done // every
-
-
-def check_disk_space_for_run(run_setup: RunSetup, save_dir: Path, *, num_saves: int) -> None:
-    """Refuse a run whose disk has no room for its first checkpoint and its model; warn if later ones do not fit.
-
-    Call it before weights are read, on the first rank. Raises CheckpointError.
-    """
-    config = run_setup.config
-    parameters, limit = saved_parameters(run_setup), config.saving.save_total_limit
-    has_optimizer, model = not config.saving.save_only_model, export_bytes(run_setup)
-    each = checkpoint_disk_bytes(parameters, run_setup.dtype, has_optimizer)
-    free = free_disk_bytes(save_dir)
-    room = (free - model) // each
-    found = f"--save_dir {save_dir}: a checkpoint takes {format_bytes(each)}, the model {format_bytes(model)}; "
-    found += f"{format_bytes(free)} is free"
-    smaller = checkpoint_disk_bytes(parameters, run_setup.dtype, has_optimizer=False)
-    if num_saves > 0 and room < 1:
-        less = f"save weights only (--save_only_model: {format_bytes(smaller)}), " if has_optimizer else ""
-        raise CheckpointError(
-            f"{found}. Nothing is trained yet. Free some space, choose another --save_dir, {less}or save no "
-            "checkpoints: --save_strategy no."
-        )
-    # An older one is removed when the new one is complete.
-    wanted = num_saves
-    if limit != ALL_CHECKPOINTS:
-        wanted = min(num_saves, max(1, limit + 1 - len(find_checkpoints(save_dir).valid)))
-    if room < wanted:
-        logger.warning(
-            "%s, room for %d of the %d further checkpoints that are there at once. Saves that find no room are told "
-            "and left out: free some space, or lower --save_total_limit",
-            found,
-            room,
-            wanted,
-        )
 
 
 class _NotBegunError(CheckpointError):
@@ -460,31 +413,3 @@ class CheckpointSaver:
             activity=self._activity,
             in_order=replicas is not None,
         )
-
-
-def load_best_model(session: OpenRun, saver: CheckpointSaver, earlier: Path | None = None) -> int | None:
-    """Put the best checkpoint's weights into the stages; returns its step, None if there is none. Collective.
-
-    `earlier` is the best one of before the run was resumed, in whichever folder. Only a rank that has been told of a
-    failed save knows that a checkpoint is not there, so the first one decides.
-    """
-    found = [0.0, 0.0]
-    if session.all_ranks.rank == 0:
-        has_earlier = earlier is not None and (earlier / MANIFEST_FILE).is_file()
-        best = saver.best_step or 0
-        if not (checkpoint_path(saver.save_dir, best) / MANIFEST_FILE).is_file():
-            best = 0  # somebody has removed it
-        found = [float(best), float(not best and has_earlier)]
-    step, is_earlier = map(int, all_gather_numbers(session.all_ranks, found).sum(0).tolist())
-    if not step and not is_earlier:
-        logger.warning(
-            "--load_best_model_at_end: there is no checkpoint that was evaluated, so the last weights are the result"
-        )
-        return None
-    reader = open_checkpoint(earlier if is_earlier and earlier else checkpoint_path(saver.save_dir, step))
-    session.activity.start_action("the weights of the best checkpoint")
-    progress = session.activity.progress
-    restore(session, session.run_setup.parts, reader, weights_only=True, progress=progress)
-    logger.info("weights of the best checkpoint are taken: %s", reader.path)
-    session.all_ranks.barrier()
-    return reader.manifest.step

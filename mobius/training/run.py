@@ -21,17 +21,11 @@ from mobius.checkpoint.export import save_model
 from mobius.checkpoint.folders import checkpoint_path
 from mobius.checkpoint.merged_model import merged_folder
 from mobius.checkpoint.model_card import Origin
-from mobius.checkpoint.restore import SavedWeights
+from mobius.checkpoint.restore import SavedWeights, load_best_model
 from mobius.checkpoint.resume import find_resume
 from mobius.checkpoint.run_folder import OutputFolder
-from mobius.checkpoint.run_settings import prepare_output, write_settings
-from mobius.checkpoint.saver import (
-    CheckpointSaver,
-    check_disk_space_for_run,
-    collect_run_metadata,
-    count_saves,
-    load_best_model,
-)
+from mobius.checkpoint.run_settings import check_disk_space_for_run, count_saves, prepare_output, write_settings
+from mobius.checkpoint.saver import CheckpointSaver, collect_run_metadata
 from mobius.checkpoint.trained_weights import check_trained_weights, has_changed
 from mobius.config.config import Config
 from mobius.config.launch import resume_command
@@ -441,7 +435,7 @@ class TrainingRun:
         earlier = None
         if resume is not None and best is not None and best <= resume.num_steps_done:
             earlier = checkpoint_path(resume.reader.path.parent, best)
-        return load_best_model(self.session, saver, earlier) or last
+        return load_best_model(self.session, saver.save_dir, saver.best_step, earlier) or last
 
     def _write_results(self, *, is_changed: bool) -> list[str]:
         """Records and model, each in its place; returns problems with which the run ends once everything is there."""

@@ -19,6 +19,7 @@ import pytest
 from harness.runs import assert_equal_tensors, steps_of
 
 from mobius.checkpoint import saver, tensor_files
+from mobius.checkpoint.run_settings import count_saves
 from mobius.config.cli import given_options, parse_args
 from mobius.errors import CheckpointError
 from mobius.ranks import Ranks
@@ -255,4 +256,4 @@ def test_room_for_some_checkpoints_only_is_told_at_the_start(
 def test_saves_of_a_run_are_counted(options: str, done: tuple[int, float], expected: int) -> None:
     config = parse_args(["--device", "cpu", *options.split()], num_ranks=1)
 
-    assert saver.count_saves(config, num_steps_done=done[0], epochs_done=done[1], epochs=3.4) == expected
+    assert count_saves(config, num_steps_done=done[0], epochs_done=done[1], epochs=3.4) == expected
