@@ -45,6 +45,17 @@ def resume(checkpoint: str, *arguments: str) -> None:
     run_training(parse_args(words, num_ranks=1), Ranks(0, 1, 0), given=given_options(words))
 
 
+@pytest.fixture
+def eight(run: Run, workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The folder `out` of the run of EIGHT, which is trained once for all tests."""
+    trained = tmp_path_factory.getbasetemp() / "eight steps"
+    if not trained.exists():
+        run(*EIGHT)
+        shutil.copytree("out", trained)
+    else:
+        shutil.copytree(trained, "out")
+
+
 VARIANTS = {
     "streamed, clipped": "",
     "streamed, updates in the middle of backward": "--max_grad_norm 0",
@@ -96,8 +107,7 @@ def test_a_tied_matrix_is_resumed_to_the_bit(run: Run, workplace: Path) -> None:
     assert "lm_head.weight" not in tensors_of(Path("out"))
 
 
-def test_a_run_goes_on_in_its_own_folder_as_if_nothing_had_been(run: Run, workplace: Path) -> None:
-    run(*EIGHT)
+def test_a_run_goes_on_in_its_own_folder_as_if_nothing_had_been(eight: None, workplace: Path) -> None:
     shutil.copytree("out", "killed")
     for path in [*Path("killed").glob("model*"), Path("killed/config.json")]:
         path.unlink()
@@ -111,9 +121,7 @@ def test_a_run_goes_on_in_its_own_folder_as_if_nothing_had_been(run: Run, workpl
     assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == list(range(1, 9))
 
 
-def test_stages_chunks_and_residency_may_change(run: Run, workplace: Path) -> None:
-    run(*EIGHT)
-
+def test_stages_chunks_and_residency_may_change(eight: None, workplace: Path) -> None:
     words = "--save_dir resumed --num_stages 4 --num_chunks 4 --no_offload"
     resume("out/checkpoint-4", *words.split())
 
@@ -122,9 +130,7 @@ def test_stages_chunks_and_residency_may_change(run: Run, workplace: Path) -> No
     assert all(found["num_tokens"] == expected["num_tokens"] for expected, found in pairs)
 
 
-def test_a_run_that_is_at_its_end_only_saves_the_model(run: Run, workplace: Path) -> None:
-    run(*EIGHT)
-
+def test_a_run_that_is_at_its_end_only_saves_the_model(eight: None, workplace: Path) -> None:
     resume("out/checkpoint-8", "--save_dir", "resumed")
 
     assert_equal_tensors(Path("out"), Path("resumed"))
@@ -147,9 +153,7 @@ def test_what_would_train_something_else_is_refused_with_both_values(run: Run, w
     assert not (workplace / "resumed").exists()
 
 
-def test_a_change_that_is_allowed_by_name_is_taken(run: Run, workplace: Path) -> None:
-    run(*EIGHT)
-
+def test_a_change_that_is_allowed_by_name_is_taken(eight: None, workplace: Path) -> None:
     words = "--save_dir resumed --learning_rate 2e-3 --num_iterations 6 --resume_changes learning_rate,num_iterations"
     resume("out/checkpoint-4", *words.split())
 
@@ -159,9 +163,7 @@ def test_a_change_that_is_allowed_by_name_is_taken(run: Run, workplace: Path) ->
     assert rows[0]["learning_rate"] != steps_of(Path("out"))[4]["learning_rate"]
 
 
-def test_another_format_of_the_weights_is_refused_though_it_is_allowed_by_name(run: Run, workplace: Path) -> None:
-    run(*EIGHT)
-
+def test_another_format_of_the_weights_is_refused_though_it_is_allowed_by_name(eight: None, workplace: Path) -> None:
     with pytest.raises(ConfigError, match=r"`--dtype` is bf16, checkpoint-4 has fp32.*--model_path out/checkpoint-4"):
         resume("out/checkpoint-4", *["--save_dir", "resumed", "--dtype", "bf16", "--resume_changes", "dtype"])
 
@@ -189,9 +191,7 @@ def test_a_restart_goes_on_from_what_its_own_launch_has_saved(
     assert found("--save_dir out", "the first") == ("out/checkpoint-8", "out")
 
 
-def test_a_run_does_not_become_shorter_than_what_is_done(run: Run, workplace: Path) -> None:
-    run(*EIGHT)
-
+def test_a_run_does_not_become_shorter_than_what_is_done(eight: None, workplace: Path) -> None:
     fewer = "--num_iterations 6 --resume_changes num_iterations"
     with pytest.raises(ConfigError, match=r"^`--num_iterations` 6: checkpoint-8 has 8 steps behind it; give at least"):
         resume("out/checkpoint-8", "--save_dir", "resumed", *fewer.split())
@@ -250,8 +250,7 @@ def test_weights_alone_are_no_state_to_go_on_from(run: Run, workplace: Path) -> 
         resume("out/checkpoint-4", "--save_dir", "resumed")
 
 
-def test_a_damaged_shard_is_refused_and_the_newest_good_checkpoint_named(run: Run, workplace: Path) -> None:
-    run(*EIGHT)
+def test_a_damaged_shard_is_refused_and_the_newest_good_checkpoint_named(eight: None, workplace: Path) -> None:
     shard = next(iter(sorted(Path("out/checkpoint-8").glob("optimizer*.safetensors"))))
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
@@ -274,8 +273,7 @@ def test_the_card_of_a_resumed_run_tells_what_the_run_began_with(run: Run, workp
     assert expected in (workplace / "out" / "README.md").read_text()
 
 
-def test_files_of_a_checkpoint_that_were_edited_are_refused_by_name(run: Run, workplace: Path) -> None:
-    run(*EIGHT)
+def test_files_of_a_checkpoint_that_were_edited_are_refused_by_name(eight: None, workplace: Path) -> None:
     for file, old, new in (
         ("training_args.yaml", "seed: 42", "seed: 43"),
         ("trainer_state.json", '"epoch": 0', '"epoch": 9'),
@@ -303,8 +301,7 @@ WRONG_KINDS: list[tuple[str, tuple[Any, ...], object, str]] = [
 ]
 
 
-def test_values_of_another_kind_are_refused_though_their_sums_are_right(run: Run, workplace: Path) -> None:
-    run(*EIGHT)
+def test_values_of_another_kind_are_refused_though_their_sums_are_right(eight: None, workplace: Path) -> None:
     folder = Path("out/checkpoint-4")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     for file, (*within, last), value, told in WRONG_KINDS:
@@ -322,8 +319,7 @@ def test_values_of_another_kind_are_refused_though_their_sums_are_right(run: Run
             resume("out/checkpoint-4", "--save_dir", "resumed")
 
 
-def test_true_passes_over_a_torn_checkpoint(run: Run, workplace: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run(*EIGHT)
+def test_true_passes_over_a_torn_checkpoint(eight: None, workplace: Path, caplog: pytest.LogCaptureFixture) -> None:
     shutil.copytree("out", "whole")
     next(Path("out/checkpoint-8").glob("model*.safetensors")).unlink()
     for path in [*Path("out").glob("model*"), Path("out/config.json")]:
