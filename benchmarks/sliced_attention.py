@@ -27,10 +27,17 @@ from sweep_results import print_table  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from mobius.limits import KEYS_PER_CALL  # noqa: E402
-from mobius.models.sliced_attention.attention_pieces import SlicedAttentionSettings  # noqa: E402
-from mobius.models.sliced_attention.kernel_choice import AttentionKernel, is_kernel_available, unsupported_reason  # noqa: E402
-from mobius.models.sliced_attention.kv_cache import SequenceKVCache  # noqa: E402
-from mobius.models.sliced_attention.slice_attention import attend_slice, attend_slice_backward  # noqa: E402
+from mobius.models.slice_attention import (  # noqa: E402
+    SequenceKVCache,
+    attend_slice,
+    attend_slice_backward,
+)
+from mobius.models.slice_pieces import (  # noqa: E402
+    AttentionKernel,
+    SlicedAttentionSettings,
+    is_kernel_available,
+    unsupported_reason,
+)
 
 TITLES = ["kernel", "slice", "forward, s", "TFLOP/s", "backward, s", "TFLOP/s", "ratio", "GPU GiB"]
 SLOW_BACKWARD = 2.5

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from errno import EFBIG, EINVAL
 from pathlib import Path
 from types import NoneType
@@ -52,33 +52,20 @@ def read_text(path: Path, error: type[MobiusError] = CheckpointError, *, max_byt
         raise error(f"{path} cannot be read: {reason_of(problem)}.") from problem
 
 
-def read_json(
-    path: Path,
-    error: type[MobiusError] = CheckpointError,
-    *,
-    hook: Callable[[list[tuple[str, Any]]], object] | None = None,
-    parse_number: Callable[[str], float] | None = None,
-) -> Any:
+def read_json(path: Path, error: type[MobiusError] = CheckpointError) -> Any:
     """Value of a JSON file. Raises `error`, which names the file and the reason."""
-    return parse_json(read_text(path, error), path, error, hook=hook, parse_number=parse_number)
+    return parse_json(read_text(path, error), path, error)
 
 
-def parse_json(
-    text: str,
-    path: Path,
-    error: type[MobiusError] = CheckpointError,
-    *,
-    hook: Callable[[list[tuple[str, Any]]], object] | None = None,
-    parse_number: Callable[[str], float] | None = None,
-) -> Any:
-    """Value of the text that `path` holds; `hook` makes objects of their pairs, `parse_number` floats and NaN.
+def parse_json(text: str, path: Path, error: type[MobiusError] = CheckpointError) -> Any:
+    """Value of the text that `path` holds.
 
     Raises `error` for no JSON, and for half characters, which could not even be shown in a message.
     """
     if not text.strip():
         raise error(f"{path} is empty. Get the file anew.")
     try:
-        value = json.loads(text, object_pairs_hook=hook, parse_float=parse_number, parse_constant=parse_number)
+        value = json.loads(text)
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError as problem:

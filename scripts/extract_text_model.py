@@ -40,8 +40,8 @@ def _take(name: str, output: Path, dtype_name: str) -> None:
     from mobius.hardware.devices import TORCH_DTYPES
     from mobius.models.blocks import ModelParts
     from mobius.models.families import load_model_config, locate_model
+    from mobius.models.family_support import supported_text_config
     from mobius.models.model_files import read_json_object, read_model_files
-    from mobius.models.multimodal.text_config import supported_text_config
     from mobius.models.weights import CheckpointWeights, check_model_weights, folder_has_weights
 
     check_free(output)

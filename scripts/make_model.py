@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mobius.models.shapes.published_shapes import PUBLISHED_SHAPES, SHORT_NAMES
+from mobius.models.published_shapes import PUBLISHED_SHAPES, SHORT_NAMES
 
 _TINY = {
     "hidden_size": 64,

@@ -39,9 +39,9 @@ def _merge(folder: Path, output: Path, base: str | None, dtype: str) -> None:
     from mobius.config.config import Dtype, ModelConfig
     from mobius.errors import CheckpointError
     from mobius.hardware.devices import TORCH_DTYPES
-    from mobius.models.adapters.peft_folder import AdapterBase, AdapterFolder, check_base
     from mobius.models.blocks import ModelParts
     from mobius.models.families import load_model_config, locate_model
+    from mobius.models.peft_folder import AdapterBase, AdapterFolder, check_base
 
     check_free(output)
     adapter = AdapterFolder(folder)

@@ -29,7 +29,7 @@ from mobius.errors import GpuMemoryError, MobiusError, PlanError
 from mobius.log import printable, redirect_to_devnull
 from mobius.models.blocks import ModelParts
 from mobius.models.families import load_planned_config
-from mobius.models.shapes.published_shapes import SHORT_NAMES
+from mobius.models.published_shapes import SHORT_NAMES
 from mobius.planner.dry_run import ROWS_AS_PLANNED
 from mobius.planner.gpu_specs import GPU_SPECS, HOST_BANDWIDTH, PCIE_BYTES, GpuSpec, Host, find_gpu_spec
 from mobius.planner.memory_estimates import estimated_layer, largest_gpu_estimate

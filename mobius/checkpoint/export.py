@@ -25,9 +25,9 @@ from mobius.checkpoint.run_folder import OutputFolder
 from mobius.checkpoint.saved_stage import OpenRun, saved_parameters
 from mobius.checkpoint.tensor_files import plan_files, write_indexes, write_stage
 from mobius.errors import CheckpointError
-from mobius.models.adapters.peft_folder import AdapterBase, AdapterFolder, peft_name_of
 from mobius.models.model_files import ModelFiles
-from mobius.models.weight_conversion.parameter_pieces import stored_views
+from mobius.models.parameter_pieces import stored_views
+from mobius.models.peft_folder import AdapterBase, AdapterFolder, peft_name_of
 from mobius.signal_handling import RunStatus
 
 logger = logging.getLogger(__name__)

@@ -23,11 +23,11 @@ from mobius.checkpoint.tensor_files import (
 )
 from mobius.config.config import Config
 from mobius.errors import CheckpointError
-from mobius.models.adapters.lora import LORA_A, LORA_B, adapted_linear
-from mobius.models.adapters.peft_folder import AdapterFolder
+from mobius.models.adapters import LORA_A, LORA_B, adapted_linear
 from mobius.models.blocks import ModelParts
 from mobius.models.model_files import ModelFiles, read_model_files
-from mobius.models.weight_conversion.parameter_pieces import stored_shapes
+from mobius.models.parameter_pieces import stored_shapes
+from mobius.models.peft_folder import AdapterFolder
 from mobius.models.weights import CheckpointWeights, folder_has_weights
 
 _FILE_BYTES = 2_000_000_000

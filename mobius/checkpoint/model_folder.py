@@ -21,7 +21,10 @@ from mobius.atomic_files import atomic_write
 from mobius.checkpoint.reader import read_locations
 from mobius.checkpoint.tensor_files import PlannedFile, StageFiles, translate_file_errors, write_stage
 from mobius.errors import CheckpointError
-from mobius.models.adapters.peft_folder import (
+from mobius.models.blocks import ModelParts
+from mobius.models.families import changed_fields
+from mobius.models.model_files import ModelFiles
+from mobius.models.peft_folder import (
     BASE_MODEL_FILE,
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -30,9 +33,6 @@ from mobius.models.adapters.peft_folder import (
     config_fields,
     peft_name_of,
 )
-from mobius.models.blocks import ModelParts
-from mobius.models.families import changed_fields
-from mobius.models.model_files import ModelFiles
 from mobius.models.weights import EMBEDDING_WEIGHT, LM_HEAD_WEIGHT, read_header, read_stored
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from mobius.distributed.transport import RankGroup, Transport
 from mobius.engine.stage_memory import StageMemory
 from mobius.engine.stage_state import MasterRemainder, StageState
 from mobius.models.blocks import ModelParts
-from mobius.models.weight_conversion.parameter_pieces import ParameterPiece, stored_views
+from mobius.models.parameter_pieces import ParameterPiece, stored_views
 from mobius.planner.run_setup import RunSetup
 
 WEIGHTS = "weights"

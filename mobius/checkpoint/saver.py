@@ -58,8 +58,8 @@ from mobius.errors import CheckpointError, MobiusError, first_line
 from mobius.hardware.devices import num_optimizer_threads
 from mobius.hardware.disk_rate import measure_write_rate
 from mobius.hardware.host_memory import available_host_bytes
-from mobius.models.adapters.peft_folder import AdapterBase
 from mobius.models.model_files import ModelFiles
+from mobius.models.peft_folder import AdapterBase
 from mobius.planner.checkpoint_estimates import estimate_checkpoint
 from mobius.planner.run_setup import RunSetup
 from mobius.planner.saved_plan import saved_plan_of

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mobius.models.compiled import KeywordArguments
-from mobius.models.experts.router_loss import TOKEN_MASK, RouterLoss, RouterLossValue
+from mobius.models.router_loss import TOKEN_MASK, RouterLoss, RouterLossValue
 
 _BYTES = 2 * torch.float32.itemsize
 """Bytes of the two numbers of one expert."""

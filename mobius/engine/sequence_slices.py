@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mobius.models.sliced_attention.attention_pieces import SlicedAttentionSettings
+from mobius.models.slice_pieces import SlicedAttentionSettings
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,8 @@ from mobius.models.attention_split import LayerAttention, without_attention_argu
 from mobius.models.block_autograd import NamedTensors, run_without_graph
 from mobius.models.blocks import ModelParts
 from mobius.models.pre_post_attention import Heads, PrePostAttention
-from mobius.models.sliced_attention.attention_pieces import SlicedAttentionSettings
-from mobius.models.sliced_attention.kernel_choice import choose_kernel
-from mobius.models.sliced_attention.kv_cache import SequenceKVCache
-from mobius.models.sliced_attention.slice_attention import attend_slice, attend_slice_backward
+from mobius.models.slice_attention import SequenceKVCache, attend_slice, attend_slice_backward
+from mobius.models.slice_pieces import SlicedAttentionSettings, choose_kernel
 from mobius.schedule.partition import StageCut
 
 _WHOLE_SLICE = 2**62

@@ -29,7 +29,6 @@ from mobius.models.block_autograd import (
 from mobius.models.blocks import Block, LayerArguments, ModelParts
 from mobius.models.compiled import KeywordArguments, SavedProducts, Tensors
 from mobius.models.layout import StageLayout
-from mobius.models.loss import chunked_cross_entropy, chunked_evaluation
 from mobius.models.pre_post_attention import PrePostAttention
 from mobius.schedule.partition import StageCut
 from mobius.schedule.plan import RecomputeLevel
@@ -240,14 +239,13 @@ class StageModule:
             graph = run_with_graph(parts.head, weights, part, {})
             return graph.output.detach(), partial(backward, parts.head, graph, gradients)
 
-        loss, gradient = chunked_cross_entropy(
+        loss, gradient = parts.objective.loss(
             head,
             normed.output,
             targets,
             num_targets=num_targets,
             loss_scale=loss_scale,
             chunk_tokens=self._loss_chunk_tokens,
-            logits_loss=parts.logits_loss,
         )
         return loss, backward(parts.norm, normed, gradients, gradient)
 
@@ -258,10 +256,9 @@ class StageModule:
         (int64 scalar).
         """
         parts = self._parts
-        return chunked_evaluation(
+        return parts.objective.evaluate(
             lambda part: run_without_graph(parts.head, weights, part, {}),
             run_without_graph(parts.norm, weights, hidden, {}),
             targets,
             chunk_tokens=self._loss_chunk_tokens,
-            logits_loss=parts.logits_loss,
         )

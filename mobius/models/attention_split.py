@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_leaves
 from mobius.errors import CheckpointError
 from mobius.models.attention import ATTENTION_IMPLEMENTATION
 
-_NAME = "mobius_seam"
-_SEAM = "_mobius_seam"
+_STAND_IN_NAME = "mobius_stand_in"
+_STAND_IN = "_mobius_stand_in"
 _FOR_ATTENTION = ("attention_mask", "document_cu_seqlens", "block_masks")
 """Layer arguments that only attention reads; the halves do not take them."""
 _OF_DOCUMENTS = _FOR_ATTENTION[1:]
@@ -82,13 +82,13 @@ def split_layer(layer: nn.Module, hidden: Tensor, arguments: Mapping[str, Any], 
     interface, or passes it tensors that the layer computes itself.
     """
     try:
-        pre_attention, seam, name = _copy(layer)
+        pre_attention, stand_in, name = _copy(layer)
         settings = dict(arguments)
         if name == ATTENTION_IMPLEMENTATION:
             settings |= {own: torch.empty(2, device="meta") for own in _OF_DOCUMENTS}
-        reached = seam.reach(layer=pre_attention, hidden=hidden, arguments=settings)
-        attention = _attention(reached, settings, name, family)
-        vars(pre_attention)["forward"] = partial(_project, seam, pre_attention.forward)
+        captured = stand_in.capture(layer=pre_attention, hidden=hidden, arguments=settings)
+        attention = _attention(captured, settings, name, family)
+        vars(pre_attention)["forward"] = partial(_project, stand_in, pre_attention.forward)
         post_attention = _make_finish(layer, family)
         own, leaf = without_attention_arguments(arguments), hidden.detach().requires_grad_()
         frozen = [name for name, parameter in layer.named_parameters() if not parameter.requires_grad]
@@ -120,7 +120,7 @@ def split_layer(layer: nn.Module, hidden: Tensor, arguments: Mapping[str, Any], 
     return SplitLayer(pre_attention, post_attention, pre_attention_parameters, post_attention_parameters, attention)
 
 
-class _Reached(BaseException):
+class _CapturedInputs(BaseException):
     """Raised to leave the layer with attention's inputs; a BaseException, so that no family's code catches it."""
 
     def __init__(self, module: nn.Module, heads: tuple[Tensor, Tensor, Tensor], settings: Settings) -> None:
@@ -128,15 +128,15 @@ class _Reached(BaseException):
         self.module, self.heads, self.settings = module, heads, settings
 
 
-class _Seam:
+class _AttentionStandIn:
     """Replaces the attention function of a copied layer."""
 
     def __init__(self) -> None:
         self.given: Tensor | None = None
-        """Attention output to return; None to raise `_Reached` with the inputs."""
+        """Attention output to return; None to raise `_CapturedInputs` with the inputs."""
         self.num_calls = 0
 
-    def meet(
+    def attend(
         self,
         module: nn.Module,
         query: Tensor,
@@ -147,45 +147,47 @@ class _Seam:
     ) -> tuple[Tensor, None]:
         self.num_calls += 1
         if self.given is None:
-            raise _Reached(module, (query, key, value), settings | {"attention_mask": attention_mask})
+            raise _CapturedInputs(module, (query, key, value), settings | {"attention_mask": attention_mask})
         return self.given, None
 
-    def reach(self, *, layer: Callable[..., object], hidden: Tensor, arguments: Mapping[str, Any]) -> _Reached | None:
+    def capture(
+        self, *, layer: Callable[..., object], hidden: Tensor, arguments: Mapping[str, Any]
+    ) -> _CapturedInputs | None:
         try:
             layer(hidden, **arguments)
-        except _Reached as reached:
-            return reached.with_traceback(None)  # a traceback would keep the layer's tensors alive
+        except _CapturedInputs as captured:
+            return captured.with_traceback(None)  # a traceback would keep the layer's tensors alive
         return None
 
 
-def _meet(module: nn.Module, *heads: Tensor, **settings: Any) -> tuple[Tensor, None]:
-    return cast(_Seam, getattr(module, _SEAM)).meet(module, *heads, **settings)
+def _attend(module: nn.Module, *heads: Tensor, **settings: Any) -> tuple[Tensor, None]:
+    return cast(_AttentionStandIn, getattr(module, _STAND_IN)).attend(module, *heads, **settings)
 
 
-def _copy(layer: nn.Module) -> tuple[nn.Module, _Seam, str | None]:
-    """Copy of the layer with its own configuration, its seam, and the name of its attention implementation."""
+def _copy(layer: nn.Module) -> tuple[nn.Module, _AttentionStandIn, str | None]:
+    """Copy of the layer with its own configuration, its stand-in, and the name of its attention implementation."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(_NAME, _meet)
-    own, seam = copy.deepcopy(layer), _Seam()
+    AttentionInterface.register(_STAND_IN_NAME, _attend)
+    own, stand_in = copy.deepcopy(layer), _AttentionStandIn()
     names = list[str | None]()
     for module in own.modules():
-        vars(module)[_SEAM] = seam
+        vars(module)[_STAND_IN] = stand_in
     for config in {id(module.config): module.config for module in own.modules() if hasattr(module, "config")}.values():
         names.append(cast(Any, config)._attn_implementation)
-        cast(Any, config)._attn_implementation = _NAME
-    return own, seam, names[0] if names else None
+        cast(Any, config)._attn_implementation = _STAND_IN_NAME
+    return own, stand_in, names[0] if names else None
 
 
-def _attention(reached: _Reached | None, given: Settings, name: str | None, family: str) -> LayerAttention:
+def _attention(captured: _CapturedInputs | None, given: Settings, name: str | None, family: str) -> LayerAttention:
     from transformers import AttentionInterface
 
-    if reached is None:
+    if captured is None:
         _refuse(family, "do not call attention by transformers' interface")
     forwarded_arguments = tuple(
-        each for each in reached.settings if each in given and reached.settings[each] is given[each]
+        each for each in captured.settings if each in given and captured.settings[each] is given[each]
     )
-    constants = {each: value for each, value in reached.settings.items() if each not in forwarded_arguments}
+    constants = {each: value for each, value in captured.settings.items() if each not in forwarded_arguments}
     if made := [each for each, value in constants.items() if any(isinstance(x, Tensor) for x in tree_leaves(value))]:
         _refuse(family, f"give attention tensors of their own making ({', '.join(made)})")
     if missing := [each for each in _OF_DOCUMENTS if each in given and each not in forwarded_arguments]:
@@ -193,31 +195,38 @@ def _attention(reached: _Reached | None, given: Settings, name: str | None, fami
     functions = AttentionInterface()
     if name not in functions:
         _refuse(family, f"call attention of the kind {name!r}, which only their own code has")
-    return LayerAttention(functions[name], reached.module, constants, forwarded_arguments)
+    return LayerAttention(functions[name], captured.module, constants, forwarded_arguments)
 
 
 def _make_finish(layer: nn.Module, family: str) -> nn.Module:
-    post_attention, seam, _ = _copy(layer)
-    vars(post_attention)["forward"] = partial(_finish, seam, post_attention.forward, family)
+    post_attention, stand_in, _ = _copy(layer)
+    vars(post_attention)["forward"] = partial(_finish, stand_in, post_attention.forward, family)
     return post_attention
 
 
-def _project(seam: _Seam, forward: Callable[..., object], hidden: Tensor, **arguments: Any) -> Sequence[Tensor]:
-    reached = seam.reach(layer=forward, hidden=hidden, arguments=arguments)
-    assert reached is not None
-    return reached.heads
+def _project(
+    stand_in: _AttentionStandIn, forward: Callable[..., object], hidden: Tensor, **arguments: Any
+) -> Sequence[Tensor]:
+    captured = stand_in.capture(layer=forward, hidden=hidden, arguments=arguments)
+    assert captured is not None
+    return captured.heads
 
 
 def _finish(
-    seam: _Seam, forward: Callable[..., object], family: str, hidden: Tensor, attended: Tensor, **arguments: Any
+    stand_in: _AttentionStandIn,
+    forward: Callable[..., object],
+    family: str,
+    hidden: Tensor,
+    attended: Tensor,
+    **arguments: Any,
 ) -> object:
-    seam.given, seam.num_calls = attended, 0
+    stand_in.given, stand_in.num_calls = attended, 0
     try:
         output = forward(hidden, **arguments)
     finally:
-        seam.given = None
-    if seam.num_calls != 1:
-        _refuse(family, f"call attention {seam.num_calls} times")
+        stand_in.given = None
+    if stand_in.num_calls != 1:
+        _refuse(family, f"call attention {stand_in.num_calls} times")
     return output
 
 

@@ -12,9 +12,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mobius.models.blocks import Block
-from mobius.models.compiled import CompiledGraph, Gradients, SavedProducts, Tensors, as_tuple
+from mobius.models.compiled import (
+    CompiledGraph,
+    Gradients,
+    SavedProducts,
+    Tensors,
+    as_tuple,
+    selective_checkpoint_contexts,
+)
 from mobius.models.linear import make_leaves
-from mobius.models.recompute_policy import selective_checkpoint_contexts
 from mobius.schedule.plan import RecomputeLevel
 
 NamedTensors = Mapping[str, Tensor]
@@ -69,7 +75,7 @@ def run_many_without_graph(
 def run_with_graph(
     block: Block,
     weights: NamedTensors,
-    inputs: Tensor,
+    inputs: Tensor | Tensors,
     arguments: Mapping[str, Any],
     level: RecomputeLevel = RecomputeLevel.NONE,
 ) -> BlockGraph:
@@ -77,27 +83,16 @@ def run_with_graph(
 
     `level` selects which activations the graph saves for backward; results do not depend on it.
     """
-    return run_many_with_graph(block, weights, (inputs,), arguments, level)
-
-
-def run_many_with_graph(
-    block: Block,
-    weights: NamedTensors,
-    inputs: Tensors,
-    arguments: Mapping[str, Any],
-    level: RecomputeLevel = RecomputeLevel.NONE,
-) -> BlockGraph:
-    """Like `run_with_graph` for blocks with several inputs or outputs."""
-    inputs = tuple(each.detach() for each in inputs)
+    inputs = tuple(each.detach() for each in as_tuple(inputs))
     own = _own_views(weights, block)
     if inputs[0].is_floating_point():
-        kept = (
+        compiled = (
             block.graphs.forward_with_saved(own, block.gradient_factors, inputs, arguments, level)
             if block.graphs is not None
             else None
         )
-        if kept is not None:
-            return kept
+        if compiled is not None:
+            return compiled
         for each in inputs:
             each.requires_grad_()
     fixed, leaves = make_leaves(own, block.gradient_factors, block.frozen, num_tokens=inputs[0].shape[:-1].numel())
@@ -180,14 +175,14 @@ def recomputed_backward_many(
     gradients: NamedTensors,
     output_gradients: Tensors,
 ) -> Tensors:
-    """`run_many_with_graph` and `backward_many`, as one graph if the block is compiled."""
+    """Like `recomputed_backward`, with the gradients of all outputs; returns those of all inputs."""
     if block.graphs is not None:
         own = _own_views(weights, block)
         results = block.graphs.recomputed_backward(own, block.gradient_factors, inputs, arguments, output_gradients)
         if results is not None:
             _add(block, results[0], gradients)
             return results[1]
-    graph = run_many_with_graph(block, weights, inputs, arguments)
+    graph = run_with_graph(block, weights, inputs, arguments)
     return backward_many(block, graph, gradients, output_gradients)
 
 
@@ -198,6 +193,6 @@ def _add(block: Block, results: Gradients, gradients: NamedTensors) -> None:
     plain = [name for name in found if name in sums]
     if plain:
         torch._foreach_add_([sums[name] for name in plain], [found[name] for name in plain])
-    for tap in block.gradient_factors:
-        if tap.weight in sums:
-            tap.add_gradient(sums[tap.weight], found)
+    for factors in block.gradient_factors:
+        if factors.weight in sums:
+            factors.add_gradient(sums[factors.weight], found)

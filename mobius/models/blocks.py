@@ -21,8 +21,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from mobius.config.config import AdapterConfig
 from mobius.errors import CheckpointError
-from mobius.models.adapters.lora import adapted_linear
-from mobius.models.adapters.targets import PartNames, adapt
+from mobius.models.adapters import PartNames, adapt, adapted_linear
 from mobius.models.attention import (
     ATTENTION_IMPLEMENTATION,
     BlockMasks,
@@ -33,9 +32,8 @@ from mobius.models.attention import (
 )
 from mobius.models.attention_split import LayerAttention, split_layer
 from mobius.models.compiled import CompiledFunction, CompiledModule, KeywordArguments
-from mobius.models.experts.forward import register_experts_implementation
-from mobius.models.experts.gradient_factors import find_experts_gradient_factors
-from mobius.models.experts.router_loss import install_router_loss
+from mobius.models.experts import count_experts, find_experts_gradient_factors, register_experts_implementation
+from mobius.models.family_support import checked_families, unsliceable_reason
 from mobius.models.linear import (
     GradientFactorLinear,
     GradientFactors,
@@ -43,15 +41,18 @@ from mobius.models.linear import (
     find_linear_gradient_factors,
     replace_linears,
 )
-from mobius.models.loss import LogitsLoss
-from mobius.models.shapes.experts import count_experts
-from mobius.models.sliced_attention.slice_support import unsliceable_reason
-from mobius.models.structure.checked_families import checked_families
-from mobius.models.structure.error_translation import file_of, translate_config_errors
-from mobius.models.structure.model_structure import base_model_with_stand_ins, find_model_structure
-from mobius.models.structure.persistent_buffers import freeze_persistent_buffers
-from mobius.models.structure.scaling_steps import ScaledModule, ScalingSteps
-from mobius.models.weight_conversion.parameter_pieces import ParameterPiece, find_parameter_pieces
+from mobius.models.loss import Objective
+from mobius.models.parameter_pieces import ParameterPiece, find_parameter_pieces
+from mobius.models.router_loss import install_router_loss
+from mobius.models.structure import (
+    ScaledModule,
+    ScalingSteps,
+    base_model_with_stand_ins,
+    file_of,
+    find_model_structure,
+    freeze_persistent_buffers,
+    translate_config_errors,
+)
 from mobius.schedule.partition import ModelShape, TrainedParameters
 
 LayerArguments = Sequence[KeywordArguments]
@@ -173,8 +174,8 @@ class ModelParts:
         norm = self._scaled_block(structure.norm, structure.norm_scaling_steps)
         self.norm = norm.compile("norms") if compiled else norm
         head = _block(f"{structure.head}.", model.get_submodule(structure.head))
-        is_tapped = isinstance(head.module, GradientFactorLinear) and head.module.weight.requires_grad
-        self.head = replace(head, gradient_factors=(LinearGradientFactors(""),)) if is_tapped else head
+        has_factors = isinstance(head.module, GradientFactorLinear) and head.module.weight.requires_grad
+        self.head = replace(head, gradient_factors=(LinearGradientFactors(""),)) if has_factors else head
         arguments = LayerArgumentsBuilder(self, device=device, dtype=torch.float32)(_PROBE_TOKENS)
         _check_rotary(config, arguments)
         self._probed, self._is_compiled = arguments, compiled
@@ -183,7 +184,7 @@ class ModelParts:
         compiled_layers = compiled and self.attention is not DocumentAttention.FLEX
         self.layers = tuple(self._layer_blocks(structure.layers, arguments, compiled=compiled_layers))
         self.is_tied = bool(config.tie_word_embeddings)
-        self.logits_loss = LogitsLoss(structure.logits_scaling_steps, compiled=compiled)
+        self.objective = Objective(structure.logits_scaling_steps, compiled=compiled)
 
     @property
     def tied_names(self) -> tuple[str, str] | None:
@@ -229,8 +230,7 @@ class ModelParts:
             layer_parameters=tuple(layer.num_parameters for layer in self.layers),
             head_parameters=self.norm.num_parameters + self.head.num_parameters,
             hidden_size=self.config.hidden_size,
-            # Families with experts in all layers may define moe_intermediate_size only.
-            intermediate_size=getattr(self.config, "intermediate_size", None) or self.config.moe_intermediate_size,
+            intermediate_size=_intermediate_size(self.config),
             vocab_size=self.config.vocab_size,
             is_tied=self.is_tied,
             num_heads=self.config.num_attention_heads,
@@ -276,7 +276,7 @@ class ModelParts:
         cut = split_layer(layer.module, hidden, on_meta, family=self.config.model_type)
 
         def half(module: nn.Module, trained: frozenset[str]) -> Block:
-            gradient_factors = tuple(tap for tap in layer.gradient_factors if tap.weight in trained)
+            gradient_factors = tuple(each for each in layer.gradient_factors if each.weight in trained)
             # FlexAttention, which compiles itself, is outside of both halves.
             graphs = CompiledModule(module, name="halves of layers") if self._is_compiled else None
             return replace(_block("", module), gradient_factors=gradient_factors, graphs=graphs)
@@ -311,7 +311,7 @@ class ModelParts:
             if signature not in templates:
                 hidden, on_meta = self._on_meta(own)
                 with translate_config_errors(self.config):
-                    gradient_factors = _taps(layer, partial(layer, hidden, **on_meta))
+                    gradient_factors = _find_gradient_factors(layer, partial(layer, hidden, **on_meta))
                 template = replace(_block("", layer), gradient_factors=gradient_factors)
                 templates[signature] = template.compile("layers") if compiled else template
             yield replace(templates[signature], prefix=f"{prefix}.{index}.")
@@ -331,13 +331,19 @@ def _attention_of(config: PretrainedConfig, device: torch.device, dtype: torch.d
     return choose_attention(device, dtype, head_size=_head_size(config), softcap=softcap)
 
 
+def _intermediate_size(config: PretrainedConfig) -> int:
+    """Width of the feed-forward part; families with experts in all layers, and older ones, have other fields for it."""
+    names = ("intermediate_size", "moe_intermediate_size", "n_inner")
+    return next((int(size) for name in names if (size := getattr(config, name, None))), 4 * config.hidden_size)
+
+
 def _head_size(config: PretrainedConfig) -> int:
     if (plain := getattr(config, "qk_nope_head_dim", None)) is not None:  # queries and keys have two parts
         return int(plain + getattr(config, "qk_rope_head_dim", 0))
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def _taps(layer: nn.Module, run: Callable[[], object]) -> tuple[GradientFactors, ...]:
+def _find_gradient_factors(layer: nn.Module, run: Callable[[], object]) -> tuple[GradientFactors, ...]:
     """Gradient factors of a layer that `run` runs on the probe tokens."""
     linears = find_linear_gradient_factors(layer, run, num_tokens=_PROBE_TOKENS)
     return *linears, *find_experts_gradient_factors(layer, run, num_tokens=_PROBE_TOKENS)
@@ -390,7 +396,7 @@ class LayerArgumentsBuilder:
     def __call__(self, seq_length: int, documents: DocumentLayout | None = None) -> LayerArguments:
         """Keyword arguments of every layer for sequences of `seq_length` tokens.
 
-        They are cached per length, with batch size 1. With `documents` they are made anew, and rotary embeddings
+        They are cached per length, with batch size 1. With `documents` they are made again, and rotary embeddings
         [B, L, ...] are gathered from the cached rows: a token gets the same values wherever its document starts.
         """
         if seq_length not in self._by_length:
@@ -398,10 +404,10 @@ class LayerArgumentsBuilder:
             with translate_config_errors(self._config), torch.no_grad():
                 self._base(inputs_embeds=hidden, use_cache=False)
             self._by_length[seq_length] = tuple(KeywordArguments(each.seen) for each in self._stand_ins)
-        kept = self._by_length[seq_length]
-        return kept if documents is None else self._placed(kept, documents)
+        cached = self._by_length[seq_length]
+        return cached if documents is None else self._placed(cached, documents)
 
-    def _placed(self, kept: LayerArguments, documents: DocumentLayout) -> LayerArguments:
+    def _placed(self, cached: LayerArguments, documents: DocumentLayout) -> LayerArguments:
         """The cached arguments adapted to rows of `documents`; layers with equal rotary tables share the result."""
         shared: dict[str, Any] = {"position_ids": documents.position_ids, "document_cu_seqlens": documents.cu_seqlens}
         if self._has_block_masks:
@@ -414,7 +420,7 @@ class LayerArgumentsBuilder:
             return moved[id(table)]
 
         made, placed = dict[tuple[int, ...], KeywordArguments](), list[KeywordArguments]()
-        for own in kept:
+        for own in cached:
             tables = own.get("position_embeddings")
             key = tuple(map(id, tree_leaves(tables)))
             if key not in made:

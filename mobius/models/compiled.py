@@ -23,16 +23,17 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.decomposition import select_decomp_table
+from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.func import functional_call
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from mobius.errors import first_line
 from mobius.models.linear import GradientFactors, make_leaves
-from mobius.models.recompute_policy import mark_for_recompute
 from mobius.schedule.plan import RecomputeLevel
 
 logger = logging.getLogger(__name__)
@@ -78,8 +79,8 @@ class CompiledFunction(Generic[Parameters, Result]):
                 return self._compiled(*args, **kwargs)
             except TorchDynamoException as error:
                 self._is_broken = True
-                told = "%s run uncompiled, which is slower: torch.compile failed: %s"
-                logger.warning(told, self._name, first_line(error))
+                text = "%s run uncompiled, which is slower: torch.compile failed: %s"
+                logger.warning(text, self._name, first_line(error))
         return self._function(*args, **kwargs)
 
 
@@ -173,8 +174,8 @@ class CompiledModule:
             graphs = self._split_graphs(call, level)
             if graphs is None:
                 return None
-            outputs, kept = graphs.run(call)
-            return CompiledGraph(outputs, [*call.tensors, *kept], graphs)
+            outputs, saved = graphs.run(call)
+            return CompiledGraph(outputs, [*call.tensors, *saved], graphs)
 
     def forward_with_saved_products(
         self,
@@ -189,8 +190,8 @@ class CompiledModule:
             graphs = self._split_graphs(call, RecomputeLevel.ELEMENTWISE)
             if graphs is None:
                 return None
-            outputs, kept = graphs.run(call)
-            return outputs, SavedProducts(inputs, [*kept])
+            outputs, saved = graphs.run(call)
+            return outputs, SavedProducts(inputs, [*saved])
 
     def resume_from_products(
         self,
@@ -305,9 +306,9 @@ class _Call:
 
     def _sorted(self, tensors: Sequence[Tensor]) -> tuple[Weights, Tensors, Iterator[Tensor]]:
         """Weights, inputs, and an iterator over buffers and tensors of `arguments`."""
-        behind = iter(tensors[len(self.weights) :])
-        inputs = tuple(next(behind) for _ in range(self.num_inputs))
-        return dict(zip(self.weights, tensors, strict=False)), inputs, behind
+        rest = iter(tensors[len(self.weights) :])
+        inputs = tuple(next(rest) for _ in range(self.num_inputs))
+        return dict(zip(self.weights, tensors, strict=False)), inputs, rest
 
     def _outputs(self, weights: Weights, inputs: Tensors, rest: Iterator[Tensor]) -> Tensors:
         buffers = {name: next(rest) for name in self.buffers}
@@ -321,7 +322,7 @@ class _SplitGraphs:
 
     num_outputs: int
     forward: Callable[..., Results]
-    """Takes the call's tensors one by one; returns the outputs, then the saved activations."""
+    """Takes the call's tensors as separate arguments; returns the outputs, then the saved activations."""
     backward: Callable[[list[Tensor]], Results]
     """Takes a list of tensors and empties it."""
     backward_inputs: tuple[int, ...]
@@ -337,7 +338,7 @@ class _SplitGraphs:
 def _compile_function(
     function: Callable[[Sequence[Tensor]], Results], tensors: Sequence[Tensor]
 ) -> Callable[..., Results]:
-    """Compile `function` into one graph for tensors of these shapes; the graph takes them one by one."""
+    """Compile `function` into one graph for tensors of these shapes; the graph takes them as separate arguments."""
     return _compile(make_fx(lambda *tensors: function(tensors), tracing_mode="fake")(*tensors))
 
 
@@ -404,3 +405,38 @@ def _compile_emptying(module: GraphModule) -> Callable[[list[Tensor]], Results]:
 def _examples(module: GraphModule) -> list[Any]:
     """Fake tensors for the inputs of `module`."""
     return [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+
+
+_aten = torch.ops.aten
+_MOVES = (_aten.cat, _aten._to_copy, _aten._unsafe_view, _aten.empty, _aten.full, _aten.zeros, _aten.scalar_tensor)
+"""Copies and fills, which torch does not tag as pointwise; rotary embeddings use cat."""
+_CHANGED = (_aten.topk,)
+"""Operations whose results some families modify in place: routers normalize the chosen weights."""
+
+
+def is_cheap_to_recompute(operation: object) -> bool:
+    """Whether `operation`, in a traced graph or a dispatch, is elementwise, a view, or a copy."""
+    if not isinstance(operation, OpOverload):
+        return False
+    return torch.Tag.pointwise in operation.tags or operation.is_view or operation.overloadpacket in _MOVES
+
+
+def mark_for_recompute(graph: Graph) -> None:
+    """Mark cheap operations in the joint `graph`, so that torch's partitioner saves none of their results."""
+    for node in graph.nodes:
+        if is_cheap_to_recompute(node.target):
+            # Some torch versions require the id of a checkpointed region next to the mark.
+            node.meta |= {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": 0}
+
+
+def selective_checkpoint_contexts() -> tuple[Any, Any]:
+    """Contexts for the forward and the recomputation of torch.utils.checkpoint."""
+    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-any-return]
+
+
+def _policy(_: object, operation: OpOverload, *args: object, **kwargs: object) -> CheckpointPolicy:
+    # Never reuse results of operations that mutate inputs, nor tensors that later operations modify in place.
+    is_run_again = (
+        is_cheap_to_recompute(operation) or operation._schema.is_mutable or operation.overloadpacket in _CHANGED
+    )
+    return CheckpointPolicy.PREFER_RECOMPUTE if is_run_again else CheckpointPolicy.MUST_SAVE

@@ -1,6 +1,7 @@
 """Table of allowed values for fields of config.json, so that an error names the wrong field.
 
-Checks types, ranges, and sizes beyond any model, which would take minutes or too much memory to build.
+Checks ranges, and sizes beyond any model, which would take minutes or too much memory to build. transformers' own
+classes check the types of other fields.
 """
 
 from __future__ import annotations
@@ -41,7 +42,6 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
 
 
-_SWITCH = Rule("true or false", lambda value: isinstance(value, bool))
 _ACTIVATION = Rule("the name of an activation, such as silu", lambda value: isinstance(value, str) and value in ACT2FN)
 _KINDS = ("full_attention", "sliding_attention", "linear_attention")
 _WHERE_ATTENTION_LOOKS = Rule(
@@ -50,10 +50,6 @@ _WHERE_ATTENTION_LOOKS = Rule(
 )
 _SHARE = _number("a number from 0 to 1", lambda value: 0 <= value <= 1)
 _POSITIVE = _number("a positive number", lambda value: value > 0)
-_POSITIVE_LIST = Rule(
-    "a list of positive numbers",
-    lambda values: isinstance(values, list) and all(_is_number(value) and value > 0 for value in values),
-)
 
 _WIDEST, _MOST_HEADS = 2**20, 2**14
 _RULES: Mapping[str, Rule] = {
@@ -66,11 +62,6 @@ _RULES: Mapping[str, Rule] = {
     "head_dim": _or_null(_integer(1, _MOST_HEADS)),
     "max_position_embeddings": _integer(1, 2**40),
     "sliding_window": _or_null(_integer(0, 2**40)),  # 0 in families whose windows are not used
-    "sliding_window_pattern": Rule(
-        "an integer from 1, or letters L and G such as LLLG",
-        lambda value: (type(value) is int and 1 <= value <= 2**20) or (isinstance(value, str) and {*value} <= {*"LG"}),
-    ),
-    "max_window_layers": _integer(0, 2**20),
     "hidden_act": _ACTIVATION,
     "hidden_activation": _ACTIVATION,
     "rms_norm_eps": _or_null(_SHARE),  # null in families that have layer_norm_eps too
@@ -85,21 +76,14 @@ _RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "v_head_dim"), _or_null(_integer(1, _WIDEST))),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim"), _integer(1, _MOST_HEADS)),
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping"), _or_null(_POSITIVE)),
-    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache", "use_sliding_window"), _SWITCH),
-    **dict.fromkeys(("use_bias", "attention_out_bias", "use_qk_norm", "qk_layernorm", "use_post_norm"), _SWITCH),
-    "output_router_logits": _or_null(_SWITCH),
     "router_aux_loss_coef": _or_null(_number("a number from 0", lambda value: value >= 0)),
-    "num_labels": _or_null(_integer(0, 2**20)),  # transformers builds a table with one row per label
     "use_bidirectional_attention": Rule("false: only causal models are trained", lambda value: not value),
     "layer_types": _WHERE_ATTENTION_LOOKS,
     "rope_theta": _POSITIVE,
     "partial_rotary_factor": _or_null(_number("a number above 0, up to 1", lambda value: 0 < value <= 1)),
 }
 
-_ALSO_READ = (
-    *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
-    *("sliding_window_pattern", "num_labels"),
-)
+_ALSO_READ = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 """Fields that all families' classes accept although they do not declare them."""
 
 _ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
@@ -113,9 +97,6 @@ _ROPE_RULES: Mapping[str, Rule] = {
     "original_max_position_embeddings": _RULES["max_position_embeddings"],
     **dict.fromkeys(("low_freq_factor", "high_freq_factor"), _POSITIVE),
     **dict.fromkeys(("attention_factor", "beta_fast", "beta_slow"), _or_null(_POSITIVE)),
-    **dict.fromkeys(("mscale", "mscale_all_dim"), _or_null(_number("a number from 0", lambda value: value >= 0))),
-    "truncate": _SWITCH,
-    **dict.fromkeys(("short_factor", "long_factor"), _POSITIVE_LIST),
 }
 
 

@@ -16,10 +16,14 @@ from mobius.config.config import ModelConfig
 from mobius.errors import CheckpointError, ConfigError, excerpt, first_line
 from mobius.log import RANK_ZERO_ONLY
 from mobius.models.config_rules import find_inconsistent_fields, find_invalid_fields
+from mobius.models.family_support import (
+    checked_families,
+    checked_text_parts,
+    is_text_config_supported,
+    supported_text_config,
+)
 from mobius.models.model_files import describe_error, format_json_value, read_json_object
-from mobius.models.multimodal.text_config import checked_text_parts, is_text_config_supported, supported_text_config
-from mobius.models.shapes.published_shapes import PublishedShape, find_published_shape
-from mobius.models.structure.checked_families import checked_families
+from mobius.models.published_shapes import PublishedShape, find_published_shape
 from mobius.models.weights import LM_HEAD_WEIGHT, folder_has_weights, has_untied_head
 from mobius.regular_files import refuse_special_files
 
@@ -110,7 +114,7 @@ def _fetch(model_path: str, with_weights: bool) -> Path:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        # snapshot_download has no time-out: behind a firewall that drops packets it would wait for minutes.
+        # snapshot_download has no time-out: a firewall that drops packets would make it wait for minutes.
         HfApi().model_info(model_path, timeout=HUB_TIMEOUT_SECONDS)
     except Exception as error:
         try:
@@ -244,8 +248,7 @@ def _fields_of_text(path: Path) -> dict[str, Any]:
         if is_text_config_supported(family := fields.get("model_type")) and family in CONFIG_MAPPING:
             raise CheckpointError(
                 f"{path} describes more than a text model ({family}), and its 'text_config' is of the family "
-                f"{format_json_value(_family_of_text(fields))}, which is not a causal language model. "
-                "Supported: "
+                f"{format_json_value(_family_of_text(fields))}, which is not a causal language model. Supported: "
                 f"{checked_families().names}."
             )
         return fields
@@ -270,8 +273,7 @@ def _refuse_foreign(path: Path, fields: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{path} names custom code ('auto_map': {format_json_value(code)}), which is not run. If transformers' own "
             f"{format_json_value(fields.get('model_type'))} is the same model, remove 'auto_map' from the file; if "
-            "not, the model "
-            f"cannot be trained. Supported: {checked_families().names}."
+            f"not, the model cannot be trained. Supported: {checked_families().names}."
         )
 
     for field in ("quantization_config", "compression_config"):

@@ -83,15 +83,8 @@ class StageLayout:
 
     def pieces(self, max_elements: int) -> tuple[tuple[FlatRange, ...], ...]:
         """Return `ranges` in as few consecutive groups as possible, each of at most `max_elements`."""
-        cuts = [(start, start + max_elements) for start in range(0, self.num_trained, max_elements)]
-        return tuple(
-            tuple(
-                FlatRange(max(whole.start, start), min(whole.end, end), whole.has_decay)
-                for whole in self.ranges
-                if whole.start < end and start < whole.end
-            )
-            for start, end in cuts
-        )
+        starts = range(0, self.num_trained, max_elements)
+        return tuple(_cut(self.ranges, start, start + max_elements) for start in starts)
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Name -> view of the flat weights `flat` [num_elements or more] in the parameter's shape."""
@@ -116,8 +109,11 @@ class StageLayout:
 
 def within(ranges: Iterable[FlatRange], part: slice) -> tuple[FlatRange, ...]:
     """Return the ranges inside `part`, relative to its start."""
-    return tuple(
-        FlatRange(max(whole.start, part.start) - part.start, min(whole.end, part.stop) - part.start, whole.has_decay)
-        for whole in ranges
-        if whole.start < part.stop and part.start < whole.end
-    )
+    cut = _cut(ranges, part.start, part.stop)
+    return tuple(FlatRange(each.start - part.start, each.end - part.start, each.has_decay) for each in cut)
+
+
+def _cut(ranges: Iterable[FlatRange], start: int, end: int) -> tuple[FlatRange, ...]:
+    """Return the ranges as far as they are in [start, end)."""
+    inside = (whole for whole in ranges if whole.start < end and start < whole.end)
+    return tuple(FlatRange(max(each.start, start), min(each.end, end), each.has_decay) for each in inside)

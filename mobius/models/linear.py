@@ -1,11 +1,12 @@
-"""Linear layers that return the two factors of their weight gradient instead of the gradient.
+"""Linear layers: the number format of their products, and gradients of their weights as two factors.
 
-Autograd would allocate a gradient of the weight's size for every microbatch, in the working dtype, and a second pass
-would add it to the sums. With the factors, one matrix product adds to the fp32 sums directly, without rounding.
+    forward     y  = x W^T + b      ProductFormat.output
+    backward    dx = dy W           ProductFormat.input_gradient
+                dW = dy^T x         ProductFormat.add_weight_gradient, from the factors dy and x
 
-    backward of y = x W^T       dx = dy W  is returned;   dW = dy^T x  is left to the caller, who gets dy and x
-
-Autograd returns the factors as gradients of two placeholders: inputs whose values are never read.
+Autograd would allocate dW for every microbatch, in the working dtype, and a second pass would add it to the sums. With
+the factors, one matrix product adds to the fp32 sums directly, without rounding. Autograd returns the factors as
+gradients of two placeholders: inputs whose values are never read.
 """
 
 from __future__ import annotations
@@ -44,22 +45,51 @@ class LinearGradientFactors:
 
     @property
     def weight(self) -> str:
-        return f"{self.linear}.weight".removeprefix(".")
-
-    @property
-    def _names(self) -> tuple[str, str]:
-        """Names of the input placeholder and the output placeholder."""
-        return f"{self.linear}.{INPUT_PLACEHOLDER}".removeprefix(
-            "."
-        ), f"{self.linear}.{OUTPUT_PLACEHOLDER}".removeprefix(".")
+        return self._within("weight")
 
     def make_placeholders(self, weight: Tensor, *, num_tokens: int) -> dict[str, Tensor]:
-        return dict(zip(self._names, make_linear_placeholders(weight, num_tokens=num_tokens), strict=True))
+        # Expanded views of one element, which take no memory.
+        element = torch.empty(1, dtype=weight.dtype, device=weight.device)
+        widths = zip((INPUT_PLACEHOLDER, OUTPUT_PLACEHOLDER), reversed(weight.shape), strict=True)
+        return {self._within(name): element.expand(num_tokens, width).requires_grad_() for name, width in widths}
 
     def add_gradient(self, total: Tensor, found: Mapping[str, Tensor]) -> None:
-        of_input, of_output = self._names
-        if of_output in found:
-            add_linear_weight_gradient(total, found[of_output], found[of_input])
+        if (output := self._within(OUTPUT_PLACEHOLDER)) in found:
+            ProductFormat.add_weight_gradient(total, found[output], found[self._within(INPUT_PLACEHOLDER)])
+
+    def _within(self, name: str) -> str:
+        return f"{self.linear}.{name}".removeprefix(".")
+
+
+class ProductFormat:
+    """Number format of a linear's three products: the working dtype of weights and activations, the only format.
+
+    `weight` [out, in] is the view of a weight slot, `inputs` [..., in] and `gradient` [..., out] have its dtype.
+    """
+
+    @staticmethod
+    def output(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """X W^T + b, [..., out]."""
+        return F.linear(inputs, weight, bias)
+
+    @staticmethod
+    def input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
+        """Dy W, [..., in]."""
+        return gradient @ weight
+
+    @staticmethod
+    def add_weight_gradient(total: Tensor, gradient: Tensor, inputs: Tensor) -> None:
+        """Add dy^T x to `total` (fp32 [out, in]); `gradient` [tokens, out] and `inputs` [tokens, in] are matrices.
+
+        A GPU accumulates in fp32 in one kernel; on a CPU the product is rounded to the working dtype first.
+        """
+        factors = gradient.t(), inputs
+        if total.device.type != "cuda":
+            total.add_(torch.mm(*factors))
+        elif inputs.dtype == torch.float32:
+            torch.addmm(total, *factors, out=total)
+        else:
+            torch.addmm(total, *factors, out_dtype=torch.float32, out=total)
 
 
 class GradientFactorLinear(nn.Linear):
@@ -72,18 +102,18 @@ class GradientFactorLinear(nn.Linear):
 
     def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
         super().__init__(in_features, out_features, **options)
-        for tap in (INPUT_PLACEHOLDER, OUTPUT_PLACEHOLDER):
-            self.register_buffer(tap, None, persistent=False)
+        for name in (INPUT_PLACEHOLDER, OUTPUT_PLACEHOLDER):
+            self.register_buffer(name, None, persistent=False)
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
         if self.input_placeholder is None:
-            return super().forward(input)
+            return ProductFormat.output(input, self.weight, self.bias)
         tensors = input, self.weight, self.bias, self.input_placeholder, self.output_placeholder
-        return cast(Tensor, _TappedProduct.apply(*tensors))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _ProductWithFactors.apply(*tensors))  # type: ignore[no-untyped-call]
 
 
-class _TappedProduct(torch.autograd.Function):
+class _ProductWithFactors(torch.autograd.Function):
     """x W^T + b, with the factors of W's gradient as gradients of the placeholders."""
 
     @staticmethod
@@ -97,15 +127,16 @@ class _TappedProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(inputs, weight)
         ctx.has_bias = bias is not None
-        return F.linear(inputs, weight, bias)
+        return ProductFormat.output(inputs, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])
         bias_gradient = rows.sum(0) if ctx.has_bias else None
+        input_gradient = ProductFormat.input_gradient(gradient, weight)
         # Detached: otherwise the input would keep its own graph alive.
-        return gradient @ weight, None, bias_gradient, inputs.detach().reshape(-1, inputs.shape[-1]), rows
+        return input_gradient, None, bias_gradient, inputs.detach().reshape(-1, inputs.shape[-1]), rows
 
 
 def replace_linears(module: nn.Module) -> None:
@@ -113,8 +144,8 @@ def replace_linears(module: nn.Module) -> None:
     for name, child in list(module.named_modules()):
         if type(child) is nn.Linear:
             options = {"bias": child.bias is not None, "device": "meta", "dtype": child.weight.dtype}
-            tapped = GradientFactorLinear(child.in_features, child.out_features, **options)
-            module.set_submodule(name, tapped.train(child.training))
+            replacement = GradientFactorLinear(child.in_features, child.out_features, **options)
+            module.set_submodule(name, replacement.train(child.training))
 
 
 def find_linear_gradient_factors(
@@ -132,25 +163,18 @@ def find_linear_gradient_factors(
     }
     outputs: dict[nn.Module, list[Tensor]] = {linear: [] for linear in linears}
 
-    def keep(linear: nn.Module, _: tuple[Tensor, ...], output: Tensor) -> None:
+    def record(linear: nn.Module, _: tuple[Tensor, ...], output: Tensor) -> None:
         outputs[linear].append(output)
 
     with contextlib.ExitStack() as hooks:
         for linear in linears:
-            hooks.callback(linear.register_forward_hook(keep).remove)
+            hooks.callback(linear.register_forward_hook(record).remove)
         run()
 
     def is_fit(made: list[Tensor]) -> bool:
         return [each.shape[:-1].numel() for each in made] == [num_tokens] and made[0]._version == 0
 
     return tuple(LinearGradientFactors(name) for linear, name in linears.items() if is_fit(outputs[linear]))
-
-
-def make_linear_placeholders(weight: Tensor, *, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Placeholders for input and output of a linear with weight [out, in]: expanded views of one element."""
-    element = torch.empty(1, dtype=weight.dtype, device=weight.device)
-    input_placeholder, output_placeholder = (element.expand(num_tokens, width) for width in reversed(weight.shape))
-    return input_placeholder.requires_grad_(), output_placeholder.requires_grad_()
 
 
 def make_leaves(
@@ -165,22 +189,8 @@ def make_leaves(
     Constants are frozen weights and weights with `gradient_factors`; leaves are other parameters and placeholders.
     """
     own = dict(weights)
-    fixed = {name: own.pop(name).detach() for name in (*(tap.weight for tap in gradient_factors), *frozen)}
+    fixed = {name: own.pop(name).detach() for name in (*(each.weight for each in gradient_factors), *frozen)}
     leaves = {name: weight.detach().requires_grad_() for name, weight in own.items()}
-    for tap in gradient_factors:
-        leaves |= tap.make_placeholders(fixed[tap.weight], num_tokens=num_tokens)
+    for each in gradient_factors:
+        leaves |= each.make_placeholders(fixed[each.weight], num_tokens=num_tokens)
     return fixed, leaves
-
-
-def add_linear_weight_gradient(total: Tensor, output_gradient: Tensor, inputs: Tensor) -> None:
-    """Add dy^T x to `total` (fp32 [out, in]); dy [tokens, out] and x [tokens, in] have the working dtype.
-
-    A GPU accumulates in fp32 in one kernel; on a CPU the product is rounded to the working dtype first.
-    """
-    factors = output_gradient.t(), inputs
-    if total.device.type != "cuda":
-        total.add_(torch.mm(*factors))
-    elif inputs.dtype == torch.float32:
-        torch.addmm(total, *factors, out=total)
-    else:
-        torch.addmm(total, *factors, out_dtype=torch.float32, out=total)

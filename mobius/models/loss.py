@@ -1,6 +1,7 @@
-"""Head and cross entropy over chunks of tokens: the forward computes gradients, full logits are never materialized.
+"""Objective of training: what the last stage computes from logits and targets. Today: next-token cross entropy.
 
-Evaluation uses the same chunks without gradients, and counts tokens where the argmax is the target.
+The forward computes gradients chunk by chunk of tokens, so full logits are never materialized. Evaluation uses the same
+chunks without gradients, and counts tokens where the argmax is the target.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mobius.models.compiled import CompiledFunction
-from mobius.models.structure.scaling_steps import ScalingSteps, apply_scaling, apply_scaling_with_derivative
+from mobius.models.structure import ScalingSteps, apply_scaling, apply_scaling_with_derivative
 
 IGNORE_INDEX = -100
 """Label of positions without a target."""
@@ -31,23 +32,74 @@ def shift_labels(labels: Tensor) -> Tensor:
     return F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:].contiguous()
 
 
-class LogitsLoss:
-    """Cross entropy of logits with its gradient: torch's own, or one compiled function that reads logits twice."""
+class Objective:
+    """Next-token cross entropy, the only objective: its loss and gradients for training, its sums for evaluation."""
 
     def __init__(self, steps: ScalingSteps = (), *, compiled: bool = False) -> None:
-        """`steps` scale or bound the logits, for example softcap * tanh(logits / softcap)."""
+        """`steps` scale or bound the logits, for example softcap * tanh(logits / softcap).
+
+        `compiled`: one compiled function that reads logits twice, instead of torch's own cross entropy.
+        """
         self._steps = steps
         self._compiled = CompiledFunction(_loss_and_gradient, name="losses") if compiled else None
         self._evaluate = CompiledFunction(_loss_and_hits, name="losses") if compiled else None
 
-    def __call__(
-        self, logits: Tensor, targets: Tensor, *, num_targets: int, loss_scale: float
+    def loss(
+        self,
+        head: Head,
+        hidden: Tensor,
+        targets: Tensor,
+        *,
+        num_targets: int,
+        loss_scale: float,
+        chunk_tokens: int,
     ) -> tuple[Tensor, Tensor]:
-        """Cross entropy summed over `targets` [tokens] (-100: ignored), divided by `num_targets`.
+        """Loss of `targets` [B, L] (`shift_labels`) for `hidden` [B, L, H] after the final norm, and its gradient.
 
-        Returns the loss (fp32 scalar, unscaled) and the gradient of loss * `loss_scale` with respect to `logits`
-        [tokens, V], in their dtype.
+        Args:
+            num_targets: target tokens of the whole step (all microbatches), the divisor of the sum.
+            loss_scale: factor on the gradients only (fp16 scaling).
+            chunk_tokens: tokens whose logits exist at a time.
+
+        Returns the loss (fp32 scalar, unscaled, no graph) and the gradient [B, L, H], both on `hidden`'s device.
         """
+        tokens = hidden.detach().view(-1, hidden.shape[-1])
+        targets = targets.view(-1)
+        hidden_gradient = torch.empty_like(tokens)
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for start in range(0, tokens.shape[0], chunk_tokens):
+            chunk = slice(start, start + chunk_tokens)
+            logits, backward = head(tokens[chunk])
+            loss, logits_gradient = self._chunk_loss(logits, targets[chunk], num_targets, loss_scale)
+            hidden_gradient[chunk] = backward(logits_gradient)
+            total += loss
+            del logits, backward, logits_gradient  # before the next chunk's are allocated
+        return total, hidden_gradient.view_as(hidden)
+
+    def evaluate(
+        self, logits_of: Logits, hidden: Tensor, targets: Tensor, *, chunk_tokens: int
+    ) -> tuple[Tensor, Tensor]:
+        """Evaluate `targets` [B, L] for `hidden` [B, L, H] after the final norm, without gradients.
+
+        Returns scalars on `hidden`'s device: summed cross entropy (fp32), and the number of targets with the top logit
+        (int64). Only `chunk_tokens` tokens have logits at a time; chunk sums are added in order.
+        """
+        tokens, targets = hidden.view(-1, hidden.shape[-1]), targets.view(-1)
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        num_hits = torch.zeros((), dtype=torch.int64, device=hidden.device)
+        run = self._evaluate or _plain_loss_and_hits
+        for start in range(0, tokens.shape[0], chunk_tokens):
+            chunk = slice(start, start + chunk_tokens)
+            with torch.no_grad():
+                summed, hits = run(logits_of(tokens[chunk]), targets[chunk], self._steps)
+            total += summed
+            num_hits += hits
+        return total, num_hits
+
+    def _chunk_loss(
+        self, logits: Tensor, targets: Tensor, num_targets: int, loss_scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Loss of a chunk, and the gradient of loss * `loss_scale` with respect to `logits` [tokens, V]."""
         if self._compiled is not None:
             # A tensor, because a Python number would be a graph constant, and `num_targets` changes every step.
             factor = torch.full((), loss_scale / num_targets, device=logits.device)
@@ -60,18 +112,6 @@ class LogitsLoss:
             loss = summed / num_targets
             (gradient,) = torch.autograd.grad(loss * loss_scale, logits)
         return loss.detach(), gradient
-
-    def evaluate(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Cross entropy summed over `targets` [tokens] (-100: ignored), and the number of targets with the top logit.
-
-        Returns two scalars without gradients, fp32 and int64; both are 0 if there are no targets.
-        """
-        with torch.no_grad():
-            if self._evaluate is not None:
-                return self._evaluate(logits, targets, self._steps)
-            values = apply_scaling(logits, self._steps).float()
-            hits = (values.argmax(-1) == targets).sum()  # -100 is never a token id
-            return F.cross_entropy(values, targets, ignore_index=IGNORE_INDEX, reduction="sum"), hits
 
 
 def _loss_and_gradient(logits: Tensor, targets: Tensor, factor: Tensor, steps: ScalingSteps) -> tuple[Tensor, Tensor]:
@@ -96,53 +136,8 @@ def _loss_and_hits(logits: Tensor, targets: Tensor, steps: ScalingSteps) -> tupl
     return torch.where(targets != IGNORE_INDEX, losses, 0.0).sum(), (values.argmax(-1) == targets).sum()
 
 
-def chunked_evaluation(
-    logits_of: Logits, hidden: Tensor, labels: Tensor, *, chunk_tokens: int, logits_loss: LogitsLoss
-) -> tuple[Tensor, Tensor]:
-    """Evaluate shifted `labels` [B, L] for `hidden` [B, L, H] after the final norm.
-
-    Returns scalars on `hidden`'s device: summed cross entropy (fp32), and the number of targets with the top logit
-    (int64). Only `chunk_tokens` tokens have logits at a time; chunk sums are added in order.
-    """
-    tokens, targets = hidden.view(-1, hidden.shape[-1]), labels.view(-1)
-    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    num_hits = torch.zeros((), dtype=torch.int64, device=hidden.device)
-    for start in range(0, tokens.shape[0], chunk_tokens):
-        chunk = slice(start, start + chunk_tokens)
-        summed, hits = logits_loss.evaluate(logits_of(tokens[chunk]), targets[chunk])
-        total += summed
-        num_hits += hits
-    return total, num_hits
-
-
-def chunked_cross_entropy(
-    head: Head,
-    hidden: Tensor,
-    labels: Tensor,
-    *,
-    num_targets: int,
-    loss_scale: float,
-    chunk_tokens: int,
-    logits_loss: LogitsLoss,
-) -> tuple[Tensor, Tensor]:
-    """Cross entropy of shifted `labels` [B, L] for `hidden` [B, L, H] after the final norm, and its gradient.
-
-    Args:
-        num_targets: target tokens of the whole step (all microbatches), the divisor of the sum.
-        loss_scale: factor on the gradients only (fp16 scaling).
-        chunk_tokens: tokens whose logits exist at a time.
-
-    Returns the loss (fp32 scalar, unscaled, no graph) and the gradient [B, L, H], both on `hidden`'s device.
-    """
-    tokens = hidden.detach().view(-1, hidden.shape[-1])
-    targets = labels.view(-1)
-    hidden_gradient = torch.empty_like(tokens)
-    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    for start in range(0, tokens.shape[0], chunk_tokens):
-        chunk = slice(start, start + chunk_tokens)
-        logits, backward = head(tokens[chunk])
-        loss, logits_gradient = logits_loss(logits, targets[chunk], num_targets=num_targets, loss_scale=loss_scale)
-        hidden_gradient[chunk] = backward(logits_gradient)
-        total += loss
-        del logits, backward, logits_gradient  # before the next chunk's are allocated
-    return total, hidden_gradient.view_as(hidden)
+def _plain_loss_and_hits(logits: Tensor, targets: Tensor, steps: ScalingSteps) -> tuple[Tensor, Tensor]:
+    """`_loss_and_hits` by torch's own cross entropy."""
+    values = apply_scaling(logits, steps).float()
+    hits = (values.argmax(-1) == targets).sum()  # -100 is never a token id
+    return F.cross_entropy(values, targets, ignore_index=IGNORE_INDEX, reduction="sum"), hits

@@ -6,7 +6,6 @@ Files that training does not change are held as read and saved again unchanged.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,8 +13,8 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from mobius.errors import CheckpointError, excerpt, first_line, reason_of
-from mobius.models.multimodal.text_config import supported_text_config
+from mobius.errors import CheckpointError, excerpt, reason_of
+from mobius.models.family_support import supported_text_config
 from mobius.regular_files import read_bytes, read_json
 
 _COPIED_FILES = (
@@ -48,14 +47,13 @@ def read_model_files(folder: Path) -> ModelFiles:
     """Read the files of `folder` that are saved again. Raises CheckpointError for invalid generation defaults."""
     generation = folder / "generation_config.json"
     if generation.exists():
-        fields = read_json_object(generation, may_repeat=True)
+        fields = read_json_object(generation)
         try:
             GenerationConfig.from_dict(fields).to_json_string()
         except Exception as error:  # transformers raises arbitrary types for bad values
             raise CheckpointError(
                 f"{generation} is refused by transformers: {describe_error(error)}. Correct the file, or remove it: "
-                "the defaults of "
-                "generation do not matter for training."
+                "the defaults of generation do not matter for training."
             ) from error
     paths = [path for pattern in _COPIED_FILES for path in sorted(folder.glob(pattern)) if path.is_file()]
     try:
@@ -67,38 +65,19 @@ def read_model_files(folder: Path) -> ModelFiles:
     return ModelFiles(fields if part is None else part.fields, copied)
 
 
-def read_json_object(path: Path, *, may_repeat: bool = False) -> dict[str, Any]:
-    """The JSON object in `path`. Raises CheckpointError that names the file for anything else.
-
-    Also refuses values that JSON readers treat differently or cannot write again: NaN, infinite numbers, lone
-    surrogates, and duplicate keys unless they `may_repeat` (then the last counts, as in transformers).
-    """
-    value = read_json(path, hook=dict if may_repeat else _object, parse_number=_finite)
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`. Raises CheckpointError that names the file for anything else."""
+    value = read_json(path)
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds no JSON object but {format_json_value(value)}. Get the file again.")
     return value
 
 
 def describe_error(error: BaseException) -> str:
-    """A library's error as class and first line, at most 400 characters."""
-    return f"{type(error).__name__}: {first_line(error)}"[:400]
+    """A library's error as class and message on one line, at most 400 characters."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
 
 
 def format_json_value(value: object) -> str:
     """A value as JSON, truncated if long."""
     return excerpt(json.dumps(value, ensure_ascii=False, default=str))
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in fields:
-            raise ValueError(f"an object has {excerpt(key)!r} twice")
-        fields[key] = value
-    return fields
-
-
-def _finite(text: str) -> float:
-    if not math.isfinite(number := float(text)):
-        raise ValueError(f"the number {text} is too large" if text[-1].isdigit() else f"{text} is no number of JSON")
-    return number

@@ -25,7 +25,7 @@ def load_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase:
     Raises CheckpointError for a broken tokenizer, or one with more tokens than the model's `vocab_size`.
     """
     _check_settings(folder / _SETTINGS)
-    with _panics_kept_quiet():
+    with _rust_panics_held():
         try:
             tokenizer = cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
             num_ids = max([len(tokenizer), *(token + 1 for token in tokenizer.added_tokens_decoder)])
@@ -49,29 +49,17 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _check_settings(path: Path) -> None:
-    """Refuse settings that make transformers prompt on the terminal, or fail only when a chat is rendered."""
+    """Refuse custom code, for which transformers would prompt on the terminal."""
     if not path.is_file():
         return
-    fields = read_json_object(path, may_repeat=True)
+    fields = read_json_object(path)
     auto_map = fields.get("auto_map")
     code = auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else auto_map
     if code is not None:
         raise CheckpointError(
             f"--model_path: {path} names custom code ('auto_map': {format_json_value(code)}), which is not run. If "
-            "the folder's "
-            f"{_BACKEND} does the same, remove 'auto_map' from the file; if not, save one with transformers "
-            "(`AutoTokenizer.from_pretrained(..., trust_remote_code=True).save_pretrained(...)`) where you trust it."
-        )
-    template = fields.get("chat_template")
-    is_list = isinstance(template, list) and all(
-        isinstance(named, dict) and {type(named.get("name")), type(named.get("template"))} == {str}
-        for named in template or [None]
-    )
-    if not (template is None or isinstance(template, str) or is_list):
-        raise CheckpointError(
-            f"--model_path: {path}: 'chat_template' is {format_json_value(template)}, it must be a text, or a list "
-            "of objects with "
-            "'name' and 'template'. Correct it, or remove it."
+            f"the folder's {_BACKEND} does the same, remove 'auto_map' from the file; if not, save one where "
+            "you trust it (`AutoTokenizer.from_pretrained(..., trust_remote_code=True).save_pretrained(...)`)."
         )
 
 
@@ -81,7 +69,7 @@ def _is_of_the_tokenizer(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def _panics_kept_quiet() -> Iterator[None]:
+def _rust_panics_held() -> Iterator[None]:
     """Buffer standard error, where Rust prints panics; replay it unless a CheckpointError reports the failure."""
     with tempfile.TemporaryFile() as held:
         before = os.dup(2)
@@ -105,7 +93,7 @@ def _reason(folder: Path, error: BaseException) -> str:
     try:
         for path in (backend, *others):
             if path.is_file():
-                read_json_object(path, may_repeat=True)
+                read_json_object(path)
         if backend.is_file():
             Tokenizer.from_file(str(backend)).encode(_TEXT)
     except CheckpointError as broken:

@@ -9,9 +9,10 @@ import contextlib
 import copy
 import functools
 import logging
+import math
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,15 +21,15 @@ from typing import Any, Final, Protocol, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from mobius.config.config import ModelConfig
 from mobius.errors import CheckpointError
 from mobius.log import RANK_ZERO_ONLY
+from mobius.models.adapters import LORA_A, adapted_linear
 from mobius.models.blocks import ModelParts
 from mobius.models.model_files import format_json_value, read_json_object
-from mobius.models.multimodal.weight_names import text_weight_names
-from mobius.models.weight_conversion.parameter_pieces import ParameterPiece
+from mobius.models.parameter_pieces import ParameterPiece
 from mobius.regular_files import open_regular
 
 logger = logging.getLogger(__name__)
@@ -54,8 +55,6 @@ _HARMLESS = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 MAX_PLAUSIBLE_WEIGHT: Final = torch.finfo(torch.float16).max
 """65504: a model released in fp16 cannot have larger weights, and products with larger ones swamp everything they are
 added to: gradients become zero or non-finite."""
-_MOST_WARNINGS: Final = 3
-"""Number of tensors warned about by name; in a broken checkpoint all may be affected."""
 
 _PART_ELEMENTS = 2**22
 """Elements processed at a time, to avoid copying a whole tensor."""
@@ -149,9 +148,8 @@ def _read_indexed(folder: Path, index: Path) -> dict[str, StoredTensor]:
         is_name = isinstance(file, str) and file.endswith(".safetensors") and "\0" not in file
         if not is_name or file.startswith("/") or ".." in file.split("/"):  # links are fine: hub caches have them
             raise CheckpointError(
-                f"{index}: 'weight_map' says that {name!r} is in {format_json_value(file)}; it must name a "
-                "safetensors file in the "
-                "same folder. Get the index again."
+                f"{index}: 'weight_map' says that {name!r} is in {format_json_value(file)}; it must name a safetensors "
+                "file in the same folder. Get the index again."
             )
     files = sorted(set(weight_map.values()))
     if missing := [file for file in files if not (folder / file).is_file()]:
@@ -317,12 +315,12 @@ class CheckpointWeights:
 
 
 class ValueCheck:
-    """Checks values of stored tensors; warns once about a tensor that is read several times."""
+    """Checks values of stored tensors; warns about the first implausible one."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         """Values must fit into `dtype`."""
         self._dtype = dtype
-        self._told: set[str] = set()
+        self._has_warned = False
 
     def read(self, stored: StoredTensor) -> Tensor:
         """Read the tensor. Raises CheckpointError for non-finite values or overflow; warns about implausible ones."""
@@ -335,24 +333,14 @@ class ValueCheck:
         if not extremes.to(self._dtype).isfinite().all():
             raise CheckpointError(f"{stored.path}: {stored.name!r} {_describe_misfits(tensor, self._dtype)}")
         largest = max(map(float, extremes), key=abs)
-        if abs(largest) > MAX_PLAUSIBLE_WEIGHT and stored.name not in self._told:
-            self._told.add(stored.name)
-            self._warn(stored, largest)
+        if abs(largest) > MAX_PLAUSIBLE_WEIGHT and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s: %r holds the value %g; weights beyond %g, the largest number of fp16, leave gradients that are "
+                "zero or not finite. The checkpoint is likely damaged: get it again. Other tensors are not listed",
+                *(stored.path, stored.name, largest, MAX_PLAUSIBLE_WEIGHT),
+            )
         return tensor
-
-    def _warn(self, stored: StoredTensor, largest: float) -> None:
-        if len(self._told) > _MOST_WARNINGS:
-            return
-        more = "; others like it are not listed" if len(self._told) == _MOST_WARNINGS else ""
-        logger.warning(
-            "%s: %r holds the value %g; weights beyond %g, the largest number of fp16, leave gradients that are zero "
-            "or not finite. The checkpoint is likely damaged: get it again%s",
-            stored.path,
-            stored.name,
-            largest,
-            MAX_PLAUSIBLE_WEIGHT,
-            more,
-        )
 
 
 MAX_AHEAD_ELEMENTS = 2**28
@@ -444,3 +432,52 @@ class InitialWeights:
             torch.manual_seed(zlib.crc32(f"{self._seed} {path}".encode()))
             self._model._init_weights(leaf)
         return {f"{path}.{local}": parameter.detach() for local, parameter in leaf.named_parameters(recurse=False)}
+
+
+_OWN = "model."
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head."
+_PARTS = ("language_model", "text_model")
+
+
+def text_weight_names(stored: Collection[str]) -> dict[str, str]:
+    """Stored name -> text model's name, where they differ; empty for a text model.
+
+    Empty also if several parts embed tokens, or if two weights would get one name.
+    """
+    prefixes = [name.removesuffix(_EMBEDDING) for name in stored if name.endswith(f".{_EMBEDDING}")]
+    of_text = [prefix for prefix in prefixes if any(part in prefix.split(".") for part in _PARTS)]
+    if len(of_text) != 1 or _OWN in prefixes:
+        return {}
+    renamed = dict(_renamed(stored, of_text[0]))
+    others = set(stored) - renamed.keys()
+    return {} if len({*renamed.values(), *others}) < len(stored) else renamed
+
+
+def _renamed(stored: Collection[str], prefix: str) -> Iterator[tuple[str, str]]:
+    for name in stored:
+        before, found, local = name.rpartition(_HEAD)
+        if name.startswith(prefix) and not found:
+            yield name, _OWN + name.removeprefix(prefix)
+        elif found and before and prefix.startswith(before):
+            yield name, _HEAD + local
+
+
+class InitialAdapterWeights:
+    """Initial values of adapters: A uniform in the bounds of a linear layer, B zero; `base` has all other parameters.
+
+    A is seeded by its name, so values depend neither on the partition nor on the number of ranks.
+    """
+
+    def __init__(self, base: WeightSource, *, seed: int) -> None:
+        self._base, self._seed = base, seed
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Value of parameter `name`; fp32 for an adapter's."""
+        if adapted_linear(name) is None:
+            return self._base.read(name, shape)
+        values = torch.zeros(shape)
+        if name.endswith(f".{LORA_A}.weight"):
+            # One hash of seed and name: the CPU generator uses only the low 32 bits of a seed.
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
+            nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+        return values

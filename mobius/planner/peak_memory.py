@@ -240,7 +240,7 @@ def loss_bytes(
 ) -> int:
     """Return the bytes of norm, head and loss for `tokens`: normed states, their gradient, and one chunk's logits.
 
-    On a CPU a product of the head's size is made before it is added (`linear.add_linear_weight_gradient`).
+    On a CPU a product of the head's size is made before it is added (`linear.ProductFormat`).
     """
     chunk = min(chunk_tokens, tokens)
     per_logit = LOGIT_BYTES_COMPILED * weight_bytes if compiled else LOGIT_BYTES_EAGER + weight_bytes

@@ -17,9 +17,8 @@ from mobius.errors import GpuMemoryError, PlanError
 from mobius.hardware.devices import TORCH_DTYPES, cap_gpu_memory, check_dtype, choose_device, has_gpus
 from mobius.hardware.host_memory import available_host_bytes, own_host_bytes, total_host_bytes
 from mobius.models.blocks import ModelParts
-from mobius.models.experts.router_loss import refuse_slices
-from mobius.models.sliced_attention.slice_support import unpackable_reason, unsliceable_reason
-from mobius.models.structure.checked_families import checked_families
+from mobius.models.family_support import checked_families, unpackable_reason, unsliceable_reason
+from mobius.models.router_loss import refuse_slices
 from mobius.planner.fit import may_keep_products
 from mobius.planner.gpu_specs import Host, gpu_spec_of_device
 from mobius.planner.layer_bytes import measure_layer_bytes

@@ -92,7 +92,7 @@ class ModelShape:
     num_key_heads: int | None = None
     """Heads of keys and of values of a layer; None: not known, as many as queries."""
     is_sliceable: bool = False
-    """Whether attention of a sequence can be computed slice by slice (`models/sliced_attention`)."""
+    """Whether attention of a sequence can be computed slice by slice (`models/slice_attention.py`)."""
     is_tileable: bool = True
     """Whether recomputed layers can run tile by tile, all but their attention."""
     trained: TrainedParameters | None = None

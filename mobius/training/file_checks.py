@@ -24,8 +24,8 @@ from mobius.config.config import Config
 from mobius.distributed.node_checks import check_same_facts
 from mobius.distributed.rendezvous import Rendezvous, parse_values
 from mobius.errors import CheckpointError, reason_of
-from mobius.models.adapters.peft_folder import weights_fingerprint
 from mobius.models.model_files import read_json_object
+from mobius.models.peft_folder import weights_fingerprint
 from mobius.ranks import Ranks, num_restarts_allowed
 
 logger = logging.getLogger(__name__)

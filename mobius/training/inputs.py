@@ -11,9 +11,9 @@ from mobius.checkpoint.resume import Resume
 from mobius.config.config import Config
 from mobius.distributed.rendezvous import Rendezvous, join_run
 from mobius.errors import CheckpointError
-from mobius.models.adapters.peft_folder import AdapterBase, AdapterFolder, check_base
+from mobius.models.family_support import supported_text_config
 from mobius.models.model_files import read_json_object
-from mobius.models.multimodal.text_config import supported_text_config
+from mobius.models.peft_folder import AdapterBase, AdapterFolder, check_base
 from mobius.models.weights import folder_has_weights
 from mobius.planner.run_setup import RunSetup
 from mobius.ranks import Ranks

@@ -36,9 +36,9 @@ from mobius.distributed.rendezvous import open_watchdog_store
 from mobius.distributed.watchdog import Watchdog
 from mobius.errors import MobiusError
 from mobius.hardware.cpu_dtype import resolve_dtype
-from mobius.models.adapters.peft_folder import AdapterBase
 from mobius.models.families import load_model_config, locate_model
 from mobius.models.model_files import ModelFiles, read_model_files
+from mobius.models.peft_folder import AdapterBase
 from mobius.models.tokenizer import load_tokenizer, pad_token_id
 from mobius.models.weights import check_model_weights
 from mobius.planner.plan_file import SavedPlan

@@ -38,9 +38,14 @@ from mobius.engine.waits import WaitClock
 from mobius.hardware.devices import MemoryMeter, num_optimizer_threads, set_host_threads, use_device
 from mobius.hardware.spans import NO_SPANS, Spans
 from mobius.limits import max_sends_in_flight
-from mobius.models.adapters.lora import InitialAdapterWeights
-from mobius.models.adapters.peft_folder import AdapterFolder, AdapterWeights
-from mobius.models.weights import CheckpointWeights, InitialWeights, WeightSource, folder_has_weights
+from mobius.models.peft_folder import AdapterFolder, AdapterWeights
+from mobius.models.weights import (
+    CheckpointWeights,
+    InitialAdapterWeights,
+    InitialWeights,
+    WeightSource,
+    folder_has_weights,
+)
 from mobius.planner.measured_plan import plan_by_measurement
 from mobius.planner.run_setup import RunSetup
 from mobius.ranks import cache_folder

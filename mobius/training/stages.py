@@ -26,7 +26,7 @@ from mobius.engine.update_queue import UpdateQueue
 from mobius.engine.waits import WaitClock
 from mobius.hardware.spans import NO_SPANS, Spans
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
-from mobius.models.experts.router_loss import refuse_slices
+from mobius.models.router_loss import refuse_slices
 from mobius.models.weights import WeightSource, read_ahead, read_in_pieces
 from mobius.schedule.plan import Plan
 from mobius.schedule.schedule import Schedule

@@ -15,7 +15,7 @@ from harness.tiny_families import tiny_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from mobius.models.multimodal.weight_names import text_weight_names
+from mobius.models.weights import text_weight_names
 
 OPTIONS = """--model_path model --dataset data.jsonl --fp32 --num_stages 2 --num_chunks 1 --batch_size 2 --seq_length 32
     --num_iterations 2 --warmup_steps 0 --save_dir out"""

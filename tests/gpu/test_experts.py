@@ -6,8 +6,7 @@ import pytest
 import torch
 from harness.expert_training import Case, losses_of_both, off
 
-from mobius.models.experts.grouped_matmul import add_weight_gradient, grouped_matmul, grouped_weight_gradient
-from mobius.models.experts.kernel_launch import ExpertKernels
+from mobius.models.grouped_matmul import ExpertKernels, add_weight_gradient, grouped_matmul, grouped_weight_gradient
 
 pytestmark = pytest.mark.gpu
 

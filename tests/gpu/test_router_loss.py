@@ -8,7 +8,7 @@ from harness.pipelines import Pipeline, make_batch, model_of, plain_step
 from harness.tiny_families import tiny_config
 
 from mobius.engine.pipelined_router_loss import PipelinedRouterLoss
-from mobius.models.experts.router_loss import RouterLoss, router_sums
+from mobius.models.router_loss import RouterLoss, router_sums
 
 pytestmark = pytest.mark.gpu
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from harness.sliced_sequences import Rows, Sequences, at_once, in_slices
 
-from mobius.models.sliced_attention.kernel_choice import (
+from mobius.models.slice_attention import attend_slice, attend_slice_backward
+from mobius.models.slice_pieces import (
     AttentionKernel,
     choose_kernel,
     is_kernel_available,
     unsupported_reason,
 )
-from mobius.models.sliced_attention.slice_attention import attend_slice, attend_slice_backward
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

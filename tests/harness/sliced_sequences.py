@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 from torch.library import _scoped_library
 
-from mobius.models.sliced_attention.attention_pieces import SlicedAttentionSettings
-from mobius.models.sliced_attention.kernel_choice import AttentionKernel
-from mobius.models.sliced_attention.kv_cache import SequenceKVCache
-from mobius.models.sliced_attention.slice_attention import attend_slice, attend_slice_backward
+from mobius.models.slice_attention import SequenceKVCache, attend_slice, attend_slice_backward
+from mobius.models.slice_pieces import AttentionKernel, SlicedAttentionSettings
 
 Rows = Sequence[Sequence[int]]
 """Lengths of the documents of each row; all rows are equally long."""

@@ -30,9 +30,9 @@ from mobius.engine.executor import StepBatch
 from mobius.engine.saved_activations import SavedActivations
 from mobius.engine.stage import SavedForBackward
 from mobius.errors import ConfigError
-from mobius.models.adapters.lora import InitialAdapterWeights
 from mobius.models.block_autograd import recomputed_backward
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
+from mobius.models.weights import InitialAdapterWeights
 
 LORA = AdapterConfig(finetuning_type=FinetuningType.LORA, lora_rank=4, lora_alpha=8.0)
 CASES = {  # number of slots, whether graphs are kept, resident stages

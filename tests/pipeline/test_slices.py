@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from mobius.engine import sliced_layers
 from mobius.engine.executor import StepBatch
-from mobius.models.sliced_attention.slice_attention import attend_slice
+from mobius.models.slice_attention import attend_slice
 
 SETTINGS = (  # ranks, stages of each, sequences, slices, slots, rounds, whether activations wait on the host
     (1, 1, 1, 4, None, 1, False),

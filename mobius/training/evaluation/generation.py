@@ -208,7 +208,7 @@ def check_generation_config(folder: Path, tokenizer: PreTrainedTokenizerBase, vo
     path = folder / "generation_config.json"
     if not path.is_file():
         return
-    fields = read_json_object(path, may_repeat=True)
+    fields = read_json_object(path)
     for name in ("num_beams", "num_beam_groups"):
         if (value := fields.get(name)) is not None and not (type(value) is int and 1 <= value <= _MAX_BEAMS):
             raise CheckpointError(

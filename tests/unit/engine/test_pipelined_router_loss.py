@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mobius.engine.pipelined_router_loss import PipelinedRouterLoss, shape_with_numbers
-from mobius.models.experts.router_loss import RouterLoss
+from mobius.models.router_loss import RouterLoss
 
 CPU = torch.device("cpu")
 

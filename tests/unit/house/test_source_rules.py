@@ -139,8 +139,7 @@ READS_ITSELF = {
     "files of this package": (
         "engine/adamw_cpu",
         "distributed/node_checks",
-        "models/structure/checked_families",
-        "models/multimodal/text_config",
+        "models/family_support",
     ),
     "what this very run has written": (
         *(

@@ -10,11 +10,8 @@ from harness.sliced_sequences import Rows, Sequences, at_once, gpu_attention_on_
 from torch import Tensor
 
 from mobius.limits import KEYS_PER_CALL
-from mobius.models.sliced_attention.attention_pieces import AttentionPiece, SlicedAttentionSettings
-from mobius.models.sliced_attention.kernel_choice import AttentionKernel, choose_kernel
-from mobius.models.sliced_attention.kernels import _cudnn_statistics_rank
-from mobius.models.sliced_attention.kv_cache import SequenceKVCache
-from mobius.models.sliced_attention.slice_attention import attend_slice, attend_slice_backward
+from mobius.models.slice_attention import SequenceKVCache, _cudnn_statistics_rank, attend_slice, attend_slice_backward
+from mobius.models.slice_pieces import AttentionKernel, AttentionPiece, SlicedAttentionSettings, choose_kernel
 
 CPU = torch.device("cpu")
 CUTS = [[97], [50, 47], [32, 32, 33], [1, 60, 20, 16], [16, 31, 2, 47, 1]]

@@ -17,9 +17,15 @@ from mobius.errors import ConfigError
 from mobius.models.block_autograd import backward, recomputed_backward, run_with_graph
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.compiled import CompiledGraph
-from mobius.models.experts.forward import register_experts_implementation, run_experts, run_experts_on_gpu
-from mobius.models.experts.fused import fused_experts, matrix_names, unsupported_experts_reason
-from mobius.models.experts.gradient_factors import ExpertsGradientFactors
+from mobius.models.experts import (
+    ExpertsGradientFactors,
+    fused_experts,
+    matrix_names,
+    register_experts_implementation,
+    run_experts,
+    run_experts_on_gpu,
+    unsupported_experts_reason,
+)
 from mobius.schedule.plan import RecomputeLevel
 
 CPU = torch.device("cpu")
@@ -93,29 +99,29 @@ def test_factors_that_leave_by_taps_make_the_weights_gradients(family: str, run:
     register_experts_implementation(experts)
     expected = results_of(partial(run, experts), *inputs, parameters=experts.parameters())
     own = [ExpertsGradientFactors(name, CHOSEN) for name in matrix_names(experts)]
-    taps = {
+    placeholders = {
         name: leaf
-        for tap in own
-        for name, leaf in tap.make_placeholders(experts.get_parameter(tap.weight), num_tokens=TOKENS).items()
+        for factors in own
+        for name, leaf in factors.make_placeholders(experts.get_parameter(factors.weight), num_tokens=TOKENS).items()
     }
-    vars(experts)["_buffers"].update(taps)
+    vars(experts)["_buffers"].update(placeholders)
 
-    actual = results_of(partial(run, experts), *inputs, parameters=taps.values())
+    actual = results_of(partial(run, experts), *inputs, parameters=placeholders.values())
 
     assert all(map(torch.equal, actual[:3], expected[:3]))
-    found = dict(zip(taps, actual[3:], strict=True))
-    for tap, gradient in zip(own, expected[3:], strict=True):
+    found = dict(zip(placeholders, actual[3:], strict=True))
+    for factors, gradient in zip(own, expected[3:], strict=True):
         total = torch.ones_like(gradient)
-        tap.add_gradient(total, found)
+        factors.add_gradient(total, found)
         assert torch.equal(total, 1 + gradient)
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
-def test_all_matrices_of_a_sparse_layer_are_tapped_but_the_routers(family: str) -> None:
+def test_all_matrices_of_a_sparse_layer_have_factors_but_the_routers(family: str) -> None:
     parts = ModelParts(tiny_config(family), CPU)
     layer = next(layer for layer in parts.layers if "mlp.gate.weight" in layer.shapes)
     matrices = {name for name, shape in layer.shapes.items() if len(shape) > 1}
-    assert matrices - {tap.weight for tap in layer.gradient_factors} == {"mlp.gate.weight"}
+    assert matrices - {factors.weight for factors in layer.gradient_factors} == {"mlp.gate.weight"}
 
 
 @pytest.mark.parametrize("compiler", ["none", pytest.param("inductor", marks=pytest.mark.extended)])

@@ -14,14 +14,13 @@ import pytest
 import torch
 from harness.pipelines import CPU, FAMILIES
 from safetensors.torch import save_file
-from transformers import GPT2Config, PretrainedConfig
+from transformers import PretrainedConfig
 
 from mobius.config.config import ModelConfig
 from mobius.errors import CheckpointError, ConfigError
 from mobius.models import families
 from mobius.models.blocks import ModelParts
 from mobius.models.families import load_model_config, load_planned_config, locate_model
-from mobius.models.structure.checked_families import checked_families
 from mobius.models.weights import EMBEDDING_WEIGHT, LM_HEAD_WEIGHT
 
 
@@ -83,12 +82,8 @@ def test_a_missing_model_is_told_with_folder_cache_hub_and_the_way_to_get_it_off
     with pytest.raises(CheckpointError) as caught:
         locate_model("nobody/nothing")
 
-    message = str(caught.value)
-    assert f"a folder {tmp_path / 'nobody' / 'nothing'}" in message
-    assert f"the cache {hub_out_of_reach}" in message
-    assert "on the hub" in message
-    assert "`hf download nobody/nothing --local-dir MODEL`" in message
-    assert "--model_path MODEL" in message
+    for part in (tmp_path / "nobody" / "nothing", hub_out_of_reach, "`hf download nobody/nothing --local-dir MODEL`"):
+        assert str(part) in str(caught.value)
 
 
 @pytest.mark.timeout(20)
@@ -186,19 +181,8 @@ def test_a_path_that_cannot_be_a_hub_id_is_not_advised_to_be_downloaded(
     with pytest.raises(CheckpointError) as caught:
         locate_model(model_path)
 
-    assert f"--model_path {model_path}" in str(caught.value)
     assert str((tmp_path / model_path).absolute()) in str(caught.value)
     assert "hf download" not in str(caught.value)
-
-
-def test_an_unsupported_family_is_named_with_the_supported_ones(tmp_path: Path) -> None:
-    write_config(tmp_path, GPT2Config(n_layer=1, n_embd=8, n_head=2), has_weights=False)
-
-    with pytest.raises(CheckpointError) as caught:
-        load(tmp_path)
-
-    assert "'gpt2'" in str(caught.value)
-    assert all(family in str(caught.value) for family in checked_families().supported)
 
 
 @pytest.mark.parametrize("text", ["{", '{"model_type": "no-such-family"}', "{}"])
@@ -213,12 +197,8 @@ def test_pickled_weights_are_refused_with_the_command_that_converts_them(tmp_pat
     write_config(tmp_path, FAMILIES["llama"](), has_weights=False)
     (tmp_path / "pytorch_model.bin").touch()
 
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError, match=rf"pytorch_model.bin.*from_pretrained\('{tmp_path}'\).save_pretrained\("):
         load(tmp_path)
-
-    assert "pytorch_model.bin" in str(caught.value)
-    assert "safetensors" in str(caught.value)
-    assert f"from_pretrained('{tmp_path}').save_pretrained(" in str(caught.value)
 
 
 def test_pickled_files_beside_safetensors_do_not_matter(tmp_path: Path) -> None:

@@ -12,9 +12,8 @@ from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.linear import (
     GradientFactorLinear,
     LinearGradientFactors,
-    add_linear_weight_gradient,
+    ProductFormat,
     find_linear_gradient_factors,
-    make_linear_placeholders,
     replace_linears,
 )
 
@@ -38,21 +37,20 @@ class TwoLinears(nn.Module):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_product_of_the_taps_gradients_is_the_weights_gradient(bias: bool, compiled: bool) -> None:
+def test_the_product_of_the_factors_is_the_weights_gradient(bias: bool, compiled: bool) -> None:
     torch.manual_seed(3)
     linear = GradientFactorLinear(6, 5, bias=bias, dtype=torch.float64)
     inputs, gradient = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True), torch.randn(2, 3, 5).double()
     others = [inputs, *([linear.bias] if bias else [])]
     plain = torch.autograd.grad(linear(inputs), [linear.weight, *others], gradient)
-    taps = make_linear_placeholders(linear.weight.detach(), num_tokens=6)
+    placeholders = LinearGradientFactors("").make_placeholders(linear.weight.detach(), num_tokens=6)
 
-    def call(inputs: Tensor, taps: tuple[Tensor, Tensor]) -> Tensor:
-        values = dict(zip(("input_placeholder", "output_placeholder"), taps, strict=True))
-        output: Tensor = torch.func.functional_call(linear, values, inputs)
+    def call(inputs: Tensor, placeholders: dict[str, Tensor]) -> Tensor:
+        output: Tensor = torch.func.functional_call(linear, placeholders, inputs)
         return output
 
-    output = (torch.compile(call) if compiled else call)(inputs, taps)
-    factor, output_factor, *rest = torch.autograd.grad(output, [*taps, *others], gradient)
+    output = (torch.compile(call) if compiled else call)(inputs, placeholders)
+    factor, output_factor, *rest = torch.autograd.grad(output, [*placeholders.values(), *others], gradient)
 
     assert not factor.requires_grad
     assert torch.equal(output, linear(inputs))
@@ -64,16 +62,18 @@ def test_the_product_of_the_taps_gradients_is_the_weights_gradient(bias: bool, c
 def test_a_product_is_added_to_what_is_there() -> None:
     total, gradient, inputs = torch.ones(2, 3), torch.tensor([[1.0, 2.0]]), torch.tensor([[10.0, 20.0, 30.0]])
 
-    add_linear_weight_gradient(total, gradient, inputs)
+    ProductFormat.add_weight_gradient(total, gradient, inputs)
 
     assert total.tolist() == [[11.0, 21.0, 31.0], [21.0, 41.0, 61.0]]
 
 
-def test_taps_take_no_memory_of_their_own() -> None:
-    taps = make_linear_placeholders(torch.zeros(7, 5, dtype=torch.bfloat16), num_tokens=1000)
+def test_placeholders_take_no_memory_of_their_own() -> None:
+    weight = torch.zeros(7, 5, dtype=torch.bfloat16)
+    placeholders = LinearGradientFactors("part").make_placeholders(weight, num_tokens=1000)
 
-    assert [tap.shape for tap in taps] == [(1000, 5), (1000, 7)]
-    assert {tap.untyped_storage().nbytes() for tap in taps} == {2}
+    shapes = {name: tuple(each.shape) for name, each in placeholders.items()}
+    assert shapes == {"part.input_placeholder": (1000, 5), "part.output_placeholder": (1000, 7)}
+    assert {each.untyped_storage().nbytes() for each in placeholders.values()} == {2}
 
 
 @pytest.mark.parametrize(
@@ -81,13 +81,13 @@ def test_taps_take_no_memory_of_their_own() -> None:
     [(1, 3, {"all", "some"}), (2, 3, {"all"}), (1, 2, {"all"}), (0, 3, {"all"})],
     ids=["once on all", "twice", "on some tokens", "never"],
 )
-def test_only_what_is_called_once_on_all_tokens_is_tapped(times: int, num_rows: int, expected: set[str]) -> None:
+def test_only_what_is_called_once_on_all_tokens_has_factors(times: int, num_rows: int, expected: set[str]) -> None:
     module = TwoLinears(times=times, num_rows=num_rows).to("meta")
     replace_linears(module)
 
-    taps = find_linear_gradient_factors(module, lambda: module(torch.empty(1, 3, 4, device="meta")), num_tokens=3)
+    factors = find_linear_gradient_factors(module, lambda: module(torch.empty(1, 3, 4, device="meta")), num_tokens=3)
 
-    assert {tap.linear for tap in taps} == expected
+    assert {each.linear for each in factors} == expected
 
 
 class Clipped(nn.Module):
@@ -101,25 +101,25 @@ class Clipped(nn.Module):
         return self.plain(self.clipped(inputs).clamp_(-1, 1)) * 2
 
 
-def test_a_linear_whose_output_is_changed_in_place_is_not_tapped() -> None:
+def test_a_linear_whose_output_is_changed_in_place_has_no_factors() -> None:
     module = Clipped().to("meta")
     replace_linears(module)
 
-    taps = find_linear_gradient_factors(module, lambda: module(torch.empty(1, 3, 4, device="meta")), num_tokens=3)
-    assert taps == (LinearGradientFactors("plain"),)
+    factors = find_linear_gradient_factors(module, lambda: module(torch.empty(1, 3, 4, device="meta")), num_tokens=3)
+    assert factors == (LinearGradientFactors("plain"),)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_matrices_of_a_dense_layer_are_tapped_and_of_the_head(family: str) -> None:
+def test_all_matrices_of_a_dense_layer_have_factors_and_of_the_head(family: str) -> None:
     parts = ModelParts(FAMILIES[family](), CPU)
 
     for block in (*parts.layers, parts.head):
         matrices = {name for name, shape in block.shapes.items() if len(shape) == 2}
-        assert {tap.weight for tap in block.gradient_factors} == matrices
+        assert {each.weight for each in block.gradient_factors} == matrices
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_tapped_layers_gradients_are_bit_equal_to_autograds(family: str) -> None:
+def test_a_layer_with_factors_gradients_are_bit_equal_to_autograds(family: str) -> None:
     parts = ModelParts(FAMILIES[family](), CPU)
     block = parts.layers[0]
     torch.manual_seed(1)

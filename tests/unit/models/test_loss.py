@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mobius.models.loss import LogitsLoss, chunked_cross_entropy, chunked_evaluation, shift_labels
-from mobius.models.structure.scaling_steps import ScalingKind, ScalingStep, ScalingSteps
+from mobius.models.loss import Objective, shift_labels
+from mobius.models.structure import ScalingKind, ScalingStep, ScalingSteps
 
 BATCH, LENGTH, HIDDEN, VOCAB = 3, 7, 16, 40
 NUM_TARGETS = 50  # of the whole step: more than these sequences have
@@ -77,14 +77,13 @@ class Case:
         softcap: float | None = None,
         compiled: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        return chunked_cross_entropy(
+        return Objective(capped(softcap), compiled=compiled).loss(
             partial(head, self),
             self.hidden,
             self.labels,
             num_targets=NUM_TARGETS,
             loss_scale=loss_scale,
             chunk_tokens=chunk_tokens,
-            logits_loss=LogitsLoss(capped(softcap), compiled=compiled),
         )
 
     def expected(self, softcap: float | None = None) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -234,23 +233,13 @@ def test_an_evaluation_sums_the_losses_and_counts_the_hits_chunk_by_chunk(
     targets = labels[:, 1:]
     expected = F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), targets.reshape(-1), reduction="sum")
     hits = int(((logits[:, :-1].argmax(-1) == targets) & (targets != -100)).sum())
-    total, found = chunked_evaluation(
-        logits_of,
-        case.hidden,
-        shift_labels(labels),
-        chunk_tokens=chunk_tokens,
-        logits_loss=LogitsLoss(capped(softcap), compiled=compiled),
-    )
+    objective = Objective(capped(softcap), compiled=compiled)
+    total, found = objective.evaluate(logits_of, case.hidden, shift_labels(labels), chunk_tokens=chunk_tokens)
     assert (total.dtype, found.dtype) == (torch.float32, torch.int64)
     assert not total.requires_grad
     assert float(total) == pytest.approx(float(expected), rel=1e-6)
     assert 5 <= hits == int(found) < int((targets != -100).sum())
     assert max(sizes) <= chunk_tokens
-    nothing, no_hits = chunked_evaluation(
-        logits_of,
-        case.hidden,
-        torch.full_like(labels, -100),
-        chunk_tokens=chunk_tokens,
-        logits_loss=LogitsLoss(capped(softcap), compiled=compiled),
-    )
+    no_targets = torch.full_like(labels, -100)
+    nothing, no_hits = objective.evaluate(logits_of, case.hidden, no_targets, chunk_tokens=chunk_tokens)
     assert (float(nothing), int(no_hits)) == (0.0, 0)

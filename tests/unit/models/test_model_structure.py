@@ -11,15 +11,16 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mobius.models.blocks import ModelParts
-from mobius.models.structure.model_structure import UnsupportedStructureError, find_model_structure
-from mobius.models.structure.persistent_buffers import freeze_persistent_buffers
-from mobius.models.structure.scaling_steps import (
+from mobius.models.structure import (
     OperationRecorder,
     ScaledModule,
     ScalingKind,
     ScalingStep,
+    UnsupportedStructureError,
     apply_scaling,
     apply_scaling_with_derivative,
+    find_model_structure,
+    freeze_persistent_buffers,
 )
 
 START = torch.tensor([[-2.0, -0.3], [0.5, 3.0]])

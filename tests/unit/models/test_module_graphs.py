@@ -19,7 +19,6 @@ from mobius.models.block_autograd import (
     backward,
     backward_many,
     recomputed_backward_many,
-    run_many_with_graph,
     run_many_without_graph,
     run_with_graph,
 )
@@ -106,7 +105,7 @@ def test_what_is_kept_is_held_by_nothing_but_its_backward(monkeypatch: pytest.Mo
             results: Sequence[Tensor | None] = graph(*given)
             if held:  # then this is the backward
                 (tensors,) = given
-                # Inputs of linears leave it as gradients of their taps.
+                # Inputs of linears leave it as gradients of their placeholders.
                 goes_on = {address(result) for result in results if result is not None}
                 own = [tensor for tensor in tensors if address(tensor) not in held | goes_on]
                 references = [weakref.ref(tensor) for tensor in own]
@@ -185,7 +184,7 @@ def test_the_product_that_only_the_output_needs_is_not_computed_again(
 
     products = [node for node in graph.nodes if node.target in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)]
 
-    # Seven linears forward and their inputs' gradients, less the last one's forward; weights' gradients are the taps'.
+    # Seven linears forward and their inputs' gradients, less the last one's forward; weights' gradients are factors.
     assert len(products) == 7 - 1 + 7
 
 
@@ -250,7 +249,7 @@ def test_a_module_may_have_several_inputs_and_outputs(uncompiled: list[torch.fx.
 
     outputs = run_many_without_graph(block, weights, (one, other), {})
     if way == "kept":
-        graph = run_many_with_graph(block, weights, (one, other), {})
+        graph = run_with_graph(block, weights, (one, other), {})
         assert_equal(graph.outputs, outputs)
         results = backward_many(block, graph, sums, (of_sum, of_turned))
     else:

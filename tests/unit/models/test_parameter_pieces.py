@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from mobius.config.config import ModelConfig
 from mobius.errors import CheckpointError
 from mobius.models.blocks import ModelParts
-from mobius.models.weight_conversion.parameter_pieces import (
+from mobius.models.parameter_pieces import (
     ParameterPiece,
     find_parameter_pieces,
     stored_shapes,
@@ -103,7 +103,7 @@ def test_a_family_that_stores_several_parameters_in_one_tensor_is_refused(monkey
     def fuse(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"fused": torch.cat(list(tensors.values()))}
 
-    monkeypatch.setattr("mobius.models.weight_conversion.parameter_pieces.revert_weight_conversion", fuse)
+    monkeypatch.setattr("mobius.models.parameter_pieces.revert_weight_conversion", fuse)
     with pytest.raises(CheckpointError, match="'llama' stores 'fused', which is not a piece of one parameter"):
         find_parameter_pieces(model_of(tiny_config("llama")), {"a": (2, 3), "b": (4, 3)})
 

@@ -8,9 +8,9 @@ from harness.plan_requests import find_published_shape
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from mobius.models.shapes import published_shapes
-from mobius.models.shapes.experts import count_experts
-from mobius.models.shapes.published_shapes import PUBLISHED_SHAPES, SHORT_NAMES
+from mobius.models import published_shapes
+from mobius.models.experts import count_experts
+from mobius.models.published_shapes import PUBLISHED_SHAPES, SHORT_NAMES
 from mobius.schedule.partition import ModelShape
 
 

@@ -22,8 +22,7 @@ from transformers import LlamaConfig
 
 from mobius.models.block_autograd import backward, run_with_graph
 from mobius.models.blocks import Block, LayerArgumentsBuilder, ModelParts
-from mobius.models.compiled import CompiledGraph, CompiledModule
-from mobius.models.recompute_policy import is_cheap_to_recompute
+from mobius.models.compiled import CompiledGraph, CompiledModule, is_cheap_to_recompute
 from mobius.schedule.plan import RecomputeLevel
 
 CPU = torch.device("cpu")
@@ -75,7 +74,7 @@ def costly(targets: Sequence[object]) -> Counter[str]:
     return Counter(name for name in names if name in ("mm", "addmm", "bmm") or "attention" in name)
 
 
-# Of seven linears the inputs' gradients; those of weights are made outside of the graph, by their taps.
+# Of seven linears the inputs' gradients; those of weights are made outside of the graph, from their factors.
 ONLY_BACKWARD = {"mm": 7, "_scaled_dot_product_flash_attention_for_cpu_backward": 1}
 
 

@@ -9,7 +9,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from mobius.errors import CheckpointError
 from mobius.models.blocks import ModelParts
-from mobius.models.experts.router_loss import RouterLoss, router_sums
+from mobius.models.router_loss import RouterLoss, router_sums
 
 CPU = torch.device("cpu")
 LAYERS, TOKENS, EXPERTS, CHOSEN = 3, 10, 6, 2

@@ -12,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from mobius.models.sliced_attention.slice_support import unsliceable_reason
+from mobius.models.family_support import unsliceable_reason
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_causal_attention_in_windows_or_not_can_be_sliced(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "fields", "reason"),
     [
-        ("llama4_text", {}, "begins anew at every chunk .attention_chunk_size.*.chunked_attention in layer_types"),
+        ("llama4_text", {}, "starts again at every chunk .attention_chunk_size.*.chunked_attention in layer_types"),
         ("gpt_oss", {}, "attention sinks"),
         ("bloom", {}, "bias by distance"),
         ("mpt", {}, "bias by distance"),

@@ -8,9 +8,8 @@ from harness.live_bytes import LiveBytes
 from harness.sliced_sequences import Rows, Sequences, at_once, gpu_attention_on_cpu, in_slices
 
 from mobius.errors import PlanError
-from mobius.models.sliced_attention.attention_pieces import SlicedAttentionSettings
-from mobius.models.sliced_attention.kernel_choice import AttentionKernel
-from mobius.models.sliced_attention.slice_attention import attend_slice, attend_slice_backward
+from mobius.models.slice_attention import attend_slice, attend_slice_backward
+from mobius.models.slice_pieces import AttentionKernel, SlicedAttentionSettings
 
 CPU = torch.device("cpu")
 SMALL = {"keys_per_call": 20, "tile": 16}

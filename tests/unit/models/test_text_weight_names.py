@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mobius.models.multimodal.weight_names import text_weight_names
+from mobius.models.weights import text_weight_names
 
 OTHERS = ("model.vision_tower.embed.weight", "visual.blocks.0.norm.weight", "mtp.norm.weight")
 

@@ -95,20 +95,11 @@ def test_a_damaged_file_is_named(tmp_path: Path, keep: int) -> None:
     make_checkpoint(tmp_path)
     name = "model.layers.2.mlp.up_proj.weight"
     damaged = tmp_path / weight_map(tmp_path)[name]
-    damaged.write_bytes(damaged.read_bytes()[:keep])
-
-    with pytest.raises(CheckpointError, match=damaged.name):
-        CheckpointWeights(tmp_path, {}).read(name, (64, 32))
-
-
-@pytest.mark.parametrize("keep", [0, 4, 100])
-def test_a_damaged_single_file_is_named(tmp_path: Path, keep: int) -> None:
-    make_checkpoint(tmp_path / "sharded")
-    damaged = merge(tmp_path / "sharded", tmp_path / "single") / "model.safetensors"
-    damaged.write_bytes(damaged.read_bytes()[:keep])
-
-    with pytest.raises(CheckpointError, match=str(damaged)):
-        CheckpointWeights(tmp_path / "single", {})
+    single = merge(tmp_path, tmp_path / "single") / "model.safetensors"
+    for path in (damaged, single):
+        path.write_bytes(path.read_bytes()[:keep])
+        with pytest.raises(CheckpointError, match=str(path)):
+            CheckpointWeights(path.parent, {}).read(name, (64, 32))
 
 
 def absurd(folder: Path, number: int, value: float) -> list[str]:
@@ -127,7 +118,7 @@ def test_a_finite_value_that_no_model_has_is_told_once_with_its_tensor(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, value: float
 ) -> None:
     make_checkpoint(tmp_path)
-    (name,) = absurd(tmp_path, 1, value)
+    name, _ = absurd(tmp_path, 2, value)
     source = CheckpointWeights(tmp_path / "single", {})
     for each, stored in [*source.stored.items(), *source.stored.items()]:
         source.read(each, stored.shape)
@@ -136,19 +127,6 @@ def test_a_finite_value_that_no_model_has_is_told_once_with_its_tensor(
     assert record.levelname == "WARNING"
     for word in (str(tmp_path / "single"), repr(name), f"{value:g}"):
         assert word in record.getMessage()
-
-
-def test_of_many_tensors_with_absurd_values_the_first_ones_are_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    make_checkpoint(tmp_path)
-    names = absurd(tmp_path, 6, 1e30)
-    source = CheckpointWeights(tmp_path / "single", {})
-    for name in names:
-        source.read(name, source.stored[name].shape)
-
-    assert [name for name in names if any(repr(name) in text for text in caplog.messages)] == names[:3]
-    assert ["not listed" in text for text in caplog.messages] == [False, False, True]
 
 
 def test_the_largest_weight_of_fp16_is_no_reason_to_warn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ from harness.tiny_families import tiny_config
 from mobius.config.cli import parse_args
 from mobius.errors import PlanError
 from mobius.models.blocks import ModelParts
-from mobius.models.structure.checked_families import checked_families
+from mobius.models.family_support import checked_families
 from mobius.planner.dry_run import run_dry
 from mobius.planner.run_setup import make_run_setup
 from mobius.ranks import Ranks

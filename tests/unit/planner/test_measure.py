@@ -22,9 +22,9 @@ from mobius.engine import sliced_layers, stage
 from mobius.engine.documents import typical_arguments
 from mobius.engine.sequence_slices import SequenceSlice
 from mobius.engine.stage_layers import MicrobatchContext
+from mobius.models import router_loss
 from mobius.models.attention import DocumentAttention
 from mobius.models.blocks import LayerArguments, ModelParts
-from mobius.models.experts import router_loss
 from mobius.planner import host_rates, layer_bytes, measure, timer
 from mobius.planner.gpu_specs import ACTION_LAUNCH, SUSTAINED_SHARE, action_launch
 from mobius.planner.measure import MicrobatchShape, measure_launches, measure_profile

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from mobius.config.cli import given_options, parse_args
 from mobius.engine.stage_state import StageState
 from mobius.models.families import load_model_config
-from mobius.models.structure.checked_families import CheckedFamilies
+from mobius.models.family_support import CheckedFamilies
 from mobius.planner.run_setup import make_run_setup
 from mobius.ranks import Ranks
 from mobius.training.run import run_training

@@ -42,16 +42,16 @@ def grouped_rows(
     place = tl.program_id(1)
     numbers = tl.arange(0, experts_block)
     is_there = numbers < num_experts
-    behind = tl.load(expert_offsets + numbers, mask=is_there, other=0)
+    end_rows = tl.load(expert_offsets + numbers, mask=is_there, other=0)
     before = tl.load(expert_offsets + numbers - 1, mask=is_there & (numbers > 0), other=0)
-    num_tiles = tl.where(is_there, (behind - before + rows_block - 1) // rows_block, 0)
-    tiles_behind = tl.cumsum(num_tiles, 0)
-    expert = tl.sum((tiles_behind <= place).to(tl.int32) * is_there.to(tl.int32), 0)
+    num_tiles = tl.where(is_there, (end_rows - before + rows_block - 1) // rows_block, 0)
+    tiles_through = tl.cumsum(num_tiles, 0)
+    expert = tl.sum((tiles_through <= place).to(tl.int32) * is_there.to(tl.int32), 0)
     if expert < num_experts:
         is_own = numbers == expert
-        tile = place - tl.sum(tl.where(is_own, tiles_behind - num_tiles, 0), 0)
+        tile = place - tl.sum(tl.where(is_own, tiles_through - num_tiles, 0), 0)
         start = tl.sum(tl.where(is_own, before, 0), 0) + tile * rows_block
-        end = tl.sum(tl.where(is_own, behind, 0), 0)
+        end = tl.sum(tl.where(is_own, end_rows, 0), 0)
         own = (start + tl.arange(0, rows_block)).to(tl.int64)
         columns = tl.program_id(0) * out_block + tl.arange(0, out_block)
         inner = tl.arange(0, in_block)

@@ -11,7 +11,7 @@ result show which elements of a parameter it holds.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +74,10 @@ def find_parameter_pieces(
 
 def stored_views(views: Mapping[str, Tensor], pieces: Mapping[str, tuple[ParameterPiece, ...]]) -> dict[str, Tensor]:
     """Stored name -> tensor to store, as views of the parameters in `views`."""
-    return {stored: view for name, parameter in views.items() for stored, view in _named_views(name, parameter, pieces)}
+    found: dict[str, Tensor] = {}
+    for name, parameter in views.items():
+        found |= {each.name: each.of(parameter) for each in pieces[name]} if name in pieces else {name: parameter}
+    return found
 
 
 def stored_shapes(
@@ -82,16 +85,6 @@ def stored_shapes(
 ) -> list[tuple[str, tuple[int, ...]]]:
     """Names and shapes of the tensors that store parameter `name`."""
     return [(piece.name, piece.shape) for piece in pieces[name]] if name in pieces else [(name, shape)]
-
-
-def _named_views(
-    name: str, parameter: Tensor, pieces: Mapping[str, tuple[ParameterPiece, ...]]
-) -> Iterator[tuple[str, Tensor]]:
-    if name not in pieces:
-        yield name, parameter
-        return
-    for piece in pieces[name]:
-        yield piece.name, piece.of(parameter)
 
 
 class _Traced(Tensor):

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mobius.errors import CheckpointError, PlanError
-from mobius.models.experts.fused import fused_experts
-from mobius.models.structure.error_translation import file_of
+from mobius.models.experts import fused_experts
+from mobius.models.structure import file_of
 
 TOKEN_MASK = "token_mask"
 """Layer argument, fp32 [B, L]: 1 for tokens that count. With it a layer with a router also returns `router_sums`.

@@ -1,6 +1,10 @@
-"""Selects the trained parameters of a model: adds adapters to the targeted linears and freezes the rest.
+"""Adapters of linear layers, as in "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv 2106.09685).
 
-A frozen parameter has `requires_grad` False on the meta device already, where blocks read it.
+    y = W x + b + scale * B (A x)        A [rank, in], B [out, rank]: trained; W and b: frozen
+
+Names, order of products and initial values equal peft's, so that adapter files are interchangeable. `adapt` adds
+adapters to the targeted linears and freezes the rest: a frozen parameter has `requires_grad` False on the meta device
+already, where blocks read it.
 """
 
 from __future__ import annotations
@@ -11,13 +15,43 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from mobius.config.config import AdapterConfig, split_names
 from mobius.errors import ConfigError
 from mobius.log import RANK_ZERO_ONLY
-from mobius.models.adapters.lora import LoraLinear
-from mobius.models.experts.fused import fused_experts, matrix_names
+from mobius.models.experts import fused_experts, matrix_names
+from mobius.models.linear import GradientFactorLinear
+
+LORA_A, LORA_B = "lora_A", "lora_B"
+_ADAPTER = re.compile(rf"(?P<linear>.+)\.(?P<factor>{LORA_A}|{LORA_B})\.weight")
+
+
+class LoraLinear(GradientFactorLinear):
+    """A linear layer with frozen weight and bias, and the two trained factors of the weight's update."""
+
+    def __init__(self, linear: nn.Linear, *, rank: int, scale: float) -> None:
+        """Create the replacement of `linear` on the meta device."""
+        options = {"device": "meta", "dtype": linear.weight.dtype}
+        super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None, **options)
+        self.requires_grad_(False)
+        self.lora_A = GradientFactorLinear(linear.in_features, rank, bias=False, **options)
+        self.lora_B = GradientFactorLinear(rank, linear.out_features, bias=False, **options)
+        self.scale = scale
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        # The order fixes the order in which input gradients are summed, too.
+        output = super().forward(input)
+        added: Tensor = self.lora_B(self.lora_A(input))
+        return output + added * self.scale
+
+
+def adapted_linear(name: str) -> str | None:
+    """Name of the linear layer that `name` is an adapter factor of; None for other parameters."""
+    match = _ADAPTER.fullmatch(name)
+    return None if match is None else match["linear"]
+
 
 logger = logging.getLogger(__name__)
 
@@ -115,8 +149,8 @@ def _wanted(linears: Mapping[str, nn.Linear], target: str) -> dict[str, nn.Linea
         hint = f"did you mean {_listed(near)}? It" if near else "it"
         reason = "the embedding and the head are outside the layers (--additional_target trains them in full)"
         is_outer = unknown[0] in ("embed_tokens", "lm_head", *_PARTS)
-        told = reason if is_outer else f"{hint} has {_listed(kinds)}"
-        raise ConfigError(f"`--lora_target` {unknown[0]} is no linear layer of this model; {told}")
+        hint_or_reason = reason if is_outer else f"{hint} has {_listed(kinds)}"
+        raise ConfigError(f"`--lora_target` {unknown[0]} is no linear layer of this model; {hint_or_reason}")
     chosen = {name for found in matches.values() for name in found}
     return {name: linear for name, linear in linears.items() if name in chosen}
 

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from mobius.errors import CheckpointError, listed, reason_of
-from mobius.models.adapters.lora import ParameterSource, adapted_linear
+from mobius.models.adapters import adapted_linear
 from mobius.models.blocks import ModelParts
 from mobius.models.families import ADAPTER_FILE
 from mobius.models.model_files import format_json_value, read_json_object
-from mobius.models.weights import ValueCheck, folder_has_weights, read_header
+from mobius.models.weights import ValueCheck, WeightSource, folder_has_weights, read_header
 from mobius.regular_files import open_regular
 
 CONFIG_FILE: Final = ADAPTER_FILE
@@ -106,10 +106,9 @@ def check_base(folder: Path, base: AdapterBase) -> None:
     if base.fingerprint is not None and fields.get("fingerprint") not in (None, base.fingerprint):
         raise CheckpointError(
             f"{folder} was trained on other weights than those of {base.name}: on "
-            f"{format_json_value(fields.get('name'))} with the "
-            f"fingerprint {format_json_value(fields.get('fingerprint'))}, and this base has {base.fingerprint}. "
-            "Give the adapter's own base "
-            "with --model_path."
+            f"{format_json_value(fields.get('name'))} with the fingerprint "
+            f"{format_json_value(fields.get('fingerprint'))}, and this base has {base.fingerprint}. Give the adapter's "
+            "own base with --model_path."
         )
 
 
@@ -157,9 +156,9 @@ class AdapterFolder:
                 self._refuse_set(f"has {name} of shape {self.stored[name].shape}, not {shape}: it is of another base")
         check_base(self.folder, base)
 
-    def _refuse_set(self, told: str) -> None:
+    def _refuse_set(self, problem: str) -> None:
         raise CheckpointError(
-            f"--adapter_path {self.folder} {told}. Its targets are "
+            f"--adapter_path {self.folder} {problem}. Its targets are "
             f"{format_json_value(self.fields.get('target_modules'))}, and "
             f"{format_json_value(self.fields.get('modules_to_save'))} in full: use the same for --lora_target and "
             "--additional_target."
@@ -169,7 +168,7 @@ class AdapterFolder:
 class AdapterWeights:
     """Source of parameters: the adapter's own, and the base's for all others."""
 
-    def __init__(self, base: ParameterSource, adapter: AdapterFolder, *, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, base: WeightSource, adapter: AdapterFolder, *, dtype: torch.dtype = torch.float32) -> None:
         """Values of the adapter must fit into `dtype`."""
         self._base, self._stored, self._check = base, adapter.stored, ValueCheck(dtype)
 

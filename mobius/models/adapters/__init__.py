@@ -1,1 +1,0 @@
-"""LoRA adapters of frozen layers: their placement, initial values, files, and base model."""

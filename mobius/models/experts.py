@@ -1,0 +1,379 @@
+"""Fused experts: their forward for every family, gradients, and gradient factors.
+
+    tokens --router--> top-k experts per token, and their weights
+    rows: one per token and chosen expert, sorted by expert --> matmul --> gate --> matmul --> times weights
+    a token's rows are summed in the order of its experts
+
+transformers stores each matrix of all experts of a layer in one tensor, [experts, out, in], and recognizes our forward
+by its registered name. No token is dropped, and no shape depends on routing. On a GPU nothing here synchronizes with
+the host. On a CPU, operations and their order equal those of transformers' `grouped_mm`, so results are bit-identical.
+
+    y = x W of each expert's rows       dx = dy W^T is returned;   dW = x^T dy is left to the caller, who gets x and dy
+
+Autograd returns factors and expert offsets as gradients of three placeholders, whose values are never read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from mobius.models.grouped_matmul import add_weight_gradient, grouped_matmul, grouped_weight_gradient
+from mobius.schedule.partition import Experts
+
+_OPTIONS = ("has_gate", "has_bias", "is_transposed")
+"""Attributes that the decorator sets on each module."""
+
+
+def matrix_names(experts: nn.Module) -> tuple[str, str]:
+    """Names of the input matrix and the output matrix of fused experts."""
+    return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
+
+
+def fused_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules of fused experts, by name."""
+    return {name: module for name, module in model.named_modules() if _is_fused(module)}
+
+
+def _is_fused(module: nn.Module) -> bool:
+    return hasattr(type(module).forward, "__wrapped__") and all(name in vars(module) for name in _OPTIONS)
+
+
+def unsupported_experts_reason(model: nn.Module) -> str | None:
+    """Reason (a clause after the family's name) why the model's experts cannot be run, or None if they can.
+
+    Parameters of experts are recognized by `.experts.` in their names; shared experts, used by every token, are not.
+    """
+    fused = fused_experts(model)
+    for name, module in fused.items():
+        if reason := _other_form(module):
+            return f"has experts with {reason}, which are not run here ({name})"
+    known = tuple(f"{name}." for name in fused)
+    others = sorted(name for name, _ in model.named_parameters() if ".experts." in name and not name.startswith(known))
+    return f"has experts that are not held in one tensor per matrix (such as {others[0]})" if others else None
+
+
+def _other_form(experts: Any) -> str | None:
+    if experts.has_bias:
+        return "biases"
+    if getattr(experts, "has_post_expert_norm", False):
+        return "norms of their own"
+    shapes: Mapping[str, tuple[int, ...]] = {name: tuple(each.shape) for name, each in experts.named_parameters()}
+    if shapes.keys() != {*matrix_names(experts)} or any(len(shape) != 3 for shape in shapes.values()):
+        return f"other parameters than two matrices of three dimensions ({', '.join(shapes)})"
+    return None
+
+
+class ExpertMatrices(NamedTuple):
+    """One matrix of all experts, with its three placeholders or None for each."""
+
+    weight: Tensor
+    """[experts, out, in], or [experts, in, out]."""
+    is_transposed: bool
+    """Whether the input dimension comes first."""
+    left_placeholder: Tensor | None = None
+    """[rows, second dimension of the weight]."""
+    right_placeholder: Tensor | None = None
+    """[rows, third dimension of the weight]."""
+    offsets_placeholder: Tensor | None = None
+    """fp32 [experts]: row offsets, which fp32 holds exactly up to 2**24."""
+
+
+class Routing(NamedTuple):
+    """Mapping between rows, sorted by expert, and tokens, which have K rows each."""
+
+    order: Tensor
+    """[rows]: index of each row in the flattened [tokens, K]."""
+    inverse_order: Tensor
+    """[tokens * K]: row of each such index."""
+    expert_offsets: Tensor
+    """int32 [experts]: end of each expert's rows."""
+
+
+def grouped_linear(rows: Tensor, expert_offsets: Tensor, matrix: ExpertMatrices) -> Tensor:
+    """Multiply each row by its expert's matrix: [rows, in] -> [rows, out]."""
+    return cast(Tensor, _Product.apply(rows, expert_offsets, *matrix))  # type: ignore[no-untyped-call]
+
+
+def permute_tokens(hidden: Tensor, routing: Routing, num_experts_per_token: int) -> Tensor:
+    """Copy tokens to rows: [T, H] -> [rows, H]; backward sums the rows of a token without scatter-add."""
+    tensors = hidden, routing.order, routing.inverse_order
+    return cast(Tensor, _PermuteTokens.apply(*tensors, num_experts_per_token))  # type: ignore[no-untyped-call]
+
+
+def multiply_and_unpermute(rows: Tensor, top_k_weights: Tensor, routing: Routing, matrix: ExpertMatrices) -> Tensor:
+    """Multiply rows by their experts' matrices and sum them per token, weighted by [T, K]: [rows, in] -> [T, out].
+
+    Backward recomputes no product: a weight's gradient is the dot product of its row and the row's unweighted gradient.
+    """
+    return cast(Tensor, _MultiplyAndUnpermute.apply(rows, top_k_weights, *routing, *matrix))  # type: ignore[no-untyped-call]
+
+
+def _as_in_out(weight: Tensor, is_transposed: bool) -> Tensor:
+    return weight if is_transposed else weight.transpose(1, 2)
+
+
+def _of_weight(ctx: Any, rows: Tensor, gradient: Tensor, expert_offsets: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of the five `ExpertMatrices` fields, from input rows and output gradient."""
+    left, right = (rows, gradient) if ctx.is_transposed else (gradient, rows)
+    if ctx.has_factors:
+        # Detached: otherwise the input would keep its own graph alive.
+        return None, None, left.detach(), right.detach(), expert_offsets.to(torch.float32)
+    return grouped_weight_gradient(left, right, expert_offsets) if ctx.is_trained else None, None, None, None, None
+
+
+class _Product(torch.autograd.Function):
+    """`grouped_matmul` with gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, expert_offsets: Tensor, weight: Tensor, is_transposed: bool, *placeholders: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(rows, expert_offsets, weight)
+        ctx.is_transposed, ctx.has_factors, ctx.is_trained = (
+            is_transposed,
+            placeholders[0] is not None,
+            weight.requires_grad,
+        )
+        return grouped_matmul(rows, _as_in_out(weight, is_transposed), expert_offsets)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, expert_offsets, weight = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        of_rows = grouped_matmul(gradient, _as_in_out(weight, not ctx.is_transposed), expert_offsets)
+        return of_rows, None, *_of_weight(ctx, rows, gradient, expert_offsets)
+
+
+class _PermuteTokens(torch.autograd.Function):
+    """`permute_tokens` with gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, order: Tensor, inverse_order: Tensor, num_experts_per_token: int) -> Tensor:
+        ctx.save_for_backward(inverse_order)
+        ctx.num_experts_per_token = num_experts_per_token
+        return hidden[order // num_experts_per_token]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (inverse_order,) = ctx.saved_tensors
+        return gradient[inverse_order].unflatten(0, (-1, ctx.num_experts_per_token)).sum(1), None, None, None
+
+
+class _MultiplyAndUnpermute(torch.autograd.Function):
+    """`multiply_and_unpermute` with gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        top_k_weights: Tensor,
+        order: Tensor,
+        inverse_order: Tensor,
+        expert_offsets: Tensor,
+        weight: Tensor,
+        is_transposed: bool,
+        *placeholders: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(rows, top_k_weights, order, inverse_order, expert_offsets, weight)
+        ctx.is_transposed, ctx.has_factors, ctx.is_trained = (
+            is_transposed,
+            placeholders[0] is not None,
+            weight.requires_grad,
+        )
+        made = grouped_matmul(rows, _as_in_out(weight, is_transposed), expert_offsets)
+        tokens: Tensor = (made[inverse_order].unflatten(0, top_k_weights.shape) * top_k_weights.unsqueeze(-1)).sum(1)
+        return tokens.to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, top_k_weights, order, inverse_order, expert_offsets, weight = ctx.saved_tensors
+        of_output = gradient[order // top_k_weights.shape[1]]
+        unshared = grouped_matmul(of_output, _as_in_out(weight, not ctx.is_transposed), expert_offsets)
+        own = top_k_weights.reshape(-1)[order].unsqueeze(-1)
+        of_shares = (
+            (unshared.float() * rows.float()).sum(-1)[inverse_order].view(top_k_weights.shape).to(top_k_weights.dtype)
+        )
+        of_rows = (unshared * own).to(rows.dtype)
+        of_weight = _of_weight(ctx, (rows * own).to(rows.dtype), of_output, expert_offsets)
+        return of_rows, of_shares, None, None, None, *of_weight
+
+
+EXPERTS_IMPLEMENTATION = "mobius_experts"
+"""Name by which transformers finds `run_experts`."""
+
+
+def register_experts_implementation(model: nn.Module) -> None:
+    """Make the fused experts of `model` run `run_experts`, with placeholders; sets this in its configuration."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    for experts in fused_experts(model).values():
+        ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, run_experts)
+        cast(Any, experts.config)._experts_implementation = EXPERTS_IMPLEMENTATION
+        for name in (each for matrix in matrix_names(experts) for each in placeholder_names(matrix)):
+            experts.register_buffer(name, None, persistent=False)
+
+
+def run_experts(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Weighted sum of expert outputs per token; called by transformers.
+
+    Args:
+        module: fused experts.
+        hidden: tokens [T, H].
+        top_k_index: experts of each token, integers [T, K].
+        top_k_weights: their weights [T, K].
+    """
+    run = run_experts_on_gpu if hidden.device.type == "cuda" else _run_as_transformers
+    return run(cast(Any, module), hidden, top_k_index, top_k_weights)
+
+
+def run_experts_on_gpu(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """`run_experts` for GPUs: no scatter-add in forward or backward, no matmul recomputed for `top_k_weights`."""
+    routing, (into, out_of) = _route(experts, top_k_index), matrix_names(experts)
+    rows = permute_tokens(hidden, routing, top_k_index.shape[1])
+    rows = _gate(experts, grouped_linear(rows, routing.expert_offsets, _matrix(experts, into)))
+    return multiply_and_unpermute(rows, top_k_weights, routing, _matrix(experts, out_of)).to(hidden.dtype)
+
+
+def _run_as_transformers(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    routing, (into, out_of) = _route(experts, top_k_index), matrix_names(experts)
+    rows = hidden[routing.order // top_k_index.shape[1]]
+    rows = _gate(experts, grouped_linear(rows, routing.expert_offsets, _matrix(experts, into)))
+    rows = grouped_linear(rows, routing.expert_offsets, _matrix(experts, out_of))
+    rows = rows * top_k_weights.reshape(-1)[routing.order].unsqueeze(-1)
+    tokens: Tensor = rows[routing.inverse_order].unflatten(0, top_k_index.shape).sum(1)
+    return tokens.to(hidden.dtype)
+
+
+def _route(experts: Any, top_k_index: Tensor) -> Routing:
+    # Not a stable sort: it fixes the summation order of an expert's tokens, which has to be transformers' own.
+    sorted_experts, order = torch.sort(top_k_index.reshape(-1))
+    numbers = torch.arange(experts.num_experts, device=top_k_index.device)
+    expert_offsets = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)
+    inverse_order = order.scatter(0, order, torch.arange(len(order), device=order.device))
+    return Routing(order, inverse_order, expert_offsets)
+
+
+def _gate(experts: Any, rows: Tensor) -> Tensor:
+    return cast(Tensor, experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows))
+
+
+def _matrix(experts: Any, name: str) -> ExpertMatrices:
+    return ExpertMatrices(
+        getattr(experts, name), experts.is_transposed, *(getattr(experts, each) for each in placeholder_names(name))
+    )
+
+
+_MOST_ROWS = 2**24
+"""Largest count up to which fp32 holds every integer."""
+
+
+def placeholder_names(weight: str) -> tuple[str, str, str]:
+    """Placeholder names of matrix `weight`: left factor, right factor, and expert offsets."""
+    return f"{weight}_left_placeholder", f"{weight}_right_placeholder", f"{weight}_offsets_placeholder"
+
+
+@dataclass(frozen=True)
+class ExpertsGradientFactors:
+    """Gradient factors of one parameter of fused experts."""
+
+    weight: str
+    """Name within the layer."""
+    num_experts_per_token: int
+    """Experts per token (top-k)."""
+
+    def make_placeholders(self, weight: Tensor, *, num_tokens: int) -> dict[str, Tensor]:
+        """Placeholders by name for the parameter's value: expanded views of one element each."""
+        rows = num_tokens * self.num_experts_per_token
+        assert rows <= _MOST_ROWS, "more rows than fp32 counts exactly"
+        element = torch.empty(1, dtype=weight.dtype, device=weight.device)
+        expert_offsets = torch.empty(1, dtype=torch.float32, device=weight.device).expand(len(weight))
+        placeholders = *(element.expand(rows, width) for width in weight.shape[1:]), expert_offsets
+        return {
+            name: each.requires_grad_() for name, each in zip(placeholder_names(self.weight), placeholders, strict=True)
+        }
+
+    def add_gradient(self, total: Tensor, found: Mapping[str, Tensor]) -> None:
+        """Add the gradient to `total` (fp32, shape of the weight) if `found` has its factors."""
+        left, right, expert_offsets = placeholder_names(self.weight)
+        if left in found:
+            add_weight_gradient(total, found[left], found[right], found[expert_offsets].to(torch.int32))
+
+
+def find_experts_gradient_factors(
+    module: nn.Module, run: Callable[[], object], *, num_tokens: int
+) -> tuple[ExpertsGradientFactors, ...]:
+    """Factors of trained fused-expert matrices under `module` that `run` calls exactly once, on all `num_tokens`."""
+    calls: dict[str, list[tuple[int, ...]]] = {name: [] for name in fused_experts(module)}
+
+    def keep(name: str) -> Callable[..., None]:
+        def keep_shape(_: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+            top_k_index = given[1] if len(given) > 1 else named["top_k_index"]
+            calls[name].append(tuple(top_k_index.shape))
+
+        return keep_shape
+
+    if not calls:
+        return ()
+    with contextlib.ExitStack() as hooks:
+        for name in calls:
+            handle = module.get_submodule(name).register_forward_pre_hook(keep(name), with_kwargs=True)
+            hooks.callback(handle.remove)
+        run()
+    factors = list[ExpertsGradientFactors]()
+    for name, shapes in calls.items():
+        if len(shapes) == 1 and shapes[0][0] == num_tokens:
+            experts = module.get_submodule(name)
+            trained = [own for own in matrix_names(experts) if experts.get_parameter(own).requires_grad]
+            factors += [ExpertsGradientFactors(f"{name}.{own}", shapes[0][1]) for own in trained]
+    return tuple(factors)
+
+
+_EXPERTS, _SHARED = re.compile(r"(^|\.)experts\."), re.compile(r"(^|\.)shared_experts?\.")
+_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
+"""Configuration fields for the number of experts per token, by family."""
+
+
+def is_expert(name: str) -> bool:
+    """Whether the parameter `name` belongs to the routed experts of a layer."""
+    return _EXPERTS.search(name) is not None
+
+
+def count_experts(
+    config: PretrainedConfig, layers: Sequence[Mapping[str, tuple[int, ...]]], frozen: Sequence[Collection[str]]
+) -> Experts | None:
+    """The experts of `layers`, each a map of parameter name to shape; None if there are none.
+
+    `frozen` holds each layer's untrained parameter names. The first dimension of every expert tensor is their number.
+    """
+    own = [{name: shape for name, shape in shapes.items() if is_expert(name)} for shapes in layers]
+    numbers = {shape[0] for shapes in own for shape in shapes.values()}
+    if not numbers:
+        return None
+    assert len(numbers) == 1, numbers
+    (number,) = numbers
+    num_experts_per_token = next(
+        (own_number for name in _PER_TOKEN if (own_number := getattr(config, name, None))), None
+    )
+    shared = [
+        sum(math.prod(shape) for name, shape in shapes.items() if _SHARED.search(name)) // (3 * config.hidden_size)
+        for shapes in layers
+    ]
+    return Experts(
+        number=number,
+        num_experts_per_token=min(number, int(num_experts_per_token or number)),
+        layers=tuple(sum(map(math.prod, shapes.values())) for shapes in own),
+        shared_width=max(shared),
+        trained=tuple(
+            sum(math.prod(shape) for name, shape in shapes.items() if name not in names)
+            for shapes, names in zip(own, frozen, strict=True)
+        ),
+    )

@@ -1,1 +1,0 @@
-"""Mixture-of-experts layers: each token goes to a few of the experts, chosen by its router."""

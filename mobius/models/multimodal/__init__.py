@@ -1,1 +1,0 @@
-"""Text parts of multimodal models: their configurations and weight names."""

@@ -1,1 +1,0 @@
-"""Model sizes: published shapes by name, and expert counts."""

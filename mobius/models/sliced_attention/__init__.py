@@ -1,1 +1,0 @@
-"""Attention of a long sequence in slices: forward in order, backward in reverse order."""

@@ -1,1 +1,0 @@
-"""Decoders with a pipeline plan (embedding, layers, norm): their structure, found by running their own code."""

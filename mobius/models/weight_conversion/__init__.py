@@ -1,1 +1,0 @@
-"""Parameters stored under other names or in pieces, such as one tensor per expert."""
