@@ -64,14 +64,7 @@ def balance_microbatches(batch: Batch, num_microbatches: int) -> Batch:
     if batch.document_lengths is None:
         return batch
     costs = np.array([attention_cost(lengths, batch.input_ids.shape[1]) for lengths in batch.document_lengths])
-    order = balanced_order(costs, num_microbatches)
-    return replace(
-        batch,
-        input_ids=batch.input_ids[order],
-        labels=batch.labels[order],
-        document_lengths=tuple(batch.document_lengths[row] for row in order),
-        row_lengths=None if batch.row_lengths is None else tuple(batch.row_lengths[row] for row in order),
-    )
+    return _with_rows(batch, balanced_order(costs, num_microbatches))
 
 
 def shard_batch(batch: Batch, index: int, num_replicas: int) -> Batch:
@@ -79,17 +72,18 @@ def shard_batch(batch: Batch, index: int, num_replicas: int) -> Batch:
 
     Counts stay those of the whole batch, so that all replicas divide their loss by one number of targets.
     """
-    if num_replicas == 1:
-        return batch
-    own = slice(index, None, num_replicas)
-    document_lengths = None if batch.document_lengths is None else batch.document_lengths[own]
-    row_lengths = None if batch.row_lengths is None else batch.row_lengths[own]
+    return batch if num_replicas == 1 else _with_rows(batch, range(index, len(batch.input_ids), num_replicas))
+
+
+def _with_rows(batch: Batch, rows: Sequence[int]) -> Batch:
+    """The given rows of `batch`, in this order; counts stay those of the whole batch."""
+    document_lengths, row_lengths = batch.document_lengths, batch.row_lengths
     return replace(
         batch,
-        input_ids=batch.input_ids[own],
-        labels=batch.labels[own],
-        document_lengths=document_lengths,
-        row_lengths=row_lengths,
+        input_ids=batch.input_ids[rows],
+        labels=batch.labels[rows],
+        document_lengths=None if document_lengths is None else tuple(document_lengths[row] for row in rows),
+        row_lengths=None if row_lengths is None else tuple(row_lengths[row] for row in rows),
     )
 
 
@@ -182,8 +176,8 @@ class TrainingBatches:
         is_near = abs(smaller * row_statistics.samples_per_row - size) <= _NEAR * size
         if smaller >= size or not is_near:
             return text
-        kept = f"{smaller * row_statistics.samples_per_row:.0f}"
-        return f"{text} (--batch_size {smaller} keeps it at some {kept}; without packing it is {size})"
+        num_samples = f"{smaller * row_statistics.samples_per_row:.0f}"
+        return f"{text} (--batch_size {smaller} keeps it at some {num_samples}; without packing it is {size})"
 
     def __iter__(self) -> "TrainingBatches":
         return self

@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib import metadata
 from itertools import chain, islice
@@ -15,10 +15,9 @@ from tqdm import tqdm
 
 from mobius.config.config import DataConfig, DatasetEntry, Packing
 from mobius.data import token_store
-from mobius.data.builtin_chat_templates import resolve_template
-from mobius.data.formats import Document, RecordFormat, Sample, detect_format, parse_record
-from mobius.data.ineffective_options import has_format_specific_options, refuse_ineffective_options
-from mobius.data.record_blocks import RecordBlock
+from mobius.data.chat_templates import resolve_template
+from mobius.data.formats import Completion, Conversation, Document, RecordFormat, Sample, detect_format, parse_record
+from mobius.data.readers import RecordBlock
 from mobius.data.sources import DatasetSource, open_source
 from mobius.data.token_store import DatasetWriter, TokenizedDataset
 from mobius.data.tokenization import EncodingRules, SampleEncoder
@@ -316,3 +315,38 @@ def _limited(blocks: Iterator[RecordBlock], most: int | None) -> Iterator[Record
             return
         most = None if most is None else most - len(block)
         yield block
+
+
+_KINDS: Final = {
+    Conversation: "conversations",
+    Completion: "prompts with completions",
+    Document: "plain text",
+}
+_ACTS_ON: Final[Mapping[str, tuple[type[Sample], ...]]] = {
+    "chat_template": (Conversation,),
+    "default_system": (Conversation,),
+    "mask_history": (Conversation,),
+    "train_on_prompt": (Conversation, Completion),
+}
+"""Data options -> kinds of samples that they affect; other options affect all kinds."""
+
+
+def has_format_specific_options(config: DataConfig) -> bool:
+    """Whether an option is set that affects some kinds of samples only."""
+    return config.packing is Packing.JOINED or any(getattr(config, name) for name in _ACTS_ON)
+
+
+def refuse_ineffective_options(config: DataConfig, samples: Collection[Sample]) -> None:
+    """Raise DataError for options that affect none of the kinds in `samples`, one sample per dataset."""
+    kinds = {type(sample) for sample in samples}
+    wanted = {f"--{name}": acts_on for name, acts_on in _ACTS_ON.items() if getattr(config, name)}
+    if config.packing is Packing.JOINED:
+        wanted["--packing joined"] = (Document,)
+    found = " and ".join(text for kind, text in _KINDS.items() if kind in kinds)
+    problems = [
+        f"`{name}` has no effect: it is for {' and '.join(_KINDS[kind] for kind in acts_on)}, and the data hold {found}"
+        for name, acts_on in wanted.items()
+        if kinds.isdisjoint(acts_on)
+    ]
+    if problems:
+        raise DataError("; ".join(problems) + ". Remove it, or give the data in another format (docs/data.md)")

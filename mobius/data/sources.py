@@ -14,8 +14,7 @@ from typing import Any, Final
 
 from mobius.atomic_files import atomic_write
 from mobius.config.config import DatasetEntry
-from mobius.data.readers import COMPRESSED, SUFFIXES, find_reader
-from mobius.data.record_blocks import RecordBlock, table_blocks
+from mobius.data.readers import COMPRESSED, SUFFIXES, RecordBlock, find_reader, table_blocks
 from mobius.errors import DataError, excerpt, first_line, listed, quoted, reason_of
 from mobius.regular_files import open_regular, read_json
 
@@ -25,7 +24,6 @@ DATASET_ALIASES: Final[Mapping[str, str]] = {"xsum": "EdinburghNLP/xsum"}
 """Alias that users may type -> hub id."""
 
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_LIKE_A_WEIGHT: Final = re.compile(r"\s*[-+]?[.,]?\d[\d.,_/e+-]*\s*[%x]?\s*", re.ASCII | re.IGNORECASE)
 _LONGEST_HUB_ID: Final = 96  # the Hub's own limit
 _SPLIT_NAMES: Final = {
     "train": "train(?:ing)?",
@@ -84,11 +82,8 @@ def open_source(
     hub_id = DATASET_ALIASES.get(entry.name, entry.name)
     is_hub_id = _HUB_ID.fullmatch(hub_id) and len(hub_id) <= _LONGEST_HUB_ID
     if find_reader(path) is not None or not is_hub_id:
-        name, _, end = entry.name.rpartition(":")
-        slip = f" If {quoted(end)} is meant as a weight, write one number with a point, as in a.jsonl:0.3."
         raise DataError(
-            f"{given}: there is no file or folder {excerpt(str(path.absolute()), 300)}."
-            f"{slip if name and _LIKE_A_WEIGHT.fullmatch(end) else ''} Give an existing file "
+            f"{given}: there is no file or folder {excerpt(str(path.absolute()), 300)}. Give an existing file "
             f"({SUFFIXES}), a folder of such files, or a dataset on the Hugging Face Hub such as EdinburghNLP/xsum"
         )
     return _open_hub(entry, hub_id, f"{given}: there is no file or folder {path.absolute()}, and", show_progress)

@@ -92,9 +92,9 @@ def compute_sample_statistics(
         if unknown_token_id is not None:
             sums["unknown"] += int(np.count_nonzero(ids == unknown_token_id))
         prints = _fingerprints(ids, starts, own, multipliers)
-        kept = np.flatnonzero(prints % np.uint64(fingerprint_stride) == 0)
-        indices.append(kept + first)
-        fingerprints.append(prints[kept])
+        sampled = np.flatnonzero(prints % np.uint64(fingerprint_stride) == 0)
+        indices.append(sampled + first)
+        fingerprints.append(prints[sampled])
     return SampleStatistics(
         num_samples=len(lengths),
         num_tokens=int(lengths.sum(dtype=np.int64)),

@@ -9,10 +9,19 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from mobius.data.chat_rendering import ChatRenderer
-from mobius.data.formats import Completion, Conversation, Document, Sample
+from mobius.data.chat_templates import ChatRenderer
+from mobius.data.formats import (
+    Completion,
+    Conversation,
+    Document,
+    Role,
+    Sample,
+    Turn,
+    function_of,
+    reasoning_of,
+    tool_call_names,
+)
 from mobius.data.token_store import TokenizedSample
-from mobius.data.turns import Role, Turn, function_of, reasoning_of, tool_call_names
 from mobius.errors import DataError, listed
 
 if TYPE_CHECKING:
@@ -21,9 +30,9 @@ if TYPE_CHECKING:
 
 _PIECE_CHARACTERS: Final = 1 << 19
 """Tokenizers take some 160 bytes per byte of text; text of more than twice this length is tokenized in pieces."""
-_MOST_SEAMLESS: Final = 4
+_MOST_UNBROKEN: Final = 4
 """Limit of consecutive pieces without a natural end: each takes seconds, and such text is not language."""
-_SEAMS: Final = (re.compile(r"\n(?=\S)"), re.compile(r"\S(?= \S)"))
+_BREAKS: Final = (re.compile(r"\n(?=\S)"), re.compile(r"\S(?= \S)"))
 """Where pieces end, best first: tokenizers start a token at the first word of a line, and at a single space."""
 
 
@@ -56,7 +65,7 @@ class EncodingNote(StrEnum):
 
 class _EndlessWordError(Exception):
     def __str__(self) -> str:
-        most = 2 * _MOST_SEAMLESS * _PIECE_CHARACTERS
+        most = 2 * _MOST_UNBROKEN * _PIECE_CHARACTERS
         return (
             f"{most:,} characters in a row without the end of a word or line, as in binary data written as text; a "
             "tokenizer would take minutes for them. Leave the record out, or cut it"
@@ -277,10 +286,10 @@ class SampleEncoder:
             for exchanges in conversations
         )
         rows = [(_as_row(ids, self._rules.train_on_prompt), is_truncated) for ids, is_truncated in fitted]
-        kept = [(row, is_truncated) for row, is_truncated in rows if row[1][1:].any()]
+        trained = [(row, is_truncated) for row, is_truncated in rows if row[1][1:].any()]
         return EncodedSample(
-            tuple(row for row, _ in kept),
-            is_truncated=any(is_truncated for _, is_truncated in kept),
+            tuple(row for row, _ in trained),
+            is_truncated=any(is_truncated for _, is_truncated in trained),
             notes=frozenset(notes),
         )
 
@@ -341,15 +350,15 @@ def split_text(text: str) -> Iterator[str]:
     that prepends a space does so for each piece: some tokens in a million characters. Raises _EndlessWordError after
     several consecutive pieces that end anywhere.
     """
-    start, num_seamless = 0, 0
+    start, num_unbroken = 0, 0
     while len(text) - start > 2 * _PIECE_CHARACTERS:
         first, last = start + _PIECE_CHARACTERS, start + 2 * _PIECE_CHARACTERS
-        found = (seam.search(text, first, last) for seam in _SEAMS)
-        seam = next(filter(None, found), None)
-        num_seamless = 0 if seam else num_seamless + 1
-        if num_seamless == _MOST_SEAMLESS:
+        found = (end_of_word.search(text, first, last) for end_of_word in _BREAKS)
+        end_of_word = next(filter(None, found), None)
+        num_unbroken = 0 if end_of_word else num_unbroken + 1
+        if num_unbroken == _MOST_UNBROKEN:
             raise _EndlessWordError
-        end = seam.end() if seam else last
+        end = end_of_word.end() if end_of_word else last
         yield text[start:end]
         start = end
     yield text[start:]
@@ -372,8 +381,8 @@ def truncate_exchanges(
             return list(exchanges[:index]), True
         num_prompt, num_target = split_token_budget(len(prompt), len(target), seq_length)
         num_end = num_prompt // 4
-        kept = prompt[: num_prompt - num_end] + prompt[len(prompt) - num_end :]
-        return [(kept, target[:num_target])], True
+        shortened = prompt[: num_prompt - num_end] + prompt[len(prompt) - num_end :]
+        return [(shortened, target[:num_target])], True
     return list(exchanges), False
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mobius.data.formats import RecordFormat, parse_record
-from mobius.data.record_blocks import RecordBlock
+from mobius.data.readers import RecordBlock
 from mobius.data.token_store import TokenizedSample
 from mobius.data.tokenization import SampleEncoder, split_document
 from mobius.errors import DataError

@@ -30,7 +30,7 @@ from mobius.checkpoint.trained_weights import check_trained_weights, has_changed
 from mobius.config.config import Config
 from mobius.config.launch import resume_command
 from mobius.data.batches import TrainingBatches
-from mobius.data.builtin_chat_templates import resolve_template
+from mobius.data.chat_templates import resolve_template
 from mobius.distributed.node_checks import check_same_data, join_replicas
 from mobius.distributed.rendezvous import open_watchdog_store
 from mobius.distributed.watchdog import Watchdog

@@ -4,10 +4,9 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from mobius.data.builtin_chat_templates import BUILTIN_TEMPLATES, resolve_template
-from mobius.data.formats import Conversation
+from mobius.data.chat_templates import BUILTIN_TEMPLATES, resolve_template
+from mobius.data.formats import Conversation, Role, Turn
 from mobius.data.tokenization import EncodingNote, EncodingRules, SampleEncoder
-from mobius.data.turns import Role, Turn
 from mobius.errors import DataError
 
 MESSAGES = [

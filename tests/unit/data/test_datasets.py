@@ -110,7 +110,7 @@ def test_joined_text_is_one_stream_whatever_the_parts(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr("mobius.data.record_blocks.MAX_BLOCK_RECORDS", 3)
+    monkeypatch.setattr("mobius.data.readers.MAX_BLOCK_RECORDS", 3)
     monkeypatch.setattr("mobius.data.datasets._PART_RECORDS", 7)
     stream = [token for document in as_documents(tokenizer, TEXTS) for token in document]
     for seq_length in (2, 16, len(stream), len(stream) - 1, len(stream) + 5):

@@ -268,21 +268,6 @@ def test_a_missing_file_is_named_by_its_whole_path(tmp_path: Path, monkeypatch: 
     assert f"--dataset data/train.jsonl: there is no file or folder {tmp_path}/data/train.jsonl" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "is_weight"),
-    [
-        *[(f"a.jsonl:{end}", True) for end in ("0,3", "30%", "1/3", " 0.5", ".5.", "2x", "1.5e", "-1,5")],
-        *[(f"a.jsonl{end}", False) for end in ("", ":", ":b", ":train", "0,3", ":x2")],
-    ],
-)
-def test_an_end_that_is_almost_a_weight_is_told(name: str, is_weight: bool) -> None:
-    with pytest.raises(DataError, match="there is no file or folder") as caught:
-        open_source(entry(name))
-    end = name.rpartition(":")[2]
-    slip = f" If '{end}' is meant as a weight, write one number with a point, as in a.jsonl:0.3. Give an existing"
-    assert (slip in str(caught.value)) is is_weight
-
-
 def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no data files in .*; looked for .json, .jsonl, .csv, .parquet"):
         open_source(entry(tmp_path))

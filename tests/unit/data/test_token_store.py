@@ -113,17 +113,6 @@ def test_without_a_finished_part_nothing_is_left(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_removing_takes_what_is_complete_and_what_is_not(tmp_path: Path) -> None:
-    with DatasetWriter(tmp_path / "a") as writer:
-        append(writer, SAMPLES)
-        writer.finish({})
-    with DatasetWriter(tmp_path / "a") as writer:
-        append(writer, SAMPLES)
-        writer.commit_part({})
-    token_store.remove(tmp_path / "a")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_what_a_run_left_a_week_ago_is_removed_unless_a_run_works_on_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

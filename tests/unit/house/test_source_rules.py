@@ -134,7 +134,7 @@ READS_ITSELF = {
             "config/launch",
             "ranks",
         ),
-        *("data/chat_rendering", "atomic_files"),
+        *("data/chat_templates", "atomic_files"),
     ),
     "files of this package": (
         "engine/adamw_cpu",
