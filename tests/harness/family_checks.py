@@ -48,11 +48,12 @@ def check_family(family: str) -> dict[str, str]:
         declared = {field.name for field in dataclasses.fields(cast(Any, model.config))}
         if wrong := find_invalid_fields(type(model.config)().to_dict(), declared):
             return {"refused": f"has what is not run here in its default configuration ({wrong[0]})"}
+        parity = parity_of(family)
     except Exception as error:  # whatever the family's code raises is the reason
         return {"refused": _reason(error)}
-    found = {"parity": parity_of(family)}
-    if found["parity"] != "bit-equal":
-        return {"refused": f"does not give what transformers gives: {found['parity']}"}
+    if parity != "bit-equal":
+        return {"refused": f"does not give what transformers gives: {parity}"}
+    found = {"parity": parity}
     for name, check in _FURTHER.items():
         try:
             found[name] = check(model)

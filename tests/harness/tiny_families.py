@@ -68,6 +68,7 @@ FIELDS: Mapping[str, Any] = {
 }
 """Values of fields by name; a family gets those that its class declares."""
 
+_OLD_NAMES = {"n_embd": 32, "n_layer": NUM_LAYERS, "n_head": 4, "n_positions": 64, "n_inner": 48, "rotary_dim": 4}
 _PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
 _KINDS = ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2)
 _OF_TWO_KINDS = ("cohere2", "cwm", "exaone4", "gemma2", "ministral", "olmo3", "vaultgemma")
@@ -87,6 +88,7 @@ _OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "helium": {"head_dim": 8},
     "olmo": {"clip_qkv": 0.5},
     "phi3": {"sliding_window": WINDOW, "original_max_position_embeddings": 64},
+    **dict.fromkeys(("codegen", "gptj"), _OLD_NAMES),
     "smollm3": {"no_rope_layers": [1, 0, 1, 1], "layer_types": None},
 }
 

@@ -24,14 +24,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from mobius.config.config import ModelConfig
 from mobius.engine.stage import StageModule
 from mobius.errors import CheckpointError
-from mobius.models import families
+from mobius.models import families, family_support
 from mobius.models.blocks import ModelParts
 from mobius.models.config_rules import find_invalid_fields
 from mobius.models.families import changed_fields, load_model_config
+from mobius.models.family_support import checked_families, checked_text_parts, is_text_config_supported
 from mobius.models.model_files import read_model_files
-from mobius.models.multimodal import text_config
-from mobius.models.multimodal.text_config import checked_text_parts, is_text_config_supported
-from mobius.models.structure.checked_families import checked_families
 from mobius.models.weights import InitialWeights
 from mobius.schedule.partition import StageCut
 
@@ -42,6 +40,7 @@ OWN_VERSION = pytest.mark.skipif(
 )
 ROUTERS_NOT_DRAWN = ("qwen3_5_moe_text", "qwen3_next")
 """Families of which transformers draws a router's weights with the layer's, not by itself."""
+APERTUS = ("apertus", "apertus1p5_text")
 
 
 def load(folder: Path) -> transformers.PretrainedConfig:
@@ -99,11 +98,8 @@ def test_weight_decay_leaves_alone_what_the_trainer_leaves_alone_and_all_other_v
     assert {
         name.removesuffix(".weight").rpartition(".")[2] for name in no_weight_decay & decayed_by_trainer & names
     } == {
-        "olmo_hybrid": {"A_log"},
-        "qwen3_next": {"A_log"},
-        "qwen3_5_text": {"A_log"},
-        "qwen3_5_moe_text": {"A_log"},
-        "apertus": {"alpha_n", "alpha_p"},
+        **{key: {"A_log"} for key in ("olmo_hybrid", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")},
+        **{key: {"alpha_n", "alpha_p"} for key in APERTUS},
         "hyperclovax": {"post_norm1", "post_norm2"},
     }.get(family, set())
 
@@ -126,7 +122,7 @@ def test_norms_of_two_dimensions_are_not_decayed() -> None:
 def test_fresh_weights_of_a_supported_family_are_drawn_or_refused(family: str) -> None:
     parts = ModelParts(tiny_config(family), CPU)
     source = InitialWeights(parts, seed=1)
-    if family == "apertus":  # its activation's parameters are as their constructor makes them
+    if family in APERTUS:  # its activation's parameters are as their constructor makes them
         with pytest.raises(
             CheckpointError, match=r"no initial values for '.*act_fn.alpha_p' .* Give a model with weights"
         ):
@@ -165,7 +161,7 @@ def test_another_family_is_refused_by_name_with_the_reason(tmp_path: Path, famil
     with pytest.raises(CheckpointError, match=f"of the family '{family}', which is not supported: {reason}") as caught:
         load(tmp_path)
 
-    assert "Supported: afmoe, apertus, arcee" in str(caught.value)
+    assert f"Supported: {CHECKED.names}." in str(caught.value)
 
 
 def test_a_family_that_an_older_transformers_does_not_know_is_told(
@@ -226,7 +222,7 @@ def test_a_text_part_that_cannot_be_taken_is_refused(tmp_path: Path, fields: dic
 def test_the_text_part_of_a_model_that_was_not_compared_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (text_config, families):
+    for module in (family_support, families):
         monkeypatch.setattr(module, "checked_text_parts", dict)
     fields = {"model_type": "mistral3", "text_config": {"model_type": "mistral"}, "vision_config": {}}
     (tmp_path / "config.json").write_text(json.dumps(fields))
