@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 MOST_BYTES = 12 << 30
 """Address space of the check: a family whose model stays large, by names of fields that are not known, is refused."""
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT / folder) for folder in ("", "tests")]
+    sys.path[:0] = [str(ROOT / folder) for folder in ("", "tests", "scripts", "benchmarks")]
 
 import torch  # noqa: E402
 import transformers  # noqa: E402

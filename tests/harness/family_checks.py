@@ -23,13 +23,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 
 from mobius.engine.executor import StepBatch
 from mobius.errors import MobiusError, first_line
+from mobius.models import family_support
 from mobius.models.blocks import ModelParts
 from mobius.models.config_rules import find_invalid_fields
+from mobius.models.family_support import unsliceable_reason
 from mobius.models.model_files import describe_error, read_json_object
-from mobius.models.multimodal import text_config
-from mobius.models.multimodal.weight_names import text_weight_names
-from mobius.models.sliced_attention.slice_support import unsliceable_reason
-from mobius.models.weights import CheckpointWeights, has_untied_head
+from mobius.models.weights import CheckpointWeights, has_untied_head, text_weight_names
 
 NUM_RANKS, STAGES_PER_RANK, MICROBATCHES, SLOTS = 2, 2, 2, 1
 _AFTER_THE_NAME = re.compile(r"the family '[^']+' (.*)")
@@ -211,7 +210,7 @@ def families_with_text(supported: Mapping[str, object]) -> dict[str, str]:
         if "text_config" not in (getattr(CONFIG_MAPPING[family], "sub_configs", None) or {}):
             continue
         try:
-            part = text_config.extract_text_config({"model_type": family})
+            part = family_support.extract_text_config({"model_type": family})
         except Exception:  # without a default configuration there is nothing to try
             continue
         if part is not None and part.fields["model_type"] in supported:
@@ -259,7 +258,7 @@ def tiny_whole(family: str, *, is_tied: bool, vocab_size: int = VOCAB) -> PreTra
 
 def _tiny_text(default: PretrainedConfig, *, is_tied: bool) -> dict[str, Any]:
     """Fields of `text_config`; Gemma 3's logits have a cap in its text model alone, and in no published one."""
-    if default.model_type not in text_config.EQUIVALENT_FAMILIES:
+    if default.model_type not in family_support.EQUIVALENT_FAMILIES:
         uncapped = {"final_logit_softcapping": None} if default.model_type == "gemma3_text" else {}
         return tiny_config(default.model_type, tie_word_embeddings=is_tied, **uncapped).to_dict()
     declared = {field.name for field in dataclasses.fields(cast(Any, default))}
@@ -327,7 +326,7 @@ def _save_as_named(model: PreTrainedModel, folder: Path) -> None:
 
 def _run_text_part(folder: Path, batch: StepBatch) -> tuple[Tensor, dict[str, Tensor]]:
     """The pipeline on what the program reads from `folder`."""
-    part = text_config.extract_text_config(read_json_object(folder / "config.json"))
+    part = family_support.extract_text_config(read_json_object(folder / "config.json"))
     assert part is not None
     config = CONFIG_MAPPING[part.fields["model_type"]].from_dict(part.fields)
     if config.tie_word_embeddings and has_untied_head(folder):  # as in a run

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from mobius.models.structure.checked_families import CheckedFamilies
+from mobius.models.family_support import CheckedFamilies
 
 NUM_LAYERS, WINDOW = 4, 4
 
@@ -138,10 +138,10 @@ are compared with transformers' `grouped_mm`.
 `bash scripts/check_families` writes this page and the list that the program reads; with names it checks these only.
 
 Known weaknesses: a dry run assumes three matrices per feed-forward part, so activations of families with two (apertus,
-arcee, jais2, phi, starcoder2) are estimated some 20 % too low; a run on GPUs measures a layer instead. Families with a
-cap on scores (gemma2, vaultgemma) make all scores of a sequence where rows are not packed. Layers with a state
-(qwen3_5_text) run in transformers' own loop unless its kernels are installed. transformers 5.17 stores the experts of
-aria_text in another way: with it, the family is refused.
+arcee, codegen, gptj, jais2, phi, starcoder2) are estimated some 20 % too low; a run on GPUs measures a layer instead.
+Families with a cap on scores (gemma2, vaultgemma) make all scores of a sequence where rows are not packed. Layers with
+a state (qwen3_5_text) run in transformers' own loop unless its kernels are installed. transformers 5.17 stores the
+experts of aria_text in another way: with it, the family is refused.
 
 """
 _PARTS = """

@@ -26,7 +26,7 @@ from mobius.data.batches import TrainingBatches
 from mobius.data.formats import detect_format, parse_record
 from mobius.data.tokenization import SampleEncoder
 from mobius.errors import CheckpointError
-from mobius.models.sliced_attention.kernel_choice import AttentionKernel
+from mobius.models.slice_pieces import AttentionKernel
 from mobius.training.session import Session
 
 
