@@ -197,7 +197,7 @@ _SMALL: Mapping[str, Any] = {
     "deepstack_visual_indexes": [0],
 }
 """Fields of the parts that are for images and sound."""
-EXACT, NEAR = "bit-equal", "to 2e-6"
+EXACT, NEARLY = "bit-equal", "to 2e-6"
 _FOLDER = re.compile(r"/\S*/tmp\w+")
 _ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 _AUTO_CLASSES = ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM")
@@ -227,7 +227,7 @@ def check_text_part(family: str) -> dict[str, str]:
             "makes no tiny model that can be tried "
             f"({_FOLDER.sub('its checkpoint', describe_error(error))[:120].strip()})"
         )
-    return {"parity" if found in (EXACT, NEAR) else "refused": found}
+    return {"parity" if found in (EXACT, NEARLY) else "refused": found}
 
 
 def tiny_whole(family: str, *, is_tied: bool, vocab_size: int = VOCAB) -> PreTrainedModel:
@@ -309,7 +309,7 @@ def _compare(family: str) -> str:
                 worst = max(worst, 0.0 if name in shared and off <= 1e-6 else off)
     if worst > 2e-6:
         return f"does not give what transformers gives for text alone: a gradient is {worst:.0e} of its largest off"
-    return EXACT if worst == 0 else NEAR
+    return EXACT if worst == 0 else NEARLY
 
 
 def _save_as_on_the_hub(model: PreTrainedModel, folder: Path) -> None:
