@@ -35,10 +35,10 @@ from mobius.planner.gpu_specs import GPU_SPECS, HOST_BANDWIDTH, PCIE_BYTES, GpuS
 from mobius.planner.memory_estimates import estimated_layer, largest_gpu_estimate
 from mobius.planner.plan_table import format_columns
 from mobius.planner.profile import Profile, ProfileError
-from mobius.planner.replica_scaling import NodeScaling
+from mobius.planner.replica_report import NodeScaling
 from mobius.planner.replica_traffic import NODE_LINK
 from mobius.planner.request import Machine, PlanRequest
-from mobius.planner.solver import PlanResult, resolve_auto, solve
+from mobius.planner.solver import PlanResult, solve
 from mobius.reporting.pictures import draw_timeline
 from mobius.reporting.trace import predicted_trace, write_trace
 from mobius.schedule.build import build_unchecked
@@ -269,8 +269,7 @@ def print_rows(cases: Sequence[PlanRequest], table: Table, progress: Progress, m
         name = " ".join(asked[:2])
         progress.begin(*asked[:2])
         try:
-            settled = resolve_auto(request, measured=measured)
-            found = solve(settled, layer=estimated_layer(settled), profile=measured)
+            found = solve(request, layer=estimated_layer, profile=measured)
             row = row_of(found)
             told.last = found
             told.compare(found, name)

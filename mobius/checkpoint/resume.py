@@ -30,7 +30,7 @@ from mobius.distributed.rendezvous import Rendezvous, join_run
 from mobius.engine.optimizer_stepper import StepCounts
 from mobius.errors import CheckpointError, ConfigError, MobiusError, PlanError, quoted
 from mobius.log import RANK_ZERO_ONLY
-from mobius.planner.saved_plan import apply_saved_plan
+from mobius.planner.plan_file import apply_saved_plan
 from mobius.ranks import Ranks, is_restart, launch_id
 from mobius.regular_files import read_bytes, read_text, typed_object
 from mobius.reporting.trainer_state import STATE_FILE, TrainerState
@@ -335,8 +335,8 @@ def _with_saved_plan(
     try:
         if num_replicas != ranks.num_replicas:
             raise PlanError(f"it is for {num_replicas} replica(s)")
-        adopted = apply_saved_plan(planned, given=given or ())
-        is_for_ranks = adopted.saved is not None and adopted.saved.plan.num_ranks == ranks.num_pipeline_ranks
+        _, saved = apply_saved_plan(planned, given=given or ())
+        is_for_ranks = saved is not None and saved.plan.num_ranks == ranks.num_pipeline_ranks
         if is_for_ranks and not set(_PLAN_OPTIONS) & set(changed):
             return planned
         reason = "it is for another number of ranks"

@@ -15,8 +15,8 @@ from mobius.checkpoint.tensor_files import checkpoint_disk_bytes, free_disk_byte
 from mobius.config.config import ALL_CHECKPOINTS, Config, SaveStrategy, steps_between
 from mobius.config.sources import to_yaml
 from mobius.errors import CheckpointError
+from mobius.planner.plan_file import SavedPlan
 from mobius.planner.run_setup import RunSetup
-from mobius.planner.saved_plan import saved_plan_of
 from mobius.signal_handling import RunStatus
 from mobius.units import format_bytes
 
@@ -68,7 +68,7 @@ def prepare_output(
 def write_settings(output: OutputFolder, run_setup: RunSetup) -> None:
     """Write the options and the plan into the folder, on the first rank. Raises CheckpointError."""
     if run_setup.rank_context.ranks.is_first:
-        plan = saved_plan_of(run_setup.result).to_json()
+        plan = SavedPlan.of(run_setup.result.request, run_setup.plan).to_json()
         output.write_settings({OPTIONS_FILE: to_yaml(run_setup.config), PLAN_FILE: plan})
 
 

@@ -61,8 +61,8 @@ from mobius.hardware.host_memory import available_host_bytes
 from mobius.models.model_files import ModelFiles
 from mobius.models.peft_folder import AdapterBase
 from mobius.planner.checkpoint_estimates import estimate_checkpoint
+from mobius.planner.plan_file import SavedPlan
 from mobius.planner.run_setup import RunSetup
-from mobius.planner.saved_plan import saved_plan_of
 from mobius.regular_files import read_json
 from mobius.reporting.events import CheckpointSaved
 from mobius.reporting.trainer_state import STATE_FILE, TrainerState
@@ -113,7 +113,7 @@ def collect_run_metadata(
     requested = to_yaml(replace(run_setup.requested_config, optim=run_setup.config.optim))
     return RunMetadata(
         model_files=model_files,
-        files={OPTIONS_FILE: requested, PLAN_FILE: saved_plan_of(run_setup.result).to_json()},
+        files={OPTIONS_FILE: requested, PLAN_FILE: SavedPlan.of(run_setup.result.request, run_setup.plan).to_json()},
         options=yaml.safe_load(requested),
         data_fingerprint=fingerprint,
         origin=origin,

@@ -28,6 +28,7 @@ from mobius.planner.checkpoint_estimates import estimate_checkpoint
 from mobius.planner.gpu_specs import GPU_SPECS, find_gpu_spec
 from mobius.planner.memory_estimates import check_host_memory, estimated_layer, list_remedies
 from mobius.planner.memory_remedies import gpu_remedies, host_remedies
+from mobius.planner.plan_file import SavedPlan
 from mobius.planner.plan_table import (
     describe_gpus,
     describe_host,
@@ -36,12 +37,10 @@ from mobius.planner.plan_table import (
     describe_step,
     describe_verdict,
 )
-from mobius.planner.replica_report import describe_replicas
-from mobius.planner.replica_scaling import describe_traffic
+from mobius.planner.replica_report import describe_replicas, describe_traffic
 from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.run_setup import machine_of_gpu
-from mobius.planner.saved_plan import saved_plan_of
-from mobius.planner.solver import PlanResult, resolve_auto, solve
+from mobius.planner.solver import PlanResult, solve
 from mobius.ranks import Ranks, visible_devices
 from mobius.schedule.packed_rows import PackedRows
 from mobius.schedule.partition import ModelShape
@@ -135,29 +134,26 @@ def plan_by_estimates(
     config: Config, shape: ModelShape, machine: Machine, packed: PackedRows | None = None
 ) -> PlanResult:
     """The answer by estimates, where a run goes by what it measures; errors as `solve`."""
-    request = resolve_auto(PlanRequest.of(config, shape, machine, packed))
-    return solve(request, layer=None if machine.on_cpu else estimated_layer(request))
+    request = PlanRequest.of(config, shape, machine, packed)
+    return solve(request, layer=None if machine.on_cpu else estimated_layer)
 
 
 def machine_to_plan_for(config: Config, ranks: Ranks) -> Machine:
-    """The machine with the card that is named, else this one. Raises PlanError for a card that is not known."""
-    machine = _machine_of_pipeline(config, ranks.num_pipeline_ranks)
-    machine = replace(machine, num_replicas=ranks.num_replicas, num_nodes=ranks.num_nodes)
-    return replace(machine, node_link=config.planning.node_link or machine.node_link)
-
-
-def _machine_of_pipeline(config: Config, num_ranks: int) -> Machine:
+    """Return the machine with the named card, else this one. Raises PlanError for a card that is not known."""
+    num_ranks = ranks.num_pipeline_ranks
     if config.planning.card is not None:
-        return Machine(num_ranks, find_gpu_spec(config.planning.card))
-    if config.pipeline.device is Device.CPU or not torch.cuda.is_available():
-        if config.pipeline.device is Device.CUDA:
-            raise PlanError("--device cuda: there is no GPU here; say with --card which one to plan for.")
-        return Machine(num_ranks)
-    name = torch.cuda.get_device_name(0)
-    machine = machine_of_gpu(name, torch.cuda.get_device_properties(0).total_memory, num_ranks)
-    if machine.gpu_spec is None:
-        raise PlanError(f"the GPU {name!r} is not known; name one like it with --card: {', '.join(GPU_SPECS)}.")
-    return machine
+        machine = Machine(num_ranks, find_gpu_spec(config.planning.card))
+    elif config.pipeline.device is not Device.CPU and torch.cuda.is_available():
+        name = torch.cuda.get_device_name(0)
+        machine = machine_of_gpu(name, torch.cuda.get_device_properties(0).total_memory, num_ranks)
+        if machine.gpu_spec is None:
+            raise PlanError(f"the GPU {name!r} is not known; name one like it with --card: {', '.join(GPU_SPECS)}.")
+    elif config.pipeline.device is Device.CUDA:
+        raise PlanError("--device cuda: there is no GPU here; say with --card which one to plan for.")
+    else:
+        machine = Machine(num_ranks)
+    link = config.planning.node_link or machine.node_link
+    return replace(machine, num_replicas=ranks.num_replicas, num_nodes=ranks.num_nodes, node_link=link)
 
 
 def _log_devices(config: Config, num_ranks: int) -> None:
@@ -216,7 +212,7 @@ def _save(result: PlanResult) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as temporary:
-            temporary.write_text(saved_plan_of(result).to_json(), encoding="utf-8")
+            temporary.write_text(SavedPlan.of(result.request, result.plan).to_json(), encoding="utf-8")
     except OSError as error:
         raise PlanError(f"--plan_output {path} cannot be written: {reason_of(error)}. Name another file.") from error
     logger.info("  plan         saved to %s; train by it with --plan %s", path, path)

@@ -51,7 +51,6 @@ from mobius.planner.memory_policy import (
     policy_by_score,
 )
 from mobius.planner.peak_memory import LayerBytes
-from mobius.planner.replica_report import more_nodes
 from mobius.planner.request import PlanRequest
 from mobius.schedule.plan import MemoryUse, Plan, RecomputeLevel
 from mobius.units import format_bytes
@@ -381,7 +380,7 @@ def _other_numbers(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     if not pipeline.use_offload:
         streamed = request.with_pipeline(use_offload=True, resident_stages="0", recompute=Recompute.AUTO)
         yield "--use_offload --recompute auto", streamed
-    yield from more_nodes(request)
+    yield from request.with_more_nodes()
     step = max(1, length // SEQUENCE_TRIES // SEQUENCE_STEP) * SEQUENCE_STEP
     for shorter in range((length - 1) // step * step, 0, -step):
         yield f"--seq_length {shorter}", request.with_seq_length(shorter)

@@ -17,11 +17,11 @@ from mobius.errors import ConfigError, GpuMemoryError, PlanError
 from mobius.log import progress_bar
 from mobius.models.blocks import ModelParts
 from mobius.planner.fit import fits_gpus, least_host_bytes
-from mobius.planner.memory_estimates import Remedy, estimated_layer, largest_gpu_estimate
+from mobius.planner.memory_estimates import Remedy, estimate_host_memory, estimated_layer, largest_gpu_estimate
 from mobius.planner.peak_memory import LayerBytes
-from mobius.planner.replica_report import nodes_as_remedies
 from mobius.planner.request import PlanRequest
-from mobius.planner.solver import PlanResult, from_all_numbers, resolve_auto, solve
+from mobius.planner.search import from_all_numbers, resolve_auto
+from mobius.planner.solver import PlanResult, solve
 from mobius.planner.step_prediction import predict_step_seconds
 from mobius.units import GIB, format_bytes
 
@@ -40,7 +40,8 @@ def host_remedies(result: PlanResult, available_bytes: int, model: PretrainedCon
     if request.config.planning.plan is None:
         solver = _Solver(_as_asked(request), available_bytes, model, result.layer)
         yield from solver.run((_left_open, _limit, _numbers, _rows, _length, _freeze, _lora, _larger_host))
-    yield from nodes_as_remedies(request, result.plan)
+    for options, changed in request.with_more_nodes():
+        yield Remedy(options, estimate_host_memory(changed, result.plan).total)
 
 
 def gpu_remedies(request: PlanRequest, available_bytes: int | None, model: PretrainedConfig) -> Iterator[Remedy]:

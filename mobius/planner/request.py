@@ -5,16 +5,17 @@ A run, a dry run, `auto`, scripts/simulate.py and the benchmarks all ask by it, 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from mobius.config.config import Compile, Config, Dtype, Recompute, ReduceDtype
 from mobius.limits import NUM_INCOMING_EDGES, NUM_MAILBOXES
-from mobius.planner.event_simulation import StepRules
 from mobius.planner.gpu_specs import GpuSpec, Host
 from mobius.planner.peak_memory import estimate_layer
 from mobius.planner.replica_traffic import NODE_LINK, ReplicaSharding
+from mobius.planner.stage_costs import StepRules
 from mobius.planner.state_bytes import SUM_BYTES, ByteSizes
 from mobius.schedule.packed_rows import PackedRows
 from mobius.schedule.partition import ModelShape
@@ -23,6 +24,8 @@ from mobius.units import GIB
 
 BESIDE_PRODUCTS = 1 / 64
 """Share of what products need that is kept beside it: attention's log-sum-exps, a norm's numbers. An estimate."""
+MOST_NODES = 64
+"""Maximum number of nodes that a refusal suggests."""
 OUTSIDE_BYTES = GIB
 """Memory of a card that the driver and communicators take. A guess, where what is free is not known."""
 
@@ -124,6 +127,20 @@ class PlanRequest:
     def with_seq_length(self, seq_length: int) -> PlanRequest:
         """The question for sequences of another length, in tokens."""
         return replace(self, config=replace(self.config, data=replace(self.config.data, seq_length=seq_length)))
+
+    @property
+    def on_empty_gpu(self) -> PlanRequest:
+        """The question for a GPU whose free memory is not known, which is the same on all ranks."""
+        return replace(self, machine=replace(self.machine, free_bytes=None))
+
+    def with_more_nodes(self) -> Iterator[tuple[str, PlanRequest]]:
+        """Questions with more nodes that share the step, and the option for each; none with a single pipeline."""
+        machine, chunks = self.machine, self.num_chunks or 1
+        for nodes in range(machine.num_nodes + 1, MOST_NODES + 1) if machine.num_replicas > 1 else ():
+            replicas = nodes * machine.replicas_per_node
+            if self.config.pipeline.batch_size % (replicas * chunks) == 0:
+                more = replace(machine, num_nodes=nodes, num_replicas=replicas)
+                yield f"--nnodes {nodes}", replace(self, machine=more)
 
     @property
     def resolved_config(self) -> Config:

@@ -22,13 +22,13 @@ from mobius.models.router_loss import refuse_slices
 from mobius.planner.fit import may_keep_products
 from mobius.planner.gpu_specs import Host, gpu_spec_of_device
 from mobius.planner.layer_bytes import measure_layer_bytes
-from mobius.planner.memory_estimates import check_host_memory, tile_tokens
+from mobius.planner.memory_estimates import check_host_memory, estimate_host_memory, tile_tokens
 from mobius.planner.memory_remedies import host_remedies
 from mobius.planner.peak_memory import LayerBytes
 from mobius.planner.plan_file import ModelDigest, SavedPlan, check_saved_plan
 from mobius.planner.profile import Profile
 from mobius.planner.request import Machine, PlanRequest, compiles
-from mobius.planner.solver import PlanResult, resolve_auto, solve
+from mobius.planner.solver import PlanResult, solve
 from mobius.ranks import Ranks, allows_peer_copies, num_cpus_per_rank, set_cuda_max_connections
 from mobius.schedule.build import build_schedule
 from mobius.schedule.packed_rows import PackedRows
@@ -175,9 +175,9 @@ def draft_run_setup(
         replica_rendezvous=replica_rendezvous,
         pipelines_per_host=pipelines_per_host,
     )
-    request = resolve_auto(PlanRequest.of(config, shape, machine, packed))
+    request = PlanRequest.of(config, shape, machine, packed)
     given = None if saved is None else saved.plan
-    found = solve(request, given=given, own_bytes=own_host_bytes(), is_preliminary=True)
+    found = solve(request, given=given, is_preliminary=True)
     return _run_setup(rank_context, parts, found, is_given=given is not None)
 
 
@@ -217,7 +217,7 @@ def complete_run_setup(
             adapters=config.adapters,
         )
     asked = PlanRequest.of(config, request.shape, request.machine, packed)
-    return _draw(asked, sketch.rank_context, parts, given=None if saved is None else saved.plan)
+    return _solve(asked, sketch.rank_context, parts, given=None if saved is None else saved.plan)
 
 
 def make_run_setup(
@@ -237,38 +237,31 @@ def make_run_setup(
 
 
 def replan(run_setup: RunSetup, profile: Profile) -> RunSetup:
-    """Plan again by what was measured, with the same microbatches; errors as `make_run_setup`."""
-    old = run_setup.result
-    asked = run_setup.requested_config.pipeline
-    request = replace(old.request, num_stages=asked.num_stages, accumulation_rounds=asked.num_rounds)
-    settled = resolve_auto(request, measured=profile)
-    layer = old.layer if tile_tokens(settled) == run_setup.tile_tokens else None  # else it is measured again
-    return _draw(settled, run_setup.rank_context, run_setup.parts, profile=profile, layer=layer)
+    """Plan again with a measured profile and the same microbatches; errors as `make_run_setup`."""
+    return _solve(_open_again(run_setup), run_setup.rank_context, run_setup.parts, profile=profile, before=run_setup)
 
 
 def replan_with_reserve(run_setup: RunSetup, reserve_bytes: int) -> RunSetup:
     """Plan again with `reserve_bytes` of GPU memory left free; the microbatches stay unless nothing else fits.
 
-    Others are tried where one pipeline is one rank: messages between ranks have the shape of a microbatch. Errors as
-    `make_run_setup`.
+    Other microbatches are tried only if a pipeline is one rank, because messages between ranks have the shape of a
+    microbatch. Errors as `make_run_setup`.
     """
-    old, pipeline, rank_context = run_setup.result, run_setup.requested_config.pipeline, run_setup.rank_context
-    less = replace(
-        old.request,
-        num_stages=pipeline.num_stages,
-        accumulation_rounds=pipeline.num_rounds,
-        reserve_bytes=reserve_bytes,
-    )
+    request, asked = replace(_open_again(run_setup), reserve_bytes=reserve_bytes), run_setup.requested_config.pipeline
+    context, parts, profile = run_setup.rank_context, run_setup.parts, run_setup.result.profile
     try:
-        settled = resolve_auto(less, measured=old.profile)
-        layer = old.layer if tile_tokens(settled) == run_setup.tile_tokens else None
-        return _draw(settled, rank_context, run_setup.parts, profile=old.profile, layer=layer, is_last=True)
+        return _solve(request, context, parts, profile=profile, before=run_setup, is_last=True)
     except GpuMemoryError:
-        if pipeline.num_chunks is not None or rank_context.ranks.num_ranks > 1:
+        if asked.num_chunks is not None or context.ranks.num_ranks > 1:
             raise
-    return _draw(
-        replace(less, num_chunks=None, num_slices=pipeline.num_slices), rank_context, run_setup.parts, is_last=True
-    )
+    request = replace(request, num_chunks=None, num_slices=asked.num_slices)
+    return _solve(request, context, parts, is_last=True)
+
+
+def _open_again(run_setup: RunSetup) -> PlanRequest:
+    """The request with stages and rounds as the user asked, and with the microbatches that were chosen."""
+    asked = run_setup.requested_config.pipeline
+    return replace(run_setup.result.request, num_stages=asked.num_stages, accumulation_rounds=asked.num_rounds)
 
 
 def machine_of_gpu(name: str, total_bytes: int, num_ranks: int, *, free_bytes: int | None = None) -> Machine:
@@ -295,58 +288,60 @@ def _machine(device: torch.device, ranks: Ranks, free_bytes: int | None) -> Mach
     return replace(own, num_replicas=ranks.num_replicas, num_nodes=ranks.num_nodes, host=host)
 
 
-def _draw(
+def _solve(
     request: PlanRequest,
     rank_context: RankContext,
     parts: ModelParts,
     *,
     profile: Profile | None = None,
-    layer: LayerBytes | None = None,
     given: Plan | None = None,
+    before: RunSetup | None = None,
     is_last: bool = False,
 ) -> RunSetup:
-    """Plan for a device; `profile` and `layer` are what was measured on it. What is planned last is simulated."""
-    on_gpu = rank_context.device.type == "cuda"
-    measures = (request.measures_layers or request.measures_host) and not is_last
-    will_be_redrawn = on_gpu and measures and profile is None and given is None
-    request = resolve_auto(request, measured=profile)
-    if layer is None and on_gpu:
-        layer = measure_layer_bytes(
+    """Plan for this rank's device.
+
+    `profile` is what was measured on it. A layer's bytes are measured on GPUs, unless the plan `before` has the same
+    microbatches and tiles. What is measured later is planned again, so only the last plan is simulated.
+    """
+    device = rank_context.device
+
+    def measured_layer(request: PlanRequest) -> LayerBytes:
+        known = None if before is None or tile_tokens(request) != before.tile_tokens else before.result.layer
+        return known or measure_layer_bytes(
             parts,
             shape=_message_shape(request),
             dtype=TORCH_DTYPES[request.config.model.dtype],
-            device=rank_context.device,
+            device=device,
             packed=request.packed,
             tile_tokens=tile_tokens(request),
             sliced_length=request.config.data.seq_length if request.plan.num_slices > 1 else None,
             with_products=may_keep_products(request),
         )
-    saved_products = None if layer is None else layer.saved_products
-    found = solve(
-        replace(request, measured_products=saved_products),
-        layer=layer,
+
+    on_gpu, measures = device.type == "cuda", (request.measures_layers or request.measures_host) and not is_last
+    result = solve(
+        request,
+        layer=measured_layer if on_gpu else None,
         profile=profile,
         given=given,
-        own_bytes=own_host_bytes(),  # measuring layers may have made it larger
-        is_preliminary=will_be_redrawn,
+        is_preliminary=on_gpu and measures and profile is None and given is None,
     )
-    return _run_setup(rank_context, parts, found, is_given=given is not None)
+    return _run_setup(rank_context, parts, result, is_given=given is not None)
 
 
 def _run_setup(rank_context: RankContext, parts: ModelParts, result: PlanResult, *, is_given: bool) -> RunSetup:
-    """The setup of an answer whose stages fit into the host's memory. Raises HostMemoryError."""
-    _check_host(result, rank_context.pipelines_per_host, parts)
-    schedule = build_schedule(result.plan)
+    """The setup of a plan whose stages fit into the host's memory. Raises HostMemoryError."""
+    request, plan = result.request, result.plan
+    # This process may have grown while a layer was measured.
+    result = replace(result, host_estimate=estimate_host_memory(request, plan, own_bytes=own_host_bytes()))
+    if request.machine.on_cpu or plan.num_slots is not None or plan.offloaded_activation_stages:
+        limit = request.config.pipeline.host_memory_limit
+        available = available_host_bytes() if limit is None else int(limit * GIB)
+        available //= rank_context.pipelines_per_host
+        remedies = host_remedies(result, available, parts.config)
+        check_host_memory(result.host_estimate, available_bytes=available, remedies=remedies)
+    schedule = build_schedule(plan)
     return RunSetup(rank_context=rank_context, parts=parts, result=result, schedule=schedule, is_given=is_given)
-
-
-def _check_host(result: PlanResult, pipelines_per_host: int, parts: ModelParts) -> None:
-    """Raise HostMemoryError if there is less than the plan needs for stages."""
-    if result.request.machine.on_cpu or result.plan.num_slots is not None or result.plan.offloaded_activation_stages:
-        limit = result.request.config.pipeline.host_memory_limit
-        whole = available_host_bytes() if limit is None else int(limit * GIB)
-        remedies = host_remedies(result, whole // pipelines_per_host, parts.config)
-        check_host_memory(result.host_estimate, available_bytes=whole // pipelines_per_host, remedies=remedies)
 
 
 def _message_shape(request: PlanRequest) -> tuple[int, int, int]:

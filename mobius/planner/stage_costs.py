@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from mobius.planner.event_simulation import StageCost
+from dataclasses import dataclass, field
+
 from mobius.planner.profile import Profile
+from mobius.planner.replica_traffic import ReplicaSharding
+from mobius.schedule.action import Action, ActionKind
 from mobius.schedule.partition import ModelShape, StageCut
 from mobius.schedule.plan import Plan, RecomputeLevel
 
@@ -12,6 +15,85 @@ ACTION_GAP = 40e-6
 LAUNCH_BESIDE_UPDATES = 1.25
 """The host's seconds for a backward while its other cores update streamed stages, over those on an idle host: 2.2 to
 2.6 ms in runs for 2.0 alone."""
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Costs of a stage: seconds per microbatch, and parameters."""
+
+    forward: float
+    """0 for the model's last stage, whose forward runs in its backward."""
+    backward: float
+    """With recompute where it recomputes; in the last stage also forward and loss, in the first the embedding's."""
+    parameters: int
+    is_resident: bool = False
+    """Whether its state stays on the GPU, which updates it."""
+    forward_launch: float = 0.0
+    """Seconds of the host to enqueue the forward of a microbatch."""
+    backward_launch: float = 0.0
+    num_saving_layers: int = 0
+    """Layers that keep something of a microbatch for backward."""
+    keys: float = 0.0
+    """Seconds per microbatch to make keys and values of a slice anew."""
+    forward_attention: float = 0.0
+    """Part of `forward` that goes with the keys before a slice, on average over the slices of a sequence."""
+    backward_attention: float = 0.0
+    keeps_attention: bool = False
+    loaded: int | None = None
+    """Parameters that are loaded if the stage is streamed, `parameters` being those that are trained; None: as many."""
+    backward_from_saved: tuple[float, float] | None = None
+    """Seconds of a backward whose products have come back from the host, and of the host to enqueue it."""
+    keeps_trained_on_gpu: bool = False
+    """Whether what is trained stays on the GPU, which updates it, though the others are streamed."""
+
+    def launch_seconds(self, action: Action, *, offloads_all: bool) -> float:
+        """Seconds of the host to enqueue an action; `offloads_all` as in `slice_seconds`."""
+        if not action.kind.is_backward:
+            return self.forward_launch
+        return self.backward_from_saved[1] if offloads_all and self.backward_from_saved else self.backward_launch
+
+    def slice_seconds(self, action: Action, num_slices: int, *, offloads_all: bool = False) -> float:
+        """Seconds of an action on the compute lane; later slices attend to more keys.
+
+        Slice i of n has (2 i + 1) / n of the average number. `offloads_all`: those of the microbatch were sent home.
+        """
+        if offloads_all and self.backward_from_saved and action.kind.is_backward:
+            return self.backward_from_saved[0]
+        if action.kind is ActionKind.RECOMPUTE_KV:
+            return self.keys
+        seconds, attention = self.forward, self.forward_attention
+        if action.kind.is_backward:
+            seconds, attention = self.backward, self.backward_attention
+        place = (action.microbatch or 0) % num_slices
+        return seconds + attention * ((2 * place + 1) / num_slices - 1)
+
+
+@dataclass(frozen=True)
+class StepRules:
+    """How the runtime goes about a step."""
+
+    clips: bool
+    """Updates wait for the norm over all ranks."""
+    message_bytes: int
+    """Bytes of an activation [B, L, H]."""
+    overlaps_optimizer: bool = True
+    weight_bytes: int = 2
+    gradient_bytes: int = 2
+    """Bytes per parameter on their way to the host."""
+    is_tied: bool = False
+    """Whether the first and the last stage are updated after the step also without clipping."""
+    attention_bytes: int = 0
+    """Bytes of attention's result for a layer and microbatch, where that is kept."""
+    product_bytes: int = 0
+    """Bytes of all that a layer's products need of a microbatch."""
+    sharding: ReplicaSharding = field(default_factory=ReplicaSharding)
+    """How replicas share the stages."""
+
+    def offloaded_bytes(self, cost: StageCost, *, offloads_all: bool) -> int:
+        """Bytes that the layers of a stage send home of a microbatch: for recomputing, or for its products."""
+        if offloads_all:
+            return cost.num_saving_layers * self.product_bytes
+        return cost.num_saving_layers * (self.message_bytes + (self.attention_bytes if cost.keeps_attention else 0))
 
 
 def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageCost, ...]:

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from mobius.planner.event_simulation import StageCost, StepRules
 from mobius.planner.profile import Profile
+from mobius.planner.stage_costs import StageCost, StepRules
 from mobius.planner.step_tasks import FINISH_GRADIENTS_BYTES
 from mobius.schedule.plan import Plan
 

@@ -25,18 +25,21 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any, TypeVar, cast
 
-from mobius.planner.event_simulation import StageCost, StepRules, run
+from mobius.planner.event_simulation import run
 from mobius.planner.profile import Profile
 from mobius.planner.request import PlanRequest
-from mobius.planner.stage_costs import stage_costs
+from mobius.planner.stage_costs import StageCost, StepRules, stage_costs
 from mobius.planner.step_bounds import min_step_seconds
 from mobius.planner.step_tasks import ComputeTask, StepTasks
 from mobius.schedule.build import build_unchecked
 from mobius.schedule.lanes import Lane, LaneSpan, WaitCause
 from mobius.schedule.plan import Plan
 from mobius.schedule.schedule import Schedule
+
+T = TypeVar("T")
 
 TRIED_FACTOR = 1.1
 NUM_STEPS = 2
@@ -90,15 +93,17 @@ def simulate_steps(
 
     Loads and offloads of resident stages in `schedule` are left out, so it may be one that streams all stages.
     """
-    return _describe(_play(schedule, costs, profile, rules, num_steps))
+    return _describe(_play(schedule, costs, profile, rules, num_steps, is_described=True))
 
 
 def simulated_seconds(
     schedule: Schedule, costs: Sequence[StageCost], profile: Profile, rules: StepRules, *, num_steps: int = NUM_STEPS
 ) -> float:
     """`simulate_steps(...).step_seconds`, in less time because nothing else is told."""
-    builder = _play(schedule, costs, profile, rules, num_steps, is_described=False)
-    ends = [0.0, *(task.end for task in builder.step_ends)]
+    ends = [
+        0.0,
+        *(task.end for task in _play(schedule, costs, profile, rules, num_steps, is_described=False).step_ends),
+    ]
     return ends[-1] - ends[-2]
 
 
@@ -137,9 +142,9 @@ def _play(
     rules: StepRules,
     num_steps: int,
     *,
-    is_described: bool = True,
+    is_described: bool,
 ) -> StepTasks:
-    """The steps as they went."""
+    """Simulate the steps and return their tasks."""
     builder = StepTasks(schedule, costs, profile, rules, is_described=is_described)
     with without_garbage_collection():
         for _ in range(num_steps):
@@ -165,38 +170,27 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 def _describe(builder: StepTasks) -> SimulatedSteps:
-    ends = tuple(task.end for task in builder.step_ends)
-    last = len(ends) - 1
-    start = ends[-2] if last else 0.0
-    busy, waits = [], []
-    spans: list[list[LaneSpan]] = [[] for _ in builder.ranks]
+    ends = (0.0, *(task.end for task in builder.step_ends))
+    last = len(ends) - 2
+    busy, waits, spans = [], [], []
+    named: list[list[LaneSpan]] = [[] for _ in builder.ranks]
     for task, (rank, lane, name, step, peer) in builder.names.items():
         if task.end > task.start or lane is Lane.COMPUTE:
-            spans[rank].append(LaneSpan(lane, str(name), step, task.start, task.end, peer))
-    for rank, state in enumerate(builder.ranks):
-        rank_waits = dict.fromkeys(WaitCause, 0.0)
-        busy.append(0.0)
-        before = 0.0
+            named[rank].append(LaneSpan(lane, str(name), step, task.start, task.end, peer))
+    for rank_spans, state in zip(named, builder.ranks, strict=True):
+        rank_waits, rank_busy, before = dict.fromkeys(WaitCause, 0.0), 0.0, 0.0
         for compute in state.computes:
-            waited = _waits_of(compute, before)
+            is_last = compute.step == last
+            for cause, since, until in _waits_of(compute, before):
+                rank_spans.append(LaneSpan(Lane.WAIT, cause.value, compute.step + 1, since, until))
+                rank_waits[cause] += (until - since) * is_last
             before = compute.task.end
-            spans[rank] += [
-                LaneSpan(Lane.WAIT, cause.value, compute.step + 1, since, until) for cause, since, until in waited
-            ]
-            if compute.step == last:
-                busy[rank] += compute.task.end - compute.task.start
-                for cause, since, until in waited:
-                    rank_waits[cause] += until - since
-        own_end = max(c.task.end for c in state.computes if c.step == last)
-        rank_waits[WaitCause.NEIGHBOURS] += ends[-1] - own_end
+            rank_busy += (before - compute.task.start) * is_last
+        rank_waits[WaitCause.NEIGHBOURS] += ends[-1] - max(c.task.end for c in state.computes if c.step == last)
+        busy.append(rank_busy)
         waits.append(rank_waits)
-    return SimulatedSteps(
-        step_seconds=ends[-1] - start,
-        busy_seconds=tuple(busy),
-        waits=tuple(waits),
-        step_ends=ends,
-        spans=tuple(tuple(sorted(rank_spans, key=lambda s: (s.start, -s.end))) for rank_spans in spans),
-    )
+        spans.append(tuple(sorted(rank_spans, key=lambda span: (span.start, -span.end))))
+    return SimulatedSteps(ends[-1] - ends[-2], tuple(busy), tuple(waits), ends[1:], tuple(spans))
 
 
 def _waits_of(compute: ComputeTask, before: float) -> list[tuple[WaitCause, float, float]]:
@@ -212,40 +206,35 @@ def _waits_of(compute: ComputeTask, before: float) -> list[tuple[WaitCause, floa
 
 
 def with_faster(profile: Profile, resource: Resource, factor: float) -> Profile:
-    """`profile` of a machine on which one thing is `factor` times as fast."""
-    if resource is Resource.COMPUTE:
-        kinds = tuple(kind.times(1 / factor) for kind in profile.layer_kinds)
-        attention = profile.attention.times(1 / factor)
-        return replace(profile, layer_kinds=kinds, attention=attention, loss=profile.loss / factor)
+    """Return the profile of a machine on which one resource is `factor` times as fast."""
     copies = profile.copies
-    if resource is Resource.PCIE:
-        faster = replace(
-            copies, host_to_device=copies.host_to_device * factor, device_to_host=copies.device_to_host * factor
-        )
-        return replace(profile, copies=faster)
-    if resource is Resource.HOST_MEMORY:
-        return replace(
-            profile,
-            copies=replace(
-                copies,
-                host_to_device_all_gpus=copies.host_to_device_all_gpus * factor,
-                device_to_host_all_gpus=copies.device_to_host_all_gpus * factor,
-                host_to_device_duplex=copies.host_to_device_duplex * factor,
-                device_to_host_duplex=copies.device_to_host_duplex * factor,
-            ),
-            host_bandwidth=profile.host_bandwidth * factor,
-            cpu_adamw_together=min(profile.cpu_adamw_together * factor, profile.cpu_adamw),
-            cpu_adamw_beside_copies=profile.cpu_adamw_beside_copies * factor,
-            copies_beside_cpu_adamw=profile.copies_beside_cpu_adamw * factor,
-        )
-    if resource is Resource.CORES:
-        together = profile.cpu_adamw_together * factor
-        return replace(profile, cpu_adamw=profile.cpu_adamw * factor, cpu_adamw_together=together)
-    if resource is Resource.REPLICAS:
-        return replace(profile, replicas=None if profile.replicas is None else profile.replicas.times(factor))
-    messages = profile.messages
-    faster_messages = replace(messages, bandwidth=messages.bandwidth * factor, latency=messages.latency / factor)
-    return replace(profile, messages=faster_messages)
+    match resource:
+        case Resource.COMPUTE:
+            kinds = tuple(kind.times(1 / factor) for kind in profile.layer_kinds)
+            attention = profile.attention.times(1 / factor)
+            return replace(profile, layer_kinds=kinds, attention=attention, loss=profile.loss / factor)
+        case Resource.PCIE:
+            return replace(profile, copies=_times(copies, factor, "host_to_device", "device_to_host"))
+        case Resource.HOST_MEMORY:
+            shared = ("host_to_device_all_gpus", "device_to_host_all_gpus")
+            duplex = ("host_to_device_duplex", "device_to_host_duplex")
+            together = min(profile.cpu_adamw_together * factor, profile.cpu_adamw)
+            names = ("host_bandwidth", "cpu_adamw_beside_copies", "copies_beside_cpu_adamw")
+            faster = _times(profile, factor, *names)
+            return replace(faster, copies=_times(copies, factor, *shared, *duplex), cpu_adamw_together=together)
+        case Resource.CORES:
+            return _times(profile, factor, "cpu_adamw", "cpu_adamw_together")
+        case Resource.REPLICAS:
+            return replace(profile, replicas=None if profile.replicas is None else profile.replicas.times(factor))
+        case Resource.MESSAGES:
+            messages = _times(profile.messages, factor, "bandwidth")
+            return replace(profile, messages=replace(messages, latency=messages.latency / factor))
+
+
+def _times(value: T, factor: float, *names: str) -> T:
+    """A copy of a dataclass with the named numbers multiplied by `factor`."""
+    changed: T = replace(cast(Any, value), **{name: getattr(value, name) * factor for name in names})
+    return changed
 
 
 def find_bottleneck(
@@ -271,12 +260,12 @@ def find_bottleneck(
 
 @dataclass(frozen=True)
 class StepTimePrediction:
-    """A predicted step, and what it rests on."""
+    """A predicted step, and what the prediction is based on."""
 
     step_seconds: float
     bottleneck: Resource
     gain: float
-    """The share of a step that `limit` would save if it were 1.1 times as fast."""
+    """Share of a step that is saved if the bottleneck is 1.1 times as fast."""
     basis: str
     """Whether the rates are measured or estimated, and of what."""
 
@@ -284,35 +273,32 @@ class StepTimePrediction:
         """One line for the log."""
         return (
             f"predicted: {self.step_seconds:.3f} s per step, limited by {self.bottleneck} ({self.gain:.0%} shorter "
-            "if that "
-            f"were 10 % faster), {self.basis}"
+            f"if that were 10 % faster), {self.basis}"
         )
 
     def compare(self, step_seconds: Sequence[float]) -> str:
-        """One line: what was predicted beside the median of what was measured."""
+        """One line: the prediction and the median of the measured steps."""
         measured = steady_seconds(step_seconds)
         off = self.step_seconds / measured - 1
         return f"predicted {self.step_seconds:.3f} s per step, measured {measured:.3f}: off by {off:+.1%}"
 
 
 def steady_seconds(step_seconds: Sequence[float]) -> float:
-    """The median step without those at the start."""
+    """Return the median step without those at the start."""
     return statistics.median(step_seconds[UNSTEADY_STEPS:] or step_seconds)
 
 
 def predict_step_time(plan: Plan, request: PlanRequest, profile: Profile) -> tuple[StepTimePrediction, SimulatedSteps]:
-    """Predict the steps of `plan`; takes some tenths of a second."""
-    prediction = simulate_steps(
-        build_unchecked(plan), stage_costs(plan, request.shape, profile), profile, request.rules
-    )
-    seconds = prediction.step_seconds
+    """Predict the steps of `plan`, and find what limits them."""
+    costs = stage_costs(plan, request.shape, profile)
+    steps = simulate_steps(build_unchecked(plan), costs, profile, request.rules)
     limit, gain = find_bottleneck(
         profile,
-        lambda faster: predict_step_seconds(plan, request, faster),
-        seconds,
-        lambda faster: predict_min_step_seconds(plan, request, faster),
+        partial(predict_step_seconds, plan, request),
+        steps.step_seconds,
+        partial(predict_min_step_seconds, plan, request),
     )
     basis = f"{profile.source} ({profile.basis})"
     if request.packed is not None:
         basis += f", packed rows with attention over {request.attention_length:.0f} tokens on average"
-    return StepTimePrediction(seconds, limit, gain, basis), prediction
+    return StepTimePrediction(steps.step_seconds, limit, gain, basis), steps

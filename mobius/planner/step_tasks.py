@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
 from mobius.limits import MAX_GRADIENT_SUMS, UPDATE_CHUNK_ELEMENTS, max_pending_offloads
-from mobius.planner.event_simulation import Flow, SharedBandwidth, StageCost, StepRules, Task
+from mobius.planner.event_simulation import Flow, SharedBandwidth, Task
 from mobius.planner.profile import Profile
 from mobius.planner.replica_traffic import CLEARED_BYTES, REDUCES_BESIDE_COMPUTE
+from mobius.planner.stage_costs import StageCost, StepRules
+from mobius.planner.state_bytes import SUM_BYTES
 from mobius.schedule.action import Action, ActionKind, source_stage, target_stage
 from mobius.schedule.lanes import Lane, WaitCause
 from mobius.schedule.schedule import Schedule
@@ -38,43 +40,25 @@ class ComputeTask:
     """Task that the host waited for before it began the step."""
 
 
+@dataclass(slots=True)
 class _PlayedAction:
     """An action, and what all steps that play it have in common."""
 
-    __slots__ = (
-        "action",
-        "add",
-        "is_backward",
-        "is_forward",
-        "key",
-        "launch",
-        "seconds",
-        "source",
-        "stage",
-        "target",
-    )
-
-    def __init__(self, action: Action, schedule: Schedule, add: Callable[[int, _PlayedAction], None]) -> None:
-        self.action, self.stage, self.add = action, action.stage, add
-        self.is_forward, self.is_backward = action.kind.is_forward, action.kind.is_backward
-        self.key: MessageKey = (self.is_backward, action.stage, action.microbatch)
-        source, target = source_stage(action, schedule.spec.num_stages), target_stage(action, schedule.spec.num_stages)
-        self.source = None if source is None else (self.is_backward, source, action.microbatch)
-        self.target = None if target is None else schedule.spec.rank_of(target)
-        """The rank that gets its message."""
-        self.seconds = self.launch = 0.0
-        """On the GPU, and on the host to enqueue it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """The name of a message; as all names it becomes text only where spans are told."""
-
     action: Action
-    target: int
-
-    def __str__(self) -> str:
-        return f"{self.action} to {self.target}"
+    add: Callable[[int, _PlayedAction], None]
+    stage: int
+    is_forward: bool
+    is_backward: bool
+    key: MessageKey
+    """Its own message."""
+    source: MessageKey | None
+    """The message that it waits for."""
+    target: int | None
+    """The rank that gets its message."""
+    seconds: float = 0.0
+    """On the GPU."""
+    launch: float = 0.0
+    """On the host, to enqueue it."""
 
 
 @dataclass(slots=True)
@@ -83,10 +67,6 @@ class _Slot:
     free: Task | None = None
     weights_on_host: Task | None = None
     """Behind which weights that replicas have brought are on the host."""
-
-
-SUM_BYTES = 4
-"""Bytes per parameter of a stage's sums, which travel in fp32 between rounds."""
 
 
 @dataclass(slots=True)
@@ -149,7 +129,7 @@ class StepTasks:
         self.capacities = self.flows.capacities
         self._is_described, self._last_backward = is_described, schedule.spec.last_backward
         self._is_shared = rules.sharding.num_replicas > 1
-        self._actions = [self._played(actions) for actions in schedule.actions]
+        self._actions = [list(self._played(actions)) for actions in schedule.actions]
         self._messages: dict[MessageKey, Task] = {}
         self._gradient_offloads: dict[int, Task] = {}
 
@@ -176,25 +156,33 @@ class StepTasks:
         self.step_ends.append(end)
         self._finish(end)
 
-    def _played(self, actions: Sequence[Action]) -> list[_PlayedAction]:
+    def _played(self, actions: Sequence[Action]) -> Iterator[_PlayedAction]:
         """The actions of a rank that have tasks."""
-        played = []
+        spec = self.schedule.spec
         for action in actions:
-            cost, add = self.costs[action.stage], _ADDED_FOR.get(action.kind)
-            is_streamed = not cost.is_resident
-            if action.kind in (ActionKind.OFFLOAD_GRADIENT_SUMS, ActionKind.LOAD_GRADIENT_SUMS):
-                is_streamed = is_streamed and not cost.keeps_trained_on_gpu
-            if action.kind.runs_on_compute_lane:
-                add = StepTasks._add_compute
-            elif action.kind in _COPIES_OF_STAGES and not is_streamed:
-                add = None
-            if add is not None:
-                played.append(each := _PlayedAction(action, self.schedule, partial(add, self)))
-                if add is StepTasks._add_compute:
-                    offloads_all = self.schedule.spec.offloads_all(action.stage, action.microbatch)
-                    each.seconds = cost.slice_seconds(action, self.schedule.spec.num_slices, offloads_all=offloads_all)
-                    each.launch = cost.launch_seconds(action, offloads_all=offloads_all)
-        return played
+            cost, kind, stage = self.costs[action.stage], action.kind, action.stage
+            add = StepTasks._add_compute if kind.runs_on_compute_lane else _ADDED_FOR.get(kind)
+            sends_sums = kind in (ActionKind.OFFLOAD_GRADIENT_SUMS, ActionKind.LOAD_GRADIENT_SUMS)
+            stays = cost.is_resident or (sends_sums and cost.keeps_trained_on_gpu)
+            if add is None or (kind in _COPIES_OF_STAGES and stays):
+                continue
+            is_backward = kind.is_backward
+            source, target = source_stage(action, spec.num_stages), target_stage(action, spec.num_stages)
+            played = _PlayedAction(
+                action,
+                partial(add, self),
+                stage,
+                kind.is_forward,
+                is_backward,
+                key=(is_backward, stage, action.microbatch),
+                source=None if source is None else (is_backward, source, action.microbatch),
+                target=None if target is None else spec.rank_of(target),
+            )
+            if kind.runs_on_compute_lane:
+                offloads_all = spec.offloads_all(stage, action.microbatch)
+                played.seconds = cost.slice_seconds(action, spec.num_slices, offloads_all=offloads_all)
+                played.launch = cost.launch_seconds(action, offloads_all=offloads_all)
+            yield played
 
     def _add_compute(self, rank: int, played: _PlayedAction) -> None:
         state, stage, action = self.ranks[rank], played.stage, played.action
@@ -261,7 +249,7 @@ class StepTasks:
     def _send(self, rank: int, target: int, played: _PlayedAction, sent: Task) -> None:
         if target != rank:
             work = self.flows.message(rank, target, self.rules.message_bytes)
-            name = _Sent(played.action, target) if self._is_described else ""
+            name = f"{played.action} to {target}" if self._is_described else ""
             sent = self._task((Lane.SEND, rank, target), work, [sent], name=name)
         self._messages[played.key] = sent
 

@@ -20,7 +20,7 @@ from mobius.log import printable, redirect_to_devnull
 from mobius.models.families import locate_model
 from mobius.models.model_files import read_json_object
 from mobius.models.tokenizer import load_tokenizer
-from mobius.planner.saved_plan import apply_saved_plan
+from mobius.planner.plan_file import apply_saved_plan
 from mobius.ranks import Ranks, allows_colour
 from mobius.reporting.data_report import (
     DatasetStatistics,
@@ -65,7 +65,7 @@ def run_preview(config: Config, ranks: Ranks, *, given: Collection[str] = ()) ->
     """
     if not ranks.is_first:
         return
-    config = apply_saved_plan(config, given=given).config
+    config, _ = apply_saved_plan(config, given=given)
     folder = Path(config.model.model_path).expanduser()
     folder = folder if folder.is_dir() else locate_model(config.model.model_path, with_weights=False)
     # A tokenizer with more tokens than the model has rows is told below, beside what it makes of the data.

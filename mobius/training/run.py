@@ -41,9 +41,8 @@ from mobius.models.model_files import ModelFiles, read_model_files
 from mobius.models.peft_folder import AdapterBase
 from mobius.models.tokenizer import load_tokenizer, pad_token_id
 from mobius.models.weights import check_model_weights
-from mobius.planner.plan_file import SavedPlan
+from mobius.planner.plan_file import SavedPlan, apply_saved_plan
 from mobius.planner.run_setup import RunSetup, complete_run_setup, draft_run_setup
-from mobius.planner.saved_plan import apply_saved_plan
 from mobius.ranks import Ranks, command_words, seconds_since_launch
 from mobius.reporting.events import table_row
 from mobius.reporting.run_log import METRICS_FILE, RunLog
@@ -209,14 +208,13 @@ class TrainingRun:
             check_generation_config(self.model_folder, self.tokenizer, model_config.vocab_size)
         chat_template = resolve_template(config.data.chat_template)
         self.model_files = read_model_files(self.model_folder).with_chat_template(chat_template)
-        adopted = apply_saved_plan(config, given=self.given or ())
-        self.config = adopted.config
-        draft = draft_run_setup(self.config, self.ranks, model_config, saved=adopted.saved, replica_rendezvous=replicas)
+        self.config, saved = apply_saved_plan(config, given=self.given or ())
+        draft = draft_run_setup(self.config, self.ranks, model_config, saved=saved, replica_rendezvous=replicas)
         check_model_weights(self.model_folder, draft.parts, config.model)
         self.base = find_adapter_base(draft, self.model_folder, resume) if config.adapters.is_lora else None
         self.origin = origin_of(config, self.model_folder) if resume is None else resume.origin
         log_model(draft, self.model_folder)
-        return draft, adopted.saved
+        return draft, saved
 
     def _read_data(self, draft: RunSetup) -> None:
         """Tokenize; all replicas must see the same samples, and a resumed run those that it has begun with."""

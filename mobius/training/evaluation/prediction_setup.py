@@ -10,8 +10,8 @@ from mobius.hardware.cpu_dtype import resolve_dtype
 from mobius.models.families import load_model_config, locate_model
 from mobius.models.tokenizer import load_tokenizer
 from mobius.models.weights import check_model_weights
+from mobius.planner.plan_file import apply_saved_plan
 from mobius.planner.run_setup import draft_run_setup
-from mobius.planner.saved_plan import apply_saved_plan
 from mobius.ranks import Ranks
 from mobius.signal_handling import RunStatus
 from mobius.training.data import RunData, read_data
@@ -34,13 +34,12 @@ def prepare_prediction(
 
     All ranks call it, and all but the first are done. No stage is loaded. Arguments are those of `run_training`.
     """
-    adopted = apply_saved_plan(resolve_dtype(config, ranks, given=given), given=given or ())
-    config = adopted.config
+    config, saved = apply_saved_plan(resolve_dtype(config, ranks, given=given), given=given or ())
     model_folder = locate_model(config.model.model_path)
     model_config = load_model_config(model_folder, config.model)
     tokenizer = load_tokenizer(model_folder, model_config.vocab_size)
     check_generation_config(model_folder, tokenizer, model_config.vocab_size)
-    sketch = draft_run_setup(config, ranks, model_config, saved=adopted.saved)
+    sketch = draft_run_setup(config, ranks, model_config, saved=saved)
     check_model_weights(model_folder, sketch.parts, config.model)
     log_model(sketch, model_folder)
     rendezvous = wait_until_inputs_are_read(ranks)

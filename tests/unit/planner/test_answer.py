@@ -76,13 +76,14 @@ def test_what_cannot_be_is_refused_with_what_to_change(llama_7b: ModelShape) -> 
     with pytest.raises(GpuMemoryError, match="To fit"):
         ask(llama_7b, gpu_memory_limit=2.0)
     with pytest.raises(GpuMemoryError, match="At most --resident_stages 1 fits"):
-        ask(llama_7b, gpu_memory_limit=12.0, resident_stages="6")
+        ask(llama_7b, gpu_memory_limit=12.0, resident_stages="6", num_rounds=1)
 
 
 def test_layers_that_are_not_compiled_take_more_memory_and_time() -> None:
     shape = find_published_shape("7b")
     options: dict[str, object] = {
         "num_chunks": 4,
+        "num_rounds": 1,
         "resident_stages": "0",
         "recompute": Recompute.FULL,
         "gpu_memory_limit": 7.3,

@@ -17,7 +17,7 @@ from mobius.errors import CheckpointError, ConfigError, PlanError
 from mobius.models import families
 from mobius.planner import dry_run
 from mobius.planner.dry_run import run_dry
-from mobius.planner.saved_plan import apply_saved_plan
+from mobius.planner.plan_file import apply_saved_plan
 from mobius.ranks import Ranks
 
 SMALL = [
@@ -272,9 +272,9 @@ def test_a_plans_numbers_take_the_place_of_defaults_but_not_of_what_is_given(wor
 
     def adopted(*arguments: str) -> object:
         argv = [*taken, *arguments]
-        return apply_saved_plan(parse_args(argv, num_ranks=1), given=given_options(argv)).config
+        return apply_saved_plan(parse_args(argv, num_ranks=1), given=given_options(argv))
 
-    config = apply_saved_plan(parse_args(taken, num_ranks=1), given=given_options(taken)).config
+    config, _ = apply_saved_plan(parse_args(taken, num_ranks=1), given=given_options(taken))
     pipeline = config.pipeline
     assert (pipeline.num_stages, pipeline.num_chunks, pipeline.batch_size, config.data.seq_length) == (4, 2, 4, 16)
     adopted("--num_stages", "4", "--resident_stages", "1")  # says the same

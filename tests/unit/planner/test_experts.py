@@ -15,7 +15,8 @@ from mobius.planner.memory_estimates import estimate_host_memory
 from mobius.planner.memory_policy import closed_form_score
 from mobius.planner.peak_memory import estimate_layer
 from mobius.planner.plan_table import describe_stages
-from mobius.planner.solver import resolve_auto, solve
+from mobius.planner.search import resolve_auto
+from mobius.planner.solver import solve
 from mobius.schedule.partition import Experts, LayerWidths, ModelShape, TrainedParameters, cut_model
 from mobius.schedule.plan import MemoryUse
 

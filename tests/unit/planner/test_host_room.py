@@ -26,7 +26,8 @@ from mobius.planner.memory_estimates import (
 from mobius.planner.memory_policy import fits_host
 from mobius.planner.memory_remedies import host_remedies
 from mobius.planner.request import Machine, PlanRequest
-from mobius.planner.solver import PlanResult, choose_candidate, resolve_auto, solve
+from mobius.planner.search import choose_candidate, resolve_auto
+from mobius.planner.solver import PlanResult, solve
 from mobius.schedule.partition import ModelShape
 from mobius.units import GIB
 

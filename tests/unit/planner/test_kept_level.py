@@ -22,8 +22,9 @@ from mobius.planner.memory_estimates import estimated_layer
 from mobius.planner.peak_memory import LayerBytes, MicrobatchBytes, estimate_layer, find_peak
 from mobius.planner.plan_file import ModelDigest, SavedPlan, read_plan
 from mobius.planner.plan_table import describe_stages
+from mobius.planner.rates import estimated_profile
 from mobius.planner.request import Machine
-from mobius.planner.solver import estimated_profile, solve
+from mobius.planner.solver import solve
 from mobius.planner.stage_costs import stage_costs
 from mobius.schedule.partition import ModelShape
 from mobius.schedule.plan import MemoryUse, RecomputeLevel, make_plan

@@ -25,10 +25,11 @@ from mobius.planner.measured_plan import (
     plan_by_measurement,
 )
 from mobius.planner.profile import Profile, Source
+from mobius.planner.rates import estimated_profile
 from mobius.planner.replica_traffic import ReplicaRates
 from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.run_setup import RunSetup, machine_of_gpu, make_run_setup, replan
-from mobius.planner.solver import estimated_profile, resolve_auto
+from mobius.planner.search import resolve_auto
 from mobius.ranks import Ranks
 from mobius.schedule.packed_rows import PackedRows
 from mobius.units import GIB

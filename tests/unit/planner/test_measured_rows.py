@@ -12,8 +12,9 @@ from mobius.config.config import Compile, Recompute
 from mobius.planner.gpu_specs import GPU_SPECS, GpuSpec
 from mobius.planner.memory_estimates import estimated_layer
 from mobius.planner.profile import LayerSeconds, Profile
+from mobius.planner.rates import estimated_profile
 from mobius.planner.request import Machine, PlanRequest
-from mobius.planner.solver import estimated_profile, solve
+from mobius.planner.solver import solve
 from mobius.planner.step_prediction import SimulatedSteps
 from mobius.schedule.lanes import WaitCause
 from mobius.schedule.partition import ModelShape

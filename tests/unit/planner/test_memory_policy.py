@@ -15,8 +15,8 @@ from mobius.planner.memory_estimates import estimated_layer
 from mobius.planner.memory_policy import closed_form_score, policy_by_score, policy_by_simulation
 from mobius.planner.peak_memory import LayerBytes
 from mobius.planner.profile import Profile
+from mobius.planner.rates import estimated_profile
 from mobius.planner.request import Machine, PlanRequest
-from mobius.planner.solver import estimated_profile
 from mobius.planner.stage_costs import stage_costs
 from mobius.planner.step_prediction import simulate_steps
 from mobius.schedule.build import build_schedule, build_unchecked

@@ -11,15 +11,16 @@ from harness.plan_requests import H200, find_published_shape, request_of
 
 from mobius.config.config import ActivationOffloading, Compile, Recompute
 from mobius.errors import PlanError
-from mobius.planner import offload_search
+from mobius.planner import search
 from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.memory_estimates import estimate_gpu_memory, estimate_host_memory, estimated_layer
-from mobius.planner.offload_search import WORTH
+from mobius.planner.memory_policy import WORTH
 from mobius.planner.plan_file import ModelDigest, SavedPlan, read_plan
 from mobius.planner.plan_table import describe_stages
-from mobius.planner.recompute_search import fit_by_simulation
+from mobius.planner.rates import estimated_profile
 from mobius.planner.request import Machine, PlanRequest
-from mobius.planner.solver import estimated_profile, solve
+from mobius.planner.search import fit_by_simulation
+from mobius.planner.solver import solve
 from mobius.planner.stage_costs import ACTION_GAP, stage_costs
 from mobius.planner.step_prediction import predict_step_seconds
 from mobius.schedule.plan import MemoryUse, Plan
@@ -140,7 +141,7 @@ def test_where_nobody_says_how_much_there_is_it_takes_no_more_than_so_many_times
 ) -> None:
     request = ask(gpu_memory_limit=24.0, max_grad_norm=1.0)
     free, without = planned(), planned(activation_offloading=ActivationOffloading.OFF)
-    monkeypatch.setattr(offload_search, "MOST_IF_UNKNOWN", 1.4)
+    monkeypatch.setattr(search, "MOST_IF_UNKNOWN", 1.4)
     fit_by_simulation.cache_clear()
 
     bounded = planned()

@@ -13,8 +13,10 @@ from mobius.planner.gpu_specs import GPU_SPECS, estimate_profile
 from mobius.planner.memory_estimates import estimate_gpu_memory, estimated_layer
 from mobius.planner.peak_memory import LayerBytes, document_bytes
 from mobius.planner.profile import LayerSeconds
+from mobius.planner.rates import estimated_profile
 from mobius.planner.request import Machine
-from mobius.planner.solver import PlanResult, choose_candidate, estimated_profile, resolve_auto, solve
+from mobius.planner.search import choose_candidate, resolve_auto
+from mobius.planner.solver import PlanResult, solve
 from mobius.schedule.packed_rows import PackedRows
 from mobius.schedule.partition import ModelShape
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from harness.local_transport import LocalTransport, run_replica_threads
 
-from mobius.planner import replica_link
-from mobius.planner.replica_link import measure_replica_rates
+from mobius.planner import measured_plan
+from mobius.planner.measured_plan import measure_replica_rates
 from mobius.planner.replica_traffic import ReplicaRates, link_of_nodes, rates_of_nodes
 from mobius.planner.timer import CollectiveTimer
 
@@ -16,7 +16,7 @@ from mobius.planner.timer import CollectiveTimer
 def test_all_ranks_get_the_same_rates(
     monkeypatch: pytest.MonkeyPatch, num_replicas: int, num_pipeline_ranks: int
 ) -> None:
-    monkeypatch.setattr(replica_link, "LINK_ELEMENTS", 2**12)
+    monkeypatch.setattr(measured_plan, "LINK_ELEMENTS", 2**12)
 
     def work(_: int, transport: LocalTransport) -> ReplicaRates:
         timer = CollectiveTimer(torch.device("cpu"), transport, part_seconds=0.01)
@@ -30,7 +30,7 @@ def test_all_ranks_get_the_same_rates(
 
 
 def test_bytes_are_those_that_a_rank_gives_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_link, "LINK_ELEMENTS", 3000)
+    monkeypatch.setattr(measured_plan, "LINK_ELEMENTS", 3000)
     monkeypatch.setattr(CollectiveTimer, "seconds", lambda *_: 2.0)
     monkeypatch.setattr(CollectiveTimer, "seconds_alone", lambda *_: 0.5)
 

@@ -15,10 +15,10 @@ from transformers import LlamaConfig
 from mobius.config.config import AdapterConfig, Dtype, FinetuningType, Recompute, ReduceDtype
 from mobius.errors import GpuMemoryError, HostMemoryError, PlanError
 from mobius.models.blocks import ModelParts
-from mobius.planner.event_simulation import StageCost, StepRules
 from mobius.planner.fit import fit_plan
 from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.memory_estimates import (
+    Remedy,
     check_host_memory,
     estimate_gpu_memory,
     estimate_host_memory,
@@ -26,11 +26,11 @@ from mobius.planner.memory_estimates import (
 )
 from mobius.planner.plan_file import ModelDigest, SavedPlan, check_saved_plan, read_plan
 from mobius.planner.profile import CopyRates, LayerSeconds, MessageRates, Profile, Source
-from mobius.planner.replica_report import describe_replicas, more_nodes, nodes_as_remedies
-from mobius.planner.replica_scaling import NodeScaling, traffic_of
+from mobius.planner.replica_report import NodeScaling, Traffic, describe_replicas
 from mobius.planner.replica_traffic import ReplicaRates, ReplicaSharding, rates_of_nodes
 from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.solver import PlanResult, solve
+from mobius.planner.stage_costs import StageCost, StepRules
 from mobius.planner.step_prediction import simulate_steps
 from mobius.schedule.build import build_schedule
 from mobius.schedule.plan import Plan
@@ -152,17 +152,21 @@ def test_a_refusal_names_the_fewest_nodes_that_have_the_memory() -> None:
     request = request_of(shape, Machine(4, GPU_SPECS["H200"], num_replicas=2, num_nodes=2))
     need = estimate_host_memory(request, request.plan)
     # 3.37e9 x 2 + 12 / R bytes and four processes; the 64 rows are cut into 8 microbatches by 1, 2, 4 or 8 replicas.
-    assert [options for options, _ in more_nodes(request)] == ["--nnodes 4", "--nnodes 8"]
-    four, eight = (remedy.num_bytes for remedy in nodes_as_remedies(request, request.plan))
+    assert [options for options, _ in request.with_more_nodes()] == ["--nnodes 4", "--nnodes 8"]
+    remedies = [
+        Remedy(options, estimate_host_memory(changed, request.plan).total)
+        for options, changed in request.with_more_nodes()
+    ]
+    four, eight = (remedy.num_bytes for remedy in remedies)
     assert need.total - four == pytest.approx(3 * shape.num_parameters, rel=1e-6)
     assert four - eight == pytest.approx(1.5 * shape.num_parameters, rel=1e-6)
     for available, options in ((four, "--nnodes 4"), (four - 1, "--nnodes 8")):
         with pytest.raises(HostMemoryError, match=rf"\n  {options}  .* of host memory$"):
-            check_host_memory(need, available_bytes=available, remedies=nodes_as_remedies(request, request.plan))
+            check_host_memory(need, available_bytes=available, remedies=remedies)
     with pytest.raises(HostMemoryError) as caught:
-        check_host_memory(need, available_bytes=eight - 1, remedies=nodes_as_remedies(request, request.plan))
+        check_host_memory(need, available_bytes=eight - 1, remedies=remedies)
     assert "--nnodes" not in str(caught.value)
-    assert not list(more_nodes(request_of(shape)))
+    assert not list(request_of(shape).with_more_nodes())
 
 
 def test_a_gpu_that_is_too_small_for_its_share_of_the_rows_is_told_of_more_nodes() -> None:
@@ -290,7 +294,7 @@ def test_another_node_pays_with_a_fast_link_and_does_not_with_a_slow_one() -> No
     needed = slow.needed_link(0.9)
     assert needed is not None
     assert 0.5 < needed < 12.5
-    traffic = traffic_of(slow.result)
+    traffic = Traffic.of(slow.result)
     # Half of 6.74e9 parameters in 4 and 2 bytes.
     assert traffic.reductions == pytest.approx(6.738e9 / 2 * 4 / 0.5e9, rel=1e-3)
     assert traffic.weights == pytest.approx(traffic.reductions / 2)

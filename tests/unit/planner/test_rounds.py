@@ -17,7 +17,8 @@ from mobius.planner.memory_estimates import estimate_gpu_memory, estimate_host_m
 from mobius.planner.plan_file import ModelDigest, SavedPlan, read_plan
 from mobius.planner.plan_table import describe_step
 from mobius.planner.request import Machine, PlanRequest
-from mobius.planner.solver import resolve_auto, solve
+from mobius.planner.search import resolve_auto
+from mobius.planner.solver import solve
 from mobius.planner.step_prediction import predict_step_seconds
 from mobius.schedule.partition import ModelShape
 from mobius.schedule.plan import MemoryUse, Plan

@@ -13,7 +13,6 @@ from harness.plan_requests import H200, find_published_shape, request_of
 from mobius.config.cli import parse_args
 from mobius.config.config import ActivationOffloading, Recompute
 from mobius.errors import ConfigError, GpuMemoryError, HostMemoryError, PlanError
-from mobius.planner.event_simulation import StageCost
 from mobius.planner.fit import fit_plan
 from mobius.planner.memory_estimates import (
     check_host_memory,
@@ -23,8 +22,9 @@ from mobius.planner.memory_estimates import (
 )
 from mobius.planner.plan_file import ModelDigest, SavedPlan, read_plan
 from mobius.planner.request import PlanRequest
-from mobius.planner.solver import resolve_auto, solve
-from mobius.planner.stage_costs import stage_costs
+from mobius.planner.search import resolve_auto
+from mobius.planner.solver import solve
+from mobius.planner.stage_costs import StageCost, stage_costs
 from mobius.planner.step_prediction import simulate_steps
 from mobius.schedule.build import build_unchecked
 from mobius.schedule.lanes import Lane

@@ -13,8 +13,8 @@ from mobius.planner.fit import fit_plan
 from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.memory_estimates import estimated_layer
 from mobius.planner.profile import Profile
+from mobius.planner.rates import estimated_profile
 from mobius.planner.request import Machine, PlanRequest
-from mobius.planner.solver import estimated_profile
 from mobius.planner.stage_costs import stage_costs
 from mobius.planner.step_prediction import (
     SIMULATED_MICROBATCHES,

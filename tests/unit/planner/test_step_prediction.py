@@ -10,13 +10,13 @@ import pytest
 from harness.plan_requests import find_published_shape, request_of
 
 from mobius.config.config import Recompute
-from mobius.planner.event_simulation import SharedBandwidth, StageCost, StepRules, share_rates
+from mobius.planner.event_simulation import SharedBandwidth, share_rates
 from mobius.planner.fit import fit_plan
 from mobius.planner.gpu_specs import GPU_SPECS, estimate_profile
 from mobius.planner.profile import CopyRates, LayerSeconds, MessageRates, Profile, Source
+from mobius.planner.rates import estimated_profile
 from mobius.planner.request import Machine
-from mobius.planner.solver import estimated_profile
-from mobius.planner.stage_costs import LAUNCH_BESIDE_UPDATES, stage_costs
+from mobius.planner.stage_costs import LAUNCH_BESIDE_UPDATES, StageCost, StepRules, stage_costs
 from mobius.planner.step_prediction import (
     Resource,
     SimulatedSteps,

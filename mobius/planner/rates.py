@@ -1,0 +1,72 @@
+"""Seconds and rates that a request is planned with: estimates from data sheets, or measured on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mobius.errors import PlanError
+from mobius.planner.gpu_specs import GIGA, LayerEstimate, estimate_profile, memory_rate, with_attention_length
+from mobius.planner.profile import Profile, with_frozen
+from mobius.planner.replica_traffic import ReplicaRates, rates_of_nodes
+from mobius.planner.request import PlanRequest
+
+
+def profile_for(request: PlanRequest, measured: Profile | None) -> Profile | None:
+    """Return the measured profile, adapted to `request`, or an estimate; None if nothing is known of the device.
+
+    The link between replicas is estimated if it was not measured, and attention's seconds are scaled to the length of
+    the documents. Raises PlanError if the profile was measured for another microbatch, model or number of ranks.
+    """
+    if measured is None:
+        return estimated_profile(request)
+    given = (measured.num_ranks, measured.microbatch_tokens, len(measured.kind_of_layer))
+    wanted = (request.machine.num_ranks, request.microbatch_tokens, request.shape.num_layers)
+    if given != wanted:
+        parts = "ranks, tokens of a microbatch and layers"
+        raise PlanError(f"the profile is of another run: its {parts} are {given}, {wanted} are asked for.")
+    if measured.replicas is None:
+        measured = replace(measured, replicas=_replica_rates(request, measured))
+    length = request.attention_length
+    own = measured.attention_length or min(length, request.slice_length)  # documents are measured as they are
+    if request.plan.num_slices == 1 or measured.attention_length == length:
+        return measured
+    estimate = None
+    if request.gpu_spec is not None:
+        is_packed = request.packed is not None
+        estimate = LayerEstimate(request.gpu_spec, request.shape, is_packed=is_packed, compiled=request.compiles)
+    return with_attention_length(measured, request.shape, measured_length=own, length=length, estimate=estimate)
+
+
+def estimated_profile(request: PlanRequest) -> Profile | None:
+    """Return the estimate for one pipeline on the machine of `request`; None if its GPU is not known.
+
+    Pipelines on the same machine share its host memory bandwidth.
+    """
+    machine, gpu_spec = request.machine, request.gpu_spec
+    if gpu_spec is None:
+        return None
+    if not machine.has_peer_copies:
+        gpu_spec = replace(gpu_spec, has_peer_copies=False, nvlink=0.0)
+    profile = estimate_profile(
+        gpu_spec,
+        request.shape,
+        microbatch_tokens=request.microbatch_tokens,
+        seq_length=request.config.data.seq_length,
+        num_ranks=machine.num_ranks,
+        pcie=machine.pcie,
+        host=replace(machine.host, bandwidth=machine.host.bandwidth / machine.replicas_per_node),
+        compiled=request.compiles,
+        attention_length=None if request.packed is None else request.attention_length,
+    )
+    profile = with_frozen(profile, request.shape, memory_rate(gpu_spec))
+    return replace(profile, replicas=_replica_rates(request, profile))
+
+
+def _replica_rates(request: PlanRequest, profile: Profile) -> ReplicaRates | None:
+    """Estimate between replicas: over the nodes' links, or within a node as messages go; None with one pipeline."""
+    machine, messages = request.machine, profile.messages
+    if machine.num_replicas == 1:
+        return None
+    if machine.num_nodes == 1:
+        return ReplicaRates(machine.num_ranks * messages.bandwidth, messages.bandwidth, messages.is_through_host)
+    return rates_of_nodes(machine.node_link * GIGA, num_replicas=machine.num_replicas, num_nodes=machine.num_nodes)

@@ -1,0 +1,482 @@
+"""Search for the fastest plan: stages, microbatches, slices and rounds, what is saved, and what is offloaded.
+
+Each candidate is bounded from below (`predict_min_step_seconds`, a hundredth of a simulation's time), and simulated
+only while its bound promises less than the best so far.
+
+Products of some microbatches may be offloaded, so that a backward runs no matrix product again:
+
+    forward      F0 F1 F2 F3 F4 ...      its products take longer to the host than it computes: on an RTX 4090 1.3
+    to host      O1       O4    ...      times as long for a layer of 7B, on an H200 2.8 times
+    backward                             prefetches them under the backward before
+
+So only some of the microbatches are offloaded, spread over the round, and the others are recomputed. How many is
+searched by simulation, which knows the copies of weights and gradients on the same links.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+
+from mobius.config.config import ActivationOffloading, PipelineConfig, Recompute
+from mobius.errors import GpuMemoryError, PlanError
+from mobius.log import progress_bar
+from mobius.planner.fit import (
+    MIN_SLICE_TOKENS,
+    fit_plan,
+    fits_gpus,
+    least_host_bytes,
+    levels_to_try,
+    max_saving_attention,
+    may_keep_products,
+    numbers_of_rounds,
+)
+from mobius.planner.memory_estimates import (
+    USABLE_MEMORY_FRACTION,
+    estimate_gpu_memory_of_ranks,
+    estimate_host_memory,
+    estimated_layer,
+)
+from mobius.planner.memory_policy import (
+    ALIKE,
+    WORTH,
+    MemoryPolicy,
+    closed_form_score,
+    fits_host,
+    policy_by_score,
+    policy_by_simulation,
+)
+from mobius.planner.peak_memory import LayerBytes
+from mobius.planner.profile import Profile
+from mobius.planner.rates import estimated_profile, profile_for
+from mobius.planner.request import PlanRequest
+from mobius.planner.step_prediction import (
+    predict_min_step_seconds,
+    predict_step_seconds,
+    without_garbage_collection,
+)
+from mobius.schedule.partition import max_stages
+from mobius.schedule.plan import Plan, RecomputeLevel
+
+logger = logging.getLogger(__name__)
+
+MAX_CHUNKS_PER_RANK = 4
+"""More microbatches per rank than this fill the pipeline no better, and each has its own costs."""
+SLICES_PER_RANK = 4
+"""Microbatches per rank that slices of long sequences should give, so that fill and drain cost little."""
+MIN_SLICED_SEQ_LENGTH = 16384
+"""Shortest sequences, in tokens, that auto cuts into slices."""
+BOUNDS_DIFFER = 1.5
+"""Ratio of two bounds above which the larger counts as slower without a simulation: bounds are up to 20 % short."""
+NUM_FITTED_WELL = 3
+"""Number of best candidates, with different numbers of stages, whose use of memory is chosen by simulation."""
+NUMBERS_OF_A_SIZE = 2
+"""Numbers of stages that are tried of those whose largest stages have equally many layers."""
+NOTICEABLE = 0.005
+"""Share of a step that more stages or chunks must gain."""
+MOST_IF_UNKNOWN = 2
+"""Maximum host memory of a plan with offloaded products, relative to one without, if the host's memory is unknown."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan with the numbers that it was made for."""
+
+    request: PlanRequest
+    plan: Plan
+    profile: Profile
+    seconds: float
+    """Seconds of a step; a lower bound until it is simulated."""
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether the host has the memory, as far as is known."""
+        return fits_host(self.request, self.plan)
+
+    def simulated(self) -> Candidate:
+        """Return the candidate with the seconds of a simulated step."""
+        return replace(self, seconds=predict_step_seconds(self.plan, self.request, self.profile))
+
+
+def resolve_auto(request: PlanRequest, *, measured: Profile | None = None) -> PlanRequest:
+    """Put numbers in the place of auto, and log them; a request without auto comes back unchanged.
+
+    `measured` is a profile for the request's microbatches; without it, estimates are used. Without an estimate (a CPU,
+    an unknown GPU, fp32) the numbers are the defaults, or the nearest possible. The choice depends on the total memory
+    of the GPU and not on what is free, because every rank must choose the same. Raises GpuMemoryError if nothing fits.
+    """
+    has_numbers = request.num_stages is not None and request.num_chunks is not None
+    if not has_numbers and (request.machine.on_cpu or (request.gpu_spec is None and measured is None)):
+        request = _usual_numbers(request)
+    elif not has_numbers:
+        best = choose_candidate(request.on_empty_gpu, measured=measured)
+        plan = best.plan
+        logger.info(
+            "chosen: --num_stages %d --num_chunks %d --num_rounds %d, layers per stage %s; %.3g s per step by %s",
+            plan.num_stages,
+            plan.num_chunks,
+            plan.accumulation_rounds,
+            " ".join(str(len(cut.layers)) for cut in plan.cuts),
+            best.seconds,
+            best.profile.describe(),
+        )
+        request = _with_slices(replace(request, num_stages=plan.num_stages, num_chunks=plan.num_chunks))
+        if request.accumulation_rounds is None and request.num_slices == plan.num_slices:
+            request = replace(request, accumulation_rounds=plan.accumulation_rounds)
+    return _with_rounds(_with_slices(request), measured)
+
+
+def _usual_numbers(request: PlanRequest) -> PlanRequest:
+    """The default numbers where they are possible, else the largest below them that are."""
+    usual, num_ranks = PipelineConfig(), request.machine.num_ranks
+    stages, chunks = request.num_stages, request.num_chunks
+    if stages is None:
+        most = min(max(usual.stages, num_ranks), request.shape.num_layers)
+        stages = max(num_ranks, most // num_ranks * num_ranks)
+    if chunks is None:
+        most, rounds = max(usual.num_microbatches, num_ranks), request.accumulation_rounds or 1
+        chunks = max((n for n in _divisors(request.rows) if n <= most and n % rounds == 0), default=rounds)
+    logger.info("chosen without an estimate for this device: --num_stages %d --num_chunks %d", stages, chunks)
+    return replace(request, num_stages=stages, num_chunks=chunks)
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _with_slices(request: PlanRequest, *, is_quick: bool = False) -> PlanRequest:
+    """The request with a number of slices: 1 for short sequences, else the fewest that fit and fill all ranks.
+
+    More where attention's results then fit, of one stage of each rank or of all, if that is faster by an estimate,
+    which is skipped if `is_quick`.
+    """
+    if request.num_slices is not None:
+        return request
+    is_short = request.config.data.seq_length < MIN_SLICED_SEQ_LENGTH
+    if is_short or request.recompute.saves_activations or not request.shape.is_sliceable:
+        return replace(request, num_slices=1)
+    number = _fewest_slices(request)
+    has_choice = not is_quick and number > 1 and request.recompute is Recompute.AUTO
+    if has_choice and request.gpu_spec is not None and not request.machine.on_cpu:
+        card = request.on_empty_gpu
+        keeping = [replace(card, num_saving_attention=kept) for kept in (1, request.plan.stages_per_rank)]
+        tried = list[Candidate]()
+        for each in sorted({number, *map(_fewest_slices, keeping)}):
+            with suppress(GpuMemoryError):
+                sliced = _with_rounds(replace(card, num_slices=each), None)
+                profile, layer = estimated_profile(sliced), estimated_layer(sliced)
+                most = max_saving_attention(sliced, layer=layer, policy=_closed_form(sliced, profile))
+                tried.append(_bounded(replace(sliced, num_saving_attention=most), None))
+        if fitting := [each for each in tried if each.fits_host]:
+            number = _fastest(fitting).plan.num_slices
+    return replace(request, num_slices=number)
+
+
+def _closed_form(request: PlanRequest, profile: Profile | None) -> MemoryPolicy:
+    return policy_by_score(closed_form_score(request, profile))
+
+
+def _fewest_slices(request: PlanRequest) -> int:
+    """The fewest slices that fit and fill all ranks, in the rounds that would be taken with them.
+
+    If no number does both, the one that fits and fills most.
+    """
+    length, chunks = request.config.data.seq_length, request.num_chunks
+    assert chunks is not None
+    wanted = SLICES_PER_RANK * request.machine.num_ranks
+    numbers = [number for number in range(1, length // MIN_SLICE_TOKENS + 1) if length % number == 0]
+    enough = [number for number in numbers if number * chunks >= wanted] or numbers[-1:]
+    in_a_round: dict[int, float] = {}
+    for number in enough:
+        rounds, asked = numbers_of_rounds(replace(request.on_empty_gpu, num_slices=number)), request.accumulation_rounds
+        if asked is not None:
+            rounds = [asked] if any(each <= asked for each in rounds) else []
+        if rounds:
+            in_a_round[number] = min(wanted, number * chunks / rounds[0])
+        if in_a_round.get(number) == wanted:
+            break
+    return max(in_a_round, key=lambda number: (in_a_round[number], -number), default=enough[0])
+
+
+def _with_rounds(request: PlanRequest, measured: Profile | None) -> PlanRequest:
+    """The request with a number of rounds.
+
+    If fewer rounds fit with offloaded activations, the faster of both by prediction; without rates, the larger number.
+    If with none of them the GPUs have room for the stages that the host cannot hold, the fewest that do, if any.
+    """
+    if request.accumulation_rounds is not None:
+        return request
+    card, num_chunks = request.on_empty_gpu, request.plan.num_chunks
+    numbers = numbers_of_rounds(card) or [num_chunks]
+    fewest = [replace(card, accumulation_rounds=number) for number in numbers]
+    if card.gpu_bytes is None or (len(numbers) == 1 and fits_host(fewest[0], fewest[0].plan)):
+        return replace(request, accumulation_rounds=numbers[-1])
+    fitting = [each for each in fewest if _fits(each)]
+    if not fitting:
+        more = [replace(card, accumulation_rounds=n) for n in _divisors(num_chunks) if n > numbers[-1]]
+        # A refusal says the least that there is.
+        fitting = [each for each in more if _fits(each)][:1] or [min((*fewest, *more), key=least_host_bytes)]
+    best = fitting[-1]
+    if len(fitting) > 1 and (request.gpu_spec is not None or measured is not None):
+        bounded = sorted((_bounded(each, measured) for each in fitting), key=lambda candidate: candidate.seconds)
+        is_clear = bounded[1].seconds > BOUNDS_DIFFER * bounded[0].seconds
+        best = bounded[0].request if is_clear else _fastest(bounded).request
+    return replace(request, accumulation_rounds=best.accumulation_rounds)
+
+
+def _fits(request: PlanRequest) -> bool:
+    """Whether some plan of these numbers fits GPUs and host, by estimated bytes."""
+    if request.host_bytes is None:
+        return fits_gpus(request, estimated_layer(request))
+    return least_host_bytes(request) <= request.host_bytes
+
+
+@without_garbage_collection()
+def choose_candidate(request: PlanRequest, *, measured: Profile | None = None) -> Candidate:
+    """Return the fastest candidate that fits the host; numbers that are not None stay as given.
+
+    Of candidates within `NOTICEABLE` of each other, the one with fewest stages and chunks. Raises GpuMemoryError if
+    nothing fits, with the reason of the last try, and PlanError if nothing can be tried. If no usual numbers fit the
+    host, all numbers of chunks and rounds are searched.
+    """
+    tried = list[Candidate]()
+    if quick := quick_candidates(request, measured=measured):
+        with progress_bar("planning", " plans") as bar:
+            for each in _best_of_each(quick):
+                to_beat = min((candidate.seconds for candidate in tried if candidate.fits_host), default=math.inf)
+                plan = fit_by_simulation(each.request, estimated_layer(each.request), each.profile, to_beat)
+                tried.append(replace(each, plan=plan).simulated())
+                bar.update()
+    else:  # many microbatches, whose steps take long to simulate
+        bounded = [_bounded(each, measured) for each in from_all_numbers(request)]
+        tried = [_fastest([each for each in bounded if each.fits_host] or bounded)]
+    tried = [each for each in tried if each.fits_host] or tried
+    fastest = min(candidate.seconds for candidate in tried)
+    alike = [candidate for candidate in tried if candidate.seconds <= fastest * (1 + NOTICEABLE)]
+    return min(alike, key=lambda each: (each.plan.num_stages, each.plan.num_microbatches, each.seconds))
+
+
+def quick_candidates(request: PlanRequest, *, measured: Profile | None = None) -> list[Candidate]:
+    """Return the usual numbers of stages and chunks that fit GPUs and host, bounded, with a quick use of memory.
+
+    There may be none. Raises PlanError if there are no such numbers.
+    """
+    pairs = [(chunks, stages) for chunks in _chunk_numbers(request) for stages in _stage_numbers(request)]
+    if not pairs:
+        raise PlanError(
+            f"no number of stages and chunks is possible: {request.shape.num_layers} layers on "
+            f"{request.machine.num_ranks} ranks, --batch_size {request.config.pipeline.batch_size}."
+        )
+    found: list[Candidate] = []
+    with progress_bar("planning", " plans", len(pairs)) as bar:
+        for chunks, stages in pairs:
+            asked = _with_slices(replace(request, num_stages=stages, num_chunks=chunks), is_quick=True)
+            asked = _with_rounds(asked, measured)
+            if _fits(asked):
+                found.append(_bounded(asked, measured))
+            bar.update()
+    return found
+
+
+def from_all_numbers(request: PlanRequest) -> list[PlanRequest]:
+    """Return requests that fit GPUs and host among all numbers of chunks and rounds, with the fewest rounds possible.
+
+    If none fits, the one that takes the least of the host. Microbatches of one row leave most room on the GPUs; where
+    they fit, larger ones may fit too, and take less time.
+    """
+    divisors = _divisors(request.rows)
+    all_chunks = divisors if request.num_chunks is None else [request.num_chunks]
+    all_rounds = divisors if request.accumulation_rounds is None else [request.accumulation_rounds]
+    least = list[PlanRequest]()
+    with progress_bar("planning", " plans") as bar:
+
+        def fits(asked: PlanRequest) -> bool:
+            bar.update()
+            return _fits(asked)
+
+        for rounds in all_rounds:
+            found = []
+            chunks = [number for number in all_chunks if number % rounds == 0]
+            for stages in _stage_numbers(request) if chunks else ():
+                numbers = replace(request, num_stages=stages, accumulation_rounds=rounds)
+                asked = [_with_slices(replace(numbers, num_chunks=each), is_quick=True) for each in chunks]
+                least = [min((*least, asked[-1]), key=least_host_bytes)]
+                if fits(asked[-1]):
+                    found.append(asked[bisect_left(asked, True, hi=len(asked) - 1, key=fits)])
+            if found:
+                return found
+    return least
+
+
+def _bounded(request: PlanRequest, measured: Profile | None) -> Candidate:
+    """The candidate of given numbers, with the use of memory that a closed form prefers, and a bound of its step."""
+    request = _with_rounds(_with_slices(request, is_quick=True), measured)
+    profile = profile_for(request, measured)
+    assert profile is not None, "without rates nothing is chosen"
+    plan = fit_plan(request, layer=estimated_layer(request), policy=_closed_form(request, profile))
+    return Candidate(request, plan, profile, predict_min_step_seconds(plan, request, profile))
+
+
+def _fastest(candidates: Iterable[Candidate]) -> Candidate:
+    """The fastest of bounded candidates, simulated; those whose bound is too long are not simulated."""
+    first, *others = sorted(candidates, key=lambda candidate: candidate.seconds)
+    best = first.simulated()
+    for each in others:
+        if each.seconds < best.seconds:
+            best = min(best, each.simulated(), key=lambda candidate: candidate.seconds)
+    return best
+
+
+def _best_of_each(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The fastest of each number of stages, of those the best few, and two more of the best number, all simulated.
+
+    These are the second, and that with the most microbatches, of which some may have all that products need offloaded.
+    """
+    by_stages: dict[int, list[Candidate]] = {}
+    for each in sorted(candidates, key=lambda candidate: candidate.seconds):
+        by_stages.setdefault(each.plan.num_stages, []).append(each)
+    best = list[Candidate]()
+    for own in by_stages.values():
+        if len(best) == NUM_FITTED_WELL and own[0].seconds > best[-1].seconds:
+            break
+        best = sorted([*best, _fastest(own)], key=lambda candidate: candidate.seconds)[:NUM_FITTED_WELL]
+    others = [each for each in by_stages[best[0].plan.num_stages] if each.plan != best[0].plan]
+    if not others:
+        return best
+    second, finest = _fastest(others), max(others, key=lambda candidate: candidate.plan.num_microbatches)
+    has_more = finest.plan.num_microbatches > max(best[0].plan.num_microbatches, second.plan.num_microbatches)
+    return [*best, second, *([finest] if has_more else [])]
+
+
+def _stage_numbers(request: PlanRequest) -> Sequence[int]:
+    """Multiples of the ranks, up to a layer per stage with embedding and head apart.
+
+    Of those that leave the largest stage as large, the fewest, and the next, which makes those with embedding and head
+    smaller.
+    """
+    if request.num_stages is not None:
+        return (request.num_stages,)
+    num_ranks, num_layers = request.machine.num_ranks, request.shape.num_layers
+    by_size: dict[int, list[int]] = {}
+    for number in range(num_ranks, max_stages(num_layers, num_ranks) + 1, num_ranks):
+        by_size.setdefault(-(-num_layers // number), []).append(number)
+    return [number for numbers in by_size.values() for number in numbers[:NUMBERS_OF_A_SIZE]]
+
+
+def _chunk_numbers(request: PlanRequest) -> list[int]:
+    """Divisors of the batch, from half as many as ranks, which leaves most of them idle, up to a few per rank."""
+    if request.num_chunks is not None:
+        return [request.num_chunks]
+    num_ranks, rounds = request.machine.num_ranks, request.accumulation_rounds or 1
+    most = rounds * max(MAX_CHUNKS_PER_RANK * num_ranks, 2 * MAX_CHUNKS_PER_RANK)
+    divisors = [number for number in _divisors(request.rows) if number <= most and number % rounds == 0]
+    return [number for number in divisors if 2 * number >= num_ranks] or divisors[-1:]
+
+
+@lru_cache(maxsize=8)  # what is chosen for auto is then asked for by its numbers
+def fit_by_simulation(
+    request: PlanRequest, layer: LayerBytes | None, profile: Profile, to_beat: float = math.inf
+) -> Plan:
+    """Return the fastest plan of given numbers, with the use of memory chosen by simulation.
+
+    A plan that does not promise to beat `to_beat` seconds is not simulated. `layer` and errors as in `fit_plan`.
+    """
+    if (request.num_slices or 1) > 1:
+        return _fit_slices(request, layer, profile, to_beat)
+    plans = list[Plan]()
+    for level in levels_to_try(request, layer):
+        if plans and len(plans[0].saved_activation_stages) == len(plans[0].resident) == plans[0].num_stages:
+            break  # nothing is left to gain
+        # What a refusal advises is of the request as it was asked.
+        asked = request if level is request.plan.recompute_level else replace(request, recompute_level=level)
+        plan = fit_plan(asked, layer=layer, policy=policy_by_simulation(profile, to_beat))
+        # The level of a plan that saves nothing says nothing.
+        plans.append(plan if plan.saved_activation_stages else replace(plan, recompute_level=RecomputeLevel.NONE))
+    best, *others = [plan for plan in plans if fits_host(request, plan)] or plans
+    for plan in others:
+        if predict_min_step_seconds(plan, request, profile) < to_beat * (1 - WORTH):
+            now = predict_step_seconds(best, request, profile)
+            if predict_step_seconds(plan, request, profile) < now * (1 - ALIKE):
+                best = plan
+    return _with_offloaded_products(request, best, layer, profile)
+
+
+def _fit_slices(request: PlanRequest, layer: LayerBytes | None, profile: Profile, to_beat: float) -> Plan:
+    """The fastest plan of slices: as many stages save attention's results as there is room for, or none does."""
+    simulation = policy_by_simulation(profile, to_beat)
+    asked = fit_plan(request, layer=layer, policy=simulation)
+    if request.recompute is not Recompute.AUTO or request.num_saving_attention is not None:
+        return asked
+    most = max_saving_attention(request, layer=layer, policy=_closed_form(request, profile))
+    if most == 0:
+        return asked
+    keeping = fit_plan(replace(request, num_saving_attention=most), layer=layer, policy=simulation)
+    if not fits_host(request, keeping):
+        return asked
+
+    def seconds(plan: Plan) -> float:
+        bound = predict_min_step_seconds(plan, request, profile)
+        return bound if bound >= to_beat else predict_step_seconds(plan, request, profile)
+
+    return min((asked, keeping), key=seconds)
+
+
+def _with_offloaded_products(request: PlanRequest, best: Plan, layer: LayerBytes | None, profile: Profile) -> Plan:
+    """`best`, or a plan that offloads the products of some microbatches, if it is faster by `WORTH`.
+
+    Its stages that do not save activations offload them, all of each rank except the model's last. The search goes from
+    the number whose copies the forwards hide to the next faster one, in steps that are halved.
+    """
+    can_offload = request.recompute is Recompute.AUTO and may_keep_products(request)
+    can_offload = can_offload and not request.num_offloaded_microbatches and request.gpu_bytes is not None
+    can_offload = can_offload and request.config.pipeline.activation_offloading is not ActivationOffloading.OFF
+    is_known = layer is not None and layer.saved_products is not None
+    if not can_offload or not is_known or len(best.saved_activation_stages) >= best.num_stages - 1:
+        return best
+    size, kinds = best.microbatches_per_round, profile.layer_kinds
+    forward = sum(kind.forward for kind in kinds) / len(kinds)
+    copy = request.product_bytes / profile.copies.device_to_host_duplex
+    hidden = max(1, min(size, int(size * forward / copy)))
+    asked = request.with_pipeline(activation_offloading=ActivationOffloading.ON)
+    asked = replace(asked, num_offloaded_microbatches=hidden)
+    try:
+        plan = fit_plan(asked, layer=layer, policy=policy_by_simulation(profile))
+    except GpuMemoryError:
+        return best
+
+    @cache
+    def seconds(number: int) -> float:
+        tried = best if number == 0 else replace(plan, num_offloaded_microbatches=number)
+        return predict_step_seconds(tried, request, profile) * (1 if number else 1 - WORTH)
+
+    def is_too_much(number: int) -> bool:
+        return not _fits_with_products(request, replace(plan, num_offloaded_microbatches=number), best, layer)
+
+    most = bisect_right(range(1, size + 1), 0, key=is_too_much)
+    number, step = min(hidden, most), max(1, size // 8)
+    while number > 0:
+        nearby = [n for n in (number - step, number + step) if 0 < n <= most and seconds(n) < seconds(number)]
+        if nearby:
+            number = min(nearby, key=seconds)
+        elif step > 1:
+            step //= 2
+        else:
+            break
+    return best if seconds(number) >= seconds(0) else replace(plan, num_offloaded_microbatches=number)
+
+
+def _fits_with_products(request: PlanRequest, plan: Plan, best: Plan, layer: LayerBytes | None) -> bool:
+    """Whether `plan` fits GPUs and host: where no limit is known, `MOST_IF_UNKNOWN` times what `best` takes."""
+    most = request.host_bytes
+    if most is None:
+        most = MOST_IF_UNKNOWN * estimate_host_memory(request, best).total
+    if estimate_host_memory(request, plan).total > most:
+        return False
+    assert request.gpu_bytes is not None
+    usable = int(request.gpu_bytes * USABLE_MEMORY_FRACTION) - request.mailbox_bytes
+    return all(need.total <= usable for need in estimate_gpu_memory_of_ranks(request, plan, layer))
