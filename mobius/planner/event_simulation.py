@@ -65,7 +65,7 @@ class _Lane:
         self.is_busy = False
         self.task: Task
         self.remaining = self.rate = 0.0
-        """Of a flow: the amount that is left, and its units per second."""
+        """Amount of a flow that is left, and its units per second."""
 
 
 class _Simulation:
