@@ -143,7 +143,7 @@ def plan_files(
     by_stage = sorted(parameters, key=lambda parameter: parameter.stage)  # stable: their order within a stage stays
     keys = optimizer_keys(dtype) if has_optimizer else ()
     state_bytes = sum(STATE_DTYPES[key].itemsize for key in keys)
-    weights = [(each, each.weight_names) for each in by_stage]
+    weights = [(each, each.weight_names) for each in by_stage if each.weight_names]
     states = [(each, each.state_names(keys)) for each in by_stage if each.is_trained and has_optimizer]
     model = _divide(weights_prefix, weights, dtype.itemsize, max_file_bytes)
     optimizer = _divide("optimizer", states, state_bytes, max_file_bytes)
