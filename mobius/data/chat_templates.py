@@ -9,7 +9,9 @@ be broken itself.
 
 import difflib
 import json
+import resource
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
@@ -181,6 +183,10 @@ def resolve_template(given: str | None) -> str | None:
 
 RENDER_TIMEOUT_SECONDS: Final = 10.0
 """CPU seconds for one conversation; templates take milliseconds."""
+_MORE_SECONDS: Final = 5.0
+"""Further CPU seconds until the system kills a process that is stuck in a C call, where no signal handler runs."""
+_MOST_BYTES: Final = 4 << 30
+"""Memory limit while one conversation is rendered; templates take a few times the size of its text."""
 _MOST_CHARACTERS: Final = 1 << 20
 """Maximum length of rendered text, in addition to a hundred times its turns."""
 
@@ -249,7 +255,7 @@ class ChatRenderer:
             raise DataError(f"{self._where}: {self._complaint(error, messages, add_generation_prompt)}") from error
 
     def _apply(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
-        with _limited_time():
+        with _limited_time(), _limited_memory():
             text = str(
                 self._tokenizer.apply_chat_template(
                     messages,
@@ -366,10 +372,29 @@ def _limited_time() -> Iterator[None]:
     # CPU time instead of wall time: the process may have to wait, and the wall timer may be in use.
     earlier = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, RENDER_TIMEOUT_SECONDS, 1.0)  # repeats, in case the first is swallowed
+    # Without a handler it ends the process.
+    signal.setitimer(signal.ITIMER_PROF, RENDER_TIMEOUT_SECONDS + _MORE_SECONDS)
     try:
         yield
     except _OverTimeError:
         raise _UnusableError(f"it had not ended after {RENDER_TIMEOUT_SECONDS:g} seconds") from None
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGVTALRM, earlier)
+
+
+@contextmanager
+def _limited_memory() -> Iterator[None]:
+    """Turn memory use beyond `_MOST_BYTES` into a MemoryError, before the system kills the process."""
+    if sys.platform != "linux":
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    data_bytes = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5]) * resource.getpagesize()
+    limits = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min([data_bytes + _MOST_BYTES, *limits]), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 MAX_BLOCK_RECORDS: Final = 256
 """Maximum number of records in a block."""
 _BLOCK_BYTES: Final = 1 << 20
+_MOST_BLANK: Final = 1 << 22
+"""Maximum bytes between two records: a small compressed file can expand to hours of blank lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +262,11 @@ class _File:
         spool.seek(0)
         return pyarrow.PythonFile(spool, "r")
 
+    def skip_blank(self, num_bytes: int, line: int) -> None:
+        """Raise DataError if more than `_MOST_BLANK` bytes of empty lines precede `line`."""
+        if num_bytes > _MOST_BLANK:
+            raise DataError(f"{self.path}, line {line}: after more than {_MOST_BLANK >> 20} MiB of empty lines")
+
     def advance(self) -> int:
         """Bytes of the file that were read since the last call."""
         before, self._reported = self._reported, self._raw.tell()
@@ -298,12 +305,15 @@ def _read_json_lines(file: _File) -> Iterator[RecordBlock]:
 
 
 def _lines(file: _File) -> Iterator[tuple[bytes, int, str]]:
+    num_blank = 0
     for number, line in enumerate(iter(partial(file.stream.readline, _LONGEST_LINE), b""), start=1):
         if len(line) == _LONGEST_LINE:
             size = f"{_LONGEST_LINE >> 20} MiB"
             raise DataError(f"{file.path}, line {number}: is longer than {size}; each line must hold one JSON object")
         content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-        if content.strip():
+        num_blank = 0 if content.strip() else num_blank + len(line)
+        file.skip_blank(num_blank, number)
+        if not num_blank:
             yield content, len(content), f"{file.path}, line {number}"
 
 
@@ -314,7 +324,7 @@ class _JsonArray:
     _NEAR_THE_END = 16  # characters: longer than any word or escape at which the buffer may end
 
     def __init__(self, file: _File) -> None:
-        self._path, self._text = file.path, file.text()
+        self._file, self._path, self._text = file, file.path, file.text()
         self._buffer, self._position = "", 0
         self._lines_before, self._columns_before = 0, 0  # before the buffer's start
         self._decoder = json.JSONDecoder()
@@ -337,9 +347,12 @@ class _JsonArray:
 
     def _skip(self) -> str:
         """Consume white space and the next character, and return it; empty at the end of the file."""
+        num_blank = 0
         while True:
             space = self._SPACE.match(self._buffer, self._position)
             assert space is not None
+            num_blank += space.end() - self._position
+            self._file.skip_blank(num_blank, self._lines_before + 1)
             self._position = space.end()
             if self._position < len(self._buffer):
                 self._position += 1
@@ -390,10 +403,20 @@ def _read_csv(file: _File) -> Iterator[RecordBlock]:
     rows = csv.reader(file.text(), strict=True)
     try:
         header = next(rows, [])
-        places = ((row, sum(map(len, row)), f"{file.path}, line {rows.line_num}") for row in rows if row)
+        filled = _filled_rows(rows, file)
+        places = ((row, sum(map(len, row)), f"{file.path}, line {rows.line_num}") for row in filled)
         yield from text_blocks(places, partial(parse_row, header), file.advance)
     except csv.Error as error:
         raise DataError(f"{file.path}, line {rows.line_num}: broken CSV: {error}") from error
+
+
+def _filled_rows(rows: Iterable[list[str]], file: _File) -> Iterator[list[str]]:
+    num_blank = 0
+    for number, row in enumerate(rows, start=2):
+        num_blank = 0 if row else num_blank + 1
+        file.skip_blank(num_blank, number)
+        if row:
+            yield row
 
 
 def _read_parquet(file: _File) -> Iterator[RecordBlock]:

@@ -85,6 +85,14 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(run: Run, workplace: 
     assert len({row["loss"] for row in steps_of(Path("out"))}) > 4, "the loss moves"
 
 
+def test_a_byte_of_another_encoding_in_a_checkpoint_is_told_by_its_file(eight: None, workplace: Path) -> None:
+    path = Path("out/checkpoint-4/trainer_state.json")
+    path.write_bytes(path.read_bytes().replace(b"loss", b"l\xffss", 1))
+
+    with pytest.raises(CheckpointError, match=r"trainer_state\.json"):
+        resume("out/checkpoint-4", "--save_dir", "resumed")
+
+
 def test_epochs_go_on_in_their_middle(workplace: Path) -> None:
     words = IN_EPOCHS.split()
     run_training(parse_args(words, num_ranks=1), Ranks(0, 1, 0), given=given_options(words))

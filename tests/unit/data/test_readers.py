@@ -261,6 +261,22 @@ def test_reading_needs_the_memory_of_a_few_blocks(tmp_path: Path, name: str) -> 
     assert peak < 12 * 2**20
 
 
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("name", ["a.jsonl", "lines.json", "a.json", "a.csv"])
+def test_a_file_of_empty_lines_is_refused_at_their_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, compression: str
+) -> None:
+    monkeypatch.setattr(readers, "_MOST_BLANK", 1 << 16)
+    content = CONTENTS[name](RECORDS)
+    first, rest = (content[:-1], b"]") if name == "a.json" else (content.rstrip() + b"\n", content.splitlines()[-1])
+    path = tmp_path / (name + compression)
+    path.write_bytes(COMPRESSIONS[compression](first + b"\n" * ((1 << 16) - 4) + rest))
+    assert len(fields(path)) >= 3
+    path.write_bytes(COMPRESSIONS[compression](first + b"\n" * (1 << 20) + rest))
+    with pytest.raises(DataError, match=rf"{path.name}, line \d+: .* of empty lines"):
+        blocks(path)
+
+
 def test_a_line_that_does_not_end_is_refused_before_memory_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,5 @@
 import pickle
+import resource
 import signal
 import subprocess
 import sys
@@ -245,7 +246,20 @@ def test_a_template_that_does_not_end_is_stopped(
     tokenizer.chat_template = template
     with pytest.raises(DataError, match=r"chat template is broken: it had not ended after 0\.2 seconds"):
         encode(tokenizer, ONE_EXCHANGE)
-    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+    for timer in (signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
+        assert signal.getitimer(timer) == (0.0, 0.0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+def test_a_template_gets_no_more_memory_than_its_limit(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    monkeypatch.setattr(chat_templates, "_MOST_BYTES", 1 << 26)
+    tokenizer.chat_template = "{{ 'x' * 500000000 }}"
+    with pytest.raises(DataError, match="chat template is broken: MemoryError"):
+        encode(tokenizer, ONE_EXCHANGE)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == limits
 
 
 def test_a_choice_of_templates_without_a_default_is_told(tokenizer: PreTrainedTokenizerBase) -> None:
