@@ -6,7 +6,7 @@ _OLDEST = (3, 11)
 
 
 def main() -> None:
-    """Run the program; an old Python or a package that is not installed ends it with one message."""
+    """Run the program; exit with one message if Python is too old or a package is missing."""
     from mobius.requirements import missing_packages, old_python  # needs no package and no new Python
 
     if sys.version_info < _OLDEST:

@@ -1,4 +1,4 @@
-"""Where a rank is in its work, told so cheaply that every action can tell it, and read only when the rank stands still.
+"""Current activity of a rank: cheap enough to record for every action, and read only when the rank stalls.
 
 main thread      start_step(12)  start_action(F4.1)  waiting("neighbours", rank=0) ...      one assignment each
 other threads                start_task("optimizer", "stage 3")  end_task("optimizer")      one assignment each
@@ -28,7 +28,7 @@ class Activity:
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` tells seconds that never jump, as the clock on the wall may."""
+        """`clock` returns monotonic seconds."""
         self._clock = clock
         self._step: int | None = None
         self._doing: tuple[object, float] = ("the start", clock())
@@ -36,27 +36,27 @@ class Activity:
         self._last_tick = clock()
         self._workers: dict[str, tuple[object, float]] = {}
         self.device_position: Callable[[], object] | None = None
-        """Tells what the device does, which a host that is ahead of it does not know; it is asked only when the host
-        stands still, in a thread that may hang, and an answer that differs from the one before is progress."""
+        """Returns the device's position, which the host does not know because it runs ahead. Called only while the host
+        stalls, in a thread that may hang. A result that differs from the previous one counts as progress."""
         self.is_warming_up = False
-        """Whether code may be compiled now, of which nobody tells how far it is."""
+        """Whether code may be compiling now, which reports no progress."""
 
     def start_step(self, step: int) -> None:
-        """From now on the rank works at `step`, counted from 1."""
+        """Record that the rank starts `step`, counted from 1."""
         self._step = step
         self.start_action("the start of the step")
 
     def start_action(self, action: object) -> None:
-        """From now on the main thread does `action`: one of the schedule, or a text that ends "at ..."."""
+        """Record that the main thread starts `action`: one of the schedule, or a text that completes "at ..."."""
         self._doing = action, self._clock()
 
     def progress(self) -> None:
-        """One more part of a long piece of work is done: a loop over tensors, files or microbatches calls it."""
+        """Record progress in a long task: loops over tensors, files or microbatches call it."""
         self._last_tick = self._clock()
 
     @contextmanager
     def waiting(self, cause: object, *, rank: int | None = None, stage: int | None = None) -> Iterator[None]:
-        """The main thread waits within for `cause`, for what `rank` sends or `stage` makes if there is one."""
+        """Record within the block that the main thread waits for `cause`, from `rank` or from `stage` if given."""
         before, self._waiting = self._waiting, _Wait(cause, rank, stage, self._clock())
         try:
             yield
@@ -66,17 +66,17 @@ class Activity:
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
-        """Within, code may be compiled: whoever watches has more patience."""
+        """Mark a block in which code may be compiled, so that the watchdog waits longer."""
         self.progress()
         self.is_warming_up = True
         try:
             yield
         finally:
-            self.progress()  # before: who looks in between sees that something was done
+            self.progress()  # first, so that the watchdog sees progress before the limit shrinks
             self.is_warming_up = False
 
     def start_task(self, worker: str, what: object) -> None:
-        """From now on a thread beside the main one, such as the optimizer's, is at `what`."""
+        """Record that a thread other than the main one, such as the optimizer's, starts `what`."""
         self._workers[worker] = what, self._clock()
 
     def end_task(self, worker: str) -> None:

@@ -1,4 +1,4 @@
-"""Writing of single files: whole under their names, or not at all."""
+"""Atomic writes of single files: a file is complete under its name, or absent."""
 
 import contextlib
 import errno
@@ -39,7 +39,7 @@ def atomic_write(path: Path, *, has_many_writers: bool = False) -> Iterator[Path
     folder: a file would take its place.
     """
     if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "it is no file that could be replaced", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file, so it cannot be replaced", str(path))
     own = f".{secrets.token_hex(4)}" if has_many_writers else ""  # processes of two containers have the same numbers
     temporary = path.with_name(f"{path.name}{own}.partial")
     try:

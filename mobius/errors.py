@@ -1,11 +1,11 @@
-"""Exceptions that a user sees as one message without a traceback, and words for messages; our own bugs keep theirs.
+"""Exceptions that a user sees as one message without a traceback, and helpers for messages; bugs keep their traceback.
 
     MobiusError                 exit code 1 unless said otherwise
     ├── ConfigError             an option, a key of a YAML file or a launch variable; exit code 2
     ├── PlanError               the model cannot be cut or placed as asked
     ├── ScheduleError           an action list that is incomplete, over its slots, or would deadlock
     ├── HostMemoryError         too little CPU memory, found before it is allocated
-    ├── LimitError              a limit of the system, such as that of open files, which a run cannot keep to
+    ├── LimitError              a limit of the system, such as that of open files, which a run exceeds
     ├── GpuMemoryError          too little GPU memory, or a GPU that was asked for and is absent
     ├── DataError               a dataset that is missing, broken, empty or fully masked
     ├── CheckpointError         weights or an output folder that cannot be read or written
@@ -13,8 +13,8 @@
     ├── NonFiniteLossError      too many steps in a row with a non-finite gradient
     └── NoResultError           training ran to its end and there is nothing to save; exit code 3
 
-The exit codes of a run: 0 everything is saved; 1 an error of this tree, or of Mobius itself; 2 an option; 3 nothing to
-save; 75 the run stood still (watchdog.py); 130 Ctrl-C or SIGTERM (signal_handling.py).
+The exit codes of a run: 0 everything is saved; 1 an error of this tree, or a bug of Mobius; 2 an option; 3 nothing to
+save; 75 the run stalled (watchdog.py); 130 Ctrl-C or SIGTERM (signal_handling.py).
 """
 
 import reprlib
@@ -94,13 +94,13 @@ def reason_of(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a message, and the next one where it ends with a colon; the class's name if there is none."""
+    """First line of a message, with the next one if it ends with a colon; the class name if the message is empty."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 def excerpt(text: str, max_length: int = _SHOWN) -> str:
-    """`text` itself, or its two ends with three dots between them where it is longer than `max_length`."""
+    """`text`, with its middle replaced by three dots if it is longer than `max_length`."""
     return (
         text
         if len(text) <= max_length

@@ -1,4 +1,4 @@
-"""Amounts that the runtime keeps to and the planner counts with."""
+"""Limits of buffers and queues, shared by the engine and the planner."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ UPDATE_CHUNK_ELEMENTS = 2**26
 NUM_PREPOSTED_RECEIVES = 2
 """Receives posted before the action that needs them; just in time, communication cost 10 % on four H200."""
 NUM_INCOMING_EDGES = 2
-"""Edges on which a rank receives messages: from the ranks before and behind."""
+"""Edges on which a rank receives messages: from the previous and the next rank."""
 NUM_MAILBOXES = 2
 """Mailboxes of each edge: one is filled while the other is emptied."""
 
@@ -23,10 +23,10 @@ KEYS_PER_CALL = 32768
 
 
 def gradient_sum_elements(trained: Sequence[int], num_sums: int) -> tuple[int, ...]:
-    """Elements of a rank's fp32 sums, for stages with so many `trained` parameters, in the order of their backward.
+    """Elements of each fp32 gradient buffer of a rank; `trained` counts each stage's parameters, in order of backward.
 
-    Stages take sums in turns, step after step. Where turns come out even, a stage has the same one always, and one that
-    is larger than the others, with the embedding or the head, makes only that one larger.
+    Stages use the buffers in rotation. If their number is a multiple of `num_sums`, each stage always gets the same
+    buffer, and a large stage, such as one with the embedding or the head, enlarges only that buffer.
     """
     if len(trained) % num_sums:
         return (max(trained),) * num_sums
@@ -34,28 +34,28 @@ def gradient_sum_elements(trained: Sequence[int], num_sums: int) -> tuple[int, .
 
 
 def largest_shard(elements: int, num_replicas: int) -> int:
-    """Most of so many trained elements that one of the replicas owns; all of them where there is one."""
+    """Largest shard size over all replicas, in elements; `elements` if there is one replica."""
     return min(elements, -(-elements // (num_replicas * SHARD_ALIGNMENT)) * SHARD_ALIGNMENT)
 
 
 def max_pending_offloads(copy_lookahead: int) -> int:
-    """Microbatches of a rank whose layers' inputs are still on the GPU while their copies to the host run.
+    """Maximum number of microbatches whose layer inputs are still being copied to the host.
 
-    Compute waits for the copy before those. `copy_lookahead` is the number of computations that a copy may take.
+    Compute waits for any older copy. `copy_lookahead` is the number of compute actions that a copy may take.
     """
     return copy_lookahead + 1
 
 
 def max_prefetched(copy_lookahead: int) -> int:
-    """Microbatches of a rank whose layers' inputs have come back: the one in its backward, and the next ones."""
+    """Maximum number of microbatches whose offloaded layer inputs are back on the GPU, in backward or prefetched."""
     return copy_lookahead + 1
 
 
 def max_sends_in_flight(microbatches_per_round: int) -> int:
-    """Sent messages that a rank keeps at most; before the next one, compute waits for the first of them.
+    """Maximum number of sent messages that a rank retains; before the next one, compute waits for the oldest.
 
-    No receiver is ever further behind than the microbatches of one stage in a round (a test reads that off the
-    schedules), so that compute does not wait in a steady pipeline. Without a bound the host, as much as a thousand
-    launches ahead of the GPU, kept every message of half a step: 4 GiB of 11 for Llama-2-7B at 64 x 512.
+    No receiver lags by more than the microbatches of one stage in a round (a test checks this on the schedules), so
+    compute does not wait in a steady pipeline. Without a bound, the host runs up to a thousand launches ahead of the
+    GPU and retains the messages of half a step: 4 GiB of 11 for Llama-2-7B at 64 x 512.
     """
     return microbatches_per_round + 2

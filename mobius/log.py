@@ -20,7 +20,7 @@ PROGRESS_BAR_DELAY_SECONDS: Final = 2.0
 """Seconds of work that need no bar."""
 
 RANK_ZERO_ONLY: Final[Mapping[str, object]] = {"is_said_once": True}
-"""`extra` of a record that all ranks make alike, of the model or the data: only the first one says it."""
+"""`extra` of a record that is the same on all ranks, about the model or the data: only the first rank logs it."""
 
 # C0 and C1 controls, separators of lines, marks and overrides of direction, halves of characters.
 _STEERING: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -46,9 +46,9 @@ def setup_logging(rank: int, *, is_verbose: bool = False) -> None:
 
 
 def progress_bar(desc: str, unit: str, total: int | None = None) -> "tqdm[NoReturn]":
-    """A bar on rank 0's terminal for work that takes more than `PROGRESS_BAR_DELAY_SECONDS`.
+    """Progress bar on rank 0's terminal for work that takes more than `PROGRESS_BAR_DELAY_SECONDS`.
 
-    It vanishes when it is closed.
+    The bar disappears when it is closed.
     """
     speaks = any(isinstance(each, _BarSafeHandler) and each.is_first for each in logging.getLogger().handlers)
     disable = None if speaks else True  # None: shown where standard error is a terminal
@@ -63,10 +63,10 @@ def redirect_to_devnull(stream: IO[str]) -> None:
 
 
 def printable(text: str, stream: IO[str]) -> str:
-    """`text` as it may be written to a terminal, which foreign text must not steer.
+    """Return `text` with escapes (`\\x1b`) for characters that could control a terminal.
 
-    Control characters other than line feed and tab, and those that turn the direction of writing, are shown as escapes
-    (`\\x1b`); so is what the stream's encoding does not have, and half a character, which no encoding has.
+    Escaped are control characters other than line feed and tab, characters that change the direction of writing, lone
+    surrogates, and characters that the stream's encoding lacks.
     """
     escaped = _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
     encoding = getattr(stream, "encoding", None) or "utf-8"
@@ -74,7 +74,7 @@ def printable(text: str, stream: IO[str]) -> str:
 
 
 class _BarSafeHandler(logging.Handler):
-    """Writes whole lines above any progress bar: the bare message, from WARNING on with its level and the rank."""
+    """Writes lines above any progress bar: the message, preceded from WARNING on by its level and the rank."""
 
     def __init__(self, rank: int, level: int) -> None:
         super().__init__(logging.WARNING if rank else level)
@@ -91,7 +91,7 @@ class _BarSafeHandler(logging.Handler):
         try:
             tqdm.write(printable(self.format(record), self._stream), file=self._stream)
             self._stream.flush()
-        except BrokenPipeError:  # its reader has gone, as behind `| head`
+        except BrokenPipeError:  # the reader has ended, as in `mobius | head`
             redirect_to_devnull(self._stream)
         except Exception:  # the logging module's own rule: a record that cannot be written must not end the run
             self.handleError(record)

@@ -1,4 +1,4 @@
-"""The life of a process of the program: the options, what they ask for, and how it ends."""
+"""Main function of a process: parses options, runs what they select, and handles its end."""
 
 import logging
 import os
@@ -37,7 +37,7 @@ def run_program() -> None:
         threading.excepthook = _exit_on_thread_error
         signal_handler.watch(is_first=ranks.is_first)
         setup_logging(rank)
-        # Imported behind the watch, because Ctrl-C may come while they load.
+        # Imported after the signal handlers are set, because Ctrl-C may come while they load.
         from mobius.config.cli import given_options, parse_args
 
         config = parse_args(
@@ -61,13 +61,13 @@ def run_program() -> None:
         _post_failure(ranks, error)
         if isinstance(error, ModuleNotFoundError) and (message := missing_packages(error)) is not None:
             _exit_with_message(rank, message, ConfigError.exit_code)
-        logging.getLogger("mobius").exception("rank %d ends with an error of Mobius itself:", rank)
+        logging.getLogger("mobius").exception("rank %d ends because of a bug in Mobius:", rank)
         report_to_launcher(f"{type(error).__name__}: {error}")
         _exit_now(1)
 
 
 def _run_command(config: "Config", ranks: Ranks, given: Collection[str], run_status: RunStatus) -> None:
-    """Plan, preview or train, as the options say; what only shows something ends the process."""
+    """Plan, preview or train, as the options say; a mode that only prints ends the process."""
     if config.planning.dry_run:
         from mobius.planner.dry_run import run_dry
 
@@ -84,13 +84,13 @@ def _run_command(config: "Config", ranks: Ranks, given: Collection[str], run_sta
 
 
 def _exit_with_error(error: MobiusError, rank: int, ranks: Ranks | None) -> NoReturn:
-    """Tell other nodes and the user an error of theirs, and end."""
+    """Report a user's error to other nodes and to the user, then exit."""
     _post_failure(ranks, error)
     _exit_with_message(rank, "\n".join([str(error), *getattr(error, "__notes__", [])]), error.exit_code)
 
 
 def _exit_on_thread_error(thread: threading.ExceptHookArgs) -> None:
-    """End the run where a limit of the system has ended a library's thread: others would wait for it for ever."""
+    """End the run if a system limit has ended a library's thread: other threads would wait for it forever."""
     if thread.exc_value is not None and (limit := limit_error_from(thread.exc_value)) is not None:
         logging.getLogger("mobius").error("%s", limit)
         report_to_launcher(str(limit))
@@ -99,7 +99,7 @@ def _exit_on_thread_error(thread: threading.ExceptHookArgs) -> None:
 
 
 def _exit_with_message(rank: int, message: str, exit_code: int) -> NoReturn:
-    """End with an error that the first rank says, if it has it too: the launcher stops the others before they do."""
+    """Exit with an error; if all ranks have it, the launcher stops them after rank 0 has printed it."""
     setup_logging(rank)
     if rank != 0:
         # torchrun has a failure to report when it sends this, and would list this end as another one.
@@ -111,7 +111,7 @@ def _exit_with_message(rank: int, message: str, exit_code: int) -> NoReturn:
 
 
 def _post_failure(ranks: Ranks | None, error: Exception) -> None:
-    """Let ranks that wait for this one at the launcher's store know; what they had from others they know already."""
+    """Post this failure for ranks that wait at the launcher's store, unless it came from another rank."""
     if ranks is not None and ranks.num_nodes > 1 and not isinstance(error, TransportError):
         from mobius.distributed.rendezvous import post_failure
 
@@ -119,7 +119,7 @@ def _post_failure(ranks: Ranks | None, error: Exception) -> None:
 
 
 def _exit_now(exit_code: int) -> NoReturn:
-    """End without the usual cleaning up: it can wait for a GPU that waits for a neighbour, and then no rank ends."""
+    """Exit without Python's cleanup, which can wait for a GPU that waits for a neighbour, so that no rank would end."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

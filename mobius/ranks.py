@@ -16,7 +16,7 @@ from mobius.errors import ConfigError
 
 # Libraries read these once, while they are imported. A value the user has set is left alone.
 _ENVIRONMENT: Final = {
-    "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",  # of an interrupted run it tells what it cleans up
+    "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",  # it lists what it cleans up after an interrupted run
     "TOKENIZERS_PARALLELISM": "false",  # tokenizers warns about the fork of every data worker otherwise
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # one bar per rank and file otherwise
     "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -24,18 +24,18 @@ _ENVIRONMENT: Final = {
     "TRANSFORMERS_VERBOSITY": "error",  # transformers overrides a level set by `logging` before its import
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
     "DATASETS_VERBOSITY": "error",
-    "KINETO_LOG_LEVEL": "99",  # torch's profiler tells each start and stop otherwise
+    "KINETO_LOG_LEVEL": "99",  # otherwise torch's profiler logs each start and stop
     "TORCH_LOGS": "-all",  # only errors; torch sets the levels of its loggers when it is imported
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # the C++ side warns about host names and barriers on standard error
     "TF_CPP_MIN_LOG_LEVEL": "3",
-    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # up to 32 compilers per rank otherwise, beside what is measured at the start
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # otherwise up to 32 compilers per rank disturb the start's measurements
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # activations of changing sizes leave no unusable gaps
     "USE_TF": "0",  # datasets imports TensorFlow and JAX where they are installed
     "USE_JAX": "0",
 }
 
 _KILLS_AFTER_SECONDS: Final = 30.0
-"""Time that torchrun gives ranks to end by themselves unless it is told another one."""
+"""torchrun's default time between SIGTERM and SIGKILL of its ranks."""
 _OUR_LAUNCHER: Final = "MOBIUS_LAUNCHER_WAITS"
 _COMMAND: Final = "MOBIUS_COMMAND"
 
@@ -93,16 +93,16 @@ class Ranks:
         return cls(rank, num_ranks, local_rank, num_replicas=num_nodes, num_nodes=num_nodes)
 
     def split_into_pipelines(self, pipeline_ranks: int | None) -> "Ranks":
-        """These processes in pipelines of `pipeline_ranks` each; None: a pipeline for each node.
+        """Group these processes into pipelines of `pipeline_ranks` each; None: one pipeline per node.
 
-        Raises ConfigError where a node's processes do not make whole pipelines.
+        Raises ConfigError if a node's process count is not a multiple of `pipeline_ranks`.
         """
         if pipeline_ranks is None:
             return replace(self, num_replicas=self.num_nodes)
         if self.num_local % pipeline_ranks:
             raise ConfigError(
                 f"`--pipeline_ranks` {pipeline_ranks}: each of {self.num_nodes} node(s) starts {self.num_local} "
-                "processes, which must make whole pipelines, for none goes across two nodes. Use a divisor of "
+                "processes, but a pipeline cannot span nodes, so this must be a multiple. Use a divisor of "
                 f"{self.num_local}, or another --nproc_per_node"
             )
         return replace(self, num_replicas=self.num_ranks // pipeline_ranks)
@@ -139,17 +139,17 @@ class Ranks:
 
 
 def _refuse_other_counts() -> None:
-    """Raise ConfigError where torchrun may start ranks again without all nodes knowing how often it has.
+    """Raise ConfigError if torchrun may restart ranks with restart counts that differ between nodes.
 
-    Of a dynamic meeting each launcher counts what it has seen fail itself, so that one node would go on from a
-    checkpoint and another begin anew.
+    In a dynamic rendezvous each launcher counts only the failures of its own node, so one node would resume from a
+    checkpoint while another starts from scratch.
     """
     backend = _launcher_option("--rdzv-backend") or os.environ.get("PET_RDZV_BACKEND") or "static"
     if is_started_by_torchrun() and num_restarts_allowed() and backend != "static":
         raise ConfigError(
-            f"torchrun's --rdzv_backend {backend} with --max_restarts {num_restarts_allowed()}: its dynamic meeting "
-            "counts restarts on each node by itself, so that nodes would not agree on where to go on. Leave "
-            "--rdzv_backend out, which is the static meeting (--nnodes, --node_rank and --rdzv_endpoint on each "
+            f"torchrun's --rdzv_backend {backend} with --max_restarts {num_restarts_allowed()}: its dynamic "
+            "rendezvous counts restarts per node, so nodes would not agree on where to resume. Leave "
+            "--rdzv_backend out, for the static rendezvous (--nnodes, --node_rank and --rdzv_endpoint on each "
             "node), or use --max_restarts 0."
         )
 
@@ -192,7 +192,7 @@ def is_restart() -> bool:
 
 
 def launch_id() -> str | None:
-    """A text that tells this start of torchrun, with its restarts, from all others; None without torchrun."""
+    """Identifier of this launch of torchrun, the same after its restarts; None without torchrun."""
     begun = _start_of(os.getppid()) if is_started_by_torchrun() else None
     return None if begun is None else f"{os.getppid()} at {begun:.2f} s of {boot_id()}"
 
@@ -221,13 +221,13 @@ def keep_ignored_signals(ignored: Sequence[str]) -> None:
 
 
 def seconds_until_killed() -> float | None:
-    """Time from a signal to the moment when the launcher kills ranks that still save; None if it never does."""
+    """Time from a signal until the launcher kills ranks that are still saving; None if it never does."""
     if not is_started_by_torchrun() or _OUR_LAUNCHER in os.environ:
         return None
     if (value := _launcher_option("--shutdown-timeout")) is not None:
         return _seconds(value)
     release = metadata.version("torch").split(".")[:2]
-    if [int(part) for part in release] >= [2, 13]:  # others do not read it
+    if [int(part) for part in release] >= [2, 13]:  # older versions ignore it
         return _seconds(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", ""))
     return _KILLS_AFTER_SECONDS
 
@@ -273,7 +273,7 @@ def _start_of(process: int) -> float | None:
 
 
 def _facts_of(process: str) -> list[str]:
-    """Words of /proc/PID/stat behind the name in brackets: the state, the parent, ...; none if it has ended."""
+    """Fields of /proc/PID/stat after the name in brackets: state, parent, ...; empty if the process has ended."""
     try:
         return Path("/proc", process, "stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -297,7 +297,7 @@ def _command_of(process: int) -> list[str]:
 
 
 def report_to_launcher(message: str) -> None:
-    """Leave the cause of this rank's end where torchrun looks for it, which ends its own report with it."""
+    """Write the cause of this rank's end to torchrun's error file; torchrun prints it at the end of its report."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if is_started_by_torchrun() and path:
         facts = {"py_callstack": message, "timestamp": str(int(time.time()))}
@@ -306,7 +306,7 @@ def report_to_launcher(message: str) -> None:
 
 
 def command_words() -> list[str]:
-    """The words by which the user started this run: those of train.sh, of the launcher, or of this process."""
+    """Command by which the user started this run: that of train.sh, of the launcher, or of this process."""
     if typed := os.environ.get(_COMMAND):
         return shlex.split(typed)
     launcher = _command_of(os.getppid()) if is_started_by_torchrun() else []
@@ -319,7 +319,7 @@ def is_started_by_train_sh() -> bool:
 
 
 def command_variable(words: Sequence[str]) -> str:
-    """`words` as an assignment for `env`, which `command_words` reads in the processes behind it."""
+    """Assignment of `words` for `env`; `command_words` reads it in the processes that `env` starts."""
     return f"{_COMMAND}={shlex.join(words)}"
 
 
@@ -355,7 +355,7 @@ def forbid_peer_copies() -> None:
 
 
 def set_cuda_max_connections() -> None:
-    """Give each stream a hardware queue of its own, so that none waits behind another; call it before CUDA starts."""
+    """Give each stream its own hardware queue, so that no stream blocks another; call it before CUDA starts."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # the most there are; the default is 8
 
 
@@ -371,7 +371,7 @@ def allows_colour() -> bool:
 
 
 def cache_folder() -> Path:
-    """Folder of prepared data, kept between runs: `mobius` in `$XDG_CACHE_HOME`, or in `~/.cache`."""
+    """Cache folder of prepared data: `mobius` in `$XDG_CACHE_HOME`, or in `~/.cache`."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "mobius"
 

@@ -1,7 +1,7 @@
-"""Reading of files that others made: regular files only, and text and JSON with one message for what is wrong.
+"""Reading of files that the user or other programs wrote: regular files only, and text and JSON with one-line errors.
 
-A pipe, a socket or a device is refused before it is opened: it may have no end, opening it may wait for ever, and each
-rank, and a run that is resumed, reads the file again.
+A pipe, a socket or a device is refused before it is opened: it may have no end, opening it may block forever, and it
+cannot be read again by each rank and by a resumed run.
 """
 
 import json
@@ -19,7 +19,7 @@ from mobius.errors import CheckpointError, MobiusError, excerpt, listed, quoted,
 T = TypeVar("T")
 
 MAX_BYTES: Final = 256 * 2**20
-"""Largest text that is read whole; the largest vocabularies take 40 MB."""
+"""Maximum size of a text file that is read into memory; the largest vocabularies take 40 MB."""
 _SURROGATE: Final = re.compile(r"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
 
 
@@ -47,7 +47,7 @@ def read_text(path: Path, error: type[MobiusError] = CheckpointError, *, max_byt
     try:
         return read_bytes(path, max_bytes).decode("utf-8")
     except UnicodeDecodeError as problem:
-        raise error(f"{path} is no UTF-8 text: byte {problem.start} is wrong. Get the file anew.") from problem
+        raise error(f"{path} is no UTF-8 text: byte {problem.start} is wrong. Get the file again.") from problem
     except (OSError, ValueError) as problem:  # ValueError: no file can have this name
         raise error(f"{path} cannot be read: {reason_of(problem)}.") from problem
 
@@ -63,7 +63,7 @@ def parse_json(text: str, path: Path, error: type[MobiusError] = CheckpointError
     Raises `error` for no JSON, and for half characters, which could not even be shown in a message.
     """
     if not text.strip():
-        raise error(f"{path} is empty. Get the file anew.")
+        raise error(f"{path} is empty. Get the file again.")
     try:
         value = json.loads(text)
         if _SURROGATE.search(text):
@@ -71,15 +71,15 @@ def parse_json(text: str, path: Path, error: type[MobiusError] = CheckpointError
     except RecursionError as problem:
         raise error(f"{path} is nested too deeply to be read.") from problem
     except ValueError as problem:  # JSONDecodeError is one; so are numbers of thousands of digits
-        raise error(f"{path} is no JSON: {excerpt(str(problem), 200)}. Mend it, or get the file anew.") from problem
+        raise error(f"{path} is no JSON: {excerpt(str(problem), 200)}. Repair it, or get the file again.") from problem
     return value
 
 
 def typed_object(kind: type[T], values: object, **others: type) -> T:
-    """An instance of the dataclass `kind`, made of a JSON object with exactly its fields, each of its type.
+    """Return an instance of the dataclass `kind` from a JSON object that has exactly its fields, each of its type.
 
-    `others` are the types of fields that JSON holds in another one. Raises ValueError, whose text goes on "it ...", for
-    anything else: a whole number may stand for a fraction, a flag for no number.
+    `others` gives the types of fields that JSON stores in another type. Raises ValueError, whose text completes
+    "it ...", for anything else. An integer is accepted as a float, a flag is not accepted as a number.
     """
     if not isinstance(values, dict):
         raise ValueError(f"is {quoted(values)}")
@@ -105,10 +105,10 @@ def refuse_special_files(paths: Iterable[Path]) -> None:
     for path in paths:
         try:
             problem = _special_kind(os.stat(path).st_mode)
-        except OSError:  # a link to nowhere, which is told where it is read
+        except OSError:  # a dangling link, reported where it is read
             continue
         if problem:
-            raise CheckpointError(f"{path} cannot be read: {problem}. Remove it, or get the file anew.")
+            raise CheckpointError(f"{path} cannot be read: {problem}. Remove it, or get the file again.")
 
 
 def _open_at_once(path: str, flags: int) -> int:
@@ -116,7 +116,7 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def _special_kind(mode: int) -> str | None:
-    """Words for what is no regular file; None for one, and for a folder, which `open` refuses by its own words."""
+    """Description of a special file; None for a regular file, and for a folder, which `open` refuses."""
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
         return None
     kinds = (("a pipe", stat.S_ISFIFO), ("a socket", stat.S_ISSOCK))

@@ -1,16 +1,16 @@
-"""End of a process that is not done: by Ctrl-C, SIGTERM or SIGHUP, or because who started it is gone.
+"""Early end of a process: by Ctrl-C, SIGTERM or SIGHUP, or because its parent has ended.
 
-A signal handler in Python runs between two instructions of the main thread, and that thread may be waiting in C for a
-neighbour or a GPU that never comes. So the signal's number goes to a thread of its own:
+A signal handler in Python runs between two instructions of the main thread, and that thread may be blocked in C,
+waiting for a neighbour or a GPU. So a separate thread receives the signal's number:
 
     signal -> C handler of Python -> socket -> thread "interruption": clear up, one line from the first rank, os._exit
 
-While the run offers to save, the first press of Ctrl-C only asks it to stop, and the second ends it as above. A press
-can reach a rank twice, from the terminal and from its launcher:
+While the run can save (`save_on_signal`), the first Ctrl-C only requests a stop, and the second ends it as above. A
+press can reach a rank twice, from the terminal and from its launcher:
 
     Ctrl-C -> terminal -> rank            the request: stop_signal is set, one line from the first rank
            -> launcher -> rank            the same press, within _PRESS_SECONDS
-    rank died -> launcher -> SIGTERM      no request: nothing can be saved without that rank, the others end at once
+    rank died -> launcher -> SIGTERM      no request: nothing can be saved without that rank, all ranks end at once
 """
 
 import contextlib
@@ -36,13 +36,13 @@ from mobius.ranks import (
 )
 
 EXIT_CODE: Final = 130
-"""Exit code of an interrupted process, whatever the signal: 128 + SIGINT, as shells tell it."""
+"""Exit code of an interrupted process, whatever the signal: 128 + SIGINT, as in shells."""
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _FIRST_RANK_SECONDS: Final = 0.5
-"""Time for the first rank, which speaks for all, before the end of the others can reach it as a lost neighbour."""
+"""Time for rank 0 to print the message for all ranks before it sees the other ranks end as lost neighbours."""
 _ERROR_SECONDS: Final = 0.3
-"""Longest time by which a signal may come after the error that it caused: it does not reach all ranks at once."""
+"""Longest time from an error to the signal that caused it: a signal does not reach all ranks at once."""
 _DUPLICATE_SIGNAL_SECONDS: Final = 2.0
 """Longest time between the ways that one press takes to a rank, however busy the launcher's cores are: a second press
 that is taken for the first costs a third one, but a first one taken for two costs the work since the last save."""
@@ -60,14 +60,14 @@ Text = str | Callable[[], str]
 
 
 class SavedAndStopped(BaseException):
-    """The end of a run that was asked to stop and has saved; its text goes on from "interrupted (SIGINT) "."""
+    """Raised when a run has saved after a stop request; its text completes "interrupted (SIGINT) "."""
 
 
 class RunStatus:
-    """The state that a run would leave if it ended now: the run tells it, an interruption passes it on.
+    """State that a run would leave if it ended now; the run sets it, the signal handler prints it.
 
-    A run that can save its state says so by `save_on_signal` and looks at `stop_signal` after each step; every
-    rank, as a signal may have reached only one of them. Once all have saved, it raises SavedAndStopped.
+    A run that can save calls `save_on_signal` and checks `stop_signal` after each step, on every rank, because a signal
+    may have reached only one of them. Once all ranks have saved, it raises SavedAndStopped.
     """
 
     def __init__(self) -> None:
@@ -79,22 +79,22 @@ class RunStatus:
         self.set_status("before the first step: nothing was trained, and nothing is left")
 
     def set_status(self, text: Text, *, clean_up: Callable[[], None] | None = None) -> None:
-        """From now on an interruption calls `clean_up` and says `text`, which goes on from "interrupted (SIGINT) ".
+        """Set what an interruption calls (`clean_up`) and prints (`text`, which completes "interrupted (SIGINT) ").
 
-        `clean_up` runs in another thread, while the run's own goes on, and so does a `text` that is a function.
+        `clean_up`, and `text` if it is a function, run in another thread while the main thread continues.
         """
         self._now = text, clean_up  # one assignment: the other thread never sees half of it
 
     def clean_up(self) -> str:
-        """Remove what is not to be left; returns the text."""
+        """Remove temporary files; returns the text."""
         text, clean_up = self._now
         if clean_up is not None:
-            with contextlib.suppress(OSError):  # removed by the run itself at this moment
+            with contextlib.suppress(OSError):  # the run has just removed it
                 clean_up()
         return _text_now(text)
 
     def detach_from_peers(self) -> None:
-        """From now on other ranks end because they are done: the first one's work goes on."""
+        """Ignore the end of other ranks from now on: they are done, and only rank 0 continues."""
         self._is_detached = True
 
     @property
@@ -103,15 +103,15 @@ class RunStatus:
         return self._is_detached
 
     def save_on_signal(self, lost: Text, *, seconds: float | None = None) -> None:
-        """From now on the first signal only sets `stop_signal`, and the second ends the process as ever.
+        """Let the first signal only set `stop_signal`; the second still ends the process.
 
-        `lost` is what leaving at once would lose, such as "steps 21 to 37 would be lost"; `seconds` how long the step
-        and the save take together, as planned. Neither is printed before a signal comes.
+        `lost` describes what an immediate exit would lose, such as "steps 21 to 37 would be lost"; `seconds` is the
+        predicted time of the step and the save. Both are printed only after a signal.
         """
         self._offer = lost, seconds
 
     def stop_saving_on_signal(self) -> None:
-        """From now on the first signal ends the process again; a request that has come stays."""
+        """Let the first signal end the process again; a pending stop request remains."""
         self._offer = None
 
     @property
@@ -125,17 +125,17 @@ class RunStatus:
         return self._stop
 
     def request_stop(self, signal_name: str) -> None:
-        """Set `stop_signal`, by a signal or because another rank has got one; the first rank says it once."""
+        """Set `stop_signal`, after a signal on this or another rank; rank 0 logs it once."""
         if self._stop is None:
             self._stop, self._stop_time = signal_name, time.monotonic()
             self._announce(f"interrupted ({signal_name}): saving after this step, then ending; {self._warning()}")
 
     def is_duplicate_signal(self) -> bool:
-        """Whether a signal that comes now is the one that `stop_signal` tells of, by another way."""
+        """Whether a signal that comes now is a second delivery of the one in `stop_signal`."""
         return self._stop is not None and time.monotonic() - self._stop_time < _DUPLICATE_SIGNAL_SECONDS
 
     def set_announcer(self, announce: Callable[[str], None]) -> None:
-        """Give `announce` the line of a request to stop."""
+        """Set the function that prints the line of a stop request."""
         self._announce = announce
 
     def _warning(self) -> str:
@@ -149,10 +149,9 @@ class RunStatus:
 
 
 class SignalHandler:
-    """Handler of the signals of a process from `watch` to `restore_handlers`.
+    """Handler of a process's signals from `watch` to `restore_handlers`.
 
-    One ends it within a second, unless it saves first.
-    Signals of a run that offers to save are requests, see `RunStatus`.
+    A signal ends the process within a second, unless the run saves first: then it is a request, see `RunStatus`.
     """
 
     def __init__(self, run_status: RunStatus) -> None:
@@ -178,7 +177,7 @@ class SignalHandler:
         threading.Thread(target=self._heed_signals, args=(receiver,), name="interruption", daemon=True).start()
 
     def restore_handlers(self) -> None:
-        """Leave signals to the system again: they end the process without a word."""
+        """Restore the default handlers: signals end the process without a message."""
         if self._sender is not None:
             signal.set_wakeup_fd(-1)
             for number in self._watched:
@@ -186,15 +185,15 @@ class SignalHandler:
             self._sender = None
 
     def await_pending_signal(self) -> None:
-        """Return if no signal has caused the error of now; else the process ends here, by the signal."""
+        """Return if no signal has caused the current error; otherwise the process ends here, by the signal."""
         if self._sender is not None and self._has_come.wait(_ERROR_SECONDS):
             threading.Event().wait()
         self.restore_handlers()
 
     def exit_after_save(self, text: str) -> NoReturn:
-        """End this process because it was asked to stop and all ranks have saved: the first rank says `text`, code 130.
+        """End this process with code 130 after a stop request and a save; rank 0 prints `text`.
 
-        Call it on every rank, after a barrier behind the save: a launcher ends all ranks as soon as one has ended.
+        Call it on every rank after the save and a barrier: a launcher ends all ranks as soon as one has ended.
         """
         self._has_saved.set()
         sys.stdout.flush()
@@ -217,13 +216,13 @@ class SignalHandler:
 
     def _heed_signals(self, receiver: socket.socket) -> None:
         while received := receiver.recv(1):  # nothing when it is closed: the watch is over
-            if received[0] not in self._watched:  # of every signal that has a handler in Python, such as a timer's
+            if received[0] not in self._watched:  # any signal with a handler in Python arrives here, such as a timer's
                 continue
             name = signal.Signals(received[0]).name
             if received[0] == signal.SIGHUP:
                 redirect_closed_terminal()
             if not self._run_status.is_detached and has_lost_rank():
-                # torchrun has a failure to report and stops the others, which it would list as failures of their own.
+                # torchrun reports a failure and stops the other ranks, which it would list as further failures.
                 self._end("another rank has ended", exit_code=EXIT_CODE if self._is_first else 0)
             elif self._run_status.stop_signal is None and self._run_status.can_save:
                 self._run_status.request_stop(name)
@@ -243,7 +242,7 @@ class SignalHandler:
 
 
 def redirect_closed_terminal() -> None:
-    """Send to nowhere what would go to a terminal that is closed: each line would be an error of its own."""
+    """Discard output to a closed terminal: each line would raise an error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         with contextlib.suppress(OSError):
@@ -267,14 +266,14 @@ def _say(text: str) -> None:
 def die_with_launcher() -> None:
     """Let Linux kill this process when torchrun, which started it, has ended.
 
-    A launcher that ends before this call is noticed when the ranks meet in its store.
+    If the launcher ended before this call, the rendezvous at its store fails.
     """
     if is_started_by_torchrun():
         _die_with(os.getppid())
 
 
 def die_with_parent() -> None:
-    """In a worker of `multiprocessing`: leave Ctrl-C to the parent, and end when it ends. Linux only for the latter."""
+    """Leave Ctrl-C to the parent of a `multiprocessing` worker, and end with the parent (the latter on Linux only)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if (parent := exported_parent_pid()) is not None:

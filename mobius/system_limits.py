@@ -16,7 +16,7 @@ _FILES_OF_RANK: Final = 64
 _FILES_PER_PEER: Final = 16
 """More of them for each other rank: connections, and shared memory."""
 _USEFUL_FILES: Final = 65_536
-"""Soft limit that is asked for; of more nobody has a use."""
+"""Soft limit that is requested; a run never needs more."""
 _MEMORY_WORDS: Final = ("can't allocate memory", "Cannot allocate memory", "std::bad_alloc", "out of host memory")
 
 
@@ -38,7 +38,7 @@ def prepare_limits(num_local: int) -> None:
 def limit_error_from(error: BaseException) -> MobiusError | None:
     """The message for an error that a limit of the system has caused, or whose cause has; None for another one."""
     if isinstance(error, HostMemoryError | GpuMemoryError | LimitError):
-        return None  # it says so itself
+        return None  # its message already says so
     for cause in _causes(error):
         number, text = getattr(cause, "errno", None), str(cause)
         if number in (errno.EMFILE, errno.ENFILE) or "Too many open files" in text:

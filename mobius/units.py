@@ -1,4 +1,4 @@
-"""Bytes as a reader gets them: in the largest unit of which there is one, so that what is there never reads as zero."""
+"""Formatting of byte counts in the largest unit that gives at least 1, so that no positive count reads as 0."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ _UNITS = (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def format_bytes(num_bytes: float, *, digits: int = 1) -> str:
-    """`30.4 GiB`, or `512.0 MiB` where there is less than one GiB; with so many digits behind the point."""
+    """`30.4 GiB`, or `512.0 MiB` below one GiB; `digits` is the number of decimals."""
     for name, size in _UNITS:
         if num_bytes >= size:
             return f"{num_bytes / size:.{digits}f} {name}"
@@ -15,7 +15,7 @@ def format_bytes(num_bytes: float, *, digits: int = 1) -> str:
 
 
 def format_bytes_sum(parts: Sequence[tuple[str, int]]) -> str:
-    """`weights 3.50 + messages 0.02 = 3.52 GiB`; the sum's unit is every part's, but for those it would make zero."""
+    """`weights 3.50 + messages 0.02 = 3.52 GiB`; parts use the sum's unit, or a smaller one if that would show 0."""
     total = format_bytes(sum(num_bytes for _, num_bytes in parts), digits=2)
     size = next((size for name, size in _UNITS if total.endswith(name)), 1)
 
@@ -27,6 +27,6 @@ def format_bytes_sum(parts: Sequence[tuple[str, int]]) -> str:
 
 
 def format_gib(num_bytes: int) -> str:
-    """A cell of a table in GiB: two digits behind the point, and `<0.01` for what they would make zero."""
+    """Table cell in GiB: two decimals, and `<0.01` for smaller positive values."""
     text = f"{num_bytes / GIB:.2f}"
     return "<0.01" if num_bytes and float(text) == 0 else text

@@ -68,7 +68,7 @@ class SignalForwarder:
         self._processes, self._idle = [], text
 
     def ignore(self) -> None:
-        """Leave Python's own end undisturbed, which would tell of a signal in its own way."""
+        """Leave Python's own end undisturbed, which would report a signal in its own way."""
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
@@ -156,11 +156,11 @@ def join_nodes(arguments: Any) -> Callable[[int, str], None]:
     own = Node(socket.gethostname(), config.max_nodes, config.nproc_per_node)
     node, seconds = int(config.rdzv_configs["rank"]), float(config.rdzv_configs.get("timeout", RENDEZVOUS_SECONDS))
 
-    def tell(line: str) -> None:
+    def report(line: str) -> None:
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
 
-    store = NodeRendezvous(config.rdzv_endpoint, node, own, seconds=seconds, tell=tell).join()
+    store = NodeRendezvous(config.rdzv_endpoint, node, own, seconds=seconds, report=report).join()
     return lambda restarts, text: post_failure_at(store, restarts, f"node {node} ({own.host}): {text}")
 
 
@@ -219,12 +219,12 @@ def report_exit(rank: int, code: int, *, is_interrupted: bool) -> int:
 def describe_failure(rank: int, code: int) -> str:
     """The line for the user; `code` is negative where a signal ended the process."""
     if code == STALLED_EXIT_CODE:
-        return "the run stood still: above, each rank tells where it was; all ranks have ended"
+        return "the run stood still: above, each rank reports where it was; all ranks have ended"
     if code >= 0:
         return f"rank {rank} ended first, with exit code {code}; all ranks were stopped"
     line = f"rank {rank} ended first, by {signal.Signals(-code).name}; all ranks were stopped"
     if -code == signal.SIGKILL:
-        line += " (usually the system, out of CPU memory: `dmesg` tells)"
+        line += " (usually the system, out of CPU memory: `dmesg` shows it)"
     return line
 
 

@@ -1,7 +1,7 @@
-"""Makes all ranks agree on which GPU each gets: the first decides by the topology and tells the others.
+"""Assigns GPUs to ranks: rank 0 decides by the topology and sends the order to the other ranks.
 
-Ranks keep the GPUs that the user listed, rank r one of the first N of them; only their order among the ranks changes,
-so nothing in the environment does.
+The GPUs are the first N that the user listed; only their order among the ranks changes, so the environment stays as it
+is.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from mobius.ranks import device_list, visible_devices
 logger = logging.getLogger(__name__)
 
 _MIN_RANKS = 3
-"""One rank, or two, are the same in any order."""
+"""With one or two ranks, the order makes no difference."""
 _USUAL_CHUNKS = 2
-"""Microbatches per rank where `--num_chunks auto` is still to be chosen, for which the devices must be known."""
+"""Assumed microbatches per rank for `--num_chunks auto`, which is resolved after the devices are known."""
 
 
 def order_devices(config: Config, num_ranks: int, rendezvous: Rendezvous | None) -> tuple[int, ...]:
-    """The index of every rank's GPU among the visible ones; collective, the same on all ranks of the meeting.
+    """Return the index of every rank's GPU among the visible ones, the same on all ranks; collective.
 
-    Only the first rank looks at the machine, and makes no context on any GPU. A list in CUDA_VISIBLE_DEVICES that does
-    not ascend is the user's own order and stays. Without a meeting this process decides alone.
+    Only rank 0 inspects the machine, without a context on any GPU. A list in CUDA_VISIBLE_DEVICES that does not ascend
+    is the user's order and is used unchanged. Without `rendezvous`, this process decides alone.
     """
     pipeline = config.pipeline
     if not pipeline.cross_mapping or num_ranks < _MIN_RANKS:
@@ -47,12 +47,12 @@ def order_devices(config: Config, num_ranks: int, rendezvous: Rendezvous | None)
         if choice.line is not None:
             logger.info("%s", choice.line)
         order = list(choice.order)
-    told = [order] if rendezvous is None else rendezvous.gather(order)
-    return parse_value(told[0], partial(_read_order, num_ranks=num_ranks), by=0)
+    gathered = [order] if rendezvous is None else rendezvous.gather(order)
+    return parse_value(gathered[0], partial(_read_order, num_ranks=num_ranks), by=0)
 
 
-def _read_order(told: Any, *, num_ranks: int) -> tuple[int, ...]:
-    order = parse_counts(told)
+def _read_order(value: Any, *, num_ranks: int) -> tuple[int, ...]:
+    order = parse_counts(value)
     if sorted(order) != list(range(num_ranks)):
         raise ValueError(f"{order} is no order of {num_ranks} GPUs")
     return order

@@ -43,7 +43,7 @@ _CYCLE = 2**32
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Mailboxes and counters of one edge as seen by one of its ends; both ends have the same counts."""
+    """Mailboxes and counters of one edge, mapped by one of its ends; both ends have the same counts."""
 
     message_bytes: int
     mailboxes: tuple[int, ...]
@@ -130,9 +130,9 @@ class SharedMemory:
         os.close(self.descriptor)
 
 
-def _read_offer(told: Any) -> tuple[int, int, bytes]:
+def _read_offer(offer: Any) -> tuple[int, int, bytes]:
     """Return process and descriptor of an edge's counters, and the handle of its mailboxes."""
-    process, descriptor, handle = told
+    process, descriptor, handle = offer
     return parse_count(process), parse_count(descriptor), bytes.fromhex(handle)
 
 
@@ -211,7 +211,7 @@ class Mailboxes(PeerMemory):
         """Open the memory of the outgoing edges, which their targets have created."""
         own = str(self.rendezvous.rank)
         for target in self.targets:
-            process, descriptor, handle = parse_value(gathered[target], lambda told: _read_offer(told[own]), by=target)
+            process, descriptor, handle = parse_value(gathered[target], lambda sent: _read_offer(sent[own]), by=target)
             counters = self._register(SharedMemory.open(process, descriptor, _COUNTERS_BYTES), self.opened)
             self._outboxes[target] = Outbox(self._ring(counters, self.open_memory(handle)), self.engine.new_queue())
 

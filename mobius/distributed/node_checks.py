@@ -1,6 +1,6 @@
-"""Whether the machines of a run that has replicas are alike, found before anything large is read or planned.
+"""Checks that the nodes of a run with replicas match, before anything large is read or planned.
 
-Nothing here is asked of a run on one node. Every process tells what it runs, and all come to the same answer.
+A run with one pipeline skips them. All processes exchange their facts and reach the same result.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _PACKAGES: Final = ("torch", "transformers", "safetensors", "tokenizers", "numpy
 _OF_A_NODE: Final = ("cuda_visible_devices", "node_rank", "master_port", "rdzv_endpoint", "host_memory_limit")
 """Options in which nodes may differ."""
 _CLOCKS_APART_SECONDS: Final = 60.0
-"""Least difference of clocks that is told: the shortest time by which files of the cache are taken for settled."""
+"""Smallest clock difference that is reported: the shortest age at which cache files count as complete."""
 _NOTICED: Final = 0.02
-"""Share of GPU memory by which machines may differ without a word."""
+"""Share of GPU memory by which machines may differ without a warning."""
 
 
 def join_replicas(config: Config, ranks: Ranks) -> Rendezvous | None:
-    """Seat of this process among those of all replicas; None where there is one pipeline. Collective.
+    """Return the rendezvous of all replicas, None if there is one pipeline; collective.
 
-    Raises ConfigError, on all processes alike, where code, versions or options differ, and TransportError.
+    Raises ConfigError on all processes if code, versions or options differ, and TransportError.
     """
     if ranks.num_replicas == 1:
         return None
@@ -55,13 +55,13 @@ def join_replicas(config: Config, ranks: Ranks) -> Rendezvous | None:
 
 
 def warn_clock_skew(replica_rendezvous: Rendezvous) -> None:
-    """Warn on the first rank where the machines' clocks are apart. Collective; nothing in training compares them."""
-    replica_rendezvous.gather(None)  # from here on all are there, so that an answer takes no longer than its way
+    """Warn on rank 0 if the nodes' clocks differ; collective. Training does not depend on clocks."""
+    replica_rendezvous.gather(None)  # all ranks have arrived, so the next gather measures latency only
     begun = time.monotonic()
     replica_rendezvous.gather(None)
     now, way = time.time(), time.monotonic() - begun
-    told = replica_rendezvous.gather([socket.gethostname(), now, way])
-    answers = parse_values(told, lambda each: (str(each[0]), float(each[1]), float(each[2])))
+    gathered = replica_rendezvous.gather([socket.gethostname(), now, way])
+    answers = parse_values(gathered, lambda each: (str(each[0]), float(each[1]), float(each[2])))
     (late, behind, _), *_, (early, ahead, _) = sorted(answers, key=lambda answer: answer[1])
     unsure = max(way for _, _, way in answers)
     if replica_rendezvous.rank == 0 and ahead - behind - unsure > _CLOCKS_APART_SECONDS:
@@ -77,9 +77,9 @@ def warn_clock_skew(replica_rendezvous: Rendezvous) -> None:
 def check_same_data(
     trained: Callable[[], str], judged: Callable[[], str], replica_rendezvous: Rendezvous | None
 ) -> None:
-    """Raise ConfigError where processes have read other data to train or to judge on, as `join_replicas`."""
+    """Raise ConfigError on all processes if their training or evaluation data differs; collective."""
     if replica_rendezvous is not None:
-        hint = "Each node reads the data by itself: give all of them the same files."
+        hint = "Each node reads its own copy of the data: give all of them the same files."
         check_same_facts(
             {"the training data": trained(), "the evaluation data": judged()}, replica_rendezvous, hint=hint
         )
@@ -88,10 +88,10 @@ def check_same_data(
 def smallest_machine(
     replica_rendezvous: Rendezvous, ranks: Ranks, total_bytes: int | None, free_bytes: int | None
 ) -> tuple[int | None, int | None, int]:
-    """Total and free GPU memory of the smallest GPU, and the pipelines that share this machine's host memory."""
-    told = replica_rendezvous.gather([boot_id(), total_bytes or 0, free_bytes or 0])
-    machines = parse_values(told, lambda each: str(each[0]))
-    totals, free = ([parse_count(each[index]) for each in told] for index in (1, 2))
+    """Return total and free memory of the smallest GPU, and the number of pipelines on this host."""
+    gathered = replica_rendezvous.gather([boot_id(), total_bytes or 0, free_bytes or 0])
+    machines = parse_values(gathered, lambda each: str(each[0]))
+    totals, free = ([parse_count(each[index]) for each in gathered] for index in (1, 2))
     if total_bytes is not None and max(totals) > (1 + _NOTICED) * min(totals):
         logger.warning(
             "GPUs differ: rank %d has %s, rank %d %s; the run is planned for the smallest",
@@ -106,17 +106,17 @@ def smallest_machine(
 
 
 def smallest_host(rendezvous: Rendezvous, host_bytes: int) -> int:
-    """The least of what processes may plan into their hosts; collective.
+    """Return the smallest host memory of all processes; collective.
 
-    Nodes may differ, and so may what processes read of a machine whose memory grows on demand; plans may not.
+    All processes must plan with the same number, but nodes may differ, and so may readings of one host.
     """
     return min(parse_values(rendezvous.gather(host_bytes), parse_count))
 
 
 def check_same_residents(plan: Plan, transport: Transport) -> None:
-    """Raise PlanError, on all ranks alike, where a stage is resident in some replicas only; collective.
+    """Raise PlanError on all ranks if a stage is resident in some replicas only; collective.
 
-    Replicas would wait for each other for good: they share weights of the two kinds at different moments.
+    Replicas would deadlock: weights of resident and streamed stages are all-gathered at different times.
     """
     if transport.replicas is None:
         return
@@ -132,16 +132,16 @@ def check_same_residents(plan: Plan, transport: Transport) -> None:
 
 
 def check_same_facts(own: Mapping[str, str], replica_rendezvous: Rendezvous, *, hint: str) -> None:
-    """Raise ConfigError, on all processes alike, where one of these facts differs; collective. `hint` ends it."""
-    told = replica_rendezvous.gather([socket.gethostname(), dict(own)])
-    hosts = parse_values(told, lambda each: str(each[0]))
-    facts = parse_values(told, lambda each: {str(name): str(value) for name, value in each[1].items()})
+    """Raise ConfigError on all processes if one of these facts differs; collective. `hint` ends the message."""
+    gathered = replica_rendezvous.gather([socket.gethostname(), dict(own)])
+    hosts = parse_values(gathered, lambda each: str(each[0]))
+    facts = parse_values(gathered, lambda each: {str(name): str(value) for name, value in each[1].items()})
     if problems := _differences(facts, hosts):
         raise ConfigError(*problems, hint=hint)
 
 
 def _differences(facts: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> list[str]:
-    """A line for each fact in which a process differs from the first one."""
+    """Return a line for each fact in which a process differs from rank 0."""
     found = list[str]()
     for name in dict.fromkeys(name for each in facts for name in each):
         values = [each.get(name, "not given") for each in facts]
@@ -164,7 +164,7 @@ def _code() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computes."""
+    """Versions of the software that computes."""
     return {"python": platform.python_version()} | {name: metadata.version(name) for name in _PACKAGES}
 
 

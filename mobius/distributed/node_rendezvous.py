@@ -3,8 +3,8 @@
 torchrun's static rendezvous is silent for ten minutes and ends in a traceback that names no node. This one comes first:
 
     node 0     opens the store at --rdzv_endpoint; torchrun's rendezvous in the same process shares it
-    others     connect to it
-    every one  writes its host and how it was started, and waits until all nodes have
+    nodes 1..  connect to it
+    each node  writes its host and how it was started, and waits until all nodes have
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TOLD_EVERY: Final = 30.0
 _LOOK_SECONDS: Final = 0.2
 _CONNECT_SECONDS: Final = 5.0
 _LINGER_SECONDS: Final = 2.0
-"""Time that node 0, which has the store, gives the others to read why the rendezvous fails."""
+"""Time for which node 0 holds its store open so that other nodes can read why the rendezvous fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +42,15 @@ class Node:
 
 
 class NodeRendezvous:
-    """One launcher's connection to those of all nodes."""
+    """One launcher's connection to the launchers of all nodes."""
 
     def __init__(
-        self, endpoint: str, node: int, own: Node, *, seconds: float = RENDEZVOUS_SECONDS, tell: Callable[[str], None]
+        self, endpoint: str, node: int, own: Node, *, seconds: float = RENDEZVOUS_SECONDS, report: Callable[[str], None]
     ) -> None:
-        """`endpoint` is HOST:PORT of node 0. `tell` receives a line for the user every half minute of waiting."""
+        """`endpoint` is HOST:PORT of node 0. `report` receives a line for the user every 30 seconds of waiting."""
         host, _, port = endpoint.rpartition(":")
         self.endpoint, self._host, self._port = endpoint, host.strip("[]"), int(port)
-        self._node, self._own, self._tell = node, own, tell
+        self._node, self._own, self._report = node, own, report
         self._name = f"node {node} ({own.host})"
         self._begun, self._seconds, self._told = time.monotonic(), seconds, time.monotonic()
 
@@ -88,7 +88,7 @@ class NodeRendezvous:
             raise
         except RuntimeError as error:
             raise TransportError(
-                f"{self._name} lost node 0 at {self.endpoint} before all nodes had met; its own message tells the "
+                f"{self._name} lost node 0 at {self.endpoint} before all nodes had joined; its own message gives the "
                 f"cause. What this node saw: {first_line(error)}"
             ) from error
 
@@ -103,7 +103,7 @@ class NodeRendezvous:
                 )
             if time.monotonic() - self._told >= _TOLD_EVERY:
                 self._told = time.monotonic()
-                self._tell(f"{self._name} waits for {what(problem)} ({waited:.0f} of {self._seconds:.0f} s)")
+                self._report(f"{self._name} waits for {what(problem)} ({waited:.0f} of {self._seconds:.0f} s)")
             time.sleep(_LOOK_SECONDS)
 
     def _open_store(self) -> Store:
@@ -120,7 +120,7 @@ class NodeRendezvous:
                 multi_tenant=True,
             )
         except RuntimeError as error:
-            reason = "it is taken, perhaps by another run" if "EADDRINUSE" in str(error) else first_line(error)
+            reason = "it is in use, perhaps by another run" if "EADDRINUSE" in str(error) else first_line(error)
             raise TransportError(
                 f"{self._name} cannot use port {self._port} of --rdzv_endpoint {self.endpoint}: {reason}. Use another "
                 "port, the same on all nodes."
@@ -162,4 +162,4 @@ class NodeRendezvous:
                     )
 
     def _read(self, store: Store, number: int) -> Node:
-        return parse_value(decode_json(store.get(str(number)), by=number), lambda told: Node(**told), by=number)
+        return parse_value(decode_json(store.get(str(number)), by=number), lambda facts: Node(**facts), by=number)

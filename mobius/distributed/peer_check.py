@@ -1,9 +1,9 @@
-"""Finds GPUs whose copies into each other's memory arrive with other contents, before training trusts them.
+"""Detects GPUs whose peer-to-peer copies arrive with wrong contents, before training uses them.
 
-Some machines do that without an error: consumer cards, and boxes whose PCIe access control sends such copies astray.
+On some machines such copies fail without an error: consumer GPUs, and hosts whose PCIe access control misroutes them.
 Each rank writes patterns into its ring neighbours' GPUs as NCCL and mailboxes do, from process to process, and the
-neighbour compares. A node with several pipelines is one ring: what is found holds for all of them, though not every two
-GPUs of different pipelines are tried.
+neighbour compares. A node with several pipelines is one ring: the result applies to all of them, although not every
+pair of GPUs of different pipelines is tried.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class PeerCheckResult:
     """The result that all ranks found together; the same on each of them."""
 
     broken: tuple[tuple[int, int], ...] = ()
-    """Edges (source rank, target rank) over which something arrived with other contents."""
+    """Edges (source rank, target rank) over which a message arrived with wrong contents."""
     problem: str | None = None
     """Why nothing could be checked."""
 
 
-def _read_handles(told: Any) -> dict[str, bytes]:
-    return {source: bytes.fromhex(handle) for source, handle in told.items()}
+def _read_handles(handles: Any) -> dict[str, bytes]:
+    return {source: bytes.fromhex(handle) for source, handle in handles.items()}
 
 
 @dataclass(kw_only=True)
@@ -103,7 +103,7 @@ class PeerCheck(PeerMemory):
         return device_index
 
     def _offer(self, gathered: Sequence[Any]) -> JsonValue:
-        """Make the memory that others write into; its handle for each source, by the source's number."""
+        """Allocate the memory that neighbours write into; return its handle for each source, by the source's number."""
         reached = parse_values(gathered, parse_counts)
         handles = {}
         for source in self.sources:
@@ -120,7 +120,7 @@ class PeerCheck(PeerMemory):
                 self._outgoing[target] = self.open_memory(handles[own])
 
     def _overwrite(self, number: int, size: int, gathered: Sequence[Any]) -> None:
-        """Fill the memory that others write into, so that nothing old can pass for a message."""
+        """Overwrite the memory that neighbours write into, so that no old contents can pass for a message."""
         filling = torch.full((size,), _FILLING, dtype=torch.uint8, device=self.device)
         self._copy(self._incoming.values(), filling.data_ptr(), size)
 

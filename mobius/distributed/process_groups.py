@@ -34,7 +34,7 @@ wait."""
 
 
 class DistributedTransport:
-    """Owns the process groups of one rank of several, and its mailboxes, if any; `close` ends them."""
+    """Process groups of one rank of several, and its mailboxes, if any; `close` ends them."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class DistributedTransport:
 
         `rank` is the position in the pipeline of `num_ranks`, which is number `replica` of `num_replicas`.
 
-        `shape` and `dtype` are those of every activation and activation gradient. `mailboxes` carry them instead of the
+        Every activation and activation gradient has `shape` and `dtype`. `mailboxes` carry them instead of the
         communicators, if they can be opened. `max_pending_sends` bounds the sent tensors that are held because they may
         still be in use (limits.py); None: no bound. `reduce_dtype` is as in `create_replica_group`.
         """

@@ -45,37 +45,37 @@ def encode_json(value: JsonValue) -> str:
 
 def decode_json(text: bytes, *, by: int) -> Any:
     """Return the value that rank `by` sent as `text`; raises TransportError if it is not JSON."""
-    return parse_value(text, lambda told: json.loads(told.decode()), by=by)
+    return parse_value(text, lambda encoded: json.loads(encoded.decode()), by=by)
 
 
-def parse_value(told: Any, read: Callable[[Any], _Read], *, by: int) -> _Read:
-    """Return `read(told)`; raises TransportError that names rank `by` if `told` has an unexpected form."""
+def parse_value(value: Any, read: Callable[[Any], _Read], *, by: int) -> _Read:
+    """Return `read(value)`; raises TransportError that names rank `by` if `value` has an unexpected form."""
     try:
-        return read(told)
+        return read(value)
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError) as error:
         raise TransportError(
-            f"what rank {by} told the others cannot be read ({first_line(error)}). All ranks must run the same version "
+            f"the value from rank {by} cannot be read ({first_line(error)}). All ranks must run the same version "
             "of Mobius, and nothing else may use their --master_port."
         ) from error
 
 
 def parse_values(gathered: Sequence[Any], read: Callable[[Any], _Read]) -> list[_Read]:
     """Return each rank's value, read by `parse_value`."""
-    return [parse_value(told, read, by=rank) for rank, told in enumerate(gathered)]
+    return [parse_value(value, read, by=rank) for rank, value in enumerate(gathered)]
 
 
-def parse_count(told: Any) -> int:
+def parse_count(value: Any) -> int:
     """Return an integer of at least 0; raises ValueError for anything else."""
-    if type(told) is not int or told < 0:
-        raise ValueError(f"{told!r:.40} is no whole number of at least 0")
-    return told
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r:.40} is not an integer of at least 0")
+    return value
 
 
-def parse_counts(told: Any) -> tuple[int, ...]:
+def parse_counts(value: Any) -> tuple[int, ...]:
     """Return the numbers of a list, each as in `parse_count`."""
-    if type(told) is not list:
-        raise TypeError(f"{type(told).__name__} instead of a list")
-    return tuple(map(parse_count, told))
+    if type(value) is not list:
+        raise TypeError(f"{type(value).__name__} instead of a list")
+    return tuple(map(parse_count, value))
 
 
 class Rendezvous:
@@ -89,8 +89,8 @@ class Rendezvous:
         self.rank, self.num_ranks = rank, num_ranks
         self._failure_store = failure_store or store
         # A process may connect more than once, and must not read values of an earlier connection.
-        meeting = store.add(f"mobius/{rank}", 1)
-        self._store, self._num_gathered = PrefixStore(f"mobius/{meeting}", store), 0
+        number = store.add(f"mobius/{rank}", 1)
+        self._store, self._num_gathered = PrefixStore(f"mobius/{number}", store), 0
 
     def gather(self, value: JsonValue) -> list[Any]:
         """Return every rank's value, after JSON, in rank order; blocks until all have sent theirs.
@@ -107,7 +107,7 @@ class Rendezvous:
                 text = self._store.get(f"{number}/{rank}")
             except RuntimeError as error:
                 raise TransportError(
-                    f"rank {self.rank} stops: rank {rank} did not answer, and its own message tells why "
+                    f"rank {self.rank} stops: rank {rank} did not answer; its own message says why "
                     f"({first_line(error)})"
                 ) from error
             values.append(decode_json(text, by=rank))
@@ -124,19 +124,19 @@ class Rendezvous:
                 raise TransportError(
                     f"rank {self.rank} stops: after {limit:.0f} s rank {', '.join(map(str, silent))} did not answer at "
                     f"the launcher's store ({self.num_ranks - len(silent)} of {self.num_ranks} did). What it prints "
-                    "tells whether it hangs, is slower than that, or never started."
+                    "shows whether it hangs, is slower than that, or never started."
                 )
             with contextlib.suppress(DistStoreError):  # timed out
                 # torch reads a time-out below a millisecond as none.
                 self._store.wait([f"{number}/{rank}"], timedelta(seconds=min(max(left, 0.01), _LOOK_SECONDS)))
                 return
             if self._failure_store.check([_FAILURE_KEY]):
-                told = self._failure_store.get(_FAILURE_KEY).decode("utf-8", "replace")
-                raise TransportError(f"rank {self.rank} stops: {printable(told, sys.stderr)}")
+                message = self._failure_store.get(_FAILURE_KEY).decode("utf-8", "replace")
+                raise TransportError(f"rank {self.rank} stops: {printable(message, sys.stderr)}")
 
 
 def post_failure(ranks: Ranks, text: str) -> None:
-    """Post why this rank ends for the ranks of other nodes, which may wait at the store; raises nothing."""
+    """Post why this rank ends, for ranks of other nodes that wait at the store; raises nothing."""
     with contextlib.suppress(OSError, RuntimeError, ValueError):
         with socket.create_connection(master_address(), timeout=_SHORT.total_seconds()):
             pass  # torch would write to standard error if nobody listens
@@ -145,7 +145,7 @@ def post_failure(ranks: Ranks, text: str) -> None:
 
 
 def post_failure_at(store: Store, restarts: int, text: str) -> None:
-    """Post a message for all who wait at the launcher's store since that restart; the first one is kept."""
+    """Post a message for all ranks that wait at the launcher's store; only the first one per restart is stored."""
     with contextlib.suppress(RuntimeError):
         PrefixStore(f"start {restarts}", store).compare_set(_FAILURE_KEY, "", text)
 
@@ -158,7 +158,7 @@ def open_store(rank: int, num_ranks: int) -> Store:
     try:
         store, _, _ = next(rendezvous("env://", rank, num_ranks, timeout=TIMEOUT))
     except (RuntimeError, ValueError) as error:
-        raise TransportError(f"rank {rank} cannot meet the others, start with torchrun: {error}") from error
+        raise TransportError(f"rank {rank} cannot join the other ranks, start with torchrun: {error}") from error
     store.set_timeout(TIMEOUT)
     return PrefixStore(f"start {num_restarts()}", store)
 
@@ -187,8 +187,8 @@ def join_pipeline(ranks: Ranks) -> Rendezvous:
 def join_node(ranks: Ranks) -> Rendezvous:
     """Connect to the launcher's store, with the ranks of this node by local rank; as `join_pipeline`."""
     store = open_store(ranks.rank, ranks.num_ranks)
-    meeting = PrefixStore(f"node {ranks.node}", store)
-    return Rendezvous(meeting, rank=ranks.local_rank, num_ranks=ranks.num_local, failure_store=store)
+    node_store = PrefixStore(f"node {ranks.node}", store)
+    return Rendezvous(node_store, rank=ranks.local_rank, num_ranks=ranks.num_local, failure_store=store)
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class StepsResult:
     """Problem of the first rank that failed, if any; later steps did not run."""
 
 
-def run_steps_together(meeting: Rendezvous, steps: Sequence[Callable[[list[Any]], JsonValue]]) -> StepsResult:
+def run_steps_together(rendezvous: Rendezvous, steps: Sequence[Callable[[list[Any]], JsonValue]]) -> StepsResult:
     """Run each of `steps` on all ranks before the next one; collective.
 
     A step receives all ranks' results of the previous one, after JSON. OSError and RuntimeError are problems, which end
@@ -213,17 +213,17 @@ def run_steps_together(meeting: Rendezvous, steps: Sequence[Callable[[list[Any]]
         try:
             given = step(gathered)
         except (OSError, RuntimeError) as error:
-            problem = f"rank {meeting.rank}: {first_line(error)}"
-        told = parse_values(meeting.gather([problem, given]), _read_step)
-        for problem, _ in told:
+            problem = f"rank {rendezvous.rank}: {first_line(error)}"
+        results = parse_values(rendezvous.gather([problem, given]), _read_step)
+        for problem, _ in results:
             if problem is not None:
                 return StepsResult([], problem)
-        gathered = [given for _, given in told]
+        gathered = [given for _, given in results]
     return StepsResult(gathered)
 
 
-def _read_step(told: Any) -> tuple[str | None, Any]:
-    problem, given = told
+def _read_step(value: Any) -> tuple[str | None, Any]:
+    problem, given = value
     if not isinstance(problem, str | None):
         raise TypeError(f"{type(problem).__name__} instead of a text")
     return problem, given

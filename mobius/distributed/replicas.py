@@ -1,9 +1,9 @@
 """Gradient reduce-scatter and weight all-gather between the ranks of one pipeline position in all replicas.
 
-Each replica sends its parts to all others and receives theirs, over NCCL between GPUs and gloo between hosts. Sums are
-computed here, in fp32 and in replica order, so that results are bit-reproducible and independent of NCCL's algorithms;
-with `reduce_dtype` bf16, messages are rounded. The traffic equals that of NCCL's own reduce-scatter and all-gather:
-(R-1)/R of a stage in each direction.
+Each replica sends its parts to all other replicas and receives theirs, over NCCL between GPUs and gloo between hosts.
+Sums are computed here, in fp32 and in replica order, so that results are bit-reproducible and independent of NCCL's
+algorithms; with `reduce_dtype` bf16, messages are rounded. The traffic equals that of NCCL's own reduce-scatter and
+all-gather: (R-1)/R of a stage in each direction.
 
 Why replicas cannot deadlock:
 
@@ -16,7 +16,7 @@ Why replicas cannot deadlock:
   the first one that is not done waits only for its counterparts, which nothing prevents from reaching it.
 - A waiting NCCL kernel occupies NCCL_MAX_CTAS multiprocessors. Four edges, the reduction and the gather may wait at
   once and occupy 24, fewer than such a GPU has, and compute kernels end without them. Their streams have separate
-  hardware queues (`ranks.set_cuda_max_connections`): none waits behind another.
+  hardware queues (`ranks.set_cuda_max_connections`), so none blocks another.
 - The first use of a communicator connects, which may wait for the device. This happens at start-up, one communicator
   after the other.
 """
@@ -58,7 +58,7 @@ def create_replica_group(
     places = [[*range(each, world.num_ranks, num_pipeline_ranks)] for each in range(num_pipeline_ranks)]
 
     def connection(backend: str, chunk_elements: int) -> _Connection:
-        """Return this position's connection; every process creates those of all positions (see distributed.py)."""
+        """Return this position's process group; every process creates the groups of all positions."""
         groups = [
             dist.new_group(peers, backend=backend, timeout=MESSAGES_TIMEOUT, pg_options=nccl_options(backend))
             for peers in places
@@ -172,7 +172,7 @@ class DistributedReplicaGroup:
         outgoing = {peer: parts[peer].to(self._reduce_dtype) for peer in connection.others()}
         connection.exchange(outgoing, received)
         total, *rest = connection.in_order(own, received)
-        total = total.float()  # the same tensor if it is in fp32, own or received
+        total = total.float()  # no copy if it is fp32 already
         for other in rest:
             total += other
         if total is not own:

@@ -57,7 +57,7 @@ class ReplicaGroup(Protocol):
         """Send each owner's part of `values` in host memory to all; blocks."""
 
     def gather_to_first(self, own: Tensor, shards: Shards) -> Tensor | None:
-        """Return all parts [num_trained] on the host of the first replica, None on others; blocks.
+        """Return all parts [num_trained] on the host of the first replica, None on other replicas; blocks.
 
         `own` is this replica's part in host memory. Must not share a thread with the other methods.
         """
@@ -125,7 +125,7 @@ class Shards:
     def square(self, values: Tensor, layout: StageLayout, *, excluded: Collection[str]) -> Tensor:
         """Return the squared norm of the own parts of fp32 `values` without the parameters in `excluded`.
 
-        Computed tensor by tensor: the norm of a whole shard would be off by about 1e-6, which clipping would pass on.
+        Computed tensor by tensor: the norm of a flat shard differs by about 1e-6, which clipping would propagate.
         """
         names = [name for name in layout.offsets if layout.is_trained(name) and name not in excluded]
         whole = [layout.slice_of(name) for name in names]

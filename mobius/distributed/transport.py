@@ -97,7 +97,7 @@ class SingleRankTransport:
     num_ranks = 1
 
     def __init__(self, world: World | None = None, replicas: ReplicaGroup | None = None) -> None:
-        """`world` is that of all replicas, if there are several; `close` ends it."""
+        """`world` connects all replicas, if there are several; `close` ends it."""
         self._sent: deque[Tensor] = deque()
         self._world, self.replicas = world, replicas
         self.all_ranks: RankGroup = world or self
@@ -144,7 +144,7 @@ class WarmupTransport:
     def __init__(
         self, *, rank: int, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, max_pending_sends: int
     ) -> None:
-        """`shape` and `dtype` are those of every activation and activation gradient.
+        """Every activation and activation gradient has `shape` and `dtype`.
 
         `max_pending_sends` is the maximum number of sent tensors that the real transport holds.
         """

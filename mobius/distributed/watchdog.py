@@ -1,20 +1,20 @@
-"""Owns the end of a run that makes no progress: every rank reports where it is, and then all of them end.
+"""Watchdog of a run that makes no progress: every rank reports its current activity, and then all ranks exit.
 
-A rank that hangs makes the others wait for it, so the first that notices calls all of them, through the launcher's
-store and a thread beside the main one:
+A rank that hangs makes all ranks wait, so the first rank that notices calls all of them, through the launcher's store
+and a separate thread:
 
-    rank 0, waits    no progress for so long -> "call" -> reports --+-> all have reported, or the patience
+    rank 0, waits    no progress: time limit -> "call" -> reports --+-> all have reported, or the time
     rank 1, hangs                  reads "call" --------> reports --+   is over -> "end" -> exit
 
-A rank may well wait for long, for one that writes to a slow disk: ranks that make progress add to one number of the
-store ("beats"), and the run stands still when that does not grow. A first step or evaluation may compile, which nobody
-can see the progress of; it gets ten times as long, but an hour at most.
+A rank may wait long for another one that writes to a slow disk: ranks that make progress increment one counter of the
+store ("beats"), and the run has stalled when the counter stops. A first step or evaluation may compile, which shows no
+progress; its limit is ten times as long, but at most an hour.
 
-torch's own time-outs do not see copies by copy engines (`mailboxes.py`), and its flight recorder knows neither
-stage nor microbatch. A rank whose interpreter is held by a call in C runs no thread of Python: faulthandler's own
-thread writes its stacks a little later, and the others say that it does not answer. Alone it stays, for nobody is there
-to end it. Time in which the process was stopped (SIGSTOP, a frozen container) does not count: time is summed from look
-to look of this thread.
+torch's own time-outs do not see copies by copy engines (`mailboxes.py`), and its flight recorder knows neither stage
+nor microbatch. A rank whose interpreter is held by a call in C runs no Python thread: faulthandler's thread writes its
+stacks a little later, and the other ranks report that it does not answer. A single rank in this state is not ended.
+Time in which the process was stopped (SIGSTOP, a frozen container) does not count: time is summed over the checks of
+this thread.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from mobius.activity import Activity, format_duration
 from mobius.ranks import Ranks
 
 EXIT_CODE: Final = 75
-"""Exit code of a rank that ends because the run stands still: "try again", as EX_TEMPFAIL of sysexits.h."""
+"""Exit code of a rank that ends because the run has stalled: EX_TEMPFAIL of sysexits.h, "try again"."""
 
 WARM_UP_FACTOR: Final = 10
-"""Times the allowed time without progress while code may be compiled."""
+"""Factor on the time limit while code may be compiled."""
 _WARM_UP_SECONDS: Final = 3600.0
-"""Most that this factor makes of it."""
+"""Upper bound of the time limit with this factor."""
 _LOOK_SECONDS: Final = 2.0
 _LOOKS: Final = 10
-"""At least so many looks in the time without progress that is allowed."""
+"""Minimum number of checks within the time limit."""
 _REPORT_TIMEOUT_SECONDS: Final = 10.0
-"""Time for all ranks to report where they are."""
+"""Time for all ranks to report their activity."""
 _TURN_SECONDS: Final = 3.0
-"""Time that a rank gives those before it to write their reports, so that texts do not mix."""
+"""Time that a rank waits for lower ranks to write their reports, so that texts do not mix."""
 _ENDING_LOOK_SECONDS: Final = 0.1
 _DEVICE_SECONDS: Final = 2.0
 _MAX_FRAMES: Final = 40
@@ -73,22 +73,22 @@ class WatchdogStore(Protocol):
 
 
 class _Peers:
-    """Owns a thread that exchanges state with the watchdogs of all other ranks; a store that is gone is silence."""
+    """Thread that exchanges state with the watchdogs of all other ranks; a lost store counts as no answer."""
 
     def __init__(self, ranks: Ranks, open_store: Callable[[], WatchdogStore], seconds: float) -> None:
-        """Look every so many seconds from now on."""
+        """Start the thread, which checks the store every `seconds`."""
         self._rank, self._open = ranks.rank, open_store
         self.others = [rank for rank in range(ranks.num_ranks) if rank != ranks.rank]
         self.num_beats = 0
-        """Looks at which this rank had made progress; counted by the watching thread alone."""
+        """Number of checks that found progress of this rank; written by the watchdog thread only."""
         self.has_progress = False
-        """Whether another rank has made progress; whoever reads it resets it."""
+        """Whether another rank has made progress; the reader resets it."""
         self.caller: int | None = None
         """The rank that has called all ranks to report."""
         self.reports: dict[int, str] = {}
         self.has_ended, self.is_lost = False, False
         self.wake = threading.Event()
-        """Set when a rank has called, or by whoever waits for it no longer."""
+        """Set when a rank has called, or to end the wait for a call."""
         self._interval = seconds
         self._outgoing: list[tuple[str, str]] = []
         self._is_closed, self._look, self._posted = threading.Event(), threading.Event(), threading.Event()
@@ -96,19 +96,19 @@ class _Peers:
         self._thread.start()
 
     def post(self, key: str, value: str = "") -> None:
-        """Set a key soon, and look often from now on: the run ends."""
+        """Queue a key for the store, and check often from now on, because the run ends."""
         self._posted.clear()
         self._interval = _ENDING_LOOK_SECONDS
         self._outgoing.append((key, value))
         self._look.set()
 
     def flush(self, seconds: float) -> None:
-        """Wait until all is posted, and as long again as others take to read it: the store may end with this node."""
+        """Wait until all keys are posted and other ranks can have read them: the store may end with this node."""
         if self._posted.wait(seconds):
             time.sleep(4 * _ENDING_LOOK_SECONDS)
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop the thread."""
         self._is_closed.set()
         self._look.set()
         self._thread.join(1.0)
@@ -116,19 +116,19 @@ class _Peers:
     def _run(self) -> None:
         try:
             store = self._open()
-            heard, num_posted = store.add("beats", 0), 0
+            known, num_posted = store.add("beats", 0), 0
             while not self._is_closed.is_set():
                 own, num_posted = self.num_beats - num_posted, self.num_beats
                 total = store.add("beats", own)
-                self.has_progress |= total - own > heard
-                heard = total
+                self.has_progress |= total - own > known
+                known = total
                 while self._outgoing:
                     store.set(*self._outgoing.pop(0))
                 self._posted.set()
                 self._read_call(store)
                 self._look.wait(self._interval)
                 self._look.clear()
-        except Exception:  # whatever it is, the rank watches on alone
+        except Exception:  # after any error, the rank continues without its peers
             self.is_lost = True
 
     def _read_call(self, store: WatchdogStore) -> None:
@@ -144,7 +144,7 @@ class _Peers:
 
 
 class Watchdog:
-    """Owns a thread that looks at this rank's `Activity` from `start` to `stop`, and may end the process."""
+    """Thread that checks this rank's `Activity` from `start` to `stop`, and may end the process."""
 
     def __init__(
         self,
@@ -158,12 +158,12 @@ class Watchdog:
     ) -> None:
         """End the process after `minutes` without progress of any rank; 0: never, and `start` does nothing.
 
-        `open_store` connects to the store that all ranks share, in a thread of its own; without it this rank is alone.
-        `clean_up` clears up and returns what the run leaves, as a text that goes on from "all ranks end ": one rank has
-        it.
+        `open_store` connects to the store that all ranks share, in a separate thread; None for a single rank.
+        `clean_up`, given to one rank only, cleans up and returns what the run leaves, as a text that completes "all
+        ranks end ".
         """
         self.activity = activity
-        """Told by whatever is to be watched."""
+        """Written by the code that is watched."""
         self._ranks, self._open_store = ranks, open_store
         self._limit, self._clean_up, self._patience = 60 * minutes, clean_up, report_timeout_seconds
         self._is_stopped = threading.Event()
@@ -173,20 +173,20 @@ class Watchdog:
         self._asking: threading.Thread | None = None
 
     def start(self) -> None:
-        """Watch from now on; what was before counts as progress."""
+        """Start watching; the time limit begins now."""
         if self._limit == 0 or self._thread is not None:
             return
         self._is_stopped.clear()
         self._peers = None if self._open_store is None else _Peers(self._ranks, self._open_store, self._interval)
         self.activity.progress()
-        # Stacks that faulthandler writes do not say whose they are, but the names of functions.
+        # faulthandler's stacks name functions but not ranks, so this function's name carries the rank.
         code = Watchdog._watch.__code__.replace(co_name=f"watchdog_of_rank_{self._ranks.rank}")
         watch = FunctionType(code, Watchdog._watch.__globals__)
         self._thread = threading.Thread(target=watch, args=(self,), name="watchdog", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no more; `start` begins anew."""
+        """Stop watching; `start` may be called again."""
         if self._thread is None:
             return
         self._is_stopped.set()
@@ -200,10 +200,10 @@ class Watchdog:
     def _watch(self) -> None:
         interval, peers = self._interval, self._peers
         wake = self._is_stopped if peers is None else peers.wake
-        seen, idle, last = self.activity.last_progress, 0.0, time.monotonic()
+        previous, idle, last = self.activity.last_progress, 0.0, time.monotonic()
         while not self._is_stopped.is_set():
             limit = self._stall_limit_seconds()
-            # Later than this thread would notice it: it speaks only where this one cannot.
+            # Later than this thread's own limit: it writes only if this thread cannot run.
             faulthandler.dump_traceback_later(max(limit - idle, 0) + 2 * interval, exit=False, file=2)
             wake.wait(interval)
             if self._is_stopped.is_set():
@@ -214,11 +214,11 @@ class Watchdog:
             elapsed, last = now - last, now
             if elapsed > limit:
                 self._write(
-                    f"rank {self._ranks.rank} was stopped, or held up in C, for {format_duration(elapsed)}; it goes on"
+                    f"rank {self._ranks.rank} was stopped, or blocked in C for {format_duration(elapsed)}; it continues"
                 )
             progress = self.activity.last_progress
-            goes_on = progress != seen or (idle >= limit / 2 and self._device_has_moved())
-            seen = progress
+            goes_on = progress != previous or (idle >= limit / 2 and self._device_has_moved())
+            previous = progress
             if peers is not None:
                 peers.num_beats += goes_on
                 goes_on, peers.has_progress = goes_on or peers.has_progress, False
@@ -229,7 +229,7 @@ class Watchdog:
 
     @property
     def _interval(self) -> float:
-        """Seconds between two looks."""
+        """Seconds between two checks."""
         return min(self._limit / _LOOKS, _LOOK_SECONDS)
 
     def _stall_limit_seconds(self) -> float:
@@ -238,12 +238,12 @@ class Watchdog:
         return max(self._limit, min(WARM_UP_FACTOR * self._limit, _WARM_UP_SECONDS))
 
     def _device_has_moved(self) -> bool:
-        """Whether the device is elsewhere than when it was last asked; the first answer is none."""
+        """Whether the device's position has changed since the last call; False on the first call."""
         before, self._position = self._position, self._ask_device()
         return before is not None and self._position is not None and before != self._position
 
     def _ask_device(self) -> object:
-        """The text of the device's position, or None; a driver that hangs does not hold up whoever asks."""
+        """Return the device's position as text, or None; a driver that hangs does not block the caller."""
         answers: list[object] = []
 
         def ask() -> None:
@@ -260,14 +260,14 @@ class Watchdog:
         return answers[0] if answers else "no answer"
 
     def _end(self, reason: str) -> None:
-        """Report where this rank is, wait until the others have, and end the process."""
+        """Report this rank's activity, wait for the other ranks' reports, and end the process."""
         faulthandler.cancel_dump_traceback_later()
         peers = self._peers
         if peers is not None and peers.caller is None:
             peers.post("call", str(self._ranks.rank))
         report = self._describe_rank(reason)
         reporter = threading.Thread(target=self._write_report, args=(report,), name="reporter", daemon=True)
-        reporter.start()  # whoever reads standard error may have stopped
+        reporter.start()  # the reader of standard error may have stopped
         end, has_reported = time.monotonic() + self._patience, False
         while time.monotonic() < end and not (peers is not None and peers.has_ended):
             if not has_reported and not reporter.is_alive():
@@ -285,7 +285,7 @@ class Watchdog:
         os._exit(EXIT_CODE)
 
     def _write_closing(self) -> None:
-        """Write reports of other nodes, whose terminal this one does not share, and which ranks do not answer."""
+        """Write the reports of other nodes, which have another terminal, and name the ranks that do not answer."""
         peers, ranks = self._peers, self._ranks
         reports, others = ({}, []) if peers is None else (dict(peers.reports), peers.others)
         own_node = range(ranks.node * ranks.num_local, (ranks.node + 1) * ranks.num_local)
@@ -320,7 +320,7 @@ class Watchdog:
         return [head, *(f"    {line}" for line in self.activity.describe())]
 
     def _write(self, *lines: str) -> None:
-        """Past `sys.stderr` and `logging`, whose locks a thread that hangs may hold."""
+        """Write without `sys.stderr` and `logging`, whose locks a hanging thread may hold."""
         text = "\n" + "".join(f"watchdog: {line}\n" for line in lines)
         left = text.encode(sys.stderr.encoding or "utf-8", "backslashreplace")
         with contextlib.suppress(OSError):
@@ -329,7 +329,7 @@ class Watchdog:
 
 
 def thread_stacks(*, but: Collection[str] = ()) -> list[str]:
-    """Lines with the stack of every Python thread but those named so, the outermost frame first.
+    """Return the stacks of all Python threads except those named in `but`, outermost frame first, as lines.
 
     No file is read: the disk may be what hangs.
     """

@@ -25,7 +25,7 @@ them from compute."""
 
 
 class World:
-    """Owns torch's default process group and a gloo group for host scalars; `close` ends all groups."""
+    """torch's default process group and a gloo group for host scalars; `close` ends all groups."""
 
     def __init__(self, *, rank: int, num_ranks: int, device: torch.device) -> None:
         """Connect to all other processes; collective. Raises TransportError."""
@@ -44,10 +44,10 @@ class World:
             self.scalars = dist.new_group(backend="gloo", timeout=MESSAGES_TIMEOUT)
         except RuntimeError as error:
             raise TransportError(
-                f"rank {rank} on {socket.gethostname()} has met the others at the launcher's store, but cannot connect "
-                f"to them: {first_line(error)}. Between nodes, name the network interface over which they reach each "
-                "other (`ip address` lists them) in GLOO_SOCKET_IFNAME, and in NCCL_SOCKET_IFNAME for GPUs, on every "
-                "node."
+                f"rank {rank} on {socket.gethostname()} has joined the launcher's store, but "
+                f"cannot connect to the other ranks: {first_line(error)}. Between nodes, name the network interface "
+                "over which they reach each other (`ip address` lists them) in GLOO_SOCKET_IFNAME, and in "
+                "NCCL_SOCKET_IFNAME for GPUs, on every node."
             ) from error
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
@@ -88,6 +88,6 @@ def translate_peer_errors(rank: int, peer: int | None = None) -> Iterator[None]:
     except RuntimeError as error:
         who = "another rank" if peer is None else f"its neighbour rank {peer}"
         raise TransportError(
-            f"rank {rank} stops: it lost {who}, whose own message (above or below) tells the cause. "
+            f"rank {rank} stops: it lost {who}, whose own message (above or below) gives the cause. "
             f"What this rank saw: {first_line(error)}"
         ) from error

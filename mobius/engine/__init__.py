@@ -1,1 +1,1 @@
-"""Execution of a step on one rank: forward and backward of stages, where their state is kept, and its update."""
+"""Execution of a step on one rank: forward and backward of stages, the memory of their state, and its update."""

@@ -45,7 +45,7 @@ class FlatAdamW:
     """
 
     def __init__(self, settings: AdamWSettings, kernel: CPUAdamW | None = None, fused: GPUAdamW | None = None) -> None:
-        """`kernel` is for states on the host, `fused` for those on a GPU."""
+        """`kernel` updates states on the host, `fused` states on a GPU."""
         self._settings, self._fused = settings, fused
         self._one_pass = [each for each in (kernel, fused) if each is not None]
         self._scratch: dict[tuple[str, torch.device, int], Tensor] = {}

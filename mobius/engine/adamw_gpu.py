@@ -23,7 +23,7 @@ MAX_ELEMENTS = 2**28
 
 
 class GPUAdamW:
-    """Owns the kernel; its first launch per gradient dtype compiles, which takes a second."""
+    """AdamW kernel on a GPU; its first launch per gradient dtype compiles, which takes a second."""
 
     def __init__(self) -> None:
         self._kernel: Any = None

@@ -11,7 +11,7 @@ from mobius.schedule.action import Action
 
 
 class DevicePosition:
-    """Owns one CUDA event after each compute action of a schedule and one after each pass; does nothing on a CPU.
+    """One CUDA event after each compute action of a schedule and one after each pass; does nothing on a CPU.
 
     The main thread records the events; any thread may query them.
     """

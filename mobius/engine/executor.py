@@ -70,7 +70,7 @@ class _Step:
 
     batch: StepBatch
     rows: Sequence[Tensor]
-    """Token ids on the host, on every rank: per microbatch or, with slices, per group of whole sequences."""
+    """Token ids on the host, on every rank: per microbatch or, with slices, per group of complete sequences."""
     sums: StepSums
     evaluated: EvaluationSums
     loss_scale: float = 1.0
@@ -80,7 +80,7 @@ class _Step:
     documents: Sequence[DocumentLayout | None] = ()
     """Documents of each microbatch or group of sequences, on the device of every rank."""
     sequence_slices: Sequence[SequenceSlice] = ()
-    """Position of each microbatch within its sequences; empty if microbatches are whole sequences."""
+    """Position of each microbatch within its sequences; empty if microbatches are complete sequences."""
     token_mask: Sequence[Tensor] = ()
     """fp32 [B, L] for each microbatch: 1 for a token, 0 for padding. Only for a router loss."""
     router_sums: dict[int, Tensor] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class _Step:
 
 
 class Executor:
-    """Owns the state of a step; memory, transport and stage code are passed in."""
+    """State of a step; memory, transport and stage code are passed in."""
 
     def __init__(
         self,
@@ -368,7 +368,7 @@ class Executor:
     ) -> MicrobatchContext:
         """Return the layers' inputs other than hidden states; without documents they depend on the length only.
 
-        `router_sums` are those received with the message, if any.
+        `router_sums` are the sums received with the message, if any.
         """
         step, group = self._step, microbatch // self._schedule.spec.num_slices
         arguments = self._layer_inputs(step.rows[group].shape[1], step.documents[group])

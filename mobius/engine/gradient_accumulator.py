@@ -39,7 +39,7 @@ class _Buffer:
 
 
 class GradientAccumulator:
-    """Owns the accumulation buffers of one device; compute runs on its current stream."""
+    """Accumulation buffers of one device; compute runs on its current stream."""
 
     def __init__(self, *num_elements: int, device: torch.device) -> None:
         """Allocate one buffer per number of elements (`limits.gradient_sum_elements`); stages use them in turn."""

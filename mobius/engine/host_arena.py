@@ -23,7 +23,7 @@ _MADV_COLLAPSE = 25
 
 
 class HostArena:
-    """Owns one StageState per streamed stage; `close` must unregister the memory before the process ends.
+    """One StageState per streamed stage in page-locked memory; call `close` before the process ends.
 
     `pin_memory=True` is not used: the caching host allocator rounds sizes up to powers of two.
     """

@@ -60,7 +60,7 @@ class StepCounts:
 
 
 class OptimizerStepper:
-    """Owns the counts of updates and of skipped steps; every rank decides alike from the same reduced numbers."""
+    """Counts updates and skipped steps; every rank makes the same decision from the same reduced numbers."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class OptimizerStepper:
     def on_gradients_ready(self, stage: int) -> None:
         """Update the stage during the rest of the step, unless the update needs other stages' results.
 
-        Those are the norm over all ranks, or the gradient of the other copy of a tied matrix.
+        These results are the norm over all ranks, or the gradient of the other copy of a tied matrix.
         """
         can_begin = self._is_stage_by_stage and stage not in self._tied_stages
         if can_begin and self._memory[stage].begin_update(self._update_of(stage, self.num_updates + 1)):

@@ -42,7 +42,7 @@ class OrderedTask:
 
 
 class OrderedTasks:
-    """Owns the order; any thread may call."""
+    """Ordered tasks; any thread may call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

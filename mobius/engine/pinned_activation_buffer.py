@@ -15,7 +15,7 @@ from mobius.engine.host_arena import lock_pages, map_zeros, unlock_pages
 
 
 class PinnedActivationBuffer:
-    """Owns the memory; if it is page-locked, `close` must be called before the process ends."""
+    """Host buffer of activations; if it is page-locked, call `close` before the process ends."""
 
     def __init__(self, region_bytes: Mapping[int, Sequence[int]], *, register: bool) -> None:
         """Allocate a region of the given bytes for each stage and microbatch of an accumulation round.

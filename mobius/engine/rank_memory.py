@@ -38,11 +38,11 @@ def allocate_memory(
 ) -> tuple[dict[int, StageMemory], HostArena | None]:
     """Allocate zeroed memory for each stage of `layouts`, in stage order; return the host arena if any is streamed.
 
-    Stages in `resident` stay on `device` and store their gradients if they are in `deferred_updates`. The others use
-    `num_slots` slots and are updated through `updates`. With `has_accumulation_rounds`, sums persist between rounds.
-    With `keeps_trained_on_gpu`, only frozen weights are streamed and all gradients are stored in fp32. `replicas` share
-    each stage; parameters in `tied` have a copy in another stage. Page-locks the arena if `device` is a GPU; close it
-    after the last copy. Raises HostMemoryError.
+    Stages in `resident` stay on `device` and store their gradients if they are in `deferred_updates`. Streamed stages
+    use `num_slots` slots and are updated through `updates`. With `has_accumulation_rounds`, sums persist between
+    rounds. With `keeps_trained_on_gpu`, only frozen weights are streamed and all gradients are stored in fp32.
+    `replicas` share each stage; parameters in `tied` have a copy in another stage. Page-locks the arena if `device` is
+    a GPU; close it after the last copy. Raises HostMemoryError.
     """
     if keeps_trained_on_gpu:
         gradient_dtype, deferred_updates = torch.float32, layouts

@@ -32,7 +32,7 @@ from mobius.schedule.lanes import Lane
 
 
 class Reductions:
-    """Owns the reduction stream of one rank; `replicas` are its counterparts."""
+    """Reduction stream of one rank; `replicas` connects it to its counterparts."""
 
     def __init__(self, replicas: ReplicaGroup, *, device: torch.device, spans: Spans = NO_SPANS) -> None:
         self.replicas = replicas

@@ -12,7 +12,7 @@ residency does not change the result. If an update must wait for other stages (c
 gradients are cast into memory owned by the stage. With several accumulation rounds, every stage has its own sum, which
 persists between rounds, and stores nothing else.
 
-If replicas share the stage, each stores the gradients and state of its shard. The stream of `sharding/reductions.py`
+If replicas share the stage, each stores the gradients and state of its shard. The stream of `engine/reductions.py`
 reduces sums, updates the stage and gathers its weights.
 """
 
@@ -36,7 +36,7 @@ from mobius.schedule.lanes import Lane
 
 
 class ResidentStage:
-    """A StageMemory that owns its state on the device; updates follow compute in the same stream."""
+    """StageMemory with its state on the device; updates follow compute in the same stream."""
 
     def __init__(
         self,
@@ -55,9 +55,9 @@ class ResidentStage:
         """Allocate zeroed memory on `device`, with weights in `dtype`.
 
         `gradient_dtype` is fp32 or, by default, the weights' dtype. Without `keeps_gradients`, the update must start
-        before another stage's backward. With `has_accumulation_rounds`, a step returns to this stage after others.
-        `accumulator` is the rank's sum, not needed if `accumulates_in_place`. With `sharding`, the stage owns one shard
-        of the state, always stores that shard's gradients, and sends updated weights to the other replicas;
+        before another stage's backward. With `has_accumulation_rounds`, a step returns to this stage after other
+        stages. `accumulator` is the rank's sum, not needed if `accumulates_in_place`. With `sharding`, the stage owns
+        one shard of the state, always stores that shard's gradients, and sends updated weights to the other replicas;
         `accumulator` then needs two buffers.
         """
         assert dtype != torch.float16 or keeps_gradients, "with loss scaling, updates wait for the norms of all stages"

@@ -135,7 +135,7 @@ def _in_places(region: Tensor, parts: Sequence[_Part]) -> Iterator[Tensor]:
 
 
 class SavedActivations:
-    """Owns the activations of one rank between forward and backward."""
+    """Activations of one rank between forward and backward."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class SavedActivations:
         self._saved: dict[tuple[int, int], list[SavedForBackward]] = {}
         self._pending_offloads: deque[_PendingOffload] = deque()
         self._arrivals: dict[tuple[int, int], Event] = {}
-        """Ends of the latest copies: to the host, then to the device."""
+        """Completion events of the latest copies: to the host, then to the device."""
         self._offloaded: dict[tuple[int, int], list[_Layer]] = {}
         """Layers of a stage and microbatch whose tensors are in host memory."""
 

@@ -35,7 +35,7 @@ _WHOLE_SLICE = 2**62
 
 
 class SequenceKVCaches:
-    """Owns the keys and values of one stage's layers at a time; the stages of a rank use it in turn."""
+    """Keys and values of one stage's layers at a time; the stages of a rank use it in turn."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, tuple[int, int, int, int], torch.dtype], SequenceKVCache] = {}
@@ -223,7 +223,7 @@ def _constants(attention: LayerAttention, heads: Heads) -> tuple[float, int | No
 
 
 def _cut_arguments(arguments: Mapping[str, Any], sequence_slice: SequenceSlice) -> dict[str, Any]:
-    """Return a layer's arguments for the tokens of the slice, without those that only attention reads."""
+    """Return a layer's arguments for the tokens of the slice, without arguments that only attention reads."""
 
     def cut(value: Tensor) -> Tensor:
         assert value.shape[1] == sequence_slice.length, "a layer argument has no token dimension"

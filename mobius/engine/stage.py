@@ -110,7 +110,7 @@ class StageModule:
         to the host. Layers that are not compiled then save their input.
 
         Args:
-            inputs: token ids [B, L] in the first stage, hidden states [B, L, H] in the others.
+            inputs: token ids [B, L] in the first stage, hidden states [B, L, H] in other stages.
             arguments: of the microbatch, for all layers of the model.
             routers: receives the sums of the layers' routers; None without a router loss.
 
@@ -141,7 +141,7 @@ class StageModule:
     def run(self, weights: NamedTensors, inputs: Tensor, arguments: LayerArguments) -> Tensor:
         """Return only the layers' output [B, L, H]; at most one layer's activations exist at a time.
 
-        `inputs` and `arguments` are those of `forward`; the result is bit-identical.
+        `inputs` and `arguments` are as in `forward`; the result is bit-identical.
         """
         hidden = run_without_graph(self._parts.embedding, weights, inputs, {}) if self.cut.is_first else inputs
         for index, layer in zip(self.cut.layers, self._layers, strict=True):
@@ -228,7 +228,7 @@ class StageModule:
         Args:
             hidden: [B, L, H] from the last layer.
             targets: [B, L], the next token at each position, -100 where there is no target (`shift_labels`).
-            num_targets: number of targets of the whole step.
+            num_targets: number of targets of the step.
 
         Returns the loss (fp32 scalar, unscaled) and the gradient of `hidden`.
         """

@@ -1,4 +1,4 @@
-"""Interface through which the executor runs a stage's layers, on whole sequences or slices of them.
+"""Interface through which the executor runs a stage's layers, on complete sequences or slices of them.
 
 Implementations: `WholeLayers` and `sliced_layers.SlicedLayers`.
 """
@@ -23,9 +23,9 @@ class MicrobatchContext:
     """Inputs of a microbatch to the layers, other than hidden states."""
 
     arguments: LayerArguments
-    """For all layers of the model, and for whole sequences."""
+    """For all layers of the model, and for complete sequences."""
     sequence_slice: SequenceSlice | None = None
-    """Position of the microbatch within its sequences; None if it is whole sequences."""
+    """Position of the microbatch within its sequences; None if it holds complete sequences."""
     offload_saved_tensors: bool = False
     """Whether the saved tensors, including all matrix products, are offloaded to the host."""
     routers: RouterContext | None = None
@@ -76,7 +76,7 @@ class StageLayers(Protocol):
 
 @dataclass(frozen=True)
 class WholeLayers:
-    """Layers whose microbatches are whole sequences; the model's last stage runs forward inside backward only."""
+    """Layers whose microbatches are complete sequences; the model's last stage runs forward inside backward only."""
 
     module: StageModule
     keep_graphs: bool
@@ -102,7 +102,7 @@ class WholeLayers:
     def recompute_kv(
         self, weights: NamedTensors, saved_for_backward: Sequence[Tensor], context: MicrobatchContext
     ) -> None:
-        raise AssertionError("whole sequences have no keys and values to recompute")
+        raise AssertionError("complete sequences have no keys and values to recompute")
 
     def finish_forward(
         self, weights: NamedTensors, saved_for_backward: list[SavedForBackward], context: MicrobatchContext

@@ -118,7 +118,7 @@ class StageState:
         return (self.weights, self.gradients, *own_master, self.exp_avg, self.exp_avg_sq)
 
     def read_master(self, part: slice = slice(None)) -> Tensor:
-        """Return the fp32 master of the trained elements in `part`: a view if it is stored whole, else new memory."""
+        """Return the fp32 master of the trained elements in `part`: a view if it is stored unsplit, else new memory."""
         trained = slice(0, self.layout.num_trained)
         if not isinstance(self.master, MasterRemainder):
             return self.master[trained][part]
@@ -154,7 +154,7 @@ class StageState:
         start, flat = self.layout.slice_of(name).start + offset, value.reshape(-1)
         part = slice(start, start + len(flat))
         if self.shards is not None or not self.layout.is_trained(name):
-            # In chunks: torch otherwise copies a whole GPU tensor to the host in its own dtype first.
+            # In chunks: otherwise torch first copies the full GPU tensor to the host in its own dtype.
             chunks = (tensor.split(CHUNK_ELEMENTS) for tensor in (flat, self.weights[part]))
             for chunk, weights in zip(*chunks, strict=True):
                 weights.copy_(chunk)

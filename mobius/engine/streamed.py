@@ -16,14 +16,14 @@ casts them into the slot, over the trained weights, which backward no longer nee
 weights' dtype by one flat copy and needs no extra memory. Gradients that must arrive in fp32 are copied from the
 accumulator; it then has two buffers, and the slot is free right after backward.
 
-If replicas share the stage, sums are reduced and cast on a stream between compute and D2H (`sharding/reductions.py`),
-and each host receives and updates its own shard of the weights. The first load after an update copies that shard from
-the host and gathers the others from the other replicas, while compute runs. The others are also copied to the host, so
-that later loads are ordinary:
+If replicas share the stage, sums are reduced and cast on a stream between compute and D2H (`engine/reductions.py`), and
+each host receives and updates its own shard of the weights. The first load after an update copies that shard from the
+host and gathers the other shards from their replicas, while compute runs. These are also copied to the host, so that
+later loads are ordinary:
 
-    H2D stream     wait(free, gathered_to_host) -> copy own shard in -> gather the others -> record(ready)
+    H2D stream     wait(free, gathered_to_host) -> copy own shard in -> gather the rest -> record(ready)
                                                                                                |
-    weights to host                       wait(ready) -> copy the others to the host -> record(gathered_to_host)
+    weights to host                       wait(ready) -> copy the rest to the host -> record(gathered_to_host)
 
 With several accumulation rounds, sums wait on the host in the memory of the finished gradients while other stages
 accumulate; weights are loaded as usual.
@@ -68,7 +68,7 @@ class _WeightSlot:
 
 
 class WeightSlotPool:
-    """Owns the weight slots of one device, and the stream on which gradients leave."""
+    """Weight slots of one device, and the stream of gradient offloads."""
 
     def __init__(
         self, num_elements: int, *, num_slots: int, dtype: torch.dtype, device: torch.device, is_shared: bool = False
@@ -176,7 +176,7 @@ class StreamedStage:
             slot.ready = slot.filling.record()
 
     def _gather(self, slot: _WeightSlot, sharding: StageSharding) -> None:
-        """Fill the slot with the own shard from the host and the others from replicas; copy those to the host too."""
+        """Fill the slot with the own shard from the host and other shards from replicas, and copy these to the host."""
         weights, layout, shards = self.state.weights, self.state.layout, sharding.shards
         frozen = slice(layout.num_trained, layout.num_elements)
         with slot.filling.run():

@@ -42,7 +42,7 @@ class TiedWeights:
         Adds on `device`, where all ranks compute, regardless of where and in what dtype each gradient is stored: a rank
         need not know whether the other's stage is resident or streamed. Takes three times `CHUNK_ELEMENTS` there.
 
-        Returns the sum's squared norm (fp32 scalar on `device`) on the rank of the embedding, None on the others. With
+        Returns the sum's squared norm (fp32 scalar on `device`) on the rank of the embedding, None on other ranks. With
         replicas, each sums its own shard, which is the same in both copies.
         """
         places = ((self.embedding_stage, self.embedding_name), (self.head_stage, self.head_name))

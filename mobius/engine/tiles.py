@@ -1,7 +1,7 @@
 """Runs a layer in tiles of tokens, except for attention, so that memory inside a layer does not grow with its length.
 
-    forward     project 0 1 2 ..   attention of whole rows   finish 0 1 2 ..
-    backward    project 0 1 2 ..   attention of whole rows   finish' 0 1 2 ..   attention'   project' 0 1 2 ..
+    forward     project 0 1 2 ..   attention of all tokens   finish 0 1 2 ..
+    backward    project 0 1 2 ..   attention of all tokens   finish' 0 1 2 ..   attention'   project' 0 1 2 ..
 
 A tile is a range of the microbatch's tokens, with all rows concatenated. Only attention's tensors grow with the length:
 query, key, value, result, and their gradients. The feed-forward part and the norms exist for one tile at a time, and
@@ -60,7 +60,7 @@ class TiledLayer:
         self._layer, self._tile_tokens = layer, tile_tokens
 
     def run_pre_attention(self, weights: NamedTensors, hidden: Tensor, arguments: Mapping[str, Any]) -> Heads:
-        """Return query, key and value of whole rows, without a graph."""
+        """Return query, key and value of all tokens, without a graph."""
         return self._project(weights, hidden, _Rows(hidden, arguments, self._tile_tokens))
 
     def run(
@@ -70,10 +70,10 @@ class TiledLayer:
         arguments: Mapping[str, Any],
         attention: TokenAttention | None = None,
     ) -> Tensors:
-        """Return the layer's output [B, L, hidden], without a graph; `arguments` are those of the whole layer.
+        """Return the layer's output [B, L, hidden], without a graph; `arguments` are the layer's.
 
-        `attention` replaces the layer's own attention over whole rows. If `arguments` ask for them, the layer's router
-        sums over all tiles follow the output.
+        `attention` replaces the layer's own attention. If `arguments` request them, the layer's router sums over all
+        tiles follow the output.
         """
         rows = _Rows(hidden, arguments, self._tile_tokens)
         heads = self._project(weights, hidden, rows)
@@ -151,7 +151,7 @@ class TiledLayer:
         return hidden_gradient, attended_gradient
 
     def _project(self, weights: NamedTensors, hidden: Tensor, rows: _Rows) -> Heads:
-        """Return query, key and value of whole rows."""
+        """Return query, key and value of all tokens."""
         whole: list[Tensor] = []
         for tile in rows.tiles():
             parts = [

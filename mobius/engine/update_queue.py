@@ -32,7 +32,7 @@ class _Update:
 
 
 class UpdateQueue:
-    """Owns the rank's optimizer thread, which starts with the first update."""
+    """Queue of the rank's optimizer thread, which starts with the first update."""
 
     def __init__(self, activity: Activity | None = None, *, prepare: Callable[[], None] = lambda: None) -> None:
         """Report the updated stage to `activity`; the thread calls `prepare` first."""

@@ -1,7 +1,7 @@
 """Chooses the number format of a run on CPUs: fp32 where the CPU has no instructions for the default.
 
-A CPU without them computes in bf16 or fp16 by way of fp32, or worse: a step of a small model took thirty times as long.
-The choice goes by the CPU's flags alone, so that all ranks and runs of a machine choose alike.
+A CPU without them emulates bf16 or fp16: a step of a small model took thirty times as long. The choice depends on the
+CPU's flags only, so that all ranks and runs of a machine choose the same format.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DTYPE_CPU_FLAGS = {
 
 
 def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
-    """The instructions of all CPUs of this machine, as /proc/cpuinfo names them; empty where it does not tell.
+    """Instruction flags that all CPUs of this machine have, from /proc/cpuinfo; empty if it lists none.
 
     `root` is for tests.
     """
@@ -47,17 +47,17 @@ def resolve_dtype(config: Config, ranks: Ranks, *, given: Collection[str] | None
     if config.model.dtype is Dtype.FP32:
         return config
     if config.pipeline.copy_messages:
-        set_cuda_max_connections()  # before CUDA is asked for its devices, which may start it
+        set_cuda_max_connections()  # before the query of CUDA devices, which may initialize CUDA
     if has_gpus(config.pipeline.device, ranks):
         return config
     return resolve_cpu_dtype(config, given=given, is_first=ranks.is_first)
 
 
 def resolve_cpu_dtype(config: Config, *, given: Collection[str] | None, is_first: bool = True) -> Config:
-    """The config in the format in which a run on CPUs computes.
+    """Return the config with the number format of a run on CPUs.
 
-    fp32 instead of a default that the CPU has no instructions for; a format that was asked for stays, with a warning.
-    `is_first`: one rank speaks for all.
+    fp32 replaces a default that the CPU has no instructions for; a format that the user gave stays, with a warning.
+    `is_first`: whether this rank logs for all.
     """
     dtype = config.model.dtype
     if dtype is Dtype.FP32 or DTYPE_CPU_FLAGS[dtype] & cpu_flags():

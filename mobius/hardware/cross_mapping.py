@@ -37,7 +37,7 @@ _MOST_NVLINKS: Final = 36
 
 @dataclass(frozen=True)
 class DeviceOrder:
-    """The device of each rank, by its index among the listed ones, and a line for the user if there is one to tell."""
+    """Index of each rank's device among the listed ones, and a log line for the user, if any."""
 
     order: tuple[int, ...]
     line: str | None
@@ -57,16 +57,17 @@ def _link_cost(link: Link) -> int:
 
 
 def score_orders(topology: Topology, num_microbatches: int, orders: Sequence[Sequence[int]]) -> NDArray[np.int64]:
-    """The costs, int64 [orders, 3], of orders of one length; where GPUs are still to follow, of those so far.
+    """Return the costs, int64 [orders, 3], of orders of equal length, which may be incomplete.
 
-    Less is better, and a number counts only where all before it are equal:
+    Lower is better, and costs are compared lexicographically:
 
     overlap: over all pairs of ranks, how much their GPUs share (percent, see `contention_percent`) times how long both
     load at once. By the looped schedule each rank starts its next load P microbatches after the last, P =
     max(microbatches, ranks), and rank r starts r microbatches after rank 0. Two ranks d apart therefore start d and P -
     d microbatches from each other; a load of length L overlaps the other's by max(0, L - d) + max(0, L - (P - d)). L
-    depends on the machine, so every length up to P counts alike, and the mean over L is ((P - d)^2 + d^2) / 2P: most
-    between neighbours, and between the ends of the ring where P = N. Backward is the mirror image and gives the same.
+    depends on the machine, so every length up to P has equal weight, and the mean over L is ((P - d)^2 + d^2) / 2P:
+    most between neighbours, and between the ends of the ring where P = N. Backward is the mirror image and gives the
+    same.
 
     slow links: over all neighbours in the ring, 0 for NVLink (more links first), then P2P through one switch (1), one
     host bridge (2), one node (3) or between nodes (4), and 5 for messages through host memory; in thousandths.
@@ -93,13 +94,13 @@ def score_orders(topology: Topology, num_microbatches: int, orders: Sequence[Seq
 
 
 def best_order(topology: Topology, *, num_microbatches: int) -> tuple[int, ...]:
-    """The order with the least score, `order[rank]` the index of the rank's GPU; exact for up to 8 GPUs.
+    """Return the order with the least cost, `order[rank]` being the index of the rank's GPU; exact for up to 8 GPUs.
 
-    Of equal orders it is the one with the lower indices in front.
+    Ties go to the lexicographically smallest order.
     """
 
     def best_of(orders: Sequence[tuple[int, ...]]) -> tuple[list[int], tuple[int, ...]]:
-        """The least score and the first order that has it."""
+        """Return the least cost and the first order that has it."""
         scores = score_orders(topology, num_microbatches, orders)
         best = int(np.lexsort(scores.T[::-1])[0])  # stable: the first of equals
         return scores[best].tolist(), orders[best]
@@ -125,10 +126,10 @@ def _swap(order: tuple[int, ...], one: int, other: int) -> tuple[int, ...]:
 
 
 def choose_order(topology: Topology, *, num_microbatches: int, names: Sequence[str], is_given: bool) -> DeviceOrder:
-    """The order of a run, and the line that tells it if there is something to tell.
+    """Return the order of a run and its log line, if any.
 
-    `names` are the user's names of the devices as listed. `is_given`: the list is an order that the user chose, which
-    is kept; the line says so if a better one is known.
+    `names` are the user's names of the devices as listed. `is_given`: the user chose the order of the list, which is
+    used unchanged; the line says so if a better one is known.
     """
     num_gpus = len(topology.gpus)
     own = tuple(range(num_gpus))
@@ -161,16 +162,16 @@ def _why(topology: Topology, best: Sequence[int], listed: Sequence[int]) -> str:
 
 
 def _neighbour_shares(topology: Topology, order: Sequence[int]) -> list[int]:
-    """The shares of those neighbours in the ring whose GPUs share something on the way to host memory."""
+    """Contention of the ring neighbours whose GPUs share a part of the way to host memory."""
     ring = dict.fromkeys((rank, (rank + 1) % len(order)) for rank in range(len(order)))
     shares = (contention_percent(topology.link(order[a], order[b])) for a, b in ring)
     return [percent for percent in shares if percent]
 
 
 def _why_no_change(topology: Topology, listed: str) -> str | None:
-    """A line where all pairs look alike, which may be wrong: virtual machines show such trees."""
+    """Log line if all pairs look the same, which may be wrong in a virtual machine."""
     is_flat = len({(contention_percent(link), _link_cost(link)) for link in topology.links}) == 1
     is_plain = topology.links[0].ancestor not in (Ancestor.PIX, Ancestor.PXB) and not topology.links[0].num_nvlinks
     if not is_flat or not is_plain:
         return None
-    return f"devices in their own order {listed}: no two are told to share more than others"
+    return f"devices in their own order {listed}: the machine reports equal sharing for all pairs"

@@ -62,11 +62,11 @@ def use_device(device: torch.device) -> None:
 
 
 def set_host_threads(ranks: Ranks, device: torch.device, order: Sequence[int]) -> None:
-    """Give this rank its CPUs, near its GPU where the machine tells which those are, and a thread on each of them.
+    """Bind this rank to its CPUs, near its GPU if the machine reports them, with one thread per CPU.
 
-    Call it on the main thread before the stages' host memory is made. torchrun sets OMP_NUM_THREADS=1 where the user
-    has set nothing, which would make AdamW as slow as one core; a larger number is the user's own and stays, unless the
-    rank is bound to fewer CPUs. `order` is as in `choose_device`.
+    Call it on the main thread before the stages' host memory is allocated. torchrun sets OMP_NUM_THREADS=1 if the user
+    has set nothing, which would limit AdamW to one core; a larger number is the user's and stays, unless the rank is
+    bound to fewer CPUs. `order` is as in `choose_device`.
     """
     bound = bind_to_gpu_node(ranks, order) if device.type == "cuda" else None
     wanted = omp_num_threads() or 1
@@ -77,9 +77,9 @@ def set_host_threads(ranks: Ranks, device: torch.device, order: Sequence[int]) -
 
 
 def num_optimizer_threads(num_ranks: int) -> int:
-    """Threads of the CPU optimizer of each rank of a node: as many as help, less two for the GPU's feeder and autograd.
+    """Return the number of CPU optimizer threads of each rank of a node.
 
-    Those two must not wait for a core meanwhile.
+    Two cores stay free for the thread that launches kernels and for autograd.
     """
     threads = torch.get_num_threads()
     if threads < MIN_THREADS_TO_SPARE:
@@ -112,7 +112,7 @@ def cap_gpu_memory(device: torch.device, limit_gib: float | None) -> int | None:
 
 
 def free_cached_memory(device: torch.device) -> None:
-    """Give the GPU memory back that nothing uses, also what unreachable objects hold; nothing on a CPU."""
+    """Release unused GPU memory, including that of unreachable objects; does nothing on a CPU."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -151,6 +151,6 @@ class MemoryMeter:
         return MemoryReading(peak_allocated, stats["reserved_bytes.all.peak"], allocated, peak_host_bytes())
 
     def synchronize(self) -> None:
-        """Wait for the device, before its clock or its host memory is let go."""
+        """Wait for the device, before its clock is read or its host memory is freed."""
         if self.has_gpu:
             torch.cuda.synchronize(self._device)

@@ -1,4 +1,4 @@
-"""Measures how fast a folder's disk takes what is written and synced."""
+"""Measures the write rate of a folder's disk, including fsync."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_BYTES = 2**30
 
 
 def measure_write_rate(folder: Path) -> float | None:
-    """Bytes per second of one file that is written, synced and removed, in some two seconds; None if it cannot be."""
+    """Return the bytes per second of a test file, which takes about two seconds; None if it cannot be written."""
     chunk = os.urandom(2**20) * (CHUNK_BYTES // 2**20)
     try:
         with tempfile.TemporaryFile(dir=folder) as file:

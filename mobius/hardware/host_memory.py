@@ -20,7 +20,7 @@ _SHOWN_BYTES: Final = GIB // 200
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """Bytes that may still be taken: the lesser of MemAvailable and the rest of the cgroup's limit.
+    """Bytes that can still be allocated: the lesser of MemAvailable and the rest of the cgroup's limit.
 
     `root` is for tests.
     """
@@ -33,7 +33,7 @@ def available_host_bytes(root: Path = Path("/")) -> int:
 
 
 def total_host_bytes(root: Path = Path("/")) -> int:
-    """Bytes of the whole machine, or of its container: every process finds the same. `root` is for tests."""
+    """Total bytes of the machine, or of its container; the same in every process. `root` is for tests."""
     limits = [_line_bytes(root / "proc/meminfo", "MemTotal")]
     for file in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # there is no such cgroup, or "max"
@@ -93,19 +93,19 @@ class HostMemoryUsage:
     """Growth of this process's memory from one mark to the next, by owner."""
 
     def __init__(self, read: Callable[[], int] = private_host_bytes) -> None:
-        """Count all that there is now for the first owner."""
+        """Count all current memory for the first owner."""
         self._read, self._last = read, read()
         self.num_bytes = dict.fromkeys(OWNERS, 0)
         self.num_bytes[OWNERS[0]] = self._last
 
     def mark(self, owner: str) -> None:
-        """Count for `owner` what has come since the last mark; memory that was given back counts as nothing."""
+        """Count the growth since the last mark for `owner`; a decrease counts as 0."""
         now = self._read()
         self.num_bytes[owner] += max(0, now - self._last)
         self._last = now
 
     def describe(self, sum_over_ranks: Callable[[Tensor], Tensor], *, planned: int | None) -> str:
-        """Text of all ranks' bytes by owner; collective. `planned` are those that the plan counts, of all ranks."""
+        """Return all ranks' bytes by owner as text; collective. `planned` is the plan's total for all ranks."""
         own = [*self.num_bytes.values(), mapped_file_bytes(), 1]
         *sums, files, num_ranks = sum_over_ranks(torch.tensor(own, dtype=torch.float64)).tolist()
         files /= num_ranks  # most are libraries, which processes share

@@ -1,7 +1,7 @@
-"""Binds each rank to its share of the CPUs of its GPU's NUMA node, as the kernel tells them under /sys.
+"""Binds each rank to its share of the CPUs of its GPU's NUMA node, as the kernel lists them under /sys.
 
-Every rank sees all GPUs and finds the same shares, so none has to ask another. Memory needs nothing more: the kernel
-takes a page from the node of the CPU that touches it first.
+Every rank sees all GPUs and computes the same shares, without communication. Memory needs no binding: the kernel
+allocates a page on the node of the CPU that touches it first.
 
     node 0: CPUs 0-15,64-79   GPU 0, GPU 1   ->   rank 0: 0-7,64-71    rank 1: 8-15,72-79
     node 1: CPUs 16-31,80-95  GPU 2          ->   rank 2: 16-31,80-95
@@ -25,19 +25,18 @@ logger = logging.getLogger(__name__)
 
 
 def bind_to_gpu_node(ranks: Ranks, order: Sequence[int], root: Path = Path("/")) -> frozenset[int] | None:
-    """Keep this process to its share of the CPUs of its GPU's node; returns the CPUs that it is bound to.
+    """Bind this process to its share of the CPUs of its GPU's node; return these CPUs.
 
-    None, with a line that tells why, if the machine does not tell the node of every rank's GPU or the shares would be
-    too small. A rank that its launcher has bound otherwise keeps its CPUs. `order[rank]` is the index of the rank's
-    GPU. Call it on the main thread before the stages' memory is made; threads that exist already are bound too. `root`
-    is for tests.
+    Returns None and logs why if the machine does not report the node of every rank's GPU, or if shares would be too
+    small. A rank that its launcher has bound stays on its CPUs. `order[rank]` is the index of the rank's GPU. Call it
+    on the main thread before the stages' memory is allocated; existing threads are bound too. `root` is for tests.
     """
     try:
         places = read_gpu_locations(gpu_addresses(order), root)
         own, common = os.sched_getaffinity(0), _launcher_cpus()
         share = split_cpus_by_rank(places, read_siblings(common, root), allowed=common)[ranks.local_rank]
         if not share <= own:
-            logger.debug("rank %d keeps the %d CPUs that its launcher bound it to", ranks.rank, len(own))
+            logger.debug("rank %d stays on the %d CPUs that its launcher bound it to", ranks.rank, len(own))
             return frozenset(own)
         _bind_threads(share)
     except (OSError, ValueError) as error:
@@ -50,7 +49,7 @@ def bind_to_gpu_node(ranks: Ranks, order: Sequence[int], root: Path = Path("/"))
 
 @dataclass(frozen=True)
 class GpuLocation:
-    """Where a GPU is attached."""
+    """PCI address and NUMA node of a GPU."""
 
     address: str
     """PCI address as the kernel writes it, `0000:17:00.0`."""
@@ -75,9 +74,9 @@ def parse_cpu_list(text: str) -> frozenset[int]:
 def slice_cpus(
     cpus: Collection[int], siblings: Mapping[int, frozenset[int]], *, num_shares: int, index: int
 ) -> frozenset[int]:
-    """Share `index` of `num_shares` of `cpus`: whole cores with neighbouring numbers; the shares are disjoint.
+    """Return share `index` of `num_shares` of `cpus`: complete cores with consecutive numbers; shares are disjoint.
 
-    `siblings` has the CPUs of each CPU's core, itself included; a CPU that it lacks is a core of its own. A share is
+    `siblings` lists the CPUs of each CPU's core, itself included; a CPU that it lacks counts as one core. A share is
     empty if there are fewer cores than shares.
     """
     cores = {cpu: min(siblings.get(cpu, {cpu})) for cpu in cpus}  # named by the first of their CPUs
@@ -89,7 +88,7 @@ def slice_cpus(
 def split_cpus_by_rank(
     places: Sequence[GpuLocation], siblings: Mapping[int, frozenset[int]], *, allowed: frozenset[int]
 ) -> list[frozenset[int]]:
-    """The CPUs of every rank, disjoint: its part of its GPU's node, as far as it is `allowed`. `places` go by rank.
+    """Return the CPUs of every rank: its share of the `allowed` CPUs of its GPU's node; `places` are in rank order.
 
     All ranks are bound or none, so that nobody computes on another's CPUs. Raises ValueError with the reason if binding
     would leave some rank less than half of an even share: that costs more than memory of another node.
@@ -111,9 +110,9 @@ def split_cpus_by_rank(
 
 
 def gpu_addresses(indices: Iterable[int]) -> list[str]:
-    """PCI addresses of GPUs, as the kernel writes them, by torch's numbers: those after CUDA_VISIBLE_DEVICES.
+    """PCI addresses of GPUs, as the kernel writes them, by torch's numbers (after CUDA_VISIBLE_DEVICES).
 
-    Raises ValueError if this build of torch does not tell them.
+    Raises ValueError if this build of torch does not report them.
     """
     addresses = []
     for index in indices:
@@ -121,30 +120,30 @@ def gpu_addresses(indices: Iterable[int]) -> list[str]:
         try:
             domain, bus, device = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
         except AttributeError:
-            raise ValueError(f"torch {torch.__version__} does not tell the PCI address of a GPU") from None
+            raise ValueError(f"torch {torch.__version__} does not report the PCI address of a GPU") from None
         addresses.append(f"{domain:04x}:{bus:02x}:{device:02x}.0")  # a GPU's function is always 0
     return addresses
 
 
 def read_gpu_locations(addresses: Sequence[str], root: Path) -> list[GpuLocation]:
-    """Where the kernel says that GPUs are; raises OSError or ValueError if it does not say, or nothing sensible."""
+    """Read the GPUs' locations from the kernel; raises OSError or ValueError if they are missing or invalid."""
     places = []
     for address in addresses:
         folder = root / "sys/bus/pci/devices" / address
         node = int((folder / "numa_node").read_text())
         if node < 0:
-            raise ValueError(f"the machine does not tell the node of GPU {address}")
+            raise ValueError(f"the machine does not report the node of GPU {address}")
         places.append(GpuLocation(address, node, parse_cpu_list((folder / "local_cpulist").read_text())))
     return places
 
 
 def num_numa_nodes(root: Path = Path("/")) -> int:
-    """NUMA nodes of the machine; 1 if the kernel does not tell. `root` is for tests."""
+    """Number of NUMA nodes of the machine; 1 if the kernel reports none. `root` is for tests."""
     return max(1, len(list(root.glob("sys/devices/system/node/node[0-9]*"))))
 
 
 def read_siblings(cpus: Iterable[int], root: Path) -> dict[int, frozenset[int]]:
-    """The CPUs of the core of each of `cpus`; a CPU of which the kernel says nothing sensible is left out."""
+    """Return the CPUs of the core of each of `cpus`, without CPUs whose entry is missing or invalid."""
     siblings = {}
     for cpu in cpus:
         file = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
@@ -154,7 +153,7 @@ def read_siblings(cpus: Iterable[int], root: Path) -> dict[int, frozenset[int]]:
 
 
 def _launcher_cpus() -> frozenset[int]:
-    """The CPUs that all ranks may use together: the launcher's, where it gave this rank only some of its own."""
+    """Return the CPUs that all ranks may use together: the launcher's, if it bound this rank to a part of its own."""
     own = frozenset(os.sched_getaffinity(0))
     with contextlib.suppress(OSError):
         launcher = frozenset(os.sched_getaffinity(os.getppid()))
@@ -164,10 +163,10 @@ def _launcher_cpus() -> frozenset[int]:
 
 
 def _bind_threads(cpus: frozenset[int]) -> None:
-    """Bind this thread, which those to come inherit from, and the others that are where it was; raises OSError."""
+    """Bind this thread, from which new threads inherit, and all threads with the same affinity; raises OSError."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cpus)
     for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the thread has ended
             if os.sched_getaffinity(int(thread.name)) == before:
                 os.sched_setaffinity(int(thread.name), cpus)

@@ -1,8 +1,8 @@
-"""Reads how this machine's GPUs are attached: the kernel's tree under /sys, NVML's word, and P2P from torch.
+"""Reads how this machine's GPUs are attached: the kernel's tree under /sys, NVML, and P2P from torch.
 
-GPUs go by torch's numbers, that is after CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER; to kernel and driver they are
-named by PCI address, because NVML's numbers are not CUDA's. NVML needs the optional package nvidia-ml-py: without it
-NVLinks are not known, and the kernel's tree of bridges has to do. No context is made on any GPU.
+GPUs have torch's numbers (after CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER). Queries to kernel and driver use PCI
+addresses, because NVML's numbers are not CUDA's. NVML needs the optional package nvidia-ml-py: without it, NVLinks are
+unknown and only the kernel's tree of bridges is used. No context is created on any GPU.
 """
 
 from __future__ import annotations
@@ -45,18 +45,19 @@ def import_nvml() -> Any | None:
 
 
 def read_topology(num_gpus: int, root: Path = Path("/")) -> Topology:
-    """The first `num_gpus` GPUs as torch counts them; facts that the machine does not tell are left out.
+    """Read the topology of torch's first `num_gpus` GPUs; facts that the machine does not report are left out.
 
-    The kernel's tree of bridges tells what two GPUs share, the driver where that has gaps. `root` is for tests.
+    What two GPUs share comes from the kernel's tree of bridges, or from the driver where the tree has gaps. `root` is
+    for tests.
     """
     gpus = [_read_gpu(index, root) for index in range(num_gpus)]
     addresses = [gpu.address for gpu in gpus if gpu.address is not None]
     nvml = import_nvml() if len(addresses) == num_gpus > 1 else None
-    told = _ask_driver(addresses, nvml) if nvml is not None else {}
+    driver_links = _ask_driver(addresses, nvml) if nvml is not None else {}
     links = []
     for one, other in combinations(gpus, 2):
         a, b = one.index, other.index
-        ancestor, num_nvlinks = told.get((a, b), (None, 0))
+        ancestor, num_nvlinks = driver_links.get((a, b), (None, 0))
         # The driver says that each can reach the other's memory; peer_check.py tries whether that works.
         has_p2p = torch.cuda.can_device_access_peer(a, b) and torch.cuda.can_device_access_peer(b, a)
         links.append(Link(a, b, common_ancestor(one, other) or ancestor, num_nvlinks, has_p2p))
@@ -71,7 +72,7 @@ def _read_gpu(index: int, root: Path) -> Gpu:
     except ValueError:
         return gpu
     device = root / "sys/bus/pci/devices" / address
-    node = -1  # what the kernel writes where there is none
+    node = -1  # the kernel's value for no node
     with contextlib.suppress(OSError, ValueError):
         node = int((device / "numa_node").read_text())
     # The folders from the host bridge down to the device, itself left out; none if the kernel does not show it.
@@ -82,7 +83,7 @@ def _read_gpu(index: int, root: Path) -> Gpu:
 
 
 def _ask_driver(addresses: Sequence[str], nvml: Any) -> dict[tuple[int, int], tuple[Ancestor | None, int]]:
-    """The ancestor and the number of NVLinks of every two of the GPUs at these PCI addresses; empty if NVML fails."""
+    """Common ancestor and number of NVLinks of every pair of GPUs at these PCI addresses; empty if NVML fails."""
     try:
         nvml.nvmlInit()
         try:
@@ -90,7 +91,7 @@ def _ask_driver(addresses: Sequence[str], nvml: Any) -> dict[tuple[int, int], tu
         finally:
             nvml.nvmlShutdown()
     except nvml.NVMLError as error:
-        logger.debug("NVML tells nothing about the GPUs' links: %s", error)
+        logger.debug("NVML reports nothing about the GPUs' links: %s", error)
         return {}
 
 
@@ -112,7 +113,7 @@ def _read_pairs(addresses: Sequence[str], nvml: Any) -> dict[tuple[int, int], tu
 
 
 def _nvlink_ends(handle: Any, nvml: Any) -> list[str]:
-    """Where each active NVLink of a GPU ends: the PCI address of another GPU, or a switch."""
+    """Remote end of each active NVLink of a GPU: the PCI address of another GPU, or a switch."""
     ends = []
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         if _answer(nvml, nvml.nvmlDeviceGetNvLinkState, handle, link) != nvml.NVML_FEATURE_ENABLED:
@@ -127,7 +128,7 @@ def _nvlink_ends(handle: Any, nvml: Any) -> list[str]:
 
 
 def _answer(nvml: Any, ask: Any, *arguments: object) -> Any:
-    """The answer, or None where this GPU or driver has none: a card without NVLink refuses to be asked."""
+    """Result of an NVML query, or None if this GPU or driver does not support it, such as a card without NVLink."""
     try:
         return ask(*arguments)
     except nvml.NVMLError:

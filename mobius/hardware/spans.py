@@ -55,10 +55,10 @@ _Mark = float | torch.cuda.Event
 
 
 class SpanRecorder(Spans):
-    """Owns the spans of `steps` of one rank, and one stream per neighbour and direction that waits for its messages."""
+    """Spans of `steps` of one rank, with one stream per neighbour and direction that waits for its messages."""
 
     def __init__(self, device: torch.device, steps: range) -> None:
-        """Record while one of `steps`, counted from 1, runs; allocates memory only for those."""
+        """Record the steps in `steps`, counted from 1; allocates memory only for them."""
         self._device, self._steps = device, steps
         self._is_cuda = device.type == "cuda"
         self._step: int | None = None

@@ -1,4 +1,4 @@
-"""A machine's GPUs and the ways between them, as data.
+"""A machine's GPUs and the links between them, as data.
 
 pci0000:16 ─ 0000:16:01.0 ─ 0000:17:00.0 ┬ 0000:18:00.0 ─ GPU 0     0 and 1: one switch above both, PIX
 host bridge   root port      switch      └ 0000:18:01.0 ─ GPU 1
@@ -13,16 +13,16 @@ from itertools import takewhile
 
 
 class Ancestor(StrEnum):
-    """The nearest thing that the ways of two GPUs to the CPU have in common, named as `nvidia-smi topo -m` does."""
+    """Nearest component that the paths of two GPUs to the CPU share, named as in `nvidia-smi topo -m`."""
 
     PIX = "PIX"
     """One PCIe switch (or one board)."""
     PXB = "PXB"
     """Several PCIe bridges, no host bridge."""
     PHB = "PHB"
-    """A host bridge: the same root complex, behind different root ports."""
+    """A host bridge: the same root complex, with different root ports."""
     NODE = "NODE"
-    """The NUMA node, behind different host bridges."""
+    """The NUMA node, with different host bridges."""
     SYS = "SYS"
     """Only the link between NUMA nodes."""
 
@@ -37,17 +37,17 @@ class Gpu:
     """PCI address as the kernel writes it, `0000:17:00.0`."""
     numa_node: int | None = None
     bridges: tuple[str, ...] = ()
-    """The way from the CPU: the host bridge (`pci0000:16`), the root port, bridges of switches; without the GPU."""
+    """Path from the CPU: the host bridge (`pci0000:16`), the root port, bridges of switches; without the GPU."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """The way between GPU `first` and GPU `second`, `first` < `second`."""
+    """Link between GPU `first` and GPU `second`, `first` < `second`."""
 
     first: int
     second: int
     ancestor: Ancestor | None = None
-    """None: the machine does not tell."""
+    """None: the machine does not report it."""
     num_nvlinks: int = 0
     has_p2p: bool = False
     """Whether each can read and write the other's memory."""
@@ -67,12 +67,12 @@ class Topology:
 
     @property
     def unknown_reason(self) -> str | None:
-        """Why nothing can be said of how loads share links; None if something can."""
+        """Reason why it is unknown how loads share links; None if it is known."""
         for link in self.links:
             if link.ancestor is None:
                 homeless = [index for index in (link.first, link.second) if self.gpus[index].address is None]
                 what = f"the PCI address of GPU {homeless[0]}" if homeless else f"the way to GPU {link.first}"
-                return f"the machine does not tell {what}"
+                return f"the machine does not report {what}"
         return None
 
     def describe(self) -> str:
@@ -94,10 +94,10 @@ class Topology:
 
 
 def common_ancestor(one: Gpu, other: Gpu) -> Ancestor | None:
-    """The nearest thing that the ways of two GPUs share, by their bridges and nodes; None if a way is not known.
+    """Nearest component that the paths of two GPUs share, by their bridges and nodes; None if a path is unknown.
 
     A switch is an upstream port with a downstream port for each device, so two devices of one switch have all bridges
-    in common but the last. Where no nodes are told there is taken to be only one.
+    in common except the last. Without reported nodes, one node is assumed.
     """
     if not one.bridges or not other.bridges:
         return None

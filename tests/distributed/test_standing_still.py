@@ -113,7 +113,7 @@ def test_a_hang_in_one_rank_is_told_by_all_and_ends_the_run(place: Path) -> None
     assert "in step 5, at F2.1 (stage 2, microbatch 1)" in stories["0"]
     assert "waits for neighbours, what stage 1 makes, from rank 1" in stories["0"]
     assert re.search(r"all ranks end after step 4 of 6: the newest checkpoint is \S*checkpoint-2;", output), output
-    assert output.rstrip().endswith("the run stood still: above, each rank tells where it was; all ranks have ended")
+    assert output.rstrip().endswith("the run stood still: above, each rank reports where it was; all ranks have ended")
     processes = [int(number) for number in re.findall(r"rank \d \(process (\d+)", output)]
     assert not any(Path(f"/proc/{number}").exists() for number in processes)
     assert wait_until(lambda: set(os.listdir("/dev/shm")) <= before, 60)  # those of other tests go

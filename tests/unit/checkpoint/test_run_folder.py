@@ -412,7 +412,7 @@ def test_a_device_or_pipe_is_never_replaced_by_a_file(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match=r"--save_params .*pipe is a device or a pipe\. Name a file"):
         make(tmp_path / "save", overwrite=True, save_params=pipe).prepare({})
-    with pytest.raises(OSError, match="no file that could be replaced"), atomic_write(pipe) as temporary:
+    with pytest.raises(OSError, match="not a regular file, so it cannot be replaced"), atomic_write(pipe) as temporary:
         temporary.write_text("instead of it")
 
     assert pipe.is_fifo()

@@ -28,7 +28,7 @@ def meet(*nodes: tuple[int, Node], endpoint: str, seconds: float = 30) -> tuple[
     def run(index: int) -> None:
         node, own = nodes[index]
         try:
-            stores.append(NodeRendezvous(endpoint, node, own, seconds=seconds, tell=lines.append).join())
+            stores.append(NodeRendezvous(endpoint, node, own, seconds=seconds, report=lines.append).join())
             ends[index] = "met"
         except TransportError as error:
             ends[index] = str(error)
@@ -98,4 +98,4 @@ def test_a_port_that_another_program_has_is_told() -> None:
         port = taken.getsockname()[1]
         (end,), _ = meet((0, Node("host0", 2, 4)), endpoint=f"127.0.0.1:{port}")
     assert f"node 0 (host0) cannot use port {port}" in end
-    assert "it is taken, perhaps by another run" in end
+    assert "it is in use, perhaps by another run" in end

@@ -126,5 +126,5 @@ def test_what_a_stranger_writes_to_the_store_is_one_error(told: str) -> None:
     rendezvous = Rendezvous(store, rank=0, num_ranks=2)
     store.set("mobius/1/0/1", told.encode("utf-8", "surrogateescape"))
 
-    with pytest.raises(TransportError, match=r"what rank 1 told the others cannot be read \(.*same version of Mobius"):
+    with pytest.raises(TransportError, match=r"the value from rank 1 cannot be read \(.*same version of Mobius"):
         rendezvous.gather("the first")

@@ -124,7 +124,7 @@ print('done')
     time.sleep(2.6)
     process.send_signal(signal.SIGCONT)
     (output,) = outputs(process)
-    assert "it goes on" in output
+    assert "it continues" in output
     assert output.endswith("done\n")
     assert process.returncode == 0
 

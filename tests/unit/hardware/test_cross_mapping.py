@@ -140,13 +140,13 @@ def test_a_topology_that_is_not_known_leaves_the_order_and_says_why() -> None:
 
     assert choice.order == (0, 1, 2, 3)
     assert choice.line is not None
-    assert "does not tell the PCI address of GPU 0" in choice.line
+    assert "does not report the PCI address of GPU 0" in choice.line
 
 
 def test_a_flat_tree_leaves_the_order_and_says_so() -> None:
     choice = choose(FLAT_VIRTUAL_MACHINE)
     assert choice.order == (0, 1, 2, 3)
-    assert choice.line == "devices in their own order 0,1,2,3: no two are told to share more than others"
+    assert choice.line == "devices in their own order 0,1,2,3: the machine reports equal sharing for all pairs"
     assert choose(ONE_SWITCH).line is None  # flat, but that is told by a switch
 
 

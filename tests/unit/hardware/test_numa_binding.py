@@ -120,13 +120,13 @@ def test_a_rank_that_its_launcher_bound_otherwise_keeps_what_it_has(
     assert bind_to_gpu_node(Ranks(0, 4, 0), range(4), root) == {4, 5, 6}
 
     assert machine.bound == []
-    assert log.messages == ["rank 0 keeps the 3 CPUs that its launcher bound it to"]
+    assert log.messages == ["rank 0 stays on the 3 CPUs that its launcher bound it to"]
 
 
 @pytest.mark.parametrize(
     ("file", "content", "reason"),
     [
-        ("numa_node", "-1\n", "does not tell the node of GPU 0000:bd:00.0"),  # what virtual machines say
+        ("numa_node", "-1\n", "does not report the node of GPU 0000:bd:00.0"),  # what virtual machines say
         ("numa_node", None, "numa_node"),
         ("numa_node", "", "invalid literal"),
         ("local_cpulist", "0-7;8\n", "invalid literal"),

@@ -55,7 +55,7 @@ def test_a_pair_of_which_nothing_is_told_makes_the_topology_unknown() -> None:
     topology = Topology(gpus, links)
 
     assert (topology.link(1, 0), topology.link(0, 2)) == links[:2]
-    assert topology.unknown_reason == "the machine does not tell the PCI address of GPU 0"
+    assert topology.unknown_reason == "the machine does not report the PCI address of GPU 0"
 
 
 def test_the_table_shows_what_is_known_of_each_pair() -> None:
