@@ -25,7 +25,7 @@ class CheckpointEstimate:
     largest_stage: tuple[int, ...]
     """The copy of each rank's largest stage."""
     least: tuple[int, ...]
-    """Minimum of each rank: stages on a GPU are written from a copy, and then all others are, too."""
+    """Minimum of each rank: a stage on a GPU is written from a copy, and then every stage of the rank is."""
     gathered: tuple[int, ...]
     """Further bytes: a whole stage, which each rank of the first replica gathers from all replicas."""
 
@@ -63,10 +63,10 @@ class CheckpointEstimate:
             text += f"about {seconds:.0f} s on this disk ({format_bytes(int(disk_rate))}/s)"
         every = format_bytes(sum(self.rank_bytes))
         if free_bytes is None:
-            return f"{text}; beside training where host memory has room for copies of all stages, {every}"
+            return f"{text}; written during training if host memory has room for copies of all stages, {every}"
         taken = format_bytes(self.host_bytes(free_bytes))
         if self.has_room(free_bytes):
-            return f"{text}; written beside training ({taken} of host memory for copies)"
+            return f"{text}; written during training ({taken} of host memory for copies)"
         return (
             f"{text}; steps wait for the disk meanwhile: copies of all stages need {every} of host memory, {taken} are "
             "taken"
@@ -85,12 +85,13 @@ def estimate_checkpoint(request: PlanRequest, plan: Plan, *, has_optimizer: bool
 
     def bytes_of(rank: int, num_owners: int) -> dict[int, int]:
         """Bytes of a rank by stage if `num_owners` share trained parameters."""
-        found = {}
+        stage_bytes = {}
         for cut in (plan.cuts[stage] for stage in plan.local_stages(rank)):
             trained = cut.num_trained(shape)
             frozen = 0 if shape.keeps_trained_on_gpu else cut.num_parameters(shape) - trained
-            found[cut.stage] = frozen * sizes.weight + largest_shard(trained, num_owners) * (sizes.weight + per_trained)
-        return found
+            own = largest_shard(trained, num_owners) * (sizes.weight + per_trained)
+            stage_bytes[cut.stage] = frozen * sizes.weight + own
+        return stage_bytes
 
     copies = [bytes_of(rank, num_replicas) for rank in range(plan.num_ranks)]
     saved_parameters = shape.num_trained if shape.keeps_trained_on_gpu else shape.num_parameters

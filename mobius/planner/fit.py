@@ -4,12 +4,12 @@ Three uses share the memory of a rank:
 
     resident stages   the first of the rank: no loads, no offloads, and no update on the CPU to wait for
     activations       the last of the rank: backward need not run their forward again, a quarter of their compute
-    a third slot      loads a stage while the gradients of another leave
+    a third slot      loads a stage while the gradients of another are offloaded
 
-If activations may be offloaded, each use offloads those of as many stages as it needs to fit.
+If activations may be offloaded, each use offloads those of the fewest stages with which it fits.
 
-Saved activations need their weights on the GPU from forward to backward: those of resident stages are there, and those
-of the last `num_slots` streamed stages stay.
+Saved activations need their weights on the GPU from forward to backward. Weights of resident stages are there, and
+weights of the last `num_slots` streamed stages stay in their slots.
 
     rank 0 of 2, five stages, stage 0 resident, two slots, the last two stages save their activations:
 
@@ -56,14 +56,14 @@ from mobius.schedule.plan import MemoryUse, Plan, RecomputeLevel
 from mobius.units import format_bytes
 
 PREFETCH_SLOTS = 3
-"""A third slot loads a stage while the gradients of another leave: it pays where a stage computes no longer than that
-takes."""
+"""A third slot loads a stage while the gradients of another are offloaded: faster if a stage computes no longer than this
+copy takes."""
 SMALLEST_CHUNK = 128
 MIN_SLICE_TOKENS = 4096
-"""Tokens of a slice: fewer leave a GPU too little to do at a time."""
+"""Fewest tokens of a slice: fewer do not keep a GPU busy."""
 SEQUENCE_STEP = 64
 SEQUENCE_TRIES = 64
-"""Shorter sequences that a refusal looks at, about: each takes milliseconds."""
+"""Approximate number of shorter sequences that a refusal tries; each takes milliseconds."""
 
 
 def fit_plan(request: PlanRequest, *, layer: LayerBytes | None = None, policy: MemoryPolicy | None = None) -> Plan:
@@ -95,7 +95,7 @@ def fits_gpus(request: PlanRequest, layer: LayerBytes | None) -> bool:
     return available is None or _least_need(request, layer).total <= available
 
 
-@lru_cache(maxsize=1024)  # asked for again when numbers of rounds have been found
+@lru_cache(maxsize=1024)  # called again once the numbers of rounds are known
 def least_host_bytes(request: PlanRequest) -> float:
     """Return the least host memory of all plans of `request` that fit the GPUs, by estimates; infinite if none fits.
 
@@ -133,7 +133,7 @@ def max_saving_attention(request: PlanRequest, *, layer: LayerBytes | None, poli
 
 
 def levels_to_try(request: PlanRequest, layer: LayerBytes | None) -> tuple[RecomputeLevel, ...]:
-    """Return the recompute levels to plan with, the fastest first; one if it is asked for or products are not known."""
+    """Return the recompute levels to plan with, the fastest first; one if it is given or products are not known."""
     is_known = layer is not None and layer.saved_products is not None
     is_open = request.recompute is Recompute.AUTO and may_keep_products(request)
     return tuple(RecomputeLevel) if is_open and is_known else (request.plan.recompute_level,)
@@ -150,10 +150,10 @@ def numbers_of_rounds(request: PlanRequest) -> list[int]:
     asked = request.config.pipeline.activation_offloading
     if asked is not ActivationOffloading.AUTO or request.recompute.saves_activations:
         choices = [asked]
-    found = [_fewest_rounds(request.with_pipeline(activation_offloading=choice)) for choice in choices]
+    fewest = [_fewest_rounds(request.with_pipeline(activation_offloading=choice)) for choice in choices]
     most = request.plan.num_chunks
-    fitting = [number for number in found if number is not None]
-    return sorted({number for number in fitting if number <= (found[0] or most)})
+    fitting = [number for number in fewest if number is not None]
+    return sorted({number for number in fitting if number <= (fewest[0] or most)})
 
 
 def _fewest_rounds(request: PlanRequest) -> int | None:
@@ -200,7 +200,7 @@ def _least(request: PlanRequest, layer: LayerBytes | None, num_resident: int | N
     numbers = _offload_numbers(request, num_saving_activations)
     if request.gpu_bytes is None or len(numbers) == 1:
         return replace(use, num_offloading_activations=numbers[0])
-    # With few microbatches, copies in flight take more than activations that stay.
+    # With few microbatches, copies in flight take more than activations that stay on the GPU.
     uses = [replace(use, num_offloading_activations=number) for number in (numbers[0], numbers[-1])]
     return min(uses, key=lambda each: _fullest_need(request, each, layer).total)
 
@@ -331,14 +331,14 @@ def find_remedies(request: PlanRequest, need: Callable[[PlanRequest], int], avai
 
     `need` gives the bytes of the fullest rank for a changed request.
     """
-    found = dict[str, Remedy]()
+    remedies = dict[str, Remedy]()
     for options, changed in (*_other_memory_options(request), *_other_numbers(request)):
         kind = options.split()[0]
-        if kind in found or (num_bytes := need(changed)) > available_bytes:
+        if kind in remedies or (num_bytes := need(changed)) > available_bytes:
             continue
         if changed.host_bytes is None or least_host_bytes(changed) <= changed.host_bytes:
-            found[kind] = Remedy(options, num_bytes)
-    return list(found.values())
+            remedies[kind] = Remedy(options, num_bytes)
+    return list(remedies.values())
 
 
 def _other_memory_options(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:

@@ -30,7 +30,8 @@ WIDTH = 4096
 """Hidden size of the layer for which the shares were measured."""
 NARROW = 0.09
 """Further seconds per operation of a layer of half that width, as a share; twice that for a third of the width: passes
-over activations weigh more there. 1B's, measured alone, took 1.088 and 1.090 times the seconds by the shares."""
+over activations weigh more there. 1B's layers, measured alone, took 1.088 and 1.090 times the
+seconds that the shares give."""
 ACCUMULATION_BYTES = 8
 """GPU memory traffic of products that add to fp32 sums, per parameter and microbatch: sum read 4, written 4."""
 RECOMPUTED_SHARE = 0.76
@@ -38,16 +39,16 @@ RECOMPUTED_SHARE = 0.76
 half of 7B on two GPUs, all recomputed: 0.836 to 0.796 s, 0.62 ms of 2.6 for each layer and microbatch."""
 EAGER_FORWARD, EAGER_BACKWARD = 1.35, 1.16
 """Seconds of an eager layer over those of a compiled one; recomputing runs its whole forward again.
-An H200 took 6.5 ms forward and 20.8 recomputed for 8192 tokens of a Llama-7B layer, compiled 4.8 and 16.0. So 7B
-streamed with clipping is to take 0.2 s more per step; it took 1.49 s, compiled 1.30."""
+An H200 took 6.5 ms forward and 20.8 recomputed for 8192 tokens of a Llama-7B layer, compiled 4.8 and 16.0. Predicted
+for 7B streamed with clipping: 0.2 s more per step; it took 1.49 s, compiled 1.30."""
 PACKED_COST = 1.016
 """Seconds of a layer over packed rows (variable-length attention) over those over whole rows with as many operations.
 One H200, forward and backward back to back: 7B 16 x 512 with 8 documents in a row took 1.004 times the seconds of full
 rows (1.007 recomputed), 8B 2 x 4096 with 4 documents 0.964. Shorter attention has 0.991 and 0.946 times the operations,
 so that is 1.014, 1.017 and 1.018."""
 WITHIN = 4096
-"""Tokens up to which attention goes by a layer's shares, which were checked for rows of 512 to 4096 tokens. Attention
-to further tokens goes by attention's own rates."""
+"""Tokens up to which a layer's shares give attention's seconds, checked for rows of 512 to 4096 tokens. Attention's own
+rates give the seconds for further tokens."""
 LAUNCH = LayerSeconds(0.30e-3, 0.74e-3, 0.93e-3)
 """Seconds of Python and launches for a compiled layer on idle hosts of H200s: 0.22 to 0.37 ms
 forward, 0.64 to 0.82 backward, 0.72 to 1.00 recomputed; up to twice that on the same machines a minute later."""
@@ -56,7 +57,7 @@ ACTION_LAUNCH = 0.35e-3
 LOSS_SHARE = 0.748
 """Head and loss with their backward: 5.41 ms for 3.22 TFLOP in chunks of 2048 tokens, 595 TFLOP/s."""
 SUSTAINED_SHARE = 0.955
-"""Rates within a step over those alone: 7B on 4 x H200 with everything on the GPUs took 0.665 s."""
+"""Rates within a step over rates measured alone: 7B on 4 x H200 with everything on the GPUs took 0.665 s."""
 MEMORY_SHARE = 0.8
 """Share of the GPU's memory bandwidth that passes over long tensors reach. A guess, not measured."""
 GPU_ADAMW_BYTES = 28
@@ -66,16 +67,16 @@ CPU_ADAMW_BYTES = 26
 CPU_ADAMW_PER_CORE = 0.335e9
 """Parameters per second and core while memory is free: 5.36e9 on 16 cores."""
 COPY_PENALTY = 0.70
-"""CPU AdamW beside copies in both directions over alone: 5.0 of 7.2 Gparam/s for four ranks."""
+"""Rate of CPU AdamW during copies in both directions over its rate alone: 5.0 of 7.2 Gparam/s for four ranks."""
 STEP_OVERHEAD = 0.003
 """Seconds between two steps, in which the host waits for the last backward and reads norms and memory. A guess."""
 
 PCIE_BYTES = {3: 12.5e9, 4: 25.5e9, 5: 55e9}
-"""One direction of x16 as copies reach it: generation 5 measured, 3 and 4 usual values of others' measurements."""
+"""One direction of x16 as copies reach it: generation 5 measured, 3 and 4 usual published values."""
 DUPLEX_SHARE = 0.90
 """Each direction while both run, one GPU alone. A guess, not measured."""
 HOST_BANDWIDTH = 190e9
-"""Bytes per second of a machine with 64 cores and 4 x H200, all users together, about."""
+"""Approximate bytes per second of host memory with 64 cores and 4 x H200, all users together."""
 DOWN_LIMIT, UP_LIMIT, BOTH_LIMIT = 164 / 190, 136 / 190, 188 / 190
 """Shares of it that copies of all GPUs reach: 4 x 41 GB/s to the GPUs, 4 x 34 back, 4 x (22 + 25) at once."""
 HOST_MESSAGE_SHARE = 0.2
@@ -112,7 +113,7 @@ class GpuSpec:
     pcie: int
     """Generation of its 16 lanes."""
     nvlink: float = 0.0
-    """GB/s in one direction to a neighbour; 0 without, and where only pairs can be bridged."""
+    """GB/s in one direction to a neighbour; 0 without NVLink, and if it connects pairs only."""
     has_peer_copies: bool = True
     """Whether the driver lets GPUs write into each other's memory."""
     attention: AttentionRates | None = None
@@ -278,7 +279,7 @@ class LayerEstimate:
         return self._products(2 * within * self.shape.hidden_size * tokens) + self._beyond(tokens, beyond)
 
     def _cut(self, length: float) -> tuple[float, float]:
-        """Split `length` into tokens that go by a layer's shares and by attention's own rates."""
+        """Split `length` into tokens timed by a layer's shares and tokens timed by attention's own rates."""
         within = length if self._own_rates is None else min(length, WITHIN)
         return within, length - within
 

@@ -25,7 +25,7 @@ from mobius.planner.timer import MIN_REPEATS, CollectiveTimer, Work
 
 SETTINGS = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01)
 COPY_BYTES, CPU_PARAMETERS = 2**26, 2**25
-"""Sizes of one copy and one update: 128 MiB of GPU memory and 0.6 GiB of host memory for a moment."""
+"""Sizes of one copy and one update: 128 MiB of GPU memory and 0.6 GiB of host memory, while measuring."""
 PART_SECONDS = 0.15
 UPDATES_WITHIN_STEP = 0.87
 """Share of the measured rate that updates reach within a step, while Python runs: 6.3 of 7.3e9 on one H200, 1.7 of
@@ -39,8 +39,8 @@ class HostRates:
     copies_each_way: float
     """Copies in each direction while others run in the opposite one."""
     updates: float
-    updates_beside_copies: float
-    copies_beside_updates: float
+    updates_during_copies: float
+    copies_during_updates: float
     """Copies in each direction during updates."""
     update_bytes: int
     """Memory traffic per parameter."""
@@ -48,14 +48,14 @@ class HostRates:
     def profile_fields(self, num_ranks: int) -> dict[str, Any]:
         """Return the fields of a profile that these rates determine, for a step of `num_ranks`."""
         updates = UPDATES_WITHIN_STEP * self.updates
-        # Bytes moved by copies, or by updates within a step; with less, copies would slow updates too little.
-        seen = max(2 * self.copies_each_way, updates * self.update_bytes)
+        # Memory traffic of copies, or of updates in a step; with the smaller one, copies would slow updates too little.
+        bandwidth = max(2 * self.copies_each_way, updates * self.update_bytes)
         return {
             "cpu_adamw_together": updates,
-            "cpu_adamw_beside_copies": min(updates, UPDATES_WITHIN_STEP * self.updates_beside_copies),
-            "copies_beside_cpu_adamw": self.copies_beside_updates,
+            "cpu_adamw_beside_copies": min(updates, UPDATES_WITHIN_STEP * self.updates_during_copies),
+            "copies_beside_cpu_adamw": self.copies_during_updates,
             "cpu_adamw_bytes": self.update_bytes,
-            "host_bandwidth": num_ranks * seen,
+            "host_bandwidth": num_ranks * bandwidth,
         }
 
 
@@ -90,7 +90,7 @@ def with_host_rates(profile: Profile, rates: HostRates) -> Profile:
 
 
 class Copies:
-    """Page-locked and device memory with a stream for each direction, taken within the `with` statement."""
+    """Page-locked and device memory with a stream for each direction, allocated by the `with` statement."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self.num_bytes = device, COPY_BYTES
@@ -100,7 +100,7 @@ class Copies:
         self._host = [torch.zeros(self.num_bytes, dtype=torch.uint8) for _ in range(2)]
         self._on_device = [torch.zeros(self.num_bytes, dtype=torch.uint8, device=self._device) for _ in range(2)]
         if self._device.type == "cuda":
-            # Not pin_memory: torch would keep the memory for good.
+            # Not pin_memory: torch would never release the memory.
             for tensor in self._host:
                 error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
                 assert int(error) == 0, f"cudaHostRegister: {error}"
@@ -125,7 +125,7 @@ class Copies:
             self._host[1].copy_(self._on_device[1], non_blocking=True)
 
     def both(self) -> None:
-        """Start one each way."""
+        """Start one copy in each direction."""
         self.host_to_device()
         self.device_to_host()
 
@@ -135,7 +135,7 @@ class Copies:
 
 
 def measure_copies(timer: CollectiveTimer, copies: Copies) -> CopyRates:
-    """Bytes per second of `copies`, alone and all at once."""
+    """Return the bytes per second of `copies`, on one GPU alone and on all at once."""
     both = timer.seconds(copies.both)
     alone = timer.seconds_alone(copies.host_to_device), timer.seconds_alone(copies.device_to_host)
     together = timer.seconds(copies.host_to_device), timer.seconds(copies.device_to_host)
@@ -147,7 +147,7 @@ def measure_cpu_optimizer(
 ) -> tuple[float, HostRates]:
     """Return the parameters per second that one rank alone updates, and the rates of all ranks.
 
-    `each_way` is the rate of `copies` in both directions without updates, which do not change it on a CPU.
+    `each_way` is the rate of `copies` in both directions without updates; on a CPU updates do not change it.
     """
     layout = StageLayout.of({"weight": (CPU_PARAMETERS, 1)})
     state = HostArena({0: layout}, dtype=dtype, register=False).states[0]
@@ -155,24 +155,26 @@ def measure_cpu_optimizer(
     adamw = FlatAdamW(SETTINGS, kernel)
     update = partial(update_once, adamw, state)
     alone, together = timer.seconds_alone(update), timer.seconds(update)
-    beside, meanwhile = together, each_way
+    during_copies, copy_rate = together, each_way
     if timer.device.type == "cuda":
         # Enough copies to outlast the updates.
         long = 2 * max(timer.part_seconds, MIN_REPEATS * together)
-        beside, meanwhile = measure_beside(timer, update, copies, int(long * each_way / copies.num_bytes) + 1)
+        during_copies, copy_rate = measure_during_copies(
+            timer, update, copies, int(long * each_way / copies.num_bytes) + 1
+        )
     moved = 2 * sum(tensor.element_size() for tensor in state.tensors) - state.gradients.element_size()
     count = layout.num_elements
-    return count / alone, HostRates(each_way, count / together, count / beside, meanwhile, moved)
+    return count / alone, HostRates(each_way, count / together, count / during_copies, copy_rate, moved)
 
 
-def measure_beside(timer: CollectiveTimer, update: Work, copies: Copies, num_copies: int) -> tuple[float, float]:
+def measure_during_copies(timer: CollectiveTimer, update: Work, copies: Copies, num_copies: int) -> tuple[float, float]:
     """Return the seconds of `update` during copies in both directions, and the copies' bytes per second each way."""
     repeats = timer.warm_up(update)
     ends: list[Event] = []
     for _ in range(num_copies):
         copies.both()
         ends += copies.mark()
-    num_before = sum(end.is_completed() for end in ends)  # these ran while the others were started, before the updates
+    num_before = sum(end.is_completed() for end in ends)  # done before the updates began
     start = time.perf_counter()
     for _ in range(repeats):
         update()
@@ -183,5 +185,5 @@ def measure_beside(timer: CollectiveTimer, update: Work, copies: Copies, num_cop
 
 
 def update_once(adamw: FlatAdamW, state: StageState) -> None:
-    """One update of all of `state`."""
+    """Update all of `state` once."""
     adamw.update(state, step=1, learning_rate=1e-5, gradient_factor=1.0)

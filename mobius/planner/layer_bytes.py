@@ -59,7 +59,7 @@ def measure_layer_bytes(
     for index in {id(layer.module): index for index, layer in enumerate(parts.layers)}.values():
         bench = _LayerBench(parts, index, dtype, device, packed)
         for level in levels:
-            own_held, own_peak = bench.measure_kept(whole, level)
+            own_held, own_peak = bench.measure_saved(whole, level)
             held[level] = max(held[level], int(share * own_held))
             peak[level] = max(peak[level], int(share * own_peak))
         if sliced_length is not None:
@@ -85,7 +85,7 @@ class _LayerBench:
     device: torch.device
     packed: PackedRows | None
 
-    def measure_kept(self, shape: tuple[int, int, int], level: RecomputeLevel) -> tuple[int, int]:
+    def measure_saved(self, shape: tuple[int, int, int], level: RecomputeLevel) -> tuple[int, int]:
         """Return the bytes of its graph and the peak of its backward, for hidden states of `shape`."""
         layer, (arguments, other_gradients) = self.parts.layers[self.index], self._arguments(shape)
 

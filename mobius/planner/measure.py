@@ -1,7 +1,7 @@
 """Measures a Profile on the device with the run's shapes: layers, loss, copies, messages, optimizers. Collective.
 
-All ranks measure at once where they disturb each other, and results are averaged, so that all ranks get the same
-profile. The run does not compile layers again that were compiled here.
+Ranks measure at the same time if they slow each other down. Results are averaged, so that all ranks get the same
+profile. The run reuses the layers that were compiled here.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def measure_profile(
 
 
 def _sustained(layer: LayerSeconds) -> LayerSeconds:
-    """Seconds within a step, where the GPU is busy all the time and therefore slower."""
+    """Return the seconds within a step, in which the GPU is always busy and therefore slower."""
     return LayerSeconds(*(each / SUSTAINED_SHARE for each in astuple(layer)))
 
 
@@ -153,7 +153,7 @@ def measure_launches(timer: CollectiveTimer, parts: ModelParts, shape: Microbatc
     """
     work = _layer_work(timer, parts, shape, 0)
     for each in work:
-        each()  # makes its kernels
+        each()  # compiles its kernels
     return _layer_seconds(timer.launch_seconds, work)
 
 
@@ -166,7 +166,7 @@ def _layer_seconds(seconds: Callable[[Work], float], work: Sequence[Work]) -> La
 def _layer_work(timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShape, index: int) -> Sequence[Work]:
     """Return the work of one layer with random weights: forward, forward and backward, and recomputed backward.
 
-    In tiles, activations of all tokens may not fit: forward and backward then recompute, too.
+    In tiles, activations of all tokens may not fit: forward and backward then recompute as well.
     """
     span = StageCut(0, index, index + 1, is_first=False, is_last=False)
     arguments = typical_arguments(
@@ -180,8 +180,8 @@ def _layer_work(timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShap
 
     def forward_and_backward() -> None:
         routers = context()
-        kept = stage.forward(weights, hidden, arguments, keep_graphs=not shape.is_tiled, routers=routers)[1]
-        stage.backward(weights, gradients, kept, hidden, arguments, routers)
+        saved = stage.forward(weights, hidden, arguments, keep_graphs=not shape.is_tiled, routers=routers)[1]
+        stage.backward(weights, gradients, saved, hidden, arguments, routers)
 
     return (
         lambda: stage.forward(weights, hidden, arguments, routers=context()),
@@ -265,7 +265,7 @@ def _message_rates(
     """Measure messages around the ring, all edges at once; the rate includes their latency."""
     transport = timer.transport
     if transport.num_ranks == 1:
-        return MessageRates(1e15, 0.0, is_through_host=False)  # handed over, not sent
+        return MessageRates(1e15, 0.0, is_through_host=False)  # one rank sends no messages
     size = sent_shape(shape.hidden_size(parts), shape.dtype, parts.router_loss)
     message = torch.zeros(size, dtype=shape.dtype, device=timer.device)
     target, source = (transport.rank + 1) % transport.num_ranks, (transport.rank - 1) % transport.num_ranks

@@ -52,7 +52,7 @@ and in 1 s no nearer (two processes on one H200, 2026-11-23)."""
 def plan_by_measurement(run_setup: RunSetup, transport: Transport) -> RunSetup:
     """Return the plan to run, on which all ranks agree; collective. Call it before stages take memory.
 
-    Returns `run_setup` if nothing is measured: on CPUs, with a given plan, and for one pipeline that stays on GPUs of a
+    Returns `run_setup` if nothing is measured: on CPUs, with a given plan, and for one unstreamed pipeline on GPUs of
     known speed. Raises PlanError if the ranks disagree, and the errors of `make_run_setup`.
     """
     check_same_plan(run_setup.plan, transport)
@@ -116,12 +116,13 @@ def _with_host(profile: Profile, run_setup: RunSetup, transport: Transport) -> P
         run_setup.dtype, device=run_setup.rank_context.device, transport=transport, kernel=_kernel(run_setup)
     )
     logger.debug(
-        "host measured in %.1f s: %.2f billion updates per second and rank, or %.2f beside copies of %.0f GB/s each "
-        "way, which alone do %.0f; a layer is enqueued in %.2f ms forward, %.2f backward, %.2f with recompute",
+        "host measured in %.1f s: %.2f billion updates per second and rank, %.2f during copies of %.0f GB/s each "
+        "way, which reach %.0f without updates; a layer is enqueued in %.2f ms forward, %.2f backward, %.2f with "
+        "recompute",
         time.perf_counter() - start,
         rates.updates / 1e9,
-        rates.updates_beside_copies / 1e9,
-        rates.copies_beside_updates / 1e9,
+        rates.updates_during_copies / 1e9,
+        rates.copies_during_updates / 1e9,
         rates.copies_each_way / 1e9,
         *(
             1e3 * seconds
@@ -142,7 +143,7 @@ def _with_link(profile: Profile, run_setup: RunSetup, transport: Transport) -> P
     text = f"{rates.together / GIGA:.3g} GB/s each way for the ranks of a pipeline, {rates.alone / GIGA:.3g} for one"
     if machine.num_nodes > 1:
         link = link_of_nodes(rates, num_replicas=machine.num_replicas, num_nodes=machine.num_nodes)
-        text += f": as by --node_link {link / GIGA:.3g}"
+        text += f", equal to --node_link {link / GIGA:.3g}"
     logger.debug("link between replicas measured in %.1f s: %s", time.perf_counter() - start, text)
     return replace(profile, replicas=rates)
 
@@ -191,7 +192,7 @@ def _measure(run_setup: RunSetup, shape: MicrobatchShape, transport: Transport) 
         kernel=_kernel(run_setup),
         messages_through_host=not allows_peer_copies(),
     )
-    logger.debug("measured in %.0f s, for auto: %s", time.perf_counter() - start, profile.describe())
+    logger.debug("profile measured in %.0f s: %s", time.perf_counter() - start, profile.describe())
     return profile
 
 
@@ -202,7 +203,7 @@ def check_same_plan(plan: Plan, transport: Transport) -> None:
         repr((plan.num_microbatches, plan.num_slices, plan.accumulation_rounds, plan.cuts)), all_ranks
     ):
         raise PlanError(
-            "the ranks came to different plans, so their GPUs or CPUs differ. Give the numbers instead of auto: "
+            "the ranks have different plans, because their GPUs or CPUs differ. Give the numbers instead of auto: "
             f"--num_stages {plan.num_stages} --num_chunks {plan.num_chunks} --num_slices {plan.num_slices} "
             f"--num_rounds {plan.accumulation_rounds} "
             f"(rank {all_ranks.rank}'s)."
@@ -220,7 +221,7 @@ def profile_key(
 ) -> dict[str, object]:
     """Return all that a profile depends on: hardware, model, microbatch, format, ranks, versions."""
     is_cuda, packed = device.type == "cuda", shape.packed
-    # Documents of a measured row, and how many there may be.
+    # Documents of a measured row, and their maximum number.
     documents = [] if packed is None else [len(packed.typical_row(shape.seq_length)), packed.max_documents]
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if is_cuda else []
     return {
@@ -249,8 +250,8 @@ def profile_path(folder: Path, key: Mapping[str, object]) -> Path:
 def cached_profile(path: Path, measure: Callable[[], Profile], transport: Transport) -> tuple[Profile, bool]:
     """Return the profile in `path`, or that of `measure`, which is saved there, and whether it is new; collective.
 
-    Each node has its own cache: all ranks read the same profile, or all measure. A file that is no profile is logged
-    and replaced; one that cannot be written is only logged.
+    Each node has its own cache: all ranks read the same profile, or all measure. A file that is not a profile is
+    logged and replaced; one that cannot be written is only logged.
     """
     known = _read(path)
     all_know = all_have_same("" if known is None else known.to_json(), transport.all_ranks)
@@ -276,4 +277,4 @@ def _write(path: Path, profile: Profile) -> None:
         with atomic_write(path, has_many_writers=True) as temporary:
             temporary.write_text(profile.to_json(), encoding="utf-8")
     except OSError as error:
-        logger.warning("the profile cannot be kept in %s, the next run measures again: %s", path, reason_of(error))
+        logger.warning("the profile cannot be saved in %s, the next run measures again: %s", path, reason_of(error))

@@ -35,7 +35,7 @@ LIBRARY_BYTES = 2**27
 """Workspaces of matrix products for two threads, 32 MiB each on Hopper, and rotary embeddings, masks, scalars: an
 estimate."""
 STEP_BYTES_PER_TOKEN = 16
-"""Token and label, where the step's are on the GPU."""
+"""A token and its label, on ranks that hold the step's on the GPU."""
 FRAGMENT_SHARE = 0.03
 """Fragmentation of the allocator, as a share of activations and messages: 0 to 2.6 % of all allocated memory in runs on
 H200s, 8 % with messages over NCCL (four of them, 2026-11-21)."""
@@ -75,7 +75,7 @@ class HostMemoryEstimate:
     offloaded_activations: int = 0
     """Activations offloaded from forward to backward."""
     attention: int = 0
-    """Attention's results among that."""
+    """Part of `offloaded_activations`: attention's results."""
 
     @property
     def total(self) -> int:
@@ -155,13 +155,13 @@ def check_host_memory(need: HostMemoryEstimate, *, available_bytes: int, remedie
     for each in remedies:
         if each.num_bytes <= (each.host_bytes or available_bytes):
             fitting.setdefault(each.options.split()[0], each)
-    others = need.total - need.offloaded_activations
+    rest = need.total - need.offloaded_activations
     advice = "" if fitting else " Use a smaller model or a host with more memory."
-    if not fitting and others < available_bytes:
-        share = (available_bytes - others) / need.offloaded_activations
+    if not fitting and rest < available_bytes:
+        share = (available_bytes - rest) / need.offloaded_activations
         recompute = f"--recompute full (frees {format_bytes(need.attention)}), " if need.attention else ""
         advice = (
-            f" Without the activations {format_bytes(others)} is needed: use {recompute}{1 / share:.2g} times as many "
+            f" Without the activations {format_bytes(rest)} is needed: use {recompute}{1 / share:.2g} times as many "
             f"--num_rounds, {share:.2g} of the tokens in a step (--batch_size, --seq_length), "
             "--activation_offloading off, or a host with more memory."
         )
@@ -219,7 +219,7 @@ class GpuMemoryEstimate:
                 ("optimizer", self.optimizer),
                 *([("keys and values", self.kv_cache)] if self.kv_cache else []),
                 ("inputs of layers", self.inputs),
-                ("kept activations", self.saved_activations),
+                ("saved activations", self.saved_activations),
                 ("messages", self.messages),
                 ("one layer's work", self.working_set),
                 ("libraries", self.libraries),
@@ -316,8 +316,8 @@ def estimated_layer(request: PlanRequest) -> LayerBytes:
 def tile_tokens(request: PlanRequest) -> int | None:
     """Return the tokens of the tiles that recomputed layers run in; None: they run whole.
 
-    Auto takes no tiles if the least use of memory fits, else the largest tiles that fit, or the smallest if none do. It
-    goes by estimates and the total GPU memory, not the free memory, so that all ranks get the same.
+    Auto uses no tiles if the least use of memory fits, else the largest tiles that fit, or the smallest if none do. It
+    compares estimates with the total GPU memory, not the free memory, so that all ranks choose the same.
     """
     pipeline = request.config.pipeline
     if pipeline.tile_tokens != "auto" or pipeline.recompute.saves_activations:
@@ -328,7 +328,7 @@ def tile_tokens(request: PlanRequest) -> int | None:
     return _tile_that_fits(request)
 
 
-@lru_cache(maxsize=64)  # asked for wherever a layer's bytes are
+@lru_cache(maxsize=64)  # called for every estimate of a layer
 def _tile_that_fits(request: PlanRequest) -> int | None:
     available, plan = request.gpu_bytes, request.plan
     smaller = [number for number in TILE_TOKENS if number < request.microbatch_tokens]
@@ -396,7 +396,7 @@ def largest_gpu_estimate(needs: Iterable[GpuMemoryEstimate]) -> GpuMemoryEstimat
 
 
 def describe_experts(request: PlanRequest) -> str:
-    """Describe what the largest layer needs, however the model is cut; empty for a model without experts."""
+    """Describe the memory of the largest layer, which more stages do not reduce; empty for a model without experts."""
     shape, available = request.shape, request.gpu_bytes
     if shape.experts is None or available is None:
         return ""
@@ -424,7 +424,7 @@ def check_gpu_memory(
 ) -> None:
     """Raise GpuMemoryError, with the arithmetic and what to change, if `need` exceeds `available_bytes` of one GPU.
 
-    `remedies` are single changes that fit; if there are none, `largest` describes what cannot be made smaller.
+    `remedies` are single changes that fit; if there are none, `largest` describes the layer that is too large.
     """
     if need.total <= available_bytes:
         return

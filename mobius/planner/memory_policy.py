@@ -1,10 +1,10 @@
-"""Chooses for every rank the use of GPU memory, of those that fit (fit.py), that makes a step shortest.
+"""Chooses each rank's use of GPU memory: the one with the shortest step among those that fit (fit.py).
 
-The choice goes by a closed form, at the rates of a profile or of one kind of machine, or by simulation. The simulation
-tries settings in which all ranks do the same as far as their memory goes, because a step is as fast as its slowest
-rank. If there are many, the closed form preselects.
+A closed form predicts the step with the rates of a profile or of one kind of machine, or a simulation does. The
+simulation tries settings that are equal on all ranks as far as their memory allows, because the slowest rank determines
+the step. If there are many, the closed form preselects.
 
-If the fastest setting needs more host memory than there is, ranks choose among uses that need less of it
+If the fastest setting needs more host memory than is available, ranks choose among uses that need less of it
 (`choose_within_host_memory`): resident stages need none, and activations can stay on the GPU.
 """
 
@@ -52,7 +52,7 @@ class Rates:
     """Per second and GPU, bubbles of the pipeline included."""
     updates_in_step: float = 1.4e9
     """Parameters per second and rank, updated on the CPU while the GPU computes and gradients travel."""
-    updates_behind_step: float = 2.2e9
+    updates_after_step: float = 2.2e9
     """Parameters per second and rank with clipping, when gradients have arrived."""
 
     @classmethod
@@ -67,7 +67,7 @@ class Rates:
         return cls(
             flops=operations * profile.microbatch_tokens / layers,
             updates_in_step=profile.cpu_adamw_beside_copies,
-            updates_behind_step=profile.cpu_adamw_together,
+            updates_after_step=profile.cpu_adamw_together,
         )
 
 
@@ -83,12 +83,11 @@ def estimated_seconds(
 ) -> float:
     """Estimate one rank's step; `parameters` are those of its stages that compute, `tokens` those of a step.
 
-    Compute is 6 FLOP per parameter and token, 2 more where a forward is run again, 2 less for each that is not
-    `trained` (None: all are). The CPU updates what of streamed stages is `updated` there (None: what is trained), one
-    stage after the other. Without clipping it does so while the GPU computes, and the first streamed stage, the last
-    whose gradients arrive, has the time that the resident ones before it take in backward and forward. With clipping
-    it begins when the step ends, and a streamed stage has the time of the forwards before it. Copies and neighbours
-    are left out.
+    Compute is 6 FLOP per parameter and token, plus 2 if its forward is recomputed, minus 2 if it is not `trained`
+    (None: all are). The CPU updates the `updated` parameters of streamed stages (None: the trained ones), one stage
+    after the other. Without clipping it updates while the GPU computes. Gradients of the first streamed stage arrive
+    last, and its update overlaps with backward and forward of the resident stages before it. With clipping, updates
+    begin when the step ends and overlap with the forwards of earlier stages. Copies and neighbours are left out.
     """
     num_stages, resident = len(parameters), use.num_resident
     forward = 2 * sum(parameters) / num_stages * tokens / rates.flops
@@ -99,7 +98,7 @@ def estimated_seconds(
     streamed = on_host[resident:]
     if not any(streamed):
         return compute
-    updates = rates.updates_behind_step if clips else rates.updates_in_step
+    updates = rates.updates_after_step if clips else rates.updates_in_step
     all_updates, first_update = (count / updates for count in (sum(streamed), streamed[0]))
     if clips:
         before_first, before_last = forward * resident, forward * (num_stages - 1)
@@ -184,7 +183,7 @@ def lightest(request: PlanRequest, fitting: Sequence[Sequence[MemoryUse]]) -> li
 
 
 def _host_bytes(request: PlanRequest, fitting: Sequence[Sequence[MemoryUse]]) -> Callable[[int, MemoryUse], int]:
-    """Return the host bytes of all ranks as a function of one rank's use; the others take their first."""
+    """Return the host bytes of all ranks as a function of one rank's use; other ranks take their first."""
     first = [uses[0] for uses in fitting]
 
     @cache
@@ -234,7 +233,7 @@ def _fastest(
 def _alike(
     request: PlanRequest, profile: Profile, fitting: Sequence[Sequence[MemoryUse]]
 ) -> list[tuple[MemoryUse, ...]]:
-    """Return settings in which all ranks do the same as far as their memory goes: slots first, or activations first."""
+    """Return settings that are equal on all ranks as far as memory allows, preferring slots or saved activations."""
     numbers = sorted({use.num_resident for uses in fitting for use in uses})
     orders: tuple[Callable[[MemoryUse], tuple[int, int]], ...] = (
         lambda use: (use.num_saving_activations, use.num_slots),
@@ -256,9 +255,9 @@ def _host_use(chosen: Sequence[MemoryUse]) -> tuple[int, int]:
 
 
 def _undominated(uses: Sequence[MemoryUse]) -> list[MemoryUse]:
-    """Return the uses that no other use with as many resident stages exceeds in saved activations and slots.
+    """Return the uses that no other use with equally many resident stages exceeds in saved activations and slots.
 
-    Uses that offload least are also compared among themselves: offloading may cost more than the others gain.
+    Uses that offload least are also compared among themselves: offloading may cost more than other uses gain.
     """
 
     def is_worse(one: MemoryUse, other: MemoryUse) -> bool:

@@ -58,7 +58,7 @@ def _as_asked(request: PlanRequest) -> PlanRequest:
 
 @dataclass(frozen=True)
 class _Solver:
-    """Plans changed requests by estimates, without simulation."""
+    """Plans changed requests with estimates, without simulation."""
 
     request: PlanRequest
     available_bytes: int | None
@@ -75,20 +75,20 @@ class _Solver:
         asked, pipeline = self.request, self.request.config.pipeline
         if asked.machine.on_cpu or (pipeline.num_stages is None and pipeline.num_chunks is None):
             return []
-        found = []
+        choices = []
         for each in from_all_numbers(replace(asked, num_stages=None, num_chunks=None)):
             options = f"--num_stages {each.num_stages} --num_chunks {each.num_chunks}"
             if asked.accumulation_rounds is not None:
                 options += f" --num_rounds {each.accumulation_rounds}"
-            found.append((options, replace(asked, num_stages=each.num_stages, num_chunks=each.num_chunks)))
-        return found
+            choices.append((options, replace(asked, num_stages=each.num_stages, num_chunks=each.num_chunks)))
+        return choices
 
     def run(self, kinds: tuple[Callable[[_Solver], Iterator[Remedy | None]], ...]) -> Iterator[Remedy]:
         """Return the first change of each kind that fits."""
         with progress_bar("looking for what fits", " kinds of changes", len(kinds)) as bar:
             for kind in kinds:
-                if (found := next((each for each in kind(self) if each is not None), None)) is not None:
-                    yield found
+                if (remedy := next((each for each in kind(self) if each is not None), None)) is not None:
+                    yield remedy
                 bar.update()
 
     def fits(self, request: PlanRequest, host_bytes: int | None = None) -> bool:
@@ -111,19 +111,19 @@ class _Solver:
 
     def _solve(self, options: str, request: PlanRequest, host_bytes: int | None) -> Remedy | None:
         try:
-            settled = resolve_auto(request)
-            is_same = settled.shape is self.request.shape and settled.num_chunks == self.request.num_chunks
-            is_same = is_same and settled.all_tokens == self.request.all_tokens
-            layer = self.layer if is_same and self.layer else estimated_layer(settled)
-            if not fits_gpus(settled, layer):
+            resolved = resolve_auto(request)
+            is_same = resolved.shape is self.request.shape and resolved.num_chunks == self.request.num_chunks
+            is_same = is_same and resolved.all_tokens == self.request.all_tokens
+            layer = self.layer if is_same and self.layer else estimated_layer(resolved)
+            if not fits_gpus(resolved, layer):
                 return None
-            found = solve(settled, layer=layer, is_preliminary=True)
+            result = solve(resolved, layer=layer, is_preliminary=True)
         except (GpuMemoryError, PlanError):
             return None
-        if found.host_estimate.total > (host_bytes or self.available_bytes or math.inf):
+        if result.host_estimate.total > (host_bytes or self.available_bytes or math.inf):
             return None
-        details = _details(found) + ", on a host that has as much" * (host_bytes is not None)
-        return Remedy(options, found.host_estimate.total, details, host_bytes)
+        details = _details(result) + ", on a host that has as much" * (host_bytes is not None)
+        return Remedy(options, result.host_estimate.total, details, host_bytes)
 
     def with_adapters(self, adapters: AdapterConfig) -> PlanRequest | None:
         """Return the request with other trained parameters, if its other options allow them."""
@@ -172,7 +172,7 @@ def _limit(solver: _Solver) -> Iterator[Remedy | None]:
 
 
 def _numbers(solver: _Solver) -> Iterator[Remedy | None]:
-    """Other numbers of stages and chunks if these were given: auto has tried all."""
+    """Other numbers of stages and chunks if these were given; auto tries all of them."""
     for options, changed in solver.other_numbers:
         yield solver.try_change(options, changed)
 

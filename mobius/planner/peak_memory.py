@@ -1,38 +1,38 @@
 """Peak GPU memory of a rank within a step: activations saved for backward, messages, and one layer's work.
 
-    rank 1 of 2, stages 1, 3 and 5, the last of them the model's own:
+    rank 1 of 2 with stages 1, 3 and 5; stage 5 is the model's last:
 
-    forward    F1 F1 F3 F3 | F5 B5 F5 B5 | B3 B3 B1 B1      stages that wait at each moment
-    waiting    1  1  13 13 | 13  13      | 13 1  1          the model's last stage keeps one microbatch only
+    actions    F1 F1 F3 F3 | F5 B5 F5 B5 | B3 B3 B1 B1
+    waiting    1  1  13 13 | 13  13      | 13 1  1          stages with saved activations; stage 5 has one microbatch's
 
-The peak is therefore at the model's last stage, in one microbatch or the slices of one sequence, or at the first
-backward of another stage. Stages that offload their layers' inputs have two microbatches of them on the GPU at most,
-and a third during a forward; in rounds of one or two these may belong to several stages.
+The peak is therefore in the model's last stage, with one microbatch or the slices of one sequence, or at the first
+backward of another stage. Stages that offload their layers' inputs have at most two microbatches of them on the GPU,
+and a third during a forward; in rounds of one or two microbatches these may belong to several stages.
 
 The work is one layer's backward, head and loss, or the embedding's backward. Widths count tensors [tokens, width] of
-the working format. A layer by what its code saves and makes (models/linear.py: the gradients of all
-linear outputs live until its backward ends), H hidden, I feed-forward, A + Q what the attention's four products have
-for output and input (4 H in Llama):
+the working format. A layer's widths follow from the tensors that its code saves and allocates (models/linear.py: the
+gradients of all linear outputs live until its backward ends). H is hidden, I feed-forward, and A + Q the outputs and
+inputs of attention's four products (4 H in Llama):
 
                         graph                 peak: in the feed-forward part, or at the end
     compiled            A + Q + 3 H + 3 I     graph + 4 H + 3 I
     eager, bf16, fp16   A + Q + 9 H + 4 I     graph + 3 I,  A + Q + 18 H + 3 I     (norms in fp32)
     eager, fp32         A + Q + 6 H + 4 I     graph + 3 I,  A + Q + 12 H + 3 I
 
-The eager ones are counted, op by op, on a CPU (tests/harness/live_bytes.py); of the compiled ones the graph is within
-2 % of the 0.7 of all widths that was measured on an H200, the peak within 1 % of what was measured there. They hold
-for Llama, Mistral and Qwen2; norms on queries and keys (Qwen3) make a graph 1.25 times as large, Gemma 3's 1.8 times
-(eager, counted). Where a GPU is at hand, a layer is measured instead (engine/stage.py).
+Eager widths are counted op by op on a CPU (tests/harness/live_bytes.py). Compiled widths agree with measurements on an
+H200: the graph within 2 % (0.7 of all widths), the peak within 1 %. Both hold for Llama, Mistral and Qwen2; norms on
+queries and keys (Qwen3) make a graph 1.25 times as large, Gemma 3's norms 1.8 times (eager, counted). On a GPU, a layer
+is measured instead (layer_bytes.py).
 
-In a layer with experts I is the sum over a token's K experts and a shared part, and A + Q has the router's outputs in
-it. Each of the K has a copy of its token's hidden states and a result: 2 K H more of a graph, and of the peak when it
-is compiled again as much. The eager peak is graph + 3 K H at least, in bf16 and fp16 graph + 7 K H, where a family has
-its router's shares in fp32 (Mixtral; Qwen3 rounds them). The eager ones are counted for Mixtral, within 3 %.
+In a layer with experts, I is the sum over a token's K experts and a shared part, and A + Q includes the router's
+outputs. Each of the K experts has a copy of its token's hidden states and a result: a graph has 2 K H more, and a
+compiled peak another 2 K H. The eager peak is at least graph + 3 K H, in bf16 and fp16 graph + 7 K H, for families with
+router weights in fp32 (Mixtral; Qwen3 rounds them). Eager widths are counted for Mixtral, within 3 %.
 
-A forward that saves its products alone holds A + Q + 2 H + 2 I, eager A + Q + 3 H + 2 I: no norm's result, not what the
-last product takes, nothing in fp32. Its backward makes them again, and so has the same peak.
+A forward that saves only its matrix products holds A + Q + 2 H + 2 I, eager A + Q + 3 H + 2 I: no norm's result, no
+input of the last product, nothing in fp32. Its backward recomputes these, so it has the same peak.
 
-A layer in tiles of tokens (engine/tiles.py) has those widths for a tile's tokens. Of all tokens it has, q and k being
+A layer in tiles of tokens (engine/tiles.py) has those widths for a tile's tokens. For all tokens it has, with q and k
 the widths of queries and of keys,
 
     after attention     q + 2 k, q + q, H and the tile      heads; attention's result and its gradient; of the input
@@ -56,9 +56,9 @@ from mobius.schedule.partition import LayerWidths, ModelShape
 from mobius.schedule.plan import Plan, RecomputeLevel
 
 LOGIT_BYTES_COMPILED = 2
-"""Two tensors that the compiled loss makes per logit, logits and their gradient: times the working format."""
+"""Tensors of the compiled loss per logit, in the working format: logits and their gradient."""
 LOGIT_BYTES_EAGER = 12
-"""fp32 in addition to the logits: their logarithmic softmax, its gradient and theirs."""
+"""fp32 tensors in addition to the logits: log-softmax, its gradient and the gradient of the logits."""
 ROWS_PER_DOCUMENT = 128
 """Rows that the backward of variable-length attention adds to its fp32 sums for each document, as FlashAttention 2 does
 (mha_varlen_bwd: total_q + 128 * batch)."""
@@ -78,18 +78,18 @@ class LayerBytes:
     recomputed: int | None = None
     """Peak of a backward that runs the forward again, in tiles if there are any; None: as `peak`."""
     saved_products: int | None = None
-    """As `saved_activations` where products alone are saved; None: not known."""
+    """As `saved_activations` if only matrix products are saved; None: not known."""
     products_peak: int | None = None
-    """Peak of the backward of those; None: as `peak`."""
+    """Peak of the backward from saved products; None: as `peak`."""
 
     def saved_for_backward(self, level: RecomputeLevel) -> int:
-        """Bytes that a forward saves at `level`; all activations where products are not known."""
+        """Bytes that a forward saves at `level`; all activations if products are not known."""
         if level is RecomputeLevel.NONE or self.saved_products is None:
             return self.saved_activations
         return self.saved_products
 
     def backward_work(self, level: RecomputeLevel) -> int:
-        """Bytes that a backward from the activations of `level` makes in addition."""
+        """Bytes that a backward from the activations of `level` allocates in addition."""
         peak = self.peak if level is RecomputeLevel.NONE else self.products_peak or self.peak
         return peak - self.saved_for_backward(level)
 
@@ -110,12 +110,12 @@ class MicrobatchBytes:
     attention: int = 0
     """Attention's result and log-sum-exp of a layer."""
     first_backward: int = 0
-    """The first layer of the model that has a backward; those before it keep nothing."""
+    """First layer of the model that has a backward; layers before it save nothing."""
 
 
 @dataclass(frozen=True)
 class LiveMemory:
-    """Bytes at one moment, without weights and optimizer state."""
+    """Bytes in use at one time of a step, without weights and optimizer state."""
 
     inputs: int = 0
     """Saved inputs of layers that are recomputed."""
@@ -164,13 +164,13 @@ def estimate_layer(
             shape.layer_widths(layer),
             tokens,
             compiled=compiled,
-            beside=document_bytes(shape, num_documents),
+            packed_sums=document_bytes(shape, num_documents),
             tile_tokens=min(tile_tokens or tokens, tokens),
             sliced=sliced,
         )
         for layer in shape.layer_kinds
     ]
-    # Kept graphs are counted as of equal layers, so each number is the largest of any layer's.
+    # Saved graphs are counted with equal layers, so each number is the maximum over the kinds of layers.
     tiled = [kind.recomputed for kind in kinds if kind.recomputed is not None]
     return LayerBytes(
         max((kind.saved_activations for kind in kinds), default=0),
@@ -187,11 +187,11 @@ def _layer_bytes(
     tokens: int,
     *,
     compiled: bool,
-    beside: int,
+    packed_sums: int,
     tile_tokens: int,
     sliced: int,
 ) -> LayerBytes:
-    """Estimate one layer; `beside` are further bytes of attention, `sliced` those of a slice, 0 without slices."""
+    """Estimate one layer; `packed_sums` are further bytes for packed rows, `sliced` those of a slice or 0."""
     hidden, attention, inner = shape.hidden_size, widths.products, widths.feed_forward
     routed = 2 * widths.copies
     if compiled:
@@ -207,9 +207,9 @@ def _layer_bytes(
     tiled = None
     if sliced or tokens > tile_tokens:
         after, within = _tiled_bytes(weight_bytes, shape, attention, compiled=compiled)
-        tiled = max(after * tokens + peak * tile_tokens * weight_bytes, within * tokens + beside + sliced)
+        tiled = max(after * tokens + peak * tile_tokens * weight_bytes, within * tokens + packed_sums + sliced)
     graph, products, peak = (each * tokens * weight_bytes for each in (graph, products, peak))
-    return LayerBytes(graph, peak + beside, tiled, products)
+    return LayerBytes(graph, peak + packed_sums, tiled, products)
 
 
 def _tiled_bytes(weight_bytes: int, shape: ModelShape, attention: int, *, compiled: bool) -> tuple[int, int]:
@@ -219,17 +219,17 @@ def _tiled_bytes(weight_bytes: int, shape: ModelShape, attention: int, *, compil
     """
     queries = shape.attention_width
     heads = attention - queries  # q + 2 k, where A + Q is 2 q + 2 k
-    kept = (heads + 2 * queries + shape.hidden_size) * weight_bytes + 4 * (shape.num_heads or 0)
+    after = (heads + 2 * queries + shape.hidden_size) * weight_bytes + 4 * (shape.num_heads or 0)
     sums = 4 * (queries + (shape.num_heads or 0)) if compiled and weight_bytes == 2 else 0
-    return kept, kept + heads * weight_bytes + sums
+    return after, after + heads * weight_bytes + sums
 
 
 def slice_bytes(weight_bytes: int, shape: ModelShape, tokens: int, *, rows: int, length: int) -> int:
     """Return the bytes that attention of a slice takes in addition; an estimate.
 
     `tokens` are those of all `rows`, `length` those of a sequence. Results for parts of the keys are merged in fp32, as
-    are gradients of queries: once that width in fp32, and a part's own. Gradients of a part's keys and values are made
-    before they are added, for each query head with FlashAttention.
+    are gradients of queries: one tensor in fp32, and one of a part in the working format. Gradients of a part's keys
+    and values are made before they are added; FlashAttention makes them for each query head.
     """
     keys = max(tokens, rows * min(length, KEYS_PER_CALL))
     return tokens * shape.attention_width * (4 + weight_bytes) + 2 * keys * shape.attention_width * weight_bytes
@@ -261,13 +261,13 @@ def embedding_bytes(weight_bytes: int, shape: ModelShape, *, tokens: int, on_gpu
 
 
 def find_peak(plan: Plan, rank: int, size: MicrobatchBytes) -> LiveMemory:
-    """Return what `rank` holds at the peak of a step."""
+    """Return the memory of `rank` at the peak of a step."""
     step = _RankStep(plan, rank, size)
     return max((*step.offloading_forwards(), *step.last_stage(), *step.first_backwards()), key=lambda held: held.total)
 
 
 class _RankStep:
-    """One rank's step: what it holds at each moment that may be the peak."""
+    """One rank's step: its memory at each time that may be the peak."""
 
     def __init__(self, plan: Plan, rank: int, size: MicrobatchBytes) -> None:
         self._plan, self._size, self._stages = plan, size, plan.local_stages(rank)
@@ -290,12 +290,12 @@ class _RankStep:
             (self._per_round * inputs, self._per_round * graphs)
             for inputs, graphs in accumulate(saved, lambda a, b: (a[0] + b[0], a[1] + b[1]), initial=(0, 0))
         ]
-        """Inputs and graphs of a round that the first n waiting stages keep on the GPU."""
+        """Inputs and graphs of a round that the first n waiting stages save on the GPU."""
 
     def offloading_forwards(self) -> Iterator[LiveMemory]:
-        """Forward of each stage that offloads, while the inputs of microbatches before it leave."""
+        """Forward of each stage that offloads, while the inputs of earlier microbatches are copied to the host."""
         most, num_offloading, layer = max_pending_offloads(self._plan.copy_lookahead) + 1, 0, self._size.layer
-        # A forward without a graph makes less than one with it, and in tiles less than backward makes in them.
+        # A forward without a graph allocates less than one with it, and in tiles less than backward in tiles.
         work = layer.saved_activations
         if not self._plan.num_offloaded_microbatches:
             work = min(work, layer.recomputed_peak)
@@ -317,8 +317,10 @@ class _RankStep:
         graphs += held
         in_flight = self._in_flight
         if self._per_round == 1 and self._plan.offloaded_activation_stages.issuperset(self._waiting[-1:]):
-            in_flight = min(in_flight, self._offloaded + self._product_bytes(1))  # all others have left
-        output = 0 if self._keeps(stage) else message  # a graph contains its output
+            in_flight = min(
+                in_flight, self._offloaded + self._product_bytes(1)
+            )  # inputs of earlier stages are on the host
+        output = 0 if self._saves_graph(stage) else message  # a graph contains its output
         # All slices run forward before the first backward; each then leaves a gradient in place of its inputs.
         for num_slices in {self._plan.num_slices, 1}:
             gradients = 0 if cut.is_first else self._per_round - num_slices
@@ -344,21 +346,21 @@ class _RankStep:
                 yield LiveMemory(inputs - saved[0], graphs - saved[1], messages, work)
 
     def _product_bytes(self, number: int) -> int:
-        """Bytes of products among `number` consecutive microbatches; those that offload them are evenly spread."""
+        """Bytes of products in `number` consecutive microbatches; microbatches that offload them are evenly spaced."""
         return -(-number * self._plan.num_offloaded_microbatches // self._per_round) * self._products
 
-    def _keeps(self, stage: int) -> bool:
+    def _saves_graph(self, stage: int) -> bool:
         return stage in self._plan.saved_activation_stages and len(self._plan.cuts[stage].layers) > 0
 
     def _saved(self, stage: int) -> tuple[int, int]:
         """Inputs and graphs of one microbatch in a stage."""
-        if not self._keeps(stage):
+        if not self._saves_graph(stage):
             return self._inputs(stage), 0
         graph = self._size.layer.saved_for_backward(self._plan.recompute_level)
         return self._size.activation, self._num_saving(stage) * graph
 
     def _inputs(self, stage: int) -> int:
-        """Bytes that a stage's layers save of one microbatch to recompute from."""
+        """Bytes that a stage's layers save for one microbatch, to recompute from."""
         attention = self._size.attention if stage in self._plan.saved_attention_stages else 0
         return self._num_saving(stage) * (self._size.activation + attention)
 
@@ -369,23 +371,23 @@ class _RankStep:
         return max(number, 1) if cut.is_last and cut.layers else number
 
     def _layer_work(self, stage: int) -> int:
-        """Bytes that one layer's backward makes in addition to saved ones; of its forward if it has no backward."""
+        """Bytes that one layer's backward allocates in addition to saved ones; its forward's if it has no backward."""
         layer, cut = self._size.layer, self._plan.cuts[stage]
         if not cut.backward_layers(self._size.first_backward):
             return min(layer.saved_activations, layer.recomputed_peak) if cut.layers else 0
-        if self._keeps(stage):
+        if self._saves_graph(stage):
             return layer.backward_work(self._plan.recompute_level)
         if stage in self._plan.offloaded_activation_stages and self._plan.num_offloaded_microbatches:
             return max(layer.recomputed_peak, layer.backward_work(RecomputeLevel.ELEMENTWISE))
         return layer.recomputed_peak
 
     def _outputs(self, num_stages: int) -> int:
-        """Outputs of the first n waiting stages among the messages in flight; those within graphs do not count."""
-        in_graphs = self._per_round if num_stages and self._keeps(self._waiting[num_stages - 1]) else 0
+        """Messages in flight that are outputs of the first n waiting stages; outputs within graphs do not count."""
+        in_graphs = self._per_round if num_stages and self._saves_graph(self._waiting[num_stages - 1]) else 0
         return max(0, min(self._per_round * num_stages, self._max_sends) - in_graphs)
 
     def _messages(self, gradients: int, outputs: int | None = None) -> int:
-        """Bytes of messages received ahead and in flight; one rank alone passes its gradients on itself.
+        """Bytes of messages received ahead and in flight; with one rank, gradients between its own stages.
 
         `outputs` are sent before the gradients; None: as many as can be in flight.
         """

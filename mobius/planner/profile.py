@@ -17,12 +17,12 @@ from mobius.schedule.partition import ModelShape
 FORMAT = 8
 """Incremented when a field changes its meaning, so that older files are not used."""
 ADAPTER_FORWARD, ADAPTER_BACKWARD = 2.5, 3.5
-"""Passes of adapters over the inputs and outputs of their linear layers. Forward reads inputs, writes what it adds,
-reads that and the outputs, and writes their sum. Backward reads the outputs' gradients twice and inputs once, writes a
-gradient of inputs, reads it and the other, and writes their sum. Inputs and outputs of a layer are about equally wide,
-so that is (1 + 4) / 2 and (5 + 2) / 2."""
+"""Passes of adapters over the inputs and outputs of their linear layers. Forward reads inputs, writes its result,
+reads the result and the layer's outputs, and writes their sum. Backward reads the outputs' gradients twice and inputs
+once, writes a gradient of inputs, reads it and the layer's, and writes their sum. Inputs and outputs of a layer are
+about equally wide, which makes (1 + 4) / 2 and (5 + 2) / 2."""
 _SECONDS = ("embedding_forward", "embedding_backward", "loss", "step_overhead", "action_launch", "latency")
-"""Numbers that may be 0, as may seconds of layers; all others are above it."""
+"""Fields that may be 0, like seconds of layers; all other numbers are positive."""
 MOST_KINDS = 4
 """Kinds of layers whose seconds are shown."""
 
@@ -111,11 +111,11 @@ class Profile:
     copies: CopyRates
     messages: MessageRates
     cpu_adamw: float
-    """Parameters per second of one rank's CPU optimizer, the others idle."""
+    """Parameters per second of one rank's CPU optimizer while other ranks are idle."""
     cpu_adamw_together: float
     """Parameters per second of each rank's CPU optimizer while all update."""
     cpu_adamw_beside_copies: float
-    """Parameters per second of each rank's while all update and all GPUs copy in both directions."""
+    """Parameters per second of each rank's CPU optimizer while all update and all GPUs copy in both directions."""
     copies_beside_cpu_adamw: float
     """Bytes per second of one GPU's copies in each direction meanwhile."""
     cpu_adamw_bytes: int
@@ -135,20 +135,20 @@ class Profile:
     action_launch: float = 0.0
     """Seconds of the host for everything else that an action needs: events, messages, slots."""
     attention_length: float | None = None
-    """Tokens of the sequence, or mean over tokens of their document, that layers attended in; None: as in rows."""
+    """Tokens of the sequence that layers attended in; for packed rows the mean over tokens. None: as in rows."""
     attention: LayerSeconds = LayerSeconds(0.0, 0.0, 0.0)
-    """Seconds of each layer's that attention takes; known where rows are to be cut into slices, and of estimates."""
+    """Part of each layer's seconds that attention takes; known for runs with slices, and for estimates."""
     replicas: ReplicaRates | None = None
-    """None where there is one pipeline."""
+    """None with one pipeline."""
 
     def of_layer(self, layer: int) -> LayerSeconds:
-        """The seconds of the model's layer number `layer`."""
+        """Return the seconds of the model's layer number `layer`."""
         return self.layer_kinds[self.kind_of_layer[layer]]
 
     def elementwise_seconds(self, layer: int, shape: ModelShape) -> float:
-        """Seconds per microbatch to run again what is element by element in a layer, at the rate of the GPU's memory.
+        """Return the seconds per microbatch to recompute a layer's elementwise work, at the GPU's memory bandwidth.
 
-        Widths of two bytes that are read and written, hidden H, feed-forward I, queries and keys together A / 2:
+        Widths of two-byte elements that are read and written; hidden H, feed-forward I, queries and keys A / 2:
 
             norm of the input             H read, H written
             rotary embeddings             A / 2 read, A / 2 written
@@ -157,7 +157,7 @@ class Profile:
 
             copies for experts and their results' sum    K H read, K H written, each
 
-        An estimate, not measured: backward reads some of it anyway, and reads what it has made again.
+        An estimate, not measured: backward reads some of them anyway, and reads the recomputed tensors.
         """
         widths = shape.layer_widths(layer)
         elements = 5 * shape.hidden_size + widths.products + 3 * widths.feed_forward + 4 * widths.copies
@@ -166,21 +166,21 @@ class Profile:
     def describe(self) -> str:
         """One line: what is measured or estimated, and the seconds of each kind of layers."""
         numbers = [self.kind_of_layer.count(kind) for kind in range(len(self.layer_kinds))]
-        told = [
+        layers = [
             f"{number} layers take {kind.describe()}" if len(numbers) > 1 else f"a layer takes {kind.describe()}"
             for kind, number in zip(self.layer_kinds[:MOST_KINDS], numbers, strict=False)
         ]
-        more = ["others are not shown"] if len(numbers) > MOST_KINDS else []
+        more = ["other layers are not shown"] if len(numbers) > MOST_KINDS else []
         loss = f"the loss {1e3 * self.loss:.2f} ({self.microbatch_tokens} tokens)"
-        return f"{self.source}: {self.basis}; {', '.join([*told, *more, loss])}"
+        return f"{self.source}: {self.basis}; {', '.join([*layers, *more, loss])}"
 
     def to_json(self) -> str:
-        """The profile as an object of its fields, ending in a line break."""
+        """Return the profile as a JSON object of its fields, ending in a line break."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """The inverse of `to_json`; raises ProfileError for anything else, also for numbers that cannot be."""
+        """Read the text of `to_json`; raises ProfileError for any other text and for impossible numbers."""
         try:
             fields = json.loads(text)
             if fields.pop("format") != FORMAT:
@@ -193,7 +193,7 @@ class Profile:
 
 
 def _parts(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a profile that are no plain numbers or texts, from their JSON values."""
+    """Return the fields of a profile that are not plain numbers or texts, from their JSON values."""
     replicas = fields.get("replicas")
     return {
         "source": Source(fields["source"]),
@@ -208,7 +208,7 @@ def _parts(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(profile: Profile) -> None:
-    """Raise ValueError for values that cannot be: no numbers or negative ones, rates of 0, unknown kinds of layers."""
+    """Raise ValueError for impossible values: no numbers or negative ones, rates of 0, unknown kinds of layers."""
     parts: list[Any] = [profile, profile.copies, profile.messages, profile.launch_overhead, profile.attention]
     for part in (*parts, *profile.layer_kinds, *([] if profile.replicas is None else [profile.replicas])):
         for field in dataclasses.fields(part):
@@ -221,14 +221,14 @@ def _check(profile: Profile) -> None:
                 raise ValueError(f"{field.name} is {value!r}")
     kinds = range(len(profile.layer_kinds))
     if not profile.kind_of_layer or any(type(k) is not int or k not in kinds for k in profile.kind_of_layer):
-        raise ValueError("kind_of_layer names kinds that are not there")
+        raise ValueError("kind_of_layer names kinds that do not exist")
 
 
 def with_frozen(profile: Profile, shape: ModelShape, byte_rate: float) -> Profile:
-    """An estimate of all parameters' training without what the frozen ones of `shape` spare, in formats of two bytes.
+    """Subtract the work that frozen parameters of `shape` save from a `profile` of full training; two-byte formats.
 
-    That is their gradients' products, a third of all products of layers and head, and all of backward before the first
-    layer that is trained. Adapters pass over memory instead, at `byte_rate` bytes per second.
+    They save their gradients' products, a third of all products of layers and head, and the backward of all layers
+    before the first trained one. Adapters add passes over memory, at `byte_rate` bytes per second.
     """
     trained = shape.trained
     if trained is None:

@@ -1,8 +1,8 @@
-"""Bytes of a stage's training state, of which each replica holds a share.
+"""Bytes of a stage's training state on one replica.
 
 weights                                  all of the stage, on every replica
 fp32 sums of a step, or of its rounds    all of the stage
-gradients, rest of the master, moments   an R-th, that of the elements that this replica updates
+gradients, rest of the master, moments   1/R, for the elements that this replica updates
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ByteSizes:
     remainder: int
     """Rest of the fp32 master weight: 2 with bf16, which is its upper half, 4 with fp16."""
     has_accumulation_rounds: bool = False
-    """Whether fp32 sums are kept between rounds: in place of gradients on the host, or in a resident stage."""
+    """Whether fp32 sums are stored between rounds: in place of gradients on the host, or in a resident stage."""
     num_replicas: int = 1
     """Pipelines that share gradients and optimizer state."""
 

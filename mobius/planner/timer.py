@@ -1,4 +1,4 @@
-"""Times work that all ranks do at once; results are the same on all ranks. Collective."""
+"""Timer of work that all ranks do at the same time; results are equal on all ranks. Collective."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CollectiveTimer:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, work: Work) -> float:
-        """Mean seconds of `work` on all ranks at once, run back to back as within a step."""
+        """Return the mean seconds of `work` on all ranks at once, run back to back as in a step."""
         repeats = self.warm_up(work)
         start = time.perf_counter()
         for _ in range(repeats):
@@ -37,16 +37,16 @@ class CollectiveTimer:
         return self.mean((time.perf_counter() - start) / repeats)
 
     def warm_up(self, work: Work) -> int:
-        """Warm up, wait until the device is idle, and return how often all ranks shall repeat `work`."""
+        """Warm up, wait until the device is idle, and return the number of repeats for all ranks."""
         for _ in range(WARM_UP):
             work()
-        # All ranks repeat equally often, so that they disturb each other until the end.
+        # All ranks repeat equally often, so that they run concurrently until the end.
         repeats = max(MIN_REPEATS, int(self.part_seconds / self.mean(max(self._seconds_once(work), 1e-6))))
         self.transport.barrier()
         return repeats
 
     def launch_seconds(self, work: Work) -> float:
-        """Mean over the ranks of the host's seconds to enqueue `work` on an idle device; 0 on a CPU."""
+        """Return the host's seconds to enqueue `work` on an idle device, averaged over the ranks; 0 on a CPU."""
         if self.device.type != "cuda":
             return 0.0
         times = []
@@ -60,7 +60,7 @@ class CollectiveTimer:
         return self.mean(min(times))
 
     def seconds_alone(self, work: Work) -> float:
-        """Mean over the ranks of the seconds of `work` while the other ranks wait."""
+        """Return the seconds of `work` while the other ranks wait, averaged over the ranks."""
         own = 0.0
         for rank in range(self.transport.num_ranks):
             self.transport.barrier()
@@ -77,7 +77,7 @@ class CollectiveTimer:
         return time.perf_counter() - start
 
     def mean(self, value: float) -> float:
-        """The mean of all ranks' values, the same to the bit on each of them."""
+        """Return the mean of all ranks' values, bit-identical on all ranks."""
         all_ranks = self.transport.all_ranks  # replicas too: their plans must be the same
         return float(all_ranks.sum_over_ranks(torch.tensor([value], dtype=torch.float64))) / all_ranks.num_ranks
 

@@ -37,8 +37,8 @@ def test_a_run_with_auto_measures_once_and_says_how_near_its_prediction_was(
 
     first, second = run("first"), run("second")
 
-    assert "s, for auto: measured" in first
-    assert "s, for auto: measured" not in second
+    assert " s: measured" in first
+    assert " s: measured" not in second
     for text in (first, second):
         assert "predicted: " in text
         assert "off by" in text

@@ -200,7 +200,7 @@ def test_a_rank_without_streamed_stages_leaves_the_others_slots_in_its_plan(llam
     ],
 )
 def test_the_estimate_by_hand(resident: int, graphs: int, clips: bool, expected: float) -> None:
-    rates = Rates(flops=1e16, updates_in_step=1e9, updates_behind_step=1e9)
+    rates = Rates(flops=1e16, updates_in_step=1e9, updates_after_step=1e9)
     candidate = MemoryUse(resident, graphs, 2)
     seconds = estimated_seconds(candidate, [3 * 10**9] * 2, tokens=10**6, clips=clips, rates=rates)
     assert seconds == pytest.approx(expected)

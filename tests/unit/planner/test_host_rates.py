@@ -21,7 +21,7 @@ from mobius.planner.gpu_specs import ACTION_LAUNCH, GPU_SPECS, LAUNCH, estimate_
 from mobius.planner.host_rates import (
     UPDATES_WITHIN_STEP,
     HostRates,
-    measure_beside,
+    measure_during_copies,
     measure_host_rates,
     with_host_rates,
 )
@@ -32,7 +32,7 @@ from mobius.planner.timer import MIN_REPEATS, CollectiveTimer
 from mobius.ranks import Ranks
 
 SLOW = HostRates(
-    copies_each_way=10e9, updates=1e9, updates_beside_copies=0.8e9, copies_beside_updates=4e9, update_bytes=26
+    copies_each_way=10e9, updates=1e9, updates_during_copies=0.8e9, copies_during_updates=4e9, update_bytes=26
 )
 
 
@@ -53,8 +53,8 @@ def test_all_ranks_measure_the_same(monkeypatch: pytest.MonkeyPatch, dtype: torc
     first, second = run_rank_threads(2, work)
     assert first == second
     assert first.update_bytes == num_bytes
-    assert min(first.updates, first.updates_beside_copies) > 0
-    assert first.copies_each_way == first.copies_beside_updates > 0  # on a CPU they are not measured beside updates
+    assert min(first.updates, first.updates_during_copies) > 0
+    assert first.copies_each_way == first.copies_during_updates > 0  # on a CPU they are not measured during updates
 
 
 def test_a_profile_takes_the_hosts_rates_and_keeps_the_rest() -> None:
@@ -75,7 +75,7 @@ def test_a_profile_takes_the_hosts_rates_and_keeps_the_rest() -> None:
     assert Profile.from_json(after.to_json()) == after
 
 
-def test_in_the_simulation_all_update_beside_copies_as_fast_as_was_measured() -> None:
+def test_in_the_simulation_all_update_during_copies_as_fast_as_was_measured() -> None:
     rates = SharedBandwidth(with_host_rates(estimate(), SLOW), 4)
     copies = {("load", rank): rates.load(rank, 1) for rank in range(4)}
     copies |= {("offload", rank): rates.offload(rank, 1) for rank in range(4)}
@@ -85,12 +85,12 @@ def test_in_the_simulation_all_update_beside_copies_as_fast_as_was_measured() ->
     assert [together[name] for name in copies] == pytest.approx([4e9] * 8)
 
 
-def test_updates_are_not_faster_beside_copies_nor_together_than_alone() -> None:
+def test_updates_are_not_faster_during_copies_nor_together_than_alone() -> None:
     fast = HostRates(
         copies_each_way=50e9,
         updates=9e9,
-        updates_beside_copies=9.5e9,
-        copies_beside_updates=40e9,
+        updates_during_copies=9.5e9,
+        copies_during_updates=40e9,
         update_bytes=26,
     )
     after = with_host_rates(estimate(), fast)
@@ -122,7 +122,7 @@ def test_copies_count_from_the_start_of_the_updates_to_their_end() -> None:
     timer = CollectiveTimer(torch.device("cpu"), SingleRankTransport(), part_seconds=0.01)
     copies = CopiesOnTheirWay()
 
-    seconds, rate = measure_beside(timer, lambda: time.sleep(0.002), copies, num_copies=8)
+    seconds, rate = measure_during_copies(timer, lambda: time.sleep(0.002), copies, num_copies=8)
 
     assert copies.num_started == 16
     # Of 16 copies 4 had ended before and 12 have at the end: 4 each way of 100 bytes, beside some updates of 2 ms.

@@ -105,7 +105,7 @@ def test_a_slice_has_the_documents_of_packed_rows_and_attends_to_those_before_it
 def test_the_peak_of_each_level_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """On an H100, LoRA layers of width 2048 took 33.2 messages with everything saved, 40.6 with products alone."""
     taken = {RecomputeLevel.NONE: (161, 332), RecomputeLevel.ELEMENTWISE: (208, 406)}
-    monkeypatch.setattr(layer_bytes._LayerBench, "measure_kept", lambda self, shape, level: taken[level])
+    monkeypatch.setattr(layer_bytes._LayerBench, "measure_saved", lambda self, shape, level: taken[level])
     monkeypatch.setattr(layer_bytes._LayerBench, "measure_recomputed", lambda self, shape: 386)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda *_: None)
     found = measure_layer_bytes(

@@ -234,7 +234,7 @@ def test_a_folder_that_cannot_be_written_costs_a_line_only(
     (tmp_path / "cache").write_text("a file, not a folder")
     with caplog.at_level(logging.WARNING):
         assert cached_profile(tmp_path / "cache" / "p.json", lambda: profile, SingleRankTransport()) == (profile, True)
-    assert "cannot be kept" in caplog.text
+    assert "cannot be saved" in caplog.text
 
 
 def test_if_one_rank_has_no_profile_all_measure(tmp_path: Path, profile: Profile) -> None:

@@ -257,7 +257,7 @@ def test_too_little_gpu_memory_is_told_with_the_sum_and_what_to_change(is_offloa
     message = str(caught.value)
     assert "rank 2 needs 9.5 GiB of GPU memory" in message
     assert (
-        "weights 2.00 + gradients 3.00 + optimizer 0.00 + inputs of layers 4.00 + kept activations 0.00 "
+        "weights 2.00 + gradients 3.00 + optimizer 0.00 + inputs of layers 4.00 + saved activations 0.00 "
         "+ messages 0.00 + one layer's work 0.50 + libraries 0.00 = 9.50 GiB" in message
     )
     assert "8.0 GiB is available" in message
