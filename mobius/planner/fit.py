@@ -56,8 +56,8 @@ from mobius.schedule.plan import MemoryUse, Plan, RecomputeLevel
 from mobius.units import format_bytes
 
 PREFETCH_SLOTS = 3
-"""A third slot loads a stage while the gradients of another are offloaded: faster if a stage computes no longer than this
-copy takes."""
+"""A third slot loads a stage while the gradients of another are offloaded. It pays if a stage computes no longer than
+this copy takes."""
 SMALLEST_CHUNK = 128
 MIN_SLICE_TOKENS = 4096
 """Fewest tokens of a slice: fewer do not keep a GPU busy."""

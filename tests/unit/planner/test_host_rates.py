@@ -125,7 +125,7 @@ def test_copies_count_from_the_start_of_the_updates_to_their_end() -> None:
     seconds, rate = measure_during_copies(timer, lambda: time.sleep(0.002), copies, num_copies=8)
 
     assert copies.num_started == 16
-    # Of 16 copies 4 had ended before and 12 have at the end: 4 each way of 100 bytes, beside some updates of 2 ms.
+    # Of 16 copies 4 had ended before and 12 have at the end: 4 each way of 100 bytes, during some updates of 2 ms.
     num_updates = 4 * 100 / rate / seconds
     assert num_updates == pytest.approx(round(num_updates), rel=1e-6)
     assert num_updates >= MIN_REPEATS
@@ -180,8 +180,8 @@ def test_a_run_is_planned_again_by_what_was_measured(
         == [planned.result.profile]
         == [replace(with_rates, launch_overhead=launch_overhead, action_launch=2 * ACTION_LAUNCH)]
     )
-    told = "1.00 billion updates per second and rank, or 0.80 beside copies of 4 GB/s each way, which alone do 10"
-    assert told in caplog.text
+    text = "1.00 billion updates per second and rank, 0.80 during copies of 4 GB/s each way, which reach 10 without"
+    assert text in caplog.text
     assert "; a layer is enqueued in 0.60 ms forward, 3.00 backward, 1.86 with recompute" in caplog.text
     assert plan_by_measurement(unknown, SingleRankTransport()) is unknown
     assert len(seen) == 1
