@@ -29,7 +29,7 @@ def test_a_hang_of_one_rank_is_told_by_all_with_who_waits_for_whom(tmp_path: Pat
     assert set(stories) == {0, 1, 2}, output
     assert "in step 3, at F1.2 (stage 1, microbatch 2)" in stories[1]
     assert "waits for" not in stories[1]
-    assert "standing_still.py:" in stories[1]
+    assert "late_ranks.py:" in stories[1]
     assert "in hang" in stories[1]
     assert "in step 3, at F2.2 (stage 2, microbatch 2)" in stories[2]
     assert "waits for neighbours, what stage 1 makes, from rank 1" in stories[2]

@@ -248,7 +248,6 @@ def test_other_weights_beside_a_single_file_are_not_read_and_told_unless_they_ar
 BROKEN_FILES: list[tuple[str, str]] = [
     ("generation_config.json", "{"),
     ("generation_config.json", "[]"),
-    ("generation_config.json", '{"max_new_tokens": NaN}'),
     ("generation_config.json", '{"watermarking_config": 3}'),
     ("generation_config.json", '{"compile_config": [1]}'),
     ("generation_config.json", '{"max_new_tokens": -4}'),
@@ -257,7 +256,6 @@ BROKEN_FILES: list[tuple[str, str]] = [
     ("tokenizer.json", '{"version": "1.0", "model": {"type": "no-such"}}'),
     ("tokenizer_config.json", "{"),
     ("tokenizer_config.json", "[]"),
-    ("tokenizer_config.json", '{"chat_template": 3}'),
     ("tokenizer_config.json", '{"chat_template": [{"name": "a"}]}'),
     ("tokenizer_config.json", '{"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": ["x"]}'),
     ("tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["own.Own", null]}}'),
