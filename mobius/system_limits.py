@@ -56,11 +56,11 @@ def limit_error_from(error: BaseException) -> MobiusError | None:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    seen: list[BaseException] = []
+    visited: list[BaseException] = []
     cause: BaseException | None = error
-    while cause is not None and not any(cause is other for other in seen):
+    while cause is not None and not any(cause is other for other in visited):
         yield cause
-        seen.append(cause)
+        visited.append(cause)
         cause = cause.__cause__ or cause.__context__
 
 

@@ -45,11 +45,11 @@ def parse_args(
 ) -> Config:
     """Read `argv` (without the program's name) and the YAML file it names.
 
-    `is_without_train_sh`: the ranks were started by torchrun or alone, without what train.sh does with its options.
+    `is_without_train_sh`: the ranks were started without train.sh, so that its options have no effect.
 
-    Logs what is ignored and what is chosen. Raises ConfigError with every problem of both sources and of their
-    combination; with `num_ranks`, also of that. `--help` prints on the first rank only and raises SystemExit, as
-    argparse does.
+    Logs ignored options and automatic choices. Raises ConfigError with all problems of both sources and of their
+    combination; with `num_ranks`, also problems that depend on it. `--help` prints on the first rank only and raises
+    SystemExit, as argparse does.
     """
     command_line = read_command_line(argv)
     if command_line.wants_help:
@@ -69,9 +69,9 @@ def resolve(
     num_nodes: int = 1,
     is_without_train_sh: bool = False,
 ) -> Config:
-    """Put the command line over the file it names and that over the defaults; raises ConfigError like `parse_args`.
+    """Merge the command line over the file it names and the defaults; raises ConfigError like `parse_args`.
 
-    The command line's notices are then those of both.
+    Notices of both sources are added to those of the command line.
     """
     file = _file_of(command_line)
     values = _merged(file.values, command_line.values)
@@ -84,13 +84,13 @@ def resolve(
         config, notice = infer_eval_strategy(config, values)
         command_line.notices += [] if notice is None else [notice]
     if not config.evaluation.do_train and "dataset" not in values and config.data.eval_dataset is not None:
-        # Nothing is trained on; rows are planned for what is evaluated.
+        # Without training data, rows are planned for the evaluated data.
         config = replace(config, data=replace(config.data, dataset=config.data.eval_dataset))
     # A broken value in the file does not matter to the rules where the command line replaces it.
     invalid_options = (file.invalid_options - set(command_line.values)) | command_line.invalid_options
-    if config.saving.resume_from_checkpoint is not None:  # what is not given is the checkpoint's, and not known yet
+    if config.saving.resume_from_checkpoint is not None:  # the checkpoint's options are not known yet
         invalid_options |= options().keys() - values.keys()
-    # A dry run is one process that plans for others, and a preview trains nothing.
+    # A dry run is one process that plans for several, and a preview trains nothing.
     is_run = not config.planning.dry_run and config.data.preview is None
     num_pipeline_ranks, num_replicas = _pipelines(config, num_ranks, num_nodes) if is_run else (None, 1)
     problems = file.problems + command_line.problems
@@ -113,7 +113,7 @@ def resolve(
 
 
 def _pipelines(config: Config, num_ranks: int | None, num_nodes: int) -> tuple[int | None, int]:
-    """Ranks of a pipeline, if those of the run are known, and replicas; whole ones, or `Ranks.cut` refuses them."""
+    """Number of ranks of a pipeline, if the run's is known, and of replicas; `Ranks.cut` refuses fractions."""
     if num_ranks is None:
         return None, 1
     num_pipeline_ranks = config.launch.pipeline_ranks or num_ranks // num_nodes
@@ -127,7 +127,7 @@ def given_options(argv: Sequence[str]) -> frozenset[str]:
 
 
 def _merged(file: Mapping[str, OptionValue], typed: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
-    """Both sources' values; what is typed replaces its alternative in the file, too."""
+    """Values of both sources; a typed option also replaces its alternative in the file."""
     chosen = [name for name, value in typed.items() if value != options()[name].default]
     replaced = {other for pair in MUTUALLY_EXCLUSIVE for name in chosen for other in pair if name in pair}
     return {**{name: value for name, value in file.items() if name not in replaced}, **typed}

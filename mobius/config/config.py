@@ -1,8 +1,8 @@
 """The table of options: one frozen section per topic, with the meaning of every option under its field.
 
 Field names are the names of the options, and the texts are what `--help` and docs/user/options.md print. `option` gives
-a field its bounds, other names, and the modes without which it has no effect. The end has the table as a whole: all
-options, all names, and the flat form of a config.
+a field its bounds, other names, and the modes in which it has an effect. The end of the module has all options, all
+names, and the flat form of a config.
 """
 
 import difflib
@@ -105,7 +105,7 @@ _STEPS: Final = re.compile(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", re.ASCII)
 _DEVICE: Final = re.compile(r"\d{1,4}|(GPU|MIG)-[\w/-]{1,80}", re.ASCII)
 _WEIGHT: Final = re.compile(r"[-+]?(?:(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?|nan|inf)", re.ASCII | re.IGNORECASE)
 _SURELY_ALIKE: Final = 0.85
-"""Likeness of a word and its misspelling: letters left out, doubled or swapped leave more, min and max less."""
+"""Minimum similarity of a misspelling: letters left out, doubled or swapped are above it, min and max below it."""
 _ENDPOINT: Final = re.compile(r"[^\s:]+:\d{1,5}|\[[0-9a-fA-F:.]+\]:\d{1,5}")
 
 
@@ -215,9 +215,9 @@ class DatasetEntry:
 
     @classmethod
     def from_word(cls, word: str) -> "DatasetEntry":
-        """`name` or `name:weight`; a file or folder that is there under the whole word is taken as the name.
+        """Parse `name` or `name:weight`; if a file or folder has the full word as its name, the word is the name.
 
-        Raises ValueError where there is no name.
+        Raises ValueError if there is no name.
         """
         name, _, weight = word.rpartition(":")
         is_weighted = name != "" and _WEIGHT.fullmatch(weight) and not os.path.exists(os.path.expanduser(word))
@@ -228,7 +228,7 @@ class DatasetEntry:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the name alone, as a word, means this entry, whatever files there are."""
+        """Whether parsing the name gives this entry again, regardless of existing files."""
         _, colon, end = self.name.rpartition(":")
         return self == DatasetEntry(self.name) and not (colon and _WEIGHT.fullmatch(end))
 
@@ -291,10 +291,10 @@ class DataConfig:
     """Datasets to evaluate on, written as for dataset, without weights."""
     preprocessing_num_workers: int | None = option(None, Bounds(minimum=1, ceiling=4096, allows_auto=True))
     """Number of processes that tokenize. The result is cached, so that more processes shorten only the first run. auto:
-    by the machine's cores and the size of the data."""
+    depends on the machine's cores and the size of the data."""
     preview: int | None = option(None, Bounds(minimum=1, ceiling=1001), bare="3")
-    """Show so many samples as they will be trained on and what a step will hold, then exit; needs no GPU. Default
-    without a number: 3."""
+    """Number of samples to show as they will be trained on, with the contents of a step; then exit. Needs no GPU.
+    Default without a number: 3."""
 
     @property
     def is_text_joined(self) -> bool:
@@ -362,12 +362,12 @@ class PipelineConfig:
     cross_mapping: bool = True
     """Give neighbouring ranks, which load at nearly the same time, GPUs on different PCIe root complexes, if the
     machine reports them; the log says which. With no_cross_mapping, or a GPU list that is not ascending (0,2,1,3), the
-    list's order is kept."""
+    list's order is used."""
     device: Device = Device.AUTO
     """auto: CUDA on a machine with GPUs (each rank needs its own), otherwise the CPU."""
     gpu_memory_limit: float | None = option(None, POSITIVE, needs=(NOT_ON_CPU,))
-    """Hard limit of the GPU memory of each rank in GiB, so that a large GPU behaves like a small one. Default: the
-    whole GPU."""
+    """Hard limit of the GPU memory of each rank in GiB, so that a large GPU behaves like a small one. Default: all of
+    it."""
     host_memory_limit: float | None = option(None, POSITIVE)
     """CPU memory of all ranks together in GiB. Default: the memory that is available at the start."""
     tile_tokens: str = option(
@@ -376,7 +376,7 @@ class PipelineConfig:
         form=(lambda text: _number_or(text, "auto", "off", least=1), "auto, off, or a number from 1 on"),
     )
     """Tiled MLP: tokens that a recomputed layer takes at a time outside attention, so that its memory hardly grows with
-    seq_length. Results differ by rounding. A number, off, or auto: off where whole layers fit into GPU memory, else the
+    seq_length. Results differ by rounding. A number, off, or auto: off if layers fit into GPU memory untiled, else the
     largest of 32768, 16384, 8192 and 4096 that fits; off on a CPU."""
     loss_chunk_tokens: int = option(2048, COUNT, needs=(LOSSES,))
     """Number of tokens whose logits exist at a time; 2048 with a vocabulary of 32k take 0.25 GiB in fp32. Fewer are
@@ -450,7 +450,7 @@ class OptimConfig:
 
     @property
     def num_steps(self) -> int:
-        """`num_iterations`, once it is known; with `num_train_epochs` the data tell it."""
+        """`num_iterations`, once it is known; with `num_train_epochs` it follows from the data."""
         assert self.num_iterations is not None or self.num_train_epochs is None, "epochs are counted before anyone asks"
         return 2 if self.num_iterations is None else self.num_iterations
 
@@ -476,7 +476,7 @@ class AdapterConfig:
     """Strength of the adapters: their output is multiplied by lora_alpha / lora_rank."""
     lora_target: str = option("all", aliases=("lora_target_modules",), needs=(ADAPTERS,))
     """Linear layers that get an adapter: all within the model's layers, names with commas such as q_proj,v_proj, or a
-    regular expression of whole names such as .*self_attn[.](q|v)_proj."""
+    regular expression of full names such as .*self_attn[.](q|v)_proj."""
     use_rslora: bool = option(False, needs=(ADAPTERS,))
     """Multiply by lora_alpha / sqrt(lora_rank), which keeps large ranks from learning more slowly."""
     additional_target: str | None = option(None, needs=(ADAPTERS,))
@@ -572,7 +572,7 @@ class SavingConfig:
     """Checkpoints"""
 
     save_strategy: SaveStrategy = option(SaveStrategy.STEPS, needs=(TRAINING,))
-    """When the whole state of the run is saved to save_dir/checkpoint-STEP: every save_steps, at the end of each epoch,
+    """When the full state of the run is saved to save_dir/checkpoint-STEP: every save_steps, at the end of each epoch,
     or never. Unless never, also when the run ends early (Ctrl-C, SIGTERM, max_run_time)."""
     save_steps: float = option(500, Bounds(above=0, share_of="steps"), needs=(TRAINING, CHECKPOINTS, SAVE_STEPS))
     """Steps between two checkpoints: a whole number, or a share of all steps if below 1 (rounded up)."""
@@ -621,8 +621,8 @@ class EvaluationConfig:
     load_best_model_at_end: bool = option(False, needs=(TRAINING, COMPARED))
     """Save the weights of the best checkpoint as the result, instead of the last step's."""
     early_stopping_patience: int | None = option(None, COUNT, needs=(TRAINING, COMPARED))
-    """Early stopping: the run ends after so many evaluations in a row without a better metric_for_best_model. Default:
-    no limit."""
+    """Early stopping: number of consecutive evaluations without a better metric_for_best_model after which the run
+    ends. Default: no limit."""
     do_predict: bool = option(False, flags={"predict_with_generate": True})
     """Generate answers to the samples of eval_dataset or val_size after the last step, and score them. LLaMA-Factory
     calls it predict_with_generate."""
@@ -692,7 +692,7 @@ class LaunchConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """A run as the user asked for it."""
+    """Config of a run as the user gave it."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()

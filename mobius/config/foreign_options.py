@@ -12,14 +12,14 @@ from typing import Final
 
 @dataclass(frozen=True)
 class ForeignOption:
-    """`message` ends the message about the option; `replacements` are the options here that it was meant for."""
+    """`message` is the end of the error text; `replacements` are the options of Mobius that serve the same purpose."""
 
     message: str
     replacements: tuple[str, ...]
 
     @property
     def is_ignored(self) -> bool:
-        """Whether the option changes nothing here, so that a line is enough; others decide something."""
+        """Whether the option can be ignored with a log line; any other one is an error."""
         return self.message.startswith(IGNORED)
 
 
@@ -99,7 +99,7 @@ optimizer=adamw optimizer=adamw_torch optimizer=adamw_torch_fused optimizer=adam
     not needed: the optimizer is AdamW
 optim optim_args optim_target_modules optimizer optimizer_type adafactor use_galore use_badam use_apollo use_muon
 use_adam_mini
-    not available; the optimizer is AdamW, whose fp32 states are kept where they fit
+    not available; the optimizer is AdamW, whose fp32 states are on the GPU or in CPU memory
 betas adam_betas -> adam_beta1 adam_beta2
     use --adam_beta1 and --adam_beta2
 adam_eps eps -> adam_epsilon
@@ -107,7 +107,7 @@ adam_eps eps -> adam_epsilon
 gradient_clipping clip_grad grad_clip gradient_clip_val -> max_grad_norm
     use --max_grad_norm
 probe_topology
-    not needed: the PCIe tree tells which GPUs share a link; CUDA_VISIBLE_DEVICES=0,2,1,3 gives another order
+    not needed: the PCIe tree shows which GPUs share a link; CUDA_VISIBLE_DEVICES=0,2,1,3 gives another order
 label_smoothing_factor
     not available; the loss is plain cross entropy
 neftune_noise_alpha noisy_embedding_alpha
@@ -191,7 +191,7 @@ create_new_adapter
 stage=sft task=sft task=causal_lm
     not needed: supervised fine-tuning is the only method
 stage=pt task=pt
-    not needed: plain text (data with a `text` column) is trained on whole
+    not needed: all tokens of plain text (data with a `text` column) are trained on
 stage task rlhf_type rl
     not available: Mobius does supervised fine-tuning (sft) and pretraining (pt), no dpo, kto, orpo, grpo, ppo or rm
 pref_beta dpo_beta kto_beta beta pref_loss ref_model reward_model ppo_epochs
@@ -202,7 +202,7 @@ custom_dataset_path datasets dataset_mixer -> dataset
 dataset_config_name dataset_config dataset_subset split dataset_split train_split subset
     not an option; a YAML file may give `dataset` as a mapping with `path`, `split` and `subset`
 interleave_probs mix_strategy dataset_weights dataset_mixture sampling_ratio data_weights -> dataset
-    use --dataset with a weight behind each word, such as --dataset a.jsonl b.jsonl:0.3
+    use --dataset with a weight after each name, such as --dataset a.jsonl b.jsonl:0.3
 dataset_text_field text_column prompt_column response_column input_column text_field column_mapping dataset_columns
 messages_field -> columns
     use --columns, such as --columns text=body or --columns prompt=document,completion=summary
@@ -213,7 +213,7 @@ system_prompt system_message default_system_prompt -> default_system
 neat_packing pack sample_packing padding_free packing_strategy -> packing
     use --packing on, off, joined or auto; samples in a row never see each other with on
 group_by_length
-    not needed: --packing fills rows with whole samples
+    not needed: --packing fills rows with complete samples
 pad_to_sequence_len pad_to_multiple_of length_column_name
     not needed: rows are padded to --seq_length
 completion_only_loss assistant_only_loss train_on_inputs mask_prompt train_on_input -> train_on_prompt
@@ -224,9 +224,9 @@ dataloader_persistent_workers
 dataset_num_proc num_proc preprocessing_batch_size dataset_num_workers -> preprocessing_num_workers
     use --preprocessing_num_workers
 use_cached_dataset dataset_prepared_path
-    not needed: tokenized data is kept and used again while nothing changes
+    not needed: tokenized data is cached and reused while nothing changes
 tokenized_path -> dataset
-    not available; use --dataset with the records: their tokens are kept in a cache by content
+    not available; use --dataset with the records: their tokens are cached by content
 validation_file validation_dataset val_dataset eval_file eval_data validation_data -> eval_dataset
     use --eval_dataset
 validation_split validation_size validation_split_percentage test_size val_set_size eval_size val_split -> val_size
@@ -254,7 +254,7 @@ save_on_each_node
 resume load_checkpoint -> resume_from_checkpoint
     use --resume_from_checkpoint true, or a checkpoint's folder
 ignore_data_skip
-    not available; a resumed run goes on in its data where it was, without reading what is before
+    not available; a resumed run continues at its position in the data without reading earlier records
 save_safetensors export_size
     not needed: --save_dir holds the model in Hugging Face layout, as safetensors of up to 5 GB
 push_to_hub hub_model_id hub_token hub_strategy hub_private_repo
@@ -281,7 +281,7 @@ print_param_status
 ddp_timeout nccl_timeout
     not needed: ranks wait for each other as long as it takes
 local_rank
-    not needed: the launcher tells it through the environment
+    not needed: the launcher sets it in the environment
 trust_remote_code
     not needed: code from a model's folder is never run, its class is one of transformers
 model_type tokenizer_type is_llama_derived_model is_mistral_derived_model is_falcon_derived_model
@@ -299,6 +299,6 @@ show_actions
 preview_output
     not needed: --preview prints the histogram of lengths
 overwrite_cache
-    not needed: tokens are kept by the content of data and tokenizer, and damaged ones are made anew
+    not needed: tokens are cached by the content of data and tokenizer, and damaged ones are made again
 """)
-"""Name, or name=value, in small letters with underscores -> what to tell."""
+"""Replacement or explanation by name, or name=value, in lower case with underscores."""

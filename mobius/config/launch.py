@@ -1,7 +1,7 @@
 """Command that train.sh executes: how many processes, on which GPUs, with how many threads each.
 
-`python -m mobius.config.launch FOLDER [CONFIG.yaml] [options...]` prints the command with a NUL after every word, for
-the shell to take over unread; FOLDER is where the user stands.
+`python -m mobius.config.launch FOLDER [CONFIG.yaml] [options...]` prints the command with a NUL after every word, so
+that the shell need not parse it; FOLDER is the user's working directory.
 """
 
 import os
@@ -46,8 +46,8 @@ class Placement:
 def count_gpus(device_folder: Path = Path("/dev"), *, nvidia_smi: str = "nvidia-smi") -> int:
     """GPUs that this process may use, found without CUDA.
 
-    Device files are counted before nvidia-smi is asked: a container sees only its own, and it is faster. /proc/driver
-    is no evidence: it shows the host's GPUs to containers that have none.
+    Device files are counted first and nvidia-smi is called only without them: a container sees only its own files, and
+    counting is faster. /proc/driver is not used: it lists the host's GPUs in containers that have none.
     """
     files = [path for path in device_folder.glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()]
     if files or shutil.which(nvidia_smi) is None:
@@ -57,16 +57,16 @@ def count_gpus(device_folder: Path = Path("/dev"), *, nvidia_smi: str = "nvidia-
 
 
 def count_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """CPU cores that this process may use: those it may run on, as far as the container's share of time goes."""
+    """Number of CPU cores that this process may use: its affinity, limited by the container's CPU quota."""
     cores = len(os.sched_getaffinity(0))
     quota, period = quota_file.read_text(encoding="ascii").split() if quota_file.is_file() else ("max", "1")
     return cores if quota == "max" else min(cores, max(1, int(quota) // int(period)))
 
 
 def plan_processes(config: Config, resources: Resources, *, is_device_list_typed: bool) -> Placement:
-    """Decide the number of processes and their GPUs; raises ConfigError if the machine lacks what is asked for.
+    """Decide the number of processes and their GPUs; raises ConfigError if the machine lacks them.
 
-    A device list goes by: typed on the command line, then the environment, then the YAML file.
+    Priority of device lists: command line, then environment, then YAML file.
     """
     asked = config.launch.cuda_visible_devices
     inherited = None if is_device_list_typed else resources.visible_devices
@@ -155,7 +155,7 @@ def launch_command(arguments: Sequence[str], caller_folder: Path, resources: Res
 
 
 def _rendezvous_options(config: Config) -> list[str]:
-    """Words that tell torchrun where the ranks meet."""
+    """Arguments of torchrun for the rendezvous."""
     launch = config.launch
     if launch.nnodes == 1:
         return ["--master_port", str(launch.master_port)]
@@ -164,25 +164,25 @@ def _rendezvous_options(config: Config) -> list[str]:
 
 
 def resume_command(words: Sequence[str], *, save_dir: str | None = None) -> str:
-    """Command that goes on from a run's newest checkpoint; `words` are those that started it (`command_words`).
+    """Return the command that resumes a run from its newest checkpoint; `words` is its own command (`command_words`).
 
-    An interpreter's folder is left out, and so are options that would start anew or from an older checkpoint.
-    `save_dir` is the run's where the words do not give it. Variables of the environment are the shell's.
+    The interpreter's folder is left out, and so are options that would restart the run or choose an older checkpoint.
+    `save_dir` is the run's if the words do not give it. Environment variables are not included.
     """
-    kept: list[str] = []
+    command: list[str] = []
     is_value = False
     for word in words:
         is_resume = word.replace("-", "_").startswith("__resume_f")  # as far as it must be typed
         if not (is_resume or is_value or word == "--overwrite_output_dir"):
-            kept.append(word)
+            command.append(word)
         is_value = is_resume and "=" not in word
-    folder, name = os.path.split(kept[0])
-    if len(kept) > 1 and os.path.dirname(kept[1]) == folder != "":
-        kept = [os.path.basename(kept[1]), *kept[2:]]  # torchrun and mobius are files beside their interpreter
+    folder, name = os.path.split(command[0])
+    if len(command) > 1 and os.path.dirname(command[1]) == folder != "":
+        command = [os.path.basename(command[1]), *command[2:]]  # torchrun and mobius are in their interpreter's folder
     else:
-        kept[0] = name
+        command[0] = name
     place = [] if save_dir is None else ["--save_dir", save_dir]
-    return shlex.join([*kept, *place, "--resume_from_checkpoint", "true"])
+    return shlex.join([*command, *place, "--resume_from_checkpoint", "true"])
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,6 +1,6 @@
-"""Courses of the learning rate and the arguments that each takes: names, bounds, and what a run's length allows.
+"""Learning-rate schedules and the arguments of each: names, bounds, and limits set by the run's length.
 
-Names are transformers' own: those of `lr_scheduler_type` and of the arguments in `lr_scheduler_kwargs`.
+Schedules and arguments have transformers' names (`lr_scheduler_type`, `lr_scheduler_kwargs`).
 """
 
 import contextlib
@@ -34,7 +34,7 @@ ArgumentValue = int | float | str
 
 @dataclass(frozen=True)
 class Argument:
-    """A number within `bounds`, whole if `is_whole`, or one of `words`."""
+    """A number within `bounds`, an integer if `is_whole`, or one of `words`."""
 
     bounds: Bounds = _ANY
     is_whole: bool = False
@@ -80,7 +80,7 @@ SCHEDULE_ARGUMENTS: Final[Mapping[LrSchedulerType, Mapping[str, Argument]]] = {
         "num_cycles": _CYCLES,
     },
 }
-"""Arguments of each course. Steps that are stable follow from those that decay."""
+"""Arguments of each schedule. The number of stable steps follows from the number of decay steps."""
 
 _NEEDED: Final[Mapping[LrSchedulerType, Mapping[str, str]]] = {
     LrSchedulerType.COSINE_WITH_MIN_LR: {"min_lr": "1e-6", "min_lr_rate": "0.1"},

@@ -22,7 +22,7 @@ from mobius.config.foreign_options import foreign_dataset_key
 from mobius.errors import ConfigError, excerpt, quoted
 
 Columns = tuple[tuple[str, str], ...]
-"""Pairs of what is read and the column that holds it, such as (("prompt", "document"), ("completion", "summary"))."""
+"""Pairs of a field and the column that holds it, such as (("prompt", "document"), ("completion", "summary"))."""
 OptionValue = bool | int | float | str | tuple[Any, ...] | None
 """Value of an option; a tuple is one of entries (`DatasetEntry`) or `Columns`."""
 
@@ -42,14 +42,14 @@ class Bounds:
     above: float = -math.inf
     below: float = math.inf
     allows_auto: bool = False
-    """Whether the word auto may stand for a number that is chosen later; the config then has None."""
+    """Whether auto is allowed, for a number that is chosen later; the config then has None."""
     share_of: str | None = None
-    """Unit of a whole number, such as steps; a number below 1 is a share of all of them."""
+    """Unit of an integer value, such as steps; a number below 1 is a share of all of them."""
     ceiling: float = 2.0**31
     """`below` where that is not given: more than any machine holds; only a message about such a number names it."""
 
     def allow(self, value: float) -> bool:
-        """Whether `value` is finite and inside; whole numbers may have any number of digits."""
+        """Whether `value` is finite and within the bounds; integers may have any number of digits."""
         is_inside = value >= self.minimum and value > self.above and -math.inf < value < self._limit
         return is_inside and (self.share_of is None or value <= 1 or value == int(value))
 
@@ -92,7 +92,7 @@ class Need:
     instead: str = ""
     """Change that gives the option its effect, unless `otherwise` says it."""
     is_strict: bool = False
-    """Whether the option in a file is an error, too, where a typed option ends the mode."""
+    """Whether the option is an error also in a file, if a typed option switches the mode off."""
 
 
 @dataclass(frozen=True)
@@ -174,13 +174,13 @@ class Option:
 
     @property
     def allows_auto(self) -> bool:
-        """Whether the word auto is a value; in a config it is None."""
+        """Whether auto is a value; in a config it is None."""
         return self.bounds is not None and self.bounds.allows_auto
 
     def read(self, given: object) -> OptionValue:
-        """Value that a text means, or what YAML makes of a file: also None, lists and mappings.
+        """Return the value of a text or of a YAML node, which may be None, a list or a mapping.
 
-        Raises ValueError for what does not have the type, ConfigError for what is wrong inside of a list or mapping.
+        Raises ValueError for a wrong type, ConfigError for a problem inside a list or mapping.
         """
         if given is None and self.is_optional and not self.allows_auto:
             return None
@@ -198,7 +198,7 @@ class Option:
         return read_truth(given) if self.value_type is bool else self.value_type(self._as_choice(given))
 
     def _as_choice(self, text: str) -> str:
-        """The choice that a word for true or false means."""
+        """Return the choice that a word for true or false stands for."""
         if self.choices and text not in self.choices and text.lower() in _TRUTH:
             words = ("on",) if _TRUTH[text.lower()] else ("off", "no")
             return next((word for word in words if word in self.choices), text)
@@ -253,7 +253,7 @@ def entry_spellings(entry_type: type) -> Mapping[str, Spelling]:
 
 
 def read_truth(text: object) -> bool:
-    """Meaning of true, false or another word for them; raises ValueError."""
+    """Return the value of true, false or a synonym; raises ValueError."""
     if not isinstance(text, str) or text.lower() not in _TRUTH:
         raise ValueError(text)
     return _TRUTH[text.lower()]

@@ -1,6 +1,6 @@
 """Options as texts: the words of a command line and YAML files, read, and a config written as YAML.
 
-A source keeps its values and everything that is wrong with them; nothing here raises an error about an option.
+A source collects its values and all their problems; nothing here raises an error about an option.
 """
 
 import os
@@ -145,12 +145,12 @@ class CommandLine(OptionSource):
             self.reject(spelling, f"`--{spelling.name}` has no value; it must be {spelling.option.expectation}")
             return
         given: object = words if spelling.option.is_list else words[0] if words else bare
-        kept = words if spelling.option.is_list else words[:1]
-        self.take(spelling.name, given, written=f"--{spelling.name} {excerpt(' '.join(kept))}")
+        shown = words if spelling.option.is_list else words[:1]
+        self.take(spelling.name, given, written=f"--{spelling.name} {excerpt(' '.join(shown))}")
 
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
-    """The typed options and what is wrong with them; reads no file and raises nothing."""
+    """Typed options and their problems; reads no file and raises nothing."""
     result, found = CommandLine(), list[tuple[str, list[str], bool]]()
     for token in argv:
         typed, equals, word = token.partition("=")
@@ -233,7 +233,7 @@ def read_yaml(path: str) -> OptionSource:
 
 
 def _read_text(path: str) -> str:
-    """The file's text; raises ConfigError. A pipe or device could have no end, and each rank reads it anew."""
+    """Return the file's text; raises ConfigError, also for a pipe or device, which ranks cannot all read."""
     file, shown_path = Path(path), excerpt(path, _SHOWN_OF_PATH)
     try:
         return "" if file == Path(os.devnull) else read_bytes(file, _MOST_BYTES).decode("utf-8")

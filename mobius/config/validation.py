@@ -1,7 +1,7 @@
-"""Validation of a config: each value for itself, values together, and options without effect, all problems at once.
+"""Validation of a config: single values, combinations, and options without effect; all problems are reported at once.
 
-A problem reads `what was given: why it cannot be; what to change`. Rules that depend on the model, the data or the
-machine are checked where those are known.
+A problem reads `given value: reason; what to change`. Rules that depend on the model, the data or the machine are
+checked where these are known.
 """
 
 import errno
@@ -62,9 +62,9 @@ def validate(config: Config, num_ranks: int, num_replicas: int = 1, *, is_exempt
 
 
 def resolve_epochs(config: Config, num_steps: int) -> Config:
-    """Put the number of steps, which follows from the data, into the config; `num_train_epochs` stays for the record.
+    """Return the config with the number of steps, which follows from the data; `num_train_epochs` stays for the record.
 
-    Raises ConfigError for what does not fit into so many steps.
+    Raises ConfigError for options that do not fit this number of steps.
     """
     config = replace(config, optim=replace(config.optim, num_iterations=num_steps))
     if problems := [problem for _, problem in _find_step_conflicts(config)]:
@@ -80,10 +80,10 @@ def find_problems(
     invalid_options: Iterable[str] = (),
     is_exempt: IsExempt = none_exempt,
 ) -> list[str]:
-    """All problems, each as one line; without `num_ranks`, those of a pipeline, what depends on it is left out.
+    """Return all problems, one line each; without `num_ranks` (of a pipeline), rules that need it are skipped.
 
-    `invalid_options` names options whose values are only stand-ins: no rule that involves one of them is applied.
-    `is_exempt` says of an option without effect, and of those that make it so, whether that is no mistake.
+    `invalid_options` names options with placeholder values: rules that involve one of them are skipped. `is_exempt`
+    returns whether an option without effect, given the options that cause this, is no mistake.
     """
     doubtful, reported = set(invalid_options), set[str]()
     problems: list[str] = []
@@ -125,7 +125,7 @@ def _find_ineffective_options(o: SimpleNamespace, doubtful: set[str], is_exempt:
 
 
 def asks(name: str, value: OptionValue) -> bool:
-    """Whether a value asks for something that the default does not do; switching off what is off asks for nothing."""
+    """Whether a value enables something that the default does not; switching off a disabled feature does not count."""
     return value != options()[name].default and bool(value) and str(value) not in ("no", "off", "none")
 
 
@@ -170,7 +170,7 @@ def _unusable_name(name: str) -> str | None:
     except ValueError as error:  # a NUL, or half of a character
         return f"is no name that a file can have: {first_line(error)}"
     except RuntimeError:
-        return "begins with the home of a user that there is not; write ./ before it if it is a file's name"
+        return "begins with the home directory of an unknown user; write ./ before it if it is a file's name"
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             return f"is too long: {len(name)} characters"
@@ -192,11 +192,11 @@ def _given(o: Any, names: Iterable[str]) -> str:
 
 _EXCLUSIVE: Final[Mapping[tuple[str, str], str]] = {
     ("num_iterations", "num_train_epochs"): "each ends a run",
-    ("val_size", "eval_dataset"): "the first holds samples out of training, the second names others",
-    ("train_on_prompt", "mask_history"): "the first trains on a whole conversation, the second on its last answer",
+    ("val_size", "eval_dataset"): "the first holds samples out of training, the second names other data",
+    ("train_on_prompt", "mask_history"): "the first trains on all of a conversation, the second on its last answer",
     ("preview", "dry_run"): "the first shows data, the second plans a run",
     ("dry_run", "plan"): "the first makes a plan, the second takes one",
-    ("dry_run", "resume_from_checkpoint"): "the first plans a run that starts anew, the second takes a saved plan",
+    ("dry_run", "resume_from_checkpoint"): "the first plans a new run, the second takes a saved plan",
 }
 """Options of which one is to be removed, and why."""
 MUTUALLY_EXCLUSIVE: Final = tuple(_EXCLUSIVE)[:2]
@@ -247,7 +247,7 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
     (
         "do_predict merge",
         lambda o: o.finetuning_type == "lora" and o.do_train and o.do_predict and not o.merge,
-        "answers need a whole model, which adapters are none of; add --merge",
+        "answers need a full model, not adapters; add --merge",
     ),
     (
         "finetuning_type do_train",
@@ -255,8 +255,8 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
         "adapters are trained; merge one first (scripts/merge_adapter.py) to evaluate it",
     ),
 )
-"""Options that do not go together, when that is so, and why with what to change; the line shows those that are not at
-their defaults.
+"""Conflicting options: the condition, the reason and what to change. The line shows options that are not at their
+defaults.
 """
 _CUTS: Final = (
     ("batch_size", "num_chunks", "microbatches"),

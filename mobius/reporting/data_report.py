@@ -22,7 +22,7 @@ _MAX_BINS: Final = 16
 _BAR: Final = 50
 """Characters of the longest bar."""
 _NAME: Final = 32
-"""Characters of a dataset's name in a table; the end of a path tells more than its beginning."""
+"""Characters of a dataset's name in a table, counted from the end of a path, which is more specific."""
 
 
 @dataclass(frozen=True)
@@ -129,10 +129,9 @@ def added(datasets: Sequence[Counts]) -> Counts:
 
 
 def bin_edges(counts: Counts) -> list[int]:
-    """Lengths at which the bins end, each inclusive, the first before the shortest sample and the last the longest.
+    """Return the inclusive ends of the bins; the first is below the shortest sample, the last is the longest sample.
 
-    Bins are equally wide; each ends at twice the one before it if lengths differ so much that the first of equal ones
-    would hold half of all samples.
+    Bins are equally wide, unless the first of them would hold half of all samples: then each end is twice the previous.
     """
     found = np.flatnonzero(counts)
     shortest, longest = int(found[0]), int(found[-1])

@@ -20,7 +20,7 @@ _DETAIL_INDENT: Final = "    "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted:
-    """Start of training: what is trained, by which plan, and what the start took."""
+    """Start of training: the model, the data, the plan, and the seconds of the start."""
 
     kind: ClassVar = "start"
     name: str
@@ -54,7 +54,7 @@ class RunStarted:
 
     @property
     def line(self) -> str:
-        """Rows of the start's table, after those of model and data."""
+        """Rows of the start-up table that follow the rows of model and data."""
         ranks = "" if self.num_replicas == 1 else f"; {self.num_replicas} replicas, which share rows and updates"
         owners = "all ranks" if self.num_replicas == 1 else "each replica"
         memory = f"host {format_bytes(self.planned_host_bytes)} of {owners}"
@@ -103,13 +103,13 @@ class StepMetrics:
     padding: float
     """Share of the step's positions that are padding."""
     peak_gpu_memory_gib: float | None
-    """Allocated, on the worst rank, since the start; None without a GPU."""
+    """Peak bytes allocated on the worst rank since the start; None without a GPU."""
     reserved_gpu_memory_gib: float | None
-    """Taken from the GPU by the allocator for that, on the worst rank; None without a GPU."""
+    """Peak bytes reserved by the allocator on the worst rank since the start; None without a GPU."""
     peak_host_memory_gib: float
     """All ranks together, since the start."""
     wait_seconds: Mapping[str, float]
-    """Seconds by cause (`WaitCause`) that the worst rank's computation stood still in this step."""
+    """Seconds by cause (`WaitCause`) for which the worst rank's compute waited in this step."""
     skipped_steps: int
     """Steps so far whose update was left out because a gradient was not finite."""
     loss_scale: float | None
@@ -125,7 +125,7 @@ class Evaluated:
     kind: ClassVar = "evaluation"
     step: int
     numbers: Mapping[str, float]
-    """Numbers by name, such as `loss` and `perplexity`; those of one dataset have its name before theirs."""
+    """Numbers by name, such as `loss` and `perplexity`; numbers of one dataset have its name as a prefix."""
     num_samples: int
 
     @property
@@ -176,7 +176,7 @@ class RunEnded:
 
     kind: ClassVar = "end"
     reason: str
-    """Word for it, as `StopReason` has them, or `error`."""
+    """Reason of the end: a value of `StopReason`, or `error`."""
     num_steps: int
     """Steps of this process."""
     step_seconds: float

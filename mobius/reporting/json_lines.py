@@ -22,12 +22,12 @@ _NO_JSON_NUMBERS: Final = ("nan", "inf", "-inf")
 
 
 class JsonLines:
-    """A file with a whole line of JSON per step; those that a full disk does not take wait in memory."""
+    """A file with one line of JSON per step; if the disk is full, lines wait in memory."""
 
     def __init__(self, path: Path) -> None:
         """`path` is appended to; it is opened with the first step."""
         self._path = path
-        self._file: FileIO | None = None  # unbuffered, so that a killed run keeps its metrics
+        self._file: FileIO | None = None  # unbuffered, so that a killed run loses no metrics
         self._num_bytes = 0
         self._waiting: list[bytes] = []
         self._has_warned = False
@@ -61,7 +61,7 @@ class JsonLines:
         self._waiting.clear()
 
     def _write_anew_if_removed(self, opened: FileIO) -> None:
-        """Where somebody has removed the file, bring back its lines, which are there until it is closed."""
+        """Restore the lines if the file was removed: they exist until it is closed."""
         if self._path.exists():
             return
         opened.seek(0)
@@ -85,10 +85,10 @@ class JsonLines:
 
 
 def filter_lines(path: Path, keeps: Callable[[Mapping[str, Any]], bool]) -> int:
-    """Remove lines from a file of JSON lines, at once and synced; returns their number. Raises OSError.
+    """Remove lines from a file of JSON lines, atomically and synced; returns their number. Raises OSError.
 
-    Those that `keeps` refuses, which is asked once for each in their order, and those that are no whole line of a JSON
-    object, such as the half that a loss of power leaves at the end. A file that is absent has none.
+    Removed are lines for which `keeps` returns False (called once per line, in order), and lines that are not a
+    complete JSON object, such as a truncated one after a loss of power. An absent file has no lines.
     """
     if not path.exists():
         return 0

@@ -31,7 +31,7 @@ Colour = tuple[float, float, float]
 
 LANE_STYLES: dict[Lane, tuple[Colour, str]] = {
     Lane.LOAD: ((0.95, 0.65, 0.22), "L s  load weights"),
-    Lane.OFFLOAD: ((0.54, 0.37, 0.75), "O s  offload: gradients go home"),
+    Lane.OFFLOAD: ((0.54, 0.37, 0.75), "O s  offload: gradients to the host"),
     Lane.REDUCE: ((0.35, 0.62, 0.80), "R s  reduction: gradients are summed over the replicas"),
     Lane.GATHER: ((0.80, 0.75, 0.40), "G s  gather: weights come from the replicas that updated them"),
     Lane.OPTIMIZER: ((0.76, 0.30, 0.30), "U s  update of stage s"),
@@ -65,7 +65,7 @@ _PANELS: Final = (
 )
 """Key in the history of a run, and what it is called."""
 _SMOOTHED: Final = 20
-"""The smoothed curve averages about this fraction of the steps, one in so many."""
+"""Inverse of the fraction of steps that the smoothed curve averages over."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPicture:
-    """A picture of one step: what is drawn and what is written beside it."""
+    """Picture of one step: bars and labels."""
 
     step: ScheduleSpec | TraceFacts
     bands: Sequence[dict[Lane, list[Bar]]]
@@ -89,7 +89,7 @@ class StepPicture:
     width: float
     """Inches."""
     labels: Sequence[str]
-    """Text beside each band."""
+    """Label of each band."""
     title: str
     time_label: str
     more_legend: Sequence[Artist]
@@ -167,11 +167,11 @@ class StepPicture:
         return 72 * (self.width - 1.2) / self.duration
 
     def _font_size(self, bar: Bar) -> float:
-        """Points at which the text takes 85 % of the bar, or of a unit of time beside a mark."""
+        """Font size in points at which the text takes 85 % of the bar, or of a unit of time next to a mark."""
         return 0.85 * (bar.length or 1) * self._points_per_unit / (0.6 * max(self.longest_text, len(bar.text)))
 
     def _labelled(self, bars: list[Bar]) -> list[Bar]:
-        """The bars themselves; where those of one stage are mostly too narrow for their text, one in their place."""
+        """Return the bars; a single bar replaces the bars of a stage if most are too narrow for their text."""
         labelled = []
         for text, group in groupby(bars, key=lambda bar: bar.text.partition(".")[0]):
             members = list(group)
@@ -287,7 +287,7 @@ def draw_schedule(schedule: Schedule, path: Path) -> None:
 def draw_timeline(trace: Trace, path: Path, *, step: int | None = None) -> None:
     """Write the picture of `step` (default: a typical one), PNG or SVG by the suffix of `path`.
 
-    What was under way at the step's borders is cut there. Raises ConfigError for another suffix or a step that was
+    Spans that cross the step's borders are cut there. Raises ConfigError for another suffix or a step that was
     not recorded.
     """
     check_picture_name(path)
@@ -361,7 +361,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def _draw(axes: Any, steps: Sequence[int], values: Sequence[float], *, is_noisy: bool) -> None:
-    marker = "." if len(steps) < 3 else None  # a line of one point is not seen
+    marker = "." if len(steps) < 3 else None  # a line of one point is invisible
     if not is_noisy:
         axes.plot(steps, values, marker=marker, color="tab:blue", linewidth=1)
         return

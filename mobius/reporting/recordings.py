@@ -1,4 +1,4 @@
-"""Recordings that a run makes of itself when asked to.
+"""Recordings of a run, made on request.
 
 --trace           trace.json and timeline.png: few steps of all ranks, every action with its name
 --profile_steps   profile/rank0.json.gz, ...: the chosen steps of one rank each, every kernel (torch.profiler)
@@ -23,7 +23,7 @@ from mobius.reporting.trace import TraceFacts, merge_parts, write_part, write_tr
 logger = logging.getLogger(__name__)
 
 StepHook = Callable[[int], AbstractContextManager[object]]
-"""Called with the number of a step, counted from 1; the step runs within what it returns."""
+"""Called with the number of a step, counted from 1; returns the context in which the step runs."""
 
 
 def traced_steps(num_iterations: int) -> range:
@@ -33,7 +33,7 @@ def traced_steps(num_iterations: int) -> range:
 
 
 class Recordings:
-    """Recorders of one rank; parts tell `spans` what they do, the trainer runs steps within `step_hooks`."""
+    """Recorders of one rank; its parts report their work to `spans`, the trainer runs steps within `step_hooks`."""
 
     def __init__(self, config: Config, *, rank: int, device: torch.device, folder: Path) -> None:
         """`folder` takes the files; it need not exist before the first step."""
@@ -46,7 +46,7 @@ class Recordings:
         self.step_hooks = tuple(step_hooks)
 
     def write(self, facts: TraceFacts, transport: Transport) -> None:
-        """Leave trace.json and timeline.png, if they are wanted; collective, after the last step. Synchronizes.
+        """Write trace.json and timeline.png, if requested; collective, after the last step. Synchronizes.
 
         A file that cannot be written is a warning and not an error, because the model is still to be saved.
         """
@@ -87,7 +87,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Profile what runs within, if `number` is one of the steps; behind the last of them the file is written."""
+        """Profile the block, if `number` is one of the steps; writes the file after the last of them."""
         if number in self._steps and self._profiler is None:
             self._profiler = torch.profiler.profile(activities=self._activities)
             self._profiler.start()

@@ -1,10 +1,10 @@
-"""Log of a run: takes its events in one place, and writes the lines and files that are made from them.
+"""Log of a run: receives all its events and writes the log lines and files.
 
-    event -> events.jsonl          every event as it is, the feed for other programs
+    event -> events.jsonl          every event unchanged, for other programs
           -> the log               a line of a step that is shown, of an evaluation, of a checkpoint
-          -> metrics.jsonl         every step with all that is measured
+          -> metrics.jsonl         every step with all measurements
           -> trainer_log.jsonl     steps that are shown, in the names that LLaMA-Factory's boards read
-          -> trainer_state.json    the same in transformers' TrainerState; whole, at the end and with each checkpoint
+          -> trainer_state.json    the same in transformers' TrainerState; rewritten at the end and with each checkpoint
           -> trackers              what is shown
           -> *_results.json        the last numbers of train, eval, ...; all_results.json has all of them
 
@@ -67,7 +67,8 @@ class WarningRecorder(logging.Handler):
         super().__init__(logging.WARNING)
         self._waiting: deque[WarningLogged] = deque(maxlen=_WAITING_WARNINGS)  # ranks without a log connect none
         self._take: Callable[[WarningLogged], None] = self._waiting.append
-        self.addFilter(lambda record: record.name != json_lines.__name__)  # of a feed that cannot be written
+        # Warnings about an event file that cannot be written would be written to it.
+        self.addFilter(lambda record: record.name != json_lines.__name__)
 
     def __enter__(self) -> Self:
         logging.getLogger("mobius").addHandler(self)
@@ -81,7 +82,7 @@ class WarningRecorder(logging.Handler):
         self._take(WarningLogged(text=record.getMessage()))
 
     def connect(self, log: RunLog) -> None:
-        """Hand warnings to `log` from now on, those so far first."""
+        """Send warnings to `log` from now on, earlier ones first."""
         self._take = log.emit
         for event in self._waiting:
             log.emit(event)
@@ -93,10 +94,10 @@ class RunLog:
     def __init__(
         self, folder: Path, state: TrainerState, trackers: Trackers, *, ideal_step_seconds: float | None = None
     ) -> None:
-        """`state` is carried on: a resumed run hands in the checkpoint's, `continued`.
+        """`state` is updated; a resumed run passes the checkpoint's, `continued`.
 
-        The files in `folder` are cut to its steps; raises CheckpointError where that fails. `ideal_step_seconds`: time
-        of a step at the full speed of the data sheet, where that is known.
+        The files in `folder` are cut to its steps; raises CheckpointError if that fails. `ideal_step_seconds`: time of
+        a step at the data sheet's peak speed, if known.
         """
         self.state = state
         self._folder, self._trackers, self._ideal_step_seconds = folder, trackers, ideal_step_seconds
@@ -115,7 +116,7 @@ class RunLog:
 
     @property
     def tracker_run_id(self) -> str | None:
-        """Text by which the trackers' servers know this run, for a run that goes on from it."""
+        """Id of this run on the trackers' servers, for a run that resumes it."""
         return self._trackers.run_id
 
     def emit(self, event: Event) -> None:
@@ -139,7 +140,7 @@ class RunLog:
         elif isinstance(event, Evaluated):
             logger.info("%s", event.line)
             self._take_evaluation(event)
-        elif not isinstance(event, WarningLogged | RunEnded):  # the log has warnings, and closing lines tell the end
+        elif not isinstance(event, WarningLogged | RunEnded):  # these are logged elsewhere
             logger.info("%s", event.line)
 
     def _take_step(self, metrics: StepMetrics) -> None:
@@ -208,7 +209,7 @@ class RunLog:
             for lines in (self._feed, self._metrics, self._lines):
                 lines.flush()
             self.write_state(self._folder)
-            if "eval" not in self.results:  # that of the model before, where a run went on behind its end
+            if "eval" not in self.results:  # a resumed run has the evaluation of its earlier model
                 (self._folder / "eval_results.json").unlink(missing_ok=True)
             for name, own in {**self.results, "all": everything}.items():
                 _write_whole(self._folder / f"{name}_results.json", json_text(own, indent=2))
@@ -253,7 +254,7 @@ class RunLog:
 
     @property
     def last_loss(self) -> float | None:
-        """Loss of the last step by itself; None if this process made none."""
+        """Loss of the last step; None if this process made no step."""
         return self._steps.losses[-1] if self._steps else None
 
     def _losses_since_last_line(self) -> tuple[array[float], array[float]]:
@@ -319,7 +320,7 @@ class RunLog:
         return statistics.median(self._recent) * (self.state.max_steps - self.state.global_step)
 
     def _add(self, numbers: Mapping[str, object], shown: Mapping[str, object] | None) -> None:
-        """Put `numbers` into the history, and a line of what is `shown` of them into trainer_log.jsonl."""
+        """Append `numbers` to the history, and `shown`, if any, as a line to trainer_log.jsonl."""
         state = self.state
         state.log_history.append({**numbers, "epoch": state.epoch, "step": state.global_step})
         if shown is None:
@@ -349,12 +350,12 @@ def _write_whole(path: Path, text: str) -> None:
 
 
 def _mean(losses: Sequence[float]) -> float:
-    """Mean of those that are finite; where none is, of all."""
+    """Mean of the finite values; of all values if none is finite."""
     return statistics.fmean([loss for loss in losses if math.isfinite(loss)] or losses)
 
 
 def _last_evaluation(state: TrainerState) -> dict[str, dict[str, object]]:
-    """The results that `event` left last, of a run that goes on."""
+    """Latest evaluation results of a resumed run."""
     found = next(state.log_history.evaluations(), None)
     return {} if found is None else {"eval": _numbers_of_evaluation(found)}
 

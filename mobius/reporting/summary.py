@@ -39,9 +39,9 @@ included) and saving.
 
 
 class StepTotals:
-    """Sums over all steps of a process, and the seconds of each, which medians are made of; its length is their number.
+    """Sums over all steps of a process, and each step's seconds for medians; its length is the number of steps.
 
-    A week has hundreds of thousands of steps, so that nothing else of a step is kept: 8 bytes for each of its times.
+    A week has hundreds of thousands of steps, so only these times are stored, 8 bytes each.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ def write_report(
     step_time_prediction: StepTimePrediction | None = None,
     mfu: float | None = None,
 ) -> None:
-    """Write the summary to `path`; it appears whole or not at all. Raises CheckpointError."""
+    """Write the summary to `path` atomically. Raises CheckpointError."""
     assert steps, "a run has at least one step"
     sections = [
         ("Result", _result(steps)),

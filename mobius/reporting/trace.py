@@ -24,7 +24,7 @@ from mobius.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class TraceFacts:
-    """Facts that a picture shows beside the spans."""
+    """Facts that a picture shows in addition to the spans."""
 
     num_ranks: int
     num_stages: int
@@ -57,12 +57,12 @@ class Trace:
         return self.steps[min(1, len(self.steps) - 1)] if step is None else step
 
     def window(self, step: int) -> tuple[float, float]:
-        """Start and end of `step` in seconds, of the first rank that starts and the last that ends."""
+        """Start of `step` on the first rank and its end on the last one, in seconds."""
         found = [span for spans in self.spans for span in spans if span.lane is Lane.STEP and span.step == step]
         return min(span.start for span in found), max(span.end for span in found)
 
     def within(self, rank: int, step: int) -> list[LaneSpan]:
-        """The spans of `rank` that were under way during `step`, cut at its borders."""
+        """Return the spans of `rank` that overlap `step`, cut at its borders."""
         start, end = self.window(step)
         cut = [replace(span, start=max(span.start, start), end=min(span.end, end)) for span in self.spans[rank]]
         return [span for span in cut if span.start < span.end]
@@ -174,5 +174,5 @@ def _events(rank: int, spans: Sequence[LaneSpan], origin: float, facts: TraceFac
 
 
 def _lane_key(span: LaneSpan) -> tuple[int, int, Lane]:
-    """Sorts lanes in their own order; messages have a lane per edge, because only those of one edge take turns."""
+    """Sort key of lanes, in the order of `Lane`; messages have one lane per edge, in which they are sequential."""
     return list(Lane).index(span.lane), -1 if span.peer is None else span.peer, span.lane

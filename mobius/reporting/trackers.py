@@ -1,4 +1,4 @@
-"""Trackers (TensorBoard, SwanLab, W&B), which get the numbers of a run and can neither end, stop nor slow it.
+"""Trackers (TensorBoard, SwanLab, W&B), which receive the numbers of a run and can neither end, block nor slow it.
 
     the run -> queue of some lines (full: the line is dropped and counted) -> a thread for each tracker -> its package
 
@@ -28,34 +28,34 @@ from mobius.errors import ConfigError, excerpt
 logger = logging.getLogger(__name__)
 
 _MAX_QUEUED_LINES: Final = 1000
-"""Lines that wait for a tracker that is slow, or that is still looking for its server."""
+"""Maximum number of lines that wait for a slow tracker, or for one that is still connecting."""
 _CLOSE_SECONDS: Final = 20.0
-"""Time that all trackers together have at the end of a run to pass on what waits."""
+"""Total time at the end of a run for all trackers to send waiting lines."""
 
 _WITH_RUN_IDS: Final = frozenset({"swanlab", "wandb"})
-"""Trackers whose server adds to a run that it knows by its id."""
+"""Trackers whose server can continue a run by its id."""
 _RUN_ID: Final = re.compile(r"[0-9a-f]{21}")
-"""Ids as SwanLab takes them in all versions."""
+"""Form of ids that all versions of SwanLab accept."""
 
 _starting: Final = threading.Lock()
-"""Held while a package may look for somebody to ask."""
+"""Held while a package may prompt for input."""
 
 _Line = tuple[int, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run as a tracker shows it."""
+    """Facts of a run for a tracker."""
 
     name: str
     folder: Path
-    """Where a tracker that writes files of its own may put them."""
+    """Folder for files that a tracker writes."""
     options: Mapping[str, object]
-    """Options of the run by name; nothing of the environment."""
+    """Options of the run by name, without the environment."""
     first_step: int = 1
-    """Larger for a run that goes on; what an earlier process recorded from it on is made again."""
+    """First step of this process; a resumed run records steps from here on again."""
     run_id: str | None = None
-    """Text by which servers know the run, also when it goes on; None: a new run."""
+    """Id of the run on the servers, the same after a resume; None: a new run."""
 
 
 class Tracker(Protocol):
@@ -65,14 +65,14 @@ class Tracker(Protocol):
         """Take numbers by names such as `train/loss`."""
 
     def close(self) -> None:
-        """Pass on what is still here."""
+        """Send all waiting numbers."""
 
 
 class Trackers:
-    """The trackers of a run, each with a thread of its own."""
+    """The trackers of a run, each with its own thread."""
 
     def __init__(self, starts: Mapping[str, Callable[[], Tracker]], *, run_id: str | None = None) -> None:
-        """`starts` maps a tracker's name to what connects to it, which is called in its thread."""
+        """`starts` maps a tracker's name to the function that connects to it, called in the tracker's thread."""
         self.run_id = run_id
         self._feeds = [_TrackerThread(name, start) for name, start in starts.items()]
 
@@ -82,7 +82,7 @@ class Trackers:
             feed.put((step, numbers))
 
     def close(self, *, seconds: float = _CLOSE_SECONDS) -> None:
-        """Let the trackers finish, for so long at most; says what they lack."""
+        """Let the trackers finish within the time limit; logs how many lines they lack."""
         deadline = time.monotonic() + seconds
         for feed in self._feeds:
             feed.end()
@@ -92,7 +92,7 @@ class Trackers:
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Raise ConfigError for trackers whose package is not here."""
+    """Raise ConfigError for trackers whose package is not installed."""
     missing = [name for name in names if find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -101,7 +101,7 @@ def check_installed(names: Sequence[str]) -> None:
 
 
 def start_trackers(names: Sequence[str], run: TrackedRun) -> Trackers:
-    """Trackers by the words of `--report_to`; they connect while the run goes on."""
+    """Trackers named by `--report_to`; they connect while the run continues."""
     if _WITH_RUN_IDS.isdisjoint(names):
         run = replace(run, run_id=None)
     elif not _RUN_ID.fullmatch(run.run_id or ""):
@@ -121,13 +121,13 @@ class _TrackerThread:
         self._thread.start()
 
     def put(self, line: _Line) -> None:
-        """Queue a line, or leave it out where the tracker is that far behind."""
+        """Queue a line, or drop it if the queue is full."""
         self._num_lines += 1
         if self._queue.qsize() < _MAX_QUEUED_LINES:
             self._queue.put(line)
 
     def end(self) -> None:
-        """Let the thread end behind the lines that wait."""
+        """Let the thread end after the waiting lines."""
         self._queue.put(None)
 
     def join(self, deadline: float) -> None:
@@ -136,7 +136,7 @@ class _TrackerThread:
         if self._thread.is_alive():
             self._has_warned = True  # from here on it has nothing to say
             lost = f"{self._num_lines - self._num_taken} of {self._num_lines} lines"
-            logger.warning("--report_to %s: it does not answer and is left behind; it lacks up to %s", self._name, lost)
+            logger.warning("--report_to %s: it does not answer and is abandoned; it lacks up to %s", self._name, lost)
         elif self._num_taken < self._num_lines:
             logger.warning("--report_to %s: it has %d of %d lines", self._name, self._num_taken, self._num_lines)
 
@@ -158,9 +158,9 @@ class _TrackerThread:
             self._warn("failed at the end", error)
 
     def _warn(self, problem: str, error: BaseException) -> None:
-        """Tell the first failure; the run goes on, and so does the tracker if it can."""
+        """Log the first failure; the run continues, and so does the tracker if it can."""
         if not self._has_warned:
-            logger.warning("--report_to %s: it %s (%s); the run goes on", self._name, problem, _told(error))
+            logger.warning("--report_to %s: it %s (%s); the run goes on", self._name, problem, _error_text(error))
         self._has_warned = True
 
 
@@ -204,7 +204,7 @@ class _SwanLab:
         swanlab: Any = __import__("swanlab")
 
         def start(**mode: str) -> Any:
-            known = {} if mode else {"id": run.run_id, "resume": "allow"}  # only its server goes on with a run
+            known = {} if mode else {"id": run.run_id, "resume": "allow"}  # only its server can continue a run
             return swanlab.init(experiment_name=run.name, config=dict(run.options), **known, **mode)
 
         _online_or_not("swanlab", start)
@@ -225,24 +225,24 @@ _CONNECT: Final[Mapping[str, Callable[[TrackedRun], Tracker]]] = {
 
 
 def _online_or_not(name: str, start: Callable[..., Any]) -> Any:
-    """Start as the user's settings say, and where that fails, offline."""
+    """Start with the user's settings, or offline if that fails."""
     with _no_questions():
         try:
             return start()
         except (Exception, SystemExit) as error:
             run = start(mode="offline")
-            problem = f"it cannot go online ({_told(error)}); it records offline, for `{name} sync`"
+            problem = f"it cannot go online ({_error_text(error)}); it records offline, for `{name} sync`"
             logger.warning("--report_to %s: %s", name, problem)
             return run
 
 
-def _told(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {excerpt(' '.join(str(error).split()), 200)}"
 
 
 @contextlib.contextmanager
 def _no_questions() -> Iterator[None]:
-    """Keep packages from asking for a key on the terminal, where nobody may be: a run reads no input."""
+    """Keep packages from prompting for a key on the terminal: a run reads no input."""
     with _starting, open(os.devnull) as nothing:
         before, sys.stdin = sys.stdin, nothing
         try:

@@ -21,10 +21,10 @@ _EVALUATION: Final = '"eval_'
 
 
 class LogHistory:
-    """Entries that a run has shown, in their order, as lines of JSON: each becomes text once, when it comes.
+    """Log history of a run, in order, as lines of JSON: each entry is serialized once, when it is added.
 
-    A week has hundreds of thousands. As objects they take three times the memory (600,000 steps: 960 MiB with what else
-    was kept of each, now 350), and making text of all of them took half a minute at each checkpoint.
+    A week has hundreds of thousands of entries. As objects they take three times the memory (600,000 steps: 960 MiB
+    with other data of each step, now 350), and serializing all of them took half a minute at each checkpoint.
     """
 
     def __init__(self, entries: Iterable[Mapping[str, object]] = ()) -> None:
@@ -35,7 +35,7 @@ class LogHistory:
         self._lines.append(json_text(entry))
 
     def copy(self) -> LogHistory:
-        """Another one with these entries, to be carried on by itself."""
+        """Return an independent copy."""
         other = LogHistory()
         other._lines = [*self._lines]
         return other
@@ -70,7 +70,7 @@ class LogHistory:
 
 @dataclass
 class TrainerState:
-    """Where a run is and what was shown of it; the fields are those of transformers' class, which reads the file.
+    """Position and log history of a run; it has the fields of transformers' TrainerState, which reads the file.
 
     Tokens count no padding; `log_history` has raw numbers.
     """
@@ -96,7 +96,7 @@ class TrainerState:
         optim = config.optim
         return cls(
             max_steps=optim.num_steps,
-            num_train_epochs=math.ceil(optim.num_train_epochs or 0),  # where they are not given: those done, counted up
+            num_train_epochs=math.ceil(optim.num_train_epochs or 0),  # if not given: the finished ones, rounded up
             logging_steps=config.output.logging_steps,
             train_batch_size=config.pipeline.batch_size,
         )
@@ -129,7 +129,7 @@ class TrainerState:
         return replace(self, log_history=self.log_history.copy())
 
     def continued(self, config: Config) -> TrainerState:
-        """The state under the options of the run that goes on from it."""
+        """Return the state with the options of the run that resumes from it."""
         options = ("max_steps", "num_train_epochs", "logging_steps", "train_batch_size")
         start = TrainerState.at_start(config)
         return replace(self, **{name: getattr(start, name) for name in options}, log_history=self.log_history.copy())

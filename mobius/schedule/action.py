@@ -59,7 +59,7 @@ class ActionKind(StrEnum):
 
     @property
     def has_microbatch(self) -> bool:
-        """Whether it concerns one microbatch instead of a whole stage."""
+        """Whether it concerns one microbatch instead of all microbatches of a stage."""
         return self.runs_on_compute_lane or self in (ActionKind.OFFLOAD_ACTIVATIONS, ActionKind.PREFETCH_ACTIVATIONS)
 
 
@@ -80,7 +80,7 @@ _LETTERS = {
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action of one rank; `microbatch` is None if it concerns a whole stage."""
+    """One action of one rank; `microbatch` is None if it concerns all of a stage."""
 
     kind: ActionKind
     stage: int
@@ -135,7 +135,7 @@ def describe_misfit(action: Action, num_stages: int, *, is_evaluation: bool = Fa
     if not 0 <= action.stage < num_stages:
         return f"there is no stage {action.stage}, the stages are 0 to {num_stages - 1}"
     if not action.kind.has_microbatch:
-        return None if action.microbatch is None else f"{action.kind} concerns a whole stage, not a microbatch"
+        return None if action.microbatch is None else f"{action.kind} concerns a stage, not a microbatch"
     if action.microbatch is None:
         return f"{action.kind} needs a microbatch"
     if not action.kind.is_forward_or_backward:

@@ -31,11 +31,11 @@ from mobius.schedule.spec import ScheduleSpec
 
 
 def add_activation_offloads(actions: Sequence[Action], spec: ScheduleSpec) -> list[Action]:
-    """Add an offload and a prefetch of activations to `actions`, those of one rank.
+    """Add offloads and prefetches of activations to `actions`, the list of one rank.
 
-    Each microbatch of the stages in `spec.offloaded_activation_stages` gets both. A prefetch is placed before the
-    compute action that many actions ahead of its backward as a copy may span (`spec.copy_lookahead`), but never before
-    an offload, because a prefetch frees the memory of pending offloads.
+    Each microbatch of the stages in `spec.offloaded_activation_stages` gets both. A prefetch is placed
+    `spec.copy_lookahead` compute actions ahead of its backward, but never before an offload, because a prefetch frees
+    the memory of pending offloads.
     """
     offloaded_activation_stages, lookahead = spec.offloaded_activation_stages, spec.copy_lookahead
     result: list[Action] = []

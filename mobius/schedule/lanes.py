@@ -33,7 +33,7 @@ class WaitCause(StrEnum):
     OPTIMIZER = "optimizer"
     NEIGHBOURS = "neighbours"
     ACTIVATIONS = "activations"
-    """Activations that are prefetched, or must be offloaded before there is memory for others."""
+    """Activations that are prefetched, or must be offloaded to free memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from mobius.schedule.spec import ScheduleSpec
 def data_actions(rank: int, spec: ScheduleSpec) -> list[Action]:
     """Return the actions that load the batch, on ranks that need it: tokens for the first stage, labels for the last.
 
-    A rank that owns both stages loads the batch once, as stage 0.
+    A rank with both stages loads the batch once, as stage 0.
     """
     if rank == 0:
         return [Action(ActionKind.GENERATE_DATA, 0)]

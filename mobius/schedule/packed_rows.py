@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Facts of a run's rows that hold several documents; the padding behind the last one counts as one."""
+    """Facts of a run's packed rows; the padding after the last document counts as a document."""
 
     attention_length: float
     """Mean over all tokens of the length of the token's own document: sum of squared lengths over sum of lengths."""
@@ -19,7 +19,7 @@ class PackedRows:
         assert self.max_documents > 0, self
 
     def typical_row(self, seq_length: int) -> tuple[int, ...]:
-        """Lengths of equal documents that fill a row and are about as long as the run's; what is measured has them."""
+        """Lengths of equal documents that fill a row and have about the run's mean length, for measurements."""
         number = min(max(1, round(seq_length / self.attention_length)), self.max_documents, seq_length)
         length, longer = divmod(seq_length, number)
         return (length + 1,) * longer + (length,) * (number - longer)

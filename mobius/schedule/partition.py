@@ -17,14 +17,14 @@ OUTER_STAGES = 2
 
 @dataclass(frozen=True)
 class TrainedParameters:
-    """Counts of the parameters of a model that are trained, where others are frozen."""
+    """Numbers of trained parameters of a model with frozen ones."""
 
     embedding: int
     layers: tuple[int, ...]
     head: int
     """Norm's and head's together."""
     is_on_gpu: bool
-    """Whether they are always on the GPU, as adapters are, also those of streamed stages."""
+    """Whether trained parameters are always on the GPU, as adapters are, even in streamed stages."""
     rank: int = 0
     """Rank of the adapters of linear layers; 0: there are none."""
 
@@ -40,7 +40,7 @@ class Experts:
     layers: tuple[int, ...]
     """Parameters of all experts of every layer, 0 for a layer without any."""
     shared_width: int = 0
-    """Feed-forward width, in elements per token, of what all tokens go through beside their experts."""
+    """Feed-forward width, in elements per token, of the shared part that all tokens go through."""
     trained: tuple[int, ...] | None = None
     """Trained parameters among `layers`; None: all of them."""
 
@@ -133,7 +133,7 @@ class ModelShape:
 
     @property
     def num_active(self) -> int:
-        """Parameters that compute for a token, shared ones counted once: all but those of other experts."""
+        """Number of parameters that are active for a token, shared ones counted once: without unselected experts."""
         return self.num_parameters - sum(self.layer_parameters) + sum(self.active_parameters)
 
     @cached_property
@@ -174,7 +174,7 @@ class ModelShape:
         return tuple(map(unique.index, counts))
 
     def describe(self) -> str:
-        """Number of parameters, and of those that are active for a token, or are trained, where others are not."""
+        """Text of the number of parameters and, if they differ, of active and trained ones."""
         parts = [] if self.experts is None else [f"{self.num_active:.3g} are active for a token"]
         parts += [] if self.trained is None else [f"{self.num_trained:.3g} are trained"]
         text = f"{self.num_parameters:.3g} parameters"
@@ -186,7 +186,7 @@ class ModelShape:
 
     @property
     def keeps_trained_on_gpu(self) -> bool:
-        """Whether what is trained is always on the GPU."""
+        """Whether all trained parameters are always on the GPU."""
         return self.trained is not None and self.trained.is_on_gpu
 
     @property
@@ -198,10 +198,10 @@ class ModelShape:
 
     @property
     def product_operations(self) -> int:
-        """Operations of a token's products with parameters: 2 forward, 2 for gradients of inputs, 2 for parameters'.
+        """Floating-point operations of a token in forward and backward: 2 per parameter for each of three products.
 
-        The last for those that are trained, the second where anything before them is; the embedding has none, nor have
-        experts that the token does not go through.
+        The products are forward, input gradients (if an earlier parameter is trained) and weight gradients (of trained
+        parameters). The embedding and unselected experts do not count.
         """
         forward = sum(self.active_parameters) + self.head_parameters
         if self.trained is None:
@@ -212,7 +212,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class StageCut:
-    """The layers `[first_layer, end_layer)` of a stage; the first stage also owns the embedding, the last the head."""
+    """The layers `[first_layer, end_layer)` of a stage; the first stage also has the embedding, the last the head."""
 
     stage: int
     first_layer: int
@@ -263,10 +263,10 @@ def max_stages(num_layers: int, num_ranks: int) -> int:
 def balanced_partition(num_layers: int, num_stages: int, *, num_ranks: int = 1) -> tuple[StageCut, ...]:
     """Cut `num_layers` into `num_stages` stages whose sizes differ by one at most.
 
-    Layers that are left over go to the inner stages first: the outer two carry the embedding and the head already.
-    With more stages than layers, the head gets a stage of its own, then the embedding, and what is left over to a
-    multiple of `num_ranks` are stages behind it that pass messages on. The step's first stage is then ready sooner,
-    and its first gradients leave sooner. Raises PlanError for more stages than that makes sense for.
+    Remaining layers go to the inner stages first: the first and last stage already have the embedding and the head.
+    With more stages than layers, the head gets its own stage, then the embedding; further stages, up to a multiple of
+    `num_ranks`, follow the embedding and only pass messages on. The step's first stage is then ready sooner, and its
+    first gradients leave sooner. Raises PlanError for too many stages.
     """
     most = max_stages(num_layers, num_ranks)
     if num_stages > most:
@@ -285,8 +285,8 @@ def balanced_partition(num_layers: int, num_stages: int, *, num_ranks: int = 1) 
 def cut_model(shape: ModelShape, num_stages: int, *, num_ranks: int = 1) -> tuple[StageCut, ...]:
     """Cut a model into stages of layers that take about as long; raises PlanError as `balanced_partition`.
 
-    Layers that are alike are cut by their number. Where some have experts and others not, active parameters stand for
-    their time: the slowest stage is as fast as can be, and among such cuts stages are as alike as can be.
+    Equal layers are divided by number. If only some layers have experts, active parameters estimate their time: the cut
+    minimizes the slowest stage, then the variance of the stages.
     """
     even = balanced_partition(shape.num_layers, num_stages, num_ranks=num_ranks)
     if shape.experts is None or len(set(shape.active_parameters)) == 1 or num_stages >= shape.num_layers:
@@ -294,14 +294,14 @@ def cut_model(shape: ModelShape, num_stages: int, *, num_ranks: int = 1) -> tupl
     return partition_of(_sizes_by_work(shape.active_parameters, num_stages))
 
 
-@cache  # asked for with every change of a request
+@cache  # called for every change of a request
 def _sizes_by_work(work: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
     """Numbers of layers of stages, each of one at least, by the work of every layer."""
     before = [0, *itertools.accumulate(work)]
     ends = range(len(work) + 1)
     sums = sorted({before[end] - before[first] for end in ends for first in range(end)})
     limit = sums[bisect_left(sums, True, key=lambda most: _num_stages(work, most) <= num_stages)]
-    # By number of stages and end: the least sum of squares of the layers up to there, and where the last stage begins.
+    # By number of stages and end layer: the least sum of squares, and the first layer of the last stage.
     least: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
     for _ in range(num_stages):
         costs: dict[int, tuple[int, int]] = {}

@@ -12,12 +12,12 @@ from mobius.schedule.spec import ScheduleSpec
 
 
 class RecomputeLevel(StrEnum):
-    """Activations that a stage keeps from forward to backward, if it keeps any."""
+    """Activations that a stage saves for backward, if any."""
 
     NONE = "everything"
     """All that backward needs."""
     ELEMENTWISE = "products"
-    """Results of matrix products and of attention; backward runs again what is element by element."""
+    """Results of matrix products and of attention; backward recomputes elementwise work."""
 
 
 def recompute_level_of(recompute: Recompute) -> RecomputeLevel:
@@ -32,7 +32,7 @@ class MemoryUse:
     num_resident: int
     """Resident stages: the first ones of the rank, which the next step needs first."""
     num_saving_activations: int
-    """Stages that keep their activations from forward to backward: the last ones of the rank."""
+    """Stages that save their activations for backward: the last ones of the rank."""
     num_slots: int
     """Slots for the streamed stages; 0 where nothing is streamed."""
     num_offloading_activations: int = 0
@@ -42,16 +42,17 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class Plan(ScheduleSpec):
-    """Schedule's numbers with the model in them: which layers form which stage, and which stages keep activations."""
+    """Schedule parameters of a model: the layers of each stage, and the stages that save activations."""
 
     cuts: tuple[StageCut, ...] = field(default=(), kw_only=True)
     """Layers of every stage."""
     saved_activation_stages: frozenset[int] = field(default=frozenset(), kw_only=True)
-    """Stages that keep their activations from forward to backward; the others recompute them."""
+    """Stages that save their activations for backward; other stages recompute them."""
     recompute_level: RecomputeLevel = field(default=RecomputeLevel.NONE, kw_only=True)
-    """Activations that the stages in `saved_activation_stages` keep."""
+    """Activations that the stages in `saved_activation_stages` save."""
     saved_attention_stages: frozenset[int] = field(default=frozenset(), kw_only=True)
-    """Stages whose layers keep attention's result of a slice with their input: backward does not attend again."""
+    """Stages whose layers save attention's result of a slice with their input: backward does not recompute
+    attention."""
 
     def __post_init__(self) -> None:
         assert len(self.cuts) == self.num_stages, "a plan has the layers of every stage"
@@ -137,7 +138,7 @@ def make_plan(
 ) -> Plan:
     """Cut the model (`cut_model`); all stages are streamed through `num_slots` slots, None: all are resident.
 
-    The last `num_saving_attention` stages of each rank keep attention's results.
+    The last `num_saving_attention` stages of each rank save attention's results.
     Raises PlanError if there are more stages than can be.
     """
     cuts = cut_model(shape, num_stages, num_ranks=num_ranks)

@@ -1,6 +1,6 @@
 """Text grid of a schedule, for terminals and error messages; reporting/pictures.py draws the picture.
 
-The grid shows order, not seconds (`scripts/simulate.py` predicts those): computations take one or two slots and wait
+The grid shows order, not seconds (`scripts/simulate.py` predicts times): computations take one or two slots and wait
 for their messages; a copy is shown in the slot in which its rank starts it, after earlier copies of its lane.
 """
 
@@ -113,7 +113,7 @@ def _columns(slots: range, cell: int) -> slice:
 
 
 def _draw_row(spans: list[ActionSpan], failed_span: ActionSpan | None, cell: int, duration: int, lane: Lane) -> str:
-    """Return one lane of one rank over the whole step, `cell` characters per time slot."""
+    """Return one lane of one rank over the step, `cell` characters per time slot."""
     idle = "." if lane is Lane.COMPUTE else ""
     row = idle.ljust(cell) * duration
     # The batch takes no time and may share the first forward's slot: it is drawn, on top, only if it failed.

@@ -26,7 +26,7 @@ class ScheduleSpec:
     slots: tuple[int, ...]
     """GPU slots of each rank for the weights of its streamed stages; 0 if it streams none."""
     resident: frozenset[int] = frozenset()
-    """Stages whose whole state stays on their GPU: they are neither loaded nor offloaded. The others are streamed."""
+    """Stages whose full state stays on their GPU, without loads and offloads. All other stages are streamed."""
     accumulation_rounds: int = 1
     """Equal parts of the microbatches that run forward and backward one after the other (gradient accumulation)."""
     num_slices: int = 1
@@ -81,7 +81,7 @@ class ScheduleSpec:
 
     @property
     def num_chunks(self) -> int:
-        """Groups of whole sequences: the microbatches, unless these are slices."""
+        """Number of groups of complete sequences: the microbatches, unless these are slices."""
         return self.num_microbatches // self.num_slices
 
     @property
@@ -96,9 +96,9 @@ class ScheduleSpec:
 
     @property
     def copy_lookahead(self) -> int:
-        """Number of compute actions that an activation copy may span: the distance of those that offload products.
+        """Number of compute actions that an activation copy may span: the distance of microbatches that offload.
 
-        Copies run one after the other, so a copy after a long one may have to wait for it.
+        Copies run one after the other, so a copy may have to wait for an earlier long one.
         """
         number = self.num_offloaded_microbatches
         return min(MAX_COPY_LOOKAHEAD, -(-self.microbatches_per_round // number)) if number else 1
@@ -128,7 +128,7 @@ class ScheduleSpec:
         return [stage for stage in self.local_stages(rank) if stage not in self.resident]
 
     def offloads_gradient_sums(self, rank: int) -> bool:
-        """Whether sums of the rank's streamed stages are on the host between rounds; those of a single stage stay."""
+        """Whether the rank offloads gradient sums between rounds: not if it has a single streamed stage."""
         return self.accumulation_rounds > 1 and len(self.streamed_stages(rank)) > 1
 
     def with_rounds(self, rounds: int) -> Self:

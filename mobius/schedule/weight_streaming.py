@@ -1,6 +1,6 @@
 """Decides when a stage's weights are in a GPU slot: adds loads and offloads to one rank's compute order.
 
-A slot is GPU memory for one stage's weights. A resident stage keeps its weights on the GPU.
+A slot is GPU memory for one stage's weights. A resident stage's weights stay on the GPU.
 
     rank 0 of 2, stages 0, 2 and 4, two slots, a run being all microbatches of one stage in one direction:
 
@@ -18,7 +18,7 @@ Evicting the stage whose next use is farthest is Belady's rule: no other choice 
 
 Gradients of streamed stages accumulate on the GPU, in one buffer for the stage in backward and one for a stage being
 copied. With several accumulation rounds, a stage's sums are offloaded after its backward and loaded during the run
-before its backward in the next round. A rank's only streamed stage keeps its sums in place.
+before its backward in the next round. The sums of a rank's only streamed stage stay in place.
 
     compute   B4          B2          B0          F0 F2 F4     B4
     sums      LS2         OS4 LS0     OS2         OS0    LS4   LS2

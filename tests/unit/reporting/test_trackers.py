@@ -101,7 +101,7 @@ def test_one_that_hangs_holds_neither_a_step_nor_the_end_nor_another_tracker(
     never.set()
 
     (told,) = [text for text in warnings_of(caplog) if "hung" in text]
-    assert "left behind" in told
+    assert "is abandoned" in told
     assert "3000 of 3000 lines" in told
 
 

@@ -36,7 +36,7 @@ def test_a_single_stage_is_last_and_has_no_neighbours() -> None:
     ("action", "complaint"),
     [
         (Action(ActionKind.LOAD, 4), "there is no stage 4, the stages are 0 to 3"),
-        (Action(ActionKind.LOAD, 3, 0), "load concerns a whole stage, not a microbatch"),
+        (Action(ActionKind.LOAD, 3, 0), "load concerns a stage, not a microbatch"),
         (Action(ActionKind.FORWARD_FIRST, 0), "forward_first needs a microbatch"),
         (Action(ActionKind.FORWARD_MIDDLE, 0, 0), "stage 0 of 4 takes forward_first"),
         (Action(ActionKind.BACKWARD_FIRST, 2, 0), "stage 2 of 4 takes backward_middle"),
