@@ -56,7 +56,7 @@ def progress_bar(desc: str, unit: str, total: int | None = None) -> "tqdm[NoRetu
 
 
 def redirect_to_devnull(stream: IO[str]) -> None:
-    """Discard all that is written to `stream` from here on, and what its buffer holds: nobody reads it any more."""
+    """Discard the buffer of `stream` and all later output to it: its reader has ended."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

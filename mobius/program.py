@@ -24,7 +24,7 @@ DUPLICATE_ERROR_SECONDS = 3.0
 
 
 def run_program() -> None:
-    """Parse, train, and turn an error that the user can mend into one message and an exit code."""
+    """Parse, train, and turn an error that the user can fix into one message and an exit code."""
     prepare_environment()
     rank, ranks = 0, None
     run_status = RunStatus()

@@ -42,7 +42,7 @@ _COMMAND: Final = "MOBIUS_COMMAND"
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among all of a run: `num_replicas` pipelines of equally many ranks, none across two nodes.
+    """Position of this process in a run of `num_replicas` pipelines of equal size, none of which spans nodes.
 
     rank         0 1 2 3 | 4 5 6 7      two nodes of four, each of them a pipeline: torchrun's own numbers
     replica      0 0 0 0 | 1 1 1 1
@@ -102,7 +102,7 @@ class Ranks:
         if self.num_local % pipeline_ranks:
             raise ConfigError(
                 f"`--pipeline_ranks` {pipeline_ranks}: each of {self.num_nodes} node(s) starts {self.num_local} "
-                "processes, but a pipeline cannot span nodes, so this must be a multiple. Use a divisor of "
+                "processes, not a multiple of it, and a pipeline cannot span nodes. Use a divisor of "
                 f"{self.num_local}, or another --nproc_per_node"
             )
         return replace(self, num_replicas=self.num_ranks // pipeline_ranks)

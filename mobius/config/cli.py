@@ -1,4 +1,4 @@
-"""The command line and a YAML file become one Config, defaults < YAML < command line; the table becomes pages.
+"""Builds one Config of defaults < YAML file < command line, and help pages of the table of options.
 
 Both sources collect their problems, and one ConfigError has all of them. `--help` and docs/user/options.md
 (`python -m mobius.config.cli > docs/user/options.md`) are made from the table.
@@ -121,7 +121,7 @@ def _pipelines(config: Config, num_ranks: int | None, num_nodes: int) -> tuple[i
 
 
 def given_options(argv: Sequence[str]) -> frozenset[str]:
-    """Names of the options that `argv` or the YAML file it names sets, be it to the default."""
+    """Names of the options that `argv` or its YAML file sets, including those set to the default."""
     command_line = read_command_line(argv)
     return frozenset(_merged(_file_of(command_line).values, command_line.values))
 
@@ -138,7 +138,7 @@ def _file_of(command_line: CommandLine) -> OptionSource:
 
 
 def _help_parser() -> argparse.ArgumentParser:
-    """A parser that shows the table."""
+    """A parser whose help shows the table."""
     program = "main.py" if Path(sys.argv[0]).name == "main.py" else "-m mobius"
     parser = argparse.ArgumentParser(
         usage=f"bash train.sh [FILE.yaml] [options]\n"
@@ -174,7 +174,7 @@ def _names(option: Option) -> list[str]:
 
 
 def _default(option: Option) -> str:
-    """The default as it is typed; nothing where there is none."""
+    """The default as it would be typed; empty if there is none."""
     value = option.default
     if isinstance(value, bool):
         return next(f"--{name}" for name in _names(option) if spellings()[name].flag_value is value)

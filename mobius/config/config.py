@@ -110,12 +110,12 @@ _ENDPOINT: Final = re.compile(r"[^\s:]+:\d{1,5}|\[[0-9a-fA-F:.]+\]:\d{1,5}")
 
 
 def split_names(text: str | None) -> tuple[str, ...]:
-    """Words between commas, each once."""
+    """Return the words between commas, each once."""
     return tuple(dict.fromkeys(filter(None, (word.strip() for word in (text or "").split(",")))))
 
 
 def steps_between(every: float, num_steps: int) -> int:
-    """Steps between two events that come every `every` steps, or after every such share of a run of `num_steps`."""
+    """Return the interval in steps; `every` below 1 is a share of `num_steps`, rounded up."""
     return int(every) if every >= 1 else max(1, math.ceil(round(every * num_steps, 6)))
 
 
@@ -547,23 +547,23 @@ class OutputConfig:
 
     @property
     def params_file(self) -> str | None:
-        """`save_params`, or None for the word none."""
+        """`save_params`, or None for "none"."""
         return None if self.save_params == "none" else self.save_params
 
     @property
     def trackers(self) -> tuple[str, ...]:
-        """Words of `report_to`, each once; there are none in the place of none."""
+        """Names in `report_to`, each once; empty for none."""
         words = (word.strip() for word in self.report_to.split(","))
         return () if self.report_to.strip() == "none" else tuple(dict.fromkeys(words))
 
     @property
     def name(self) -> str:
-        """`run_name`, or what stands for it."""
+        """`run_name`, or its default."""
         return self.run_name or PurePath(self.save_dir).name or "mobius"
 
     @property
     def profiled_steps(self) -> range:
-        """`profile_steps` as step numbers; empty where there are none, or the text is not readable."""
+        """`profile_steps` as step numbers; empty if there are none or the text is invalid."""
         return _step_range(self.profile_steps or "")
 
 
@@ -728,7 +728,7 @@ def spellings() -> Mapping[str, Spelling]:
 
 
 def nearest_name(name: str) -> str | None:
-    """The known spelling that `name` is a misspelling of, or None: no hint is better than one of another meaning."""
+    """Return the known spelling closest to `name`, or None if none is close: a wrong hint is worse than none."""
     typed = name.replace("-", "_").lower()[:60]
     alike = [known for known in spellings() if re.findall(r"\d", known) == re.findall(r"\d", typed)]
     return next(iter(difflib.get_close_matches(typed, alike, 1, _SURELY_ALIKE)), None)

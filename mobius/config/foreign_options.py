@@ -24,9 +24,9 @@ class ForeignOption:
 
 
 IGNORED: Final = "not needed"
-"""Beginning of an answer to an option that changes nothing here."""
+"""Beginning of the answer for an option that is ignored."""
 _NOTHING: Final = frozenset({"", "~", "false", "null", "none", "no", "off", "0", "0.0"})
-"""Values by which a user asks for nothing."""
+"""Values that switch an option off."""
 
 
 _DATASET_KEYS: Final = {
@@ -40,7 +40,7 @@ _DATASET_KEYS: Final = {
 
 
 def foreign_dataset_key(name: str) -> list[str]:
-    """The key of a dataset that other trainers call `name`; nothing for a name that is not known."""
+    """Dataset keys that other trainers call `name`; empty for an unknown name."""
     return [key for key, names in _DATASET_KEYS.items() if name in names]
 
 

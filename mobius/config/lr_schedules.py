@@ -14,7 +14,7 @@ from mobius.errors import listed, quoted
 
 
 class LrSchedulerType(StrEnum):
-    """Course of the learning rate."""
+    """Learning-rate schedule."""
 
     LINEAR = "linear"
     COSINE = "cosine"
@@ -41,7 +41,7 @@ class Argument:
     words: tuple[str, ...] = ()
 
     def read(self, text: str) -> ArgumentValue:
-        """Value of the argument; raises ValueError if `text` is none."""
+        """Return the argument's value; raises ValueError if `text` is invalid."""
         if self.words:
             if text in self.words:
                 return text
@@ -86,13 +86,13 @@ _NEEDED: Final[Mapping[LrSchedulerType, Mapping[str, str]]] = {
     LrSchedulerType.COSINE_WITH_MIN_LR: {"min_lr": "1e-6", "min_lr_rate": "0.1"},
     LrSchedulerType.WARMUP_STABLE_DECAY: {"num_decay_steps": "100"},
 }
-"""Arguments of which a course needs exactly one, with examples."""
+"""Arguments of which a schedule needs exactly one, with examples."""
 _POLYNOMIAL_END: Final = 1e-7
-"""`lr_end` where it is not given, as in transformers."""
+"""Default of `lr_end`, as in transformers."""
 
 
 def read_arguments(kind: LrSchedulerType, given: Sequence[tuple[str, str]]) -> dict[str, ArgumentValue]:
-    """Values of the arguments in `given` that `kind` takes and that are allowed."""
+    """Return the valid arguments of `kind` in `given`."""
     known, values = SCHEDULE_ARGUMENTS[kind], dict[str, ArgumentValue]()
     for name, text in given:
         with contextlib.suppress(KeyError, ValueError):
@@ -103,7 +103,7 @@ def read_arguments(kind: LrSchedulerType, given: Sequence[tuple[str, str]]) -> d
 def find_scheduler_conflicts(
     kind: LrSchedulerType, given: Sequence[tuple[str, str]], *, learning_rate: float
 ) -> Iterator[tuple[str, str]]:
-    """Options that a broken rule about arguments is about, and the line that says how they break it."""
+    """Options that violate a rule about arguments, and the error line."""
     known, values, both = SCHEDULE_ARGUMENTS[kind], read_arguments(kind, given), "lr_scheduler_type lr_scheduler_kwargs"
     names = [name for name, _ in given]
     for name, text in given:
@@ -129,7 +129,7 @@ def find_scheduler_conflicts(
 
 
 def find_decay_conflict(values: Mapping[str, ArgumentValue], *, num_steps: int, num_warmup_steps: int) -> str | None:
-    """The line about a decay that does not fit after the warm-up in a run of `num_steps`, if there is one."""
+    """Return the error line if the decay does not fit after the warm-up in a run of `num_steps`, else None."""
     decay = values.get("num_decay_steps")
     most = num_steps - max(0, num_warmup_steps - 1)  # a decay begins at the peak rate, with which a warm-up ends
     if not isinstance(decay, int) or decay <= most:

@@ -28,7 +28,7 @@ OptionValue = bool | int | float | str | tuple[Any, ...] | None
 
 _TRUTH: Final = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _MOST_ITEMS: Final = 1001
-"""Entries of a list or pairs of a mapping that are read; aliases of YAML, which cost nothing to write, can make more.
+"""Maximum number of list entries or mapping pairs that are read; a short YAML file with aliases can expand to more.
 """
 MOST_SHOWN: Final = 5
 """Largest number of problems of one option that are reported."""
@@ -54,7 +54,7 @@ class Bounds:
         return is_inside and (self.share_of is None or value <= 1 or value == int(value))
 
     def demand(self, value: float) -> str:
-        """Words for what a `value` that is not allowed must be, as they read in a message."""
+        """Text for a message: what an invalid `value` must be."""
         if replace(self, share_of=None).allow(value):
             return f"a whole number of {self.share_of}, or a number below 1 for a share"
         return str(self if value < self._limit else replace(self, below=self._limit))
@@ -84,20 +84,20 @@ class Need:
     """Mode without which an option has no effect."""
 
     decided_by: str
-    """Names of the options that make the mode, with spaces."""
+    """Names of the options that enable the mode, separated by spaces."""
     is_met: Callable[[Any], bool]
     """Whether the run has the mode, by an object with the values of all options as attributes (`validation.py`)."""
     otherwise: str
     """Text that completes "`--x` has no effect ..."."""
     instead: str = ""
-    """Change that gives the option its effect, unless `otherwise` says it."""
+    """Change that makes the option effective, unless `otherwise` gives it."""
     is_strict: bool = False
     """Whether the option is an error also in a file, if a typed option switches the mode off."""
 
 
 @dataclass(frozen=True)
 class FieldRules:
-    """Rules of an option that its type, default and text do not say."""
+    """Rules of an option beyond its type, default and text."""
 
     bounds: Bounds | None = None
     aliases: tuple[str, ...] = ()
@@ -106,9 +106,9 @@ class FieldRules:
     """Flags that stand for the option with a value."""
     needs: tuple[Need, ...] = ()
     bare: str | None = None
-    """Text that is meant where the option is typed without one; None where it needs one."""
+    """Value of the option if it is typed without one; None if it needs a value."""
     form: tuple[Callable[[str], object], str] | None = None
-    """Test of a text, and words for what it must be."""
+    """Test of a text, and a description of valid ones."""
     is_text: bool = False
     """Whether the value is any text, and not what may be the name of a file."""
     pair: tuple[str, str] = ("", "")
@@ -145,17 +145,17 @@ class Option:
 
     @property
     def bounds(self) -> Bounds | None:
-        """Numbers that are allowed; None where the value is no number."""
+        """Allowed numbers; None if the value is no number."""
         return self.rules.bounds
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The allowed words, or nothing where any value of the type may do."""
+        """Allowed words; empty if any value of the type is allowed."""
         return tuple(member.value for member in self.value_type) if issubclass(self.value_type, enum.Enum) else ()
 
     @property
     def expectation(self) -> str:
-        """Words for what may be given, as they read in a message."""
+        """Text for a message: the values that are allowed."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         pairs = f"text such as {self.rules.pair[1].partition(',')[0]}"
@@ -207,7 +207,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Spelling:
-    """One way to name an option. A flag stands for a value; `opposite`, if there is one, is what its false means."""
+    """One name of an option. A flag stands for a value; `opposite`, if any, is the value of its negation."""
 
     name: str
     option: Option
@@ -260,7 +260,7 @@ def read_truth(text: object) -> bool:
 
 
 def shown(value: object) -> str:
-    """A value of a YAML file, short; the items of lists and mappings are not shown."""
+    """Return a short text of a YAML value, without the items of lists and mappings."""
     return "[...]" if isinstance(value, list) else "{...}" if isinstance(value, dict) else quoted(value)
 
 

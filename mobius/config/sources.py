@@ -28,11 +28,11 @@ from mobius.errors import ConfigError, excerpt, first_line, reason_of
 from mobius.regular_files import read_bytes
 
 _MOST_BYTES: Final = 1 << 18
-"""Two hundred times all options; PyYAML reads it in seconds."""
+"""Maximum size: two hundred times all options; PyYAML reads it in seconds."""
 _SHOWN_OF_PATH: Final = 200
 _MOST_PROBLEMS: Final = 100
 _NOTHING: Final = ("", "~", "null", "Null", "NULL")
-"""Values that are None where they stand without quotes."""
+"""Unquoted values that mean None."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class OptionSource:
     problems: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     invalid_options: set[str] = field(default_factory=set)
-    """Options that were given in a way that could not be read."""
+    """Options whose given value could not be read."""
     place: str = ""
     """Beginning of every problem."""
     dashes: str = ""
@@ -170,7 +170,7 @@ def _stray(word: str) -> str:
 
 
 def _meant_names(typed: str) -> list[str]:
-    """Names that `typed` is or begins, one for each meaning; none where it is an option of another trainer."""
+    """Names equal to `typed` or starting with it, one per meaning; empty for an option of another trainer."""
     name = typed.lstrip("-").replace("-", "_")
     names = (*spellings(), "config", "help")
     matches = [name] if name in names else [known for known in names if known.startswith(name)]
@@ -184,7 +184,7 @@ def _meant_names(typed: str) -> list[str]:
 
 
 class _Loader(yaml.BaseLoader):
-    """YAML whose every value is the text that it is, so that a file means what the same words mean when typed.
+    """YAML loader that reads every value as text, so that a file means the same as a command line.
 
     A plain null is None, and a key that is given twice is an error.
     """

@@ -39,21 +39,21 @@ _MOST_DATASETS: Final = 1000
 IsExempt = Callable[[str, Iterable[str]], bool]
 """Whether an option may be without effect, given the options that make the mode."""
 _Conflicts = Iterator[tuple[str, str]]
-"""Options that a broken rule is about, with spaces, and the line that says how they break it."""
+"""Options that violate a rule, separated by spaces, and the error line."""
 
 
 def none_exempt(option: str, mode_options: Iterable[str]) -> bool:
-    """Excuse of no option."""
+    """Exempt no option."""
     return False
 
 
 def exempt_file_options(typed: Collection[str]) -> IsExempt:
-    """Excuse of options of a file that have no effect in a mode that is `typed`."""
+    """Exempt options of a file that have no effect in a mode that is `typed`."""
     return lambda option, mode_options: option not in typed and any(name in typed for name in mode_options)
 
 
 def validate(config: Config, num_ranks: int, num_replicas: int = 1, *, is_exempt: IsExempt = none_exempt) -> None:
-    """Check everything that can be known before the model is read; raises ConfigError with all problems.
+    """Check everything that does not need the model; raises ConfigError with all problems.
 
     `is_exempt` is that of `find_problems`.
     """
@@ -109,7 +109,7 @@ def find_problems(
 
 
 def _find_ineffective_options(o: SimpleNamespace, doubtful: set[str], is_exempt: IsExempt) -> _Conflicts:
-    """Options that ask for something in a mode in which they have no effect.
+    """Return options that are set in a mode in which they have no effect.
 
     Dry runs and previews look at a run and take all of its options.
     """
@@ -130,7 +130,7 @@ def asks(name: str, value: OptionValue) -> bool:
 
 
 def _value_problems(option: Option, value: OptionValue) -> list[str]:
-    """Lines about a value that is wrong for itself."""
+    """Lines about a single invalid value."""
     place = f"`--{option.name}`"
     if not option.is_list or value is None:
         return list(_value_problem(option, value, place))
@@ -164,7 +164,7 @@ def _value_problem(option: Option, value: object, place: str) -> Iterator[str]:
 
 
 def _unusable_name(name: str) -> str | None:
-    """The reason why no file can have this name, whatever is on the disk."""
+    """Reason why no file can have this name."""
     try:
         os.lstat(Path(name).expanduser())
     except ValueError as error:  # a NUL, or half of a character
@@ -178,7 +178,7 @@ def _unusable_name(name: str) -> str | None:
 
 
 def _given(o: Any, names: Iterable[str]) -> str:
-    """Options and their values as a user finds them: `--num_iterations` 5 and `--no_offload`."""
+    """Options and their values as typed: `--num_iterations` 5 and `--no_offload`."""
 
     def written(name: str, value: object) -> str:
         if value is False:
@@ -200,7 +200,7 @@ _EXCLUSIVE: Final[Mapping[tuple[str, str], str]] = {
 }
 """Options of which one is to be removed, and why."""
 MUTUALLY_EXCLUSIVE: Final = tuple(_EXCLUSIVE)[:2]
-"""Pairs of which one that is typed replaces the other in a file."""
+"""Pairs of alternatives: a typed one replaces the other one in a file."""
 _Test = Callable[[Any], object]
 _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
     (
@@ -341,7 +341,7 @@ def _find_other_conflicts(o: Any) -> _Conflicts:
 
 
 def _find_step_conflicts(config: Config) -> _Conflicts:
-    """Rules about a number of steps that is known."""
+    """Rules about the number of steps, if it is known."""
     optim, steps, profiled = config.optim, config.optim.num_steps, config.output.profiled_steps
     ends = "num_iterations num_train_epochs"
     given = "" if optim.num_train_epochs is None else f" (`--num_train_epochs` {optim.num_train_epochs:g})"

@@ -16,7 +16,7 @@ from mobius.data.preview import escape_invisible
 from mobius.data.statistics import SampleStatistics
 
 Counts = npt.NDArray[np.int64]
-"""Samples of each length, from 0 tokens on."""
+"""Number of samples by length in tokens, from 0."""
 
 _MAX_BINS: Final = 16
 _BAR: Final = 50
@@ -27,7 +27,7 @@ _NAME: Final = 32
 
 @dataclass(frozen=True)
 class DatasetStatistics:
-    """A dataset, what was counted in it, and how many of its samples are trained on (none: it is evaluated on)."""
+    """A dataset, its counts, and how many of its samples are trained on (0: evaluation only)."""
 
     dataset: PreparedDataset
     statistics: SampleStatistics
@@ -39,19 +39,19 @@ class DatasetStatistics:
 
     @property
     def epoch_tokens(self) -> float:
-        """Tokens that an epoch takes of it, on average."""
+        """Mean number of its tokens in an epoch."""
         return self.statistics.num_tokens * self.dataset.entry.weight * self.num_trained / self.statistics.num_samples
 
 
 def name_of(entry: DatasetEntry) -> str:
-    """The dataset as it was given, short and visible, with what chooses a part of it."""
+    """The dataset's name as given, shortened, with the options that select a part of it."""
     parts = [entry.name, *([entry.subset] if entry.subset else []), *([entry.split] if entry.split != "train" else [])]
     name = escape_invisible(" ".join(parts)).replace("\n", "\\n")
     return name if len(name) <= _NAME else f"...{name[3 - _NAME :]}"
 
 
 def dataset_table(datasets: Sequence[DatasetStatistics]) -> list[str]:
-    """A line for each dataset: what became of its records, its samples and tokens, and its share of an epoch."""
+    """A line for each dataset: its records, samples and tokens, and its share of an epoch."""
     total = sum(each.epoch_tokens for each in datasets)
     has_weights = any(each.dataset.entry.weight != 1 for each in datasets)
     heads = ("dataset", "format", "read", "kept", "cut", "dropped", "empty", "samples", "tokens", "targets", "of them")
@@ -86,7 +86,7 @@ def dataset_table(datasets: Sequence[DatasetStatistics]) -> list[str]:
 def step_table(
     ways: Sequence[tuple[str, TrainingBatches]], *, batch_size: int, seq_length: int, target_share: float
 ) -> list[str]:
-    """A line for each way (name, batches) to make rows: what a step holds and how many make an epoch."""
+    """A line for each packing mode (name, batches): the contents of a step, and the steps of an epoch."""
     rows: list[Sequence[str]] = [("a step holds", "samples", "tokens", "targets", "padding", "steps of an epoch")]
     for name, batches in ways:
         row_statistics = batches.row_statistics
@@ -153,7 +153,7 @@ def binned(counts: Counts, edges: Sequence[int]) -> list[int]:
 
 
 def describe_lengths(counts: Counts) -> str:
-    """Shortest, median, mean and longest length in words."""
+    """Text with the shortest, median, mean and longest length."""
     found, through = np.flatnonzero(counts), np.cumsum(counts)
     median = int(np.searchsorted(through, (through[-1] + 1) // 2))
     mean = float(counts @ np.arange(len(counts))) / int(through[-1])

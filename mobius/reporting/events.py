@@ -84,14 +84,14 @@ class StepMetrics:
     step: int
     """Counted from 1."""
     epoch: float
-    """Epochs that are done after the step."""
+    """Epochs completed after the step."""
     loss: float
     """Mean over the target tokens of the step, plus the router loss times its coefficient, if any."""
     grad_norm: float
     """L2 norm of all gradients together, before clipping."""
     learning_rate: float
     step_seconds: float
-    """Wall clock from the end of the step before to the end of this one, optimizer included."""
+    """Wall-clock seconds from the end of the previous step to the end of this one, optimizer included."""
     tokens_per_second: float
     """Tokens without padding."""
     num_tokens: int
@@ -99,21 +99,21 @@ class StepMetrics:
     num_targets: int
     """Tokens that count in the loss."""
     num_samples: int
-    """Samples, of which packed rows hold several."""
+    """Number of samples; packed rows hold several."""
     padding: float
     """Share of the step's positions that are padding."""
     peak_gpu_memory_gib: float | None
-    """Peak bytes allocated on the worst rank since the start; None without a GPU."""
+    """Peak allocated memory of the worst rank since the start, in GiB; None without a GPU."""
     reserved_gpu_memory_gib: float | None
-    """Peak bytes reserved by the allocator on the worst rank since the start; None without a GPU."""
+    """Peak memory that the allocator reserved, on the worst rank, in GiB; None without a GPU."""
     peak_host_memory_gib: float
     """All ranks together, since the start."""
     wait_seconds: Mapping[str, float]
     """Seconds by cause (`WaitCause`) for which the worst rank's compute waited in this step."""
     skipped_steps: int
-    """Steps so far whose update was left out because a gradient was not finite."""
+    """Number of steps so far whose update was skipped because a gradient was not finite."""
     loss_scale: float | None
-    """Factor of the loss in fp16 training; None in formats that need none."""
+    """Loss scale of fp16 training; None in other formats."""
     aux_loss: float | None = None
     """Router loss, the mean over microbatches without its coefficient; None for models without routers."""
 
@@ -228,7 +228,7 @@ def detail_line(metrics: StepMetrics) -> str:
 
 
 def table_row(name: str, text: str) -> str:
-    """Row of the table that a run prints on its way to the first step."""
+    """Row of the table that a run prints before the first step."""
     return f"{name:<9} {text}"
 
 

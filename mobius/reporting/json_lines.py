@@ -1,4 +1,4 @@
-"""Files with a JSON object in each line, which a full disk or a removed file does not end."""
+"""Files with a JSON object in each line, which tolerate a full disk and a removed file."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class LayerWidths:
-    """Elements per token of what a layer computes, beside hidden states that come once."""
+    """Elements per token that a layer computes, in addition to hidden states that exist once."""
 
     products: int
     """Inputs and outputs of all products but the feed-forward's: in Llama 4 H, in a layer with experts the router's

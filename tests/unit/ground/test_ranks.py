@@ -80,7 +80,7 @@ def test_places_of_two_nodes_and_of_pipelines_within_them(monkeypatch: pytest.Mo
     assert halves.split_into_pipelines(None) == ranks
     with pytest.raises(ConfigError, match=r"`--pipeline_ranks` 3: .*divisor of 4"):
         ranks.split_into_pipelines(3)
-    with pytest.raises(ConfigError, match=r"`--pipeline_ranks` 8: .*none goes across two nodes"):
+    with pytest.raises(ConfigError, match=r"`--pipeline_ranks` 8: .*a pipeline cannot span nodes"):
         ranks.split_into_pipelines(8)
 
 
