@@ -198,7 +198,7 @@ def launch_id() -> str | None:
 
 
 def seconds_since_launch() -> float:
-    """Time since torchrun began, be it before a restart; 0 without torchrun."""
+    """Seconds since torchrun started, including time before a restart; 0 without torchrun."""
     begun = _start_of(os.getppid()) if is_started_by_torchrun() else None
     return 0.0 if begun is None else max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - begun)
 
@@ -210,7 +210,7 @@ def seconds_since_start() -> float:
 
 
 def mark_launcher_as_patient() -> None:
-    """Let ranks that this process starts from now on know that it never kills them while they save."""
+    """Mark this launcher in the environment of its ranks as one that never kills them while they save."""
     os.environ[_OUR_LAUNCHER] = "1"
 
 
@@ -281,7 +281,7 @@ def _facts_of(process: str) -> list[str]:
 
 
 def boot_id() -> str:
-    """A text that another start of the machine does not have."""
+    """Identifier of the current boot of the machine."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -314,7 +314,7 @@ def command_words() -> list[str]:
 
 
 def is_started_by_train_sh() -> bool:
-    """Whether train.sh started this process, so that its options have been heeded."""
+    """Whether train.sh, which applies the launch options, started this process."""
     return _COMMAND in os.environ
 
 

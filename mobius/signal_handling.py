@@ -99,7 +99,7 @@ class RunStatus:
 
     @property
     def is_detached(self) -> bool:
-        """Whether another rank's end is no loss."""
+        """Whether this rank ignores the end of other ranks."""
         return self._is_detached
 
     def save_on_signal(self, lost: Text, *, seconds: float | None = None) -> None:
@@ -116,7 +116,7 @@ class RunStatus:
 
     @property
     def can_save(self) -> bool:
-        """Whether a signal that comes now asks the run to save."""
+        """Whether a signal requests a save."""
         return self._offer is not None
 
     @property
@@ -289,7 +289,7 @@ def _die_with(parent: int) -> None:
 
 @contextlib.contextmanager
 def sigint_blocked() -> Iterator[None]:
-    """Start worker processes within: Ctrl-C, which this process still gets, waits for their `die_with_parent`."""
+    """Hold Ctrl-C back from workers that start in the block until they call `die_with_parent`; this process gets it."""
     export_parent_pid()
     with _being_started:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

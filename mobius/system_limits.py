@@ -12,9 +12,9 @@ from typing import Final
 from mobius.errors import GpuMemoryError, HostMemoryError, LimitError, MobiusError, first_line
 
 _FILES_OF_RANK: Final = 64
-"""Open files that one rank takes at least, some 25 on the CPU, with its libraries and what it saves."""
+"""Minimum number of open files of one rank, about 25 on a CPU, with libraries and saved files."""
 _FILES_PER_PEER: Final = 16
-"""More of them for each other rank: connections, and shared memory."""
+"""Additional open files per other rank: connections, and shared memory."""
 _USEFUL_FILES: Final = 65_536
 """Soft limit that is requested; a run never needs more."""
 _MEMORY_WORDS: Final = ("can't allocate memory", "Cannot allocate memory", "std::bad_alloc", "out of host memory")

@@ -42,7 +42,7 @@ from mobius.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class StepBatch:
-    """All rows of one step on the host (page-locked if there is a GPU)."""
+    """Rows of one step on the host (page-locked if there is a GPU)."""
 
     input_ids: Tensor
     """int64 [batch, L]: rows of this pipeline. With replicas, the counts below cover all rows of the step."""

@@ -31,7 +31,7 @@ and 10 are judgements. Only which of two orders is better follows from them."""
 _P2P_STEPS: Final = {Ancestor.PIX: 1, Ancestor.PXB: 1, Ancestor.PHB: 2, Ancestor.NODE: 3, Ancestor.SYS: 4}
 _HOST_STEPS: Final = 5
 _STEP: Final = 1000
-"""More than all NVLinks of a ring together, which only decide between orders with equal steps."""
+"""Larger than the number of NVLinks of a ring, which only breaks ties between orders with equal steps."""
 _MOST_NVLINKS: Final = 36
 
 

@@ -90,8 +90,9 @@ def split_cpus_by_rank(
 ) -> list[frozenset[int]]:
     """Return the CPUs of every rank: its share of the `allowed` CPUs of its GPU's node; `places` are in rank order.
 
-    All ranks are bound or none, so that nobody computes on another's CPUs. Raises ValueError with the reason if binding
-    would leave some rank less than half of an even share: that costs more than memory of another node.
+    Either all ranks are bound or none, so that no rank computes on another rank's CPUs. Raises ValueError with the
+    reason if binding would leave some rank less than half of an even share: that costs more than memory of another
+    node.
     """
     shares = []
     for rank, place in enumerate(places):

@@ -107,7 +107,7 @@ class StepMetrics:
     reserved_gpu_memory_gib: float | None
     """Peak memory that the allocator reserved, on the worst rank, in GiB; None without a GPU."""
     peak_host_memory_gib: float
-    """All ranks together, since the start."""
+    """Peak of all ranks together since the start."""
     wait_seconds: Mapping[str, float]
     """Seconds by cause (`WaitCause`) for which the worst rank's compute waited in this step."""
     skipped_steps: int

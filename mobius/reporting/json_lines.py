@@ -93,11 +93,11 @@ def filter_lines(path: Path, keeps: Callable[[Mapping[str, Any]], bool]) -> int:
     if not path.exists():
         return 0
     with open_regular(path) as file:
-        kept = bytearray(_keeps_line(line, keeps) for line in file)
-    if not all(kept):
+        retained = bytearray(_keeps_line(line, keeps) for line in file)
+    if not all(retained):
         with atomic_write(path) as temporary, path.open("rb") as file, temporary.open("wb") as shorter:
-            shorter.writelines(line for line, is_kept in zip(file, kept, strict=True) if is_kept)
-    return kept.count(0)
+            shorter.writelines(line for line, stays in zip(file, retained, strict=True) if stays)
+    return retained.count(0)
 
 
 def _keeps_line(line: bytes, keeps: Callable[[Mapping[str, Any]], bool]) -> bool:

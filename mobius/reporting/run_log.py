@@ -57,7 +57,7 @@ _SHOWN: Final = (
 _RECENT_STEPS: Final = 20
 """Number of last steps whose median predicts the time left."""
 _WAITING_WARNINGS: Final = 100
-"""Most warnings that wait for a log."""
+"""Maximum number of warnings that wait for a log."""
 
 
 class WarningRecorder(logging.Handler):

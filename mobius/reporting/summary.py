@@ -24,9 +24,9 @@ class RankMemory:
     device: str
     """Name as people know it: "NVIDIA L20", "cpu"."""
     peak_allocated_bytes: int | None
-    """Most GPU memory in tensors at one time."""
+    """Peak GPU memory of tensors."""
     peak_reserved_bytes: int | None
-    """Most GPU memory that the allocator held at one time: what must fit."""
+    """Peak GPU memory reserved by the allocator, which must fit."""
     persistent_bytes: int | None
     """GPU memory in tensors between two steps: slots, resident stages, buffers."""
     peak_host_bytes: int

@@ -44,13 +44,13 @@ class LogHistory:
         """Entries of evaluations, the latest one first."""
         return (_entry(line) for line in reversed(self._lines) if _EVALUATION in line)
 
-    def to_json(self, before: str = "", behind: str = "") -> str:
-        """All entries as a list in JSON between two other texts, one in a line, indented as a field of an object is."""
+    def to_json(self, before: str = "", tail: str = "") -> str:
+        """All entries as a JSON list between two texts, one entry a line, indented as a field of an object."""
         if not self._lines:
-            return f"{before}[]{behind}"
+            return f"{before}[]{tail}"
         lines = [*self._lines]
         lines[0] = f"{before}[\n    {lines[0]}"
-        lines[-1] = f"{lines[-1]}\n  ]{behind}"
+        lines[-1] = f"{lines[-1]}\n  ]{tail}"
         return ",\n    ".join(lines)  # hundreds of MiB after a week: one copy
 
     def __len__(self) -> int:
@@ -121,8 +121,8 @@ class TrainerState:
         """JSON that transformers reads; numbers that JSON does not have are words that `float` reads."""
         state = {each.name: getattr(self, each.name) for each in fields(self)}
         state |= {"num_train_epochs": self.num_train_epochs or math.ceil(self.epoch), "log_history": []}
-        before, name, behind = json_text(state, indent=2).partition(_HISTORY)
-        return self.log_history.to_json(before + name, behind.removeprefix("[]"))
+        before, name, tail = json_text(state, indent=2).partition(_HISTORY)
+        return self.log_history.to_json(before + name, tail.removeprefix("[]"))
 
     def snapshot(self) -> TrainerState:
         """The state as it is now, which does not change with the run."""

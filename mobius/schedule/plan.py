@@ -15,7 +15,7 @@ class RecomputeLevel(StrEnum):
     """Activations that a stage saves for backward, if any."""
 
     NONE = "everything"
-    """All that backward needs."""
+    """Everything that backward needs."""
     ELEMENTWISE = "products"
     """Results of matrix products and of attention; backward recomputes elementwise work."""
 
@@ -110,7 +110,7 @@ class Plan(ScheduleSpec):
             mode = f"{len(self.resident)} resident, the others {mode}"
         lines = [f"{self.num_stages} stages on {self.num_ranks} rank(s), {self.describe_microbatches()}, {mode}"]
         for cut in self.cuts:
-            owns = [
+            parts = [
                 *(["embedding"] if cut.is_first else []),
                 *([f"layers {cut.first_layer}-{cut.end_layer - 1}"] if cut.layers else []),
                 *(["norm, head"] if cut.is_last else []),
@@ -118,7 +118,7 @@ class Plan(ScheduleSpec):
             where = ", resident" if is_mixed and cut.stage in self.resident else ""
             lines.append(
                 f"  stage {cut.stage:>3} on rank {cut.stage % self.num_ranks}{where}: "
-                f"{', '.join(owns)} ({cut.num_parameters(shape) / 1e6:.1f}M)"
+                f"{', '.join(parts)} ({cut.num_parameters(shape) / 1e6:.1f}M)"
             )
         return "\n".join(lines)
 
