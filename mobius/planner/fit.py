@@ -70,10 +70,10 @@ def fit_plan(request: PlanRequest, *, layer: LayerBytes | None = None, policy: M
     """Check that the plan of `request` fits, and use the rest of the memory as `policy` chooses.
 
     The default policy is the closed form at default rates. All ranks are assumed to have as much memory as this one;
-    resident stages and slots of one rank change nothing for the others. `layer` gives the bytes of one layer and
+    resident stages and slots of one rank do not affect other ranks. `layer` gives the bytes of one layer and
     microbatch; without it stages save no activations unless asked to.
 
-    Raises PlanError for more resident stages than a rank has, and GpuMemoryError if what is asked for does not fit.
+    Raises PlanError for more resident stages than a rank has, and GpuMemoryError if the request does not fit.
     """
     plan, per_rank, wanted = request.plan, request.plan.stages_per_rank, request.num_resident
     if wanted is not None and wanted > per_rank:
@@ -90,7 +90,7 @@ def fit_plan(request: PlanRequest, *, layer: LayerBytes | None = None, policy: M
 
 
 def fits_gpus(request: PlanRequest, layer: LayerBytes | None) -> bool:
-    """Whether the least that is asked for fits the fullest rank; arguments as in `fit_plan`."""
+    """Whether the least use of memory that is requested fits the fullest rank; arguments as in `fit_plan`."""
     available = request.gpu_bytes
     return available is None or _least_need(request, layer).total <= available
 
@@ -110,7 +110,7 @@ def least_host_bytes(request: PlanRequest) -> float:
 
 
 def may_keep_products(request: PlanRequest) -> bool:
-    """Whether stages may save matrix products alone: if asked for, or if auto may choose.
+    """Whether stages may save matrix products alone: if requested, or if auto may choose.
 
     Auto does not choose it for eager layers, whose many elementwise kernels have no estimate.
     """
@@ -192,7 +192,7 @@ def check_given_plan(request: PlanRequest, plan: Plan, *, layer: LayerBytes | No
 
 
 def _least(request: PlanRequest, layer: LayerBytes | None, num_resident: int | None = None) -> MemoryUse:
-    """Return the use that takes the least GPU memory of what is asked for; None: with the resident stages asked for."""
+    """Return the requested use that takes the least GPU memory; `num_resident` None: as many as requested."""
     per_rank = request.plan.stages_per_rank
     num_resident = request.num_resident or 0 if num_resident is None else num_resident
     num_saving_activations = per_rank if request.recompute.saves_activations else 0
@@ -216,7 +216,7 @@ def _offload_numbers(request: PlanRequest, num_saving_activations: int) -> range
 def _uses(request: PlanRequest, *, may_save: bool) -> Iterator[MemoryUse]:
     """All uses of a rank's memory that the options allow, whether they fit or not; none offloads activations.
 
-    Without `may_save` stages save no more activations than is asked for.
+    Without `may_save` stages save no more activations than requested.
     """
     plan, least, per_rank = request.plan, _least(request, None), request.plan.stages_per_rank
     # Slices are recomputed: keys and values in their activations would change with each later slice.
@@ -241,7 +241,7 @@ def _fitting(
 ) -> list[MemoryUse]:
     """Return the uses that fit, each with as few offloading stages as possible; the least use if none fits.
 
-    Without `may_save` stages save no more activations than is asked for.
+    Without `may_save` stages save no more activations than requested.
     """
     usable = int(gpu_bytes * USABLE_MEMORY_FRACTION) - request.mailbox_bytes
 
@@ -296,7 +296,7 @@ def _least_need(request: PlanRequest, layer: LayerBytes | None, num_resident: in
 
 
 def _refuse_what_cannot_fit(request: PlanRequest, layer: LayerBytes | None, available: int) -> None:
-    """Raise GpuMemoryError, the same on all ranks, if the least that is asked for does not fit the fullest rank."""
+    """Raise GpuMemoryError, the same on all ranks, if the least use that is requested does not fit the fullest rank."""
     wanted, is_offloading = request.num_resident or 0, request.config.pipeline.use_offload
     need = _least_need(request, layer)
     if need.total <= available:
@@ -308,7 +308,7 @@ def _refuse_what_cannot_fit(request: PlanRequest, layer: LayerBytes | None, avai
                 f"({need.describe()}), {format_bytes(available)} is available. At most --resident_stages {fewer} fits, "
                 f"which needs {format_bytes(total)}; auto chooses by what is free."
             )
-    # No resident stages were asked for, or they are not the reason.
+    # No resident stages were requested, or they are not the reason.
     lowest = request.with_pipeline(resident_stages="0") if is_offloading else request
 
     def bytes_of(changed: PlanRequest) -> int:

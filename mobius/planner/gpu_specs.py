@@ -105,7 +105,7 @@ class GpuSpec:
 
     name: str
     tera_flops: float
-    """bf16 with fp32 accumulation; fp16 where the card has no bf16."""
+    """bf16 with fp32 accumulation; fp16 if the GPU has no bf16."""
     memory_gb: float
     """GiB of memory."""
     memory_bandwidth: float

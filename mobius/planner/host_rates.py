@@ -37,7 +37,7 @@ class HostRates:
     """Rates of each rank while all ranks do the same, in bytes or parameters per second."""
 
     copies_each_way: float
-    """Copies in each direction while others run in the opposite one."""
+    """Copies in each direction during copies in the opposite one."""
     updates: float
     updates_during_copies: float
     copies_during_updates: float

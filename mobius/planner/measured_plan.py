@@ -43,7 +43,7 @@ from mobius.schedule.plan import Plan
 logger = logging.getLogger(__name__)
 
 LINK_ELEMENTS = 2**25
-"""bf16 weights of all replicas together: 64 MiB of each GPU's memory for a moment."""
+"""bf16 weights of all replicas together: 64 MiB of each GPU's memory, while measuring."""
 LINK_SECONDS = 0.5
 """Over sockets 16 rates measured in so long a time each lay within 19 % of the lowest, measured in 0.15 s within 34 %,
 and in 1 s no nearer (two processes on one H200, 2026-11-23)."""

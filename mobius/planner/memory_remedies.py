@@ -70,7 +70,7 @@ class _Solver:
     def other_numbers(self) -> list[tuple[str, PlanRequest]]:
         """Options and requests with numbers of stages and chunks that fit, or the one that needs least host memory.
 
-        Empty on CPUs, and where the numbers were left to the planner.
+        Empty on CPUs, and if the planner chose the numbers.
         """
         asked, pipeline = self.request, self.request.config.pipeline
         if asked.machine.on_cpu or (pipeline.num_stages is None and pipeline.num_chunks is None):

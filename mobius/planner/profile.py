@@ -99,7 +99,7 @@ class Profile:
     basis: str
     """Device and origin of the numbers, as text."""
     num_ranks: int
-    """GPUs that were busy where a rate says `together`."""
+    """GPUs that were busy when rates named `together` were measured."""
     microbatch_tokens: int
     layer_kinds: tuple[LayerSeconds, ...]
     kind_of_layer: tuple[int, ...]

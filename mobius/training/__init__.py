@@ -1,1 +1,1 @@
-"""The life of a run: it is composed, trained, measured, saved and reported here."""
+"""Training run: setup, training, evaluation, checkpoints and reports."""

@@ -1,4 +1,4 @@
-"""The data of a run: its datasets prepared, and made into the batches that every rank draws alike."""
+"""Data of a run: prepares its datasets and makes batches from them, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from mobius.schedule.packed_rows import PackedRows
 logger = logging.getLogger(__name__)
 
 _COUNTED_TOKENS: Final = 1 << 30
-"""Most tokens in which a run looks for repeated samples, some seconds of work."""
+"""Maximum number of tokens in which a run counts repeated samples, which takes seconds."""
 _MANY_DUPLICATES: Final = 0.05
-"""Share of a dataset's samples from which on a run warns of those that repeat an earlier one."""
+"""Share of a dataset's samples that repeat an earlier one from which a run warns."""
 _LOOKED_AT: Final = 256
-"""Samples of each dataset whose tokens are in its fingerprint."""
+"""Number of samples of each dataset whose tokens are in its fingerprint."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class RunData:
 
     @classmethod
     def of(cls, config: Config, tokenizer: PreTrainedTokenizerBase, *, is_first: bool) -> RunData:
-        """The data that `config` names; every rank calls it, `is_first` on one. Raises DataError."""
+        """Prepare the data that `config` names; called by every rank, `is_first` on one of them. Raises DataError."""
         prepared = prepare_data(
             config.data, tokenizer, cache_dir=cache_folder(), show_progress=True, show_downloads=is_first
         )
@@ -54,22 +54,22 @@ class RunData:
         return cls(prepared, *hold_out(sizes, config.data.val_size, config.optim.seed))
 
     def fingerprint(self) -> str:
-        """A text that tells these training samples from others: from all lengths, and the tokens of some samples."""
+        """Return a hash that identifies the training samples: of all lengths, and of the tokens of some samples."""
         return _fingerprint(zip(self.prepared.training, self.training_indices, strict=True))
 
     def evaluation_fingerprint(self) -> str:
-        """A text that tells the samples to evaluate on from others, in the same way."""
+        """Return a hash that identifies the evaluation samples, as `fingerprint` does."""
         return _fingerprint(self.evaluation_parts())
 
     def evaluation_parts(self) -> Iterator[tuple[PreparedDataset, npt.NDArray[np.int64]]]:
-        """Each dataset to evaluate on, and which of its samples."""
+        """Yield each evaluation dataset with the indices of its samples."""
         yield from ((dataset, np.arange(len(dataset.tokenized))) for dataset in self.prepared.evaluation)
         for dataset, validation_indices in zip(self.prepared.training, self.validation_indices, strict=True):
             if len(validation_indices):
                 yield dataset, validation_indices
 
     def batches(self, config: Config, tokenizer: PreTrainedTokenizerBase, *, is_packed: bool) -> TrainingBatches:
-        """Batches of `config`, which end with its epochs, if it has any."""
+        """Return the batches of `config`, which end after its epochs if it has any."""
         parts = zip(self.prepared.training, self.training_indices, strict=True)
         return TrainingBatches(
             [WeightedSamples(dataset.tokenized, dataset.entry.weight, indices) for dataset, indices in parts],
@@ -83,23 +83,23 @@ class RunData:
 
 
 def _fingerprint(parts: Iterable[tuple[PreparedDataset, npt.NDArray[np.int64]]]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for dataset, indices in parts:
-        found.update(np.ascontiguousarray(indices).tobytes())
-        found.update(dataset.tokenized.lengths.tobytes())
+        digest.update(np.ascontiguousarray(indices).tobytes())
+        digest.update(dataset.tokenized.lengths.tobytes())
         number = len(dataset.tokenized)
         for index in np.linspace(0, number - 1, min(number, _LOOKED_AT)).astype(int):
             for part in dataset.tokenized.sample(int(index)):
-                found.update(np.ascontiguousarray(part).tobytes())
-    return found.hexdigest()[:16]
+                digest.update(np.ascontiguousarray(part).tobytes())
+    return digest.hexdigest()[:16]
 
 
 def read_data(
     config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Config, RunData, TrainingBatches]:
-    """The data and batches of a run, and its configuration with their number in the place of epochs; tells about them.
+    """Return the configuration with epochs resolved to steps, the data and the batches of a run; logs their counts.
 
-    Raises DataError, and ConfigError for steps that are not there.
+    Raises DataError, and ConfigError if the data is too small for the steps.
     """
     data = RunData.of(config, tokenizer, is_first=ranks.is_first)
     for dataset in data.prepared.training:
@@ -124,11 +124,11 @@ def read_data(
 def _repeats(
     config: Config, data: RunData, batches: TrainingBatches, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[str]:
-    """Sentences about samples that are trained on several times in a step or an epoch, or trained and evaluated on."""
+    """Yield warnings of samples that repeat in a step or an epoch, or are both trained and evaluated on."""
     yield from repeats_in_steps(batches, config.pipeline.batch_size)
     every = (*data.prepared.training, *data.prepared.evaluation)
     if sum(int(dataset.tokenized.lengths.sum(dtype=np.int64)) for dataset in every) > _COUNTED_TOKENS:
-        logger.info("the data is too large to look for repeated samples now: --preview does it")
+        logger.info("the data is too large to count repeated samples here; use --preview")
         return
     training, evaluation = count_data(data, tokenizer)
     for each in training:
@@ -140,27 +140,27 @@ def _repeats(
 def count_data(
     data: RunData, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[DatasetStatistics], list[DatasetStatistics]]:
-    """Statistics of the datasets that are trained on, and of those that are evaluated on."""
+    """Return the statistics of the training datasets and of the evaluation datasets."""
     every = (*data.prepared.training, *data.prepared.evaluation)
     fingerprint_stride = choose_fingerprint_stride(sum(len(dataset.tokenized) for dataset in every))
     eos, unknown = tokenizer.eos_token_id, tokenizer.unk_token_id
     assert isinstance(eos, int), "without one the data would have been refused"
 
     def counted(dataset: PreparedDataset, num_trained: int) -> DatasetStatistics:
-        found = compute_sample_statistics(
+        statistics = compute_sample_statistics(
             dataset.tokenized,
             eos_token_id=eos,
             unknown_token_id=unknown if isinstance(unknown, int) else None,
             fingerprint_stride=fingerprint_stride,
         )
-        return DatasetStatistics(dataset, found, num_trained)
+        return DatasetStatistics(dataset, statistics, num_trained)
 
     training = list(map(counted, data.prepared.training, map(len, data.training_indices)))
     return training, [counted(dataset, 0) for dataset in data.prepared.evaluation]
 
 
 def repeats_in_steps(batches: TrainingBatches, batch_size: int) -> Iterator[str]:
-    """A sentence where a step takes more than an epoch."""
+    """Yield a warning if a step takes more than an epoch."""
     if (epochs := batches.num_epochs_of(1)) > 1:
         advice = f"Lower --batch_size {batch_size}, or give more data"
         yield f"a step takes {epochs:.3g} epochs: samples repeat in it. {advice}"
@@ -169,7 +169,7 @@ def repeats_in_steps(batches: TrainingBatches, batch_size: int) -> Iterator[str]
 def repeats_of_datasets(
     data: RunData, training: Sequence[DatasetStatistics], evaluation: Sequence[DatasetStatistics]
 ) -> Iterator[str]:
-    """Sentences about samples of two datasets, which count twice, and of the validation, which make it too good."""
+    """Yield warnings of samples in two datasets, which count twice, and of validation samples that are trained on."""
     trained, held = (
         [each.statistics.fingerprints_of(indices) for each, indices in zip(training, chosen, strict=True)]
         for chosen in (data.training_indices, data.validation_indices)
@@ -181,13 +181,13 @@ def repeats_of_datasets(
         if number
     ]
     statistics = training[0].statistics
-    for text, own, others in [*pairs, ("samples of the validation are trained on too", np.concatenate(held), trained)]:
-        if repeated := statistics.fingerprint_stride * count_repeated(own, np.concatenate(others)):
+    for text, own, earlier in [*pairs, ("samples of the validation are trained on too", np.concatenate(held), trained)]:
+        if repeated := statistics.fingerprint_stride * count_repeated(own, np.concatenate(earlier)):
             yield f"{'' if statistics.is_exact else 'about '}{repeated:,} {text}, the same to the token"
 
 
 def packed_rows(batches: TrainingBatches) -> PackedRows | None:
-    """Facts of packed rows for the planner; None where a row holds one sample."""
+    """Return the statistics of packed rows for the planner; None if a row holds one sample."""
     if batches.max_documents is None:
         return None
     return PackedRows(batches.row_statistics.attention_length, batches.max_documents)

@@ -1,4 +1,4 @@
-"""Everything that follows the model after the last step: answers of the model, and the report of the run."""
+"""Results after the last step: generated answers, and the report of the run."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ logger = logging.getLogger(__name__)
 
 
 class RunTimer:
-    """Wall-clock seconds of the parts of a run, from its making on."""
+    """Wall-clock seconds of the parts of a run, from construction on."""
 
     def __init__(self) -> None:
         self.started = self._trained = self._ended = time.monotonic()
         self._loaded = self.started
 
     def end_loading(self) -> None:
-        """Call it where training begins."""
+        """Mark the start of training."""
         self._loaded = time.monotonic()
 
     def end_training(self) -> None:
-        """Call it behind the last step."""
+        """Mark the end of the last step."""
         self._trained = time.monotonic()
 
     def timings(self, steps: StepTotals) -> Timings:
-        """The parts as a report tells them; saving has ended now."""
+        """Return the seconds of each part for the report; saving ends now."""
         return {
             "loading": self._loaded - self.started,
             "training": sum(steps.seconds),
@@ -55,7 +55,7 @@ class RunTimer:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionTask:
-    """Answers that the first rank is to generate once the run's memory is free."""
+    """Answers to generate on the first rank once the run's memory is free."""
 
     folder: Path
     """Hugging Face folder of the model."""
@@ -64,10 +64,10 @@ class PredictionTask:
     max_new_tokens: int
     device: torch.device
     status_text: str
-    """Word of an interruption about what the run has left so far."""
+    """Text that an interruption prints about the files that the run has written."""
 
     def run(self) -> None:
-        """Generate and score the answers, and leave them in `output`. Raises what `predict` raises."""
+        """Generate and score the answers, and write them to `output`. Raises the errors of `predict`."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -101,9 +101,9 @@ def write_results(folder: Path, name: str, numbers: Mapping[str, object]) -> Non
 def write_final_report(
     session: Session, output: OutputFolder, steps: StepTotals, timings: Timings, problems: Sequence[str]
 ) -> None:
-    """Gather every rank's memory and write the report; then raise CheckpointError for `problems` and those of that.
+    """Gather every rank's memory and write the report; then raise CheckpointError for `problems` and failed writes.
 
-    There is nothing to report of a run that was resumed behind its last step.
+    A run that was resumed after its last step has no report.
     """
     run_setup, meter = session.run_setup, MemoryMeter(session.run_setup.rank_context.device)
     reading = meter.read()
@@ -136,7 +136,7 @@ def write_final_report(
 
 
 def _report(run_setup: RunSetup, steps: StepTotals, per_rank: Sequence[RankMemory], timings: Timings) -> list[str]:
-    """Log the closing lines and write the report; returns what failed."""
+    """Log the closing lines and write the report; returns the problems."""
     config = run_setup.config
     report = Path(config.output.save_results)
     plan_text, step_time_prediction = run_setup.plan.describe(run_setup.shape), run_setup.result.step_time_prediction

@@ -1,4 +1,4 @@
-"""The model and adapters that a run reads: checked before it changes any file, and read by all ranks before that."""
+"""Checks of the model and adapters that a run reads, before it changes any file."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 def wait_until_inputs_are_read(ranks: Ranks) -> Rendezvous | None:
     """Return when all ranks have read the files that the user names; collective, before the first rank changes any.
 
-    `--plan`, for instance, may be in the folder of an interrupted run that `prepare_output` removes. The caller keeps
-    the meeting until the ranks meet again: without torchrun the store is the first rank's process.
+    `--plan`, for instance, may be in the folder of an interrupted run that `prepare_output` removes. The caller holds
+    the rendezvous until the next one: without torchrun the store lives in the first rank's process.
     """
     if ranks.num_ranks == 1:
         return None
@@ -35,22 +35,23 @@ def wait_until_inputs_are_read(ranks: Ranks) -> Rendezvous | None:
 
 
 def find_adapter_base(sketch: RunSetup, model_folder: Path, resume: Resume | None) -> AdapterBase:
-    """The model that adapters are for. Raises CheckpointError where those that are given are for another one."""
+    """Return the base model of the adapters. Raises CheckpointError if given adapters are for another model."""
     adapters = sketch.config.adapters
     if adapters.merge and not sketch.config.output.overwrite_output_dir:
         check_free(merged_folder(sketch.config))
     if (part := supported_text_config(read_json_object(model_folder / "config.json"))) is not None:
         raise CheckpointError(
             f"--model_path {sketch.config.model.model_path} is more than a text model ({part.full_model_type}), and "
-            "adapters of "
-            "its text part would fit no model that peft loads. Write that part as a model of its own first, and give "
+            "peft could not load adapters of its text part. Extract that part as a separate model first, and give "
             f"its folder:\n    python scripts/extract_text_model.py {sketch.config.model.model_path} FOLDER"
         )
     base = AdapterBase.of(sketch.config.model.model_path, model_folder)
     if base.fingerprint is None and adapters.merge:
-        raise CheckpointError(f"`--merge`: {model_folder} has no weights, so there is nothing to merge adapters into.")
+        raise CheckpointError(f"`--merge`: {model_folder} has no weights to merge adapters into.")
     if base.fingerprint is None:
-        logger.warning("%s has no weights: adapters are for fresh ones, which nothing else will load", model_folder)
+        logger.warning(
+            "%s has no weights: adapters are trained on random ones, which no other program can load", model_folder
+        )
     if resume is not None:
         check_base(resume.reader.path, base)
     elif adapters.adapter_path is not None:
@@ -59,5 +60,5 @@ def find_adapter_base(sketch: RunSetup, model_folder: Path, resume: Resume | Non
 
 
 def origin_of(config: Config, model_folder: Path) -> Origin:
-    """The weights that a new run begins with."""
+    """Return the origin of the weights that a new run begins with."""
     return Origin(config.model.model_path, folder_has_weights(model_folder))

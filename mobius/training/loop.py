@@ -1,8 +1,8 @@
-"""Between the steps of a run: records, evaluations, checkpoints, and the ends that come before the last step.
+"""Training loop around the steps: log, evaluation, checkpoints, and reasons to stop before the last step.
 
-    step -> log -> evaluate, if it is due -> save, if it is due or the run is to end -> next step
+    step -> log -> evaluate, if it is due -> save, if it is due or the run stops -> next step
 
-All ranks decide alike: what only one knows, a signal or the time, is told to all in the step's exchange of numbers.
+All ranks decide the same: signals and time limits of one rank reach all in the all-gather of the step's numbers.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from mobius.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
-_NOTHING_KEPT: Final = "what was trained is lost: no checkpoint is complete"
+_NOTHING_SAVED: Final = "training is lost: no checkpoint is complete"
 
 
 class StopReason(StrEnum):
-    """Reasons for which a run ends."""
+    """Reason for which a run ends."""
 
     LAST_STEP = "last step"
     EARLY_STOPPING = "early stopping"
@@ -58,11 +58,11 @@ _FOLLOWS: Final = {
     StopReason.SIGNAL: "the run ends",
     StopReason.TIME: "the run ends",
 }
-"""Words of a failed save about what follows it."""
+"""Text that a failed save prints about the next step of the run."""
 
 
 def numbers_of(result: EvaluationResult) -> dict[str, float]:
-    """Numbers of an evaluation under the names that logs and trackers get."""
+    """Return the numbers of an evaluation by their names in logs and trackers."""
     numbers: dict[str, float] = {
         "loss": result.loss,
         "perplexity": result.perplexity,
@@ -77,7 +77,7 @@ def numbers_of(result: EvaluationResult) -> dict[str, float]:
 
 
 def early_stopping_line(step: int, best: BestEvaluation, patience: int) -> str:
-    """The reason why a run ends after `step`, for the log."""
+    """Return the log line of a run that stops early after `step`."""
     name, number = best.metric.value.replace("_", " "), best.evaluations_since
     reason = f"none of {number} evaluations had a finite {name}"
     if best.value is not None:
@@ -87,7 +87,7 @@ def early_stopping_line(step: int, best: BestEvaluation, patience: int) -> str:
 
 @dataclass
 class _LoopGather:
-    """Numbers that ranks tell each other with each step's: saves, and wishes to end."""
+    """Numbers that ranks gather after each step: progress of saves, and requests to stop."""
 
     saver: CheckpointSaver | None
     run_status: RunStatus
@@ -96,8 +96,8 @@ class _LoopGather:
 
     def local(self) -> Sequence[float]:
         name = self.run_status.stop_signal
-        told = [float(signal.Signals[name]) if name else 0.0, float(self.is_time_up())]
-        return [*told, *(self.saver.local() if self.saver else ())]
+        requests = [float(signal.Signals[name]) if name else 0.0, float(self.is_time_up())]
+        return [*requests, *(self.saver.local() if self.saver else ())]
 
     def gathered(self, table: Tensor) -> None:
         number, is_time_up = table[:, :2].amax(0).tolist()
@@ -112,7 +112,7 @@ class _LoopGather:
 
 @dataclass(kw_only=True)
 class TrainingLoop:
-    """Owns what happens between steps. `log` is the first rank's; `saver` and `evaluator` are there if wanted."""
+    """Log, evaluations and checkpoints between steps. `log` is None except on the first rank."""
 
     config: Config
     trainer: Trainer
@@ -121,7 +121,7 @@ class TrainingLoop:
     log: RunLog | None
     run_status: RunStatus
     folder: Path
-    """Where the run's files are from the first step on."""
+    """Folder of the run's files from the first step on."""
     save_dir: Path
     started: float
     """Time of `time.monotonic` at which the process began."""
@@ -130,21 +130,21 @@ class TrainingLoop:
     best: BestEvaluation
     num_replicas: int = 1
     best_saved: BestEvaluation
-    """Best evaluation of those whose weights were to be saved."""
+    """Best evaluation among those with a checkpoint."""
     older: str | None = None
-    """Word of an interruption about the results that this run would have replaced, if there are any."""
+    """Text that an interruption prints about older results in the folder, if any."""
     recreate_run_folder: Callable[[], None] = lambda: None
-    """Called after each step on the first rank, which sees to it that the folder of the run is there."""
+    """Called after each step on the first rank to create the run's folder again if it is missing."""
     steps: StepTotals = field(default_factory=StepTotals)
     evaluated_step: int | None = None
     """Step whose weights were evaluated last."""
     result_step: int | None = None
-    """Step whose weights are the result, where that is not the last one."""
+    """Step whose weights are the result, if it is not the last one."""
 
     def run(self) -> StopReason:
-        """Train to the end, or until something ends the run before; collective. A checkpoint is saved for the latter.
+        """Train to the last step or an earlier stop; a signal or time limit saves a checkpoint first; collective.
 
-        All updates are done when it returns, and no save is under way.
+        When it returns, all updates and saves are complete.
         """
         total = self.config.optim.num_steps
         step_gather = _LoopGather(self.saver, self.run_status, self._is_time_up)
@@ -167,12 +167,12 @@ class TrainingLoop:
         try:
             for metrics in self.trainer.train():
                 progress.update()
-                if (found := self._after_step(metrics, step_gather)) is not None:
-                    ending = found
+                if (reason := self._after_step(metrics, step_gather)) is not None:
+                    ending = reason
                     break
         except NonFiniteLossError as error:
             if self.saver is not None:
-                self.saver.finish()  # all ranks are here
+                self.saver.finish()  # all ranks raise this error
             error.add_note(self._after_failure())
             raise
         except torch.OutOfMemoryError as error:
@@ -186,7 +186,7 @@ class TrainingLoop:
         return ending
 
     def evaluate(self, step: int) -> EvaluationResult:
-        """Evaluate as the weights are now, and record it; collective."""
+        """Evaluate the current weights and record the result; collective."""
         assert self.evaluator is not None, "there is nothing to evaluate on"
         result = self.evaluator.evaluate(show_progress=self.log is not None)
         if self.log is not None:
@@ -198,9 +198,9 @@ class TrainingLoop:
         return result
 
     def evaluate_final(self) -> None:
-        """See to it that results tell of the weights that the run ends with; collective.
+        """Make the results those of the run's final weights; collective.
 
-        They are evaluated if that is wanted and was not just done. The best weights were evaluated when they were made.
+        Evaluates them with --do_eval unless that was just done. The best weights have an evaluation already.
         """
         step = self.trainer.num_steps_done if self.result_step is None else self.result_step
         if step == self.evaluated_step:
@@ -211,7 +211,7 @@ class TrainingLoop:
             self.log.take_evaluation(step)
 
     def _after_step(self, metrics: StepMetrics, step_gather: _LoopGather) -> StopReason | None:
-        """Everything that follows a step; the reason to end now, if there is one."""
+        """Log, evaluate and save after a step; returns the reason to stop now, if any."""
         config, step, is_last = self.config, metrics.step, metrics.step == self.config.optim.num_steps
         ends_epoch = math.floor(metrics.epoch) > math.floor(self.epoch)
         self.epoch = metrics.epoch
@@ -278,22 +278,22 @@ class TrainingLoop:
         return limit is not None and time.monotonic() - self.started >= 60 * limit
 
     def _update_run_status(self, step: int, *, can_save: bool = True) -> None:
-        """Say what an interruption from now on would lose; a save that is under way may be complete by then."""
+        """Set the text that an interruption prints from now on; a pending save may be complete by then."""
         total = self.config.optim.num_steps
         where = f"after step {step} of {total}" if step else f"in step 1 of {total}"
         numbers = f"every step's numbers are in {self.folder / METRICS_FILE}"
         if self.saver is None:
-            lost = f"{where}: what was trained is lost, for only the end is saved; {numbers}"
+            lost = f"{where}: training is lost, because only the end is saved; {numbers}"
             self.run_status.set_status(f"{lost}, and {self.older}" if self.older else lost)
             return
         saver = self.saver
 
         def left() -> str:
-            kept = f"the newest checkpoint is {saver.newest}"
-            return f"{where}: {kept if saver.newest else _NOTHING_KEPT}; {numbers}"
+            saved = f"the newest checkpoint is {saver.newest}"
+            return f"{where}: {saved if saver.newest else _NOTHING_SAVED}; {numbers}"
 
         def lost_now() -> str:
-            return f"what was trained since step {saver.newest_step} would be lost"
+            return f"training since step {saver.newest_step} would be lost"
 
         self.run_status.set_status(left)
         if step < total and can_save:
@@ -302,7 +302,7 @@ class TrainingLoop:
             self.run_status.stop_saving_on_signal()
 
     def _seconds_to_save(self) -> float | None:
-        """Time from a request to stop to the end of the save, where both are known."""
+        """Return the seconds from a request to stop to the end of the save; None if unknown."""
         assert self.saver is not None, "nothing is saved"
         seconds = self.saver.seconds
         return None if seconds is None or self.steps.last is None else seconds + self.steps.last.step_seconds

@@ -1,13 +1,13 @@
-"""Proves a plan on the GPU before weights are read: each rank plays a step, and a plan that does not fit is replaced.
+"""Rehearsal: each rank runs a step on zeros before weights are read, and a plan that does not fit is replaced.
 
-    take memory -> play on zeros -> all ranks agree -> it fits: read the weights
+    allocate -> run a step on zeros -> all ranks agree -> it fits: read the weights
         ^                               |
-        +------ plan again with <-------+ it ran out of memory, or left less than the margin
-                what was measured
+        +------ plan again with <-------+ out of memory, or less than the margin is free
+                the measured bytes
 
-The planner predicts bytes; the rehearsal measures them, with the run's own kernels, allocator and limit. It plays one
-round of microbatches, or two where sums travel between rounds: later ones repeat them. A rank that runs out of memory
-here has read nothing yet, no other rank waits for its messages, and all can go on with another plan.
+The planner predicts bytes; the rehearsal measures them with the run's own kernels, allocator and limit. It runs one
+round of microbatches, or two if gradient sums are copied between rounds; later rounds repeat these. A rank that runs
+out of memory here has read nothing yet, no other rank waits for its messages, and all ranks can use another plan.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ from mobius.units import format_bytes
 logger = logging.getLogger(__name__)
 
 MEMORY_MARGIN_FRACTION = 0.01
-"""Share of the memory that may be used which a step must leave: the allocator's blocks vary that much between steps."""
+"""Share of the usable memory that a step must leave free: the allocator's blocks vary that much between steps."""
 RESERVE_FRACTIONS = (0.02, 0.06, 0.18)
-"""Share of the memory by which each further plan is made smaller than what was predicted for the one before, at least:
-what a step that ran out would have taken is not known."""
+"""Share of the memory by which each further plan is smaller than the prediction for the one before, at least: the need
+of a step that ran out of memory is not known."""
 
 
 @dataclass(frozen=True)
 class WarmupResult:
-    """Outcome of a step that was played on this rank's GPU."""
+    """Outcome of a step on this rank's GPU."""
 
     peak_bytes: int
-    """Most that torch had allocated."""
+    """Peak of torch's allocated bytes."""
     out_of_memory_error: torch.OutOfMemoryError | None = None
 
     def excess_bytes(self, predicted: int, usable: int, *, step: float) -> int:
-        """Bytes that the next plan is to leave free, `step` of `usable` among them; 0 if this one fits."""
+        """Return the bytes that the next plan must leave free, including `step` of `usable`; 0 if this plan fits."""
         if self.out_of_memory_error is None and self.peak_bytes <= (1 - MEMORY_MARGIN_FRACTION) * usable:
             return 0
         taken = self.peak_bytes if self.out_of_memory_error is None else max(self.peak_bytes, usable)
@@ -71,12 +71,12 @@ class WarmupResult:
 def allocate_stages_that_fit(
     run_setup: RunSetup, transport: Transport, allocate: Callable[[RunSetup], RankStages]
 ) -> tuple[RunSetup, RankStages]:
-    """Stages in zeroed memory, and the setup whose plan a step was played with; collective.
+    """Return stages in zeroed memory, and the setup with the plan that fits them; collective.
 
-    `allocate` makes the stages of a setup. On a CPU nothing is played. Where a step does not fit on some rank, all
-    ranks plan again with less memory (`replan_with_reserve`). Raises GpuMemoryError if no plan fits, or the one that
-    does not is given (`--plan`, a checkpoint's), and what `allocate` raises. Replicas add up gradients while they play:
-    there a rank that runs out ends the run.
+    `allocate` makes the stages of a setup. On a CPU no step is run. If a step does not fit on some rank, all ranks plan
+    again with less memory (`replan_with_reserve`). Raises GpuMemoryError if no plan fits or the given plan does not
+    (`--plan`, a checkpoint's), and the errors of `allocate`. Replicas reduce gradients in this step: a replica's rank
+    that runs out of memory ends the run.
     """
     if run_setup.rank_context.device.type != "cuda":
         return run_setup, allocate(run_setup)
@@ -112,7 +112,7 @@ def allocate_stages_that_fit(
 
 
 def _replan_all_ranks(run_setup: RunSetup, reserve_bytes: int, all_ranks: RankGroup) -> RunSetup | None:
-    """Another plan with more memory left free; None, on all ranks alike, if some rank has none. Collective."""
+    """Return another plan that leaves more memory free; None on all ranks if some rank finds none. Collective."""
     planned = None
     if not run_setup.is_given:
         with suppress(GpuMemoryError, HostMemoryError, PlanError):
@@ -122,7 +122,7 @@ def _replan_all_ranks(run_setup: RunSetup, reserve_bytes: int, all_ranks: RankGr
 
 
 def _log_new_plan(run_setup: RunSetup, table: Tensor) -> None:
-    """One line on the first rank; `table` has the numbers of the rehearsal by rank."""
+    """Log the new plan on the first rank; `table` has the numbers of the rehearsal by rank."""
     worst = int(table[:, 0].argmax())
     _, out_of_memory_error, *numbers = map(int, table[worst].tolist())
     predicted, peak, usable = map(format_bytes, numbers)
@@ -140,7 +140,7 @@ def _log_new_plan(run_setup: RunSetup, table: Tensor) -> None:
 def _allocate_and_run(
     run_setup: RunSetup, allocate: Callable[[RunSetup], RankStages]
 ) -> tuple[RankStages | None, WarmupResult]:
-    """The stages and what a step with them took; no stages where that was too much."""
+    """Return the stages and the outcome of a step with them; no stages if memory ran out."""
     device, need = (
         run_setup.rank_context.device,
         run_setup.result.gpu_estimates[run_setup.rank_context.ranks.pipeline_rank].total,
@@ -152,14 +152,14 @@ def _allocate_and_run(
     try:
         stages = allocate(run_setup)
         run_warmup_step(run_setup, stages)
-        seen = torch.cuda.memory_stats(device)
-        if seen["num_alloc_retries"] > retries or seen["reserved_bytes.all.peak"] > need:
-            # Kernels that were tuned took memory of their own, or blocks were cut in pieces: a step without that tells.
+        stats = torch.cuda.memory_stats(device)
+        if stats["num_alloc_retries"] > retries or stats["reserved_bytes.all.peak"] > need:
+            # Autotuning took memory, or blocks are fragmented: measure a step without these.
             free_cached_memory(device)
             torch.cuda.reset_peak_memory_stats(device)
             run_warmup_step(run_setup, stages)
     except torch.OutOfMemoryError as error:
-        traceback.clear_frames(error.__traceback__)  # which hold tensors
+        traceback.clear_frames(error.__traceback__)  # frames hold tensors
         error.__traceback__ = None
         if stages is not None:
             MemoryMeter(device).synchronize()
@@ -168,14 +168,14 @@ def _allocate_and_run(
         outcome = WarmupResult(torch.cuda.max_memory_allocated(device), error)
     else:
         outcome = WarmupResult(torch.cuda.max_memory_allocated(device))
-    gc.collect()  # what compilers leave in circles holds activations
+    gc.collect()  # reference cycles of compilers hold activations
     return stages, outcome
 
 
 def run_warmup_step(run_setup: RunSetup, stages: RankStages) -> None:
-    """Play a step of this rank alone on made-up data; the first real one then finds kernels and memory ready.
+    """Run a step of this rank alone on synthetic data, so that kernels and memory are ready for the first real step.
 
-    Leaves weights and optimizer as they are; the gradients it makes are overwritten by the first step's.
+    Weights and optimizer state do not change; the first step overwrites the gradients.
     """
     rank_context, request = run_setup.rank_context, run_setup.result.request
     plan = warmup_plan(run_setup.plan)
@@ -191,18 +191,18 @@ def run_warmup_step(run_setup: RunSetup, stages: RankStages) -> None:
 
 
 def warmup_plan(plan: Plan) -> Plan:
-    """The plan of a step with the fewest rounds that reach its peak: two where there are more, as sums then travel."""
+    """Return the plan with the fewest rounds that reach its peak: at most two, since sums are copied between rounds."""
     rounds = min(plan.accumulation_rounds, 2)
     return replace(plan, accumulation_rounds=rounds, num_microbatches=plan.microbatches_per_round * rounds)
 
 
 def describe_use(plan: Plan) -> str:
-    """Text of a plan's use of GPU memory."""
+    """Describe a plan's use of GPU memory."""
     uses = [plan.use_of(rank) for rank in range(plan.num_ranks)]
 
     def numbers(name: str) -> str:
-        found = [getattr(use, name) for use in uses]
-        return str(found[0]) if len(set(found)) == 1 else " ".join(map(str, found))
+        values = [getattr(use, name) for use in uses]
+        return str(values[0]) if len(set(values)) == 1 else " ".join(map(str, values))
 
     return (
         f"{plan.num_stages} stages, {plan.describe_microbatches()}; of each rank {numbers('num_resident')} resident, "

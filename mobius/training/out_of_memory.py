@@ -1,4 +1,4 @@
-"""The message of a run whose GPU has no memory left: its plan, and the smallest change that leaves more free."""
+"""Message for a GPU that ran out of memory: the plan, and the smallest change that frees memory."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from mobius.schedule.plan import Plan
 
 
 def out_of_memory(error: torch.OutOfMemoryError, rank: int, run_setup: RunSetup | None = None) -> GpuMemoryError:
-    """The error to raise in place of `error`, with its notes; `run_setup` is the run's where that got so far."""
-    told = f"rank {rank} ran out of GPU memory: {first_line(error)}"
+    """Return the error to raise in place of `error`, with its notes; `run_setup` is None before there is a plan."""
+    text = f"rank {rank} ran out of GPU memory: {first_line(error)}"
     if run_setup is None:
-        told += (
+        text += (
             " To fit: raise --num_stages (smaller stages), raise --num_chunks (smaller microbatches), lower "
             "--resident_stages, --batch_size or --seq_length, or use --use_offload if it is off."
         )
     else:
-        told += f"\nThe plan was: {_plan_text(run_setup, rank)}. The smallest change: {smallest_change(run_setup)}."
-    failure = GpuMemoryError(told)
+        text += f"\nThe plan was: {_plan_text(run_setup, rank)}. The smallest change: {smallest_change(run_setup)}."
+    failure = GpuMemoryError(text)
     for note in getattr(error, "__notes__", ()):
         failure.add_note(note)
     return failure
 
 
 def smallest_change(run_setup: RunSetup) -> str:
-    """The change that costs a step least, as it is typed; none of the first seven changes what is trained."""
+    """Return the option that costs a step least, as the user types it; only the last one changes the training."""
     config, plan = run_setup.config.pipeline, run_setup.plan
     num_resident = max(plan.use_of(rank).num_resident for rank in range(plan.num_ranks))
     rows = run_setup.result.request.rows
@@ -36,9 +36,9 @@ def smallest_change(run_setup: RunSetup) -> str:
     rounds = [n for n in range(plan.accumulation_rounds + 1, plan.num_chunks + 1) if plan.num_chunks % n == 0]
     stages = range(plan.num_stages + plan.num_ranks, run_setup.shape.num_layers + 1, plan.num_ranks)
     if config.recompute is not Recompute.FULL and (plan.saved_activation_stages or not config.use_offload):
-        return "--recompute full, so that no stage keeps its activations"
+        return "--recompute full, so that no stage saves its activations"
     if plan.saved_attention_stages:
-        return "--recompute full, so that attention's results are not kept"
+        return "--recompute full, so that attention's results are not saved"
     if not config.use_offload:
         return "--use_offload"
     if num_resident:
@@ -48,7 +48,7 @@ def smallest_change(run_setup: RunSetup) -> str:
         and not plan.offloaded_activation_stages
         and _offloading_helps(plan)
     ):
-        return "--activation_offloading on (activations wait in CPU memory)"
+        return "--activation_offloading on (activations wait in host memory)"
     if rounds:
         return f"--num_rounds {rounds[0]} (activations of fewer microbatches at a time)"
     if chunks:
@@ -59,7 +59,7 @@ def smallest_change(run_setup: RunSetup) -> str:
 
 
 def _offloading_helps(plan: Plan) -> bool:
-    """Whether fewer inputs of layers are under way to the host and back than wait on the GPU now."""
+    """Whether fewer inputs of layers would be in flight to and from the host than wait on the GPU now."""
     for rank in range(plan.num_ranks):
         layers = [len(plan.cuts[stage].layers) for stage in plan.local_stages(rank) if not plan.cuts[stage].is_last]
         if sum(layers) * plan.microbatches_per_round > max(layers, default=0) * min(
@@ -73,7 +73,6 @@ def _plan_text(run_setup: RunSetup, rank: int) -> str:
     plan, use = run_setup.plan, run_setup.plan.use_of(rank)
     return (
         f"{plan.num_stages} stages on {plan.num_ranks} rank(s), {plan.describe_microbatches()}; on rank {rank} "
-        f"{use.num_resident} stage(s) resident, {use.num_saving_activations} keep their activations, "
-        f"{use.num_offloading_activations} stash them on "
-        f"the host, {use.num_slots} slot(s)"
+        f"{use.num_resident} stage(s) resident, {use.num_saving_activations} save their activations, "
+        f"{use.num_offloading_activations} offload them, {use.num_slots} slot(s)"
     )

@@ -1,4 +1,4 @@
-"""The life of a look at the data (`--preview`): tokenize, count, show; it reads no weights and touches no GPU."""
+"""Preview of the data (`--preview`): tokenizes, counts and prints it, without weights or GPU."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from mobius.reporting.data_report import (
 from mobius.training.data import RunData, count_data, repeats_in_steps, repeats_of_datasets
 
 _FEW_ROWS_USED: Final = 0.8
-"""Share of a model's vocabulary that its own tokenizer has at least: rows are added to make the number round."""
+"""Least share of a model's vocabulary rows that its own tokenizer uses: rows are added to make the number round."""
 
 
 @dataclass(frozen=True)
 class _Look:
-    """Everything that is shown, and what it is made from."""
+    """Data and statistics that the preview prints."""
 
     config: Config
     tokenizer: PreTrainedTokenizerBase
@@ -48,37 +48,36 @@ class _Look:
 
     @cached_property
     def own(self) -> TrainingBatches:
-        """The batches of the run."""
+        """Batches of the run."""
         return self.batches(is_packed=self.data.prepared.is_packed)
 
     def batches(self, *, is_packed: bool) -> TrainingBatches:
-        """Batches whose rows are made in this way."""
+        """Return batches with rows that are packed or hold one sample each."""
         return self.data.batches(self.config, self.tokenizer, is_packed=is_packed)
 
 
 def run_preview(config: Config, ranks: Ranks, *, given: Collection[str] = ()) -> None:
-    """Show samples as they are trained on, what was counted in the data, and what a step will hold.
+    """Print samples as they are trained on, statistics of the data, and the contents of a step.
 
-    On the first rank's standard output, in colours where that is a terminal. `given` are the options that the user set,
-    which a plan (`--plan`) may not contradict.
-    Raises MobiusError for data that a run would refuse.
+    Prints on the first rank's standard output, in colours on a terminal. `given` are the options that the user set,
+    which a plan (`--plan`) may not contradict. Raises MobiusError for data that a run would refuse.
     """
     if not ranks.is_first:
         return
     config, _ = apply_saved_plan(config, given=given)
     folder = Path(config.model.model_path).expanduser()
     folder = folder if folder.is_dir() else locate_model(config.model.model_path, with_weights=False)
-    # A tokenizer with more tokens than the model has rows is told below, beside what it makes of the data.
+    # A tokenizer with more tokens than the model has rows gets a warning below, after the samples.
     tokenizer = load_tokenizer(folder, sys.maxsize)
     data = RunData.of(config, tokenizer, is_first=True)
     look = _Look(config, tokenizer, data, *count_data(data, tokenizer))
     blocks = [_samples(look), _datasets(look), _lengths(look, sys.stdout), _steps(look), _warnings(look, folder)]
-    lines = [line for block in blocks for line in [*block, Line("")]]  # all, as one may still find a mistake
+    lines = [line for block in blocks for line in [*block, Line("")]]  # print nothing if a block raises
     _show(lines, sys.stdout)
 
 
 def _samples(look: _Look) -> Iterator[Line]:
-    """As many samples as are wanted, of the datasets in turns, drawn by the seed."""
+    """Yield the requested number of samples, evenly from the datasets, drawn with the seed."""
     wanted, num_datasets = look.config.data.preview or 0, len(look.training)
     generator = np.random.Generator(np.random.PCG64(look.config.optim.seed))
     for number, (each, indices) in enumerate(zip(look.training, look.data.training_indices, strict=True)):
@@ -138,7 +137,7 @@ def _steps(look: _Look) -> Iterator[Line]:
 
 
 def _batch_unit(config: Config) -> int | None:
-    """Rows of which a batch is a multiple, as the run is launched; None where the number of its processes is open."""
+    """Return the rows of which a batch is a multiple in this launch; None if its number of processes is unknown."""
     launch, num_pipelines = config.launch, config.launch.nnodes
     if launch.pipeline_ranks is not None:
         if launch.nproc_per_node is None:
@@ -162,7 +161,7 @@ def _warnings(look: _Look, folder: Path) -> Iterator[Line]:
 
 
 def _of_tokenizer(look: _Look, folder: Path) -> Iterator[str]:
-    """Signs that the tokenizer is another model's."""
+    """Yield warnings if the tokenizer seems to be another model's."""
     path = folder / "config.json"
     if not path.is_file():
         return
@@ -185,12 +184,12 @@ def _of_tokenizer(look: _Look, folder: Path) -> Iterator[str]:
 
 
 def _show(lines: Iterable[Line], stream: IO[str]) -> None:
-    """Write the lines, in colour to a terminal that takes them."""
+    """Write the lines, in colour if the terminal supports it."""
     is_painted = stream.isatty() and allows_colour()
     try:
         for line in lines:
             line = Line(printable(line.text, stream), line.tone)
             stream.write(f"{line.painted() if is_painted else line.text}\n")
         stream.flush()
-    except BrokenPipeError:  # its reader has gone, as behind `| head`
+    except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
         redirect_to_devnull(stream)

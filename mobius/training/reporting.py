@@ -1,4 +1,4 @@
-"""Reports of a run on its first rank: rows of its start, log and trackers, picture and model card at the end."""
+"""Reports of a run on its first rank: startup log, trackers, and the loss plot and model card at the end."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ _OWNERS: Final = {
     "rehearsal": "stages",
     "weights": "stages",
 }
-"""Owner of the host memory that a part of the start takes."""
+"""Owner of the host memory that a part of the startup allocates."""
 
 
 class StartupMeter(WarningRecorder):
-    """Seconds and host memory of the parts of a start, and its warnings, from the start of the program on."""
+    """Seconds, host memory and warnings of the startup, from the start of the process on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class StartupMeter(WarningRecorder):
 
 
 def log_model(run_setup: RunSetup, folder: Path) -> None:
-    """Log the row of the model; weights follow when the stages are filled, each rank's own."""
+    """Log the model's row; each rank loads its stages' weights later."""
     family, dtype = run_setup.parts.config.model_type, run_setup.config.model.dtype.value
     logger.info("%s", table_row("model", f"{folder} ({family}), {run_setup.shape.describe()}, {dtype}"))
     warning = max_positions_warning(run_setup.parts.config, run_setup.config.data.seq_length)
@@ -75,12 +75,12 @@ def log_model(run_setup: RunSetup, folder: Path) -> None:
 
 
 def log_stages(session: Session) -> None:
-    """Log each stage (`--verbose`), and warn of what slows all of them down."""
+    """Log each stage (`--verbose`), and warn of slow attention and small pages."""
     run_setup = session.run_setup
     _warn_of_small_pages(session)
     if run_setup.parts.attention is DocumentAttention.FLEX:
         logger.warning(
-            "packed rows run by FlexAttention, their layers without graphs of their own, which is slower: "
+            "packed rows run with FlexAttention, whose layers are compiled without their own graphs, which is slower: "
             "variable-length attention takes bf16 and fp16 on GPUs from Ampere on, and heads of up to 256",
             extra=RANK_ZERO_ONLY,
         )
@@ -94,28 +94,28 @@ def log_stages(session: Session) -> None:
 
 
 def _warn_of_small_pages(session: Session) -> None:
-    """Tell what slows the updates of a rank whose stages lie on small pages, if they are large."""
+    """Warn if large stages in host memory are on small pages, which slow the optimizer."""
     arena = session.stages.arena
     if arena is None or arena.num_bytes < GIB:
         return
     share = huge_page_share()
     if share < _ENOUGH_HUGE_PAGES:
         logger.warning(
-            "only %.0f %% of this process's memory lies on huge pages, which slows the optimizer. To change that: "
+            "only %.0f %% of this process's memory is on huge pages, which slows the optimizer. To change that: "
             "`echo madvise > /sys/kernel/mm/transparent_hugepage/enabled`, or restart where memory is less fragmented.",
             100 * share,
         )
 
 
 def log_host_memory_usage(session: Session, use: HostMemoryUsage) -> None:
-    """Log what host memory went to until now (`--verbose`); collective."""
+    """Log the host memory by owner (`--verbose`); collective."""
     result, ranks = session.run_setup.result, session.run_setup.rank_context.ranks
     planned = estimate_host_memory(result.request, result.plan).total if ranks.num_replicas == 1 else None
     logger.debug("host memory: %s", use.describe(session.all_ranks.sum_over_ranks, planned=planned))
 
 
 def run_started(run_setup: RunSetup, batches: TrainingBatches, startup: StartupMeter) -> RunStarted:
-    """Event of the start of training; `startup` has the parts of the start."""
+    """Return the event of the start of training; `startup` has the seconds of the startup's parts."""
     config, result, ranks = run_setup.config, run_setup.result, run_setup.rank_context.ranks
     has_gpu, prediction = run_setup.rank_context.device.type == "cuda", result.step_time_prediction
     return RunStarted(
@@ -145,9 +145,9 @@ def run_started(run_setup: RunSetup, batches: TrainingBatches, startup: StartupM
 def open_log(
     run_setup: RunSetup, folder: Path, state: TrainerState | None = None, *, tracker_run_id: str | None = None
 ) -> RunLog | None:
-    """The log of a run that writes into `folder`; None on all ranks but the first.
+    """Open the log of a run in `folder`; None on all ranks but the first.
 
-    `state` is that of a checkpoint which the run goes on from, and `tracker_run_id` the `RunLog`'s that it has.
+    `state` and `tracker_run_id` are those of the checkpoint that the run resumes from.
     """
     if not run_setup.rank_context.ranks.is_first:
         return None
@@ -163,7 +163,7 @@ def open_log(
 
 
 def recordings_of(run_setup: RunSetup, folder: Path) -> Recordings | None:
-    """Recordings of the first pipeline's ranks, in `folder`; replicas do the same."""
+    """Return the recordings of a rank of the first pipeline, in `folder`; None on other replicas."""
     ranks, device = run_setup.rank_context.ranks, run_setup.rank_context.device
     return (
         None if ranks.replica else Recordings(run_setup.config, rank=ranks.pipeline_rank, device=device, folder=folder)
@@ -171,7 +171,7 @@ def recordings_of(run_setup: RunSetup, folder: Path) -> Recordings | None:
 
 
 def ideal_step_seconds(run_setup: RunSetup) -> float | None:
-    """Time of a step at the full speed of the GPUs' data sheet; None where that is not known.
+    """Return the seconds of a step at the full rate of the GPUs' data sheet; None if that is unknown.
 
     Its share of a measured step is the MFU.
     """
@@ -184,16 +184,16 @@ def ideal_step_seconds(run_setup: RunSetup) -> float | None:
 def write_records(
     log: RunLog, run_setup: RunSetup, folder: Path, *, origin: Origin, is_changed: bool = True
 ) -> list[str]:
-    """After the last step: results, picture and card into `folder`; returns the problem that the run is to end with.
+    """Write results, loss plot and model card into `folder` after the last step; returns problems that fail the run.
 
-    After training there is none: what fails is told, and the model is still to be saved. Without it results are all
-    that the run was for. `origin` is what was trained, `is_changed` whether that changed anything.
+    After training, failed writes are only logged, because the model is still to be saved. Without training, results are
+    the run's only output. `origin` is the trained model, `is_changed` whether training changed it.
     """
     error = log.finish()
     if not run_setup.config.evaluation.do_train:
         where = f"--save_dir {run_setup.config.output.save_dir}"
-        told = "the results cannot be written", "Free some space, or choose another folder, and start again."
-        return [] if error is None else [f"{where}: {told[0]} ({reason_of(error)}). {told[1]}"]
+        advice = "Free some space, or choose another folder, and start again."
+        return [] if error is None else [f"{where}: the results cannot be written ({reason_of(error)}). {advice}"]
     history = log.state.log_history
     title = f"{run_setup.config.output.name}: {log.state.global_step} steps"
     facts = CardFacts(
@@ -222,5 +222,5 @@ def _leave(path: Path, write: Callable[[Path], object]) -> None:
     try:
         with atomic_write(path) as temporary:
             write(temporary)
-    except Exception as error:  # also one of matplotlib's own
-        logger.warning("%s is left out (%s: %s)", path.name, type(error).__name__, error)
+    except Exception as error:  # also errors of matplotlib
+        logger.warning("%s is not written (%s: %s)", path.name, type(error).__name__, error)

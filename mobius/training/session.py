@@ -1,6 +1,6 @@
-"""One rank's run from its plan to its trainer, opened alike by training, benchmarks and tests.
+"""Session of one rank, from its plan to its trainer, for training, benchmarks and tests.
 
-make_run_setup -> open_session: bind, connect, settle the plan, take and fill the stages, rehearse -> trainer
+make_run_setup -> open_session: bind, connect, measure and plan, allocate stages, rehearse, load weights -> trainer
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class Session:
     """Parts of a run on one rank, ready to train."""
 
     run_setup: RunSetup
-    """With the plan that all ranks agreed on."""
+    """Setup with the plan that all ranks agreed on."""
     transport: Transport
     stages: RankStages
     recordings: Recordings | None
     activity: Activity = field(default_factory=Activity)
-    """Told by every part what this rank does."""
+    """Current action of this rank, reported by every part."""
     source: WeightSource | None = None
-    """Source of the weights that the run begins with; None where a checkpoint's state is restored."""
+    """Source of the initial weights; None if a checkpoint is restored."""
 
     @property
     def memory(self) -> Mapping[int, StageMemory]:
@@ -85,7 +85,7 @@ class Session:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first of all ranks, which writes what is written once."""
+        """Whether this is the first of all ranks, which writes files that are written once."""
         return self.all_ranks.rank == 0
 
     @property
@@ -101,9 +101,9 @@ class Session:
         counts: StepCounts | None = None,
         before_update: Callable[[int], None] | None = None,
     ) -> Trainer:
-        """Trainer on `batches`; without the C kernel, torch updates what is in host memory.
+        """Return a trainer on `batches`; without the C kernel, torch updates stages in host memory.
 
-        `num_steps_done` and `counts` are a checkpoint's; `before_update` as in the OptimizerStepper.
+        `num_steps_done` and `counts` are a checkpoint's; `before_update` as in `OptimizerStepper`.
         """
         run_setup, device = self.run_setup, self.run_setup.rank_context.device
         optim, plan, names = run_setup.config.optim, run_setup.plan, run_setup.parts.trained_tied_names
@@ -152,7 +152,7 @@ class Session:
         )
 
     def write_recordings(self) -> None:
-        """Leave what was recorded, if anything was to be; collective, after the last step."""
+        """Write the recordings, if any; collective, after the last step."""
         if self.recordings is not None:
             plan = self.run_setup.plan
             device = MemoryMeter(self.run_setup.rank_context.device).device_name
@@ -160,7 +160,7 @@ class Session:
             self.recordings.write(facts, self.transport)
 
     def close(self) -> None:
-        """End the connections and give page-locked memory back; nothing may be copying any more."""
+        """Close connections and release page-locked memory; no copies may be in flight."""
         self.stages.close()
         self.transport.close()
 
@@ -177,20 +177,20 @@ def open_session(
     restore: Callable[[RankStages], None] | None = None,
     activity: Activity | None = None,
 ) -> Session:
-    """Bring a drawn run to where it can train; collective.
+    """Connect the ranks, resolve the plan, allocate the stages and load their weights; collective.
 
-    `source` gives the weights instead of `model_folder` (a benchmark's are random), `transport` is one that has met the
-    other ranks already. `on_plan_resolved` is called with the plan that all ranks agree on, before it takes memory;
-    `on_part_done` with each part's name as it ends: connections, measuring, rehearsal, weights. `restore` fills the
-    stages in the place of weights. `activity` is told of each part, of the weights tensor by tensor.
+    `source` replaces the weights of `model_folder` (a benchmark's are random), `transport` is already connected.
+    `on_plan_resolved` is called after the rehearsal with the plan that all ranks agree on; `on_part_done` with the name
+    of each completed part: connections, measuring, rehearsal, weights. `restore` fills the stages instead of weights.
+    Each part reports its actions to `activity`, and the weights each tensor.
 
-    Raises PlanError if the ranks disagree, and what planning, memory and weights raise.
+    Raises PlanError if the ranks disagree, and the errors of planning, memory and weights.
     """
     activity = activity or Activity()
     rank_context, done = run_setup.rank_context, on_part_done or (lambda part: None)
     set_host_threads(rank_context.ranks, rank_context.device, rank_context.device_order)
     spans = NO_SPANS if recordings is None else recordings.spans
-    activity.start_action("the meeting of all ranks")
+    activity.start_action("the rendezvous of all ranks")
     with activity.warming_up():
         transport = transport or _connect(run_setup, spans)
         done("connections")
@@ -202,7 +202,9 @@ def open_session(
         and rank_context.ranks.num_replicas == 1
         and _reduce_dtype(run_setup) != torch.float32
     ):
-        logger.info("--reduce_dtype bf16 has no effect: there is one pipeline, and no replica to send gradients to")
+        logger.info(
+            "--reduce_dtype bf16 has no effect: there is one pipeline, without replicas to reduce gradients over"
+        )
     activity.start_action("the memory of the stages and the rehearsal of a step")
     updates = _update_queue(run_setup, activity)
     with activity.warming_up():
@@ -236,7 +238,7 @@ def open_session(
 def _allocate_stages(
     run_setup: RunSetup, *, updates: UpdateQueue | None, transport: Transport, spans: Spans
 ) -> RankStages:
-    """Zeroed memory of the stages of this rank's plan."""
+    """Allocate zeroed memory for the stages of this rank's plan."""
     request = run_setup.result.request
     return RankStages.allocate(
         run_setup.parts,
@@ -259,12 +261,12 @@ def _allocate_stages(
 def _update_queue(run_setup: RunSetup, activity: Activity) -> UpdateQueue | None:
     if not run_setup.config.pipeline.overlap_optimizer:
         return None
-    # Loads and gathers that follow an update are enqueued by its thread.
+    # The update thread enqueues the loads and all-gathers that follow an update.
     return UpdateQueue(activity, prepare=partial(use_device, run_setup.rank_context.device))
 
 
 def _connect(run_setup: RunSetup, spans: Spans) -> Transport:
-    """Meet the other ranks; collective."""
+    """Connect to the other ranks; collective."""
     rank_context, device, ranks = run_setup.rank_context, run_setup.rank_context.device, run_setup.rank_context.ranks
     if rank_context.node_rendezvous is not None:
         PeerCheck(rank_context.node_rendezvous, device).disable_peer_copies_if_broken(rank_context.device_order)
@@ -292,7 +294,7 @@ def _connect(run_setup: RunSetup, spans: Spans) -> Transport:
         dtype=run_setup.dtype,
         spans=spans,
         mailboxes=mailboxes,
-        # On a CPU the host does the work and is never ahead of it.
+        # On a CPU the host computes, so it never runs ahead.
         max_pending_sends=max_sends_in_flight(run_setup.plan.microbatches_per_round) if device.type == "cuda" else None,
         replica=ranks.replica,
         num_replicas=ranks.num_replicas,
@@ -305,7 +307,7 @@ def _reduce_dtype(run_setup: RunSetup) -> torch.dtype:
 
 
 def base_weights(run_setup: RunSetup, folder: Path) -> WeightSource:
-    """Source of the model's own weights: those in `folder`, or fresh ones."""
+    """Return the source of the model's own weights: those in `folder`, or random initial ones."""
     parts = run_setup.parts
     if folder_has_weights(folder):
         return CheckpointWeights(folder, parts.stored_names, parts.parameter_pieces, dtype=run_setup.dtype)
@@ -315,20 +317,20 @@ def base_weights(run_setup: RunSetup, folder: Path) -> WeightSource:
 def restoring(
     resume: Resume, run_setup: RunSetup, model_folder: Path, activity: Activity
 ) -> Callable[[RankStages], None]:
-    """Setter of a rank's stages to the checkpoint's state; the base of adapters comes from `model_folder`."""
-    put_back = partial(restore, parts=run_setup.parts, reader=resume.reader, progress=activity.progress)
+    """Return a function that restores a rank's stages; base weights of adapters come from `model_folder`."""
+    restore_state = partial(restore, parts=run_setup.parts, reader=resume.reader, progress=activity.progress)
     if not run_setup.parts.adapters.is_lora:
-        return put_back
+        return restore_state
 
     def load_weights(stages: RankStages) -> None:
         stages.load_weights(base_weights(run_setup, model_folder), only_frozen=True, progress=activity.progress)
-        put_back(stages)
+        restore_state(stages)
 
     return load_weights
 
 
 def _first_weights(run_setup: RunSetup, folder: Path) -> WeightSource:
-    """Source of the weights that the run begins with: the model's, and adapters where there are any."""
+    """Return the source of the initial weights: the model's, and those of adapters if there are any."""
     parts, base = run_setup.parts, base_weights(run_setup, folder)
     if not parts.adapters.is_lora:
         return base

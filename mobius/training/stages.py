@@ -1,4 +1,4 @@
-"""One rank's stages: their code, the memory that holds their training state, and the executor that plays them."""
+"""Stages of one rank: their modules, the memory of their training state, and the executor that runs them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from mobius.schedule.schedule import Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class RankStages:
-    """Stages of one rank, each as a module without storage and the memory that its views come from."""
+    """Stages of one rank: for each a module without storage, and the memory of its parameter views."""
 
     plan: Plan
     device: torch.device
@@ -42,13 +42,13 @@ class RankStages:
     memory: Mapping[int, StageMemory]
     layer_inputs: LayerArgumentsBuilder
     arena: HostArena | None
-    """The host's part of the memory; None where no stage is streamed."""
+    """Host memory of streamed stages; None if no stage is streamed."""
     sliced_layers: Mapping[int, SlicedLayers] | None = None
-    """The layers of each stage where microbatches are slices of sequences."""
+    """Layers of each stage if microbatches are slices of sequences."""
     activation_buffer: PinnedActivationBuffer | None = None
-    """Places of the activations that wait on the host; None where none do."""
+    """Pinned host memory of offloaded activations; None if none are offloaded."""
     routers: PipelinedRouterLoss | None = None
-    """For models with a loss over their routers."""
+    """Router auxiliary loss, for models that have one."""
 
     @classmethod
     def allocate(
@@ -69,12 +69,12 @@ class RankStages:
         replicas: ReplicaGroup | None = None,
         spans: Spans = NO_SPANS,
     ) -> RankStages:
-        """Zeroed stages of `rank` as `plan` says; those in `deferred_updates` keep their gradients (`allocate_memory`).
+        """Allocate zeroed stages of `rank` for `plan`; those in `deferred_updates` store gradients (`allocate_memory`).
 
-        `message_shape` [B, L, H] is that of a layer's input, needed where some are stashed, and `product_bytes` are
-        those of a layer and microbatch of which products go home; `tile_tokens` is as in `StageModule`; `replicas`
-        share the stages. Raises HostMemoryError, CheckpointError as that does, and PlanError for slices of a model
-        with a loss over routers.
+        `message_shape` [B, L, H] is the shape of a layer's input, required if activations are offloaded;
+        `product_bytes` are a layer's bytes for a microbatch whose products are offloaded; `tile_tokens` as in
+        `StageModule`; `replicas` share the stages. Raises HostMemoryError and CheckpointError as `allocate_memory`
+        does, and PlanError for slices of a model with a router auxiliary loss.
         """
         if parts.router_loss is not None:
             refuse_slices(plan.num_slices)
@@ -107,7 +107,7 @@ class RankStages:
         activation_buffer = None
         offloaded_activation_stages = plan.offloaded_activation_stages.intersection(modules)
         if offloaded_activation_stages:
-            assert message_shape is not None, "what is stashed has a shape"
+            assert message_shape is not None, "offloaded activations have a shape"
             inputs_alone = {
                 stage: _offloaded_bytes(
                     parts, message_shape, dtype, keeps_attention=stage in plan.saved_attention_stages
@@ -159,9 +159,9 @@ class RankStages:
         show_progress: bool = False,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """Set every parameter, or every frozen one, from `source`, tensor by tensor; a bar is shown only on a terminal.
+        """Load every parameter, or every frozen one, from `source`, tensor by tensor; shows a bar on a terminal.
 
-        `progress` is called with each of them.
+        `progress` is called for each tensor.
         """
         named = [
             (stage, name, shape)
@@ -194,7 +194,7 @@ class RankStages:
         spans: Spans = NO_SPANS,
         activity: Activity | None = None,
     ) -> Executor:
-        """Player of this rank's actions of `schedule`, which is made for the same plan."""
+        """Return an executor of this rank's actions of `schedule`, which must be for the same plan."""
         return Executor(
             schedule,
             stages=self.modules,
@@ -220,7 +220,7 @@ class RankStages:
         }
 
     def close(self) -> None:
-        """Give page-locked memory back; nothing may be copying any more."""
+        """Release page-locked memory; no copies may be in flight."""
         if self.arena is not None:
             self.arena.close()
         if self.activation_buffer is not None:
@@ -230,20 +230,20 @@ class RankStages:
 def _offloaded_bytes(
     parts: ModelParts, message_shape: tuple[int, int, int], dtype: torch.dtype, *, keeps_attention: bool
 ) -> int:
-    """Bytes on the host of what a layer keeps of a microbatch: its input and, if asked for, attention's result."""
+    """Return the host bytes that a layer offloads for a microbatch: its input and optionally attention's result."""
     batch, tokens, _ = message_shape
-    kept: list[tuple[tuple[int, ...], torch.dtype]] = [(message_shape, dtype)]
+    saved: list[tuple[tuple[int, ...], torch.dtype]] = [(message_shape, dtype)]
     if keeps_attention:
         shape = parts.shape()
-        kept.append(((batch, tokens, shape.attention_width), dtype))
-        kept.append(((batch, shape.num_heads or 0, tokens), torch.float32))
-    return pinned_buffer_bytes(*kept)
+        saved.append(((batch, tokens, shape.attention_width), dtype))
+        saved.append(((batch, shape.num_heads or 0, tokens), torch.float32))
+    return pinned_buffer_bytes(*saved)
 
 
 def _pieces(
     source: WeightSource, named: Iterable[tuple[int, str, tuple[int, ...]]]
 ) -> Iterator[tuple[int, str, int, Tensor]]:
-    """Stage, name, offset and value of every part of the parameters."""
+    """Yield stage, name, offset and value of every piece of the parameters."""
     for stage, name, shape in named:
         for offset, value in read_in_pieces(source, name, shape):
             yield stage, name, offset, value

@@ -1,4 +1,4 @@
-"""The batches of a run as the tensors that a step reads."""
+"""Conversion of batches to the tensors of a step."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mobius.planner.run_setup import RunSetup
 
 
 def step_batches(batches: Iterable[Batch], run_setup: RunSetup) -> Iterator[StepBatch]:
-    """The batches as tensors, page-locked if they go to a GPU, packed rows in the order of microbatches."""
+    """Yield the batches as tensors, page-locked for a GPU, with packed rows in the order of microbatches."""
     ranks = run_setup.rank_context.ranks
     for given in batches:
-        assert given.num_targets > 0, "samples without a target are dropped, and no step is without samples"
+        assert given.num_targets > 0, "samples without a target are dropped, and every step has samples"
         num_chunks = run_setup.plan.num_chunks
         batch = balance_microbatches(shard_batch(given, ranks.replica, ranks.num_replicas), num_chunks)
         input_ids, labels = (_tensor(each, run_setup) for each in (batch.input_ids, batch.labels))
@@ -37,7 +37,7 @@ def step_batches(batches: Iterable[Batch], run_setup: RunSetup) -> Iterator[Step
 
 
 def document_tensors(rows: Rows, run_setup: RunSetup, *, num_microbatches: int) -> tuple[Tensor, Tensor] | None:
-    """Places of the documents of `rows`, which have these token counts; None where rows are one document each."""
+    """Return position ids and cu_seqlens of documents with the token counts `rows`; None if rows are not packed."""
     packed = run_setup.result.request.packed
     if packed is None:
         return None

@@ -1,7 +1,4 @@
-"""The training loop: one optimizer step after the other, and the numbers of each.
-
-It knows no device and no process group.
-"""
+"""Trainer: runs the optimizer steps and yields the numbers of each, independent of device and process group."""
 
 from __future__ import annotations
 
@@ -27,17 +24,17 @@ from mobius.units import GIB
 
 
 class StepGather(Protocol):
-    """Numbers that ranks tell each other at the end of each step, beside the step's own."""
+    """Numbers that ranks gather at the end of each step, in addition to the step's own."""
 
     def local(self) -> Sequence[float]:
-        """This rank's numbers; every rank has as many."""
+        """Return this rank's numbers; their count is equal on all ranks."""
 
     def gathered(self, table: Tensor) -> None:
-        """Take all ranks' numbers, [num_ranks, len(own)] in float64."""
+        """Receive all ranks' numbers, [num_ranks, len(own)] in float64."""
 
 
 class Trainer:
-    """Owns the step count; everything else is handed in. All ranks run it alike."""
+    """Loop over optimizer steps, equal on all ranks."""
 
     def __init__(
         self,
@@ -53,9 +50,9 @@ class Trainer:
         num_steps_done: int = 0,
         activity: Activity | None = None,
     ) -> None:
-        """Each step runs within what `step_hooks` return for its number. `batches` begin behind `num_steps_done` steps.
+        """Each step runs in the contexts that `step_hooks` return for it. `batches` begin after `num_steps_done` steps.
 
-        `activity` is told of each part of a step; the first one may compile.
+        `activity` gets the name of each part of a step; the first step may compile.
         """
         self._watches, self._activity, self._is_first = step_hooks, activity or Activity(), True
         self._config = config
@@ -63,13 +60,13 @@ class Trainer:
         self._transport, self._clock, self._meter = transport, clock, meter
         self._step = num_steps_done
         self.step_gather: StepGather | None = None
-        """Set by who wants to tell other ranks something."""
+        """Set by the training loop to gather further numbers."""
         self._step_end = 0.0
         self._next_batch: StepBatch | None = None
 
     @property
     def counts(self) -> StepCounts:
-        """Counts of all steps so far; the same on all ranks."""
+        """Counts of all steps so far; equal on all ranks."""
         return self._stepper.counts
 
     @property
@@ -78,7 +75,7 @@ class Trainer:
         return self._step
 
     def train(self) -> Iterator[StepMetrics]:
-        """Run all steps, yielding the numbers of each as it ends."""
+        """Run all steps and yield the numbers of each."""
         self._transport.all_ranks.barrier()
         self._step_end = time.perf_counter()
         while self._step < self._config.num_steps:
@@ -91,15 +88,15 @@ class Trainer:
             yield metrics
 
     def restart_step_timer(self) -> None:
-        """Begin the next step's seconds now: an evaluation, for instance, is no part of a step."""
+        """Start timing the next step now, to exclude an evaluation from its seconds."""
         self._step_end = time.perf_counter()
 
     def drain(self) -> None:
-        """Wait for all updates, as the OptimizerStepper does: before the parameters are read."""
+        """Wait for all updates, before parameters are read."""
         self._stepper.drain()
 
     def train_step(self) -> StepMetrics:
-        """One optimizer step: M microbatches through all stages, then AdamW."""
+        """Run one optimizer step: M microbatches through all stages, then AdamW."""
         self._activity.start_step(self._step + 1)
         self._activity.start_action("the batch")
         batch = self._next_batch or next(self._batches)
@@ -122,8 +119,8 @@ class Trainer:
         self._activity.start_action("the numbers of all ranks")
         memory, waits = self._meter.read(), self._clock.collect()
         own = [memory.peak_allocated, memory.peak_reserved, memory.peak_host, *(waits[cause] for cause in WaitCause)]
-        told = () if self.step_gather is None else self.step_gather.local()
-        both = all_gather_numbers(self._transport.all_ranks, [*own, *told])
+        further = () if self.step_gather is None else self.step_gather.local()
+        both = all_gather_numbers(self._transport.all_ranks, [*own, *further])
         if self.step_gather is not None:
             self.step_gather.gathered(both[:, len(own) :])
         table = both[:, : len(own)]

@@ -128,7 +128,7 @@ def test_ctrl_c_on_a_run_that_saves_nothing_leaves_one_line_on_the_screen(tmp_pa
     (line,) = lines_of(ranks, "interrupted")
 
     assert line.startswith("interrupted (SIGINT) after step ")
-    assert "of 100000: what was trained is lost, for only the end is saved" in line
+    assert "of 100000: training is lost, because only the end is saved" in line
     assert f"{tmp_path / 'out.partial' / 'metrics.jsonl'}" in line
     assert (tmp_path / "out.partial" / "metrics.jsonl").read_text().count("\n") >= 3
     assert not (tmp_path / "out").exists()
@@ -149,7 +149,7 @@ def test_a_signal_saves_after_the_step_and_tells_how_to_go_on(tmp_path: Path, nu
 
     assert asked == (
         f"interrupted ({number.name}): saving after this step, then ending; once more to leave at once "
-        "(what was trained since step 0 would be lost)"
+        "(training since step 0 would be lost)"
     )
     assert saved.startswith("checkpoint saved: ")
     (checkpoint,) = (tmp_path / "out").glob("checkpoint-*")
@@ -182,7 +182,7 @@ def test_ctrl_c_again_leaves_at_once_without_a_checkpoint(tmp_path: Path) -> Non
 
     assert asked.startswith("interrupted (SIGINT): saving after this step, then ending; once more to leave at once")
     assert re.match(
-        r"interrupted \(SIGINT\) after step \d+ of 100000: what was trained is lost: no checkpoint is complete; ", line
+        r"interrupted \(SIGINT\) after step \d+ of 100000: training is lost: no checkpoint is complete; ", line
     )
     assert f"{tmp_path / 'out' / 'metrics.jsonl'}" in line
     assert not list((tmp_path / "out").glob("checkpoint-*"))

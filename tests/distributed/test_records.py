@@ -36,5 +36,5 @@ def test_the_first_of_two_ranks_leaves_state_log_curves_and_card(tmp_path: Path)
     assert (out / "training_loss.png").read_bytes().startswith(b"\x89PNG")
     assert (out / "README.md").read_text().startswith("---\nlibrary_name: transformers\n")
     assert result.stdout.count("trained 5 steps, ") == 1
-    assert "training_loss.png is left out" not in result.stdout
+    assert "training_loss.png is not written" not in result.stdout
     assert "warning" not in result.stdout

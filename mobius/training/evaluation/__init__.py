@@ -1,1 +1,1 @@
-"""Judges a model: evaluation through the pipeline, and answers generated and scored."""
+"""Evaluation through the pipeline, and generation and scores of answers."""

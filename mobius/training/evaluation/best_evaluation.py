@@ -1,4 +1,4 @@
-"""Owns the best evaluation of a run so far: by which number, on which data, and after which step."""
+"""Best evaluation of a run so far: its metric, data and step."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mobius.regular_files import typed_object
 from mobius.training.evaluation.evaluator import EvaluationResult
 
 BEST: Final = "best"
-"""Key in a checkpoint's position of the best evaluation so far."""
+"""Key of the best evaluation in a checkpoint's loop state."""
 BEST_SAVED: Final = "best_saved"
-"""Key of the best one of those that came with a checkpoint: another one where evaluations are more frequent."""
+"""Key of the best evaluation with a checkpoint, which may differ if evaluations are more frequent."""
 
 
 @dataclass
 class BestEvaluation:
-    """The best evaluation, and how many came since; the same on all ranks, and part of a checkpoint."""
+    """Best evaluation and number of evaluations since; equal on all ranks, and part of a checkpoint."""
 
     metric: BestMetric
     value: float | None = None
@@ -33,9 +33,9 @@ class BestEvaluation:
     def from_loop_state(
         cls, metric: BestMetric, loop_state: Mapping[str, Any], key: str = BEST, *, data: str | None = None
     ) -> BestEvaluation:
-        """The best one of a checkpoint's `loop_state`; none yet if it is of another metric or on other data.
+        """Read the best evaluation of a checkpoint's `loop_state`; empty if it has another metric or other data.
 
-        `data` is the fingerprint of this start's evaluation data; None: it evaluates nothing. Raises CheckpointError.
+        `data` is the fingerprint of this run's evaluation data; None: it does not evaluate. Raises CheckpointError.
         """
         saved = loop_state.get(key) or loop_state.get(BEST) or {}
         if not isinstance(saved, dict):
@@ -53,7 +53,7 @@ class BestEvaluation:
             ) from None
 
     def update(self, result: EvaluationResult, step: int) -> bool:
-        """Whether `result` is the best one so far."""
+        """Record `result`; returns whether it is the best so far."""
         value = metric_value(self.metric, result)
         sign = 1 if self.metric is BestMetric.TOKEN_ACCURACY else -1
         if math.isfinite(value) and (self.value is None or sign * value > sign * self.value):
@@ -64,7 +64,7 @@ class BestEvaluation:
 
 
 def metric_value(metric: BestMetric, result: EvaluationResult) -> float:
-    """Number of an evaluation that `metric` names."""
+    """Return the number of `result` that `metric` names."""
     return {
         BestMetric.LOSS: result.loss,
         BestMetric.PERPLEXITY: result.perplexity,

@@ -1,11 +1,10 @@
-"""Judges the model on data that it is not trained on: through the same pipeline, forward only, whenever it is asked.
+"""Evaluation of the model on held-out data, forward only, through the same pipeline.
 
     samples of each dataset -> batches of the run's shape -> passes -> sums of each microbatch -> loss, accuracy
 
-A pass is a schedule of its own over some batches, so that weights are loaded once for all of them; the next one follows
-without anybody waiting. Passes take the memory that a step takes: the same slots, and messages in the place of what a
-step keeps for its backward. Nothing that training uses is changed, and updates that are under way are waited for as a
-step would.
+A pass is a forward schedule over some batches, so that weights are loaded once for all of them. No rank waits between
+passes. A pass fits the memory of a step: it uses the same slots, and its messages replace the saved
+activations. It changes no training state, and waits for pending updates as a step does.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from mobius.training.session import Session
 from mobius.training.stages import RankStages
 
 MAX_BATCHES_PER_PASS = 8
-"""More would hide loads no better: a load is as long as the forward of some thousand tokens."""
+"""More would not hide loads better: a load takes as long as the forward of some thousand tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +52,7 @@ class EvaluationSamples:
     name: str
     tokenized: TokenizedDataset
     indices: npt.NDArray[np.int64] | None = None
-    """None stands for all."""
+    """None: all samples."""
 
     def __len__(self) -> int:
         return len(self.tokenized) if self.indices is None else len(self.indices)
@@ -61,14 +60,14 @@ class EvaluationSamples:
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """Numbers of an evaluation, the same on all ranks."""
+    """Numbers of an evaluation, equal on all ranks."""
 
     loss: float
     """Mean cross entropy over the targets, in nats."""
     perplexity: float
-    """exp(loss); infinite where that is too large for a float."""
+    """exp(loss); infinite if that is too large for a float."""
     token_accuracy: float
-    """Share of the targets to which the model gives a larger logit than to any other token, given all before them."""
+    """Share of the targets that have the largest logit, given all tokens before them."""
     num_targets: int
     num_tokens: int
     """Tokens without padding."""
@@ -88,7 +87,7 @@ class EvaluationResult(Scores):
 
 @dataclass
 class _Counts:
-    """Counts of one dataset while it goes through the pipeline."""
+    """Counts of one dataset during an evaluation."""
 
     losses: list[float] = field(default_factory=list)
     """Sum of each microbatch, on the rank of the last stage."""
@@ -98,7 +97,7 @@ class _Counts:
     num_samples: int = 0
 
     def scores(self, loss_sum: float, num_correct: int) -> Scores:
-        """Means of sums over all ranks."""
+        """Return the means from sums over all ranks."""
         loss = loss_sum / self.num_targets
         return Scores(
             loss=loss,
@@ -111,7 +110,7 @@ class _Counts:
 
 
 class Evaluator:
-    """Owns the passes over the evaluation data; weights, slots and connections are the session's."""
+    """Runs passes over the evaluation data, with the weights, slots and connections of the session."""
 
     def __init__(
         self,
@@ -122,9 +121,9 @@ class Evaluator:
         transport: Transport,
         activity: Activity | None = None,
     ) -> None:
-        """`datasets` by name, in batches of the shape that `run_setup` is made for; at least one.
+        """`datasets` by name, in batches of `run_setup`'s shape; at least one.
 
-        `activity` is told of each pass; the first evaluation may compile.
+        `activity` gets the name of each pass; the first evaluation may compile.
         """
         assert datasets, "without data there is no evaluator"
         self._datasets, self._run_setup = datasets, run_setup
@@ -136,12 +135,12 @@ class Evaluator:
         self._meter = MemoryMeter(run_setup.rank_context.device)
         self._batches_per_pass = min(batches_per_pass(run_setup.plan), sum(map(len, datasets.values())))
         self._executors: dict[int, Executor] = {}
-        """Player of a pass by the number of its batches; only the last pass may have fewer than the others."""
+        """Executor of a pass by its number of batches; only the last pass may have fewer."""
 
     def evaluate(self, *, show_progress: bool = False) -> EvaluationResult:
-        """Run all data through the pipeline as the weights are now; collective, between two steps or around them.
+        """Evaluate the current weights on all data; collective, outside of steps.
 
-        A bar is shown only on a terminal. Raises what a step raises.
+        Shows a bar on a terminal. Raises the errors of a step.
         """
         with self._activity.warming_up() if self._is_first else nullcontext():
             result = self._evaluate(show_progress)
@@ -155,7 +154,7 @@ class Evaluator:
         start = time.perf_counter()
         self._transport.limit_pending_sends(max_sends_in_flight(num_microbatches * self._batches_per_pass))
         if sum(map(len, self._datasets.values())) < self._num_replicas:
-            for memory in self._stages.memory.values():  # a replica that plays nothing loads nothing
+            for memory in self._stages.memory.values():  # a replica without a pass loads no weights
                 memory.gather_updated_weights()
         counts, made = {name: _Counts() for name in self._datasets}, list[tuple[list[str], EvaluationSums]]()
         with tqdm(
@@ -185,9 +184,9 @@ class Evaluator:
         return self._agree(counts, start)
 
     def warm_up(self) -> None:
-        """Play a pass of this rank alone on made-up data, so that the first real one finds kernels and memory ready.
+        """Run a pass of this rank alone on synthetic data, so that kernels and memory are ready for the first pass.
 
-        Where receives that wait occupy the GPU, either would wait for them (distributed/transport.py).
+        Compiling and allocating would otherwise wait for receives that occupy the GPU (distributed/transport.py).
         """
         run_setup, number = self._run_setup, self._batches_per_pass
         num_microbatches = run_setup.plan.microbatches_per_round * number
@@ -207,7 +206,7 @@ class Evaluator:
         self._meter.synchronize()
 
     def _passes(self) -> Iterator[tuple[list[str], list[Batch]]]:
-        """Batches of each pass of all replicas, which take turns, and the dataset of each of them."""
+        """Yield the batches of each pass of all replicas, which alternate, with the dataset of each batch."""
         every = ((name, batch) for name, batches in self._datasets.items() for batch in batches)
         while named := list(islice(every, self._batches_per_pass * self._num_replicas)):
             yield [name for name, _ in named], [batch for _, batch in named]
@@ -225,7 +224,7 @@ class Evaluator:
         return build_schedule(plan.evaluation(plan.microbatches_per_round * num_batches))
 
     def _add(self, made: Sequence[tuple[list[str], EvaluationSums]], counts: Mapping[str, _Counts]) -> None:
-        """Bring the sums to the host, each to its dataset's."""
+        """Copy the sums to the host and add them to their datasets' counts."""
         self._meter.synchronize()  # sync: once per evaluation
         num_microbatches = self._run_setup.plan.microbatches_per_round
         for names, sums in made:
@@ -236,8 +235,8 @@ class Evaluator:
                 counts[name].num_correct += own_correct
 
     def _agree(self, counts: Mapping[str, _Counts], start: float) -> EvaluationResult:
-        """Result of all ranks, from the sums of those that have the last stage."""
-        # fsum rounds once, at the end: the result knows nothing of the order.
+        """Return the result of all ranks, from the sums of the ranks with the last stage."""
+        # fsum rounds once, at the end, so the result does not depend on the order.
         own = [[math.fsum(each.losses), each.num_correct] for each in counts.values()]
         own.append([math.fsum(loss for each in counts.values() for loss in each.losses), 0])
         sums = self._transport.all_ranks.sum_over_ranks(torch.tensor(own, dtype=torch.float64))
@@ -262,7 +261,7 @@ class Evaluator:
 
 
 def make_evaluator(session: Session, samples: Sequence[EvaluationSamples], *, pad_token_id: int) -> Evaluator:
-    """The evaluator of a run on `samples`, in rows as the run's own; all ranks make it alike, between two steps.
+    """Make the evaluator of a run on `samples`, in rows like the run's; on all ranks, between two steps.
 
     Raises DataError if there are none.
     """
@@ -294,7 +293,7 @@ def make_evaluator(session: Session, samples: Sequence[EvaluationSamples], *, pa
 
 
 def evaluation_samples(data: RunData) -> list[EvaluationSamples]:
-    """Samples of `--eval_dataset`, and those that `--val_size` holds out of each training dataset."""
+    """Return the samples of `--eval_dataset`, and those that `--val_size` holds out of each training dataset."""
     prepared = data.prepared
     given = [EvaluationSamples(name=each.entry.name, tokenized=each.tokenized) for each in prepared.evaluation]
     held_out = [
@@ -305,15 +304,15 @@ def evaluation_samples(data: RunData) -> list[EvaluationSamples]:
 
 
 def _batch_size(run_setup: RunSetup) -> int:
-    """Rows of an evaluation's batch: as many as a round of a step has, since a whole step may not fit at once."""
+    """Return the rows of an evaluation batch: those of one round, since a whole step may not fit."""
     return run_setup.result.request.rows // run_setup.plan.accumulation_rounds
 
 
 def batches_per_pass(plan: Plan) -> int:
-    """Batches that go through the pipeline together, so that no rank holds more than in a round of a step.
+    """Return the number of batches in a pass, such that no rank holds more memory than in a round of a step.
 
-    While the microbatches of a pass go through one stage, their messages to the next one wait. A round keeps as many
-    messages for one batch, and beside them the inputs of all layers of the stages that wait for their backward.
+    While the microbatches of a pass go through one stage, their messages to the next stage wait. A round holds these
+    messages for one batch, and the inputs of all layers of the stages that wait for their backward.
     """
     waiting = [
         [stage for stage in plan.local_stages(rank) if not plan.cuts[stage].is_last] for rank in range(plan.num_ranks)
@@ -324,7 +323,7 @@ def batches_per_pass(plan: Plan) -> int:
 
 
 def concatenate_batches(batches: Sequence[Batch], run_setup: RunSetup) -> StepBatch:
-    """The batches of a pass one behind the other, each in the order of its microbatches; page-locked for a GPU."""
+    """Concatenate the batches of a pass, each in the order of its microbatches; page-locked for a GPU."""
     plan, packed = run_setup.plan, run_setup.result.request.packed
     groups = plan.microbatches_per_round // plan.num_slices
     arranged = [balance_microbatches(batch, groups) for batch in batches]
@@ -353,7 +352,7 @@ def concatenate_batches(batches: Sequence[Batch], run_setup: RunSetup) -> StepBa
 
 
 def perplexity_of(loss: float) -> float:
-    """exp(loss), infinite where a float cannot hold it."""
+    """Return exp(loss), infinite if a float cannot hold it."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -361,7 +360,7 @@ def perplexity_of(loss: float) -> float:
 
 
 def _named(samples: Sequence[EvaluationSamples]) -> Iterator[tuple[str, EvaluationSamples]]:
-    """Datasets that have samples, by names that are all different."""
+    """Yield the datasets that have samples, with unique names."""
     taken = set[str]()
     for each in samples:
         if len(each):

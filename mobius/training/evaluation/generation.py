@@ -1,7 +1,7 @@
-"""Answers that a Hugging Face folder's model gives to prompts, by transformers alone, in one process.
+"""Generation of answers to prompts with the model of a Hugging Face folder, by transformers in one process.
 
-A prompt's answer is the likeliest token at each position (or what else the folder's generation_config.json asks for,
-but sampling), and in fp32 does not depend on which prompts are answered beside it.
+Decoding is greedy, or as the folder's generation_config.json asks for, but never samples. In fp32 an answer does not
+depend on the other prompts of its batch.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ logger = logging.getLogger(__name__)
 TokenIds = npt.NDArray[np.int32]
 
 _WORKSPACE_SHARE: Final = 0.1
-"""Memory beside the weights, as a share of them, below which answering on a GPU is not begun."""
+"""Free memory in addition to the weights, as a share of them, that answering on a GPU requires."""
 _MAX_BEAMS: Final = 64
-"""Beams of a prompt: each takes memory as a prompt does."""
+"""Maximum beams of a prompt; each takes the memory of a prompt."""
 _SAMPLING: Final = {"temperature": None, "top_p": None, "top_k": None, "min_p": None, "typical_p": None}
-"""Settings of generation_config.json that are without effect where nothing is drawn."""
+"""Settings of generation_config.json that have no effect without sampling."""
 
 
 def answering_device(wanted: Device) -> torch.device:
-    """The current GPU if there is one and CPUs are not wanted, else the CPU."""
+    """Return the current GPU if there is one and `wanted` is not the CPU, else the CPU."""
     if wanted is Device.CPU or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
@@ -55,24 +55,24 @@ class Generation:
     """A generated answer."""
 
     tokens: TokenIds
-    """Token ids without the one that ended it."""
+    """Token ids without the end-of-sequence token."""
     is_finished: bool
-    """Whether the model ended it; otherwise max_new_tokens or the model's context did."""
+    """Whether the model ended it; False if max_new_tokens or the model's context did."""
 
 
 @dataclass(frozen=True)
 class TextGenerator:
-    """A model and its tokenizer, ready to answer."""
+    """Model and tokenizer that generate answers."""
 
     model: Any
     tokenizer: PreTrainedTokenizerBase
 
     @classmethod
     def of_folder(cls, folder: Path, device: torch.device) -> TextGenerator:
-        """The model of a Hugging Face folder on `device`.
+        """Load the model of a Hugging Face folder on `device`.
 
-        A model that is too large for a GPU is put on the CPU, with a warning. On a GPU it computes in the folder's
-        number format; on the CPU in fp32 if there is memory for that. Raises CheckpointError, HostMemoryError.
+        A model that is too large for the GPU is loaded on the CPU, with a warning. On a GPU it computes in the folder's
+        number format, on the CPU in fp32 if memory suffices. Raises CheckpointError, HostMemoryError.
         """
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -88,7 +88,7 @@ class TextGenerator:
                 )
         except MobiusError:
             raise
-        except Exception as error:  # transformers raises whatever a value makes it stumble over
+        except Exception as error:  # transformers raises any error for a wrong value
             raise CheckpointError(
                 f"transformers cannot load the model of {folder} to answer with it: {describe_error(error)}"
             ) from error
@@ -97,30 +97,30 @@ class TextGenerator:
 
     @property
     def context_length(self) -> int | None:
-        """Tokens that the model takes at once; None if its config tells no limit."""
+        """Maximum tokens of the model's context; None if its config has no limit."""
         length = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return None if length is None else int(length)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Ids of tokens that end an answer: the folder's, and the tokenizer's, which is what training writes."""
+        """Ids of tokens that end an answer: the folder's, and the tokenizer's, which training uses."""
         configured = self.model.generation_config.eos_token_id
         ids = configured if isinstance(configured, Sequence) else [configured]
         return frozenset(int(token) for token in (*ids, self.tokenizer.eos_token_id) if token is not None)
 
     def can_generate(self, prompt: TokenIds) -> bool:
-        """Whether there is a prompt, and the context has room for an answer behind it."""
+        """Whether the prompt is not empty and the context has room for an answer after it."""
         return len(prompt) > 0 and (self.context_length is None or len(prompt) < self.context_length)
 
     def generate(
         self, prompts: Sequence[TokenIds], *, max_new_tokens: int, batch_size: int, show_progress: bool = False
     ) -> list[Generation | None]:
-        """The answers in the order of `prompts`; None for prompts that are not answerable.
+        """Return the answers in the order of `prompts`; None for prompts that cannot be answered.
 
-        `batch_size` prompts are answered at once, those of like length together and the longest first; where a GPU's
-        memory does not suffice, half as many from there on. Raises GpuMemoryError if it does not for a single one.
+        Batches have `batch_size` prompts of similar length, the longest first. If GPU memory does not suffice, further
+        batches have half as many. Raises GpuMemoryError if a single prompt does not fit.
         """
-        found: list[Generation | None] = [None] * len(prompts)
+        answers: list[Generation | None] = [None] * len(prompts)
         order = sorted(
             (index for index, prompt in enumerate(prompts) if self.can_generate(prompt)),
             key=lambda index: -len(prompts[index]),
@@ -134,24 +134,24 @@ class TextGenerator:
                 except torch.OutOfMemoryError as error:
                     if len(batch) == 1:
                         raise GpuMemoryError(
-                            f"the GPU's memory does not suffice to answer a prompt of {len(prompts[batch[0]])} tokens "
+                            f"GPU memory does not suffice to answer a prompt of {len(prompts[batch[0]])} tokens "
                             f"with up to {max_new_tokens} (--max_new_tokens). Allow fewer, answer with --no_do_train "
                             "--do_predict on a larger GPU, or use --device cpu."
                         ) from error
                     batch_size = len(batch) // 2
                 else:
                     for index, answer in zip(batch, answered, strict=True):
-                        found[index] = answer
+                        answers[index] = answer
                     done += len(batch)
                     bar.update(len(batch))
                     continue
-                # Behind the handler, whose exception keeps what the failed attempt had.
+                # After the handler, whose exception references the tensors of the failed attempt.
                 torch.cuda.empty_cache()
-                logger.warning("prompts are answered %d at once from here on: GPU memory was short", batch_size)
-        return found
+                logger.warning("out of GPU memory: further batches have %d prompts", batch_size)
+        return answers
 
     def _batch(self, prompts: Sequence[TokenIds], max_new_tokens: int) -> Iterator[Generation]:
-        """Answer answerable prompts side by side, the shorter ones padded on their left."""
+        """Answer prompts in one batch, padded on the left."""
         pad, longest = pad_token_id(self.tokenizer), max(map(len, prompts))
         ids = torch.full((len(prompts), longest), pad, dtype=torch.long)
         mask = torch.zeros_like(ids)
@@ -166,7 +166,7 @@ class TextGenerator:
             yield Generation(np.array(answer, dtype=np.int32), is_finished=len(answer) < len(tokens[:room]))
 
     def _generated(self, ids: Tensor, mask: Tensor, max_new_tokens: int) -> Tensor:
-        """Prompts with their answers. Raises CheckpointError where the settings of generation make none."""
+        """Return prompts with their answers. Raises CheckpointError if the generation settings are invalid."""
         device, config = self.model.device, self.model.generation_config
         try:
             return cast(
@@ -187,21 +187,20 @@ class TextGenerator:
             )
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # transformers raises whatever a setting makes it stumble over
+        except Exception as error:  # transformers raises any error for a wrong setting
             raise CheckpointError(
                 f"transformers cannot answer with the settings of generation_config.json: {describe_error(error)}. "
-                "Mend that "
-                "file in the folder of --model_path, or remove it."
+                "Correct that file in the folder of --model_path, or remove it."
             ) from error
 
     def _room(self, prompt: TokenIds, max_new_tokens: int) -> int:
-        """Tokens that an answer may have, which does not depend on the prompts beside it."""
+        """Return the maximum tokens of an answer, independent of other prompts in the batch."""
         context = self.context_length
         return max_new_tokens if context is None else min(max_new_tokens, context - len(prompt))
 
 
 def check_generation_config(folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Answer once by a tiny model under the settings of `folder`: what fails would fail after the training.
+    """Generate once with a tiny model and the settings of `folder`, so that errors appear before training.
 
     Raises CheckpointError.
     """
@@ -223,13 +222,13 @@ def check_generation_config(folder: Path, tokenizer: PreTrainedTokenizerBase, vo
         raise CheckpointError(f"{path}: {error}") from error
     except Exception as error:
         raise CheckpointError(
-            f"{path} has values that no answer can be made with: {describe_error(error)}. Mend it."
+            f"{path} has values with which nothing can be generated: {describe_error(error)}. Correct them."
         ) from error
 
 
 @contextlib.contextmanager
 def _without_bars() -> Iterator[None]:
-    """Keep transformers from drawing a bar of the tensors it loads."""
+    """Hide the bar of transformers that counts loaded tensors."""
     was_on = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -240,13 +239,13 @@ def _without_bars() -> Iterator[None]:
 
 
 def _weight_bytes(folder: Path) -> int:
-    """Size of the model's files; the optimizer's, which a checkpoint has too, are not read to answer."""
+    """Return the size of the model's weight files, without a checkpoint's optimizer state."""
     files = {tensor.path for tensor in CheckpointWeights(folder, {}).stored.values()}
     return sum(path.stat().st_size for path in files)
 
 
 def _fitting_device(folder: Path, device: torch.device) -> torch.device:
-    """`device`, or the CPU where the weights do not fit into the GPU's free memory."""
+    """Return `device`, or the CPU if the weights do not fit into the GPU's free memory."""
     if device.type != "cuda":
         return device
     needed, free = round((1 + _WORKSPACE_SHARE) * _weight_bytes(folder)), torch.cuda.mem_get_info(device)[0]
@@ -254,7 +253,7 @@ def _fitting_device(folder: Path, device: torch.device) -> torch.device:
         return device
     logger.warning(
         "one process answers, and the model does not fit into one GPU: it needs %s, %s of %s is free. It answers on "
-        "the CPU, which takes far longer; --max_predict_samples answers fewer samples",
+        "the CPU, which is far slower; --max_predict_samples limits the samples",
         format_bytes(needed),
         format_bytes(free),
         device,
@@ -263,13 +262,13 @@ def _fitting_device(folder: Path, device: torch.device) -> torch.device:
 
 
 def _fitting_dtype(folder: Path, config: Any, device: torch.device) -> torch.dtype:
-    """The number format to answer in; raises HostMemoryError if the CPU has no room for the weights."""
+    """Return the number format to answer in; raises HostMemoryError if host memory does not hold the weights."""
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     needed, free = _weight_bytes(folder), available_host_bytes()
     if needed > free:
         raise HostMemoryError(
             f"to answer, one process loads the model of {folder}: {format_bytes(needed)} of host memory, "
-            f"{format_bytes(free)} is free. Use a host with more memory, or leave --do_predict away."
+            f"{format_bytes(free)} is free. Use a host with more memory, or omit --do_predict."
         )
     if device.type == "cpu" and needed * 4 // own.itemsize <= free:
         return torch.float32

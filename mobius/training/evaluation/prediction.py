@@ -1,8 +1,8 @@
-"""Prediction: a saved model answers the prompts of evaluation data, and its answers are scored and kept.
+"""Prediction: a saved model answers the prompts of evaluation data, and its answers are scored and written.
 
     samples -> answers (generation.py) -> generated_predictions.jsonl -> scores (text_scores.py)
 
-It needs one process and a Hugging Face folder, and nothing of a training.
+It needs one process and a Hugging Face folder, and no training state.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ logger = logging.getLogger(__name__)
 
 PREDICTIONS_FILE: Final = "generated_predictions.jsonl"
 _LINE_ENDS: Final = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
-"""Characters that JSON allows in a text, though some readers, Python's `splitlines` too, end a line there."""
+"""Characters that JSON allows in a text, but at which some readers end a line, such as Python's `splitlines`."""
 BATCH_SIZE: Final = 16
-"""Prompts that are answered at once where memory suffices."""
+"""Prompts of a batch if memory suffices."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptAndLabel:
-    """A sample parted before its last answer: token ids, views of the dataset's arrays."""
+    """Sample split before its last answer: token ids, views of the dataset's arrays."""
 
     prompt: TokenIds
-    """All before the answer, earlier answers of a conversation too."""
+    """All tokens before the answer, including earlier answers of a conversation."""
     label: TokenIds
-    """The answer with its end-of-sequence token; without it where it was cut to --seq_length."""
+    """The answer with its end-of-sequence token; without it if it was cut to --seq_length."""
 
     @classmethod
     def of_row(cls, row: TokenizedSample) -> PromptAndLabel:
-        """The parts of a row that has a target; what stands behind its last target belongs to neither."""
+        """Split a row that has a target; tokens after its last target are dropped."""
         ids, is_target = row
         (targets,) = np.nonzero(is_target)
         end = int(targets[-1]) + 1
-        (others,) = np.nonzero(~is_target[:end])
-        start = int(others[-1]) + 1 if len(others) else 0
+        (prompt_tokens,) = np.nonzero(~is_target[:end])
+        start = int(prompt_tokens[-1]) + 1 if len(prompt_tokens) else 0
         return cls(ids[:start], ids[start:end])
 
 
 @dataclass(frozen=True, slots=True)
 class _Texts:
-    """A sample and its answer as they are written and scored."""
+    """Texts of a sample and its answer, as they are written and scored."""
 
     prompt: str
     label: str
@@ -79,20 +79,20 @@ def split_prompts(
     *,
     max_samples: int | None,
 ) -> list[PromptAndLabel]:
-    """The samples of `dataset` at `indices`, in this order and `most` of them at the most, parted to be answered.
+    """Split the samples of `dataset` at `indices` into prompt and label, in this order, at most `max_samples` of them.
 
-    Raises DataError for plain text, which has no prompts, and ConfigError where prompts are targets like answers.
+    Raises DataError for plain text, which has no prompts, and ConfigError if prompts are targets like answers.
     """
     if dataset.is_text:
         raise DataError(
             f"--do_predict: {quoted(dataset.entry.name)} is plain text, which has no prompts to answer. Give data with "
-            "prompts and answers by --eval_dataset (prompt and completion, instructions, conversations), or leave "
-            "--do_predict away and use --do_eval."
+            "prompts and answers by --eval_dataset (prompt and completion, instructions, conversations), or use "
+            "--do_eval instead of --do_predict."
         )
     if config.train_on_prompt:
         raise ConfigError(
             "`--do_predict` cannot tell prompts from answers with `--train_on_prompt`, which makes targets of both: "
-            "leave one of them away, or predict in a second run, with --no_do_train --do_predict"
+            "omit one of them, or predict in a second run, with --no_do_train --do_predict"
         )
     chosen = [int(index) for index in indices][:max_samples]
     return [PromptAndLabel.of_row(dataset.tokenized.sample(index)) for index in chosen]
@@ -145,11 +145,11 @@ def predict(
         "num_unfinished": sum(not answer.is_finished for answer in given),
         "num_cut_labels": num_cut,
     }
-    _tell(counts, max_new_tokens, output)
+    _log_counts(counts, max_new_tokens, output)
     answered = [(text.predict, text.label) for text in texts if text.predict is not None]
     predictions, labels = zip(*answered, strict=True)
     if is_by_character(labels):
-        logger.info("answers have Chinese or Japanese characters: BLEU and ROUGE take each of them for a word")
+        logger.info("answers have Chinese or Japanese characters: BLEU and ROUGE count each of them as a word")
     return {
         **text_scores(predictions, labels),
         **counts,
@@ -160,12 +160,12 @@ def predict(
 
 
 def label_text(sample: PromptAndLabel, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The data's own answer as text, without special tokens."""
+    """Return the data's answer as text, without special tokens."""
     return text_of(sample.label, tokenizer, is_bare=True)
 
 
 def text_of(tokens: TokenIds, tokenizer: PreTrainedTokenizerBase, *, is_bare: bool) -> str:
-    """The text of token ids; if `is_bare`, without special tokens."""
+    """Return the text of token ids; if `is_bare`, without special tokens."""
     text = tokenizer.decode(tokens.tolist(), skip_special_tokens=is_bare, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text
@@ -180,7 +180,7 @@ def _texts(sample: PromptAndLabel, answer: Generation | None, tokenizer: PreTrai
 
 
 def _write(path: Path, texts: Iterable[_Texts]) -> None:
-    """Write a line of JSON for each sample, all of them or none."""
+    """Write a line of JSON for each sample, atomically."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as temporary, temporary.open("w", encoding="utf-8") as file:
@@ -188,12 +188,12 @@ def _write(path: Path, texts: Iterable[_Texts]) -> None:
                 file.write(json.dumps(text.fields, ensure_ascii=False).translate(_LINE_ENDS) + "\n")
     except OSError as error:
         raise CheckpointError(
-            f"cannot write the answers to {path}: {reason_of(error)}. Make room or make the folder writable, and "
+            f"cannot write the answers to {path}: {reason_of(error)}. Free space or make the folder writable, and "
             "answer again with --no_do_train --do_predict."
         ) from error
 
 
-def _tell(counts: dict[str, int], max_new_tokens: int, output: Path) -> None:
+def _log_counts(counts: dict[str, int], max_new_tokens: int, output: Path) -> None:
     logger.info("%d samples answered: %s", counts["num_samples"], output / PREDICTIONS_FILE)
     problems = {
         "num_skipped": "samples were skipped: their prompt is empty or fills the model's context",

@@ -1,4 +1,4 @@
-"""Answers to the evaluation data: behind a run, or as all that a start does, without the memory of a training."""
+"""Setup of answers to the evaluation data, without the memory of training."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from mobius.training.reporting import log_model
 
 
 def only_answers(config: Config) -> bool:
-    """Whether a start neither trains nor evaluates: without training, --do_eval alone asks for an evaluation."""
+    """Whether a run neither trains nor evaluates, but only predicts."""
     return not config.evaluation.do_train and not config.evaluation.do_eval
 
 
 def prepare_prediction(
     config: Config, ranks: Ranks, run_status: RunStatus, *, given: Collection[str] | None
 ) -> PredictionTask | None:
-    """The answers that the first rank is to generate with the weights of `--model_path`, in a folder that is ready.
+    """Prepare the output folder and return the first rank's task to answer with `--model_path`; None on other ranks.
 
-    All ranks call it, and all but the first are done. No stage is loaded. Arguments are those of `run_training`.
+    Collective; loads no stage. Arguments are those of `run_training`.
     """
     config, saved = apply_saved_plan(resolve_dtype(config, ranks, given=given), given=given or ())
     model_folder = locate_model(config.model.model_path)
@@ -53,7 +53,7 @@ def prepare_prediction(
     except BaseException:
         output.discard()
         raise
-    del rendezvous  # what the others still do needs nobody
+    del rendezvous  # other ranks need no further rendezvous
     if not ranks.is_first:
         return None
     return PredictionTask(
@@ -67,7 +67,7 @@ def prepare_prediction(
 
 
 def prediction_samples(data: RunData, config: Config) -> list[PromptAndLabel]:
-    """Samples to answer, of all datasets to evaluate on. Raises DataError and ConfigError."""
+    """Return the samples to answer of all evaluation datasets. Raises DataError and ConfigError."""
     max_samples = config.evaluation.max_predict_samples
     parts = (
         split_prompts(dataset, indices, config.data, max_samples=max_samples)

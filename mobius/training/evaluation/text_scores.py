@@ -1,7 +1,7 @@
-"""Scores of generated texts beside those of the data: exact match, BLEU-4, and ROUGE-1, -2 and -L.
+"""Scores of generated texts against those of the data: exact match, BLEU-4, and ROUGE-1, -2 and -L.
 
-sacrebleu computes BLEU, torchmetrics ROUGE; both are imported only here, where scores are wanted. A character of
-Chinese or Japanese counts as a word; where the data's own texts have such characters, the names of the scores say so.
+sacrebleu computes BLEU, torchmetrics ROUGE; both are imported only when scores are computed. A Chinese or Japanese
+character counts as a word; if the data's texts have such characters, the names of the scores say so.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _IDEOGRAPHS: Final = (
 """Characters of scripts that put no spaces between words: Han, kana, bopomofo; not Hangul, which has spaces."""
 _IDEOGRAPH: Final = re.compile(f"[{_IDEOGRAPHS}]")
 _STANDING_ALONE: Final = re.compile(rf"([{_IDEOGRAPHS}\u3000-\u3004\u3008-\u303f\u31c0-\u31ef\uff01-\uff65])")
-"""These, their punctuation and forms of full width."""
+"""These characters, their punctuation and full-width forms."""
 
 
 def check_scores_installed() -> None:
-    """Import what computes the scores, some seconds; raises ConfigError that names what is missing or broken."""
+    """Import the packages of the scores (seconds); raises ConfigError naming packages that are missing or broken."""
     problems = list[str]()
     for module in (_BLEU, _ROUGE):
         package = module.partition(".")[0]
@@ -51,15 +51,15 @@ def check_scores_installed() -> None:
 
 
 def text_scores(predictions: Sequence[str], labels: Sequence[str]) -> dict[str, float]:
-    """Scores from 0 to 100 by name, of as many predictions as labels; at least one.
+    """Return scores from 0 to 100 by name; one prediction for each label, at least one.
 
-    `exact_match`  share of predictions that are their label to the letter, white space around both aside
+    `exact_match`  share of predictions that equal their label, without white space around both
     `bleu-4`       BLEU of the corpus, tokens by sacrebleu's default (13a), exponential smoothing
     `rouge-1` ...  means of the samples' F measures, in lower case, without punctuation and stemming; 0 for a
                    prediction or a label without a word
 
-    BLEU and ROUGE are called `bleu-4-by-character` and so on where a label has Chinese or Japanese characters, each of
-    which is a word then.
+    BLEU and ROUGE are called `bleu-4-by-character` and so on if a label has Chinese or Japanese characters, each of
+    which then counts as a word.
     """
     assert len(predictions) == len(labels) > 0, "one prediction for each label, and at least one"
     suffix = _BY_CHARACTER if is_by_character(labels) else ""
@@ -69,7 +69,7 @@ def text_scores(predictions: Sequence[str], labels: Sequence[str]) -> dict[str, 
     corpus = bleu.corpus_bleu(
         [spaced(text) for text in predictions], [[spaced(text) for text in labels]], tokenize="13a", force=True
     )
-    found = [
+    rouge_scores = [
         rouge.rouge_score(
             prediction, label, normalizer=spaced, tokenizer=words_of, rouge_keys=tuple(_ROUGE_NAMES.values())
         )
@@ -77,7 +77,7 @@ def text_scores(predictions: Sequence[str], labels: Sequence[str]) -> dict[str, 
     ]
     scores = {"exact_match": 100 * statistics.fmean(are_equal), f"bleu-4{suffix}": float(corpus.score)}
     for name, key in _ROUGE_NAMES.items():
-        scores[name + suffix] = 100 * statistics.fmean(float(each[f"{key}_fmeasure"]) for each in found)
+        scores[name + suffix] = 100 * statistics.fmean(float(each[f"{key}_fmeasure"]) for each in rouge_scores)
     return scores
 
 
@@ -87,21 +87,21 @@ def is_by_character(labels: Sequence[str]) -> bool:
 
 
 def spaced(text: str) -> str:
-    """`text` with spaces around every Chinese and Japanese character and mark."""
+    """Return `text` with spaces around every Chinese and Japanese character and mark."""
     return _STANDING_ALONE.sub(r" \1 ", text)
 
 
 def words_of(text: str) -> list[str]:
-    """Runs of letters, accents and digits in lower case; for ASCII those of ROUGE's reference implementation.
+    """Return runs of letters, accents and digits in lower case; for ASCII as ROUGE's reference implementation.
 
-    That one drops all other letters, which makes every text in Cyrillic empty.
+    The reference drops all other letters, which makes every text in Cyrillic empty.
     """
-    kept = list[str]()
+    characters = list[str]()
     for character in text.lower():
         category = unicodedata.category(character)
         if category != "Cf":  # joiners within words of Persian and of Indian scripts
-            kept.append(character if category[0] in "LMN" else " ")
-    return "".join(kept).split()
+            characters.append(character if category[0] in "LMN" else " ")
+    return "".join(characters).split()
 
 
 def _broken(package: str, error: Exception) -> str:

@@ -310,7 +310,7 @@ def test_what_an_interruption_would_say_follows_the_run(
     assert texts.pop(0) == "before the first step: nothing was trained, and nothing is left"
     assert texts[0] == f"before the first step: nothing was trained, and {out} is as it was"
     for text, where in zip(texts[1:4], ("in step 1", "after step 1", "after step 2"), strict=True):
-        assert text.startswith(f"{where} of 2: what was trained is lost")
+        assert text.startswith(f"{where} of 2: training is lost")
         assert text.endswith(f"{workplace / 'out.partial' / 'metrics.jsonl'}, and {out} is as it was")
     assert re.search(rf"checked model got its name {out}: .* in {out}\.partial", texts[4])
     saved = f"after the last step: the model is complete and checked in {out}"
