@@ -1,9 +1,9 @@
-"""Plans a run on GPUs again by measurements on the machine, and caches them. Collective.
+"""Plans a run on GPUs again from measurements on the machine, and caches them. Collective.
 
 Every run that streams and has no given plan measures the host, for a second or two, and the link between replicas
 unless `--node_link` is given. Layers and everything else are measured for `--num_stages auto` only, if that leaves a
 choice, and cached for the next run. The number of microbatches stays as estimated, because measurements and transport
-have their shape.
+use their shape.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ logger = logging.getLogger(__name__)
 LINK_ELEMENTS = 2**25
 """bf16 weights of all replicas together: 64 MiB of each GPU's memory, while measuring."""
 LINK_SECONDS = 0.5
-"""Over sockets 16 rates measured in so long a time each lay within 19 % of the lowest, measured in 0.15 s within 34 %,
-and in 1 s no nearer (two processes on one H200, 2026-11-23)."""
+"""Seconds of one measurement. Over sockets, 16 rates measured for 0.5 s each were within 19 % of the lowest, for 0.15 s
+within 34 %, and for 1 s no closer (two processes on one H200, 2026-11-23)."""
 
 
 def plan_by_measurement(run_setup: RunSetup, transport: Transport) -> RunSetup:
-    """Return the plan to run, on which all ranks agree; collective. Call it before stages take memory.
+    """Return the plan to run, on which all ranks agree; collective. Call it before stages are allocated.
 
     Returns `run_setup` if nothing is measured: on CPUs, with a given plan, and for one unstreamed pipeline on GPUs of
     known speed. Raises PlanError if the ranks disagree, and the errors of `make_run_setup`.
@@ -149,10 +149,10 @@ def _with_link(profile: Profile, run_setup: RunSetup, transport: Transport) -> P
 
 
 def measure_replica_rates(timer: CollectiveTimer, *, is_through_host: bool) -> ReplicaRates:
-    """Measure how fast the ranks of one place give each other weights, all places at once and one after the other.
+    """Measure the all-gather of weights between equal ranks of all replicas, for all groups at once and one by one.
 
-    Collective. Gathers a part of a stage by the code and the connections of a run; sums of gradients take the same way.
-    `is_through_host` is how the link is known to be. The transport has replicas.
+    Collective. It runs the run's own code over the run's connections; gradients are reduced over the same link.
+    `is_through_host`: whether the link uses host memory. The transport must have replicas.
     """
     transport, replicas = timer.transport, timer.transport.replicas
     assert replicas is not None, "there is a link between replicas"

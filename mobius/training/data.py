@@ -99,7 +99,7 @@ def read_data(
 ) -> tuple[Config, RunData, TrainingBatches]:
     """Return the configuration with epochs resolved to steps, the data and the batches of a run; logs their counts.
 
-    Raises DataError, and ConfigError if the data is too small for the steps.
+    Raises DataError, and ConfigError if other options do not fit the number of steps.
     """
     data = RunData.of(config, tokenizer, is_first=ranks.is_first)
     for dataset in data.prepared.training:

@@ -181,7 +181,7 @@ def run_warmup_step(run_setup: RunSetup, stages: RankStages) -> None:
     plan = warmup_plan(run_setup.plan)
     seq_length = run_setup.config.data.seq_length
     num_rows = request.microbatch_rows * plan.num_chunks
-    # Different tokens: the embedding's backward takes memory for each that occurs.
+    # Distinct tokens: the embedding's backward allocates memory for each distinct token.
     tokens = torch.arange(num_rows * seq_length).remainder(run_setup.shape.vocab_size).view(num_rows, seq_length)
     rows: Rows = [[seq_length]] if request.packed is None else [request.packed.fullest_row(seq_length)]
     documents = document_tensors([*rows] * num_rows, run_setup, num_microbatches=plan.num_chunks)

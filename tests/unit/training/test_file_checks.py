@@ -64,14 +64,14 @@ def test_a_folder_of_one_node_is_told_with_both_places_once(tmp_path: Path, capl
     (line,) = caplog.messages
     assert f"--save_dir out: {tmp_path}/0/out of rank 0 (" in line
     assert f") is not {tmp_path}/1/out of rank 1 (" in line
-    assert "copy it to the same place on" in line
+    assert "copy it to the same path on" in line
 
 
 @pytest.mark.parametrize(
     ("options", "restarts", "reason"),
     [
         ("--load_best_model_at_end --eval_strategy steps --val_size 0.1", "0", "--load_best_model_at_end reads"),
-        ("", "2", "--max_restarts goes on from"),
+        ("", "2", "--max_restarts resumes from"),
     ],
 )
 def test_a_folder_of_one_node_is_refused_by_all_where_others_will_read_it(
