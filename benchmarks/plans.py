@@ -390,7 +390,7 @@ class _Listener(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Take one line."""
         self.lines.append(text := record.getMessage())
-        if text.startswith(("measured in", "host measured in")):
+        if text.startswith(("profile measured in", "host measured in")):
             self._measuring.close()
 
 
