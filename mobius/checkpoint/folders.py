@@ -173,8 +173,8 @@ def rotate_checkpoints(save_dir: Path, *, keep: int, protected: Collection[Path]
     """
     if not keep:
         return []
-    kept = {path.resolve() for path in protected}
-    old = [path for path, _ in find_checkpoints(save_dir).valid[keep:] if path.resolve() not in kept]
+    protected_paths = {path.resolve() for path in protected}
+    old = [path for path, _ in find_checkpoints(save_dir).valid[keep:] if path.resolve() not in protected_paths]
     for path in old:
         with translate_file_errors("remove", path):
             _remove(_set_aside(path))
@@ -283,7 +283,7 @@ def _describe_others(path: Path) -> str:
             continue
         if valid:
             return f"The newest good checkpoint there is {valid[0]}: --resume_from_checkpoint {valid[0]}"
-    return f"There is no good checkpoint beside it, in {path.absolute().parent}."
+    return f"There is no other good checkpoint in {path.absolute().parent}."
 
 
 def _synced_others(partial: Path, manifest: Manifest) -> Iterator[OtherFile]:

@@ -138,7 +138,7 @@ class Resume:
             if optim.num_train_epochs is not None:
                 given = f"`--num_train_epochs` {optim.num_train_epochs:g} ({optim.num_steps} steps)"
             raise ConfigError(
-                f"{given}: {self.reader.path.name} has {done} steps behind it; give at least as many, or go on from an "
+                f"{given}: {self.reader.path.name} has done {done} steps; give at least as many, or go on from an "
                 "earlier checkpoint"
             )
 
@@ -278,8 +278,8 @@ def _merge_options(
     excluded = {name for pair in MUTUALLY_EXCLUSIVE if names & set(pair) for name in pair} - names
     merged = {}
     for name, value in own.items():
-        kept = options()[name].default if name in excluded else saved[name]
-        merged[name] = value if name in names or _belongs_to_start(name) else kept
+        value_now = options()[name].default if name in excluded else saved[name]
+        merged[name] = value if name in names or _belongs_to_start(name) else value_now
     if save_dir is not None:
         merged["save_dir"] = save_dir
     _refuse_changes(merged, saved, config, path)

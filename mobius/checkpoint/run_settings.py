@@ -60,8 +60,8 @@ def prepare_output(
         except CheckpointError:
             output.discard()
             raise
-    kept = f"{output.save_dir} is as it was" if output.save_dir.exists() else "nothing is left"
-    run_status.set_status(f"before the first step: nothing was trained, and {kept}", clean_up=output.discard)
+    left = f"{output.save_dir} is as it was" if output.save_dir.exists() else "nothing is left"
+    run_status.set_status(f"before the first step: nothing was trained, and {left}", clean_up=output.discard)
     return output
 
 

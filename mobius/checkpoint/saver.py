@@ -196,8 +196,8 @@ class CheckpointSaver:
     def describe(self) -> str:
         """A line for the log: the size of a checkpoint, its time, and what training waits for."""
         limit = self._config.saving.save_total_limit
-        kept = "all" if limit == ALL_CHECKPOINTS else f"the newest {limit}"
-        return f"{self.estimate.describe(self._free_bytes, self.disk_rate)}; {kept} are kept in {self.save_dir}"
+        retained = "all" if limit == ALL_CHECKPOINTS else f"the newest {limit}"
+        return f"{self.estimate.describe(self._free_bytes, self.disk_rate)}; {retained} are kept in {self.save_dir}"
 
     @property
     def seconds(self) -> float | None:
@@ -290,12 +290,12 @@ class CheckpointSaver:
         if isinstance(error, _NotBegunError):
             return
         is_ours = isinstance(error, MobiusError)
-        told = str(error) if is_ours else f"{type(error).__name__}: {first_line(error)}"
+        reason = str(error) if is_ours else f"{type(error).__name__}: {first_line(error)}"
         last = f" The last good checkpoint is {self.newest}." if self.newest else ""
         trace = None if is_ours else error  # the only record of an error of ours
         logger.warning(
             "checkpoint of step %d is not saved, and %s: %s%s",
-            *(metadata.step, metadata.follows, told, last),
+            *(metadata.step, metadata.follows, reason, last),
             exc_info=trace,
         )
 

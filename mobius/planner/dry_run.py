@@ -53,7 +53,7 @@ CPU_RANKS = 2
 ROWS_AS_PLANNED = (
     "rows are planned as full, one document each: packed data takes less attention, and a little more memory"
 )
-"""Told where packing may be on: a dry run does not read the data."""
+"""Printed if packing may be on: a dry run does not read the data."""
 
 
 def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = None) -> bool:

@@ -241,17 +241,18 @@ class SharedBandwidth:
         for rank in range(num_ranks):
             self.capacities[self.HOST_TO_DEVICE, rank] = copies.host_to_device
             self.capacities[self.DEVICE_TO_HOST, rank] = copies.device_to_host
-        # What the optimizers lose beside copies is what these take of the host's memory, in bytes per byte copied;
+        # What the optimizers lose during copies is what these take of the host's memory, in bytes per byte copied;
         # where both want more than there is they share it as they were seen to.
-        lost, beside = profile.cpu_adamw_together - profile.cpu_adamw_beside_copies, profile.copies_beside_cpu_adamw
-        host_share = max(lost, 0.0) * profile.cpu_adamw_bytes / (2 * beside)
+        lost = profile.cpu_adamw_together - profile.cpu_adamw_beside_copies
+        copied = profile.copies_beside_cpu_adamw
+        host_share = max(lost, 0.0) * profile.cpu_adamw_bytes / (2 * copied)
         both: dict[Hashable, float] = {self.HOST: host_share} if host_share else {}
         both[self.BOTH_WAYS] = 1.0
         ranks = range(num_ranks)
         self._down = [{**both, self.HOST_TO_DEVICE: 1.0, (self.HOST_TO_DEVICE, rank): 1.0} for rank in ranks]
         self._up = [{**both, self.DEVICE_TO_HOST: 1.0, (self.DEVICE_TO_HOST, rank): 1.0} for rank in ranks]
         self._update: dict[Hashable, float] = {self.HOST: profile.cpu_adamw_bytes, self.UPDATES: 1.0}
-        self._update_weight = profile.cpu_adamw_beside_copies / beside
+        self._update_weight = profile.cpu_adamw_beside_copies / copied
 
     def load(self, rank: int, num_bytes: float) -> Flow:
         """A copy to the GPU."""

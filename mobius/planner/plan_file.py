@@ -240,19 +240,19 @@ def _contradictions(saved: SavedPlan) -> Iterator[str]:
 def _contradictions_of_stages(plan: Plan) -> Iterator[str]:
     saved, offloaded = plan.saved_activation_stages, plan.offloaded_activation_stages
     if not (plan.resident | saved | offloaded | plan.saved_attention_stages) <= set(range(plan.num_stages)):
-        yield "resident stages, kept or stashed activations name a stage that there is not"
+        yield "resident stages, or stages with saved or offloaded activations, name a stage that there is not"
     if both := sorted(offloaded & (saved | {plan.num_stages - 1})):
-        yield f"the stages {both} stash activations, which those that keep them and the last one cannot"
+        yield f"the stages {both} offload activations, which the last stage and those that save them cannot"
     most = plan.microbatches_per_round if offloaded and plan.num_slices == 1 else 0
     if plan.num_offloaded_microbatches > most:
         yield (
-            f"products of {plan.num_offloaded_microbatches} microbatches of a round go home, which has "
-            f"{plan.microbatches_per_round}; it takes stages that stash, and no slices"
+            f"products of {plan.num_offloaded_microbatches} microbatches of a round are offloaded, which has "
+            f"{plan.microbatches_per_round}; this needs stages that offload activations, and no slices"
         )
     if saved and plan.num_slices > 1:
         yield f"the stages {sorted(saved)} keep activations, but slices are recomputed"
     if plan.saved_attention_stages and plan.num_slices == 1:
-        yield "attention's results are kept, but sequences are not in slices"
+        yield "attention's results are saved, but sequences are not in slices"
     if len(plan.slots) != plan.num_ranks:
         yield f"slots of {len(plan.slots)} ranks, not {plan.num_ranks}"
     for rank, slots in enumerate(plan.slots):
@@ -347,8 +347,8 @@ def _differences(config: Config, saved: SavedPlan) -> Iterator[tuple[str, str]]:
     )
     if (is_off and offloaded) or (is_on and offloaded < could):
         of = f" of {could}" if is_on else ""
-        told = f"--activation_offloading {pipeline.activation_offloading}, the plan stashes activations of"
-        yield "activation_offloading", f"{told} {offloaded}{of} stages"
+        text = f"--activation_offloading {pipeline.activation_offloading}, the plan offloads activations of"
+        yield "activation_offloading", f"{text} {offloaded}{of} stages"
     if (contradiction := _recompute_difference(plan, pipeline.recompute)) is not None:
         yield "recompute", f"--recompute {pipeline.recompute}, the plan {contradiction}"
 
@@ -364,7 +364,7 @@ def _recompute_difference(plan: Plan, asked: Recompute) -> str | None:
     if attention and asked not in (Recompute.AUTO, Recompute.LINEAR):
         return "keeps results of attention"
     if plan.num_offloaded_microbatches and asked is not Recompute.AUTO:
-        return f"sends products of {plan.num_offloaded_microbatches} microbatches home"
+        return f"offloads products of {plan.num_offloaded_microbatches} microbatches"
     if asked is Recompute.FULL and saved:
         return f"keeps activations of {saved} stages"
     return None

@@ -1,4 +1,4 @@
-"""Traffic between replicas in a step: its bytes, its rates, and when it goes beside computation.
+"""Traffic between replicas in a step: its bytes, its rates, and when it overlaps computation.
 
     compute       last backward of s  | backward of the next stage ..        | next step: forward of s
     reduce                            | sums of s to their owners
@@ -20,7 +20,7 @@ NODE_LINK = 12.5
 REDUCES_BESIDE_COMPUTE = True
 """Whether a stage is reduced while the next one computes (engine/reductions.py); else compute waits for it."""
 CLEARED_BYTES = 4
-"""GPU memory traffic per parameter that is left on compute's own stream behind a stage's last backward."""
+"""GPU memory traffic per parameter that is left on compute's own stream after a stage's last backward."""
 
 
 @dataclass(frozen=True)

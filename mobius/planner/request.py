@@ -23,7 +23,7 @@ from mobius.schedule.plan import Plan, RecomputeLevel, make_plan, recompute_leve
 from mobius.units import GIB
 
 BESIDE_PRODUCTS = 1 / 64
-"""Share of what products need that is kept beside it: attention's log-sum-exps, a norm's numbers. An estimate."""
+"""Bytes saved with the products, as a share of theirs: attention's log-sum-exps, a norm's numbers. An estimate."""
 MOST_NODES = 64
 """Maximum number of nodes that a refusal suggests."""
 OUTSIDE_BYTES = GIB
@@ -39,7 +39,7 @@ class Machine:
     gpu_spec: GpuSpec | None = None
     """Data sheet of the GPU; None where there is none: for a CPU, and for a GPU that is not known."""
     total_bytes: int | None = None
-    """Memory of a GPU where the driver has told it; else the card's counts."""
+    """Memory of a GPU as the driver reports it; None: the data sheet's counts."""
     free_bytes: int | None = None
     """Memory of this rank's GPU that is free, or as much of it as the run may use; None where it was not asked."""
     host_bytes: int | None = None
@@ -100,7 +100,7 @@ class PlanRequest:
     recompute_level: RecomputeLevel | None = None
     """None while it is not tried out, which is planned as what `recompute` says, or everything."""
     num_offloaded_microbatches: int = 0
-    """Microbatches of a round whose products go home from stashed stages."""
+    """Microbatches per round whose products are offloaded by stages that offload activations."""
     measured_products: int | None = None
     """Bytes of a layer's products and a microbatch where they were measured."""
     num_saving_attention: int | None = None
@@ -286,7 +286,7 @@ class PlanRequest:
 
     @property
     def microbatch_documents(self) -> int:
-        """Fixed bound of the documents of a microbatch that variable-length attention is told of; 0 without it."""
+        """Fixed bound of the documents of a microbatch for variable-length attention; 0 without it."""
         # CPUs and fp32 have no such attention.
         if self.packed is None or self.machine.on_cpu or self.config.model.dtype is Dtype.FP32:
             return 0
@@ -328,10 +328,10 @@ class PlanRequest:
 
     @cached_property
     def deferred_updates(self) -> frozenset[int]:
-        """The stages whose gradients are kept until all of the step's are known.
+        """Stages whose gradients are retained until all of the step's are known.
 
         Clipping and loss scaling wait for every stage's norm, the two halves of a tied matrix for each other. The other
-        stages are updated behind their backward; adapters keep theirs in any case.
+        stages are updated after their backward; adapters retain theirs in any case.
         """
         assert self.num_stages is not None
         if self.rules.clips or self.shape.keeps_trained_on_gpu:

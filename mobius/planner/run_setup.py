@@ -54,7 +54,7 @@ class RankContext:
     node_rendezvous: Rendezvous | None = None
     """Where the node's ranks with GPUs can, those of several pipelines too."""
     replica_rendezvous: Rendezvous | None = None
-    """Where all replicas have met. Without torchrun the store is the first rank's process, while it has a meeting."""
+    """Rendezvous of all replicas. Without torchrun its store is the first rank's process, while that holds it."""
     pipelines_per_host: int = 1
     """Pipelines that share this machine's host memory."""
 
@@ -64,7 +64,7 @@ class RunSetup:
     """Everything that is known before any large memory is taken or any rank is spoken to.
 
     It is the same on all ranks but for `rank_context`, and what goes by the memory that is free on the rank's GPU:
-    resident stages, kept activations, slots, and what is predicted from those. Compute and messages are the same
+    resident stages, saved activations, slots, and what is predicted from those. Compute and messages are the same
     whatever other ranks do.
     """
 
@@ -115,7 +115,7 @@ class RunSetup:
 
     @property
     def sent_shape(self) -> tuple[int, ...]:
-        """Shape in which these are sent: with the numbers of routers behind them, where these have a loss."""
+        """Shape in which these are sent: followed by the numbers of routers, if these have a loss."""
         return sent_shape(self.message_shape, self.dtype, self.parts.router_loss)
 
 
@@ -128,7 +128,7 @@ def draft_run_setup(
     packed: PackedRows | None = None,
     replica_rendezvous: Rendezvous | None = None,
 ) -> RunSetup:
-    """The run by guess, before anything is compiled; collective if ranks have GPUs, or there is a meeting.
+    """The run by guess, before anything is compiled; collective if ranks have GPUs, or there is a rendezvous.
 
     `replica_rendezvous` is that of all replicas, whose smallest machine is planned for.
     With `saved` (`--plan`) nothing is chosen, only checked; `config` must have taken its numbers. `packed` are the

@@ -164,7 +164,7 @@ def _with_slices(request: PlanRequest, *, is_quick: bool = False) -> PlanRequest
     has_choice = not is_quick and number > 1 and request.recompute is Recompute.AUTO
     if has_choice and request.gpu_spec is not None and not request.machine.on_cpu:
         card = request.on_empty_gpu
-        keeping = [replace(card, num_saving_attention=kept) for kept in (1, request.plan.stages_per_rank)]
+        keeping = [replace(card, num_saving_attention=stages) for stages in (1, request.plan.stages_per_rank)]
         tried = list[Candidate]()
         for each in sorted({number, *map(_fewest_slices, keeping)}):
             with suppress(GpuMemoryError):

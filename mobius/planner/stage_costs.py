@@ -55,7 +55,7 @@ class StageCost:
     def slice_seconds(self, action: Action, num_slices: int, *, offloads_all: bool = False) -> float:
         """Seconds of an action on the compute lane; later slices attend to more keys.
 
-        Slice i of n has (2 i + 1) / n of the average number. `offloads_all`: those of the microbatch were sent home.
+        Slice i of n has (2 i + 1) / n of the average number. `offloads_all`: the microbatch's products were offloaded.
         """
         if offloads_all and self.backward_from_saved and action.kind.is_backward:
             return self.backward_from_saved[0]
@@ -83,14 +83,14 @@ class StepRules:
     is_tied: bool = False
     """Whether the first and the last stage are updated after the step also without clipping."""
     attention_bytes: int = 0
-    """Bytes of attention's result for a layer and microbatch, where that is kept."""
+    """Bytes of attention's result for a layer and microbatch, if it is saved."""
     product_bytes: int = 0
     """Bytes of all that a layer's products need of a microbatch."""
     sharding: ReplicaSharding = field(default_factory=ReplicaSharding)
     """How replicas share the stages."""
 
     def offloaded_bytes(self, cost: StageCost, *, offloads_all: bool) -> int:
-        """Bytes that the layers of a stage send home of a microbatch: for recomputing, or for its products."""
+        """Bytes that the layers of a stage offload per microbatch: inputs to recompute from, or products."""
         if offloads_all:
             return cost.num_saving_layers * self.product_bytes
         return cost.num_saving_layers * (self.message_bytes + (self.attention_bytes if cost.keeps_attention else 0))
@@ -116,7 +116,7 @@ def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageC
         if cut.stage in plan.saved_attention_stages:  # backward is without the forward of it
             backward, attention = backward - attention[0], (attention[0], attention[1] - attention[0])
         if cut.is_last:
-            # Slices go forward there as elsewhere, all but the last layer, which does in backward behind its keys.
+            # Slices go forward there as elsewhere, all but the last layer, which does in backward after its keys.
             last, early = forward, 0.0
             if slices and layers:
                 last, early, moved = layers[-1].forward, keys / len(layers), profile.attention.forward

@@ -3,7 +3,7 @@
 A step takes as long as each of these alone, and the bound is the largest:
 
     compute    of a rank, and in each round the way of its first microbatch to it and of its last gradient to stage 0,
-               behind the last of which it may end gradients and update resident stages meanwhile;
+               after the last of which it may finish gradients and update resident stages meanwhile;
                in each round the way of a microbatch through all stages, and of all others through the last one
     copies     of a rank in one direction at its link's rate, and of all ranks at what they are given together
     updates    of all streamed stages on the CPUs; with clipping, forward waits for those of its stage and below
@@ -38,7 +38,7 @@ def min_step_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, r
 
 def _pass_seconds(plan: Plan, cost: StageCost) -> float:
     """Seconds of a stage's forward and backward, at least, of any microbatch."""
-    first_slice = 1 / plan.num_slices - 1  # its attention, beside that of an average slice
+    first_slice = 1 / plan.num_slices - 1  # its attention, relative to that of an average slice
     backward = cost.backward + first_slice * cost.backward_attention
     if cost.backward_from_saved is not None:
         backward = min(backward, cost.backward_from_saved[0])
@@ -96,7 +96,7 @@ def _copy_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, rule
 def _update_seconds(
     plan: Plan, costs: Sequence[StageCost], profile: Profile, rules: StepRules, compute: Sequence[float]
 ) -> float:
-    """Seconds of all updates on CPUs; with clipping also of what computes behind those of a rank's first stages."""
+    """Seconds of all updates on CPUs; with clipping also of what computes after those of a rank's first stages."""
     together = plan.num_ranks * max(profile.cpu_adamw_together, 1e-9)
     updated = [
         [

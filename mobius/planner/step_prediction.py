@@ -5,8 +5,8 @@ What waits for what is what executor, slots and stepper do:
     compute     in the order of the actions; waits for the message, the stage's update of the step before, its load
     load        waits for its slot and for the stage's update; the copies of a rank take turns
     offload     waits for the stage's last compute; its gradients then wait for the optimizer
-    optimizer   one stage's piece at a time, the lowest stage whose gradients are home first; with clipping only once
-                all ranks have ended their backward
+    optimizer   one stage's piece at a time, the lowest stage whose gradients are on the host first; with clipping only
+                once all ranks have ended their backward
     step        begins when the last rank has ended the one before: loss and norms are summed over all ranks
 
 Copies, optimizers and messages through the host share its memory and their links (step_tasks.py). Compute also waits
@@ -99,7 +99,7 @@ def simulate_steps(
 def simulated_seconds(
     schedule: Schedule, costs: Sequence[StageCost], profile: Profile, rules: StepRules, *, num_steps: int = NUM_STEPS
 ) -> float:
-    """`simulate_steps(...).step_seconds`, in less time because nothing else is told."""
+    """`simulate_steps(...).step_seconds`, in less time because nothing else is described."""
     ends = [
         0.0,
         *(task.end for task in _play(schedule, costs, profile, rules, num_steps, is_described=False).step_ends),

@@ -19,7 +19,7 @@ from mobius.schedule.lanes import Lane, WaitCause
 from mobius.schedule.schedule import Schedule
 
 FINISH_GRADIENTS_BYTES = 14
-"""GPU memory traffic per parameter behind a stage's last backward, when its message has left: norm 4, rounded to the
+"""GPU memory traffic per parameter after a stage's last backward, when its message has left: norm 4, rounded to the
 format in which gradients travel 6, sums cleared 4."""
 
 
@@ -66,7 +66,7 @@ class _Slot:
     stage: int | None = None
     free: Task | None = None
     weights_on_host: Task | None = None
-    """Behind which weights that replicas have brought are on the host."""
+    """After it, gathered weights are on the host."""
 
 
 @dataclass(slots=True)
@@ -270,7 +270,7 @@ class StepTasks:
         state = self.ranks[rank]
         needs = [task for task in (load, state.gathered) if task is not None]  # all replicas gather in the loads' order
         task = state.gathered = self._task((Lane.GATHER, rank), flow, needs, name=f"G{stage}")
-        slot.weights_on_host = self._task(f"weights home {rank}", self.flows.offload(rank, num_bytes), [task])
+        slot.weights_on_host = self._task(f"weights to host {rank}", self.flows.offload(rank, num_bytes), [task])
         return task
 
     def _add_load(self, rank: int, played: _PlayedAction) -> None:
@@ -300,16 +300,16 @@ class StepTasks:
             return
         owned = self.rules.sharding.shard_size(self.costs[stage].parameters)
         flow = self.flows.offload(rank, owned * self.rules.gradient_bytes)
-        home = slot.free = self._task((Lane.OFFLOAD, rank), flow, [last], name=f"O{stage}")
-        self._gradient_offloads[stage] = home
+        copied = slot.free = self._task((Lane.OFFLOAD, rank), flow, [last], name=f"O{stage}")
+        self._gradient_offloads[stage] = copied
         if self._updates_at_once(stage) and self.rules.overlaps_optimizer:
-            self._update_on_host(rank, stage, [home])
+            self._update_on_host(rank, stage, [copied])
 
     def _add_sums_offload(self, rank: int, played: _PlayedAction) -> None:
         state, stage = self.ranks[rank], played.stage
         flow = self.flows.offload(rank, self.costs[stage].parameters * SUM_BYTES)
-        home = self._task((Lane.OFFLOAD, rank), flow, [state.last_of_stage[stage]], name=f"OS{stage}")
-        state.sums[stage] = state.sums_left = home
+        copied = self._task((Lane.OFFLOAD, rank), flow, [state.last_of_stage[stage]], name=f"OS{stage}")
+        state.sums[stage] = state.sums_left = copied
 
     def _add_sums_load(self, rank: int, played: _PlayedAction) -> None:
         state, stage = self.ranks[rank], played.stage
@@ -366,7 +366,7 @@ class StepTasks:
         seconds = self.rules.sharding.shard_size(parameters) / self.profile.gpu_adamw
         if not self._is_shared:
             self._compute(rank, f"U{stage}", seconds)
-        elif parameters:  # behind its reduction, on the same stream
+        elif parameters:  # after its reduction, on the same stream
             needs = [task for task in (state.last_of_stage.get(stage), state.begin) if task is not None]
             update = self._task((Lane.REDUCE, rank), seconds, needs, name=f"U{stage}")
             num_bytes = self.rules.sharding.remote_size(parameters) * self.rules.weight_bytes

@@ -82,7 +82,7 @@ def run_training(
 
     `given` are the options that the user set, which a plan (`--plan`) may not contradict, and which neither a default
     of another kind of device nor a checkpoint replaces; None: not known, all of them are taken as they are.
-    `run_status` is kept up to date for an interruption.
+    `run_status` is updated for interruptions.
 
     Raises MobiusError for what a user can mend, and SavedAndStopped where an interruption was asked to save and has.
     After an error the process should end without further cleaning up: the device may be waiting for a neighbour for
@@ -167,7 +167,7 @@ class TrainingRun:
     # open
 
     def open(self) -> None:
-        """Read, plan, tokenize, meet and load; a run that is refused leaves nothing behind.
+        """Read, plan, tokenize, meet and load; a run that is refused leaves no files.
 
         The watchdog begins after the data: ranks wait for the one that tokenizes for as long as it takes.
         """
@@ -400,7 +400,7 @@ class TrainingRun:
         write_final_report(self.session, self.output, steps, self.timing.timings(steps), problems)
 
     def _has_changed(self) -> bool:
-        """Whether the run has trained anything, which is told where it has not; collective.
+        """Whether the run has trained anything; warns if it has not. Collective.
 
         A resumed run is compared with its checkpoint, and counts as changed: what came before that is not known.
         """

@@ -90,7 +90,7 @@ def test_without_another_checkpoint_that_is_said(tmp_path: Path) -> None:
     path = save(tmp_path, 6, number=4)
     flip_last_bit(path / "trainer_state.json")
 
-    with pytest.raises(CheckpointError, match=r"trainer_state\.json is damaged: .* There is no good checkpoint beside"):
+    with pytest.raises(CheckpointError, match=r"trainer_state\.json is damaged: .* There is no other good checkpoint"):
         open_checkpoint(path).verify_all()
 
 

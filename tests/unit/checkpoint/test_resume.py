@@ -201,7 +201,7 @@ def test_a_restart_goes_on_from_what_its_own_launch_has_saved(
 
 def test_a_run_does_not_become_shorter_than_what_is_done(eight: None, workplace: Path) -> None:
     fewer = "--num_iterations 6 --resume_changes num_iterations"
-    with pytest.raises(ConfigError, match=r"^`--num_iterations` 6: checkpoint-8 has 8 steps behind it; give at least"):
+    with pytest.raises(ConfigError, match=r"^`--num_iterations` 6: checkpoint-8 has done 8 steps; give at least"):
         resume("out/checkpoint-8", "--save_dir", "resumed", *fewer.split())
 
     assert not (workplace / "resumed").exists()

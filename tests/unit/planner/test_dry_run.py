@@ -291,7 +291,7 @@ def test_a_plans_numbers_take_the_place_of_defaults_but_not_of_what_is_given(wor
         (("--no_prefetch",), "--no_prefetch, the plan has 2 slots"),
         (
             ("--activation_offloading", "on"),
-            "--activation_offloading on, the plan stashes activations of 0 of 3 stages",
+            "--activation_offloading on, the plan offloads activations of 0 of 3 stages",
         ),
     ):
         with pytest.raises(PlanError, match="contradicts what else is given") as caught:

@@ -165,5 +165,5 @@ def test_a_plan_tells_it_and_keeps_it_in_its_file(tmp_path: Path) -> None:
         replace(plan, offloaded_activation_stages=frozenset()),
     ):
         path.write_text(SavedPlan(digest, changed, 64, 512).to_json())
-        with pytest.raises(PlanError, match="microbatches of a round go home, which has 8"):
+        with pytest.raises(PlanError, match="microbatches of a round are offloaded, which has 8"):
             read_plan(path)

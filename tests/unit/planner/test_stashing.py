@@ -171,7 +171,7 @@ def test_a_plan_file_keeps_what_is_stashed_and_refuses_what_cannot_be(tmp_path: 
 
     for offloaded_activation_stages, reason in (
         ((40,), "name a stage that there is not"),
-        ((31,), r"stages \[31\] stash activations"),
+        ((31,), r"stages \[31\] offload activations"),
     ):
         path.write_text(
             SavedPlan(
