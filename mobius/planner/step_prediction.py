@@ -107,7 +107,7 @@ def simulated_seconds(
     return ends[-1] - ends[-2]
 
 
-@lru_cache(maxsize=64)  # what is chosen among plans is looked at again
+@lru_cache(maxsize=1024)  # what was simulated for auto is asked for again by its numbers
 def predict_step_seconds(plan: Plan, request: PlanRequest, profile: Profile) -> float:
     """Seconds of a steady step of `plan` at the rates of `profile`.
 

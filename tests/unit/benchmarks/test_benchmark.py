@@ -130,6 +130,7 @@ def test_a_failing_rank_ends_the_run_and_its_words_are_kept(tmp_path: Path, monk
     assert "out of luck" in result.log_end
 
 
+@pytest.mark.extended
 def test_at_the_time_limit_nothing_of_a_run_is_left(tmp_path: Path) -> None:
     body = "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(10_000)'])\n"
     body += f"pathlib.Path({str(tmp_path)!r}, f'{{rank}}').write_text(str(child.pid))\ntime.sleep(100)"
@@ -169,6 +170,7 @@ def test_every_part_of_the_gpu_benchmarks_is_a_command_that_benchmark_understand
     assert (len(arguments.peer) > 0) == (part not in ("ablation", "stages", "30b"))
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("forked_starts")
 def test_the_smallest_model_is_measured_beside_a_peer_on_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
