@@ -139,7 +139,7 @@ def draft_run_setup(
     pipeline = config.pipeline
     if pipeline.copy_messages or ranks.num_replicas > 1:
         set_cuda_max_connections()
-    rendezvous, node = _meet_beside(ranks) if has_gpus(pipeline.device, ranks) else (None, None)
+    rendezvous, node = _join_others(ranks) if has_gpus(pipeline.device, ranks) else (None, None)
     device_order = tuple(range(ranks.num_local))
     # Each of several pipelines has the GPUs as listed.
     if rendezvous is not None and ranks.num_pipeline_ranks == ranks.num_local:
@@ -181,8 +181,8 @@ def draft_run_setup(
     return _run_setup(rank_context, parts, found, is_given=given is not None)
 
 
-def _meet_beside(ranks: Ranks) -> tuple[Rendezvous | None, Rendezvous | None]:
-    """Where the ranks of the own pipeline can meet, and those of the own node; None where there is one alone."""
+def _join_others(ranks: Ranks) -> tuple[Rendezvous | None, Rendezvous | None]:
+    """Rendezvous of this rank's pipeline and of its node; None for one that is alone."""
     pipeline = join_pipeline(ranks) if ranks.num_pipeline_ranks > 1 else None
     return pipeline, pipeline if ranks.num_pipeline_ranks == ranks.num_local else join_node(ranks)
 

@@ -137,9 +137,8 @@ class TrainingRun:
     batches: TrainingBatches
     session: Session
     saver: CheckpointSaver | None
-    log: RunLog | None
-    """The first rank's."""
     loop: TrainingLoop
+    """Set by `fit`, as `saver`."""
 
     def __init__(
         self,
@@ -152,6 +151,8 @@ class TrainingRun:
     ) -> None:
         """Find the checkpoint to resume from, if one is asked for; arguments are those of `run_training`."""
         self.timing = RunTimer()
+        self.log: RunLog | None = None
+        """The first rank's, from `fit` on."""
         self.ranks, self.given, self.run_status, self.startup = ranks, given, run_status, startup
         self.resume = find_resume(config, ranks, given=given)
         self.config = config if self.resume is None else self.resume.config
@@ -186,12 +187,10 @@ class TrainingRun:
             self.startup.mark("planning")
             self._load(run_setup)
             del rendezvous  # the ranks have met again
-            log_stages(self.session)
-            self._prepare_loop()
         except BaseException:
             self.output.discard()  # nothing is trained yet
             raise
-        self.timing.end_loading()
+        log_stages(self.session)
 
     def _read_model(self) -> tuple[RunSetup, SavedPlan | None]:
         """Read everything of the model but its weights, and draft the run: what cannot fit is refused at once."""
@@ -255,6 +254,51 @@ class TrainingRun:
             activity=activity,
         )
         self.config = self.session.run_setup.config
+
+    # fit
+
+    @contextmanager
+    def until_closed(self) -> Iterator[None]:
+        """Context of an open run: says of an error what it leaves, and closes log and folder whatever happens."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory(error, self.ranks.rank, self.session.run_setup) from error
+        except MobiusError as error:
+            if (older := self.output.older_results_message) is not None:
+                error.add_note(older)
+            raise
+        finally:
+            if self.log is not None:
+                self.log.close()
+            self.output.close()
+
+    def fit(self) -> StopReason:
+        """Run all steps that are left, with the evaluations and saves between them; without training none."""
+        try:
+            self._prepare_loop()
+        except BaseException:
+            self.output.discard()  # nothing is trained yet
+            raise
+        self.timing.end_loading()
+        if not self.config.evaluation.do_train:
+            self.timing.end_training()
+            return StopReason.LAST_STEP
+        self.startup.mark("optimizer")
+        if self.log is not None:
+            self.log.emit(run_started(self.session.run_setup, self.batches, self.startup))
+        log_host_memory_usage(self.session, self.startup.host)
+        ending = self.loop.run()
+        self.session.write_recordings()
+        if ending in (StopReason.LAST_STEP, StopReason.EARLY_STOPPING):
+            check_trained_weights(
+                self.session,
+                num_updates=self.loop.trainer.counts.num_updates,
+                num_steps=self.loop.trainer.num_steps_done,
+                folder=self.output.training_folder,
+            )
+        self.timing.end_training()
+        return ending
 
     def _prepare_loop(self) -> None:
         """Put together what trains, saves, evaluates and logs."""
@@ -321,45 +365,6 @@ class TrainingRun:
             older=None if older is None else f"{self.output.save_dir} is as it was",
             recreate_run_folder=self.output.recreate_if_removed,
         )
-
-    # fit
-
-    @contextmanager
-    def until_closed(self) -> Iterator[None]:
-        """Context of an open run: says of an error what it leaves, and closes log and folder whatever happens."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            raise out_of_memory(error, self.ranks.rank, self.session.run_setup) from error
-        except MobiusError as error:
-            if (older := self.output.older_results_message) is not None:
-                error.add_note(older)
-            raise
-        finally:
-            if self.log is not None:
-                self.log.close()
-            self.output.close()
-
-    def fit(self) -> StopReason:
-        """Run all steps that are left, with the evaluations and saves between them; without training none."""
-        if not self.config.evaluation.do_train:
-            self.timing.end_training()
-            return StopReason.LAST_STEP
-        self.startup.mark("optimizer")
-        if self.log is not None:
-            self.log.emit(run_started(self.session.run_setup, self.batches, self.startup))
-        log_host_memory_usage(self.session, self.startup.host)
-        ending = self.loop.run()
-        self.session.write_recordings()
-        if ending in (StopReason.LAST_STEP, StopReason.EARLY_STOPPING):
-            check_trained_weights(
-                self.session,
-                num_updates=self.loop.trainer.counts.num_updates,
-                num_steps=self.loop.trainer.num_steps_done,
-                folder=self.output.training_folder,
-            )
-        self.timing.end_training()
-        return ending
 
     def stop_early(self, ending: StopReason) -> None:
         """End before the last step: the state is saved as far as that worked. Raises SavedAndStopped after a signal.
