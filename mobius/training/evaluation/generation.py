@@ -22,7 +22,6 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from mobius.config.config import Device
 from mobius.errors import CheckpointError, GpuMemoryError, HostMemoryError, MobiusError
 from mobius.hardware.host_memory import available_host_bytes
 from mobius.models.families import softcap_attention_implementation
@@ -41,13 +40,6 @@ _MAX_BEAMS: Final = 64
 """Maximum beams of a prompt; each takes the memory of a prompt."""
 _SAMPLING: Final = {"temperature": None, "top_p": None, "top_k": None, "min_p": None, "typical_p": None}
 """Settings of generation_config.json that have no effect without sampling."""
-
-
-def answering_device(wanted: Device) -> torch.device:
-    """Return the current GPU if there is one and `wanted` is not the CPU, else the CPU."""
-    if wanted is Device.CPU or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from harness.tiny_families import make_family_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
-from mobius.config.config import DataConfig, DatasetEntry, Device
+from mobius.config.config import DataConfig, DatasetEntry
 from mobius.data.datasets import PreparedDataset, prepare_data
 from mobius.errors import CheckpointError, ConfigError, DataError, GpuMemoryError, HostMemoryError
 from mobius.training.evaluation import generation
@@ -349,16 +349,6 @@ def test_the_optimizers_files_of_a_checkpoint_need_no_memory_to_answer(
 
     assert generation._fitting_device(checkpoint, gpu) == gpu
     assert generation._fitting_dtype(checkpoint, SimpleNamespace(dtype=torch.float32), CPU) is torch.float32
-
-
-def test_a_gpu_answers_where_there_is_one_and_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    found = []
-    for has_gpu in (False, True):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
-        found += [generation.answering_device(wanted) for wanted in (Device.AUTO, Device.CPU)]
-
-    assert found == [CPU, CPU, torch.device("cuda", 1), CPU]
 
 
 def test_on_the_cpu_the_format_is_fp32_where_there_is_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
