@@ -144,7 +144,11 @@ def _shared(encoder: BlockEncoder) -> Iterator[Path]:
 
 
 def _start_worker(_: object, place: Path) -> None:
-    _worker_state[:] = [ForkingPickler.loads(place.read_bytes())]
+    try:
+        content = place.read_bytes()
+    except FileNotFoundError:  # the parent ended while this process started
+        os._exit(0)
+    _worker_state[:] = [ForkingPickler.loads(content)]
 
 
 def _work(block: RecordBlock) -> EncodedBlock:

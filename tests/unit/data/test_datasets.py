@@ -5,6 +5,8 @@ import multiprocessing
 import multiprocessing.spawn
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -551,3 +553,12 @@ def test_of_two_processes_at_once_one_tokenizes_and_both_get_the_same(
     assert sorted(result[0] for result in results) == [0, 1]
     assert results[0][1:] == results[1][1:]
     assert results[0][1] == 500
+
+
+def test_a_worker_whose_parent_ended_while_it_started_says_nothing(tmp_path: Path) -> None:
+    code = "from pathlib import Path; from mobius.data.workers import _start_worker; "
+    code += f"_start_worker(None, Path({str(tmp_path / 'gone')!r}))"
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
