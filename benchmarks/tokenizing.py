@@ -26,7 +26,8 @@ def prepare(dataset: str, tokenizer: str, cache: str, workers: int, seq_length: 
     """Tokenize `dataset` as a run does."""
     from transformers import AutoTokenizer
 
-    from mobius.config.config import DataConfig, DatasetEntry
+    from mobius.config.config import DataConfig
+    from mobius.config.options import DatasetEntry
     from mobius.data.datasets import prepare_data
     from mobius.log import setup_logging
 

@@ -8,10 +8,9 @@ names, and the flat form of a config.
 import difflib
 import functools
 import math
-import os
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import PurePath
@@ -19,6 +18,7 @@ from typing import Any, Final
 
 from mobius.config.lr_schedules import ArgumentValue, LrSchedulerType, read_arguments
 from mobius.config.options import (
+    COLUMNS_EXAMPLE,
     COUNT,
     DECAY_RATE,
     LAYERS,
@@ -29,6 +29,8 @@ from mobius.config.options import (
     STAGES,
     Bounds,
     Columns,
+    DatasetEntry,
+    Datasets,
     Need,
     Option,
     OptionValue,
@@ -57,6 +59,10 @@ EvalStrategy = StrEnum("EvalStrategy", ["STEPS", "EPOCH", "NO"])
 """When the model is evaluated while it is trained."""
 
 
+ReduceDtype = StrEnum("ReduceDtype", ["FP32", "BF16"])
+"""Format of gradients between replicas."""
+
+
 class BestMetric(StrEnum):
     """Number of an evaluation that decides which checkpoint is the best; of the first two, less is better."""
 
@@ -69,13 +75,6 @@ class BestMetric(StrEnum):
         """The member that transformers' Trainer calls `eval_loss`, for instance."""
         name = str(value).removeprefix("eval_")
         return next((member for member in cls if member.value == name), None)
-
-
-class ReduceDtype(StrEnum):
-    """Format of gradients between replicas."""
-
-    FP32 = "fp32"
-    BF16 = "bf16"
 
 
 class Recompute(StrEnum):
@@ -97,13 +96,11 @@ TRACKERS: Final = ("tensorboard", "swanlab", "wandb")
 """Words of `report_to`, which are the names of the packages too."""
 ALL_CHECKPOINTS: Final = 0
 """`save_total_limit` that keeps all."""
-_COLUMNS: Final = ("KEY=COLUMN", "prompt=document,completion=summary")
 
 # At most nine digits, so that no number is too long to be read.
 _NUMBER: Final = re.compile(r"\d{1,9}", re.ASCII)
 _STEPS: Final = re.compile(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", re.ASCII)
 _DEVICE: Final = re.compile(r"\d{1,4}|(GPU|MIG)-[\w/-]{1,80}", re.ASCII)
-_WEIGHT: Final = re.compile(r"[-+]?(?:(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?|nan|inf)", re.ASCII | re.IGNORECASE)
 _SURELY_ALIKE: Final = 0.85
 """Minimum similarity of a misspelling: letters left out, doubled or swapped are above it, min and max below it."""
 _ENDPOINT: Final = re.compile(r"[^\s:]+:\d{1,5}|\[[0-9a-fA-F:.]+\]:\d{1,5}")
@@ -119,8 +116,13 @@ def steps_between(every: float, num_steps: int) -> int:
     return int(every) if every >= 1 else max(1, math.ceil(round(every * num_steps, 6)))
 
 
-def _number_or(text: str, *words: str, least: int) -> bool:
-    return text in words or (_NUMBER.fullmatch(text) is not None and int(text) >= least)
+def _number_or(*words: str, least: int) -> tuple[Callable[[str], bool], str]:
+    """Form of a text that is one of `words` or a number."""
+
+    def is_valid(text: str) -> bool:
+        return text in words or (_NUMBER.fullmatch(text) is not None and int(text) >= least)
+
+    return is_valid, f"{', '.join(words)}, or a number from {least} on"
 
 
 def _step_range(text: str) -> range:
@@ -134,7 +136,8 @@ def _are_devices(text: str) -> bool:
 
 
 def _are_trackers(text: str) -> bool:
-    return text.strip() == "none" or all(word.strip() in TRACKERS for word in text.split(","))
+    names = set(split_names(text))
+    return names == {"none"} or set() < names <= set(TRACKERS)
 
 
 # Modes without which options have no effect. `o` has the values of all options, and the run's `pipeline_size` (None:
@@ -197,46 +200,6 @@ NODES: Final = Need(
 
 
 @dataclass(frozen=True)
-class DatasetEntry:
-    """One dataset of a mixture; None stands for what the options of all datasets say."""
-
-    name: str = option(aliases=("path", "dataset"))
-    """Known name, Hugging Face id, or a local file or folder."""
-    weight: float = option(1.0, Bounds(above=0, ceiling=1001))
-    """How many times each sample appears in an epoch, on average: floor(weight) or ceil(weight) times."""
-    max_samples: int | None = option(None, COUNT)
-    """Samples to use, from its start."""
-    columns: Columns | None = option(None, pair=_COLUMNS)
-    """Columns of a table that is in no known format."""
-    split: str = "train"
-    """Split of a dataset of the hub, or of a folder with files of several."""
-    subset: str | None = None
-    """Configuration of a dataset of the hub."""
-
-    @classmethod
-    def from_word(cls, word: str) -> "DatasetEntry":
-        """Parse `name` or `name:weight`; if a file or folder has the full word as its name, the word is the name.
-
-        Raises ValueError if there is no name.
-        """
-        name, _, weight = word.rpartition(":")
-        is_weighted = name != "" and _WEIGHT.fullmatch(weight) and not os.path.exists(os.path.expanduser(word))
-        entry = cls(name, float(weight)) if is_weighted else cls(word)
-        if not entry.name.strip("-"):
-            raise ValueError(word)
-        return entry
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether parsing the name gives this entry again, regardless of existing files."""
-        _, colon, end = self.name.rpartition(":")
-        return self == DatasetEntry(self.name) and not (colon and _WEIGHT.fullmatch(end))
-
-
-Datasets = tuple[DatasetEntry, ...]
-
-
-@dataclass(frozen=True)
 class ModelConfig:
     """Model"""
 
@@ -274,7 +237,7 @@ class DataConfig:
     padded. auto: on for conversations, instructions and prompts, joined for plain text."""
     max_samples: int | None = option(None, COUNT)
     """Number of samples to use of each dataset, from its start. Default: all."""
-    columns: Columns | None = option(None, pair=_COLUMNS)
+    columns: Columns | None = option(None, example=COLUMNS_EXAMPLE)
     """Columns of tables that are in no known format, such as prompt=document,completion=summary. In YAML also a
     mapping."""
     chat_template: str | None = None
@@ -328,11 +291,7 @@ class PipelineConfig:
     use_offload: bool = True
     """Keep weights that do not fit on the GPU in CPU memory while they are not in use; no_offload keeps all on the
     GPU."""
-    resident_stages: str = option(
-        "auto",
-        needs=(LOSSES,),
-        form=(lambda text: _number_or(text, "auto", "all", least=0), "auto, all, or a number from 0 on"),
-    )
+    resident_stages: str = option("auto", needs=(LOSSES,), form=_number_or("auto", "all", least=0))
     """Number of stages of each GPU, from its first one on, whose weights and optimizer state stay on the GPU and are
     updated there; the other stages are streamed. A number, all, or auto: as many as fit and shorten the step; 0 on a
     CPU. Needs use_offload; no_offload means all."""
@@ -370,11 +329,7 @@ class PipelineConfig:
     it."""
     host_memory_limit: float | None = option(None, POSITIVE)
     """CPU memory of all ranks together in GiB. Default: the memory that is available at the start."""
-    tile_tokens: str = option(
-        "auto",
-        needs=(LOSSES,),
-        form=(lambda text: _number_or(text, "auto", "off", least=1), "auto, off, or a number from 1 on"),
-    )
+    tile_tokens: str = option("auto", needs=(LOSSES,), form=_number_or("auto", "off", least=1))
     """Tiled MLP: tokens that a recomputed layer takes at a time outside attention, so that its memory hardly grows with
     seq_length. Results differ by rounding. A number, off, or auto: off if layers fit into GPU memory untiled, else the
     largest of 32768, 16384, 8192 and 4096 that fits; off on a CPU."""
@@ -399,12 +354,6 @@ class PipelineConfig:
         return self.num_chunks
 
     @property
-    def stages(self) -> int:
-        """`num_stages`, once it is chosen."""
-        assert self.num_stages is not None, "auto is resolved before anything asks"
-        return self.num_stages
-
-    @property
     def num_slots(self) -> int:
         """GPU buffers for streamed stages; only meaningful with `use_offload`."""
         return 2 if self.use_prefetch else 1
@@ -423,7 +372,7 @@ class OptimConfig:
     lr_scheduler_type: LrSchedulerType = option(LrSchedulerType.COSINE, aliases=("lr_scheduler",), needs=(TRAINING,))
     """Learning-rate schedule, by transformers' names. Both constant schedules stay at the peak after the warm-up;
     linear and cosine fall towards zero. Neither the first nor the last step has a rate of zero."""
-    lr_scheduler_kwargs: Columns | None = option(None, pair=("NAME=NUMBER", "min_lr=1e-6"), needs=(TRAINING,))
+    lr_scheduler_kwargs: Columns | None = option(None, example="min_lr=1e-6", needs=(TRAINING,))
     """Arguments of the schedule, by transformers' names, such as min_lr=1e-6 for cosine_with_min_lr, num_cycles=3 for
     cosine_with_restarts, num_decay_steps=100 for warmup_stable_decay. In YAML also a mapping."""
     warmup_steps: float = option(0.03, Bounds(minimum=0, share_of="steps"), needs=(TRAINING,))
@@ -553,8 +502,7 @@ class OutputConfig:
     @property
     def trackers(self) -> tuple[str, ...]:
         """Names in `report_to`, each once; empty for none."""
-        words = (word.strip() for word in self.report_to.split(","))
-        return () if self.report_to.strip() == "none" else tuple(dict.fromkeys(words))
+        return tuple(name for name in split_names(self.report_to) if name != "none")
 
     @property
     def name(self) -> str:
@@ -636,11 +584,6 @@ class EvaluationConfig:
         """Whether anything is evaluated."""
         return self.eval_strategy is not EvalStrategy.NO or self.eval_on_start or self.do_eval
 
-    @property
-    def predicts(self) -> bool:
-        """Whether answers are generated."""
-        return self.do_predict
-
 
 @dataclass(frozen=True)
 class PlanningConfig:
@@ -718,7 +661,7 @@ def section_titles() -> Mapping[str, str]:
 @functools.cache
 def options() -> Mapping[str, Option]:
     """All options by name, in the order of the config's fields."""
-    return {option.name: option for name, section in _sections().items() for option in options_of(name, section)}
+    return {option.name: option for name, section in _sections().items() for option in options_of(section, name)}
 
 
 @functools.cache

@@ -5,30 +5,13 @@ earlier versions of Mobius.
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Final
-
-
-@dataclass(frozen=True)
-class ForeignOption:
-    """`message` is the end of the error text; `replacements` are the options of Mobius that serve the same purpose."""
-
-    message: str
-    replacements: tuple[str, ...]
-
-    @property
-    def is_ignored(self) -> bool:
-        """Whether the option can be ignored with a log line; any other one is an error."""
-        return self.message.startswith(IGNORED)
-
 
 IGNORED: Final = "not needed"
 """Beginning of the answer for an option that is ignored."""
 _NOTHING: Final = frozenset({"", "~", "false", "null", "none", "no", "off", "0", "0.0"})
 """Values that switch an option off."""
-
-
 _DATASET_KEYS: Final = {
     "weight": ("probability", "ratio", "proportion", "interleave_prob", "sampling_weight"),
     "max_samples": ("num_samples", "samples", "limit", "max_train_samples"),
@@ -44,55 +27,61 @@ def foreign_dataset_key(name: str) -> list[str]:
     return [key for key, names in _DATASET_KEYS.items() if name in names]
 
 
-def foreign_option(name: str, value: str | None = None) -> ForeignOption | None:
-    """Answer to an option of another trainer; None for a name that is not known.
+def foreign_option(name: str, value: str | None = None) -> str | None:
+    """Answer to an option of another trainer, the end of an error text; None for a name that is not known.
 
     `value` is the text that was given; None where there is none, or where it is a list or a mapping.
     """
     name, value = name.replace("-", "_").lower(), None if value is None else value.strip().lower()
-    found = FOREIGN_OPTIONS.get(f"{name}={value}") or FOREIGN_OPTIONS.get(name)
-    if found is not None and value in _NOTHING and found.message.startswith("not ") and not found.is_ignored:
-        return ForeignOption(f"{IGNORED}: the value asks for nothing", ())
-    return found
+    answer = FOREIGN_OPTIONS.get(f"{name}={value}") or FOREIGN_OPTIONS.get(name)
+    if answer is not None and value in _NOTHING and answer.startswith("not ") and not answer.startswith(IGNORED):
+        return f"{IGNORED}: the value asks for nothing"
+    return answer
 
 
-def _read(table: str) -> Mapping[str, ForeignOption]:
-    """Lines of names, perhaps with `->` and what they were meant for; indented below them the answer.
-
-    `name=value` is the answer to one value.
-    """
-    found: dict[str, ForeignOption] = {}
-    for entry in re.findall(r"((?:^\S.*\n)+)((?:^ .*\n)+)", table, re.MULTILINE):
-        names, _, replacements = entry[0].partition("->")
-        found |= dict.fromkeys(names.split(), ForeignOption(" ".join(entry[1].split()), tuple(replacements.split())))
-    return found
+def _read_answers(table: str) -> Iterator[tuple[str, str]]:
+    for names, answer in re.findall(r"((?:^\S.*\n)+)((?:^ .*\n)+)", table, re.MULTILINE):
+        for name in names.split():
+            yield name, " ".join(answer.split())
 
 
-FOREIGN_OPTIONS: Final = _read("""
-num_epochs epochs n_epochs train_epochs max_epochs -> num_train_epochs
-    use --num_train_epochs
+_RENAMED: Final = {
+    "num_train_epochs": "num_epochs epochs n_epochs train_epochs max_epochs",
+    "seq_length": "max_seq_length max_seq_len model_max_length block_size context_length sequence_length "
+    "sequence_len max_source_length max_target_length",
+    "max_samples": "max_train_samples num_samples num_train_samples",
+    "warmup_steps": "num_warmup_steps warmup_num_steps",
+    "adam_epsilon": "adam_eps eps",
+    "max_grad_norm": "gradient_clipping clip_grad grad_clip gradient_clip_val",
+    "use_offload": "offload_optimizer offload_param cpu_offload offload optimizer_offload",
+    "node_rank": "machine_rank",
+    "default_system": "system_prompt system_message default_system_prompt",
+    "preprocessing_num_workers": "dataset_num_proc num_proc preprocessing_batch_size dataset_num_workers",
+    "eval_dataset": "validation_file validation_dataset val_dataset eval_file eval_data validation_data",
+    "eval_strategy": "evaluation_strategy",
+    "early_stopping_patience": "early_stopping_steps early_stopping",
+    "save_steps": "save_freq save_interval checkpointing_steps save_every",
+    "run_name": "wandb_run_name swanlab_run_name swanlab_experiment_name experiment_name",
+    "logging_steps": "logging_strategy log_interval steps_per_print log_every_n_steps",
+    "model_path": "model_id pretrained_model_name_or_path base_model tokenizer_name_or_path tokenizer_name config_name",
+}
+"""Options of Mobius, and their names in other trainers."""
+_ANSWERS: Final = """
 per_device_train_batch_size per_gpu_train_batch_size train_micro_batch_size_per_gpu micro_batch_size
-per_device_batch_size -> batch_size num_chunks
+per_device_batch_size
     use --batch_size, all sequences of a step over all GPUs together, cut into microbatches by --num_chunks
-train_batch_size global_batch_size total_batch_size effective_batch_size -> batch_size
+train_batch_size global_batch_size total_batch_size effective_batch_size
     use --batch_size, all sequences of a step over all GPUs together
-gradient_accumulation_steps grad_accum_steps accumulate_grad_batches gradient_accumulation -> num_chunks num_rounds
+gradient_accumulation_steps grad_accum_steps accumulate_grad_batches gradient_accumulation
     use --batch_size with the product, as it counts all sequences of a step, in --num_chunks microbatches whose
     gradients are summed; --num_rounds plays them in parts where memory asks for it
-max_seq_length max_seq_len model_max_length block_size context_length sequence_length sequence_len max_source_length
-max_target_length -> seq_length
-    use --seq_length, the tokens of a sequence
-max_train_samples num_samples num_train_samples -> max_samples
-    use --max_samples, the records that are read
-warmup_ratio warmup_fraction warmup_proportion -> warmup_steps
+warmup_ratio warmup_fraction warmup_proportion
     use --warmup_steps with a number below 1, such as --warmup_steps 0.03 for 3 % of the run
-num_warmup_steps warmup_num_steps -> warmup_steps
-    use --warmup_steps
-lr_schedule scheduler -> lr_scheduler_type
+lr_schedule scheduler
     use --lr_scheduler_type with one of transformers' names, such as linear, cosine or constant_with_warmup
-min_lr min_lr_rate lr_min min_learning_rate cosine_min_lr_ratio min_lr_ratio -> lr_scheduler_type lr_scheduler_kwargs
+min_lr min_lr_rate lr_min min_learning_rate cosine_min_lr_ratio min_lr_ratio
     use --lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs min_lr=1e-6, or min_lr_rate=0.1
-num_cycles lr_end num_decay_steps lr_decay_steps power timescale -> lr_scheduler_kwargs
+num_cycles lr_end num_decay_steps lr_decay_steps power timescale
     use --lr_scheduler_kwargs, such as num_cycles=3, with the --lr_scheduler_type that takes it
 optim=adamw optim=adamw_torch optim=adamw_torch_fused optim=adamw_hf optim=fused_adamw optim=adamw_apex_fused
 optimizer=adamw optimizer=adamw_torch optimizer=adamw_torch_fused optimizer=adamw_hf optimizer_type=adamw
@@ -100,12 +89,8 @@ optimizer=adamw optimizer=adamw_torch optimizer=adamw_torch_fused optimizer=adam
 optim optim_args optim_target_modules optimizer optimizer_type adafactor use_galore use_badam use_apollo use_muon
 use_adam_mini
     not available; the optimizer is AdamW, whose fp32 states are on the GPU or in CPU memory
-betas adam_betas -> adam_beta1 adam_beta2
+betas adam_betas
     use --adam_beta1 and --adam_beta2
-adam_eps eps -> adam_epsilon
-    use --adam_epsilon
-gradient_clipping clip_grad grad_clip gradient_clip_val -> max_grad_norm
-    use --max_grad_norm
 probe_topology
     not needed: the PCIe tree shows which GPUs share a link; CUDA_VISIBLE_DEVICES=0,2,1,3 gives another order
 label_smoothing_factor
@@ -114,28 +99,26 @@ neftune_noise_alpha noisy_embedding_alpha
     not available (NEFTune); no noise is added to embeddings
 full_determinism
     not available; a run on CPUs of one kind is equal to the bit, --seed orders the data
-data_seed -> seed
+data_seed
     use --seed, which also orders the data
 activation_offload offload_activations enable_activation_offloading cpu_checkpointing activation_cpu_offload
-offload_gradient_checkpoints activation_checkpointing_offload cpu_offloading_activations -> activation_offloading
+offload_gradient_checkpoints activation_checkpointing_offload cpu_offloading_activations
     use --activation_offloading on, off or auto, the default: activations wait in CPU memory where they do not fit
 gradient_checkpointing activation_checkpointing disable_gradient_checkpointing checkpoint_activations use_reentrant_gc
 gradient_checkpointing_kwargs use_unsloth_gc
     not needed: layers are recomputed as far as memory requires; --recompute says otherwise
 bf16_full_eval fp16_full_eval
     not needed: evaluation runs in the format of training
-torch_dtype mixed_precision precision fp16_opt_level pure_bf16 half -> dtype
+torch_dtype mixed_precision precision fp16_opt_level pure_bf16 half
     use --dtype bf16, fp16 or fp32
-fp8 int8 -> dtype
+fp8 int8
     not available; use --dtype bf16, fp16 or fp32
 tf32
     not needed: --dtype bf16 is the fast format, and fp32 products are computed in fp32
 deepspeed deepspeed_config zero_stage zero_optimization ds_config fsdp fsdp_config fsdp_transformer_layer_cls_to_wrap
 accelerator_config
     not needed: the pipeline does the work of DeepSpeed and FSDP; see --num_stages and --use_offload
-offload_optimizer offload_param cpu_offload offload optimizer_offload -> use_offload
-    use --use_offload
-torch_compile torch_compile_mode torch_compile_backend -> compile
+torch_compile torch_compile_mode torch_compile_backend
     use --compile on, off or auto
 flash_attn attn_implementation use_flash_attention_2 flash_attention sdp_attention xformers_attention eager_attention
     not needed: the fastest attention of the model's transformers class is used
@@ -146,37 +129,35 @@ use_unsloth unsloth
     not needed (Unsloth): memory is saved by offload and recompute, layers run as compiled graphs (--compile)
 shift_attn
     not available; attention is the model's own
-pipeline_parallel_size pipeline_model_parallel_size pp_size pp -> num_stages
+pipeline_parallel_size pipeline_model_parallel_size pp_size pp
     use --num_stages, and start one process per GPU (--nproc_per_node)
 tensor_parallel_size tensor_model_parallel_size tp_size tp sequence_parallel_size cp_size context_parallel_size
 expert_parallel_size data_parallel_size dp_size
     not available; GPUs share the model as a pipeline only (--num_stages)
-num_gpus n_gpu num_processes world_size gpus devices -> nproc_per_node
+num_gpus n_gpu num_processes world_size gpus devices
     use --nproc_per_node, one process per GPU
-num_nodes num_machines -> nnodes
+num_nodes num_machines
     use --nnodes, with --node_rank and --rdzv_endpoint on each node
-machine_rank -> node_rank
-    use --node_rank
-master_addr main_process_ip -> rdzv_endpoint
+master_addr main_process_ip
     use --rdzv_endpoint, HOST:PORT of node 0
-use_cpu no_cuda -> device
+use_cpu no_cuda
     use --device cpu
-adapter=qlora peft_type=qlora train_type=qlora tuner_type=qlora -> finetuning_type lora_rank lora_alpha lora_target
-    not available (QLoRA); use --finetuning_type lora, with --lora_rank, --lora_alpha and --lora_target: its frozen base
-    takes 2 bytes per parameter of CPU memory and is streamed to the GPU
+adapter=qlora peft_type=qlora train_type=qlora tuner_type=qlora
+    not available (QLoRA); use --finetuning_type lora, with --lora_rank, --lora_alpha and --lora_target: its frozen
+    base takes 2 bytes per parameter of CPU memory and is streamed to the GPU
 train_type=full tuner_type=full
     not needed: all parameters are trained unless --finetuning_type lora is given
-lora use_peft peft_config adapter peft_type train_type tuner_type -> finetuning_type lora_rank lora_alpha lora_target
+lora use_peft peft_config adapter peft_type train_type tuner_type
     use --finetuning_type lora, with --lora_rank, --lora_alpha and --lora_target
-modules_to_save lora_modules_to_save -> additional_target
+modules_to_save lora_modules_to_save
     use --additional_target embedding, head or norms
-target_modules lora_target_linear -> lora_target
+target_modules lora_target_linear
     use --lora_target all, or names such as q_proj,v_proj
-freeze_trainable_layers freeze_trainable_modules unfrozen_parameters freeze_layers -> freeze
+freeze_trainable_layers freeze_trainable_modules unfrozen_parameters freeze_layers
     use --freeze, which names what is not trained, such as --freeze embedding,layers.0-15
-merge_adapter merge_lora merge_and_unload -> merge
+merge_adapter merge_lora merge_and_unload
     use --merge, or scripts/merge_adapter.py for an adapter that is there
-export_dir -> save_dir
+export_dir
     use --save_dir, which holds the model in Hugging Face layout; --merge adds adapters to the base's weights
 qlora quantization_bit quantization_method load_in_4bit load_in_8bit bnb_4bit_quant_type export_quantization_bit
 quantization double_quantization bnb_4bit_compute_dtype
@@ -197,47 +178,37 @@ stage task rlhf_type rl
 pref_beta dpo_beta kto_beta beta pref_loss ref_model reward_model ppo_epochs
     not available: Mobius does supervised fine-tuning, without a reward or reference model
 dataset_name dataset_path train_file data_path data_files dataset_dir train_data train_dataset data_file
-custom_dataset_path datasets dataset_mixer -> dataset
+custom_dataset_path datasets dataset_mixer
     use --dataset with a known name, a Hugging Face id, or a local file or folder; several are mixed
 dataset_config_name dataset_config dataset_subset split dataset_split train_split subset
     not an option; a YAML file may give `dataset` as a mapping with `path`, `split` and `subset`
-interleave_probs mix_strategy dataset_weights dataset_mixture sampling_ratio data_weights -> dataset
+interleave_probs mix_strategy dataset_weights dataset_mixture sampling_ratio data_weights
     use --dataset with a weight after each name, such as --dataset a.jsonl b.jsonl:0.3
 dataset_text_field text_column prompt_column response_column input_column text_field column_mapping dataset_columns
-messages_field -> columns
+messages_field
     use --columns, such as --columns text=body or --columns prompt=document,completion=summary
-template prompt_template conversation_template chat_template_path -> chat_template
+template prompt_template conversation_template chat_template_path
     use --chat_template with a Jinja file or the name of a built-in template; without it, the tokenizer's own is used
-system_prompt system_message default_system_prompt -> default_system
-    use --default_system
-neat_packing pack sample_packing padding_free packing_strategy -> packing
+neat_packing pack sample_packing padding_free packing_strategy
     use --packing on, off, joined or auto; samples in a row never see each other with on
 group_by_length
     not needed: --packing fills rows with complete samples
 pad_to_sequence_len pad_to_multiple_of length_column_name
     not needed: rows are padded to --seq_length
-completion_only_loss assistant_only_loss train_on_inputs mask_prompt train_on_input -> train_on_prompt
+completion_only_loss assistant_only_loss train_on_inputs mask_prompt train_on_input
     use --train_on_prompt to train on prompts too; without it, only answers are trained on
 dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor dataloader_drop_last streaming num_workers
 dataloader_persistent_workers
     not needed: tokens are prepared before the run; --preprocessing_num_workers speeds that up
-dataset_num_proc num_proc preprocessing_batch_size dataset_num_workers -> preprocessing_num_workers
-    use --preprocessing_num_workers
 use_cached_dataset dataset_prepared_path
     not needed: tokenized data is cached and reused while nothing changes
-tokenized_path -> dataset
+tokenized_path
     not available; use --dataset with the records: their tokens are cached by content
-validation_file validation_dataset val_dataset eval_file eval_data validation_data -> eval_dataset
-    use --eval_dataset
-validation_split validation_size validation_split_percentage test_size val_set_size eval_size val_split -> val_size
+validation_split validation_size validation_split_percentage test_size val_set_size eval_size val_split
     use --val_size with a number of samples, or below 1 with a share of the data
-evaluation_strategy -> eval_strategy
-    use --eval_strategy
-early_stopping_steps early_stopping -> early_stopping_patience
-    use --early_stopping_patience
 per_device_eval_batch_size eval_batch_size eval_accumulation_steps batch_eval_metrics prediction_loss_only
     not needed: evaluation goes through the same pipeline with the same --batch_size
-max_eval_samples -> max_samples
+max_eval_samples
     use `max_samples` of a dataset in a YAML file's `eval_dataset`, or --max_samples for all
 compute_accuracy
     not needed: token accuracy is part of every evaluation
@@ -245,13 +216,11 @@ greater_is_better
     not needed: --metric_for_best_model says it
 eval_delay
     not available; --eval_strategy and --eval_steps say when
-save_freq save_interval checkpointing_steps save_every -> save_steps
-    use --save_steps
-save_epochs -> save_strategy
+save_epochs
     use --save_strategy epoch
 save_on_each_node
     not needed: the first node saves, and all see its folder
-resume load_checkpoint -> resume_from_checkpoint
+resume load_checkpoint
     use --resume_from_checkpoint true, or a checkpoint's folder
 ignore_data_skip
     not available; a resumed run continues at its position in the data without reading earlier records
@@ -260,19 +229,16 @@ save_safetensors export_size
 push_to_hub hub_model_id hub_token hub_strategy hub_private_repo
     not available; upload the result after the run: `hf upload NAME FOLDER` with the folder of --save_dir
 logging_dir log_dir tensorboard_dir
-    not needed: --save_dir holds everything, its metrics.jsonl the losses, its runs/ what --report_to tensorboard writes
+    not needed: --save_dir holds everything, its metrics.jsonl the losses, its runs/ what --report_to tensorboard
+    writes
 plot_loss
     not needed: training_loss.png in --save_dir is always drawn
-use_wandb use_swanlab use_tensorboard -> report_to
+use_wandb use_swanlab use_tensorboard
     use --report_to wandb, swanlab, tensorboard, or several of them with commas
 wandb_project wandb_entity swanlab_project swanlab_workspace project
     not an option; trackers read it from the environment (WANDB_PROJECT, WANDB_ENTITY, SWANLAB_PROJECT)
-wandb_run_name swanlab_run_name swanlab_experiment_name experiment_name -> run_name
-    use --run_name
 logging_strategy=steps logging_first_step
     not needed: --logging_steps says when
-logging_strategy log_interval steps_per_print log_every_n_steps -> logging_steps
-    use --logging_steps
 remove_unused_columns disable_tqdm log_level log_on_each_node include_num_input_tokens_seen include_tokens_per_second
 low_cpu_mem_usage skip_memory_metrics torch_empty_cache_steps average_tokens_across_devices label_names
 ddp_find_unused_parameters ddp_backend ddp_bucket_cap_mb ddp_broadcast_buffers use_cache use_fast_tokenizer
@@ -286,13 +252,11 @@ trust_remote_code
     not needed: code from a model's folder is never run, its class is one of transformers
 model_type tokenizer_type is_llama_derived_model is_mistral_derived_model is_falcon_derived_model
     not needed: the model's config.json says it
-model_id pretrained_model_name_or_path base_model tokenizer_name_or_path tokenizer_name config_name -> model_path
-    use --model_path
 model_revision cache_dir hf_hub_token
     not available; download that version and give its folder as --model_path
 rope_scaling resize_vocab rope_theta
     not available; the model's own config.json says it (--model_path)
-profile profiler tensorboard_trace -> trace profile_steps
+profile profiler tensorboard_trace
     use --trace, or --profile_steps
 show_actions
     not needed: scripts/show_schedule.py prints the action lists of a schedule
@@ -300,5 +264,10 @@ preview_output
     not needed: --preview prints the histogram of lengths
 overwrite_cache
     not needed: tokens are cached by the content of data and tokenizer, and damaged ones are made again
-""")
-"""Replacement or explanation by name, or name=value, in lower case with underscores."""
+"""
+"""Names, and indented below them the answer; `name=value` has the answer to one value."""
+FOREIGN_OPTIONS: Final[Mapping[str, str]] = {
+    **{name: f"use --{ours}" for ours, names in _RENAMED.items() for name in names.split()},
+    **dict(_read_answers(_ANSWERS)),
+}
+"""Answers by name, or name=value, in lower case with underscores."""

@@ -4,6 +4,7 @@
 that the shell need not parse it; FOLDER is the user's working directory.
 """
 
+import logging
 import os
 import shlex
 import shutil
@@ -15,10 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mobius.config.cli import resolve
+from mobius.config.cli import parse_args
 from mobius.config.config import Config, Device
 from mobius.config.sources import read_command_line
-from mobius.config.validation import exempt_file_options, validate
 from mobius.errors import ConfigError, reason_of
 from mobius.log import printable
 from mobius.ranks import command_variable, device_list, omp_num_threads, visible_devices
@@ -124,43 +124,26 @@ def launch_command(arguments: Sequence[str], caller_folder: Path, resources: Res
     # main.py runs in the project's folder; a path that is there and where the user stands, or nowhere, is the user's.
     is_in_project = caller_folder == Path.cwd() or (os.path.isfile(path) and not os.path.isfile(caller_folder / path))
     config_path = path if is_in_project else str(caller_folder / path)
-    command_line.config_path = config_path
-    config = resolve(command_line)
-    program = ["main.py", *options, "--config", config_path]
+    words = [*options, "--config", config_path]
+    config = parse_args(words)
     if config.data.preview is not None:
-        return [sys.executable, *program], None  # one process, wherever it is
+        return [sys.executable, "main.py", *words], None  # one process, wherever it is
     placement = plan_processes(config, resources, is_device_list_typed="cuda_visible_devices" in command_line.values)
-    if config.saving.resume_from_checkpoint is None:  # else most options are the checkpoint's
-        num_pipeline_ranks = config.launch.pipeline_ranks or placement.num_processes
-        num_all = config.launch.nnodes * placement.num_processes
-        validate(
-            config,
-            num_pipeline_ranks,
-            max(1, num_all // num_pipeline_ranks),
-            is_exempt=exempt_file_options(command_line.values),
-        )
-    if config.launch.nnodes == 1:
+    num_nodes, num_processes = config.launch.nnodes, placement.num_processes
+    parse_args(words, num_ranks=num_nodes * num_processes, num_nodes=num_nodes)
+    if num_nodes == 1:
         check_port(config.launch.master_port)
     script = os.path.relpath("train.sh", caller_folder)
-    num_processes, words = placement.num_processes, ["env", command_variable(["bash", script, *arguments])]
+    command = ["env", command_variable(["bash", script, *arguments])]
     if resources.omp_num_threads is None:
-        words.append(f"OMP_NUM_THREADS={max(1, resources.num_cores // num_processes)}")
+        command.append(f"OMP_NUM_THREADS={max(1, resources.num_cores // num_processes)}")
     if placement.cuda_visible_devices is not None:
-        words.append(f"CUDA_VISIBLE_DEVICES={placement.cuda_visible_devices}")
-    words += [sys.executable, "scripts/run_ranks.py", "--nproc_per_node", str(num_processes)]
-    words += _rendezvous_options(config)
-    if config.launch.max_restarts:
-        words += ["--max_restarts", str(config.launch.max_restarts)]
-    return [*words, *program], placement.notice
-
-
-def _rendezvous_options(config: Config) -> list[str]:
-    """Arguments of torchrun for the rendezvous."""
-    launch = config.launch
-    if launch.nnodes == 1:
-        return ["--master_port", str(launch.master_port)]
-    nodes = ["--nnodes", str(launch.nnodes), "--node_rank", str(launch.node_rank)]
-    return [*nodes, "--rdzv_endpoint", str(launch.rdzv_endpoint)]
+        command.append(f"CUDA_VISIBLE_DEVICES={placement.cuda_visible_devices}")
+    command += [sys.executable, "scripts/run_ranks.py", "--nproc_per_node", str(num_processes)]
+    names = ["master_port"] if num_nodes == 1 else ["nnodes", "node_rank", "rdzv_endpoint"]
+    for name in (*names, *(["max_restarts"] if config.launch.max_restarts else [])):
+        command += [f"--{name}", str(getattr(config.launch, name))]
+    return [*command, "main.py", *words], placement.notice
 
 
 def resume_command(words: Sequence[str], *, save_dir: str | None = None) -> str:
@@ -187,6 +170,7 @@ def resume_command(words: Sequence[str], *, save_dir: str | None = None) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Print the command, or the problem on standard error; returns the exit code."""
+    logging.disable()  # the first rank logs notices
     try:
         resources = Resources(count_gpus(), count_cores(), visible_devices(), omp_num_threads())
         command, notice = launch_command(argv[1:], Path(argv[0]), resources)

@@ -3,13 +3,12 @@
 Schedules and arguments have transformers' names (`lr_scheduler_type`, `lr_scheduler_kwargs`).
 """
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final
 
-from mobius.config.options import Bounds
+from mobius.config.options import COUNT, DECAY_RATE, NON_NEGATIVE, Bounds, Option
 from mobius.errors import listed, quoted
 
 
@@ -27,66 +26,39 @@ class LrSchedulerType(StrEnum):
     WARMUP_STABLE_DECAY = "warmup_stable_decay"
 
 
-_ANY: Final = Bounds()
-
 ArgumentValue = int | float | str
 
+_CYCLES: Final = Option(None, Bounds(above=0, ceiling=1001), value_type=float)
+_SHARE: Final = Option(None, DECAY_RATE, value_type=float)
+_RATE: Final = Option(None, NON_NEGATIVE, value_type=float)
+_STEPS: Final = Option(None, COUNT, value_type=int)
+_Shape = StrEnum("_Shape", {"LINEAR": "linear", "COSINE": "cosine", "SQRT": "1-sqrt"})
+_SHAPE: Final = Option(None, value_type=_Shape)
 
-@dataclass(frozen=True)
-class Argument:
-    """A number within `bounds`, an integer if `is_whole`, or one of `words`."""
-
-    bounds: Bounds = _ANY
-    is_whole: bool = False
-    words: tuple[str, ...] = ()
-
-    def read(self, text: str) -> ArgumentValue:
-        """Return the argument's value; raises ValueError if `text` is invalid."""
-        if self.words:
-            if text in self.words:
-                return text
-            raise ValueError(text)
-        value = int(text) if self.is_whole else float(text)
-        if not self.bounds.allow(value):
-            raise ValueError(text)
-        return value
-
-    def __str__(self) -> str:
-        if self.words:
-            return "one of " + ", ".join(self.words)
-        return f"a {'whole ' if self.is_whole else ''}number {self.bounds}".rstrip()
-
-
-_CYCLES: Final = Argument(Bounds(above=0, ceiling=1001))
-_SHARE: Final = Argument(Bounds(minimum=0, below=1))
-_RATE: Final = Argument(Bounds(minimum=0))
-_STEPS: Final = Argument(Bounds(minimum=1), is_whole=True)
-_FORMS: Final = Argument(words=("linear", "cosine", "1-sqrt"))
-
-SCHEDULE_ARGUMENTS: Final[Mapping[LrSchedulerType, Mapping[str, Argument]]] = {
+SCHEDULE_ARGUMENTS: Final[Mapping[LrSchedulerType, Mapping[str, Option]]] = {
     LrSchedulerType.LINEAR: {},
     LrSchedulerType.COSINE: {"num_cycles": _CYCLES},
     LrSchedulerType.CONSTANT: {},
     LrSchedulerType.CONSTANT_WITH_WARMUP: {},
     LrSchedulerType.COSINE_WITH_MIN_LR: {"min_lr": _RATE, "min_lr_rate": _SHARE, "num_cycles": _CYCLES},
-    LrSchedulerType.COSINE_WITH_RESTARTS: {"num_cycles": Argument(Bounds(minimum=1, ceiling=1001), is_whole=True)},
+    LrSchedulerType.COSINE_WITH_RESTARTS: {"num_cycles": Option(None, Bounds(minimum=1, ceiling=1001), value_type=int)},
     LrSchedulerType.POLYNOMIAL: {"lr_end": _RATE, "power": _CYCLES},
     LrSchedulerType.INVERSE_SQRT: {"timescale": _STEPS},
     LrSchedulerType.WARMUP_STABLE_DECAY: {
         "num_decay_steps": _STEPS,
-        "warmup_type": _FORMS,
-        "decay_type": _FORMS,
+        "warmup_type": _SHAPE,
+        "decay_type": _SHAPE,
         "min_lr_ratio": _SHARE,
         "num_cycles": _CYCLES,
     },
 }
 """Arguments of each schedule. The number of stable steps follows from the number of decay steps."""
 
-_NEEDED: Final[Mapping[LrSchedulerType, Mapping[str, str]]] = {
-    LrSchedulerType.COSINE_WITH_MIN_LR: {"min_lr": "1e-6", "min_lr_rate": "0.1"},
-    LrSchedulerType.WARMUP_STABLE_DECAY: {"num_decay_steps": "100"},
+_NEEDED: Final[Mapping[LrSchedulerType, tuple[Sequence[str], str]]] = {
+    LrSchedulerType.COSINE_WITH_MIN_LR: (("min_lr", "min_lr_rate"), "min_lr=1e-6"),
+    LrSchedulerType.WARMUP_STABLE_DECAY: (("num_decay_steps",), "num_decay_steps=100"),
 }
-"""Arguments of which a schedule needs exactly one, with examples."""
+"""Arguments of which a schedule needs exactly one, and an example."""
 _POLYNOMIAL_END: Final = 1e-7
 """Default of `lr_end`, as in transformers."""
 
@@ -95,8 +67,11 @@ def read_arguments(kind: LrSchedulerType, given: Sequence[tuple[str, str]]) -> d
     """Return the valid arguments of `kind` in `given`."""
     known, values = SCHEDULE_ARGUMENTS[kind], dict[str, ArgumentValue]()
     for name, text in given:
-        with contextlib.suppress(KeyError, ValueError):
-            values[name] = known[name].read(text)
+        with suppress(KeyError, ValueError):
+            value: Any = known[name].read(text)
+            bounds = known[name].bounds
+            if bounds is None or bounds.allow(value):
+                values[name] = value
     return values
 
 
@@ -113,10 +88,9 @@ def find_scheduler_conflicts(
             line = f"{quoted(name)} has no effect with `--lr_scheduler_type {kind}`; {detail}"
             yield both, f"`--lr_scheduler_kwargs` {line}"
         elif name not in values:
-            yield both, f"`--lr_scheduler_kwargs` {name} is {quoted(text)}; it must be {known[name]}"
-    needed = _NEEDED.get(kind, {})
+            yield both, f"`--lr_scheduler_kwargs` {name} is {quoted(text)}; it must be {known[name].expectation}"
+    needed, example = _NEEDED.get(kind, ((), ""))
     if needed and sum(name in names for name in needed) != 1:
-        example = next(f"{name}={text}" for name, text in needed.items())
         change = f"give --lr_scheduler_kwargs {example}, for example"
         yield both, f"`--lr_scheduler_type {kind}` needs one of {', '.join(needed)}; {change}"
     if kind is LrSchedulerType.POLYNOMIAL and "lr_end" not in names:

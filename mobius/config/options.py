@@ -1,4 +1,4 @@
-"""One option: bounds, other names and modes of a field, the kinds of value, and how a text becomes one.
+"""One option: its bounds, other names and modes, the kinds of value, and how a text becomes one.
 
 A section of `config.py` reads `seq_length: int = option(512, Bounds(minimum=2), aliases=("cutoff_len",))`. The command
 line and YAML files give the same texts; YAML also has lists and mappings (`Option.read`).
@@ -12,6 +12,8 @@ import functools
 import inspect
 import itertools
 import math
+import os
+import re
 import typing
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -24,14 +26,16 @@ from mobius.errors import ConfigError, excerpt, quoted
 Columns = tuple[tuple[str, str], ...]
 """Pairs of a field and the column that holds it, such as (("prompt", "document"), ("completion", "summary"))."""
 OptionValue = bool | int | float | str | tuple[Any, ...] | None
-"""Value of an option; a tuple is one of entries (`DatasetEntry`) or `Columns`."""
+"""Value of an option; a tuple is one of datasets or `Columns`."""
 
-_TRUTH: Final = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+COLUMNS_EXAMPLE: Final = "prompt=document,completion=summary"
+MOST_SHOWN: Final = 5
+"""Largest number of problems of one option that are reported."""
 _MOST_ITEMS: Final = 1001
 """Maximum number of list entries or mapping pairs that are read; a short YAML file with aliases can expand to more.
 """
-MOST_SHOWN: Final = 5
-"""Largest number of problems of one option that are reported."""
+_TRUTH: Final = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_WEIGHT: Final = re.compile(r"[-+]?(?:(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?|nan|inf)", re.ASCII | re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +100,12 @@ class Need:
 
 
 @dataclass(frozen=True)
-class FieldRules:
-    """Rules of an option beyond its type, default and text."""
+class Option:
+    """One field of a section, or of a dataset, and its rules."""
 
+    default: OptionValue
     bounds: Bounds | None = None
+    """Allowed numbers; None if the value is no number."""
     aliases: tuple[str, ...] = ()
     """Other names that take the same values."""
     flags: Mapping[str, Any] = field(default_factory=dict)
@@ -111,42 +117,16 @@ class FieldRules:
     """Test of a text, and a description of valid ones."""
     is_text: bool = False
     """Whether the value is any text, and not what may be the name of a file."""
-    pair: tuple[str, str] = ("", "")
-    """Form of a pair, and an example, for an option of pairs."""
+    example: str = ""
+    """Pairs, for an option that has some."""
 
-
-def option(default: Any = dataclasses.MISSING, bounds: Bounds | None = None, **rules: Any) -> Any:
-    """A dataclass field with `default` and its `FieldRules`."""
-    return field(default=default, metadata={"rules": FieldRules(bounds, **rules)})
-
-
-class Entry(typing.Protocol):
-    """Class of the items of an option that takes several; a text means one, too."""
-
-    @classmethod
-    def from_word(cls, word: str) -> "Entry":
-        """The entry that a text means. Raises ValueError."""
-
-
-@dataclass(frozen=True)
-class Option:
-    """One field of one section, or of an entry.
-
-    `value_type` is bool, int, float, str, a StrEnum, tuple for pairs, or a class of entries for one or more of them.
-    """
-
-    name: str
-    section: str
-    text: str
-    default: OptionValue
-    value_type: type
-    is_optional: bool
-    rules: FieldRules
-
-    @property
-    def bounds(self) -> Bounds | None:
-        """Allowed numbers; None if the value is no number."""
-        return self.rules.bounds
+    # `options_of` adds what the field says.
+    name: str = ""
+    section: str = ""
+    text: str = ""
+    value_type: type = str
+    """bool, int, float, str, a StrEnum, tuple for pairs, or DatasetEntry for one or more of them."""
+    is_optional: bool = False
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -158,19 +138,19 @@ class Option:
         """Text for a message: the values that are allowed."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        pairs = f"text such as {self.rules.pair[1].partition(',')[0]}"
+        pairs = f"text such as {self.example.partition(',')[0]}"
         kind = {bool: "true or false", int: "a whole number", float: "a number", tuple: pairs}.get(self.value_type)
         return f"{kind or 'text'} {self.bounds or ''}".rstrip() + (", or auto" if self.allows_auto else "")
 
     @property
     def is_list(self) -> bool:
         """Whether several words may follow the option."""
-        return dataclasses.is_dataclass(self.value_type)
+        return self.value_type is DatasetEntry
 
     @property
     def is_name(self) -> bool:
         """Whether the text names something: a file, a folder, or what may be one."""
-        return self.value_type is str and not self.rules.is_text and self.rules.form is None
+        return self.value_type is str and not self.is_text and self.form is None
 
     @property
     def allows_auto(self) -> bool:
@@ -184,15 +164,13 @@ class Option:
         """
         if given is None and self.is_optional and not self.allows_auto:
             return None
-        if self.is_list and isinstance(given, list | dict):
-            return _read_entries(self.value_type, given if isinstance(given, list) else [given])
-        if self.value_type is tuple and isinstance(given, str | dict):
-            return _read_pairs(given, *self.rules.pair)
-        # `--model_path --` is a slip of the shell; no name consists of dashes.
-        if not isinstance(given, str) or ((self.is_list or self.value_type is str) and not given.strip().strip("-")):
-            raise ValueError(given)
         if self.is_list:
-            return (_entry_from(self.value_type, given),)
+            return _read_datasets(given)
+        if self.value_type is tuple and isinstance(given, str | dict):
+            return _read_pairs(given, self.example)
+        # `--model_path --` is a slip of the shell; no name consists of dashes.
+        if not isinstance(given, str) or (self.value_type is str and not given.strip().strip("-")):
+            raise ValueError(given)
         if given == "auto" and self.allows_auto:
             return None
         return read_truth(given) if self.value_type is bool else self.value_type(self._as_choice(given))
@@ -203,6 +181,51 @@ class Option:
             words = ("on",) if _TRUTH[text.lower()] else ("off", "no")
             return next((word for word in words if word in self.choices), text)
         return text
+
+
+def option(default: Any = dataclasses.MISSING, bounds: Bounds | None = None, **rules: Any) -> Any:
+    """A dataclass field with `default` and the rules of its `Option`."""
+    return field(default=default, metadata={"option": Option(default, bounds, **rules)})
+
+
+@dataclass(frozen=True)
+class DatasetEntry:
+    """One dataset of a mixture; None stands for what the options of all datasets say."""
+
+    name: str = option(aliases=("path", "dataset"))
+    """Known name, Hugging Face id, or a local file or folder."""
+    weight: float = option(1.0, Bounds(above=0, ceiling=1001))
+    """How many times each sample appears in an epoch, on average: floor(weight) or ceil(weight) times."""
+    max_samples: int | None = option(None, COUNT)
+    """Samples to use, from its start."""
+    columns: Columns | None = option(None, example=COLUMNS_EXAMPLE)
+    """Columns of a table that is in no known format."""
+    split: str = "train"
+    """Split of a dataset of the hub, or of a folder with files of several."""
+    subset: str | None = None
+    """Configuration of a dataset of the hub."""
+
+    @classmethod
+    def from_word(cls, word: str) -> "DatasetEntry":
+        """Parse `name` or `name:weight`; if a file or folder has the full word as its name, the word is the name.
+
+        Raises ValueError if there is no name.
+        """
+        name, _, weight = word.rpartition(":")
+        is_weighted = name != "" and _WEIGHT.fullmatch(weight) and not os.path.exists(os.path.expanduser(word))
+        entry = cls(name, float(weight)) if is_weighted else cls(word)
+        if not entry.name.strip().strip("-"):
+            raise ValueError(word)
+        return entry
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether parsing the name gives this entry again, regardless of existing files."""
+        _, colon, end = self.name.rpartition(":")
+        return self == DatasetEntry(self.name) and not (colon and _WEIGHT.fullmatch(end))
+
+
+Datasets = tuple[DatasetEntry, ...]
 
 
 @dataclass(frozen=True)
@@ -216,7 +239,7 @@ class Spelling:
     opposite: OptionValue = None
 
 
-def options_of(section_name: str, section: type) -> list[Option]:
+def options_of(section: type, section_name: str = "") -> list[Option]:
     """Options of a dataclass, in the order of its fields."""
     texts, hints, found = _field_texts(section), typing.get_type_hints(section), []
     fields: Any = dataclasses.fields(section)
@@ -225,10 +248,18 @@ def options_of(section_name: str, section: type) -> list[Option]:
         is_optional = type(None) in typing.get_args(hint)
         value_type = typing.get_args(hint)[0] if is_optional else hint
         if typing.get_origin(value_type) is tuple:
-            item = typing.get_args(value_type)[0]
-            value_type = item if dataclasses.is_dataclass(item) else tuple
-        rules = known.metadata.get("rules", FieldRules())
-        found.append(Option(known.name, section_name, texts[known.name], known.default, value_type, is_optional, rules))
+            value_type = DatasetEntry if value_type == Datasets else tuple
+        rules = known.metadata.get("option") or Option(known.default)
+        found.append(
+            replace(
+                rules,
+                name=known.name,
+                section=section_name,
+                text=texts[known.name],
+                value_type=value_type,
+                is_optional=is_optional,
+            )
+        )
     return found
 
 
@@ -240,16 +271,16 @@ def spellings_of(known: Iterable[Option]) -> Mapping[str, Spelling]:
             negative = "no_" + option.name.removeprefix("use_")
             found += [Spelling(option.name, option, True, True, False), Spelling(negative, option, True, False, True)]
         else:
-            found += [Spelling(name, option) for name in (option.name, *option.rules.aliases)]
+            found += [Spelling(name, option) for name in (option.name, *option.aliases)]
         # `fp16: false` says nothing about which of the other formats is wanted.
-        found += [Spelling(word, option, True, value) for word, value in option.rules.flags.items()]
+        found += [Spelling(word, option, True, value) for word, value in option.flags.items()]
     return {spelling.name: spelling for spelling in found}
 
 
 @functools.cache
-def entry_spellings(entry_type: type) -> Mapping[str, Spelling]:
-    """Keys of an entry that YAML gives as a mapping."""
-    return spellings_of(options_of("", entry_type))
+def dataset_options() -> Mapping[str, Option]:
+    """Fields of a dataset by name."""
+    return {option.name: option for option in options_of(DatasetEntry)}
 
 
 def read_truth(text: object) -> bool:
@@ -264,21 +295,20 @@ def shown(value: object) -> str:
     return "[...]" if isinstance(value, list) else "{...}" if isinstance(value, dict) else quoted(value)
 
 
-def _entry_from(entry_type: Any, word: str) -> Entry:
-    entry: Entry = entry_type.from_word(word)
-    return entry
-
-
-def _read_entries(entry_type: type, items: list[object]) -> tuple[Entry, ...]:
-    """Entries of a list of texts and mappings."""
-    entries, problems = list[Entry](), list[str]()
+def _read_datasets(given: object) -> Datasets:
+    """Datasets of a text, a mapping, or a list of both."""
+    if isinstance(given, str):
+        return (DatasetEntry.from_word(given),)
+    if not isinstance(given, list | dict):
+        raise ValueError(given)
+    entries, problems, items = list[DatasetEntry](), list[str](), given if isinstance(given, list) else [given]
     for item in items[:_MOST_ITEMS]:
         if len(problems) >= MOST_SHOWN:
             break
         try:
             if not isinstance(item, str | dict):
                 raise ValueError(item)
-            entries.append(_read_mapping(entry_type, item) if isinstance(item, dict) else _entry_from(entry_type, item))
+            entries.append(_read_dataset(item) if isinstance(item, dict) else DatasetEntry.from_word(item))
         except ValueError:
             problems.append(f"{shown(item)}: it must be a text or a mapping")
         except ConfigError as error:
@@ -288,32 +318,33 @@ def _read_entries(entry_type: type, items: list[object]) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-def _read_mapping(entry_type: Any, keys: Mapping[object, object]) -> Entry:
-    known, values, problems = entry_spellings(entry_type), dict[str, Any](), list[str]()
+def _read_dataset(keys: Mapping[object, object]) -> DatasetEntry:
+    known, values, problems = spellings_of(dataset_options().values()), dict[str, Any](), list[str]()
     for key, given in itertools.islice(keys.items(), 2 * len(known)):
         spelling = known.get(str(key))
+        if spelling is None:
+            near = foreign_dataset_key(str(key)) or difflib.get_close_matches(str(key)[:60], known, 1)
+            hint = f"did you mean `{near[0]}`?" if near else f"a dataset has {', '.join(known)}"
+            problems.append(f"unknown key `{excerpt(str(key))}` of a dataset; {hint}")
+            continue
+        option = spelling.option
+        if option.name in values:
+            problems.append(f"`{key}` is the dataset's {option.name} a second time; keep one")
+            continue
         try:
-            if spelling is None:
-                near = foreign_dataset_key(str(key)) or difflib.get_close_matches(str(key)[:60], known, 1)
-                hint = f"did you mean `{near[0]}`?" if near else f"a dataset has {', '.join(known)}"
-                problems.append(f"unknown key `{excerpt(str(key))}` of a dataset; {hint}")
-            elif spelling.option.name in values:
-                problems.append(f"`{key}` is the dataset's {spelling.option.name} a second time; keep one")
-            else:
-                values[spelling.option.name] = spelling.option.read(given)
+            values[option.name] = option.read(given)
         except ValueError:
-            problems.append(f"`{key}: {shown(given)}`: it must be {spelling.option.expectation if spelling else ''}")
+            problems.append(f"`{key}: {shown(given)}`: it must be {option.expectation}")
         except ConfigError as error:
             problems += [f"`{key}`: {problem}" for problem in error.problems]
     if "name" not in values and not problems:
         problems.append("a dataset without `path`; give its name, file or folder")
     if problems:
         raise ConfigError(*problems[:MOST_SHOWN])
-    entry: Entry = entry_type(**values)
-    return entry
+    return DatasetEntry(**values)
 
 
-def _read_pairs(given: str | Mapping[object, object], form: str, example: str) -> Columns:
+def _read_pairs(given: str | Mapping[object, object], example: str) -> Columns:
     """Pairs of a mapping, or of a text such as `key=value,key=value`, spaces around them dropped."""
     problems, pairs = list[str](), list[tuple[str, str]]()
     parts = [part.partition("=")[::2] for part in given.split(",")] if isinstance(given, str) else given.items()
@@ -321,7 +352,7 @@ def _read_pairs(given: str | Mapping[object, object], form: str, example: str) -
         if isinstance(key, str) and isinstance(value, str) and key.strip() and value.strip():
             pairs.append((key.strip(), value.strip()) if isinstance(given, str) else (key, value))
         else:
-            problems.append(f"{shown(key)} with {shown(value)} is no pair {form}; write them as in {example}")
+            problems.append(f"{shown(key)} with {shown(value)} is no pair; write them as in {example}")
     counts = Counter(key for key, _ in pairs)
     problems += [f"{quoted(key)} is given {count} times; keep one" for key, count in counts.items() if count > 1]
     if problems or not pairs:

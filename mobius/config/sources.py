@@ -15,7 +15,6 @@ import yaml
 
 from mobius.config.config import (
     Config,
-    DatasetEntry,
     nearest_name,
     option_values,
     options,
@@ -23,7 +22,7 @@ from mobius.config.config import (
     spellings,
 )
 from mobius.config.foreign_options import IGNORED, foreign_option
-from mobius.config.options import Columns, Option, OptionValue, Spelling, entry_spellings, read_truth, shown
+from mobius.config.options import DatasetEntry, Option, OptionValue, Spelling, dataset_options, read_truth, shown
 from mobius.errors import ConfigError, excerpt, first_line, reason_of
 from mobius.regular_files import read_bytes
 
@@ -96,12 +95,12 @@ class OptionSource:
         # `deepspeed: null` asks for nothing; a list or mapping asks for something, and so does a bare `--deepspeed`.
         value = given if isinstance(given, str) else "" if given is None else None
         name = name.lstrip("-")
-        if foreign := foreign_option(name, value):
-            if foreign.is_ignored:
-                self.notices.append(f"{self.place}{typed} is ignored{foreign.message.removeprefix(IGNORED)}")
+        if answer := foreign_option(name, value):
+            if answer.startswith(IGNORED):
+                self.notices.append(f"{self.place}{typed} is ignored{answer.removeprefix(IGNORED)}")
             else:
-                self.problems.append(f"{self.place}unknown {typed}: {foreign.message}")
-                self.invalid_options.update(foreign.replacements)
+                self.problems.append(f"{self.place}unknown {typed}: {answer}")
+                self.invalid_options.update(_options_in(answer))
             return
         nearest = begun or nearest_name(name)
         hint = f"; did you mean `{self.dashes}{nearest}`?" if nearest else ""
@@ -140,7 +139,7 @@ class CommandLine(OptionSource):
         self.problems += [] if takes_many else map(_stray, words[1:])
 
     def _take_known(self, spelling: Spelling, words: list[str]) -> None:
-        bare = "true" if spelling.is_flag else spelling.option.rules.bare
+        bare = "true" if spelling.is_flag else spelling.option.bare
         if not words and bare is None:
             self.reject(spelling, f"`--{spelling.name}` has no value; it must be {spelling.option.expectation}")
             return
@@ -179,8 +178,13 @@ def _meant_names(typed: str) -> list[str]:
         # `--model_` begins two spellings of one option, which is not ambiguous; the first one is meant.
         known = spellings().get(match)
         meanings.setdefault((known.option.name, known.flag_value) if known else match, match)
-    foreign, begun = foreign_option(name), {spellings()[known].option.name for known in matches if known in spellings()}
-    return [] if foreign is not None and not begun <= set(foreign.replacements) else list(meanings.values())
+    answer, begun = foreign_option(name), {spellings()[known].option.name for known in matches if known in spellings()}
+    return list(meanings.values()) if answer is None or begun <= _options_in(answer) else []
+
+
+def _options_in(answer: str) -> set[str]:
+    """Options that an answer names."""
+    return {name for name in re.findall(r"--(\w+)", answer) if name in options()}
 
 
 class _Loader(yaml.BaseLoader):
@@ -277,7 +281,7 @@ def _written(option: Option, value: Any) -> object:
     if value is None:
         return "auto" if option.allows_auto else None
     if option.value_type is tuple:
-        return dict(typing.cast(Columns, value))
+        return dict(value)
     if not option.is_list:
         return getattr(value, "value", value)
     entries = [entry.name if entry.is_plain else _written_dataset(entry) for entry in value]
@@ -285,8 +289,9 @@ def _written(option: Option, value: Any) -> object:
 
 
 def _written_dataset(entry: DatasetEntry) -> dict[str, object]:
-    known = {spelling.option.name: spelling.option for spelling in entry_spellings(DatasetEntry).values()}
-    given = {name: getattr(entry, name) for name in known if name != "name"}
-    return {"path": entry.name} | {
-        name: _written(known[name], value) for name, value in given.items() if value != known[name].default
-    }
+    written: dict[str, object] = {"path": entry.name}
+    for name, option in dataset_options().items():
+        value = getattr(entry, name)
+        if name != "name" and value != option.default:
+            written[name] = _written(option, value)
+    return written

@@ -8,8 +8,8 @@ import errno
 import math
 import os
 import typing
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, combinations
 from pathlib import Path, PurePath
 from types import SimpleNamespace
@@ -17,8 +17,6 @@ from typing import Any, Final
 
 from mobius.config.config import (
     Config,
-    DatasetEntry,
-    Datasets,
     EvalStrategy,
     SaveStrategy,
     config_from,
@@ -27,7 +25,7 @@ from mobius.config.config import (
     steps_between,
 )
 from mobius.config.lr_schedules import find_decay_conflict, find_scheduler_conflicts
-from mobius.config.options import MOST_SHOWN, Option, OptionValue, entry_spellings
+from mobius.config.options import MOST_SHOWN, Datasets, Option, OptionValue, dataset_options
 from mobius.errors import ConfigError, excerpt, first_line, quoted
 
 _STEP_TOKENS: Final = 2**30
@@ -37,26 +35,13 @@ _SCHEDULE_PARTS: Final = 2**15
 _MOST_DATASETS: Final = 1000
 
 IsExempt = Callable[[str, Iterable[str]], bool]
-"""Whether an option may be without effect, given the options that make the mode."""
+"""Whether an option without effect is no mistake, given the options that make the mode."""
 _Conflicts = Iterator[tuple[str, str]]
 """Options that violate a rule, separated by spaces, and the error line."""
 
 
-def none_exempt(option: str, mode_options: Iterable[str]) -> bool:
-    """Exempt no option."""
-    return False
-
-
-def exempt_file_options(typed: Collection[str]) -> IsExempt:
-    """Exempt options of a file that have no effect in a mode that is `typed`."""
-    return lambda option, mode_options: option not in typed and any(name in typed for name in mode_options)
-
-
-def validate(config: Config, num_ranks: int, num_replicas: int = 1, *, is_exempt: IsExempt = none_exempt) -> None:
-    """Check everything that does not need the model; raises ConfigError with all problems.
-
-    `is_exempt` is that of `find_problems`.
-    """
+def validate(config: Config, num_ranks: int, num_replicas: int = 1, *, is_exempt: IsExempt | None = None) -> None:
+    """Check everything that does not need the model; raises ConfigError with all problems."""
     if problems := find_problems(config, num_ranks=num_ranks, num_replicas=num_replicas, is_exempt=is_exempt):
         raise ConfigError(*problems)
 
@@ -78,12 +63,11 @@ def find_problems(
     num_ranks: int | None = None,
     num_replicas: int = 1,
     invalid_options: Iterable[str] = (),
-    is_exempt: IsExempt = none_exempt,
+    is_exempt: IsExempt | None = None,
 ) -> list[str]:
     """Return all problems, one line each; without `num_ranks` (of a pipeline), rules that need it are skipped.
 
-    `invalid_options` names options with placeholder values: rules that involve one of them are skipped. `is_exempt`
-    returns whether an option without effect, given the options that cause this, is no mistake.
+    `invalid_options` names options with placeholder values: rules that involve one of them are skipped.
     """
     doubtful, reported = set(invalid_options), set[str]()
     problems: list[str] = []
@@ -108,17 +92,17 @@ def find_problems(
     return problems + [text for name, text in _find_ineffective_options(o, doubtful, is_exempt)]
 
 
-def _find_ineffective_options(o: SimpleNamespace, doubtful: set[str], is_exempt: IsExempt) -> _Conflicts:
+def _find_ineffective_options(o: SimpleNamespace, doubtful: set[str], is_exempt: IsExempt | None) -> _Conflicts:
     """Return options that are set in a mode in which they have no effect.
 
     Dry runs and previews look at a run and take all of its options.
     """
     for name, option in options().items():
-        for need in option.rules.needs if asks(name, getattr(o, name)) else ():
+        for need in option.needs if asks(name, getattr(o, name)) else ():
             by = need.decided_by.split()
             if need.is_met(o) or not doubtful.isdisjoint([name, *by]):
                 continue
-            if need.is_strict or not is_exempt(name, by):
+            if need.is_strict or is_exempt is None or not is_exempt(name, by):
                 remedy = f"remove it, or {need.instead}" if need.instead else "remove it"
                 yield name, f"`--{name}` has no effect {need.otherwise}; {remedy}"
                 break
@@ -137,13 +121,12 @@ def _value_problems(option: Option, value: OptionValue) -> list[str]:
     entries, found = typing.cast(Datasets, value), list[str]()
     if len(entries) > _MOST_DATASETS:
         return [f"{place} names more than {_MOST_DATASETS} datasets; give a folder that holds the files"]
-    keys = {spelling.option.name: spelling.option for spelling in entry_spellings(DatasetEntry).values()}
     for entry in entries:
         if option.name == "eval_dataset" and entry.weight != 1:
             detail = f"has the weight {entry.weight:g}, but each sample is evaluated once; leave the weight out"
             found.append(f"{place} {quoted(entry.name)} {detail}")
             continue
-        for key, own in keys.items():
+        for key, own in dataset_options().items():
             at = place if key == "name" else f"{place} {quoted(entry.name)}: its {key}"
             if problem := list(_value_problem(own, getattr(entry, key), at)):
                 found += problem
@@ -157,8 +140,8 @@ def _value_problem(option: Option, value: object, place: str) -> Iterator[str]:
         yield f"{place} is {number}; it must be {option.bounds.demand(value)}"
     if not isinstance(value, str):
         return
-    if option.rules.form is not None and not option.rules.form[0](value):
-        yield f"{place} is {quoted(value)}; it must be {option.rules.form[1]}"
+    if option.form is not None and not option.form[0](value):
+        yield f"{place} is {quoted(value)}; it must be {option.form[1]}"
     if option.is_name and (reason := _unusable_name(value)):
         yield f"{place} {quoted(value)} {reason}"
 
@@ -380,7 +363,7 @@ def infer_eval_strategy(config: Config, given: Iterable[str]) -> tuple[Config, s
         strategy, source, meaning = EvalStrategy.STEPS, "eval_steps", f"every {evaluation.eval_steps:g} steps"
         if evaluation.eval_steps < 1:
             meaning = f"after every {evaluation.eval_steps:g} of the run"
-    elif not (evaluation.evaluates or evaluation.predicts):
+    elif not (evaluation.evaluates or evaluation.do_predict):
         source = "eval_dataset" if data.eval_dataset is not None else "val_size"
         strategy, meaning = EvalStrategy.EPOCH, "at the end of each epoch and of the run"
     else:
@@ -397,24 +380,19 @@ def find_ineffective_launch_options(
 
     The file's are silent where the start is as they say; `devices` is CUDA_VISIBLE_DEVICES.
     """
-    if config.planning.dry_run or config.data.preview is not None:
-        return [], []
-    values = {field.name: getattr(config.launch, field.name) for field in fields(config.launch)}
     as_started = {"nproc_per_node": num_ranks // num_nodes, "nnodes": num_nodes, "cuda_visible_devices": devices}
-    asked = {name: value for name, value in values.items() if name != "pipeline_ranks" and asks(name, value)}
-    problems = [
-        f"`--{name}` has no effect on ranks that are already started; remove it and start with `bash train.sh`, or "
-        + (
-            f"write CUDA_VISIBLE_DEVICES={value} before the command"
-            if name == "cuda_visible_devices"
-            else f"give --{name} to torchrun, before main.py"
-        )
-        for name, value in asked.items()
-        if name in typed
-    ]
-    others = [
-        f"{name}: {value}" for name, value in asked.items() if name not in typed and value != as_started.get(name)
-    ]
+    problems, others = list[str](), list[str]()
+    for name, value in vars(config.launch).items():
+        if name == "pipeline_ranks" or not asks(name, value):
+            continue
+        if name in typed:
+            other = f"give --{name} to torchrun, before main.py"
+            if name == "cuda_visible_devices":
+                other = f"write CUDA_VISIBLE_DEVICES={value} before the command"
+            reason = "has no effect on ranks that are already started"
+            problems.append(f"`--{name}` {reason}; remove it and start with `bash train.sh`, or {other}")
+        elif value != as_started.get(name):
+            others.append(f"{name}: {value}")
     notice = f"the file's {', '.join(others)} is for `bash train.sh`, and the ranks were started without it"
     return problems, [notice] if others else []
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tqdm import tqdm
 
-from mobius.config.config import DataConfig, DatasetEntry, Packing
+from mobius.config.config import DataConfig, Packing
+from mobius.config.options import DatasetEntry
 from mobius.data import token_store
 from mobius.data.chat_templates import resolve_template
 from mobius.data.formats import Completion, Conversation, Document, RecordFormat, Sample, detect_format, parse_record

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from mobius.atomic_files import atomic_write
-from mobius.config.config import DatasetEntry
+from mobius.config.options import DatasetEntry
 from mobius.data.readers import COMPRESSED, SUFFIXES, RecordBlock, find_reader, table_blocks
 from mobius.errors import DataError, excerpt, first_line, listed, quoted, reason_of
 from mobius.regular_files import open_regular, read_json

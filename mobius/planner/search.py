@@ -136,7 +136,7 @@ def _usual_numbers(request: PlanRequest) -> PlanRequest:
     usual, num_ranks = PipelineConfig(), request.machine.num_ranks
     stages, chunks = request.num_stages, request.num_chunks
     if stages is None:
-        most = min(max(usual.stages, num_ranks), request.shape.num_layers)
+        most = min(max(usual.num_stages or 0, num_ranks), request.shape.num_layers)
         stages = max(num_ranks, most // num_ranks * num_ranks)
     if chunks is None:
         most, rounds = max(usual.num_microbatches, num_ranks), request.accumulation_rounds or 1

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from mobius.config.config import DatasetEntry
+from mobius.config.options import DatasetEntry
 from mobius.data.batches import TrainingBatches
 from mobius.data.datasets import PreparedDataset
 from mobius.data.preview import escape_invisible

@@ -103,7 +103,7 @@ def _run(config: Config, ranks: Ranks, given: Collection[str] | None, run_status
     """Train and evaluate as far as that is asked for; returns the answers that are left to be generated."""
     with StartupMeter() as startup:
         check_installed(config.output.trackers)
-        if config.evaluation.predicts:
+        if config.evaluation.do_predict:
             check_scores_installed()
         if only_answers(config):
             return prepare_prediction(config, ranks, run_status, given=given)
@@ -203,7 +203,7 @@ class TrainingRun:
         check_same_model(config, self.model_folder, replicas)
         model_config = load_model_config(self.model_folder, config.model)
         self.tokenizer = load_tokenizer(self.model_folder, model_config.vocab_size)
-        if config.evaluation.predicts:
+        if config.evaluation.do_predict:
             check_generation_config(self.model_folder, self.tokenizer, model_config.vocab_size)
         chat_template = resolve_template(config.data.chat_template)
         self.model_files = read_model_files(self.model_folder).with_chat_template(chat_template)
@@ -218,7 +218,7 @@ class TrainingRun:
     def _read_data(self, draft: RunSetup) -> None:
         """Tokenize; all replicas must see the same samples, and a resumed run those that it has begun with."""
         self.config, self.data, self.batches = read_data(self.config, self.ranks, self.tokenizer)
-        if self.config.evaluation.predicts:
+        if self.config.evaluation.do_predict:
             prediction_samples(self.data, self.config)  # refused now, not after the training
         check_same_data(self.data.fingerprint, self.data.evaluation_fingerprint, draft.rank_context.replica_rendezvous)
         if self.resume is not None:
@@ -472,7 +472,7 @@ class TrainingRun:
     def prediction_task(self) -> PredictionTask | None:
         """Facts that answers to evaluation data need, without the run's memory; None where no answers are wanted."""
         config = self.config
-        if not (config.evaluation.predicts and self.session.is_first):
+        if not (config.evaluation.do_predict and self.session.is_first):
             return None
         whole = self.output.save_dir if self.base is None else merged_folder(config)
         trained = f"after the last step: the model is complete and checked in {self.output.save_dir}"

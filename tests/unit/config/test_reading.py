@@ -16,7 +16,6 @@ from mobius.config.config import (
     BestMetric,
     Compile,
     Config,
-    DatasetEntry,
     Dtype,
     EvalStrategy,
     LrSchedulerType,
@@ -30,7 +29,7 @@ from mobius.config.config import (
     options,
     spellings,
 )
-from mobius.config.options import Bounds, OptionValue, entry_spellings
+from mobius.config.options import Bounds, DatasetEntry, OptionValue, dataset_options
 from mobius.config.sources import to_yaml
 from mobius.errors import ConfigError
 
@@ -95,12 +94,12 @@ def test_every_field_has_a_text_and_every_number_bounds() -> None:
     for option in options().values():
         assert len(option.text) > 10, option.name
         assert option.text.endswith("."), option.name
-    every = [*options().values(), *(spelling.option for spelling in entry_spellings(DatasetEntry).values())]
+    every = [*options().values(), *dataset_options().values()]
     assert [option.name for option in every if option.value_type in (int, float) and not option.bounds] == []
 
 
 def test_modes_are_decided_by_options_that_there_are() -> None:
-    needs = [need for option in options().values() for need in option.rules.needs]
+    needs = [need for option in options().values() for need in option.needs]
     assert {name for need in needs for name in need.decided_by.split()} <= options().keys()
 
 
@@ -457,14 +456,14 @@ def test_a_file_whose_name_ends_like_a_weight_is_that_file(tmp_path: Path, monke
 def test_help_shows_every_option_with_its_default_and_aliases_on_the_first_rank(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "400")  # one line per option, so that no text is broken up
+    monkeypatch.setenv("COLUMNS", "400")  # so that no text is broken up
     with pytest.raises(SystemExit) as caught:
         parse_args(["--batch_size", "x", "--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
     for part in (*(option.text for option in options().values()), *(f"--{name}" for name in spellings())):
         assert part in text
-    for part in ("default: 128", "--dataset WORD [WORD ...] ", "default: xsum]", "--preview [INT] ", "\nOptimizer:"):
+    for part in ("  --batch_size  [a whole number at least 1; default: 128]", "default: xsum]", "\nOptimizer:"):
         assert part in text
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)

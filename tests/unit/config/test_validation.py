@@ -1,13 +1,14 @@
 """Values that do not fit, alone or together, are one problem that names the options; at the edge they are taken."""
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
 
 from mobius.config.cli import parse_args
 from mobius.config.config import Config, LrSchedulerType, OptimConfig, config_from
-from mobius.config.lr_schedules import SCHEDULE_ARGUMENTS, Argument
+from mobius.config.lr_schedules import SCHEDULE_ARGUMENTS
 from mobius.config.sources import to_yaml
 from mobius.config.validation import find_problems, resolve_epochs, validate
 from mobius.errors import ConfigError
@@ -263,7 +264,5 @@ def test_a_polynomial_that_would_end_above_its_peak_is_refused() -> None:
 
 
 def test_every_argument_says_what_it_may_be() -> None:
-    arguments = set(itertools.chain.from_iterable(each.values() for each in SCHEDULE_ARGUMENTS.values()))
-    assert all("number" in str(each) or "one of" in str(each) for each in arguments)
-    with pytest.raises(ValueError, match="inf"):
-        Argument().read("inf")
+    arguments = itertools.chain.from_iterable(each.values() for each in SCHEDULE_ARGUMENTS.values())
+    assert all(re.search("number at|number above|one of", each.expectation) for each in arguments)
