@@ -21,6 +21,7 @@ from mobius.engine.adamw import AdamWSettings, FlatAdamW
 from mobius.engine.adamw_cpu import CPUAdamW, load_adamw_cpu
 from mobius.engine.host_arena import HostArena
 from mobius.engine.stage_state import StageState
+from mobius.engine.state_codec import SeparateMaster
 from mobius.models.layout import StageLayout
 from mobius.ranks import cache_folder
 
@@ -41,7 +42,8 @@ def with_whole_master(state: StageState) -> StageState:
     """A copy of the stage with an fp32 master of its own."""
     layouts = {0: state.layout}
     master = HostArena(layouts, dtype=torch.float32, register=False).states[0].weights
-    return replace(state, master=master.copy_(state.read_master()))
+    parts = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq, "master": master.copy_(state.read_master())}
+    return replace(state, parts=parts, codec=SeparateMaster())
 
 
 def bytes_of_one_pass(state: StageState) -> int:

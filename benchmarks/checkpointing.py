@@ -12,7 +12,6 @@ from typing import Any
 from mobius.checkpoint.folders import open_checkpoint
 from mobius.checkpoint.reader import CheckpointReader
 from mobius.checkpoint.restore import restore
-from mobius.checkpoint.saved_stage import optimizer_tensors
 from mobius.checkpoint.saver import CheckpointSaver, StepMetadata, collect_run_metadata
 from mobius.data.batches import TrainingBatches
 from mobius.distributed.transport import all_gather_numbers
@@ -144,4 +143,4 @@ def _point(trainer: Trainer, metrics: StepMetrics) -> StepMetadata:
 
 def _stage_bytes(stages: RankStages, stage: int) -> int:
     state = stages.memory[stage].state
-    return sum(tensor.nbytes for tensor in (state.weights, *optimizer_tensors(state).values()))
+    return sum(tensor.nbytes for tensor in (state.weights, *state.parts.values()))

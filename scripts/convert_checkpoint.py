@@ -37,7 +37,6 @@ from mobius.atomic_files import sync_to_disk
 from mobius.checkpoint.folders import checkpoint_path, commit_checkpoint, create_partial, discard, open_checkpoint
 from mobius.checkpoint.manifest import MANIFEST_FILE, Manifest
 from mobius.checkpoint.tensor_files import (
-    STATE_DTYPES,
     FileRecord,
     StageFiles,
     StageParameter,
@@ -45,6 +44,7 @@ from mobius.checkpoint.tensor_files import (
     translate_file_errors,
     write_stage,
 )
+from mobius.engine.state_codec import CODECS
 from mobius.errors import CheckpointError, MobiusError, first_line
 from mobius.models.model_files import read_json_object
 
@@ -137,7 +137,8 @@ def parameters_of(metadata: Metadata, manifest: Manifest) -> list[StageParameter
     }
     if missing := sorted(manifest.tensor_files.keys() - found.keys()):
         raise CheckpointError(f"torch's index lacks {len(missing)} tensors of the checkpoint, such as {missing[0]!r}.")
-    states = {name for name in found if name.rpartition(".")[2] in STATE_DTYPES}
+    parts = CODECS[getattr(torch, manifest.dtype)].parts
+    states = {name for name in found if name.rpartition(".")[2] in parts}
     weights = [record for record in manifest.files if not states.issuperset(record.checksums)]
     parameters = [
         StageParameter(name, found[name], stage, is_trained=f"{name}.exp_avg" in found)
@@ -161,7 +162,7 @@ def read_dcp(
     for full_name in names:
         name, _, key = full_name.rpartition(".")
         is_state = full_name not in shapes
-        shape, its_dtype = (shapes[name], STATE_DTYPES[key]) if is_state else (shapes[full_name], dtype)
+        shape, its_dtype = (shapes[name], CODECS[dtype].parts[key]) if is_state else (shapes[full_name], dtype)
         tensors[full_name] = torch.empty(shape, dtype=its_dtype)
     with translate_torch_errors("read", folder):
         load(tensors, storage_reader=FileSystemReader(folder), no_dist=True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mobius.checkpoint.manifest import Manifest
-from mobius.checkpoint.tensor_files import STATE_DTYPES, chunks_of, translate_file_errors
+from mobius.checkpoint.tensor_files import chunks_of, translate_file_errors
 from mobius.errors import CheckpointError, quoted
 from mobius.regular_files import open_regular, read_bytes
 
@@ -63,28 +63,39 @@ class CheckpointReader:
         dtype: torch.dtype = getattr(torch, self.manifest.dtype)
         return dtype
 
-    def read_weight(self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None) -> Tensor:
-        """Parameter `name` as it was trained, in the checkpoint's dtype, into `out` if given (contiguous, on the CPU).
+    def read(self, full_name: str, shape: tuple[int, ...], dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
+        """Tensor as it was saved, into `out` if given (contiguous, on the CPU).
 
-        Raises CheckpointError if it is absent, of another shape or damaged; the values of `out` are undefined then.
+        Raises CheckpointError if it is absent, of another shape or dtype, or damaged: `out` is undefined then.
         """
-        return self._read(name, shape, self.dtype, out)
-
-    def read_state(self, name: str, key: str, shape: tuple[int, ...], *, out: Tensor | None = None) -> Tensor:
-        """State `key` (`files.optimizer_keys`) of parameter `name`; else like `read_weight`."""
-        if not self.manifest.has_optimizer:
+        location = self._location_of(full_name)
+        path = self.path / self._files[full_name].file_name
+        if (location.shape, location.dtype) != (shape, dtype):
             raise CheckpointError(
-                f"{self.path} holds weights only (--save_only_model); a run cannot go on from it. Begin a new one with "
-                f"--model_path {self.path}. {self._hint()}".rstrip()
+                f"{path}: {full_name!r} is {_text(location.dtype, location.shape)}, this run needs "
+                f"{_text(dtype, shape)}: the checkpoint is one of another model or precision."
             )
-        return self._read(f"{name}.{key}", shape, STATE_DTYPES[key], out)
+        values = torch.empty(shape, dtype=dtype) if out is None else out
+        assert (values.shape, values.dtype, values.is_contiguous()) == (shape, dtype, True)
+        found, position = 0, location.start
+        with translate_file_errors(f"read {full_name!r} of", path), open_regular(path) as file:
+            for chunk in chunks_of(values):
+                filled = 0
+                while filled < len(chunk) and (count := os.preadv(file.fileno(), [chunk[filled:]], position)):
+                    filled, position = filled + count, position + count
+                if filled < len(chunk):
+                    raise self._damaged(path, f"it ends in the middle of {full_name!r}")
+                found = zlib.crc32(chunk, found)
+        if found != (saved := self._files[full_name].checksums[full_name]):
+            raise self._damaged(path, f"the checksum of {full_name!r} is {found:08x}, saved was {saved:08x}")
+        return values
 
     def verify_all(self) -> None:
         """Read everything once. Raises CheckpointError that names the first file, and tensor, that is damaged."""
 
         def verify_tensor(full_name: str) -> None:
             location = self._location_of(full_name)
-            self._read(full_name, location.shape, location.dtype, None)
+            self.read(full_name, location.shape, location.dtype)
 
         with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "verify") as threads:
             for _ in threads.map(verify_tensor, self._files):
@@ -104,30 +115,6 @@ class CheckpointReader:
                     "Bring the file back; options of a run that goes on are given at its start, with --resume_changes "
                     "where they change what is trained",
                 )
-
-    def _read(self, full_name: str, shape: tuple[int, ...], dtype: torch.dtype, out: Tensor | None) -> Tensor:
-        location = self._location_of(full_name)
-        path = self.path / self._files[full_name].file_name
-        if (location.shape, location.dtype) != (shape, dtype):
-            raise CheckpointError(
-                f"{path}: {full_name!r} is {_text(location.dtype, location.shape)}, this run needs "
-                f"{_text(dtype, shape)}: "
-                "the checkpoint is one of another model or precision."
-            )
-        values = torch.empty(shape, dtype=dtype) if out is None else out
-        assert (values.shape, values.dtype, values.is_contiguous()) == (shape, dtype, True)
-        found, position = 0, location.start
-        with translate_file_errors(f"read {full_name!r} of", path), open_regular(path) as file:
-            for chunk in chunks_of(values):
-                filled = 0
-                while filled < len(chunk) and (count := os.preadv(file.fileno(), [chunk[filled:]], position)):
-                    filled, position = filled + count, position + count
-                if filled < len(chunk):
-                    raise self._damaged(path, f"it ends in the middle of {full_name!r}")
-                found = zlib.crc32(chunk, found)
-        if found != (saved := self._files[full_name].checksums[full_name]):
-            raise self._damaged(path, f"the checksum of {full_name!r} is {found:08x}, saved was {saved:08x}")
-        return values
 
     def _location_of(self, full_name: str) -> TensorLocation:
         if full_name not in self._files:

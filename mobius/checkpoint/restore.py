@@ -15,7 +15,7 @@ from torch import Tensor
 from mobius.checkpoint.folders import checkpoint_path, open_checkpoint
 from mobius.checkpoint.manifest import MANIFEST_FILE
 from mobius.checkpoint.reader import CheckpointReader
-from mobius.checkpoint.saved_stage import HasMemory, OpenRun, optimizer_tensors
+from mobius.checkpoint.saved_stage import HasMemory, OpenRun
 from mobius.distributed.transport import all_gather_numbers
 from mobius.engine.stage_state import StageState
 from mobius.models.blocks import ModelParts
@@ -93,14 +93,14 @@ class SavedWeights:
         """Value of parameter `name`, into `out` if given; pieces one after the other. Raises CheckpointError."""
         stored_name = self.stored_name(name)
         if stored_name not in self._pieces:
-            return self.reader.read_weight(stored_name, shape, out=out)
+            return self.reader.read(stored_name, shape, self.reader.dtype, out=out)
         whole = torch.empty(shape, dtype=self.reader.dtype) if out is None else out
         for piece in self._pieces[stored_name]:
             own = piece.of(whole)
             if own.is_contiguous():
-                self.reader.read_weight(piece.name, piece.shape, out=own)
+                self.reader.read(piece.name, piece.shape, whole.dtype, out=own)
             else:
-                own.copy_(self.reader.read_weight(piece.name, piece.shape))
+                own.copy_(self.reader.read(piece.name, piece.shape, whole.dtype))
         return whole
 
 
@@ -120,11 +120,11 @@ def _restore_parameter(state: StageState, name: str, saved: SavedWeights, weight
     if not layout.is_trained(name) or weights_only:
         return
     if state.shards is None:
-        for key, tensor in optimizer_tensors(state).items():
-            place(tensor, partial(saved.reader.read_state, stored_name, key, shape))
+        for key, tensor in state.parts.items():
+            place(tensor, partial(saved.reader.read, f"{stored_name}.{key}", shape, tensor.dtype))
         return
     owned = [(own.state, cut) for own in state.owned if (cut := own.overlap(part)) is not None]
-    for key in optimizer_tensors(state) if owned else ():
-        values = saved.reader.read_state(stored_name, key, shape).reshape(-1)
+    for key, tensor in state.parts.items() if owned else ():
+        values = saved.reader.read(f"{stored_name}.{key}", shape, tensor.dtype).reshape(-1)
         for own, (inside, given) in owned:
-            optimizer_tensors(own)[key][inside].copy_(values[given])
+            own.parts[key][inside].copy_(values[given])

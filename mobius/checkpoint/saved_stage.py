@@ -14,7 +14,6 @@ from mobius.checkpoint.tensor_files import StageParameter
 from mobius.distributed.shards import ReplicaGroup
 from mobius.distributed.transport import RankGroup, Transport
 from mobius.engine.stage_memory import StageMemory
-from mobius.engine.stage_state import MasterRemainder, StageState
 from mobius.models.blocks import ModelParts
 from mobius.models.parameter_pieces import ParameterPiece, stored_views
 from mobius.planner.run_setup import RunSetup
@@ -65,7 +64,7 @@ class SavedStage:
     """Parameter -> tensors that its weights are stored as, if not one of its name."""
 
     def flat_tensors(self, *, has_optimizer: bool) -> dict[str, Tensor]:
-        """Flat tensors that make up the state, by what they hold: weights, and `optimizer_keys` of the format.
+        """Flat tensors that make up the state, by what they hold: weights, and parts of the optimizer state.
 
         Of a stage that replicas share, only this replica's part, also of the weights: the other parts may not have
         arrived yet.
@@ -77,7 +76,7 @@ class SavedStage:
         if self.replicas is not None and state.shards is not None:
             frozen = {_FROZEN: whole[state.layout.num_trained :]} if is_first else {}
             weights = frozen | {_own_weights(number): whole[part] for number, part in enumerate(state.shards.own)}
-        return weights | (optimizer_tensors(state) if has_optimizer else {})
+        return {**weights, **(state.parts if has_optimizer else {})}
 
     def gather_from_replicas(self, flat: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Tensors of all replicas' parts on the first replica, nothing on the other ones. Call it in one thread."""
@@ -109,17 +108,6 @@ class SavedStage:
 def _own_weights(number: int) -> str:
     """Name of one of a replica's separate parts of the weights."""
     return f"weights, part {number}"
-
-
-def optimizer_tensors(state: StageState) -> dict[str, Tensor]:
-    """Flat tensors of a stage's optimizer state, by the ending of their names in a checkpoint."""
-    master = state.master
-    own: dict[str, Tensor] = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
-    if isinstance(master, MasterRemainder):
-        own["master_low"] = master.bits
-    elif master is not state.weights:
-        own["master"] = master
-    return own
 
 
 def saved_parameters(run_setup: RunSetup) -> list[StageParameter]:

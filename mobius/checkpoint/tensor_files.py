@@ -19,7 +19,7 @@ import json
 import math
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,27 +33,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mobius.atomic_files import follow_umask, sync_to_disk
+from mobius.engine.state_codec import CODECS
 from mobius.errors import CheckpointError, reason_of
 from mobius.units import format_bytes
-
-STATE_DTYPES: Final[Mapping[str, torch.dtype]] = {
-    "exp_avg": torch.float32,
-    "exp_avg_sq": torch.float32,
-    "master_low": torch.int16,
-    "master": torch.float32,
-}
-"""Dtype of each tensor of the optimizer's state of a parameter."""
 
 MODEL_PREFIX: Final = "model"
 """Prefix of files with all weights of a model, which transformers loads."""
 TRAINED_PREFIX: Final = "trained"
 """Prefix of files with only the trained weights: adapters."""
 
-_MASTER: Final[Mapping[torch.dtype, tuple[str, ...]]] = {
-    torch.float32: (),
-    torch.bfloat16: ("master_low",),
-    torch.float16: ("master",),
-}
 _MAX_FILE_BYTES: Final = 5_000_000_000
 _HEADER_BYTES: Final = 512
 """Upper bound of the bytes of a tensor's entries in header, index and checkpoint.json."""
@@ -84,9 +72,9 @@ class StageParameter:
         """Names of the tensors that its weights are stored as."""
         return (self.name,) if self.pieces is None else self.pieces
 
-    def state_names(self, keys: Sequence[str]) -> tuple[str, ...]:
+    def state_names(self, parts: Iterable[str]) -> tuple[str, ...]:
         """Names of the tensors that the optimizer's state is stored as."""
-        return tuple(f"{self.name}.{key}" for key in keys)
+        return tuple(f"{self.name}.{part}" for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +108,6 @@ class FileRecord:
     checksums: Mapping[str, int]
 
 
-def optimizer_keys(dtype: torch.dtype) -> tuple[str, ...]:
-    """Names of each trained parameter's optimizer tensors in a run with weights of `dtype`, in file order."""
-    return ("exp_avg", "exp_avg_sq", *_MASTER[dtype])
-
-
 def plan_files(
     parameters: Sequence[StageParameter],
     *,
@@ -141,10 +124,10 @@ def plan_files(
     """
     assert len({parameter.name for parameter in parameters}) == len(parameters), "a parameter is saved twice"
     by_stage = sorted(parameters, key=lambda parameter: parameter.stage)  # stable: their order within a stage stays
-    keys = optimizer_keys(dtype) if has_optimizer else ()
-    state_bytes = sum(STATE_DTYPES[key].itemsize for key in keys)
+    parts = CODECS[dtype].parts if has_optimizer else {}
+    state_bytes = sum(part.itemsize for part in parts.values())
     weights = [(each, each.weight_names) for each in by_stage if each.weight_names]
-    states = [(each, each.state_names(keys)) for each in by_stage if each.is_trained and has_optimizer]
+    states = [(each, each.state_names(parts)) for each in by_stage if each.is_trained and has_optimizer]
     model = _divide(weights_prefix, weights, dtype.itemsize, max_file_bytes)
     optimizer = _divide("optimizer", states, state_bytes, max_file_bytes)
     num_stages = max((parameter.stage for parameter in parameters), default=-1) + 1
@@ -176,13 +159,13 @@ def _divide(
 
 def checkpoint_disk_bytes(parameters: Sequence[StageParameter], dtype: torch.dtype, has_optimizer: bool) -> int:
     """Bytes that a checkpoint takes on the disk at the most, with its small files."""
-    keys = optimizer_keys(dtype) if has_optimizer else ()
-    state_bytes = sum(STATE_DTYPES[key].itemsize for key in keys)
+    parts = CODECS[dtype].parts if has_optimizer else {}
+    state_bytes = sum(part.itemsize for part in parts.values())
     num_bytes = _SMALL_FILE_BYTES
     for parameter in parameters:
         per_element = dtype.itemsize + parameter.is_trained * state_bytes
         num_bytes += parameter.num_elements * per_element
-        names = (*parameter.weight_names, *parameter.state_names(keys))
+        names = (*parameter.weight_names, *parameter.state_names(parts))
         num_bytes += sum(_HEADER_BYTES + len(name) for name in names)
     return num_bytes
 

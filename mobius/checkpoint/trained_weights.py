@@ -8,7 +8,8 @@ import torch
 
 from mobius.checkpoint.saved_stage import OpenRun
 from mobius.distributed.transport import all_gather_numbers
-from mobius.engine.stage_state import CHUNK_ELEMENTS, StageState
+from mobius.engine.stage_state import StageState
+from mobius.engine.state_codec import CHUNK_ELEMENTS
 from mobius.errors import MobiusError, NoResultError
 from mobius.models.weights import WeightSource, read_in_pieces
 

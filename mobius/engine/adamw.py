@@ -17,8 +17,7 @@ from torch.optim.adamw import adamw
 
 from mobius.engine.adamw_cpu import CPUAdamW
 from mobius.engine.adamw_gpu import GPUAdamW
-from mobius.engine.split_master import join_master, split_master
-from mobius.engine.stage_state import MasterRemainder, StageState
+from mobius.engine.stage_state import StageState
 from mobius.engine.update_arguments import UpdateArguments
 from mobius.models.layout import FlatRange, StageLayout, within
 
@@ -117,16 +116,14 @@ class FlatAdamW:
             gradient = self._scratch_like(weights, "gradient").copy_(gradient)
         if numbers.gradient_factor != 1.0:
             gradient.mul_(numbers.gradient_factor)
-        if isinstance(state.master, MasterRemainder):
-            remainder = state.master.bits[chunk]
-            master = join_master(weights, remainder, out=self._scratch_like(weights, "master"))
-        else:
-            master = state.master[chunk]
+        parts = {name: part[chunk] for name, part in state.parts.items()}
+        master = state.codec.decode_master(weights, parts, partial(self._scratch_like, use="master"))
+        moments = state.codec.decode_moments(parts)
         adamw(
             [master],
             [gradient],
-            [state.exp_avg[chunk]],
-            [state.exp_avg_sq[chunk]],
+            [moments[0]],
+            [moments[1]],
             [],
             [torch.full((), float(numbers.step - 1), device=master.device)],  # torch increments it before use
             fused=True,
@@ -139,10 +136,8 @@ class FlatAdamW:
             maximize=False,
             found_inf=found_inf,
         )
-        if isinstance(state.master, MasterRemainder):
-            split_master(master, weights=weights, remainder=remainder)
-        elif state.master is not state.weights:
-            weights.copy_(master)
+        state.codec.encode_moments(moments, parts)
+        state.codec.encode_master(master, weights, parts)
 
     def _scratch_like(self, tensor: Tensor, use: str) -> Tensor:
         """Return fp32 scratch memory for the elements of `tensor` on its device, one buffer per `use` and thread.

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from mobius.atomic_files import atomic_write
-from mobius.engine.stage_state import MasterRemainder, StageState
+from mobius.engine.stage_state import StageState
+from mobius.engine.state_codec import SplitMaster, StateCodec
 from mobius.engine.update_arguments import UpdateArguments
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class CPUAdamW:
             return
         name = _function_name(state)
         assert name is not None
-        remainder = [state.master.bits] if isinstance(state.master, MasterRemainder) else []
+        remainder = [state.parts["master_low"]] if isinstance(state.codec, SplitMaster) else []
         whole = (state.weights, *remainder, state.exp_avg, state.exp_avg_sq, state.gradients)
         arrays = [array[part] for array in whole]
         count = arrays[0].numel()
@@ -80,10 +81,10 @@ class CPUAdamW:
 
 def _function_name(state: StageState) -> str | None:
     """Return the function of adamw.c for the dtypes of `state`, if there is one."""
-    if isinstance(state.master, MasterRemainder):
+    if isinstance(state.codec, SplitMaster):
         is_whole = state.gradients.dtype == torch.float32
         return "mobius_adamw_split_fp32" if is_whole else "mobius_adamw_split_bf16"
-    return "mobius_adamw_fp32" if state.master is state.weights else None
+    return "mobius_adamw_fp32" if type(state.codec) is StateCodec else None
 
 
 def load_adamw_cpu(cache: Path, *, num_threads: int) -> CPUAdamW | None:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mobius.engine.stage_state import MasterRemainder, StageState
+from mobius.engine.stage_state import StageState
+from mobius.engine.state_codec import SplitMaster
 from mobius.engine.update_arguments import UpdateArguments
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class GPUAdamW:
 
     def supports(self, state: StageState) -> bool:
         """Whether it can update the state: on a GPU, with a split master, and compilation has not failed."""
-        return state.weights.is_cuda and isinstance(state.master, MasterRemainder) and self._is_there()
+        return state.weights.is_cuda and isinstance(state.codec, SplitMaster) and self._is_there()
 
     def _is_there(self) -> bool:
         if self._kernel is None and not self._is_broken:
@@ -68,11 +69,11 @@ class GPUAdamW:
 
         Returns after enqueuing. Changes nothing if `found_inf` (fp32 scalar on the device) is not 0.
         """
-        assert isinstance(state.master, MasterRemainder)
         device = state.weights.device
         if device not in self._nothing_found:
             self._nothing_found[device] = torch.zeros((), dtype=torch.float32, device=device)
-        arrays = (state.weights.view(torch.int16), state.master.bits, state.exp_avg, state.exp_avg_sq, state.gradients)
+        remainder = state.parts["master_low"]
+        arrays = (state.weights.view(torch.int16), remainder, state.exp_avg, state.exp_avg_sq, state.gradients)
         for start in range(part.start, part.stop, MAX_ELEMENTS):
             chunk = slice(start, min(start + MAX_ELEMENTS, part.stop))
             count = chunk.stop - chunk.start

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,22 +10,8 @@ import torch
 from torch import Tensor
 
 from mobius.distributed.shards import Shards
-from mobius.engine.split_master import join_master, split_master
+from mobius.engine.state_codec import CHUNK_ELEMENTS, CODECS, StateCodec
 from mobius.models.layout import StageLayout
-
-CHUNK_ELEMENTS = 2**22
-"""Elements split at a time: bounds the extra memory of writing a master to 32 MiB."""
-HOST_CHUNK_ELEMENTS = 2**18
-"""On a CPU: fits the cache and needs no new pages (430 million elements a second and core on a cloud VM, 2026-11-24;
-150 with `CHUNK_ELEMENTS`)."""
-
-
-@dataclass(frozen=True)
-class MasterRemainder:
-    """Difference between bf16 weights and their fp32 master (`split_master.py`); together they are the master."""
-
-    bits: Tensor
-    """int16."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +44,9 @@ class StageState:
     """Working copy in the compute dtype: the rounded master, and frozen parameters, which have no master."""
     gradients: Tensor
     """In the dtype of `weights` or fp32. Streamed: as copied from the GPU. Resident: owned, or a view of the sum."""
-    master: Tensor | MasterRemainder
-    """fp32, or the remainder that complements bf16 weights; in an fp32 run the same tensor as `weights`."""
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    parts: Mapping[str, Tensor]
+    """Owned moments, and what `weights` lack of their fp32 master, as `codec` names them."""
+    codec: StateCodec
     shards: Shards | None = None
     """None if everything is owned: there is one replica."""
 
@@ -76,15 +61,19 @@ class StageState:
     ) -> StageState:
         """Return a state with `weights` and `gradients`; `zeros` (length, dtype) allocates the other tensors."""
         count = num_owned(layout, shards)
-        master: Tensor | MasterRemainder
-        if weights.dtype == torch.float32:
-            master = weights
-        elif weights.dtype == torch.bfloat16:
-            master = MasterRemainder(zeros(count, torch.int16))
-        else:  # fp16 is not the high half of fp32
-            master = zeros(count, torch.float32)
-        moments = zeros(count, torch.float32), zeros(count, torch.float32)
-        return cls(layout, weights, gradients, master, *moments, shards)
+        codec = CODECS[weights.dtype]
+        parts = {part: zeros(count, dtype) for part, dtype in codec.parts.items()}
+        return cls(layout, weights, gradients, parts, codec, shards)
+
+    @property
+    def exp_avg(self) -> Tensor:
+        """The first moment."""
+        return self.parts["exp_avg"]
+
+    @property
+    def exp_avg_sq(self) -> Tensor:
+        """The second moment."""
+        return self.parts["exp_avg_sq"]
 
     @cached_property
     def owned(self) -> tuple[OwnedShard, ...]:
@@ -95,14 +84,8 @@ class StageState:
         return tuple(OwnedShard(place, self._part(place, inner)) for place, inner in self.shards.places())
 
     def _part(self, place: slice, inner: slice) -> StageState:
-        weights, master = self.weights[place], self.master
-        own: Tensor | MasterRemainder
-        if isinstance(master, MasterRemainder):
-            own = MasterRemainder(master.bits[inner])
-        else:
-            own = weights if master is self.weights else master[inner]
-        moments = self.exp_avg[inner], self.exp_avg_sq[inner]
-        return StageState(self.layout.part(place), weights, self.gradients[inner], own, *moments)
+        parts = {part: tensor[inner] for part, tensor in self.parts.items()}
+        return StageState(self.layout.part(place), self.weights[place], self.gradients[inner], parts, self.codec)
 
     def own_gradient(self, name: str) -> Tensor:
         """Return the flat gradient of one parameter's owned elements, which are contiguous."""
@@ -113,38 +96,22 @@ class StageState:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Distinct tensors that hold the state."""
-        master = self.master.bits if isinstance(self.master, MasterRemainder) else self.master
-        own_master = () if master is self.weights else (master,)
-        return (self.weights, self.gradients, *own_master, self.exp_avg, self.exp_avg_sq)
+        return (self.weights, self.gradients, *self.parts.values())
 
     def read_master(self, part: slice = slice(None)) -> Tensor:
         """Return the fp32 master of the trained elements in `part`: a view if it is stored unsplit, else new memory."""
-        trained = slice(0, self.layout.num_trained)
-        if not isinstance(self.master, MasterRemainder):
-            return self.master[trained][part]
-        weights = self.weights[trained][part]
-        return join_master(weights, self.master.bits[part], out=torch.empty_like(weights, dtype=torch.float32))
+        return self.codec.decode_master(*self._trained(part))
 
     def write_master(self, part: slice, values: Tensor) -> None:
         """Set the master of the trained elements in `part`, and their working copy, from flat `values`.
 
         `values` may have any dtype and device. A split master may move by one fp32 step (`split_master.py`).
         """
-        trained = slice(0, self.layout.num_trained)
-        weights, master = self.weights[trained][part], self.master
-        if isinstance(master, MasterRemainder):
-            if values.dtype == weights.dtype:  # the remainder is zero
-                weights.copy_(values)
-                master.bits[part].zero_()
-                return
-            size = HOST_CHUNK_ELEMENTS if weights.device.type == "cpu" else CHUNK_ELEMENTS
-            chunks = (tensor.split(size) for tensor in (values, weights, master.bits[part]))
-            for chunk, rounded, remainder in zip(*chunks, strict=True):
-                split_master(chunk.to(weights.device, torch.float32), weights=rounded, remainder=remainder)
-            return
-        master[trained][part].copy_(values)
-        if master is not self.weights:
-            weights.copy_(master[part])
+        self.codec.encode_master(values, *self._trained(part))
+
+    def _trained(self, part: slice) -> tuple[Tensor, dict[str, Tensor]]:
+        weights = self.weights[: self.layout.num_trained][part]
+        return weights, {name: tensor[part] for name, tensor in self.parts.items()}
 
     def set_parameter(self, name: str, value: Tensor, *, offset: int = 0) -> None:
         """Set one parameter's working copy, and its master if it is trained, from `value` of any dtype and device.

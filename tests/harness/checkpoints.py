@@ -11,7 +11,8 @@ from torch import Tensor
 from mobius.checkpoint.folders import commit_checkpoint, create_partial, write_text
 from mobius.checkpoint.manifest import Manifest
 from mobius.checkpoint.reader import CheckpointReader
-from mobius.checkpoint.tensor_files import STATE_DTYPES, StageParameter, optimizer_keys, plan_files, write_stage
+from mobius.checkpoint.tensor_files import StageParameter, plan_files, write_stage
+from mobius.engine.state_codec import CODECS
 
 PARAMETERS = (
     StageParameter("embed.weight", (7, 3), 0),
@@ -31,9 +32,9 @@ def values_of(
     tensors = {}
     for parameter in parameters:
         tensors[parameter.name] = torch.randn(parameter.shape, generator=generator).to(dtype)
-        for key in optimizer_keys(dtype) if has_optimizer and parameter.is_trained else ():
+        for part, stored in CODECS[dtype].parts.items() if has_optimizer and parameter.is_trained else ():
             state = torch.randn(parameter.shape, generator=generator) * 1000
-            tensors[f"{parameter.name}.{key}"] = state.to(STATE_DTYPES[key])
+            tensors[f"{parameter.name}.{part}"] = state.to(stored)
     return tensors
 
 
@@ -76,13 +77,7 @@ def save(
 def has_values(reader: CheckpointReader, seed: int, parameters: Sequence[StageParameter] = PARAMETERS) -> bool:
     """Whether weights and states are to the bit those of `seed`."""
     expected = values_of(seed, reader.dtype, parameters, has_optimizer=reader.manifest.has_optimizer)
-    found = {}
-    for parameter in parameters:
-        found[parameter.name] = reader.read_weight(parameter.name, parameter.shape)
-        for key in optimizer_keys(reader.dtype):
-            if (full := f"{parameter.name}.{key}") in expected:
-                found[full] = reader.read_state(parameter.name, key, parameter.shape)
-    return all(same_bits(found[name], value) for name, value in expected.items())
+    return all(same_bits(reader.read(name, value.shape, value.dtype), value) for name, value in expected.items())
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -236,13 +236,7 @@ def state_of(session: Session) -> State:
 def saved_state(checkpoint: Path, like: Mapping[str, Tensor]) -> State:
     """The tensors of `like` as a checkpoint has them."""
     reader = open_checkpoint(checkpoint)
-    found: State = {}
-    for name, tensor in like.items():
-        parameter, _, key = name.rpartition(".")
-        is_state = key in ("exp_avg", "exp_avg_sq", "master_low", "master")
-        shape = tuple(tensor.shape)
-        found[name] = reader.read_state(parameter, key, shape) if is_state else reader.read_weight(name, shape)
-    return found
+    return {name: reader.read(name, tuple(tensor.shape), tensor.dtype) for name, tensor in like.items()}
 
 
 def differing(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:

@@ -20,7 +20,8 @@ from torch import Tensor
 from mobius.engine.executor import Executor, StepBatch
 from mobius.engine.gradient_accumulator import GradientAccumulator
 from mobius.engine.stage_layers import WholeLayers
-from mobius.engine.stage_state import MasterRemainder, StageState
+from mobius.engine.stage_state import StageState
+from mobius.engine.state_codec import CODECS
 from mobius.engine.streamed import StreamedStage, WeightSlotPool
 from mobius.engine.waits import WaitClock
 from mobius.models.layout import StageLayout
@@ -154,13 +155,12 @@ def load_seconds(device: torch.device) -> float:
 def host_states(num_stages: int, parameters: int, *, page_locked: bool) -> list[StageState]:
     """Of each stage the bf16 weights, all of them its number, and room for gradients; nobody updates these stages."""
     layout = StageLayout.of({NAME: (parameters, 1)})
-    states, nothing = [], torch.empty(0)
+    states = list[StageState]()
     for stage in range(num_stages):
         weights, gradients = (
             torch.full((layout.num_elements,), stage, dtype=torch.bfloat16, pin_memory=page_locked) for _ in range(2)
         )
-        remainder = MasterRemainder(torch.empty(0, dtype=torch.int16))
-        states.append(StageState(layout, weights, gradients, remainder, nothing, nothing))
+        states.append(StageState(layout, weights, gradients, {}, CODECS[weights.dtype]))
     return states
 
 

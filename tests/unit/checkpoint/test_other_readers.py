@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from mobius.checkpoint.folders import commit_checkpoint, create_partial
 from mobius.checkpoint.manifest import Manifest
 from mobius.checkpoint.model_folder import write_model_files
-from mobius.checkpoint.tensor_files import STATE_DTYPES, StageParameter, optimizer_keys, plan_files, write_stage
+from mobius.checkpoint.tensor_files import StageParameter, plan_files, write_stage
+from mobius.engine.state_codec import CODECS
 from mobius.models.model_files import read_model_files
 
 
@@ -36,9 +37,9 @@ def test_transformers_loads_it_at_once_with_equal_logits(
     stages = {name: int(found[1]) if (found := re.search(r"layers\.(\d+)", name)) else 0 for name in weights}
     parameters = [StageParameter(name, tuple(value.shape), stages[name]) for name, value in weights.items()]
     states = {
-        f"{name}.{key}": torch.ones(value.shape, dtype=STATE_DTYPES[key])
+        f"{name}.{part}": torch.ones(value.shape, dtype=dtype)
         for name, value in weights.items()
-        for key in optimizer_keys(torch.bfloat16)
+        for part, dtype in CODECS[torch.bfloat16].parts.items()
     }
     partial = create_partial(tmp_path / "out", 8)
     config = AutoConfig.from_pretrained(base, trust_remote_code=False)

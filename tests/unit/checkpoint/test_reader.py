@@ -30,7 +30,7 @@ def test_values_are_read_to_where_they_are_wanted(tmp_path: Path) -> None:
     flat = torch.zeros(100, dtype=torch.bfloat16)
     view = flat[10:31].view(7, 3)
 
-    assert reader.read_weight("embed.weight", (7, 3), out=view) is view
+    assert reader.read("embed.weight", (7, 3), torch.bfloat16, out=view) is view
 
     assert torch.equal(flat[10:31].view(7, 3), values_of(4, torch.bfloat16)["embed.weight"])
     assert not flat[:10].any()
@@ -38,27 +38,19 @@ def test_values_are_read_to_where_they_are_wanted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("read", "complaint"),
+    ("name", "dtype", "complaint"),
     [
-        (lambda r: r.read_weight("embed.weight", (3, 7)), r"is bfloat16 \[7, 3\], this run needs bfloat16 \[3, 7\]"),
-        (lambda r: r.read_weight("lm_head.weight", (3, 7)), r"has no tensor 'lm_head\.weight'"),
-        (lambda r: r.read_state("layers.1.frozen", "exp_avg", (2,)), r"no tensor 'layers\.1\.frozen\.exp_avg'.*other"),
-        (lambda r: r.read_state("embed.weight", "master", (7, 3)), r"no tensor 'embed\.weight\.master'"),
+        ("embed.weight", "bfloat16", r"is bfloat16 \[7, 3\], this run needs bfloat16 \[3, 7\]"),
+        ("embed.weight.exp_avg", "float16", r"is float32 \[7, 3\], this run needs float16 \[3, 7\]"),
+        ("lm_head.weight", "bfloat16", r"has no tensor 'lm_head\.weight'"),
+        ("layers.1.frozen.exp_avg", "float32", r"no tensor 'layers\.1\.frozen\.exp_avg'.*other"),
     ],
 )
-def test_a_tensor_of_another_model_is_refused(read: Callable[[object], object], complaint: str, tmp_path: Path) -> None:
+def test_a_tensor_of_another_model_is_refused(name: str, dtype: str, complaint: str, tmp_path: Path) -> None:
     reader = open_checkpoint(save(tmp_path, 4, number=1))
 
     with pytest.raises(CheckpointError, match=complaint):
-        read(reader)
-
-
-def test_a_checkpoint_of_weights_only_has_no_states(tmp_path: Path) -> None:
-    reader = open_checkpoint(save(tmp_path, 4, number=1, has_optimizer=False))
-
-    assert has_values(reader, seed=4)
-    with pytest.raises(CheckpointError, match=r"holds weights only .*Begin a new one with --model_path .*checkpoint-4"):
-        reader.read_state("embed.weight", "exp_avg", (7, 3))
+        reader.read(name, (3, 7), getattr(torch, dtype))
 
 
 def flip_last_bit(path: Path) -> None:
@@ -137,4 +129,4 @@ def test_a_damaged_header_is_told(damage: Callable[[bytes], bytes], reason: str,
     file.write_bytes(damage(file.read_bytes()))
 
     with pytest.raises(CheckpointError, match=reason):
-        reader.read_weight("embed.weight", (7, 3))
+        reader.read("embed.weight", (7, 3), torch.bfloat16)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mobius.engine.host_arena import HostArena
-from mobius.engine.stage_state import MasterRemainder, StageState
+from mobius.engine.stage_state import StageState
 from mobius.errors import HostMemoryError
 from mobius.models.layout import StageLayout
 
@@ -60,11 +60,10 @@ def test_the_master_is_the_working_copy_in_fp32_split_in_bf16_and_apart_in_fp16(
 ) -> None:
     full, split, half = (state_of(layouts, dtype) for dtype in (FP32, BF16, FP16))
 
-    assert full.master is full.weights
-    assert isinstance(split.master, MasterRemainder)
-    assert split.master.bits.dtype == torch.int16
-    assert isinstance(half.master, torch.Tensor)
-    assert half.master.dtype == FP32
+    assert full.read_master().data_ptr() == full.weights.data_ptr()
+    assert split.parts["master_low"].dtype == torch.int16
+    assert half.read_master().data_ptr() == half.parts["master"].data_ptr()
+    assert half.parts["master"].dtype == FP32
 
 
 def test_all_memory_starts_at_zero(layouts: dict[int, StageLayout]) -> None:
@@ -101,7 +100,7 @@ def test_a_parameter_is_set_exactly_in_the_master_and_rounded_in_the_working_cop
 def test_a_part_of_the_master_is_written_and_read_in_place(
     monkeypatch: pytest.MonkeyPatch, layouts: dict[int, StageLayout], dtype: torch.dtype, chunk: int
 ) -> None:
-    monkeypatch.setattr("mobius.engine.stage_state.CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr("mobius.engine.state_codec.HOST_CHUNK_ELEMENTS", chunk)
     state = state_of(layouts, dtype)
     values = torch.randn(100, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
