@@ -126,31 +126,31 @@ _HEAD = """\
 config.json names its family.
 
 Mobius trains any decoder of transformers whose configuration declares a pipeline plan of embedding, layers and norm
-(`base_model_pp_plan`). No family has code here: its own forward is followed once with stand-ins for its layers, which
-shows masks, rotary embeddings, and the scalings around layers, norm and head.
+(`base_model_pp_plan`). No family has code here.
 
-A family is in this table if its tiny model with all its features on (grouped queries, biases, norms of queries and
-keys, windows, partial rotary embeddings, scalings and caps, shared and routed experts) gives loss and every gradient of
-plain transformers on two ranks with two streamed stages each, two microbatches, fp32 on a CPU: bit-equal, except a tied
-matrix (1e-6 of its largest entry). With packed rows, tiles and slices, gradients are within 2e-6 of the norm. Experts
-are compared with transformers' `grouped_mm`.
+A family is supported if its tiny model, with all its features on, gives loss and every gradient of plain transformers:
+bit-equal in fp32 on a CPU, on two ranks with two streamed stages each (a tied matrix to 1e-6 of its largest entry).
+With packed rows, tiles and slices, gradients are within 2e-6 of the norm. Experts are compared with transformers'
+`grouped_mm`.
 
 `bash scripts/check_families` writes this page and the list that the program reads; with names it checks these only.
 
-Known weaknesses: a dry run assumes three matrices per feed-forward part, so activations of families with two (apertus,
-arcee, codegen, gptj, jais2, phi, starcoder2) are estimated some 20 % too low; a run on GPUs measures a layer instead.
-Families with a cap on scores (gemma2, vaultgemma) make all scores of a sequence where rows are not packed. Layers with
-a state (qwen3_5_text) run in transformers' own loop unless its kernels are installed. transformers 5.17 stores the
-experts of aria_text in another way: with it, the family is refused.
+- Activations of apertus, arcee, codegen, gptj, jais2, phi and starcoder2, which have two matrices per feed-forward
+  part, are estimated some 20 % too low by a dry run; a run on GPUs measures them.
+- gemma2 and vaultgemma cap their scores, so rows that are not packed make all scores of a sequence.
+- Layers of qwen3_5_text run in transformers' own loop unless its kernels are installed.
+- transformers 5.17 stores the experts of aria_text in another way: with it, the family is refused.
+
+## Supported
 
 """
 _PARTS = """
 ## Text parts of larger models
 
 Of a checkpoint that also takes images or sound, the text part is trained and saved as a text model that
-`AutoModelForCausalLM` loads. A family is listed if a tiny model of it gives, for text only, loss and every gradient of
-its text part in the pipeline, bit-equal unless stated. Text parts of Qwen2-VL and Qwen3-VL become Qwen2 and Qwen3,
-which compute the same for text. By the family of the text part:
+`AutoModelForCausalLM` loads. Tiny models of these larger families gave loss and every gradient of their text part,
+bit-equal unless stated. Text parts of Qwen2-VL and Qwen3-VL become Qwen2 and Qwen3, which compute the same for text. By
+the family of the text part:
 
 """
 _VERSIONS = """
@@ -158,6 +158,15 @@ _VERSIONS = """
 
 `bash scripts/check_transformers VERSION` compares all families with that version, in an environment of its own:
 
+"""
+_OTHERS = """
+## Not supported
+
+Any other family is refused by its name, with the reason. All reasons are under `refused` in
+`mobius/models/families.json` and `mobius/models/text_parts.json`. The most frequent ones: no pipeline plan (falcon,
+nemotron, stablelm), learned positions (gpt2, opt), constants among the weights that are whole numbers or stay in fp32
+(deepseek_v3, glm4_moe), layers that carry a state (jamba, mamba), an encoder (bart, whisper), or attention that torch's
+scaled_dot_product_attention does not run (gpt_oss).
 """
 _TRIED = ("packing", "tiles", "slices")
 
@@ -172,11 +181,13 @@ def written_table(
 ) -> str:
     """The page in Markdown."""
     lines = [_HEAD.format(count=len(checked.supported), version=checked.transformers)]
-    lines += ["| family | loss and gradients | packing | tiles | slices |\n", "|---|---|---|---|---|\n"]
+    complete = [family for family, found in checked.supported.items() if {found[name] for name in _TRIED} == {"yes"}]
+    lines += [*_wrapped(f"With packing, tiles and slices: {', '.join(complete)}."), "\n"]
+    lines += ["| others | packing | tiles | slices |\n", "|---|---|---|---|\n"]
     notes: list[str] = []
     for family, found in checked.supported.items():
-        cells = [_cell(found[name], notes) for name in _TRIED]
-        lines.append(f"| {' | '.join([family, found['parity'], *cells])} |\n")
+        if family not in complete:
+            lines.append(f"| {' | '.join([family, *(_cell(found[name], notes) for name in _TRIED)])} |\n")
     lines += ["\n", *(line for number, note in enumerate(notes, 1) for line in _wrapped(f"{number}. {note}"))]
     lines += [_PARTS, *_text_parts(parts)]
     if versions:
@@ -184,20 +195,13 @@ def written_table(
             _VERSIONS,
             *(line for version in sorted(versions) for line in _of_version(version, versions[version])),
         ]
-    lines += ["\n## Not supported\n\n", "Each is refused by its name, with the reason.\n\n"]
-    of_parts = {family: found["refused"] for family, found in parts.items() if "refused" in found}
-    told = {family: f"is more than a text model, and its text part alone {why}" for family, why in of_parts.items()}
-    by_reason: dict[str, list[str]] = {}
-    for family, reason in sorted((dict(checked.refused) | told).items()):
-        by_reason.setdefault(reason.partition(" (")[0], []).append(family)
-    for reason, families in sorted(by_reason.items(), key=lambda item: -len(item[1])):
-        lines += _wrapped(f"- {reason}: {', '.join(families)}")
+    lines.append(_OTHERS)
     return "".join(lines)
 
 
 def _of_version(version: str, results: Mapping[str, Any]) -> Iterator[str]:
-    """How the families of the table do with another transformers."""
-    text = f"- {version}: {results['num_same']} families and text parts as in the table"
+    """How the supported families do with another transformers."""
+    text = f"- {version}: {results['num_same']} families and text parts as above"
     if results["unknown"]:
         text += f"; not known to it: {', '.join(results['unknown'])}"
     for family, found in results["different"].items():
@@ -227,7 +231,8 @@ def _cell(found: str, notes: list[str]) -> str:
 
 
 def _wrapped(text: str) -> Iterator[str]:
-    yield from (f"{line}\n" for line in textwrap.wrap(text, _COLUMNS, subsequent_indent="  ", break_on_hyphens=False))
+    indent = "  " if text.startswith("- ") else "   " if text[0].isdigit() else ""
+    yield from (f"{line}\n" for line in textwrap.wrap(text, _COLUMNS, subsequent_indent=indent, break_on_hyphens=False))
 
 
 VOCAB = 4096 + 64

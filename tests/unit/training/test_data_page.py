@@ -15,7 +15,6 @@ import pyarrow.parquet
 import pytest
 
 from mobius.config.cli import parse_args
-from mobius.errors import MobiusError
 from mobius.ranks import Ranks
 from mobius.training.run import run_training
 
@@ -74,35 +73,6 @@ def test_the_mixture_trains_for_two_epochs(workplace: Path) -> None:
     assert sum(step["num_samples"] for step in steps) == 2 * 27
     assert len(steps) == 4
     assert "two epochs of them are 16 rows, and 4 steps" in PAGE.replace("\n", " ")
-
-
-IMAGE = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "cat.png"}}]}]}
-REFUSED = {
-    "a column that is not there": "--dataset docs/data/articles --columns prompt=artcle,completion=headline",
-    "a table in no format": "--dataset docs/data/articles",
-    "a broken line, also deep in a compressed file": "--dataset broken.jsonl",
-    "an image": "--dataset image.jsonl",
-    "a template that drops tool calls": "--dataset docs/data/tools.jsonl",
-    "an unknown template": "--dataset docs/data/prompts.jsonl --chat_template chatlm",
-    "a weight that is not above 0": "--dataset docs/data/prompts.jsonl:0",
-    "all samples held out": "--dataset docs/data/prompts.jsonl --val_size 8",
-    "steps and epochs": "--num_iterations 3 --num_train_epochs 2",
-}
-SAID = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", PAGE[PAGE.index("## What is refused") :], re.MULTILINE))
-
-
-@pytest.mark.parametrize("given", REFUSED)
-def test_what_is_refused_is_told_as_the_page_says(given: str, run: Run, workplace: Path) -> None:
-    (workplace / "docs").symlink_to(ROOT / "docs")
-    lines = (FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    (workplace / "broken.jsonl").write_text("\n".join([*lines[:5], '{"prompt": "half a rec', ""]))
-    (workplace / "image.jsonl").write_text(json.dumps(IMAGE))
-
-    with pytest.raises(MobiusError) as error:
-        run(*REFUSED[given].split())
-
-    assert SAID[given].split(", and a list")[0] in str(error.value)
-    assert SAID.keys() - {"given", "---"} == REFUSED.keys()
 
 
 def test_every_example_is_named_on_the_page() -> None:
