@@ -35,13 +35,14 @@ _CATEGORIES = (
 )
 
 
-def format_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell, to the right but for the first."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+def format_columns(rows: Sequence[Sequence[str]], *, num_left: int = 1, indent: str = "  ") -> str:
+    """Columns as wide as their widest cell, flush right but for the first `num_left`."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        lines.append("  " + "  ".join(cells).rstrip())
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        cells[:num_left] = [cell.ljust(width) for cell, width in zip(row[:num_left], widths, strict=False)]
+        lines.append(indent + "  ".join(cells).rstrip())
     return "\n".join(lines)
 
 

@@ -14,6 +14,7 @@ from mobius.data.batches import TrainingBatches
 from mobius.data.datasets import PreparedDataset
 from mobius.data.preview import escape_invisible
 from mobius.data.statistics import SampleStatistics
+from mobius.planner.plan_table import format_columns
 
 Counts = npt.NDArray[np.int64]
 """Number of samples by length in tokens, from 0."""
@@ -65,16 +66,9 @@ def dataset_table(datasets: Sequence[DatasetStatistics]) -> list[str]:
             uses.insert(0, f"{each.dataset.entry.weight:g}")
         uses = uses if each.num_trained else ["-"] * len(uses)
         cells = (f"{number:,}" for number in (*numbers, *sums))
-        rows.append(
-            (
-                each.name,
-                each.dataset.format_name,
-                *cells,
-                _percent(statistics.num_targets / statistics.num_tokens),
-                *uses,
-            )
-        )
-    lines = _aligned(rows, num_left=2)
+        targets = _percent(statistics.num_targets / statistics.num_tokens)
+        rows.append((each.name, each.dataset.format_name, *cells, targets, *uses))
+    lines = format_columns(rows, num_left=2).splitlines()
     if any(each.dataset.counts.cut for each in datasets):
         lines.append("  cut: longer than seq_length, so that tokens are lost")
     dropped = sum((Counter(each.dataset.counts.dropped_by_reason) for each in datasets), Counter[str]())
@@ -100,24 +94,11 @@ def step_table(
             _percent(row_statistics.padding),
         )
         rows.append((name, *numbers, f"{steps:,.1f}" if steps >= 1 else f"{steps:.2g}"))
-    return _aligned(rows, num_left=1)
+    return format_columns(rows).splitlines()
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
-
-
-def _aligned(rows: Sequence[Sequence[str]], *, num_left: int) -> list[str]:
-    """Lines of a table; the first columns are flush left, numbers are flush right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  "
-        + "  ".join(
-            cell.ljust(width) if place < num_left else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def added(datasets: Sequence[Counts]) -> Counts:

@@ -18,11 +18,11 @@ import math
 import statistics
 import threading
 import time
-from array import array
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -46,9 +46,8 @@ from mobius.reporting.trainer_state import STATE_FILE, TrainerState
 
 logger = logging.getLogger(__name__)
 
-EVENTS_FILE: Final = "events.jsonl"
 METRICS_FILE: Final = "metrics.jsonl"
-LOG_FILE: Final = "trainer_log.jsonl"
+_FILES: Final = (METRICS_FILE, "trainer_log.jsonl", "events.jsonl")
 _SHOWN: Final = (
     *("loss", "aux_loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds"),
     *("peak_gpu_memory_gib", "peak_host_memory_gib", "loss_scale"),
@@ -101,17 +100,16 @@ class RunLog:
         """
         self.state = state
         self._folder, self._trackers, self._ideal_step_seconds = folder, trackers, ideal_step_seconds
-        self._first_step, self._earlier = state.global_step, StepTotals()  # of earlier processes of the run
+        self._first_step = state.global_step
+        self._steps, self._earlier = StepTotals(), StepTotals()  # of this process, and of earlier ones of the run
+        self._unshown: list[tuple[float, float]] = []
+        """Losses, and router losses, of the steps since the last line."""
         self._cut_files()
-        self._feed, self._metrics, self._lines = (
-            JsonLines(folder / name) for name in (EVENTS_FILE, METRICS_FILE, LOG_FILE)
-        )
+        self._metrics, self._lines, self._feed = (JsonLines(folder / name) for name in _FILES)
         self._feed_lock = threading.Lock()
-        self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
-        self._steps = StepTotals()
-        self._unshown, self._unshown_aux = self._losses_since_last_line()
-        self.results: dict[str, dict[str, object]] = _last_evaluation(state)
+        self.results: dict[str, dict[str, object]] = {}
         """Latest numbers of each kind of event."""
+        self.report_evaluation()
         self._is_open, self._has_ended = True, False
 
     @property
@@ -135,7 +133,7 @@ class RunLog:
             if self._is_open:
                 self._feed.append({**place, **asdict(event)})
         if isinstance(event, StepMetrics):
-            if not event.step % self.state.logging_steps or event.step in (1, self.state.max_steps):
+            if self._is_shown(event):
                 self._show_step(event)
         elif isinstance(event, Evaluated):
             logger.info("%s", event.line)
@@ -145,17 +143,18 @@ class RunLog:
 
     def _take_step(self, metrics: StepMetrics) -> None:
         self._metrics.append(asdict(metrics))
-        self._recent.append(metrics.step_seconds)
         self._steps.add(metrics)
-        self._unshown.append(metrics.loss)
-        self._unshown_aux.append(metrics.aux_loss or 0.0)
+        self._unshown.append((metrics.loss, metrics.aux_loss or 0.0))
         self.state.global_step, self.state.epoch = metrics.step, metrics.epoch
         self.state.num_input_tokens_seen += metrics.num_tokens
 
+    def _is_shown(self, metrics: StepMetrics) -> bool:
+        return not metrics.step % self.state.logging_steps or metrics.step in (1, self.state.max_steps)
+
     def _show_step(self, metrics: StepMetrics) -> None:
-        aux_loss = None if metrics.aux_loss is None else _mean(self._unshown_aux)
-        metrics = replace(metrics, loss=_mean(self._unshown), aux_loss=aux_loss)
-        self._unshown, self._unshown_aux = array("d"), array("d")
+        losses, aux_losses = zip(*self._unshown, strict=True)
+        metrics = replace(metrics, loss=_mean(losses), aux_loss=metrics.aux_loss and _mean(aux_losses))
+        self._unshown = []
         logger.info("%s", step_line(metrics, self.state.max_steps, self._seconds_left()))
         logger.debug("%s", detail_line(metrics))
         numbers = {name: value for name in _SHOWN if (value := getattr(metrics, name)) is not None}
@@ -173,26 +172,13 @@ class RunLog:
         self._add(named, {"eval_loss": named["eval_loss"]})
         self._track("eval", event.numbers)
 
-    def note_best(self, metric: float, step: int, checkpoint: Path | None) -> None:
-        """Record in the state that the best evaluation so far was `metric`, after `step`.
-
-        `checkpoint` has the weights of that step; None if they were not saved.
-        """
-        state = self.state
-        state.best_metric, state.best_global_step = metric, step
-        state.best_model_checkpoint = None if checkpoint is None else str(checkpoint)
-
-    def forget_best(self) -> None:
-        """Remove the best evaluation from the state: later evaluations do not compare with it."""
-        state = self.state
-        state.best_metric = state.best_global_step = state.best_model_checkpoint = None
-
-    def take_evaluation(self, step: int) -> None:
-        """Report the evaluation after `step`, whose weights are the result of the run, in the results."""
-        found = next((entry for entry in self.state.log_history.evaluations() if entry["step"] == step), None)
+    def report_evaluation(self, step: int | None = None) -> None:
+        """Report the evaluation after `step`, whose weights are the result of the run; None: the latest one."""
         self.results.pop("eval", None)
-        if found is not None:
-            self.results["eval"] = _numbers_of_evaluation(found)
+        found = (entry for entry in self.state.evaluations() if step is None or entry["step"] == step)
+        if entry := next(found, None):
+            numbers = {name: value for name, value in entry.items() if name.startswith("eval_") or name == "epoch"}
+            self.results["eval"] = numbers
 
     def write_state(self, folder: Path) -> None:
         """Write trainer_state.json into `folder`: a checkpoint's, or the run's own. Raises OSError."""
@@ -257,57 +243,17 @@ class RunLog:
         """Loss of the last step; None if this process made no step."""
         return self._steps.losses[-1] if self._steps else None
 
-    def _losses_since_last_line(self) -> tuple[array[float], array[float]]:
-        """Losses and router losses of the steps since the last shown line, of a run that resumes; empty if unknown.
-
-        Without routers the latter mean nothing.
-        """
-        done, earlier = self._first_step, self._earlier
-        if len(earlier.losses) != done:
-            return array("d"), array("d")
-        shown = max(min(1, done), done - done % self.state.logging_steps)
-        return earlier.losses[shown:], earlier.aux_losses[shown:]
-
     @property
     def _total_seconds(self) -> float:
         return self._earlier.total_seconds + self._steps.total_seconds
 
     def _cut_files(self) -> None:
-        """Remove lines of steps that the state does not have: they are made again."""
-        last, earlier = self._first_step, self._earlier
-        num_known = sum(
-            "eval_loss" in entry and entry["step"] == last for entry in self.state.log_history.evaluations()
-        )
-
-        def is_earlier(line: Mapping[str, Any]) -> bool:
-            if type(line.get("step")) is not int or line["step"] > last:
-                return False
-            with suppress(TypeError):  # a line of another version is left as it is
-                earlier.add(StepMetrics(**as_numbers(line)))
-            return True
-
-        def is_shown_before() -> Callable[[Mapping[str, Any]], bool]:
-            num_left = num_known
-
-            def keeps(line: Mapping[str, Any]) -> bool:
-                nonlocal num_left
-                step = line.get("current_steps", line.get("step"))
-                is_evaluation = "eval_loss" in line or line.get("event") == Evaluated.kind
-                if type(step) is not int or step > last:
-                    return False
-                num_left -= is_evaluation and step == last
-                return step < last or not is_evaluation or num_left >= 0
-
-            return keeps
-
-        for name, keeps in (
-            (METRICS_FILE, is_earlier),
-            (LOG_FILE, is_shown_before()),
-            (EVENTS_FILE, is_shown_before()),
-        ):
-            path = self._folder / name
+        """Remove lines of steps that the state does not have, which are made again, and count those that it has."""
+        last = self._first_step
+        for name in _FILES:
+            path, known = self._folder / name, (entry for entry in self.state.evaluations() if entry["step"] == last)
             try:
-                num_lines = filter_lines(path, keeps)
+                num_lines = filter_lines(path, partial(self._keeps_line, name == METRICS_FILE, known))
             except OSError as error:
                 raise CheckpointError(
                     f"cannot cut {path} to the {last} steps of the checkpoint ({reason_of(error)}). Free some space, "
@@ -315,14 +261,31 @@ class RunLog:
                 ) from error
             if num_lines:
                 logger.info("%s: %d lines after step %d are removed; the run goes on there", path, num_lines, last)
+        if len(self._earlier) != last:  # the steps before are in another folder
+            self._unshown = []
+
+    def _keeps_line(self, is_step: bool, known_evaluations: Iterator[object], line: Mapping[str, Any]) -> bool:
+        """Whether the state has what the line is about; of evaluations after its step, the first ones."""
+        step = line.get("current_steps", line.get("step"))
+        if type(step) is not int or step > self._first_step:
+            return False
+        if is_step:
+            with suppress(TypeError):  # a line of another version is left as it is
+                metrics = StepMetrics(**as_numbers(line))
+                self._earlier.add(metrics)
+                self._unshown.append((metrics.loss, metrics.aux_loss or 0.0))
+                self._unshown = [] if self._is_shown(metrics) else self._unshown
+        is_evaluation = "eval_loss" in line or line.get("event") == Evaluated.kind
+        return step < self._first_step or not is_evaluation or next(known_evaluations, None) is not None
 
     def _seconds_left(self) -> float:
-        return statistics.median(self._recent) * (self.state.max_steps - self.state.global_step)
+        recent = self._steps.seconds[-_RECENT_STEPS:]
+        return statistics.median(recent) * (self.state.max_steps - self.state.global_step)
 
     def _add(self, numbers: Mapping[str, object], shown: Mapping[str, object] | None) -> None:
         """Append `numbers` to the history, and `shown`, if any, as a line to trainer_log.jsonl."""
         state = self.state
-        state.log_history.append({**numbers, "epoch": state.epoch, "step": state.global_step})
+        state.add({**numbers, "epoch": state.epoch, "step": state.global_step})
         if shown is None:
             return
         seconds, num_tokens = self._total_seconds, self._earlier.num_tokens + self._steps.num_tokens
@@ -334,7 +297,7 @@ class RunLog:
                 "epoch": state.epoch,
                 "percentage": round(100 * state.global_step / state.max_steps, 2),
                 "elapsed_time": format_clock(seconds),
-                "remaining_time": format_clock(self._seconds_left()) if self._recent else None,
+                "remaining_time": format_clock(self._seconds_left()) if self._steps else None,
                 "throughput": round(num_tokens / seconds, 2) if seconds else None,
                 "total_tokens": state.num_input_tokens_seen,
             }
@@ -352,13 +315,3 @@ def _write_whole(path: Path, text: str) -> None:
 def _mean(losses: Sequence[float]) -> float:
     """Mean of the finite values; of all values if none is finite."""
     return statistics.fmean([loss for loss in losses if math.isfinite(loss)] or losses)
-
-
-def _last_evaluation(state: TrainerState) -> dict[str, dict[str, object]]:
-    """Latest evaluation results of a resumed run."""
-    found = next(state.log_history.evaluations(), None)
-    return {} if found is None else {"eval": _numbers_of_evaluation(found)}
-
-
-def _numbers_of_evaluation(entry: Mapping[str, object]) -> dict[str, object]:
-    return {name: value for name, value in entry.items() if name.startswith("eval_") or name == "epoch"}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mobius.atomic_files import atomic_write
 from mobius.errors import CheckpointError
+from mobius.planner.plan_table import format_columns
 from mobius.planner.step_prediction import StepTimePrediction, steady_seconds
 from mobius.reporting.events import StepMetrics, format_clock
 from mobius.schedule.lanes import WaitCause
@@ -44,12 +45,13 @@ class StepTotals:
     A week has hundreds of thousands of steps, so only these times are stored, 8 bytes each.
     """
 
+    first: StepMetrics
+    last: StepMetrics
+
     def __init__(self) -> None:
-        self.first: StepMetrics | None = None
-        self.last: StepMetrics | None = None
         self.num_tokens = self.num_samples = self.num_targets = 0
         self.total_seconds = 0.0
-        self.losses, self.aux_losses = array("d"), array("d")
+        self.losses = array("d")
         self.seconds = array("d")
         """Seconds of each step."""
         self.waits = {cause: array("d") for cause in WaitCause}
@@ -58,13 +60,12 @@ class StepTotals:
 
     def add(self, metrics: StepMetrics) -> None:
         """Count a step."""
-        self.first, self.last = self.first or metrics, metrics
+        self.first, self.last = self.first if self.seconds else metrics, metrics
         self.num_tokens += metrics.num_tokens
         self.num_samples += metrics.num_samples
         self.num_targets += metrics.num_targets
         self.total_seconds += metrics.step_seconds
         self.losses.append(metrics.loss)
-        self.aux_losses.append(metrics.aux_loss or 0.0)
         self.seconds.append(metrics.step_seconds)
         for cause, own in self.waits.items():
             own.append(metrics.wait_seconds.get(cause, 0.0))
@@ -78,13 +79,6 @@ class StepTotals:
         """Mean share of a step's positions that are padding."""
         return self._padding / len(self)
 
-    @property
-    def ends(self) -> tuple[StepMetrics, StepMetrics]:
-        """The first and the last step."""
-        assert self.first is not None, "no step was added"
-        assert self.last is not None
-        return self.first, self.last
-
 
 def closing_lines(
     steps: StepTotals, per_rank: Sequence[RankMemory], timings: Timings, mfu: float | None = None
@@ -94,7 +88,6 @@ def closing_lines(
     `mfu` is the share of the full speed of the GPUs' data sheets that steady steps reach, where it is known.
     """
     training = timings["training"]
-    _, last = steps.ends
     speed = f"{steps.num_tokens / training:,.0f} tokens/s" + ("" if mfu is None else f", {_percent(mfu)} MFU")
     waits = [f"{cause} {_percent(sum(own) / training)}" for cause, own in steps.waits.items()]
     everything = sum(timings.values())
@@ -103,7 +96,7 @@ def closing_lines(
     peaks = [f"{_gib(max(gpu_bytes))} on the fullest GPU"] if gpu_bytes else []
     peaks.append(f"{_gib(sum(memory.peak_host_bytes for memory in per_rank))} of host memory of all ranks together")
     return [
-        f"trained {len(steps)} steps, {last.epoch:.3f} epochs done: {steps.num_samples:,} samples, "
+        f"trained {len(steps)} steps, {steps.last.epoch:.3f} epochs done: {steps.num_samples:,} samples, "
         f"{steps.num_tokens:,} tokens without padding, in {format_clock(training)} ({speed})",
         f"time: {', '.join(parts)}; in steps, computation waited for {', '.join(waits)}",
         f"memory: at most {', '.join(peaks)}",
@@ -121,7 +114,6 @@ def write_report(
     mfu: float | None = None,
 ) -> None:
     """Write the summary to `path` atomically. Raises CheckpointError."""
-    assert steps, "a run has at least one step"
     sections = [
         ("Result", _result(steps)),
         ("Time", _time(steps, timings, step_time_prediction, mfu)),
@@ -139,7 +131,7 @@ def write_report(
 
 
 def _result(steps: StepTotals) -> str:
-    first, last = steps.ends
+    first, last = steps.first, steps.last
     rows = [
         ("steps", f"{len(steps)}"),
         ("epochs", f"{last.epoch:.3f}"),
@@ -203,8 +195,5 @@ def _gib(num_bytes: int | None) -> str:
     return "-" if num_bytes is None else f"{format_gib(num_bytes)} GiB"
 
 
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    return format_columns(rows, num_left=len(rows[0]), indent="")

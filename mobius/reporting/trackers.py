@@ -18,10 +18,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple
 
 from mobius.errors import ConfigError, excerpt
 
@@ -58,14 +59,13 @@ class TrackedRun:
     """Id of the run on the servers, the same after a resume; None: a new run."""
 
 
-class Tracker(Protocol):
+class Tracker(NamedTuple):
     """A connection to one tracker."""
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Take numbers by names such as `train/loss`."""
-
-    def close(self) -> None:
-        """Send all waiting numbers."""
+    log: Callable[[int, Mapping[str, float]], object]
+    """Takes a step and its numbers by names such as `train/loss`."""
+    close: Callable[[], object]
+    """Sends all waiting numbers."""
 
 
 class Trackers:
@@ -164,73 +164,46 @@ class _TrackerThread:
         self._has_warned = True
 
 
-class _TensorBoard:
-    def __init__(self, run: TrackedRun) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+def _tensorboard(run: TrackedRun) -> Tracker:
+    from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(log_dir=str(run.folder / "runs"), purge_step=run.first_step)
-        self._writer.add_text("options", "\n".join(f"    {name}: {value}" for name, value in run.options.items()))
+    writer: Any = SummaryWriter(log_dir=str(run.folder / "runs"), purge_step=run.first_step)
+    writer.add_text("options", "\n".join(f"    {name}: {value}" for name, value in run.options.items()))
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+    def log(step: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()  # a killed run keeps its curves
+            writer.add_scalar(name, value, step)
+        writer.flush()  # a killed run keeps its curves
 
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Wandb:
-    def __init__(self, run: TrackedRun) -> None:
-        wandb: Any = __import__("wandb")
-        quiet = wandb.Settings(console="off", silent=True)  # the screen is not its own
-
-        def start(**mode: str) -> Any:
-            return wandb.init(
-                name=run.name, config=dict(run.options), settings=quiet, id=run.run_id, resume="allow", **mode
-            )
-
-        self._run = _online_or_not("wandb", start)
-
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._run.log(dict(numbers), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    return Tracker(log, writer.close)
 
 
-class _SwanLab:
-    def __init__(self, run: TrackedRun) -> None:
-        swanlab: Any = __import__("swanlab")
-
-        def start(**mode: str) -> Any:
-            known = {} if mode else {"id": run.run_id, "resume": "allow"}  # only its server can continue a run
-            return swanlab.init(experiment_name=run.name, config=dict(run.options), **known, **mode)
-
-        _online_or_not("swanlab", start)
-        self._package = swanlab
-
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._package.log(dict(numbers), step=step)
-
-    def close(self) -> None:
-        self._package.finish()
+def _wandb(run: TrackedRun) -> Tracker:
+    package: Any = import_module("wandb")
+    quiet = package.Settings(console="off", silent=True)  # the screen is not its own
+    start = partial(package.init, name=run.name, config=dict(run.options), settings=quiet, id=run.run_id)
+    own = _online_or_not("wandb", partial(start, resume="allow"), partial(start, resume="allow", mode="offline"))
+    return Tracker(lambda step, numbers: own.log(dict(numbers), step=step), own.finish)
 
 
-_CONNECT: Final[Mapping[str, Callable[[TrackedRun], Tracker]]] = {
-    "tensorboard": _TensorBoard,
-    "swanlab": _SwanLab,
-    "wandb": _Wandb,
-}
+def _swanlab(run: TrackedRun) -> Tracker:
+    package: Any = import_module("swanlab")
+    start = partial(package.init, experiment_name=run.name, config=dict(run.options))
+    # Only its server can continue a run.
+    _online_or_not("swanlab", partial(start, id=run.run_id, resume="allow"), partial(start, mode="offline"))
+    return Tracker(lambda step, numbers: package.log(dict(numbers), step=step), package.finish)
 
 
-def _online_or_not(name: str, start: Callable[..., Any]) -> Any:
+_CONNECT: Final = {"tensorboard": _tensorboard, "swanlab": _swanlab, "wandb": _wandb}
+
+
+def _online_or_not(name: str, start: Callable[[], Any], start_offline: Callable[[], Any]) -> Any:
     """Start with the user's settings, or offline if that fails."""
     with _no_questions():
         try:
             return start()
         except (Exception, SystemExit) as error:
-            run = start(mode="offline")
+            run = start_offline()
             problem = f"it cannot go online ({_error_text(error)}); it records offline, for `{name} sync`"
             logger.warning("--report_to %s: %s", name, problem)
             return run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final
@@ -20,59 +20,11 @@ _EVALUATION: Final = '"eval_'
 """Start of each name in an entry of an evaluation."""
 
 
-class LogHistory:
-    """Log history of a run, in order, as lines of JSON: each entry is serialized once, when it is added.
-
-    A week has hundreds of thousands of entries. As objects they take three times the memory (600,000 steps: 960 MiB
-    with other data of each step, now 350), and serializing all of them took half a minute at each checkpoint.
-    """
-
-    def __init__(self, entries: Iterable[Mapping[str, object]] = ()) -> None:
-        self._lines = [json_text(entry) for entry in entries]
-
-    def append(self, entry: Mapping[str, object]) -> None:
-        """Add the latest entry."""
-        self._lines.append(json_text(entry))
-
-    def copy(self) -> LogHistory:
-        """Return an independent copy."""
-        other = LogHistory()
-        other._lines = [*self._lines]
-        return other
-
-    def evaluations(self) -> Iterator[dict[str, Any]]:
-        """Entries of evaluations, the latest one first."""
-        return (_entry(line) for line in reversed(self._lines) if _EVALUATION in line)
-
-    def to_json(self, before: str = "", tail: str = "") -> str:
-        """All entries as a JSON list between two texts, one entry a line, indented as a field of an object."""
-        if not self._lines:
-            return f"{before}[]{tail}"
-        lines = [*self._lines]
-        lines[0] = f"{before}[\n    {lines[0]}"
-        lines[-1] = f"{lines[-1]}\n  ]{tail}"
-        return ",\n    ".join(lines)  # hundreds of MiB after a week: one copy
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return map(_entry, self._lines)
-
-    def __reversed__(self) -> Iterator[dict[str, Any]]:
-        return map(_entry, reversed(self._lines))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LogHistory) and self._lines == other._lines
-
-    __hash__ = None  # type: ignore[assignment]
-
-
 @dataclass
 class TrainerState:
     """Position and log history of a run; it has the fields of transformers' TrainerState, which reads the file.
 
-    Tokens count no padding; `log_history` has raw numbers.
+    Tokens count no padding.
     """
 
     max_steps: int
@@ -86,7 +38,10 @@ class TrainerState:
     best_metric: float | None = None
     best_global_step: int | None = None
     best_model_checkpoint: str | None = None
-    log_history: LogHistory = field(default_factory=LogHistory)
+    log_history: list[str] = field(default_factory=list)
+    """Entries in order, each as JSON, made when it is added: a week has hundreds of thousands. As objects they take
+    three times the memory (600,000 steps: 960 MiB with other data of each step, now 350), and serializing all of them
+    took half a minute at each checkpoint."""
     is_local_process_zero: bool = True
     is_world_process_zero: bool = True
 
@@ -109,30 +64,55 @@ class TrainerState:
             state = typed_object(cls, found, log_history=list)
         except ValueError as problem:
             raise _no_state(path, f"it {problem}") from None
-        for number, entry in enumerate(state.log_history):
+        entries: list[Any] = state.log_history
+        for number, entry in enumerate(entries):
             step = entry.get("step") if isinstance(entry, dict) else None
             if type(step) is not int or not 0 <= step <= state.global_step:
                 raise _no_state(path, f"entry {number} of log_history is none of a step of the run: {quoted(entry)}")
             if wrong := [name for name, value in entry.items() if isinstance(value, str | list)]:
                 raise _no_state(path, f"entry {number} of log_history has {quoted(entry[wrong[0]])} for {wrong[0]}")
-        return replace(state, log_history=LogHistory(state.log_history))
+        return replace(state, log_history=[json_text(entry) for entry in entries])
+
+    def add(self, entry: Mapping[str, object]) -> None:
+        """Add the latest entry of the history, with raw numbers."""
+        self.log_history.append(json_text(entry))
+
+    def entries(self) -> Iterator[dict[str, Any]]:
+        """Entries of the history."""
+        return map(_entry, self.log_history)
+
+    def evaluations(self) -> Iterator[dict[str, Any]]:
+        """Entries of evaluations, the latest one first."""
+        return (_entry(line) for line in reversed(self.log_history) if _EVALUATION in line)
+
+    def set_best(self, metric: float | None, step: int | None = None, checkpoint: Path | None = None) -> None:
+        """Record that the best evaluation so far was `metric`, after `step`; None: later ones do not compare with it.
+
+        `checkpoint` has the weights of that step; None if they were not saved.
+        """
+        self.best_metric, self.best_global_step = metric, step
+        self.best_model_checkpoint = None if checkpoint is None else str(checkpoint)
 
     def to_json(self) -> str:
         """JSON that transformers reads; numbers that JSON does not have are words that `float` reads."""
         state = {each.name: getattr(self, each.name) for each in fields(self)}
         state |= {"num_train_epochs": self.num_train_epochs or math.ceil(self.epoch), "log_history": []}
-        before, name, tail = json_text(state, indent=2).partition(_HISTORY)
-        return self.log_history.to_json(before + name, tail.removeprefix("[]"))
+        text = json_text(state, indent=2)
+        if not self.log_history:
+            return text
+        before, name, tail = text.partition(_HISTORY)
+        history = ",\n    ".join(self.log_history)
+        return "".join((before, name, "[\n    ", history, "\n  ]", tail.removeprefix("[]")))
 
     def snapshot(self) -> TrainerState:
         """The state as it is now, which does not change with the run."""
-        return replace(self, log_history=self.log_history.copy())
+        return replace(self, log_history=[*self.log_history])
 
     def continued(self, config: Config) -> TrainerState:
         """Return the state with the options of the run that resumes from it."""
         options = ("max_steps", "num_train_epochs", "logging_steps", "train_batch_size")
         start = TrainerState.at_start(config)
-        return replace(self, **{name: getattr(start, name) for name in options}, log_history=self.log_history.copy())
+        return replace(self.snapshot(), **{name: getattr(start, name) for name in options})
 
 
 def _entry(line: str) -> dict[str, Any]:

@@ -192,7 +192,7 @@ class TrainingLoop:
         if self.log is not None:
             self.log.emit(Evaluated(step=step, numbers=numbers_of(result), num_samples=result.num_samples))
         if self.best.update(result, step) and self.log is not None and self.best.value is not None:
-            self.log.note_best(self.best.value, step, None)
+            self.log.state.set_best(self.best.value, step)
         self.evaluated_step = step
         self.trainer.restart_step_timer()
         return result
@@ -208,7 +208,7 @@ class TrainingLoop:
         if self.config.evaluation.do_eval:
             self.evaluate(step)
         elif self.result_step is not None and self.log is not None:
-            self.log.take_evaluation(step)
+            self.log.report_evaluation(step)
 
     def _after_step(self, metrics: StepMetrics, step_gather: _LoopGather) -> StopReason | None:
         """Log, evaluate and save after a step; returns the reason to stop now, if any."""
@@ -245,7 +245,7 @@ class TrainingLoop:
         state: TrainerState | str = ""
         if self.log is not None:
             if self.best.step == metrics.step and self.best.value is not None and result is not None:
-                self.log.note_best(self.best.value, metrics.step, checkpoint_path(self.save_dir, metrics.step))
+                self.log.state.set_best(self.best.value, metrics.step, checkpoint_path(self.save_dir, metrics.step))
             state = self.log.state.snapshot()
         metric = None if result is None else metric_value(self.best.metric, result)
         self.saver.save(
@@ -305,7 +305,7 @@ class TrainingLoop:
         """Return the seconds from a request to stop to the end of the save; None if unknown."""
         assert self.saver is not None, "nothing is saved"
         seconds = self.saver.seconds
-        return None if seconds is None or self.steps.last is None else seconds + self.steps.last.step_seconds
+        return None if seconds is None or not self.steps else seconds + self.steps.last.step_seconds
 
     def _after_failure(self) -> str:
         numbers = f"the numbers of the steps before it are in {self.folder / METRICS_FILE}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -194,8 +194,8 @@ def write_records(
         where = f"--save_dir {run_setup.config.output.save_dir}"
         advice = "Free some space, or choose another folder, and start again."
         return [] if error is None else [f"{where}: the results cannot be written ({reason_of(error)}). {advice}"]
-    history = log.state.log_history
     title = f"{run_setup.config.output.name}: {log.state.global_step} steps"
+    losses = [float(entry["loss"]) for entry in log.state.entries() if "loss" in entry] or [math.nan]
     facts = CardFacts(
         config=run_setup.config,
         origin=origin,
@@ -203,19 +203,14 @@ def write_records(
         num_parameters=run_setup.shape.num_parameters,
         num_trained=run_setup.shape.num_trained,
         num_active=run_setup.shape.num_active,
-        first_loss=_first_loss(history),
-        last_loss=_first_loss(reversed(history)) if log.last_loss is None else log.last_loss,
+        first_loss=losses[0],
+        last_loss=losses[-1] if log.last_loss is None else log.last_loss,
         state=log.state,
         evaluation=log.results.get("eval", {}),
     )
-    _leave(folder / "training_loss.png", lambda path: draw_training(history, path, title=title))
+    _leave(folder / "training_loss.png", lambda path: draw_training(log.state.entries(), path, title=title))
     _leave(folder / "README.md", lambda path: path.write_text(model_card(facts), encoding="utf-8"))
     return []
-
-
-def _first_loss(entries: Iterable[Mapping[str, object]]) -> float:
-    losses = (entry.get("loss") for entry in entries)
-    return next((float(loss) for loss in losses if isinstance(loss, int | float)), math.nan)
 
 
 def _leave(path: Path, write: Callable[[Path], object]) -> None:

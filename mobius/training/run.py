@@ -346,7 +346,7 @@ class TrainingRun:
         if best.value is None and loop_state.get(BEST, {}).get("value") is not None:
             logger.info("the best evaluation so far is on other data or by another metric: the best one begins anew")
             if self.log is not None:
-                self.log.forget_best()
+                self.log.state.set_best(None)
         return TrainingLoop(
             config=self.config,
             trainer=trainer,

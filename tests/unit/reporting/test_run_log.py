@@ -17,7 +17,7 @@ from mobius.errors import CheckpointError
 from mobius.reporting.events import CheckpointSaved, Evaluated, StepMetrics
 from mobius.reporting.run_log import RunLog, WarningRecorder
 from mobius.reporting.trackers import Trackers
-from mobius.reporting.trainer_state import LogHistory, TrainerState
+from mobius.reporting.trainer_state import TrainerState
 
 STEP = StepMetrics(
     step=1,
@@ -164,8 +164,7 @@ def test_a_line_tells_the_mean_loss_of_the_steps_since_the_line_before(
 
     shown = {1: 9.0, 3: 3.0, 4: 7.0}
     assert [float(text.split("  loss ")[1].split()[0]) for text in caplog.messages] == list(shown.values())
-    for entries in (log.state.log_history, [numbers for _, numbers in kept.lines]):
-        prefix = "" if entries is log.state.log_history else "train/"
+    for prefix, entries in (("", [*log.state.entries()]), ("train/", [numbers for _, numbers in kept.lines])):
         assert [entry[f"{prefix}loss"] for entry in entries] == list(shown.values())
         assert [entry[f"{prefix}aux_loss"] for entry in entries] == pytest.approx([0.9, 0.3, 0.7])
         assert [entry[f"{prefix}learning_rate"] for entry in entries] == pytest.approx([1e-5, 3e-5, 4e-5])
@@ -208,7 +207,7 @@ def test_a_state_is_carried_on_from_where_a_checkpoint_has_it(tmp_path: Path) ->
     second.emit(replace(STEP, step=2, epoch=0.5))
     second.close()
 
-    assert [entry["step"] for entry in state.log_history] == [1, 2]
+    assert [entry["step"] for entry in state.entries()] == [1, 2]
     assert state.num_input_tokens_seen == 2000
     line = json.loads((tmp_path / "trainer_log.jsonl").read_text().splitlines()[1])
     assert (line["total_tokens"], line["elapsed_time"], line["throughput"]) == (2000, "0:00:20", 100.0)
@@ -278,7 +277,7 @@ def test_a_resumed_run_leaves_what_the_uninterrupted_one_leaves(tmp_path: Path) 
 def test_an_evaluation_that_the_checkpoint_does_not_know_is_made_again(tmp_path: Path) -> None:
     text = text_of_steps(tmp_path, 2)
     state = TrainerState.from_json(text)
-    state.log_history = LogHistory([*state.log_history][:-1])  # saved between step 2 and its evaluation
+    state.log_history = state.log_history[:-1]  # saved between step 2 and its evaluation
 
     log = RunLog(tmp_path, state, Trackers({}))
     assert [line.get("eval_loss") for line in lines_of(tmp_path / "trainer_log.jsonl")] == [None, None]
@@ -298,7 +297,7 @@ def test_an_evaluation_behind_the_last_step_is_not_piled_up_by_each_resume(tmp_p
         log.close()
 
     shown = [line["current_steps"] for line in lines_of(tmp_path / "trainer_log.jsonl") if "eval_loss" in line]
-    assert shown == [entry["step"] for entry in log.state.log_history if "eval_loss" in entry] == [2, 2]
+    assert shown == [entry["step"] for entry in log.state.entries() if "eval_loss" in entry] == [2, 2]
 
 
 def test_results_of_a_resumed_run_are_those_of_its_process_with_totals_beside(tmp_path: Path) -> None:
@@ -359,8 +358,8 @@ def test_the_state_goes_through_json_with_numbers_that_json_does_not_have(tmp_pa
     text = text_of_steps(tmp_path, 3)
     state = TrainerState.from_json(text)
 
-    assert isinstance([*state.log_history][1]["loss"], float), "a curve is drawn of it"
-    assert math.isnan([*state.log_history][1]["loss"])
+    assert isinstance([*state.entries()][1]["loss"], float), "a curve is drawn of it"
+    assert math.isnan([*state.entries()][1]["loss"])
     assert state.to_json() == text
 
 
@@ -368,7 +367,7 @@ def test_a_snapshot_does_not_change(tmp_path: Path) -> None:
     state = TrainerState.from_json(text_of_steps(tmp_path, 3))
     text = state.to_json()
     snapshot = state.snapshot()
-    state.log_history.append({"step": 3})
+    state.add({"step": 3})
     state.global_step = 9
 
     assert snapshot.to_json() == text
@@ -379,14 +378,14 @@ def test_the_best_evaluation_is_in_the_state_that_transformers_reads(tmp_path: P
     log = RunLog(tmp_path, TrainerState.at_start(config()), Trackers({}))
     steps(log, 1, 4)
     assert log.state.best_metric is None
-    log.note_best(3.5, 2, tmp_path / "checkpoint-2")
+    log.state.set_best(3.5, 2, tmp_path / "checkpoint-2")
     log.emit(evaluated(log, {"loss": 9.0}))
     log.write_state(tmp_path)
 
     state = TheirState.load_from_json(str(tmp_path / "trainer_state.json"))
     best = (state.best_metric, state.best_global_step, state.best_model_checkpoint)
     assert best == (3.5, 2, str(tmp_path / "checkpoint-2"))
-    log.note_best(3.0, 4, None)
+    log.state.set_best(3.0, 4)
     assert TrainerState.from_json(log.state.to_json()).best_model_checkpoint is None
 
 
