@@ -12,8 +12,6 @@ from pathlib import Path
 if importlib.util.find_spec("mobius") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mobius.hardware.cross_mapping import choose_order
-from mobius.hardware.topology import Topology
 from mobius.log import printable
 from mobius.ranks import visible_devices
 
@@ -25,34 +23,26 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def look(arguments: argparse.Namespace) -> Topology:
-    import torch
-
-    from mobius.hardware.read_topology import read_topology
-
-    found = torch.cuda.device_count()
-    num_gpus = found if arguments.num_ranks is None else arguments.num_ranks
-    if not 1 <= num_gpus <= found:
-        raise ValueError(f"torch sees {found} GPUs; {num_gpus} cannot be shown")
-    return read_topology(num_gpus)
-
-
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     logging.getLogger("mobius").setLevel(logging.DEBUG)
-    try:
-        topology = look(arguments)
-        print(printable(topology.describe(), sys.stdout))
-        print("NV#: NVLinks; *: no P2P\n")
-    except (OSError, ValueError) as error:
-        print(f"error: {printable(str(error), sys.stderr)}", file=sys.stderr)
+    import torch
+
+    from mobius.hardware.topology import choose_order, describe_topology, read_topology
+
+    found = torch.cuda.device_count()
+    num_gpus = found if arguments.num_ranks is None else arguments.num_ranks
+    if not 1 <= num_gpus <= found:
+        print(f"error: torch sees {found} GPUs; {num_gpus} cannot be shown", file=sys.stderr)
         return 2
-    names = [str(gpu.index) for gpu in topology.gpus]
+    gpus = read_topology(num_gpus)
+    print(printable(describe_topology(gpus), sys.stdout))
+    names = [str(gpu.index) for gpu in gpus]
     if visible_devices():
         print(f"GPU numbers are places in CUDA_VISIBLE_DEVICES={visible_devices()}")
-    choice = choose_order(topology, num_microbatches=arguments.num_chunks, names=names, is_given=False)
-    print(choice.line or f"devices in their own order {','.join(names)}: none is better")
+    _, line = choose_order(gpus, num_microbatches=arguments.num_chunks, names=names, is_given=False)
+    print(line or f"devices in their own order {','.join(names)}: none is better")
     return 0
 
 

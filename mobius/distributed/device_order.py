@@ -13,9 +13,7 @@ from typing import Any
 
 from mobius.config.config import Config
 from mobius.distributed.rendezvous import Rendezvous, parse_counts, parse_value
-from mobius.hardware.cross_mapping import choose_order
-from mobius.hardware.read_topology import read_topology
-from mobius.hardware.topology import Topology
+from mobius.hardware.topology import Gpu, choose_order, read_topology
 from mobius.ranks import device_list, visible_devices
 
 logger = logging.getLogger(__name__)
@@ -37,16 +35,16 @@ def order_devices(config: Config, num_ranks: int, rendezvous: Rendezvous | None)
         return tuple(range(num_ranks))
     order: list[int] | None = None
     if rendezvous is None or rendezvous.rank == 0:
-        topology, listed = read_topology(num_ranks), visible_devices()
-        choice = choose_order(
-            topology,
+        gpus, listed = read_topology(num_ranks), visible_devices()
+        chosen, line = choose_order(
+            gpus,
             num_microbatches=pipeline.num_chunks or _USUAL_CHUNKS * num_ranks,
             names=device_names(listed, num_ranks),
-            is_given=is_given_order(listed, topology),
+            is_given=is_given_order(listed, gpus),
         )
-        if choice.line is not None:
-            logger.info("%s", choice.line)
-        order = list(choice.order)
+        if line is not None:
+            logger.info("%s", line)
+        order = list(chosen)
     gathered = [order] if rendezvous is None else rendezvous.gather(order)
     return parse_value(gathered[0], partial(_read_order, num_ranks=num_ranks), by=0)
 
@@ -64,14 +62,14 @@ def device_names(listed: str | None, num_gpus: int) -> Sequence[str]:
     return names if len(names) == num_gpus else [str(index) for index in range(num_gpus)]
 
 
-def is_given_order(listed: str | None, topology: Topology) -> bool:
+def is_given_order(listed: str | None, gpus: Sequence[Gpu]) -> bool:
     """Whether the list is an order and not only a choice of devices: not where it ascends.
 
     UUIDs ascend where the PCI addresses of their devices do.
     """
-    names = device_list(listed)[: len(topology.gpus)]
+    names = device_list(listed)[: len(gpus)]
     if all(name.isdecimal() for name in names):
         numbers = [int(name) for name in names]
         return numbers != sorted(numbers)
-    addresses = [gpu.address for gpu in topology.gpus if gpu.address is not None]
+    addresses = [gpu.address for gpu in gpus if gpu.address is not None]
     return addresses != sorted(addresses)

@@ -70,8 +70,8 @@ def set_host_threads(ranks: Ranks, device: torch.device, order: Sequence[int]) -
     """
     bound = bind_to_gpu_node(ranks, order) if device.type == "cuda" else None
     wanted = omp_num_threads() or 1
-    if bound is not None and (wanted == 1 or wanted > len(bound)):
-        torch.set_num_threads(len(bound))
+    if bound is not None and (wanted == 1 or wanted > bound):
+        torch.set_num_threads(bound)
     elif wanted == 1:
         torch.set_num_threads(max(1, num_cpus_per_rank(ranks.num_local)))
 

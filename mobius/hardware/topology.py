@@ -1,15 +1,36 @@
-"""A machine's GPUs and the links between them, as data.
+"""Which rank gets which GPU, so that ranks that load at nearly the same time load over different links.
 
 pci0000:16 ─ 0000:16:01.0 ─ 0000:17:00.0 ┬ 0000:18:00.0 ─ GPU 0     0 and 1: one switch above both, PIX
 host bridge   root port      switch      └ 0000:18:01.0 ─ GPU 1
            └ 0000:16:03.0 ─────────────────────────────── GPU 2     0 and 2: one host bridge, PHB
+
+root complex A: GPU 0, GPU 1      rank 0 1 2 3        rank 0 1 2 3
+root complex B: GPU 2, GPU 3      GPU  0 1 2 3  ->    GPU  0 2 1 3     neighbours share nothing
+
+GPUs have torch's numbers (after CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER). Their bridges come from the kernel's tree
+under /sys. No context is created on any GPU.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import takewhile
+from itertools import combinations, permutations, takewhile
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mobius.hardware.numa import gpu_addresses
+
+MAX_EXACT_GPUS = 8
+"""All orders of 8 GPUs are compared, in less than 0.2 s of one CPU core; with more, pairs of GPUs are exchanged."""
+_HOST_BRIDGE = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
 
 
 class Ancestor(StrEnum):
@@ -27,6 +48,17 @@ class Ancestor(StrEnum):
     """Only the link between NUMA nodes."""
 
 
+_CONTENTION_PERCENT: Final = {
+    Ancestor.PIX: 100,
+    Ancestor.PXB: 100,
+    Ancestor.PHB: 50,
+    Ancestor.NODE: 10,
+    Ancestor.SYS: 0,
+}
+"""Percent that two loads at once are taken to be slower than alone. 100 is the arithmetic of one uplink for both; 50
+and 10 are judgements. Only which of two orders is better follows from them."""
+
+
 @dataclass(frozen=True)
 class Gpu:
     """One GPU as CUDA counts it."""
@@ -40,57 +72,27 @@ class Gpu:
     """Path from the CPU: the host bridge (`pci0000:16`), the root port, bridges of switches; without the GPU."""
 
 
-@dataclass(frozen=True)
-class Link:
-    """Link between GPU `first` and GPU `second`, `first` < `second`."""
-
-    first: int
-    second: int
-    ancestor: Ancestor | None = None
-    """None: the machine does not report it."""
-    num_nvlinks: int = 0
-    has_p2p: bool = False
-    """Whether each can read and write the other's memory."""
+def read_topology(num_gpus: int, root: Path = Path("/")) -> list[Gpu]:
+    """Read torch's first `num_gpus` GPUs; facts that the machine does not report are left out. `root` is for tests."""
+    return [_read_gpu(index, root) for index in range(num_gpus)]
 
 
-@dataclass(frozen=True)
-class Topology:
-    """All GPUs of a run, in CUDA's order, and the link of every two of them."""
-
-    gpus: tuple[Gpu, ...]
-    links: tuple[Link, ...]
-
-    def link(self, one: int, other: int) -> Link:
-        """The link between two different GPUs, in whichever order they are given."""
-        first, second = sorted((one, other))
-        return next(link for link in self.links if (link.first, link.second) == (first, second))
-
-    @property
-    def unknown_reason(self) -> str | None:
-        """Reason why it is unknown how loads share links; None if it is known."""
-        for link in self.links:
-            if link.ancestor is None:
-                homeless = [index for index in (link.first, link.second) if self.gpus[index].address is None]
-                what = f"the PCI address of GPU {homeless[0]}" if homeless else f"the way to GPU {link.first}"
-                return f"the machine does not report {what}"
-        return None
-
-    def describe(self) -> str:
-        """A table like `nvidia-smi topo -m`: NV# is the number of NVLinks, * means no P2P."""
-        width = max((len(self._cell(link)) for link in self.links), default=1) + 2
-        lines = ["      " + "".join(f"{f'GPU{gpu.index}':<{width}}" for gpu in self.gpus) + "node  PCI address"]
-        for gpu in self.gpus:
-            cells = ["X" if other is gpu else self._cell(self.link(gpu.index, other.index)) for other in self.gpus]
-            node = "?" if gpu.numa_node is None else str(gpu.numa_node)
-            row = "".join(f"{cell:<{width}}" for cell in cells)
-            lines.append(f"{f'GPU{gpu.index}':<6}{row}{node:<6}{gpu.address or '?'}  {gpu.name}".rstrip())
-        return "\n".join(lines)
-
-    @staticmethod
-    def _cell(link: Link) -> str:
-        way = link.ancestor.value if link.ancestor is not None else "?"
-        text = f"NV{link.num_nvlinks}/{way}" if link.num_nvlinks else way
-        return text if link.has_p2p else f"{text}*"
+def _read_gpu(index: int, root: Path) -> Gpu:
+    properties = torch.cuda.get_device_properties(index)
+    gpu = Gpu(index, name=str(properties.name))
+    try:
+        (address,) = gpu_addresses([index])
+    except ValueError:
+        return gpu
+    device = root / "sys/bus/pci/devices" / address
+    node = -1  # the kernel's value for no node
+    with contextlib.suppress(OSError, ValueError):
+        node = int((device / "numa_node").read_text())
+    # The folders from the host bridge down to the device, itself left out; none if the kernel does not show it.
+    parts = device.resolve().parts if device.exists() else ()
+    hosts = [place for place, part in enumerate(parts) if _HOST_BRIDGE.fullmatch(part)]
+    bridges = parts[hosts[-1] : -1] if hosts else ()
+    return replace(gpu, address=address, numa_node=node if node >= 0 else None, bridges=bridges)
 
 
 def common_ancestor(one: Gpu, other: Gpu) -> Ancestor | None:
@@ -109,3 +111,118 @@ def common_ancestor(one: Gpu, other: Gpu) -> Ancestor | None:
         return Ancestor.PHB
     is_one_switch = max(len(one.bridges), len(other.bridges)) - num_common <= 1
     return Ancestor.PIX if is_one_switch else Ancestor.PXB
+
+
+def describe_topology(gpus: Sequence[Gpu]) -> str:
+    """A table like `nvidia-smi topo -m`."""
+    lines = ["      " + "".join(f"{f'GPU{gpu.index}':<6}" for gpu in gpus) + "node  PCI address"]
+    for gpu in gpus:
+        cells = ["X" if other is gpu else common_ancestor(gpu, other) or "?" for other in gpus]
+        node = "?" if gpu.numa_node is None else str(gpu.numa_node)
+        row = "".join(f"{cell:<6}" for cell in cells)
+        lines.append(f"{f'GPU{gpu.index}':<6}{row}{node:<6}{gpu.address or '?'}  {gpu.name}".rstrip())
+    return "\n".join(lines)
+
+
+def choose_order(
+    gpus: Sequence[Gpu], *, num_microbatches: int, names: Sequence[str], is_given: bool
+) -> tuple[tuple[int, ...], str | None]:
+    """Return the index of each rank's GPU among the listed ones, and a log line for the user, if any.
+
+    `names` are the user's names of the GPUs as listed. `is_given`: the user chose the order of the list, which is used
+    unchanged; the line says so if a better one is known.
+    """
+    own = tuple(range(len(gpus)))
+    if len(gpus) < 3:
+        return own, None  # one or two ranks are the same in any order
+    listed = ",".join(names)
+    if unseen := [gpu for gpu in gpus if not gpu.bridges]:
+        what = "the PCI address of" if unseen[0].address is None else "the way to"
+        return own, f"devices in their own order {listed}: the machine does not report {what} GPU {unseen[0].index}"
+    best = best_order(gpus, num_microbatches=num_microbatches)
+    score, own_score = score_orders(gpus, num_microbatches, [best, own])[:, 0]
+    if score >= own_score:
+        # Flat trees are usual in virtual machines, and may be wrong there.
+        is_flat = len({common_ancestor(*pair) for pair in combinations(gpus, 2)} | {Ancestor.PIX, Ancestor.PXB}) == 3
+        line = f"devices in their own order {listed}: the machine reports equal sharing for all pairs"
+        return own, line if is_flat else None
+    shown, why = ",".join(names[gpu] for gpu in best), _why(gpus, best)
+    if is_given:
+        return own, f"devices in the given order {listed}; {shown} is better: {why}"
+    guess = "" if len(gpus) <= MAX_EXACT_GPUS else f" (not every order of {len(gpus)} devices was looked at)"
+    return best, f"devices in the order {shown}: {why}{guess}"
+
+
+def best_order(gpus: Sequence[Gpu], *, num_microbatches: int) -> tuple[int, ...]:
+    """Return the order with the least cost, `order[rank]` being the index of the rank's GPU; exact for up to 8 GPUs.
+
+    Ties go to the lexicographically smallest order.
+    """
+
+    def best_of(orders: Sequence[tuple[int, ...]]) -> tuple[list[int], tuple[int, ...]]:
+        """Return the least cost and the first order that has it."""
+        scores = score_orders(gpus, num_microbatches, orders)
+        best = int(np.lexsort(scores.T[::-1])[0])  # stable: the first of equals
+        return scores[best].tolist(), orders[best]
+
+    own = tuple(range(len(gpus)))
+    if len(gpus) <= MAX_EXACT_GPUS:
+        return best_of(list(permutations(own)))[1]
+    best = best_of([own])
+    while True:  # exchange two ranks' GPUs as long as the score falls
+        exchanged = best_of([_exchange(best[1], one, other) for one, other in combinations(own, 2)])
+        if exchanged >= best:
+            return best[1]
+        best = exchanged
+
+
+def _exchange(order: tuple[int, ...], one: int, other: int) -> tuple[int, ...]:
+    changed = list(order)
+    changed[one], changed[other] = changed[other], changed[one]
+    return tuple(changed)
+
+
+def score_orders(gpus: Sequence[Gpu], num_microbatches: int, orders: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+    """Return the costs, int64 [orders, 2], of orders; lower is better, the first cost before the second.
+
+    overlap: over all pairs of ranks, how much their GPUs share (percent) times how long both load at once. By the
+    looped schedule each rank starts its next load P microbatches after the last, P = max(microbatches, ranks), and rank
+    r starts r microbatches after rank 0. Two ranks d apart therefore start d and P - d microbatches from each other; a
+    load of length L overlaps the other's by max(0, L - d) + max(0, L - (P - d)). L depends on the machine, so every
+    length up to P has equal weight, and the mean over L is ((P - d)^2 + d^2) / 2P: most between neighbours, and between
+    the ends of the ring where P = N. Backward is the mirror image and gives the same.
+
+    displacement: the ranks' distances from the order in which the devices are listed.
+    """
+    period = max(num_microbatches, len(gpus))
+    shares = np.array([[_contention(one, other) for other in gpus] for one in gpus])
+    columns = np.array(orders).T
+    overlap = sum(
+        ((period - (other - one)) ** 2 + (other - one) ** 2) * shares[columns[one], columns[other]]
+        for one, other in combinations(range(len(gpus)), 2)
+    )
+    displacement = np.abs(columns - np.arange(len(gpus))[:, None]).sum(axis=0)
+    return np.stack([overlap, displacement], axis=1)
+
+
+def _contention(one: Gpu, other: Gpu) -> int:
+    """Percent by which loads of the two GPUs slow each other down; 0 where nothing is reported."""
+    ancestor = common_ancestor(one, other)
+    return 0 if ancestor is None else _CONTENTION_PERCENT[ancestor]
+
+
+def _why(gpus: Sequence[Gpu], best: Sequence[int]) -> str:
+    """Why loads wait less for each other in the order `best` than in the listed one."""
+    after, before = (_neighbour_shares(gpus, order) for order in (best, range(len(gpus))))
+    if not after:
+        is_near = max(before) >= _CONTENTION_PERCENT[Ancestor.PHB]
+        return f"neighbouring ranks load {'over different root complexes' if is_near else 'from different NUMA nodes'}"
+    if len(after) < len(before):
+        return f"{len(after)} instead of {len(before)} pairs of neighbouring ranks load over one root complex or node"
+    return "ranks whose loads share a link load farther from each other in time"
+
+
+def _neighbour_shares(gpus: Sequence[Gpu], order: Sequence[int]) -> list[int]:
+    """Contention of the ring neighbours whose GPUs share a part of the way to host memory."""
+    ring = zip(order, [*order[1:], order[0]], strict=True)
+    return [percent for one, other in ring if (percent := _contention(gpus[one], gpus[other]))]

@@ -11,7 +11,7 @@ import torch
 from harness.plan_requests import TWO_PER_ROOT_COMPLEX
 from harness.shared_links import LOAD_BYTES, NUM_MICROBATCHES, host_states, load_seconds, run_on
 
-from mobius.hardware.cross_mapping import best_order
+from mobius.hardware.topology import best_order
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 

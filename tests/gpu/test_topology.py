@@ -12,33 +12,26 @@ import pytest
 import torch
 from harness.runs import ROOT, environment, free_port, make_checkpoint, make_dataset
 
-from mobius.hardware.cross_mapping import best_order
-from mobius.hardware.read_topology import import_nvml, read_topology
+from mobius.hardware.topology import best_order, describe_topology, read_topology
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")]
 
 
 def test_the_topology_of_this_machine_is_read() -> None:
-    topology = read_topology(NUM_GPUS)
-    logging.getLogger(__name__).info("\n%s", topology.describe())
+    gpus = read_topology(NUM_GPUS)
+    logging.getLogger(__name__).info("\n%s", describe_topology(gpus))
 
-    assert all(gpu.name for gpu in topology.gpus)
-    assert len({gpu.address for gpu in topology.gpus}) == NUM_GPUS or topology.unknown_reason is not None
-    assert sorted(best_order(topology, num_microbatches=NUM_GPUS)) == list(range(NUM_GPUS))
-
-
-@pytest.mark.skipif(import_nvml() is None, reason="needs nvidia-ml-py")
-def test_gpus_that_nvml_joins_by_nvlink_can_reach_each_other() -> None:
-    for link in read_topology(NUM_GPUS).links:
-        assert link.has_p2p or link.num_nvlinks == 0
+    assert all(gpu.name for gpu in gpus)
+    assert len({gpu.address for gpu in gpus}) == NUM_GPUS or None in {gpu.address for gpu in gpus}
+    assert sorted(best_order(gpus, num_microbatches=NUM_GPUS)) == list(range(NUM_GPUS))
 
 
 def test_reading_makes_no_context_on_any_gpu(tmp_path: Path) -> None:
     """A context takes some hundred MiB of each GPU; one per rank and GPU would be too many."""
     program = (
         "import sys, torch\n"
-        "from mobius.hardware.read_topology import read_topology\n"
+        "from mobius.hardware.topology import read_topology\n"
         "read_topology(torch.cuda.device_count())\n"
         "print(*[torch._C._cuda_hasPrimaryContext(i) for i in range(torch.cuda.device_count())])\n"
     )

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 from functools import cache
-from itertools import combinations
 from typing import Any
 
 import torch
 
 from mobius.config.config import ActivationOffloading, ModelConfig, config_from
-from mobius.hardware.topology import Ancestor, Gpu, Link, Topology
+from mobius.hardware.topology import Gpu
 from mobius.models.blocks import ModelParts
 from mobius.models.families import load_planned_config
 from mobius.planner.gpu_specs import GPU_SPECS
@@ -51,30 +49,33 @@ def num_stages_with(table: str, text: str) -> int:
 
 
 def make_box(
-    num_gpus: int,
-    *groups: tuple[int, Ancestor],
-    nvlinks: int = 0,
-    bridged: Collection[tuple[int, int]] | None = None,
-    has_p2p: bool = False,
-) -> Topology:
-    """GPUs in groups of neighbours, smallest first: `(2, PHB)` puts 0 and 1 under one root complex; else SYS.
+    num_gpus: int, *, node: int | None = None, complex_of: int = 1, bridge: int = 1, switch: int = 1
+) -> list[Gpu]:
+    """GPUs in groups of neighbours: so many below one NUMA node, root complex, PCIe bridge and switch.
 
-    `nvlinks` join every pair, or those `bridged`, which can then reach each other.
+    Without `node` each root complex has its own.
     """
-    links = []
-    for one, other in combinations(range(num_gpus), 2):
-        ancestors = (ancestor for size, ancestor in groups if one // size == other // size)
-        count = nvlinks if bridged is None or (one, other) in bridged else 0
-        links.append(Link(one, other, next(ancestors, Ancestor.SYS), count, has_p2p or count > 0))
-    gpus = (Gpu(index, address=f"0000:{index + 1:x}1:00.0") for index in range(num_gpus))
-    return Topology(tuple(gpus), tuple(links))
+    complex_of, bridge = max(complex_of, bridge, switch), max(bridge, switch)
+    return [
+        Gpu(
+            index,
+            address=f"0000:{index + 1:x}1:00.0",
+            numa_node=index // (node or complex_of),
+            bridges=(
+                f"host {index // complex_of}",
+                f"bridge {index // bridge}",
+                f"switch {index // switch}",
+                f"port {index}",
+            ),
+        )
+        for index in range(num_gpus)
+    ]
 
 
-TWO_PER_ROOT_COMPLEX = make_box(4, (2, Ancestor.PHB), has_p2p=True)
-FLAT_VIRTUAL_MACHINE = make_box(4, (4, Ancestor.PHB))
-TWO_SOCKETS = make_box(4, (2, Ancestor.NODE), has_p2p=True)
-BRIDGED_PAIRS = make_box(4, (4, Ancestor.NODE), nvlinks=4, bridged={(0, 1), (2, 3)})
-ONE_SWITCH = make_box(4, (4, Ancestor.PIX), has_p2p=True)
-SWITCHES_ON_TWO_SOCKETS = make_box(8, (2, Ancestor.PIX), (4, Ancestor.PXB), has_p2p=True)
-NVSWITCH_ON_TWO_SOCKETS = make_box(8, (4, Ancestor.NODE), nvlinks=18)
-NVSWITCH_IN_PAIRS = make_box(8, (2, Ancestor.PXB), nvlinks=12)
+TWO_PER_ROOT_COMPLEX = make_box(4, complex_of=2)
+FLAT_VIRTUAL_MACHINE = make_box(4, complex_of=4)
+TWO_SOCKETS = make_box(4, node=2)
+ONE_SWITCH = make_box(4, switch=4)
+SWITCHES_ON_TWO_SOCKETS = make_box(8, switch=2, bridge=4)
+FOUR_PER_SOCKET = make_box(8, node=4)
+TWO_PER_BRIDGE = make_box(8, bridge=2)

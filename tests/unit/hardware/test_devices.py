@@ -80,7 +80,7 @@ def test_a_rank_that_is_bound_computes_on_every_cpu_it_is_bound_to_and_on_no_mor
 ) -> None:
     numbers: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", numbers.append)
-    monkeypatch.setattr(devices, "bind_to_gpu_node", lambda _, order: frozenset({4, 5, 6}))
+    monkeypatch.setattr(devices, "bind_to_gpu_node", lambda _, order: 3)
     monkeypatch.setenv("OMP_NUM_THREADS", variable)
 
     set_host_threads(Ranks(0, 2, 0), torch.device("cuda", 0), (0, 1))

@@ -130,7 +130,7 @@ READS_ITSELF = {
             "hardware/host_memory",
             "hardware/cpu_dtype",
             "hardware/numa",
-            "hardware/read_topology",
+            "hardware/topology",
             "config/launch",
             "ranks",
         ),
