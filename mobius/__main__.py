@@ -7,10 +7,11 @@ _OLDEST = (3, 11)
 
 def main() -> None:
     """Run the program; exit with one message if Python is too old or a package is missing."""
-    from mobius.requirements import missing_packages, old_python  # needs no package and no new Python
-
     if sys.version_info < _OLDEST:
-        sys.exit(old_python(_OLDEST))
+        versions = "{}.{} or later, and {} is {}.{}".format(*_OLDEST, sys.executable, *sys.version_info[:2])
+        sys.exit(f"error: Mobius needs Python {versions}; name another one, or use `bash train.sh`")
+    from mobius.requirements import missing_packages
+
     try:
         from mobius.program import run_program
     except ModuleNotFoundError as error:

@@ -1,18 +1,5 @@
 """Exceptions that a user sees as one message without a traceback, and helpers for messages; bugs keep their traceback.
 
-    MobiusError                 exit code 1 unless said otherwise
-    ├── ConfigError             an option, a key of a YAML file or a launch variable; exit code 2
-    ├── PlanError               the model cannot be cut or placed as asked
-    ├── ScheduleError           an action list that is incomplete, over its slots, or would deadlock
-    ├── HostMemoryError         too little CPU memory, found before it is allocated
-    ├── LimitError              a limit of the system, such as that of open files, which a run exceeds
-    ├── GpuMemoryError          too little GPU memory, or a GPU that was asked for and is absent
-    ├── DataError               a dataset that is missing, broken, empty or fully masked
-    ├── CheckpointError         weights or an output folder that cannot be read or written
-    ├── TransportError          another rank died or does not answer
-    ├── NonFiniteLossError      too many steps in a row with a non-finite gradient
-    └── NoResultError           training ran to its end and there is nothing to save; exit code 3
-
 The exit codes of a run: 0 everything is saved; 1 an error of this tree, or a bug of Mobius; 2 an option; 3 nothing to
 save; 75 the run stalled (watchdog.py); 130 Ctrl-C or SIGTERM (signal_handling.py).
 """
@@ -101,11 +88,8 @@ def first_line(error: BaseException) -> str:
 
 def excerpt(text: str, max_length: int = _SHOWN) -> str:
     """`text`, with its middle replaced by three dots if it is longer than `max_length`."""
-    return (
-        text
-        if len(text) <= max_length
-        else f"{text[: max_length - max_length // 3]}...{text[len(text) - max_length // 3 :]}"
-    )
+    tail = max_length // 3
+    return text if len(text) <= max_length else f"{text[: max_length - tail]}...{text[len(text) - tail :]}"
 
 
 def quoted(value: object, max_length: int = _SHOWN) -> str:

@@ -171,8 +171,7 @@ def is_started_by_torchrun() -> bool:
 
 def num_restarts() -> int:
     """How often torchrun has started this rank again after one of the ranks had died (`--max_restarts`)."""
-    text = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-    return int(text) if text.isdecimal() else 0
+    return _number("TORCHELASTIC_RESTART_COUNT") or 0
 
 
 def master_address() -> tuple[str, int]:
@@ -182,8 +181,7 @@ def master_address() -> tuple[str, int]:
 
 def num_restarts_allowed() -> int:
     """How often torchrun may start the ranks again (`--max_restarts`); 0 without torchrun."""
-    text = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "")
-    return int(text) if text.isdecimal() else 0
+    return _number("TORCHELASTIC_MAX_RESTARTS") or 0
 
 
 def is_restart() -> bool:
@@ -199,14 +197,12 @@ def launch_id() -> str | None:
 
 def seconds_since_launch() -> float:
     """Seconds since torchrun started, including time before a restart; 0 without torchrun."""
-    begun = _start_of(os.getppid()) if is_started_by_torchrun() else None
-    return 0.0 if begun is None else max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - begun)
+    return _age_of(os.getppid()) if is_started_by_torchrun() else 0.0
 
 
 def seconds_since_start() -> float:
     """Time since this process began; 0 where that is not known."""
-    begun = _start_of(os.getpid())
-    return 0.0 if begun is None else max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - begun)
+    return _age_of(os.getpid())
 
 
 def mark_launcher_as_patient() -> None:
@@ -248,34 +244,31 @@ def _seconds(text: str) -> float:
 
 def has_lost_rank() -> bool:
     """Whether one of the processes that torchrun started with this one, by the same program, is gone. Linux only."""
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if not (is_started_by_torchrun() and text.isdecimal() and Path("/proc/self/stat").is_file()):
+    num_started = _number("LOCAL_WORLD_SIZE")
+    if not is_started_by_torchrun() or num_started is None or not Path("/proc/self/stat").is_file():
         return False
     parent, program = os.getppid(), _command_of(os.getpid())[:3]  # python -u main.py; torchrun may vary what follows
-    living = sum(
-        _is_child(entry.name, of=parent) and _command_of(int(entry.name))[:3] == program
-        for entry in os.scandir("/proc")
-        if entry.name.isdecimal()
-    )
-    return living < int(text)
+    processes = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdecimal()]
+    children = (process for process in processes if _facts_of(process)[1:2] == [str(parent)])
+    return sum(_command_of(child)[:3] == program for child in children) < num_started
 
 
-def _is_child(process: str, *, of: int) -> bool:
-    """Whether `of` is the parent of a process."""
-    facts = _facts_of(process)
-    return bool(facts) and int(facts[1]) == of
+def _age_of(process: int) -> float:
+    """Seconds since a process began; 0 where that is not known."""
+    begun = _start_of(process)
+    return 0.0 if begun is None else max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - begun)
 
 
 def _start_of(process: int) -> float | None:
     """Seconds from the start of the machine to that of a process; None where that is not known."""
-    facts = _facts_of(str(process))
+    facts = _facts_of(process)
     return int(facts[19]) / os.sysconf("SC_CLK_TCK") if facts else None
 
 
-def _facts_of(process: str) -> list[str]:
+def _facts_of(process: int) -> list[str]:
     """Fields of /proc/PID/stat after the name in brackets: state, parent, ...; empty if the process has ended."""
     try:
-        return Path("/proc", process, "stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
 
@@ -330,8 +323,7 @@ def export_parent_pid() -> None:
 
 def exported_parent_pid() -> int | None:
     """Number of the process that started this one and called `export_parent_pid`; None if none has."""
-    text = os.environ.get("MOBIUS_PARENT", "")
-    return int(text) if text.isdecimal() else None
+    return _number("MOBIUS_PARENT")
 
 
 def visible_devices() -> str | None:
@@ -361,8 +353,7 @@ def set_cuda_max_connections() -> None:
 
 def omp_num_threads() -> int | None:
     """`OMP_NUM_THREADS` if it is set to a positive number, else None."""
-    text = os.environ.get("OMP_NUM_THREADS", "")
-    return int(text) if text.isdecimal() and int(text) > 0 else None
+    return _number("OMP_NUM_THREADS") or None
 
 
 def allows_colour() -> bool:
@@ -379,3 +370,8 @@ def cache_folder() -> Path:
 def num_cpus_per_rank(num_ranks: int) -> int:
     """Number of CPUs that this process may use, divided among `num_ranks`."""
     return len(os.sched_getaffinity(0)) // num_ranks
+
+
+def _number(name: str) -> int | None:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else None

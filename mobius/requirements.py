@@ -1,22 +1,12 @@
-"""Message about packages that are not installed; it imports none, and old Pythons can read it."""
+"""Message about packages that are not installed; it imports none."""
 
 from __future__ import annotations
 
 import sys
 from importlib.util import find_spec
 
-PACKAGES = {
-    "torch": "torch",
-    "transformers": "transformers",
-    "safetensors": "safetensors",
-    "datasets": "datasets",
-    "numpy": "numpy",
-    "yaml": "pyyaml",
-    "tqdm": "tqdm",
-    "matplotlib": "matplotlib",
-    "sacrebleu": "sacrebleu",
-    "torchmetrics": "torchmetrics",
-}
+_BY_THEIR_NAMES = ("torch", "transformers", "safetensors", "datasets", "numpy", "tqdm", "matplotlib", "sacrebleu")
+PACKAGES = {**{name: name for name in _BY_THEIR_NAMES}, "torchmetrics": "torchmetrics", "yaml": "pyyaml"}
 """Packages that a run needs, by the names of their modules."""
 
 
@@ -27,15 +17,7 @@ def missing_packages(error: ModuleNotFoundError) -> str | None:
         return None
     missing = [package for module, package in PACKAGES.items() if module == name or find_spec(module) is None]
     return (
-        "{} lacks the packages {}. Start with `bash train.sh`, which makes an environment with all of them in .venv, "
-        "and `source .venv/bin/activate` before other commands; or install them: {} -m pip install -r requirements.txt"
-    ).format(sys.executable, ", ".join(missing), sys.executable)
-
-
-def old_python(oldest: tuple[int, int]) -> str:
-    """Message about an interpreter that is too old."""
-    return (
-        "error: Mobius needs Python {}.{} or later, and {} is {}.{}; name another one, or use `bash train.sh`".format(
-            *oldest, sys.executable, *sys.version_info[:2]
-        )
+        f"{sys.executable} lacks the packages {', '.join(missing)}. Start with `bash train.sh`, which makes an "
+        "environment with all of them in .venv, and `source .venv/bin/activate` before other commands; or install "
+        f"them: {sys.executable} -m pip install -r requirements.txt"
     )

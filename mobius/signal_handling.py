@@ -71,11 +71,14 @@ class RunStatus:
     """
 
     def __init__(self) -> None:
-        self._announce: Callable[[str], None] = lambda _: None
-        self._offer: tuple[Text, float | None] | None = None
-        self._is_detached = False
-        self._stop: str | None = None
+        self.announce: Callable[[str], None] = lambda _: None
+        """Prints the line of a stop request."""
+        self.is_detached = False
+        """Whether to ignore the end of other ranks: they are done, and only rank 0 continues."""
+        self.stop_signal: str | None = None
+        """Name of the signal that asked the run to save and end, such as SIGTERM; None if none has come."""
         self._stop_time = 0.0
+        self._offer: tuple[Text, float | None] | None = None
         self.set_status("before the first step: nothing was trained, and nothing is left")
 
     def set_status(self, text: Text, *, clean_up: Callable[[], None] | None = None) -> None:
@@ -92,15 +95,6 @@ class RunStatus:
             with contextlib.suppress(OSError):  # the run has just removed it
                 clean_up()
         return _text_now(text)
-
-    def detach_from_peers(self) -> None:
-        """Ignore the end of other ranks from now on: they are done, and only rank 0 continues."""
-        self._is_detached = True
-
-    @property
-    def is_detached(self) -> bool:
-        """Whether this rank ignores the end of other ranks."""
-        return self._is_detached
 
     def save_on_signal(self, lost: Text, *, seconds: float | None = None) -> None:
         """Let the first signal only set `stop_signal`; the second still ends the process.
@@ -119,24 +113,15 @@ class RunStatus:
         """Whether a signal requests a save."""
         return self._offer is not None
 
-    @property
-    def stop_signal(self) -> str | None:
-        """Name of the signal that asked the run to save and end, such as SIGTERM; None if none has come."""
-        return self._stop
-
     def request_stop(self, signal_name: str) -> None:
         """Set `stop_signal`, after a signal on this or another rank; rank 0 logs it once."""
-        if self._stop is None:
-            self._stop, self._stop_time = signal_name, time.monotonic()
-            self._announce(f"interrupted ({signal_name}): saving after this step, then ending; {self._warning()}")
+        if self.stop_signal is None:
+            self.stop_signal, self._stop_time = signal_name, time.monotonic()
+            self.announce(f"interrupted ({signal_name}): saving after this step, then ending; {self._warning()}")
 
     def is_duplicate_signal(self) -> bool:
         """Whether a signal that comes now is a second delivery of the one in `stop_signal`."""
-        return self._stop is not None and time.monotonic() - self._stop_time < _DUPLICATE_SIGNAL_SECONDS
-
-    def set_announcer(self, announce: Callable[[str], None]) -> None:
-        """Set the function that prints the line of a stop request."""
-        self._announce = announce
+        return self.stop_signal is not None and time.monotonic() - self._stop_time < _DUPLICATE_SIGNAL_SECONDS
 
     def _warning(self) -> str:
         lost, seconds = self._offer or ("nothing would be saved", None)
@@ -166,7 +151,7 @@ class SignalHandler:
         """End this process at a signal; the one that `is_first` says the run's standing. Call it in the main thread."""
         self._is_first = is_first
         if is_first:
-            self._run_status.set_announcer(_say)
+            self._run_status.announce = _say
         receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)
         signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)

@@ -93,7 +93,7 @@ def run_training(
         prediction = _run(config, ranks, given, run_status)
         if prediction is not None:
             run_status.set_status(f"{prediction.status_text}; not all answers were generated")
-            run_status.detach_from_peers()
+            run_status.is_detached = True
             prediction.run()  # the stages' memory is free by now
     except torch.OutOfMemoryError as error:
         raise out_of_memory(error, ranks.rank) from error

@@ -44,7 +44,7 @@ def prepare_prediction(
     log_model(sketch, model_folder)
     rendezvous = wait_until_inputs_are_read(ranks)
     output = prepare_output(sketch, run_status, None, model_folder=model_folder)
-    run_status.detach_from_peers()
+    run_status.is_detached = True
     try:
         config, data, _ = read_data(config, ranks, tokenizer)
         samples = prediction_samples(data, config)

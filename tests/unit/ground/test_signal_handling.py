@@ -181,7 +181,7 @@ def test_a_rank_that_goes_on_alone_has_lost_nobody(tmp_path: Path) -> None:
     then = f"""
 import os
 os.environ |= {{"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2"}}
-run_status.detach_from_peers()
+run_status.is_detached = True
 print("alone", flush=True)
 {BUSY}"""
     with start(tmp_path, STUCK.format(then=then)) as process:
@@ -194,7 +194,7 @@ print("alone", flush=True)
 
 def test_a_request_that_another_rank_got_is_said_once_and_is_the_same_press() -> None:
     run_status, said = RunStatus(), []
-    run_status.set_announcer(said.append)
+    run_status.announce = said.append
     saved = ["step 1"]
     run_status.set_status(lambda: f"{saved[-1]} is saved")
     run_status.save_on_signal(lambda: f"nothing since {saved[-1]} would be lost")
@@ -224,7 +224,7 @@ def test_a_launcher_that_kills_too_early_is_told(
 ) -> None:
     monkeypatch.setattr("mobius.signal_handling.seconds_until_killed", lambda: limit)
     run_status, said = RunStatus(), []
-    run_status.set_announcer(said.append)
+    run_status.announce = said.append
     run_status.save_on_signal("it would be lost", seconds=seconds)
     run_status.request_stop("SIGTERM")
     assert said[0].endswith(end)
