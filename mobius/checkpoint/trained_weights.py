@@ -11,7 +11,7 @@ from mobius.distributed.transport import all_gather_numbers
 from mobius.engine.stage_state import StageState
 from mobius.engine.state_codec import CHUNK_ELEMENTS
 from mobius.errors import MobiusError, NoResultError
-from mobius.models.weights import WeightSource, read_in_pieces
+from mobius.models.weights import WeightSource, reads_of
 
 
 def check_trained_weights(session: OpenRun, *, num_updates: int, num_steps: int, folder: Path) -> None:
@@ -57,8 +57,8 @@ def has_changed(session: OpenRun, before: WeightSource) -> bool:
 
 def _differs(state: StageState, name: str, before: WeightSource) -> bool:
     place, shape = state.layout.slice_of(name), state.layout.offsets[name][1]
-    for offset, value in read_in_pieces(before, name, shape):
-        first, flat = place.start + offset, value.reshape(-1)
+    for read in reads_of(before, name, shape):
+        first, flat = place.start + read.offset, read.read().reshape(-1)
         weights = state.weights[first : first + len(flat)]
         for chunk, own in zip(flat.split(CHUNK_ELEMENTS), weights.split(CHUNK_ELEMENTS), strict=True):
             if not torch.equal(chunk.float().to(own.dtype), own.cpu()):

@@ -11,17 +11,20 @@ import functools
 import logging
 import math
 import re
+import threading
 import zlib
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Protocol, TypeVar, cast
+from typing import Any, Final, Protocol, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mobius.config.config import ModelConfig
 from mobius.errors import CheckpointError
@@ -33,8 +36,6 @@ from mobius.models.parameter_pieces import ParameterPiece
 from mobius.regular_files import open_regular
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PLAIN_DTYPES = tuple(_DTYPES)
@@ -301,17 +302,18 @@ class CheckpointWeights:
             piece.of(whole).copy_(self._check.read(stored))
         return whole
 
-    def read_pieces(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, Tensor]]:
-        """The parameter in parts, each with its first element's index. Raises CheckpointError like `read`.
+    def reads_of(self, name: str, shape: tuple[int, ...]) -> Iterator[WeightRead]:
+        """The parameter in parts. Raises CheckpointError like `find_shaped`, and their reads like `read`.
 
         The parts are its stored pieces if their elements are contiguous in the parameter, else one whole.
         """
         found = self.find_pieces(name, shape)
         if not all(piece is None or piece.is_contiguous for piece, _ in found):
-            yield 0, self.read(name, shape)
+            yield WeightRead(0, math.prod(shape), functools.partial(self.read, name, shape))
             return
         for piece, stored in found:
-            yield 0 if piece is None else piece.offset, self._check.read(stored)
+            offset = 0 if piece is None else piece.offset
+            yield WeightRead(offset, math.prod(stored.shape), functools.partial(self._check.read, stored))
 
 
 class ValueCheck:
@@ -343,32 +345,45 @@ class ValueCheck:
         return tensor
 
 
+MAX_READERS = 8
+"""Maximum number of threads that read weights of a rank."""
 MAX_AHEAD_ELEMENTS = 2**28
-"""Largest value, in elements, that is prefetched past: 1 GiB in fp32."""
+"""Maximum number of elements that are read before they are needed, unless one value has more: 1 GiB in fp32."""
 
 
-def read_ahead(values: Iterator[T], *, size: Callable[[T], int]) -> Iterator[T]:
-    """Yield `values`; the next one is read on another thread meanwhile, unless the current one's `size` is large."""
-    with ThreadPoolExecutor(1, thread_name_prefix="weights") as reader:
-        coming = reader.submit(next, values, None)
-        while (value := coming.result()) is not None:
-            is_small = size(value) <= MAX_AHEAD_ELEMENTS
-            if is_small:
-                coming = reader.submit(next, values, None)
-            yield value
-            if not is_small:
-                del value
-                coming = reader.submit(next, values, None)
+@dataclass(frozen=True)
+class WeightRead:
+    """A read of a parameter, or of one of its pieces, that has not begun; any thread may call `read`."""
+
+    offset: int
+    """Index of its first element in the parameter."""
+    num_elements: int
+    read: Callable[[], Tensor]
 
 
-def read_in_pieces(source: WeightSource, name: str, shape: tuple[int, ...]) -> Iterable[tuple[int, Tensor]]:
-    """The parameter in consecutive parts, each with its first element's index.
+def read_ahead(reads: Iterable[WeightRead], *, num_threads: int) -> Iterator[Tensor]:
+    """Yield the values of `reads` in order, while `num_threads` threads read the next ones."""
+    coming: deque[tuple[int, Future[Tensor]]] = deque()
+    readers = ThreadPoolExecutor(num_threads, thread_name_prefix="weights")
+    try:
+        for each in reads:
+            while coming and sum(size for size, _ in coming) + each.num_elements > MAX_AHEAD_ELEMENTS:
+                yield coming.popleft()[1].result()
+            coming.append((each.num_elements, readers.submit(each.read)))
+        while coming:
+            yield coming.popleft()[1].result()
+    finally:
+        readers.shutdown(cancel_futures=True)
+
+
+def reads_of(source: WeightSource, name: str, shape: tuple[int, ...]) -> Iterable[WeightRead]:
+    """The reads that make up a parameter, in the order of their elements.
 
     A checkpoint yields a layer's experts one by one, so all of them are never copied at once.
     """
     if isinstance(source, CheckpointWeights):
-        return source.read_pieces(name, shape)
-    return [(0, source.read(name, shape))]
+        return source.reads_of(name, shape)
+    return [WeightRead(0, math.prod(shape), functools.partial(source.read, name, shape))]
 
 
 def _describe_misfits(tensor: Tensor, dtype: torch.dtype) -> str:
@@ -398,12 +413,14 @@ class InitialWeights:
     """Parameters from transformers' own initialization of the family, for a model without weights.
 
     Each leaf module is seeded by its name, so values depend neither on the partition nor on the number of ranks.
+    Several threads may read: torch draws some 150 million normal numbers per second on a core, and on one core only.
     """
 
     def __init__(self, parts: ModelParts, *, seed: int) -> None:
         self._model, self._aliases, self._seed = parts.model, parts.stored_names, seed
-        self._drawn: dict[str, Tensor] = {}
-        """Parameters of the last module that were initialized but not yet read; all experts are one module."""
+        self._lock = threading.Lock()
+        self._modules: dict[str, _InitializedModule] = {}
+        """The last modules, by path; all experts of a layer are one module."""
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Initialize the leaf module that owns `name` on the CPU in fp32 and return that parameter.
@@ -411,10 +428,15 @@ class InitialWeights:
         Raises CheckpointError if the family's initialization leaves the parameter unset.
         """
         name = self._aliases.get(name, name)
-        if name not in self._drawn:
-            self._drawn.clear()  # before the next module is allocated
-            self._drawn.update(self._draw(name.rpartition(".")[0]))
-        tensor = self._drawn.pop(name)
+        path = name.rpartition(".")[0]
+        with self._lock:
+            module = self._modules.setdefault(path, _InitializedModule())
+            while len(self._modules) > _MAX_INITIALIZED_MODULES:
+                del self._modules[next(iter(self._modules))]
+        with module.lock:
+            if name not in module.unread:
+                module.unread.update(self._draw(path))
+            tensor = module.unread.pop(name)
         assert tuple(tensor.shape) == shape, (name, tensor.shape, shape)
         if tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
             raise CheckpointError(
@@ -425,13 +447,38 @@ class InitialWeights:
 
     def _draw(self, path: str) -> dict[str, Tensor]:
         leaf = copy.deepcopy(self._model.get_submodule(path)).to_empty(device="cpu")
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        # One hash of seed and name: the CPU generator uses only the low 32 bits of a seed.
+        with torch.no_grad(), _ThreadGenerator(zlib.crc32(f"{self._seed} {path}".encode())):
             for parameter in leaf.parameters(recurse=False):
                 parameter.fill_(torch.nan)
-            # One hash of seed and name: the CPU generator uses only the low 32 bits of a seed.
-            torch.manual_seed(zlib.crc32(f"{self._seed} {path}".encode()))
             self._model._init_weights(leaf)
         return {f"{path}.{local}": parameter.detach() for local, parameter in leaf.named_parameters(recurse=False)}
+
+
+_MAX_INITIALIZED_MODULES = 2 * MAX_READERS
+"""Maximum number of modules with parameters that are initialized and not read yet."""
+
+
+@dataclass
+class _InitializedModule:
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    unread: dict[str, Tensor] = field(default_factory=dict)
+
+
+class _ThreadGenerator(TorchDispatchMode):
+    """Makes random operations of this thread use a CPU generator of their own in the place of torch's global one."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            if all(argument.name != "generator" for argument in func._schema.arguments):
+                func = func.overloadpacket.generator  # rand_like and the like have a variant that takes one
+            kwargs["generator"] = self._generator
+        return func(*args, **kwargs)
 
 
 _OWN = "model."

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from mobius.activity import Activity
@@ -27,7 +26,7 @@ from mobius.engine.waits import WaitClock
 from mobius.hardware.spans import NO_SPANS, Spans
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.router_loss import refuse_slices
-from mobius.models.weights import WeightSource, read_ahead, read_in_pieces
+from mobius.models.weights import MAX_READERS, WeightSource, read_ahead, reads_of
 from mobius.schedule.plan import Plan
 from mobius.schedule.schedule import Schedule
 
@@ -164,11 +163,13 @@ class RankStages:
         `progress` is called for each tensor.
         """
         named = [
-            (stage, name, shape)
+            (stage, name, reads_of(source, name, shape))
             for stage, module in self.modules.items()
             for name, shape in module.shapes.items()
             if not only_frozen or name in module.frozen
         ]
+        owners = [(stage, name, read) for stage, name, reads in named for read in reads]
+        values = read_ahead((read for *_, read in owners), num_threads=min(MAX_READERS, torch.get_num_threads()))
         with tqdm(
             total=len(named),
             desc="loading weights",
@@ -176,13 +177,13 @@ class RankStages:
             leave=False,
             disable=None if show_progress else True,
         ) as bar:
-            for stage, name, offset, value in read_ahead(_pieces(source, named), size=lambda piece: piece[3].numel()):
-                if offset == 0:
+            for (stage, name, read), value in zip(owners, values, strict=True):
+                if read.offset == 0:
                     bar.update()
                     progress()
                 own = self.memory[stage]
                 state = own.frozen_state if name in self.modules[stage].frozen else own.state
-                state.set_parameter(name, value, offset=offset)
+                state.set_parameter(name, value, offset=read.offset)
 
     def executor(
         self,
@@ -238,12 +239,3 @@ def _offloaded_bytes(
         saved.append(((batch, tokens, shape.attention_width), dtype))
         saved.append(((batch, shape.num_heads or 0, tokens), torch.float32))
     return pinned_buffer_bytes(*saved)
-
-
-def _pieces(
-    source: WeightSource, named: Iterable[tuple[int, str, tuple[int, ...]]]
-) -> Iterator[tuple[int, str, int, Tensor]]:
-    """Yield stage, name, offset and value of every piece of the parameters."""
-    for stage, name, shape in named:
-        for offset, value in read_in_pieces(source, name, shape):
-            yield stage, name, offset, value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from harness.pipelines import CPU, FAMILIES
 from harness.runs import make_checkpoint
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mobius.config.cli import parse_args
@@ -21,7 +21,7 @@ from mobius.errors import CheckpointError
 from mobius.models import weights
 from mobius.models.blocks import ModelParts
 from mobius.models.families import load_model_config
-from mobius.models.weights import CheckpointWeights, InitialWeights
+from mobius.models.weights import CheckpointWeights, InitialWeights, WeightRead
 from mobius.planner.run_setup import make_run_setup
 from mobius.ranks import Ranks
 from mobius.training.stages import RankStages
@@ -288,21 +288,33 @@ def test_a_parameter_that_transformers_does_not_draw_is_refused_by_name() -> Non
         InitialWeights(parts, seed=1).read("model.constant.slope", (2,))
 
 
-def test_values_are_read_ahead_one_at_a_time_in_order_unless_they_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_read_ahead_in_order_unless_they_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "MAX_AHEAD_ELEMENTS", 10)
     begun: list[int] = []
 
-    def values() -> Iterator[int]:
-        for number in (1, 2, 30, 4):
-            begun.append(number)
-            yield number
-        raise CheckpointError("the fifth is damaged")
+    def read(size: int) -> Tensor:
+        begun.append(size)
+        if size == 5:
+            raise CheckpointError("the fifth is damaged")
+        return torch.tensor(size)
 
-    ahead = weights.read_ahead(values(), size=lambda value: value)
+    ahead = weights.read_ahead((WeightRead(0, size, partial(read, size)) for size in (1, 2, 30, 4, 5)), num_threads=4)
     assert next(ahead) == 1
+    assert 30 not in begun  # as long as smaller ones are in use
     assert next(ahead) == 2
     assert next(ahead) == 30
-    assert begun == [1, 2, 30]  # while a large one is used, nothing else is read
+    assert sorted(begun) == [1, 2, 30]  # while a large one is used, nothing else is read
     assert next(ahead) == 4
     with pytest.raises(CheckpointError, match="the fifth"):
         next(ahead)
+
+
+def test_threads_that_read_fresh_weights_at_once_read_the_same_values() -> None:
+    parts, source = fresh("qwen2")  # linear layers with biases: two parameters of one module
+    shapes = parts.base_shapes()
+    alone = {name: source.read(name, shape) for name, shape in shapes.items()}
+    state = torch.get_rng_state()
+    reads = [read for name, shape in shapes.items() for read in weights.reads_of(source, name, shape)]
+    together = dict(zip(shapes, weights.read_ahead(reads, num_threads=8), strict=True))
+    assert all(torch.equal(together[name], value) for name, value in alone.items())
+    assert torch.equal(torch.get_rng_state(), state)
