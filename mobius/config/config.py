@@ -135,6 +135,10 @@ def _are_devices(text: str) -> bool:
     return len(set(names)) == len(names) and all(map(_DEVICE.fullmatch, names))
 
 
+def _are_options(text: str) -> bool:
+    return options().keys() >= set(split_names(text))
+
+
 def _are_trackers(text: str) -> bool:
     names = set(split_names(text))
     return names == {"none"} or set() < names <= set(TRACKERS)
@@ -530,7 +534,9 @@ class SavingConfig:
     """Save checkpoints without optimizer state, at a sixth of the size. Runs cannot resume from them."""
     resume_from_checkpoint: str | None = None
     """Checkpoint to resume from: its folder, or true for the newest complete one in save_dir."""
-    resume_changes: str | None = option(None, is_text=True, needs=(RESUMING,))
+    resume_changes: str | None = option(
+        None, needs=(RESUMING,), form=(_are_options, "names of options without dashes, separated by commas")
+    )
     """Options that affect training and may differ from the checkpoint's, separated by commas, such as
     learning_rate,num_iterations. Devices, stages, saving and logging may always differ."""
     max_run_time: float | None = option(None, POSITIVE, needs=(TRAINING,))

@@ -10,12 +10,13 @@ import os
 import typing
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, combinations
+from itertools import chain
 from pathlib import Path, PurePath
 from types import SimpleNamespace
 from typing import Any, Final
 
 from mobius.config.config import (
+    EVALUATION_DATA,
     Config,
     EvalStrategy,
     SaveStrategy,
@@ -80,7 +81,6 @@ def find_problems(
     broken = chain(
         _find_rule_conflicts(o),
         _find_size_conflicts(o),
-        _find_other_conflicts(o),
         find_scheduler_conflicts(o.lr_scheduler_type, o.lr_scheduler_kwargs or (), learning_rate=o.learning_rate),
         () if o.num_train_epochs is not None else _find_step_conflicts(usable),
     )
@@ -233,6 +233,26 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
         "answers need a full model, not adapters; add --merge",
     ),
     (
+        "eval_strategy eval_on_start do_eval do_predict val_size eval_dataset",
+        lambda o: EVALUATION_DATA.is_met(o) and o.preview is None and not o.val_size and o.eval_dataset is None,
+        "there is nothing to evaluate on; add --eval_dataset, or --val_size to hold samples out of the training data",
+    ),
+    (
+        "save_params save_results save_dir",
+        lambda o: len({PurePath(o.save_params), PurePath(o.save_results), PurePath(o.save_dir)}) < 3,
+        "two of --save_params, --save_results and --save_dir are one name; give them different ones",
+    ),
+    (
+        "node_rank nnodes",
+        lambda o: o.node_rank is not None and o.node_rank >= o.nnodes,
+        "nodes are numbered from 0; use one below --nnodes",
+    ),
+    (
+        "nnodes node_rank rdzv_endpoint",
+        lambda o: o.nnodes > 1 and not o.dry_run and None in (o.node_rank, o.rdzv_endpoint),
+        "each node needs --node_rank and --rdzv_endpoint; add them (--help)",
+    ),
+    (
         "finetuning_type do_train",
         lambda o: o.finetuning_type == "lora" and not o.do_train,
         "adapters are trained; merge one first (scripts/merge_adapter.py) to evaluate it",
@@ -298,29 +318,6 @@ def _find_size_conflicts(o: Any) -> _Conflicts:
         change = f"--batch_size {_multiples(o.batch_size, parts)}, or another number of nodes or microbatches"
         names = "batch_size num_chunks pipeline_ranks plan"
         yield names, f"{_given(o, ('batch_size',))}: {reason}; use {change}"
-
-
-def _find_other_conflicts(o: Any) -> _Conflicts:
-    evaluating = ("eval_strategy", "eval_on_start", "do_eval", "do_predict")
-    asking = next((name for name in evaluating if asks(name, getattr(o, name))), None)
-    if asking and not o.val_size and o.eval_dataset is None:
-        change = "add --eval_dataset, or --val_size to hold samples out of the training data"
-        yield f"{asking} val_size eval_dataset", f"{_given(o, (asking,))}: there is nothing to evaluate on; {change}"
-    outputs = ("save_params", "save_results", "save_dir")
-    for pair in combinations(outputs, 2):
-        if PurePath(getattr(o, pair[0])) == PurePath(getattr(o, pair[1])):
-            yield " ".join(outputs), f"{_given(o, pair)}: both are one name; give them different ones"
-            break
-    for name in (word.strip() for word in (o.resume_changes or "").split(",")):
-        if name and name not in options():
-            line = f"`--resume_changes`: {quoted(name)} is no option; name options as they are typed, without dashes"
-            yield "resume_changes", line
-    if o.node_rank is not None and o.node_rank >= o.nnodes:
-        reason = "nodes are numbered from 0; use one below --nnodes"
-        yield "node_rank nnodes", f"{_given(o, ('node_rank', 'nnodes'))}: {reason}"
-    for name in ("node_rank", "rdzv_endpoint"):
-        if o.nnodes > 1 and not o.dry_run and getattr(o, name) is None:
-            yield f"nnodes {name}", f"{_given(o, ('nnodes',))}: each node needs `--{name}`; add it (--help)"
 
 
 def _find_step_conflicts(config: Config) -> _Conflicts:
