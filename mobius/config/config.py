@@ -212,8 +212,7 @@ class ModelConfig:
     is trained from random weights. A dry run also takes the names of shapes: 1b, 7b, 8b, 13b, 14b, 30b, 70b,
     qwen3-30b-a3b, mixtral-8x7b."""
     num_layers: int | None = option(None, LAYERS)
-    """Number of layers to use, from the first one on; fewer than the model has simulate a smaller model. Default:
-    all."""
+    """Number of layers to use, from the first one on; fewer than the model has simulate a smaller one. Default: all."""
     embedding_dim: int | None = option(None, COUNT)
     """Width of the hidden state; shapes a model without weights. Default: the model's own."""
     ff_dim: int | None = option(None, COUNT)
@@ -242,8 +241,7 @@ class DataConfig:
     max_samples: int | None = option(None, COUNT)
     """Number of samples to use of each dataset, from its start. Default: all."""
     columns: Columns | None = option(None, example=COLUMNS_EXAMPLE)
-    """Columns of tables that are in no known format, such as prompt=document,completion=summary. In YAML also a
-    mapping."""
+    """Columns of tables in no known format, such as prompt=document,completion=summary. In YAML also a mapping."""
     chat_template: str | None = None
     """Jinja file, or name of a built-in template, that replaces the tokenizer's. Default: the tokenizer's."""
     default_system: str | None = option(None, is_text=True)
@@ -280,21 +278,18 @@ class PipelineConfig:
     activation memory each. auto: the number with the shortest predicted step, where the GPU is known."""
     num_rounds: int | None = option(None, PARTS, needs=(LOSSES,))
     """Gradient accumulation: number of rounds in which the microbatches go forward and backward, so that activations of
-    one round exist at a time; a divisor of num_chunks. Results are bit-identical. auto: the fewest that fit into GPU
-    memory."""
+    one round exist at a time; a divisor of num_chunks. Results are bit-identical. auto: the fewest that fit."""
     num_slices: int | None = option(None, PARTS, needs=(LOSSES,))
     """Number of slices of each sequence, which go through the stages like microbatches, so that one long sequence keeps
     every GPU busy; a divisor of seq_length. Results differ by rounding. auto: 1; for sequences of 16,384 tokens and
     more, if there are too few of them for the GPUs, 4 slices per GPU of at least 4,096 tokens."""
     num_stages: int | None = option(8, STAGES)
-    """Number of pipeline stages, a multiple of the number of ranks (GPUs): stage s runs on rank s modulo ranks. More
-    stages take less GPU memory for weights. auto: the number with the shortest predicted step, where the GPU is
-    known."""
+    """Number of pipeline stages, a multiple of the ranks (GPUs): stage s runs on rank s modulo ranks. More stages take
+    less GPU memory for weights. auto: the number with the shortest predicted step, where the GPU is known."""
     use_prefetch: bool = True
     """Load the weights of the next stage into a second GPU buffer while a stage computes. No effect with no_offload."""
     use_offload: bool = True
-    """Keep weights that do not fit on the GPU in CPU memory while they are not in use; no_offload keeps all on the
-    GPU."""
+    """Keep weights that do not fit on the GPU in CPU memory while not in use; no_offload keeps all on the GPU."""
     resident_stages: str = option("auto", needs=(LOSSES,), form=_number_or("auto", "all", least=0))
     """Number of stages of each GPU, from its first one on, whose weights and optimizer state stay on the GPU and are
     updated there; the other stages are streamed. A number, all, or auto: as many as fit and shorten the step; 0 on a
@@ -329,8 +324,7 @@ class PipelineConfig:
     device: Device = Device.AUTO
     """auto: CUDA on a machine with GPUs (each rank needs its own), otherwise the CPU."""
     gpu_memory_limit: float | None = option(None, POSITIVE, needs=(NOT_ON_CPU,))
-    """Hard limit of the GPU memory of each rank in GiB, so that a large GPU behaves like a small one. Default: all of
-    it."""
+    """Hard limit of each rank's GPU memory in GiB, so that a large GPU behaves like a small one. Default: all of it."""
     host_memory_limit: float | None = option(None, POSITIVE)
     """CPU memory of all ranks together in GiB. Default: the memory that is available at the start."""
     tile_tokens: str = option("auto", needs=(LOSSES,), form=_number_or("auto", "off", least=1))
@@ -338,8 +332,7 @@ class PipelineConfig:
     seq_length. Results differ by rounding. A number, off, or auto: off if layers fit into GPU memory untiled, else the
     largest of 32768, 16384, 8192 and 4096 that fits; off on a CPU."""
     loss_chunk_tokens: int = option(2048, COUNT, needs=(LOSSES,))
-    """Number of tokens whose logits exist at a time; 2048 with a vocabulary of 32k take 0.25 GiB in fp32. Fewer are
-    slower."""
+    """Tokens whose logits exist at a time; 2048 with a vocabulary of 32k take 0.25 GiB in fp32. Fewer are slower."""
 
     @property
     def num_resident_stages(self) -> int | None:
@@ -391,8 +384,7 @@ class OptimConfig:
     adam_epsilon: float = option(1e-8, POSITIVE, needs=(TRAINING,))
     """Added to AdamW's denominator."""
     max_grad_norm: float = option(1.0, NON_NEGATIVE, needs=(TRAINING,))
-    """Gradient clipping: largest L2 norm of all gradients together; larger ones are scaled down to it. 0 switches
-    clipping off."""
+    """Gradient clipping: largest L2 norm of all gradients together; larger ones are scaled down to it. 0: none."""
     seed: int = option(42, Bounds(minimum=0, below=2**32))
     """Seed of the data order and of fresh weights."""
 
@@ -435,8 +427,7 @@ class AdapterConfig:
     additional_target: str | None = option(None, needs=(ADAPTERS,))
     """Parts that are trained in full together with adapters, separated by commas: embedding, head, norms."""
     freeze: str | None = option(None, needs=(TRAINING, NO_ADAPTERS))
-    """Parts that are frozen without adapters, separated by commas: embedding, head, norms, layers.0-15, layers.3.
-    Default: none."""
+    """Parts that are frozen without adapters, separated by commas: embedding, head, norms, layers.0-15, layers.3."""
     adapter_path: str | None = option(None, aliases=("adapter_name_or_path",), needs=(ADAPTERS,))
     """Folder of an adapter of Mobius or peft to continue from. lora_rank, lora_alpha, use_rslora, lora_target and
     additional_target must be given as the adapter has them. Default: new adapters."""
@@ -477,8 +468,7 @@ class OutputConfig:
     overwrite_output_dir: bool = False
     """Replace results of an earlier run instead of refusing to start."""
     logging_steps: int = option(1, COUNT, needs=(TRAINING,))
-    """Steps between two lines of the log and of trackers, which have the mean loss of these steps; metrics.jsonl has
-    every step."""
+    """Steps between two lines of the log and of trackers, which have their mean loss; metrics.jsonl has every step."""
     report_to: str = option(
         "none", needs=(LOSSES,), form=(_are_trackers, f"none, or with commas any of {', '.join(TRACKERS)}")
     )
@@ -560,8 +550,7 @@ class EvaluationConfig:
     """Evaluation"""
 
     eval_strategy: EvalStrategy = option(EvalStrategy.NO, needs=(TRAINING,))
-    """When the model is evaluated on eval_dataset or on the samples of val_size: every eval_steps, at the end of each
-    epoch, or never."""
+    """When the model is evaluated on eval_dataset or val_size: every eval_steps, at the end of each epoch, or never."""
     eval_steps: float = option(500, Bounds(above=0, share_of="steps"), needs=(TRAINING, EVAL_STEPS, EVALUATIONS))
     """Steps between two evaluations: a whole number, or a share of all steps if below 1 (rounded up)."""
     eval_on_start: bool = option(False, needs=(TRAINING,))
@@ -575,8 +564,7 @@ class EvaluationConfig:
     load_best_model_at_end: bool = option(False, needs=(TRAINING, COMPARED))
     """Save the weights of the best checkpoint as the result, instead of the last step's."""
     early_stopping_patience: int | None = option(None, COUNT, needs=(TRAINING, COMPARED))
-    """Early stopping: number of consecutive evaluations without a better metric_for_best_model after which the run
-    ends. Default: no limit."""
+    """Early stopping: number of consecutive evaluations without a better metric_for_best_model that end the run."""
     do_predict: bool = option(False, flags={"predict_with_generate": True})
     """Generate answers to the samples of eval_dataset or val_size after the last step, and score them. LLaMA-Factory
     calls it predict_with_generate."""
@@ -607,8 +595,7 @@ class PlanningConfig:
     """Bandwidth between nodes in GB/s per direction, for the plan of replicas; 100 Gbit/s are 12.5. Default: measured
     by a run on GPUs, 12.5 in estimates. No effect on one node."""
     plan_output: str | None = option(None, needs=(DRY_RUN,))
-    """File to which a dry run saves its plan, such as plan.json; not in save_dir, which must be empty for a run.
-    Default: none."""
+    """File to which a dry run saves its plan, such as plan.json; not in save_dir, which must be empty for a run."""
     plan: str | None = None
     """Plan to train by, from a dry run or a save_dir: stages, microbatches, batch, resident stages, slots,
     recomputation."""
@@ -619,13 +606,11 @@ class LaunchConfig:
     """Launch (read by train.sh, pipeline_ranks by main.py; under torchrun use its own options and the environment)"""
 
     cuda_visible_devices: str | None = option(None, form=(_are_devices, "a list of different GPUs, such as 0,2,1,3"))
-    """GPUs in the order of the ranks, such as 0,2,1,3; cross_mapping reorders an ascending list. Ignored without GPUs.
-    Default: all."""
+    """GPUs in the order of the ranks, such as 0,2,1,3; cross_mapping reorders an ascending list. Default: all."""
     master_port: int = option(29502, Bounds(minimum=1, below=65_536))
     """TCP port of the rendezvous; two runs on a machine need two ports."""
     nproc_per_node: int | None = option(None, RANKS)
-    """Number of ranks (processes, one per GPU) on this node. Default: one for each listed GPU, or for all; 2 without
-    GPUs."""
+    """Number of ranks (processes, one per GPU) on this node. Default: one for each listed GPU, or all; 2 without."""
     nnodes: int = option(1, Bounds(minimum=1, ceiling=1025))
     """Number of nodes (machines). train.sh is started on each with the same options, except node_rank."""
     node_rank: int | None = option(None, NON_NEGATIVE)
