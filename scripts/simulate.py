@@ -33,9 +33,8 @@ from mobius.models.published_shapes import SHORT_NAMES
 from mobius.planner.dry_run import ROWS_AS_PLANNED
 from mobius.planner.gpu_specs import GPU_SPECS, HOST_BANDWIDTH, PCIE_BYTES, GpuSpec, Host, find_gpu_spec
 from mobius.planner.memory_estimates import estimated_layer, largest_gpu_estimate
-from mobius.planner.plan_table import format_columns
+from mobius.planner.plan_table import Traffic, format_columns, seconds_with_link
 from mobius.planner.profile import Profile, ProfileError
-from mobius.planner.replica_report import NodeScaling
 from mobius.planner.replica_traffic import NODE_LINK
 from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.solver import PlanResult, solve
@@ -60,6 +59,12 @@ HEADER = (
 )
 WIDEST = {"s/step": "1000.000", "tokens/s": "1,000,000", "MFU": "100 %"}
 """Widest values of columns that may be wider than their heads, and are not known when the head is printed."""
+PAYS, GOAL = 0.75, 0.95
+"""Shares of the number of nodes that a speed-up must reach, so that each node is worth it, and so that it is good."""
+FASTEST = 64
+"""Maximum speed-up of the link that is considered."""
+TRIES = 10
+"""Halvings of the range in which the link is searched: to half a percent."""
 INTERRUPTED_EXIT_CODE = 130
 """Exit code after Ctrl-C, as shells have it."""
 
@@ -237,6 +242,58 @@ class Progress:
         if sys.stderr.isatty():
             sys.stderr.write(f"\r\033[K{text}")  # back to the line's start, and clear it
             sys.stderr.flush()
+
+
+@dataclass(frozen=True)
+class NodeScaling:
+    """A step on several nodes, and one on a single node with as many tokens per node."""
+
+    result: PlanResult
+    alone: PlanResult
+
+    @property
+    def nodes(self) -> int:
+        return self.result.request.machine.num_nodes
+
+    @property
+    def speed_up(self) -> float:
+        """Tokens per second divided by those of one node."""
+        return self.result.tokens_per_second / self.alone.tokens_per_second
+
+    @property
+    def verdict(self) -> str:
+        """Whether another node pays, in words."""
+        if self.speed_up < 1:
+            return "does not pay: slower than one node"
+        return "pays" if self.speed_up >= PAYS * self.nodes else "pays little"
+
+    def needed_link(self, goal: float = GOAL) -> float | None:
+        """GB/s with which the speed-up of the same plan would be `goal` times the number of nodes.
+
+        At least what there is; None if no usual link would do.
+        """
+        wanted = self.alone.step_seconds / goal
+        if seconds_with_link(self.result, FASTEST) > wanted:
+            return None
+        low, high = 0.0, math.log2(FASTEST)
+        for _ in range(TRIES):
+            middle = (low + high) / 2
+            low, high = (low, middle) if seconds_with_link(self.result, 2**middle) <= wanted else (middle, high)
+        return self.result.request.machine.node_link * 2**high
+
+    def describe(self) -> str:
+        """One line: the speed-up, what limits it, and what would be needed for more."""
+        traffic, prediction = Traffic.of(self.result), self.result.step_time_prediction
+        assert prediction is not None
+        hidden = f"{100 * traffic.overlapped_fraction:.0f} % of the traffic hides"
+        text = f"{self.speed_up:.2f} x one node: {self.verdict}; {hidden}"
+        if self.speed_up >= GOAL * self.nodes:
+            return text
+        text += f", {traffic.exposed_seconds:.2f} s show; limited by {prediction.bottleneck}"
+        link = self.needed_link()
+        if link is None:
+            return f"{text}; no link gives {GOAL * self.nodes:.3g} x with this plan: more tokens per step may"
+        return f"{text}; {GOAL * self.nodes:.3g} x needs {link:.3g} GB/s, or more tokens per step"
 
 
 @dataclass

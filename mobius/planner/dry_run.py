@@ -31,13 +31,13 @@ from mobius.planner.memory_remedies import gpu_remedies, host_remedies
 from mobius.planner.plan_file import SavedPlan
 from mobius.planner.plan_table import (
     describe_gpus,
-    describe_host,
+    describe_replicas,
     describe_short_host,
     describe_stages,
     describe_step,
+    describe_traffic,
     describe_verdict,
 )
-from mobius.planner.replica_report import describe_replicas, describe_traffic
 from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.run_setup import machine_of_gpu
 from mobius.planner.solver import PlanResult, solve
@@ -86,8 +86,7 @@ def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = Non
         found = plan_by_estimates(config, shape, machine)
     except GpuMemoryError as error:
         logger.info("the run does not fit")
-        has_numbers = request.num_stages is not None and request.num_chunks is not None  # auto has tried all
-        is_open = has_numbers and not error.has_remedies
+        is_open = request.candidate.is_known and not error.has_remedies  # auto has tried all
         remedies = list(gpu_remedies(request, available, model.config)) if is_open else []
         logger.error("does not fit: %s", error)
         if remedies:
@@ -119,7 +118,7 @@ def _log_details(result: PlanResult, available: int | None) -> None:
             logger.info("  %s", describe_traffic(result))
         if config.data.packing in (Packing.AUTO, Packing.ON):
             logger.info("  %s", ROWS_AS_PLANNED)
-    logger.info("%s", describe_host(result.host_estimate))
+    logger.info("host memory: %s = %s", format_bytes(result.host_estimate.total), result.host_estimate.describe())
     if (pipelines_per_host := request.machine.replicas_per_node) > 1:
         together = format_bytes(pipelines_per_host * result.host_estimate.total)
         logger.info("  %d pipelines on each node: %s of each node's host memory together", pipelines_per_host, together)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Hashable, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from mobius.planner.profile import Profile
@@ -44,12 +45,39 @@ class Task:
         self._followers: list[Task] = []
 
 
-def run(tasks: Sequence[Task], capacities: Mapping[Hashable, float]) -> None:
-    """Play `tasks` from time 0 and set their start and end; `capacities` are the resources' units per second.
+class RateTable:
+    """Rates of flows by the lanes at work; simulations may share a table if the flows of each lane are alike in all."""
+
+    def __init__(self, capacities: Mapping[Hashable, float]) -> None:
+        """`capacities` are the resources' units per second."""
+        self._capacities = capacities
+        self._known: dict[int, dict[Hashable, float]] = {}
+        self._bits: dict[Hashable, int] = {}
+
+    def bit_of(self, lane: Hashable) -> int:
+        """Return the bit that stands for a lane in a set of lanes."""
+        return self._bits.setdefault(lane, 1 << len(self._bits))
+
+    def set_rates(self, flowing: Sequence[_Lane]) -> None:
+        """Set the rate of every lane at work."""
+        key = 0
+        for lane in flowing:
+            key |= lane.bit
+        rates = self._known.get(key)
+        if rates is None:
+            working = [(lane.bit, lane.task.work) for lane in flowing]
+            flows: dict[Hashable, Flow] = {bit: work for bit, work in working if isinstance(work, Flow)}
+            rates = self._known[key] = share_rates(flows, self._capacities)
+        for lane in flowing:
+            lane.rate = rates[lane.bit]
+
+
+def run(tasks: Sequence[Task], table: RateTable) -> None:
+    """Play `tasks` from time 0 and set their start and end.
 
     Everything that a task needs must be among the tasks, without circles.
     """
-    simulation = _Simulation(tasks, capacities)
+    simulation = _Simulation(tasks, table)
     simulation.play()
     assert simulation.num_done == len(tasks), "tasks wait for each other in a circle"
 
@@ -74,16 +102,15 @@ class _Simulation:
     Tasks without a lane are no events: their times follow at once from those of what they need.
     """
 
-    def __init__(self, tasks: Sequence[Task], capacities: Mapping[Hashable, float]) -> None:
+    def __init__(self, tasks: Sequence[Task], table: RateTable) -> None:
         self.num_done = 0
-        self._capacities = capacities
+        self._table = table
         self._events: list[tuple[float, int, Task, bool]] = []
         """Time, number, task, and whether it ends then; else it becomes ready."""
         self._lanes: dict[Hashable, _Lane] = {}
         self._flowing: list[_Lane] = []
         self._counted_at = 0.0
         """When `remaining` was right."""
-        self._known_rates: dict[int, dict[Hashable, float]] = {}
         for number, task in enumerate(tasks):
             task._number, task._num_missing = number, len(task.needs)
             for needed in task.needs:
@@ -119,7 +146,7 @@ class _Simulation:
                     else:
                         heapq.heappush(events, (now + task.work, task._number, task, True))
             if has_changed:
-                self._share()
+                self._table.set_rates(flowing)
 
     def _take_events(self, now: float, touched: list[_Lane]) -> None:
         """Process all events up to this moment, and collect the lanes that may begin something."""
@@ -128,7 +155,7 @@ class _Simulation:
             _, number, task, is_end = heapq.heappop(events)
             lane = self._lanes.get(task.lane)
             if lane is None:
-                lane = self._lanes[task.lane] = _Lane(1 << len(self._lanes))
+                lane = self._lanes[task.lane] = _Lane(self._table.bit_of(task.lane))
             touched.append(lane)
             if is_end:
                 lane.is_busy = False
@@ -176,19 +203,6 @@ class _Simulation:
                 lane.remaining -= elapsed * lane.rate
             self._counted_at = now
 
-    def _share(self) -> None:
-        """Set the rates. Flows of a lane are alike, one at a time, so the lanes at work determine all rates."""
-        key = 0
-        for lane in self._flowing:
-            key |= lane.bit
-        rates = self._known_rates.get(key)
-        if rates is None:
-            working = [(lane.bit, lane.task.work) for lane in self._flowing]
-            flows: dict[Hashable, Flow] = {bit: work for bit, work in working if isinstance(work, Flow)}
-            rates = self._known_rates[key] = share_rates(flows, self._capacities)
-        for lane in self._flowing:
-            lane.rate = rates[lane.bit]
-
 
 def share_rates(flows: Mapping[Hashable, Flow], capacities: Mapping[Hashable, float]) -> dict[Hashable, float]:
     """The weighted max-min fair rate of each flow.
@@ -218,6 +232,12 @@ def share_rates(flows: Mapping[Hashable, Flow], capacities: Mapping[Hashable, fl
             if rates[name] < flows[name].limit * (1 - 1e-9) and not full & flows[name].uses.keys()
         }
     return rates
+
+
+@lru_cache(maxsize=64)
+def shared_bandwidth(profile: Profile, num_ranks: int) -> SharedBandwidth:
+    """Return what all simulations at the rates of `profile` share."""
+    return SharedBandwidth(profile, num_ranks)
 
 
 class SharedBandwidth:
@@ -253,6 +273,8 @@ class SharedBandwidth:
         self._up = [{**both, self.DEVICE_TO_HOST: 1.0, (self.DEVICE_TO_HOST, rank): 1.0} for rank in ranks]
         self._update: dict[Hashable, float] = {self.HOST: profile.cpu_adamw_bytes, self.UPDATES: 1.0}
         self._update_weight = profile.cpu_adamw_beside_copies / copied
+        self._messages = [[self._up_and_down(source, target) for target in ranks] for source in ranks]
+        self.table = RateTable(self.capacities)
 
     def load(self, rank: int, num_bytes: float) -> Flow:
         """A copy to the GPU."""
@@ -270,7 +292,7 @@ class SharedBandwidth:
         """Bytes that a rank gives to its counterparts while as many come."""
         rates = self._profile.replicas
         assert rates is not None, "a profile of replicas knows what is between them"
-        uses = self._up_and_down(rank, rank) if rates.is_through_host else {}
+        uses = self._messages[rank][rank] if rates.is_through_host else {}
         return Flow(num_bytes, rates.alone, {self.REPLICAS: 1.0, **uses})
 
     def message(self, source: int, target: int, num_bytes: float) -> float | Flow:
@@ -279,7 +301,7 @@ class SharedBandwidth:
         if not messages.is_through_host:
             return messages.latency + num_bytes / messages.bandwidth
         amount = num_bytes + messages.latency * messages.bandwidth
-        return Flow(amount, messages.bandwidth, self._up_and_down(source, target))
+        return Flow(amount, messages.bandwidth, self._messages[source][target])
 
     def _up_and_down(self, source: int, target: int) -> dict[Hashable, float]:
         uses = dict(self._up[source])

@@ -35,6 +35,7 @@ from mobius.planner.memory_estimates import (
     activation_bytes,
     check_gpu_memory,
     describe_experts,
+    estimate_gpu_memory,
     estimate_gpu_memory_of_ranks,
     estimate_host_memory,
     estimated_layer,
@@ -84,7 +85,7 @@ def fit_plan(request: PlanRequest, *, layer: LayerBytes | None = None, policy: M
     if request.gpu_bytes is None:
         return plan.with_same_use(_least(request, layer))
     _refuse_what_cannot_fit(request, layer, request.gpu_bytes)
-    fitting = [_fitting(request, rank, layer, request.gpu_bytes) for rank in range(plan.num_ranks)]
+    fitting = _fitting_of_ranks(request, layer, request.gpu_bytes)
     policy = policy or policy_by_score(closed_form_score(request))
     return plan.with_memory_uses(choose_within_host_memory(policy, request, fitting))
 
@@ -104,8 +105,7 @@ def least_host_bytes(request: PlanRequest) -> float:
     layer, available = estimated_layer(request), request.gpu_bytes
     if available is None or not fits_gpus(request, layer):
         return math.inf
-    ranks = range(request.plan.num_ranks)
-    least = lightest(request, [_fitting(request, rank, layer, available, may_save=False) for rank in ranks])
+    least = lightest(request, _fitting_of_ranks(request, layer, available, may_save=False))
     return estimate_host_memory(request, request.plan.with_memory_uses(least)).total
 
 
@@ -114,7 +114,7 @@ def may_keep_products(request: PlanRequest) -> bool:
 
     Auto does not choose it for eager layers, whose many elementwise kernels have no estimate.
     """
-    is_open = request.recompute is Recompute.AUTO and request.compiles and (request.num_slices or 1) == 1
+    is_open = request.recompute is Recompute.AUTO and request.compiles and request.num_slices == 1
     return is_open or request.recompute is Recompute.ELEMENTWISE
 
 
@@ -123,7 +123,7 @@ def max_saving_attention(request: PlanRequest, *, layer: LayerBytes | None, poli
     most = request.plan.stages_per_rank
 
     def fits(number: int) -> bool:
-        asked = replace(request, num_saving_attention=number)
+        asked = request.trying(num_saving_attention=number)
         try:
             return fits_host(request, fit_plan(asked, layer=layer, policy=policy))
         except GpuMemoryError:
@@ -160,8 +160,8 @@ def _fewest_rounds(request: PlanRequest) -> int | None:
     """Return the fewest rounds that fit; None if no number does."""
     available = request.gpu_bytes
     assert available is not None
-    for number in _divisors(request.plan.num_chunks):
-        tried = replace(request, accumulation_rounds=number)
+    for number in divisors(request.plan.num_chunks):
+        tried = request.trying(accumulation_rounds=number)
         layer = estimated_layer(tried)
         need = _least_need(tried, layer)
         if need.total > int(available * USABLE_MEMORY_FRACTION) - tried.mailbox_bytes:
@@ -176,7 +176,8 @@ def _fewest_rounds(request: PlanRequest) -> int | None:
     return None
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Return the divisors, ascending."""
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
@@ -191,10 +192,9 @@ def check_given_plan(request: PlanRequest, plan: Plan, *, layer: LayerBytes | No
         )
 
 
-def _least(request: PlanRequest, layer: LayerBytes | None, num_resident: int | None = None) -> MemoryUse:
-    """Return the requested use that takes the least GPU memory; `num_resident` None: as many as requested."""
-    per_rank = request.plan.stages_per_rank
-    num_resident = request.num_resident or 0 if num_resident is None else num_resident
+def _least(request: PlanRequest, layer: LayerBytes | None) -> MemoryUse:
+    """Return the requested use that takes the least GPU memory."""
+    per_rank, num_resident = request.plan.stages_per_rank, request.num_resident or 0
     num_saving_activations = per_rank if request.recompute.saves_activations else 0
     use = MemoryUse(num_resident, num_saving_activations, min(request.plan.num_slots or 0, per_rank - num_resident))
     numbers = _offload_numbers(request, num_saving_activations)
@@ -236,8 +236,15 @@ def _uses(request: PlanRequest, *, may_save: bool) -> Iterator[MemoryUse]:
             yield from (MemoryUse(num_resident, num_saving, number) for number in slots)
 
 
+def _fitting_of_ranks(
+    request: PlanRequest, layer: LayerBytes | None, gpu_bytes: int, *, may_save: bool = True
+) -> list[list[MemoryUse]]:
+    found = {rank: _fitting(request, rank, layer, gpu_bytes, may_save=may_save) for rank in {*request.first_alike}}
+    return [found[rank] for rank in request.first_alike]
+
+
 def _fitting(
-    request: PlanRequest, rank: int, layer: LayerBytes | None, gpu_bytes: int, *, may_save: bool = True
+    request: PlanRequest, rank: int, layer: LayerBytes | None, gpu_bytes: int, *, may_save: bool
 ) -> list[MemoryUse]:
     """Return the uses that fit, each with as few offloading stages as possible; the least use if none fits.
 
@@ -249,7 +256,7 @@ def _fitting(
     def states_take(num_resident: int) -> tuple[int, int]:
         """Bytes without slots, and of each slot."""
         one, two = (
-            state_bytes(request, request.plan.with_same_use(MemoryUse(num_resident, 0, slots)), rank=rank)
+            sum(state_bytes(request, request.plan.with_same_use(MemoryUse(num_resident, 0, slots)), rank).values())
             for slots in (1, 2)
         )
         return 2 * one - two, two - one
@@ -257,7 +264,7 @@ def _fitting(
     @cache
     def rest_takes(num_saving_activations: int, num_offloading_activations: int) -> int:
         use = MemoryUse(0, num_saving_activations, request.plan.num_slots or 0, num_offloading_activations)
-        return activation_bytes(request, request.plan.with_same_use(use), rank=rank, layer=layer)
+        return sum(activation_bytes(request, request.plan.with_same_use(use), rank, layer).values())
 
     fitting = []
     for use in _uses(request, may_save=may_save and layer is not None):
@@ -287,12 +294,12 @@ def _all_fit_host(request: PlanRequest, use: MemoryUse) -> bool:
 
 
 def _fullest_need(request: PlanRequest, use: MemoryUse, layer: LayerBytes | None) -> GpuMemoryEstimate:
-    return largest_gpu_estimate(estimate_gpu_memory_of_ranks(request, request.plan.with_same_use(use), layer))
+    plan, ranks = request.plan.with_same_use(use), sorted({*request.first_alike})
+    return largest_gpu_estimate(estimate_gpu_memory(request, plan, rank=rank, layer=layer) for rank in ranks)
 
 
-def _least_need(request: PlanRequest, layer: LayerBytes | None, num_resident: int | None = None) -> GpuMemoryEstimate:
-    """Return the need of the fullest rank with the least use; arguments as `_least`."""
-    return _fullest_need(request, _least(request, layer, num_resident), layer)
+def _least_need(request: PlanRequest, layer: LayerBytes | None) -> GpuMemoryEstimate:
+    return _fullest_need(request, _least(request, layer), layer)
 
 
 def _refuse_what_cannot_fit(request: PlanRequest, layer: LayerBytes | None, available: int) -> None:
@@ -302,7 +309,7 @@ def _refuse_what_cannot_fit(request: PlanRequest, layer: LayerBytes | None, avai
     if need.total <= available:
         return
     for fewer in range(wanted - 1, -1, -1) if is_offloading else ():
-        if (total := _least_need(request, layer, fewer).total) <= available:
+        if (total := _least_need(request.with_pipeline(resident_stages=str(fewer)), layer).total) <= available:
             raise GpuMemoryError(
                 f"--resident_stages {wanted}: rank {need.rank} needs {format_bytes(need.total)} of GPU memory "
                 f"({need.describe()}), {format_bytes(available)} is available. At most --resident_stages {fewer} fits, "
@@ -351,13 +358,13 @@ def _other_memory_options(request: PlanRequest) -> Iterator[tuple[str, PlanReque
     if recomputes and pipeline.activation_offloading is ActivationOffloading.OFF:
         on = request.with_pipeline(activation_offloading=ActivationOffloading.ON)
         yield "--activation_offloading on", on
-    now = request.num_slices or 1
-    for number in range(now + 1, length // MIN_SLICE_TOKENS + 1) if recomputes and request.shape.is_sliceable else ():
+    slices = range(request.num_slices + 1, length // MIN_SLICE_TOKENS + 1)
+    for number in slices if recomputes and request.shape.is_sliceable else ():
         if length % number == 0:
-            yield f"--num_slices {number}", replace(request, num_slices=number)
-    for number in _divisors(request.plan.num_chunks):
+            yield f"--num_slices {number}", request.trying(num_slices=number)
+    for number in divisors(request.plan.num_chunks):
         if number > request.plan.accumulation_rounds:
-            yield f"--num_rounds {number}", replace(request, accumulation_rounds=number)
+            yield f"--num_rounds {number}", request.trying(accumulation_rounds=number)
     if request.recompute is Recompute.NONE:
         yield "--recompute elementwise", request.with_pipeline(recompute=Recompute.ELEMENTWISE)
     if not recomputes or request.recompute is Recompute.LINEAR:
@@ -373,10 +380,10 @@ def _other_numbers(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     pipeline, plan, length = request.config.pipeline, request.plan, request.config.data.seq_length
     if pipeline.use_offload:  # a larger number makes stages smaller, of which a few are on the GPU at a time
         for number in range(plan.num_stages + plan.num_ranks, request.shape.num_layers + 1, plan.num_ranks):
-            yield f"--num_stages {number}", replace(request, num_stages=number)
+            yield f"--num_stages {number}", request.trying(num_stages=number)
     for number in range(plan.num_chunks + 1, request.rows + 1):
         if request.rows % number == 0:
-            yield f"--num_chunks {number}", replace(request, num_chunks=number)
+            yield f"--num_chunks {number}", request.trying(num_chunks=number)
     if not pipeline.use_offload:
         streamed = request.with_pipeline(use_offload=True, resident_stages="0", recompute=Recompute.AUTO)
         yield "--use_offload --recompute auto", streamed

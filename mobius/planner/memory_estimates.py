@@ -234,21 +234,11 @@ def estimate_gpu_memory(
 
     Streamed stages share slots; resident stages hold their whole state.
     """
-    return GpuMemoryEstimate(rank, **_states(request, plan, rank), **_activations(request, plan, rank, layer))
+    return GpuMemoryEstimate(rank, **state_bytes(request, plan, rank), **activation_bytes(request, plan, rank, layer))
 
 
-def activation_bytes(request: PlanRequest, plan: Plan, *, rank: int, layer: LayerBytes | None) -> int:
-    """Return `GpuMemoryEstimate.total` of a rank without its states; independent of resident stages."""
-    return sum(_activations(request, plan, rank, layer).values())
-
-
-def state_bytes(request: PlanRequest, plan: Plan, *, rank: int) -> int:
-    """`GpuMemoryEstimate.states` of a rank."""
-    return sum(_states(request, plan, rank).values())
-
-
-def _activations(request: PlanRequest, plan: Plan, rank: int, layer: LayerBytes | None) -> dict[str, int]:
-    """Return the bytes that depend on activations, at their peak, by field of `GpuMemoryEstimate`."""
+def activation_bytes(request: PlanRequest, plan: Plan, rank: int, layer: LayerBytes | None) -> dict[str, int]:
+    """Return the bytes that depend on activations and not on resident stages, by field of `GpuMemoryEstimate`."""
     most = find_peak(plan, rank, microbatch_bytes(request, layer))
     cuts = (plan.cuts[stage] for stage in plan.local_stages(rank))
     ends = any(cut.is_first or cut.is_last for cut in cuts)
@@ -264,7 +254,7 @@ def _activations(request: PlanRequest, plan: Plan, rank: int, layer: LayerBytes 
     }
 
 
-def _states(request: PlanRequest, plan: Plan, rank: int) -> dict[str, int]:
+def state_bytes(request: PlanRequest, plan: Plan, rank: int) -> dict[str, int]:
     """Return the bytes that stay through all steps, by field of `GpuMemoryEstimate`."""
     shape, sizes, deferred_updates = request.shape, request.sizes, request.deferred_updates
     own = [plan.cuts[stage] for stage in plan.local_stages(rank)]
@@ -322,9 +312,9 @@ def tile_tokens(request: PlanRequest) -> int | None:
     pipeline = request.config.pipeline
     if pipeline.tile_tokens != "auto" or pipeline.recompute.saves_activations:
         return pipeline.num_tile_tokens
-    request = replace(request, machine=replace(request.machine, free_bytes=None))
-    if request.num_saving_attention is None and request.recompute is Recompute.AUTO:
-        request = replace(request, num_saving_attention=request.plan.stages_per_rank)
+    request = request.on_empty_gpu
+    if request.candidate.num_saving_attention is None and request.recompute is Recompute.AUTO:
+        request = request.trying(num_saving_attention=request.plan.stages_per_rank)
     return _tile_that_fits(request)
 
 

@@ -216,7 +216,7 @@ def _fastest(
     Settings are simulated in the order of their lower bounds, as long as one may be faster by `WORTH`.
     """
     bounds: dict[tuple[MemoryUse, ...], float] = {}
-    for chosen in _alike(request, profile, [_undominated(uses) for uses in fitting]):
+    for chosen in _alike(request, profile, fitting):
         bounds[chosen] = predict_min_step_seconds(request.plan.with_memory_uses(chosen), request, profile)
     seconds: dict[tuple[MemoryUse, ...], float] = {}
     with progress_bar("simulating", " steps") as bar:
@@ -235,14 +235,14 @@ def _alike(
 ) -> list[tuple[MemoryUse, ...]]:
     """Return settings that are equal on all ranks as far as memory allows, preferring slots or saved activations."""
     numbers = sorted({use.num_resident for uses in fitting for use in uses})
-    orders: tuple[Callable[[MemoryUse], tuple[int, int]], ...] = (
+    orders: tuple[Callable[[MemoryUse], tuple[int, ...]], ...] = (
         lambda use: (use.num_saving_activations, use.num_slots),
         lambda use: (use.num_slots, use.num_saving_activations),
-        lambda use: (-use.num_offloading_activations, use.num_saving_activations),
+        lambda use: (-use.num_offloading_activations, use.num_saving_activations, use.num_slots),
     )
     score = closed_form_score(request, profile)
     settings = [tuple(_nearest(uses, number, order) for uses in fitting) for number in numbers for order in orders]
-    settings.append(tuple(min(uses, key=partial(score, rank)) for rank, uses in enumerate(fitting)))
+    settings.append(tuple(policy_by_score(score)(request, fitting)))
     unique = list(dict.fromkeys(settings))
     if len(unique) <= MOST_ALIKE:
         return unique
@@ -254,27 +254,7 @@ def _host_use(chosen: Sequence[MemoryUse]) -> tuple[int, int]:
     return -sum(use.num_resident for use in chosen), sum(use.num_offloading_activations for use in chosen)
 
 
-def _undominated(uses: Sequence[MemoryUse]) -> list[MemoryUse]:
-    """Return the uses that no other use with equally many resident stages exceeds in saved activations and slots.
-
-    Uses that offload least are also compared among themselves: offloading may cost more than other uses gain.
-    """
-
-    def is_worse(one: MemoryUse, other: MemoryUse) -> bool:
-        no_more = one.num_saving_activations <= other.num_saving_activations and one.num_slots <= other.num_slots
-        return one != other and one.num_resident == other.num_resident and no_more
-
-    fewest: dict[int, int] = {}
-    for use in uses:
-        fewest[use.num_resident] = min(
-            use.num_offloading_activations, fewest.get(use.num_resident, use.num_offloading_activations)
-        )
-    at_least = [use for use in uses if use.num_offloading_activations == fewest[use.num_resident]]
-    chosen = [one for group in (uses, at_least) for one in group if not any(is_worse(one, other) for other in group)]
-    return list(dict.fromkeys(chosen))
-
-
-def _nearest(uses: Sequence[MemoryUse], num_resident: int, order: Callable[[MemoryUse], tuple[int, int]]) -> MemoryUse:
+def _nearest(uses: Sequence[MemoryUse], num_resident: int, order: Callable[[MemoryUse], tuple[int, ...]]) -> MemoryUse:
     """Return the use with that many resident stages, else the most below, else the fewest; ties by `order`."""
     numbers = {use.num_resident for use in uses}
     number = max((n for n in numbers if n <= num_resident), default=min(numbers))

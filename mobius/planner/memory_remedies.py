@@ -16,7 +16,7 @@ from mobius.config.validation import find_problems
 from mobius.errors import ConfigError, GpuMemoryError, PlanError
 from mobius.log import progress_bar
 from mobius.models.blocks import ModelParts
-from mobius.planner.fit import fits_gpus, least_host_bytes
+from mobius.planner.fit import divisors, fits_gpus, least_host_bytes
 from mobius.planner.memory_estimates import Remedy, estimate_host_memory, estimated_layer, largest_gpu_estimate
 from mobius.planner.peak_memory import LayerBytes
 from mobius.planner.request import PlanRequest
@@ -38,26 +38,30 @@ def host_remedies(result: PlanResult, available_bytes: int, model: PretrainedCon
     """
     request = result.request
     if request.config.planning.plan is None:
-        solver = _Solver(_as_asked(request), available_bytes, model, result.layer)
-        yield from solver.run((_left_open, _limit, _numbers, _rows, _length, _freeze, _lora, _larger_host))
+        search = _Search(_as_asked(request), available_bytes, model, result.layer)
+        yield from search.run((_left_open, _limit, _numbers, _rows, _length, _freeze, _lora))
     for options, changed in request.with_more_nodes():
         yield Remedy(options, estimate_host_memory(changed, result.plan).total)
 
 
 def gpu_remedies(request: PlanRequest, available_bytes: int | None, model: PretrainedConfig) -> Iterator[Remedy]:
     """Return changes with which a run fits GPUs and host; None: the host's memory is not known."""
-    yield from _Solver(_as_asked(request), available_bytes, model, None).run((_numbers, _freeze, _lora, _larger_host))
+    yield from _Search(_as_asked(request), available_bytes, model, None).run((_numbers, _freeze, _lora))
 
 
 def _as_asked(request: PlanRequest) -> PlanRequest:
     """Return the request with rounds and slices as the user typed them."""
     pipeline = request.config.pipeline
-    slices = 1 if request.num_slices == 1 else pipeline.num_slices
-    return replace(request, accumulation_rounds=pipeline.num_rounds, num_slices=slices)
+    slices = 1 if request.candidate.num_slices == 1 else pipeline.num_slices
+    return request.trying(accumulation_rounds=pipeline.num_rounds, num_slices=slices)
+
+
+Change = tuple[str, PlanRequest]
+"""Options as the user types them, and the request with them."""
 
 
 @dataclass(frozen=True)
-class _Solver:
+class _Search:
     """Plans changed requests with estimates, without simulation."""
 
     request: PlanRequest
@@ -67,8 +71,8 @@ class _Solver:
     """Measured bytes of a layer for the request's microbatches."""
 
     @cached_property
-    def other_numbers(self) -> list[tuple[str, PlanRequest]]:
-        """Options and requests with numbers of stages and chunks that fit, or the one that needs least host memory.
+    def other_numbers(self) -> list[Change]:
+        """Numbers of stages and chunks that fit, or those that need least host memory.
 
         Empty on CPUs, and if the planner chose the numbers.
         """
@@ -76,43 +80,47 @@ class _Solver:
         if asked.machine.on_cpu or (pipeline.num_stages is None and pipeline.num_chunks is None):
             return []
         choices = []
-        for each in from_all_numbers(replace(asked, num_stages=None, num_chunks=None)):
-            options = f"--num_stages {each.num_stages} --num_chunks {each.num_chunks}"
-            if asked.accumulation_rounds is not None:
-                options += f" --num_rounds {each.accumulation_rounds}"
-            choices.append((options, replace(asked, num_stages=each.num_stages, num_chunks=each.num_chunks)))
+        for each in from_all_numbers(asked.trying(num_stages=None, num_chunks=None)):
+            found = each.candidate
+            options = f"--num_stages {found.num_stages} --num_chunks {found.num_chunks}"
+            if asked.candidate.accumulation_rounds is not None:
+                options += f" --num_rounds {found.accumulation_rounds}"
+            choices.append((options, asked.trying(num_stages=found.num_stages, num_chunks=found.num_chunks)))
         return choices
 
-    def run(self, kinds: tuple[Callable[[_Solver], Iterator[Remedy | None]], ...]) -> Iterator[Remedy]:
-        """Return the first change of each kind that fits."""
-        with progress_bar("looking for what fits", " kinds of changes", len(kinds)) as bar:
+    def run(self, kinds: tuple[Callable[[_Search], Iterator[Change]], ...]) -> Iterator[Remedy]:
+        """Return the first change of each kind that fits, and last the host that the run needs."""
+        with progress_bar("looking for what fits", " kinds of changes", len(kinds) + 1) as bar:
             for kind in kinds:
-                if (remedy := next((each for each in kind(self) if each is not None), None)) is not None:
+                tried = (self.try_change(options, changed) for options, changed in kind(self))
+                if (remedy := next((each for each in tried if each is not None), None)) is not None:
                     yield remedy
                 bar.update()
+            if (larger := self.larger_host()) is not None:
+                yield larger
+            bar.update()
 
     def fits(self, request: PlanRequest, host_bytes: int | None = None) -> bool:
         """Whether a plan fits GPUs and host in some number of rounds; in most cases without solving it, which is slow.
 
         `host_bytes` is the memory of another host.
         """
-        if request.machine.on_cpu or request.num_slices is None:
+        tried, most = request.candidate, host_bytes or self.available_bytes or math.inf
+        if request.machine.on_cpu or tried.num_slices is None:
             return self._solve("", request, host_bytes) is not None
-        chunks, most = request.num_chunks or 1, host_bytes or self.available_bytes or math.inf
-        divisors = [number for number in range(1, chunks + 1) if chunks % number == 0]
-        rounds = divisors if request.accumulation_rounds is None else [request.accumulation_rounds]
-        least = min(least_host_bytes(replace(request, accumulation_rounds=number)) for number in rounds)
+        rounds = divisors(tried.num_chunks or 1) if tried.accumulation_rounds is None else [tried.accumulation_rounds]
+        least = min(least_host_bytes(request.trying(accumulation_rounds=number)) for number in rounds)
         return math.isfinite(least) and least <= most
 
-    def try_change(self, options: str, request: PlanRequest, *, host_bytes: int | None = None) -> Remedy | None:
+    def try_change(self, options: str, request: PlanRequest, host_bytes: int | None = None) -> Remedy | None:
         """Return the change if a plan for it fits GPUs and host, else None; `host_bytes` as in `fits`."""
-        is_quick = not request.machine.on_cpu and request.num_slices is not None
+        is_quick = not request.machine.on_cpu and request.candidate.num_slices is not None
         return None if is_quick and not self.fits(request, host_bytes) else self._solve(options, request, host_bytes)
 
     def _solve(self, options: str, request: PlanRequest, host_bytes: int | None) -> Remedy | None:
         try:
             resolved = resolve_auto(request)
-            is_same = resolved.shape is self.request.shape and resolved.num_chunks == self.request.num_chunks
+            is_same = resolved.shape is self.request.shape and resolved.num_chunks == self.request.candidate.num_chunks
             is_same = is_same and resolved.all_tokens == self.request.all_tokens
             layer = self.layer if is_same and self.layer else estimated_layer(resolved)
             if not fits_gpus(resolved, layer):
@@ -136,6 +144,24 @@ class _Solver:
             return None
         return replace(self.request, config=config, shape=shape)
 
+    def larger_host(self) -> Remedy | None:
+        """A host with as much memory as the run needs, with other numbers of stages and chunks if they need less."""
+        if self.request.machine.on_cpu or self.available_bytes is None:
+            return None
+        tried = [("", self.request), *((f"{options} ", changed) for options, changed in self.other_numbers)]
+        needs = [least_host_bytes(_on_any_host(request)) for _, request in tried]
+        least = min(needs)
+        if not math.isfinite(least):
+            return None
+        options, request = tried[0] if needs[0] <= least * HOST_ROOM else tried[needs.index(least)]
+        for attempt in range(1, 6):
+            gib = math.ceil(least * request.machine.replicas_per_node / GIB * HOST_ROOM**attempt)
+            changed = _on_any_host(request).with_pipeline(host_memory_limit=float(gib))
+            changed = replace(changed, candidate=request.candidate)
+            if (found := self.try_change(f"{options}--host_memory_limit {gib}", changed, gib * GIB)) is not None:
+                return found
+        return None
+
 
 def _details(result: PlanResult) -> str:
     """GPU memory of the fullest rank, and tokens per second by a quick simulation."""
@@ -148,98 +174,81 @@ def _details(result: PlanResult) -> str:
     return ", ".join(parts)
 
 
-def _left_open(solver: _Solver) -> Iterator[Remedy | None]:
+def _left_open(search: _Search) -> Iterator[Change]:
     """Leave one option to the planner."""
-    request, pipeline = solver.request, solver.request.config.pipeline
+    request, pipeline = search.request, search.request.config.pipeline
     if pipeline.num_rounds is not None:
-        changed = replace(request.with_pipeline(num_rounds=None), accumulation_rounds=None)
-        yield solver.try_change("--num_rounds auto", changed)
+        yield "--num_rounds auto", request.with_pipeline(num_rounds=None).trying(accumulation_rounds=None)
     if pipeline.resident_stages != "auto":
-        yield solver.try_change("--resident_stages auto", request.with_pipeline(resident_stages="auto"))
+        yield "--resident_stages auto", request.with_pipeline(resident_stages="auto")
     if pipeline.activation_offloading is ActivationOffloading.ON:
-        changed = request.with_pipeline(activation_offloading=ActivationOffloading.AUTO)
-        yield solver.try_change("--activation_offloading auto", changed)
+        yield "--activation_offloading auto", request.with_pipeline(activation_offloading=ActivationOffloading.AUTO)
 
 
-def _limit(solver: _Solver) -> Iterator[Remedy | None]:
+def _limit(search: _Search) -> Iterator[Change]:
     """State the free memory, if it is less than the plan counted on."""
-    request, available = solver.request, solver.available_bytes
+    request, available = search.request, search.available_bytes
     if available is not None and request.host_bytes is not None and available < request.host_bytes:
         each_node = math.floor(10 * available * request.machine.replicas_per_node / GIB) / 10
         machine = replace(request.machine, agreed_host_bytes=None)
         changed = replace(request.with_pipeline(host_memory_limit=each_node), machine=machine)
-        yield solver.try_change(f"--host_memory_limit {each_node:g}", changed)
+        yield f"--host_memory_limit {each_node:g}", changed
 
 
-def _numbers(solver: _Solver) -> Iterator[Remedy | None]:
+def _numbers(search: _Search) -> Iterator[Change]:
     """Other numbers of stages and chunks if these were given; auto tries all of them."""
-    for options, changed in solver.other_numbers:
-        yield solver.try_change(options, changed)
+    yield from search.other_numbers
 
 
-def _rows(solver: _Solver) -> Iterator[Remedy | None]:
+def _rows(search: _Search) -> Iterator[Change]:
     """Fewer sequences in a step."""
-    request, rows = solver.request, solver.request.config.pipeline.batch_size
+    request, rows = search.request, search.request.config.pipeline.batch_size
+    together = (request.candidate.num_chunks or 1) * request.machine.num_replicas
     for fewer in range(rows // 2, rows // FEWEST_TOKENS - 1, -1):
-        if fewer and rows % fewer == 0 and fewer % ((request.num_chunks or 1) * request.machine.num_replicas) == 0:
-            yield solver.try_change(f"--batch_size {fewer}", request.with_pipeline(batch_size=fewer))
+        if fewer and rows % fewer == 0 and fewer % together == 0:
+            yield f"--batch_size {fewer}", request.with_pipeline(batch_size=fewer)
 
 
-def _length(solver: _Solver) -> Iterator[Remedy | None]:
+def _length(search: _Search) -> Iterator[Change]:
     """Shorter sequences."""
-    length = solver.request.config.data.seq_length
+    length = search.request.config.data.seq_length
     for part in (2, 4, FEWEST_TOKENS):
         if length % part == 0:
-            yield solver.try_change(f"--seq_length {length // part}", solver.request.with_seq_length(length // part))
+            yield f"--seq_length {length // part}", search.request.with_seq_length(length // part)
 
 
-def _freeze(solver: _Solver) -> Iterator[Remedy | None]:
+def _freeze(search: _Search) -> Iterator[Change]:
     """Freeze as few of the first layers as possible."""
-    adapters, num_layers = solver.request.config.adapters, solver.request.shape.num_layers
+    adapters, num_layers = search.request.config.adapters, search.request.shape.num_layers
     if adapters.is_lora or adapters.freeze is not None:
         return
 
     @cache
     def frozen(number: int) -> PlanRequest | None:
-        return solver.with_adapters(replace(adapters, freeze=f"embedding,layers.0-{number - 1}"))
+        return search.with_adapters(replace(adapters, freeze=f"embedding,layers.0-{number - 1}"))
 
     def is_enough(number: int) -> bool:
-        return (changed := frozen(number)) is not None and solver.fits(changed)
+        return (changed := frozen(number)) is not None and search.fits(changed)
 
     fewest = 1 + bisect_left(range(1, num_layers), True, key=is_enough)
     if fewest < num_layers and (changed := frozen(fewest)) is not None:
-        yield solver.try_change(f"--freeze embedding,layers.0-{fewest - 1}", changed)
+        yield f"--freeze embedding,layers.0-{fewest - 1}", changed
 
 
-def _lora(solver: _Solver) -> Iterator[Remedy | None]:
+def _lora(search: _Search) -> Iterator[Change]:
     """Train adapters in place of all parameters."""
-    adapters = solver.request.config.adapters
-    if not adapters.is_lora and adapters.freeze is None:
-        lora = replace(adapters, finetuning_type=FinetuningType.LORA)
-        changed = solver.with_adapters(lora)
-        merged = solver.with_adapters(replace(lora, merge=True)) if changed is None else None
-        if (request := changed or merged) is not None:
-            yield solver.try_change("--use_lora --merge" if merged else "--use_lora", request)
-
-
-def _larger_host(solver: _Solver) -> Iterator[Remedy | None]:
-    """A host with as much memory as the run needs, with other numbers of stages and chunks if they need less."""
-    if solver.request.machine.on_cpu or solver.available_bytes is None:
+    adapters = search.request.config.adapters
+    if adapters.is_lora or adapters.freeze is not None:
         return
-    tried = [("", solver.request), *((f"{options} ", changed) for options, changed in solver.other_numbers)]
-    needs = [least_host_bytes(_on_any_host(request)) for _, request in tried]
-    least = min(needs)
-    if math.isfinite(least):
-        options, request = tried[0] if needs[0] <= least * HOST_ROOM else tried[needs.index(least)]
-        for attempt in range(1, 6):
-            gib = math.ceil(least * request.machine.replicas_per_node / GIB * HOST_ROOM**attempt)
-            changed = _on_any_host(request).with_pipeline(host_memory_limit=float(gib))
-            changed = replace(changed, accumulation_rounds=request.accumulation_rounds, num_slices=request.num_slices)
-            yield solver.try_change(f"{options}--host_memory_limit {gib}", changed, host_bytes=gib * GIB)
+    lora = replace(adapters, finetuning_type=FinetuningType.LORA)
+    for options, tried in (("--use_lora", lora), ("--use_lora --merge", replace(lora, merge=True))):
+        if (changed := search.with_adapters(tried)) is not None:
+            yield options, changed
+            return
 
 
 def _on_any_host(request: PlanRequest) -> PlanRequest:
     """Return the request without a limit of host memory; by default one round of whole sequences."""
     machine = replace(request.machine, host_bytes=None, agreed_host_bytes=None)
     free = replace(request.with_pipeline(host_memory_limit=None), machine=machine)
-    return replace(free, accumulation_rounds=free.accumulation_rounds or 1, num_slices=free.num_slices or 1)
+    return free.trying(accumulation_rounds=free.candidate.accumulation_rounds or 1, num_slices=free.num_slices)

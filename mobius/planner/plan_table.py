@@ -1,20 +1,20 @@
-"""A plan as tables for a reader: stages, GPU bytes by category and rank, host bytes, the predicted step."""
+"""A plan as tables for a reader: stages, GPU bytes by category and rank, host bytes, the predicted step, replicas."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mobius.planner.memory_estimates import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
-    HostMemoryEstimate,
     estimate_host_memory,
     largest_gpu_estimate,
     tile_tokens,
 )
 from mobius.planner.profile import Profile
+from mobius.planner.request import PlanRequest
 from mobius.planner.solver import PlanResult
 from mobius.planner.step_prediction import predict_step_seconds
 from mobius.schedule.lanes import WaitCause
@@ -22,6 +22,8 @@ from mobius.schedule.partition import ModelShape, StageCut
 from mobius.schedule.plan import Plan, RecomputeLevel
 from mobius.units import GIB, format_bytes, format_gib
 
+NO_LINK = 1e6
+"""Speed-up of a link that takes no time."""
 _CATEGORIES = (
     ("weights", "weights"),
     ("gradients", "gradients"),
@@ -154,11 +156,6 @@ def describe_verdict(result: PlanResult, available_bytes: int | None) -> str:
     return "\n".join(lines)
 
 
-def describe_host(need: HostMemoryEstimate) -> str:
-    """The host's bytes of all ranks, with their arithmetic."""
-    return f"host memory: {format_bytes(need.total)} = {need.describe()}"
-
-
 def describe_short_host(result: PlanResult) -> str | None:
     """A line where stages stay on the GPUs because the host cannot hold them; None where it could hold all."""
     request, plan = result.request, result.plan
@@ -200,4 +197,65 @@ def _describe_rounds(result: PlanResult, profile: Profile) -> str:
         f"{plan.accumulation_rounds} rounds of {plan.microbatches_per_round} microbatches cost "
         f"{result.step_seconds - at_once:.3f} s of it: "
         f"weights of streamed stages travel {plan.accumulation_rounds} times{sums}"
+    )
+
+
+def describe_replicas(request: PlanRequest) -> str:
+    """One line: how many pipelines there are, where they are, and what each has of a step."""
+    machine, rows = request.machine, request.config.pipeline.batch_size
+    where = f"{machine.replicas_per_node} on each of {machine.num_nodes} node(s)"
+    return (
+        f"{machine.num_replicas} replicas of a pipeline of {machine.num_ranks} rank(s), {where}: each plays "
+        f"{request.rows} of {rows} rows of a step, and updates 1/{machine.num_replicas} of each stage"
+    )
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Seconds of a step that concern what travels between replicas."""
+
+    reductions: float
+    """Time of the link for gradients of all stages of a pipeline, if nothing else used it."""
+    weights: float
+    exposed_seconds: float
+    """Seconds that the step is longer than with a link that takes no time."""
+
+    @classmethod
+    def of(cls, result: PlanResult) -> Traffic:
+        """Return the traffic of a predicted step with replicas."""
+        profile, rules = result.profile, result.request.rules
+        assert profile is not None, "a step is predicted"
+        assert profile.replicas is not None, "there are replicas"
+        rate = profile.replicas.together
+        trained = [cut.num_trained(result.request.shape) for cut in result.plan.cuts]
+        reduced = sum(map(rules.sharding.reduce_bytes, trained)) / rate
+        gathered = sum(map(rules.sharding.remote_size, trained)) * rules.weight_bytes / rate
+        return cls(reduced, gathered, max(0.0, result.step_seconds - seconds_with_link(result, NO_LINK)))
+
+    @property
+    def overlapped_fraction(self) -> float:
+        """Share of the link's seconds that overlaps with other work."""
+        whole = self.reductions + self.weights
+        return max(0.0, 1 - self.exposed_seconds / whole) if whole else 1.0
+
+
+def seconds_with_link(result: PlanResult, factor: float) -> float:
+    """Seconds of the predicted step with a link that is `factor` times as fast."""
+    profile = result.profile
+    assert profile is not None
+    assert profile.replicas is not None
+    # A link that takes no time takes nothing of PCIe or the host's memory, either.
+    through_host = profile.replicas.is_through_host and factor < NO_LINK
+    replicas = replace(profile.replicas.times(factor), is_through_host=through_host)
+    return predict_step_seconds(result.plan, result.request, replace(profile, replicas=replicas))
+
+
+def describe_traffic(result: PlanResult) -> str:
+    """One line: what reductions and weights take, and how much of it shows."""
+    traffic, machine = Traffic.of(result), result.request.machine
+    link = f"{machine.node_link:g} GB/s of each node" if machine.num_nodes > 1 else "the links within a node"
+    return (
+        f"replicas: reductions take {traffic.reductions:.3f} s of {link}, weights {traffic.weights:.3f} s; "
+        f"{100 * traffic.overlapped_fraction:.0f} % of it hides, {traffic.exposed_seconds:.3f} s of the step is due "
+        "to it"
     )

@@ -17,8 +17,6 @@ from mobius.planner.state_bytes import SUM_BYTES
 
 NODE_LINK = 12.5
 """GB/s of a node's link to the others, in each direction, where nobody has said or measured it: 100 Gbit/s."""
-REDUCES_BESIDE_COMPUTE = True
-"""Whether a stage is reduced while the next one computes (engine/reductions.py); else compute waits for it."""
 CLEARED_BYTES = 4
 """GPU memory traffic per parameter that is left on compute's own stream after a stage's last backward."""
 

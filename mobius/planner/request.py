@@ -82,43 +82,57 @@ def compiles(config: Config, machine: Machine) -> bool:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """One way to run a step: the numbers that a plan is made of before memory is shared out.
+
+    None is auto, which is not chosen yet. A number that shall be searched for is a field here and in `ScheduleSpec`.
+    """
+
+    num_stages: int | None
+    num_chunks: int | None
+    accumulation_rounds: int | None = None
+    """None is planned as one round."""
+    num_slices: int | None = None
+    """None is planned as whole sequences."""
+    recompute_level: RecomputeLevel | None = None
+    """None is planned as what `--recompute` says, or everything."""
+    num_saving_attention: int | None = None
+    """Stages of each rank that keep attention's results; None is planned as what `--recompute` says, or none."""
+    num_offloaded_microbatches: int = 0
+    """Microbatches per round whose products are offloaded by stages that offload activations."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether stages and microbatches are chosen, without which there is no plan."""
+        return self.num_stages is not None and self.num_chunks is not None
+
+
+@dataclass(frozen=True)
 class PlanRequest:
-    """A run to be planned: its options, model and machine; the two numbers are None while auto is not resolved."""
+    """A run to be planned: its options, model and machine, and the candidate that is planned."""
 
     config: Config
     """As the user asked."""
     shape: ModelShape
     machine: Machine
-    num_stages: int | None
-    num_chunks: int | None
+    candidate: Candidate
     packed: PackedRows | None = None
     """None: every row is one document of `seq_length` tokens, as in a dry run, which does not read the data."""
-    accumulation_rounds: int | None = None
-    """None while auto is not resolved, which is planned as one round."""
-    num_slices: int | None = None
-    """None while auto is not resolved, which is planned as whole sequences."""
-    recompute_level: RecomputeLevel | None = None
-    """None while it is not tried out, which is planned as what `recompute` says, or everything."""
-    num_offloaded_microbatches: int = 0
-    """Microbatches per round whose products are offloaded by stages that offload activations."""
     measured_products: int | None = None
     """Bytes of a layer's products and a microbatch where they were measured."""
-    num_saving_attention: int | None = None
-    """Stages of each rank that keep attention's results; None while it is not tried out, which is planned as what
-    `recompute` says, or none."""
-    reduce_bytes: int = SUM_BYTES
-    """Bytes per parameter of gradients between replicas."""
     reserve_bytes: int = 0
     """GPU memory to leave free: what a rehearsal took beyond the prediction, on the rank where that was most."""
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape, machine: Machine, packed: PackedRows | None = None) -> PlanRequest:
         """The question of a run, before anything is chosen."""
-        pipeline = config.pipeline
-        numbers = pipeline.num_rounds, pipeline.num_slices
-        sent = 2 if pipeline.reduce_dtype is ReduceDtype.BF16 else SUM_BYTES
-        stages, chunks = pipeline.num_stages, pipeline.num_chunks
-        return cls(config, shape, machine, stages, chunks, packed, *numbers, reduce_bytes=sent)
+        asked = config.pipeline
+        numbers = Candidate(asked.num_stages, asked.num_chunks, asked.num_rounds, asked.num_slices)
+        return cls(config, shape, machine, numbers, packed)
+
+    def trying(self, **numbers: Any) -> PlanRequest:
+        """The question with other numbers of the candidate."""
+        return replace(self, candidate=replace(self.candidate, **numbers))
 
     def with_pipeline(self, **options: Any) -> PlanRequest:
         """The question with other values of options that concern pipeline and memory."""
@@ -135,7 +149,7 @@ class PlanRequest:
 
     def with_more_nodes(self) -> Iterator[tuple[str, PlanRequest]]:
         """Questions with more nodes that share the step, and the option for each; none with a single pipeline."""
-        machine, chunks = self.machine, self.num_chunks or 1
+        machine, chunks = self.machine, self.candidate.num_chunks or 1
         for nodes in range(machine.num_nodes + 1, MOST_NODES + 1) if machine.num_replicas > 1 else ():
             replicas = nodes * machine.replicas_per_node
             if self.config.pipeline.batch_size % (replicas * chunks) == 0:
@@ -145,13 +159,13 @@ class PlanRequest:
     @property
     def resolved_config(self) -> Config:
         """The configuration with numbers in the place of auto."""
-        stages, chunks, rounds = self.num_stages, self.num_chunks, self.accumulation_rounds
+        chosen = self.candidate
         pipeline = replace(
             self.config.pipeline,
-            num_stages=stages,
-            num_chunks=chunks,
-            num_rounds=rounds,
-            num_slices=self.num_slices,
+            num_stages=chosen.num_stages,
+            num_chunks=chosen.num_chunks,
+            num_rounds=chosen.accumulation_rounds,
+            num_slices=chosen.num_slices,
         )
         return replace(self.config, pipeline=pipeline)
 
@@ -161,30 +175,48 @@ class PlanRequest:
 
         Raises PlanError if there are more stages than can be.
         """
-        assert self.num_stages is not None
-        assert self.num_chunks is not None
-        pipeline = self.config.pipeline
+        chosen, pipeline, slices = self.candidate, self.config.pipeline, self.num_slices
+        assert chosen.num_stages is not None
+        saving_attention = chosen.num_saving_attention
+        if saving_attention is None and self.recompute is Recompute.LINEAR:
+            saving_attention = chosen.num_stages // self.machine.num_ranks
         return make_plan(
             self.shape,
             num_ranks=self.machine.num_ranks,
-            num_stages=self.num_stages,
-            num_microbatches=self.num_chunks * (self.num_slices or 1),
+            num_stages=chosen.num_stages,
+            num_microbatches=self.num_chunks * slices,
             num_slots=pipeline.num_slots if pipeline.use_offload else None,
-            accumulation_rounds=self.accumulation_rounds or 1,
-            num_slices=self.num_slices or 1,
-            recompute_level=self.recompute_level or recompute_level_of(pipeline.recompute),
-            num_saving_attention=self._num_attention_kept,
-            num_offloaded_microbatches=self.num_offloaded_microbatches,
+            accumulation_rounds=chosen.accumulation_rounds or 1,
+            num_slices=slices,
+            recompute_level=chosen.recompute_level or recompute_level_of(pipeline.recompute),
+            num_saving_attention=0 if slices == 1 else saving_attention or 0,
+            num_offloaded_microbatches=chosen.num_offloaded_microbatches,
         )
 
+    @cached_property
+    def first_alike(self) -> tuple[int, ...]:
+        """For every rank the first one whose stages are as large, so that both have the same choices of memory."""
+        shape, plan, first = self.shape, self.plan, dict[object, int]()
+        sizes = [
+            (
+                *(cut.is_first, cut.is_last, len(cut.layers), len(cut.backward_layers(shape.first_backward))),
+                *(cut.num_parameters(shape), cut.num_trained(shape), cut.num_streamed_parameters(shape)),
+            )
+            for cut in plan.cuts
+        ]
+        ranks = range(plan.num_ranks)
+        return tuple(first.setdefault(tuple(sizes[rank :: plan.num_ranks]), rank) for rank in ranks)
+
     @property
-    def _num_attention_kept(self) -> int:
-        if (self.num_slices or 1) == 1:
-            return 0
-        if self.num_saving_attention is not None:
-            return self.num_saving_attention
-        assert self.num_stages is not None
-        return self.num_stages // self.machine.num_ranks if self.recompute is Recompute.LINEAR else 0
+    def num_chunks(self) -> int:
+        """Microbatches of a step, of whole sequences; they must be chosen."""
+        assert self.candidate.num_chunks is not None
+        return self.candidate.num_chunks
+
+    @property
+    def num_slices(self) -> int:
+        """Slices of each sequence."""
+        return self.candidate.num_slices or 1
 
     @property
     def recompute(self) -> Recompute:
@@ -235,7 +267,7 @@ class PlanRequest:
         return ByteSizes.of(
             self.config.model.dtype,
             has_fp32_gradients=self.config.pipeline.fp32_gradients or self.shape.keeps_trained_on_gpu,
-            has_accumulation_rounds=(self.accumulation_rounds or 1) > 1,
+            has_accumulation_rounds=(self.candidate.accumulation_rounds or 1) > 1,
             num_replicas=self.machine.num_replicas,
         )
 
@@ -257,7 +289,6 @@ class PlanRequest:
     @property
     def microbatch_rows(self) -> int:
         """Sequences of a microbatch, whole or a slice of each."""
-        assert self.num_chunks is not None
         return self.rows // self.num_chunks
 
     @cached_property
@@ -267,15 +298,14 @@ class PlanRequest:
     @property
     def slice_length(self) -> int:
         """Tokens of a sequence in a microbatch."""
-        return self.config.data.seq_length // (self.num_slices or 1)
+        return self.config.data.seq_length // self.num_slices
 
     @property
     def kv_cache_bytes(self) -> int:
         """GPU bytes of a layer's keys and values where they stay from slice to slice, with their gradients in fp32."""
-        assert self.num_chunks is not None
-        if (self.num_slices or 1) == 1:
+        if self.num_slices == 1:
             return 0
-        tokens = self.microbatch_tokens * (self.num_slices or 1)
+        tokens = self.microbatch_tokens * self.num_slices
         return 2 * self.shape.key_width * tokens * (self.sizes.weight + 4)
 
     @property
@@ -333,15 +363,16 @@ class PlanRequest:
         Clipping and loss scaling wait for every stage's norm, the two halves of a tied matrix for each other. The other
         stages are updated after their backward; adapters retain theirs in any case.
         """
-        assert self.num_stages is not None
+        num_stages = self.plan.num_stages
         if self.rules.clips or self.shape.keeps_trained_on_gpu:
-            return frozenset(range(self.num_stages))
-        return frozenset((0, self.num_stages - 1)) if self.rules.is_tied else frozenset()
+            return frozenset(range(num_stages))
+        return frozenset((0, num_stages - 1)) if self.rules.is_tied else frozenset()
 
     @cached_property
     def rules(self) -> StepRules:
         """How the runtime goes about a step."""
         config = self.config
+        sent = 2 if config.pipeline.reduce_dtype is ReduceDtype.BF16 else SUM_BYTES
         return StepRules(
             clips=config.optim.max_grad_norm > 0 or config.model.dtype is Dtype.FP16,
             message_bytes=self.message_bytes,
@@ -351,7 +382,7 @@ class PlanRequest:
             is_tied=self.shape.is_tied and (self.shape.trained is None or self.shape.trained.embedding > 0),
             attention_bytes=self.attention_bytes,
             product_bytes=self.product_bytes,
-            sharding=ReplicaSharding(self.machine.num_replicas, self.reduce_bytes),
+            sharding=ReplicaSharding(self.machine.num_replicas, sent),
         )
 
     @property

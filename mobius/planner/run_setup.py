@@ -128,11 +128,11 @@ def draft_run_setup(
     packed: PackedRows | None = None,
     replica_rendezvous: Rendezvous | None = None,
 ) -> RunSetup:
-    """The run by guess, before anything is compiled; collective if ranks have GPUs, or there is a rendezvous.
+    """Check that the run can fit before data are read and layers are compiled; its plan is a guess.
 
-    `replica_rendezvous` is that of all replicas, whose smallest machine is planned for.
-    With `saved` (`--plan`) nothing is chosen, only checked; `config` must have taken its numbers. `packed` are the
-    facts of packed rows, where they are known already.
+    Collective if ranks have GPUs, or there is a `replica_rendezvous`: that of all replicas, whose smallest machine is
+    planned for. With `saved` (`--plan`) nothing is chosen, only checked; `config` must have taken its numbers. `packed`
+    are the facts of packed rows, where they are known already.
 
     Raises PlanError, GpuMemoryError or HostMemoryError, each with its arithmetic.
     """
@@ -175,9 +175,8 @@ def draft_run_setup(
         replica_rendezvous=replica_rendezvous,
         pipelines_per_host=pipelines_per_host,
     )
-    request = PlanRequest.of(config, shape, machine, packed)
     given = None if saved is None else saved.plan
-    found = solve(request, given=given, is_preliminary=True)
+    found = solve(PlanRequest.of(config, shape, machine, packed), given=given, is_draft=True)
     return _run_setup(rank_context, parts, found, is_given=given is not None)
 
 
@@ -187,16 +186,14 @@ def _join_others(ranks: Ranks) -> tuple[Rendezvous | None, Rendezvous | None]:
     return pipeline, pipeline if ranks.num_pipeline_ranks == ranks.num_local else join_node(ranks)
 
 
-def complete_run_setup(
-    sketch: RunSetup, config: Config, *, packed: PackedRows | None = None, saved: SavedPlan | None = None
-) -> RunSetup:
-    """The plan of a sketched run, once its data are known: `packed` are the facts of packed rows, alike on all ranks.
+def complete_run_setup(draft: RunSetup, config: Config, *, packed: PackedRows | None = None) -> RunSetup:
+    """Plan a drafted run, once its data are known: `packed` are the facts of packed rows, alike on all ranks.
 
-    `config` is the sketch's but for the number of steps. On a GPU a layer's memory is measured. `saved` and errors as
+    `config` is the draft's but for the number of steps. On a GPU a layer's memory is measured. Errors as
     `draft_run_setup`.
     """
-    request, parts = sketch.result.request, sketch.parts
-    if (request.num_slices or 1) > 1 and (reason := unsliceable_reason(parts.config)) is not None:
+    request, parts = draft.result.request, draft.parts
+    if request.num_slices > 1 and (reason := unsliceable_reason(parts.config)) is not None:
         raise PlanError(f"--num_slices {request.num_slices}: {reason}")
     if config.pipeline.num_tile_tokens and (reason := checked_families().untileable_reason(parts.config.model_type)):
         raise PlanError(
@@ -204,20 +201,20 @@ def complete_run_setup(
             f"in tiles ({reason}). Use off."
         )
     if parts.router_loss is not None:
-        refuse_slices(request.num_slices or 1)
+        refuse_slices(request.num_slices)
     if packed is not None and (reason := unpackable_reason(parts.config)) is not None:
         raise PlanError(f"--packing {config.data.packing}: {reason}.")
-    if packed is not None or (request.num_slices or 1) > 1:  # no masks are made, which slices have no use for
+    if packed is not None or request.num_slices > 1:  # no masks are made, which slices have no use for
         dtype = TORCH_DTYPES[config.model.dtype]
         parts = ModelParts(
             parts.config,
-            sketch.rank_context.device,
+            draft.rank_context.device,
             compiled=request.compiles,
             packed_dtype=dtype,
             adapters=config.adapters,
         )
     asked = PlanRequest.of(config, request.shape, request.machine, packed)
-    return _solve(asked, sketch.rank_context, parts, given=None if saved is None else saved.plan)
+    return _plan_again(replace(draft, parts=parts), asked)
 
 
 def make_run_setup(
@@ -229,16 +226,16 @@ def make_run_setup(
     packed: PackedRows | None = None,
     replica_rendezvous: Rendezvous | None = None,
 ) -> RunSetup:
-    """Sketch and complete the plan of a run at once; arguments and errors are those of both."""
-    sketch = draft_run_setup(
+    """Draft and complete the plan of a run at once; arguments and errors are those of both."""
+    draft = draft_run_setup(
         config, ranks, model_config, saved=saved, packed=packed, replica_rendezvous=replica_rendezvous
     )
-    return complete_run_setup(sketch, config, packed=packed, saved=saved)
+    return complete_run_setup(draft, config, packed=packed)
 
 
 def replan(run_setup: RunSetup, profile: Profile) -> RunSetup:
     """Plan again with a measured profile and the same microbatches; errors as `make_run_setup`."""
-    return _solve(_open_again(run_setup), run_setup.rank_context, run_setup.parts, profile=profile, before=run_setup)
+    return _plan_again(run_setup, _open_again(run_setup), profile=profile, layer=run_setup.result.layer)
 
 
 def replan_with_reserve(run_setup: RunSetup, reserve_bytes: int) -> RunSetup:
@@ -248,20 +245,19 @@ def replan_with_reserve(run_setup: RunSetup, reserve_bytes: int) -> RunSetup:
     microbatch. Errors as `make_run_setup`.
     """
     request, asked = replace(_open_again(run_setup), reserve_bytes=reserve_bytes), run_setup.requested_config.pipeline
-    context, parts, profile = run_setup.rank_context, run_setup.parts, run_setup.result.profile
+    known = run_setup.result
     try:
-        return _solve(request, context, parts, profile=profile, before=run_setup, is_last=True)
+        return _plan_again(run_setup, request, profile=known.profile, layer=known.layer, is_last=True)
     except GpuMemoryError:
-        if asked.num_chunks is not None or context.ranks.num_ranks > 1:
+        if asked.num_chunks is not None or run_setup.rank_context.ranks.num_ranks > 1:
             raise
-    request = replace(request, num_chunks=None, num_slices=asked.num_slices)
-    return _solve(request, context, parts, is_last=True)
+    return _plan_again(run_setup, request.trying(num_chunks=None, num_slices=asked.num_slices), is_last=True)
 
 
 def _open_again(run_setup: RunSetup) -> PlanRequest:
     """The request with stages and rounds as the user asked, and with the microbatches that were chosen."""
     asked = run_setup.requested_config.pipeline
-    return replace(run_setup.result.request, num_stages=asked.num_stages, accumulation_rounds=asked.num_rounds)
+    return run_setup.result.request.trying(num_stages=asked.num_stages, accumulation_rounds=asked.num_rounds)
 
 
 def machine_of_gpu(name: str, total_bytes: int, num_ranks: int, *, free_bytes: int | None = None) -> Machine:
@@ -288,33 +284,32 @@ def _machine(device: torch.device, ranks: Ranks, free_bytes: int | None) -> Mach
     return replace(own, num_replicas=ranks.num_replicas, num_nodes=ranks.num_nodes, host=host)
 
 
-def _solve(
+def _plan_again(
+    before: RunSetup,
     request: PlanRequest,
-    rank_context: RankContext,
-    parts: ModelParts,
     *,
     profile: Profile | None = None,
-    given: Plan | None = None,
-    before: RunSetup | None = None,
+    layer: LayerBytes | None = None,
     is_last: bool = False,
 ) -> RunSetup:
-    """Plan for this rank's device.
+    """Plan for the device of `before`, by what was measured on it: a profile, and a layer of the same microbatches.
 
-    `profile` is what was measured on it. A layer's bytes are measured on GPUs, unless the plan `before` has the same
-    microbatches and tiles. What is measured later is planned again, so only the last plan is simulated.
+    Without `layer`, and for other tiles than `before` has, a layer's bytes are measured on GPUs. What is measured later
+    is planned again, so only the last plan is simulated.
     """
-    device = rank_context.device
+    device, given = before.rank_context.device, before.plan if before.is_given else None
 
     def measured_layer(request: PlanRequest) -> LayerBytes:
-        known = None if before is None or tile_tokens(request) != before.tile_tokens else before.result.layer
-        return known or measure_layer_bytes(
-            parts,
+        if layer is not None and tile_tokens(request) == before.tile_tokens:
+            return layer
+        return measure_layer_bytes(
+            before.parts,
             shape=_message_shape(request),
             dtype=TORCH_DTYPES[request.config.model.dtype],
             device=device,
             packed=request.packed,
             tile_tokens=tile_tokens(request),
-            sliced_length=request.config.data.seq_length if request.plan.num_slices > 1 else None,
+            sliced_length=request.config.data.seq_length if request.num_slices > 1 else None,
             with_products=may_keep_products(request),
         )
 
@@ -326,7 +321,7 @@ def _solve(
         given=given,
         is_preliminary=on_gpu and measures and profile is None and given is None,
     )
-    return _run_setup(rank_context, parts, result, is_given=given is not None)
+    return _run_setup(before.rank_context, before.parts, result, is_given=before.is_given)
 
 
 def _run_setup(rank_context: RankContext, parts: ModelParts, result: PlanResult, *, is_given: bool) -> RunSetup:

@@ -28,6 +28,7 @@ from mobius.errors import GpuMemoryError, PlanError
 from mobius.log import progress_bar
 from mobius.planner.fit import (
     MIN_SLICE_TOKENS,
+    divisors,
     fit_plan,
     fits_gpus,
     least_host_bytes,
@@ -71,8 +72,6 @@ SLICES_PER_RANK = 4
 """Microbatches per rank that slices of long sequences should give, so that fill and drain cost little."""
 MIN_SLICED_SEQ_LENGTH = 16384
 """Shortest sequences, in tokens, that auto cuts into slices."""
-BOUNDS_DIFFER = 1.5
-"""Ratio of two bounds above which the larger counts as slower without a simulation: bounds are up to 20 % short."""
 NUM_FITTED_WELL = 3
 """Number of best candidates, with different numbers of stages, whose use of memory is chosen by simulation."""
 NUMBERS_OF_A_SIZE = 2
@@ -84,69 +83,67 @@ MOST_IF_UNKNOWN = 2
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A plan with the numbers that it was made for."""
+class TimedPlan:
+    """A plan, and the seconds of its step; a lower bound until it is simulated."""
 
     request: PlanRequest
     plan: Plan
     profile: Profile
     seconds: float
-    """Seconds of a step; a lower bound until it is simulated."""
 
     @property
     def fits_host(self) -> bool:
         """Whether the host has the memory, as far as is known."""
         return fits_host(self.request, self.plan)
 
-    def simulated(self) -> Candidate:
-        """Return the candidate with the seconds of a simulated step."""
+    def simulated(self) -> TimedPlan:
+        """Return the plan with the seconds of a simulated step."""
         return replace(self, seconds=predict_step_seconds(self.plan, self.request, self.profile))
 
 
-def resolve_auto(request: PlanRequest, *, measured: Profile | None = None) -> PlanRequest:
+def resolve_auto(request: PlanRequest, *, measured: Profile | None = None, is_draft: bool = False) -> PlanRequest:
     """Put numbers in the place of auto, and log them; a request without auto comes back unchanged.
 
     `measured` is a profile for the request's microbatches; without it, estimates are used. Without an estimate (a CPU,
     an unknown GPU, fp32) the numbers are the defaults, or the nearest possible. The choice depends on the total memory
     of the GPU and not on what is free, because every rank must choose the same. Raises GpuMemoryError if nothing fits.
     """
-    has_numbers = request.num_stages is not None and request.num_chunks is not None
-    if not has_numbers and (request.machine.on_cpu or (request.gpu_spec is None and measured is None)):
-        request = _usual_numbers(request)
-    elif not has_numbers:
-        best = choose_candidate(request.on_empty_gpu, measured=measured)
-        plan = best.plan
-        logger.info(
-            "chosen: --num_stages %d --num_chunks %d --num_rounds %d, layers per stage %s; %.3g s per step by %s",
-            plan.num_stages,
-            plan.num_chunks,
-            plan.accumulation_rounds,
-            " ".join(str(len(cut.layers)) for cut in plan.cuts),
-            best.seconds,
-            best.profile.describe(),
-        )
-        request = _with_slices(replace(request, num_stages=plan.num_stages, num_chunks=plan.num_chunks))
-        if request.accumulation_rounds is None and request.num_slices == plan.num_slices:
-            request = replace(request, accumulation_rounds=plan.accumulation_rounds)
+    if not request.candidate.is_known:
+        if request.machine.on_cpu or (request.gpu_spec is None and measured is None):
+            request = _usual_numbers(request)
+        else:
+            best = choose_candidate(request.on_empty_gpu, measured=measured, is_draft=is_draft)
+            plan = best.plan
+            logger.log(
+                logging.DEBUG if is_draft else logging.INFO,
+                "chosen: --num_stages %d --num_chunks %d --num_rounds %d, layers per stage %s; %.3g s per step by %s",
+                plan.num_stages,
+                plan.num_chunks,
+                plan.accumulation_rounds,
+                " ".join(str(len(cut.layers)) for cut in plan.cuts),
+                best.seconds,
+                best.profile.describe(),
+            )
+            rounds = request.candidate.accumulation_rounds
+            request = _with_slices(request.trying(num_stages=plan.num_stages, num_chunks=plan.num_chunks))
+            if rounds is None and request.candidate.num_slices == plan.num_slices:
+                request = request.trying(accumulation_rounds=plan.accumulation_rounds)
     return _with_rounds(_with_slices(request), measured)
 
 
 def _usual_numbers(request: PlanRequest) -> PlanRequest:
     """The default numbers where they are possible, else the largest below them that are."""
     usual, num_ranks = PipelineConfig(), request.machine.num_ranks
-    stages, chunks = request.num_stages, request.num_chunks
+    asked = request.candidate
+    stages, chunks, rounds = asked.num_stages, asked.num_chunks, asked.accumulation_rounds or 1
     if stages is None:
         most = min(max(usual.num_stages or 0, num_ranks), request.shape.num_layers)
         stages = max(num_ranks, most // num_ranks * num_ranks)
     if chunks is None:
-        most, rounds = max(usual.num_microbatches, num_ranks), request.accumulation_rounds or 1
-        chunks = max((n for n in _divisors(request.rows) if n <= most and n % rounds == 0), default=rounds)
+        most = max(usual.num_microbatches, num_ranks)
+        chunks = max((n for n in divisors(request.rows) if n <= most and n % rounds == 0), default=rounds)
     logger.info("chosen without an estimate for this device: --num_stages %d --num_chunks %d", stages, chunks)
-    return replace(request, num_stages=stages, num_chunks=chunks)
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    return request.trying(num_stages=stages, num_chunks=chunks)
 
 
 def _with_slices(request: PlanRequest, *, is_quick: bool = False) -> PlanRequest:
@@ -155,26 +152,26 @@ def _with_slices(request: PlanRequest, *, is_quick: bool = False) -> PlanRequest
     More where attention's results then fit, of one stage of each rank or of all, if that is faster by an estimate,
     which is skipped if `is_quick`.
     """
-    if request.num_slices is not None:
+    if request.candidate.num_slices is not None:
         return request
     is_short = request.config.data.seq_length < MIN_SLICED_SEQ_LENGTH
     if is_short or request.recompute.saves_activations or not request.shape.is_sliceable:
-        return replace(request, num_slices=1)
+        return request.trying(num_slices=1)
     number = _fewest_slices(request)
     has_choice = not is_quick and number > 1 and request.recompute is Recompute.AUTO
     if has_choice and request.gpu_spec is not None and not request.machine.on_cpu:
         card = request.on_empty_gpu
-        keeping = [replace(card, num_saving_attention=stages) for stages in (1, request.plan.stages_per_rank)]
-        tried = list[Candidate]()
+        keeping = [card.trying(num_saving_attention=stages) for stages in (1, request.plan.stages_per_rank)]
+        tried = list[TimedPlan]()
         for each in sorted({number, *map(_fewest_slices, keeping)}):
             with suppress(GpuMemoryError):
-                sliced = _with_rounds(replace(card, num_slices=each), None)
+                sliced = _with_rounds(card.trying(num_slices=each), None)
                 profile, layer = estimated_profile(sliced), estimated_layer(sliced)
                 most = max_saving_attention(sliced, layer=layer, policy=_closed_form(sliced, profile))
-                tried.append(_bounded(replace(sliced, num_saving_attention=most), None))
+                tried.append(_bounded(sliced.trying(num_saving_attention=most), None))
         if fitting := [each for each in tried if each.fits_host]:
             number = _fastest(fitting).plan.num_slices
-    return replace(request, num_slices=number)
+    return request.trying(num_slices=number)
 
 
 def _closed_form(request: PlanRequest, profile: Profile | None) -> MemoryPolicy:
@@ -187,13 +184,13 @@ def _fewest_slices(request: PlanRequest) -> int:
     If no number does both, the one that fits and fills most.
     """
     length, chunks = request.config.data.seq_length, request.num_chunks
-    assert chunks is not None
     wanted = SLICES_PER_RANK * request.machine.num_ranks
     numbers = [number for number in range(1, length // MIN_SLICE_TOKENS + 1) if length % number == 0]
     enough = [number for number in numbers if number * chunks >= wanted] or numbers[-1:]
     in_a_round: dict[int, float] = {}
     for number in enough:
-        rounds, asked = numbers_of_rounds(replace(request.on_empty_gpu, num_slices=number)), request.accumulation_rounds
+        rounds = numbers_of_rounds(request.on_empty_gpu.trying(num_slices=number))
+        asked = request.candidate.accumulation_rounds
         if asked is not None:
             rounds = [asked] if any(each <= asked for each in rounds) else []
         if rounds:
@@ -204,29 +201,32 @@ def _fewest_slices(request: PlanRequest) -> int:
 
 
 def _with_rounds(request: PlanRequest, measured: Profile | None) -> PlanRequest:
-    """The request with a number of rounds.
+    """The request with a number of rounds: of those to try the fastest by prediction; without rates, the largest."""
+    if request.candidate.accumulation_rounds is not None:
+        return request
+    tried = _rounds_to_try(request.on_empty_gpu)
+    best = tried[-1]
+    if len(tried) > 1 and (request.gpu_spec is not None or measured is not None):
+        best = _fastest([_bounded(each, measured) for each in tried]).request
+    return request.trying(accumulation_rounds=best.candidate.accumulation_rounds)
 
-    If fewer rounds fit with offloaded activations, the faster of both by prediction; without rates, the larger number.
+
+def _rounds_to_try(request: PlanRequest) -> list[PlanRequest]:
+    """Requests with the fewest rounds that fit, with offloaded activations and without.
+
     If with none of them the GPUs have room for the stages that the host cannot hold, the fewest that do, if any.
     """
-    if request.accumulation_rounds is not None:
-        return request
-    card, num_chunks = request.on_empty_gpu, request.plan.num_chunks
-    numbers = numbers_of_rounds(card) or [num_chunks]
-    fewest = [replace(card, accumulation_rounds=number) for number in numbers]
-    if card.gpu_bytes is None or (len(numbers) == 1 and fits_host(fewest[0], fewest[0].plan)):
-        return replace(request, accumulation_rounds=numbers[-1])
-    fitting = [each for each in fewest if _fits(each)]
-    if not fitting:
-        more = [replace(card, accumulation_rounds=n) for n in _divisors(num_chunks) if n > numbers[-1]]
-        # A refusal says the least that there is.
-        fitting = [each for each in more if _fits(each)][:1] or [min((*fewest, *more), key=least_host_bytes)]
-    best = fitting[-1]
-    if len(fitting) > 1 and (request.gpu_spec is not None or measured is not None):
-        bounded = sorted((_bounded(each, measured) for each in fitting), key=lambda candidate: candidate.seconds)
-        is_clear = bounded[1].seconds > BOUNDS_DIFFER * bounded[0].seconds
-        best = bounded[0].request if is_clear else _fastest(bounded).request
-    return replace(request, accumulation_rounds=best.accumulation_rounds)
+    if request.candidate.accumulation_rounds is not None:
+        return [request]
+    numbers = numbers_of_rounds(request) or [request.num_chunks]
+    fewest = [request.trying(accumulation_rounds=number) for number in numbers]
+    if request.gpu_bytes is None or (len(numbers) == 1 and fits_host(fewest[0], fewest[0].plan)):
+        return fewest[-1:]
+    if fitting := [each for each in fewest if _fits(each)]:
+        return fitting
+    more = [request.trying(accumulation_rounds=n) for n in divisors(request.num_chunks) if n > numbers[-1]]
+    # A refusal says the least that there is.
+    return [each for each in more if _fits(each)][:1] or [min((*fewest, *more), key=least_host_bytes)]
 
 
 def _fits(request: PlanRequest) -> bool:
@@ -237,15 +237,18 @@ def _fits(request: PlanRequest) -> bool:
 
 
 @without_garbage_collection()
-def choose_candidate(request: PlanRequest, *, measured: Profile | None = None) -> Candidate:
-    """Return the fastest candidate that fits the host; numbers that are not None stay as given.
+def choose_candidate(request: PlanRequest, *, measured: Profile | None = None, is_draft: bool = False) -> TimedPlan:
+    """Return the fastest candidate that fits the host, for a draft by bounds; numbers that are not None stay as given.
 
     Of candidates within `NOTICEABLE` of each other, the one with fewest stages and chunks. Raises GpuMemoryError if
     nothing fits, with the reason of the last try, and PlanError if nothing can be tried. If no usual numbers fit the
     host, all numbers of chunks and rounds are searched.
     """
-    tried = list[Candidate]()
-    if quick := quick_candidates(request, measured=measured):
+    tried = list[TimedPlan]()
+    quick = quick_candidates(request, measured=measured)
+    if quick and is_draft:
+        return min([each for each in quick if each.fits_host] or quick, key=lambda each: each.seconds)
+    if quick:
         with progress_bar("planning", " plans") as bar:
             for each in _best_of_each(quick):
                 to_beat = min((candidate.seconds for candidate in tried if candidate.fits_host), default=math.inf)
@@ -261,7 +264,7 @@ def choose_candidate(request: PlanRequest, *, measured: Profile | None = None) -
     return min(alike, key=lambda each: (each.plan.num_stages, each.plan.num_microbatches, each.seconds))
 
 
-def quick_candidates(request: PlanRequest, *, measured: Profile | None = None) -> list[Candidate]:
+def quick_candidates(request: PlanRequest, *, measured: Profile | None = None) -> list[TimedPlan]:
     """Return the usual numbers of stages and chunks that fit GPUs and host, bounded, with a quick use of memory.
 
     There may be none. Raises PlanError if there are no such numbers.
@@ -272,13 +275,11 @@ def quick_candidates(request: PlanRequest, *, measured: Profile | None = None) -
             f"no number of stages and chunks is possible: {request.shape.num_layers} layers on "
             f"{request.machine.num_ranks} ranks, --batch_size {request.config.pipeline.batch_size}."
         )
-    found: list[Candidate] = []
+    found: list[TimedPlan] = []
     with progress_bar("planning", " plans", len(pairs)) as bar:
         for chunks, stages in pairs:
-            asked = _with_slices(replace(request, num_stages=stages, num_chunks=chunks), is_quick=True)
-            asked = _with_rounds(asked, measured)
-            if _fits(asked):
-                found.append(_bounded(asked, measured))
+            asked = _with_slices(request.trying(num_stages=stages, num_chunks=chunks), is_quick=True)
+            found += [_bounded(each, measured) for each in _rounds_to_try(asked) if _fits(each)]
             bar.update()
     return found
 
@@ -289,9 +290,9 @@ def from_all_numbers(request: PlanRequest) -> list[PlanRequest]:
     If none fits, the one that takes the least of the host. Microbatches of one row leave most room on the GPUs; where
     they fit, larger ones may fit too, and take less time.
     """
-    divisors = _divisors(request.rows)
-    all_chunks = divisors if request.num_chunks is None else [request.num_chunks]
-    all_rounds = divisors if request.accumulation_rounds is None else [request.accumulation_rounds]
+    asked_chunks, asked_rounds = request.candidate.num_chunks, request.candidate.accumulation_rounds
+    all_chunks = divisors(request.rows) if asked_chunks is None else [asked_chunks]
+    all_rounds = divisors(request.rows) if asked_rounds is None else [asked_rounds]
     least = list[PlanRequest]()
     with progress_bar("planning", " plans") as bar:
 
@@ -303,8 +304,8 @@ def from_all_numbers(request: PlanRequest) -> list[PlanRequest]:
             found = []
             chunks = [number for number in all_chunks if number % rounds == 0]
             for stages in _stage_numbers(request) if chunks else ():
-                numbers = replace(request, num_stages=stages, accumulation_rounds=rounds)
-                asked = [_with_slices(replace(numbers, num_chunks=each), is_quick=True) for each in chunks]
+                numbers = request.trying(num_stages=stages, accumulation_rounds=rounds)
+                asked = [_with_slices(numbers.trying(num_chunks=each), is_quick=True) for each in chunks]
                 least = [min((*least, asked[-1]), key=least_host_bytes)]
                 if fits(asked[-1]):
                     found.append(asked[bisect_left(asked, True, hi=len(asked) - 1, key=fits)])
@@ -313,16 +314,15 @@ def from_all_numbers(request: PlanRequest) -> list[PlanRequest]:
     return least
 
 
-def _bounded(request: PlanRequest, measured: Profile | None) -> Candidate:
+def _bounded(request: PlanRequest, measured: Profile | None) -> TimedPlan:
     """The candidate of given numbers, with the use of memory that a closed form prefers, and a bound of its step."""
-    request = _with_rounds(_with_slices(request, is_quick=True), measured)
     profile = profile_for(request, measured)
     assert profile is not None, "without rates nothing is chosen"
     plan = fit_plan(request, layer=estimated_layer(request), policy=_closed_form(request, profile))
-    return Candidate(request, plan, profile, predict_min_step_seconds(plan, request, profile))
+    return TimedPlan(request, plan, profile, predict_min_step_seconds(plan, request, profile))
 
 
-def _fastest(candidates: Iterable[Candidate]) -> Candidate:
+def _fastest(candidates: Iterable[TimedPlan]) -> TimedPlan:
     """The fastest of bounded candidates, simulated; those whose bound is too long are not simulated."""
     first, *others = sorted(candidates, key=lambda candidate: candidate.seconds)
     best = first.simulated()
@@ -332,20 +332,20 @@ def _fastest(candidates: Iterable[Candidate]) -> Candidate:
     return best
 
 
-def _best_of_each(candidates: Sequence[Candidate]) -> list[Candidate]:
+def _best_of_each(candidates: Sequence[TimedPlan]) -> list[TimedPlan]:
     """The fastest of each number of stages, of those the best few, and two more of the best number, all simulated.
 
     These are the second, and that with the most microbatches, of which some may have all that products need offloaded.
     """
-    by_stages: dict[int, list[Candidate]] = {}
+    by_stages: dict[int, list[TimedPlan]] = {}
     for each in sorted(candidates, key=lambda candidate: candidate.seconds):
         by_stages.setdefault(each.plan.num_stages, []).append(each)
-    best = list[Candidate]()
+    best = list[TimedPlan]()
     for own in by_stages.values():
         if len(best) == NUM_FITTED_WELL and own[0].seconds > best[-1].seconds:
             break
         best = sorted([*best, _fastest(own)], key=lambda candidate: candidate.seconds)[:NUM_FITTED_WELL]
-    others = [each for each in by_stages[best[0].plan.num_stages] if each.plan != best[0].plan]
+    others = [each for each in by_stages[best[0].plan.num_stages] if each.plan.num_chunks != best[0].plan.num_chunks]
     if not others:
         return best
     second, finest = _fastest(others), max(others, key=lambda candidate: candidate.plan.num_microbatches)
@@ -359,8 +359,8 @@ def _stage_numbers(request: PlanRequest) -> Sequence[int]:
     Of those that leave the largest stage as large, the fewest, and the next, which makes those with embedding and head
     smaller.
     """
-    if request.num_stages is not None:
-        return (request.num_stages,)
+    if request.candidate.num_stages is not None:
+        return (request.candidate.num_stages,)
     num_ranks, num_layers = request.machine.num_ranks, request.shape.num_layers
     by_size: dict[int, list[int]] = {}
     for number in range(num_ranks, max_stages(num_layers, num_ranks) + 1, num_ranks):
@@ -370,12 +370,12 @@ def _stage_numbers(request: PlanRequest) -> Sequence[int]:
 
 def _chunk_numbers(request: PlanRequest) -> list[int]:
     """Divisors of the batch, from half as many as ranks, which leaves most of them idle, up to a few per rank."""
-    if request.num_chunks is not None:
-        return [request.num_chunks]
-    num_ranks, rounds = request.machine.num_ranks, request.accumulation_rounds or 1
+    if request.candidate.num_chunks is not None:
+        return [request.candidate.num_chunks]
+    num_ranks, rounds = request.machine.num_ranks, request.candidate.accumulation_rounds or 1
     most = rounds * max(MAX_CHUNKS_PER_RANK * num_ranks, 2 * MAX_CHUNKS_PER_RANK)
-    divisors = [number for number in _divisors(request.rows) if number <= most and number % rounds == 0]
-    return [number for number in divisors if 2 * number >= num_ranks] or divisors[-1:]
+    numbers = [number for number in divisors(request.rows) if number <= most and number % rounds == 0]
+    return [number for number in numbers if 2 * number >= num_ranks] or numbers[-1:]
 
 
 @lru_cache(maxsize=8)  # what is chosen for auto is then asked for by its numbers
@@ -386,14 +386,14 @@ def fit_by_simulation(
 
     A plan that does not promise to beat `to_beat` seconds is not simulated. `layer` and errors as in `fit_plan`.
     """
-    if (request.num_slices or 1) > 1:
+    if request.num_slices > 1:
         return _fit_slices(request, layer, profile, to_beat)
     plans = list[Plan]()
     for level in levels_to_try(request, layer):
         if plans and len(plans[0].saved_activation_stages) == len(plans[0].resident) == plans[0].num_stages:
             break  # nothing is left to gain
         # What a refusal advises is of the request as it was asked.
-        asked = request if level is request.plan.recompute_level else replace(request, recompute_level=level)
+        asked = request if level is request.plan.recompute_level else request.trying(recompute_level=level)
         plan = fit_plan(asked, layer=layer, policy=policy_by_simulation(profile, to_beat))
         # The level of a plan that saves nothing says nothing.
         plans.append(plan if plan.saved_activation_stages else replace(plan, recompute_level=RecomputeLevel.NONE))
@@ -403,37 +403,38 @@ def fit_by_simulation(
             now = predict_step_seconds(best, request, profile)
             if predict_step_seconds(plan, request, profile) < now * (1 - ALIKE):
                 best = plan
-    return _with_offloaded_products(request, best, layer, profile)
+    return _with_offloaded_products(request, best, layer, profile, to_beat)
 
 
 def _fit_slices(request: PlanRequest, layer: LayerBytes | None, profile: Profile, to_beat: float) -> Plan:
     """The fastest plan of slices: as many stages save attention's results as there is room for, or none does."""
-    simulation = policy_by_simulation(profile, to_beat)
-    asked = fit_plan(request, layer=layer, policy=simulation)
-    if request.recompute is not Recompute.AUTO or request.num_saving_attention is not None:
-        return asked
-    most = max_saving_attention(request, layer=layer, policy=_closed_form(request, profile))
-    if most == 0:
-        return asked
-    keeping = fit_plan(replace(request, num_saving_attention=most), layer=layer, policy=simulation)
-    if not fits_host(request, keeping):
-        return asked
+    asked = [request]
+    if request.recompute is Recompute.AUTO and request.candidate.num_saving_attention is None:
+        most = max_saving_attention(request, layer=layer, policy=_closed_form(request, profile))
+        asked += [request.trying(num_saving_attention=most)] if most else []
+    best, seconds = None, math.inf
+    for each in asked:
+        limit = min(to_beat, seconds)
+        plan = fit_plan(each, layer=layer, policy=policy_by_simulation(profile, limit))
+        own = predict_min_step_seconds(plan, request, profile)
+        if own < limit and len(asked) > 1:
+            own = predict_step_seconds(plan, request, profile)
+        if best is None or (own < seconds and fits_host(request, plan)):
+            best, seconds = plan, own
+    assert best is not None
+    return best
 
-    def seconds(plan: Plan) -> float:
-        bound = predict_min_step_seconds(plan, request, profile)
-        return bound if bound >= to_beat else predict_step_seconds(plan, request, profile)
 
-    return min((asked, keeping), key=seconds)
-
-
-def _with_offloaded_products(request: PlanRequest, best: Plan, layer: LayerBytes | None, profile: Profile) -> Plan:
+def _with_offloaded_products(
+    request: PlanRequest, best: Plan, layer: LayerBytes | None, profile: Profile, to_beat: float
+) -> Plan:
     """`best`, or a plan that offloads the products of some microbatches, if it is faster by `WORTH`.
 
     Its stages that do not save activations offload them, all of each rank except the model's last. The search goes from
     the number whose copies the forwards hide to the next faster one, in steps that are halved.
     """
     can_offload = request.recompute is Recompute.AUTO and may_keep_products(request)
-    can_offload = can_offload and not request.num_offloaded_microbatches and request.gpu_bytes is not None
+    can_offload = can_offload and not request.candidate.num_offloaded_microbatches and request.gpu_bytes is not None
     can_offload = can_offload and request.config.pipeline.activation_offloading is not ActivationOffloading.OFF
     is_known = layer is not None and layer.saved_products is not None
     if not can_offload or not is_known or len(best.saved_activation_stages) >= best.num_stages - 1:
@@ -442,17 +443,19 @@ def _with_offloaded_products(request: PlanRequest, best: Plan, layer: LayerBytes
     forward = sum(kind.forward for kind in kinds) / len(kinds)
     copy = request.product_bytes / profile.copies.device_to_host_duplex
     hidden = max(1, min(size, int(size * forward / copy)))
+    limit = min(to_beat, predict_step_seconds(best, request, profile) * (1 - WORTH))
     asked = request.with_pipeline(activation_offloading=ActivationOffloading.ON)
-    asked = replace(asked, num_offloaded_microbatches=hidden)
+    asked = asked.trying(num_offloaded_microbatches=hidden)
     try:
-        plan = fit_plan(asked, layer=layer, policy=policy_by_simulation(profile))
+        plan = fit_plan(asked, layer=layer, policy=policy_by_simulation(profile, limit))
     except GpuMemoryError:
         return best
 
     @cache
     def seconds(number: int) -> float:
-        tried = best if number == 0 else replace(plan, num_offloaded_microbatches=number)
-        return predict_step_seconds(tried, request, profile) * (1 if number else 1 - WORTH)
+        tried = replace(plan, num_offloaded_microbatches=number)
+        bound = predict_min_step_seconds(tried, request, profile)
+        return bound if bound >= limit else predict_step_seconds(tried, request, profile)
 
     def is_too_much(number: int) -> bool:
         return not _fits_with_products(request, replace(plan, num_offloaded_microbatches=number), best, layer)
@@ -467,7 +470,7 @@ def _with_offloaded_products(request: PlanRequest, best: Plan, layer: LayerBytes
             step //= 2
         else:
             break
-    return best if seconds(number) >= seconds(0) else replace(plan, num_offloaded_microbatches=number)
+    return best if number == 0 or seconds(number) >= limit else replace(plan, num_offloaded_microbatches=number)
 
 
 def _fits_with_products(request: PlanRequest, plan: Plan, best: Plan, layer: LayerBytes | None) -> bool:

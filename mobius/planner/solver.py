@@ -85,15 +85,16 @@ def solve(
     profile: Profile | None = None,
     given: Plan | None = None,
     is_preliminary: bool = False,
+    is_draft: bool = False,
 ) -> PlanResult:
     """Plan a run: choose every number that is auto, fit the plan into memory, and predict its step.
 
     `layer`: bytes of a layer, or a function that measures them for the microbatch that is chosen. `profile`: measured
     rates; without it, estimates are used if there are any. `given`: a plan that is only checked. A preliminary plan is
-    chosen by a closed form and not simulated, because it is planned again after measuring. Raises PlanError or
-    GpuMemoryError, each with what to change.
+    chosen by a closed form and not simulated, because it is planned again after measuring; of a draft, whose numbers
+    nobody uses, stages and microbatches are too. Raises PlanError or GpuMemoryError, each with what to change.
     """
-    request = resolve_auto(request, measured=profile)
+    request = resolve_auto(request, measured=profile, is_draft=is_draft)
     if request.recompute is Recompute.LINEAR and request.plan.num_slices == 1:
         raise PlanError(
             "--recompute linear keeps attention's results of slices, and no sequence of this run is cut: use "
@@ -104,7 +105,7 @@ def solve(
         if layer is not None and layer != estimated_layer(request):
             request = replace(request, measured_products=layer.saved_products)
     profile = profile_for(request, profile)
-    simulates = profile is not None and not is_preliminary
+    simulates = profile is not None and not (is_preliminary or is_draft)
     if given is not None:
         plan = given
         check_given_plan(request, plan, layer=layer)

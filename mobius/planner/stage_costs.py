@@ -46,6 +46,11 @@ class StageCost:
     keeps_trained_on_gpu: bool = False
     """Whether what is trained stays on the GPU, which updates it, though the others are streamed."""
 
+    @property
+    def updates_on_gpu(self) -> bool:
+        """Whether the GPU updates what is trained, because its state stays there."""
+        return self.is_resident or self.keeps_trained_on_gpu
+
     def launch_seconds(self, action: Action, *, offloads_all: bool) -> float:
         """Seconds of the host to enqueue an action; `offloads_all` as in `slice_seconds`."""
         if not action.kind.is_backward:

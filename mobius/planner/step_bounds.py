@@ -61,7 +61,7 @@ def _end_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, rules
     if rules.sharding.num_replicas > 1:
         return 0.0
     own = [costs[stage] for stage in plan.local_stages(rank)]
-    updated = sum(cost.parameters for cost in own if cost.is_resident or cost.keeps_trained_on_gpu)
+    updated = sum(cost.parameters for cost in own if cost.updates_on_gpu)
     ended = FINISH_GRADIENTS_BYTES * sum(cost.parameters for cost in own)
     return updated / profile.gpu_adamw + ended / profile.gpu_bandwidth
 
@@ -99,10 +99,7 @@ def _update_seconds(
     """Seconds of all updates on CPUs; with clipping also of what computes after those of a rank's first stages."""
     together = plan.num_ranks * max(profile.cpu_adamw_together, 1e-9)
     updated = [
-        [
-            0 if cost.is_resident or cost.keeps_trained_on_gpu else rules.sharding.shard_size(cost.parameters)
-            for cost in own
-        ]
+        [0 if cost.updates_on_gpu else rules.sharding.shard_size(cost.parameters) for cost in own]
         for own in (costs[rank :: plan.num_ranks] for rank in range(plan.num_ranks))
     ]
     seconds = sum(map(sum, updated)) / together

@@ -36,6 +36,7 @@ from mobius.planner.step_bounds import min_step_seconds
 from mobius.planner.step_tasks import ComputeTask, StepTasks
 from mobius.schedule.build import build_unchecked
 from mobius.schedule.lanes import Lane, LaneSpan, WaitCause
+from mobius.schedule.partition import ModelShape
 from mobius.schedule.plan import Plan
 from mobius.schedule.schedule import Schedule
 
@@ -44,7 +45,7 @@ T = TypeVar("T")
 TRIED_FACTOR = 1.1
 NUM_STEPS = 2
 """Simulated; the first has nothing to wait for, the second is the steady one."""
-SIMULATED_ROUNDS = 4
+SIMULATED_ROUNDS = 3
 """At most, of a step whose seconds alone are asked for; further ones last as long as the last of them."""
 SIMULATED_MICROBATCHES = 128
 """At most per round, of a step whose seconds alone are asked for; each further one adds what the last 64 added."""
@@ -107,27 +108,30 @@ def simulated_seconds(
     return ends[-1] - ends[-2]
 
 
-@lru_cache(maxsize=1024)  # what was simulated for auto is asked for again by its numbers
 def predict_step_seconds(plan: Plan, request: PlanRequest, profile: Profile) -> float:
     """Seconds of a steady step of `plan` at the rates of `profile`.
 
     Many rounds, and many microbatches of a round, are extrapolated from fewer: a step's seconds are linear in both.
     """
+    return _step_seconds(plan, request.shape, profile, request.rules)
+
+
+@lru_cache(maxsize=1024)  # requests that differ in what a step does not depend on have plans in common
+def _step_seconds(plan: Plan, shape: ModelShape, profile: Profile, rules: StepRules) -> float:
     size = plan.microbatches_per_round
     if size > SIMULATED_MICROBATCHES and plan.num_slices == 1 and plan.num_offloaded_microbatches == 0:
         fewer, half = (
             replace(plan, num_microbatches=plan.accumulation_rounds * number)
             for number in (SIMULATED_MICROBATCHES, SIMULATED_MICROBATCHES // 2)
         )
-        seconds = predict_step_seconds(fewer, request, profile)
-        of_each = (seconds - predict_step_seconds(half, request, profile)) / (SIMULATED_MICROBATCHES // 2)
+        seconds = _step_seconds(fewer, shape, profile, rules)
+        of_each = (seconds - _step_seconds(half, shape, profile, rules)) / (SIMULATED_MICROBATCHES // 2)
         return seconds + (size - SIMULATED_MICROBATCHES) * of_each
     if (more := plan.accumulation_rounds - SIMULATED_ROUNDS) > 0:
         fewer, shorter = (plan.with_rounds(SIMULATED_ROUNDS - missing) for missing in (0, 1))
-        seconds = predict_step_seconds(fewer, request, profile)
-        return seconds + more * (seconds - predict_step_seconds(shorter, request, profile))
-    costs = stage_costs(plan, request.shape, profile)
-    return simulated_seconds(build_unchecked(plan), costs, profile, request.rules)
+        seconds = _step_seconds(fewer, shape, profile, rules)
+        return seconds + more * (seconds - _step_seconds(shorter, shape, profile, rules))
+    return simulated_seconds(build_unchecked(plan), stage_costs(plan, shape, profile), profile, rules)
 
 
 def predict_min_step_seconds(plan: Plan, request: PlanRequest, profile: Profile) -> float:
@@ -149,7 +153,7 @@ def _play(
     with without_garbage_collection():
         for _ in range(num_steps):
             builder.add_step()
-        run(builder.tasks, builder.capacities)
+        run(builder.tasks, builder.flows.table)
     return builder
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 
 from mobius.limits import MAX_GRADIENT_SUMS, UPDATE_CHUNK_ELEMENTS, max_pending_offloads
-from mobius.planner.event_simulation import Flow, SharedBandwidth, Task
+from mobius.planner.event_simulation import Flow, Task, shared_bandwidth
 from mobius.planner.profile import Profile
-from mobius.planner.replica_traffic import CLEARED_BYTES, REDUCES_BESIDE_COMPUTE
+from mobius.planner.replica_traffic import CLEARED_BYTES
 from mobius.planner.stage_costs import StageCost, StepRules
 from mobius.planner.state_bytes import SUM_BYTES
 from mobius.schedule.action import Action, ActionKind, source_stage, target_stage
@@ -45,7 +44,7 @@ class _PlayedAction:
     """An action, and what all steps that play it have in common."""
 
     action: Action
-    add: Callable[[int, _PlayedAction], None]
+    add: Callable[[StepTasks, int, _PlayedAction], None]
     stage: int
     is_forward: bool
     is_backward: bool
@@ -125,8 +124,7 @@ class StepTasks:
         """Rank, lane, what tells its name as text, step and peer."""
         self.ranks = [_RankTasks() for _ in range(schedule.spec.num_ranks)]
         self.step_ends: list[Task] = []
-        self.flows = SharedBandwidth(profile, schedule.spec.num_ranks)
-        self.capacities = self.flows.capacities
+        self.flows = shared_bandwidth(profile, schedule.spec.num_ranks)
         self._is_described, self._last_backward = is_described, schedule.spec.last_backward
         self._is_shared = rules.sharding.num_replicas > 1
         self._actions = [list(self._played(actions)) for actions in schedule.actions]
@@ -145,7 +143,7 @@ class StepTasks:
                 for played in islice(actions, at, None):
                     if played.source is not None and played.source not in messages:
                         break
-                    played.add(rank, played)
+                    played.add(self, rank, played)
                     at += 1
                 num_left -= at - positions[rank]
                 positions[rank] = at
@@ -170,7 +168,7 @@ class StepTasks:
             source, target = source_stage(action, spec.num_stages), target_stage(action, spec.num_stages)
             played = _PlayedAction(
                 action,
-                partial(add, self),
+                add,
                 stage,
                 kind.is_forward,
                 is_backward,
@@ -216,7 +214,7 @@ class StepTasks:
             if self._is_shared and cost.parameters:
                 task = self._reduce(rank, stage, task)
         state.last_of_stage[stage], state.last_is_backward[stage] = task, is_backward
-        if ends_stage and (cost.is_resident or cost.keeps_trained_on_gpu) and self._updates_at_once(stage):
+        if ends_stage and cost.updates_on_gpu and self._updates_at_once(stage):
             self._update_on_gpu(rank, stage)
 
     def _compute(
@@ -254,13 +252,11 @@ class StepTasks:
         self._messages[played.key] = sent
 
     def _reduce(self, rank: int, stage: int, done: Task) -> Task:
-        """Sum a stage's gradients over the replicas, on a stream of its own."""
+        """Sum a stage's gradients over the replicas while the next stage computes (engine/reductions.py)."""
         state = self.ranks[rank]
         flow = self.flows.between_replicas(rank, self.rules.sharding.reduce_bytes(self.costs[stage].parameters))
         task = self._task((Lane.REDUCE, rank), flow, [done], name=f"R{stage}")
         state.reductions = [*state.reductions[1 - MAX_GRADIENT_SUMS :], task]
-        if not REDUCES_BESIDE_COMPUTE:
-            state.last = task
         return task
 
     def _gather(self, rank: int, stage: int, slot: _Slot, load: Task) -> Task:
@@ -296,7 +292,7 @@ class StepTasks:
         slot = next(slot for slot in state.slots if slot.stage == stage)
         last = state.last_of_stage[stage]
         slot.stage, slot.free = None, last
-        if not self._has_gradients(rank, stage) or self.costs[stage].keeps_trained_on_gpu:
+        if not state.last_is_backward[stage] or self.costs[stage].keeps_trained_on_gpu:
             return
         owned = self.rules.sharding.shard_size(self.costs[stage].parameters)
         flow = self.flows.offload(rank, owned * self.rules.gradient_bytes)
@@ -340,9 +336,6 @@ class StepTasks:
         offloads_all = self.schedule.spec.offloads_all(action.stage, action.microbatch)
         return self.rules.offloaded_bytes(self.costs[action.stage], offloads_all=offloads_all)
 
-    def _has_gradients(self, rank: int, stage: int) -> bool:
-        return self.ranks[rank].last_is_backward[stage]
-
     def _updates_at_once(self, stage: int) -> bool:
         """Whether neither the norm over all ranks nor a tied matrix's other half has to be waited for."""
         waits_for_tied = self.rules.is_tied and stage in (0, self.schedule.spec.num_stages - 1)
@@ -353,7 +346,7 @@ class StepTasks:
         for rank, state in enumerate(self.ranks):
             state.begin, state.enqueued, state.computed = end, 0.0, 0.0
             for stage in self.schedule.spec.local_stages(rank):
-                if self.costs[stage].is_resident or self.costs[stage].keeps_trained_on_gpu:
+                if self.costs[stage].updates_on_gpu:
                     if not self._updates_at_once(stage):
                         self._update_on_gpu(rank, stage)
                 elif not self._updates_at_once(stage) or not self.rules.overlaps_optimizer:

@@ -13,6 +13,7 @@ offload_activations -1 1 -1 0     starts copying the saved activations of microb
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 
 class ActionKind(StrEnum):
@@ -40,19 +41,19 @@ class ActionKind(StrEnum):
     PREFETCH_ACTIVATIONS = "prefetch_activations"
     """Copy them back to the GPU."""
 
-    @property
+    @cached_property
     def is_forward(self) -> bool:
         return self in _FORWARD_KINDS
 
-    @property
+    @cached_property
     def is_backward(self) -> bool:
         return self in _BACKWARD_KINDS
 
-    @property
+    @cached_property
     def is_forward_or_backward(self) -> bool:
         return self.is_forward or self.is_backward
 
-    @property
+    @cached_property
     def runs_on_compute_lane(self) -> bool:
         """Whether it computes with loaded weights: forward, backward, or recomputed keys and values."""
         return self.is_forward_or_backward or self is ActionKind.RECOMPUTE_KV

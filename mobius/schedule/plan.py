@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any
 
 from mobius.config.config import Recompute
 from mobius.schedule.partition import ModelShape, StageCut, cut_model
@@ -130,29 +131,22 @@ def make_plan(
     num_stages: int,
     num_microbatches: int,
     num_slots: int | None,
-    accumulation_rounds: int = 1,
-    num_slices: int = 1,
-    recompute_level: RecomputeLevel = RecomputeLevel.NONE,
     num_saving_attention: int = 0,
-    num_offloaded_microbatches: int = 0,
+    **numbers: Any,
 ) -> Plan:
     """Cut the model (`cut_model`); all stages are streamed through `num_slots` slots, None: all are resident.
 
-    The last `num_saving_attention` stages of each rank save attention's results.
+    The last `num_saving_attention` stages of each rank save attention's results; `numbers` are further fields by name.
     Raises PlanError if there are more stages than can be.
     """
-    cuts = cut_model(shape, num_stages, num_ranks=num_ranks)
     plan = Plan(
         num_ranks,
         num_stages,
         num_microbatches,
         (0,) * num_ranks,
-        cuts=cuts,
-        accumulation_rounds=accumulation_rounds,
-        num_slices=num_slices,
-        recompute_level=recompute_level,
+        cuts=cut_model(shape, num_stages, num_ranks=num_ranks),
         saved_attention_stages=frozenset(range(num_stages - num_saving_attention * num_ranks, num_stages)),
-        num_offloaded_microbatches=num_offloaded_microbatches,
+        **numbers,
     )
     num_resident = plan.stages_per_rank if num_slots is None else 0
     return plan.with_same_use(MemoryUse(num_resident, 0, num_slots or 0))

@@ -41,7 +41,7 @@ from mobius.models.model_files import ModelFiles, read_model_files
 from mobius.models.peft_folder import AdapterBase
 from mobius.models.tokenizer import load_tokenizer, pad_token_id
 from mobius.models.weights import check_model_weights
-from mobius.planner.plan_file import SavedPlan, apply_saved_plan
+from mobius.planner.plan_file import apply_saved_plan
 from mobius.planner.run_setup import RunSetup, complete_run_setup, draft_run_setup
 from mobius.ranks import Ranks, command_words, seconds_since_launch
 from mobius.reporting.events import table_row
@@ -172,7 +172,7 @@ class TrainingRun:
 
         The watchdog begins after the data: ranks wait for the one that tokenizes for as long as it takes.
         """
-        draft, saved = self._read_model()
+        draft = self._read_model()
         rendezvous = wait_until_inputs_are_read(self.ranks)
         self.output = prepare_output(draft, self.run_status, self.resume, model_folder=self.model_folder)
         try:
@@ -181,7 +181,7 @@ class TrainingRun:
             self.startup.mark("planning")
             self._read_data(draft)
             self.startup.mark("data")
-            run_setup = complete_run_setup(draft, self.config, packed=packed_rows(self.batches), saved=saved)
+            run_setup = complete_run_setup(draft, self.config, packed=packed_rows(self.batches))
             self._check_disk_space(run_setup)
             self.watchdog.start()
             self.startup.mark("planning")
@@ -192,7 +192,7 @@ class TrainingRun:
             raise
         log_stages(self.session)
 
-    def _read_model(self) -> tuple[RunSetup, SavedPlan | None]:
+    def _read_model(self) -> RunSetup:
         """Read everything of the model but its weights, and draft the run: what cannot fit is refused at once."""
         replicas, resume = join_replicas(self.config, self.ranks), self.resume
         # A checkpoint's format stays.
@@ -213,7 +213,7 @@ class TrainingRun:
         self.base = find_adapter_base(draft, self.model_folder, resume) if config.adapters.is_lora else None
         self.origin = origin_of(config, self.model_folder) if resume is None else resume.origin
         log_model(draft, self.model_folder)
-        return draft, saved
+        return draft
 
     def _read_data(self, draft: RunSetup) -> None:
         """Tokenize; all replicas must see the same samples, and a resumed run those that it has begun with."""

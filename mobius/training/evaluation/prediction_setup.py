@@ -39,11 +39,11 @@ def prepare_prediction(
     model_config = load_model_config(model_folder, config.model)
     tokenizer = load_tokenizer(model_folder, model_config.vocab_size)
     check_generation_config(model_folder, tokenizer, model_config.vocab_size)
-    sketch = draft_run_setup(config, ranks, model_config, saved=saved)
-    check_model_weights(model_folder, sketch.parts, config.model)
-    log_model(sketch, model_folder)
+    draft = draft_run_setup(config, ranks, model_config, saved=saved)
+    check_model_weights(model_folder, draft.parts, config.model)
+    log_model(draft, model_folder)
     rendezvous = wait_until_inputs_are_read(ranks)
-    output = prepare_output(sketch, run_status, None, model_folder=model_folder)
+    output = prepare_output(draft, run_status, None, model_folder=model_folder)
     run_status.is_detached = True
     try:
         config, data, _ = read_data(config, ranks, tokenizer)
@@ -61,7 +61,7 @@ def prepare_prediction(
         samples=samples,
         output=output.save_dir,
         max_new_tokens=config.evaluation.max_new_tokens,
-        device=sketch.rank_context.device,
+        device=draft.rank_context.device,
         status_text="nothing is trained or evaluated",
     )
 

@@ -48,20 +48,19 @@ def test_without_auto_nothing_changes() -> None:
 def test_a_known_gpu_is_planned_for_by_prediction(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         settled = resolve_auto(request_for(*AUTO))
-    assert settled.num_stages is not None
-    assert settled.num_chunks is not None
-    assert settled.num_stages % 2 == 0
+    assert settled.candidate.num_stages is not None
+    assert settled.candidate.num_stages % 2 == 0
     assert 16 % settled.num_chunks == 0
     assert sum(len(cut.layers) for cut in settled.plan.cuts) == 8
     pipeline = settled.resolved_config.pipeline
-    assert (pipeline.num_stages, pipeline.num_chunks) == (settled.num_stages, settled.num_chunks)
+    assert (pipeline.num_stages, pipeline.num_chunks) == (settled.candidate.num_stages, settled.num_chunks)
     assert settled.config.pipeline.num_stages is None
-    assert f"--num_stages {settled.num_stages} --num_chunks {settled.num_chunks}" in caplog.text
+    assert f"--num_stages {settled.candidate.num_stages} --num_chunks {settled.num_chunks}" in caplog.text
     assert "estimated: 2 x RTX4090" in caplog.text
 
 
 def test_a_given_number_is_kept() -> None:
-    assert resolve_auto(request_for("--num_stages", "4", "--num_chunks", "auto")).num_stages == 4
+    assert resolve_auto(request_for("--num_stages", "4", "--num_chunks", "auto")).candidate.num_stages == 4
     assert resolve_auto(request_for("--num_stages", "auto", "--num_chunks", "8")).num_chunks == 8
 
 
@@ -84,7 +83,7 @@ def test_without_an_estimate_the_defaults_or_the_nearest_possible_numbers_are_us
     arguments: tuple[str, ...], machine: Machine, stages: int, chunks: int
 ) -> None:
     settled = resolve_auto(request_for(*AUTO, *arguments, machine=machine))
-    assert (settled.num_stages, settled.num_chunks) == (stages, chunks)
+    assert (settled.candidate.num_stages, settled.num_chunks) == (stages, chunks)
 
 
 @pytest.mark.parametrize(

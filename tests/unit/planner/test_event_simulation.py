@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from mobius.planner.event_simulation import Flow, Task, run, share_rates
+from mobius.planner.event_simulation import Flow, RateTable, Task, run, share_rates
 
 
 def ends(tasks: list[Task]) -> list[float]:
@@ -15,14 +15,14 @@ def ends(tasks: list[Task]) -> list[float]:
 def test_a_task_begins_when_all_that_it_needs_is_done() -> None:
     first, second = Task("a", 2.0), Task("b", 3.0)
     third = Task("c", 1.0, [first, second])
-    run([first, second, third], {})
+    run([first, second, third], RateTable({}))
     assert (third.start, third.end) == (3.0, 4.0)
 
 
 def test_a_lane_does_one_thing_at_a_time_in_the_order_in_which_things_become_ready() -> None:
     late = Task(None, 1.0)
     tasks = [late, Task("a", 2.0, [late]), Task("a", 5.0)]
-    run(tasks, {})
+    run(tasks, RateTable({}))
     assert ends(tasks) == [1.0, 7.0, 5.0]
 
 
@@ -32,13 +32,13 @@ def test_the_lowest_priority_number_goes_first_also_when_it_becomes_ready_at_the
     second = Task("optimizer", 2.0, [first], 4)
     arrival = Task(None, 2.0)
     urgent = Task("optimizer", 1.0, [arrival], 0)
-    run([first, second, arrival, urgent], {})
+    run([first, second, arrival, urgent], RateTable({}))
     assert (urgent.start, second.start) == (2.0, 3.0)
 
 
 def test_two_flows_share_a_resource_and_the_longer_one_has_it_alone_afterwards() -> None:
     short, long = (Task(name, Flow(amount, 10.0, {"r": 1.0})) for name, amount in (("a", 10.0), ("b", 30.0)))
-    run([short, long], {"r": 10.0})
+    run([short, long], RateTable({"r": 10.0}))
     # 5 each for 2 s; then 20 are left at 10.
     assert ends([short, long]) == [2.0, 4.0]
 
@@ -47,7 +47,7 @@ def test_a_flow_that_begins_later_slows_the_one_under_way() -> None:
     first = Task("a", Flow(30.0, 10.0, {"r": 1.0}))
     wait = Task(None, 1.0)
     second = Task("b", Flow(5.0, 10.0, {"r": 1.0}), [wait])
-    run([first, wait, second], {"r": 10.0})
+    run([first, wait, second], RateTable({"r": 10.0}))
     # 10 by 1 s; then 5 each until 2 s; then the last 15 at 10.
     assert ends([first, second]) == [3.5, 2.0]
 
@@ -92,7 +92,7 @@ def test_random_tasks_all_end_lanes_never_overlap_and_amounts_are_conserved(seed
         # The tasks of a lane flow alike.
         work = draw.uniform(0, 2) if lane in "ab" else Flow(draw.uniform(0, 5), 3.0, {"r": 1.0, lane: 2.0})
         tasks.append(Task(lane, work, draw.sample(tasks, min(2, len(tasks))), draw.randint(0, 3)))
-    run(tasks, {"r": 4.0, "c": 3.0, "d": 9.0})
+    run(tasks, RateTable({"r": 4.0, "c": 3.0, "d": 9.0}))
     for task in tasks:
         assert all(needed.end <= task.start + 1e-9 for needed in task.needs)
     for lane in "abcd":
@@ -108,4 +108,4 @@ def test_a_circle_of_needs_is_our_own_bug() -> None:
     second = Task("b", 1.0, [first])
     first.needs = [second]
     with pytest.raises(AssertionError, match="circle"):
-        run([first, second], {})
+        run([first, second], RateTable({}))

@@ -226,7 +226,7 @@ def test_the_least_of_each_kind_of_change_that_fits_is_told(llama_7b: ModelShape
     def need(request: PlanRequest) -> int:
         return (
             request.microbatch_tokens
-            + 1000 * (40 - (request.num_stages or 0))
+            + 1000 * (40 - (request.candidate.num_stages or 0))
             + request.config.pipeline.loss_chunk_tokens
         )
 
@@ -256,4 +256,4 @@ def test_a_refusal_names_changes_that_then_fit(llama_7b: ModelShape) -> None:
     with pytest.raises(GpuMemoryError, match=r"Any of these alone fits: .*--num_chunks 8 \(needs") as caught:
         fit_plan(request)
     assert f"{gib} GiB is available" in str(caught.value)
-    fit_plan(replace(request, num_chunks=8))
+    fit_plan(request.trying(num_chunks=8))

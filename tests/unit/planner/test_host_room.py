@@ -104,7 +104,7 @@ def test_auto_finds_numbers_that_fit_the_host_where_none_of_the_usual_do(shape: 
         request_of(few, Machine(1, GPU_SPECS["RTX4090"]), **USUAL_OFFLOADING, **options, host_memory_limit=limit)
         for limit in (17.5, 15.5)
     )
-    explicit = replace(asked, num_stages=6, num_chunks=64, accumulation_rounds=1)
+    explicit = asked.trying(num_stages=6, num_chunks=64, accumulation_rounds=1)
     assert least_host_bytes(explicit) == estimate_host_memory(explicit, fit_plan(explicit)).total <= 17.5 * GIB
 
     best = choose_candidate(asked)

@@ -156,8 +156,8 @@ def test_stages_go_by_what_was_measured_also_on_a_gpu_that_is_not_known(
     with caplog.at_level(logging.INFO):
         settled = resolve_auto(request, measured=measured_like("RTX4090", 2048))
     assert settled.num_chunks == 4
-    assert settled.num_stages is not None
-    assert settled.num_stages % 2 == 0
+    assert settled.candidate.num_stages is not None
+    assert settled.candidate.num_stages % 2 == 0
     assert "by measured: 2 x Some Future GPU" in caplog.text
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import simulate
 import torch
 from harness.live_bytes import LiveBytes
 from harness.plan_requests import find_published_shape, request_of
@@ -25,8 +26,8 @@ from mobius.planner.memory_estimates import (
     estimated_layer,
 )
 from mobius.planner.plan_file import ModelDigest, SavedPlan, check_saved_plan, read_plan
+from mobius.planner.plan_table import Traffic, describe_replicas
 from mobius.planner.profile import CopyRates, LayerSeconds, MessageRates, Profile, Source
-from mobius.planner.replica_report import NodeScaling, Traffic, describe_replicas
 from mobius.planner.replica_traffic import ReplicaRates, ReplicaSharding, rates_of_nodes
 from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.solver import PlanResult, solve
@@ -287,7 +288,7 @@ def test_another_node_pays_with_a_fast_link_and_does_not_with_a_slow_one() -> No
         return solve(request, layer=estimated_layer(request))
 
     alone = asked(1, 12.5)
-    fast, slow = (NodeScaling(asked(2, link), alone) for link in (12.5, 0.5))
+    fast, slow = (simulate.NodeScaling(asked(2, link), alone) for link in (12.5, 0.5))
     assert fast.verdict == "pays"
     assert 1.8 < fast.speed_up <= 2.05
     assert slow.verdict == "does not pay: slower than one node"

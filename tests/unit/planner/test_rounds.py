@@ -54,17 +54,24 @@ def least(request: PlanRequest) -> int:
 def test_auto_takes_the_fewest_rounds_that_fit(limit: float) -> None:
     request = request_for("--gpu_memory_limit", str(limit))
 
-    assert request.accumulation_rounds is not None
-    assert fit_plan(request, layer=estimated_layer(request)).accumulation_rounds == request.accumulation_rounds
-    fewer = [number for number in (1, 2, 4, 8, 16) if number < request.accumulation_rounds]
+    assert request.candidate.accumulation_rounds is not None
+    assert (
+        fit_plan(request, layer=estimated_layer(request)).accumulation_rounds == request.candidate.accumulation_rounds
+    )
+    fewer = [number for number in (1, 2, 4, 8, 16) if number < request.candidate.accumulation_rounds]
     for number in fewer:
-        assert least(replace(request, accumulation_rounds=number)) > 0.96 * limit * GIB
-    assert (request.accumulation_rounds == 1) == (limit >= 14)
+        assert least(request.trying(accumulation_rounds=number)) > 0.96 * limit * GIB
+    assert (request.candidate.accumulation_rounds == 1) == (limit >= 14)
 
 
 def test_all_ranks_find_the_same_number_whatever_is_free_on_their_gpu() -> None:
     free = (None, 20 * GIB, 100 * GIB)
-    assert len({request_for("--gpu_memory_limit", "9", free_bytes=number).accumulation_rounds for number in free}) == 1
+    assert (
+        len(
+            {request_for("--gpu_memory_limit", "9", free_bytes=number).candidate.accumulation_rounds for number in free}
+        )
+        == 1
+    )
 
 
 def test_a_number_that_is_given_is_taken_or_refused_with_one_that_fits() -> None:
@@ -77,15 +84,14 @@ def test_a_number_that_is_given_is_taken_or_refused_with_one_that_fits() -> None
         r"Any of these alone fits: --activation_offloading on .*; or --num_rounds (\d+)", str(refusal.value)
     )
     assert remedy is not None, refusal.value
-    assert int(remedy[1]) == request_for("--gpu_memory_limit", "9").accumulation_rounds
+    assert int(remedy[1]) == request_for("--gpu_memory_limit", "9").candidate.accumulation_rounds
 
 
 @pytest.mark.extended  # searches for seconds
 def test_chunks_that_are_chosen_are_a_multiple_of_the_rounds_that_are_given() -> None:
     config = parse_args([*BATCH[:-2], "--num_chunks", "auto", "--num_rounds", "4", "--gpu_memory_limit", "40"])
     request = resolve_auto(PlanRequest.of(config, SHAPE, Machine(2, find_gpu_spec("H200"))))
-    assert request.num_chunks is not None
-    assert (request.accumulation_rounds, request.num_chunks % 4) == (4, 0)
+    assert (request.candidate.accumulation_rounds, request.num_chunks % 4) == (4, 0)
 
 
 def test_sums_that_wait_take_two_bytes_more_per_streamed_parameter_and_four_per_resident_one() -> None:
@@ -145,7 +151,6 @@ def test_chunks_left_to_auto_go_by_rounds_of_any_number_that_divides_the_batch(o
     words = [*BATCH[:-2], "--num_chunks", "auto", "--num_rounds"]
     machine = Machine(2) if on_cpu else Machine(2, find_gpu_spec("H200"))
     request = resolve_auto(PlanRequest.of(parse_args([*words, "16"]), SHAPE, machine))
-    assert request.num_chunks is not None
     assert (request.num_chunks % 16, 256 % request.num_chunks) == (0, 0)
 
     expected = r"`--batch_size` 256 .* 12 equal rounds; use --num_rounds 8 or 16, or --batch_size 25"

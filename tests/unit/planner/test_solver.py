@@ -62,5 +62,5 @@ def test_what_is_free_on_a_rank_is_no_part_of_the_choice(shape: ModelShape) -> N
     request = open_request(shape)
     little = replace(request, machine=replace(request.machine, free_bytes=2**30))
     settled, other = choosing.resolve_auto(request), choosing.resolve_auto(little)
-    assert (settled.num_stages, settled.num_chunks) == (other.num_stages, other.num_chunks)
+    assert (settled.candidate.num_stages, settled.num_chunks) == (other.candidate.num_stages, other.num_chunks)
     assert other.machine.free_bytes == 2**30

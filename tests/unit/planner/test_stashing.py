@@ -94,9 +94,9 @@ def test_a_large_batch_needs_no_rounds_where_the_host_has_room() -> None:
     with pytest.raises(GpuMemoryError, match=r"--activation_offloading on \(needs \d"):
         solve(ask(**options, num_rounds=1))
     rounds, stashes = ask(**options, **limits), ask(**options, **limits, **auto)
-    assert rounds.accumulation_rounds is not None
-    assert rounds.accumulation_rounds > 1
-    assert stashes.accumulation_rounds == 1
+    assert rounds.candidate.accumulation_rounds is not None
+    assert rounds.candidate.accumulation_rounds > 1
+    assert stashes.candidate.accumulation_rounds == 1
     seconds = [solve(each, layer=estimated_layer(each)).step_seconds for each in (rounds, stashes)]
     assert seconds[1] < seconds[0]
 
@@ -105,8 +105,8 @@ def test_rounds_stay_where_the_host_has_no_room() -> None:
     options = {**SMALLER, "gpu_memory_limit": 16.0, "activation_offloading": ActivationOffloading.AUTO}
     asked = resolve_auto(request_of(find_published_shape("7b"), H200, host_memory_limit=110.0, **options))
 
-    assert asked.accumulation_rounds is not None
-    assert asked.accumulation_rounds > 1
+    assert asked.candidate.accumulation_rounds is not None
+    assert asked.candidate.accumulation_rounds > 1
     found = solve(asked, layer=estimated_layer(asked))
     assert found.host_estimate.total <= 110 * GIB
 
@@ -150,7 +150,7 @@ def test_on_is_every_stage_that_recomputes_and_off_is_none() -> None:
 @pytest.mark.extended  # a quarter of a minute of searches
 def test_copies_that_compute_does_not_hide_cost_time() -> None:
     request = ask(**LARGE, num_rounds=1)
-    profile = solve(replace(request, accumulation_rounds=8)).profile
+    profile = solve(request.trying(accumulation_rounds=8)).profile
     assert profile is not None
     slow = replace(profile, copies=replace(profile.copies, device_to_host=2e9, device_to_host_all_gpus=2e9))
     plans = [use_all(request, MemoryUse(0, 0, 2, n)) for n in (0, 8)]
