@@ -15,8 +15,10 @@ if importlib.util.find_spec("mobius") is None:
 from mobius.errors import MobiusError, ScheduleError
 from mobius.log import printable, redirect_to_devnull
 from mobius.reporting.pictures import draw_schedule
-from mobius.schedule import Schedule, ScheduleSpec, build_schedule
+from mobius.schedule.build import build_schedule
 from mobius.schedule.render import render_text
+from mobius.schedule.schedule import Schedule
+from mobius.schedule.spec import ScheduleSpec
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

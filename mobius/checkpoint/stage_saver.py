@@ -97,7 +97,7 @@ class AsyncStageSaver:
         self._save = save = _AsyncSave(self._order, self.staging_buffers, on_written, self._in_order)
         for stage in self._order:
             memory = self._stages[stage].memory
-            memory.run_after_update(lambda stage=stage: save.mark_updated(stage, record_current(self._device)))  # type: ignore[misc]
+            memory.states.run_after_update(lambda stage=stage: save.mark_updated(stage, record_current(self._device)))  # type: ignore[misc]
         num_writers = 1 if self._in_order else min(MAX_WRITER_THREADS, len(self.staging_buffers.buffers))
         for name, run in [("saving: copies", self._copy), *[("saving: writes", self._write)] * num_writers]:
             thread = threading.Thread(target=self._guarded, args=(run, save, write), name=name, daemon=True)

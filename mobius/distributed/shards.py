@@ -127,10 +127,8 @@ class Shards:
 
         Computed tensor by tensor: the norm of a flat shard differs by about 1e-6, which clipping would propagate.
         """
-        names = [name for name in layout.offsets if layout.is_trained(name) and name not in excluded]
-        whole = [layout.slice_of(name) for name in names]
-        both = [(max(one.start, own.start), min(one.stop, own.stop)) for own in self.own for one in whole]
-        counted = [values[start:stop] for start, stop in both if start < stop]
+        ranges = (each for own in self.own for each in layout.named_ranges(own))
+        counted = [values[each.place] for each in ranges if each.name not in excluded]
         if not counted:
             return torch.zeros((), dtype=torch.float32, device=values.device)
         return torch.stack(list(torch._foreach_norm(counted, 2.0, dtype=torch.float32))).square().sum()

@@ -102,10 +102,9 @@ class FlatAdamW:
                     continue
             count = min(state.layout.num_trained, GPU_CHUNK_ELEMENTS)
             layout = StageLayout({}, count, count, (FlatRange(0, count, has_decay=True),))
-            zeros = partial(_zeros_on, state.weights.device)
-            weights, gradients = zeros(count, state.weights.dtype), zeros(count, state.gradients.dtype)
-            blank = StageState.with_buffers(layout, weights, gradients, zeros)
-            nothing = torch.zeros((), dtype=torch.float32, device=weights.device)
+            device, gradients = state.weights.device, torch.zeros_like(state.gradients[:count])
+            blank = StageState.on_device(layout, device, state.weights.dtype, gradients)
+            nothing = torch.zeros((), dtype=torch.float32, device=device)
             self.update(blank, step=1, learning_rate=0.0, gradient_factor=0.5, found_inf=nothing)
 
     def _update_chunk(
@@ -149,10 +148,6 @@ class FlatAdamW:
             length = _chunk_elements(tensor.device)
             self._scratch[key] = torch.empty(length, dtype=torch.float32, device=tensor.device)
         return self._scratch[key][: tensor.numel()]
-
-
-def _zeros_on(device: torch.device, num_elements: int, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(num_elements, dtype=dtype, device=device)
 
 
 def _chunk_elements(device: torch.device) -> int:

@@ -131,10 +131,10 @@ class Executor:
         """Sender rank of each message of a step, in the order of receipt."""
         self._stage_handlers: dict[ActionKind, Callable[[int], None]] = {
             ActionKind.GENERATE_DATA: self._generate_data,
-            ActionKind.LOAD: lambda stage: self._memory[stage].load(),
+            ActionKind.LOAD: lambda stage: self._memory[stage].weights.load(),
             ActionKind.OFFLOAD: lambda stage: self._memory[stage].offload(self._step.on_gradients_ready),
-            ActionKind.LOAD_GRADIENT_SUMS: lambda stage: self._memory[stage].load_gradient_sums(),
-            ActionKind.OFFLOAD_GRADIENT_SUMS: lambda stage: self._memory[stage].offload_gradient_sums(),
+            ActionKind.LOAD_GRADIENT_SUMS: lambda stage: self._memory[stage].sums.load(),
+            ActionKind.OFFLOAD_GRADIENT_SUMS: lambda stage: self._memory[stage].sums.offload(),
         }
         self._microbatch_handlers: dict[ActionKind, Callable[[int, int], None]] = {
             ActionKind.FORWARD_FIRST: self._forward_only if schedule.spec.is_evaluation else self._forward,
@@ -165,7 +165,7 @@ class Executor:
 
     def _await_reductions(self) -> None:
         """Make the compute stream wait until the norms are reduced over all replicas, if there are several."""
-        points = [self._memory[stage].reduction for stage in self._step.sums.squared_norms]
+        points = [self._memory[stage].sums.reduction for stage in self._step.sums.squared_norms]
         if pending := [point for point in points if point is not None]:
             with self._waiting(WaitCause.NEIGHBOURS):
                 for point in pending:
@@ -317,7 +317,7 @@ class Executor:
         del context  # else its arguments would stay in memory during the logits
         loss, gradient = self._stages[stage].loss(
             weights,
-            self._memory[stage].gradients(),
+            self._memory[stage].sums.views(),
             hidden,
             self._step.targets[microbatch],
             num_targets=self._step.batch.num_targets,
@@ -350,7 +350,7 @@ class Executor:
         The last microbatch finishes the stage's gradients. `router_gradient` is that of the router sums, if any.
         """
         module, memory = self._stages[stage], self._memory[stage]
-        gradients = memory.gradients()
+        gradients = memory.sums.views()
         context = self._context(microbatch, router_gradient)
         gradient = self._layers[stage].backward(weights, gradients, saved_for_backward, gradient, context)
         if module.cut.is_first:
@@ -391,13 +391,13 @@ class Executor:
         return self._receive(stage - 1, microbatch)
 
     def _weights(self, stage: int) -> dict[str, Tensor]:
-        memory = self._memory[stage]
-        if memory.is_ready():  # measuring a wait costs host time, so skip it if there is none
-            return memory.weights()
+        weights = self._memory[stage].weights
+        if weights.is_ready():  # measuring a wait costs host time, so skip it if there is none
+            return weights.views()
         with self._waiting(WaitCause.OPTIMIZER, stage=stage):
-            memory.wait_until_updated()
+            weights.wait_until_updated()
         with self._waiting(WaitCause.WEIGHTS, stage=stage):
-            return memory.weights()
+            return weights.views()
 
     def _send(self, hidden: Tensor, context: RouterContext | None, stage: int) -> None:
         message = hidden if self._routers is None else self._routers.pack(hidden, context)

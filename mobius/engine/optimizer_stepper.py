@@ -22,7 +22,9 @@ from mobius.activity import Activity
 from mobius.distributed.transport import Transport
 from mobius.engine.adamw import FlatAdamW
 from mobius.engine.loss_scaler import LossScaler
-from mobius.engine.stage_memory import StageMemory, Update
+from mobius.engine.optimizer_states import Update
+from mobius.engine.stage_memory import StageMemory
+from mobius.engine.stage_state import StageState
 from mobius.engine.step_sums import StepSums
 from mobius.engine.tied_weights import TiedWeights
 from mobius.engine.waits import WaitClock
@@ -104,7 +106,7 @@ class OptimizerStepper:
         These results are the norm over all ranks, or the gradient of the other copy of a tied matrix.
         """
         can_begin = self._is_stage_by_stage and stage not in self._tied_stages
-        if can_begin and self._memory[stage].begin_update(self._update_of(stage, self.num_updates + 1)):
+        if can_begin and self._memory[stage].states.begin_update(self._update_of(stage, self.num_updates + 1)):
             self._begun.add(stage)
 
     def apply(self, sums: StepSums, *, step: int) -> StepOutcome:
@@ -128,7 +130,7 @@ class OptimizerStepper:
                 for stage, memory in sorted(self._memory.items()):
                     if stage not in self._begun | skipped:
                         self._activity.start_action(f"the update of stage {stage}")
-                        memory.update(self._update_of(stage, self.num_updates, factor))
+                        memory.states.update(self._update_of(stage, self.num_updates, factor))
         if is_finite:
             self._skipped_in_a_row = 0
         else:
@@ -163,9 +165,9 @@ class OptimizerStepper:
 
     def _update_of(self, stage: int, step: int, factor: float = 1.0) -> Update:
         """Return the update of `stage` with this step's learning rate."""
-        state, rate = self._memory[stage].state, self._learning_rate
+        rate = self._learning_rate
 
-        def update(*, pieces: Sequence[FlatRange], found_inf: Tensor | None = None) -> None:
+        def update(state: StageState, *, pieces: Sequence[FlatRange], found_inf: Tensor | None = None) -> None:
             if self._before_update is not None:
                 self._before_update(stage)
             self._adamw.update(
@@ -193,11 +195,11 @@ class OptimizerStepper:
         with self._clock.blocking(WaitCause.OPTIMIZER):
             for stage, memory in self._memory.items():
                 with self._activity.waiting(f"the update of stage {stage}"):
-                    memory.gather_updated_weights()
+                    memory.weights.gather_updated()
 
     def _report(self, step: int, loss: float, squares: Sequence[float]) -> None:
         for memory in self._memory.values():
-            memory.wait_for_gradients()
+            memory.states.wait_for_gradients()
         self.num_skipped += 1
         self._skipped_in_a_row += 1
         stages = [stage for stage, square in enumerate(squares) if not math.isfinite(square)]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 import torch
 
 from mobius.distributed.shards import ReplicaGroup, Shards
-from mobius.engine.adapter_stage import AdapterStage
-from mobius.engine.gradient_accumulator import GradientAccumulator
+from mobius.engine.gradient_sums import GradientAccumulator, GradientSums
 from mobius.engine.host_arena import HostArena
+from mobius.engine.optimizer_states import DeviceStates, HostStates
 from mobius.engine.reductions import Reductions, StageSharding
-from mobius.engine.resident import ResidentStage, accumulates_in_place
 from mobius.engine.stage_memory import StageMemory
-from mobius.engine.streamed import StreamedStage, WeightSlotPool
+from mobius.engine.stage_state import StageState, num_owned
+from mobius.engine.stage_weights import AdapterWeights, ResidentWeights, SlotWeights, WeightSlotPool
 from mobius.engine.update_queue import UpdateQueue
 from mobius.hardware.spans import NO_SPANS, Spans
 from mobius.limits import MAX_GRADIENT_SUMS, gradient_sum_elements
@@ -39,80 +40,146 @@ def allocate_memory(
     """Allocate zeroed memory for each stage of `layouts`, in stage order; return the host arena if any is streamed.
 
     Stages in `resident` stay on `device` and store their gradients if they are in `deferred_updates`. Streamed stages
-    use `num_slots` slots and are updated through `updates`. With `has_accumulation_rounds`, sums persist between
-    rounds. With `keeps_trained_on_gpu`, only frozen weights are streamed and all gradients are stored in fp32.
-    `replicas` share each stage; parameters in `tied` have a copy in another stage. Page-locks the arena if `device` is
-    a GPU; close it after the last copy. Raises HostMemoryError.
+    use `num_slots` slots and are updated through `updates`, by default without a thread. With
+    `has_accumulation_rounds`, sums persist between rounds. With `keeps_trained_on_gpu`, only frozen weights are
+    streamed and all gradients are stored in fp32. `replicas` share each stage; parameters in `tied` have a copy in
+    another stage. Page-locks the arena if `device` is a GPU; close it after the last copy. Raises HostMemoryError.
     """
     if keeps_trained_on_gpu:
         gradient_dtype, deferred_updates = torch.float32, layouts
     streamed = {stage: layout for stage, layout in layouts.items() if stage not in resident}
-    summed = [
-        layout.num_trained * (not keeps_trained_on_gpu)
-        for stage, layout in sorted(layouts.items(), reverse=True)
-        if stage in streamed
-        or not accumulates_in_place(
-            gradient_dtype, keeps_gradients=stage in deferred_updates, has_accumulation_rounds=has_accumulation_rounds
-        )
-    ]
-    offloads_gradient_sums = has_accumulation_rounds and len(streamed) > 1 and not keeps_trained_on_gpu
-    accumulator: GradientAccumulator | None = None
-    if summed:
-        leave_from_sum = streamed and gradient_dtype.itemsize > dtype.itemsize
-        num_buffers = MAX_GRADIENT_SUMS if offloads_gradient_sums or leave_from_sum or replicas is not None else 1
-        accumulator = GradientAccumulator(*gradient_sum_elements(summed, num_buffers), device=device)
-    reductions = None if replicas is None else Reductions(replicas, device=device, spans=spans)
-
-    def shares_of(layout: StageLayout) -> Shards | None:
-        return None if replicas is None or not layout.num_trained else Shards.of(layout, replicas, tied=tied)
-
-    def resident_stage(stage: int, layout: StageLayout) -> ResidentStage:
-        return ResidentStage(
-            stage,
-            layout,
-            dtype=dtype,
-            device=device,
-            gradient_dtype=gradient_dtype,
-            keeps_gradients=stage in deferred_updates,
-            has_accumulation_rounds=has_accumulation_rounds,
-            accumulator=accumulator,
-            sharding=StageSharding.by(shares_of(layout), reductions),
-            spans=spans,
-        )
-
-    memory: dict[int, StageMemory] = {
-        stage: resident_stage(stage, layout) for stage, layout in layouts.items() if stage not in streamed
+    on_host = {} if keeps_trained_on_gpu else streamed
+    # A resident stage that stores its gradients in the fp32 of accumulation needs no shared sum.
+    accumulates_in_place = {
+        stage
+        for stage in layouts
+        if stage not in on_host
+        and (has_accumulation_rounds or (stage in deferred_updates and gradient_dtype == torch.float32))
     }
+    summed = [
+        layouts[stage].num_trained for stage in sorted(layouts, reverse=True) if stage not in accumulates_in_place
+    ]
+    offloads_sums = has_accumulation_rounds and len(on_host) > 1
+    leaves_in_fp32 = len(on_host) > 0 and gradient_dtype.itemsize > dtype.itemsize
+    num_buffers = MAX_GRADIENT_SUMS if offloads_sums or leaves_in_fp32 or replicas is not None else 1
+    sizes = gradient_sum_elements(summed, num_buffers) if summed else ()
+    allocator = _StageAllocator(
+        dtype=dtype,
+        gradient_dtype=gradient_dtype,
+        deferred_updates=deferred_updates,
+        accumulates_in_place=accumulates_in_place,
+        device=device,
+        accumulator=GradientAccumulator(*sizes, device=device),
+        reductions=None if replicas is None else Reductions(replicas, device=device),
+        tied=tied,
+        updates=updates or UpdateQueue(has_thread=False),
+        spans=spans,
+    )
+    memory = {stage: allocator.device_stage(stage, layouts[stage]) for stage in layouts if stage not in streamed}
     arena: HostArena | None = None
-    if streamed and accumulator is not None:
-        register = device.type == "cuda"
-        trained: dict[int, StageLayout] = {}
-        if keeps_trained_on_gpu:
-            halves = {stage: layout.split() for stage, layout in streamed.items()}
-            streamed, trained = ({stage: pair[half] for stage, pair in halves.items()} for half in (0, 1))
-        arena = HostArena(
-            streamed,
-            dtype=dtype,
-            register=register,
-            gradient_dtype=gradient_dtype,
-            keeps_sums=offloads_gradient_sums,
-            shards={stage: own for stage, layout in streamed.items() if (own := shares_of(layout)) is not None},
-        )
-        length = max(layout.num_elements for layout in streamed.values())
-        is_shared = replicas is not None and not keeps_trained_on_gpu
-        pool = WeightSlotPool(length, num_slots=num_slots, dtype=dtype, device=device, is_shared=is_shared)
-        for stage, state in arena.states.items():
-            streamed_stage = StreamedStage(
-                stage,
-                state,
-                pool,
-                accumulator,
-                host_sums=arena.sums.get(stage),
-                updates=updates,
-                sharding=StageSharding.by(state.shards, reductions),
-                spans=spans,
-            )
-            memory[stage] = streamed_stage
-            if keeps_trained_on_gpu:
-                memory[stage] = AdapterStage(streamed_stage, resident_stage(stage, trained[stage]))
+    if on_host:
+        arena, pool = allocator.host_arena(on_host, num_slots=num_slots, keeps_sums=offloads_sums)
+        memory |= {stage: allocator.host_stage(stage, arena, pool) for stage in on_host}
+    elif streamed:
+        halves = {stage: layout.split() for stage, layout in streamed.items()}
+        frozen = {stage: layout for stage, (layout, _) in halves.items()}
+        arena, pool = allocator.host_arena(frozen, num_slots=num_slots)
+        for stage, (_, trained) in halves.items():
+            memory[stage] = allocator.device_stage(stage, trained, allocator.slot(stage, arena, pool))
     return dict(sorted(memory.items())), arena
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StageAllocator:
+    dtype: torch.dtype
+    gradient_dtype: torch.dtype
+    deferred_updates: Collection[int]
+    accumulates_in_place: Collection[int]
+    device: torch.device
+    accumulator: GradientAccumulator
+    reductions: Reductions | None
+    tied: Collection[str]
+    updates: UpdateQueue
+    spans: Spans
+
+    def device_stage(self, stage: int, layout: StageLayout, frozen: SlotWeights | None = None) -> StageMemory:
+        """Return a stage whose trained part stays on the device; `frozen` weights are loaded."""
+        is_in_place, keeps_gradients = stage in self.accumulates_in_place, stage in self.deferred_updates
+        accumulator = GradientAccumulator(layout.num_trained, device=self.device) if is_in_place else self.accumulator
+        sharding = self._sharding(layout)
+        shards = None if sharding is None else sharding.shards
+        sums = GradientSums(stage, layout, accumulator, sharding=sharding, spans=self.spans)
+        has_target = shards is not None or (keeps_gradients and not is_in_place)
+        gradients = sums.finished.values[: layout.num_trained]
+        if has_target:
+            gradients = torch.zeros(num_owned(layout, shards), dtype=self.gradient_dtype, device=self.device)
+        state = StageState.on_device(layout, self.device, self.dtype, gradients, shards)
+        trained = ResidentWeights(stage, state)
+        weights = trained if frozen is None else AdapterWeights(frozen, trained)
+        states = DeviceStates(
+            stage,
+            state,
+            weights,
+            gradient_dtype=self.gradient_dtype,
+            has_target=has_target,
+            keeps_gradients=keeps_gradients,
+            sharding=sharding,
+            spans=self.spans,
+        )
+        return StageMemory(stage, weights, sums, states)
+
+    def host_arena(
+        self, layouts: Mapping[int, StageLayout], *, num_slots: int, keeps_sums: bool = False
+    ) -> tuple[HostArena, WeightSlotPool]:
+        """Return the host memory of `layouts` and the slots for their weights."""
+        sharding = {stage: self._sharding(layout) for stage, layout in layouts.items()}
+        shards = {stage: own.shards for stage, own in sharding.items() if own is not None}
+        arena = HostArena(
+            layouts,
+            dtype=self.dtype,
+            register=self.device.type == "cuda",
+            gradient_dtype=self.gradient_dtype,
+            keeps_sums=keeps_sums,
+            shards=shards,
+        )
+        length = max(layout.num_elements for layout in layouts.values())
+        pool = WeightSlotPool(
+            length, num_slots=num_slots, dtype=self.dtype, device=self.device, is_shared=len(shards) > 0
+        )
+        return arena, pool
+
+    def slot(self, stage: int, arena: HostArena, pool: WeightSlotPool) -> SlotWeights:
+        """Return the weights of a stage in `arena`, to be loaded."""
+        state = arena.states[stage]
+        sharding = self._sharding(state.layout)
+        return SlotWeights(stage, state, pool, self.updates, sharding=sharding, spans=self.spans)
+
+    def host_stage(self, stage: int, arena: HostArena, pool: WeightSlotPool) -> StageMemory:
+        """Return a streamed stage."""
+        state, slot = arena.states[stage], self.slot(stage, arena, pool)
+        sums = GradientSums(
+            stage,
+            state.layout,
+            self.accumulator,
+            sharding=self._sharding(state.layout),
+            host=arena.sums.get(stage),
+            to_host=pool.to_host,
+            to_device=pool.sums_to_device,
+            spans=self.spans,
+        )
+        states = HostStates(
+            stage,
+            state,
+            slot,
+            self.updates,
+            device=self.device,
+            to_host=pool.to_host,
+            outbox=None if self.gradient_dtype.itemsize > self.dtype.itemsize else slot.give_up,
+            spans=self.spans,
+        )
+        return StageMemory(stage, slot, sums, states)
+
+    def _sharding(self, layout: StageLayout) -> StageSharding | None:
+        if self.reductions is None or not layout.num_trained:
+            return None
+        return StageSharding(Shards.of(layout, self.reductions.replicas, tied=self.tied), self.reductions)

@@ -1,113 +1,73 @@
-"""One stage's memory as executor and stepper see it: streamed (`streamed.py`) or resident (`resident.py`).
+"""One stage's memory as executor and stepper see it: weights, gradient sums and optimizer state, each in its place.
 
-    load -> weights -> forward -> offload     and later     load -> weights, gradients -> backward
-                                                                 -> finish_gradients -> offload -> update
+    kind       weights (`stage_weights.py`)     sums (`gradient_sums.py`)         states (`optimizer_states.py`)
+    streamed   in a slot while they compute     on the device, between rounds     on the host
+                                                on the host
+    resident   on the device                    on the device                     on the device
+    adapters   frozen ones in a slot, trained   on the device                     on the device
+               ones on the device
 
-Resident stages are neither loaded nor offloaded. Each accumulation round repeats this cycle; a streamed stage's sums
-are on the host between rounds:
+    weights.load -> weights.views -> forward -> offload
+    weights.load -> weights.views, sums.views -> backward -> finish_gradients -> offload -> states.update
 
-    load -> weights -> forward -> load_gradient_sums -> weights, gradients -> backward -> offload_gradient_sums
+Resident stages are neither loaded nor offloaded. Before the last accumulation round, streamed sums go and come instead:
+
+    weights.load -> weights.views, sums.load, sums.views -> backward -> sums.offload
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor
 
+from mobius.engine.gradient_sums import GradientSums
+from mobius.engine.optimizer_states import OptimizerStates
 from mobius.engine.stage_state import StageState
-from mobius.hardware.streams import Event
-from mobius.models.layout import FlatRange
-
-
-class Update(Protocol):
-    """The optimizer's update of one stage, with the constants of its step."""
-
-    def __call__(self, *, pieces: Sequence[FlatRange], found_inf: Tensor | None = None) -> None:
-        """Update `pieces` of the trained part; changes nothing if `found_inf` (fp32 scalar, on the device) is 1."""
-
+from mobius.engine.stage_weights import StageWeights
 
 GradientsReadyCallback = Callable[[int], None]
-"""Called with a stage, during the step, once its gradients are finished and `begin_update` may be called.
+"""Called with a stage, during the step, once its gradients are finished and `states.begin_update` may be called.
 
 If the gradients leave the device, their copy has started.
 """
 
 
-class StageMemory(Protocol):
-    """Weights and gradients of one stage on the compute device, and the state that the optimizer updates."""
+@dataclass
+class StageMemory:
+    """Memory of one stage: on the compute device as far as it computes, and the state that the optimizer updates.
+
+    Another kind of stage is another choice of the three parts.
+    """
+
+    stage: int
+    weights: StageWeights
+    sums: GradientSums
+    states: OptimizerStates
 
     @property
     def state(self) -> StageState:
         """Training state, on the host or the device; `finish_gradients` may replace its gradient buffer."""
-
-    @property
-    def frozen_state(self) -> StageState:
-        """State that holds the frozen weights: `state` or a separate one."""
-
-    @property
-    def reduction(self) -> Event | None:
-        """Event after which compute may read the result of `finish_gradients`; None if stream order suffices."""
-
-    def load(self) -> None:
-        """Start copying the weights to the device, after any pending update; returns before it is done."""
-
-    def is_ready(self) -> bool:
-        """Whether `wait_until_updated` and `weights` return without waiting."""
-
-    def wait_until_updated(self) -> None:
-        """Make the host wait for the update, or compute if the state is on the device; raises what it raised."""
-
-    def run_after_update(self, action: Callable[[], None]) -> None:
-        """Call `action` after all updates begun so far: now, or in the optimizer's thread.
-
-        Updates on a GPU may still be running when it is called; stream order protects the state.
-        """
-
-    def gather_updated_weights(self) -> None:
-        """Fetch the weights of `state` that other replicas have updated; collective over replicas.
-
-        Blocks until weights and updates are complete. Needed only to read the state directly: a load gathers them
-        anyway.
-        """
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return parameter views on the device; the compute stream waits until they are loaded."""
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Return fp32 sums of the trained parameters on the device, zero at the first call of a step."""
+        return self.states.state
 
     def finish_gradients(
         self, *, excluded: frozenset[str], on_gradients_ready: GradientsReadyCallback | None = None
     ) -> Tensor:
-        """Finish accumulation: convert the gradients to the form that is offloaded or that the update reads.
+        """Finish accumulation and return the squared norm, as `GradientSums.finish`.
 
-        Returns their squared norm without the parameters in `excluded` (fp32 scalar on the device, not synchronized,
-        valid after `reduction`). It is computed in fp32 before any cast; a value that the cast makes infinite (fp16)
-        makes it NaN. Calls `on_gradients_ready` if the gradients stay on the device.
+        Calls `on_gradients_ready` if the gradients stay on the device.
         """
+        square = self.states.finish_gradients(self.sums, excluded=excluded)
+        if on_gradients_ready is not None and not self.states.is_on_host:
+            on_gradients_ready(self.stage)
+        return square
 
     def offload(self, on_gradients_ready: GradientsReadyCallback | None = None) -> None:
         """Free the stage's slot on the device; returns at once.
 
-        Starts copying finished gradients to the host and then calls `on_gradients_ready`.
+        Starts copying finished gradients to the host, if that is where they go, and then calls `on_gradients_ready`.
         """
-
-    def offload_gradient_sums(self) -> None:
-        """Start copying the unfinished sums to the host, until `load_gradient_sums`; returns at once."""
-
-    def load_gradient_sums(self) -> None:
-        """Start copying the unfinished sums back, for `gradients` to continue. Returns at once."""
-
-    def wait_for_gradients(self) -> None:
-        """Make the host wait until `state.gradients` are complete, or compute if they are on the device."""
-
-    def begin_update(self, update: Update) -> bool:
-        """Run `update` during the rest of the step, unless the gradients are not finite; False if it cannot begin yet.
-
-        Call it after the gradients are finished.
-        """
-
-    def update(self, update: Update) -> None:
-        """Run `update` after the step, now or in queue order; the caller has decided not to skip it."""
+        done = self.weights.release()
+        if self.states.collect_gradients(self.sums, done) and on_gradients_ready is not None:
+            on_gradients_ready(self.stage)

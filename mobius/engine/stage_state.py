@@ -65,6 +65,25 @@ class StageState:
         parts = {part: zeros(count, dtype) for part, dtype in codec.parts.items()}
         return cls(layout, weights, gradients, parts, codec, shards)
 
+    @classmethod
+    def on_device(
+        cls,
+        layout: StageLayout,
+        device: torch.device,
+        dtype: torch.dtype,
+        gradients: Tensor | None = None,
+        shards: Shards | None = None,
+    ) -> StageState:
+        """Return a zeroed state on `device` with weights in `dtype`, and gradients in it unless they are given."""
+
+        def zeros(num_elements: int, kind: torch.dtype) -> Tensor:
+            return torch.zeros(num_elements, dtype=kind, device=device)
+
+        weights = zeros(layout.num_elements, dtype)
+        if gradients is None:
+            gradients = zeros(num_owned(layout, shards), dtype)
+        return cls.with_buffers(layout, weights, gradients, zeros, shards)
+
     @property
     def exp_avg(self) -> Tensor:
         """The first moment."""

@@ -52,7 +52,7 @@ class TiedWeights:
         copies = []
         for stage, name in places:
             if stage in memory:
-                memory[stage].wait_for_gradients()
+                memory[stage].states.wait_for_gradients()
                 state = memory[stage].state
                 copies.append(state.own_gradient(name))
         peer = owners[1] if transport.rank == owners[0] else owners[0]

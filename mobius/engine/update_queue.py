@@ -34,9 +34,15 @@ class _Update:
 class UpdateQueue:
     """Queue of the rank's optimizer thread, which starts with the first update."""
 
-    def __init__(self, activity: Activity | None = None, *, prepare: Callable[[], None] = lambda: None) -> None:
-        """Report the updated stage to `activity`; the thread calls `prepare` first."""
-        self._activity = activity or Activity()
+    def __init__(
+        self,
+        activity: Activity | None = None,
+        *,
+        prepare: Callable[[], None] = lambda: None,
+        has_thread: bool = True,
+    ) -> None:
+        """Report the updated stage to `activity`; the thread calls `prepare` first. Without it, `submit` updates."""
+        self._activity, self.has_thread = activity or Activity(), has_thread
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="optimizer", initializer=prepare)
         self._lock = threading.Lock()
         self._updates: dict[int, _Update] = {}
@@ -51,6 +57,10 @@ class UpdateQueue:
         blocks on its gradients, which arrive first. Without pieces (a stage without parameters) there is nothing to
         wait for.
         """
+        if not self.has_thread:
+            for piece in pieces:
+                piece()
+            return
         if not pieces:
             return
         with self._lock:

@@ -7,6 +7,7 @@ torch looks up the current device, which takes longer than the event itself, fiv
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -39,6 +40,17 @@ class Stream:
 
     def record_use(self, tensor: Tensor) -> None:
         """Do not reuse the memory of `tensor`, allocated on another stream, before this stream is done with it."""
+
+
+@dataclass(eq=False)
+class DeviceBuffer:
+    """Device memory that streams use one after the other."""
+
+    values: Tensor
+    free: Event = field(default_factory=Event)
+    """Recorded after the last use; the next use waits for it."""
+    ready: Event | None = None
+    """Recorded after the copy that fills the buffer; None once compute waits for it."""
 
 
 class CudaEvent(Event):

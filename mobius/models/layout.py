@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,17 @@ class FlatRange:
     start: int
     end: int
     has_decay: bool
+
+
+@dataclass(frozen=True)
+class NamedRange:
+    """Consecutive elements of one parameter: their identity, however the model is cut into stages and shards."""
+
+    name: str
+    offset: int
+    """First element within the parameter."""
+    place: slice
+    """Elements in the stage's flat buffers."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +113,14 @@ class StageLayout:
         """Return the slice of the parameter's elements in the flat buffers."""
         offset, shape = self.offsets[name]
         return slice(offset, offset + torch.Size(shape).numel())
+
+    def named_ranges(self, part: slice) -> Iterator[NamedRange]:
+        """Yield which elements of which parameters are in `part` of the flat buffers, in the order of `offsets`."""
+        for name in self.offsets:
+            whole = self.slice_of(name)
+            start, stop = max(whole.start, part.start), min(whole.stop, part.stop)
+            if start < stop:
+                yield NamedRange(name, start - whole.start, slice(start, stop))
 
     def _view(self, flat: Tensor, name: str) -> Tensor:
         return flat[self.slice_of(name)].view(self.offsets[name][1])

@@ -19,11 +19,11 @@ from mobius.engine.adamw_cpu import CPUAdamW
 from mobius.engine.adamw_gpu import GPUAdamW
 from mobius.engine.documents import typical_arguments
 from mobius.engine.pipelined_router_loss import PipelinedRouterLoss, RouterContext, sent_shape
-from mobius.engine.resident import ResidentStage
 from mobius.engine.sequence_slices import SequenceSlice
 from mobius.engine.sliced_layers import SequenceKVCaches, SlicedLayers
 from mobius.engine.stage import StageModule
 from mobius.engine.stage_layers import MicrobatchContext
+from mobius.engine.stage_state import StageState
 from mobius.hardware.host_memory import available_host_bytes
 from mobius.models.blocks import ModelParts
 from mobius.models.layout import StageLayout
@@ -283,7 +283,7 @@ def _message_rates(
 
 def _measure_gpu_optimizer(timer: CollectiveTimer, dtype: torch.dtype) -> float:
     layout = StageLayout.of({"weight": (GPU_PARAMETERS, 1)})
-    state = ResidentStage(0, layout, dtype=dtype, device=timer.device).state
+    state = StageState.on_device(layout, timer.device, dtype)
     adamw = FlatAdamW(SETTINGS, fused=GPUAdamW())
     adamw.warm_up([state])
     return layout.num_elements / timer.seconds(lambda: update_once(adamw, state))

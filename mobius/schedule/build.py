@@ -1,18 +1,25 @@
 """Builds a schedule from its spec: compute order, then transfers, then the check."""
 
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 from mobius.schedule.action import Action
 from mobius.schedule.activation_offloading import add_activation_offloads
 from mobius.schedule.check import check
-from mobius.schedule.looped import compute_order, data_actions, evaluation_order
+from mobius.schedule.looped import data_actions, evaluation_order, looped_order
 from mobius.schedule.schedule import Schedule
-from mobius.schedule.spec import ScheduleSpec
+from mobius.schedule.spec import ComputeOrder, ScheduleSpec
 from mobius.schedule.weight_streaming import add_transfers
+
+COMPUTE_ORDERS: Mapping[ComputeOrder, Callable[[int, ScheduleSpec], list[Action]]] = {
+    ComputeOrder.LOOPED: looped_order,
+    ComputeOrder.EVALUATION: evaluation_order,
+}
+"""Order of a rank's forwards and backwards; transfers are added to any, and the check proves that it can be played."""
 
 
 def build_schedule(spec: ScheduleSpec) -> Schedule:
-    """Return the looped breadth-first schedule of one step, or of one evaluation pass, already checked.
+    """Return the schedule of one step, or of one evaluation pass, already checked.
 
     Raises ScheduleError if a number is below 1, or rounds or slices do not divide the microbatches.
     """
@@ -29,7 +36,7 @@ def build_unchecked(spec: ScheduleSpec) -> Schedule:
 
 @lru_cache(maxsize=1024)
 def _rank_actions(rank: int, spec: ScheduleSpec) -> tuple[Action, ...]:
-    actions = evaluation_order(rank, spec) if spec.is_evaluation else compute_order(rank, spec)
+    actions = COMPUTE_ORDERS[spec.order](rank, spec)
     if spec.slots[rank]:
         actions = add_transfers(actions, spec.slots[rank], spec.resident)
     if spec.offloaded_activation_stages and not spec.is_evaluation:

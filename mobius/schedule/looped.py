@@ -41,7 +41,7 @@ def data_actions(rank: int, spec: ScheduleSpec) -> list[Action]:
     return []
 
 
-def compute_order(rank: int, spec: ScheduleSpec) -> list[Action]:
+def looped_order(rank: int, spec: ScheduleSpec) -> list[Action]:
     """Return all forwards and backwards of `rank` in order; rounds and slices must divide the microbatches.
 
     Backward reverses the stages, and the slices of a sequence, but not the microbatches. Gradients are added in the

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
+from enum import StrEnum
 from typing import Any, Self
 
 from mobius.errors import ScheduleError
 
 MAX_COPY_LOOKAHEAD = 8
 """Maximum compute actions that a copy may span; the inputs of this many microbatches stay on the GPU meanwhile."""
+
+
+class ComputeOrder(StrEnum):
+    """Orders of a rank's forwards and backwards; `build.COMPUTE_ORDERS` has the function of each."""
+
+    LOOPED = "looped"
+    EVALUATION = "evaluation"
+    """No backward: stages only run forward, the last one with its loss."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +44,7 @@ class ScheduleSpec:
     """Stages whose layers' inputs are on the host between forward and backward."""
     num_offloaded_microbatches: int = 0
     """Microbatches per round whose matrix products are offloaded too, and so not recomputed."""
-    is_evaluation: bool = False
-    """Whether there is no backward: stages only run forward, the last one with its loss."""
+    order: ComputeOrder = ComputeOrder.LOOPED
 
     @classmethod
     def of(
@@ -48,14 +56,13 @@ class ScheduleSpec:
         resident: Collection[int] = (),
         *,
         offloaded_activation_stages: Collection[int] = (),
-        **numbers: int,
+        **more: Any,
     ) -> ScheduleSpec:
         """Spec with `num_slots` slots on every rank, or a number per rank; None: every stage is resident.
 
-        A rank without streamed stages gets no slot. `numbers` are further fields by name.
+        A rank without streamed stages gets no slot. `more` are further fields by name.
         """
         num_stages = num_ranks * stages_per_rank
-        values: dict[str, Any] = numbers
         given = num_slots if isinstance(num_slots, Sequence) else [num_slots or 0] * num_ranks
         spec = cls(
             num_ranks,
@@ -64,11 +71,15 @@ class ScheduleSpec:
             tuple(given),
             frozenset(range(num_stages) if num_slots is None else resident),
             offloaded_activation_stages=frozenset(offloaded_activation_stages),
-            **values,
+            **more,
         )
         return replace(
             spec, slots=tuple(slots if spec.streamed_stages(rank) else 0 for rank, slots in enumerate(given))
         )
+
+    @property
+    def is_evaluation(self) -> bool:
+        return self.order is ComputeOrder.EVALUATION
 
     @property
     def stages_per_rank(self) -> int:
@@ -144,7 +155,7 @@ class ScheduleSpec:
             self.slots,
             self.resident,
             num_slices=self.num_slices,
-            is_evaluation=True,
+            order=ComputeOrder.EVALUATION,
         )
 
     def of_rank(self, rank: int) -> ScheduleSpec:

@@ -182,7 +182,7 @@ class RankStages:
                     bar.update()
                     progress()
                 own = self.memory[stage]
-                state = own.frozen_state if name in self.modules[stage].frozen else own.state
+                state = own.weights.state if name in self.modules[stage].frozen else own.state
                 state.set_parameter(name, value, offset=read.offset)
 
     def executor(

@@ -11,8 +11,9 @@ import pytest
 from harness.runs import make_checkpoint, make_dataset, run_main
 
 from mobius.reporting.trace import Trace, read_trace
-from mobius.schedule import ScheduleSpec, build_schedule
+from mobius.schedule.build import build_schedule
 from mobius.schedule.lanes import Lane, LaneSpan
+from mobius.schedule.spec import ScheduleSpec
 
 STEPS = 4
 TRACED = [2, 3, 4]

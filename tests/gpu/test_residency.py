@@ -18,9 +18,8 @@ from torch import Tensor
 from mobius.engine.adamw import AdamWSettings, FlatAdamW
 from mobius.engine.adamw_cpu import load_adamw_cpu
 from mobius.engine.adamw_gpu import GPUAdamW
-from mobius.engine.gradient_accumulator import GradientAccumulator
 from mobius.engine.host_arena import HostArena
-from mobius.engine.resident import ResidentStage
+from mobius.engine.rank_memory import allocate_memory
 from mobius.engine.stage_state import StageState
 from mobius.models.layout import StageLayout
 from mobius.training.session import Session
@@ -138,7 +137,8 @@ def _pair(gradient_dtype: torch.dtype, step: int) -> tuple[StageState, StageStat
     """The same random state on the host and on the GPU, as it is before `step`."""
     layouts = {0: StageLayout.of({"matrix": (COUNT, 1), "norm": (1000,)})}
     host = HostArena(layouts, dtype=torch.bfloat16, register=False, gradient_dtype=gradient_dtype).states[0]
-    gpu = ResidentStage(0, layouts[0], dtype=torch.bfloat16, device=CUDA, gradient_dtype=gradient_dtype).state
+    gradients = torch.zeros(layouts[0].num_trained, dtype=gradient_dtype, device=CUDA)
+    gpu = StageState.on_device(layouts[0], CUDA, torch.bfloat16, gradients)
     generator = torch.Generator().manual_seed(step)
     count = layouts[0].num_elements
     host.write_master(slice(None), torch.randn(count, generator=generator))
@@ -211,19 +211,17 @@ def test_the_fused_update_takes_no_memory() -> None:
 @pytest.mark.parametrize(("deferred_updates", "num_bytes"), [((0, 1), 14), ((), 12)])
 def test_resident_stages_take_the_bytes_planned(deferred_updates: tuple[int, ...], num_bytes: int) -> None:
     layouts = {stage: StageLayout.of({"matrix": (4096, 4096)}) for stage in range(2)}
-    accumulator = GradientAccumulator(4096 * 4096, device=CUDA)
     gc.collect()  # what earlier tests left must not be freed meanwhile
     before = torch.cuda.memory_allocated(CUDA)
-    stages = [
-        ResidentStage(
-            stage,
-            layout,
-            dtype=torch.bfloat16,
-            device=CUDA,
-            keeps_gradients=stage in deferred_updates,
-            accumulator=accumulator,
-        )
-        for stage, layout in layouts.items()
-    ]
-    assert torch.cuda.memory_allocated(CUDA) - before == 2 * 4096 * 4096 * num_bytes
+    stages, _ = allocate_memory(
+        layouts,
+        resident=layouts,
+        num_slots=0,
+        dtype=torch.bfloat16,
+        gradient_dtype=torch.bfloat16,
+        deferred_updates=deferred_updates,
+        device=CUDA,
+    )
+    num_bytes_of_sum = 4 * 4096 * 4096
+    assert torch.cuda.memory_allocated(CUDA) - before == 2 * 4096 * 4096 * num_bytes + num_bytes_of_sum
     assert len(stages) == 2

@@ -112,8 +112,8 @@ def test_streamed_stages_take_the_memory_of_their_slots() -> None:
     assert arena is not None
     assert torch.cuda.memory_allocated(CUDA) - before == 2 * elements * 2 + elements * 4
     for stage in range(8):
-        slots[stage].load()
-        slots[stage].weights()
+        slots[stage].weights.load()
+        slots[stage].weights.views()
         slots[stage].offload()
     torch.cuda.synchronize(CUDA)
     assert torch.cuda.memory_allocated(CUDA) - before == 2 * elements * 2 + elements * 4

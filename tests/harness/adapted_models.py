@@ -103,7 +103,7 @@ def train(
         trainer.drain()
         values = {}
         for memory in session.stages.memory.values():
-            for state in (memory.frozen_state, memory.state):
+            for state in (memory.weights.state, memory.state):
                 values |= {name: view.clone() for name, view in state.layout.views(state.weights).items()}
         return losses, values, seen
 

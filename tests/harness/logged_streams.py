@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 import pytest
 import torch
 
-from mobius.engine import gradient_accumulator, reductions, streamed
+from mobius.engine import gradient_sums, reductions, stage_weights
 from mobius.hardware.streams import Event, Stream
 
 Clock = dict[str, int]
@@ -52,9 +52,9 @@ class StreamLog:
         self.current = "compute"
         self._clocks: dict[str, Clock] = {"compute": {}, "host": {}}
         self._points: dict[str, tuple[str, Clock]] = {}
-        for module in (streamed, reductions):
+        for module in (stage_weights, reductions):
             monkeypatch.setattr(module, "new_stream", self._new_stream)
-        for module in (streamed, reductions, gradient_accumulator):
+        for module in (stage_weights, reductions, gradient_sums):
             monkeypatch.setattr(module, "record_current", lambda device: self.record(self.current))
 
     def mark(self, name: str, *, on: str | None = None) -> None:

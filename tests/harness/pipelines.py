@@ -35,7 +35,7 @@ from mobius.models.weights import WeightSource
 from mobius.schedule.build import build_schedule
 from mobius.schedule.partition import balanced_partition, partition_of
 from mobius.schedule.plan import Plan, RecomputeLevel
-from mobius.schedule.spec import ScheduleSpec
+from mobius.schedule.spec import ComputeOrder, ScheduleSpec
 from mobius.training.stages import RankStages
 
 CPU = torch.device("cpu")
@@ -194,7 +194,7 @@ class Pipeline:
             pair.sum_gradients(stages.memory, transport, self.device)
         named: dict[str, Tensor] = {}
         for own in stages.memory.values():
-            own.wait_for_gradients()
+            own.states.wait_for_gradients()
             views = own.state.layout.trained_views(own.state.gradients)
             named.update({name: view.clone() for name, view in views.items()})
         return named, sums
@@ -326,7 +326,7 @@ def evaluate(model: PreTrainedModel, batch: StepBatch, case: Case) -> Evaluation
                 case.num_slots,
                 resident,
                 num_slices=case.num_slices,
-                is_evaluation=True,
+                order=ComputeOrder.EVALUATION,
             )
         )
         before = [stage.state.gradients.clone() for stage in stages.memory.values()]

@@ -18,11 +18,14 @@ from harness.local_transport import LocalTransport, run_rank_threads
 from torch import Tensor
 
 from mobius.engine.executor import Executor, StepBatch
-from mobius.engine.gradient_accumulator import GradientAccumulator
+from mobius.engine.gradient_sums import GradientAccumulator, GradientSums
+from mobius.engine.optimizer_states import HostStates
 from mobius.engine.stage_layers import WholeLayers
+from mobius.engine.stage_memory import StageMemory
 from mobius.engine.stage_state import StageState
+from mobius.engine.stage_weights import SlotWeights, WeightSlotPool
 from mobius.engine.state_codec import CODECS
-from mobius.engine.streamed import StreamedStage, WeightSlotPool
+from mobius.engine.update_queue import UpdateQueue
 from mobius.engine.waits import WaitClock
 from mobius.models.layout import StageLayout
 from mobius.schedule.build import build_schedule
@@ -186,7 +189,7 @@ def run_on(devices: Sequence[torch.device], states: Sequence[StageState], *, num
             total = GradientAccumulator(own_states[rank].layout.num_trained, device=device)
             length = own_states[rank].layout.num_elements
             pool = WeightSlotPool(length, num_slots=num_slots, dtype=torch.bfloat16, device=device)
-            memory = {stage: StreamedStage(stage, state, pool, total) for stage, state in own_states.items()}
+            memory = {stage: _streamed(stage, state, pool, total) for stage, state in own_states.items()}
             executor = Executor(
                 schedule,
                 stages=stages,  # type: ignore[arg-type] # as much of a stage as the executor uses
@@ -215,6 +218,13 @@ def run_on(devices: Sequence[torch.device], states: Sequence[StageState], *, num
         step_seconds=statistics.median(results[0][1]),
         is_exact=all(is_exact for _, _, is_exact in results),
     )
+
+
+def _streamed(stage: int, state: StageState, pool: WeightSlotPool, total: GradientAccumulator) -> StageMemory:
+    updates, sums = UpdateQueue(has_thread=False), GradientSums(stage, state.layout, total)
+    slot = SlotWeights(stage, state, pool, updates)
+    states = HostStates(stage, state, slot, updates, device=pool.device, to_host=pool.to_host, outbox=slot.give_up)
+    return StageMemory(stage, slot, sums, states)
 
 
 @contextlib.contextmanager

@@ -242,7 +242,7 @@ def train_with_overflow(session: Session, batches: TrainingBatches) -> Scaled:
 
     def overflow(*arguments: Any, **named: Any) -> Tensor:
         if len(found) == 1 and ranks.rank == ranks.num_ranks - 1:
-            list(memory.gradients().values())[-1].view(-1)[-1] = torch.inf  # the last replica owns it
+            list(memory.sums.views().values())[-1].view(-1)[-1] = torch.inf  # the last replica owns it
         return seal(*arguments, **named)
 
     memory.finish_gradients = overflow  # type: ignore[method-assign]

@@ -155,7 +155,7 @@ class Evaluator:
         self._transport.limit_pending_sends(max_sends_in_flight(num_microbatches * self._batches_per_pass))
         if sum(map(len, self._datasets.values())) < self._num_replicas:
             for memory in self._stages.memory.values():  # a replica without a pass loads no weights
-                memory.gather_updated_weights()
+                memory.weights.gather_updated()
         counts, made = {name: _Counts() for name in self._datasets}, list[tuple[list[str], EvaluationSums]]()
         with tqdm(
             total=sum(map(len, self._datasets.values())),

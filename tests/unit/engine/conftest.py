@@ -13,7 +13,6 @@ from mobius.engine.adamw import AdamWSettings, FlatAdamW
 from mobius.engine.loss_scaler import LossScaler
 from mobius.engine.optimizer_stepper import OptimizerStepper, StepOutcome
 from mobius.engine.rank_memory import allocate_memory
-from mobius.engine.resident import ResidentStage
 from mobius.engine.stage_memory import StageMemory
 from mobius.engine.step_sums import StepSums
 from mobius.engine.tied_weights import TiedWeights
@@ -42,16 +41,16 @@ class Rank:
         self.stepper.begin_step(learning_rate)
         squares = {}
         for stage, memory in self.memory.items():
-            if not isinstance(memory, ResidentStage):
-                memory.load()
-            views = memory.gradients()
+            if memory.states.is_on_host:
+                memory.weights.load()
+            views = memory.sums.views()
             for name in memory.state.layout.offsets:
                 if name in gradients:
                     views[name].add_(gradients[name])
             squares[stage] = memory.finish_gradients(
                 excluded=self.tied_names, on_gradients_ready=self.stepper.on_gradients_ready
             )
-            if not isinstance(memory, ResidentStage):
+            if memory.states.is_on_host:
                 memory.offload(self.stepper.on_gradients_ready)
         outcome = self.stepper.apply(StepSums(torch.tensor(loss), squares), step=step)
         self.stepper.drain()

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from mobius.engine.adamw import AdamWSettings, FlatAdamW
 from mobius.engine.host_arena import HostArena
-from mobius.engine.resident import ResidentStage
 from mobius.engine.stage_state import StageState
 from mobius.models.layout import StageLayout
 
@@ -146,7 +145,7 @@ def test_gradients_are_left_as_they_came() -> None:
 
 
 def test_a_resident_stage_is_updated_alike() -> None:
-    resident = ResidentStage(0, StageLayout.of(SHAPES), dtype=torch.float32, device=torch.device("cpu")).state
+    resident = StageState.on_device(StageLayout.of(SHAPES), torch.device("cpu"), torch.float32)
     for name, value in random_tensors(seed=0).items():
         resident.set_parameter(name, value)
     streamed = make_state(torch.float32)

@@ -65,22 +65,22 @@ def test_a_step_reads_frozen_weights_and_leaves_their_bits_alone(
     expected = {name: value.to(dtype) for name, value in values().items()}
     for step in (1, 2):
         if not is_resident:
-            stage.load()
-        weights = stage.weights()
+            stage.weights.load()
+        weights = stage.weights.views()
         assert list(weights) == list(SHAPES)
         assert all(torch.equal(weights[name], expected[name]) for name in FROZEN)
-        assert set(stage.gradients()) == SHAPES.keys() - FROZEN
-        for view in stage.gradients().values():
+        assert set(stage.sums.views()) == SHAPES.keys() - FROZEN
+        for view in stage.sums.views().values():
             view.add_(2.0)
         square = stage.finish_gradients(excluded=frozenset())
         assert square.item() == pytest.approx((128 + 5) * 4.0)
         if not is_resident:
-            frozen = stage.state.layout.views(stage._pool.slot_of(3).buffer)  # type: ignore[attr-defined]
+            frozen = stage.state.layout.views(stage.weights._slot.values)  # type: ignore[attr-defined]
             assert all(torch.equal(frozen[name], expected[name]) for name in FROZEN), "sealing writes over trained ones"
             stage.offload()
-        stage.wait_for_gradients()
+        stage.states.wait_for_gradients()
         assert stage.state.gradients.numel() == TRAINED
-        stage.update(partial(adamw.update, stage.state, step=step, learning_rate=0.1, gradient_factor=1.0))
+        stage.states.update(partial(adamw.update, step=step, learning_rate=0.1, gradient_factor=1.0))
     after = stage.state.layout.views(stage.state.weights)
     assert all(torch.equal(after[name], expected[name]) for name in FROZEN)
     for name in SHAPES.keys() - FROZEN:
@@ -109,8 +109,8 @@ def test_a_stage_with_nothing_to_train_goes_through_a_step(dtype: torch.dtype, i
         device=CPU,
     )
     if not is_resident:
-        memory[0].load()
+        memory[0].weights.load()
     assert memory[0].finish_gradients(excluded=frozenset()).item() == 0.0
     if not is_resident:
         memory[0].offload()
-    memory[0].wait_for_gradients()
+    memory[0].states.wait_for_gradients()

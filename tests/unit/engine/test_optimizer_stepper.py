@@ -203,12 +203,12 @@ def test_without_clipping_a_stage_is_updated_before_the_step_has_ended(make_rank
     rank = make_rank(start(), max_grad_norm=0.0, is_streamed=True, is_overlapped=True)
     rank.stepper.begin_step(0.1)
     memory = rank.memory
-    memory[1].load()
-    memory[1].gradients()["b"].add_(torch.tensor([[3.0, -4.0]]))
+    memory[1].weights.load()
+    memory[1].sums.views()["b"].add_(torch.tensor([[3.0, -4.0]]))
     memory[1].finish_gradients(excluded=frozenset())
 
     memory[1].offload(rank.stepper.on_gradients_ready)
-    memory[1].wait_until_updated()
+    memory[1].weights.wait_until_updated()
     rank.stepper.drain()
 
     assert rank.parameters()["b"].tolist() == [pytest.approx([1.9, 4.1])]

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from mobius.engine.rank_memory import allocate_memory
-from mobius.engine.resident import ResidentStage
 from mobius.engine.stage_memory import StageMemory
 from mobius.errors import ScheduleError
 from mobius.models.layout import StageLayout
@@ -37,16 +36,16 @@ def test_each_stage_says_where_it_is_and_gives_its_own_weights(layouts: Layouts,
     memory = make_mixed(layouts, resident)
     assert list(memory) == [0, 2, 4]
     for stage in layouts:
-        assert isinstance(memory[stage], ResidentStage) == (stage in resident)
+        assert memory[stage].states.is_on_host == (stage not in resident)
         if stage in resident:
             with pytest.raises(ScheduleError, match="is resident"):
-                memory[stage].load()
+                memory[stage].weights.load()
             with pytest.raises(ScheduleError, match="is resident"):
                 memory[stage].offload()
         else:
-            memory[stage].load()
-        memory[stage].wait_until_updated()
-        assert all(bool((view == stage + 1).all()) for view in memory[stage].weights().values())
+            memory[stage].weights.load()
+        memory[stage].weights.wait_until_updated()
+        assert all(bool((view == stage + 1).all()) for view in memory[stage].weights.views().values())
         if stage not in resident:
             memory[stage].offload()
 
@@ -61,13 +60,13 @@ def test_gradients_of_all_stages_go_through_one_sum_and_arrive_where_they_belong
         seen = {}
         for stage in (4, 2, 0):
             if stage:
-                memory[stage].load()
+                memory[stage].weights.load()
             for microbatch in range(2):
-                memory[stage].gradients()["matrix"].add_(step * 10.0 ** (stage // 2) * (1 + microbatch))
+                memory[stage].sums.views()["matrix"].add_(step * 10.0 ** (stage // 2) * (1 + microbatch))
             memory[stage].finish_gradients(excluded=NOTHING)
             if stage:
                 memory[stage].offload()
-            memory[stage].wait_for_gradients()
+            memory[stage].states.wait_for_gradients()
             state = memory[stage].state
             seen[stage] = state.layout.views(state.gradients)["matrix"].float().unique().tolist()
         expected = {stage: torch.tensor(3.0 * step * 10 ** (stage // 2)) for stage in (4, 2, 0)}
@@ -77,7 +76,7 @@ def test_gradients_of_all_stages_go_through_one_sum_and_arrive_where_they_belong
 
 def test_resident_stages_keep_gradients_only_while_an_update_waits(layouts: Layouts) -> None:
     memory = make_mixed(layouts, (0, 2), deferred_updates=(2,))
-    total = memory[0].gradients()["matrix"]
+    total = memory[0].sums.views()["matrix"]
     assert memory[0].state.gradients.data_ptr() == total.data_ptr(), "they are read from the rank's sum"
     assert memory[2].state.gradients.data_ptr() != total.data_ptr()
     assert memory[2].state.gradients.dtype == torch.bfloat16
@@ -85,10 +84,10 @@ def test_resident_stages_keep_gradients_only_while_an_update_waits(layouts: Layo
 
 def test_a_streamed_stage_is_not_added_to_a_resident_one(layouts: Layouts) -> None:
     memory = make_mixed(layouts, (0,))
-    memory[2].load()
-    memory[2].gradients()
+    memory[2].weights.load()
+    memory[2].sums.views()
     with pytest.raises(AssertionError, match="stages .2. have unfinished sums, no buffer is free for stage 0"):
-        memory[0].gradients()
+        memory[0].sums.views()
 
 
 @pytest.mark.parametrize("num_stages", [3, 4])
@@ -107,14 +106,14 @@ def test_a_long_stage_lengthens_one_of_two_sums_where_turns_come_out_even(num_st
     sizes = set()
     for step in range(3):
         for stage in reversed(range(num_stages)):
-            memory[stage].load()
-            views = memory[stage].gradients()
+            memory[stage].weights.load()
+            views = memory[stage].sums.views()
             assert not views["matrix"].any()
             views["matrix"].fill_(step + stage + 1)
             sizes.add((views["matrix"].untyped_storage().data_ptr(), views["matrix"].untyped_storage().nbytes()))
             memory[stage].finish_gradients(excluded=NOTHING)
             memory[stage].offload()
-            memory[stage].wait_for_gradients()
+            memory[stage].states.wait_for_gradients()
             assert memory[stage].state.gradients.unique().tolist() == [step + stage + 1]
     long, short = 4 * 500 * 64, 4 * 100 * 64
     assert sorted(each for _, each in sizes) == ([short, long] if num_stages == 4 else [long, long])
@@ -134,7 +133,7 @@ def test_sums_are_as_long_as_the_stages_that_add_up_in_them(layouts: Layouts) ->
         device=CPU,
         has_accumulation_rounds=True,
     )
-    longest = {stage: memory[stage].gradients()["matrix"].untyped_storage().nbytes() // 4 for stage in (0, 2)}
+    longest = {stage: memory[stage].sums.views()["matrix"].untyped_storage().nbytes() // 4 for stage in (0, 2)}
     assert longest == {0: given[0].num_trained, 2: given[2].num_trained}
     assert arena is not None
     assert arena.num_bytes == sum((2 + 4 + 2 + 8) * given[stage].num_elements for stage in (2, 4))

@@ -14,6 +14,7 @@ from torch import Tensor
 from mobius.distributed.shards import Segment
 from mobius.engine.rank_memory import allocate_memory
 from mobius.engine.stage_memory import StageMemory
+from mobius.engine.stage_state import StageState
 from mobius.models.layout import FlatRange, StageLayout
 
 NOTHING: frozenset[str] = frozenset()
@@ -62,6 +63,8 @@ class LoggedReplicas:
 class HeldUpdates:
     """Updates that end when the test says so."""
 
+    has_thread = True
+
     def __init__(self) -> None:
         self.followers: dict[int, list[Callable[[], None]]] = {}
 
@@ -107,8 +110,8 @@ def take(
 
 def backward(log: StreamLog, memory: StageMemory, name: str) -> Tensor:
     """A backward whose gradients are 3 throughout, sealed."""
-    memory.weights()
-    for gradient in memory.gradients().values():
+    memory.weights.views()
+    for gradient in memory.sums.views().values():
         gradient.fill_(3)
     log.mark(name)
     return memory.finish_gradients(excluded=NOTHING)
@@ -120,7 +123,7 @@ def test_a_streamed_stages_sums_are_reduced_while_the_next_stage_computes(
 ) -> None:
     memory = take(layouts, replicas, gradient_dtype=gradient_dtype, num_slots=3)
     for number, stage in enumerate((4, 2, 0), start=1):
-        memory[stage].load()
+        memory[stage].weights.load()
         backward(log, memory[stage], f"backward {number}")
         memory[stage].offload()
     assert all(log.precedes(f"backward {number}", f"reduce_scatter {number}") for number in (1, 2, 3))
@@ -128,7 +131,7 @@ def test_a_streamed_stages_sums_are_reduced_while_the_next_stage_computes(
     assert log.precedes("reduce_scatter 1", "backward 3"), "whose sums lie where the first ones were"
     assert not log.precedes("reduce_scatter 2", "backward 3")
     for number, stage in enumerate((4, 2, 0), start=1):
-        memory[stage].wait_for_gradients()
+        memory[stage].states.wait_for_gradients()
         log.mark(f"arrived {number}", on="host")
         assert log.precedes(f"reduce_scatter {number}", f"arrived {number}")
         assert bool((memory[stage].state.own_gradient("matrix") == 6).all()), "the sum of both"
@@ -151,11 +154,11 @@ def test_compute_waits_for_a_reduction_where_it_wants_the_norm(
     for resident in ((), STAGES):
         memory = take(layouts, replicas, resident=resident)
         if not resident:
-            memory[4].load()
+            memory[4].weights.load()
         backward(log, memory[4], "backward")
         number = replicas.calls.count("reduce_scatter")
         log.mark("before")
-        reduction = memory[4].reduction
+        reduction = memory[4].sums.reduction
         assert reduction is not None
         reduction.wait()
         log.mark("norm")
@@ -167,11 +170,11 @@ def test_a_slot_is_filled_again_behind_the_departure_of_its_gradients(
     log: StreamLog, replicas: LoggedReplicas, layouts: dict[int, StageLayout]
 ) -> None:
     memory = take(layouts, replicas, num_slots=1)
-    memory[4].load()
+    memory[4].weights.load()
     backward(log, memory[4], "backward")
     memory[4].offload()
-    memory[2].load()
-    memory[2].weights()
+    memory[2].weights.load()
+    memory[2].weights.views()
     log.mark("the next stage")
     assert log.precedes("reduce_scatter 1", "the next stage")
 
@@ -179,11 +182,11 @@ def test_a_slot_is_filled_again_behind_the_departure_of_its_gradients(
 def updated(memory: StageMemory) -> None:
     """Submit an update that makes the own share of the weights 5, as far as it is called with pieces."""
 
-    def update(*, pieces: Sequence[FlatRange], found_inf: Tensor | None = None) -> None:
+    def update(state: StageState, *, pieces: Sequence[FlatRange], found_inf: Tensor | None = None) -> None:
         for own in memory.state.owned:
             own.state.weights.fill_(5)
 
-    memory.update(update)
+    memory.states.update(update)
 
 
 def mark_copies_home(log: StreamLog, memory: StageMemory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,14 +206,14 @@ def test_the_first_load_behind_an_update_gathers_and_later_ones_find_all_at_home
 ) -> None:
     memory = take(layouts, replicas)
     own = memory[0]
-    own.load()
+    own.weights.load()
     backward(log, own, "backward")
     own.offload()
     updated(own)
     assert bool((own.state.weights[:384] == 1).any()), "the others' updates are not here yet"
     mark_copies_home(log, own, monkeypatch)
-    own.load()
-    views = own.weights()
+    own.weights.load()
+    views = own.weights.views()
     log.mark("forward")
     assert log.precedes("all_gather_for_load 1", "forward")
     flat = own.state.weights
@@ -220,12 +223,12 @@ def test_the_first_load_behind_an_update_gathers_and_later_ones_find_all_at_home
     assert all(bool((flat[part] == 7).all()) for part in places.others), "they went home"
     assert torch.equal(views["matrix"], own.state.layout.views(flat)["matrix"])
     own.offload()
-    own.load()  # into the other slot
-    own.weights()
+    own.weights.load()  # into the other slot
+    own.weights.views()
     log.mark("backward")
     assert log.precedes("home", "backward")
     assert not log.precedes("home", "forward")
-    own.gather_updated_weights()
+    own.weights.gather_updated()
     log.mark("may be read", on="host")
     assert log.precedes("home", "may be read")
     assert replicas.calls == ["reduce_scatter", "all_gather_for_load"], "one gather for an update"
@@ -234,12 +237,12 @@ def test_the_first_load_behind_an_update_gathers_and_later_ones_find_all_at_home
 def test_frozen_weights_come_with_what_is_gathered(log: StreamLog, replicas: LoggedReplicas) -> None:
     layout = StageLayout.of({"matrix": (16, 16), "frozen": (8, 8)}, frozen={"frozen"})
     memory = take({0: layout}, replicas)[0]
-    memory.load()
+    memory.weights.load()
     backward(log, memory, "backward")
     memory.offload()
     updated(memory)
-    memory.load()
-    assert bool((memory.weights()["frozen"] == 1).all())
+    memory.weights.load()
+    assert bool((memory.weights.views()["frozen"] == 1).all())
     assert replicas.calls[-1] == "all_gather_for_load"
 
 
@@ -248,12 +251,12 @@ def test_gradients_lie_over_gathered_weights_only_when_those_have_gone_home(
 ) -> None:
     """With one slot a stage may go from its first load to the end of its backward without leaving."""
     memory = take({4: layouts[4]}, replicas, num_slots=1)[4]
-    memory.load()
+    memory.weights.load()
     backward(log, memory, "backward")
     memory.offload()
     updated(memory)
     mark_copies_home(log, memory, monkeypatch)
-    memory.load()
+    memory.weights.load()
     reduce_scatter = replicas.reduce_scatter
     backward_begins = partial(backward, log, memory, "backward again")
     monkeypatch.setattr(
@@ -271,40 +274,40 @@ def test_gathers_run_in_the_order_of_loads_whichever_update_ends_first(
     updates = HeldUpdates()
     memory = take(layouts, replicas, updates, num_slots=3)
     for stage in (4, 2, 0):
-        memory[stage].load()
+        memory[stage].weights.load()
         backward(log, memory[stage], "backward")
         memory[stage].offload()
         updated(memory[stage])
     lengths: list[int] = []
     monkeypatch.setattr(replicas, "all_gather_for_load", lambda values, segments: lengths.append(segments[-1][-1].stop))
     for stage in (0, 2, 4):
-        memory[stage].load()
+        memory[stage].weights.load()
     for stage in (2, 4):  # their updates end, and nobody can gather
         for follower in updates.followers.pop(stage):
             follower()
     assert lengths == []
-    assert not memory[2].is_ready()
-    memory[0].weights()
+    assert not memory[2].weights.is_ready()
+    memory[0].weights.views()
     assert lengths == [layouts[stage].num_trained for stage in STAGES]
-    memory[2].weights()
-    assert memory[2].is_ready()
+    memory[2].weights.views()
+    assert memory[2].weights.is_ready()
 
 
 def test_what_reads_the_host_gets_weights_that_no_load_has_brought(
     log: StreamLog, replicas: LoggedReplicas, layouts: dict[int, StageLayout]
 ) -> None:
     memory = take(layouts, replicas)[2]
-    memory.load()
+    memory.weights.load()
     backward(log, memory, "backward")
     memory.offload()
     updated(memory)
     for _ in range(2):  # once is enough
-        memory.gather_updated_weights()
+        memory.weights.gather_updated()
     shards = memory.state.shards
     assert shards is not None
     assert all(bool((memory.state.weights[part] == 7).all()) for part in shards.others)
-    memory.load()
-    memory.weights()
+    memory.weights.load()
+    memory.weights.views()
     assert replicas.calls == ["reduce_scatter", "on host"], "and the next load is as ever"
 
 
@@ -316,23 +319,23 @@ def test_a_resident_stage_is_updated_and_spread_beside_compute(
     backward(log, memory, "backward")
     log.mark("tied matrices are summed")
 
-    def update(*, pieces: Sequence[FlatRange], found_inf: Tensor | None = None) -> None:
+    def update(state: StageState, *, pieces: Sequence[FlatRange], found_inf: Tensor | None = None) -> None:
         assert (found_inf is None) == (not begins_in_the_step)
         assert found_inf is None or float(found_inf) == 0
         log.mark("update")
 
     if begins_in_the_step:
-        assert memory.begin_update(update)
+        assert memory.states.begin_update(update)
     else:
-        memory.update(update)
+        memory.states.update(update)
     log.mark("the next stage")
     assert log.precedes("reduce_scatter 1", "update")
     assert log.precedes("tied matrices are summed", "update")
     assert log.precedes("update", "all_gather 1")
     assert not log.precedes("update", "the next stage")
-    assert not memory.is_ready()
-    memory.weights()
-    assert memory.is_ready()
+    assert not memory.weights.is_ready()
+    memory.weights.views()
+    assert memory.weights.is_ready()
     log.mark("the next forward")
     assert log.precedes("all_gather 1", "the next forward")
 
@@ -342,6 +345,6 @@ def test_a_resident_stage_is_saved_behind_its_spread(
 ) -> None:
     memory = take(layouts, replicas, resident=STAGES)[4]
     backward(log, memory, "backward")
-    memory.update(lambda *, pieces, found_inf=None: None)
-    memory.run_after_update(lambda: log.mark("a copy may begin"))
+    memory.states.update(lambda state, *, pieces, found_inf=None: None)
+    memory.states.run_after_update(lambda: log.mark("a copy may begin"))
     assert log.precedes("all_gather 1", "a copy may begin")

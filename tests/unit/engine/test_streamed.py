@@ -39,19 +39,22 @@ def make_slots(layouts: dict[int, StageLayout]) -> MakeSlots:
 
 def test_a_loaded_stage_has_its_own_weights_in_their_shapes(make_slots: MakeSlots) -> None:
     slots = make_slots()
-    slots[0].load()
-    slots[4].load()
+    slots[0].weights.load()
+    slots[4].weights.load()
 
-    assert {name: tuple(view.shape) for name, view in slots[0].weights().items()} == {"norm": (7,), "matrix": (5, 40)}
-    assert all(bool((view == 1).all()) for view in slots[0].weights().values())
-    assert all(bool((view == 5).all()) for view in slots[4].weights().values())
+    assert {name: tuple(view.shape) for name, view in slots[0].weights.views().items()} == {
+        "norm": (7,),
+        "matrix": (5, 40),
+    }
+    assert all(bool((view == 1).all()) for view in slots[0].weights.views().values())
+    assert all(bool((view == 5).all()) for view in slots[4].weights.views().values())
 
 
 def test_the_device_works_on_a_copy_of_the_host_weights(make_slots: MakeSlots) -> None:
     slots = make_slots()
-    slots[0].load()
+    slots[0].weights.load()
 
-    slots[0].weights()["matrix"].zero_()
+    slots[0].weights.views()["matrix"].zero_()
 
     assert bool((slots[0].state.weights == 1).all())
 
@@ -62,20 +65,20 @@ def test_loading_beyond_the_slots_is_refused_until_one_is_freed(
 ) -> None:
     slots = make_slots(num_slots)
     for stage in (0, 2)[:num_slots]:
-        slots[stage].load()
+        slots[stage].weights.load()
 
     with pytest.raises(ScheduleError, match=f"stage 4 cannot be loaded while .*{held}"):
-        slots[4].load()
+        slots[4].weights.load()
 
     slots[0].offload()
-    slots[4].load()
-    assert bool((slots[4].weights()["bias"] == 5).all())
+    slots[4].weights.load()
+    assert bool((slots[4].weights.views()["bias"] == 5).all())
 
 
 @pytest.mark.parametrize(
     "use",
     [
-        lambda slots: slots[4].weights(),
+        lambda slots: slots[4].weights.views(),
         lambda slots: slots[4].offload(),
         lambda slots: slots[4].finish_gradients(excluded=NOTHING),
     ],
@@ -83,7 +86,7 @@ def test_loading_beyond_the_slots_is_refused_until_one_is_freed(
 )
 def test_a_stage_that_is_not_loaded_cannot_be_used(make_slots: MakeSlots, use: Callable[[Stages], object]) -> None:
     slots = make_slots()
-    slots[0].load()
+    slots[0].weights.load()
 
     with pytest.raises(ScheduleError, match=r"stage 4 is used while the slots hold stages \[0, None\]"):
         use(slots)
@@ -91,39 +94,39 @@ def test_a_stage_that_is_not_loaded_cannot_be_used(make_slots: MakeSlots, use: C
 
 def test_an_offloaded_stage_cannot_be_used_any_more(make_slots: MakeSlots) -> None:
     slots = make_slots()
-    slots[2].load()
+    slots[2].weights.load()
     slots[2].offload()
 
     with pytest.raises(ScheduleError, match="stage 2"):
-        slots[2].weights()
+        slots[2].weights.views()
 
 
 def test_the_next_load_brings_what_the_optimizer_has_written(make_slots: MakeSlots) -> None:
     slots = make_slots()
-    slots[2].load()
+    slots[2].weights.load()
     slots[2].offload()
     slots[2].state.weights.fill_(7)
 
-    slots[2].load()
+    slots[2].weights.load()
 
-    assert bool((slots[2].weights()["matrix"] == 7).all())
+    assert bool((slots[2].weights.views()["matrix"] == 7).all())
 
 
 def test_gradients_add_up_over_microbatches_in_fp32(make_slots: MakeSlots) -> None:
     slots = make_slots(dtype=torch.bfloat16)
-    slots[0].load()
+    slots[0].weights.load()
     for _ in range(512):
-        slots[0].gradients()["norm"].add_(1.0)
+        slots[0].sums.views()["norm"].add_(1.0)
 
     # In bf16 the sum would stop at 256, where 1 is half a unit in the last place.
-    assert slots[0].gradients()["norm"].tolist() == [512.0] * 7
+    assert slots[0].sums.views()["norm"].tolist() == [512.0] * 7
 
 
 def test_each_stage_and_each_step_begins_with_zero_gradients(make_slots: MakeSlots) -> None:
     slots = make_slots()
     for stage in (2, 0, 0):
-        slots[stage].load()
-        gradients = slots[stage].gradients()
+        slots[stage].weights.load()
+        gradients = slots[stage].sums.views()
         assert all(view.count_nonzero() == 0 for view in gradients.values())
         for view in gradients.values():
             view.fill_(3)
@@ -133,20 +136,20 @@ def test_each_stage_and_each_step_begins_with_zero_gradients(make_slots: MakeSlo
 
 def test_a_stage_must_be_sealed_before_the_next_one_accumulates(make_slots: MakeSlots) -> None:
     slots = make_slots()
-    slots[0].load()
-    slots[2].load()
-    slots[0].gradients()
+    slots[0].weights.load()
+    slots[2].weights.load()
+    slots[0].sums.views()
 
     with pytest.raises(AssertionError, match="stages .0. have unfinished sums, no buffer is free for stage 2"):
-        slots[2].gradients()
+        slots[2].sums.views()
 
 
 def test_sealing_returns_the_squared_norm_without_the_excluded(make_slots: MakeSlots) -> None:
     slots = make_slots()
     for excluded, expected in ((NOTHING, 200 * 9.0 + 7 * 16.0), (frozenset({"matrix"}), 7 * 16.0)):
-        slots[0].load()
-        slots[0].gradients()["matrix"].fill_(3)
-        slots[0].gradients()["norm"].fill_(-4)
+        slots[0].weights.load()
+        slots[0].sums.views()["matrix"].fill_(3)
+        slots[0].sums.views()["norm"].fill_(-4)
         square = slots[0].finish_gradients(excluded=excluded)
         slots[0].offload()
 
@@ -156,8 +159,8 @@ def test_sealing_returns_the_squared_norm_without_the_excluded(make_slots: MakeS
 
 def test_excluding_everything_leaves_a_norm_of_zero(make_slots: MakeSlots) -> None:
     slots = make_slots()
-    slots[0].load()
-    slots[0].gradients()["norm"].fill_(2)
+    slots[0].weights.load()
+    slots[0].sums.views()["norm"].fill_(2)
 
     assert slots[0].finish_gradients(excluded=frozenset({"matrix", "norm"})).item() == 0.0
 
@@ -168,11 +171,11 @@ def test_sealed_gradients_arrive_on_the_host_in_the_dtype_of_the_weights(
 ) -> None:
     slots = make_slots(dtype=dtype)
     values = torch.linspace(-1, 1, 200).view(5, 40)
-    slots[0].load()
-    slots[0].gradients()["matrix"].add_(values)
+    slots[0].weights.load()
+    slots[0].sums.views()["matrix"].add_(values)
     slots[0].finish_gradients(excluded=NOTHING)
     slots[0].offload()
-    slots[0].wait_for_gradients()
+    slots[0].states.wait_for_gradients()
 
     state = slots[0].state
     assert torch.equal(layouts[0].views(state.gradients)["matrix"], values.to(dtype))
@@ -182,8 +185,8 @@ def test_sealed_gradients_arrive_on_the_host_in_the_dtype_of_the_weights(
 
 def test_the_norm_is_that_of_the_fp32_gradients_not_of_the_rounded_ones(make_slots: MakeSlots) -> None:
     slots = make_slots(dtype=torch.bfloat16)
-    slots[2].load()
-    slots[2].gradients()["matrix"].fill_(1.0 + 2.0**-10)  # rounds to 1 in bf16
+    slots[2].weights.load()
+    slots[2].sums.views()["matrix"].fill_(1.0 + 2.0**-10)  # rounds to 1 in bf16
 
     square = slots[2].finish_gradients(excluded=NOTHING)
 
@@ -205,16 +208,16 @@ def test_a_gradient_that_is_not_finite_after_the_cast_is_seen_in_the_norm(
     make_slots: MakeSlots, dtype: torch.dtype, value: float, is_finite: bool
 ) -> None:
     slots = make_slots(dtype=dtype)
-    slots[0].load()
-    slots[0].gradients()["matrix"][4, 39] = value
+    slots[0].weights.load()
+    slots[0].sums.views()["matrix"][4, 39] = value
 
     assert bool(slots[0].finish_gradients(excluded=NOTHING).isfinite()) == is_finite
 
 
 def test_an_overflow_in_an_excluded_gradient_is_seen_too(make_slots: MakeSlots) -> None:
     slots = make_slots(dtype=torch.float16)
-    slots[0].load()
-    slots[0].gradients()["norm"][0] = 70_000.0
+    slots[0].weights.load()
+    slots[0].sums.views()["norm"][0] = 70_000.0
 
     assert slots[0].finish_gradients(excluded=frozenset({"norm"})).isnan()
 
@@ -222,7 +225,7 @@ def test_an_overflow_in_an_excluded_gradient_is_seen_too(make_slots: MakeSlots) 
 def test_offloading_without_gradients_leaves_those_of_the_host_alone(make_slots: MakeSlots) -> None:
     slots = make_slots()
     slots[0].state.gradients.fill_(9)
-    slots[0].load()
+    slots[0].weights.load()
     slots[0].offload()
 
     assert bool((slots[0].state.gradients == 9).all())
@@ -230,13 +233,13 @@ def test_offloading_without_gradients_leaves_those_of_the_host_alone(make_slots:
 
 def test_a_slot_that_sent_gradients_sends_none_for_its_next_stage(make_slots: MakeSlots) -> None:
     slots = make_slots(num_slots=1)
-    slots[0].load()
-    slots[0].gradients()
+    slots[0].weights.load()
+    slots[0].sums.views()
     slots[0].finish_gradients(excluded=NOTHING)
     slots[0].offload()
     slots[2].state.gradients.fill_(9)
 
-    slots[2].load()
+    slots[2].weights.load()
     slots[2].offload()
 
     assert bool((slots[2].state.gradients == 9).all())

@@ -194,23 +194,23 @@ def test_a_load_that_comes_early_copies_the_updated_weights_and_not_the_old_ones
     queue, gate = UpdateQueue(), threading.Event()
     stage = streamed(queue)
     queue.submit(0, held(gate, lambda: stage.state.weights.fill_(7)))
-    stage.load()
+    stage.weights.load()
     opener = threading.Timer(0.05, gate.set)
     opener.start()
-    assert (stage.weights()["weight"] == 7).all()
+    assert (stage.weights.views()["weight"] == 7).all()
     opener.join()
 
 
 def test_a_stage_is_ready_once_its_weights_were_waited_for_and_until_something_changes() -> None:
     queue, gate = UpdateQueue(), threading.Event()
     stage = streamed(queue)
-    stage.load()
-    assert not stage.is_ready()  # the copy is not waited for yet
-    stage.weights()
-    assert stage.is_ready()
+    stage.weights.load()
+    assert not stage.weights.is_ready()  # the copy is not waited for yet
+    stage.weights.views()
+    assert stage.weights.is_ready()
 
     queue.submit(0, held(gate, lambda: None))
-    assert not stage.is_ready()
+    assert not stage.weights.is_ready()
     gate.set()
-    stage.wait_until_updated()
-    assert stage.is_ready()
+    stage.weights.wait_until_updated()
+    assert stage.weights.is_ready()

@@ -30,9 +30,10 @@ from mobius.hardware.topology import (
     describe_topology,
     read_topology,
 )
-from mobius.schedule import ScheduleSpec, build_schedule
+from mobius.schedule.build import build_schedule
 from mobius.schedule.lanes import Lane
 from mobius.schedule.render import place_actions
+from mobius.schedule.spec import ScheduleSpec
 
 # Where the kernel has them: two behind a switch, one behind another port of the same host bridge, one on the other
 # socket, in a PCI domain of its own.

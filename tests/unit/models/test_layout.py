@@ -91,3 +91,14 @@ def test_pieces_are_the_ranges_in_order_in_groups_of_at_most_the_given_size(max_
     sizes = [sum(part.end - part.start for part in group) for group in pieces]
     assert all(size == max_elements for size in sizes[:-1])
     assert 0 < sizes[-1] <= max_elements
+
+
+def test_elements_are_known_by_their_place_in_their_parameter() -> None:
+    layout = StageLayout.of({"norm": (7,), "matrix": (5, 40), "other": (3, 4)})
+    ranges = list(layout.named_ranges(slice(150, 390)))
+    assert [(each.name, each.offset, each.place) for each in ranges] == [
+        ("norm", 0, slice(384, 390)),
+        ("matrix", 150, slice(150, 200)),
+        ("other", 0, slice(256, 268)),
+    ]
+    assert list(layout.named_ranges(slice(200, 256))) == [], "padding"

@@ -11,7 +11,6 @@ from harness.plan_requests import find_published_shape, num_stages_with, request
 from transformers import LlamaConfig, Qwen2Config
 
 from mobius.config.config import AdapterConfig, FinetuningType, ModelConfig
-from mobius.engine.adapter_stage import AdapterStage
 from mobius.models.blocks import ModelParts
 from mobius.models.families import load_planned_config
 from mobius.planner.checkpoint_estimates import estimate_checkpoint
@@ -74,7 +73,7 @@ def test_bytes_of_the_states_are_those_that_a_run_takes(adapters: AdapterConfig,
             deferred_updates=request.deferred_updates,
         )
         host += 0 if stages.arena is None else stages.arena.num_bytes
-        on_gpu = [own.trained if isinstance(own, AdapterStage) else own for own in stages.memory.values()]
+        on_gpu = [own.states for own in stages.memory.values()]
         gpu += sum(
             tensor.nbytes
             for stage, own in zip(stages.memory, on_gpu, strict=True)

@@ -13,9 +13,11 @@ import pytest
 from mobius.errors import ConfigError
 from mobius.reporting.pictures import draw_schedule, draw_timeline, draw_training, smoothed
 from mobius.reporting.trace import Trace, TraceFacts
-from mobius.schedule import Schedule, ScheduleSpec, build_schedule
+from mobius.schedule.build import build_schedule
 from mobius.schedule.lanes import Lane, LaneSpan
 from mobius.schedule.render import place_actions
+from mobius.schedule.schedule import Schedule
+from mobius.schedule.spec import ScheduleSpec
 
 
 def measured(schedule: Schedule, device: str = "NVIDIA H200") -> Trace:

@@ -4,7 +4,9 @@ import itertools
 
 import pytest
 
-from mobius.schedule import Schedule, ScheduleSpec, build_schedule
+from mobius.schedule.build import build_schedule
+from mobius.schedule.schedule import Schedule
+from mobius.schedule.spec import ScheduleSpec
 
 _MICROBATCHES = (1, 2, 3, 4, 5, 8)
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from mobius.schedule import Action, ActionKind, source_stage, target_stage
-from mobius.schedule.action import describe_misfit
+from mobius.schedule.action import Action, ActionKind, describe_misfit, source_stage, target_stage
 
 TEXTS_OF_TWO_STAGES = {
     "generate_data -1 0 -1 -1": Action(ActionKind.GENERATE_DATA, 0),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from mobius.errors import ScheduleError
-from mobius.schedule import ActionKind, Schedule, ScheduleSpec, build_schedule
+from mobius.schedule.action import ActionKind
+from mobius.schedule.build import build_schedule
 from mobius.schedule.render import render_text
-from mobius.schedule.spec import MAX_COPY_LOOKAHEAD
+from mobius.schedule.schedule import Schedule
+from mobius.schedule.spec import MAX_COPY_LOOKAHEAD, ComputeOrder, ScheduleSpec
 
 
 def of_round(size: int, number: int) -> ScheduleSpec:
@@ -64,7 +66,9 @@ def test_every_schedule_with_offloaded_activations_passes_and_its_other_actions_
 
 
 def test_an_evaluation_offloads_no_activations() -> None:
-    schedule = build_schedule(ScheduleSpec.of(2, 2, 2, 2, offloaded_activation_stages={0, 1}, is_evaluation=True))
+    schedule = build_schedule(
+        ScheduleSpec.of(2, 2, 2, 2, offloaded_activation_stages={0, 1}, order=ComputeOrder.EVALUATION)
+    )
 
     assert not any(
         a.kind in (ActionKind.OFFLOAD_ACTIVATIONS, ActionKind.PREFETCH_ACTIVATIONS)

@@ -3,7 +3,10 @@
 import pytest
 
 from mobius.errors import ScheduleError
-from mobius.schedule import ActionKind, Schedule, ScheduleSpec, build_schedule
+from mobius.schedule.action import ActionKind
+from mobius.schedule.build import build_schedule
+from mobius.schedule.schedule import Schedule
+from mobius.schedule.spec import ScheduleSpec
 
 # Two ranks, two stages each, two microbatches.
 BY_HAND = {

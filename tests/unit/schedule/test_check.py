@@ -6,8 +6,11 @@ from dataclasses import replace
 import pytest
 
 from mobius.errors import ScheduleError
-from mobius.schedule import Action, ActionKind, Schedule, ScheduleSpec, build_schedule, check
-from mobius.schedule.check import Rule
+from mobius.schedule.action import Action, ActionKind
+from mobius.schedule.build import build_schedule
+from mobius.schedule.check import Rule, check
+from mobius.schedule.schedule import Schedule
+from mobius.schedule.spec import ScheduleSpec
 
 Actions = list[Action]
 

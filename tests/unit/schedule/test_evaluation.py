@@ -7,14 +7,18 @@ from dataclasses import replace
 import pytest
 
 from mobius.errors import ScheduleError
-from mobius.schedule import Action, ActionKind, Schedule, ScheduleSpec, build_schedule, check
+from mobius.schedule.action import Action, ActionKind
+from mobius.schedule.build import build_schedule
+from mobius.schedule.check import check
 from mobius.schedule.render import place_actions
+from mobius.schedule.schedule import Schedule
+from mobius.schedule.spec import ComputeOrder, ScheduleSpec
 
 SIZES = list(itertools.product((1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4, 8), (None, 1, 2, 3)))
 
 
 def build(*size: int | None, resident: tuple[int, ...] = ()) -> Schedule:
-    return build_schedule(ScheduleSpec.of(*size, resident, is_evaluation=True))  # type: ignore[arg-type]
+    return build_schedule(ScheduleSpec.of(*size, resident, order=ComputeOrder.EVALUATION))  # type: ignore[arg-type]
 
 
 def test_two_ranks_with_three_stages_each_do_what_was_written_by_hand() -> None:
@@ -115,6 +119,6 @@ def test_a_broken_one_is_refused(case: str) -> None:
 def test_a_step_is_no_evaluation_and_an_evaluation_no_step() -> None:
     step, evaluation = build_schedule(ScheduleSpec.of(1, 2, 1, None)), build(1, 2, 1, None)
     with pytest.raises(ScheduleError, match="takes evaluate_last in an evaluation"):
-        check(replace(step, spec=replace(step.spec, is_evaluation=True)))
+        check(replace(step, spec=replace(step.spec, order=ComputeOrder.EVALUATION)))
     with pytest.raises(ScheduleError, match="takes forward_last"):
-        check(replace(evaluation, spec=replace(evaluation.spec, is_evaluation=False)))
+        check(replace(evaluation, spec=replace(evaluation.spec, order=ComputeOrder.LOOPED)))

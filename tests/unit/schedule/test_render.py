@@ -4,8 +4,10 @@ import re
 
 import pytest
 
-from mobius.schedule import Schedule, ScheduleSpec, build_schedule
+from mobius.schedule.build import build_schedule
 from mobius.schedule.render import render_text
+from mobius.schedule.schedule import Schedule
+from mobius.schedule.spec import ScheduleSpec
 
 
 def test_the_grid_is_the_one_drawn_by_hand() -> None:

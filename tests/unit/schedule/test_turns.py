@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 
-from mobius.schedule import Schedule, ScheduleSpec, build_schedule, source_stage
-from mobius.schedule.schedule import topological_order
+from mobius.schedule.action import source_stage
+from mobius.schedule.build import build_schedule
+from mobius.schedule.schedule import Schedule, topological_order
+from mobius.schedule.spec import ScheduleSpec
 
 
 def test_built_schedules_are_played_to_the_end(all_schedules: list[Schedule]) -> None:

@@ -30,7 +30,7 @@ from mobius.models.blocks import ModelParts
 from mobius.schedule.build import build_schedule
 from mobius.schedule.partition import balanced_partition, partition_of
 from mobius.schedule.plan import Plan
-from mobius.schedule.spec import ScheduleSpec
+from mobius.schedule.spec import ComputeOrder, ScheduleSpec
 from mobius.training.evaluation.evaluator import (
     MAX_BATCHES_PER_PASS,
     EvaluationResult,
@@ -120,7 +120,7 @@ def test_an_evaluation_waits_for_the_updates_of_the_step_before(folder: Path, mo
         for _ in trainer.train():
             if drains:
                 for memory in session.stages.memory.values():
-                    memory.wait_until_updated()
+                    memory.weights.wait_until_updated()
             losses.append(evaluator.evaluate().loss)
         return losses
 
@@ -284,7 +284,12 @@ def count_pass(config: LlamaConfig, plan: Plan, rank: int, *, rows: int, seq_len
     plan = replace(plan, num_microbatches=plan.num_microbatches * batches_per_pass(plan))
     schedule = build_schedule(
         ScheduleSpec.of(
-            plan.num_ranks, plan.stages_per_rank, plan.num_microbatches, plan.slots, plan.resident, is_evaluation=True
+            plan.num_ranks,
+            plan.stages_per_rank,
+            plan.num_microbatches,
+            plan.slots,
+            plan.resident,
+            order=ComputeOrder.EVALUATION,
         )
     )
     tokens = torch.randint(0, config.vocab_size, (rows * plan.num_microbatches, seq_length))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mobius.engine.gradient_accumulator import squared_norm
+from mobius.engine.gradient_sums import squared_norm
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,224 @@
+"""Where a stage's gradients add up in fp32 over the microbatches, and how they end.
+
+A rank runs one stage's backward at a time, from its first microbatch to its last, so all its stages, streamed and
+resident, share one buffer. A second buffer is needed in three cases: gradients leave the GPU in fp32, straight from the
+buffer; sums of streamed stages move to the host and back between accumulation rounds; or replicas share stages, so that
+one sum is reduced while the next stage accumulates.
+
+    buffer   stage 4's backward | leaves to the host, stage 0's comes back | stage 0's backward
+    buffer   stage 2's comes    | stage 2's backward                       | leaves
+
+A finished sum is squared for the norm and cast into a buffer that the kind of stage chooses, or stays where it is. If
+replicas share the stage, both happen after the reduction, on a stream of its own (`reductions.py`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from mobius.distributed.shards import Shards
+from mobius.engine.reductions import StageSharding
+from mobius.hardware.spans import NO_SPANS, Spans
+from mobius.hardware.streams import DeviceBuffer, Event, Stream, record_current
+from mobius.models.layout import StageLayout
+from mobius.schedule.lanes import Lane
+
+ROUNDED_ELEMENTS = 2**24
+"""Gradients rounded at a time: bounds the temporary memory to 32 MiB."""
+
+
+class GradientAccumulator:
+    """Buffers of one device for fp32 sums; compute runs on its current stream."""
+
+    def __init__(self, *num_elements: int, device: torch.device) -> None:
+        """Allocate one buffer per number of elements (`limits.gradient_sum_elements`); stages use them in turn."""
+        self.device = device
+        zeros = [torch.zeros(each, dtype=torch.float32, device=device) for each in num_elements]
+        self._free = deque(map(DeviceBuffer, zeros))
+        self._stages: list[int] = []
+
+    def find(self, stage: int, num_elements: int) -> DeviceBuffer:
+        """Return the buffer of at least `num_elements` that `stage` would take now."""
+        buffer = next((each for each in self._free if each.values.numel() >= num_elements), None)
+        assert buffer is not None, (
+            f"stages {sorted(self._stages)} have unfinished sums, no buffer is free for stage {stage}"
+        )
+        return buffer
+
+    def take(self, stage: int, num_elements: int) -> DeviceBuffer:
+        """Assign a buffer to `stage`; fill it after its `free` event."""
+        buffer = self.find(stage, num_elements)
+        self._free.remove(buffer)
+        self._stages.append(stage)
+        return buffer
+
+    def give_back(self, stage: int, buffer: DeviceBuffer) -> None:
+        """Let another stage take the buffer of `stage`, whose values stay until then."""
+        self._stages.remove(stage)
+        self._free.append(buffer)
+
+
+class GradientSums:
+    """fp32 gradient sums of one stage."""
+
+    def __init__(
+        self,
+        stage: int,
+        layout: StageLayout,
+        accumulator: GradientAccumulator,
+        *,
+        sharding: StageSharding | None = None,
+        host: Tensor | None = None,
+        to_host: Stream | None = None,
+        to_device: Stream | None = None,
+        spans: Spans = NO_SPANS,
+    ) -> None:
+        """Add up in a buffer of `accumulator`, which needs two with `sharding` or `host`.
+
+        `host` [layout.num_trained] keeps the sums between accumulation rounds, copied by the two streams; without it
+        they stay on the device.
+        """
+        self._stage, self._layout, self._accumulator, self._sharding = stage, layout, accumulator, sharding
+        self._host, self._to_host, self._to_device = host, to_host or Stream(), to_device or Stream()
+        self._spans = spans
+        self._buffer: DeviceBuffer | None = None
+        self._views: dict[str, Tensor] = {}
+        self._arrival = Event()
+        """Recorded after the sums were copied to the host."""
+        self.finished = accumulator.find(stage, layout.num_trained)
+        """Buffer of the sum finished last; valid until another stage takes it, which waits for its `free` event."""
+        self.reduction: Event | None = None
+        """Event after which compute may read the results of `finish`; None if stream order suffices."""
+
+    def views(self) -> dict[str, Tensor]:
+        """Return fp32 views by trained parameter.
+
+        They are zero at the first call after the previous sum was finished. After `load` they hold the loaded sum, and
+        the compute stream waits for the copy.
+        """
+        buffer = self._buffer
+        if buffer is None:
+            buffer = self._take()
+            buffer.free.wait()
+            buffer.values[: self._layout.num_trained].zero_()
+        if buffer.ready is not None:
+            buffer.ready.wait()
+            buffer.ready = None
+        return self._views
+
+    def finish(self, target: DeviceBuffer | None, *, excluded: frozenset[str]) -> Tensor:
+        """Finish the sum, and cast it or the own shard to the start of `target` once that is free.
+
+        Without a target it stays in the `finished` buffer. Returns the squared norm without the parameters in
+        `excluded` (fp32 scalar on the device, not synchronized, valid after `reduction`), computed in fp32 before any
+        cast; a value that the cast makes infinite (fp16) makes it NaN.
+        """
+        views = self.views()
+        buffer = self.finished = self._give_back()
+        sums = buffer.values[: self._layout.num_trained]
+        if self._sharding is not None:
+            return self._reduce(self._sharding, buffer, sums, target, excluded)
+        square = squared_norm((view for name, view in views.items() if name not in excluded), self._accumulator.device)
+        if target is not None:
+            target.free.wait()
+            square = cast_gradients(sums, target.values[: len(sums)], square)
+            if self._host is not None:  # another stream fills the buffer next
+                buffer.free = record_current(self._accumulator.device)
+        return square
+
+    def _reduce(
+        self,
+        sharding: StageSharding,
+        buffer: DeviceBuffer,
+        sums: Tensor,
+        target: DeviceBuffer | None,
+        excluded: frozenset[str],
+    ) -> Tensor:
+        """Start the reduction to the owners, norm and cast of the own shard, beside compute.
+
+        The norm is that of all replicas' sums: without clipping, each replica's host decides from it alone.
+        """
+        shards, reductions = sharding.shards, sharding.reductions
+        span = self._spans.device_span(Lane.REDUCE, f"R{self._stage}")
+        with reductions.after(*([] if target is None else [target.free])), span:
+            reductions.replicas.reduce_scatter(sums, shards.segments)
+            square = shards.square(sums, self._layout, excluded=excluded)
+            if target is not None:
+                square = cast_gradients(sums, target.values[: shards.num_elements], square, shards)
+            square = reductions.replicas.sum_over_replicas(square)
+        self.reduction = buffer.free = reductions.record()
+        return square
+
+    def offload(self) -> None:
+        """Start copying the unfinished sum to the host; returns at once. Does nothing if it stays on the device."""
+        if self._host is None:
+            return
+        done = record_current(self._accumulator.device)
+        buffer = self._give_back()
+        with self._to_host.run():
+            done.wait()
+            with self._spans.device_span(Lane.OFFLOAD, f"OS{self._stage}"):
+                self._host.copy_(buffer.values[: self._layout.num_trained], non_blocking=True)
+            self._arrival = buffer.free = self._to_host.record()
+
+    def load(self) -> None:
+        """Start copying the offloaded sum back, for `views` to continue it; returns at once."""
+        if self._host is None:
+            return
+        buffer = self._take()
+        with self._to_device.run():
+            buffer.free.wait()
+            self._arrival.wait()
+            with self._spans.device_span(Lane.LOAD, f"LS{self._stage}"):
+                buffer.values[: self._layout.num_trained].copy_(self._host, non_blocking=True)
+            buffer.ready = self._to_device.record()
+
+    def _take(self) -> DeviceBuffer:
+        self._buffer = buffer = self._accumulator.take(self._stage, self._layout.num_trained)
+        self._views = self._layout.trained_views(buffer.values)
+        return buffer
+
+    def _give_back(self) -> DeviceBuffer:
+        buffer, self._buffer, self._views = self._buffer, None, {}
+        assert buffer is not None, f"stage {self._stage} has no gradient sums on the device"
+        self._accumulator.give_back(self._stage, buffer)
+        return buffer
+
+
+def squared_norm(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of squares of all `tensors`, fp32 scalar on `device`, not synchronized; 0 without tensors.
+
+    Reduces each tensor first, then over the tensors: the order of torch.nn.utils.get_total_norm.
+    """
+    listed = list(tensors)
+    if not listed:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    norms = torch._foreach_norm(listed, 2.0, dtype=torch.float32)
+    return torch.stack(list(norms)).square().sum()
+
+
+def round_gradients(sums: Tensor, dtype: torch.dtype, square: Tensor) -> Tensor:
+    """Round fp32 gradients in place to the values that `cast_gradients` would store in `dtype`; same result."""
+    for part in sums.split(ROUNDED_ELEMENTS):
+        part.copy_(part.to(dtype))
+    return _seen_infinite(sums, square) if dtype == torch.float16 else square
+
+
+def cast_gradients(source: Tensor, target: Tensor, square: Tensor, shards: Shards | None = None) -> Tensor:
+    """Copy fp32 gradients, or only this replica's `shards`, into `target` of another dtype; return the norm `square`.
+
+    The norm becomes NaN if the cast made a value infinite (fp16), so that the check for non-finite values finds it.
+    """
+    if shards is None:
+        target.copy_(source)
+    else:
+        shards.copy_owned(source, target)
+    return _seen_infinite(target, square) if target.dtype == torch.float16 else square
+
+
+def _seen_infinite(gradients: Tensor, square: Tensor) -> Tensor:
+    return square if gradients.numel() == 0 else square + gradients.abs().max().float() * 0

@@ -1,0 +1,255 @@
+"""Where a stage's master and moments are and who updates them: the optimizer's thread on the host, or the GPU itself.
+
+    bytes per parameter on the GPU   bf16                    fp16               fp32
+    weights, rest of the master      2 + 2 (split)           2 + 4              4 (both in one)
+    moments                          8                       8                  8
+    stored gradients                 2, or 4 if wanted fp32  2, or 4            4
+    sums, accumulation rounds        4                       4                  4
+
+State on the host: finished gradients are cast into an outbox on the device, usually the stage's weight slot, and copied
+from there, in the weights' dtype, by one flat copy without extra memory. Gradients that must arrive in fp32 are copied
+from the sum; the rank then has two buffers for sums, and the slot is free right after backward.
+
+State on the GPU: a stage that is updated right after its backward stores no gradients. The update reads them from the
+rank's fp32 sum, rounded in place to the dtype in which gradients leave for the host, so that residency does not change
+the result. If an update must wait for other stages (clipping, tied weights, loss scaling), gradients are cast into
+memory owned by the stage. With several accumulation rounds, every stage has its own sum, which persists between rounds,
+and stores nothing else. If replicas share the stage, each stores the gradients and state of its shard; the stream of
+`engine/reductions.py` reduces sums, updates the stage and gathers its weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mobius.engine.gradient_sums import GradientSums, round_gradients
+from mobius.engine.reductions import StageSharding
+from mobius.engine.stage_state import StageState
+from mobius.engine.stage_weights import StageWeights
+from mobius.engine.update_queue import UpdateQueue
+from mobius.hardware.spans import NO_SPANS, Spans
+from mobius.hardware.streams import DeviceBuffer, Event, Stream
+from mobius.limits import UPDATE_CHUNK_ELEMENTS
+from mobius.models.layout import FlatRange
+from mobius.schedule.lanes import Lane
+
+
+class Update(Protocol):
+    """The optimizer's update of one stage, with the constants of its step."""
+
+    def __call__(self, state: StageState, *, pieces: Sequence[FlatRange], found_inf: Tensor | None = None) -> None:
+        """Update `pieces` of the trained part; changes nothing if `found_inf` (fp32 scalar, on the device) is 1."""
+
+
+class OptimizerStates(Protocol):
+    """Master and moments of one stage, and the gradients that update them."""
+
+    is_on_host: bool
+    """Whether finished gradients must be collected from the device."""
+
+    @property
+    def state(self) -> StageState:
+        """Training state, on the host or the device; `finish_gradients` may replace its gradient buffer."""
+
+    def finish_gradients(self, sums: GradientSums, *, excluded: frozenset[str]) -> Tensor:
+        """Finish the sums in the form that is copied to the host or that the update reads; return the squared norm.
+
+        The norm is that of `GradientSums.finish`.
+        """
+
+    def collect_gradients(self, sums: GradientSums, after: Event) -> bool:
+        """Start copying finished gradients to where the state is, after `after`; whether there was a copy to start."""
+
+    def wait_for_gradients(self) -> None:
+        """Make the host wait until `state.gradients` are complete, or compute if they are on the device."""
+
+    def run_after_update(self, action: Callable[[], None]) -> None:
+        """Call `action` after all updates begun so far: now, or in the optimizer's thread."""
+
+    def begin_update(self, update: Update) -> bool:
+        """Run `update` during the rest of the step, unless the gradients are not finite; False if it cannot begin."""
+
+    def update(self, update: Update) -> None:
+        """Run `update` after the step, now or in queue order; the caller has decided not to skip it."""
+
+
+class HostStates:
+    """OptimizerStates in host memory, updated by the optimizer's thread during the rest of the step and the next one.
+
+    An update takes the state from `_acquire` before each piece; what waits for it in `updates` runs after the last one.
+    A state that is elsewhere meanwhile would be read ahead from `_submit` on, and written back by such a follower.
+    """
+
+    is_on_host = True
+
+    def __init__(
+        self,
+        stage: int,
+        state: StageState,
+        weights: StageWeights,
+        updates: UpdateQueue,
+        *,
+        device: torch.device,
+        to_host: Stream,
+        outbox: Callable[[], DeviceBuffer] | None,
+        spans: Spans = NO_SPANS,
+    ) -> None:
+        """`outbox` returns the memory into which gradients are cast, to be copied by the stream `to_host`.
+
+        Without it they are copied in fp32 from the sum, which needs two buffers.
+        """
+        self.state = state
+        self._stage, self._weights, self._updates, self._spans = stage, weights, updates, spans
+        self._to_host, self._outbox = to_host, outbox
+        self._leaving: tuple[DeviceBuffer, Tensor] | None = None
+        """Finished gradients and their squared norm, until they are collected."""
+        self._arrival: Event | None = None
+        """Event after which the latest gradients, and their squared norm before any cast, are on the host."""
+        self._host_square = torch.zeros((), pin_memory=device.type == "cuda")
+
+    def finish_gradients(self, sums: GradientSums, *, excluded: frozenset[str]) -> Tensor:
+        target = None if self._outbox is None else self._outbox()
+        square = sums.finish(target, excluded=excluded)
+        self._leaving = sums.finished if target is None else target, square
+        return square
+
+    def collect_gradients(self, sums: GradientSums, after: Event) -> bool:
+        if self._leaving is None:
+            return False
+        (buffer, square), self._leaving = self._leaving, None
+        target, shards = self.state.gradients, self.state.shards
+        with self._to_host.run():
+            (sums.reduction or after).wait()
+            with self._spans.device_span(Lane.OFFLOAD, f"O{self._stage}"):
+                self._host_square.copy_(square, non_blocking=True)
+                if shards is not None and self._outbox is None:
+                    shards.copy_owned(buffer.values, target, non_blocking=True)
+                else:
+                    target.copy_(buffer.values[: len(target)], non_blocking=True)
+            self._arrival = buffer.free = self._to_host.record()
+        self._to_host.record_use(square)
+        return True
+
+    def wait_for_gradients(self) -> None:
+        self._gradients_arrival().synchronize()
+
+    def run_after_update(self, action: Callable[[], None]) -> None:
+        self._updates.run_after_update(self._stage, action)
+
+    def begin_update(self, update: Update) -> bool:
+        """Return False without a thread: the host would block for the gradients in the middle of the step."""
+        if self._updates.has_thread:
+            self._submit(update, looks_at_norm=True)
+        return self._updates.has_thread
+
+    def update(self, update: Update) -> None:
+        self._submit(update, looks_at_norm=False)
+
+    def _submit(self, update: Update, *, looks_at_norm: bool) -> None:
+        arrival = self._gradients_arrival()
+
+        def run(part: Sequence[FlatRange]) -> None:
+            state = self._acquire(arrival)
+            if looks_at_norm and not math.isfinite(float(self._host_square)):
+                return
+            with self._spans.host_span(Lane.OPTIMIZER, f"U{self._stage}"):
+                update(state, pieces=part)
+
+        pieces = [partial(run, part) for part in self.state.layout.pieces(UPDATE_CHUNK_ELEMENTS)]
+        self._updates.submit(self._stage, pieces, can_begin=arrival.is_completed)
+        self._weights.updated()
+
+    def _acquire(self, arrival: Event) -> StageState:
+        """Return the state for a piece of an update, in the updating thread, once its gradients are there."""
+        arrival.synchronize()  # sync: once per stage and step, off the compute path
+        return self.state
+
+    def _gradients_arrival(self) -> Event:
+        assert self._arrival is not None, f"stage {self._stage} has not offloaded its gradients"
+        return self._arrival
+
+
+class DeviceStates:
+    """OptimizerStates on the device; updates follow compute in the same stream, or reductions in theirs."""
+
+    is_on_host = False
+
+    def __init__(
+        self,
+        stage: int,
+        state: StageState,
+        weights: StageWeights,
+        *,
+        gradient_dtype: torch.dtype,
+        has_target: bool,
+        keeps_gradients: bool,
+        sharding: StageSharding | None = None,
+        spans: Spans = NO_SPANS,
+    ) -> None:
+        """Gradients are cast to `gradient_dtype`: into those of `state` if `has_target`, else where they add up.
+
+        Without `keeps_gradients`, the update must start before another stage's backward.
+        """
+        self.state = state
+        self._stage, self._weights, self._sharding, self._spans = stage, weights, sharding, spans
+        self._gradient_dtype, self._keeps_gradients = gradient_dtype, keeps_gradients
+        self._target = DeviceBuffer(state.gradients) if has_target else None
+        self._square: Tensor | None = None
+        self._reduction: Event | None = None
+
+    def finish_gradients(self, sums: GradientSums, *, excluded: frozenset[str]) -> Tensor:
+        square = sums.finish(self._target, excluded=excluded)
+        if self._target is None:
+            values = sums.finished.values[: self.state.layout.num_trained]
+            if self._gradient_dtype != torch.float32:
+                square = round_gradients(values, self._gradient_dtype, square)
+            self.state = replace(self.state, gradients=values)  # the accumulator may alternate between two buffers
+        self._square, self._reduction = square, sums.reduction
+        return square
+
+    def collect_gradients(self, sums: GradientSums, after: Event) -> bool:
+        return False
+
+    def wait_for_gradients(self) -> None:
+        """Make compute wait for a reduction over replicas; without replicas, stream order already suffices."""
+        if self._reduction is not None:
+            self._reduction.wait()
+
+    def run_after_update(self, action: Callable[[], None]) -> None:
+        """Call `action` now; updates may still be running, but stream order protects the state."""
+        self._weights.wait_until_updated()
+        action()
+
+    def begin_update(self, update: Update) -> bool:
+        """Enqueue the update after the work so far; the device checks whether the gradients are finite."""
+        assert self._square is not None, f"stage {self._stage} has unfinished gradients"
+        self._run(update, self._square)
+        return True
+
+    def update(self, update: Update) -> None:
+        assert self._keeps_gradients, f"stage {self._stage} stores no gradients for a later update"
+        self._run(update, None)
+
+    def _run(self, update: Update, square: Tensor | None) -> None:
+        """Update, unless `square` is given and not finite."""
+        if self._sharding is None:
+            self._update(update, square)
+            self._weights.updated()
+            return
+        reductions = self._sharding.reductions
+        with reductions.after():
+            self._update(update, square)
+            reductions.replicas.all_gather(self.state.weights, self._sharding.shards.segments)
+        self._weights.updated(reductions.record())
+
+    def _update(self, update: Update, square: Tensor | None) -> None:
+        found_inf = None if square is None else (~torch.isfinite(square)).float()
+        with self._spans.device_span(Lane.OPTIMIZER, f"U{self._stage}"):
+            update(self.state, pieces=self.state.layout.ranges, found_inf=found_inf)

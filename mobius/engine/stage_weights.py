@@ -1,0 +1,291 @@
+"""Where a stage's weights are: in a slot of the GPU while they compute, always on the GPU, or some here and some there.
+
+A slot cycles through three streams, the first its own; each arrow is an event:
+
+    H2D stream      wait(free) -> copy weights in -> record(ready)
+                                                        |
+    compute stream                wait(ready) -> forward / backward -> gradients into the slot -> record(done)
+                                                                                                     |
+    D2H stream                                             wait(done) -> copy gradients to the host -> record(free)
+
+`ready` and `free` are the slot's two events. Without gradients, `free` is recorded on the compute stream at once.
+Weights are never copied back: the GPU does not change them.
+
+If replicas share the stage, each host updates its own shard of the weights. The first load after an update copies that
+shard from the host and gathers the other shards from their replicas, while compute runs. These are also copied to the
+host, so that later loads are ordinary:
+
+    H2D stream     wait(free, gathered_to_host) -> copy own shard in -> gather the rest -> record(ready)
+                                                                                               |
+    weights to host                       wait(ready) -> copy the rest to the host -> record(gathered_to_host)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mobius.engine.ordered_tasks import OrderedTask
+from mobius.engine.reductions import StageSharding
+from mobius.engine.stage_state import StageState
+from mobius.engine.update_queue import UpdateQueue
+from mobius.errors import ScheduleError
+from mobius.hardware.spans import NO_SPANS, Spans
+from mobius.hardware.streams import DeviceBuffer, Event, Stream, new_stream, record_current
+from mobius.schedule.lanes import Lane
+
+
+class StageWeights(Protocol):
+    """Weights of one stage, for compute on the device."""
+
+    @property
+    def state(self) -> StageState:
+        """State that holds the weights, or the frozen ones if only these are loaded."""
+
+    def load(self) -> None:
+        """Start copying the weights to the device, after any pending update; returns before it is done."""
+
+    def is_ready(self) -> bool:
+        """Whether `wait_until_updated` and `views` return without waiting."""
+
+    def wait_until_updated(self) -> None:
+        """Make the host wait for the update, or compute if the state is on the device; raises what it raised."""
+
+    def views(self) -> dict[str, Tensor]:
+        """Return parameter views on the device; the compute stream waits until they are loaded."""
+
+    def release(self) -> Event:
+        """Give back the memory of loaded weights, which is free after the returned event: all compute so far."""
+
+    def updated(self, event: Event | None = None) -> None:
+        """Take note of an update of the state, submitted or, if it runs on the device, complete at `event`.
+
+        Called once per update: the place to renew what the device holds of the weights.
+        """
+
+    def gather_updated(self) -> None:
+        """Fetch the weights that other replicas have updated into the state; collective, waits for updates."""
+
+
+@dataclass(eq=False)
+class _WeightSlot(DeviceBuffer):
+    filling: Stream = field(kw_only=True)
+    """Separate per slot: a copy that waits for its slot or its update must not delay another slot's."""
+    stage: int | None = None
+    gathered_to_host: Event = field(default_factory=Event)
+    """Recorded after gathered weights are copied to the host; they must not be overwritten before."""
+    views: dict[str, Tensor] = field(default_factory=dict)
+
+
+class WeightSlotPool:
+    """Weight slots of one device, and the streams of copies to the host."""
+
+    def __init__(
+        self, num_elements: int, *, num_slots: int, dtype: torch.dtype, device: torch.device, is_shared: bool = False
+    ) -> None:
+        """Allocate `num_slots` slots of `num_elements` weights each; `is_shared`: replicas share stages."""
+        self.device = device
+        self._slots = [
+            _WeightSlot(torch.empty(num_elements, dtype=dtype, device=device), filling=new_stream(device))
+            for _ in range(num_slots)
+        ]
+        self._free = deque(self._slots)
+        """In the order in which they become free on the device: a load waits for the first."""
+        self.to_host = new_stream(device)
+        self.sums_to_device = new_stream(device)
+        self.weights_to_host = new_stream(device) if is_shared else Stream()
+
+    def take(self, stage: int) -> _WeightSlot:
+        """Assign a free slot to `stage`. Raises ScheduleError if none is free, i.e. the schedule needs more slots."""
+        if not self._free:
+            raise ScheduleError(
+                f"stage {stage} cannot be loaded while all {len(self._slots)} slots hold stages {self.held}"
+            )
+        slot = self._free.popleft()
+        slot.stage = stage
+        return slot
+
+    def give_back(self, slot: _WeightSlot) -> None:
+        """Let another stage take the slot, after its `free` event."""
+        slot.stage, slot.views = None, {}
+        self._free.append(slot)
+
+    @property
+    def held(self) -> list[int | None]:
+        """Stage in each slot, None in a free one."""
+        return [slot.stage for slot in self._slots]
+
+
+class SlotWeights:
+    """StageWeights in host memory, copied into a slot for as long as they compute."""
+
+    def __init__(
+        self,
+        stage: int,
+        state: StageState,
+        pool: WeightSlotPool,
+        updates: UpdateQueue,
+        *,
+        sharding: StageSharding | None = None,
+        spans: Spans = NO_SPANS,
+    ) -> None:
+        """A load waits for the stage's update in `updates` without blocking the caller."""
+        self.state = state
+        self._stage, self._pool, self._updates, self._sharding, self._spans = stage, pool, updates, sharding, spans
+        self._taken: _WeightSlot | None = None
+        self._has_all_shards = True
+        """Whether the host has the other replicas' updates, or a requested load brings them."""
+        self._all_shards_event = Event()
+        """Recorded after a load has copied the other replicas' updates to the host."""
+        self._gather_task: OrderedTask | None = None
+        """Gather of the current load; None once its start was waited for."""
+
+    def load(self) -> None:
+        self._taken = slot = self._pool.take(self._stage)
+        slot.views = self.state.layout.views(slot.values)
+        begin: Callable[[], None] = partial(self._fill, slot)
+        if self._sharding is not None and not self._has_all_shards:
+            self._has_all_shards = True
+            self._gather_task = self._sharding.reductions.gathers.add(partial(self._gather, slot, self._sharding))
+            begin = self._gather_task.allow_start
+        self._updates.run_after_update(self._stage, begin)
+
+    def _fill(self, slot: _WeightSlot) -> None:
+        with slot.filling.run():
+            for point in (slot.free, slot.gathered_to_host, self._all_shards_event):
+                point.wait()
+            with self._spans.device_span(Lane.LOAD, f"L{self._stage}"):
+                slot.values[: self.state.layout.num_elements].copy_(self.state.weights, non_blocking=True)
+            self._filled(slot)
+
+    def _gather(self, slot: _WeightSlot, sharding: StageSharding) -> None:
+        """Fill the slot with the own shard from the host and other shards from replicas, and copy these to the host."""
+        weights, layout, shards = self.state.weights, self.state.layout, sharding.shards
+        frozen = slice(layout.num_trained, layout.num_elements)
+        with slot.filling.run():
+            for point in (slot.free, slot.gathered_to_host):
+                point.wait()
+            with self._spans.device_span(Lane.LOAD, f"L{self._stage}"):
+                for part in (*shards.own, frozen):
+                    slot.values[part].copy_(weights[part], non_blocking=True)
+            with self._spans.device_span(Lane.GATHER, f"G{self._stage}"):
+                sharding.reductions.replicas.all_gather_for_load(slot.values, shards.segments)
+            ready = self._filled(slot)
+        with self._pool.weights_to_host.run():
+            ready.wait()
+            for part in shards.others:
+                weights[part].copy_(slot.values[part], non_blocking=True)
+            self._all_shards_event = slot.gathered_to_host = self._pool.weights_to_host.record()
+
+    def _filled(self, slot: _WeightSlot) -> Event:
+        """End filling, within the slot's stream: the place for work on all loaded weights before compute reads them."""
+        slot.ready = ready = slot.filling.record()
+        return ready
+
+    def is_ready(self) -> bool:
+        if self._gather_task is not None or self._updates.is_under_way(self._stage):
+            return False
+        return self._slot.ready is None
+
+    def wait_until_updated(self) -> None:
+        """Make the host wait for the update, and for the start of a load that depends on it."""
+        self._updates.wait(self._stage)
+        if self._gather_task is not None:
+            self._gather_task.wait()
+            self._gather_task = None
+
+    def views(self) -> dict[str, Tensor]:
+        """Return views of the slot; at the first call after a load, the compute stream waits for it."""
+        self.wait_until_updated()
+        slot = self._slot
+        if slot.ready is not None:
+            slot.ready.wait()
+            slot.ready = None
+        return slot.views
+
+    def give_up(self) -> DeviceBuffer:
+        """Return the slot for outgoing gradients, over weights that are no longer needed; ends their views."""
+        slot = self._slot
+        slot.views, slot.free = {}, slot.gathered_to_host
+        return slot
+
+    def release(self) -> Event:
+        slot = self._slot
+        self._taken = None
+        self._pool.give_back(slot)
+        slot.free = record_current(self._pool.device)
+        return slot.free
+
+    def updated(self, event: Event | None = None) -> None:
+        self._has_all_shards = self._sharding is None
+
+    def gather_updated(self) -> None:
+        self.wait_until_updated()
+        if self._sharding is not None and not self._has_all_shards:
+            self._sharding.reductions.replicas.all_gather_on_host(self.state.weights, self._sharding.shards.segments)
+            self._has_all_shards = True
+        self._all_shards_event.synchronize()
+
+    @property
+    def _slot(self) -> _WeightSlot:
+        if self._taken is None:
+            raise ScheduleError(f"stage {self._stage} is used while the slots hold stages {self._pool.held}")
+        return self._taken
+
+
+class ResidentWeights:
+    """StageWeights that stay on the device, where the state is."""
+
+    def __init__(self, stage: int, state: StageState) -> None:
+        self.state = state
+        self._stage, self._views = stage, state.layout.views(state.weights)
+        self._updated: Event | None = None
+        """Recorded after an update on another stream; None once compute waits for it."""
+
+    def load(self) -> None:
+        raise ScheduleError(f"stage {self._stage} is resident and cannot be loaded")
+
+    def is_ready(self) -> bool:
+        return self._updated is None
+
+    def wait_until_updated(self) -> None:
+        """Make compute wait for an update shared by replicas; other updates already precede it on the same stream."""
+        if self._updated is not None:
+            self._updated.wait()
+            self._updated = None
+
+    def views(self) -> dict[str, Tensor]:
+        self.wait_until_updated()
+        return self._views
+
+    def release(self) -> Event:
+        raise ScheduleError(f"stage {self._stage} is resident and cannot be offloaded")
+
+    def updated(self, event: Event | None = None) -> None:
+        self._updated = event
+
+    def gather_updated(self) -> None:
+        """Make compute wait for an update shared by replicas, which includes the gather of all weights."""
+        self.wait_until_updated()
+
+
+class AdapterWeights:
+    """StageWeights of adapters: frozen ones in a slot while they compute, trained ones always on the device."""
+
+    def __init__(self, frozen: SlotWeights, trained: ResidentWeights) -> None:
+        self._frozen, self._trained = frozen, trained
+        self.state, self.load, self.release = frozen.state, frozen.load, frozen.release
+        self.wait_until_updated, self.updated = trained.wait_until_updated, trained.updated
+        self.gather_updated = trained.gather_updated
+
+    def is_ready(self) -> bool:
+        return self._frozen.is_ready() and self._trained.is_ready()
+
+    def views(self) -> dict[str, Tensor]:
+        return self._frozen.views() | self._trained.views()
