@@ -47,7 +47,7 @@ from worker import clean_up, make_batches, make_samples  # noqa: E402
 from mobius.config.cli import parse_args  # noqa: E402
 from mobius.data.batches import TrainingBatches  # noqa: E402
 from mobius.distributed.transport import SingleRankTransport  # noqa: E402
-from mobius.engine import host_arena, pinned_activation_buffer  # noqa: E402
+from mobius.engine import host_arena  # noqa: E402
 from mobius.errors import GpuMemoryError  # noqa: E402
 from mobius.hardware.host_memory import own_host_bytes  # noqa: E402
 from mobius.log import setup_logging  # noqa: E402
@@ -173,8 +173,7 @@ class HostPool:
         self._map, self._lock, self._unlock = host_arena.map_zeros, host_arena.lock_pages, host_arena.unlock_pages
         self._memory, self._taken = self._map(num_bytes, torch.uint8), 0
         self._lock(self._memory)
-        for module in (host_arena, pinned_activation_buffer):
-            vars(module).update(map_zeros=self.zeros, lock_pages=self.lock, unlock_pages=self.unlock)
+        vars(host_arena).update(map_zeros=self.zeros, lock_pages=self.lock, unlock_pages=self.unlock)
         vars(run_setups).update(own_host_bytes=lambda: own_host_bytes() - num_bytes)
 
     def clear(self) -> None:

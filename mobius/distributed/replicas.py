@@ -9,7 +9,7 @@ Why replicas cannot deadlock:
 
 - NCCL matches operations of one communicator by order. So each use has its own communicator, with the same order on all
   replicas: reductions follow the schedule's order of finished gradients, gathers its order of loads
-  (`engine/ordered_tasks.py`). Between the two there is no fixed order, as a gather may start in the
+  (`engine/reductions.py`). Between the two there is no fixed order, as a gather may start in the
   optimizer's thread.
 - All replicas play one schedule. Take the order in which its check plays a pipeline's actions one by one. Everything a
   reduction or gather waits for on any replica, including messages of the pipeline, comes before it in that order. So

@@ -18,7 +18,6 @@ from torch.optim.adamw import adamw
 from mobius.engine.adamw_cpu import CPUAdamW
 from mobius.engine.adamw_gpu import GPUAdamW
 from mobius.engine.stage_state import StageState
-from mobius.engine.update_arguments import UpdateArguments
 from mobius.models.layout import FlatRange, StageLayout, within
 
 GPU_CHUNK_ELEMENTS = 2**24
@@ -35,6 +34,31 @@ class AdamWSettings:
     beta2: float
     epsilon: float
     weight_decay: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateArguments(AdamWSettings):
+    """Arguments of one update of parameters that share one weight decay."""
+
+    step: int
+    """Number of this update, from 1."""
+    learning_rate: float
+    gradient_factor: float
+    """Factor that multiplies gradients before use."""
+
+    def constants(self) -> dict[str, float]:
+        """Return the constants that the kernels (adamw.c, triton_adamw.py) take, by name."""
+        constants = {
+            "gradient_factor": self.gradient_factor,
+            "decay": 1.0 - self.learning_rate * self.weight_decay,
+            "beta2": self.beta2,
+            "one_minus_beta1": 1.0 - self.beta1,
+            "one_minus_beta2": 1.0 - self.beta2,
+            "step_size": self.learning_rate / (1.0 - self.beta1**self.step),
+            "root_correction": (1.0 - self.beta2**self.step) ** 0.5,
+            "epsilon": self.epsilon,
+        }
+        return {name: float(value) for name, value in constants.items()}  # Triton would compile another kernel for int
 
 
 class FlatAdamW:
@@ -83,7 +107,7 @@ class FlatAdamW:
         for part in ranges:
             numbers = decayed if part.has_decay else replace(decayed, weight_decay=0.0)
             if one_pass is not None:
-                one_pass.update(state, slice(part.start, part.end), numbers, found_inf=found_inf)
+                one_pass.update(state, slice(part.start, part.end), numbers.constants(), found_inf=found_inf)
                 continue
             for start in range(part.start, part.end, length):
                 self._update_chunk(state, slice(start, min(start + length, part.end)), numbers, found_inf)
@@ -95,9 +119,10 @@ class FlatAdamW:
         """
         by_size = sorted((own.state for state in states for own in state.owned), key=lambda s: s.layout.num_trained)
         kinds = {(state.weights.dtype, state.gradients.dtype): state for state in by_size if state.weights.is_cuda}
+        numbers = UpdateArguments(**vars(self._settings), step=1, learning_rate=0.0, gradient_factor=0.5)
         for state in kinds.values():
             if self._fused is not None and self._fused.supports(state):
-                self._fused.warm_up(state)
+                self._fused.warm_up(state, numbers.constants())
                 if self._fused.supports(state):
                     continue
             count = min(state.layout.num_trained, GPU_CHUNK_ELEMENTS)

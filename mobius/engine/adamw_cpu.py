@@ -11,6 +11,7 @@ import logging
 import platform
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -19,7 +20,6 @@ from torch import Tensor
 from mobius.atomic_files import atomic_write
 from mobius.engine.stage_state import StageState
 from mobius.engine.state_codec import SplitMaster, StateCodec
-from mobius.engine.update_arguments import UpdateArguments
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +56,12 @@ class CPUAdamW:
         return state.weights.device.type == "cpu" and _function_name(state) is not None
 
     def update(
-        self, state: StageState, part: slice, numbers: UpdateArguments, *, found_inf: Tensor | None = None
+        self, state: StageState, part: slice, constants: Mapping[str, float], *, found_inf: Tensor | None = None
     ) -> None:
         """Update master, working copy and moments of the elements in `part` in place; blocks until done.
 
-        Requires `supports(state)`; changes nothing if `found_inf` (fp32 scalar on the host) is not 0.
+        Requires `supports(state)`, and constants of `UpdateArguments`; changes nothing if `found_inf` (fp32 scalar on
+        the host) is not 0.
         """
         if found_inf is not None and bool(found_inf):
             return
@@ -74,7 +75,7 @@ class CPUAdamW:
         self._library[name](
             ctypes.c_int64(count),
             *(ctypes.c_void_p(array.data_ptr()) for array in arrays),
-            ctypes.byref(_Constants(**numbers.constants())),
+            ctypes.byref(_Constants(**constants)),
             ctypes.c_int(self._num_threads),
         )
 

@@ -8,6 +8,7 @@ missing or cannot compile, torch updates in chunks (adamw.py).
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from mobius.engine.stage_state import StageState
 from mobius.engine.state_codec import SplitMaster
-from mobius.engine.update_arguments import UpdateArguments
 
 logger = logging.getLogger(__name__)
 
@@ -51,21 +51,22 @@ class GPUAdamW:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         logger.warning("GPU AdamW uses torch, which is slower: the Triton kernel cannot be used: %s", reason)
 
-    def warm_up(self, state: StageState) -> None:
+    def warm_up(self, state: StageState, constants: Mapping[str, float]) -> None:
         """Compile and load the kernel for states like `state`, without changing it; requires `supports(state)`.
 
         If that fails, log a warning and support no state from then on.
         """
         found = torch.ones((), dtype=torch.float32, device=state.weights.device)
         part = slice(0, state.layout.num_trained)
-        nothing = UpdateArguments(1, learning_rate=0, gradient_factor=0, beta1=0, beta2=0, epsilon=1, weight_decay=0)
         try:
-            self.update(state, part, nothing, found_inf=found)
+            self.update(state, part, constants, found_inf=found)
         except Exception as error:  # any error of Triton or its C compiler
             self._give_up(error)
 
-    def update(self, state: StageState, part: slice, numbers: UpdateArguments, *, found_inf: Tensor | None) -> None:
-        """Update the elements in `part`; requires `supports(state)`.
+    def update(
+        self, state: StageState, part: slice, constants: Mapping[str, float], *, found_inf: Tensor | None
+    ) -> None:
+        """Update the elements in `part`; requires `supports(state)`, and constants of `UpdateArguments`.
 
         Returns after enqueuing. Changes nothing if `found_inf` (fp32 scalar on the device) is not 0.
         """
@@ -81,7 +82,7 @@ class GPUAdamW:
                 *(array[chunk] for array in arrays),
                 self._nothing_found[device] if found_inf is None else found_inf,
                 count,
-                **numbers.constants(),
+                **constants,
                 block=self._block,
                 enable_fp_fusion=False,
             )

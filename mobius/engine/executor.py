@@ -16,17 +16,14 @@ from torch._C._autograd import _profiler_enabled
 
 from mobius.activity import Activity
 from mobius.distributed.transport import ActivationTransport
-from mobius.engine.device_position import DevicePosition
-from mobius.engine.evaluation_sums import EvaluationSums
-from mobius.engine.pinned_activation_buffer import PinnedActivationBuffer
+from mobius.engine.host_arena import PinnedActivationBuffer
 from mobius.engine.pipelined_router_loss import PipelinedRouterLoss, RouterContext
 from mobius.engine.saved_activations import SavedActivations
-from mobius.engine.sequence_slices import SequenceSlice, cut_rows, slice_sequences
 from mobius.engine.stage import SavedForBackward, StageModule
-from mobius.engine.stage_layers import MicrobatchContext, StageLayers
+from mobius.engine.stage_layers import MicrobatchContext, SequenceSlice, StageLayers, cut_rows, slice_sequences
 from mobius.engine.stage_memory import GradientsReadyCallback, StageMemory
-from mobius.engine.step_sums import StepSums
-from mobius.engine.waits import WaitClock
+from mobius.engine.step_sums import EvaluationSums, StepSums
+from mobius.engine.waits import DevicePosition, WaitClock
 from mobius.hardware.spans import NO_SPANS, Spans
 from mobius.hardware.streams import new_stream, record_current
 from mobius.limits import NUM_PREPOSTED_RECEIVES

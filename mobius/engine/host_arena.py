@@ -1,4 +1,4 @@
-"""Host memory of this rank's streamed stages, in mappings of exactly their size.
+"""Host memory of this rank's streamed stages and offloaded activations, in mappings of exactly their size.
 
 Memory that the GPU copies from and to is registered with CUDA.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,11 +22,34 @@ _MADV_COLLAPSE = 25
 """Linux's constant for moving small pages (from fragmented memory or late growth) to huge pages."""
 
 
-class HostArena:
-    """One StageState per streamed stage in page-locked memory; call `close` before the process ends.
+class PinnedMemory:
+    """Zeroed host memory, page-locked for asynchronous copies if there is a GPU.
 
-    `pin_memory=True` is not used: the caching host allocator rounds sizes up to powers of two.
+    Call `close` before the process ends. `pin_memory=True` is not used: the caching host allocator rounds sizes up to
+    powers of two.
     """
+
+    def __init__(self, *, register: bool) -> None:
+        """`register` page-locks what `_map` returns."""
+        self._register = register
+        self._registered: list[Tensor] = []
+
+    def _map(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Return zeros. Raises HostMemoryError."""
+        tensor = map_zeros(num_elements, dtype)
+        if self._register and num_elements > 0:
+            lock_pages(tensor)
+            self._registered.append(tensor)
+        return tensor
+
+    def close(self) -> None:
+        """Unregister all memory; copies to and from it must have ended. Safe to call twice."""
+        while self._registered:
+            unlock_pages(self._registered.pop())
+
+
+class HostArena(PinnedMemory):
+    """One StageState per streamed stage, whose weights and gradients are page-locked."""
 
     def __init__(
         self,
@@ -44,18 +67,17 @@ class HostArena:
         the weights' dtype. With `keeps_sums`, a stage's fp32 sums share memory with its finished gradients. For a stage
         in `shards`, everything but weights and sums is allocated for this replica's share only. Raises HostMemoryError.
         """
-        self._register = register
-        self._registered: list[Tensor] = []
+        super().__init__(register=register)
         self.states: dict[int, StageState] = {}
         self.sums: dict[int, Tensor] = {}
         """fp32 [num_trained] per stage, in the same memory as its gradients; empty without `keeps_sums`."""
         leaving = gradient_dtype or dtype
         try:
             for stage, layout in layouts.items():
-                weights = self._lock(map_zeros(layout.num_elements, dtype))
+                weights = self._map(layout.num_elements, dtype)
                 own = (shards or {}).get(stage)
                 count = layout.num_trained if keeps_sums else num_owned(layout, own)
-                gradients = self._lock(map_zeros(count, torch.float32 if keeps_sums else leaving))
+                gradients = self._map(count, torch.float32 if keeps_sums else leaving)
                 if keeps_sums:
                     self.sums[stage] = gradients
                     gradients = gradients.view(leaving)[: num_owned(layout, own)]
@@ -64,22 +86,43 @@ class HostArena:
             self.close()
             raise
 
-    def _lock(self, tensor: Tensor) -> Tensor:
-        if self._register and tensor.numel() > 0:
-            lock_pages(tensor)
-            self._registered.append(tensor)
-        return tensor
-
     @property
     def num_bytes(self) -> int:
         """Memory of all stages."""
         both = sum(sums.nbytes - self.states[stage].gradients.nbytes for stage, sums in self.sums.items())
         return both + sum(tensor.nbytes for state in self.states.values() for tensor in state.tensors)
 
-    def close(self) -> None:
-        """Unregister all memory; copies to and from it must have ended. Safe to call twice."""
-        while self._registered:
-            unlock_pages(self._registered.pop())
+
+class PinnedActivationBuffer(PinnedMemory):
+    """Host memory for offloaded activations, with one fixed region per stage and microbatch.
+
+    When a rank's first backward starts, all its offloaded stages are stored, so stages share no region. Microbatches of
+    an accumulation round reuse the regions of the previous round. Fixed regions need no allocator and cannot run out.
+    """
+
+    def __init__(self, region_bytes: Mapping[int, Sequence[int]], *, register: bool) -> None:
+        """Allocate a region of the given bytes for each stage and microbatch of an accumulation round.
+
+        `register` page-locks them for asynchronous copies. Raises HostMemoryError.
+        """
+        super().__init__(register=register)
+        self._regions: dict[int, Sequence[Tensor]] = {}
+        try:
+            for stage, sizes in region_bytes.items():
+                self._regions[stage] = self._map(sum(sizes), torch.uint8).split([*sizes])
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all stages."""
+        return sum(region.nbytes for regions in self._regions.values() for region in regions)
+
+    def region(self, stage: int, microbatch: int) -> Tensor:
+        """Return the region, uint8 [bytes], of a microbatch of the step; accumulation rounds share regions."""
+        regions = self._regions[stage]
+        return regions[microbatch % len(regions)]
 
 
 def lock_pages(tensor: Tensor) -> None:

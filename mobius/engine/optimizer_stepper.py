@@ -21,7 +21,6 @@ from torch import Tensor
 from mobius.activity import Activity
 from mobius.distributed.transport import Transport
 from mobius.engine.adamw import FlatAdamW
-from mobius.engine.loss_scaler import LossScaler
 from mobius.engine.optimizer_states import Update
 from mobius.engine.stage_memory import StageMemory
 from mobius.engine.stage_state import StageState
@@ -59,6 +58,41 @@ class StepCounts:
     loss_scale: float = 1.0
     good_steps: int = 0
     """Steps since the loss scale changed."""
+
+
+class LossScaler:
+    """Factor on the loss that keeps small gradients representable in fp16; 1 and fixed unless `is_dynamic`.
+
+    Halved after an overflow, doubled after a long run without one. Powers of two only, so scaling and unscaling are
+    exact. Constants as in torch.amp.GradScaler, except for a smaller start: ten non-finite steps in a row stop a run.
+    """
+
+    def __init__(self, *, is_dynamic: bool, initial: float = 2.0**14, growth_interval: int = 2000) -> None:
+        self.is_dynamic = is_dynamic
+        self._growth_interval = growth_interval
+        self._good_steps = 0
+        self.value = initial if is_dynamic else 1.0
+
+    @property
+    def steps_since_change(self) -> int:
+        """Finite steps since the value changed."""
+        return self._good_steps
+
+    def restore(self, value: float, steps_since_change: int) -> None:
+        """Restore a dynamic scale from a checkpoint; a fixed scale stays as it is."""
+        if self.is_dynamic:
+            self.value, self._good_steps = value, steps_since_change
+
+    def update(self, *, is_finite: bool) -> None:
+        """Adjust the scale to the outcome of a step."""
+        if not self.is_dynamic:
+            return
+        if not is_finite:
+            self.value, self._good_steps = max(1.0, self.value / 2), 0
+            return
+        self._good_steps += 1
+        if self._good_steps == self._growth_interval:
+            self.value, self._good_steps = self.value * 2, 0
 
 
 class OptimizerStepper:

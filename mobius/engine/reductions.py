@@ -15,14 +15,16 @@ One thread per replica enqueues work here, in schedule order, the same on all re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from mobius.distributed.shards import ReplicaGroup, Shards
-from mobius.engine.ordered_tasks import OrderedTasks
 from mobius.hardware.streams import Event, new_stream, record_current
 
 
@@ -55,3 +57,69 @@ class StageSharding:
 
     shards: Shards
     reductions: Reductions
+
+
+class OrderedTask:
+    """One position in the order."""
+
+    def __init__(self, turns: OrderedTasks, work: Callable[[], None]) -> None:
+        self._tasks, self._work = turns, work
+        self.is_allowed = False
+        self._future: Future[None] = Future()
+
+    def allow_start(self) -> None:
+        """Let the work run after all earlier tasks; this thread then also runs later tasks waiting for it."""
+        self._tasks.allow(self)
+
+    def wait(self) -> None:
+        """Return when the work has run; raises what it raised."""
+        self._future.result()
+
+    def run(self) -> None:
+        """Do the work; only `OrderedTasks` calls this."""
+        try:
+            self._work()
+        except BaseException as error:
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(None)
+
+
+class OrderedTasks:
+    """Tasks that run in the order in which they were added, whichever is allowed to start first; any thread may call.
+
+        main thread         add 0, add 2            add 4 and allow: 4 runs here
+        optimizer thread            allow 2   allow 0: 0 and 2 run here
+
+    Replicas gather weights after updates, which may end in a different order on each, but the gathers of one connection
+    must not.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: deque[OrderedTask] = deque()
+        self._is_running = False
+
+    def add(self, work: Callable[[], None]) -> OrderedTask:
+        """Append a task; its work runs after `allow_start` and all earlier tasks."""
+        task = OrderedTask(self, work)
+        with self._lock:
+            self._waiting.append(task)
+        return task
+
+    def allow(self, task: OrderedTask) -> None:
+        """Allow a task and run all tasks that may now start, unless another thread is already doing so."""
+        with self._lock:
+            task.is_allowed = True
+            if self._is_running:
+                return
+            self._is_running = True
+        while (following := self._next()) is not None:
+            following.run()
+
+    def _next(self) -> OrderedTask | None:
+        with self._lock:
+            if self._waiting and self._waiting[0].is_allowed:
+                return self._waiting.popleft()
+            self._is_running = False
+            return None

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mobius.engine.pinned_activation_buffer import PinnedActivationBuffer
+from mobius.engine.host_arena import PinnedActivationBuffer
 from mobius.engine.stage import SavedForBackward, tensors_of
 from mobius.hardware.spans import NO_SPANS, Spans
 from mobius.hardware.streams import Event, new_stream, record_current

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from mobius.engine.sequence_slices import SequenceSlice
 from mobius.engine.stage import SavedForBackward, tensors_of
-from mobius.engine.stage_layers import MicrobatchContext
+from mobius.engine.stage_layers import MicrobatchContext, SequenceSlice
 from mobius.engine.tiles import TiledLayer
 from mobius.models.attention_split import LayerAttention, without_attention_arguments
 from mobius.models.block_autograd import NamedTensors, run_without_graph

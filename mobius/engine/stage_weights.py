@@ -31,8 +31,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mobius.engine.ordered_tasks import OrderedTask
-from mobius.engine.reductions import StageSharding
+from mobius.engine.reductions import OrderedTask, StageSharding
 from mobius.engine.stage_state import StageState
 from mobius.engine.update_queue import UpdateQueue
 from mobius.errors import ScheduleError

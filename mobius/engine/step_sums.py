@@ -1,15 +1,16 @@
-"""Sums over one rank's part of a step."""
+"""Sums of one rank's part of a step or an evaluation, on its device; not synchronized yet."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
 @dataclass(frozen=True)
 class StepSums:
-    """Sums over one rank's part of a step, on its device; not synchronized yet."""
+    """Sums of a step."""
 
     loss: Tensor
     """fp32 scalar: mean loss over the step's targets on the rank of the last stage, 0 elsewhere."""
@@ -18,3 +19,19 @@ class StepSums:
     router_loss: Tensor | None = None
     """fp32 scalar: router loss averaged over microbatches, without the coefficient that `loss` applies; on the rank of
     the last stage, 0 elsewhere. None for models without a router loss."""
+
+
+@dataclass(frozen=True)
+class EvaluationSums:
+    """Sums per microbatch of an evaluation, computed on the rank of the last stage; zero on other ranks."""
+
+    losses: Tensor
+    """fp32 [microbatches]: loss summed over the targets of the microbatch."""
+    num_correct: Tensor
+    """int64 [microbatches]: number of targets that are the most probable token."""
+
+    @classmethod
+    def zeros(cls, num_microbatches: int, device: torch.device) -> EvaluationSums:
+        """Return the sums before the first microbatch."""
+        losses = torch.zeros(num_microbatches, dtype=torch.float32, device=device)
+        return cls(losses, torch.zeros(num_microbatches, dtype=torch.int64, device=device))

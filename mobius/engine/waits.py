@@ -1,15 +1,16 @@
-"""Measures how long compute waited in a step, by cause, without synchronizing while the step runs."""
+"""Where compute is in a step, and how long it waited by cause, without synchronizing while the step runs."""
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from mobius.hardware.streams import timed_mark
+from mobius.schedule.action import Action
 from mobius.schedule.lanes import WaitCause
 
 
@@ -46,3 +47,59 @@ class WaitClock:
             seconds[cause.value] += before.elapsed_time(after) / 1000
         self._pairs.clear()
         return seconds
+
+
+class DevicePosition:
+    """One CUDA event after each compute action of a schedule and one after each pass; does nothing on a CPU.
+
+    The main thread records the events; any thread may query them.
+    """
+
+    def __init__(self, actions: Sequence[Action], device: torch.device) -> None:
+        """Create the events for `actions`, which one rank plays in this order in every pass."""
+        self._actions, self._device, self.is_on = actions, device, device.type == "cuda"
+        self._events = {
+            index: torch.cuda.Event()
+            for index, action in enumerate(actions)
+            if self.is_on and action.kind.is_forward_or_backward
+        }
+        self._num_begun = 0
+        self._ends: deque[torch.cuda.Event] = deque()
+
+    def begins(self) -> None:
+        """Start a new pass over the actions."""
+        self._num_begun = 0
+        while self._ends and self._ends[0].query():
+            self._ends.popleft()
+
+    def enqueued(self, index: int) -> None:
+        """Record that all work of the action at `index` has been enqueued on the compute stream."""
+        if (event := self._events.get(index)) is not None:
+            event.record(torch.cuda.current_stream(self._device.index))
+            self._num_begun = index + 1
+
+    def ends(self) -> None:
+        """Record that a pass is fully enqueued, including the compute stream's waits after its last action."""
+        if self.is_on:
+            end = torch.cuda.Event()
+            end.record(torch.cuda.current_stream(self._device.index))
+            self._ends.append(end)
+
+    def __str__(self) -> str:
+        """Return `at B3.1`, `at one of 3 passes` if the host is passes ahead, or `idle` if no work is left.
+
+        After its last action, a pass may still wait for the reduced gradients of the other replicas.
+        """
+        num_ahead = sum(not end.query() for end in list(self._ends))
+        # The host has already re-recorded the events of earlier passes.
+        if num_ahead > 1:
+            return f"at one of {num_ahead} passes"
+        ahead = (action for index, action in enumerate(self._actions[: self._num_begun]) if self._is_ahead(index))
+        action = next(ahead, None)
+        if action is not None:
+            return f"at {action}"
+        return "at the reduction over replicas" if num_ahead else "idle"
+
+    def _is_ahead(self, index: int) -> bool:
+        event = self._events.get(index)
+        return event is not None and not event.query()

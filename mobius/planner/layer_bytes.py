@@ -10,9 +10,8 @@ from torch import Tensor
 
 from mobius.engine.documents import typical_arguments, typical_documents
 from mobius.engine.pipelined_router_loss import PipelinedRouterLoss
-from mobius.engine.sequence_slices import SequenceSlice
 from mobius.engine.sliced_layers import SequenceKVCaches, SlicedLayers
-from mobius.engine.stage_layers import MicrobatchContext
+from mobius.engine.stage_layers import MicrobatchContext, SequenceSlice
 from mobius.engine.tiles import TiledLayer
 from mobius.limits import KEYS_PER_CALL
 from mobius.models.attention import DocumentAttention

@@ -19,10 +19,9 @@ from mobius.engine.adamw_cpu import CPUAdamW
 from mobius.engine.adamw_gpu import GPUAdamW
 from mobius.engine.documents import typical_arguments
 from mobius.engine.pipelined_router_loss import PipelinedRouterLoss, RouterContext, sent_shape
-from mobius.engine.sequence_slices import SequenceSlice
 from mobius.engine.sliced_layers import SequenceKVCaches, SlicedLayers
 from mobius.engine.stage import StageModule
-from mobius.engine.stage_layers import MicrobatchContext
+from mobius.engine.stage_layers import MicrobatchContext, SequenceSlice
 from mobius.engine.stage_state import StageState
 from mobius.hardware.host_memory import available_host_bytes
 from mobius.models.blocks import ModelParts

@@ -29,8 +29,7 @@ from mobius.distributed.world import World
 from mobius.engine.adamw import AdamWSettings, FlatAdamW
 from mobius.engine.adamw_cpu import load_adamw_cpu
 from mobius.engine.adamw_gpu import GPUAdamW
-from mobius.engine.loss_scaler import LossScaler
-from mobius.engine.optimizer_stepper import OptimizerStepper, StepCounts
+from mobius.engine.optimizer_stepper import LossScaler, OptimizerStepper, StepCounts
 from mobius.engine.stage_memory import StageMemory
 from mobius.engine.tied_weights import TiedWeights
 from mobius.engine.update_queue import UpdateQueue

@@ -12,8 +12,7 @@ from mobius.activity import Activity
 from mobius.distributed.shards import ReplicaGroup
 from mobius.distributed.transport import ActivationTransport
 from mobius.engine.executor import Executor
-from mobius.engine.host_arena import HostArena
-from mobius.engine.pinned_activation_buffer import PinnedActivationBuffer
+from mobius.engine.host_arena import HostArena, PinnedActivationBuffer
 from mobius.engine.pipelined_router_loss import PipelinedRouterLoss
 from mobius.engine.rank_memory import allocate_memory
 from mobius.engine.saved_activations import ALIGNMENT, pinned_buffer_bytes

@@ -26,9 +26,8 @@ from transformers import (
 )
 
 from mobius.config.config import AdapterConfig
-from mobius.engine.evaluation_sums import EvaluationSums
 from mobius.engine.executor import StepBatch
-from mobius.engine.step_sums import StepSums
+from mobius.engine.step_sums import EvaluationSums, StepSums
 from mobius.engine.tied_weights import TiedWeights
 from mobius.models.blocks import ModelParts
 from mobius.models.weights import WeightSource

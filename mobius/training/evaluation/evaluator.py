@@ -27,8 +27,8 @@ from mobius.data.batches import Batch, EvaluationBatches, balance_microbatches
 from mobius.data.token_store import TokenizedDataset
 from mobius.distributed.transport import Transport, WarmupTransport
 from mobius.engine.documents import position_ids_and_cu_seqlens
-from mobius.engine.evaluation_sums import EvaluationSums
 from mobius.engine.executor import Executor, StepBatch
+from mobius.engine.step_sums import EvaluationSums
 from mobius.engine.waits import WaitClock
 from mobius.errors import DataError
 from mobius.hardware.devices import MemoryMeter

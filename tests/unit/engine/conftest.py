@@ -10,8 +10,7 @@ from torch import Tensor
 
 from mobius.distributed.transport import SingleRankTransport, Transport
 from mobius.engine.adamw import AdamWSettings, FlatAdamW
-from mobius.engine.loss_scaler import LossScaler
-from mobius.engine.optimizer_stepper import OptimizerStepper, StepOutcome
+from mobius.engine.optimizer_stepper import LossScaler, OptimizerStepper, StepOutcome
 from mobius.engine.rank_memory import allocate_memory
 from mobius.engine.stage_memory import StageMemory
 from mobius.engine.step_sums import StepSums

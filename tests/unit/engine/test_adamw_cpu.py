@@ -9,12 +9,11 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from mobius.engine import adamw_cpu as kernel_module
-from mobius.engine.adamw import AdamWSettings, FlatAdamW
+from mobius.engine.adamw import AdamWSettings, FlatAdamW, UpdateArguments
 from mobius.engine.adamw_cpu import CPUAdamW, load_adamw_cpu
 from mobius.engine.host_arena import HostArena
 from mobius.engine.split_master import split_master
 from mobius.engine.stage_state import StageState
-from mobius.engine.update_arguments import UpdateArguments
 from mobius.models.layout import StageLayout
 
 COUNT = 100_003  # a prime: no vector width divides it
@@ -108,7 +107,7 @@ def test_every_element_is_updated_once_however_blocks_divide_the_count(
     numbers = UpdateArguments(
         step=1, learning_rate=1e-3, gradient_factor=2.0, beta1=0.5, beta2=0.999, epsilon=1e-8, weight_decay=0.0
     )
-    kernel.update(state, part, numbers)
+    kernel.update(state, part, numbers.constants())
 
     before[part] = state.gradients[part].float()  # 2 g (1 - 0.5), exactly
     assert torch.equal(state.exp_avg, before)

@@ -13,16 +13,17 @@ import torch
 from torch import Tensor
 
 from mobius.engine import adamw_gpu
+from mobius.engine.adamw import UpdateArguments
 from mobius.engine.adamw_cpu import load_adamw_cpu
 from mobius.engine.adamw_gpu import GPUAdamW
 from mobius.engine.host_arena import HostArena
 from mobius.engine.split_master import join_master, split_master
 from mobius.engine.stage_state import StageState
-from mobius.engine.update_arguments import UpdateArguments
 from mobius.models.layout import StageLayout
 
 MODULE = "mobius.engine.triton_adamw"
 SETTINGS = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 0.1, "learning_rate": 1e-3}
+CONSTANTS = UpdateArguments(gradient_factor=1.0, step=1, **SETTINGS).constants()
 
 
 class StandIn:
@@ -86,10 +87,10 @@ def test_the_kernel_is_given_what_the_c_kernel_is(fused: GPUAdamW, tmp_path: Pat
     c_kernel = load_adamw_cpu(tmp_path, num_threads=1)
     assert c_kernel is not None
     part = slice(128, 3000)
-    numbers = UpdateArguments(gradient_factor=0.25, step=7, **SETTINGS)
-    c_kernel.update(expected, part, numbers)
+    constants = UpdateArguments(gradient_factor=0.25, step=7, **SETTINGS).constants()
+    c_kernel.update(expected, part, constants)
     assert fused.supports(state)
-    fused.update(state, part, numbers, found_inf=None)
+    fused.update(state, part, constants, found_inf=None)
     for mine, theirs in zip(state.tensors, expected.tensors, strict=True):
         assert torch.equal(mine, theirs)
     assert not torch.equal(state.weights, make_state().weights)
@@ -102,7 +103,7 @@ def test_a_long_array_goes_in_several_launches(
     for state, longest in ((whole, 10_000), (cut, 2048)):
         monkeypatch.setattr(adamw_gpu, "MAX_ELEMENTS", longest)
         assert fused.supports(state)
-        fused.update(state, slice(0, 5000), UpdateArguments(gradient_factor=1.0, step=1, **SETTINGS), found_inf=None)
+        fused.update(state, slice(0, 5000), CONSTANTS, found_inf=None)
     assert kernel.counts == [5000, 2048, 2048, 904]
     assert torch.equal(whole.weights, cut.weights)
 
@@ -110,10 +111,8 @@ def test_a_long_array_goes_in_several_launches(
 def test_warming_up_and_what_is_not_finite_change_nothing(fused: GPUAdamW, kernel: StandIn) -> None:
     state, before = make_state(), make_state()
     assert fused.supports(state)
-    fused.warm_up(state)
-    fused.update(
-        state, slice(0, 5000), UpdateArguments(gradient_factor=1.0, step=1, **SETTINGS), found_inf=torch.ones(())
-    )
+    fused.warm_up(state, CONSTANTS)
+    fused.update(state, slice(0, 5000), CONSTANTS, found_inf=torch.ones(()))
     assert len(kernel.counts) == 2
     for mine, theirs in zip(state.tensors, before.tensors, strict=True):
         assert torch.equal(mine, theirs)
@@ -129,7 +128,7 @@ def test_a_kernel_that_cannot_be_compiled_is_given_up_with_a_line(
     state = make_state()
     assert fused.supports(state)
     with caplog.at_level(logging.WARNING):
-        fused.warm_up(state)
+        fused.warm_up(state, CONSTANTS)
     assert not fused.supports(state)
     assert [record.getMessage() for record in caplog.records] == [
         "GPU AdamW uses torch, which is slower: the Triton kernel cannot be used: no compiler"

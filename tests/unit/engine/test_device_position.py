@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mobius.engine import device_position
-from mobius.engine.device_position import DevicePosition
+from mobius.engine import waits
+from mobius.engine.waits import DevicePosition
 from mobius.schedule.action import Action, ActionKind
 
 
@@ -28,7 +28,7 @@ class Device:
                 return self.number <= device.num_reached
 
         cuda = SimpleNamespace(Event=Event, current_stream=lambda index: None)
-        monkeypatch.setattr(device_position, "torch", SimpleNamespace(cuda=cuda))
+        monkeypatch.setattr(waits, "torch", SimpleNamespace(cuda=cuda))
 
 
 ACTIONS = [

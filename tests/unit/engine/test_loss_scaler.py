@@ -2,7 +2,7 @@
 
 import pytest
 
-from mobius.engine.loss_scaler import LossScaler
+from mobius.engine.optimizer_stepper import LossScaler
 
 
 def test_every_overflow_halves_it() -> None:

@@ -11,7 +11,7 @@ import torch
 from harness.local_transport import LocalTransport, run_rank_threads
 from torch import Tensor
 
-from mobius.engine.loss_scaler import LossScaler
+from mobius.engine.optimizer_stepper import LossScaler
 from mobius.engine.tied_weights import TiedWeights
 
 MakeRank = Callable[..., Any]

@@ -10,8 +10,7 @@ import torch
 from harness.local_transport import LocalTransport, run_rank_threads
 from torch import Tensor
 
-from mobius.engine.loss_scaler import LossScaler
-from mobius.engine.optimizer_stepper import StepOutcome
+from mobius.engine.optimizer_stepper import LossScaler, StepOutcome
 from mobius.errors import NonFiniteLossError
 
 MakeRank = Callable[..., Any]

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from mobius.engine.ordered_tasks import OrderedTasks
+from mobius.engine.reductions import OrderedTasks
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mobius.engine.pinned_activation_buffer import PinnedActivationBuffer
+from mobius.engine.host_arena import PinnedActivationBuffer
 
 
 def make_home() -> PinnedActivationBuffer:

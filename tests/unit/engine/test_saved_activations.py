@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mobius.engine.pinned_activation_buffer import PinnedActivationBuffer
+from mobius.engine.host_arena import PinnedActivationBuffer
 from mobius.engine.saved_activations import SavedActivations, pinned_buffer_bytes
 
 CPU = torch.device("cpu")

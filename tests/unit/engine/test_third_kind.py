@@ -13,9 +13,8 @@ from mobius.distributed.transport import SingleRankTransport
 from mobius.engine.adamw import AdamWSettings, FlatAdamW
 from mobius.engine.executor import Executor
 from mobius.engine.gradient_sums import GradientAccumulator, GradientSums
-from mobius.engine.loss_scaler import LossScaler
 from mobius.engine.optimizer_states import HostStates
-from mobius.engine.optimizer_stepper import OptimizerStepper
+from mobius.engine.optimizer_stepper import LossScaler, OptimizerStepper
 from mobius.engine.rank_memory import allocate_memory
 from mobius.engine.stage import StageModule
 from mobius.engine.stage_layers import WholeLayers

@@ -10,7 +10,7 @@ import torch
 from harness.live_bytes import CPU, LiveBytes
 from transformers import LlamaConfig
 
-from mobius.engine.sequence_slices import SequenceSlice
+from mobius.engine.stage_layers import SequenceSlice
 from mobius.models.blocks import ModelParts
 from mobius.planner import layer_bytes
 from mobius.planner.layer_bytes import measure_layer_bytes

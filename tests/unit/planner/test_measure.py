@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mobius.distributed.transport import SingleRankTransport
 from mobius.engine import sliced_layers, stage
 from mobius.engine.documents import typical_arguments
-from mobius.engine.sequence_slices import SequenceSlice
-from mobius.engine.stage_layers import MicrobatchContext
+from mobius.engine.stage_layers import MicrobatchContext, SequenceSlice
 from mobius.models import router_loss
 from mobius.models.attention import DocumentAttention
 from mobius.models.blocks import LayerArguments, ModelParts
