@@ -109,7 +109,7 @@ class Executor:
         `norm_deferred_names`: parameters whose norm is computed later (tied weights). `activation_buffer`: host memory
         for the stages that offload activations. `routers`: only for models with a router loss.
         """
-        self._schedule, self._rank = schedule, transport.rank
+        self._schedule, self._spec, self._rank = schedule, schedule.spec, transport.rank
         self._actions: Sequence[Action] = schedule.actions[transport.rank]
         self._stages, self._layers, self._memory = stages, layers, memory
         self._transport, self._clock = transport, clock
@@ -124,18 +124,19 @@ class Executor:
         )
         self._step: _Step
         sources = [source_stage(action, schedule.spec.num_stages) for action in self._actions]
-        self._senders = [self._schedule.spec.rank_of(source) for source in sources if source is not None]
+        self._senders = [self._spec.rank_of(source) for source in sources if source is not None]
         """Sender rank of each message of a step, in the order of receipt."""
+        forward = self._forward_only if schedule.spec.is_evaluation else self._forward
         self._stage_handlers: dict[ActionKind, Callable[[int], None]] = {
             ActionKind.GENERATE_DATA: self._generate_data,
-            ActionKind.LOAD: lambda stage: self._memory[stage].weights.load(),
-            ActionKind.OFFLOAD: lambda stage: self._memory[stage].offload(self._step.on_gradients_ready),
-            ActionKind.LOAD_GRADIENT_SUMS: lambda stage: self._memory[stage].sums.load(),
-            ActionKind.OFFLOAD_GRADIENT_SUMS: lambda stage: self._memory[stage].sums.offload(),
+            ActionKind.LOAD: lambda stage: memory[stage].weights.load(),
+            ActionKind.OFFLOAD: lambda stage: memory[stage].offload(self._step.on_gradients_ready),
+            ActionKind.LOAD_GRADIENT_SUMS: lambda stage: memory[stage].sums.load(),
+            ActionKind.OFFLOAD_GRADIENT_SUMS: lambda stage: memory[stage].sums.offload(),
         }
         self._microbatch_handlers: dict[ActionKind, Callable[[int, int], None]] = {
-            ActionKind.FORWARD_FIRST: self._forward_only if schedule.spec.is_evaluation else self._forward,
-            ActionKind.FORWARD_MIDDLE: self._forward_only if schedule.spec.is_evaluation else self._forward,
+            ActionKind.FORWARD_FIRST: forward,
+            ActionKind.FORWARD_MIDDLE: forward,
             ActionKind.FORWARD_LAST: self._forward_last,
             ActionKind.EVALUATE_LAST: self._evaluate_last,
             ActionKind.BACKWARD_FIRST: self._backward,
@@ -154,7 +155,7 @@ class Executor:
         Leaves the gradients of `loss * loss_scale` in the states of `memory`. Re-raises the error of the failing
         action, with the schedule grid attached as a note.
         """
-        assert not self._schedule.spec.is_evaluation, "run() needs a training schedule"
+        assert not self._spec.is_evaluation, "run() needs a training schedule"
         self._step = self._start(batch)
         self._step.loss_scale, self._step.on_gradients_ready = loss_scale, on_gradients_ready
         self._play_all()
@@ -173,25 +174,23 @@ class Executor:
 
         Returns without waiting for a GPU. Raises as `run` does.
         """
-        assert self._schedule.spec.is_evaluation, "evaluate() needs an evaluation schedule"
+        assert self._spec.is_evaluation, "evaluate() needs an evaluation schedule"
         self._step = self._start(batch)
         self._play_all()
         return self._step.evaluated
 
     def _start(self, batch: StepBatch) -> _Step:
-        number, device = self._schedule.spec.num_microbatches // self._schedule.spec.num_slices, self._device
+        number, device = self._spec.num_microbatches // self._spec.num_slices, self._device
         zero = torch.zeros((), dtype=torch.float32, device=device)
         sums = StepSums(zero, {}, None if self._routers is None else zero.clone())
-        evaluated = EvaluationSums.zeros(
-            self._schedule.spec.num_microbatches if self._schedule.spec.is_evaluation else 0, device
-        )
+        evaluated = EvaluationSums.zeros(self._spec.num_microbatches if self._spec.is_evaluation else 0, device)
         rows = batch.input_ids.chunk(number)
         step = _Step(batch, rows, sums, evaluated, documents=self._copy_documents(batch, number))
-        if self._schedule.spec.num_slices > 1:
+        if self._spec.num_slices > 1:
             cu_seqlens = [None] * number if batch.documents is None else [*batch.documents[1]]
             length = batch.input_ids.shape[1]
-            step.sequence_slices = slice_sequences(length, cu_seqlens, num_slices=self._schedule.spec.num_slices)
-        if self._routers is not None and not self._schedule.spec.is_evaluation:
+            step.sequence_slices = slice_sequences(length, cu_seqlens, num_slices=self._spec.num_slices)
+        if self._routers is not None and not self._spec.is_evaluation:
             lengths = [] if batch.lengths is None else self._copy_to_device(batch.lengths)
             step.token_mask = self._routers.token_mask(batch.input_ids.shape, *lengths).chunk(number)
         return step
@@ -206,7 +205,7 @@ class Executor:
                 while num_posted < min(len(self._senders), num_received + NUM_PREPOSTED_RECEIVES):
                     self._transport.post_receive(self._senders[num_posted])
                     num_posted += 1
-                num_received += source_stage(action, self._schedule.spec.num_stages) is not None
+                num_received += source_stage(action, self._spec.num_stages) is not None
                 self._activity.start_action(action)
                 self._play(action)
                 self._position.enqueued(index)
@@ -233,7 +232,7 @@ class Executor:
 
     def _generate_data(self, stage: int) -> None:
         """Copy the step's tokens and labels to the device."""
-        step, num_slices = self._step, self._schedule.spec.num_slices
+        step, num_slices = self._step, self._spec.num_slices
         tokens, labels = self._copy_to_device(step.batch.input_ids, step.batch.labels)
         cut = partial(cut_rows, num_groups=len(step.rows), num_slices=num_slices)
         step.tokens, step.targets = cut(tokens), cut(shift_labels(labels))
@@ -263,9 +262,7 @@ class Executor:
 
     def _forward(self, stage: int, microbatch: int) -> None:
         inputs, sums = self._stage_input(stage, microbatch)
-        context = self._context(
-            microbatch, sums, offload_saved_tensors=self._schedule.spec.offloads_all(stage, microbatch)
-        )
+        context = self._context(microbatch, sums, offload_saved_tensors=self._spec.offloads_all(stage, microbatch))
         output, saved_for_backward = self._layers[stage].forward(self._weights(stage), inputs, context)
         self._saved_activations.put(stage, microbatch, saved_for_backward)
         self._send(output, context.routers, stage + 1)
@@ -296,7 +293,7 @@ class Executor:
         self._saved_activations.put(stage, microbatch, saved_for_backward)
 
     def _recompute_kv(self, stage: int, microbatch: int) -> None:
-        is_last = (microbatch + 1) % self._schedule.spec.num_slices == 0
+        is_last = (microbatch + 1) % self._spec.num_slices == 0
         saved_for_backward = self._saved_activations.look(stage, microbatch, comes_again=not is_last)
         self._layers[stage].recompute_kv(self._weights(stage), saved_for_backward, self._context(microbatch))
 
@@ -326,7 +323,7 @@ class Executor:
 
     def _add_router_loss(self, context: RouterContext) -> Tensor:
         """Return the microbatch's weighted router loss; its context then holds the gradient of the sums."""
-        sums, number = self._step.sums.router_loss, self._schedule.spec.num_microbatches * self._step.batch.num_replicas
+        sums, number = self._step.sums.router_loss, self._spec.num_microbatches * self._step.batch.num_replicas
         assert self._routers is not None
         assert sums is not None
         value = self._routers.compute_loss(context, num_microbatches=number, loss_scale=self._step.loss_scale)
@@ -354,7 +351,7 @@ class Executor:
             module.embedding_backward(weights, gradients, self._step.tokens[microbatch], gradient)
         else:
             self._send(gradient, context.routers, stage - 1)
-        if microbatch == self._schedule.spec.last_backward:
+        if microbatch == self._spec.last_backward:
             square = memory.finish_gradients(
                 excluded=self._norm_deferred_names, on_gradients_ready=self._step.on_gradients_ready
             )
@@ -367,7 +364,7 @@ class Executor:
 
         `router_sums` are the sums received with the message, if any.
         """
-        step, group = self._step, microbatch // self._schedule.spec.num_slices
+        step, group = self._step, microbatch // self._spec.num_slices
         arguments = self._layer_inputs(step.rows[group].shape[1], step.documents[group])
         routers = (
             None
@@ -398,16 +395,16 @@ class Executor:
 
     def _send(self, hidden: Tensor, context: RouterContext | None, stage: int) -> None:
         message = hidden if self._routers is None else self._routers.pack(hidden, context)
-        self._transport.send(message, self._schedule.spec.rank_of(stage))
+        self._transport.send(message, self._spec.rank_of(stage))
 
     def _receive(self, source_stage: int, microbatch: int) -> tuple[Tensor, Tensor | None]:
         """Return hidden states or their gradient, and the router numbers if there is a router loss."""
-        rank = self._schedule.spec.rank_of(source_stage)
+        rank = self._spec.rank_of(source_stage)
         with self._waiting(WaitCause.NEIGHBOURS, rank=rank, stage=source_stage):
             message = self._transport.receive(rank)
         if self._routers is None:
             return message, None
-        return self._routers.unpack(message, self._step.rows[microbatch // self._schedule.spec.num_slices].shape)
+        return self._routers.unpack(message, self._step.rows[microbatch // self._spec.num_slices].shape)
 
     @contextmanager
     def _waiting(self, cause: WaitCause, *, rank: int | None = None, stage: int | None = None) -> Iterator[None]:

@@ -38,12 +38,6 @@ SMALL_BYTES = 64
 
 
 @dataclass(frozen=True)
-class _PendingOffload:
-    saved_for_backward: list[Tensor]
-    arrival: Event
-
-
-@dataclass(frozen=True)
 class _Part:
     """A tensor stored in host memory."""
 
@@ -155,7 +149,8 @@ class SavedActivations:
         self._activation_buffer, self._device, self._waiting, self._spans = activation_buffer, device, waiting, spans
         self._to_host, self._to_device = new_stream(device), new_stream(device)
         self._saved: dict[tuple[int, int], list[SavedForBackward]] = {}
-        self._pending_offloads: deque[_PendingOffload] = deque()
+        self._pending_offloads: deque[tuple[list[Tensor], Event]] = deque()
+        """Sources of copies to the host, and the events after them."""
         self._arrivals: dict[tuple[int, int], Event] = {}
         """Completion events of the latest copies: to the host, then to the device."""
         self._offloaded: dict[tuple[int, int], list[_Layer]] = {}
@@ -198,7 +193,7 @@ class SavedActivations:
                 for target, part, source in zip(_in_places(region, parts), parts, leaving, strict=True):
                     target.copy_(part.in_a_row(source), non_blocking=True)
             arrival = self._arrivals[key] = self._to_host.record()
-        self._pending_offloads.append(_PendingOffload(leaving, arrival))
+        self._pending_offloads.append((leaving, arrival))
         self._free_sources(self._max_pending_offloads)
 
     def prefetch(self, stage: int, microbatch: int) -> None:
@@ -235,4 +230,4 @@ class SavedActivations:
         """Free the sources of all but the latest `most` offloads, after making compute wait for them."""
         while len(self._pending_offloads) > most:
             with self._waiting():
-                self._pending_offloads.popleft().arrival.wait()
+                self._pending_offloads.popleft()[1].wait()

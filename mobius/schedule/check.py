@@ -5,14 +5,15 @@ can play their lists to the end (schedule.py).
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from itertools import product
 
 from mobius.errors import ScheduleError
 from mobius.limits import MAX_GRADIENT_SUMS, max_prefetched
-from mobius.schedule.action import ActionKind, describe_misfit
+from mobius.schedule.action import Action, ActionKind, describe_misfit
 from mobius.schedule.schedule import Schedule, topological_order
+from mobius.schedule.spec import ScheduleSpec
 
 
 class Rule(StrEnum):
@@ -57,6 +58,7 @@ _OUTSIDE_SLOTS = (
     *_ACTIVATION_COPIES,
 )
 
+Actions = Sequence[Action]
 _Breach = tuple[int, Rule, str]
 """Index of the action, the rule that it breaks, and an explanation."""
 
@@ -68,7 +70,7 @@ def check(schedule: Schedule) -> None:
         raise ScheduleError(f"{Rule.SHAPE}: {text}")
     for rank in range(schedule.spec.num_ranks):
         for breaches in _CHECKS:
-            for index, rule, text in breaches(schedule, rank):
+            for index, rule, text in breaches(schedule.spec, rank, schedule.actions[rank]):
                 raise _violation(schedule, rank, index, rule, text)
     _, conflict = topological_order(schedule)
     if conflict is not None:
@@ -82,24 +84,24 @@ def _violation(schedule: Schedule, rank: int, index: int, rule: Rule, text: str)
     return ScheduleError(f"{rule}: rank {rank}, action {index} ({name}): {text}")
 
 
-def _check_form(schedule: Schedule, rank: int) -> Iterator[_Breach]:
-    for index, action in enumerate(schedule.actions[rank]):
-        misfit = describe_misfit(action, schedule.spec.num_stages, is_evaluation=schedule.spec.is_evaluation)
+def _check_form(spec: ScheduleSpec, rank: int, actions: Actions) -> Iterator[_Breach]:
+    for index, action in enumerate(actions):
+        misfit = describe_misfit(action, spec.num_stages, is_evaluation=spec.is_evaluation)
         if misfit is not None:
             yield index, Rule.SHAPE, misfit
-        if action.microbatch is not None and not 0 <= action.microbatch < schedule.spec.num_microbatches:
-            yield index, Rule.SHAPE, f"there is no such microbatch, they are 0 to {schedule.spec.num_microbatches - 1}"
-        owner = schedule.spec.rank_of(action.stage)
+        if action.microbatch is not None and not 0 <= action.microbatch < spec.num_microbatches:
+            yield index, Rule.SHAPE, f"there is no such microbatch, they are 0 to {spec.num_microbatches - 1}"
+        owner = spec.rank_of(action.stage)
         if owner != rank:
             yield index, Rule.PLACEMENT, f"stage {action.stage} belongs to rank {owner}"
 
 
-def _check_data(schedule: Schedule, rank: int) -> Iterator[_Breach]:
-    last_stage = schedule.spec.num_stages - 1
-    needed_by = {schedule.spec.rank_of(last_stage): last_stage, schedule.spec.rank_of(0): 0}
-    made = [i for i, action in enumerate(schedule.actions[rank]) if action.kind is ActionKind.GENERATE_DATA]
+def _check_data(spec: ScheduleSpec, rank: int, actions: Actions) -> Iterator[_Breach]:
+    last_stage = spec.num_stages - 1
+    needed_by = {spec.rank_of(last_stage): last_stage, spec.rank_of(0): 0}
+    made = [i for i, action in enumerate(actions) if action.kind is ActionKind.GENERATE_DATA]
     for index in made:
-        if needed_by.get(rank) != schedule.actions[rank][index].stage:
+        if needed_by.get(rank) != actions[index].stage:
             yield index, Rule.DATA, f"rank {rank} does not load the batch for this stage"
         if index > 0:
             yield index, Rule.DATA, "the batch is loaded once, as the first action"
@@ -108,25 +110,25 @@ def _check_data(schedule: Schedule, rank: int) -> Iterator[_Breach]:
         yield 0, Rule.DATA, text
 
 
-def _check_complete(schedule: Schedule, rank: int) -> Iterator[_Breach]:
+def _check_complete(spec: ScheduleSpec, rank: int, actions: Actions) -> Iterator[_Breach]:
     seen: set[tuple[bool, int, int | None]] = set()
-    for index, action in enumerate(schedule.actions[rank]):
+    for index, action in enumerate(actions):
         key = (action.kind.is_backward, action.stage, action.microbatch)
         if action.kind.is_forward_or_backward and key in seen:
             yield index, Rule.COMPLETE, "it is a duplicate"
         if action.kind.is_forward_or_backward:
             seen.add(key)
-    directions = (False,) if schedule.spec.is_evaluation else (False, True)
-    for key in product(directions, schedule.spec.local_stages(rank), range(schedule.spec.num_microbatches)):
+    directions = (False,) if spec.is_evaluation else (False, True)
+    for key in product(directions, spec.local_stages(rank), range(spec.num_microbatches)):
         if key not in seen:
             is_backward, stage, microbatch = key
             text = f"{'B' if is_backward else 'F'}{stage}.{microbatch} is missing"
-            yield len(schedule.actions[rank]), Rule.COMPLETE, text
+            yield len(actions), Rule.COMPLETE, text
 
 
-def _check_order(schedule: Schedule, rank: int) -> Iterator[_Breach]:
-    waiting: dict[int, set[int | None]] = {stage: set() for stage in schedule.spec.local_stages(rank)}
-    for index, action in enumerate(schedule.actions[rank]):
+def _check_order(spec: ScheduleSpec, rank: int, actions: Actions) -> Iterator[_Breach]:
+    waiting: dict[int, set[int | None]] = {stage: set() for stage in spec.local_stages(rank)}
+    for index, action in enumerate(actions):
         own = waiting[action.stage]
         if action.kind.is_forward:
             own.add(action.microbatch)
@@ -134,26 +136,26 @@ def _check_order(schedule: Schedule, rank: int) -> Iterator[_Breach]:
             yield index, Rule.ORDER, "its forward has not run yet"
         elif action.kind.is_backward:
             own.remove(action.microbatch)
-        if len(own) > schedule.spec.microbatches_per_round and not schedule.spec.is_evaluation:
+        if len(own) > spec.microbatches_per_round and not spec.is_evaluation:
             yield (
                 index,
                 Rule.ROUND,
-                f"{len(own)} microbatches wait for their backward, a round has {schedule.spec.microbatches_per_round}",
+                f"{len(own)} microbatches wait for their backward, a round has {spec.microbatches_per_round}",
             )
 
 
-def _check_residency(schedule: Schedule, rank: int) -> Iterator[_Breach]:
-    num_slots = schedule.spec.slots[rank]
+def _check_residency(spec: ScheduleSpec, rank: int, actions: Actions) -> Iterator[_Breach]:
+    num_slots = spec.slots[rank]
     loaded: set[int] = set()
     num_backwards: Counter[int] = Counter()
-    for index, action in enumerate(schedule.actions[rank]):
+    for index, action in enumerate(actions):
         stage, kind = action.stage, action.kind
         if not kind.runs_on_compute_lane and kind is not ActionKind.GENERATE_DATA and kind not in _ACTIVATION_COPIES:
-            if schedule.spec.num_slots is None:
+            if spec.num_slots is None:
                 yield index, Rule.BUDGET, "the schedule has no slots, all weights stay on the GPU"
-            if stage in schedule.spec.resident:
+            if stage in spec.resident:
                 yield index, Rule.RESIDENT, f"stage {stage} is resident, its weights stay on the GPU"
-        if kind in _OUTSIDE_SLOTS or stage in schedule.spec.resident:
+        if kind in _OUTSIDE_SLOTS or stage in spec.resident:
             continue
         is_loaded, done = stage in loaded, num_backwards[stage]
         if is_loaded == (kind is ActionKind.LOAD):
@@ -161,27 +163,27 @@ def _check_residency(schedule: Schedule, rank: int) -> Iterator[_Breach]:
         if kind is ActionKind.LOAD:
             if len(loaded) == num_slots:
                 yield index, Rule.BUDGET, f"all slots ({num_slots}) are taken by the stages {sorted(loaded)}"
-            if done == schedule.spec.num_microbatches:
+            if done == spec.num_microbatches:
                 yield index, Rule.GRADIENTS, "its gradients are already offloaded"
             loaded.add(stage)
         elif kind is ActionKind.OFFLOAD:
             loaded.remove(stage)
         elif kind.is_backward:
             num_backwards[stage] += 1
-    if loaded and schedule.spec.is_evaluation:
+    if loaded and spec.is_evaluation:
         text = f"the stages {sorted(loaded)} are still loaded: each needs an offload after its last forward"
-        yield len(schedule.actions[rank]), Rule.RESIDENT, text
+        yield len(actions), Rule.RESIDENT, text
     elif loaded:
         stages = f"the gradients of the stages {sorted(loaded)} are not offloaded"
-        yield len(schedule.actions[rank]), Rule.GRADIENTS, f"{stages}: each needs an offload after its backward"
+        yield len(actions), Rule.GRADIENTS, f"{stages}: each needs an offload after its backward"
 
 
-def _check_sums(schedule: Schedule, rank: int) -> Iterator[_Breach]:
+def _check_sums(spec: ScheduleSpec, rank: int, actions: Actions) -> Iterator[_Breach]:
     on_gpu: set[int] = set()
     num_backwards: Counter[int] = Counter()
-    for index, action in enumerate(schedule.actions[rank]):
+    for index, action in enumerate(actions):
         stage, kind, done = action.stage, action.kind, num_backwards[action.stage]
-        if stage in schedule.spec.resident:
+        if stage in spec.resident:
             continue
         there = f"the sums of its {done} backwards are {'on the GPU' if stage in on_gpu else 'on the host'}"
         if kind is ActionKind.LOAD_GRADIENT_SUMS:
@@ -189,12 +191,12 @@ def _check_sums(schedule: Schedule, rank: int) -> Iterator[_Breach]:
                 yield index, Rule.GRADIENTS, there if done else "it has no sums yet"
             on_gpu.add(stage)
         elif kind is ActionKind.OFFLOAD_GRADIENT_SUMS:
-            if done in (0, schedule.spec.num_microbatches) or stage not in on_gpu:
+            if done in (0, spec.num_microbatches) or stage not in on_gpu:
                 yield index, Rule.GRADIENTS, there
             on_gpu.discard(stage)
         elif kind is ActionKind.OFFLOAD and done > 0:
-            if stage in on_gpu and done < schedule.spec.num_microbatches:
-                text = f"only {done} of {schedule.spec.num_microbatches} backwards are in its gradients"
+            if stage in on_gpu and done < spec.num_microbatches:
+                text = f"only {done} of {spec.num_microbatches} backwards are in its gradients"
                 yield index, Rule.GRADIENTS, text
             on_gpu.discard(stage)
         elif kind.is_backward:
@@ -206,20 +208,20 @@ def _check_sums(schedule: Schedule, rank: int) -> Iterator[_Breach]:
             yield index, Rule.BUDGET, f"the sums of the stages {sorted(on_gpu)} are on the GPU at the same time"
 
 
-def _check_offloaded_activations(schedule: Schedule, rank: int) -> Iterator[_Breach]:
+def _check_offloaded_activations(spec: ScheduleSpec, rank: int, actions: Actions) -> Iterator[_Breach]:
     left: set[tuple[int, int]] = set()
     """Stages and microbatches after their forward, with the inputs still on the GPU."""
     host: dict[tuple[int, int], int] = {}
     """Microbatch whose inputs are on the host, by stage and region."""
     back: set[tuple[int, int]] = set()
-    most_back = max_prefetched(schedule.spec.copy_lookahead)
-    for index, action in enumerate(schedule.actions[rank]):
+    most_back = max_prefetched(spec.copy_lookahead)
+    for index, action in enumerate(actions):
         kind, stage, microbatch = action.kind, action.stage, action.microbatch
-        if kind in _ACTIVATION_COPIES and stage not in schedule.spec.offloaded_activation_stages:
+        if kind in _ACTIVATION_COPIES and stage not in spec.offloaded_activation_stages:
             yield index, Rule.OFFLOAD_ACTIVATIONS, f"what backward needs of stage {stage} stays on the GPU"
-        if microbatch is None or stage not in schedule.spec.offloaded_activation_stages or schedule.spec.is_evaluation:
+        if microbatch is None or stage not in spec.offloaded_activation_stages or spec.is_evaluation:
             continue
-        own, place = (stage, microbatch), (stage, microbatch % schedule.spec.microbatches_per_round)
+        own, place = (stage, microbatch), (stage, microbatch % spec.microbatches_per_round)
         if kind.is_forward:
             left.add(own)
         elif kind is ActionKind.OFFLOAD_ACTIVATIONS:
@@ -244,15 +246,15 @@ def _check_offloaded_activations(schedule: Schedule, rank: int) -> Iterator[_Bre
                 yield index, Rule.OFFLOAD_ACTIVATIONS, "its inputs have not come back"
             if kind is not ActionKind.RECOMPUTE_KV:
                 host.pop(place, None)
-            if kind is not ActionKind.RECOMPUTE_KV or (microbatch + 1) % schedule.spec.num_slices:
+            if kind is not ActionKind.RECOMPUTE_KV or (microbatch + 1) % spec.num_slices:
                 back.discard(own)  # the last slice's backward follows and uses the same copy
 
 
-def _check_slices(schedule: Schedule, rank: int) -> Iterator[_Breach]:
-    number, last_stage = schedule.spec.num_slices, schedule.spec.num_stages - 1
+def _check_slices(spec: ScheduleSpec, rank: int, actions: Actions) -> Iterator[_Breach]:
+    number, last_stage = spec.num_slices, spec.num_stages - 1
     forward, keys, backward = (Counter[tuple[int, int]]() for _ in range(3))
     """Number of slices done so far, by stage and sequence."""
-    for index, action in enumerate(schedule.actions[rank]):
+    for index, action in enumerate(actions):
         kind, microbatch = action.kind, action.microbatch
         if kind is ActionKind.RECOMPUTE_KV and (number == 1 or action.stage == last_stage):
             yield index, Rule.SLICES, "there are no keys and values to recompute"

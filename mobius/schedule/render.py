@@ -38,14 +38,15 @@ def place_actions(
 
     A copy takes one slot. Loading the batch, and an offload that drops weights without gradients, take none.
     """
-    spans: list[list[ActionSpan]] = [[] for _ in range(schedule.spec.num_ranks)]
-    lane_ends = [dict.fromkeys(Lane, 0) for _ in range(schedule.spec.num_ranks)]
+    spec = schedule.spec
+    spans: list[list[ActionSpan]] = [[] for _ in range(spec.num_ranks)]
+    lane_ends = [dict.fromkeys(Lane, 0) for _ in range(spec.num_ranks)]
     computed: dict[tuple[bool, int, int | None], int] = {}
     with_gradients: set[int] = set()
     order, conflict = topological_order(schedule)
     assert conflict is None, "the schedule has not passed the check"
     for rank, action in order:
-        kind, source, ends = action.kind, source_stage(action, schedule.spec.num_stages), lane_ends[rank]
+        kind, source, ends = action.kind, source_stage(action, spec.num_stages), lane_ends[rank]
         lane = _COPY_LANES.get(kind, Lane.COMPUTE)
         arrival = 0 if source is None else computed[kind.is_backward, source, action.microbatch]
         start = max(ends[lane], ends[Lane.COMPUTE], arrival)
