@@ -29,6 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from mobius.config.config import ModelConfig  # noqa: E402
 from mobius.engine.documents import typical_arguments  # noqa: E402
 from mobius.engine.stage import StageModule  # noqa: E402
+from mobius.engine.stage_layers import MicrobatchContext  # noqa: E402
 from mobius.models.blocks import ModelParts  # noqa: E402
 from mobius.models.families import load_model_config  # noqa: E402
 from mobius.schedule.packed_rows import PackedRows  # noqa: E402
@@ -111,34 +112,39 @@ def time_parts(parts: ModelParts, arguments: argparse.Namespace, batch_size: int
     layer_arguments = typical_arguments(
         parts, packed, batch=batch_size, seq_length=arguments.seq_length, dtype=dtype, device=device
     )
+    context = MicrobatchContext(layer_arguments)
     layout = stage.layout()
     weights = layout.views(torch.randn(layout.num_elements, device=device, dtype=dtype) * 0.02)
     gradients = layout.views(torch.zeros(layout.num_elements, device=device))
     shape = (batch_size, arguments.seq_length)
     tokens = torch.randint(0, parts.config.vocab_size, shape, device=device)
     hidden = torch.randn(*shape, parts.config.hidden_size, device=device, dtype=dtype)
-    inner = StageModule(
-        parts,
-        StageCut(0, 0, 1, is_first=False, is_last=False),
-        loss_chunk_tokens=arguments.loss_chunk_tokens,
-        tile_tokens=arguments.tile_tokens,
+    inner, keeping = (
+        StageModule(
+            parts,
+            StageCut(0, 0, 1, is_first=False, is_last=False),
+            loss_chunk_tokens=arguments.loss_chunk_tokens,
+            tile_tokens=arguments.tile_tokens,
+            keep_graphs=keep_graphs,
+        )
+        for keep_graphs in (False, True)
     )
 
-    def forward_backward(*, keep_graphs: bool) -> None:
-        _, kept = inner.forward(weights, hidden, layer_arguments, keep_graphs=keep_graphs)
-        inner.backward(weights, gradients, kept, hidden, layer_arguments)
+    def forward_backward(module: StageModule) -> None:
+        _, kept = module.forward(weights, hidden, context)
+        module.backward(weights, gradients, kept, hidden, context)
 
     def recomputed_backward() -> None:
-        inner.backward(weights, gradients, [hidden], hidden, layer_arguments)
+        inner.backward(weights, gradients, [hidden], hidden, context)
 
     def loss() -> None:
         stage.loss(weights, gradients, hidden, tokens, num_targets=tokens.numel(), loss_scale=1.0)
 
     layer, head = parts.layers[0].num_parameters, parts.head.num_parameters
     cases: list[tuple[str, Callable[[], object], int]] = [
-        ("layer, forward without a graph", lambda: inner.forward(weights, hidden, layer_arguments), 2 * layer),
+        ("layer, forward without a graph", lambda: inner.forward(weights, hidden, context), 2 * layer),
         ("layer, backward with recompute", recomputed_backward, 6 * layer),
-        ("layer, forward and backward, graph kept", lambda: forward_backward(keep_graphs=True), 6 * layer),
+        ("layer, forward and backward, graph kept", lambda: forward_backward(keeping), 6 * layer),
         ("norm, head, loss and their backward", loss, 6 * head),
     ]
     backend = sdpa_kernel(BACKENDS[arguments.sdpa]) if arguments.sdpa else contextlib.nullcontext()

@@ -19,8 +19,15 @@ from mobius.distributed.transport import ActivationTransport
 from mobius.engine.host_arena import PinnedActivationBuffer
 from mobius.engine.pipelined_router_loss import PipelinedRouterLoss, RouterContext
 from mobius.engine.saved_activations import SavedActivations
-from mobius.engine.stage import SavedForBackward, StageModule
-from mobius.engine.stage_layers import MicrobatchContext, SequenceSlice, StageLayers, cut_rows, slice_sequences
+from mobius.engine.stage import StageModule
+from mobius.engine.stage_layers import (
+    MicrobatchContext,
+    SavedForBackward,
+    SequenceSlice,
+    StageLayers,
+    cut_rows,
+    slice_sequences,
+)
 from mobius.engine.stage_memory import GradientsReadyCallback, StageMemory
 from mobius.engine.step_sums import EvaluationSums, StepSums
 from mobius.engine.waits import DevicePosition, WaitClock
@@ -280,7 +287,7 @@ class Executor:
     def _evaluate_layers(self, stage: int, microbatch: int) -> Tensor:
         """Return the output of the stage's layers for its next input; saves no activations."""
         inputs, _ = self._stage_input(stage, microbatch)
-        return self._layers[stage].evaluate(self._weights(stage), inputs, self._context(microbatch))
+        return self._layers[stage].run(self._weights(stage), inputs, self._context(microbatch))
 
     def _forward_last(self, stage: int, microbatch: int) -> None:
         """Save only the input if forward can run inside backward, just before the loss, once the weights are there."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from mobius.engine.host_arena import PinnedActivationBuffer
-from mobius.engine.stage import SavedForBackward, tensors_of
+from mobius.engine.stage_layers import SavedForBackward, tensors_of
 from mobius.hardware.spans import NO_SPANS, Spans
 from mobius.hardware.streams import Event, new_stream, record_current
 from mobius.limits import max_pending_offloads

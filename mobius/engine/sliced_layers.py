@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from mobius.engine.stage import SavedForBackward, tensors_of
-from mobius.engine.stage_layers import MicrobatchContext, SequenceSlice
+from mobius.engine.stage_layers import MicrobatchContext, SavedForBackward, SequenceSlice, tensors_of
 from mobius.engine.tiles import TiledLayer
 from mobius.models.attention_split import LayerAttention, without_attention_arguments
 from mobius.models.block_autograd import NamedTensors, run_without_graph
@@ -94,7 +93,7 @@ class SlicedLayers:
             hidden = output
         return hidden, saved_for_backward
 
-    def evaluate(self, weights: NamedTensors, inputs: Tensor, context: MicrobatchContext) -> Tensor:
+    def run(self, weights: NamedTensors, inputs: Tensor, context: MicrobatchContext) -> Tensor:
         hidden = run_without_graph(self._parts.embedding, weights, inputs, {}) if self._cut.is_first else inputs
         for position, layer in enumerate(self._layers):
             attention = _SliceAttention(self, position, _sequence_slice_of(context))

@@ -13,6 +13,7 @@ from functools import partial
 from torch import Tensor
 
 from mobius.engine.pipelined_router_loss import RouterContext
+from mobius.engine.stage_layers import MicrobatchContext, SavedForBackward, tensors_of
 from mobius.engine.tiles import TiledLayer
 from mobius.models.attention import DocumentAttention
 from mobius.models.block_autograd import (
@@ -33,16 +34,6 @@ from mobius.models.pre_post_attention import PrePostAttention
 from mobius.schedule.partition import StageCut
 from mobius.schedule.plan import RecomputeLevel
 
-SavedForBackward = Tensor | BlockGraph | SavedProducts
-"""Saved state of a layer for backward: its input [B, L, H] to recompute from, its graph, or offloadable products."""
-
-
-def tensors_of(saved_for_backward: Sequence[SavedForBackward]) -> list[Tensor]:
-    """Return the saved layer inputs; fails an assertion if there are graphs."""
-    tensors = [each for each in saved_for_backward if isinstance(each, Tensor)]
-    assert len(tensors) == len(saved_for_backward), "saved graphs have no input to recompute from"
-    return tensors
-
 
 class StageModule:
     """Layers of `cut`, plus the embedding in the first stage and the final norm and head in the last."""
@@ -54,10 +45,12 @@ class StageModule:
         *,
         loss_chunk_tokens: int,
         tile_tokens: int | None = None,
+        keep_graphs: bool = False,
         recompute_level: RecomputeLevel = RecomputeLevel.NONE,
     ) -> None:
-        """`recompute_level`: of a forward that saves graphs; FlexAttention saves only its input unless it is NONE.
+        """`keep_graphs`: backward does not recompute layers, whose weights must then stay on the device until then.
 
+        `recompute_level`: of a forward that saves graphs; FlexAttention saves only its input unless it is NONE.
         `tile_tokens`: maximum tokens per tile in recomputed layers; the result is the same. None, or a microbatch that
         is no larger, runs each layer at once. Raises CheckpointError if the model family's layers cannot be split at
         attention.
@@ -66,7 +59,7 @@ class StageModule:
         self._parts = parts
         self._layers = [parts.layers[index] for index in cut.layers]
         self._loss_chunk_tokens = loss_chunk_tokens
-        self._recompute_level = recompute_level
+        self._keep_graphs, self._recompute_level = keep_graphs, recompute_level
         # FlexAttention compiles itself, and would not under the mode that saves an eager layer's products.
         self._may_keep = recompute_level is RecomputeLevel.NONE or parts.attention is not DocumentAttention.FLEX
         self._tile_tokens = tile_tokens
@@ -95,36 +88,25 @@ class StageModule:
         return StageLayout.of(self.shapes, frozen=self.frozen, no_weight_decay=self.no_weight_decay)
 
     def forward(
-        self,
-        weights: NamedTensors,
-        inputs: Tensor,
-        arguments: LayerArguments,
-        *,
-        keep_graphs: bool = False,
-        offload_saved_tensors: bool = False,
-        routers: RouterContext | None = None,
+        self, weights: NamedTensors, inputs: Tensor, context: MicrobatchContext
     ) -> tuple[Tensor, list[SavedForBackward]]:
-        """Run the layers; with `keep_graphs`, backward does not recompute them.
+        """Run the layers, as `StageLayers.forward`.
 
-        `offload_saved_tensors`: backward does not repeat matrix products either, and the saved tensors may be offloaded
-        to the host. Layers that are not compiled then save their input.
-
-        Args:
-            inputs: token ids [B, L] in the first stage, hidden states [B, L, H] in other stages.
-            arguments: of the microbatch, for all layers of the model.
-            routers: receives the sums of the layers' routers; None without a router loss.
-
-        Returns the hidden states [B, L, H], without a graph, and the state of every layer that `backward` needs.
+        With `context.offload_saved_tensors` backward does not repeat matrix products, and layers that are not compiled
+        save their input.
         """
+        arguments, routers = context.arguments, context.routers
         hidden = run_without_graph(self._parts.embedding, weights, inputs, {}) if self.cut.is_first else inputs
         saved_for_backward: list[SavedForBackward] = []
         for index, layer in zip(self.cut.layers, self._layers, strict=True):
             is_trained, own = index >= self._first_trained, self._arguments(index, arguments, routers)
-            made = run_saving_products(layer, weights, hidden, own) if offload_saved_tensors and is_trained else None
+            made = None
+            if context.offload_saved_tensors and is_trained:
+                made = run_saving_products(layer, weights, hidden, own)
             if made is not None:
                 outputs, products = made
                 saved_for_backward.append(products)
-            elif keep_graphs and self._may_keep and is_trained:
+            elif self._keep_graphs and self._may_keep and is_trained:
                 graph = run_with_graph(layer, weights, hidden, own, self._recompute_level)
                 saved_for_backward.append(graph)
                 outputs = tuple(each.detach() for each in graph.outputs)
@@ -138,15 +120,29 @@ class StageModule:
                 routers.add(outputs[1])
         return hidden, saved_for_backward
 
-    def run(self, weights: NamedTensors, inputs: Tensor, arguments: LayerArguments) -> Tensor:
-        """Return only the layers' output [B, L, H]; at most one layer's activations exist at a time.
-
-        `inputs` and `arguments` are as in `forward`; the result is bit-identical.
-        """
+    def run(self, weights: NamedTensors, inputs: Tensor, context: MicrobatchContext) -> Tensor:
+        """Return only the hidden states, bit-identical; at most one layer's activations exist at a time."""
         hidden = run_without_graph(self._parts.embedding, weights, inputs, {}) if self.cut.is_first else inputs
         for index, layer in zip(self.cut.layers, self._layers, strict=True):
-            hidden = self._run(index, layer, weights, hidden, arguments[index])[0]
+            hidden = self._run(index, layer, weights, hidden, context.arguments[index])[0]
         return hidden
+
+    def save_input(self, inputs: Tensor) -> list[SavedForBackward] | None:
+        """Return the input: the model's last stage runs forward inside backward only."""
+        return [inputs]
+
+    def recompute_kv(
+        self, weights: NamedTensors, saved_for_backward: Sequence[Tensor], context: MicrobatchContext
+    ) -> None:
+        """Fail: complete sequences have no keys and values to recompute."""
+        raise AssertionError("complete sequences have no keys and values to recompute")
+
+    def finish_forward(
+        self, weights: NamedTensors, saved_for_backward: list[SavedForBackward], context: MicrobatchContext
+    ) -> tuple[Tensor, list[SavedForBackward]]:
+        """Run `forward` on the saved input."""
+        (inputs,) = tensors_of(saved_for_backward)
+        return self.forward(weights, inputs, context)
 
     def backward(
         self,
@@ -154,20 +150,14 @@ class StageModule:
         gradients: NamedTensors,
         saved_for_backward: list[SavedForBackward],
         gradient: Tensor,
-        arguments: LayerArguments,
-        routers: RouterContext | None = None,
+        context: MicrobatchContext,
     ) -> Tensor:
-        """Add the layers' parameter gradients to `gradients` and return the gradient of the first layer's input.
+        """Add the layers' gradients, as `StageLayers.backward`; parameters that `gradients` lacks are skipped.
 
-        `gradients` are fp32 sums of the trained parameters; parameters that it lacks are skipped. Layers before the
-        first trained parameter have no backward: the returned gradient is then undefined.
-
-        Args:
-            saved_for_backward: from `forward`; the list is emptied, which frees each entry after its use.
-            gradient: of the last layer's output, [B, L, H].
-            arguments: as passed to `forward`.
-            routers: with the gradient of the sums that `forward` added.
+        Layers before the first trained parameter have no backward: the returned gradient is then undefined. Each entry
+        of `saved_for_backward` is freed after its use.
         """
+        arguments, routers = context.arguments, context.routers
         for index, layer in zip(reversed(self.cut.layers), reversed(self._layers), strict=True):
             last = saved_for_backward.pop()
             if index < self._first_trained:

@@ -1,6 +1,6 @@
 """Interface through which the executor runs a stage's layers, on complete sequences or slices of them.
 
-Implementations: `WholeLayers` and `sliced_layers.SlicedLayers`.
+Implementations: `stage.StageModule` and `sliced_layers.SlicedLayers`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,20 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from mobius.engine.pipelined_router_loss import RouterContext
-from mobius.engine.stage import SavedForBackward, StageModule, tensors_of
-from mobius.models.block_autograd import NamedTensors
+from mobius.models.block_autograd import BlockGraph, NamedTensors
 from mobius.models.blocks import LayerArguments
+from mobius.models.compiled import SavedProducts
 from mobius.models.slice_pieces import SlicedAttentionSettings
+
+SavedForBackward = Tensor | BlockGraph | SavedProducts
+"""Saved state of a layer for backward: its input [B, L, H] to recompute from, its graph, or offloadable products."""
+
+
+def tensors_of(saved_for_backward: Sequence[SavedForBackward]) -> list[Tensor]:
+    """Return the saved layer inputs; fails an assertion if there are graphs."""
+    tensors = [each for each in saved_for_backward if isinstance(each, Tensor)]
+    assert len(tensors) == len(saved_for_backward), "saved graphs have no input to recompute from"
+    return tensors
 
 
 @dataclass(frozen=True)
@@ -77,7 +87,7 @@ class StageLayers(Protocol):
     ) -> tuple[Tensor, list[SavedForBackward]]:
         """Run the layers; return the hidden states, without a graph, and the state to save for backward."""
 
-    def evaluate(self, weights: NamedTensors, inputs: Tensor, context: MicrobatchContext) -> Tensor:
+    def run(self, weights: NamedTensors, inputs: Tensor, context: MicrobatchContext) -> Tensor:
         """Return only the hidden states; in the model's last stage they are the input of the norm."""
 
     def save_input(self, inputs: Tensor) -> list[SavedForBackward] | None:
@@ -105,52 +115,3 @@ class StageLayers(Protocol):
 
         `gradient` is that of the hidden states. Empties `saved_for_backward`.
         """
-
-
-@dataclass(frozen=True)
-class WholeLayers:
-    """Layers whose microbatches are complete sequences; the model's last stage runs forward inside backward only."""
-
-    module: StageModule
-    keep_graphs: bool
-    """Whether activations are saved instead of recomputed; the weights must then stay on the device until backward."""
-
-    def forward(
-        self, weights: NamedTensors, inputs: Tensor, context: MicrobatchContext
-    ) -> tuple[Tensor, list[SavedForBackward]]:
-        given = weights, inputs, context.arguments
-        return self.module.forward(
-            *given,
-            keep_graphs=self.keep_graphs,
-            offload_saved_tensors=context.offload_saved_tensors,
-            routers=context.routers,
-        )
-
-    def evaluate(self, weights: NamedTensors, inputs: Tensor, context: MicrobatchContext) -> Tensor:
-        return self.module.run(weights, inputs, context.arguments)
-
-    def save_input(self, inputs: Tensor) -> list[SavedForBackward] | None:
-        return [inputs]
-
-    def recompute_kv(
-        self, weights: NamedTensors, saved_for_backward: Sequence[Tensor], context: MicrobatchContext
-    ) -> None:
-        raise AssertionError("complete sequences have no keys and values to recompute")
-
-    def finish_forward(
-        self, weights: NamedTensors, saved_for_backward: list[SavedForBackward], context: MicrobatchContext
-    ) -> tuple[Tensor, list[SavedForBackward]]:
-        (inputs,) = tensors_of(saved_for_backward)
-        return self.forward(weights, inputs, context)
-
-    def backward(
-        self,
-        weights: NamedTensors,
-        gradients: NamedTensors,
-        saved_for_backward: list[SavedForBackward],
-        gradient: Tensor,
-        context: MicrobatchContext,
-    ) -> Tensor:
-        return self.module.backward(
-            weights, gradients, saved_for_backward, gradient, context.arguments, context.routers
-        )

@@ -171,21 +171,26 @@ def _layer_work(timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShap
     arguments = typical_arguments(
         parts, shape.packed, batch=shape.batch, seq_length=shape.seq_length, dtype=shape.dtype, device=timer.device
     )
-    stage = StageModule(parts, span, loss_chunk_tokens=shape.loss_chunk_tokens, tile_tokens=shape.tile_tokens)
-    weights, gradients = _memory_of(stage, shape.dtype, timer.device)
+    make = partial(StageModule, parts, span, loss_chunk_tokens=shape.loss_chunk_tokens, tile_tokens=shape.tile_tokens)
+    recomputing = make()
+    saving = recomputing if shape.is_tiled else make(keep_graphs=True)
+    weights, gradients = _memory_of(recomputing, shape.dtype, timer.device)
     hidden = torch.randn(shape.hidden_size(parts), device=timer.device, dtype=shape.dtype)
 
-    context = _router_contexts(timer, parts, shape)
+    routers_of = _router_contexts(timer, parts, shape)
+
+    def context_of() -> MicrobatchContext:
+        return MicrobatchContext(arguments, routers=routers_of())
 
     def forward_and_backward() -> None:
-        routers = context()
-        saved = stage.forward(weights, hidden, arguments, keep_graphs=not shape.is_tiled, routers=routers)[1]
-        stage.backward(weights, gradients, saved, hidden, arguments, routers)
+        context = context_of()
+        saved = saving.forward(weights, hidden, context)[1]
+        saving.backward(weights, gradients, saved, hidden, context)
 
     return (
-        lambda: stage.forward(weights, hidden, arguments, routers=context()),
+        lambda: recomputing.forward(weights, hidden, context_of()),
         forward_and_backward,
-        lambda: stage.backward(weights, gradients, [hidden], hidden, arguments, context()),
+        lambda: recomputing.backward(weights, gradients, [hidden], hidden, context_of()),
     )
 
 
@@ -241,7 +246,7 @@ def _measure_ends(timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchSh
     hidden = torch.randn(shape.hidden_size(parts), device=device, dtype=shape.dtype)
     first = StageModule(parts, StageCut(0, 0, 0, True, False), loss_chunk_tokens=shape.loss_chunk_tokens)
     weights, gradients = _memory_of(first, shape.dtype, device)
-    forward = timer.seconds(lambda: first.forward(weights, tokens, ()))
+    forward = timer.seconds(lambda: first.forward(weights, tokens, MicrobatchContext(())))
     backward = timer.seconds(lambda: first.embedding_backward(weights, gradients, tokens, hidden))
     last = StageModule(parts, StageCut(1, end, end, False, True), loss_chunk_tokens=shape.loss_chunk_tokens)
     own_weights, own_gradients = _memory_of(last, shape.dtype, device)

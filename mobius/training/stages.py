@@ -18,7 +18,7 @@ from mobius.engine.rank_memory import allocate_memory
 from mobius.engine.saved_activations import ALIGNMENT, pinned_buffer_bytes
 from mobius.engine.sliced_layers import SequenceKVCaches, SlicedLayers
 from mobius.engine.stage import StageModule
-from mobius.engine.stage_layers import StageLayers, WholeLayers
+from mobius.engine.stage_layers import StageLayers
 from mobius.engine.stage_memory import StageMemory
 from mobius.engine.update_queue import UpdateQueue
 from mobius.engine.waits import WaitClock
@@ -82,6 +82,7 @@ class RankStages:
                 plan.cuts[stage],
                 loss_chunk_tokens=loss_chunk_tokens,
                 tile_tokens=tile_tokens,
+                keep_graphs=stage in plan.saved_activation_stages,
                 recompute_level=plan.recompute_level,
             )
             for stage in plan.local_stages(rank)
@@ -214,10 +215,7 @@ class RankStages:
     def _layers(self, schedule: Schedule) -> Mapping[int, StageLayers]:
         if self.sliced_layers is not None and schedule.spec.num_slices > 1:
             return self.sliced_layers
-        return {
-            stage: WholeLayers(module, stage in self.plan.saved_activation_stages)
-            for stage, module in self.modules.items()
-        }
+        return self.modules
 
     def close(self) -> None:
         """Release page-locked memory; no copies may be in flight."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mobius.engine.stage import StageModule
+from mobius.engine.stage_layers import MicrobatchContext
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.loss import shift_labels
 from mobius.schedule.partition import partition_of
@@ -72,15 +73,15 @@ def _by_transformers(model: PreTrainedModel) -> Step:
 def _in_a_stage(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, *, compiled: bool) -> Step:
     parts = ModelParts(model.config, device, compiled=compiled)
     stage = StageModule(parts, partition_of((len(parts.layers),))[0], loss_chunk_tokens=ROWS * LENGTH)
-    arguments = LayerArgumentsBuilder(parts, device=device, dtype=dtype)(LENGTH)
+    context = MicrobatchContext(LayerArgumentsBuilder(parts, device=device, dtype=dtype)(LENGTH))
 
     def step(weights: Mapping[str, Tensor], tokens: Tensor) -> tuple[float, dict[str, Tensor]]:
         sums = {name: torch.zeros_like(value, dtype=torch.float32) for name, value in weights.items()}
         targets = shift_labels(tokens)
-        hidden, kept = stage.forward(weights, tokens, arguments)
+        hidden, kept = stage.forward(weights, tokens, context)
         num_targets = int((targets >= 0).sum())
         loss, gradient = stage.loss(weights, sums, hidden, targets, num_targets=num_targets, loss_scale=1.0)
-        gradient = stage.backward(weights, sums, kept, gradient, arguments)
+        gradient = stage.backward(weights, sums, kept, gradient, context)
         stage.embedding_backward(weights, sums, tokens, gradient)
         return float(loss), sums
 

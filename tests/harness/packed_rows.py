@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from mobius.engine.documents import Rows, position_ids_and_cu_seqlens
 from mobius.engine.executor import StepBatch
 from mobius.engine.stage import StageModule
+from mobius.engine.stage_layers import MicrobatchContext
 from mobius.models.attention import DocumentLayout
 from mobius.models.block_autograd import run_without_graph
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
@@ -110,11 +111,11 @@ class OneStage:
     ) -> None:
         self._parts = parts = ModelParts(model.config, device, compiled=compiled, packed_dtype=dtype)
         cut = StageCut(0, 0, len(parts.layers), True, True)
-        self._stage = StageModule(parts, cut, loss_chunk_tokens=4096, tile_tokens=tile_tokens)
+        self._stage = StageModule(parts, cut, loss_chunk_tokens=4096, tile_tokens=tile_tokens, keep_graphs=keeps_graphs)
         source, shapes = ModelWeights(model), self._stage.shapes
         self._weights = {name: source.read(name, shape).to(device, dtype) for name, shape in shapes.items()}
         self._inputs = LayerArgumentsBuilder(parts, device=device, dtype=dtype)
-        self._keeps_graphs, self._device = keeps_graphs, device
+        self._device = device
 
     def by_token(self, batch: StepBatch) -> dict[str, Tensor]:
         """Outputs of the last layer, losses, and gradients of the input embeddings; [B, L, ...]."""
@@ -123,12 +124,12 @@ class OneStage:
         assert batch.documents is not None
         position_ids, cu_seqlens = (each.to(device) for each in batch.documents)
         tokens, labels = batch.input_ids.to(device), batch.labels.to(device)
-        arguments = self._inputs(LENGTH, DocumentLayout(position_ids, cu_seqlens[0]))
-        hidden, kept = stage.forward(weights, tokens, arguments, keep_graphs=self._keeps_graphs)
+        context = MicrobatchContext(self._inputs(LENGTH, DocumentLayout(position_ids, cu_seqlens[0])))
+        hidden, kept = stage.forward(weights, tokens, context)
         given = {"num_targets": batch.num_targets, "loss_scale": 1.0}
         _, gradient = stage.loss(weights, gradients, hidden, shift_labels(labels), **given)  # type: ignore[arg-type]
         logits = run_without_graph(parts.head, weights, run_without_graph(parts.norm, weights, hidden, {}), {})
         losses = F.cross_entropy(logits.flatten(0, 1).float(), shift_labels(labels).flatten(), reduction="none")
-        of_inputs = stage.backward(weights, gradients, kept, gradient, arguments)
+        of_inputs = stage.backward(weights, gradients, kept, gradient, context)
         results = {"outputs": hidden, "losses": losses.view(-1, LENGTH, 1), "gradients": of_inputs}
         return {name: value.cpu() for name, value in results.items()}

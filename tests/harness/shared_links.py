@@ -20,7 +20,6 @@ from torch import Tensor
 from mobius.engine.executor import Executor, StepBatch
 from mobius.engine.gradient_sums import GradientAccumulator, GradientSums
 from mobius.engine.optimizer_states import HostStates
-from mobius.engine.stage_layers import WholeLayers
 from mobius.engine.stage_memory import StageMemory
 from mobius.engine.stage_state import StageState
 from mobius.engine.stage_weights import SlotWeights, WeightSlotPool
@@ -87,6 +86,14 @@ class TimedStage:
     ) -> tuple[Tensor, list[Tensor]]:
         self._work(weights, self.seconds)
         return inputs, [inputs]
+
+    def save_input(self, inputs: Tensor) -> list[Tensor]:
+        return [inputs]
+
+    def finish_forward(
+        self, weights: Mapping[str, Tensor], kept: Sequence[Tensor], context: object
+    ) -> tuple[Tensor, list[Tensor]]:
+        return self.forward(weights, kept[0])
 
     def loss(
         self, weights: object, gradients: object, hidden: Tensor, labels: object, **_: Any
@@ -193,7 +200,7 @@ def run_on(devices: Sequence[torch.device], states: Sequence[StageState], *, num
             executor = Executor(
                 schedule,
                 stages=stages,  # type: ignore[arg-type] # as much of a stage as the executor uses
-                layers={stage: WholeLayers(each, keep_graphs=False) for stage, each in stages.items()},  # type: ignore[arg-type]
+                layers=stages,  # type: ignore[arg-type]
                 memory=memory,
                 layer_inputs=lambda seq_length, documents: (),
                 transport=FreeMessages(transport, device),  # type: ignore[arg-type]

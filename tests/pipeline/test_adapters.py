@@ -28,7 +28,7 @@ from peft import PeftModel
 from mobius.config.config import AdapterConfig, FinetuningType
 from mobius.engine.executor import StepBatch
 from mobius.engine.saved_activations import SavedActivations
-from mobius.engine.stage import SavedForBackward
+from mobius.engine.stage_layers import SavedForBackward
 from mobius.errors import ConfigError
 from mobius.models.block_autograd import recomputed_backward
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from mobius.distributed.transport import SingleRankTransport
 from mobius.engine.executor import Executor
-from mobius.engine.pipelined_router_loss import RouterContext
-from mobius.engine.stage import SavedForBackward, StageModule
+from mobius.engine.stage import StageModule
+from mobius.engine.stage_layers import MicrobatchContext, SavedForBackward
 from mobius.engine.stage_memory import StageMemory
 from mobius.engine.waits import WaitClock
 from mobius.errors import TransportError
@@ -41,13 +41,12 @@ class FailingStage(StageModule):
         gradients: Mapping[str, Tensor],
         saved_for_backward: list[SavedForBackward],
         gradient: Tensor,
-        arguments: LayerArguments,
-        routers: RouterContext | None = None,
+        context: MicrobatchContext,
     ) -> Tensor:
         if self.fail_at == 0:
             raise RuntimeError("the card is on fire")
         self.fail_at -= 1
-        return super().backward(weights, gradients, saved_for_backward, gradient, arguments, routers)
+        return super().backward(weights, gradients, saved_for_backward, gradient, context)
 
 
 def make_executor(

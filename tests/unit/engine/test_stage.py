@@ -10,10 +10,11 @@ from harness.pipelines import CPU, make_model
 from torch import Tensor, nn
 
 from mobius.engine.stage import StageModule
-from mobius.models.blocks import Block, LayerArguments, LayerArgumentsBuilder, ModelParts
+from mobius.engine.stage_layers import MicrobatchContext
+from mobius.models.blocks import Block, LayerArgumentsBuilder, ModelParts
 from mobius.schedule.partition import StageCut, balanced_partition
 
-NO_ARGUMENTS: LayerArguments = ({},) * 3
+NO_CONTEXT = MicrobatchContext(({},) * 3)
 
 
 class Gated(nn.Module):
@@ -45,8 +46,8 @@ def test_a_parameter_without_a_gradient_keeps_the_others_in_their_places() -> No
     gradients = {name: torch.zeros(shape) for name, shape in stage.shapes.items()}
     inputs, incoming = (torch.randn(2, 6, 32, generator=generator) for _ in range(2))
 
-    output, stashed = stage.forward(weights, inputs, NO_ARGUMENTS)
-    outgoing = stage.backward(weights, gradients, stashed, incoming, NO_ARGUMENTS)
+    output, stashed = stage.forward(weights, inputs, NO_CONTEXT)
+    outgoing = stage.backward(weights, gradients, stashed, incoming, NO_CONTEXT)
 
     scale = [weights[f"model.layers.{i}.scale"] for i in range(2)]
     middle = inputs * scale[0] + weights["model.layers.0.shift"]
@@ -64,8 +65,8 @@ def test_a_parameter_without_a_gradient_keeps_the_others_in_their_places() -> No
 @pytest.mark.parametrize("keep_graphs", [False, True])
 def test_a_frozen_parameter_has_no_sum_and_the_others_get_what_they_get_without_it(keep_graphs: bool) -> None:
     parts = ModelParts(make_model("llama").config, CPU)
-    stage = StageModule(parts, StageCut(0, 0, 2, True, False), loss_chunk_tokens=8)
-    arguments = LayerArgumentsBuilder(parts, device=CPU, dtype=torch.float32)(6)
+    stage = StageModule(parts, StageCut(0, 0, 2, True, False), loss_chunk_tokens=8, keep_graphs=keep_graphs)
+    context = MicrobatchContext(LayerArgumentsBuilder(parts, device=CPU, dtype=torch.float32)(6))
     generator = torch.Generator().manual_seed(4)
     weights = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in stage.shapes.items()}
     tokens = torch.randint(0, 96, (2, 6), generator=generator)
@@ -74,9 +75,9 @@ def test_a_frozen_parameter_has_no_sum_and_the_others_get_what_they_get_without_
     results = []
     for skipped in (set[str](), frozen):
         sums = {name: torch.zeros(shape) for name, shape in stage.shapes.items() if name not in skipped}
-        _, saved_for_backward = stage.forward(weights, tokens, arguments, keep_graphs=keep_graphs)
+        _, saved_for_backward = stage.forward(weights, tokens, context)
         stage.embedding_backward(
-            weights, sums, tokens, stage.backward(weights, sums, saved_for_backward, incoming, arguments)
+            weights, sums, tokens, stage.backward(weights, sums, saved_for_backward, incoming, context)
         )
         results.append(sums)
     everything, trained = results
@@ -89,11 +90,11 @@ def test_forward_makes_no_graph_and_backward_empties_its_inputs() -> None:
     weights = {name: torch.ones(shape) for name, shape in stage.shapes.items()}
     gradients = {name: torch.zeros(shape) for name, shape in stage.shapes.items()}
 
-    output, stashed = stage.forward(weights, torch.ones(1, 4, 32), NO_ARGUMENTS)
+    output, stashed = stage.forward(weights, torch.ones(1, 4, 32), NO_CONTEXT)
     assert not output.requires_grad
     assert len(stashed) == 3, "one input per layer"
 
-    gradient = stage.backward(weights, gradients, stashed, torch.ones(1, 4, 32), NO_ARGUMENTS)
+    gradient = stage.backward(weights, gradients, stashed, torch.ones(1, 4, 32), NO_CONTEXT)
     assert stashed == []
     assert not gradient.requires_grad
     assert not any(weight.requires_grad or weight.grad is not None for weight in weights.values())
@@ -104,8 +105,8 @@ def test_gradients_add_up_over_microbatches() -> None:
     weights = {name: torch.ones(shape) for name, shape in stage.shapes.items()}
     gradients = {name: torch.zeros(shape) for name, shape in stage.shapes.items()}
     for _ in range(3):
-        _, stashed = stage.forward(weights, torch.ones(1, 4, 32), NO_ARGUMENTS)
-        stage.backward(weights, gradients, stashed, torch.ones(1, 4, 32), NO_ARGUMENTS)
+        _, stashed = stage.forward(weights, torch.ones(1, 4, 32), NO_CONTEXT)
+        stage.backward(weights, gradients, stashed, torch.ones(1, 4, 32), NO_CONTEXT)
 
     assert torch.equal(gradients["model.layers.0.shift"], torch.full((32,), 12.0))
 

@@ -17,7 +17,6 @@ from mobius.engine.optimizer_states import HostStates
 from mobius.engine.optimizer_stepper import LossScaler, OptimizerStepper
 from mobius.engine.rank_memory import allocate_memory
 from mobius.engine.stage import StageModule
-from mobius.engine.stage_layers import WholeLayers
 from mobius.engine.stage_memory import StageMemory
 from mobius.engine.stage_state import StageState
 from mobius.engine.stage_weights import ResidentWeights
@@ -88,7 +87,7 @@ def weights_after_steps(half: set[int], max_grad_norm: float, *, is_overlapped: 
     executor = Executor(
         build_schedule(ScheduleSpec.of(1, NUM_STAGES, NUM_MICROBATCHES, 2, {0} | half)),
         stages=stages,
-        layers={stage: WholeLayers(module, keep_graphs=False) for stage, module in stages.items()},
+        layers=stages,
         memory=memory,
         layer_inputs=LayerArgumentsBuilder(parts, device=CPU, dtype=torch.float32),
         transport=transport,

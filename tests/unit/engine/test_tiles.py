@@ -16,6 +16,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from mobius.engine.documents import Rows
 from mobius.engine.stage import StageModule
+from mobius.engine.stage_layers import MicrobatchContext
 from mobius.engine.tiles import TiledLayer
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.pre_post_attention import Heads, PrePostAttention
@@ -43,18 +44,20 @@ class Results:
 
 def run_layer(parts: ModelParts, case: BlockCase, tile_tokens: int | None) -> Results:
     """The layer of `case` alone in a stage."""
-    stage, arguments = stage_of(parts, case, tile_tokens)
+    stage, context = stage_of(parts, case, tile_tokens)
     sums = {name: torch.zeros(value.shape) for name, value in case.weights.items()}
-    output, kept = stage.forward(case.weights, case.hidden, arguments)
-    assert torch.equal(stage.run(case.weights, case.hidden, arguments), output)
-    return Results(output, stage.backward(case.weights, sums, kept, case.gradient, arguments), sums)
+    output, kept = stage.forward(case.weights, case.hidden, context)
+    assert torch.equal(stage.run(case.weights, case.hidden, context), output)
+    return Results(output, stage.backward(case.weights, sums, kept, case.gradient, context), sums)
 
 
-def stage_of(parts: ModelParts, case: BlockCase, tile_tokens: int | None) -> tuple[StageModule, Any]:
+def stage_of(
+    parts: ModelParts, case: BlockCase, tile_tokens: int | None, *, keep_graphs: bool = False
+) -> tuple[StageModule, MicrobatchContext]:
     index = int(case.block.prefix.split(".")[2])
     cut = StageCut(1, index, index + 1, False, False)
-    stage = StageModule(parts, cut, loss_chunk_tokens=8, tile_tokens=tile_tokens)
-    return stage, {index: case.arguments}
+    stage = StageModule(parts, cut, loss_chunk_tokens=8, tile_tokens=tile_tokens, keep_graphs=keep_graphs)
+    return stage, MicrobatchContext({index: case.arguments})
 
 
 DENSE_FAMILIES = ["llama", "qwen3", "mistral", "gemma3", "cohere2", "phi3", "olmo2"]
@@ -119,11 +122,11 @@ def test_a_microbatch_of_no_more_tokens_than_a_tile_has_is_not_cut(batch: int) -
 def test_layers_whose_graphs_are_kept_are_not_cut() -> None:
     parts = ModelParts(config_of("llama"), CPU)
     ((case, _),) = layer_cases(parts, shape=(1, LENGTH))
-    stage, arguments = stage_of(parts, case, 4)
+    stage, context = stage_of(parts, case, 4, keep_graphs=True)
     sums = case.sums()
 
-    output, kept = stage.forward(case.weights, case.hidden, arguments, keep_graphs=True)
-    of_input = stage.backward(case.weights, sums, kept, case.gradient, arguments)
+    output, kept = stage.forward(case.weights, case.hidden, context)
+    of_input = stage.backward(case.weights, sums, kept, case.gradient, context)
 
     actual = [output, of_input, *sums.values()]
     assert all(torch.equal(*pair) for pair in zip(actual, case.kept(), strict=True))
@@ -131,7 +134,7 @@ def test_layers_whose_graphs_are_kept_are_not_cut() -> None:
 
 def test_gradients_add_up_over_the_layers_of_a_stage_and_over_microbatches() -> None:
     parts = ModelParts(config_of("gemma3"), CPU)
-    arguments = LayerArgumentsBuilder(parts, device=CPU, dtype=torch.float32)(LENGTH)
+    context = MicrobatchContext(LayerArgumentsBuilder(parts, device=CPU, dtype=torch.float32)(LENGTH))
     generator = torch.Generator().manual_seed(4)
     results = list[Sequence[Tensor]]()
     stages = [
@@ -143,8 +146,8 @@ def test_gradients_add_up_over_the_layers_of_a_stage_and_over_microbatches() -> 
         sums = {name: torch.zeros(shape) for name, shape in stage.shapes.items()}
         found = list[Tensor]()
         for inputs, gradient in microbatches:
-            output, kept = stage.forward(weights, inputs, arguments)
-            found += [output, stage.backward(weights, sums, kept, gradient, arguments)]
+            output, kept = stage.forward(weights, inputs, context)
+            found += [output, stage.backward(weights, sums, kept, gradient, context)]
         results.append([*found, *sums.values()])
     assert_near(results[1], results[0], share=1e-5)
 
@@ -181,8 +184,8 @@ def test_backward_in_one_graph_computes_no_product_a_third_time(monkeypatch: pyt
     monkeypatch.setattr(torch._inductor, "compile", keep)
     parts = ModelParts(config_of("llama"), CPU, compiled=True)
     (case, _), *_ = layer_cases(parts, shape=(1, 12))
-    stage, arguments = stage_of(parts, case, 6)
-    stage.backward(case.weights, case.sums(), [case.hidden], case.gradient, arguments)
+    stage, context = stage_of(parts, case, 6)
+    stage.backward(case.weights, case.sums(), [case.hidden], case.gradient, context)
 
     counts = [num_products(graph) for graph in graphs]
 
@@ -258,12 +261,12 @@ def peak_bytes(
     """Most that forward and backward of the layer hold beside its input, and in backward beside the gradient given."""
     rows = [[length // 2, length // 4]] if is_packed else None
     ((case, _),) = layer_cases(parts, shape=(1, length), rows=rows, dtype=dtype)
-    stage, arguments = stage_of(parts, case, tile_tokens)
+    stage, context = stage_of(parts, case, tile_tokens)
     sums = {name: torch.zeros(value.shape) for name, value in case.weights.items()}
     with LiveBytes() as forward:
-        stage.run(case.weights, case.hidden, arguments)
+        stage.run(case.weights, case.hidden, context)
     with LiveBytes() as backward:
-        stage.backward(case.weights, sums, [case.hidden], case.gradient, arguments)
+        stage.backward(case.weights, sums, [case.hidden], case.gradient, context)
     return forward.peak, backward.peak
 
 
