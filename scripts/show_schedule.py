@@ -59,23 +59,23 @@ def make_schedule(arguments: argparse.Namespace) -> Schedule:
             f"it must be a multiple of --num_ranks {num_ranks}, such as {' or '.join(nearest or [str(num_ranks)])}"
         )
         raise ScheduleError(f"--num_stages {num_stages}: {allowed}")
-    num_slots = None if arguments.no_offload else 1 if arguments.no_prefetch else 2
     num_resident = arguments.resident_stages
     if not 0 <= num_resident <= num_stages // num_ranks:
         raise ScheduleError(f"--resident_stages {num_resident}: each GPU has {num_stages // num_ranks} stages")
-    resident = range(num_resident * num_ranks)
+    is_resident = arguments.no_offload or num_resident * num_ranks == num_stages
+    num_slots = 0 if is_resident else 1 if arguments.no_prefetch else 2
     num_offloading_activations = arguments.stashed_stages
     if not 0 <= num_offloading_activations <= num_stages // num_ranks:
         raise ScheduleError(
             f"--stashed_stages {num_offloading_activations}: each GPU has {num_stages // num_ranks} stages"
         )
     return build_schedule(
-        ScheduleSpec.of(
+        ScheduleSpec(
             num_ranks,
-            num_stages // num_ranks,
+            num_stages,
             arguments.num_chunks,
-            num_slots,
-            resident,
+            (num_slots,) * num_ranks,
+            frozenset(range(num_stages if is_resident else num_resident * num_ranks)),
             accumulation_rounds=arguments.num_rounds,
             num_slices=arguments.num_slices,
             offloaded_activation_stages=frozenset(range(min(num_offloading_activations * num_ranks, num_stages - 1))),

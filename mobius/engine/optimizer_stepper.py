@@ -70,29 +70,25 @@ class LossScaler:
     def __init__(self, *, is_dynamic: bool, initial: float = 2.0**14, growth_interval: int = 2000) -> None:
         self.is_dynamic = is_dynamic
         self._growth_interval = growth_interval
-        self._good_steps = 0
+        self.good_steps = 0
+        """Finite steps since the value changed."""
         self.value = initial if is_dynamic else 1.0
 
-    @property
-    def steps_since_change(self) -> int:
-        """Finite steps since the value changed."""
-        return self._good_steps
-
-    def restore(self, value: float, steps_since_change: int) -> None:
+    def restore(self, value: float, good_steps: int) -> None:
         """Restore a dynamic scale from a checkpoint; a fixed scale stays as it is."""
         if self.is_dynamic:
-            self.value, self._good_steps = value, steps_since_change
+            self.value, self.good_steps = value, good_steps
 
     def update(self, *, is_finite: bool) -> None:
         """Adjust the scale to the outcome of a step."""
         if not self.is_dynamic:
             return
         if not is_finite:
-            self.value, self._good_steps = max(1.0, self.value / 2), 0
+            self.value, self.good_steps = max(1.0, self.value / 2), 0
             return
-        self._good_steps += 1
-        if self._good_steps == self._growth_interval:
-            self.value, self._good_steps = self.value * 2, 0
+        self.good_steps += 1
+        if self.good_steps == self._growth_interval:
+            self.value, self.good_steps = self.value * 2, 0
 
 
 class OptimizerStepper:
@@ -214,9 +210,7 @@ class OptimizerStepper:
     def counts(self) -> StepCounts:
         """Counts of the steps so far."""
         scale = self.loss_scale
-        return StepCounts(
-            self.num_updates, self.num_skipped, self._skipped_in_a_row, scale.value, scale.steps_since_change
-        )
+        return StepCounts(self.num_updates, self.num_skipped, self._skipped_in_a_row, scale.value, scale.good_steps)
 
     def restore(self, counts: StepCounts) -> None:
         """Resume from the `counts` of another stepper; call before the first step."""

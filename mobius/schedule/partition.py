@@ -44,15 +44,8 @@ class Experts:
     trained: tuple[int, ...] | None = None
     """Trained parameters among `layers`; None: all of them."""
 
-    def idle(self, layer: int) -> int:
-        """Parameters of a layer that compute nothing for a token."""
-        return self._idle(self.layers[layer])
-
-    def idle_trained(self, layer: int) -> int:
-        """The trained ones among them."""
-        return self._idle((self.layers if self.trained is None else self.trained)[layer])
-
-    def _idle(self, parameters: int) -> int:
+    def num_idle(self, parameters: int) -> int:
+        """How many of a layer's expert `parameters` compute nothing for a token."""
         return parameters * (self.number - self.num_experts_per_token) // self.number
 
 
@@ -141,14 +134,19 @@ class ModelShape:
         """Parameters of every layer that compute for a token."""
         if self.experts is None:
             return self.layer_parameters
-        return tuple(count - self.experts.idle(layer) for layer, count in enumerate(self.layer_parameters))
+        return self._without_idle(self.experts, self.layer_parameters, self.experts.layers)
 
     @cached_property
     def active_trained(self) -> tuple[int, ...]:
         """The trained parameters among them."""
         if self.trained is None or self.experts is None:
             return self.active_parameters if self.trained is None else self.trained.layers
-        return tuple(count - self.experts.idle_trained(layer) for layer, count in enumerate(self.trained.layers))
+        routed = self.experts.layers if self.experts.trained is None else self.experts.trained
+        return self._without_idle(self.experts, self.trained.layers, routed)
+
+    @staticmethod
+    def _without_idle(experts: Experts, counts: Sequence[int], routed: Sequence[int]) -> tuple[int, ...]:
+        return tuple(count - experts.num_idle(own) for count, own in zip(counts, routed, strict=True))
 
     def layer_widths(self, layer: int) -> LayerWidths:
         """Widths of a layer by its parameters: each row or column of a matrix [width, H] is an element per token."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from typing import Any, Self
+from typing import Self
 
 from mobius.errors import ScheduleError
 
@@ -45,37 +44,6 @@ class ScheduleSpec:
     num_offloaded_microbatches: int = 0
     """Microbatches per round whose matrix products are offloaded too, and so not recomputed."""
     order: ComputeOrder = ComputeOrder.LOOPED
-
-    @classmethod
-    def of(
-        cls,
-        num_ranks: int,
-        stages_per_rank: int,
-        num_microbatches: int,
-        num_slots: int | Sequence[int] | None,
-        resident: Collection[int] = (),
-        *,
-        offloaded_activation_stages: Collection[int] = (),
-        **more: Any,
-    ) -> ScheduleSpec:
-        """Spec with `num_slots` slots on every rank, or a number per rank; None: every stage is resident.
-
-        A rank without streamed stages gets no slot. `more` are further fields by name.
-        """
-        num_stages = num_ranks * stages_per_rank
-        given = num_slots if isinstance(num_slots, Sequence) else [num_slots or 0] * num_ranks
-        spec = cls(
-            num_ranks,
-            num_stages,
-            num_microbatches,
-            tuple(given),
-            frozenset(range(num_stages) if num_slots is None else resident),
-            offloaded_activation_stages=frozenset(offloaded_activation_stages),
-            **more,
-        )
-        return replace(
-            spec, slots=tuple(slots if spec.streamed_stages(rank) else 0 for rank, slots in enumerate(given))
-        )
 
     @property
     def is_evaluation(self) -> bool:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from harness.runs import make_checkpoint, make_dataset, run_main
+from harness.schedules import spec_of
 
 from mobius.reporting.trace import Trace, read_trace
 from mobius.schedule.build import build_schedule
 from mobius.schedule.lanes import Lane, LaneSpan
-from mobius.schedule.spec import ScheduleSpec
 
 STEPS = 4
 TRACED = [2, 3, 4]
@@ -43,7 +43,7 @@ def of_lane(spans: tuple[LaneSpan, ...], lane: Lane) -> list[LaneSpan]:
 
 
 def test_each_traced_step_has_every_action_of_the_schedule_once_in_its_order(trace: Trace) -> None:
-    schedule = build_schedule(ScheduleSpec.of(2, 4, 3, 2))
+    schedule = build_schedule(spec_of(2, 4, 3, 2))
     assert trace.steps == TRACED
     for rank, actions in enumerate(schedule.actions):
         expected = [str(action) for action in actions if action.kind not in ("load", "offload")]

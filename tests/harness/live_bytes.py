@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.schedules import spec_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -26,7 +27,6 @@ from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.planner.peak_memory import LayerBytes
 from mobius.schedule.build import build_schedule
 from mobius.schedule.plan import Plan, RecomputeLevel
-from mobius.schedule.spec import ScheduleSpec
 from mobius.training.stages import RankStages
 
 CPU = torch.device("cpu")
@@ -143,7 +143,7 @@ def count_step(
         deferred_updates=plan.resident,
     )
     schedule = build_schedule(
-        ScheduleSpec.of(
+        spec_of(
             plan.num_ranks,
             plan.stages_per_rank,
             plan.num_microbatches,

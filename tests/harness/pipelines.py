@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch._inductor.config
 from harness.local_transport import LocalTransport, run_rank_threads
+from harness.schedules import spec_of
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -34,7 +35,7 @@ from mobius.models.weights import WeightSource
 from mobius.schedule.build import build_schedule
 from mobius.schedule.partition import balanced_partition, partition_of
 from mobius.schedule.plan import Plan, RecomputeLevel
-from mobius.schedule.spec import ComputeOrder, ScheduleSpec
+from mobius.schedule.spec import ComputeOrder
 from mobius.training.stages import RankStages
 
 CPU = torch.device("cpu")
@@ -174,7 +175,7 @@ class Pipeline:
         self._stages.append(stages)
         stages.load_weights(self.source or ModelWeights(self.model))
         schedule = build_schedule(
-            ScheduleSpec.of(
+            spec_of(
                 self.num_ranks,
                 self.stages_per_rank,
                 self.num_microbatches,
@@ -318,7 +319,7 @@ def evaluate(model: PreTrainedModel, batch: StepBatch, case: Case) -> Evaluation
         )
         stages.load_weights(ModelWeights(model))
         schedule = build_schedule(
-            ScheduleSpec.of(
+            spec_of(
                 case.num_ranks,
                 case.stages_per_rank,
                 case.num_microbatches,

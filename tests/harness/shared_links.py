@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from harness.local_transport import LocalTransport, run_rank_threads
+from harness.schedules import spec_of
 from torch import Tensor
 
 from mobius.engine.executor import Executor, StepBatch
@@ -29,7 +30,6 @@ from mobius.engine.waits import WaitClock
 from mobius.models.layout import StageLayout
 from mobius.schedule.build import build_schedule
 from mobius.schedule.partition import StageCut
-from mobius.schedule.spec import ScheduleSpec
 
 NUM_MICROBATCHES = 4
 WARM_STEPS, STEPS = 1, 3
@@ -180,7 +180,7 @@ def run_on(devices: Sequence[torch.device], states: Sequence[StageState], *, num
     `states` are those of all stages, each of which takes `seconds` to forward one microbatch.
     """
     num_ranks = len(devices)
-    schedule = build_schedule(ScheduleSpec.of(num_ranks, len(states) // num_ranks, NUM_MICROBATCHES, num_slots))
+    schedule = build_schedule(spec_of(num_ranks, len(states) // num_ranks, NUM_MICROBATCHES, num_slots))
     spans = [StageCut(n, n, n + 1, n == 0, n == schedule.spec.num_stages - 1) for n in range(schedule.spec.num_stages)]
     busy = {device: Busy(device) for device in devices}
     tokens = torch.zeros(NUM_MICROBATCHES, 2**13, dtype=torch.int64, pin_memory=devices[0].type == "cuda")

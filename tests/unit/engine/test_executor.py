@@ -8,6 +8,7 @@ import pytest
 import torch
 from harness.local_transport import LocalTransport, run_rank_threads
 from harness.pipelines import CPU, SEQ_LENGTH, ModelWeights, make_batch, make_model, plain_step
+from harness.schedules import spec_of
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -24,7 +25,6 @@ from mobius.schedule.build import build_schedule
 from mobius.schedule.lanes import WaitCause
 from mobius.schedule.partition import balanced_partition
 from mobius.schedule.plan import Plan
-from mobius.schedule.spec import ScheduleSpec
 from mobius.training.stages import RankStages
 
 NUM_STAGES, NUM_MICROBATCHES = 4, 3
@@ -75,7 +75,7 @@ def make_executor(
         failing = stages.modules[failing_stage]
         failing.__class__ = FailingStage
         failing.fail_at = fail_at  # type: ignore[attr-defined]
-    schedule = build_schedule(ScheduleSpec.of(transport.num_ranks, plan.stages_per_rank, NUM_MICROBATCHES, 2))
+    schedule = build_schedule(spec_of(transport.num_ranks, plan.stages_per_rank, NUM_MICROBATCHES, 2))
     return stages.executor(schedule, transport, clock, norm_deferred_names=norm_deferred_names), stages.memory
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from harness.pipelines import CPU, make_batch, make_model
+from harness.schedules import spec_of
 from torch import Tensor
 
 from mobius.distributed.transport import SingleRankTransport
@@ -27,7 +28,6 @@ from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.layout import StageLayout
 from mobius.schedule.build import build_schedule
 from mobius.schedule.partition import balanced_partition
-from mobius.schedule.spec import ScheduleSpec
 
 NUM_STAGES, NUM_MICROBATCHES = 4, 2
 
@@ -85,7 +85,7 @@ def weights_after_steps(half: set[int], max_grad_norm: float, *, is_overlapped: 
             own.state.set_parameter(name, values[name].detach())
     memory |= {stage: half_resident(stage, memory[stage].state, updates) for stage in half}
     executor = Executor(
-        build_schedule(ScheduleSpec.of(1, NUM_STAGES, NUM_MICROBATCHES, 2, {0} | half)),
+        build_schedule(spec_of(1, NUM_STAGES, NUM_MICROBATCHES, 2, {0} | half)),
         stages=stages,
         layers=stages,
         memory=memory,

@@ -20,6 +20,7 @@ from harness.plan_requests import (
     TWO_SOCKETS,
     make_box,
 )
+from harness.schedules import spec_of
 
 from mobius.hardware.topology import (
     Ancestor,
@@ -33,7 +34,6 @@ from mobius.hardware.topology import (
 from mobius.schedule.build import build_schedule
 from mobius.schedule.lanes import Lane
 from mobius.schedule.render import place_actions
-from mobius.schedule.spec import ScheduleSpec
 
 # Where the kernel has them: two behind a switch, one behind another port of the same host bridge, one on the other
 # socket, in a PCI domain of its own.
@@ -213,7 +213,7 @@ def test_no_order_costs_less_than_the_one_that_is_chosen(seed: int) -> None:
 def test_loads_start_as_the_score_assumes() -> None:
     """A rank's loads start a period apart, and each rank's a microbatch after those of the rank before."""
     for num_ranks, num_microbatches in ((4, 4), (4, 8), (4, 2), (8, 8)):
-        schedule = build_schedule(ScheduleSpec.of(num_ranks, 4, num_microbatches, 2))
+        schedule = build_schedule(spec_of(num_ranks, 4, num_microbatches, 2))
         timeline = place_actions(schedule, forward_slots=10, backward_slots=20)
         period = 10 * max(num_microbatches, num_ranks)
         starts = [[span.start for span in spans if span.lane is Lane.LOAD] for spans in timeline]

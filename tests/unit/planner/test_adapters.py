@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from harness.plan_requests import find_published_shape, num_stages_with, request_of
+from harness.schedules import spec_of
 from transformers import LlamaConfig, Qwen2Config
 
 from mobius.config.config import AdapterConfig, FinetuningType, ModelConfig
@@ -26,7 +27,6 @@ from mobius.planner.step_tasks import StepTasks
 from mobius.schedule.build import build_schedule
 from mobius.schedule.lanes import Lane
 from mobius.schedule.partition import ModelShape
-from mobius.schedule.spec import ScheduleSpec
 from mobius.training.stages import RankStages
 
 CPU = torch.device("cpu")
@@ -121,7 +121,7 @@ def lanes_of(found: PlanResult) -> set[Lane]:
     costs = stage_costs(found.plan, found.request.shape, found.profile)
     plan = found.plan
     schedule = build_schedule(
-        ScheduleSpec.of(plan.num_ranks, plan.stages_per_rank, plan.num_microbatches, plan.slots, plan.resident)
+        spec_of(plan.num_ranks, plan.stages_per_rank, plan.num_microbatches, plan.slots, plan.resident)
     )
     tasks = StepTasks(schedule, costs, found.profile, found.request.rules)
     tasks.add_step()

@@ -8,6 +8,7 @@ from itertools import pairwise, product
 
 import pytest
 from harness.plan_requests import request_of
+from harness.schedules import spec_of
 
 from mobius.planner.fit import fit_plan
 from mobius.planner.gpu_specs import GPU_SPECS
@@ -23,7 +24,6 @@ from mobius.schedule.build import build_schedule, build_unchecked
 from mobius.schedule.check import check
 from mobius.schedule.partition import ModelShape
 from mobius.schedule.plan import MemoryUse, Plan
-from mobius.schedule.spec import ScheduleSpec
 from mobius.units import GIB
 
 GRAPH = int(0.5 * GIB)
@@ -52,7 +52,7 @@ def predicted(request: PlanRequest, profile: Profile, plan: Plan) -> float:
     """A step by the checked schedule, three steps long."""
     slots = max(plan.slots) or None
     schedule = build_schedule(
-        ScheduleSpec.of(plan.num_ranks, plan.stages_per_rank, plan.num_microbatches, slots, plan.resident)
+        spec_of(plan.num_ranks, plan.stages_per_rank, plan.num_microbatches, slots, plan.resident)
     )
     return simulate_steps(schedule, stage_costs(plan, request.shape, profile), profile, request.rules).step_seconds
 
@@ -109,6 +109,6 @@ def test_a_schedule_of_different_slots_is_that_of_each_ranks_own(llama_7b: Model
     request, _ = problem(llama_7b, 12, ranks=2, stages=8, num_chunks=4)
     plan = request.plan.with_memory_uses([MemoryUse(1, 0, 3), MemoryUse(4, 0, 0)])
     mixed = build_unchecked(plan)
-    assert mixed.actions[0] == build_schedule(ScheduleSpec.of(2, 4, 4, 3, plan.resident)).actions[0]
-    assert mixed.actions[1] == build_schedule(ScheduleSpec.of(2, 4, 4, 2, plan.resident)).actions[1]
+    assert mixed.actions[0] == build_schedule(spec_of(2, 4, 4, 3, plan.resident)).actions[0]
+    assert mixed.actions[1] == build_schedule(spec_of(2, 4, 4, 2, plan.resident)).actions[1]
     check(mixed)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from harness.plan_requests import find_published_shape, request_of
+from harness.schedules import spec_of
 
 from mobius.limits import max_pending_offloads, max_sends_in_flight
 from mobius.planner import peak_memory
@@ -17,7 +18,6 @@ from mobius.schedule.partition import partition_of
 from mobius.schedule.plan import MemoryUse, Plan, RecomputeLevel, make_plan
 from mobius.schedule.render import place_actions
 from mobius.schedule.schedule import Schedule
-from mobius.schedule.spec import ScheduleSpec
 from mobius.units import GIB
 
 SIZE = MicrobatchBytes(activation=10, layer=LayerBytes(saved_activations=100, peak=150), loss=70, embedding=500)
@@ -38,7 +38,7 @@ def keeping(plan: Plan, *stages: int) -> Plan:
 def test_a_message_is_received_before_as_many_others_are_sent_as_are_kept(
     num_ranks: int, num_microbatches: int, forward_slots: int, backward_slots: int
 ) -> None:
-    schedule = build_schedule(ScheduleSpec.of(num_ranks, 3, num_microbatches, None))
+    schedule = build_schedule(spec_of(num_ranks, 3, num_microbatches, None))
     timeline = place_actions(schedule, forward_slots=forward_slots, backward_slots=backward_slots)
     received = {}  # (direction, sending stage, microbatch) -> when its receiver begins to use it
     for spans in timeline:
@@ -161,7 +161,7 @@ def test_no_more_inputs_are_on_a_gpu_than_are_counted() -> None:
             accumulation_rounds=rounds, num_slices=num_slices,
         )  # fmt: skip
         plan = whole.with_memory_uses([MemoryUse(per_rank, 0, 0, draw.randint(0, per_rank)) for _ in range(num_ranks)])
-        schedule = build_schedule(ScheduleSpec.of(
+        schedule = build_schedule(spec_of(
             num_ranks, per_rank, plan.num_microbatches, None,
             accumulation_rounds=rounds, num_slices=num_slices,
             offloaded_activation_stages=plan.offloaded_activation_stages,
@@ -190,7 +190,7 @@ def test_no_more_products_are_on_a_gpu_than_are_counted() -> None:
         )
         plan = whole.with_memory_uses([MemoryUse(per_rank, 0, 0, draw.randint(1, per_rank)) for _ in range(num_ranks)])
         schedule = build_schedule(
-            ScheduleSpec.of(
+            spec_of(
                 num_ranks,
                 per_rank,
                 chunks,

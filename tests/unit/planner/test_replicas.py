@@ -11,6 +11,7 @@ import simulate
 import torch
 from harness.live_bytes import LiveBytes
 from harness.plan_requests import find_published_shape, request_of
+from harness.schedules import spec_of
 from transformers import LlamaConfig
 
 from mobius.config.config import AdapterConfig, Dtype, FinetuningType, Recompute, ReduceDtype
@@ -35,7 +36,6 @@ from mobius.planner.stage_costs import StageCost, StepRules
 from mobius.planner.step_prediction import simulate_steps
 from mobius.schedule.build import build_schedule
 from mobius.schedule.plan import Plan
-from mobius.schedule.spec import ScheduleSpec
 from mobius.training.stages import RankStages
 from mobius.units import GIB
 
@@ -235,7 +235,7 @@ def step(
     costs = [inner] * 3 + [StageCost(0, 3, PARAMETERS, is_resident=resident)]
     rules = StepRules(clips=clips, message_bytes=0, sharding=ReplicaSharding(num_replicas))
     slots = 0 if resident else 4
-    schedule = build_schedule(ScheduleSpec.of(1, 4, 1, slots, frozenset(range(4)) if resident else frozenset()))
+    schedule = build_schedule(spec_of(1, 4, 1, slots, frozenset(range(4)) if resident else frozenset()))
     return simulate_steps(schedule, costs, plain(link, updates=updates), rules, num_steps=4).step_seconds
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from harness.plan_requests import find_published_shape, request_of
+from harness.schedules import spec_of
 
 from mobius.config.config import Recompute
 from mobius.planner.event_simulation import SharedBandwidth, share_rates
@@ -33,7 +34,6 @@ from mobius.schedule.build import build_schedule
 from mobius.schedule.lanes import Lane, WaitCause
 from mobius.schedule.partition import ModelShape
 from mobius.schedule.plan import make_plan
-from mobius.schedule.spec import ScheduleSpec
 
 SLOW_COPIES = CopyRates(
     host_to_device=10,
@@ -84,7 +84,7 @@ def predict(
     profile: Profile | None = None,
     message_bytes: int = 0,
 ) -> SimulatedSteps:
-    schedule = build_schedule(ScheduleSpec.of(num_ranks, len(costs) // num_ranks, microbatches, slots))
+    schedule = build_schedule(spec_of(num_ranks, len(costs) // num_ranks, microbatches, slots))
     rules = StepRules(clips=clips, message_bytes=message_bytes, overlaps_optimizer=overlaps)
     return simulate_steps(schedule, costs, profile or plain_profile(num_ranks), rules, num_steps=4)
 
@@ -233,7 +233,7 @@ def predict_llama(
     stages = frozenset(range(num_layers))
     plan = make_plan(shape, num_ranks=num_ranks, num_stages=num_layers, num_microbatches=microbatches, num_slots=slots)
     costs = stage_costs(replace(plan, saved_activation_stages=stages if keeps_graphs else frozenset()), shape, profile)
-    schedule = build_schedule(ScheduleSpec.of(num_ranks, num_layers // num_ranks, microbatches, slots))
+    schedule = build_schedule(spec_of(num_ranks, num_layers // num_ranks, microbatches, slots))
     return simulate_steps(schedule, costs, profile, StepRules(clips=clips, message_bytes=tokens * 4096 * 2))
 
 
@@ -299,7 +299,7 @@ def test_spans_carry_the_names_of_the_grid_and_lie_in_order() -> None:
 
 def test_seconds_alone_are_those_of_the_prediction() -> None:
     costs = [StageCost(1, 2, 10), StageCost(1, 3, 10)] * 2
-    schedule, rules = build_schedule(ScheduleSpec.of(2, 2, 4, 1)), StepRules(clips=True, message_bytes=5)
+    schedule, rules = build_schedule(spec_of(2, 2, 4, 1)), StepRules(clips=True, message_bytes=5)
     profile = plain_profile(2)
     for num_steps in (1, 3):
         whole = simulate_steps(schedule, costs, profile, rules, num_steps=num_steps)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import matplotlib.image
 import pytest
+from harness.schedules import spec_of
 
 from mobius.errors import ConfigError
 from mobius.reporting.pictures import draw_schedule, draw_timeline, draw_training, smoothed
@@ -17,7 +18,6 @@ from mobius.schedule.build import build_schedule
 from mobius.schedule.lanes import Lane, LaneSpan
 from mobius.schedule.render import place_actions
 from mobius.schedule.schedule import Schedule
-from mobius.schedule.spec import ScheduleSpec
 
 
 def measured(schedule: Schedule, device: str = "NVIDIA H200") -> Trace:
@@ -48,7 +48,7 @@ def drawn(trace: Trace, folder: Path) -> str:
 
 
 def test_every_action_and_every_update_is_named(tmp_path: Path) -> None:
-    schedule = build_schedule(ScheduleSpec.of(2, 3, 2, 2))
+    schedule = build_schedule(spec_of(2, 3, 2, 2))
     svg = drawn(measured(schedule), tmp_path)
     for actions in schedule.actions:
         for action in actions:
@@ -63,14 +63,14 @@ def test_every_action_and_every_update_is_named(tmp_path: Path) -> None:
 
 
 def test_where_bars_are_too_narrow_their_stage_is_named_once(tmp_path: Path) -> None:
-    svg = drawn(measured(build_schedule(ScheduleSpec.of(2, 16, 16, 2))), tmp_path)
+    svg = drawn(measured(build_schedule(spec_of(2, 16, 16, 2))), tmp_path)
     assert ">F6.3<" not in svg
     assert svg.count(">F6<") == 1
     assert svg.count(">B6<") == 1
 
 
 def test_it_has_the_colours_of_the_predicted_picture(tmp_path: Path) -> None:
-    schedule = build_schedule(ScheduleSpec.of(2, 3, 2, 2))
+    schedule = build_schedule(spec_of(2, 3, 2, 2))
     draw_schedule(schedule, tmp_path / "predicted.svg")
     predicted = set(re.findall(r"fill: (#[0-9a-f]{6})", (tmp_path / "predicted.svg").read_text()))
     own = set(re.findall(r"fill: (#[0-9a-f]{6})", drawn(measured(schedule), tmp_path)))
@@ -79,14 +79,14 @@ def test_it_has_the_colours_of_the_predicted_picture(tmp_path: Path) -> None:
 
 
 def test_only_what_was_recorded_has_a_lane_and_a_place_in_the_legend(tmp_path: Path) -> None:
-    svg = drawn(measured(build_schedule(ScheduleSpec.of(1, 2, 2, None))), tmp_path)
+    svg = drawn(measured(build_schedule(spec_of(1, 2, 2, None))), tmp_path)
     assert "load weights" not in svg
     assert "waits for" not in svg
     assert "all weights on the GPU" in svg
 
 
 def test_waits_are_told_by_their_cause(tmp_path: Path) -> None:
-    trace = measured(build_schedule(ScheduleSpec.of(1, 2, 2, 1)))
+    trace = measured(build_schedule(spec_of(1, 2, 2, 1)))
     wait = LaneSpan(Lane.WAIT, "weights", 4, 0.0, 0.02)
     svg = drawn(Trace(trace.facts, ((*trace.spans[0], wait),)), tmp_path)
     assert "waits for weights" in svg
@@ -106,7 +106,7 @@ def test_the_share_of_time_that_a_rank_computed_stands_beside_it(tmp_path: Path)
 
 
 def test_the_png_is_a_png_and_the_same_trace_gives_the_same_svg(tmp_path: Path) -> None:
-    trace = measured(build_schedule(ScheduleSpec.of(2, 2, 2, 2)))
+    trace = measured(build_schedule(spec_of(2, 2, 2, 2)))
     draw_timeline(trace, tmp_path / "timeline.png", step=4)
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert drawn(trace, tmp_path) == drawn(trace, tmp_path)
@@ -118,7 +118,7 @@ def test_a_step_in_which_nothing_computed_is_drawn_empty(tmp_path: Path) -> None
 
 
 def test_another_suffix_and_another_step_are_refused(tmp_path: Path) -> None:
-    trace = measured(build_schedule(ScheduleSpec.of(1, 1, 1, None)))
+    trace = measured(build_schedule(spec_of(1, 1, 1, None)))
     with pytest.raises(ConfigError, match=r"ends in \.png or \.svg"):
         draw_timeline(trace, tmp_path / "timeline.pdf")
     with pytest.raises(ConfigError, match="not step 5"):
@@ -126,7 +126,7 @@ def test_another_suffix_and_another_step_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_svg_names_every_action(tmp_path: Path) -> None:
-    schedule = build_schedule(ScheduleSpec.of(2, 3, 2, 2))
+    schedule = build_schedule(spec_of(2, 3, 2, 2))
     draw_schedule(schedule, tmp_path / "schedule.svg")
     svg = (tmp_path / "schedule.svg").read_text()
     for actions in schedule.actions:
@@ -136,19 +136,19 @@ def test_the_svg_names_every_action(tmp_path: Path) -> None:
 
 
 def test_the_same_schedule_gives_the_same_svg(tmp_path: Path) -> None:
-    draw_schedule(build_schedule(ScheduleSpec.of(2, 2, 2, 2)), tmp_path / "one.svg")
-    draw_schedule(build_schedule(ScheduleSpec.of(2, 2, 2, 2)), tmp_path / "two.svg")
+    draw_schedule(build_schedule(spec_of(2, 2, 2, 2)), tmp_path / "one.svg")
+    draw_schedule(build_schedule(spec_of(2, 2, 2, 2)), tmp_path / "two.svg")
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
 
 
 def test_the_png_is_a_png(tmp_path: Path) -> None:
-    draw_schedule(build_schedule(ScheduleSpec.of(1, 1, 1, None)), tmp_path / "schedule.PNG")
+    draw_schedule(build_schedule(spec_of(1, 1, 1, None)), tmp_path / "schedule.PNG")
     assert (tmp_path / "schedule.PNG").read_bytes().startswith(b"\x89PNG")
 
 
 def test_another_suffix_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"ends in \.png or \.svg"):
-        draw_schedule(build_schedule(ScheduleSpec.of(2, 2, 2, 2)), tmp_path / "schedule.jpg")
+        draw_schedule(build_schedule(spec_of(2, 2, 2, 2)), tmp_path / "schedule.jpg")
 
 
 def entry(step: int, loss: object) -> dict[str, object]:

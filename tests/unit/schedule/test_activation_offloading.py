@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from harness.schedules import spec_of
 
 from mobius.errors import ScheduleError
 from mobius.schedule.action import ActionKind
@@ -14,7 +15,7 @@ from mobius.schedule.spec import MAX_COPY_LOOKAHEAD, ComputeOrder, ScheduleSpec
 
 def of_round(size: int, number: int) -> ScheduleSpec:
     """Numbers of a round of `size` microbatches, `number` of which offload their products."""
-    return ScheduleSpec.of(1, 2, size, 2, num_offloaded_microbatches=number)
+    return spec_of(1, 2, size, 2, num_offloaded_microbatches=number)
 
 
 def names(schedule: Schedule, rank: int = 0) -> str:
@@ -22,7 +23,7 @@ def names(schedule: Schedule, rank: int = 0) -> str:
 
 
 def test_inputs_leave_behind_their_forward_and_come_back_one_computation_ahead() -> None:
-    schedule = build_schedule(ScheduleSpec.of(1, 2, 3, None, offloaded_activation_stages={0}))
+    schedule = build_schedule(spec_of(1, 2, 3, None, offloaded_activation_stages={0}))
 
     assert names(schedule) == (
         "D0 F0.0 S0.0 F0.1 S0.1 F0.2 S0.2 F1.0 B1.0 F1.1 B1.1 F1.2 T0.0 B1.2 T0.1 B0.0 T0.2 B0.1 B0.2"
@@ -30,7 +31,7 @@ def test_inputs_leave_behind_their_forward_and_come_back_one_computation_ahead()
 
 
 def test_a_prefetch_never_stands_before_an_offload_which_gives_memory_back() -> None:
-    schedule = build_schedule(ScheduleSpec.of(2, 1, 2, None, offloaded_activation_stages={0}))
+    schedule = build_schedule(spec_of(2, 1, 2, None, offloaded_activation_stages={0}))
 
     assert names(schedule) == "D0 F0.0 S0.0 F0.1 S0.1 T0.0 T0.1 B0.0 B0.1"
 
@@ -43,10 +44,10 @@ def test_every_schedule_with_offloaded_activations_passes_and_its_other_actions_
 ) -> None:
     last = num_ranks * stages_per_rank - 1
     numbers = num_ranks, stages_per_rank, 6, num_slots
-    plain = build_schedule(ScheduleSpec.of(*numbers, accumulation_rounds=accumulation_rounds))
+    plain = build_schedule(spec_of(*numbers, accumulation_rounds=accumulation_rounds))
     for offloaded_activation_stages in ({0}, {*range(min(num_ranks, last))}, {*range(last)}):
         schedule = build_schedule(
-            ScheduleSpec.of(
+            spec_of(
                 *numbers,
                 accumulation_rounds=accumulation_rounds,
                 offloaded_activation_stages=offloaded_activation_stages,
@@ -66,9 +67,7 @@ def test_every_schedule_with_offloaded_activations_passes_and_its_other_actions_
 
 
 def test_an_evaluation_offloads_no_activations() -> None:
-    schedule = build_schedule(
-        ScheduleSpec.of(2, 2, 2, 2, offloaded_activation_stages={0, 1}, order=ComputeOrder.EVALUATION)
-    )
+    schedule = build_schedule(spec_of(2, 2, 2, 2, offloaded_activation_stages={0, 1}, order=ComputeOrder.EVALUATION))
 
     assert not any(
         a.kind in (ActionKind.OFFLOAD_ACTIVATIONS, ActionKind.PREFETCH_ACTIVATIONS)
@@ -78,7 +77,7 @@ def test_an_evaluation_offloads_no_activations() -> None:
 
 
 def test_the_grid_has_a_row_for_each_way_and_the_text_form_names_them() -> None:
-    schedule = build_schedule(ScheduleSpec.of(2, 2, 2, 2, offloaded_activation_stages={0, 1}))
+    schedule = build_schedule(spec_of(2, 2, 2, 2, offloaded_activation_stages={0, 1}))
 
     grid = render_text(schedule)
     assert [line.split()[0] for line in grid.splitlines() if "S0.0" in line] == ["offload_activations"]
@@ -100,9 +99,7 @@ def test_microbatches_that_go_whole_are_spread_over_each_round() -> None:
 
 
 def test_where_some_go_whole_copies_have_the_time_of_several_computations() -> None:
-    schedule = build_schedule(
-        ScheduleSpec.of(1, 2, 4, None, offloaded_activation_stages={0}, num_offloaded_microbatches=2)
-    )
+    schedule = build_schedule(spec_of(1, 2, 4, None, offloaded_activation_stages={0}, num_offloaded_microbatches=2))
 
     assert names(schedule) == (
         "D0 F0.0 S0.0 F0.1 S0.1 F0.2 S0.2 F0.3 S0.3 F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 "
@@ -119,9 +116,9 @@ def test_every_schedule_with_products_at_home_passes_and_computes_as_without(
 ) -> None:
     for num_ranks, per_rank, num_slots in ((1, 3, 1), (2, 2, 2), (3, 2, None)):
         numbers = num_ranks, per_rank, 12, num_slots
-        plain = build_schedule(ScheduleSpec.of(*numbers, accumulation_rounds=accumulation_rounds))
+        plain = build_schedule(spec_of(*numbers, accumulation_rounds=accumulation_rounds))
         schedule = build_schedule(
-            ScheduleSpec.of(
+            spec_of(
                 *numbers,
                 accumulation_rounds=accumulation_rounds,
                 offloaded_activation_stages=range(num_ranks * per_rank - 1),
@@ -145,11 +142,9 @@ def test_every_schedule_with_products_at_home_passes_and_computes_as_without(
 def test_more_products_at_home_than_a_round_has_are_refused() -> None:
     with pytest.raises(ScheduleError, match=r"3 microbatches .* a round has 2"):
         build_schedule(
-            ScheduleSpec.of(
-                1, 2, 4, None, accumulation_rounds=2, offloaded_activation_stages={0}, num_offloaded_microbatches=3
-            )
+            spec_of(1, 2, 4, None, accumulation_rounds=2, offloaded_activation_stages={0}, num_offloaded_microbatches=3)
         )
     with pytest.raises(ScheduleError, match=r"1 microbatches .*slices cannot"):
         build_schedule(
-            ScheduleSpec.of(1, 2, 4, None, num_slices=2, offloaded_activation_stages={0}, num_offloaded_microbatches=1)
+            spec_of(1, 2, 4, None, num_slices=2, offloaded_activation_stages={0}, num_offloaded_microbatches=1)
         )

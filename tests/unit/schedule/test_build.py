@@ -1,12 +1,12 @@
 """The schedules that come out: small ones as written by hand, and what holds for all of them."""
 
 import pytest
+from harness.schedules import spec_of
 
 from mobius.errors import ScheduleError
 from mobius.schedule.action import ActionKind
 from mobius.schedule.build import build_schedule
 from mobius.schedule.schedule import Schedule
-from mobius.schedule.spec import ScheduleSpec
 
 # Two ranks, two stages each, two microbatches.
 BY_HAND = {
@@ -31,31 +31,31 @@ def names(schedule: Schedule) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("num_slots", BY_HAND)
 def test_two_ranks_with_two_stages_each_do_what_was_written_by_hand(num_slots: int | None) -> None:
-    assert names(build_schedule(ScheduleSpec.of(2, 2, 2, num_slots))) == BY_HAND[num_slots]
+    assert names(build_schedule(spec_of(2, 2, 2, num_slots))) == BY_HAND[num_slots]
 
 
 def test_with_more_stages_than_slots_the_next_stage_is_loaded_before_the_current_one_computes() -> None:
-    assert names(build_schedule(ScheduleSpec.of(1, 4, 1, 2))) == (
+    assert names(build_schedule(spec_of(1, 4, 1, 2))) == (
         "D0 L0 L1 F0.0 O0 L2 F1.0 O1 L3 F2.0 F3.0 B3.0 O3 L1 B2.0 O2 L0 B1.0 O1 B0.0 O0",
     )
 
 
 def test_each_rank_may_have_slots_of_its_own() -> None:
-    schedule = build_schedule(ScheduleSpec.of(2, 2, 2, (1, 2)))
+    schedule = build_schedule(spec_of(2, 2, 2, (1, 2)))
     assert (schedule.spec.slots, schedule.spec.num_slots) == ((1, 2), 2)
     assert names(schedule) == (BY_HAND[1][0], BY_HAND[2][1])
-    resident = build_schedule(ScheduleSpec.of(2, 2, 2, (0, 1), {0, 2}))
+    resident = build_schedule(spec_of(2, 2, 2, (0, 1), {0, 2}))
     assert (names(resident)[0], resident.spec.slots) == (BY_HAND[None][0], (0, 1))
     with pytest.raises(ScheduleError, match="0 GPU slots"):
-        build_schedule(ScheduleSpec.of(2, 2, 2, (0, 1)))
+        build_schedule(spec_of(2, 2, 2, (0, 1)))
 
 
 def test_one_stage_in_all_is_loaded_once() -> None:
-    assert names(build_schedule(ScheduleSpec.of(1, 1, 2, 1))) == ("D0 L0 F0.0 B0.0 F0.1 B0.1 O0",)
+    assert names(build_schedule(spec_of(1, 1, 2, 1))) == ("D0 L0 F0.0 B0.0 F0.1 B0.1 O0",)
 
 
 def test_the_kinds_follow_the_position_of_the_stage() -> None:
-    actions = build_schedule(ScheduleSpec.of(1, 3, 1, None)).actions[0]
+    actions = build_schedule(spec_of(1, 3, 1, None)).actions[0]
     assert [action.kind.value for action in actions] == [
         "generate_data",
         *("forward_first", "forward_middle", "forward_last"),
@@ -99,7 +99,7 @@ def test_gradients_are_added_in_the_order_of_the_microbatches(all_schedules: lis
 )
 def test_counts_below_one_are_refused(size: tuple[int, int, int, int | None], complaint: str) -> None:
     with pytest.raises(ScheduleError, match=complaint):
-        build_schedule(ScheduleSpec.of(*size))
+        build_schedule(spec_of(*size))
 
 
 def test_the_last_stages_of_a_rank_stay_in_their_slots_from_forward_to_backward(all_schedules: list[Schedule]) -> None:

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from harness.schedules import spec_of
 
 from mobius.errors import ScheduleError
 from mobius.schedule.action import Action, ActionKind
 from mobius.schedule.build import build_schedule
 from mobius.schedule.check import Rule, check
 from mobius.schedule.schedule import Schedule
-from mobius.schedule.spec import ScheduleSpec
 
 Actions = list[Action]
 
@@ -115,21 +115,21 @@ def test_without_slots_nothing_may_be_loaded(small: Schedule) -> None:
 
 
 def test_a_rank_between_first_and_last_stage_makes_no_batch() -> None:
-    schedule = build_schedule(ScheduleSpec.of(3, 1, 1, None))
+    schedule = build_schedule(spec_of(3, 1, 1, None))
     middle = (Action(ActionKind.GENERATE_DATA, 1), *schedule.actions[1])
     with pytest.raises(ScheduleError, match="data: rank 1, action 0"):
         check(replace(schedule, actions=(schedule.actions[0], middle, schedule.actions[2])))
 
 
 def test_receiving_in_another_order_than_was_sent_is_refused() -> None:
-    schedule = build_schedule(ScheduleSpec.of(2, 1, 2, None))
+    schedule = build_schedule(spec_of(2, 1, 2, None))
     data, first, backward, second, *rest = schedule.actions[1]
     with pytest.raises(ScheduleError, match=r"order: rank 1, action 1 \(F1.1\): it needs microbatch 1 .*microbatch 0"):
         check(replace(schedule, actions=(schedule.actions[0], (data, second, first, backward, *rest))))
 
 
 def test_one_rank_cannot_run_a_stage_before_the_one_below_it() -> None:
-    schedule = build_schedule(ScheduleSpec.of(1, 2, 1, None))
+    schedule = build_schedule(spec_of(1, 2, 1, None))
     data, first, last, *backward = schedule.actions[0]
     with pytest.raises(ScheduleError, match=r"deadlock: rank 0, action 1 \(F1.0\)"):
         check(replace(schedule, actions=((data, last, first, *backward),)))
@@ -137,14 +137,14 @@ def test_one_rank_cannot_run_a_stage_before_the_one_below_it() -> None:
 
 def test_ranks_that_wait_for_each_other_are_a_deadlock() -> None:
     # Rank 0 wants F2.0 first, whose input comes from F1.0 on rank 1, whose input is F0.0, later in rank 0's own list.
-    schedule = build_schedule(ScheduleSpec.of(2, 2, 1, None))
+    schedule = build_schedule(spec_of(2, 2, 1, None))
     data, f00, f20, *backward = schedule.actions[0]
     with pytest.raises(ScheduleError, match=r"deadlock: rank 0, action 1 \(F2.0\): .*rank 1 at F1.0 for stage 0"):
         check(replace(schedule, actions=((data, f20, f00, *backward), schedule.actions[1])))
 
 
 def test_sums_of_two_stages_at_most_are_on_a_gpu() -> None:
-    schedule = build_schedule(ScheduleSpec.of(1, 3, 2, 3, accumulation_rounds=2))
+    schedule = build_schedule(spec_of(1, 3, 2, 3, accumulation_rounds=2))
     actions = [action for action in schedule.actions[0] if action.kind is not ActionKind.OFFLOAD_GRADIENT_SUMS]
     with pytest.raises(ScheduleError, match=r"budget: rank 0, action .*B0.0.*the sums of the stages \[0, 1, 2\]"):
         check(replace(schedule, actions=(tuple(actions),)))
@@ -176,7 +176,7 @@ STASHES = {
 @pytest.mark.parametrize("case", sorted(STASHES))
 def test_stashes_that_lose_inputs_or_overflow_are_refused(case: str) -> None:
     change, complaint = STASHES[case]
-    schedule = build_schedule(ScheduleSpec.of(1, 2, 3, None, offloaded_activation_stages={0}))
+    schedule = build_schedule(spec_of(1, 2, 3, None, offloaded_activation_stages={0}))
     actions = list(schedule.actions[0])
     assert " ".join(map(str, actions[1:3])) == "F0.0 S0.0"
     change(actions)
@@ -206,7 +206,7 @@ SLICES = {
 @pytest.mark.parametrize("case", sorted(SLICES))
 def test_slices_that_lose_their_order_or_their_keys_are_refused(case: str) -> None:
     change, complaint = SLICES[case]
-    schedule = build_schedule(ScheduleSpec.of(1, 2, 2, None, num_slices=2))
+    schedule = build_schedule(spec_of(1, 2, 2, None, num_slices=2))
     actions = list(schedule.actions[0])
     assert " ".join(map(str, actions)) == "D0 F0.0 F0.1 F1.0 F1.1 B1.1 B1.0 K0.0 K0.1 B0.1 B0.0"
     change(actions)
@@ -216,7 +216,7 @@ def test_slices_that_lose_their_order_or_their_keys_are_refused(case: str) -> No
 
 
 def test_whole_sequences_make_no_keys_anew() -> None:
-    schedule = build_schedule(ScheduleSpec.of(1, 2, 2, None))
+    schedule = build_schedule(spec_of(1, 2, 2, None))
     actions = list(schedule.actions[0])
     actions.insert(7, Action(ActionKind.RECOMPUTE_KV, 0, 0))
     with pytest.raises(ScheduleError, match=r"slices: rank 0, action 7 \(K0.0\): there are no keys"):
@@ -229,7 +229,7 @@ def test_slices_pass_in_rounds_and_with_stashes(num_ranks: int, stages_per_rank:
     last = num_ranks * stages_per_rank - 1
     for offloaded_activation_stages in (set[int](), set(range(last))):
         schedule = build_schedule(
-            ScheduleSpec.of(
+            spec_of(
                 num_ranks,
                 stages_per_rank,
                 12,
@@ -252,11 +252,11 @@ def test_slices_pass_in_rounds_and_with_stashes(num_ranks: int, stages_per_rank:
 @pytest.mark.parametrize(("rounds", "slices", "told"), [(1, 3, "4 microbatches of a round"), (2, 4, "2 microbatches")])
 def test_slices_that_do_not_divide_a_round_are_refused(rounds: int, slices: int, told: str) -> None:
     with pytest.raises(ScheduleError, match=f"{told}.* are no multiple of {slices} slices"):
-        build_schedule(ScheduleSpec.of(1, 2, 4, None, accumulation_rounds=rounds, num_slices=slices))
+        build_schedule(spec_of(1, 2, 4, None, accumulation_rounds=rounds, num_slices=slices))
 
 
 def test_a_place_on_the_host_is_free_before_another_round_takes_it() -> None:
-    schedule = build_schedule(ScheduleSpec.of(1, 2, 2, None, offloaded_activation_stages={0}))
+    schedule = build_schedule(spec_of(1, 2, 2, None, offloaded_activation_stages={0}))
 
     with pytest.raises(
         ScheduleError, match=r"offload_activations: rank 0, .*\(S0.1\): microbatch 0 still lies in its place|round: "
@@ -265,7 +265,7 @@ def test_a_place_on_the_host_is_free_before_another_round_takes_it() -> None:
 
 
 def test_only_stages_that_are_said_to_stash_do() -> None:
-    schedule = build_schedule(ScheduleSpec.of(1, 2, 2, None, offloaded_activation_stages={0}))
+    schedule = build_schedule(spec_of(1, 2, 2, None, offloaded_activation_stages={0}))
 
     with pytest.raises(
         ScheduleError, match=r"offload_activations: rank 0, action 2 \(S0.0\): what backward needs of stage 0 stays"
@@ -278,8 +278,8 @@ def test_only_stages_that_are_said_to_stash_do() -> None:
 def test_rounds_pass_and_a_stage_is_loaded_no_more_often_than_in_as_many_steps(
     num_ranks: int, stages_per_rank: int, num_slots: int
 ) -> None:
-    whole = build_schedule(ScheduleSpec.of(num_ranks, stages_per_rank, 2, num_slots))
-    rounds = build_schedule(ScheduleSpec.of(num_ranks, stages_per_rank, 6, num_slots, accumulation_rounds=3))
+    whole = build_schedule(spec_of(num_ranks, stages_per_rank, 2, num_slots))
+    rounds = build_schedule(spec_of(num_ranks, stages_per_rank, 6, num_slots, accumulation_rounds=3))
 
     for one, three in zip(whole.actions, rounds.actions, strict=True):
         counts = [[action.kind for action in actions].count(ActionKind.LOAD) for actions in (one, three)]

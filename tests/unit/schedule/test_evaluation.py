@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from harness.schedules import spec_of
 
 from mobius.errors import ScheduleError
 from mobius.schedule.action import Action, ActionKind
@@ -12,13 +13,13 @@ from mobius.schedule.build import build_schedule
 from mobius.schedule.check import check
 from mobius.schedule.render import place_actions
 from mobius.schedule.schedule import Schedule
-from mobius.schedule.spec import ComputeOrder, ScheduleSpec
+from mobius.schedule.spec import ComputeOrder
 
 SIZES = list(itertools.product((1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4, 8), (None, 1, 2, 3)))
 
 
 def build(*size: int | None, resident: tuple[int, ...] = ()) -> Schedule:
-    return build_schedule(ScheduleSpec.of(*size, resident, order=ComputeOrder.EVALUATION))  # type: ignore[arg-type]
+    return build_schedule(spec_of(*size, resident, order=ComputeOrder.EVALUATION))  # type: ignore[arg-type]
 
 
 def test_two_ranks_with_three_stages_each_do_what_was_written_by_hand() -> None:
@@ -117,7 +118,7 @@ def test_a_broken_one_is_refused(case: str) -> None:
 
 
 def test_a_step_is_no_evaluation_and_an_evaluation_no_step() -> None:
-    step, evaluation = build_schedule(ScheduleSpec.of(1, 2, 1, None)), build(1, 2, 1, None)
+    step, evaluation = build_schedule(spec_of(1, 2, 1, None)), build(1, 2, 1, None)
     with pytest.raises(ScheduleError, match="takes evaluate_last in an evaluation"):
         check(replace(step, spec=replace(step.spec, order=ComputeOrder.EVALUATION)))
     with pytest.raises(ScheduleError, match="takes forward_last"):

@@ -4,13 +4,13 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from harness.schedules import spec_of
 
 from mobius.errors import ScheduleError
 from mobius.schedule.action import Action, ActionKind
 from mobius.schedule.build import build_schedule
 from mobius.schedule.check import check
 from mobius.schedule.schedule import Schedule
-from mobius.schedule.spec import ScheduleSpec
 
 TRANSFERS = (ActionKind.LOAD, ActionKind.OFFLOAD)
 
@@ -34,28 +34,26 @@ def mixed_schedules() -> list[Schedule]:
                 for rank in range(1, num_ranks)
                 for position in range((len(first) + rank) % (per_rank + 1))
             }
-            schedules += [
-                build_schedule(ScheduleSpec.of(num_ranks, per_rank, m, slots, first | others)) for m in (1, 3)
-            ]
+            schedules += [build_schedule(spec_of(num_ranks, per_rank, m, slots, first | others)) for m in (1, 3)]
     return schedules
 
 
 def test_first_stages_resident_by_hand() -> None:
     # Ranks of three stages; the first of each stays. The slots are filled for the other two while it computes.
-    assert names(build_schedule(ScheduleSpec.of(2, 3, 1, 2, {0, 1}))) == (
+    assert names(build_schedule(spec_of(2, 3, 1, 2, {0, 1}))) == (
         "D0 L2 L4 F0.0 F2.0 F4.0 B4.0 O4 B2.0 O2 B0.0",
         "D5 L3 L5 F1.0 F3.0 F5.0 B5.0 O5 B3.0 O3 B1.0",
     )
 
 
 def test_a_resident_stage_between_streamed_ones_takes_no_slot() -> None:
-    assert names(build_schedule(ScheduleSpec.of(1, 4, 1, 1, {1}))) == (
+    assert names(build_schedule(spec_of(1, 4, 1, 1, {1}))) == (
         "D0 L0 F0.0 O0 L2 F1.0 F2.0 O2 L3 F3.0 B3.0 O3 L2 B2.0 O2 L0 B1.0 B0.0 O0",
     )
 
 
 def test_ranks_may_keep_different_numbers_of_stages() -> None:
-    schedule = build_schedule(ScheduleSpec.of(2, 2, 1, 2, {0, 2, 1}))
+    schedule = build_schedule(spec_of(2, 2, 1, 2, {0, 2, 1}))
     assert names(schedule) == ("D0 F0.0 F2.0 B2.0 B0.0", "D3 L3 F1.0 F3.0 B3.0 O3 B1.0")
     assert [schedule.spec.streamed_stages(rank) for rank in range(2)] == [[], [3]]
 
@@ -72,7 +70,7 @@ def test_residency_changes_no_compute_and_no_message(mixed_schedules: list[Sched
     # Ranks may therefore keep what they have memory for without telling each other.
     for schedule in mixed_schedules:
         streamed = build_schedule(
-            ScheduleSpec.of(
+            spec_of(
                 schedule.spec.num_ranks,
                 schedule.spec.num_stages // schedule.spec.num_ranks,
                 schedule.spec.num_microbatches,
@@ -108,14 +106,14 @@ def test_the_last_streamed_stages_stay_in_their_slots_from_forward_to_backward(
     ("kind", "complaint"), [(ActionKind.LOAD, r"action 1 \(L0\)"), (ActionKind.OFFLOAD, r"action 1 \(O0\)")]
 )
 def test_moving_a_resident_stage_is_refused(kind: ActionKind, complaint: str) -> None:
-    schedule = build_schedule(ScheduleSpec.of(1, 2, 1, 1, {0}))
+    schedule = build_schedule(spec_of(1, 2, 1, 1, {0}))
     data, *rest = schedule.actions[0]
     with pytest.raises(ScheduleError, match=f"resident: rank 0, {complaint}: stage 0 is resident"):
         check(replace(schedule, actions=((data, Action(kind, 0), *rest),)))
 
 
 def test_a_stage_that_is_declared_streamed_must_be_loaded() -> None:
-    schedule = build_schedule(ScheduleSpec.of(1, 2, 1, 1, {0}))
+    schedule = build_schedule(spec_of(1, 2, 1, 1, {0}))
     with pytest.raises(ScheduleError, match=r"resident: rank 0, action 2 \(F0.0\): stage 0 is not loaded"):
         check(replace(schedule, spec=replace(schedule.spec, resident=frozenset())))
 

@@ -3,15 +3,15 @@
 import re
 
 import pytest
+from harness.schedules import spec_of
 
 from mobius.schedule.build import build_schedule
 from mobius.schedule.render import render_text
 from mobius.schedule.schedule import Schedule
-from mobius.schedule.spec import ScheduleSpec
 
 
 def test_the_grid_is_the_one_drawn_by_hand() -> None:
-    assert render_text(build_schedule(ScheduleSpec.of(2, 1, 2, 1))).splitlines() == [
+    assert render_text(build_schedule(spec_of(2, 1, 2, 1))).splitlines() == [
         "time       0    1    2    3    4    5    6    7    8    9",
         "rank 0     F0.0 F0.1 .    .    B0.0----- .    B0.1----- .",
         "  load     L0",
@@ -58,4 +58,4 @@ def test_a_failed_action_that_is_no_compute_is_marked_too(small: Schedule, name:
 
 
 def test_a_failed_batch_is_not_hidden_by_the_first_forward() -> None:
-    assert ">D0<" in render_text(build_schedule(ScheduleSpec.of(1, 1, 1, None)), (0, 0))
+    assert ">D0<" in render_text(build_schedule(spec_of(1, 1, 1, None)), (0, 0))

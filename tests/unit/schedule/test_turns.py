@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
+from harness.schedules import spec_of
+
 from mobius.schedule.action import source_stage
 from mobius.schedule.build import build_schedule
 from mobius.schedule.schedule import Schedule, topological_order
-from mobius.schedule.spec import ScheduleSpec
 
 
 def test_built_schedules_are_played_to_the_end(all_schedules: list[Schedule]) -> None:
@@ -17,7 +18,7 @@ def test_built_schedules_are_played_to_the_end(all_schedules: list[Schedule]) ->
 
 
 def test_an_action_that_receives_follows_the_one_that_sends() -> None:
-    schedule = build_schedule(ScheduleSpec.of(3, 2, 4, 2))
+    schedule = build_schedule(spec_of(3, 2, 4, 2))
     order, _ = topological_order(schedule)
     places = {(a.kind.is_backward, a.stage, a.microbatch): place for place, (_, a) in enumerate(order)}
     num_received = 0
@@ -31,7 +32,7 @@ def test_an_action_that_receives_follows_the_one_that_sends() -> None:
 
 def test_a_deadlock_names_everyone_who_waits() -> None:
     # Rank 0 wants the gradient before it sends the activation of which it is made.
-    schedule = build_schedule(ScheduleSpec.of(2, 1, 1, None))
+    schedule = build_schedule(spec_of(2, 1, 1, None))
     (data, forward, backward), other = schedule.actions
     order, conflict = topological_order(replace(schedule, actions=((data, backward, forward), other)))
     assert [str(action) for _, action in order] == ["D0", "D1"]
@@ -43,7 +44,7 @@ def test_a_deadlock_names_everyone_who_waits() -> None:
 
 
 def test_a_message_in_the_wrong_order_is_found_on_one_rank_too() -> None:
-    schedule = build_schedule(ScheduleSpec.of(1, 2, 2, None))
+    schedule = build_schedule(spec_of(1, 2, 2, None))
     data, f00, f01, f10, b10, f11, b11, *backward = schedule.actions[0]
     _, conflict = topological_order(replace(schedule, actions=((data, f00, f01, f11, b11, f10, b10, *backward),)))
     assert conflict is not None

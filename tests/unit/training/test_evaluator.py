@@ -15,6 +15,7 @@ import torch
 from harness.live_bytes import LiveBytes, count_step
 from harness.pipelines import CPU
 from harness.runs import make_checkpoint
+from harness.schedules import spec_of
 from harness.sessions import evaluator_of, in_sessions, random_samples
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
@@ -30,7 +31,7 @@ from mobius.models.blocks import ModelParts
 from mobius.schedule.build import build_schedule
 from mobius.schedule.partition import balanced_partition, partition_of
 from mobius.schedule.plan import Plan
-from mobius.schedule.spec import ComputeOrder, ScheduleSpec
+from mobius.schedule.spec import ComputeOrder
 from mobius.training.evaluation.evaluator import (
     MAX_BATCHES_PER_PASS,
     EvaluationResult,
@@ -283,7 +284,7 @@ def count_pass(config: LlamaConfig, plan: Plan, rank: int, *, rows: int, seq_len
     stages.layer_inputs(seq_length)  # rotary embeddings and masks are made once
     plan = replace(plan, num_microbatches=plan.num_microbatches * batches_per_pass(plan))
     schedule = build_schedule(
-        ScheduleSpec.of(
+        spec_of(
             plan.num_ranks,
             plan.stages_per_rank,
             plan.num_microbatches,
