@@ -187,10 +187,11 @@ class Executor:
         return self._step.evaluated
 
     def _start(self, batch: StepBatch) -> _Step:
-        number, device = self._spec.num_microbatches // self._spec.num_slices, self._device
+        number, device = self._spec.num_chunks, self._device
         zero = torch.zeros((), dtype=torch.float32, device=device)
         sums = StepSums(zero, {}, None if self._routers is None else zero.clone())
-        evaluated = EvaluationSums.zeros(self._spec.num_microbatches if self._spec.is_evaluation else 0, device)
+        losses = zero.new_zeros(self._spec.num_microbatches if self._spec.is_evaluation else 0)
+        evaluated = EvaluationSums(losses, torch.zeros_like(losses, dtype=torch.int64))
         rows = batch.input_ids.chunk(number)
         step = _Step(batch, rows, sums, evaluated, documents=self._copy_documents(batch, number))
         if self._spec.num_slices > 1:

@@ -42,15 +42,15 @@ class RouterContext:
         self.router_sums = self.router_sums + sums
 
 
-def shape_with_numbers(shape: Sequence[int], dtype: torch.dtype, num_experts: int) -> tuple[int, int]:
-    """Shape [rows, H] of a message: hidden states [B, L, H] in `dtype`, followed by the router numbers."""
-    batch, length, width = shape
-    return batch * length - -_BYTES * num_experts // (width * dtype.itemsize), width
-
-
 def sent_shape(shape: Sequence[int], dtype: torch.dtype, loss: RouterLoss | None) -> tuple[int, ...]:
-    """Shape of the messages of hidden states of `shape` [B, L, H]; `loss` None: no router loss."""
-    return tuple(shape) if loss is None else shape_with_numbers(shape, dtype, loss.num_experts)
+    """Shape of the messages of hidden states of `shape` [B, L, H] in `dtype`.
+
+    With a router loss, its numbers follow them in further rows: [rows, H].
+    """
+    if loss is None:
+        return tuple(shape)
+    batch, length, width = shape
+    return batch * length - -_BYTES * loss.num_experts // (width * dtype.itemsize), width
 
 
 class PipelinedRouterLoss:
@@ -80,7 +80,7 @@ class PipelinedRouterLoss:
 
     def pack(self, hidden: Tensor, context: RouterContext | None) -> Tensor:
         """Return a message with a copy of [B, L, H] `hidden`; without `context` its router numbers are undefined."""
-        message = hidden.new_empty(shape_with_numbers(hidden.shape, hidden.dtype, self._loss.num_experts))
+        message = hidden.new_empty(sent_shape(hidden.shape, hidden.dtype, self._loss))
         num_rows = hidden.shape[:2].numel()
         message[:num_rows].view(hidden.shape).copy_(hidden)
         if context is not None:

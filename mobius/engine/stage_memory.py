@@ -28,10 +28,7 @@ from mobius.engine.stage_state import StageState
 from mobius.engine.stage_weights import StageWeights
 
 GradientsReadyCallback = Callable[[int], None]
-"""Called with a stage, during the step, once its gradients are finished and `states.begin_update` may be called.
-
-If the gradients leave the device, their copy has started.
-"""
+"""Called with a stage, during the step, once its gradients are finished and their copy, if any, has started."""
 
 
 @dataclass
