@@ -33,6 +33,10 @@ class FakeMemory:
     state: StageState
     waiting: list[Callable[[], None]] | None = None
 
+    @property
+    def states(self) -> FakeMemory:
+        return self
+
     def run_after_update(self, action: Callable[[], None]) -> None:
         if self.waiting is None:
             action()
