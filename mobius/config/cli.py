@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from mobius.config.config import Config, config_from, options, section_titles, spellings
+from mobius.config.config import Config, config_from, options, sections, spellings
 from mobius.config.options import Option, OptionValue
 from mobius.config.sources import CommandLine, OptionSource, read_command_line, read_yaml
 from mobius.config.validation import (
@@ -150,14 +150,13 @@ def help_text() -> str:
         "  --config FILE  YAML file of options",
         "  -h, --help     this text",
     ]
-    for section, title in section_titles().items():
+    for title, own in sections().items():
         lines += ["", f"{title}:"]
-        for option in options().values():
-            if option.section == section:
-                names, value, default = _facts_of(option)
-                facts = f"{value}; default: {default}" if default else value
-                lines.append(f"  {', '.join(names)}  [{facts}]")
-                lines += textwrap.wrap(option.text, width, initial_indent=_INDENT, subsequent_indent=_INDENT)
+        for option in own:
+            names, value, default = _facts_of(option)
+            facts = f"{value}; default: {default}" if default else value
+            lines.append(f"  {', '.join(names)}  [{facts}]")
+            lines += textwrap.wrap(option.text, width, initial_indent=_INDENT, subsequent_indent=_INDENT)
     return "\n".join(lines) + "\n"
 
 
@@ -173,14 +172,13 @@ def options_page() -> str:
         "the command line overrides the file, the file the defaults. A typed option may be shortened while it stays",
         "unambiguous. All problems of a command are reported together.",
     ]
-    for section, title in section_titles().items():
+    for title, own in sections().items():
         lines += ["", f"## {title}", "", "| option | value | default | meaning |", "|---|---|---|---|"]
-        for option in options().values():
-            if option.section == section:
-                names, value, default = _facts_of(option)
-                text = option.text.replace("|", "\\|").replace("](", "]\\(")
-                shown = f"`{default}`" if default else ""
-                lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {value} | {shown} | {text} |")
+        for option in own:
+            names, value, default = _facts_of(option)
+            text = option.text.replace("|", "\\|").replace("](", "]\\(")
+            shown = f"`{default}`" if default else ""
+            lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {value} | {shown} | {text} |")
     return "\n".join(lines) + "\n"
 
 

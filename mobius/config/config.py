@@ -644,15 +644,16 @@ def _sections() -> dict[str, type]:
     return typing.get_type_hints(Config)
 
 
-def section_titles() -> Mapping[str, str]:
-    """Section name -> its title in the help."""
-    return {name: str(section.__doc__) for name, section in _sections().items()}
-
-
 @functools.cache
 def options() -> Mapping[str, Option]:
     """All options by name, in the order of the config's fields."""
     return {option.name: option for name, section in _sections().items() for option in options_of(section, name)}
+
+
+def sections() -> Mapping[str, list[Option]]:
+    """Title of each section in the help, and its options."""
+    every = options().values()
+    return {str(kind.__doc__): [own for own in every if own.section == name] for name, kind in _sections().items()}
 
 
 @functools.cache

@@ -136,6 +136,8 @@ class Option:
     @property
     def expectation(self) -> str:
         """Text for a message: the values that are allowed."""
+        if self.form is not None:
+            return self.form[1]
         if self.choices:
             return "one of " + ", ".join(self.choices)
         pairs = f"text such as {self.example.partition(',')[0]}"

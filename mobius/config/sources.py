@@ -18,7 +18,7 @@ from mobius.config.config import (
     nearest_name,
     option_values,
     options,
-    section_titles,
+    sections,
     spellings,
 )
 from mobius.config.foreign_options import IGNORED, foreign_option
@@ -266,15 +266,13 @@ def _parse(text: str, path: str) -> object:
 
 def to_yaml(config: Config) -> str:
     """All options of a config as a flat YAML file with a heading per section; `--config` reads it back unchanged."""
-    sections: dict[str, dict[str, object]] = {section: {} for section in section_titles()}
-    for name, value in option_values(config).items():
-        if name == "num_iterations" and config.optim.num_train_epochs is not None:
-            value = None  # the run counts steps from its epochs; the user did not ask for them
-        sections[options()[name].section][name] = _written(options()[name], value)
-    return "\n".join(
-        f"# {section_titles()[section]}\n{yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=10_000)}"
-        for section, values in sections.items()
-    )
+    values, parts = option_values(config), list[str]()
+    if config.optim.num_train_epochs is not None:
+        values["num_iterations"] = None  # the run counts steps from its epochs; the user did not ask for them
+    for title, own in sections().items():
+        written = {option.name: _written(option, values[option.name]) for option in own}
+        parts.append(f"# {title}\n{yaml.safe_dump(written, sort_keys=False, allow_unicode=True, width=10_000)}")
+    return "\n".join(parts)
 
 
 def _written(option: Option, value: Any) -> object:
