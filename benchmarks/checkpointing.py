@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mobius.checkpoint.folders import open_checkpoint
+from mobius.checkpoint.model_card import Origin
 from mobius.checkpoint.reader import CheckpointReader
 from mobius.checkpoint.restore import restore
 from mobius.checkpoint.saver import CheckpointSaver, StepMetadata, collect_run_metadata
@@ -19,8 +20,8 @@ from mobius.engine.optimizer_stepper import StepCounts
 from mobius.errors import MobiusError
 from mobius.models.blocks import ModelParts
 from mobius.models.model_files import read_model_files
+from mobius.models.weights import folder_has_weights
 from mobius.reporting.events import StepMetrics
-from mobius.training.inputs import origin_of
 from mobius.training.session import Session
 from mobius.training.stages import RankStages
 from mobius.training.trainer import Trainer
@@ -64,7 +65,7 @@ class TimedSaves:
     def __init__(self, session: Session, model_folder: Path) -> None:
         """Take memory for copies; collective. Whatever is in `--save_dir` stays beside the run's own."""
         config = session.run_setup.config
-        origin = origin_of(session.run_setup.config, model_folder)
+        origin = Origin(config.model.model_path, folder_has_weights(model_folder))
         run_metadata = collect_run_metadata(
             session.run_setup, read_model_files(model_folder), "random tokens", base=None, origin=origin
         )

@@ -54,7 +54,7 @@ from mobius.log import setup_logging  # noqa: E402
 from mobius.models.families import load_model_config  # noqa: E402
 from mobius.planner.run_setup import RunSetup, make_run_setup  # noqa: E402
 from mobius.training.data import packed_rows  # noqa: E402
-from mobius.training.evaluation.evaluator import EvaluationSamples, make_evaluator  # noqa: E402
+from mobius.training.evaluation.evaluator import Evaluator  # noqa: E402
 from mobius.training.reporting import recordings_of  # noqa: E402
 from mobius.training.session import Session, open_session  # noqa: E402
 from mobius.units import GIB  # noqa: E402
@@ -307,8 +307,7 @@ def evaluate(
         return []
     device = session.run_setup.rank_context.device
     indices = np.arange(num_samples, dtype=np.int64) % len(samples)
-    given = EvaluationSamples(name="random tokens", tokenized=samples, indices=indices)
-    evaluator, told = make_evaluator(session, [given], pad_token_id=0), []
+    evaluator, told = Evaluator(session, [("random tokens", samples, indices)], pad_token_id=0), []
     for _ in range(number):
         if device.type == "cuda":
             torch.cuda.synchronize(device)

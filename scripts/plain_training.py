@@ -43,8 +43,7 @@ def make_batches(config: Config) -> TrainingBatches:
     """The batches of the run that `config` describes."""
     tokenizer = AutoTokenizer.from_pretrained(config.model.model_path, trust_remote_code=False)
     tokenizer.pad_token_id = tokenizer.pad_token_id or 0
-    data = RunData.of(config, tokenizer, is_first=True)
-    return data.batches(config, tokenizer, is_packed=data.prepared.is_packed)
+    return RunData.of(config, tokenizer, is_first=True).batches
 
 
 def load_model(folder: str, dtype: torch.dtype) -> PreTrainedModel:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib import metadata
 from itertools import chain, islice
@@ -19,11 +19,11 @@ from mobius.data import token_store
 from mobius.data.chat_templates import resolve_template
 from mobius.data.formats import Completion, Conversation, Document, RecordFormat, Sample, detect_format, parse_record
 from mobius.data.readers import RecordBlock
-from mobius.data.sources import DatasetSource, open_source
+from mobius.data.sources import DatasetSource, open_rows, open_source
 from mobius.data.token_store import DatasetWriter, TokenizedDataset
 from mobius.data.tokenization import EncodingRules, SampleEncoder
 from mobius.data.workers import BlockEncoder, EncodedBlock, encode_blocks
-from mobius.errors import DataError, excerpt
+from mobius.errors import DataError, excerpt, listed
 from mobius.ranks import num_cpus_per_rank
 from mobius.units import format_bytes
 
@@ -104,8 +104,11 @@ def prepare_data(
     cache_dir: Path,
     show_progress: bool = False,
     show_downloads: bool = False,
+    rows: Mapping[str, Iterable[Mapping[str, object]]] | None = None,
 ) -> PreparedData:
     """Tokenize every dataset of `config`, or map the result of another run or rank from `cache_dir`.
+
+    `rows` has the records of datasets that are in memory and not in a file, by name.
 
     Every rank calls this before process groups exist: the first one tokenizes while the others wait for its file lock,
     so no collective can time out. `show_progress` may be on for all ranks: only the tokenizing rank draws a bar. Every
@@ -115,8 +118,11 @@ def prepare_data(
     preparation = _Preparation(config, tokenizer, cache_dir / "tokenized", show_progress, show_downloads)
     wanted = [("--dataset", entry) for entry in config.dataset]
     wanted += [("--eval_dataset", entry) for entry in config.eval_dataset or ()]
+    in_memory = {name: open_rows(name, each) for name, each in (rows or {}).items()}
+    if unused := in_memory.keys() - {entry.name for _, entry in wanted}:
+        raise DataError(f"rows are given for {listed(sorted(unused))}: name it in --dataset or --eval_dataset, too")
     # Find all datasets before tokenizing the first, which may take hours.
-    found = [(option, entry, preparation.find(entry, option)) for option, entry in wanted]
+    found = [(option, entry, in_memory.get(entry.name) or preparation.find(entry, option)) for option, entry in wanted]
     if has_format_specific_options(config):
         refuse_ineffective_options(config, [preparation.first_sample(entry, source) for _, entry, source in found])
     both = tuple(preparation.dataset(*each) for each in found)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -28,6 +29,9 @@ from mobius.schedule.packed_rows import PackedRows
 
 logger = logging.getLogger(__name__)
 
+Rows = Mapping[str, Iterable[Mapping[str, object]]]
+"""Records in memory by the name of their dataset."""
+
 _COUNTED_TOKENS: Final = 1 << 30
 """Maximum number of tokens in which a run counts repeated samples, which takes seconds."""
 _MANY_DUPLICATES: Final = 0.05
@@ -38,20 +42,29 @@ _LOOKED_AT: Final = 256
 
 @dataclass(frozen=True)
 class RunData:
-    """Tokenized datasets, and which samples of each are trained on and which are held out."""
+    """Tokenized datasets of a configuration, and which samples of each are trained on and which are held out."""
 
+    config: Config
+    tokenizer: PreTrainedTokenizerBase
     prepared: PreparedData
     training_indices: Sequence[npt.NDArray[np.int64]]
     validation_indices: Sequence[npt.NDArray[np.int64]]
 
     @classmethod
-    def of(cls, config: Config, tokenizer: PreTrainedTokenizerBase, *, is_first: bool) -> RunData:
+    def of(
+        cls, config: Config, tokenizer: PreTrainedTokenizerBase, *, is_first: bool, rows: Rows | None = None
+    ) -> RunData:
         """Prepare the data that `config` names; called by every rank, `is_first` on one of them. Raises DataError."""
         prepared = prepare_data(
-            config.data, tokenizer, cache_dir=cache_folder(), show_progress=True, show_downloads=is_first
+            config.data,
+            tokenizer,
+            cache_dir=cache_folder(),
+            show_progress=True,
+            show_downloads=is_first,
+            rows=rows,
         )
         sizes = [len(dataset.tokenized) for dataset in prepared.training]
-        return cls(prepared, *hold_out(sizes, config.data.val_size, config.optim.seed))
+        return cls(config, tokenizer, prepared, *hold_out(sizes, config.data.val_size, config.optim.seed))
 
     def fingerprint(self) -> str:
         """Return a hash that identifies the training samples: of all lengths, and of the tokens of some samples."""
@@ -68,18 +81,43 @@ class RunData:
             if len(validation_indices):
                 yield dataset, validation_indices
 
-    def batches(self, config: Config, tokenizer: PreTrainedTokenizerBase, *, is_packed: bool) -> TrainingBatches:
-        """Return the batches of `config`, which end after its epochs if it has any."""
+    @cached_property
+    def batches(self) -> TrainingBatches:
+        """Batches of the run, which end after its epochs if it has any."""
+        return self.make_batches(is_packed=self.prepared.is_packed)
+
+    def make_batches(self, *, is_packed: bool) -> TrainingBatches:
+        """Return batches with rows that are packed or hold one sample each."""
         parts = zip(self.prepared.training, self.training_indices, strict=True)
         return TrainingBatches(
             [WeightedSamples(dataset.tokenized, dataset.entry.weight, indices) for dataset, indices in parts],
-            batch_size=config.pipeline.batch_size,
-            seq_length=config.data.seq_length,
-            pad_token_id=pad_token_id(tokenizer),
-            seed=config.optim.seed,
+            batch_size=self.config.pipeline.batch_size,
+            seq_length=self.config.data.seq_length,
+            pad_token_id=pad_token_id(self.tokenizer),
+            seed=self.config.optim.seed,
             is_packed=is_packed,
-            num_epochs=config.optim.num_train_epochs,
+            num_epochs=self.config.optim.num_train_epochs,
         )
+
+    @cached_property
+    def statistics(self) -> tuple[Sequence[DatasetStatistics], Sequence[DatasetStatistics]]:
+        """Statistics of the training datasets and of the evaluation datasets, which takes seconds."""
+        every = (*self.prepared.training, *self.prepared.evaluation)
+        fingerprint_stride = choose_fingerprint_stride(sum(len(dataset.tokenized) for dataset in every))
+        eos, unknown = self.tokenizer.eos_token_id, self.tokenizer.unk_token_id
+        assert isinstance(eos, int), "without one the data would have been refused"
+        counted = [
+            compute_sample_statistics(
+                dataset.tokenized,
+                eos_token_id=eos,
+                unknown_token_id=unknown if isinstance(unknown, int) else None,
+                fingerprint_stride=fingerprint_stride,
+            )
+            for dataset in every
+        ]
+        num_trained = [*map(len, self.training_indices), *(0 for _ in self.prepared.evaluation)]
+        both = list(map(DatasetStatistics, every, counted, num_trained))
+        return both[: len(self.prepared.training)], both[len(self.prepared.training) :]
 
 
 def _fingerprint(parts: Iterable[tuple[PreparedDataset, npt.NDArray[np.int64]]]) -> str:
@@ -95,13 +133,13 @@ def _fingerprint(parts: Iterable[tuple[PreparedDataset, npt.NDArray[np.int64]]])
 
 
 def read_data(
-    config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBase
-) -> tuple[Config, RunData, TrainingBatches]:
-    """Return the configuration with epochs resolved to steps, the data and the batches of a run; logs their counts.
+    config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, rows: Rows | None = None
+) -> tuple[Config, RunData]:
+    """Return the configuration with epochs resolved to steps, and the data of a run; logs their counts.
 
     Raises DataError, and ConfigError if other options do not fit the number of steps.
     """
-    data = RunData.of(config, tokenizer, is_first=ranks.is_first)
+    data = RunData.of(config, tokenizer, is_first=ranks.is_first, rows=rows)
     for dataset in data.prepared.training:
         text = f"{dataset.entry.name} ({dataset.format_name}): {dataset.counts}"
         logger.info("%s", table_row("data", text))
@@ -111,65 +149,38 @@ def read_data(
     if num_held:
         logger.info("%s", table_row("data", f"{num_held} samples are held out of training (--val_size)"))
     logger.debug("%s", describe_sample(data.prepared.training[0], tokenizer))
-    batches = data.batches(config, tokenizer, is_packed=data.prepared.is_packed)
-    logger.info("%s", table_row("data", batches.describe((config.pipeline.num_chunks or 1) * ranks.num_replicas)))
+    num_chunks = (config.pipeline.num_chunks or 1) * ranks.num_replicas
+    logger.info("%s", table_row("data", data.batches.describe(num_chunks)))
     if ranks.is_first and config.evaluation.do_train:
-        for warning in _repeats(config, data, batches, tokenizer):
+        for warning in _repeats(data):
             logger.warning("%s", warning)
-    if batches.num_steps is not None:
-        config = resolve_epochs(config, batches.num_steps)
-    return config, data, batches
+    num_steps = data.batches.num_steps
+    return config if num_steps is None else resolve_epochs(config, num_steps), data
 
 
-def _repeats(
-    config: Config, data: RunData, batches: TrainingBatches, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[str]:
+def _repeats(data: RunData) -> Iterator[str]:
     """Yield warnings of samples that repeat in a step or an epoch, or are both trained and evaluated on."""
-    yield from repeats_in_steps(batches, config.pipeline.batch_size)
+    yield from repeats_in_steps(data)
     every = (*data.prepared.training, *data.prepared.evaluation)
     if sum(int(dataset.tokenized.lengths.sum(dtype=np.int64)) for dataset in every) > _COUNTED_TOKENS:
         logger.info("the data is too large to count repeated samples here; use --preview")
         return
-    training, evaluation = count_data(data, tokenizer)
-    for each in training:
+    for each in data.statistics[0]:
         if each.statistics.num_duplicates >= _MANY_DUPLICATES * each.statistics.num_samples:
             yield f"{each.name}: {duplicates_text(each.statistics)}"
-    yield from repeats_of_datasets(data, training, evaluation)
+    yield from repeats_of_datasets(data)
 
 
-def count_data(
-    data: RunData, tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[DatasetStatistics], list[DatasetStatistics]]:
-    """Return the statistics of the training datasets and of the evaluation datasets."""
-    every = (*data.prepared.training, *data.prepared.evaluation)
-    fingerprint_stride = choose_fingerprint_stride(sum(len(dataset.tokenized) for dataset in every))
-    eos, unknown = tokenizer.eos_token_id, tokenizer.unk_token_id
-    assert isinstance(eos, int), "without one the data would have been refused"
-
-    def counted(dataset: PreparedDataset, num_trained: int) -> DatasetStatistics:
-        statistics = compute_sample_statistics(
-            dataset.tokenized,
-            eos_token_id=eos,
-            unknown_token_id=unknown if isinstance(unknown, int) else None,
-            fingerprint_stride=fingerprint_stride,
-        )
-        return DatasetStatistics(dataset, statistics, num_trained)
-
-    training = list(map(counted, data.prepared.training, map(len, data.training_indices)))
-    return training, [counted(dataset, 0) for dataset in data.prepared.evaluation]
-
-
-def repeats_in_steps(batches: TrainingBatches, batch_size: int) -> Iterator[str]:
+def repeats_in_steps(data: RunData) -> Iterator[str]:
     """Yield a warning if a step takes more than an epoch."""
-    if (epochs := batches.num_epochs_of(1)) > 1:
-        advice = f"Lower --batch_size {batch_size}, or give more data"
+    if (epochs := data.batches.num_epochs_of(1)) > 1:
+        advice = f"Lower --batch_size {data.config.pipeline.batch_size}, or give more data"
         yield f"a step takes {epochs:.3g} epochs: samples repeat in it. {advice}"
 
 
-def repeats_of_datasets(
-    data: RunData, training: Sequence[DatasetStatistics], evaluation: Sequence[DatasetStatistics]
-) -> Iterator[str]:
+def repeats_of_datasets(data: RunData) -> Iterator[str]:
     """Yield warnings of samples in two datasets, which count twice, and of validation samples that are trained on."""
+    training, evaluation = data.statistics
     trained, held = (
         [each.statistics.fingerprints_of(indices) for each, indices in zip(training, chosen, strict=True)]
         for chosen in (data.training_indices, data.validation_indices)

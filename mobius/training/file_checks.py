@@ -1,10 +1,12 @@
-"""Checks before training that all nodes have the files that they read.
+"""Checks before training of the files that a run reads, before it changes any.
+
+All nodes must have them:
 
     model, adapters, data       read by every node; each may have its own copy if the copies are equal
     the checkpoint to resume    the same
     --save_dir                  written by the first node; `_read_everywhere` lists options for which all nodes read it
 
-Runs on one node skip these checks.
+Runs on one node skip that.
 """
 
 from __future__ import annotations
@@ -20,12 +22,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from mobius.checkpoint.merged_model import check_free, merged_folder
+from mobius.checkpoint.resume import Resume
 from mobius.config.config import Config
 from mobius.distributed.node_checks import check_same_facts
-from mobius.distributed.rendezvous import Rendezvous, parse_values
+from mobius.distributed.rendezvous import Rendezvous, join_run, parse_values
 from mobius.errors import CheckpointError, reason_of
+from mobius.models.family_support import supported_text_config
 from mobius.models.model_files import read_json_object
-from mobius.models.peft_folder import weights_fingerprint
+from mobius.models.peft_folder import AdapterBase, AdapterFolder, check_base, weights_fingerprint
+from mobius.planner.run_setup import RunSetup
 from mobius.ranks import Ranks, num_restarts_allowed
 
 logger = logging.getLogger(__name__)
@@ -35,6 +41,44 @@ _SIGHT_SECONDS: Final = 3.0
 _LOOK_SECONDS: Final = 0.1
 _SAYS_NOTHING: Final = ("_name_or_path", "transformers_version")
 """Fields of config.json in which equal models may differ."""
+
+
+def wait_until_inputs_are_read(ranks: Ranks) -> Rendezvous | None:
+    """Return when all ranks have read the files that the user names; collective, before the first rank changes any.
+
+    `--plan`, for instance, may be in the folder of an interrupted run that `prepare_output` removes. The caller holds
+    the rendezvous until the next one: without torchrun the store lives in the first rank's process.
+    """
+    if ranks.num_ranks == 1:
+        return None
+    rendezvous = join_run(ranks)
+    rendezvous.gather(None)
+    return rendezvous
+
+
+def find_adapter_base(draft: RunSetup, model_folder: Path, resume: Resume | None) -> AdapterBase:
+    """Return the base model of the adapters. Raises CheckpointError if given adapters are for another model."""
+    adapters = draft.config.adapters
+    if adapters.merge and not draft.config.output.overwrite_output_dir:
+        check_free(merged_folder(draft.config))
+    if (part := supported_text_config(read_json_object(model_folder / "config.json"))) is not None:
+        raise CheckpointError(
+            f"--model_path {draft.config.model.model_path} is more than a text model ({part.full_model_type}), and "
+            "peft could not load adapters of its text part. Extract that part as a separate model first, and give "
+            f"its folder:\n    python scripts/extract_text_model.py {draft.config.model.model_path} FOLDER"
+        )
+    base = AdapterBase.of(draft.config.model.model_path, model_folder)
+    if base.fingerprint is None and adapters.merge:
+        raise CheckpointError(f"`--merge`: {model_folder} has no weights to merge adapters into.")
+    if base.fingerprint is None:
+        logger.warning(
+            "%s has no weights: adapters are trained on random ones, which no other program can load", model_folder
+        )
+    if resume is not None:
+        check_base(resume.reader.path, base)
+    elif adapters.adapter_path is not None:
+        AdapterFolder(Path(adapters.adapter_path).expanduser()).check(draft.parts, base)
+    return base
 
 
 def check_same_model(config: Config, folder: Path, replica_rendezvous: Rendezvous | None) -> None:

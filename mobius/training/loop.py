@@ -11,10 +11,9 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -23,22 +22,28 @@ from tqdm import tqdm
 
 from mobius.checkpoint.folders import checkpoint_path
 from mobius.checkpoint.resume import LAUNCH, REPLICAS, TRACKER_RUN
+from mobius.checkpoint.run_folder import OutputFolder
 from mobius.checkpoint.saver import CheckpointSaver, StepMetadata
-from mobius.config.config import Config, EvalStrategy, SaveStrategy, steps_between
-from mobius.errors import NonFiniteLossError
+from mobius.config.config import BestMetric, EvalStrategy, SaveStrategy, steps_between
+from mobius.errors import CheckpointError, NonFiniteLossError, quoted
 from mobius.log import RANK_ZERO_ONLY
 from mobius.ranks import launch_id
+from mobius.regular_files import typed_object
 from mobius.reporting.events import Evaluated, StepMetrics
 from mobius.reporting.run_log import METRICS_FILE, RunLog
 from mobius.reporting.summary import StepTotals
 from mobius.reporting.trainer_state import TrainerState
 from mobius.signal_handling import RunStatus
-from mobius.training.evaluation.best_evaluation import BEST, BEST_SAVED, BestEvaluation, metric_value
 from mobius.training.evaluation.evaluator import EvaluationResult, Evaluator
+from mobius.training.session import Session
 from mobius.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
+BEST: Final = "best"
+"""Key of the best evaluation in a checkpoint's loop state."""
+BEST_SAVED: Final = "best_saved"
+"""Key of the best evaluation with a checkpoint, which may differ if evaluations are more frequent."""
 _NOTHING_SAVED: Final = "training is lost: no checkpoint is complete"
 
 
@@ -61,22 +66,7 @@ _FOLLOWS: Final = {
 """Text that a failed save prints about the next step of the run."""
 
 
-def numbers_of(result: EvaluationResult) -> dict[str, float]:
-    """Return the numbers of an evaluation by their names in logs and trackers."""
-    numbers: dict[str, float] = {
-        "loss": result.loss,
-        "perplexity": result.perplexity,
-        "token_accuracy": result.token_accuracy,
-        "runtime": result.seconds,
-        "samples_per_second": result.num_samples / result.seconds,
-        "tokens_per_second": result.tokens_per_second,
-    }
-    for name, scores in result.by_dataset.items():
-        numbers |= {f"{name}_{key}": getattr(scores, key) for key in ("loss", "perplexity", "token_accuracy")}
-    return numbers
-
-
-def early_stopping_line(step: int, best: BestEvaluation, patience: int) -> str:
+def _early_stopping_line(step: int, best: BestEvaluation, patience: int) -> str:
     """Return the log line of a run that stops early after `step`."""
     name, number = best.metric.value.replace("_", " "), best.evaluations_since
     reason = f"none of {number} evaluations had a finite {name}"
@@ -86,78 +76,97 @@ def early_stopping_line(step: int, best: BestEvaluation, patience: int) -> str:
 
 
 @dataclass
-class _LoopGather:
-    """Numbers that ranks gather after each step: progress of saves, and requests to stop."""
+class BestEvaluation:
+    """Best evaluation and number of evaluations since; equal on all ranks, and part of a checkpoint."""
 
-    saver: CheckpointSaver | None
-    run_status: RunStatus
-    is_time_up: Callable[[], bool]
-    ending: StopReason | None = None
+    metric: BestMetric
+    value: float | None = None
+    step: int | None = None
+    evaluations_since: int = 0
+    data: str | None = None
+    """Fingerprint of the evaluation data; values on other data do not compare."""
 
-    def local(self) -> Sequence[float]:
-        name = self.run_status.stop_signal
-        requests = [float(signal.Signals[name]) if name else 0.0, float(self.is_time_up())]
-        return [*requests, *(self.saver.local() if self.saver else ())]
+    @classmethod
+    def from_loop_state(
+        cls, metric: BestMetric, loop_state: Mapping[str, Any], key: str, *, data: str | None
+    ) -> BestEvaluation:
+        """Read the best evaluation of a checkpoint's `loop_state`; empty if it has another metric or other data.
 
-    def gathered(self, table: Tensor) -> None:
-        number, is_time_up = table[:, :2].amax(0).tolist()
-        if number:
-            self.run_status.request_stop(signal.Signals(int(number)).name)
-            self.ending = StopReason.SIGNAL
-        elif is_time_up:
-            self.ending = StopReason.TIME
-        if self.saver is not None:
-            self.saver.gathered(table[:, 2:])
+        `data` is the fingerprint of this run's evaluation data; None: it does not evaluate. Raises CheckpointError.
+        """
+        saved = loop_state.get(key) or loop_state.get(BEST) or {}
+        if not isinstance(saved, dict):
+            raise CheckpointError(
+                f"the checkpoint's best evaluation is {quoted(saved)}. Go on from another checkpoint."
+            )
+        own = saved.get("data") or data
+        if saved.get("metric") != metric.value or (data is not None and own != data):
+            return cls(metric, data=data)
+        try:
+            return typed_object(cls, {**saved, "metric": metric, "data": own})
+        except ValueError as problem:
+            raise CheckpointError(
+                f"the checkpoint's best evaluation {problem}. Go on from another checkpoint."
+            ) from None
+
+    def update(self, result: EvaluationResult, step: int) -> bool:
+        """Record `result`; returns whether it is the best so far."""
+        value = result.numbers[self.metric.value]
+        sign = 1 if self.metric is BestMetric.TOKEN_ACCURACY else -1
+        if math.isfinite(value) and (self.value is None or sign * value > sign * self.value):
+            self.value, self.step, self.evaluations_since = value, step, 0
+            return True
+        self.evaluations_since += 1
+        return False
 
 
 @dataclass(kw_only=True)
 class TrainingLoop:
     """Log, evaluations and checkpoints between steps. `log` is None except on the first rank."""
 
-    config: Config
+    session: Session
     trainer: Trainer
     saver: CheckpointSaver | None
     evaluator: Evaluator | None
     log: RunLog | None
     run_status: RunStatus
-    folder: Path
-    """Folder of the run's files from the first step on."""
-    save_dir: Path
+    output: OutputFolder
     started: float
     """Time of `time.monotonic` at which the process began."""
-    num_steps_done: int = 0
-    epoch: float = 0.0
+    epoch: float
     best: BestEvaluation
-    num_replicas: int = 1
     best_saved: BestEvaluation
     """Best evaluation among those with a checkpoint."""
-    older: str | None = None
-    """Text that an interruption prints about older results in the folder, if any."""
-    recreate_run_folder: Callable[[], None] = lambda: None
-    """Called after each step on the first rank to create the run's folder again if it is missing."""
     steps: StepTotals = field(default_factory=StepTotals)
     evaluated_step: int | None = None
     """Step whose weights were evaluated last."""
     result_step: int | None = None
     """Step whose weights are the result, if it is not the last one."""
+    requested_stop: StopReason | None = None
+    """Reason to stop that a rank has given in the last step."""
+
+    def __post_init__(self) -> None:
+        self._config = self.session.run_setup.config
+        self._metrics_file = self.output.training_folder / METRICS_FILE
+        self._older = "" if self.output.older_results is None else f", and {self.output.save_dir} is as it was"
+        """End of what an interruption prints if no checkpoint is saved: the older results in the folder."""
 
     def run(self) -> StopReason:
         """Train to the last step or an earlier stop; a signal or time limit saves a checkpoint first; collective.
 
         When it returns, all updates and saves are complete.
         """
-        total = self.config.optim.num_steps
-        step_gather = _LoopGather(self.saver, self.run_status, self._is_time_up)
-        self.trainer.step_gather = step_gather
+        total, done = self._config.optim.num_steps, self.trainer.num_steps_done
+        self.trainer.step_gather = self
         if self.saver is not None and self.log is not None:
             self.saver.on_saved = self.log.emit
-        if self.evaluator is not None and self.config.evaluation.eval_on_start and self.num_steps_done == 0:
+        if self.evaluator is not None and self._config.evaluation.eval_on_start and done == 0:
             self._update_run_status(0, can_save=False)
             self.evaluate(0)
-        self._update_run_status(self.num_steps_done)
+        self._update_run_status(done)
         progress = tqdm(
             total=total,
-            initial=self.num_steps_done,
+            initial=done,
             desc="training",
             unit="step",
             leave=False,
@@ -167,7 +176,7 @@ class TrainingLoop:
         try:
             for metrics in self.trainer.train():
                 progress.update()
-                if (reason := self._after_step(metrics, step_gather)) is not None:
+                if (reason := self._after_step(metrics)) is not None:
                     ending = reason
                     break
         except NonFiniteLossError as error:
@@ -185,12 +194,29 @@ class TrainingLoop:
             self.saver.finish()
         return ending
 
+    def local(self) -> Sequence[float]:
+        """Return this rank's requests to stop, and the progress of its saves."""
+        name = self.run_status.stop_signal
+        requests = [float(signal.Signals[name]) if name else 0.0, float(self._is_time_up())]
+        return [*requests, *(self.saver.local() if self.saver else ())]
+
+    def gathered(self, table: Tensor) -> None:
+        """Follow the requests of all ranks, and end saves that are complete on all of them."""
+        number, is_time_up = table[:, :2].amax(0).tolist()
+        if number:
+            self.run_status.request_stop(signal.Signals(int(number)).name)
+            self.requested_stop = StopReason.SIGNAL
+        elif is_time_up:
+            self.requested_stop = StopReason.TIME
+        if self.saver is not None:
+            self.saver.gathered(table[:, 2:])
+
     def evaluate(self, step: int) -> EvaluationResult:
         """Evaluate the current weights and record the result; collective."""
         assert self.evaluator is not None, "there is nothing to evaluate on"
         result = self.evaluator.evaluate(show_progress=self.log is not None)
         if self.log is not None:
-            self.log.emit(Evaluated(step=step, numbers=numbers_of(result), num_samples=result.num_samples))
+            self.log.emit(Evaluated(step=step, numbers=result.numbers, num_samples=result.num_samples))
         if self.best.update(result, step) and self.log is not None and self.best.value is not None:
             self.log.state.set_best(self.best.value, step)
         self.evaluated_step = step
@@ -205,22 +231,22 @@ class TrainingLoop:
         step = self.trainer.num_steps_done if self.result_step is None else self.result_step
         if step == self.evaluated_step:
             return
-        if self.config.evaluation.do_eval:
+        if self._config.evaluation.do_eval:
             self.evaluate(step)
         elif self.result_step is not None and self.log is not None:
             self.log.report_evaluation(step)
 
-    def _after_step(self, metrics: StepMetrics, step_gather: _LoopGather) -> StopReason | None:
+    def _after_step(self, metrics: StepMetrics) -> StopReason | None:
         """Log, evaluate and save after a step; returns the reason to stop now, if any."""
-        config, step, is_last = self.config, metrics.step, metrics.step == self.config.optim.num_steps
+        step, is_last = metrics.step, metrics.step == self._config.optim.num_steps
         ends_epoch = math.floor(metrics.epoch) > math.floor(self.epoch)
         self.epoch = metrics.epoch
         self.steps.add(metrics)
         if self.log is not None:
-            self.recreate_run_folder()
+            self.output.recreate_if_removed()
             self.log.emit(metrics)
-        ending = None if is_last else step_gather.ending
-        evaluation, saving = config.evaluation, config.saving
+        ending = None if is_last else self.requested_stop
+        evaluation, saving = self._config.evaluation, self._config.saving
         result = None
         if self.evaluator is not None and (
             (evaluation.eval_strategy is EvalStrategy.EPOCH and (ends_epoch or is_last))
@@ -230,7 +256,7 @@ class TrainingLoop:
             patience = evaluation.early_stopping_patience
             if patience is not None and self.best.evaluations_since >= patience and not is_last and ending is None:
                 ending = StopReason.EARLY_STOPPING
-                logger.info("%s", early_stopping_line(step, self.best, patience), extra=RANK_ZERO_ONLY)
+                logger.info("%s", _early_stopping_line(step, self.best, patience), extra=RANK_ZERO_ONLY)
         is_due = (saving.save_strategy is SaveStrategy.EPOCH and ends_epoch) or (
             saving.save_strategy is SaveStrategy.STEPS and self._is_due(step, saving.save_steps)
         )
@@ -245,9 +271,11 @@ class TrainingLoop:
         state: TrainerState | str = ""
         if self.log is not None:
             if self.best.step == metrics.step and self.best.value is not None and result is not None:
-                self.log.state.set_best(self.best.value, metrics.step, checkpoint_path(self.save_dir, metrics.step))
+                self.log.state.set_best(
+                    self.best.value, metrics.step, checkpoint_path(self.output.save_dir, metrics.step)
+                )
             state = self.log.state.snapshot()
-        metric = None if result is None else metric_value(self.best.metric, result)
+        metric = None if result is None else result.numbers[self.best.metric.value]
         self.saver.save(
             StepMetadata(
                 step=metrics.step,
@@ -265,26 +293,26 @@ class TrainingLoop:
         both = {BEST: self.best, BEST_SAVED: self.best_saved}
         return {
             LAUNCH: launch_id(),
-            REPLICAS: self.num_replicas,
+            REPLICAS: self.session.run_setup.rank_context.ranks.num_replicas,
             TRACKER_RUN: None if self.log is None else self.log.tracker_run_id,
             **{key: {**asdict(best), "metric": best.metric.value} for key, best in both.items()},
         }
 
     def _is_due(self, step: int, every: float) -> bool:
-        return step % steps_between(every, self.config.optim.num_steps) == 0
+        return step % steps_between(every, self._config.optim.num_steps) == 0
 
     def _is_time_up(self) -> bool:
-        limit = self.config.saving.max_run_time
+        limit = self._config.saving.max_run_time
         return limit is not None and time.monotonic() - self.started >= 60 * limit
 
     def _update_run_status(self, step: int, *, can_save: bool = True) -> None:
         """Set the text that an interruption prints from now on; a pending save may be complete by then."""
-        total = self.config.optim.num_steps
+        total = self._config.optim.num_steps
         where = f"after step {step} of {total}" if step else f"in step 1 of {total}"
-        numbers = f"every step's numbers are in {self.folder / METRICS_FILE}"
+        numbers = f"every step's numbers are in {self._metrics_file}"
         if self.saver is None:
-            lost = f"{where}: training is lost, because only the end is saved; {numbers}"
-            self.run_status.set_status(f"{lost}, and {self.older}" if self.older else lost)
+            lost = f"{where}: training is lost, because only the end is saved; {numbers}{self._older}"
+            self.run_status.set_status(lost)
             return
         saver = self.saver
 
@@ -308,7 +336,7 @@ class TrainingLoop:
         return None if seconds is None or not self.steps else seconds + self.steps.last.step_seconds
 
     def _after_failure(self) -> str:
-        numbers = f"the numbers of the steps before it are in {self.folder / METRICS_FILE}"
+        numbers = f"the numbers of the steps before it are in {self._metrics_file}"
         if self.saver is None or self.saver.newest is None:
             return f"Nothing is saved; {numbers}."
         return f"The newest checkpoint is {self.saver.newest}; {numbers}."

@@ -186,7 +186,8 @@ def run_warmup_step(run_setup: RunSetup, stages: RankStages) -> None:
     rows: Rows = [[seq_length]] if request.packed is None else [request.packed.fullest_row(seq_length)]
     documents = document_tensors([*rows] * num_rows, run_setup, num_microbatches=plan.num_chunks)
     batch = StepBatch(tokens, tokens, tokens.numel(), tokens.numel(), num_rows, documents=documents)
-    stages.executor(build_unchecked(plan), _alone(run_setup)).run(batch)
+    transport = warmup_transport(run_setup, plan.microbatches_per_round)
+    stages.executor(build_unchecked(plan), transport).run(batch)
     MemoryMeter(rank_context.device).synchronize()
 
 
@@ -211,7 +212,8 @@ def describe_use(plan: Plan) -> str:
     )
 
 
-def _alone(run_setup: RunSetup) -> ActivationTransport:
+def warmup_transport(run_setup: RunSetup, num_microbatches: int) -> ActivationTransport:
+    """Return a transport of this rank alone, which sends as many messages as `num_microbatches` of a pass need."""
     if run_setup.plan.num_ranks == 1:
         return SingleRankTransport()
     return WarmupTransport(
@@ -219,5 +221,5 @@ def _alone(run_setup: RunSetup) -> ActivationTransport:
         device=run_setup.rank_context.device,
         shape=run_setup.sent_shape,
         dtype=run_setup.dtype,
-        max_pending_sends=max_sends_in_flight(run_setup.plan.microbatches_per_round),
+        max_pending_sends=max_sends_in_flight(num_microbatches),
     )

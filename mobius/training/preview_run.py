@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Final
 
@@ -13,7 +11,6 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from mobius.config.config import Config
-from mobius.data.batches import TrainingBatches
 from mobius.data.preview import Line, Tone, format_sample
 from mobius.data.statistics import find_data_warnings
 from mobius.log import printable, redirect_to_devnull
@@ -23,44 +20,24 @@ from mobius.models.tokenizer import load_tokenizer
 from mobius.planner.plan_file import apply_saved_plan
 from mobius.ranks import Ranks, allows_colour
 from mobius.reporting.data_report import (
-    DatasetStatistics,
     added,
     dataset_table,
     describe_lengths,
     histogram_lines,
     step_table,
 )
-from mobius.training.data import RunData, count_data, repeats_in_steps, repeats_of_datasets
+from mobius.training.data import Rows, RunData, repeats_in_steps, repeats_of_datasets
 
 _FEW_ROWS_USED: Final = 0.8
 """Least share of a model's vocabulary rows that its own tokenizer uses: rows are added to make the number round."""
 
 
-@dataclass(frozen=True)
-class _Look:
-    """Data and statistics that the preview prints."""
-
-    config: Config
-    tokenizer: PreTrainedTokenizerBase
-    data: RunData
-    training: Sequence[DatasetStatistics]
-    evaluation: Sequence[DatasetStatistics]
-
-    @cached_property
-    def own(self) -> TrainingBatches:
-        """Batches of the run."""
-        return self.batches(is_packed=self.data.prepared.is_packed)
-
-    def batches(self, *, is_packed: bool) -> TrainingBatches:
-        """Return batches with rows that are packed or hold one sample each."""
-        return self.data.batches(self.config, self.tokenizer, is_packed=is_packed)
-
-
-def run_preview(config: Config, ranks: Ranks, *, given: Collection[str] = ()) -> None:
+def run_preview(config: Config, ranks: Ranks, *, given: Collection[str] = (), rows: Rows | None = None) -> None:
     """Print samples as they are trained on, statistics of the data, and the contents of a step.
 
     Prints on the first rank's standard output, in colours on a terminal. `given` are the options that the user set,
-    which a plan (`--plan`) may not contradict. Raises MobiusError for data that a run would refuse.
+    which a plan (`--plan`) may not contradict; `rows` as in `run_training`. Raises MobiusError for data that a run
+    would refuse.
     """
     if not ranks.is_first:
         return
@@ -69,58 +46,56 @@ def run_preview(config: Config, ranks: Ranks, *, given: Collection[str] = ()) ->
     folder = folder if folder.is_dir() else locate_model(config.model.model_path, with_weights=False)
     # A tokenizer with more tokens than the model has rows gets a warning below, after the samples.
     tokenizer = load_tokenizer(folder, sys.maxsize)
-    data = RunData.of(config, tokenizer, is_first=True)
-    look = _Look(config, tokenizer, data, *count_data(data, tokenizer))
-    blocks = [_samples(look), _datasets(look), _lengths(look, sys.stdout), _steps(look), _warnings(look, folder)]
+    data = RunData.of(config, tokenizer, is_first=True, rows=rows)
+    blocks = [_samples(data), _datasets(data), _lengths(data, sys.stdout), _steps(data), _warnings(data, folder)]
     lines = [line for block in blocks for line in [*block, Line("")]]  # print nothing if a block raises
     _show(lines, sys.stdout)
 
 
-def _samples(look: _Look) -> Iterator[Line]:
+def _samples(data: RunData) -> Iterator[Line]:
     """Yield the requested number of samples, evenly from the datasets, drawn with the seed."""
-    wanted, num_datasets = look.config.data.preview or 0, len(look.training)
-    generator = np.random.Generator(np.random.PCG64(look.config.optim.seed))
-    for number, (each, indices) in enumerate(zip(look.training, look.data.training_indices, strict=True)):
+    wanted, num_datasets = data.config.data.preview or 0, len(data.prepared.training)
+    generator = np.random.Generator(np.random.PCG64(data.config.optim.seed))
+    for number, (each, indices) in enumerate(zip(data.statistics[0], data.training_indices, strict=True)):
         share = wanted // num_datasets + (number < wanted % num_datasets)
         for index in np.sort(generator.choice(indices, min(share, len(indices)), replace=False)).tolist():
             row = each.dataset.tokenized.sample(index)
-            yield from format_sample(row, look.tokenizer, f"{each.name}, sample {index}")
+            yield from format_sample(row, data.tokenizer, f"{each.name}, sample {index}")
 
 
-def _datasets(look: _Look) -> Iterator[Line]:
-    heads, *lines = dataset_table([*look.training, *look.evaluation])
+def _datasets(data: RunData) -> Iterator[Line]:
+    training, evaluation = data.statistics
+    heads, *lines = dataset_table([*training, *evaluation])
     yield Line(heads, Tone.TITLE)
     yield from map(Line, lines)
-    if look.config.data.is_text_joined and any(each.dataset.is_text for each in [*look.training, *look.evaluation]):
+    if data.config.data.is_text_joined and any(each.dataset.is_text for each in [*training, *evaluation]):
         yield Line("  text is joined: a sample of it is a row of documents, cut anywhere")
-    num_held = sum(map(len, look.data.validation_indices))
+    num_held = sum(map(len, data.validation_indices))
     if num_held:
-        total = num_held + sum(map(len, look.data.training_indices))
+        total = num_held + sum(map(len, data.training_indices))
         yield Line(f"  validation: {num_held:,} of {total:,} samples are held out (--val_size)")
-    elif look.evaluation:
-        names = ", ".join(each.name for each in look.evaluation)
-        yield Line(f"  validation: {sum(each.statistics.num_samples for each in look.evaluation):,} samples of {names}")
+    elif evaluation:
+        names = ", ".join(each.name for each in evaluation)
+        yield Line(f"  validation: {sum(each.statistics.num_samples for each in evaluation):,} samples of {names}")
 
 
-def _lengths(look: _Look, stream: IO[str]) -> Iterator[Line]:
-    counts = added([each.statistics.length_counts for each in look.training])
+def _lengths(data: RunData, stream: IO[str]) -> Iterator[Line]:
+    counts = added([each.statistics.length_counts for each in data.statistics[0]])
     yield Line(f"  tokens of a sample: {describe_lengths(counts)}", Tone.TITLE)
     block = "\N{FULL BLOCK}"
     yield from map(Line, histogram_lines(counts, block=block if printable(block, stream) == block else "#"))
 
 
-def _steps(look: _Look) -> Iterator[Line]:
-    config, is_packed, own = look.config, look.data.prepared.is_packed, look.own
-    if config.data.is_text_joined and all(each.dataset.is_text for each in look.training):
+def _steps(data: RunData) -> Iterator[Line]:
+    config, is_packed, own, training = data.config, data.prepared.is_packed, data.batches, data.statistics[0]
+    if config.data.is_text_joined and all(each.dataset.is_text for each in training):
         ways = [("plain text, joined", own)]
     else:
-        other = look.batches(is_packed=not is_packed)
+        other = data.make_batches(is_packed=not is_packed)
         packed, single = (own, other) if is_packed else (other, own)
         ways = [("packed", packed), ("one sample in a row", single)]
-    num_tokens = sum(each.epoch_tokens for each in look.training)
-    num_targets = sum(
-        each.epoch_tokens * each.statistics.num_targets / each.statistics.num_tokens for each in look.training
-    )
+    num_tokens = sum(each.epoch_tokens for each in training)
+    num_targets = sum(each.epoch_tokens * each.statistics.num_targets / each.statistics.num_tokens for each in training)
     batch_size, seq_length = config.pipeline.batch_size, config.data.seq_length
     heads, *lines = step_table(
         ways, batch_size=batch_size, seq_length=seq_length, target_share=num_targets / num_tokens
@@ -146,26 +121,25 @@ def _batch_unit(config: Config) -> int | None:
     return (config.pipeline.num_chunks or 1) * num_pipelines
 
 
-def _warnings(look: _Look, folder: Path) -> Iterator[Line]:
-    every = [*look.training, *look.evaluation]
+def _warnings(data: RunData, folder: Path) -> Iterator[Line]:
+    every = [each for datasets in data.statistics for each in datasets]
     texts = [
         f"{each.name}: {text}" if len(every) > 1 else text
         for each in every
         for text in find_data_warnings(each.dataset, each.statistics)
     ]
-    texts += repeats_in_steps(look.own, look.config.pipeline.batch_size)
-    texts += [*repeats_of_datasets(look.data, look.training, look.evaluation), *_of_tokenizer(look, folder)]
+    texts += [*repeats_in_steps(data), *repeats_of_datasets(data), *_of_tokenizer(data.tokenizer, folder)]
     yield from (Line(f"  warning: {text}", Tone.WARNING) for text in texts)
     if not texts:
         yield Line("  no warnings")
 
 
-def _of_tokenizer(look: _Look, folder: Path) -> Iterator[str]:
+def _of_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Iterator[str]:
     """Yield warnings if the tokenizer seems to be another model's."""
     path = folder / "config.json"
     if not path.is_file():
         return
-    fields, tokenizer = read_json_object(path), look.tokenizer
+    fields = read_json_object(path)
     num_rows = fields.get("vocab_size")
     num_tokens = max([len(tokenizer), *(token + 1 for token in tokenizer.added_tokens_decoder)])
     if isinstance(num_rows, int) and num_tokens > num_rows:

@@ -1,11 +1,11 @@
-"""Reports of a run on its first rank: startup log, trackers, and the loss plot and model card at the end."""
+"""Reports of a run: startup log, trackers, and at the end loss plot, model card and the report of `--save_results`."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -15,7 +15,8 @@ from mobius.atomic_files import atomic_write
 from mobius.checkpoint.model_card import CardFacts, Origin, model_card
 from mobius.config.sources import to_yaml
 from mobius.data.batches import TrainingBatches
-from mobius.errors import reason_of
+from mobius.distributed.transport import all_gather_numbers
+from mobius.errors import CheckpointError, reason_of
 from mobius.hardware.devices import MemoryMeter
 from mobius.hardware.host_memory import HostMemoryUsage, huge_page_share
 from mobius.log import RANK_ZERO_ONLY
@@ -24,11 +25,13 @@ from mobius.models.config_rules import max_positions_warning
 from mobius.planner.memory_estimates import estimate_host_memory, largest_gpu_estimate
 from mobius.planner.plan_table import describe_short_host
 from mobius.planner.run_setup import RunSetup
+from mobius.planner.step_prediction import steady_seconds
 from mobius.ranks import seconds_since_start
 from mobius.reporting.events import RunStarted, table_row
 from mobius.reporting.pictures import draw_training
 from mobius.reporting.recordings import Recordings
 from mobius.reporting.run_log import RunLog, WarningRecorder
+from mobius.reporting.summary import RankMemory, StepTotals, Timings, closing_lines, write_report
 from mobius.reporting.trackers import TrackedRun, start_trackers
 from mobius.reporting.trainer_state import TrainerState
 from mobius.training.session import Session
@@ -54,7 +57,7 @@ class StartupMeter(WarningRecorder):
         super().__init__()
         self.seconds = {"imports": seconds_since_start()}
         self.host = HostMemoryUsage()
-        self._last = time.monotonic()
+        self.started = self._last = time.monotonic()
 
     def mark(self, part: str) -> None:
         """Count the time since the last mark for `part`, and the growth of host memory for its owner."""
@@ -158,7 +161,7 @@ def open_log(
         folder,
         state or TrainerState.at_start(config),
         start_trackers(config.output.trackers, tracked),
-        ideal_step_seconds=ideal_step_seconds(run_setup),
+        ideal_step_seconds=_ideal_step_seconds(run_setup),
     )
 
 
@@ -170,7 +173,7 @@ def recordings_of(run_setup: RunSetup, folder: Path) -> Recordings | None:
     )
 
 
-def ideal_step_seconds(run_setup: RunSetup) -> float | None:
+def _ideal_step_seconds(run_setup: RunSetup) -> float | None:
     """Return the seconds of a step at the full rate of the GPUs' data sheet; None if that is unknown.
 
     Its share of a measured step is the MFU.
@@ -219,3 +222,47 @@ def _leave(path: Path, write: Callable[[Path], object]) -> None:
             write(temporary)
     except Exception as error:  # also errors of matplotlib
         logger.warning("%s is not written (%s: %s)", path.name, type(error).__name__, error)
+
+
+def gather_memory(session: Session) -> list[RankMemory]:
+    """Return the memory that each rank has used; collective."""
+    meter = MemoryMeter(session.run_setup.rank_context.device)
+    reading = meter.read()
+    own = [reading.peak_allocated, reading.peak_reserved, reading.allocated, reading.peak_host]
+
+    def gpu_bytes(value: float) -> int | None:
+        return int(value) if meter.has_gpu else None
+
+    return [
+        RankMemory(
+            rank=rank,
+            device=meter.device_name,
+            peak_allocated_bytes=gpu_bytes(row[0]),
+            peak_reserved_bytes=gpu_bytes(row[1]),
+            persistent_bytes=gpu_bytes(row[2]),
+            peak_host_bytes=int(row[3]),
+        )
+        for rank, row in enumerate(all_gather_numbers(session.all_ranks, own).tolist())
+    ]
+
+
+def write_final_report(
+    run_setup: RunSetup, steps: StepTotals, per_rank: Sequence[RankMemory], timings: Timings
+) -> list[str]:
+    """Log the closing lines and write `--save_results`; returns the problems."""
+    config = run_setup.config
+    report = Path(config.output.save_results)
+    plan_text, prediction = run_setup.plan.describe(run_setup.shape), run_setup.result.step_time_prediction
+    ideal = _ideal_step_seconds(run_setup)
+    mfu = None if ideal is None else ideal / steady_seconds(steps.seconds)
+    if prediction is not None:
+        logger.info("%s", prediction.compare(steps.seconds))
+    for line in closing_lines(steps, per_rank, timings, mfu):
+        logger.info("%s", line)
+    try:
+        report.parent.mkdir(parents=True, exist_ok=True)
+        write_report(report, to_yaml(config), plan_text, steps, per_rank, timings, prediction, mfu)
+        logger.info("results saved to %s", report)
+    except (CheckpointError, OSError) as error:
+        return [f"--save_results: {error}"]
+    return []

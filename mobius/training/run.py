@@ -1,13 +1,13 @@
 """The life of a run, in order: read, plan, tokenize, meet, load, train, save, report.
 
-run_training -> TrainingRun: open -> fit -> save -> close -> answers to evaluation data, if any are asked for
+run_training -> TrainingRun: open -> fit -> save -> close -> prediction, if one is asked for
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -29,18 +29,17 @@ from mobius.checkpoint.saver import CheckpointSaver, collect_run_metadata
 from mobius.checkpoint.trained_weights import check_trained_weights, has_changed
 from mobius.config.config import Config
 from mobius.config.launch import resume_command
-from mobius.data.batches import TrainingBatches
 from mobius.data.chat_templates import resolve_template
 from mobius.distributed.node_checks import check_same_data, join_replicas
 from mobius.distributed.rendezvous import open_watchdog_store
 from mobius.distributed.watchdog import Watchdog
-from mobius.errors import MobiusError
+from mobius.errors import CheckpointError, MobiusError
 from mobius.hardware.cpu_dtype import resolve_dtype
 from mobius.models.families import load_model_config, locate_model
 from mobius.models.model_files import ModelFiles, read_model_files
 from mobius.models.peft_folder import AdapterBase
 from mobius.models.tokenizer import load_tokenizer, pad_token_id
-from mobius.models.weights import check_model_weights
+from mobius.models.weights import check_model_weights, folder_has_weights
 from mobius.planner.plan_file import apply_saved_plan
 from mobius.planner.run_setup import RunSetup, complete_run_setup, draft_run_setup
 from mobius.ranks import Ranks, command_words, seconds_since_launch
@@ -48,66 +47,74 @@ from mobius.reporting.events import table_row
 from mobius.reporting.run_log import METRICS_FILE, RunLog
 from mobius.reporting.trackers import check_installed
 from mobius.signal_handling import RunStatus, SavedAndStopped
-from mobius.training.data import RunData, packed_rows, read_data
-from mobius.training.evaluation.best_evaluation import BEST, BEST_SAVED, BestEvaluation
-from mobius.training.evaluation.evaluator import Evaluator, evaluation_samples, make_evaluator
+from mobius.training.data import Rows, RunData, packed_rows, read_data
+from mobius.training.evaluation.evaluator import Evaluator
 from mobius.training.evaluation.generation import check_generation_config
-from mobius.training.evaluation.prediction_setup import only_answers, prediction_samples, prepare_prediction
+from mobius.training.evaluation.prediction import predict_and_report, prediction_samples
 from mobius.training.evaluation.text_scores import check_scores_installed
-from mobius.training.file_checks import check_same_model, check_save_dir
-from mobius.training.final_results import PredictionTask, RunTimer, write_final_report
-from mobius.training.inputs import find_adapter_base, origin_of, wait_until_inputs_are_read
-from mobius.training.loop import StopReason, TrainingLoop
+from mobius.training.file_checks import (
+    check_same_model,
+    check_save_dir,
+    find_adapter_base,
+    wait_until_inputs_are_read,
+)
+from mobius.training.loop import BEST, BEST_SAVED, BestEvaluation, StopReason, TrainingLoop
 from mobius.training.out_of_memory import out_of_memory
 from mobius.training.reporting import (
     StartupMeter,
+    gather_memory,
     log_host_memory_usage,
     log_model,
     log_stages,
     open_log,
     recordings_of,
     run_started,
+    write_final_report,
     write_records,
 )
 from mobius.training.session import Session, open_session, restoring
-from mobius.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
 
 def run_training(
-    config: Config, ranks: Ranks, *, given: Collection[str] | None = None, run_status: RunStatus | None = None
+    config: Config,
+    ranks: Ranks,
+    *,
+    given: Collection[str] | None = None,
+    run_status: RunStatus | None = None,
+    rows: Rows | None = None,
 ) -> None:
     """Fine-tune as `config` says and leave the results; every rank calls it.
 
     `given` are the options that the user set, which a plan (`--plan`) may not contradict, and which neither a default
     of another kind of device nor a checkpoint replaces; None: not known, all of them are taken as they are.
-    `run_status` is updated for interruptions.
+    `run_status` is updated for interruptions. `rows` has the records of datasets that are in memory, by the name that
+    `config` gives them; equal on all ranks.
 
     Raises MobiusError for what a user can mend, and SavedAndStopped where an interruption was asked to save and has.
     After an error the process should end without further cleaning up: the device may be waiting for a neighbour for
     good.
     """
-    run_status = run_status or RunStatus()
     try:
-        prediction = _run(config, ranks, given, run_status)
-        if prediction is not None:
-            run_status.set_status(f"{prediction.status_text}; not all answers were generated")
-            run_status.is_detached = True
-            prediction.run()  # the stages' memory is free by now
+        predict = _run(config, ranks, given, run_status or RunStatus(), rows)
+        if predict is not None:
+            predict()  # the stages' memory is free by now
     except torch.OutOfMemoryError as error:
         raise out_of_memory(error, ranks.rank) from error
 
 
-def _run(config: Config, ranks: Ranks, given: Collection[str] | None, run_status: RunStatus) -> PredictionTask | None:
-    """Train and evaluate as far as that is asked for; returns the answers that are left to be generated."""
+def _run(
+    config: Config, ranks: Ranks, given: Collection[str] | None, run_status: RunStatus, rows: Rows | None
+) -> Callable[[], None] | None:
+    """Train and evaluate as far as that is asked for; returns the prediction that is left, if any."""
     with StartupMeter() as startup:
         check_installed(config.output.trackers)
         if config.evaluation.do_predict:
             check_scores_installed()
-        if only_answers(config):
-            return prepare_prediction(config, ranks, run_status, given=given)
-        run = TrainingRun(config, ranks, given=given, run_status=run_status, startup=startup)
+        run = TrainingRun(config, ranks, given=given, run_status=run_status, startup=startup, rows=rows)
+        if run.only_predicts:
+            return run.prepare_prediction()
         try:
             run.open()
             with run.until_closed():
@@ -119,7 +126,7 @@ def _run(config: Config, ranks: Ranks, given: Collection[str] | None, run_status
                 run.close()
         finally:
             run.watchdog.stop()
-        return run.prediction_task()
+        return run.prediction()
 
 
 class TrainingRun:
@@ -134,7 +141,6 @@ class TrainingRun:
     origin: Origin
     output: OutputFolder
     data: RunData
-    batches: TrainingBatches
     session: Session
     saver: CheckpointSaver | None
     loop: TrainingLoop
@@ -148,15 +154,21 @@ class TrainingRun:
         given: Collection[str] | None,
         run_status: RunStatus,
         startup: StartupMeter,
+        rows: Rows | None,
     ) -> None:
         """Find the checkpoint to resume from, if one is asked for; arguments are those of `run_training`."""
-        self.timing = RunTimer()
         self.log: RunLog | None = None
         """The first rank's, from `fit` on."""
-        self.ranks, self.given, self.run_status, self.startup = ranks, given, run_status, startup
-        self.resume = find_resume(config, ranks, given=given)
+        self.ranks, self.given, self.run_status, self.startup, self.rows = ranks, given, run_status, startup, rows
+        self.only_predicts = not config.evaluation.do_train and not config.evaluation.do_eval
+        """Whether `prepare_prediction` takes the place of all else."""
+        self.resume = None if self.only_predicts else find_resume(config, ranks, given=given)
         self.config = config if self.resume is None else self.resume.config
         """The configuration as far as it is resolved: after `open` with numbers in the place of auto."""
+        resume = self.resume
+        self.steps_before = 0 if resume is None else resume.num_steps_done
+        self.epochs_before = 0.0 if resume is None else resume.epochs_done
+        self.loop_state = {} if resume is None else resume.loop_state
         self.watchdog = Watchdog(
             Activity(),
             ranks,
@@ -181,7 +193,7 @@ class TrainingRun:
             self.startup.mark("planning")
             self._read_data(draft)
             self.startup.mark("data")
-            run_setup = complete_run_setup(draft, self.config, packed=packed_rows(self.batches))
+            run_setup = complete_run_setup(draft, self.config, packed=packed_rows(self.data.batches))
             self._check_disk_space(run_setup)
             self.watchdog.start()
             self.startup.mark("planning")
@@ -194,7 +206,7 @@ class TrainingRun:
 
     def _read_model(self) -> RunSetup:
         """Read everything of the model but its weights, and draft the run: what cannot fit is refused at once."""
-        replicas, resume = join_replicas(self.config, self.ranks), self.resume
+        replicas, resume = None if self.only_predicts else join_replicas(self.config, self.ranks), self.resume
         # A checkpoint's format stays.
         config = resolve_dtype(self.config, self.ranks, given=self.given if resume is None else None)
         self.model_folder = locate_model(config.model.model_path)
@@ -209,22 +221,24 @@ class TrainingRun:
         self.model_files = read_model_files(self.model_folder).with_chat_template(chat_template)
         self.config, saved = apply_saved_plan(config, given=self.given or ())
         draft = draft_run_setup(self.config, self.ranks, model_config, saved=saved, replica_rendezvous=replicas)
+        self.device = draft.rank_context.device
         check_model_weights(self.model_folder, draft.parts, config.model)
         self.base = find_adapter_base(draft, self.model_folder, resume) if config.adapters.is_lora else None
-        self.origin = origin_of(config, self.model_folder) if resume is None else resume.origin
+        origin = Origin(config.model.model_path, folder_has_weights(self.model_folder))
+        self.origin = origin if resume is None else resume.origin
         log_model(draft, self.model_folder)
         return draft
 
     def _read_data(self, draft: RunSetup) -> None:
         """Tokenize; all replicas must see the same samples, and a resumed run those that it has begun with."""
-        self.config, self.data, self.batches = read_data(self.config, self.ranks, self.tokenizer)
+        self.config, self.data = read_data(self.config, self.ranks, self.tokenizer, self.rows)
         if self.config.evaluation.do_predict:
-            prediction_samples(self.data, self.config)  # refused now, not after the training
+            prediction_samples(self.data)  # refused now, not after the training
         check_same_data(self.data.fingerprint, self.data.evaluation_fingerprint, draft.rank_context.replica_rendezvous)
         if self.resume is not None:
             self.resume.check_steps(self.config)
             self.resume.check_data(self.data.fingerprint())
-            self.batches.seek(self.resume.num_steps_done)
+            self.data.batches.seek(self.steps_before)
             # A plan's file goes with old checkpoints.
             self.config = replace(self.config, planning=replace(self.config.planning, plan=None))
 
@@ -235,9 +249,9 @@ class TrainingRun:
             return
         num_saves = count_saves(
             config,
-            num_steps_done=0 if self.resume is None else self.resume.num_steps_done,
-            epochs_done=0.0 if self.resume is None else self.resume.epochs_done,
-            epochs=config.optim.num_train_epochs or self.batches.num_epochs_of(config.optim.num_steps),
+            num_steps_done=self.steps_before,
+            epochs_done=self.epochs_before,
+            epochs=config.optim.num_train_epochs or self.data.batches.num_epochs_of(config.optim.num_steps),
         )
         check_disk_space_for_run(run_setup, self.output.save_dir, num_saves=num_saves)
 
@@ -280,13 +294,12 @@ class TrainingRun:
         except BaseException:
             self.output.discard()  # nothing is trained yet
             raise
-        self.timing.end_loading()
+        self.loaded = self.trained = time.monotonic()
         if not self.config.evaluation.do_train:
-            self.timing.end_training()
             return StopReason.LAST_STEP
         self.startup.mark("optimizer")
         if self.log is not None:
-            self.log.emit(run_started(self.session.run_setup, self.batches, self.startup))
+            self.log.emit(run_started(self.session.run_setup, self.data.batches, self.startup))
         log_host_memory_usage(self.session, self.startup.host)
         ending = self.loop.run()
         self.session.write_recordings()
@@ -297,7 +310,7 @@ class TrainingRun:
                 num_steps=self.loop.trainer.num_steps_done,
                 folder=self.output.training_folder,
             )
-        self.timing.end_training()
+        self.trained = time.monotonic()
         return ending
 
     def _prepare_loop(self) -> None:
@@ -306,11 +319,12 @@ class TrainingRun:
         self.saver = self._make_saver() if config.evaluation.do_train and config.saving.is_on else None
         evaluator = None
         if config.evaluation.evaluates:
-            pad = pad_token_id(self.tokenizer)
-            evaluator = make_evaluator(session, evaluation_samples(self.data), pad_token_id=pad)
+            parts = self.data.evaluation_parts()
+            samples = [(dataset.entry.name, dataset.tokenized, indices) for dataset, indices in parts]
+            evaluator = Evaluator(session, samples, pad_token_id=pad_token_id(self.tokenizer))
         trainer = session.trainer(
-            self.batches,
-            num_steps_done=0 if resume is None else resume.num_steps_done,
+            self.data.batches,
+            num_steps_done=self.steps_before,
             counts=None if resume is None else resume.counts,
             before_update=None if self.saver is None else self.saver.before_update,
         )
@@ -321,7 +335,24 @@ class TrainingRun:
         self.log = open_log(session.run_setup, self.output.training_folder, state, tracker_run_id=run_id)
         if self.log is not None:
             self.startup.connect(self.log)
-        self.loop = self._make_loop(trainer, evaluator)
+        best = self._best(BEST)
+        if best.value is None and self.loop_state.get(BEST, {}).get("value") is not None:
+            logger.info("the best evaluation so far is on other data or by another metric: the best one begins anew")
+            if self.log is not None:
+                self.log.state.set_best(None)
+        self.loop = TrainingLoop(
+            session=session,
+            trainer=trainer,
+            saver=self.saver,
+            evaluator=evaluator,
+            log=self.log,
+            run_status=self.run_status,
+            output=self.output,
+            started=min(self.startup.started, time.monotonic() - seconds_since_launch()),
+            epoch=self.epochs_before,
+            best=best,
+            best_saved=self._best(BEST_SAVED),
+        )
 
     def _make_saver(self) -> CheckpointSaver:
         run_metadata = collect_run_metadata(
@@ -330,41 +361,15 @@ class TrainingRun:
         complete = self.output.remove_older_results
         saver = CheckpointSaver(self.session, self.output.save_dir, run_metadata, on_complete=complete)
         if self.resume is not None:
-            saver.resume_from(self.resume.reader.path, self.resume.num_steps_done, self._best(BEST_SAVED).step)
+            saver.resume_from(self.resume.reader.path, self.steps_before, self._best(BEST_SAVED).step)
         logger.info("%s", table_row("saving", saver.describe()))
         return saver
 
     def _best(self, key: str) -> BestEvaluation:
         """The best evaluation of the run before this start, as far as those to come compare with it."""
-        loop_state = {} if self.resume is None else self.resume.loop_state
-        data = self.data.evaluation_fingerprint() if self.config.evaluation.evaluates else None
-        return BestEvaluation.from_loop_state(self.config.evaluation.metric_for_best_model, loop_state, key, data=data)
-
-    def _make_loop(self, trainer: Trainer, evaluator: Evaluator | None) -> TrainingLoop:
-        loop_state = {} if self.resume is None else self.resume.loop_state
-        best, older = self._best(BEST), self.output.older_results
-        if best.value is None and loop_state.get(BEST, {}).get("value") is not None:
-            logger.info("the best evaluation so far is on other data or by another metric: the best one begins anew")
-            if self.log is not None:
-                self.log.state.set_best(None)
-        return TrainingLoop(
-            config=self.config,
-            trainer=trainer,
-            saver=self.saver,
-            evaluator=evaluator,
-            log=self.log,
-            run_status=self.run_status,
-            folder=self.output.training_folder,
-            save_dir=self.output.save_dir,
-            started=min(self.timing.started, time.monotonic() - seconds_since_launch()),
-            num_steps_done=trainer.num_steps_done,
-            epoch=0.0 if self.resume is None else self.resume.epochs_done,
-            best=best,
-            best_saved=self._best(BEST_SAVED),
-            num_replicas=self.ranks.num_replicas,
-            older=None if older is None else f"{self.output.save_dir} is as it was",
-            recreate_run_folder=self.output.recreate_if_removed,
-        )
+        evaluation = self.config.evaluation
+        data = self.data.evaluation_fingerprint() if evaluation.evaluates else None
+        return BestEvaluation.from_loop_state(evaluation.metric_for_best_model, self.loop_state, key, data=data)
 
     def stop_early(self, ending: StopReason) -> None:
         """End before the last step: the state is saved as far as that worked. Raises SavedAndStopped after a signal.
@@ -392,8 +397,11 @@ class TrainingRun:
     # save
 
     def save(self) -> None:
-        """Evaluate what is to be saved, leave records and model, and report; raises CheckpointError for what failed."""
-        trains = self.config.evaluation.do_train
+        """Evaluate what is to be saved, leave records and model, and report; raises CheckpointError for what failed.
+
+        A run that was resumed after its last step has no report.
+        """
+        session, trains, steps = self.session, self.config.evaluation.do_train, self.loop.steps
         is_changed = not trains or self._has_changed()
         if trains and self.saver is not None and self.config.evaluation.load_best_model_at_end:
             self.loop.result_step = self._load_best_model(self.saver)
@@ -401,8 +409,18 @@ class TrainingRun:
         problems = self._write_results(is_changed=is_changed)
         if self.log is not None:
             self.log.close()  # after the model: a tracker may hang
-        steps = self.loop.steps
-        write_final_report(self.session, self.output, steps, self.timing.timings(steps), problems)
+        session.activity.start_action("the report")
+        per_rank = gather_memory(session)
+        if not session.is_first:
+            return
+        if steps:
+            loading, saving = self.loaded - self.startup.started, time.monotonic() - self.trained
+            timings = {"loading": loading, "training": sum(steps.seconds), "saving": saving}
+            problems += write_final_report(session.run_setup, steps, per_rank, timings)
+        if problems and trains:
+            problems.append(f"The model itself is complete and checked: {self.output.save_dir}.")
+        if problems:
+            raise CheckpointError("\n".join(problems))
 
     def _has_changed(self) -> bool:
         """Whether the run has trained anything; warns if it has not. Collective.
@@ -436,7 +454,7 @@ class TrainingRun:
         if self.loop.best.step == last:
             return last
         earlier = None
-        if resume is not None and best is not None and best <= resume.num_steps_done:
+        if resume is not None and best is not None and best <= self.steps_before:
             earlier = checkpoint_path(resume.reader.path.parent, best)
         return load_best_model(self.session, saver.save_dir, saver.best_step, earlier) or last
 
@@ -469,18 +487,41 @@ class TrainingRun:
             self.saver.close()
         self.session.close()
 
-    def prediction_task(self) -> PredictionTask | None:
-        """Facts that answers to evaluation data need, without the run's memory; None where no answers are wanted."""
-        config = self.config
-        if not (config.evaluation.do_predict and self.session.is_first):
+    # predict
+
+    def prepare_prediction(self) -> Callable[[], None] | None:
+        """Prepare a run that only predicts, and return its `prediction`; collective, loads no stage."""
+        draft = self._read_model()
+        rendezvous = wait_until_inputs_are_read(self.ranks)
+        self.output = prepare_output(draft, self.run_status, None, model_folder=self.model_folder)
+        self.run_status.is_detached = True
+        try:
+            self._read_data(draft)
+            if self.ranks.is_first:
+                self.output.commit()
+        except BaseException:
+            self.output.discard()
+            raise
+        del rendezvous  # other ranks need no further rendezvous
+        return self.prediction()
+
+    def prediction(self) -> Callable[[], None] | None:
+        """Return a function that answers the evaluation data without the run's memory; None if this rank is not to."""
+        evaluation, folder, left = self.config.evaluation, self.model_folder, "nothing is trained or evaluated"
+        if not (evaluation.do_predict and self.ranks.is_first):
             return None
-        whole = self.output.save_dir if self.base is None else merged_folder(config)
-        trained = f"after the last step: the model is complete and checked in {self.output.save_dir}"
-        return PredictionTask(
-            folder=whole if config.evaluation.do_train else self.model_folder,
-            samples=prediction_samples(self.data, config),
+        if evaluation.do_train:
+            folder = self.output.save_dir if self.base is None else merged_folder(self.config)
+            left = f"after the last step: the model is complete and checked in {self.output.save_dir}"
+        elif evaluation.do_eval:
+            left = "after the evaluation"
+        self.run_status.set_status(f"{left}; not all answers were generated")
+        self.run_status.is_detached = True
+        return partial(
+            predict_and_report,
+            folder,
+            prediction_samples(self.data),
             output=self.output.save_dir,
-            max_new_tokens=config.evaluation.max_new_tokens,
-            device=self.session.run_setup.rank_context.device,
-            status_text=trained if config.evaluation.do_train else "after the evaluation",
+            max_new_tokens=evaluation.max_new_tokens,
+            device=self.device,
         )

@@ -1,8 +1,8 @@
-"""Conversion of batches to the tensors of a step."""
+"""Conversion of batches to the tensors of a step or of a pass of an evaluation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,23 +17,32 @@ from mobius.planner.run_setup import RunSetup
 
 
 def step_batches(batches: Iterable[Batch], run_setup: RunSetup) -> Iterator[StepBatch]:
-    """Yield the batches as tensors, page-locked for a GPU, with packed rows in the order of microbatches."""
+    """Yield this pipeline's rows of each step's batch."""
     ranks = run_setup.rank_context.ranks
-    for given in batches:
-        assert given.num_targets > 0, "samples without a target are dropped, and every step has samples"
-        num_chunks = run_setup.plan.num_chunks
-        batch = balance_microbatches(shard_batch(given, ranks.replica, ranks.num_replicas), num_chunks)
-        input_ids, labels = (_tensor(each, run_setup) for each in (batch.input_ids, batch.labels))
-        documents = (
-            None
-            if batch.document_lengths is None
-            else document_tensors(batch.document_lengths, run_setup, num_microbatches=run_setup.plan.num_chunks)
-        )
-        numbers = batch.num_targets, batch.num_tokens, batch.num_samples, batch.epoch
-        row_lengths = None
-        if run_setup.parts.router_loss is not None and batch.row_lengths is not None:
-            row_lengths = _tensor(np.array(batch.row_lengths, dtype=np.int64), run_setup)
-        yield StepBatch(input_ids, labels, *numbers, documents, ranks.num_replicas, row_lengths)
+    for batch in batches:
+        assert batch.num_targets > 0, "samples without a target are dropped, and every step has samples"
+        own = shard_batch(batch, ranks.replica, ranks.num_replicas)
+        yield concatenate_batches([own], run_setup, run_setup.plan.num_chunks)
+
+
+def concatenate_batches(batches: Sequence[Batch], run_setup: RunSetup, num_microbatches: int) -> StepBatch:
+    """Concatenate batches of `num_microbatches` each, with rows in the order of these; page-locked for a GPU."""
+    arranged = [balance_microbatches(batch, num_microbatches) for batch in batches]
+    documents = [row for batch in arranged for row in batch.document_lengths or ()]
+    lengths = None
+    if run_setup.parts.router_loss is not None:
+        lengths = np.array([length for batch in arranged for length in batch.row_lengths or ()], dtype=np.int64)
+    return StepBatch(
+        _tensor(np.concatenate([batch.input_ids for batch in arranged]), run_setup),
+        _tensor(np.concatenate([batch.labels for batch in arranged]), run_setup),
+        num_targets=sum(batch.num_targets for batch in arranged),
+        num_tokens=sum(batch.num_tokens for batch in arranged),
+        num_samples=sum(batch.num_samples for batch in arranged),
+        epoch=arranged[-1].epoch,
+        documents=document_tensors(documents, run_setup, num_microbatches=num_microbatches * len(batches)),
+        num_replicas=run_setup.rank_context.ranks.num_replicas,
+        lengths=None if lengths is None or not len(lengths) else _tensor(lengths, run_setup),
+    )
 
 
 def document_tensors(rows: Rows, run_setup: RunSetup, *, num_microbatches: int) -> tuple[Tensor, Tensor] | None:

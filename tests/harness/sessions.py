@@ -18,6 +18,7 @@ from harness.runs import make_checkpoint
 from torch import Tensor
 
 from mobius.checkpoint.folders import open_checkpoint
+from mobius.checkpoint.model_card import Origin
 from mobius.checkpoint.reader import CheckpointReader
 from mobius.checkpoint.restore import restore
 from mobius.checkpoint.saved_stage import SavedStage
@@ -30,12 +31,12 @@ from mobius.engine.optimizer_stepper import StepCounts
 from mobius.hardware.devices import MemoryMeter
 from mobius.models.families import load_model_config
 from mobius.models.model_files import read_model_files
+from mobius.models.weights import folder_has_weights
 from mobius.planner.checkpoint_estimates import CheckpointEstimate
 from mobius.planner.run_setup import RunSetup, make_run_setup
 from mobius.ranks import Ranks
 from mobius.training.data import packed_rows
-from mobius.training.evaluation.evaluator import EvaluationSamples, Evaluator, make_evaluator
-from mobius.training.inputs import origin_of
+from mobius.training.evaluation.evaluator import Evaluator
 from mobius.training.session import Session, open_session
 from mobius.training.trainer import Trainer
 
@@ -101,8 +102,8 @@ def in_sessions(
 
 def evaluator_of(session: Session, *datasets: TokenizedDataset, names: Sequence[str] = "abc") -> Evaluator:
     """The evaluator on all samples of `datasets`, which have the names of letters."""
-    samples = [EvaluationSamples(name=name, tokenized=each) for name, each in zip(names, datasets, strict=False)]
-    return make_evaluator(session, samples, pad_token_id=0)
+    samples = [(name, each, None) for name, each in zip(names, datasets, strict=False)]
+    return Evaluator(session, samples, pad_token_id=0)
 
 
 SAMPLES = 60
@@ -186,8 +187,7 @@ class SavedSession:
 
     def evaluator(self, session: Session) -> Evaluator:
         """The evaluator on samples of another seed."""
-        given = [EvaluationSamples(name="held out", tokenized=random_samples(9, self.longest, seed=5))]
-        return make_evaluator(session, given, pad_token_id=0)
+        return evaluator_of(session, random_samples(9, self.longest, seed=5))
 
     @contextmanager
     def _opened(
@@ -251,7 +251,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _saver(session: Session, save_dir: Path) -> CheckpointSaver:
     folder = Path(session.run_setup.config.model.model_path)
-    origin = origin_of(session.run_setup.config, folder)
+    origin = Origin(str(folder), folder_has_weights(folder))
     run_metadata = collect_run_metadata(session.run_setup, read_model_files(folder), "random", base=None, origin=origin)
     return CheckpointSaver(session, save_dir, run_metadata)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, count, islice
@@ -19,43 +19,28 @@ from itertools import chain, count, islice
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
-from mobius.activity import Activity
-from mobius.data.batches import Batch, EvaluationBatches, balance_microbatches
+from mobius.data.batches import Batch, EvaluationBatches
 from mobius.data.token_store import TokenizedDataset
-from mobius.distributed.transport import Transport, WarmupTransport
-from mobius.engine.documents import position_ids_and_cu_seqlens
-from mobius.engine.executor import Executor, StepBatch
+from mobius.engine.executor import Executor
 from mobius.engine.step_sums import EvaluationSums
 from mobius.engine.waits import WaitClock
 from mobius.errors import DataError
 from mobius.hardware.devices import MemoryMeter
 from mobius.limits import max_sends_in_flight
-from mobius.planner.run_setup import RunSetup
 from mobius.schedule.build import build_schedule
 from mobius.schedule.plan import Plan
 from mobius.schedule.schedule import Schedule
-from mobius.training.data import RunData
+from mobius.training.memory_check import warmup_transport
 from mobius.training.session import Session
-from mobius.training.stages import RankStages
+from mobius.training.step_batches import concatenate_batches
 
 MAX_BATCHES_PER_PASS = 8
 """More would not hide loads better: a load takes as long as the forward of some thousand tokens."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationSamples:
-    """Samples of a dataset to evaluate on."""
-
-    name: str
-    tokenized: TokenizedDataset
-    indices: npt.NDArray[np.int64] | None = None
-    """None: all samples."""
-
-    def __len__(self) -> int:
-        return len(self.tokenized) if self.indices is None else len(self.indices)
+NamedSamples = tuple[str, TokenizedDataset, npt.NDArray[np.int64] | None]
+"""Name of a dataset, its samples, and the indices of those to evaluate on; None: all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,14 +49,25 @@ class Scores:
 
     loss: float
     """Mean cross entropy over the targets, in nats."""
-    perplexity: float
-    """exp(loss); infinite if that is too large for a float."""
     token_accuracy: float
     """Share of the targets that have the largest logit, given all tokens before them."""
     num_targets: int
     num_tokens: int
     """Tokens without padding."""
     num_samples: int
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss), infinite if a float cannot hold it."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Numbers by their names in logs, trackers and `BestMetric`."""
+        return {"loss": self.loss, "perplexity": self.perplexity, "token_accuracy": self.token_accuracy}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +79,17 @@ class EvaluationResult(Scores):
     """Without padding, as in training."""
     by_dataset: Mapping[str, Scores] = field(default_factory=dict)
     """Numbers of each by name; empty for a single dataset."""
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Numbers by their names in logs and trackers."""
+        speeds = {
+            "runtime": self.seconds,
+            "samples_per_second": self.num_samples / self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+        }
+        parts = ((f"{name}_{key}", each) for name, own in self.by_dataset.items() for key, each in own.numbers.items())
+        return {**super().numbers, **speeds, **dict(parts)}
 
 
 @dataclass
@@ -96,13 +103,20 @@ class _Counts:
     num_tokens: int = 0
     num_samples: int = 0
 
-    def scores(self, loss_sum: float, num_correct: int) -> Scores:
+    def add(self, other: Batch | _Counts) -> None:
+        """Add the counts of a batch, or all of another dataset."""
+        self.num_targets += other.num_targets
+        self.num_tokens += other.num_tokens
+        self.num_samples += other.num_samples
+        if isinstance(other, _Counts):
+            self.losses += other.losses
+            self.num_correct += other.num_correct
+
+    def scores(self, loss_sum: float, num_correct: float) -> Scores:
         """Return the means from sums over all ranks."""
-        loss = loss_sum / self.num_targets
         return Scores(
-            loss=loss,
-            perplexity=perplexity_of(loss),
-            token_accuracy=num_correct / self.num_targets,
+            loss=loss_sum / self.num_targets,
+            token_accuracy=int(num_correct) / self.num_targets,
             num_targets=self.num_targets,
             num_tokens=self.num_tokens,
             num_samples=self.num_samples,
@@ -112,110 +126,106 @@ class _Counts:
 class Evaluator:
     """Runs passes over the evaluation data, with the weights, slots and connections of the session."""
 
-    def __init__(
-        self,
-        datasets: Mapping[str, EvaluationBatches],
-        *,
-        run_setup: RunSetup,
-        stages: RankStages,
-        transport: Transport,
-        activity: Activity | None = None,
-    ) -> None:
-        """`datasets` by name, in batches of `run_setup`'s shape; at least one.
-
-        `activity` gets the name of each pass; the first evaluation may compile.
-        """
-        assert datasets, "without data there is no evaluator"
-        self._datasets, self._run_setup = datasets, run_setup
-        self._stages, self._transport = stages, transport
-        replicas = transport.replicas
-        self._replica, self._num_replicas = (0, 1) if replicas is None else (replicas.index, replicas.num_replicas)
-        self._activity, self._is_first = activity or Activity(), True
-        self._clock = WaitClock(run_setup.rank_context.device)
-        self._meter = MemoryMeter(run_setup.rank_context.device)
-        self._batches_per_pass = min(batches_per_pass(run_setup.plan), sum(map(len, datasets.values())))
+    def __init__(self, session: Session, samples: Iterable[NamedSamples], *, pad_token_id: int) -> None:
+        """`samples` get rows like the run's; on all ranks, between two steps. Raises DataError if there are none."""
+        self._session, self._run_setup = session, session.run_setup
+        ranks, request = self._run_setup.rank_context.ranks, self._run_setup.result.request
+        self._ranks, self._is_first = ranks, True
+        self._batch_size = request.rows // self._run_setup.plan.accumulation_rounds
+        """Rows of a batch: those of one round, since a whole step may not fit."""
+        self._datasets = {
+            name: EvaluationBatches(
+                tokenized,
+                indices,
+                batch_size=self._batch_size,
+                seq_length=self._run_setup.config.data.seq_length,
+                pad_token_id=pad_token_id,
+                max_documents=None if request.packed is None else request.packed.max_documents,
+            )
+            for name, tokenized, indices in _distinctly_named(samples)
+        }
+        if not self._datasets:
+            raise DataError("there is nothing to evaluate on: give --eval_dataset, or --val_size with a number above 0")
+        device = self._run_setup.rank_context.device
+        self._clock, self._meter = WaitClock(device), MemoryMeter(device)
+        self._num_batches = sum(map(len, self._datasets.values()))
+        self._batches_per_pass = min(batches_per_pass(self._run_setup.plan), self._num_batches)
         self._executors: dict[int, Executor] = {}
         """Executor of a pass by its number of batches; only the last pass may have fewer."""
+        if device.type == "cuda" and ranks.num_pipeline_ranks > 1:
+            self._warm_up()
 
     def evaluate(self, *, show_progress: bool = False) -> EvaluationResult:
-        """Evaluate the current weights on all data; collective, outside of steps.
+        """Evaluate the current weights on all data; collective, outside of steps; the first time may compile.
 
         Shows a bar on a terminal. Raises the errors of a step.
         """
-        with self._activity.warming_up() if self._is_first else nullcontext():
+        with self._session.activity.warming_up() if self._is_first else nullcontext():
             result = self._evaluate(show_progress)
         self._is_first = False
         return result
 
     def _evaluate(self, show_progress: bool) -> EvaluationResult:
+        activity, transport = self._session.activity, self._session.transport
         num_microbatches = self._run_setup.plan.microbatches_per_round
-        self._activity.start_action("the start of the evaluation")
-        self._transport.all_ranks.barrier()
+        activity.start_action("the start of the evaluation")
+        transport.all_ranks.barrier()
         start = time.perf_counter()
-        self._transport.limit_pending_sends(max_sends_in_flight(num_microbatches * self._batches_per_pass))
-        if sum(map(len, self._datasets.values())) < self._num_replicas:
-            for memory in self._stages.memory.values():  # a replica without a pass loads no weights
+        transport.limit_pending_sends(max_sends_in_flight(num_microbatches * self._batches_per_pass))
+        if self._num_batches < self._ranks.num_replicas:
+            for memory in self._session.memory.values():  # a replica without a pass loads no weights
                 memory.weights.gather_updated()
         counts, made = {name: _Counts() for name in self._datasets}, list[tuple[list[str], EvaluationSums]]()
         with tqdm(
-            total=sum(map(len, self._datasets.values())),
+            total=self._num_batches,
             desc="evaluating",
             unit="batch",
             leave=False,
             disable=None if show_progress else True,
         ) as progress:
             for names, batches in self._passes():
-                self._activity.start_action("the batches of the evaluation")
+                activity.start_action("the batches of the evaluation")
                 for name, batch in zip(names, batches, strict=True):
-                    own = counts[name]
-                    own.num_targets += batch.num_targets
-                    own.num_tokens += batch.num_tokens
-                    own.num_samples += batch.num_samples
-                mine = slice(self._replica, None, self._num_replicas)
+                    counts[name].add(batch)
+                mine = slice(self._ranks.replica, None, self._ranks.num_replicas)
                 if own_batches := batches[mine]:  # a last pass may have fewer than there are replicas
-                    executor = self._executor(len(own_batches))
-                    made.append((names[mine], executor.evaluate(concatenate_batches(own_batches, self._run_setup))))
+                    made.append((names[mine], self._run_pass(self._executor(len(own_batches)), own_batches)))
                 progress.update(len(batches))
-        self._transport.limit_pending_sends(max_sends_in_flight(num_microbatches))
-        self._activity.start_action("the end of the evaluation")
-        with self._activity.waiting("the device"):
+        transport.limit_pending_sends(max_sends_in_flight(num_microbatches))
+        activity.start_action("the end of the evaluation")
+        with activity.waiting("the device"):
             self._add(made, counts)
         self._clock.collect()
         return self._agree(counts, start)
 
-    def warm_up(self) -> None:
+    def _warm_up(self) -> None:
         """Run a pass of this rank alone on synthetic data, so that kernels and memory are ready for the first pass.
 
         Compiling and allocating would otherwise wait for receives that occupy the GPU (distributed/transport.py).
         """
-        run_setup, number = self._run_setup, self._batches_per_pass
-        num_microbatches = run_setup.plan.microbatches_per_round * number
-        transport = WarmupTransport(
-            rank=self._transport.rank,
-            device=run_setup.rank_context.device,
-            shape=run_setup.sent_shape,
-            dtype=run_setup.dtype,
-            max_pending_sends=max_sends_in_flight(num_microbatches),
-        )
-        shape = _batch_size(run_setup), run_setup.config.data.seq_length
-        tokens = np.zeros(shape, dtype=np.int64)
-        rows = ((shape[1],),) * shape[0] if run_setup.result.request.packed else None
-        batch = Batch(tokens, tokens, tokens.size, tokens.size, shape[0], 0.0, rows)
-        executor = self._stages.executor(self._schedule(number), transport)
-        executor.evaluate(concatenate_batches([batch] * number, run_setup))
+        number, seq_length = self._batches_per_pass, self._run_setup.config.data.seq_length
+        transport = warmup_transport(self._run_setup, self._run_setup.plan.microbatches_per_round * number)
+        tokens = np.zeros((self._batch_size, seq_length), dtype=np.int64)
+        rows = ((seq_length,),) * self._batch_size if self._run_setup.result.request.packed else None
+        batch = Batch(tokens, tokens, tokens.size, tokens.size, self._batch_size, 0.0, rows)
+        self._run_pass(self._session.stages.executor(self._schedule(number), transport), [batch] * number)
         self._meter.synchronize()
 
     def _passes(self) -> Iterator[tuple[list[str], list[Batch]]]:
         """Yield the batches of each pass of all replicas, which alternate, with the dataset of each batch."""
         every = ((name, batch) for name, batches in self._datasets.items() for batch in batches)
-        while named := list(islice(every, self._batches_per_pass * self._num_replicas)):
+        while named := list(islice(every, self._batches_per_pass * self._ranks.num_replicas)):
             yield [name for name, _ in named], [batch for _, batch in named]
+
+    def _run_pass(self, executor: Executor, batches: Sequence[Batch]) -> EvaluationSums:
+        plan = self._run_setup.plan
+        groups = plan.microbatches_per_round // plan.num_slices
+        return executor.evaluate(concatenate_batches(batches, self._run_setup, groups))
 
     def _executor(self, num_batches: int) -> Executor:
         if num_batches not in self._executors:
-            schedule = self._schedule(num_batches)
-            self._executors[num_batches] = self._stages.executor(
-                schedule, self._transport, self._clock, activity=self._activity
+            self._executors[num_batches] = self._session.stages.executor(
+                self._schedule(num_batches), self._session.transport, self._clock, activity=self._session.activity
             )
         return self._executors[num_batches]
 
@@ -236,76 +246,21 @@ class Evaluator:
 
     def _agree(self, counts: Mapping[str, _Counts], start: float) -> EvaluationResult:
         """Return the result of all ranks, from the sums of the ranks with the last stage."""
+        total = _Counts()
+        for each in counts.values():
+            total.add(each)
+        every = [*counts.values(), total]
         # fsum rounds once, at the end, so the result does not depend on the order.
-        own = [[math.fsum(each.losses), each.num_correct] for each in counts.values()]
-        own.append([math.fsum(loss for each in counts.values() for loss in each.losses), 0])
-        sums = self._transport.all_ranks.sum_over_ranks(torch.tensor(own, dtype=torch.float64))
-        *summed, (loss_sum, _) = sums.tolist()
-        total = _Counts(
-            num_targets=sum(each.num_targets for each in counts.values()),
-            num_tokens=sum(each.num_tokens for each in counts.values()),
-            num_samples=sum(each.num_samples for each in counts.values()),
-        )
-        scores = total.scores(loss_sum, sum(int(correct) for _, correct in summed))
-        each = {
-            name: own.scores(loss, int(correct))
-            for (name, own), (loss, correct) in zip(counts.items(), summed, strict=True)
-        }
+        own = [[math.fsum(each.losses), each.num_correct] for each in every]
+        sums = self._session.all_ranks.sum_over_ranks(torch.tensor(own, dtype=torch.float64)).tolist()
+        *scores, overall = (each.scores(*both) for each, both in zip(every, sums, strict=True))
         seconds = time.perf_counter() - start
         return EvaluationResult(
-            **vars(scores),
+            **vars(overall),
             seconds=seconds,
             tokens_per_second=total.num_tokens / seconds,
-            by_dataset=each if len(each) > 1 else {},
+            by_dataset=dict(zip(counts, scores, strict=True)) if len(counts) > 1 else {},
         )
-
-
-def make_evaluator(session: Session, samples: Sequence[EvaluationSamples], *, pad_token_id: int) -> Evaluator:
-    """Make the evaluator of a run on `samples`, in rows like the run's; on all ranks, between two steps.
-
-    Raises DataError if there are none.
-    """
-    if not any(map(len, samples)):
-        raise DataError("there is nothing to evaluate on: give --eval_dataset, or --val_size with a number above 0")
-    run_setup = session.run_setup
-    packed = run_setup.result.request.packed
-    datasets = {
-        name: EvaluationBatches(
-            each.tokenized,
-            each.indices,
-            batch_size=_batch_size(run_setup),
-            seq_length=run_setup.config.data.seq_length,
-            pad_token_id=pad_token_id,
-            max_documents=None if packed is None else packed.max_documents,
-        )
-        for name, each in _named(samples)
-    }
-    evaluator = Evaluator(
-        datasets,
-        run_setup=run_setup,
-        stages=session.stages,
-        transport=session.transport,
-        activity=session.activity,
-    )
-    if run_setup.rank_context.device.type == "cuda" and run_setup.rank_context.ranks.num_pipeline_ranks > 1:
-        evaluator.warm_up()
-    return evaluator
-
-
-def evaluation_samples(data: RunData) -> list[EvaluationSamples]:
-    """Return the samples of `--eval_dataset`, and those that `--val_size` holds out of each training dataset."""
-    prepared = data.prepared
-    given = [EvaluationSamples(name=each.entry.name, tokenized=each.tokenized) for each in prepared.evaluation]
-    held_out = [
-        EvaluationSamples(name=each.entry.name, tokenized=each.tokenized, indices=indices)
-        for each, indices in zip(prepared.training, data.validation_indices, strict=True)
-    ]
-    return [*given, *(each for each in held_out if len(each))]
-
-
-def _batch_size(run_setup: RunSetup) -> int:
-    """Return the rows of an evaluation batch: those of one round, since a whole step may not fit."""
-    return run_setup.result.request.rows // run_setup.plan.accumulation_rounds
 
 
 def batches_per_pass(plan: Plan) -> int:
@@ -322,49 +277,12 @@ def batches_per_pass(plan: Plan) -> int:
     return min(most, 1 + min(num_layers, default=most))
 
 
-def concatenate_batches(batches: Sequence[Batch], run_setup: RunSetup) -> StepBatch:
-    """Concatenate the batches of a pass, each in the order of its microbatches; page-locked for a GPU."""
-    plan, packed = run_setup.plan, run_setup.result.request.packed
-    groups = plan.microbatches_per_round // plan.num_slices
-    arranged = [balance_microbatches(batch, groups) for batch in batches]
-
-    def tensor(array: npt.NDArray[np.integer]) -> Tensor:
-        made = torch.from_numpy(array)
-        return made.pin_memory() if run_setup.rank_context.device.type == "cuda" else made
-
-    documents = None
-    if packed is not None:
-        position_ids, cu_seqlens = position_ids_and_cu_seqlens(
-            [row for batch in arranged for row in batch.document_lengths or ()],
-            seq_length=run_setup.config.data.seq_length,
-            num_microbatches=groups * len(batches),
-            max_documents=packed.max_documents,
-        )
-        documents = tensor(position_ids), tensor(cu_seqlens)
-    return StepBatch(
-        tensor(np.concatenate([batch.input_ids for batch in arranged])),
-        tensor(np.concatenate([batch.labels for batch in arranged])),
-        sum(batch.num_targets for batch in arranged),
-        sum(batch.num_tokens for batch in arranged),
-        sum(batch.num_samples for batch in arranged),
-        documents=documents,
-    )
-
-
-def perplexity_of(loss: float) -> float:
-    """Return exp(loss), infinite if a float cannot hold it."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
-
-
-def _named(samples: Sequence[EvaluationSamples]) -> Iterator[tuple[str, EvaluationSamples]]:
+def _distinctly_named(samples: Iterable[NamedSamples]) -> Iterator[NamedSamples]:
     """Yield the datasets that have samples, with unique names."""
     taken = set[str]()
-    for each in samples:
-        if len(each):
-            numbered = (f"{each.name} ({number})" for number in count(2))
-            name = next(name for name in chain([each.name], numbered) if name not in taken)
+    for given, tokenized, indices in samples:
+        if len(tokenized if indices is None else indices):
+            numbered = (f"{given} ({number})" for number in count(2))
+            name = next(name for name in chain([given], numbered) if name not in taken)
             taken.add(name)
-            yield name, each
+            yield name, tokenized, indices

@@ -7,6 +7,7 @@ It needs one process and a Hugging Face folder, and no training state.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import time
@@ -25,6 +26,9 @@ from mobius.config.config import DataConfig
 from mobius.data.datasets import PreparedDataset
 from mobius.data.token_store import TokenizedSample
 from mobius.errors import CheckpointError, ConfigError, DataError, quoted, reason_of
+from mobius.regular_files import read_json
+from mobius.reporting.json_lines import json_text
+from mobius.training.data import RunData
 from mobius.training.evaluation.generation import Generation, TextGenerator, TokenIds
 from mobius.training.evaluation.text_scores import is_by_character, text_scores
 
@@ -57,21 +61,6 @@ class PromptAndLabel:
         return cls(ids[:start], ids[start:end])
 
 
-@dataclass(frozen=True, slots=True)
-class _Texts:
-    """Texts of a sample and its answer, as they are written and scored."""
-
-    prompt: str
-    label: str
-    predict: str | None
-    """None: the sample was skipped."""
-
-    @property
-    def fields(self) -> dict[str, object]:
-        shown: dict[str, object] = {"prompt": self.prompt, "predict": self.predict or "", "label": self.label}
-        return shown if self.predict is not None else {**shown, "skipped": True}
-
-
 def split_prompts(
     dataset: PreparedDataset,
     indices: Iterable[int] | npt.NDArray[np.int64],
@@ -96,6 +85,38 @@ def split_prompts(
         )
     chosen = [int(index) for index in indices][:max_samples]
     return [PromptAndLabel.of_row(dataset.tokenized.sample(index)) for index in chosen]
+
+
+def prediction_samples(data: RunData) -> list[PromptAndLabel]:
+    """Return the samples to answer of all evaluation datasets. Raises DataError and ConfigError."""
+    config = data.config
+    parts = (
+        split_prompts(dataset, indices, config.data, max_samples=config.evaluation.max_predict_samples)
+        for dataset, indices in data.evaluation_parts()
+    )
+    return [sample for part in parts for sample in part]
+
+
+def predict_and_report(
+    folder: Path, samples: Sequence[PromptAndLabel], *, output: Path, max_new_tokens: int, device: torch.device
+) -> None:
+    """Answer `samples` once the run's memory is free, and write and log their scores. Arguments as in `predict`."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    numbers = predict(folder, samples, output=output, max_new_tokens=max_new_tokens, device=device, show_progress=True)
+    named = {f"predict_{name}": value for name, value in numbers.items()}
+    everything = output / "all_results.json"
+    try:
+        before = read_json(everything) if everything.is_file() else {}
+        for path, values in ((output / "predict_results.json", named), (everything, {**before, **named})):
+            with atomic_write(path) as temporary:
+                temporary.write_text(json_text(values, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"cannot write the scores to {output}: {reason_of(error)}.") from error
+    shown = {name: number for name, number in numbers.items() if name not in ("runtime", "samples_per_second")}
+    text = ", ".join(f"{name} {number:.4g}" for name, number in shown.items())
+    logger.info("answers to %d samples in %s: %s", len(samples), output, text)
 
 
 def predict(
@@ -130,8 +151,8 @@ def predict(
     )
     seconds = time.perf_counter() - begun
     tokenizer = answerer.tokenizer
-    texts = [_texts(sample, answer, tokenizer) for sample, answer in zip(samples, answers, strict=True)]
-    _write(output / PREDICTIONS_FILE, texts)
+    rows = [_texts(sample, answer, tokenizer) for sample, answer in zip(samples, answers, strict=True)]
+    _write(output / PREDICTIONS_FILE, rows)
     given = [answer for answer in answers if answer is not None]
     if not given:
         raise DataError(
@@ -146,8 +167,8 @@ def predict(
         "num_cut_labels": num_cut,
     }
     _log_counts(counts, max_new_tokens, output)
-    answered = [(text.predict, text.label) for text in texts if text.predict is not None]
-    predictions, labels = zip(*answered, strict=True)
+    answered = [row for row, answer in zip(rows, answers, strict=True) if answer is not None]
+    predictions, labels = ([str(row[name]) for row in answered] for name in ("predict", "label"))
     if is_by_character(labels):
         logger.info("answers have Chinese or Japanese characters: BLEU and ROUGE count each of them as a word")
     return {
@@ -171,21 +192,25 @@ def text_of(tokens: TokenIds, tokenizer: PreTrainedTokenizerBase, *, is_bare: bo
     return text
 
 
-def _texts(sample: PromptAndLabel, answer: Generation | None, tokenizer: PreTrainedTokenizerBase) -> _Texts:
-    return _Texts(
-        prompt=text_of(sample.prompt, tokenizer, is_bare=False),
-        label=label_text(sample, tokenizer),
-        predict=None if answer is None else text_of(answer.tokens, tokenizer, is_bare=True),
-    )
+def _texts(
+    sample: PromptAndLabel, answer: Generation | None, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, str | bool]:
+    """Return the texts of a sample and its answer as they are written; without an answer it is marked as skipped."""
+    return {
+        "prompt": text_of(sample.prompt, tokenizer, is_bare=False),
+        "predict": "" if answer is None else text_of(answer.tokens, tokenizer, is_bare=True),
+        "label": label_text(sample, tokenizer),
+        **({"skipped": True} if answer is None else {}),
+    }
 
 
-def _write(path: Path, texts: Iterable[_Texts]) -> None:
+def _write(path: Path, rows: Iterable[dict[str, str | bool]]) -> None:
     """Write a line of JSON for each sample, atomically."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-            for text in texts:
-                file.write(json.dumps(text.fields, ensure_ascii=False).translate(_LINE_ENDS) + "\n")
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False).translate(_LINE_ENDS) + "\n")
     except OSError as error:
         raise CheckpointError(
             f"cannot write the answers to {path}: {reason_of(error)}. Free space or make the folder writable, and "

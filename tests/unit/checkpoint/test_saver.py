@@ -113,11 +113,11 @@ def test_training_waits_for_a_slow_disk_only_when_the_next_save_is_due(
         events.append(folder.name)
         return result
 
-    def note(self: TrainingLoop, metrics: Any, step_gather: Any) -> Any:
+    def note(self: TrainingLoop, metrics: Any) -> Any:
         events.append(f"step {metrics.step}")
         if metrics.step == 7:
             is_at_step_7.set()
-        return after_step(self, metrics, step_gather)
+        return after_step(self, metrics)
 
     monkeypatch.setattr(saver, "write_stage", write_stage)
     monkeypatch.setattr(TrainingLoop, "_after_step", note)

@@ -35,10 +35,9 @@ from mobius.schedule.spec import ComputeOrder
 from mobius.training.evaluation.evaluator import (
     MAX_BATCHES_PER_PASS,
     EvaluationResult,
-    EvaluationSamples,
+    Evaluator,
+    Scores,
     batches_per_pass,
-    make_evaluator,
-    perplexity_of,
 )
 from mobius.training.session import Session
 from mobius.training.stages import RankStages
@@ -212,19 +211,22 @@ def test_datasets_of_one_name_are_told_apart_and_a_single_one_is_the_total(folde
 
 
 def test_without_samples_the_options_that_give_some_are_named(folder: Path) -> None:
-    nothing = EvaluationSamples(name="x", tokenized=random_samples(4, 8), indices=np.empty(0, dtype=np.int64))
+    nothing = ("x", random_samples(4, 8), np.empty(0, dtype=np.int64))
 
     def judge(session: Session, _: TrainingBatches) -> None:
-        make_evaluator(session, [nothing], pad_token_id=0)
+        Evaluator(session, [nothing], pad_token_id=0)
 
     with pytest.raises(DataError, match="--eval_dataset, or --val_size"):
         in_sessions(1, folder, f"{SHAPE} --num_stages 2", random_samples(8, 16), judge)
 
 
 def test_a_loss_beyond_what_a_float_can_raise_has_an_infinite_perplexity() -> None:
-    assert perplexity_of(0.0) == 1.0
-    assert perplexity_of(1000.0) == math.inf
-    assert math.isnan(perplexity_of(math.nan))
+    def perplexity(loss: float) -> float:
+        return Scores(loss=loss, token_accuracy=0.0, num_targets=1, num_tokens=1, num_samples=1).perplexity
+
+    assert perplexity(0.0) == 1.0
+    assert perplexity(1000.0) == math.inf
+    assert math.isnan(perplexity(math.nan))
 
 
 def test_a_pass_takes_as_many_batches_as_a_step_keeps_activations_for() -> None:

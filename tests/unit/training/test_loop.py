@@ -166,7 +166,7 @@ def test_a_run_that_cannot_begin_leaves_nothing(workplace: Path, monkeypatch: py
     def fails(*arguments: Any, **more: Any) -> Any:
         raise DataError("no samples")
 
-    monkeypatch.setattr("mobius.training.run.make_evaluator", fails)
+    monkeypatch.setattr("mobius.training.run.Evaluator", fails)
     with pytest.raises(DataError):
         start(f"{SMALL} {OPTIONS} --val_size 4 --eval_strategy steps --eval_steps 2")
 

@@ -139,7 +139,7 @@ def test_a_folder_that_is_removed_while_the_run_is_at_it_has_all_results_in_the_
         if metrics.step == 2:
             if loop.saver is not None:
                 loop.saver.finish()
-            shutil.rmtree(loop.folder)
+            shutil.rmtree(loop.output.training_folder)
         return after_step(loop, metrics, *more)
 
     monkeypatch.setattr(TrainingLoop, "_after_step", removed)
