@@ -4,21 +4,17 @@ Its steps are the trainer's own: a save begins behind each step that `--save_ste
 """
 
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mobius.checkpoint.folders import open_checkpoint
 from mobius.checkpoint.model_card import Origin
 from mobius.checkpoint.reader import CheckpointReader
-from mobius.checkpoint.restore import restore
 from mobius.checkpoint.saver import CheckpointSaver, StepMetadata, collect_run_metadata
 from mobius.data.batches import TrainingBatches
 from mobius.distributed.transport import all_gather_numbers
 from mobius.engine.optimizer_stepper import StepCounts
 from mobius.errors import MobiusError
-from mobius.models.blocks import ModelParts
 from mobius.models.model_files import read_model_files
 from mobius.models.weights import folder_has_weights
 from mobius.reporting.events import StepMetrics
@@ -37,17 +33,13 @@ class ResumePoint:
 
     def __init__(self, path: Path | None) -> None:
         """Raises CheckpointError where `path` holds no checkpoint."""
-        self._reader: CheckpointReader | None = None if path is None else open_checkpoint(path)
-
-    def restoring(self, parts: ModelParts) -> Callable[[RankStages], None] | None:
-        """`restore` of `open_session`."""
-        return None if self._reader is None else partial(restore, parts=parts, reader=self._reader)
+        self.reader: CheckpointReader | None = None if path is None else open_checkpoint(path)
 
     def trainer(
         self, session: Session, batches: TrainingBatches, saves: "TimedSaves | None", *, has_kernel: bool
     ) -> Trainer:
         """The trainer behind the steps that are done."""
-        manifest = None if self._reader is None else self._reader.manifest
+        manifest = None if self.reader is None else self.reader.manifest
         num_steps_done = 0 if manifest is None else manifest.step
         batches.seek(num_steps_done)
         return session.trainer(

@@ -142,9 +142,8 @@ def run(output: Path, words: Sequence[str]) -> None:
             torch.cuda.reset_peak_memory_stats(device)
 
     source, resume = None if own.stored_weights else RandomWeights(device), ResumePoint(own.resume)
-    restore = resume.restoring(run_setup.parts)
     session = open_session(
-        run_setup, folder, source=source, recordings=recordings, on_part_done=on_part_done, restore=restore
+        run_setup, folder, source=source, recordings=recordings, on_part_done=on_part_done, checkpoint=resume.reader
     )
     saves = TimedSaves(session, folder) if own.saves else None
     trainer = resume.trainer(session, batches, saves, has_kernel=not own.torch_adamw)

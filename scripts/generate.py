@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder:
             dataset = prepare_data(config.data, answerer.tokenizer, cache_dir=Path(folder)).training[0]
             indices = range(len(dataset.tokenized))[given.first : given.first + given.samples]
-            samples = split_prompts(dataset, indices, config.data, max_samples=None)
+            samples = split_prompts(dataset, indices, max_samples=None)
         samples = [sample for sample in samples if answerer.can_generate(sample.prompt)]
         if not samples:
             raise DataError(

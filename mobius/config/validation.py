@@ -253,6 +253,12 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
         "each node needs --node_rank and --rdzv_endpoint; add them (--help)",
     ),
     (
+        "do_predict train_on_prompt",
+        lambda o: o.do_predict and o.train_on_prompt,
+        "answers cannot be told from prompts that are targets, too; omit one of them, or predict in a second run, with "
+        "--no_do_train --do_predict",
+    ),
+    (
         "finetuning_type do_train",
         lambda o: o.finetuning_type == "lora" and not o.do_train,
         "adapters are trained; merge one first (scripts/merge_adapter.py) to evaluate it",

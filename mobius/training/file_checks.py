@@ -81,8 +81,8 @@ def find_adapter_base(draft: RunSetup, model_folder: Path, resume: Resume | None
     return base
 
 
-def check_same_model(config: Config, folder: Path, replica_rendezvous: Rendezvous | None) -> None:
-    """Raise ConfigError on all processes if `folder` holds another model on one of them. Collective."""
+def check_same_model(folder: Path, adapter_path: str | None, replica_rendezvous: Rendezvous | None) -> None:
+    """Raise ConfigError on all processes if model or adapter is another one on one of them. Collective."""
     if replica_rendezvous is None:
         return
     fields = read_json_object(folder / "config.json")
@@ -91,8 +91,8 @@ def check_same_model(config: Config, folder: Path, replica_rendezvous: Rendezvou
         "the model's config.json": hashlib.sha256(text.encode()).hexdigest()[:12],
         "the model's weights": weights_fingerprint(folder) or "none",
     }
-    if (adapter := config.adapters.adapter_path) is not None:
-        facts["the adapter's weights"] = weights_fingerprint(Path(adapter).expanduser()) or "none"
+    if adapter_path is not None:
+        facts["the adapter's weights"] = weights_fingerprint(Path(adapter_path).expanduser()) or "none"
     hint = "Each node reads its own copy of these files: copy them again, or put them in a shared folder."
     check_same_facts(facts, replica_rendezvous, hint=hint)
 

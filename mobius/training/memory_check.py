@@ -38,7 +38,7 @@ from mobius.limits import max_sends_in_flight
 from mobius.planner.run_setup import RunSetup, replan_with_reserve
 from mobius.schedule.build import build_unchecked
 from mobius.schedule.plan import Plan
-from mobius.training.out_of_memory import out_of_memory
+from mobius.training.out_of_memory import describe_use, out_of_memory
 from mobius.training.stages import RankStages
 from mobius.training.step_batches import document_tensors
 from mobius.units import format_bytes
@@ -195,21 +195,6 @@ def warmup_plan(plan: Plan) -> Plan:
     """Return the plan with the fewest rounds that reach its peak: at most two, since sums are copied between rounds."""
     rounds = min(plan.accumulation_rounds, 2)
     return replace(plan, accumulation_rounds=rounds, num_microbatches=plan.microbatches_per_round * rounds)
-
-
-def describe_use(plan: Plan) -> str:
-    """Describe a plan's use of GPU memory."""
-    uses = [plan.use_of(rank) for rank in range(plan.num_ranks)]
-
-    def numbers(name: str) -> str:
-        values = [getattr(use, name) for use in uses]
-        return str(values[0]) if len(set(values)) == 1 else " ".join(map(str, values))
-
-    return (
-        f"{plan.num_stages} stages, {plan.describe_microbatches()}; of each rank {numbers('num_resident')} resident, "
-        f"{numbers('num_saving_activations')} save their activations, "
-        f"{numbers('num_offloading_activations')} offload theirs, {numbers('num_slots')} slots"
-    )
 
 
 def warmup_transport(run_setup: RunSetup, num_microbatches: int) -> ActivationTransport:

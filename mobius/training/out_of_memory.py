@@ -20,7 +20,7 @@ def out_of_memory(error: torch.OutOfMemoryError, rank: int, run_setup: RunSetup 
             "--resident_stages, --batch_size or --seq_length, or use --use_offload if it is off."
         )
     else:
-        text += f"\nThe plan was: {_plan_text(run_setup, rank)}. The smallest change: {smallest_change(run_setup)}."
+        text += f"\nThe plan was: {describe_use(run_setup.plan)}. The smallest change: {smallest_change(run_setup)}."
     failure = GpuMemoryError(text)
     for note in getattr(error, "__notes__", ()):
         failure.add_note(note)
@@ -69,10 +69,16 @@ def _offloading_helps(plan: Plan) -> bool:
     return False
 
 
-def _plan_text(run_setup: RunSetup, rank: int) -> str:
-    plan, use = run_setup.plan, run_setup.plan.use_of(rank)
+def describe_use(plan: Plan) -> str:
+    """Describe a plan's use of GPU memory."""
+    uses = [plan.use_of(rank) for rank in range(plan.num_ranks)]
+
+    def numbers(name: str) -> str:
+        values = [getattr(use, name) for use in uses]
+        return str(values[0]) if len(set(values)) == 1 else " ".join(map(str, values))
+
     return (
-        f"{plan.num_stages} stages on {plan.num_ranks} rank(s), {plan.describe_microbatches()}; on rank {rank} "
-        f"{use.num_resident} stage(s) resident, {use.num_saving_activations} save their activations, "
-        f"{use.num_offloading_activations} offload them, {use.num_slots} slot(s)"
+        f"{plan.num_stages} stages on {plan.num_ranks} rank(s), {plan.describe_microbatches()}; "
+        f"of each rank {numbers('num_resident')} resident, {numbers('num_saving_activations')} save their activations, "
+        f"{numbers('num_offloading_activations')} offload theirs, {numbers('num_slots')} slots"
     )

@@ -72,7 +72,7 @@ from mobius.training.reporting import (
     write_final_report,
     write_records,
 )
-from mobius.training.session import Session, open_session, restoring
+from mobius.training.session import Session, open_session
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +212,7 @@ class TrainingRun:
         self.model_folder = locate_model(config.model.model_path)
         if resume is not None and not config.adapters.is_lora:  # a checkpoint of adapters has no weights of the base
             self.model_folder = resume.reader.path
-        check_same_model(config, self.model_folder, replicas)
+        check_same_model(self.model_folder, config.adapters.adapter_path, replicas)
         model_config = load_model_config(self.model_folder, config.model)
         self.tokenizer = load_tokenizer(self.model_folder, model_config.vocab_size)
         if config.evaluation.do_predict:
@@ -257,15 +257,14 @@ class TrainingRun:
 
     def _load(self, run_setup: RunSetup) -> None:
         """Meet the other ranks, settle the plan, and fill the stages."""
-        resume, activity = self.resume, self.watchdog.activity
         self.session = open_session(
             run_setup,
             self.model_folder,
             recordings=recordings_of(run_setup, self.output.training_folder),
             on_plan_resolved=partial(write_settings, self.output),
             on_part_done=self.startup.mark,
-            restore=None if resume is None else restoring(resume, run_setup, self.model_folder, activity),
-            activity=activity,
+            checkpoint=None if self.resume is None else self.resume.reader,
+            activity=self.watchdog.activity,
         )
         self.config = self.session.run_setup.config
 

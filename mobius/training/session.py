@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from mobius.activity import Activity
+from mobius.checkpoint.reader import CheckpointReader
 from mobius.checkpoint.restore import restore
-from mobius.checkpoint.resume import Resume
 from mobius.config.config import Dtype, ReduceDtype
 from mobius.data.batches import Batch
 from mobius.distributed.mailboxes import Mailboxes
@@ -173,14 +173,15 @@ def open_session(
     transport: Transport | None = None,
     on_plan_resolved: Callable[[RunSetup], None] | None = None,
     on_part_done: Callable[[str], None] | None = None,
-    restore: Callable[[RankStages], None] | None = None,
+    checkpoint: CheckpointReader | None = None,
     activity: Activity | None = None,
 ) -> Session:
     """Connect the ranks, resolve the plan, allocate the stages and load their weights; collective.
 
     `source` replaces the weights of `model_folder` (a benchmark's are random), `transport` is already connected.
     `on_plan_resolved` is called after the rehearsal with the plan that all ranks agree on; `on_part_done` with the name
-    of each completed part: connections, measuring, rehearsal, weights. `restore` fills the stages instead of weights.
+    of each completed part: connections, measuring, rehearsal, weights. The state of `checkpoint` takes the place of
+    weights, but for those of an adapter's base, which it lacks.
     Each part reports its actions to `activity`, and the weights each tensor.
 
     Raises PlanError if the ranks disagree, and the errors of planning, memory and weights.
@@ -216,11 +217,14 @@ def open_session(
     if on_plan_resolved is not None:
         on_plan_resolved(run_setup)
     activity.start_action("the weights")
-    if restore is not None:
-        restore(stages)
-    else:
+    if checkpoint is None:
         source = source or _first_weights(run_setup, model_folder)
         stages.load_weights(source, show_progress=rank_context.ranks.is_first, progress=activity.progress)
+    else:
+        if run_setup.parts.adapters.is_lora:
+            base = _base_weights(run_setup, model_folder)
+            stages.load_weights(base, only_frozen=True, progress=activity.progress)
+        restore(stages, run_setup.parts, checkpoint, progress=activity.progress)
     done("weights")
     activity.start_action("the wait for all ranks' weights")
     transport.all_ranks.barrier()
@@ -305,7 +309,7 @@ def _reduce_dtype(run_setup: RunSetup) -> torch.dtype:
     return torch.bfloat16 if run_setup.config.pipeline.reduce_dtype is ReduceDtype.BF16 else torch.float32
 
 
-def base_weights(run_setup: RunSetup, folder: Path) -> WeightSource:
+def _base_weights(run_setup: RunSetup, folder: Path) -> WeightSource:
     """Return the source of the model's own weights: those in `folder`, or random initial ones."""
     parts = run_setup.parts
     if folder_has_weights(folder):
@@ -313,24 +317,9 @@ def base_weights(run_setup: RunSetup, folder: Path) -> WeightSource:
     return InitialWeights(parts, seed=run_setup.config.optim.seed)
 
 
-def restoring(
-    resume: Resume, run_setup: RunSetup, model_folder: Path, activity: Activity
-) -> Callable[[RankStages], None]:
-    """Return a function that restores a rank's stages; base weights of adapters come from `model_folder`."""
-    restore_state = partial(restore, parts=run_setup.parts, reader=resume.reader, progress=activity.progress)
-    if not run_setup.parts.adapters.is_lora:
-        return restore_state
-
-    def load_weights(stages: RankStages) -> None:
-        stages.load_weights(base_weights(run_setup, model_folder), only_frozen=True, progress=activity.progress)
-        restore_state(stages)
-
-    return load_weights
-
-
 def _first_weights(run_setup: RunSetup, folder: Path) -> WeightSource:
     """Return the source of the initial weights: the model's, and those of adapters if there are any."""
-    parts, base = run_setup.parts, base_weights(run_setup, folder)
+    parts, base = run_setup.parts, _base_weights(run_setup, folder)
     if not parts.adapters.is_lora:
         return base
     if parts.adapters.adapter_path is not None:

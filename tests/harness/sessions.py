@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 from unittest.mock import patch
@@ -20,7 +19,6 @@ from torch import Tensor
 from mobius.checkpoint.folders import open_checkpoint
 from mobius.checkpoint.model_card import Origin
 from mobius.checkpoint.reader import CheckpointReader
-from mobius.checkpoint.restore import restore
 from mobius.checkpoint.saved_stage import SavedStage
 from mobius.checkpoint.saver import CheckpointSaver, StepMetadata, collect_run_metadata
 from mobius.config.cli import parse_args
@@ -200,7 +198,7 @@ class SavedSession:
         session = open_session(
             run_setup,
             self.model_folder,
-            restore=None if reader is None else partial(restore, parts=run_setup.parts, reader=reader),
+            checkpoint=reader,
         )
         torch.set_num_threads(threads)
         try:

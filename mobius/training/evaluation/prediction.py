@@ -22,10 +22,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from mobius.atomic_files import atomic_write
-from mobius.config.config import DataConfig
 from mobius.data.datasets import PreparedDataset
 from mobius.data.token_store import TokenizedSample
-from mobius.errors import CheckpointError, ConfigError, DataError, quoted, reason_of
+from mobius.errors import CheckpointError, DataError, quoted, reason_of
 from mobius.regular_files import read_json
 from mobius.reporting.json_lines import json_text
 from mobius.training.data import RunData
@@ -62,15 +61,11 @@ class PromptAndLabel:
 
 
 def split_prompts(
-    dataset: PreparedDataset,
-    indices: Iterable[int] | npt.NDArray[np.int64],
-    config: DataConfig,
-    *,
-    max_samples: int | None,
+    dataset: PreparedDataset, indices: Iterable[int] | npt.NDArray[np.int64], *, max_samples: int | None
 ) -> list[PromptAndLabel]:
     """Split the samples of `dataset` at `indices` into prompt and label, in this order, at most `max_samples` of them.
 
-    Raises DataError for plain text, which has no prompts, and ConfigError if prompts are targets like answers.
+    Raises DataError for plain text, which has no prompts.
     """
     if dataset.is_text:
         raise DataError(
@@ -78,22 +73,14 @@ def split_prompts(
             "prompts and answers by --eval_dataset (prompt and completion, instructions, conversations), or use "
             "--do_eval instead of --do_predict."
         )
-    if config.train_on_prompt:
-        raise ConfigError(
-            "`--do_predict` cannot tell prompts from answers with `--train_on_prompt`, which makes targets of both: "
-            "omit one of them, or predict in a second run, with --no_do_train --do_predict"
-        )
     chosen = [int(index) for index in indices][:max_samples]
     return [PromptAndLabel.of_row(dataset.tokenized.sample(index)) for index in chosen]
 
 
 def prediction_samples(data: RunData) -> list[PromptAndLabel]:
-    """Return the samples to answer of all evaluation datasets. Raises DataError and ConfigError."""
-    config = data.config
-    parts = (
-        split_prompts(dataset, indices, config.data, max_samples=config.evaluation.max_predict_samples)
-        for dataset, indices in data.evaluation_parts()
-    )
+    """Return the samples to answer of all evaluation datasets. Raises DataError."""
+    max_samples = data.config.evaluation.max_predict_samples
+    parts = (split_prompts(*part, max_samples=max_samples) for part in data.evaluation_parts())
     return [sample for part in parts for sample in part]
 
 

@@ -37,15 +37,15 @@ def check_scores_installed() -> None:
         package = module.partition(".")[0]
         try:
             importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] == package:
-                problems.append(
-                    f"`--do_predict` scores answers with a package that is not installed: pip install {package}"
-                )
-            else:
-                problems.append(_broken(package, error))
         except Exception as error:
-            problems.append(_broken(package, error))
+            problem = f"with a package that is not installed: pip install {package}"
+            if not isinstance(error, ModuleNotFoundError) or (error.name or "").partition(".")[0] != package:
+                reason = " ".join(str(error).split())
+                problem = (
+                    f"with {package}, which is installed but cannot be imported ({type(error).__name__}: "
+                    f"{reason:.200}): pip install --force-reinstall --no-deps {package}"
+                )
+            problems.append(f"`--do_predict` scores answers {problem}")
     if problems:
         raise ConfigError(*problems)
 
@@ -102,11 +102,3 @@ def words_of(text: str) -> list[str]:
         if category != "Cf":  # joiners within words of Persian and of Indian scripts
             characters.append(character if category[0] in "LMN" else " ")
     return "".join(characters).split()
-
-
-def _broken(package: str, error: Exception) -> str:
-    reason = " ".join(str(error).split())
-    return (
-        f"`--do_predict` scores answers with {package}, which is installed but cannot be imported "
-        f"({type(error).__name__}: {reason:.200}): pip install --force-reinstall --no-deps {package}"
-    )

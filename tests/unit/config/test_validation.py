@@ -53,6 +53,7 @@ REFUSED = """
 --val_size -1                                                : val_size
 --val_size 0.1 --eval_dataset a                              : val_size eval_dataset
 --train_on_prompt --mask_history                             : train_on_prompt mask_history
+--do_predict --val_size 4 --train_on_prompt                  : do_predict train_on_prompt
 --preview --dry_run                                          : preview dry_run
 --plan p.json --dry_run                                      : plan dry_run
 --resume_from_checkpoint c --dry_run                         : resume_from_checkpoint dry_run

@@ -100,8 +100,8 @@ def test_another_model_at_the_same_path_is_told_on_all_nodes(tmp_path: Path) -> 
     for name, value, fields in (("a", 1.0, {"_name_or_path": "a"}), ("b", 1.0, {}), ("c", 2.0, {"hidden_size": 9})):
         make_model(tmp_path / name, value, **fields)
 
-    def meet(names: str, options: str = "") -> list[object]:
-        return list(together(lambda rank, seat: check_same_model(config(options), tmp_path / names[rank], seat)))
+    def meet(names: str) -> list[object]:
+        return list(together(lambda rank, seat: check_same_model(tmp_path / names[rank], None, seat)))
 
     assert meet("aba") == [None] * 3  # copies of its own on each node
     told = meet("aac")
@@ -118,7 +118,7 @@ def test_an_adapter_that_one_node_lacks_is_told(tmp_path: Path) -> None:
 
     def work(rank: int, seat: Rendezvous) -> None:
         given = tmp_path / ("adapter" if rank != 1 else "nowhere")
-        check_same_model(config(f"--use_lora --adapter_path {given}"), tmp_path / "model", seat)
+        check_same_model(tmp_path / "model", str(given), seat)
 
     told = together(work)
     assert "the adapter's weights differs: " in str(told[0])

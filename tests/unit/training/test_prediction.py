@@ -19,7 +19,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 from mobius.config.config import DataConfig, DatasetEntry
 from mobius.data.datasets import PreparedDataset, prepare_data
-from mobius.errors import CheckpointError, ConfigError, DataError, GpuMemoryError, HostMemoryError
+from mobius.errors import CheckpointError, DataError, GpuMemoryError, HostMemoryError
 from mobius.training.evaluation import generation
 from mobius.training.evaluation.generation import TextGenerator, check_generation_config
 from mobius.training.evaluation.prediction import PREDICTIONS_FILE, PromptAndLabel, predict, split_prompts
@@ -240,23 +240,21 @@ def test_marks_that_some_readers_take_for_the_end_of_a_line_end_none(folder: Pat
     assert [line["label"] for line in lines(tmp_path)] == [label, label]
 
 
-def prepared(tmp_path: Path, records: list[dict[str, Any]], **options: Any) -> tuple[PreparedDataset, DataConfig]:
+def prepared(tmp_path: Path, records: list[dict[str, Any]]) -> PreparedDataset:
     path = tmp_path / "samples.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    config = DataConfig(
-        dataset=(DatasetEntry(str(path)),), **{"seq_length": 128, "preprocessing_num_workers": 1, **options}
-    )
+    config = DataConfig(dataset=(DatasetEntry(str(path)),), seq_length=128, preprocessing_num_workers=1)
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
-    return prepare_data(config, tokenizer, cache_dir=tmp_path / "cache").training[0], config
+    return prepare_data(config, tokenizer, cache_dir=tmp_path / "cache").training[0]
 
 
 def test_a_conversation_is_answered_at_its_end(tmp_path: Path) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(TOKENIZER)
     turns = [("user", "One?"), ("assistant", "1"), ("user", "Two?"), ("assistant", "2 it is")]
     messages = [{"role": role, "content": content} for role, content in turns]
-    dataset, config = prepared(tmp_path, [{"messages": messages}])
+    dataset = prepared(tmp_path, [{"messages": messages}])
 
-    (parted,) = split_prompts(dataset, [0], config, max_samples=None)
+    (parted,) = split_prompts(dataset, [0], max_samples=None)
 
     prompt = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(parted.prompt) == prompt
@@ -265,9 +263,9 @@ def test_a_conversation_is_answered_at_its_end(tmp_path: Path) -> None:
 
 def test_samples_come_in_the_order_of_their_indices_and_no_more_than_wanted(tmp_path: Path) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(TOKENIZER)
-    dataset, config = prepared(tmp_path, [{"prompt": f"Say {n}.", "completion": f" {n}"} for n in range(5)])
+    dataset = prepared(tmp_path, [{"prompt": f"Say {n}.", "completion": f" {n}"} for n in range(5)])
 
-    chosen = split_prompts(dataset, np.array([4, 0, 2]), config, max_samples=2)
+    chosen = split_prompts(dataset, np.array([4, 0, 2]), max_samples=2)
 
     texts = [tokenizer.decode(each.prompt, skip_special_tokens=True) for each in chosen]
     assert texts == ["Say 4.", "Say 0."]
@@ -286,17 +284,10 @@ def test_what_stands_behind_the_last_target_belongs_to_neither() -> None:
 
 
 def test_plain_text_is_refused(tmp_path: Path) -> None:
-    dataset, config = prepared(tmp_path, [{"text": "Words without a question."}])
+    dataset = prepared(tmp_path, [{"text": "Words without a question."}])
 
     with pytest.raises(DataError, match=r"samples\.jsonl' is plain text.* --eval_dataset .*--do_eval"):
-        split_prompts(dataset, [0], config, max_samples=None)
-
-
-def test_prompts_that_are_targets_are_refused(tmp_path: Path) -> None:
-    dataset, config = prepared(tmp_path, [{"prompt": "Say 1.", "completion": " 1"}], train_on_prompt=True)
-
-    with pytest.raises(ConfigError, match="`--do_predict` cannot tell prompts from answers with `--train_on_prompt`"):
-        split_prompts(dataset, [0], config, max_samples=None)
+        split_prompts(dataset, [0], max_samples=None)
 
 
 def test_nothing_to_answer_is_refused(folder: Path, tmp_path: Path) -> None:
