@@ -113,6 +113,7 @@ def split_names(text: str | None) -> tuple[str, ...]:
 
 def steps_between(every: float, num_steps: int) -> int:
     """Return the interval in steps; `every` below 1 is a share of `num_steps`, rounded up."""
+    # 0.07 * 100 is 7.000000000000001 in binary, which must not become 8 steps.
     return int(every) if every >= 1 else max(1, math.ceil(round(every * num_steps, 6)))
 
 
@@ -402,10 +403,7 @@ class OptimConfig:
     @property
     def num_warmup_steps(self) -> int:
         """`warmup_steps` as a number of steps."""
-        if self.warmup_steps >= 1:
-            return int(self.warmup_steps)
-        # 0.07 * 100 is 7.000000000000001 in binary, which must not become 8 steps.
-        return math.ceil(round(self.warmup_steps * self.num_steps, 6))
+        return steps_between(self.warmup_steps, self.num_steps) if self.warmup_steps else 0
 
 
 @dataclass(frozen=True)

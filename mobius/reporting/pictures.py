@@ -190,21 +190,15 @@ def lane_bars(
     """Bars of one rank's lanes, `scale` units long for one of the spans; none for steps, batches and receives."""
     bars: dict[Lane, list[Bar]] = {}
     for span in spans:
-        action = parse_action_name(span.name)
-        colour: Colour | None
-        if span.lane is Lane.COMPUTE and action and action.letter in "FB":
+        action, lane = parse_action_name(span.name), span.lane
+        colour = WAIT_COLOURS.get(span.name) if lane is Lane.WAIT else LANE_STYLES.get(lane, (None, ""))[0]
+        if lane is Lane.COMPUTE and action and action.letter in "FB":
             colour = _stage_colour(step, action.stage, is_backward=action.letter == "B")
-        elif span.lane is Lane.COMPUTE and action and action.letter == "K":
+        elif lane is Lane.COMPUTE and action and action.letter == "K":
             colour = _KV_COLOUR
-        else:
-            colour = (
-                WAIT_COLOURS.get(span.name) if span.lane is Lane.WAIT else LANE_STYLES.get(span.lane, (None, ""))[0]
-            )
         if colour is not None:
-            bar = Bar(
-                scale * (span.start - origin), scale * (span.end - span.start), span.name if action else "", colour
-            )
-            bars.setdefault(span.lane, []).append(bar)
+            start, length = scale * (span.start - origin), scale * (span.end - span.start)
+            bars.setdefault(lane, []).append(Bar(start, length, span.name if action else "", colour))
     return bars
 
 
