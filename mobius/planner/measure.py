@@ -7,7 +7,7 @@ profile. The run reuses the layers that were compiled here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -118,7 +118,7 @@ def measure_profile(
         basis=f"{transport.num_ranks} x {torch.cuda.get_device_name(device) if is_cuda else 'cpu'}",
         num_ranks=transport.num_ranks,
         microbatch_tokens=shape.tokens,
-        layer_kinds=tuple(map(_sustained, layers)),
+        layer_kinds=tuple(layer.times(1 / SUSTAINED_SHARE) for layer in layers),  # a GPU that is always busy is slower
         kind_of_layer=tuple(map(kinds.index, modules)),
         embedding_forward=embedding_forward,
         embedding_backward=embedding_backward,
@@ -136,13 +136,9 @@ def measure_profile(
     )
     timer.forget()
     if attention is not None:
-        return replace(profile, attention=_sustained(attention), attention_length=shape.full_seq_length)
+        own = attention.times(1 / SUSTAINED_SHARE)
+        return replace(profile, attention=own, attention_length=shape.full_seq_length)
     return profile
-
-
-def _sustained(layer: LayerSeconds) -> LayerSeconds:
-    """Return the seconds within a step, in which the GPU is always busy and therefore slower."""
-    return LayerSeconds(*(each / SUSTAINED_SHARE for each in astuple(layer)))
 
 
 def measure_launches(timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShape) -> LayerSeconds:

@@ -108,11 +108,8 @@ def estimated_seconds(
 
 def closed_form_score(request: PlanRequest, profile: Profile | None = None) -> Score:
     """Return `estimated_seconds` as a score, at the rates of `profile` or the defaults."""
-    plan, rates = request.plan, Rates() if profile is None else Rates.of(profile, request)
-    shape, own = (
-        request.shape,
-        [[plan.cuts[stage] for stage in plan.local_stages(rank)] for rank in range(plan.num_ranks)],
-    )
+    plan, shape, rates = request.plan, request.shape, Rates() if profile is None else Rates.of(profile, request)
+    own = [plan.cuts[rank :: plan.num_ranks] for rank in range(plan.num_ranks)]
     counts = [[cut.num_active(shape) for cut in cuts] for cuts in own]
     trained = [[cut.num_active_trained(shape) for cut in cuts] for cuts in own]
     share = request.rules.sharding.shard_size

@@ -317,9 +317,8 @@ class _RankStep:
         graphs += held
         in_flight = self._in_flight
         if self._per_round == 1 and self._plan.offloaded_activation_stages.issuperset(self._waiting[-1:]):
-            in_flight = min(
-                in_flight, self._offloaded + self._product_bytes(1)
-            )  # inputs of earlier stages are on the host
+            # Inputs of earlier stages are on the host.
+            in_flight = min(in_flight, self._offloaded + self._product_bytes(1))
         output = 0 if self._saves_graph(stage) else message  # a graph contains its output
         # All slices run forward before the first backward; each then leaves a gradient in place of its inputs.
         for num_slices in {self._plan.num_slices, 1}:

@@ -145,13 +145,12 @@ def describe_verdict(result: PlanResult, available_bytes: int | None) -> str:
             f"{result.tokens_per_second:,.0f} tokens/s, {100 * result.mfu:.0f} % MFU"
         )
     if request.gpu_bytes is not None:
-        most, name = (
-            largest_gpu_estimate(result.gpu_estimates).total,
-            f" {request.machine.gpu_spec.name}" if request.machine.gpu_spec else " GPU",
-        )
+        most = largest_gpu_estimate(result.gpu_estimates).total
+        name = f" {request.machine.gpu_spec.name}" if request.machine.gpu_spec else " GPU"
         lines.append(f"  GPU memory   {format_bytes(most)} of {format_bytes(request.gpu_bytes)} on each{name}")
-    of = " (--host_memory_limit tells how much there is)" if available_bytes is None else ""
-    of = of or f" of {format_bytes(available_bytes or 0)}"
+    of = " (--host_memory_limit tells how much there is)"
+    if available_bytes is not None:
+        of = f" of {format_bytes(available_bytes)}"
     lines.append(f"  host memory  {format_bytes(host_bytes)}{of}")
     return "\n".join(lines)
 

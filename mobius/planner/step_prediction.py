@@ -101,10 +101,8 @@ def simulated_seconds(
     schedule: Schedule, costs: Sequence[StageCost], profile: Profile, rules: StepRules, *, num_steps: int = NUM_STEPS
 ) -> float:
     """`simulate_steps(...).step_seconds`, in less time because nothing else is described."""
-    ends = [
-        0.0,
-        *(task.end for task in _play(schedule, costs, profile, rules, num_steps, is_described=False).step_ends),
-    ]
+    played = _play(schedule, costs, profile, rules, num_steps, is_described=False)
+    ends = [0.0, *(task.end for task in played.step_ends)]
     return ends[-1] - ends[-2]
 
 
