@@ -67,7 +67,7 @@ class CPUAdamW:
             return
         name = _function_name(state)
         assert name is not None
-        remainder = [state.parts["master_low"]] if isinstance(state.codec, SplitMaster) else []
+        remainder = [state.parts["master_low"]] if "master_low" in state.parts else []
         whole = (state.weights, *remainder, state.exp_avg, state.exp_avg_sq, state.gradients)
         arrays = [array[part] for array in whole]
         count = arrays[0].numel()
@@ -82,7 +82,7 @@ class CPUAdamW:
 
 def _function_name(state: StageState) -> str | None:
     """Return the function of adamw.c for the dtypes of `state`, if there is one."""
-    if isinstance(state.codec, SplitMaster):
+    if type(state.codec) is SplitMaster:  # a subclass stores something else
         is_whole = state.gradients.dtype == torch.float32
         return "mobius_adamw_split_fp32" if is_whole else "mobius_adamw_split_bf16"
     return "mobius_adamw_fp32" if type(state.codec) is StateCodec else None

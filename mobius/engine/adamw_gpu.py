@@ -34,7 +34,7 @@ class GPUAdamW:
 
     def supports(self, state: StageState) -> bool:
         """Whether it can update the state: on a GPU, with a split master, and compilation has not failed."""
-        return state.weights.is_cuda and isinstance(state.codec, SplitMaster) and self._is_there()
+        return state.weights.is_cuda and type(state.codec) is SplitMaster and self._is_there()
 
     def _is_there(self) -> bool:
         if self._kernel is None and not self._is_broken:

@@ -37,7 +37,7 @@ class StateCodec:
     parts: ClassVar[Mapping[str, torch.dtype]] = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
     """Dtype by part, in the order of a checkpoint's files."""
 
-    def decode_moments(self, parts: Parts, allocate: Allocate = new_fp32) -> tuple[Tensor, Tensor]:
+    def decode_moments(self, parts: Parts) -> tuple[Tensor, Tensor]:
         """Return both moments in fp32: the stored tensors themselves where they are fp32."""
         return parts["exp_avg"], parts["exp_avg_sq"]
 

@@ -1,6 +1,7 @@
 """The C kernel makes torch's AdamW update, to the last bit but one, and hides no value that is not finite."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from mobius.engine.adamw_cpu import CPUAdamW, load_adamw_cpu
 from mobius.engine.host_arena import HostArena
 from mobius.engine.split_master import split_master
 from mobius.engine.stage_state import StageState
+from mobius.engine.state_codec import SplitMaster
 from mobius.models.layout import StageLayout
 
 COUNT = 100_003  # a prime: no vector width divides it
@@ -195,6 +197,13 @@ def test_states_without_a_variant_are_left_to_torch(kernel: CPUAdamW) -> None:
     half = HostArena(layout, dtype=torch.float16, register=False).states[0]
 
     assert not kernel.supports(half)  # a whole master beside fp16 weights
+
+    class OtherMoments(SplitMaster):
+        """A format that the kernel does not know."""
+
+    split = state_of(torch.bfloat16, step=1, count=16)
+    assert kernel.supports(split)
+    assert not kernel.supports(replace(split, codec=OtherMoments()))
 
 
 def test_a_resident_stage_on_the_host_is_updated_by_the_kernel(kernel: CPUAdamW) -> None:

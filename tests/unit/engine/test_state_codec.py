@@ -10,7 +10,7 @@ from torch.optim.adamw import adamw
 from mobius.engine import stage_state
 from mobius.engine.adamw import AdamWSettings, FlatAdamW
 from mobius.engine.stage_state import StageState
-from mobius.engine.state_codec import Allocate, Parts, SplitMaster, new_fp32
+from mobius.engine.state_codec import Parts, SplitMaster
 from mobius.models.layout import StageLayout
 
 
@@ -19,7 +19,7 @@ class HalfMoments(SplitMaster):
 
     parts = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16, "master_low": torch.int16}  # noqa: RUF012
 
-    def decode_moments(self, parts: Parts, allocate: Allocate = new_fp32) -> tuple[Tensor, Tensor]:
+    def decode_moments(self, parts: Parts) -> tuple[Tensor, Tensor]:
         return parts["exp_avg"].float(), parts["exp_avg_sq"].float()
 
     def encode_moments(self, moments: tuple[Tensor, Tensor], parts: Parts) -> None:
