@@ -10,7 +10,7 @@ from typing import Any
 from mobius.checkpoint.folders import open_checkpoint
 from mobius.checkpoint.model_card import Origin
 from mobius.checkpoint.reader import CheckpointReader
-from mobius.checkpoint.saver import CheckpointSaver, StepMetadata, collect_run_metadata
+from mobius.checkpoint.saver import CheckpointSaver, StepMetadata
 from mobius.data.batches import TrainingBatches
 from mobius.distributed.transport import all_gather_numbers
 from mobius.engine.optimizer_stepper import StepCounts
@@ -57,17 +57,15 @@ class TimedSaves:
     def __init__(self, session: Session, model_folder: Path) -> None:
         """Take memory for copies; collective. Whatever is in `--save_dir` stays beside the run's own."""
         config = session.run_setup.config
-        origin = Origin(config.model.model_path, folder_has_weights(model_folder))
-        run_metadata = collect_run_metadata(
-            session.run_setup, read_model_files(model_folder), "random tokens", base=None, origin=origin
-        )
         self._session = session
         self._begun: list[tuple[int, float]] = []
         self._ended: list[float] = []
         self._saver = CheckpointSaver(
             session,
             Path(config.output.save_dir),
-            run_metadata,
+            read_model_files(model_folder),
+            data_fingerprint="random tokens",
+            origin=Origin(config.model.model_path, folder_has_weights(model_folder)),
             on_complete=lambda: self._ended.append(time.monotonic()),
         )
         self.before_update = self._saver.before_update

@@ -1,9 +1,10 @@
-"""Atomic writes of single files: a file is complete under its name, or absent."""
+"""Atomic writes of files and folders: what is written is complete under its name, or absent."""
 
 import contextlib
 import errno
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,39 @@ def sync_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Return when all files and folders below `folder` are on the disk."""
+    for path in (*folder.rglob("*"), folder):
+        sync_to_disk(path)
+
+
+def publish_folder(partial: Path, final: Path, *, aside: Path | None = None) -> None:
+    """Rename `partial`, which is on the disk, to `final`, which may be an empty folder; raises OSError.
+
+    What `final` holds is renamed to `aside` before, and gets its name back if the other rename fails.
+    """
+    if aside is not None:
+        final.rename(aside)
+    try:
+        partial.rename(final)
+    except OSError:
+        if aside is not None:
+            aside.rename(final)
+        raise
+    sync_to_disk(final.absolute().parent)
+
+
+def remove_folder(folder: Path, *, last: str) -> None:
+    """Remove `folder`, its file `last` after all others: a kill leaves nothing without that mark. Raises OSError."""
+    for path in [path for path in folder.iterdir() if path.name != last]:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    (folder / last).unlink(missing_ok=True)
+    folder.rmdir()
 
 
 def follow_umask(path: Path) -> None:

@@ -17,7 +17,7 @@ import importlib.util
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,12 +33,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from mobius.atomic_files import sync_to_disk
+from mobius.atomic_files import publish_folder, sync_tree
 from mobius.checkpoint.folders import checkpoint_path, commit_checkpoint, create_partial, discard, open_checkpoint
 from mobius.checkpoint.manifest import MANIFEST_FILE, Manifest
 from mobius.checkpoint.tensor_files import (
     FileRecord,
-    StageFiles,
     StageParameter,
     plan_files,
     translate_file_errors,
@@ -74,10 +73,8 @@ def to_dcp(checkpoint: Path, folder: Path) -> None:
                 target = partial / CARRIED / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(checkpoint / name, target)
-            for path in (*partial.rglob("*"), partial):
-                sync_to_disk(path)
-            partial.rename(folder)
-            sync_to_disk(folder.absolute().parent)
+            sync_tree(partial)
+            publish_folder(partial, folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -113,14 +110,12 @@ def from_dcp(folder: Path, checkpoint: Path) -> list[str]:
                     target.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(carried / other.file_name, target)
         records: list[FileRecord] = []
-        for stage in plan_files(parameters, dtype=dtype, has_optimizer=manifest.has_optimizer):
-            shapes = {parameter.name: parameter.shape for parameter in parameters if parameter.stage == stage.stage}
-            for part in (*stage.model, *stage.optimizer):  # a file at a time is in memory
-                tensors = read_dcp(folder, part.names, shapes, dtype)
-                records += write_stage(partial, StageFiles(stage.stage, (part,), ()), tensors.__getitem__)
-        commit_checkpoint(
-            partial, replace(manifest, files=tuple(records), others=()), parameters=parameters, dtype=dtype
-        )
+        planned = plan_files(parameters, dtype=dtype, has_optimizer=manifest.has_optimizer)
+        shapes = {parameter.name: parameter.shape for parameter in parameters}
+        for file_name, names in (each for files in planned for each in files.items()):  # a file at a time is in memory
+            tensors = read_dcp(folder, names, shapes, dtype)
+            records += write_stage(partial, {file_name: names}, tensors.__getitem__)
+        commit_checkpoint(partial, replace(manifest, files=tuple(records), others=()), planned)
     except BaseException:
         discard(partial)
         raise
@@ -155,7 +150,7 @@ def parameters_of(metadata: Metadata, manifest: Manifest) -> list[StageParameter
 
 
 def read_dcp(
-    folder: Path, names: tuple[str, ...], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+    folder: Path, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Tensors of torch's folder by their full names; weights have `dtype`."""
     tensors = {}

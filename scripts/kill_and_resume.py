@@ -292,7 +292,7 @@ class Trial:
             self._counts["checkpoints compared"] += 1
 
     def _check_leftovers(self, life: Path) -> None:
-        endings = (".partial", ".replaced", ".removed", ".moving", ".unchecked", ".replaces_older")
+        endings = (".partial", ".replaced", ".removed", ".moving", ".replaces_older")
         left = [str(path) for path in life.rglob("*") if path.name.endswith(endings) and "cache" not in path.parts]
         if left:
             raise TrialError(f"left behind: {', '.join(left)}")

@@ -2,7 +2,7 @@
 
 In this order, so that nothing that is complete depends on what comes later:
 
-    small files -> weights -> every tensor is read back -> config.json -> the folder gets its name -> the single file
+    weights -> every tensor is read back -> small files, config.json last -> the folder gets its name -> the single file
 """
 
 from __future__ import annotations
@@ -32,9 +32,6 @@ from mobius.signal_handling import RunStatus
 
 logger = logging.getLogger(__name__)
 
-_UNCHECKED = "config.json.unchecked"
-"""The name of config.json until the weights are checked: a folder that has config.json counts as complete."""
-
 
 def export_model(
     session: OpenRun,
@@ -55,7 +52,7 @@ def export_model(
     # All replicas have all weights: the first one writes a file, or several, for each of its ranks.
     parameters = [replace(each, stage=each.stage % num_ranks) for each in saved_parameters(run_setup)]
     files = plan_files(parameters, dtype=dtype, has_optimizer=False)
-    file_names = {name: file for each in files for name, file in each.file_names.items()}
+    all_files = {file_name: names for each in files for file_name, names in each.items()}
     values: dict[str, Tensor] = {}
     for own in session.memory.values():
         values |= stored_views(own.state.layout.views(own.state.weights), pieces)
@@ -66,24 +63,23 @@ def export_model(
 
     if rank == 0:
         output.begin_export()
-        write_model_files(folder, model_files, run_setup.parts.config, dtype=dtype)
-        (folder / "config.json").rename(folder / _UNCHECKED)
     all_ranks.barrier()
     if rank < len(files):
         write_stage(folder, files[rank], read)
     all_ranks.barrier()  # an adapter's file is made of all ranks' files
     if rank == 0 and base is None:
-        write_indexes(folder, parameters, file_names, dtype=dtype)
+        num_parameters = sum(parameter.num_elements for parameter in parameters)
+        write_indexes(folder, all_files, num_parameters=num_parameters, dtype=dtype)
     elif rank == 0 and base is not None:
-        written = sorted({folder / file for file in file_names.values()})
+        written = sorted(folder / file_name for file_name in all_files)
         write_adapter(folder, written, run_setup.parts, base)
         for path in written:
             path.unlink()
     all_ranks.barrier()
     if run_setup.rank_context.ranks.replica == 0 and rank < len(files):  # other nodes need not see the folder
+        own_names = [name for names in files[rank].values() for name in names]
         verify_folder(
-            folder,
-            ((name if base is None else peft_name_of(name), partial(read, name)) for name in files[rank].file_names),
+            folder, ((name if base is None else peft_name_of(name), partial(read, name)) for name in own_names)
         )
     all_ranks.barrier()
     if rank == 0:
@@ -91,7 +87,9 @@ def export_model(
             f"while the checked model got its name {output.save_dir}: if it is not there, it is in {folder}, and the "
             "next start with the same --save_dir tells what to do"
         )
-        (folder / _UNCHECKED).rename(folder / "config.json")
+        write_model_files(
+            folder, model_files, run_setup.parts.config, dtype=dtype
+        )  # a folder with config.json is whole
         output.commit()
         if base is not None:  # or transformers would load a model from there, not the base
             (output.save_dir / "config.json").unlink()

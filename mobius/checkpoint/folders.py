@@ -17,7 +17,6 @@ from __future__ import annotations
 import errno
 import logging
 import re
-import shutil
 import zlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,26 +25,18 @@ from typing import Final
 
 import torch
 
-from mobius.atomic_files import sync_to_disk
+from mobius.atomic_files import publish_folder, remove_folder, sync_to_disk
 from mobius.checkpoint.manifest import MANIFEST_FILE, Manifest, OtherFile
 from mobius.checkpoint.reader import CheckpointReader
-from mobius.checkpoint.tensor_files import (
-    MODEL_PREFIX,
-    FileRecord,
-    StageParameter,
-    plan_files,
-    translate_file_errors,
-    write_indexes,
-)
+from mobius.checkpoint.tensor_files import FileRecord, Files, translate_file_errors, write_indexes
 from mobius.errors import CheckpointError, listed, reason_of
 from mobius.models.model_files import read_json_object
 
 logger = logging.getLogger(__name__)
 
-_NAME: Final = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
 _PARTIAL, _REPLACED = ".partial", ".replaced"
-_ASIDE: Final = (_PARTIAL, _REPLACED, ".removed")
-"""Endings of folders that do not count; earlier versions used the last one for what they were about to remove."""
+NAME: Final = re.compile(r"checkpoint-(?P<step>0|[1-9][0-9]*)(?P<ending>\.partial|\.replaced|\.removed)?")
+"""Name of a checkpoint. With an ending it does not count; earlier versions gave the last one to what they removed."""
 
 
 @dataclass(frozen=True)
@@ -84,33 +75,19 @@ def create_partial(save_dir: Path, step: int) -> Path:
     return partial
 
 
-def write_text(partial: Path, file_name: str, text: str) -> None:
-    """Write one of the run's own texts; `commit_checkpoint` syncs it. Raises CheckpointError."""
-    path = partial / file_name
-    with translate_file_errors("write", path, len(text)):
-        path.write_text(text, encoding="utf-8")
-
-
-def commit_checkpoint(
-    partial: Path,
-    manifest: Manifest,
-    *,
-    parameters: Sequence[StageParameter],
-    dtype: torch.dtype,
-    weights_prefix: str = MODEL_PREFIX,
-) -> Path:
+def commit_checkpoint(partial: Path, manifest: Manifest, planned: Sequence[Files]) -> Path:
     """Write the indexes and the manifest, sync everything, and give `partial` its final name, which is returned.
 
-    `manifest` has the records of all stages' files; whatever else is in the folder (model files, texts) is added to it.
+    `manifest` has the records of all `planned` files; whatever else is in the folder (model files, texts) is added.
     Raises CheckpointError; an older checkpoint of that step is still there then, and `partial` can be discarded.
     """
-    planned = plan_files(parameters, dtype=dtype, has_optimizer=manifest.has_optimizer)
-    names = {name for files in planned for name in files.file_names}
+    names = {name for files in planned for names in files.values() for name in names}
     if missing := names ^ manifest.tensor_files.keys():
         raise CheckpointError(f"{partial} lacks tensors, or has too many: {listed(sorted(missing))}.")
     _check_sizes(partial, manifest)
-    stored = {name: record.file_name for name, record in manifest.tensor_files.items()}
-    write_indexes(partial, parameters, stored, dtype=dtype, weights_prefix=weights_prefix)
+    stored = {record.file_name: tuple(record.checksums) for record in manifest.files}
+    dtype: torch.dtype = getattr(torch, manifest.dtype)
+    write_indexes(partial, stored, num_parameters=manifest.num_parameters, dtype=dtype)
     path = partial / MANIFEST_FILE
     with translate_file_errors("write", path):
         text = replace(manifest, others=tuple(_synced_others(partial, manifest))).to_json()
@@ -136,7 +113,7 @@ def find_checkpoints(save_dir: Path) -> FoundCheckpoints:
     """
     valid, invalid = [], []
     for path in _entries(save_dir):
-        if _NAME.fullmatch(path.name):
+        if NAME.fullmatch(path.name) and not _has_ending(path):
             try:
                 valid.append((path, _read_manifest(path)))
             except CheckpointError as error:
@@ -156,7 +133,7 @@ def open_checkpoint(path: Path) -> CheckpointReader:
         return _describe_others(path)
 
     try:
-        if path.suffix in _ASIDE and _NAME.fullmatch(path.stem):
+        if _has_ending(path):
             raise CheckpointError(f"{path} is what a killed run left of a checkpoint, and not complete.")
         reader = CheckpointReader(path, _read_manifest(path), hint=hint)
     except CheckpointError as error:
@@ -176,8 +153,12 @@ def rotate_checkpoints(save_dir: Path, *, keep: int, protected: Collection[Path]
     protected_paths = {path.resolve() for path in protected}
     old = [path for path, _ in find_checkpoints(save_dir).valid[keep:] if path.resolve() not in protected_paths]
     for path in old:
+        aside = path.with_name(path.name + _REPLACED)
         with translate_file_errors("remove", path):
-            _remove(_set_aside(path))
+            _remove(aside)
+            path.rename(aside)
+            sync_to_disk(path.parent)
+            _remove(aside)
     return old
 
 
@@ -188,7 +169,7 @@ def recover_interrupted_saves(save_dir: Path) -> list[str]:
     """
     lines: list[str] = []
     for path in _entries(save_dir):
-        if path.suffix in _ASIDE and _NAME.fullmatch(path.stem) and path.exists():  # the one before may have taken it
+        if _has_ending(path) and path.exists():  # the one before may have taken it
             with translate_file_errors("recover", path):
                 lines.append(f"{path}: {_recover(path)}")
     return lines
@@ -214,29 +195,14 @@ def _publish(partial: Path) -> Path:
     with translate_file_errors("rename", partial):
         has_older = final.exists()
         if has_older:
-            _set_aside(final)
-        try:
-            partial.rename(final)
-        except OSError:
-            if has_older:
-                replaced.rename(final)
-            raise
-        sync_to_disk(final.parent)
-        sync_to_disk(final.parent.absolute().parent)  # where save_dir is new
+            _remove(replaced)
+        publish_folder(partial, final, aside=replaced if has_older else None)
+        sync_to_disk(final.absolute().parent.parent)  # where save_dir is new
     try:
         _remove(replaced)  # also that of an earlier start
     except OSError as error:  # the checkpoint is there; the next start removes the rest
         logger.warning("%s cannot be removed: %s", replaced, reason_of(error))
     return final
-
-
-def _set_aside(final: Path) -> Path:
-    """Rename a checkpoint that is to be removed; returns its new path."""
-    aside = final.with_name(final.name + _REPLACED)
-    _remove(aside)
-    final.rename(aside)
-    sync_to_disk(final.parent)
-    return aside
 
 
 def _read_manifest(path: Path) -> Manifest:
@@ -297,6 +263,11 @@ def _synced_others(partial: Path, manifest: Manifest) -> Iterator[OtherFile]:
             yield OtherFile(name, len(content), zlib.crc32(content))
 
 
+def _has_ending(path: Path) -> bool:
+    match = NAME.fullmatch(path.name)
+    return match is not None and match["ending"] is not None
+
+
 def _entries(save_dir: Path) -> list[Path]:
     with translate_file_errors("list", save_dir):
         return sorted(save_dir.iterdir()) if save_dir.is_dir() else []
@@ -319,11 +290,4 @@ def _remove(path: Path) -> None:
     elif path.exists():
         if not _is_of_a_run(path):
             raise OSError(errno.EEXIST, "it holds something other than a checkpoint; rename it", str(path))
-        manifest = path / MANIFEST_FILE
-        for entry in [entry for entry in path.iterdir() if entry != manifest]:
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink()
-        manifest.unlink(missing_ok=True)
-        path.rmdir()
+        remove_folder(path, last=MANIFEST_FILE)

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mobius.atomic_files import publish_folder, sync_tree
 from mobius.checkpoint.model_folder import verify_folder, write_model_files
 from mobius.checkpoint.tensor_files import (
     StageParameter,
@@ -112,13 +113,12 @@ def write_whole(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     write_stage(partial, files, read)
-    write_indexes(partial, parameters, files.file_names, dtype=dtype)
+    write_indexes(partial, files, num_parameters=sum(each.num_elements for each in parameters), dtype=dtype)
     write_model_files(partial, model_files, parts.config, dtype=dtype)
     verify_folder(partial, ())
     with translate_file_errors("rename", partial):
-        if folder.is_dir():
-            folder.rmdir()
-        partial.rename(folder)
+        sync_tree(partial)
+        publish_folder(partial, folder)
 
 
 def base_shapes(parts: ModelParts) -> dict[str, tuple[int, ...]]:

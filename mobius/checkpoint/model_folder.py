@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from mobius.atomic_files import atomic_write
 from mobius.checkpoint.reader import read_locations
-from mobius.checkpoint.tensor_files import PlannedFile, StageFiles, translate_file_errors, write_stage
+from mobius.checkpoint.tensor_files import translate_file_errors, write_stage, write_text
 from mobius.errors import CheckpointError
 from mobius.models.blocks import ModelParts
 from mobius.models.families import changed_fields
@@ -45,7 +45,8 @@ _SAME_SIZE_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 def write_model_files(folder: Path, base: ModelFiles, model_config: PretrainedConfig, *, dtype: torch.dtype) -> None:
     """Write what transformers needs besides the weights, which have `dtype`; raises CheckpointError.
 
-    These are the base's own files, byte by byte, and its configuration with the fields that the run changed.
+    These are the base's own files, byte by byte, and its configuration with the fields that the run changed, which
+    appears last and whole.
     """
     fields = {**base.config, **changed_fields(base.config, model_config)}
     # Older versions of transformers read the one name, newer ones write the other.
@@ -53,23 +54,22 @@ def write_model_files(folder: Path, base: ModelFiles, model_config: PretrainedCo
     fields.update(dict.fromkeys(names, str(dtype).removeprefix("torch.")))
     if not fields.get("architectures"):
         fields["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)].__name__]
-    files = {**base.copied, "config.json": (json.dumps(fields, indent=2) + "\n").encode()}
-    for name, contents in files.items():
+    for name, contents in base.copied.items():
         path = folder / name
         with translate_file_errors("write", path):
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(contents)
+    path = folder / "config.json"
+    with translate_file_errors("write", path), atomic_write(path) as temporary:
+        temporary.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def write_adapter(folder: Path, files: Sequence[Path], parts: ModelParts, base: AdapterBase) -> None:
     """Write the adapter that `files` have the parameters of, by our names, into `folder`. Raises CheckpointError."""
     stored = {peft_name_of(tensor.name): tensor for file in files for tensor in read_header(file)}
-    write_stage(
-        folder, StageFiles(0, (PlannedFile(WEIGHTS_FILE, tuple(stored)),), ()), lambda name: stored[name].read()
-    )
+    write_stage(folder, {WEIGHTS_FILE: tuple(stored)}, lambda name: stored[name].read())
     for name, fields in ((CONFIG_FILE, config_fields(parts, base)), (BASE_MODEL_FILE, base_fields(base))):
-        with translate_file_errors("write", folder / name):
-            (folder / name).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        write_text(folder / name, json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
 
 def write_params_file(path: Path, folder: Path, *, progress: Callable[[], None] = lambda: None) -> None:

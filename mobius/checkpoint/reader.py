@@ -63,20 +63,20 @@ class CheckpointReader:
         dtype: torch.dtype = getattr(torch, self.manifest.dtype)
         return dtype
 
-    def read(self, full_name: str, shape: tuple[int, ...], dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
-        """Tensor as it was saved, into `out` if given (contiguous, on the CPU).
+    def read(self, full_name: str, out: Tensor) -> Tensor:
+        """Fill `out`, on any device, with a tensor of its shape and dtype, in place if it is contiguous and on the CPU.
 
-        Raises CheckpointError if it is absent, of another shape or dtype, or damaged: `out` is undefined then.
+        Raises CheckpointError if the tensor is absent, another one or damaged: `out` is undefined then.
         """
         location = self._location_of(full_name)
         path = self.path / self._files[full_name].file_name
-        if (location.shape, location.dtype) != (shape, dtype):
+        if (location.shape, location.dtype) != (out.shape, out.dtype):
             raise CheckpointError(
                 f"{path}: {full_name!r} is {_text(location.dtype, location.shape)}, this run needs "
-                f"{_text(dtype, shape)}: the checkpoint is one of another model or precision."
+                f"{_text(out.dtype, out.shape)}: the checkpoint is one of another model or precision."
             )
-        values = torch.empty(shape, dtype=dtype) if out is None else out
-        assert (values.shape, values.dtype, values.is_contiguous()) == (shape, dtype, True)
+        is_in_place = out.device.type == "cpu" and out.is_contiguous()
+        values = out if is_in_place else torch.empty(out.shape, dtype=out.dtype)
         found, position = 0, location.start
         with translate_file_errors(f"read {full_name!r} of", path), open_regular(path) as file:
             for chunk in chunks_of(values):
@@ -88,14 +88,14 @@ class CheckpointReader:
                 found = zlib.crc32(chunk, found)
         if found != (saved := self._files[full_name].checksums[full_name]):
             raise self._damaged(path, f"the checksum of {full_name!r} is {found:08x}, saved was {saved:08x}")
-        return values
+        return out if is_in_place else out.copy_(values)
 
     def verify_all(self) -> None:
         """Read everything once. Raises CheckpointError that names the first file, and tensor, that is damaged."""
 
         def verify_tensor(full_name: str) -> None:
             location = self._location_of(full_name)
-            self.read(full_name, location.shape, location.dtype)
+            self.read(full_name, torch.empty(location.shape, dtype=location.dtype))
 
         with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "verify") as threads:
             for _ in threads.map(verify_tensor, self._files):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -92,39 +91,26 @@ class SavedWeights:
     def read(self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None) -> Tensor:
         """Value of parameter `name`, into `out` if given; pieces one after the other. Raises CheckpointError."""
         stored_name = self.stored_name(name)
-        if stored_name not in self._pieces:
-            return self.reader.read(stored_name, shape, self.reader.dtype, out=out)
         whole = torch.empty(shape, dtype=self.reader.dtype) if out is None else out
+        if stored_name not in self._pieces:
+            return self.reader.read(stored_name, whole)
         for piece in self._pieces[stored_name]:
-            own = piece.of(whole)
-            if own.is_contiguous():
-                self.reader.read(piece.name, piece.shape, whole.dtype, out=own)
-            else:
-                own.copy_(self.reader.read(piece.name, piece.shape, whole.dtype))
+            self.reader.read(piece.name, piece.of(whole))
         return whole
 
 
 def _restore_parameter(state: StageState, name: str, saved: SavedWeights, weights_only: bool) -> None:
     layout, stored_name = state.layout, saved.stored_name(name)
     part, shape = layout.slice_of(name), layout.offsets[name][1]
-
-    def place(target: Tensor, read: Callable[..., Tensor]) -> None:
-        """Have `read` fill the parameter's part of `target`, or copy there what it reads."""
-        view = target[part].view(shape)
-        if view.device.type == "cpu":
-            read(out=view)
-        else:
-            view.copy_(read())
-
-    place(state.weights, partial(saved.read, name, shape))
+    saved.read(name, shape, out=state.weights[part].view(shape))
     if not layout.is_trained(name) or weights_only:
         return
     if state.shards is None:
         for key, tensor in state.parts.items():
-            place(tensor, partial(saved.reader.read, f"{stored_name}.{key}", shape, tensor.dtype))
+            saved.reader.read(f"{stored_name}.{key}", tensor[part].view(shape))
         return
     owned = [(own.state, cut) for own in state.owned if (cut := own.overlap(part)) is not None]
     for key, tensor in state.parts.items() if owned else ():
-        values = saved.reader.read(f"{stored_name}.{key}", shape, tensor.dtype).reshape(-1)
+        values = saved.reader.read(f"{stored_name}.{key}", torch.empty(shape, dtype=tensor.dtype)).reshape(-1)
         for own, (inside, given) in owned:
             own.parts[key][inside].copy_(values[given])

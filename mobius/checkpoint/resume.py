@@ -38,15 +38,7 @@ from mobius.reporting.trainer_state import STATE_FILE, TrainerState
 logger = logging.getLogger(__name__)
 
 _NEWEST: Final = "true"
-_CHANGES_NOTHING: Final = frozenset(
-    (
-        "preprocessing_num_workers",
-        "preview",
-        "eval_dataset",
-        "max_predict_samples",
-        "merge",
-    )
-)
+_CHANGES_NOTHING: Final = ("preprocessing_num_workers", "preview", "eval_dataset", "max_predict_samples", "merge")
 """Options of model, data and optimizer that leave what is trained as it is."""
 _TRAINING_SECTIONS: Final = ("model", "data", "optim", "adapters")
 """Sections whose options decide on what is trained."""
@@ -279,15 +271,12 @@ def _merge_options(
     merged = {}
     for name, value in own.items():
         value_now = options()[name].default if name in excluded else saved[name]
-        merged[name] = value if name in names or _belongs_to_start(name) else value_now
+        is_own = options()[name].section in _START_SECTIONS or name in _START_OPTIONS
+        merged[name] = value if name in names or is_own else value_now
     if save_dir is not None:
         merged["save_dir"] = save_dir
     _refuse_changes(merged, saved, config, path)
     return config_from(merged), [name for name in own if name in names and own[name] != saved[name]]
-
-
-def _belongs_to_start(name: str) -> bool:
-    return options()[name].section in _START_SECTIONS or name in _START_OPTIONS
 
 
 def _affects_training(name: str) -> bool:

@@ -33,7 +33,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from mobius.atomic_files import atomic_write, sync_to_disk
+from mobius.atomic_files import atomic_write, publish_folder, remove_folder, sync_to_disk, sync_tree
+from mobius.checkpoint.folders import NAME
 from mobius.checkpoint.manifest import MANIFEST_FILE
 from mobius.errors import CheckpointError, listed, reason_of
 from mobius.regular_files import read_json
@@ -61,8 +62,6 @@ _OLDER_MODEL: Final = (
 )
 _ANSWERS: Final = ("generated_predictions.jsonl", "predict_results.json")
 """Files of `--do_predict`, which are written after the model that answered."""
-_CHECKPOINT: Final = re.compile(r"checkpoint-(\d+)(\.replaced|\.partial)?")
-"""A checkpoint, also one without its final name: its run was killed, or another one of its step took the name."""
 _LEFT_BEHIND: Final = re.compile(
     r"(training_args\.yaml|plan\.json|\.replaces_older"
     r"|events\.jsonl|metrics\.jsonl|trainer_log\.jsonl|trainer_state\.json|\w+_results\.json"
@@ -104,12 +103,15 @@ class OutputFolder:
         """Place of the run's files from the first step on, known on every rank from the start."""
         self.export_folder = self._partial if self.is_renamed_at_commit else self.save_dir / _EXPORT
         """Place where the model is written and checked after the last step, on every rank."""
-        self.folder = self.save_dir if resumes else self._partial
-        """Place of the run's files now, on the rank that prepared it; until `begin` it is right on every rank."""
         self._has_begun = self._has_older = False
         self._settings: Mapping[str, str] = {}
         self._lock: int | None = None
         """Descriptor that holds the lock of `folder`."""
+
+    @property
+    def folder(self) -> Path:
+        """Place of the run's files now, on the rank that prepared it; until `begin` it is right on every rank."""
+        return self.save_dir if self._resumes or self._has_begun else self._partial
 
     @property
     def older_results(self) -> Path | None:
@@ -133,28 +135,25 @@ class OutputFolder:
         `save_dir`.
         """
         try:
-            with contextlib.ExitStack() as held:
-                for folder in (self._partial, self.save_dir):
-                    if folder.is_dir():
-                        held.callback(os.close, self._locked(folder))
-                _refuse(_recover(self.save_dir, resumes=self._resumes))
-                _refuse([*self._folder_problems(), *self._file_problems()])
-                if self._partial.exists():
-                    _remove_results(self._partial)
-            if not self._resumes:
-                self._partial.parent.mkdir(parents=True, exist_ok=True)
-                with contextlib.suppress(FileExistsError):  # two runs start at the same moment: the lock decides
-                    self._partial.mkdir()
-            self._lock = self._locked(self.folder)
-            with tempfile.TemporaryFile(dir=self.folder):
-                pass
-        except (CheckpointError, OSError) as error:
+            with self._explained("Choose another folder."):
+                with contextlib.ExitStack() as held:
+                    for folder in (self._partial, self.save_dir):
+                        if folder.is_dir():
+                            held.callback(os.close, self._locked(folder))
+                    _refuse(_recover(self.save_dir, resumes=self._resumes))
+                    _refuse([*self._folder_problems(), *self._file_problems()])
+                    if self._partial.exists():
+                        _remove_results(self._partial)
+                if not self._resumes:
+                    self._partial.parent.mkdir(parents=True, exist_ok=True)
+                    with contextlib.suppress(FileExistsError):  # two runs start at the same moment: the lock decides
+                        self._partial.mkdir()
+                self._lock = self._locked(self.folder)
+                with tempfile.TemporaryFile(dir=self.folder):
+                    pass
+        except CheckpointError:
             self.close()
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(
-                f"--save_dir {self.save_dir}: cannot write there ({reason_of(error)}). Choose another folder."
-            ) from error
+            raise
         try:
             _refuse([*self._unwritable_files()] or self._space_problems(needed_bytes))
         except CheckpointError:
@@ -169,15 +168,9 @@ class OutputFolder:
         """
         self._settings = settings
         for name, text in () if self._resumes and not self._has_begun else settings.items():
-            path = self.folder / name
-            try:
-                with atomic_write(path) as temporary:
-                    temporary.write_text(text, encoding="utf-8")
-            except OSError as error:
-                raise CheckpointError(
-                    f"--save_dir {self.save_dir}: cannot write {path} ({reason_of(error)}). Free some space, or choose "
-                    "another folder."
-                ) from error
+            advice = "Free some space, or choose another folder."
+            with self._explained(advice), atomic_write(self.folder / name) as temporary:
+                temporary.write_text(text, encoding="utf-8")
 
     def discard(self) -> None:
         """Remove what `prepare` made, unless the run has begun; an older `save_dir` stays as it was."""
@@ -220,13 +213,8 @@ class OutputFolder:
         """
         if self._lock is None or _is_still(self.folder, self._lock):
             return
-        try:
+        with self._explained("The folder was removed while the run was at it, and cannot be made anew."):
             self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(
-                f"--save_dir {self.save_dir} was removed while the run was at it, and {self.folder} cannot be made "
-                f"anew ({error})."
-            ) from error
         older, self._lock = self._lock, self._locked(self.folder)
         os.close(older)
         if self._has_begun and self._has_older:
@@ -242,11 +230,9 @@ class OutputFolder:
         """Make `export_folder` for the model, before any rank writes there. Raises CheckpointError."""
         if self.is_renamed_at_commit:
             return
-        try:
+        with self._explained("Free some space there."):
             shutil.rmtree(self.export_folder, ignore_errors=True)
             self.export_folder.mkdir()
-        except OSError as error:
-            raise CheckpointError(f"--save_dir {self.save_dir}: cannot write there ({error}).") from error
 
     def commit(self) -> None:
         """Give the model in `export_folder` its final name, synced to the disk, then remove older results.
@@ -257,13 +243,9 @@ class OutputFolder:
         if self.is_renamed_at_commit:
             self._take_name(f"The results of this run are in {self._partial}.")
         else:
-            try:
+            advice = "The model is complete in there; the next start with the same --save_dir moves its files to their "
+            with self._explained(advice + "places."):
                 publish_model(self.save_dir)
-            except OSError as error:
-                raise CheckpointError(
-                    f"--save_dir {self.save_dir}: {error}. The model is complete in there; the next start with the "
-                    "same --save_dir moves its files to their places."
-                ) from error
         self.remove_older_results()
         if self.is_renamed_at_commit:
             self.close()
@@ -279,24 +261,26 @@ class OutputFolder:
         if problems := self._folder_problems():
             _refuse([*problems, advice])
         mark, had_older = self._partial / _REPLACES_MARK, self.save_dir.exists() and not _is_empty(self.save_dir)
-        try:
+        with self._explained(advice):
             if had_older:
                 os.close(self._locked(self.save_dir))  # another run may have come there since `prepare`
                 mark.touch()
-            _sync_tree(self._partial)
-            if had_older:
-                self.save_dir.rename(self._replaced)
+            sync_tree(self._partial)
             try:
-                self._partial.rename(self.save_dir)  # takes the place of an empty folder
+                publish_folder(self._partial, self.save_dir, aside=self._replaced if had_older else None)
             except OSError:
-                if had_older:
-                    self._replaced.rename(self.save_dir)
-                    mark.unlink()
+                mark.unlink(missing_ok=True)
                 raise
-            sync_to_disk(self.save_dir.parent)
+        self._has_begun = True
+
+    @contextlib.contextmanager
+    def _explained(self, advice: str) -> Iterator[None]:
+        """Raise CheckpointError with the option, the reason and `advice` for an error of the file system."""
+        try:
+            yield
         except OSError as error:
-            raise CheckpointError(f"--save_dir {self.save_dir}: {error}. {advice}") from error
-        self.folder, self._has_begun = self.save_dir, True
+            reason = ": ".join(map(str, filter(None, (reason_of(error), error.filename))))
+            raise CheckpointError(f"--save_dir {self.save_dir}: cannot write there ({reason}). {advice}") from error
 
     def _locked(self, folder: Path) -> int:
         if (descriptor := _try_lock(folder)) is None:
@@ -392,12 +376,17 @@ def has_model(folder: Path) -> bool:
 
 
 def checkpoints_in(folder: Path) -> list[str]:
-    """Names of the checkpoints in `folder`, the one that was saved last comes first; only manifests are read."""
+    """Names of the checkpoints in `folder`, the one that was saved last comes first; only manifests are read.
+
+    Also of those without a final name: their run was killed, or another one of their step took it.
+    """
     found, names = [], _names_in(folder)
     for name in () if _REMOVED_MARK in names else names:
-        match, mark = _CHECKPOINT.fullmatch(name), folder / name / MANIFEST_FILE
-        if match is not None and mark.is_file() and mark.stat().st_size:  # it is empty until all else is written
-            found.append((match[2] is None, _save_number(mark), int(match[1]), name))
+        match, mark = NAME.fullmatch(name), folder / name / MANIFEST_FILE
+        if match is None or match["ending"] == ".removed":
+            continue
+        if mark.is_file() and mark.stat().st_size:  # it is empty until all else is written
+            found.append((match["ending"] is None, _save_number(mark), int(match["step"]), name))
     return [name for *_, name in sorted(found, reverse=True)]
 
 
@@ -416,7 +405,7 @@ def publish_model(folder: Path) -> None:
     export, moving = folder / _EXPORT, folder / _MOVING
     if not (moving / _MODEL_MARK).is_file():
         assert (export / _MODEL_MARK).is_file(), "only a checked model gets its place"
-        _sync_tree(export)
+        sync_tree(export)
         (folder / _MODEL_MARK).unlink(missing_ok=True)
         answers = [path for name in _ANSWERS if (path := folder / name).exists()]
         for path in (*(path for pattern in _OLDER_MODEL for path in sorted(folder.glob(pattern))), *answers):
@@ -462,8 +451,7 @@ def _recover(save_dir: Path, *, resumes: bool) -> list[str]:
     _recover_named(save_dir, resumes=resumes)
     if not save_dir.exists() or _is_empty(save_dir):
         if has_model(partial):
-            partial.rename(save_dir)
-            sync_to_disk(save_dir.parent)
+            publish_folder(partial, save_dir)
             _recover_named(save_dir, resumes=resumes)
             has_found_model = True
         elif has_results(replaced):
@@ -517,15 +505,8 @@ def _remove_results(folder: Path) -> None:
 
     Raises OSError.
     """
-    mark = folder / _REMOVED_MARK
-    mark.touch()
-    for path in [path for path in folder.iterdir() if path != mark]:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    mark.unlink()
-    folder.rmdir()
+    (folder / _REMOVED_MARK).touch()
+    remove_folder(folder, last=_REMOVED_MARK)
 
 
 def _next_steps_hint(folder: Path) -> str:
@@ -539,12 +520,6 @@ def _next_steps_hint(folder: Path) -> str:
         "To train all the same, choose another folder, or replace that model with --overwrite_output_dir in a further "
         "start."
     )
-
-
-def _sync_tree(folder: Path) -> None:
-    """Return when all files and folders below `folder` are on the disk."""
-    for path in (*folder.rglob("*"), folder):
-        sync_to_disk(path)
 
 
 def _folders_beside(save_dir: Path) -> tuple[Path, Path]:

@@ -30,7 +30,6 @@ from mobius.checkpoint.folders import (
     find_checkpoints,
     partial_path,
     rotate_checkpoints,
-    write_text,
 )
 from mobius.checkpoint.manifest import Manifest, file_record
 from mobius.checkpoint.model_card import Origin
@@ -48,6 +47,7 @@ from mobius.checkpoint.tensor_files import (
     nearest_folder,
     plan_files,
     write_stage,
+    write_text,
 )
 from mobius.config.config import ALL_CHECKPOINTS
 from mobius.config.sources import to_yaml
@@ -62,7 +62,6 @@ from mobius.models.model_files import ModelFiles
 from mobius.models.peft_folder import AdapterBase
 from mobius.planner.checkpoint_estimates import estimate_checkpoint
 from mobius.planner.plan_file import SavedPlan
-from mobius.planner.run_setup import RunSetup
 from mobius.regular_files import read_json
 from mobius.reporting.events import CheckpointSaved
 from mobius.reporting.trainer_state import STATE_FILE, TrainerState
@@ -92,35 +91,6 @@ class StepMetadata:
     """Next part of the run, whether the save fails or not."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunMetadata:
-    """Contents of a checkpoint that stay the same over a run; on the first rank."""
-
-    model_files: ModelFiles
-    files: Mapping[str, str]
-    """Texts by file name, such as training_args.yaml and plan.json."""
-    options: Mapping[str, Any]
-    data_fingerprint: str
-    origin: Origin
-    base: AdapterBase | None = None
-    """The base model of adapters; None without adapters."""
-
-
-def collect_run_metadata(
-    run_setup: RunSetup, model_files: ModelFiles, fingerprint: str, *, base: AdapterBase | None, origin: Origin
-) -> RunMetadata:
-    """Everything in a run's checkpoints that does not change; options as they were asked for, `auto` as auto."""
-    requested = to_yaml(replace(run_setup.requested_config, optim=run_setup.config.optim))
-    return RunMetadata(
-        model_files=model_files,
-        files={OPTIONS_FILE: requested, PLAN_FILE: SavedPlan.of(run_setup.result.request, run_setup.plan).to_json()},
-        options=yaml.safe_load(requested),
-        data_fingerprint=fingerprint,
-        origin=origin,
-        base=base,
-    )
-
-
 class _NotBegunError(CheckpointError):
     """A save for which the first rank, which logs the reason, could not make a folder."""
 
@@ -132,31 +102,37 @@ class CheckpointSaver:
         self,
         session: OpenRun,
         save_dir: Path,
-        run_metadata: RunMetadata,
+        model_files: ModelFiles,
         *,
+        data_fingerprint: str,
+        origin: Origin,
+        base: AdapterBase | None = None,
         on_complete: Callable[[], None] = lambda: None,
     ) -> None:
         """Take memory for copies; collective. What is complete in `save_dir` counts as the run's own.
 
-        `on_complete` is called on the first rank after each checkpoint that is complete.
+        `base` is the model of adapters. `on_complete` is called on the first rank after each checkpoint that is
+        complete.
         """
         run_setup = session.run_setup
         self._on_complete = on_complete
         self.on_saved: Callable[[CheckpointSaved], None] = lambda event: logger.info("%s", event.line)
         """Called on the first rank with each checkpoint, once it has its name; in a thread."""
-        self._session, self.save_dir, self._run_metadata = session, save_dir, run_metadata
+        self._session, self.save_dir, self._model_files, self._base = session, save_dir, model_files, base
+        self._data = {"fingerprint": data_fingerprint, ORIGIN: asdict(origin)}
+        self._options_text = to_yaml(replace(run_setup.requested_config, optim=run_setup.config.optim))
+        """Options as they were asked for, `auto` as auto."""
         self._activity, self._config, self._run_setup = session.activity, run_setup.config, run_setup
         self._all_ranks, self._is_first = session.all_ranks, session.all_ranks.rank == 0
         self._writes = run_setup.rank_context.ranks.replica == 0
         """Whether this rank writes its stages, which are the same in all replicas."""
         self._has_optimizer = not self._config.saving.save_only_model
         self._parameters = saved_parameters(run_setup)
-        self._weights_prefix = TRAINED_PREFIX if self._config.adapters.is_lora else MODEL_PREFIX
         self._files = plan_files(
             self._parameters,
             dtype=run_setup.dtype,
             has_optimizer=self._has_optimizer,
-            weights_prefix=self._weights_prefix,
+            weights_prefix=TRAINED_PREFIX if self._config.adapters.is_lora else MODEL_PREFIX,
         )
         self.num_bytes = checkpoint_disk_bytes(self._parameters, run_setup.dtype, self._has_optimizer)
         self.estimate = estimate_checkpoint(run_setup.result.request, run_setup.plan, has_optimizer=self._has_optimizer)
@@ -239,7 +215,7 @@ class CheckpointSaver:
                 raise problems[0]
             if not self._is_first and self._writes:
                 text = json.dumps([asdict(record) for record in self._records])
-                write_text(partial, f"records-{self._all_ranks.rank}.json", text)
+                write_text(partial / f"records-{self._all_ranks.rank}.json", text)
 
         self._stage_saver.begin(write, on_written=on_written)
 
@@ -338,20 +314,19 @@ class CheckpointSaver:
 
     def _complete(self, partial: Path, metadata: StepMetadata) -> Path:
         """Add everything but tensors to what all ranks have written, and give the checkpoint its name."""
-        run_setup, run_metadata = self._run_setup, self._run_metadata
+        run_setup, state = self._run_setup, metadata.trainer_state
         records = list(self._records)
         for file in sorted(partial.glob("records-*.json")):
             records += [file_record(entry) for entry in read_json(file)]
             file.unlink()
-        write_model_files(partial, run_metadata.model_files, run_setup.parts.config, dtype=run_setup.dtype)
-        if run_metadata.base is not None:
+        write_model_files(partial, self._model_files, run_setup.parts.config, dtype=run_setup.dtype)
+        if self._base is not None:
             files = sorted(partial.glob(f"{TRAINED_PREFIX}*.safetensors"))
-            write_adapter(partial, files, run_setup.parts, run_metadata.base)
+            write_adapter(partial, files, run_setup.parts, self._base)
             (partial / "config.json").unlink()
-        state = metadata.trainer_state
-        state_text = state if isinstance(state, str) else state.to_json()
-        for name, text in {**run_metadata.files, STATE_FILE: state_text}.items():
-            write_text(partial, name, text)
+        write_text(partial / OPTIONS_FILE, self._options_text)
+        write_text(partial / PLAN_FILE, SavedPlan.of(run_setup.result.request, run_setup.plan).to_json())
+        write_text(partial / STATE_FILE, state if isinstance(state, str) else state.to_json())
         manifest = Manifest(
             step=metadata.step,
             save_number=self._save_number,
@@ -360,23 +335,12 @@ class CheckpointSaver:
             has_optimizer=self._has_optimizer,
             files=tuple(sorted(records, key=lambda record: record.file_name)),
             training=asdict(metadata.counts),
-            data={
-                **metadata.loop_state,
-                "epoch": metadata.epoch,
-                "fingerprint": run_metadata.data_fingerprint,
-                ORIGIN: asdict(run_metadata.origin),
-            },
-            options=run_metadata.options,
+            data={**metadata.loop_state, "epoch": metadata.epoch, **self._data},
+            options=yaml.safe_load(self._options_text),
             versions=versions(),
             metric=metadata.metric,
         )
-        return commit_checkpoint(
-            partial,
-            manifest,
-            parameters=self._parameters,
-            dtype=run_setup.dtype,
-            weights_prefix=self._weights_prefix,
-        )
+        return commit_checkpoint(partial, manifest, self._files)
 
     def _from_first(self, number: float) -> float:
         """`number` of the first rank, on all ranks."""

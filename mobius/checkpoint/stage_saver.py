@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -99,8 +100,9 @@ class AsyncStageSaver:
             memory = self._stages[stage].memory
             memory.states.run_after_update(lambda stage=stage: save.mark_updated(stage, record_current(self._device)))  # type: ignore[misc]
         num_writers = 1 if self._in_order else min(MAX_WRITER_THREADS, len(self.staging_buffers.buffers))
-        for name, run in [("saving: copies", self._copy), *[("saving: writes", self._write)] * num_writers]:
-            thread = threading.Thread(target=self._guarded, args=(run, save, write), name=name, daemon=True)
+        writing = partial(self._write, write=write)
+        for name, run in [("saving: copies", self._copy), *[("saving: writes", writing)] * num_writers]:
+            thread = threading.Thread(target=self._guarded, args=(run, save), name=name, daemon=True)
             save.threads.append(thread)
             thread.start()
 
@@ -145,21 +147,21 @@ class AsyncStageSaver:
     def _is_on_gpu(self, stage: int) -> bool:
         return self._stages[stage].memory.state.weights.device.type == "cuda"
 
-    def _guarded(self, run: Callable[[_AsyncSave, Write], None], save: _AsyncSave, write: Write) -> None:
+    def _guarded(self, run: Callable[[_AsyncSave], None], save: _AsyncSave) -> None:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
-            run(save, write)
+            run(save)
         except BaseException as error:
             save.fail(error)
 
-    def _copy(self, save: _AsyncSave, write: Write) -> None:
+    def _copy(self, save: _AsyncSave) -> None:
         while (taken := save.take_stage()) is not None:
             stage, number = taken
             source, buffer = self._flat(stage), self.staging_buffers.buffers[number]
             self._activity.start_task("copies", f"stage {stage}")
             if buffer is None:
-                save.add_copy((stage, number, source))  # its update waits until it is written
+                save.add_copy((stage, number, source), is_copied=False)  # its update waits until it is written
                 continue
             target = _split_buffer(buffer, source)
             if self._is_on_gpu(stage):
@@ -168,10 +170,9 @@ class AsyncStageSaver:
                     for kind, tensor in source.items():
                         target[kind].copy_(tensor, non_blocking=True)
                     save.events[stage] = self._stream.record()
-                save.add_copy((stage, number, target), _Phase.COPY_ENQUEUED)
             else:
                 self._copy_host(source, target)
-                save.add_copy((stage, number, target), _Phase.COPIED)
+            save.add_copy((stage, number, target))
             self._activity.end_task("copies")
 
     def _copy_host(self, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
@@ -190,7 +191,7 @@ class AsyncStageSaver:
             start, worker = time.monotonic(), f"writer of stage {stage}"
             self._activity.start_task(worker, "its files")
             try:
-                save.wait_for_copy(stage)
+                save.events[stage].synchronize()  # a copy from a GPU has arrived
                 saved = self._stages[stage]
                 write(stage, saved.named_tensors(saved.gather_from_replicas(flat)))
             finally:
@@ -204,9 +205,8 @@ class _Phase(Enum):
     READY = auto()
     COPYING = auto()
     """The stage is being copied, or written from where it is."""
-    COPY_ENQUEUED = auto()
-    """A copy from the GPU is enqueued: later work in its streams may wait for it."""
     COPIED = auto()
+    """The copy is made or, from a GPU, enqueued: later work in its streams may wait for it."""
     WRITTEN = auto()
 
 
@@ -251,7 +251,7 @@ class _AsyncSave:
                 if stage not in self._urgent:
                     self._urgent.append(stage)
                 self._changed.wait()
-            if self._phases.get(stage) is _Phase.COPY_ENQUEUED:
+            if self._phases.get(stage) is _Phase.COPIED:
                 self.events[stage].wait()
             self.outcome.waited_seconds += time.monotonic() - start
 
@@ -274,11 +274,12 @@ class _AsyncSave:
                 self._changed.wait()
         return None
 
-    def add_copy(self, copy: _Copy, phase: _Phase = _Phase.COPYING) -> None:
-        """Let a thread write `copy`."""
-        with self._changed:
-            self._phases[copy[0]] = phase
-            self._changed.notify_all()
+    def add_copy(self, copy: _Copy, *, is_copied: bool = True) -> None:
+        """Let a thread write `copy`; the stage may be updated meanwhile if it `is_copied`."""
+        if is_copied:
+            with self._changed:
+                self._phases[copy[0]] = _Phase.COPIED
+                self._changed.notify_all()
         self._copies.put(copy)
 
     def next_copy(self) -> _Copy | None:
@@ -286,13 +287,6 @@ class _AsyncSave:
         if copy is None:
             self._copies.put(None)  # for the next thread that writes
         return copy
-
-    def wait_for_copy(self, stage: int) -> None:
-        """Return when a copy from a GPU has arrived."""
-        if self._phases[stage] is _Phase.COPY_ENQUEUED:
-            self.events[stage].synchronize()
-            with self._changed:
-                self._phases[stage] = _Phase.COPIED
 
     def mark_written(self, stage: int, number: int, num_bytes: int, seconds: float) -> None:
         """Free buffer `number`; after the last stage end the save."""

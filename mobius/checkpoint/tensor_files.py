@@ -77,26 +77,8 @@ class StageParameter:
         return tuple(f"{self.name}.{part}" for part in parts)
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedFile:
-    """One file, and the full names of the tensors in it."""
-
-    file_name: str
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StageFiles:
-    """Files that one stage writes; both are empty if it has nothing to save."""
-
-    stage: int
-    model: tuple[PlannedFile, ...]
-    optimizer: tuple[PlannedFile, ...]
-
-    @property
-    def file_names(self) -> dict[str, str]:
-        """File by full name of the tensor."""
-        return {name: file.file_name for file in (*self.model, *self.optimizer) for name in file.names}
+Files = Mapping[str, Sequence[str]]
+"""Names of tensors by the name of their file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +97,11 @@ def plan_files(
     has_optimizer: bool,
     weights_prefix: str = MODEL_PREFIX,
     max_file_bytes: int = _MAX_FILE_BYTES,
-) -> tuple[StageFiles, ...]:
+) -> list[Files]:
     """Divide `parameters` into files of one stage each, of at most `max_file_bytes` unless one parameter is larger.
 
-    `weights_prefix` begins the names of those with weights.
-
-    Returns one entry per stage, at its index, up to the last stage that has a parameter; the same on all ranks.
+    `weights_prefix` begins the names of those with weights. Returns the files of each stage, weights first, up to the
+    last stage that has a parameter; the same on all ranks.
     """
     assert len({parameter.name for parameter in parameters}) == len(parameters), "a parameter is saved twice"
     by_stage = sorted(parameters, key=lambda parameter: parameter.stage)  # stable: their order within a stage stays
@@ -128,19 +109,19 @@ def plan_files(
     state_bytes = sum(part.itemsize for part in parts.values())
     weights = [(each, each.weight_names) for each in by_stage if each.weight_names]
     states = [(each, each.state_names(parts)) for each in by_stage if each.is_trained and has_optimizer]
-    model = _divide(weights_prefix, weights, dtype.itemsize, max_file_bytes)
-    optimizer = _divide("optimizer", states, state_bytes, max_file_bytes)
-    num_stages = max((parameter.stage for parameter in parameters), default=-1) + 1
-    return tuple(StageFiles(stage, model.get(stage, ()), optimizer.get(stage, ())) for stage in range(num_stages))
+    files: list[dict[str, Sequence[str]]] = [{} for _ in range(by_stage[-1].stage + 1 if by_stage else 0)]
+    for kind, named, element_bytes in ((weights_prefix, weights, dtype.itemsize), ("optimizer", states, state_bytes)):
+        groups = _divide(named, element_bytes, max_file_bytes)
+        for number, (stage, names) in enumerate(groups, start=1):
+            suffix = f"-{number:05}-of-{len(groups):05}" if len(groups) > 1 else ""
+            files[stage][f"{kind}{suffix}.safetensors"] = names
+    return list[Files](files)
 
 
 def _divide(
-    kind: str,
-    named: Sequence[tuple[StageParameter, tuple[str, ...]]],
-    bytes_per_element: int,
-    max_file_bytes: int,
-) -> dict[int, tuple[PlannedFile, ...]]:
-    """Files by stage of parameters in the order of their stages, each with the names of its tensors."""
+    named: Sequence[tuple[StageParameter, tuple[str, ...]]], bytes_per_element: int, max_file_bytes: int
+) -> list[tuple[int, list[str]]]:
+    """Stage and names of tensors of each file, for parameters in the order of their stages."""
     groups: list[tuple[int, list[str]]] = []
     num_bytes = 0
     for parameter, names in named:
@@ -150,11 +131,7 @@ def _divide(
             num_bytes = 0
         groups[-1][1].extend(names)
         num_bytes += more
-    files: dict[int, tuple[PlannedFile, ...]] = {}
-    for number, (stage, names_of_file) in enumerate(groups, start=1):
-        file_name = f"{kind}-{number:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else f"{kind}.safetensors"
-        files[stage] = (*files.get(stage, ()), PlannedFile(file_name, tuple(names_of_file)))
-    return files
+    return groups
 
 
 def checkpoint_disk_bytes(parameters: Sequence[StageParameter], dtype: torch.dtype, has_optimizer: bool) -> int:
@@ -209,7 +186,7 @@ def chunks_of(values: Tensor) -> Iterator[memoryview]:
 
 
 def write_stage(
-    folder: Path, files: StageFiles, read: Callable[[str], Tensor], *, progress: Callable[[], None] = lambda: None
+    folder: Path, files: Files, read: Callable[[str], Tensor], *, progress: Callable[[], None] = lambda: None
 ) -> list[FileRecord]:
     """Write the files of one stage into `folder`, synced to the disk. Raises CheckpointError that names the file.
 
@@ -220,10 +197,10 @@ def write_stage(
     """
     records = []
     with ThreadPoolExecutor(1, thread_name_prefix="saving: sums") as summing:
-        for part in (*files.model, *files.optimizer):
-            path = folder / part.file_name
+        for file_name, names in files.items():
+            path = folder / file_name
             progress()
-            values = {name: read(name).contiguous() for name in part.names}
+            values = {name: read(name).contiguous() for name in names}
             sums = {name: summing.submit(checksum, value) for name, value in values.items()}
             num_bytes = sum(value.nbytes for value in values.values())
             with translate_file_errors("write", path, num_bytes):
@@ -232,33 +209,31 @@ def write_stage(
                 sync_to_disk(path)
                 size = path.stat().st_size
             progress()
-            records.append(FileRecord(part.file_name, size, {name: each.result() for name, each in sums.items()}))
+            records.append(FileRecord(file_name, size, {name: each.result() for name, each in sums.items()}))
     return records
 
 
-def write_indexes(
-    folder: Path,
-    parameters: Sequence[StageParameter],
-    file_names: Mapping[str, str],
-    *,
-    dtype: torch.dtype,
-    weights_prefix: str = MODEL_PREFIX,
-) -> None:
+def write_indexes(folder: Path, files: Files, *, num_parameters: int, dtype: torch.dtype) -> None:
     """Write which file has which tensor, for weights and states apart; a single file needs no index.
 
     Format: https://huggingface.co/docs/safetensors and `save_pretrained` of transformers. Raises CheckpointError.
     """
-    weights = {name for parameter in parameters for name in parameter.weight_names}
-    elements = sum(parameter.num_elements for parameter in parameters if parameter.weight_names)
-    totals = {"total_parameters": elements, "total_size": elements * dtype.itemsize}
-    own = {name: file for name, file in file_names.items() if name in weights}
-    states = {name: file for name, file in file_names.items() if name not in weights}
-    for kind, metadata, names in ((weights_prefix, totals, own), ("optimizer", {}, states)):
-        if len({*names.values()}) > 1:
-            path = folder / f"{kind}.safetensors.index.json"
-            text = json.dumps({"metadata": metadata, "weight_map": names}, indent=2, sort_keys=True)
-            with translate_file_errors("write", path, len(text)):
-                path.write_text(text + "\n", encoding="utf-8")
+    weight_maps: dict[str, dict[str, str]] = {}
+    for file_name, names in files.items():
+        kind, is_one_of_several, _ = file_name.partition("-")
+        if is_one_of_several:
+            weight_maps.setdefault(kind, {}).update(dict.fromkeys(names, file_name))
+    totals = {"total_parameters": num_parameters, "total_size": num_parameters * dtype.itemsize}
+    for kind, weight_map in weight_maps.items():
+        index = {"metadata": {} if kind == "optimizer" else totals, "weight_map": weight_map}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        write_text(folder / f"{kind}.safetensors.index.json", text)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file, which the caller syncs. Raises CheckpointError."""
+    with translate_file_errors("write", path, len(text)):
+        path.write_text(text, encoding="utf-8")
 
 
 @contextmanager

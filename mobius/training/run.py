@@ -25,7 +25,7 @@ from mobius.checkpoint.restore import SavedWeights, load_best_model
 from mobius.checkpoint.resume import find_resume
 from mobius.checkpoint.run_folder import OutputFolder
 from mobius.checkpoint.run_settings import check_disk_space_for_run, count_saves, prepare_output, write_settings
-from mobius.checkpoint.saver import CheckpointSaver, collect_run_metadata
+from mobius.checkpoint.saver import CheckpointSaver
 from mobius.checkpoint.trained_weights import check_trained_weights, has_changed
 from mobius.config.config import Config
 from mobius.config.launch import resume_command
@@ -354,11 +354,15 @@ class TrainingRun:
         )
 
     def _make_saver(self) -> CheckpointSaver:
-        run_metadata = collect_run_metadata(
-            self.session.run_setup, self.model_files, self.data.fingerprint(), base=self.base, origin=self.origin
+        saver = CheckpointSaver(
+            self.session,
+            self.output.save_dir,
+            self.model_files,
+            data_fingerprint=self.data.fingerprint(),
+            origin=self.origin,
+            base=self.base,
+            on_complete=self.output.remove_older_results,
         )
-        complete = self.output.remove_older_results
-        saver = CheckpointSaver(self.session, self.output.save_dir, run_metadata, on_complete=complete)
         if self.resume is not None:
             saver.resume_from(self.resume.reader.path, self.steps_before, self._best(BEST_SAVED).step)
         logger.info("%s", table_row("saving", saver.describe()))

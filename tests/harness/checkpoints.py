@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mobius.checkpoint.folders import commit_checkpoint, create_partial, write_text
+from mobius.checkpoint.folders import commit_checkpoint, create_partial
 from mobius.checkpoint.manifest import Manifest
 from mobius.checkpoint.reader import CheckpointReader
-from mobius.checkpoint.tensor_files import StageParameter, plan_files, write_stage
+from mobius.checkpoint.tensor_files import StageParameter, plan_files, write_stage, write_text
 from mobius.engine.state_codec import CODECS
 
 PARAMETERS = (
@@ -54,11 +54,11 @@ def save(
     if tensors is None:
         tensors = values_of(step if seed is None else seed, dtype, parameters, has_optimizer=has_optimizer)
     partial = create_partial(save_dir, step)
-    write_text(partial, "LICENSE", "as is\n")  # nothing in its name says that it is a run's
-    write_text(partial, "config.json", '{"model_type": "llama"}\n')
+    write_text(partial / "LICENSE", "as is\n")  # nothing in its name says that it is a run's
+    write_text(partial / "config.json", '{"model_type": "llama"}\n')
     plan = plan_files(parameters, dtype=dtype, has_optimizer=has_optimizer, max_file_bytes=max_file_bytes)
     records = [record for stage in plan for record in write_stage(partial, stage, tensors.__getitem__)]
-    write_text(partial, "trainer_state.json", f'{{"global_step": {step}}}\n')
+    write_text(partial / "trainer_state.json", f'{{"global_step": {step}}}\n')
     manifest = Manifest(
         step=step,
         save_number=number,
@@ -71,13 +71,18 @@ def save(
         options={"learning_rate": 1e-5},
         versions={"mobius": "0"},
     )
-    return commit_checkpoint(partial, manifest, parameters=parameters, dtype=dtype)
+    return commit_checkpoint(partial, manifest, plan)
 
 
 def has_values(reader: CheckpointReader, seed: int, parameters: Sequence[StageParameter] = PARAMETERS) -> bool:
     """Whether weights and states are to the bit those of `seed`."""
     expected = values_of(seed, reader.dtype, parameters, has_optimizer=reader.manifest.has_optimizer)
-    return all(same_bits(reader.read(name, value.shape, value.dtype), value) for name, value in expected.items())
+    return all(same_bits(reader.read(name, torch.empty_like(value)), value) for name, value in expected.items())
+
+
+def names(folder: Path) -> list[str]:
+    """Sorted names of all that is in `folder`."""
+    return sorted(path.name for path in folder.iterdir())
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

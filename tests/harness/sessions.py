@@ -20,8 +20,8 @@ from mobius.checkpoint.folders import open_checkpoint
 from mobius.checkpoint.model_card import Origin
 from mobius.checkpoint.reader import CheckpointReader
 from mobius.checkpoint.saved_stage import SavedStage
-from mobius.checkpoint.saver import CheckpointSaver, StepMetadata, collect_run_metadata
-from mobius.config.cli import parse_args
+from mobius.checkpoint.saver import CheckpointSaver, StepMetadata
+from mobius.config.cli import given_options, parse_args
 from mobius.data.batches import TrainingBatches
 from mobius.data.mixture import WeightedSamples
 from mobius.data.token_store import TokenizedDataset
@@ -35,12 +35,20 @@ from mobius.planner.run_setup import RunSetup, make_run_setup
 from mobius.ranks import Ranks
 from mobius.training.data import packed_rows
 from mobius.training.evaluation.evaluator import Evaluator
+from mobius.training.run import run_training
 from mobius.training.session import Session, open_session
 from mobius.training.trainer import Trainer
 
 T = TypeVar("T")
 VOCAB = 4096
 _MAKING = threading.Lock()
+
+
+def resume(checkpoint: str, *arguments: str) -> None:
+    """Go on from a checkpoint with these options and no others."""
+    words = f"--device cpu --resume_from_checkpoint {checkpoint} --save_params none".split()
+    words += ["--save_results", "resumed.txt", *arguments]
+    run_training(parse_args(words, num_ranks=1), Ranks(0, 1, 0), given=given_options(words))
 
 
 def random_samples(num_samples: int, longest: int, *, seed: int = 0, shortest: int = 2) -> TokenizedDataset:
@@ -234,7 +242,7 @@ def state_of(session: Session) -> State:
 def saved_state(checkpoint: Path, like: Mapping[str, Tensor]) -> State:
     """The tensors of `like` as a checkpoint has them."""
     reader = open_checkpoint(checkpoint)
-    return {name: reader.read(name, tuple(tensor.shape), tensor.dtype) for name, tensor in like.items()}
+    return {name: reader.read(name, torch.empty_like(tensor)) for name, tensor in like.items()}
 
 
 def differing(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
@@ -250,8 +258,7 @@ def _bits(tensor: Tensor) -> Tensor:
 def _saver(session: Session, save_dir: Path) -> CheckpointSaver:
     folder = Path(session.run_setup.config.model.model_path)
     origin = Origin(str(folder), folder_has_weights(folder))
-    run_metadata = collect_run_metadata(session.run_setup, read_model_files(folder), "random", base=None, origin=origin)
-    return CheckpointSaver(session, save_dir, run_metadata)
+    return CheckpointSaver(session, save_dir, read_model_files(folder), data_fingerprint="random", origin=origin)
 
 
 def make_single_trainer(folder: Path, options: str, *, is_tied: bool = False) -> tuple[Trainer, Session]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.checkpoints import PARAMETERS, has_values, save
+from harness.checkpoints import PARAMETERS, has_values, names, save
 
 from mobius.checkpoint.folders import (
     checkpoint_path,
@@ -25,11 +25,10 @@ from mobius.checkpoint.folders import (
     recover_interrupted_saves,
     rotate_checkpoints,
 )
+from mobius.checkpoint.tensor_files import plan_files
 from mobius.errors import CheckpointError
 
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+PLANNED = plan_files(PARAMETERS, dtype=torch.bfloat16, has_optimizer=True)
 
 
 def steps(folder: Path) -> list[int]:
@@ -55,7 +54,7 @@ def test_files_in_folders_of_the_checkpoint_are_summed_up_too(tmp_path: Path) ->
     (partial / "additional_chat_templates").mkdir()
     (partial / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
 
-    reader = open_checkpoint(commit_checkpoint(partial, manifest, parameters=PARAMETERS, dtype=torch.bfloat16))
+    reader = open_checkpoint(commit_checkpoint(partial, manifest, PLANNED))
 
     assert "additional_chat_templates/tools.jinja" in [other.file_name for other in reader.manifest.others]
     (path / "additional_chat_templates" / "tools.jinja").write_text("{{ massages }}")
@@ -70,10 +69,10 @@ def test_a_checkpoint_that_lacks_a_stage_is_never_given_its_name(tmp_path: Path)
     lacking = replace(manifest, files=manifest.files[1:])
 
     with pytest.raises(CheckpointError, match=r"lacks tensors, or has too many: embed\.weight"):
-        commit_checkpoint(partial, lacking, parameters=PARAMETERS, dtype=torch.bfloat16)
+        commit_checkpoint(partial, lacking, PLANNED)
     (partial / manifest.files[0].file_name).unlink()
     with pytest.raises(CheckpointError, match=r"is incomplete: model-00001-of-00002\.safetensors is missing"):
-        commit_checkpoint(partial, manifest, parameters=PARAMETERS, dtype=torch.bfloat16)
+        commit_checkpoint(partial, manifest, PLANNED)
     assert names(tmp_path) == ["checkpoint-4.partial"]
     discard(partial)
     assert names(tmp_path) == []

@@ -2,80 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from harness.checkpoints import has_values, save, values_of
+from harness.checkpoints import has_values, names, save, values_of
+from harness.kills import run_killed
 
-from mobius.checkpoint import tensor_files
 from mobius.checkpoint.folders import find_checkpoints, open_checkpoint, recover_interrupted_saves, rotate_checkpoints
 
 Action = Callable[[Path], object]
 
-KILLED = 9
 TENSORS = {seed: values_of(seed, torch.bfloat16) for seed in (8, 108)}
-STEPS_OF_THE_SYSTEM = ("rename", "replace", "unlink", "rmdir", "mkdir")
-"""Calls that change names; each write of a file is counted too."""
-
-
-def run_killed(action: Action, folder: Path, at: int) -> bool:
-    """Do `action` in a forked process that ends before step number `at`; False if it ended by itself before."""
-    child = os.fork()
-    if child == 0:
-        try:
-            die_at(at)
-            action(folder)
-            os._exit(0)
-        finally:  # a failure of the action is none of the parent's tests, which would run twice
-            os._exit(1)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, KILLED)
-    return code == KILLED
-
-
-def die_at(at: int) -> None:
-    """Count what this process does to the file system, and end it in the middle."""
-    done = count(1)
-
-    def step() -> None:
-        if next(done) == at:
-            os._exit(KILLED)
-
-    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
-        def stepping(*arguments: Any, **words: Any) -> Any:
-            step()
-            return call(*arguments, **words)
-
-        return stepping
-
-    def write_in_halves(path: Path, text: str, encoding: str) -> None:
-        with open(path, "w", encoding=encoding) as file:
-            for half in (text[: len(text) // 2], text[len(text) // 2 :]):
-                step()
-                file.write(half)
-                file.flush()
-
-    def save_in_parts(values: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
-        step()
-        save_file(values, path, metadata=metadata)
-        whole = path.stat().st_size
-        for size in (0, whole // 2, whole):
-            os.truncate(path, size)
-            step()
-        save_file(values, path, metadata=metadata)
-
-    save_file = tensor_files.save_file
-    for name in STEPS_OF_THE_SYSTEM:
-        setattr(os, name, counted(getattr(os, name)))
-    Path.write_text = write_in_halves  # type: ignore[assignment,method-assign]
-    tensor_files.save_file = save_in_parts
 
 
 def save_first(folder: Path) -> None:
@@ -100,10 +42,6 @@ def several_before(folder: Path) -> None:
         save(folder, step, number=step)
 
 
-def only_checkpoints(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
-
-
 def state_of(folder: Path) -> set[tuple[str, int]]:
     return {(path.relative_to(folder).as_posix(), path.stat().st_size) for path in folder.rglob("*") if path.is_file()}
 
@@ -124,14 +62,14 @@ def test_a_kill_before_any_step_leaves_complete_checkpoints_only(
     seen: set[int | None] = set()
     for at in count(1):
         shutil.copytree(template, folder := tmp_path / f"killed-{at}")
-        was_killed = run_killed(action, folder, at)
+        was_killed = run_killed(partial(action, folder), at, counts_writes=True)
 
         for path, _ in find_checkpoints(folder).valid:
             open_checkpoint(path).verify_all()
         recover_interrupted_saves(folder)
         found = find_checkpoints(folder)
         assert found.invalid == ()
-        assert {path.name for path, _ in found.valid} == only_checkpoints(folder)
+        assert sorted(path.name for path, _ in found.valid) == names(folder)
         by_step = {manifest.step: open_checkpoint(path) for path, manifest in found.valid}
         if action is not save_first and action is not save_again:
             assert 8 in by_step
@@ -153,9 +91,9 @@ def settle_with_kills(left: Path, folder: Path, first: int) -> int:
     """
     for at in count(first, 3):
         shutil.copytree(left, folder)
-        was_killed = run_killed(recover_interrupted_saves, folder, at)
+        was_killed = run_killed(partial(recover_interrupted_saves, folder), at, counts_writes=True)
         recover_interrupted_saves(folder)
-        assert only_checkpoints(folder) == {"checkpoint-4", "checkpoint-8"}
+        assert names(folder) == ["checkpoint-4", "checkpoint-8"]
         reader = open_checkpoint(folder / "checkpoint-8")
         assert has_values(reader, 8) or has_values(reader, 108)
         shutil.rmtree(folder)
@@ -171,7 +109,7 @@ def test_a_kill_while_leftovers_are_settled_is_settled_by_the_next_start(tmp_pat
     seen = {frozenset(state_of(template))}  # most steps change nothing that a later start could see
     for at in count(1):
         shutil.copytree(template, left := tmp_path / f"left-{at}")
-        was_killed = run_killed(save_again, left, at)
+        was_killed = run_killed(partial(save_again, left), at, counts_writes=True)
         if (state := frozenset(state_of(left))) not in seen:
             seen.add(state)
             num_settled += settle_with_kills(left, tmp_path / "folder", first=1 + at % 3)

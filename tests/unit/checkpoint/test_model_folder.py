@@ -70,8 +70,9 @@ def save(model: torch.nn.Module, folder: Path, *, num_ranks: int, max_file_bytes
     files = plan_files(parameters, dtype=model.dtype, has_optimizer=False, max_file_bytes=max_file_bytes)
     for own in files:
         write_stage(folder, own, reader(model))
-    names = {name: file for own in files for name, file in own.file_names.items()}
-    write_indexes(folder, parameters, names, dtype=model.dtype)
+    num_parameters = sum(parameter.num_elements for parameter in parameters)
+    written = {file_name: names for own in files for file_name, names in own.items()}
+    write_indexes(folder, written, num_parameters=num_parameters, dtype=model.dtype)
 
 
 def save_values(values: dict[str, torch.Tensor], folder: Path) -> None:

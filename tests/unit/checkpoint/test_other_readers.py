@@ -13,10 +13,8 @@ from harness.runs import make_checkpoint
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from mobius.checkpoint.folders import commit_checkpoint, create_partial
-from mobius.checkpoint.manifest import Manifest
 from mobius.checkpoint.model_folder import write_model_files
-from mobius.checkpoint.tensor_files import StageParameter, plan_files, write_stage
+from mobius.checkpoint.tensor_files import StageParameter
 from mobius.engine.state_codec import CODECS
 from mobius.models.model_files import read_model_files
 
@@ -41,26 +39,11 @@ def test_transformers_loads_it_at_once_with_equal_logits(
         for name, value in weights.items()
         for part, dtype in CODECS[torch.bfloat16].parts.items()
     }
-    partial = create_partial(tmp_path / "out", 8)
-    config = AutoConfig.from_pretrained(base, trust_remote_code=False)
-    write_model_files(partial, read_model_files(base), config, dtype=torch.bfloat16)
-    max_file_bytes = 100_000 if has_many_files else 5_000_000_000
-    plan = plan_files(parameters, dtype=torch.bfloat16, has_optimizer=True, max_file_bytes=max_file_bytes)
     tensors = {**{name: value.detach() for name, value in weights.items()}, **states}
-    records = [record for files in plan for record in write_stage(partial, files, tensors.__getitem__)]
-    manifest = Manifest(
-        step=8,
-        save_number=1,
-        num_parameters=sum(value.numel() for value in weights.values()),
-        dtype="bfloat16",
-        has_optimizer=True,
-        files=tuple(records),
-        training={},
-        data={},
-        options={},
-        versions={},
-    )
-    path = commit_checkpoint(partial, manifest, parameters=parameters, dtype=torch.bfloat16)
+    max_file_bytes = 100_000 if has_many_files else 5_000_000_000
+    path = save(tmp_path / "out", 8, number=1, parameters=parameters, tensors=tensors, max_file_bytes=max_file_bytes)
+    config = AutoConfig.from_pretrained(base, trust_remote_code=False)
+    write_model_files(path, read_model_files(base), config, dtype=torch.bfloat16)
 
     loaded = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False).eval()
 

@@ -28,11 +28,14 @@ def test_every_bit_comes_back(dtype: torch.dtype, max_file_bytes: int, tmp_path:
 def test_values_are_read_to_where_they_are_wanted(tmp_path: Path) -> None:
     reader = open_checkpoint(save(tmp_path, 4, number=1))
     flat = torch.zeros(100, dtype=torch.bfloat16)
-    view = flat[10:31].view(7, 3)
+    view, transposed = flat[10:31].view(7, 3), torch.empty(3, 7, dtype=torch.bfloat16).t()
 
-    assert reader.read("embed.weight", (7, 3), torch.bfloat16, out=view) is view
+    assert reader.read("embed.weight", view) is view
+    assert reader.read("embed.weight", transposed) is transposed
 
-    assert torch.equal(flat[10:31].view(7, 3), values_of(4, torch.bfloat16)["embed.weight"])
+    expected = values_of(4, torch.bfloat16)["embed.weight"]
+    assert torch.equal(flat[10:31].view(7, 3), expected)
+    assert torch.equal(transposed, expected)
     assert not flat[:10].any()
     assert not flat[31:].any()
 
@@ -50,7 +53,7 @@ def test_a_tensor_of_another_model_is_refused(name: str, dtype: str, complaint: 
     reader = open_checkpoint(save(tmp_path, 4, number=1))
 
     with pytest.raises(CheckpointError, match=complaint):
-        reader.read(name, (3, 7), getattr(torch, dtype))
+        reader.read(name, torch.empty(3, 7, dtype=getattr(torch, dtype)))
 
 
 def flip_last_bit(path: Path) -> None:
@@ -129,4 +132,4 @@ def test_a_damaged_header_is_told(damage: Callable[[bytes], bytes], reason: str,
     file.write_bytes(damage(file.read_bytes()))
 
     with pytest.raises(CheckpointError, match=reason):
-        reader.read("embed.weight", (7, 3), torch.bfloat16)
+        reader.read("embed.weight", torch.empty(7, 3, dtype=torch.bfloat16))

@@ -16,6 +16,7 @@ import torch
 from harness.fuzzed_inputs import with_sums
 from harness.grids import named
 from harness.runs import assert_equal_tensors, assert_goes_on_exactly, make_checkpoint, steps_of, tensors_of
+from harness.sessions import resume
 
 from mobius.checkpoint.resume import find_resume
 from mobius.config.cli import given_options, parse_args
@@ -36,13 +37,6 @@ FREQUENT = ["--save_steps", "1", "--save_total_limit", "1"]
 IN_EPOCHS = """--model_path model --dataset data.jsonl --device cpu --dtype fp32 --num_stages 2 --num_chunks 2
     --batch_size 4 --seq_length 16 --num_train_epochs 3 --save_steps 4 --save_total_limit 0 --learning_rate 1e-3
     --save_params none --val_size 4 --eval_strategy epoch --save_dir out"""
-
-
-def resume(checkpoint: str, *arguments: str) -> None:
-    """Go on from a checkpoint with these options and no others."""
-    words = f"--device cpu --resume_from_checkpoint {checkpoint} --save_params none".split()
-    words += ["--save_results", "resumed.txt", *arguments]
-    run_training(parse_args(words, num_ranks=1), Ranks(0, 1, 0), given=given_options(words))
 
 
 @pytest.fixture

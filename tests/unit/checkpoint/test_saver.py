@@ -17,24 +17,18 @@ from typing import Any
 
 import pytest
 from harness.runs import assert_equal_tensors, steps_of
+from harness.sessions import resume
 
 from mobius.checkpoint import saver, tensor_files
 from mobius.checkpoint.run_settings import count_saves
-from mobius.config.cli import given_options, parse_args
+from mobius.config.cli import parse_args
 from mobius.errors import CheckpointError
-from mobius.ranks import Ranks
 from mobius.reporting.trainer_state import TrainerState
 from mobius.training.loop import TrainingLoop
-from mobius.training.run import run_training
 
 Run = Callable[..., None]
 OPTIONS = "--num_iterations 12 --save_steps 4 --save_total_limit 0 --learning_rate 1e-3 --save_params none"
 Fault = Callable[[pytest.MonkeyPatch], None]
-
-
-def resume(*arguments: str) -> None:
-    words = ["--device", "cpu", "--save_params", "none", "--save_results", "resumed.txt", *arguments]
-    run_training(parse_args(words, num_ranks=1), Ranks(0, 1, 0), given=given_options(words))
 
 
 def full_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +99,7 @@ def test_training_waits_for_a_slow_disk_only_when_the_next_save_is_due(
     written, after_step = saver.write_stage, TrainingLoop._after_step
     is_at_step_7, events = threading.Event(), list[str]()
 
-    def write_stage(folder: Path, stage: tensor_files.StageFiles, *arguments: Any, **more: Any) -> Any:
+    def write_stage(folder: Path, stage: tensor_files.Files, *arguments: Any, **more: Any) -> Any:
         if "checkpoint-4" in folder.name:
             assert is_at_step_7.wait(30), "training waits for the disk"
             time.sleep(0.4)  # longer than a step takes
@@ -167,7 +161,7 @@ def test_a_second_run_in_the_folder_is_refused_and_touches_nothing(run: Run, wor
 
     with locked(Path("out")):
         with pytest.raises(CheckpointError, match="another run is writing to .*/out"):
-            resume("--resume_from_checkpoint", "true", "--save_dir", "out")
+            resume("true", "--save_dir", "out")
         with pytest.raises(CheckpointError, match="another run is writing to .*/out"):
             run(*OPTIONS.split(), "--overwrite_output_dir")
 

@@ -143,7 +143,6 @@ def test_what_is_written_is_one_step_however_soon_the_next_updates_come(staging_
 def test_with_room_for_all_no_update_waits_for_the_disk() -> None:
     stages = {number: make_stage() for number in range(3)}
     snapshots, disk = make(stages), Disk(held=True)
-    assert snapshots.staging_buffers is not None
     assert snapshots.staging_buffers.has_buffer_per_stage
     snapshots.begin(disk.write)
     for number in stages:
@@ -157,7 +156,6 @@ def test_without_room_an_update_waits_until_the_one_buffer_was_written_and_the_u
     stages = {number: make_stage() for number in range(4)}
     one = make(stages).num_bytes // 4
     snapshots, disk = make(stages, 2 * one - 1), Disk(held=True)
-    assert snapshots.staging_buffers is not None
     assert snapshots.staging_buffers.num_bytes == one
     snapshots.begin(disk.write)
     snapshots.before_update(3)  # it is in the buffer
@@ -177,7 +175,6 @@ def test_without_room_an_update_waits_until_the_one_buffer_was_written_and_the_u
 def test_without_any_memory_a_stage_is_written_from_where_it_is_and_its_update_waits_for_that() -> None:
     stages = {number: make_stage() for number in range(4)}
     snapshots, disk = make(stages, 0), Disk(held=True)
-    assert snapshots.staging_buffers is not None
     assert snapshots.staging_buffers.num_bytes == 0
     snapshots.begin(disk.write)
     assert disk.begun.wait(PATIENCE)

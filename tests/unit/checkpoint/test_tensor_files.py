@@ -17,8 +17,7 @@ from torch import Tensor
 
 from mobius.checkpoint import tensor_files
 from mobius.checkpoint.tensor_files import (
-    PlannedFile,
-    StageFiles,
+    Files,
     StageParameter,
     check_disk_space,
     checkpoint_disk_bytes,
@@ -31,6 +30,10 @@ from mobius.errors import CheckpointError
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
+def files_of(kind: str, files: Files) -> Files:
+    return {file_name: names for file_name, names in files.items() if file_name.startswith(kind)}
+
+
 def test_files_have_whole_parameters_of_one_stage_and_end_at_the_limit() -> None:
     sizes_and_stages = [(40, 0), (40, 0), (30, 0), (100, 1), (250, 1), (10, 3)]
     parameters = [StageParameter(f"p{i}", (size,), stage) for i, (size, stage) in enumerate(sizes_and_stages)]
@@ -38,21 +41,18 @@ def test_files_have_whole_parameters_of_one_stage_and_end_at_the_limit() -> None
     plan = plan_files(parameters, dtype=torch.bfloat16, has_optimizer=True, max_file_bytes=200)
 
     model = "model-0000{}-of-00005.safetensors"
-    assert [files.model for files in plan] == [
-        (PlannedFile(model.format(1), ("p0", "p1")), PlannedFile(model.format(2), ("p2",))),
-        (PlannedFile(model.format(3), ("p3",)), PlannedFile(model.format(4), ("p4",))),
-        (),
-        (PlannedFile(model.format(5), ("p5",)),),
+    assert [files_of("model", files) for files in plan] == [
+        {model.format(1): ["p0", "p1"], model.format(2): ["p2"]},
+        {model.format(3): ["p3"], model.format(4): ["p4"]},
+        {},
+        {model.format(5): ["p5"]},
     ]
-    assert [len(files.optimizer) for files in plan] == [3, 2, 0, 1]
-    first = plan[0].optimizer[0]
-    assert first == PlannedFile(
-        "optimizer-00001-of-00006.safetensors", ("p0.exp_avg", "p0.exp_avg_sq", "p0.master_low")
-    )
+    assert [len(files_of("optimizer", files)) for files in plan] == [3, 2, 0, 1]
+    assert plan[0]["optimizer-00001-of-00006.safetensors"] == ["p0.exp_avg", "p0.exp_avg_sq", "p0.master_low"]
 
 
 def test_the_order_in_which_stages_are_given_changes_nothing() -> None:
-    def planned(parameters: list[StageParameter]) -> tuple[StageFiles, ...]:
+    def planned(parameters: list[StageParameter]) -> list[Files]:
         return plan_files(parameters, dtype=torch.float32, has_optimizer=False)
 
     first, second = StageParameter("a", (2,), 0), StageParameter("b", (2,), 1)
@@ -60,15 +60,14 @@ def test_the_order_in_which_stages_are_given_changes_nothing() -> None:
 
 
 def test_frozen_parameters_and_runs_that_save_the_model_only_have_no_states() -> None:
-    def states(parameters: list[StageParameter], *, has_optimizer: bool) -> tuple[PlannedFile, ...]:
-        return plan_files(parameters, dtype=torch.bfloat16, has_optimizer=has_optimizer)[0].optimizer
+    def states(parameters: list[StageParameter], *, has_optimizer: bool) -> list[str]:
+        (files,) = plan_files(parameters, dtype=torch.bfloat16, has_optimizer=has_optimizer)
+        return [name for names in files_of("optimizer", files).values() for name in names]
 
     trained, frozen = StageParameter("a", (2,), 0), StageParameter("b", (2,), 0, is_trained=False)
-    assert [
-        name.partition(".")[0] for part in states([trained, frozen], has_optimizer=True) for name in part.names
-    ] == [*("a", "a", "a")]
-    assert states([frozen], has_optimizer=True) == ()
-    assert states([trained], has_optimizer=False) == ()
+    assert states([trained, frozen], has_optimizer=True) == ["a.exp_avg", "a.exp_avg_sq", "a.master_low"]
+    assert states([frozen], has_optimizer=True) == []
+    assert states([trained], has_optimizer=False) == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -110,8 +109,7 @@ def test_sums_are_made_while_the_file_is_written(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(tensor_files, "save_file", save_file)
     monkeypatch.setattr(tensor_files, "checksum", checksum)
-    stage = StageFiles(0, (PlannedFile("model.safetensors", ("a",)),), ())
-    (record,) = write_stage(tmp_path, stage, lambda _: torch.ones(2))
+    (record,) = write_stage(tmp_path, {"model.safetensors": ["a"]}, lambda _: torch.ones(2))
     assert record.checksums == {"a": zlib.crc32(b"\0\0\x80\x3f" * 2)}
 
 

@@ -8,15 +8,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from convert_checkpoint import main
-from harness.checkpoints import has_values, save, values_of
+from harness.checkpoints import has_values, names, save, values_of
 
 from mobius.checkpoint.folders import open_checkpoint
 
 TRUST = "--trust-dcp-metadata"
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -64,7 +60,7 @@ def test_weights_that_were_changed_in_torchs_format_are_taken_and_told(
 
     assert "1 tensors are other ones now, such as embed.weight" in capsys.readouterr().out
     reader = open_checkpoint(tmp_path / "back" / "checkpoint-8")
-    assert torch.equal(reader.read("embed.weight", (7, 3), torch.bfloat16), tensors["embed.weight"])
+    assert torch.equal(reader.read("embed.weight", torch.empty(7, 3, dtype=torch.bfloat16)), tensors["embed.weight"])
 
 
 def test_torchs_pickle_is_loaded_on_request_only(

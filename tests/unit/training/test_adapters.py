@@ -12,14 +12,12 @@ import pytest
 import torch
 from harness.grids import named
 from harness.runs import tensors_of
+from harness.sessions import resume
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from mobius.config.cli import given_options, parse_args
 from mobius.errors import CheckpointError, ConfigError, MobiusError
-from mobius.ranks import Ranks
-from mobius.training.run import run_training
 from scripts.merge_adapter import main as merge
 
 Run = Callable[..., None]
@@ -30,13 +28,6 @@ TOKENS = torch.arange(3, 40).reshape(1, -1)
 
 def train(run: Run, *options: str) -> None:
     run(*LORA.split(), *options)
-
-
-def resume(checkpoint: str, *arguments: str) -> None:
-    """Go on from a checkpoint with these options and no others."""
-    words = f"--device cpu --resume_from_checkpoint {checkpoint} --save_params none".split()
-    words += ["--save_results", "resumed.txt", *arguments]
-    run_training(parse_args(words, num_ranks=1), Ranks(0, 1, 0), given=given_options(words))
 
 
 def base_model(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
