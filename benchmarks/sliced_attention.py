@@ -36,7 +36,7 @@ from mobius.models.slice_pieces import (  # noqa: E402
     AttentionKernel,
     SlicedAttentionSettings,
     is_kernel_available,
-    unsupported_reason,
+    takes_settings,
 )
 
 TITLES = ["kernel", "slice", "forward, s", "TFLOP/s", "backward, s", "TFLOP/s", "ratio", "GPU GiB"]
@@ -156,7 +156,7 @@ def kernels_of(arguments: argparse.Namespace, device: torch.device) -> list[Atte
     able = [
         kernel
         for kernel in AttentionKernel
-        if unsupported_reason(kernel, window=arguments.window, softcap=None) is None
+        if takes_settings(kernel, window=arguments.window, softcap=None)
         and is_kernel_available(kernel, device, dtype, arguments.head_size)
     ]
     if arguments.kernels is None:

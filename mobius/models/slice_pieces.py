@@ -25,7 +25,7 @@ needs keys expanded to all query heads and a log-sum-exp padded to 32 queries, f
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
@@ -33,7 +33,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mobius.errors import PlanError
 from mobius.limits import KEYS_PER_CALL
 from mobius.models.attention import DocumentAttention, choose_attention
 
@@ -52,32 +51,13 @@ class AttentionKernel(StrEnum):
     TILES = "tiles"
 
 
-@dataclass(frozen=True)
-class KernelCapabilities:
-    """Features of a kernel besides plain causal attention."""
-
-    takes_windows: bool
-    takes_documents: bool
-    """Several documents in one call; one document per call works with every kernel."""
-    takes_softcap: bool = False
-
-
-KERNEL_CAPABILITIES: Mapping[AttentionKernel, KernelCapabilities] = {
-    AttentionKernel.CUDNN: KernelCapabilities(takes_windows=False, takes_documents=False),
-    AttentionKernel.FLASH: KernelCapabilities(takes_windows=True, takes_documents=True),
-    AttentionKernel.CPU: KernelCapabilities(takes_windows=False, takes_documents=False),
-    AttentionKernel.TILES: KernelCapabilities(takes_windows=True, takes_documents=True, takes_softcap=True),
-}
-
-
 def choose_kernel(
     device: torch.device, dtype: torch.dtype, *, head_size: int, window: int | None, softcap: float | None
 ) -> AttentionKernel:
     """Return the first kernel that fits; with deterministic algorithms enabled, a deterministic one."""
     for kernel in AttentionKernel:
-        if unsupported_reason(kernel, window=window, softcap=softcap) is None and is_kernel_available(
-            kernel, device, dtype, head_size
-        ):
+        is_able = takes_settings(kernel, window=window, softcap=softcap)
+        if is_able and is_kernel_available(kernel, device, dtype, head_size):
             return kernel
     raise AssertionError("tiles take everything")
 
@@ -91,18 +71,11 @@ def is_kernel_available(kernel: AttentionKernel, device: torch.device, dtype: to
     return kernel is AttentionKernel.TILES or (device.type == "cpu" and dtype in (torch.float32, torch.bfloat16))
 
 
-def unsupported_reason(kernel: AttentionKernel, *, window: int | None, softcap: float | None) -> str | None:
-    """Message on the first unsupported setting, with kernels that support it; None if `kernel` supports all."""
-    limits = KERNEL_CAPABILITIES[kernel]
-    if softcap is not None and not limits.takes_softcap:
-        return (
-            f"the kernel {kernel} does not support capped scores (attn_logit_softcapping {softcap}); "
-            f"{AttentionKernel.TILES} does"
-        )
-    if window is not None and not limits.takes_windows:
-        able = " and ".join(each for each, other in KERNEL_CAPABILITIES.items() if other.takes_windows)
-        return f"the kernel {kernel} does not support windows (sliding_window {window}); {able} do"
-    return None
+def takes_settings(kernel: AttentionKernel, *, window: int | None, softcap: float | None) -> bool:
+    """Whether `kernel` supports a sliding window and capped scores, where there are such."""
+    if kernel is AttentionKernel.TILES:
+        return True
+    return softcap is None and (window is None or kernel is AttentionKernel.FLASH)
 
 
 def _cudnn_fits(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
@@ -166,10 +139,7 @@ class AttentionPiece:
 
 @dataclass(eq=False)
 class SlicedAttentionSettings:
-    """Attention settings of one kind of layers for a microbatch's sequences, with a cache of pieces per slice.
-
-    Raises PlanError if `kernel` does not support them (`kernel_choice.choose_kernel` finds one that does).
-    """
+    """Attention settings of one kind of layers for a microbatch's sequences, with a cache of pieces per slice."""
 
     kernel: AttentionKernel
     scale: float
@@ -185,8 +155,7 @@ class SlicedAttentionSettings:
     _made: dict[tuple[object, ...], tuple[AttentionPiece, ...]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        if reason := unsupported_reason(self.kernel, window=self.window, softcap=self.softcap):
-            raise PlanError(f"attention of a slice: {reason}. Let choose_kernel select one, or use --num_slices 1.")
+        assert takes_settings(self.kernel, window=self.window, softcap=self.softcap), self
         assert self.documents is None or self.documents.device.type == "cpu", "bounds are read on the host"
         self._bounds = None if self.documents is None else self.documents.tolist()
 
@@ -223,8 +192,8 @@ def _cut(
     for row, starts in enumerate(rows):
         own, inner = slice(row, row + 1), [each for each in starts if each > start]
         edges = [starts[bisect.bisect_right(starts, start) - 1], *inner, end]
-        if inner and KERNEL_CAPABILITIES[kernel].takes_documents:
-            pieces += _in_one_call(settings, kernel, own, edges, start, device)
+        if inner and kernel is AttentionKernel.FLASH:
+            pieces += _in_one_call(settings, own, edges, start, device)
             continue
         for first, last in pairwise(edges):
             pieces += _of_document(settings, kernel, own, first, (max(first, start), last), start)
@@ -267,15 +236,10 @@ def _taking(kernel: AttentionKernel, keys: tuple[int, int]) -> AttentionKernel:
 
 
 def _in_one_call(
-    settings: SlicedAttentionSettings,
-    kernel: AttentionKernel,
-    rows: slice,
-    edges: Sequence[int],
-    start: int,
-    device: torch.device,
+    settings: SlicedAttentionSettings, rows: slice, edges: Sequence[int], start: int, device: torch.device
 ) -> Iterator[AttentionPiece]:
-    """One call for documents that begin at `edges[:-1]`; the last edge is the slice's end."""
-    window, end = settings.window, edges[-1]
+    """One call of FlashAttention for documents that begin at `edges[:-1]`; the last edge is the slice's end."""
+    window, end, kernel = settings.window, edges[-1], AttentionKernel.FLASH
     # With a window, the same call takes the first document's keys before the slice: at most `window` of them.
     first = start if window is None else max(edges[0], start - window + 1)
     cu_seqlens = tuple(

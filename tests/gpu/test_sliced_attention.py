@@ -11,7 +11,7 @@ from mobius.models.slice_pieces import (
     AttentionKernel,
     choose_kernel,
     is_kernel_available,
-    unsupported_reason,
+    takes_settings,
 )
 
 pytestmark = pytest.mark.gpu
@@ -75,7 +75,7 @@ def test_slices_are_what_the_whole_is(
 def test_slices_keep_windows_and_caps(
     kernel: AttentionKernel, lengths: list[int], rows: Rows, window: int | None, softcap: float | None
 ) -> None:
-    if unsupported_reason(kernel, window=window, softcap=softcap) is not None:
+    if not takes_settings(kernel, window=window, softcap=softcap):
         return
     skip_unless_fit(kernel, torch.bfloat16, 64)
     given = Sequences.draw(

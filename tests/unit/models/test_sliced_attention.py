@@ -7,7 +7,6 @@ import torch
 from harness.live_bytes import LiveBytes
 from harness.sliced_sequences import Rows, Sequences, at_once, gpu_attention_on_cpu, in_slices
 
-from mobius.errors import PlanError
 from mobius.models.slice_attention import attend_slice, attend_slice_backward
 from mobius.models.slice_pieces import AttentionKernel, SlicedAttentionSettings
 
@@ -129,22 +128,3 @@ def _peaks(kernel: AttentionKernel, num_queries: int, num_keys: int) -> tuple[in
     with LiveBytes() as backward:
         attend_slice_backward(d_output, query, output, lse, cache, start, settings)
     return forward.peak, backward.peak
-
-
-@pytest.mark.parametrize(
-    ("kernel", "asked", "message"),
-    [
-        (
-            AttentionKernel.CUDNN,
-            {"softcap": 50.0},
-            "cudnn does not support capped scores .attn_logit_softcapping 50.0.; tiles does",
-        ),
-        (AttentionKernel.FLASH, {"softcap": 50.0}, "flash does not support capped scores"),
-        (AttentionKernel.CPU, {"window": 9}, "cpu does not support windows .sliding_window 9.; flash and tiles do"),
-    ],
-)
-def test_a_kernel_refuses_what_it_cannot_and_names_what_can(
-    kernel: AttentionKernel, asked: dict[str, float], message: str
-) -> None:
-    with pytest.raises(PlanError, match=message):
-        SlicedAttentionSettings(kernel, 1.0, **asked)  # type: ignore[arg-type]
