@@ -23,7 +23,7 @@ from mobius.engine.tiles import TiledLayer
 from mobius.models.attention_split import LayerAttention, without_attention_arguments
 from mobius.models.block_autograd import NamedTensors, run_without_graph
 from mobius.models.blocks import ModelParts
-from mobius.models.pre_post_attention import Heads, PrePostAttention
+from mobius.models.pre_post_attention import Heads
 from mobius.models.slice_attention import SequenceKVCache, attend_slice, attend_slice_backward
 from mobius.models.slice_pieces import SlicedAttentionSettings, choose_kernel
 from mobius.schedule.partition import StageCut
@@ -66,7 +66,7 @@ class SlicedLayers:
         self._keeps_attention = keeps_attention
         blocks = [parts.split_at_attention(index) for index in cut.layers]
         self._attention = [each.attention for each in blocks]
-        self._layers = [TiledLayer(PrePostAttention(each), tile_tokens=tile_tokens or _WHOLE_SLICE) for each in blocks]
+        self._layers = [TiledLayer(each, tile_tokens=tile_tokens or _WHOLE_SLICE) for each in blocks]
 
     def forward(
         self, weights: NamedTensors, inputs: Tensor, context: MicrobatchContext

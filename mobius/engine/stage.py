@@ -17,6 +17,7 @@ from mobius.engine.stage_layers import MicrobatchContext, SavedForBackward, tens
 from mobius.engine.tiles import TiledLayer
 from mobius.models.attention import DocumentAttention
 from mobius.models.block_autograd import (
+    Block,
     BlockGraph,
     NamedTensors,
     backward,
@@ -27,10 +28,9 @@ from mobius.models.block_autograd import (
     run_with_graph,
     run_without_graph,
 )
-from mobius.models.blocks import Block, LayerArguments, ModelParts
+from mobius.models.blocks import LayerArguments, ModelParts
 from mobius.models.compiled import KeywordArguments, SavedProducts, Tensors
 from mobius.models.layout import StageLayout
-from mobius.models.pre_post_attention import PrePostAttention
 from mobius.schedule.partition import StageCut
 from mobius.schedule.plan import RecomputeLevel
 
@@ -65,9 +65,8 @@ class StageModule:
         self._tile_tokens = tile_tokens
         self._tiled: dict[int, TiledLayer] = {}
         if tile_tokens is not None:
-            split_at_attention = {index: PrePostAttention(parts.split_at_attention(index)) for index in cut.layers}
             self._tiled = {
-                index: TiledLayer(each, tile_tokens=tile_tokens) for index, each in split_at_attention.items()
+                index: TiledLayer(parts.split_at_attention(index), tile_tokens=tile_tokens) for index in cut.layers
             }
         blocks = [
             *([parts.embedding] if cut.is_first else []),

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from mobius.models.attention_split import without_attention_arguments
+from mobius.models.attention_split import LayerAttention, without_attention_arguments
 from mobius.models.block_autograd import NamedTensors
 from mobius.models.compiled import Tensors
-from mobius.models.pre_post_attention import AttentionGraph, Heads, PrePostAttention
+from mobius.models.pre_post_attention import Heads, SplitBlocks
 
 _WHOLE = 128
 """Tiles are cut evenly, in multiples of this many tokens: the tile size of GPU matrix products."""
@@ -39,24 +39,27 @@ class TokenAttention(Protocol):
 class _WholeRows:
     """The layer's own attention."""
 
-    def __init__(self, layer: PrePostAttention, arguments: Mapping[str, Any]) -> None:
-        self._layer, self._arguments = layer, arguments
-        self._graph: AttentionGraph | None = None
+    def __init__(self, attention: LayerAttention, arguments: Mapping[str, Any]) -> None:
+        self._attention, self._arguments = attention, arguments
+        self._graph: tuple[Tensor, Heads] | None = None
 
     def attend(self, heads: Heads) -> Tensor:
-        self._graph = self._layer.attend_with_graph(heads, self._arguments)
-        return self._graph.output.detach()
+        leaves = Heads(*(each.detach().requires_grad_() for each in heads))
+        with torch.enable_grad():
+            output = self._attention(*leaves, self._arguments)
+        self._graph = output, leaves
+        return output.detach()
 
     def backward(self, gradient: Tensor) -> Heads:
         assert self._graph is not None
-        graph, self._graph = self._graph, None
-        return graph.backward(gradient)
+        (output, leaves), self._graph = self._graph, None
+        return Heads(*torch.autograd.grad(output, leaves, gradient))
 
 
 class TiledLayer:
     """A layer of a stage, run in tiles of at most `tile_tokens` tokens."""
 
-    def __init__(self, layer: PrePostAttention, *, tile_tokens: int) -> None:
+    def __init__(self, layer: SplitBlocks, *, tile_tokens: int) -> None:
         self._layer, self._tile_tokens = layer, tile_tokens
 
     def run_pre_attention(self, weights: NamedTensors, hidden: Tensor, arguments: Mapping[str, Any]) -> Heads:
@@ -77,7 +80,8 @@ class TiledLayer:
         """
         rows = _Rows(hidden, arguments, self._tile_tokens)
         heads = self._project(weights, hidden, rows)
-        attended = self._layer.attend(heads, arguments) if attention is None else attention.attend(heads)
+        with torch.no_grad():
+            attended = self._layer.attention(*heads, arguments) if attention is None else attention.attend(heads)
         del heads  # else they would stay in memory with the output
         output = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         sums: list[Tensor] = []
@@ -104,7 +108,7 @@ class TiledLayer:
         """
         rows = _Rows(hidden, arguments, self._tile_tokens)
         heads = self._project(weights, hidden, rows)
-        graph = _WholeRows(self._layer, arguments) if attention is None else attention
+        graph = _WholeRows(self._layer.attention, arguments) if attention is None else attention
         attended = graph.attend(heads)
         del heads
         hidden_gradient, attended_gradient = self._finish_backward(

@@ -12,7 +12,6 @@ The second half does not recompute linears that only query, key and value depend
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -99,8 +98,7 @@ def split_layer(layer: nn.Module, hidden: Tensor, arguments: Mapping[str, Any], 
             query, _, value = heads
             attended = torch.empty(*query.transpose(1, 2).shape[:3], value.shape[-1], device="meta")
             pre_attention_parameters = _with_gradient(pre_attention, heads)
-            with _ChangedInPlace(post_attention) as changed:
-                output = post_attention(leaf, attended.requires_grad_(), **own)
+            output = post_attention(leaf, attended.requires_grad_(), **own)
             post_attention_parameters = _with_gradient(post_attention, (output,))
         for half, name in itertools.product((pre_attention, post_attention), frozen):
             half.get_parameter(name).requires_grad_(False)
@@ -113,7 +111,7 @@ def split_layer(layer: nn.Module, hidden: Tensor, arguments: Mapping[str, Any], 
         if any(linear.startswith(f"{name}.") for name in gone):
             continue
         names = {f"{linear}.{name}".removeprefix(".") for name, _ in module.named_parameters(recurse=False)}
-        is_read = bool(names & post_attention_parameters) or module in changed.modules
+        is_read = bool(names & post_attention_parameters)
         if isinstance(module, nn.Linear) and names <= pre_attention_parameters and not is_read:
             post_attention.set_submodule(linear, _Unread(module.out_features))
             gone.append(linear)
@@ -239,32 +237,15 @@ def _with_gradient(module: nn.Module, outputs: Sequence[Tensor]) -> frozenset[st
     return frozenset(name for name, gradient in zip(named, found, strict=True) if gradient is not None)
 
 
-class _ChangedInPlace(contextlib.ExitStack):
-    """Context that finds the linears of a module whose output the layer modifies in place."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self._outputs: dict[nn.Module, Tensor] = {}
-        for linear in (each for each in module.modules() if isinstance(each, nn.Linear)):
-            self.callback(linear.register_forward_hook(self._keep).remove)
-
-    @property
-    def modules(self) -> set[nn.Module]:
-        return {linear for linear, output in self._outputs.items() if output._version != 0}
-
-    def _keep(self, linear: nn.Module, _: tuple[Tensor, ...], output: Tensor) -> None:
-        self._outputs[linear] = output
-
-
 class _Unread(nn.Module):
-    """Replaces a linear whose output is neither read nor modified; costs no time and no memory."""
+    """Replaces a linear whose output is not read, but which a family may modify in place."""
 
     def __init__(self, out_features: int) -> None:
         super().__init__()
         self._out_features = out_features
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return inputs.new_zeros(()).expand(*inputs.shape[:-1], self._out_features)
+        return inputs.new_zeros(*inputs.shape[:-1], self._out_features)
 
 
 def _refuse(family: str, fault: str, cause: Exception | None = None) -> NoReturn:

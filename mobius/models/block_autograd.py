@@ -1,29 +1,89 @@
-"""Runs one block with an autograd graph, and its backward, which accumulates gradients in place."""
+"""A block of the model, run with or without an autograd graph; its backward accumulates gradients in place."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from mobius.models.blocks import Block
 from mobius.models.compiled import (
+    CompiledFunction,
     CompiledGraph,
+    CompiledModule,
     Gradients,
     SavedProducts,
     Tensors,
     as_tuple,
     selective_checkpoint_contexts,
 )
-from mobius.models.linear import make_leaves
+from mobius.models.linear import GradientFactors, make_leaves
 from mobius.schedule.plan import RecomputeLevel
 
 NamedTensors = Mapping[str, Tensor]
+"""Hugging Face name -> weight, or fp32 sum of its gradients."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One module of the model with the Hugging Face prefix of its parameters; blocks may share `module`."""
+
+    prefix: str
+    """Ends with a dot, for example `model.layers.3.`."""
+    module: nn.Module
+    """On the meta device; buffers (never trained) are real."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Parameter name within the module -> shape."""
+    gradient_factors: tuple[GradientFactors, ...] = ()
+    """Weights within the module whose gradient is computed outside autograd (`linear.py`, `experts`)."""
+    compiled: CompiledFunction[..., Tensor] | None = None
+    """The module's code under torch.compile, shared like `module`; None for eager mode."""
+    frozen: frozenset[str] = frozenset()
+    """Parameters that are not trained."""
+    no_weight_decay: frozenset[str] = frozenset()
+    """Parameters without weight decay: norms, biases, and tensors of at most one dimension."""
+    graphs: CompiledModule | None = None
+    """The module compiled to its own graphs, shared like `module`; None to use its code and autograd."""
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(torch.Size(shape).numel() for shape in self.shapes.values())
+
+    @property
+    def num_trained_parameters(self) -> int:
+        """Number of elements of trained parameters."""
+        return sum(torch.Size(shape).numel() for name, shape in self.shapes.items() if name not in self.frozen)
+
+    def frozen_names(self) -> frozenset[str]:
+        """Hugging Face names of parameters that are not trained."""
+        return frozenset(self.prefix + name for name in self.frozen)
+
+    def no_weight_decay_names(self) -> frozenset[str]:
+        """Hugging Face names of parameters without weight decay."""
+        return frozenset(self.prefix + name for name in self.no_weight_decay)
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Hugging Face name -> shape."""
+        return {self.prefix + name: shape for name, shape in self.shapes.items()}
+
+    def __call__(self, weights: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Run the module on `weights`: name within the module -> tensor, placeholders of its linears optional."""
+        if self.compiled is not None:
+            return self.compiled(dict(weights), args, kwargs)
+        return cast(Tensor, functional_call(self.module, dict(weights), args, kwargs))
+
+    def compile(self, name: str) -> Block:
+        """This block under torch.compile; `name` (plural) is used in messages."""
+
+        def run(weights: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+            return cast(Tensor, functional_call(self.module, weights, args, kwargs))
+
+        return replace(self, compiled=CompiledFunction(run, name=name), graphs=CompiledModule(self.module, name=name))
 
 
 @dataclass(frozen=True)
@@ -108,9 +168,10 @@ def run_saving_products(
     """Run `block` on [..., H]; return its outputs and the state for `resume_from_products`. None if not compiled."""
     if block.graphs is None:
         return None
-    return block.graphs.forward_with_saved_products(
-        _own_views(weights, block), block.gradient_factors, inputs.detach(), arguments
-    )
+    inputs, own = inputs.detach(), _own_views(weights, block)
+    level = RecomputeLevel.ELEMENTWISE
+    graph = block.graphs.forward_with_saved(own, block.gradient_factors, (inputs,), arguments, level)
+    return None if graph is None else (graph.outputs, SavedProducts(inputs, graph.saved))
 
 
 def resume_from_products(

@@ -9,13 +9,12 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -30,8 +29,9 @@ from mobius.models.attention import (
     choose_attention,
     register_attention,
 )
-from mobius.models.attention_split import LayerAttention, split_layer
-from mobius.models.compiled import CompiledFunction, CompiledModule, KeywordArguments
+from mobius.models.attention_split import split_layer
+from mobius.models.block_autograd import Block
+from mobius.models.compiled import CompiledModule, KeywordArguments
 from mobius.models.experts import count_experts, find_experts_gradient_factors, register_experts_implementation
 from mobius.models.family_support import checked_families, unsliceable_reason
 from mobius.models.linear import (
@@ -43,6 +43,7 @@ from mobius.models.linear import (
 )
 from mobius.models.loss import Objective
 from mobius.models.parameter_pieces import ParameterPiece, find_parameter_pieces
+from mobius.models.pre_post_attention import SplitBlocks
 from mobius.models.router_loss import install_router_loss
 from mobius.models.structure import (
     ScaledModule,
@@ -61,74 +62,6 @@ _NORM = re.compile(r"Norm(?![a-z])")
 """Matches class names of norms, such as CohereLayerNorm, Qwen3RMSNorm and RMSNormGated."""
 _PROBE_TOKENS = 13
 """Probe sequence length, different from every model's width and number of experts."""
-
-
-@dataclass(frozen=True)
-class Block:
-    """One module of the model with the Hugging Face prefix of its parameters; blocks may share `module`."""
-
-    prefix: str
-    """Ends with a dot, for example `model.layers.3.`."""
-    module: nn.Module
-    """On the meta device; buffers (never trained) are real."""
-    shapes: Mapping[str, tuple[int, ...]]
-    """Parameter name within the module -> shape."""
-    gradient_factors: tuple[GradientFactors, ...] = ()
-    """Weights within the module whose gradient is computed outside autograd (`linear.py`, `experts`)."""
-    compiled: CompiledFunction[..., Tensor] | None = None
-    """The module's code under torch.compile, shared like `module`; None for eager mode."""
-    frozen: frozenset[str] = frozenset()
-    """Parameters that are not trained."""
-    no_weight_decay: frozenset[str] = frozenset()
-    """Parameters without weight decay: norms, biases, and tensors of at most one dimension."""
-    graphs: CompiledModule | None = None
-    """The module compiled to its own graphs, shared like `module`; None to use its code and autograd."""
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(torch.Size(shape).numel() for shape in self.shapes.values())
-
-    @property
-    def num_trained_parameters(self) -> int:
-        """Number of elements of trained parameters."""
-        return sum(torch.Size(shape).numel() for name, shape in self.shapes.items() if name not in self.frozen)
-
-    def frozen_names(self) -> frozenset[str]:
-        """Hugging Face names of parameters that are not trained."""
-        return frozenset(self.prefix + name for name in self.frozen)
-
-    def no_weight_decay_names(self) -> frozenset[str]:
-        """Hugging Face names of parameters without weight decay."""
-        return frozenset(self.prefix + name for name in self.no_weight_decay)
-
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Hugging Face name -> shape."""
-        return {self.prefix + name: shape for name, shape in self.shapes.items()}
-
-    def __call__(self, weights: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Run the module on `weights`: name within the module -> tensor, placeholders of its linears optional."""
-        if self.compiled is not None:
-            return self.compiled(dict(weights), args, kwargs)
-        return cast(Tensor, functional_call(self.module, dict(weights), args, kwargs))
-
-    def compile(self, name: str) -> Block:
-        """This block under torch.compile; `name` (plural) is used in messages."""
-
-        def run(weights: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-            return cast(Tensor, functional_call(self.module, weights, args, kwargs))
-
-        return replace(self, compiled=CompiledFunction(run, name=name), graphs=CompiledModule(self.module, name=name))
-
-
-@dataclass(frozen=True)
-class SplitBlocks:
-    """A layer split at its attention (`attention_split.py`); both halves use the layer's parameter prefix."""
-
-    pre_attention: Block
-    """Hidden states -> query, key and value."""
-    post_attention: Block
-    """Hidden states and attention output -> the layer's output."""
-    attention: LayerAttention
 
 
 class ModelParts:

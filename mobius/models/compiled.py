@@ -90,8 +90,10 @@ class CompiledGraph:
 
     outputs: Tensors
     """Empty if backward resumes from `SavedProducts`."""
-    _known: list[Tensor]
-    """Tensors of the call, followed by the saved activations."""
+    saved: list[Tensor]
+    """Activations that the forward saved."""
+    _given: list[Tensor]
+    """Tensors of the call."""
     _graphs: _SplitGraphs
 
     @property
@@ -103,9 +105,10 @@ class CompiledGraph:
         for gradient, output in zip(gradients, self.outputs, strict=bool(self.outputs)):
             assert (gradient.shape, gradient.dtype) == (output.shape, output.dtype)
         with torch.no_grad():
-            self._known.extend(gradient.contiguous() for gradient in gradients)
-            backward_inputs = [self._known[position] for position in self._graphs.backward_inputs]
-            self._known.clear()  # so that each saved tensor is freed after its last use
+            known = [*self._given, *self.saved, *(gradient.contiguous() for gradient in gradients)]
+            backward_inputs = [known[position] for position in self._graphs.backward_inputs]
+            for tensors in (known, self._given, self.saved):  # so that each tensor is freed after its last use
+                tensors.clear()
             return _named(self._graphs.leaves, self._graphs.backward(backward_inputs))
 
 
@@ -175,23 +178,7 @@ class CompiledModule:
             if graphs is None:
                 return None
             outputs, saved = graphs.run(call)
-            return CompiledGraph(outputs, [*call.tensors, *saved], graphs)
-
-    def forward_with_saved_products(
-        self,
-        weights: Weights,
-        gradient_factors: Sequence[GradientFactors],
-        inputs: Tensor,
-        arguments: Mapping[str, Any],
-    ) -> tuple[Tensors, SavedProducts] | None:
-        """The outputs, and the state for `resume_from_products`, which holds neither weights nor arguments."""
-        with torch.no_grad():
-            call = self._call(weights, gradient_factors, (inputs,), arguments)
-            graphs = self._split_graphs(call, RecomputeLevel.ELEMENTWISE)
-            if graphs is None:
-                return None
-            outputs, saved = graphs.run(call)
-            return outputs, SavedProducts(inputs, [*saved])
+            return CompiledGraph(outputs, [*saved], [*call.tensors], graphs)
 
     def resume_from_products(
         self,
@@ -200,16 +187,13 @@ class CompiledModule:
         products: SavedProducts,
         arguments: Mapping[str, Any],
     ) -> CompiledGraph:
-        """Backward state of an earlier `forward_with_saved_products` call, with equal weights and arguments.
-
-        Empties `products`.
-        """
+        """Backward state of a forward that saved `products`, with equal weights and arguments; empties `products`."""
         call = self._call(weights, gradient_factors, (products.inputs,), arguments)
         graphs = self._split_graphs(call, RecomputeLevel.ELEMENTWISE)
         assert graphs is not None, "the forward had the graphs"
-        known = [*call.tensors, *products.saved]
+        saved = [*products.saved]
         products.saved.clear()
-        return CompiledGraph((), known, graphs)
+        return CompiledGraph((), saved, [*call.tensors], graphs)
 
     def _split_graphs(self, call: _Call, level: RecomputeLevel) -> _SplitGraphs | None:
         return self._graph(("split", level, call.key), lambda: _split(call, level))

@@ -15,7 +15,6 @@ Autograd returns factors and expert offsets as gradients of three placeholders, 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from mobius.models.grouped_matmul import add_weight_gradient, grouped_matmul, grouped_weight_gradient
+from mobius.models.linear import record_calls
 from mobius.schedule.partition import Experts
 
 _OPTIONS = ("has_gate", "has_bias", "is_transposed")
@@ -312,29 +312,20 @@ def find_experts_gradient_factors(
     module: nn.Module, run: Callable[[], object], *, num_tokens: int
 ) -> tuple[ExpertsGradientFactors, ...]:
     """Factors of trained fused-expert matrices under `module` that `run` calls exactly once, on all `num_tokens`."""
-    calls: dict[str, list[tuple[int, ...]]] = {name: [] for name in fused_experts(module)}
-
-    def keep(name: str) -> Callable[..., None]:
-        def keep_shape(_: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-            top_k_index = given[1] if len(given) > 1 else named["top_k_index"]
-            calls[name].append(tuple(top_k_index.shape))
-
-        return keep_shape
-
-    if not calls:
-        return ()
-    with contextlib.ExitStack() as hooks:
-        for name in calls:
-            handle = module.get_submodule(name).register_forward_pre_hook(keep(name), with_kwargs=True)
-            hooks.callback(handle.remove)
-        run()
+    found = fused_experts(module)
+    calls = record_calls(found.values(), run) if found else {}
     factors = list[ExpertsGradientFactors]()
-    for name, shapes in calls.items():
-        if len(shapes) == 1 and shapes[0][0] == num_tokens:
-            experts = module.get_submodule(name)
+    for name, experts in found.items():
+        given = [_top_k_index(*call.arguments, **call.keyword_arguments) for call in calls[experts]]
+        if [len(each) for each in given] == [num_tokens]:
             trained = [own for own in matrix_names(experts) if experts.get_parameter(own).requires_grad]
-            factors += [ExpertsGradientFactors(f"{name}.{own}", shapes[0][1]) for own in trained]
+            factors += [ExpertsGradientFactors(f"{name}.{own}", given[0].shape[1]) for own in trained]
     return tuple(factors)
+
+
+def _top_k_index(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The argument of `run_experts` of this name, which families give by place or by name."""
+    return top_k_index
 
 
 _EXPERTS, _SHARED = re.compile(r"(^|\.)experts\."), re.compile(r"(^|\.)shared_experts?\.")

@@ -12,9 +12,10 @@ gradients of two placeholders: inputs whose values are never read.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from functools import partial
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -161,20 +162,36 @@ def find_linear_gradient_factors(
         for name, child in module.named_modules()
         if isinstance(child, GradientFactorLinear) and child.weight.requires_grad
     }
-    outputs: dict[nn.Module, list[Tensor]] = {linear: [] for linear in linears}
+    calls = record_calls(linears, run)
 
-    def record(linear: nn.Module, _: tuple[Tensor, ...], output: Tensor) -> None:
-        outputs[linear].append(output)
+    def is_fit(outputs: list[Tensor]) -> bool:
+        return [each.shape[:-1].numel() for each in outputs] == [num_tokens] and outputs[0]._version == 0
 
+    fit = [linear for linear in linears if is_fit([call.output for call in calls[linear]])]
+    return tuple(LinearGradientFactors(linears[linear]) for linear in fit)
+
+
+class Call(NamedTuple):
+    """A module's call."""
+
+    arguments: tuple[Any, ...]
+    keyword_arguments: Mapping[str, Any]
+    output: Any
+
+
+def record_calls(modules: Iterable[nn.Module], run: Callable[[], object]) -> dict[nn.Module, list[Call]]:
+    """Calls of each of `modules` while `run` runs."""
+    calls: dict[nn.Module, list[Call]] = {module: [] for module in modules}
     with contextlib.ExitStack() as hooks:
-        for linear in linears:
-            hooks.callback(linear.register_forward_hook(record).remove)
+        for module, own in calls.items():
+            handle = module.register_forward_hook(partial(_record, own), with_kwargs=True)
+            hooks.callback(handle.remove)
         run()
+    return calls
 
-    def is_fit(made: list[Tensor]) -> bool:
-        return [each.shape[:-1].numel() for each in made] == [num_tokens] and made[0]._version == 0
 
-    return tuple(LinearGradientFactors(name) for linear, name in linears.items() if is_fit(outputs[linear]))
+def _record(calls: list[Call], _: nn.Module, *call: Any) -> None:
+    calls.append(Call(*call))
 
 
 def make_leaves(

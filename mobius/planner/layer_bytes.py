@@ -18,7 +18,6 @@ from mobius.models.attention import DocumentAttention
 from mobius.models.block_autograd import NamedTensors, backward, recomputed_backward, run_with_graph
 from mobius.models.blocks import LayerArguments, ModelParts
 from mobius.models.compiled import KeywordArguments
-from mobius.models.pre_post_attention import PrePostAttention
 from mobius.planner.peak_memory import LayerBytes
 from mobius.schedule.packed_rows import PackedRows
 from mobius.schedule.partition import StageCut
@@ -108,7 +107,7 @@ class _LayerBench:
 
     def measure_tiles(self, shape: tuple[int, int, int], tile_tokens: int) -> int:
         """Return the peak bytes of a recomputed backward in tiles, for hidden states of `shape`."""
-        layer = TiledLayer(PrePostAttention(self.parts.split_at_attention(self.index)), tile_tokens=tile_tokens)
+        layer = TiledLayer(self.parts.split_at_attention(self.index), tile_tokens=tile_tokens)
         arguments, other_gradients = self._arguments(shape)
 
         def play(weights: NamedTensors, sums: NamedTensors, inputs: Tensor, gradient: Tensor) -> int:

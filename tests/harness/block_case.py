@@ -26,9 +26,9 @@ from transformers import (
 
 from mobius.engine.documents import Rows, position_ids_and_cu_seqlens
 from mobius.models.attention import DocumentLayout
-from mobius.models.block_autograd import backward, recomputed_backward, run_with_graph, run_without_graph
-from mobius.models.blocks import Block, LayerArgumentsBuilder, ModelParts
-from mobius.models.pre_post_attention import PrePostAttention
+from mobius.models.block_autograd import Block, backward, recomputed_backward, run_with_graph, run_without_graph
+from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
+from mobius.models.pre_post_attention import SplitBlocks
 from mobius.schedule.plan import RecomputeLevel
 
 
@@ -113,7 +113,7 @@ def config_of(family: str) -> PretrainedConfig:
 
 def layer_cases(
     parts: ModelParts, *, shape: tuple[int, int], rows: Rows | None = None, dtype: torch.dtype = torch.float32
-) -> Iterator[tuple[BlockCase, PrePostAttention]]:
+) -> Iterator[tuple[BlockCase, SplitBlocks]]:
     """One layer of each kind, whole and in halves, on numbers of `shape` [B, L]; `rows` are lengths of documents."""
     documents = None
     if rows is not None:
@@ -134,4 +134,4 @@ def layer_cases(
             torch.randn(*shape, parts.config.hidden_size, generator=generator).to(dtype) for _ in range(2)
         )
         case = BlockCase(layer, weights, hidden, dict(arguments[index]), gradient)
-        yield case, PrePostAttention(parts.split_at_attention(index))
+        yield case, parts.split_at_attention(index)

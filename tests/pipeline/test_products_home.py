@@ -185,21 +185,21 @@ def test_compiled_layers_go_on_from_what_came_back(calls: Calls) -> None:
 @pytest.mark.usefixtures("traced")
 def test_neither_weights_nor_arguments_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     stay, left = set[int](), set[int]()
-    make, leave = CompiledModule.forward_with_saved_products, saved_activations._select_for_offload
+    make, leave = CompiledModule.forward_with_saved, saved_activations._select_for_offload
 
     def storage(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
 
-    def made(self: CompiledModule, weights: Any, gradient_factors: Any, inputs: Any, arguments: Any) -> Any:
+    def made(self: CompiledModule, weights: Any, gradient_factors: Any, inputs: Any, arguments: Any, level: Any) -> Any:
         stay.update(map(storage, weights.values()), map(storage, arguments["position_embeddings"]))
-        return make(self, weights, gradient_factors, inputs, arguments)
+        return make(self, weights, gradient_factors, inputs, arguments, level)
 
     def leaving(kept: Any, room: int) -> Any:
         layers, tensors = leave(kept, room)
         left.update(map(storage, tensors))
         return layers, tensors
 
-    monkeypatch.setattr(CompiledModule, "forward_with_saved_products", made)
+    monkeypatch.setattr(CompiledModule, "forward_with_saved", made)
     monkeypatch.setattr(saved_activations, "_select_for_offload", leaving)
     step(make_model("llama", 2), make_batch(2), 1, 2, 2)
     assert stay

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from mobius.engine.stage import StageModule
 from mobius.engine.stage_layers import MicrobatchContext
-from mobius.models.blocks import Block, LayerArgumentsBuilder, ModelParts
+from mobius.models.block_autograd import Block
+from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.schedule.partition import StageCut, balanced_partition
 
 NO_CONTEXT = MicrobatchContext(({},) * 3)

@@ -19,7 +19,7 @@ from mobius.engine.stage import StageModule
 from mobius.engine.stage_layers import MicrobatchContext
 from mobius.engine.tiles import TiledLayer
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
-from mobius.models.pre_post_attention import Heads, PrePostAttention
+from mobius.models.pre_post_attention import Heads
 from mobius.planner.peak_memory import estimate_layer
 from mobius.schedule.partition import StageCut
 
@@ -290,7 +290,7 @@ def test_no_tile_is_left_while_attention_is_differentiated() -> None:
     ((case, _),) = layer_cases(parts, shape=(1, LENGTH))
     held = set[int]()
     for tile_tokens in (2, 4, 8):
-        layer = TiledLayer(PrePostAttention(parts.split_at_attention(0)), tile_tokens=tile_tokens)
+        layer = TiledLayer(parts.split_at_attention(0), tile_tokens=tile_tokens)
         with LiveBytes() as live:
             attention = Watching(live)
             layer.backward(case.weights, case.sums(), case.hidden, case.gradient, case.arguments, attention)

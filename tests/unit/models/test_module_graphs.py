@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mobius.models.block_autograd import (
+    Block,
     backward,
     backward_many,
     recomputed_backward_many,
     run_many_without_graph,
     run_with_graph,
 )
-from mobius.models.blocks import Block, LayerArgumentsBuilder, ModelParts
+from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.compiled import CompiledModule, KeywordArguments
 
 CPU = torch.device("cpu")

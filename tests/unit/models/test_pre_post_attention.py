@@ -16,22 +16,23 @@ from mobius.errors import CheckpointError
 from mobius.models.attention_split import split_layer
 from mobius.models.blocks import ModelParts
 from mobius.models.linear import GradientFactorLinear
-from mobius.models.pre_post_attention import PrePostAttention
+from mobius.models.pre_post_attention import Heads, SplitBlocks
 
 SHAPE = 2, 11
 ROWS = [[4, 1, 3], [7]]
 """Documents of each row, with padding behind them."""
 
 
-def in_halves(case: BlockCase, halves: PrePostAttention) -> list[Tensor]:
+def in_halves(case: BlockCase, halves: SplitBlocks) -> list[Tensor]:
     """Output, gradient of the input and sums of the parameters' gradients, as `BlockCase.kept` gives them."""
     weights, hidden, arguments, sums = case.weights, case.hidden, case.arguments, case.sums()
     heads = halves.run_pre_attention(weights, hidden, arguments)
-    (output,) = halves.run_post_attention(weights, hidden, halves.attend(heads, arguments), arguments)
-    graph = halves.attend_with_graph(heads, arguments)
-    attended = graph.output.detach()
+    leaves = [each.detach().requires_grad_() for each in heads]
+    of_leaves = halves.attention(*leaves, arguments)
+    attended = of_leaves.detach()
+    (output,) = halves.run_post_attention(weights, hidden, attended, arguments)
     of_hidden, of_attended = halves.post_attention_backward(weights, sums, hidden, attended, case.gradient, arguments)
-    of_heads = graph.backward(of_attended)
+    of_heads = Heads(*torch.autograd.grad(of_leaves, leaves, of_attended))
     of_hidden = of_hidden + halves.pre_attention_backward(weights, sums, hidden, of_heads, arguments)
     return [output, of_hidden, *sums.values()]
 
@@ -73,7 +74,7 @@ def test_compiled_halves_give_the_gradients_of_the_whole_layer(
 def test_a_linear_that_only_attention_reads_is_computed_once() -> None:
     ((case, halves),) = layer_cases(ModelParts(config_of("phi3"), CPU), shape=SHAPE)
     heads = halves.run_pre_attention(case.weights, case.hidden, case.arguments)
-    attended = halves.attend(heads, case.arguments)
+    attended = halves.attention(*heads, case.arguments)
     broken = case.weights | {
         name: torch.full_like(value, torch.nan) for name, value in case.weights.items() if "qkv" in name
     }

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
-from mobius.models.block_autograd import backward, run_with_graph
-from mobius.models.blocks import Block, LayerArgumentsBuilder, ModelParts
+from mobius.models.block_autograd import Block, backward, run_with_graph
+from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.compiled import CompiledGraph, CompiledModule, is_cheap_to_recompute
 from mobius.schedule.plan import RecomputeLevel
 
