@@ -20,10 +20,9 @@ from torch.utils._pytree import tree_map_only
 
 from mobius.engine.stage_layers import MicrobatchContext, SavedForBackward, SequenceSlice, tensors_of
 from mobius.engine.tiles import TiledLayer
-from mobius.models.attention_split import LayerAttention, without_attention_arguments
+from mobius.models.attention_split import Heads, LayerAttention, without_attention_arguments
 from mobius.models.block_autograd import NamedTensors, run_without_graph
 from mobius.models.blocks import ModelParts
-from mobius.models.pre_post_attention import Heads
 from mobius.models.slice_attention import SequenceKVCache, attend_slice, attend_slice_backward
 from mobius.models.slice_pieces import SlicedAttentionSettings, choose_kernel
 from mobius.schedule.partition import StageCut

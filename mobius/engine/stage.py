@@ -8,7 +8,6 @@ the same weights until its backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from torch import Tensor
 
@@ -164,16 +163,16 @@ class StageModule:
             own = self._arguments(index, arguments, routers)
             other_gradients = [routers.router_sums] if routers is not None and index in self._routed else []
             if isinstance(last, SavedProducts):
-                gradient = backward(
-                    layer, resume_from_products(layer, weights, last, own), gradients, gradient, *other_gradients
-                )
+                graph = resume_from_products(layer, weights, last, own)
+                (gradient,) = backward(layer, graph, gradients, gradient, *other_gradients)
+                del graph
             elif isinstance(last, BlockGraph):
-                gradient = backward(layer, last, gradients, gradient, *other_gradients)
+                (gradient,) = backward(layer, last, gradients, gradient, *other_gradients)
             elif self._is_tiled(last):
                 tiled = self._tiled[index]
                 gradient = tiled.backward(weights, gradients, last, gradient, own, other_gradients=other_gradients)
             else:
-                gradient = recomputed_backward(layer, weights, last, own, gradients, gradient, *other_gradients)
+                (gradient,) = recomputed_backward(layer, weights, (last,), own, gradients, gradient, *other_gradients)
             del last
         return gradient
 
@@ -226,7 +225,7 @@ class StageModule:
 
         def head(part: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
             graph = run_with_graph(parts.head, weights, part, {})
-            return graph.output.detach(), partial(backward, parts.head, graph, gradients)
+            return graph.output.detach(), lambda of_logits: backward(parts.head, graph, gradients, of_logits)[0]
 
         loss, gradient = parts.objective.loss(
             head,
@@ -236,7 +235,7 @@ class StageModule:
             loss_scale=loss_scale,
             chunk_tokens=self._loss_chunk_tokens,
         )
-        return loss, backward(parts.norm, normed, gradients, gradient)
+        return loss, backward(parts.norm, normed, gradients, gradient)[0]
 
     def evaluate(self, weights: NamedTensors, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Run final norm, head and loss of one microbatch, forward only; `hidden` and `targets` as in `loss`.

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from mobius.models.attention_split import LayerAttention, without_attention_arguments
+from mobius.models.attention_split import Heads, LayerAttention, SplitBlocks, without_attention_arguments
 from mobius.models.block_autograd import NamedTensors
 from mobius.models.compiled import Tensors
-from mobius.models.pre_post_attention import Heads, SplitBlocks
 
 _WHOLE = 128
 """Tiles are cut evenly, in multiples of this many tokens: the tile size of GPU matrix products."""

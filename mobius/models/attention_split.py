@@ -7,7 +7,12 @@ Every layer of transformers works token by token except for its attention functi
 halves are copies of the layer that find our function under that name. Ours captures query, key and value and stops, or
 returns a given attention output. Residuals, norms and rotary embeddings therefore stay in the family's own code.
 
-The second half does not recompute linears that only query, key and value depend on.
+Backward needs the layer's input, query, key and value, and the attention output, but not the layer's output. Each half
+recomputes its forward within its own backward; the second without linears that only query, key and value depend on:
+
+    post_attention_backward  gradient of the output             -> gradients of the layer's input and attention output
+    attention's backward     gradient of the attention output   -> gradients of query, key and value
+    pre_attention_backward   gradients of query, key and value  -> gradient of the layer's input, to add to the first
 """
 
 from __future__ import annotations
@@ -15,9 +20,9 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +30,8 @@ from torch.utils._pytree import tree_leaves
 
 from mobius.errors import CheckpointError
 from mobius.models.attention import ATTENTION_IMPLEMENTATION
+from mobius.models.block_autograd import Block, NamedTensors, recomputed_backward, run_many_without_graph
+from mobius.models.compiled import CompiledModule, KeywordArguments, Tensors
 
 _STAND_IN_NAME = "mobius_stand_in"
 _STAND_IN = "_mobius_stand_in"
@@ -54,19 +61,75 @@ class LayerAttention:
         return self.function(self.module, query, key, value, mask, **self.constants, **settings)[0]
 
 
-@dataclass(frozen=True)
-class SplitLayer:
-    """The two halves of a layer, on the meta device; parameters keep the layer's names."""
+class Heads(NamedTuple):
+    """Query, key and value as passed to an attention function, [B, H, T, D]; or their gradients."""
 
-    pre_attention: nn.Module
-    """Hidden states [B, T, hidden] and the layer's arguments -> query, key and value [B, H, T, D]."""
-    post_attention: nn.Module
-    """Hidden states, attention output [B, T, H, D] and the layer's arguments -> layer output [B, T, hidden]."""
-    pre_attention_parameters: frozenset[str]
-    """Parameters that query, key or value depend on."""
-    post_attention_parameters: frozenset[str]
-    """Parameters that the layer output depends on when the attention output is given."""
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+@dataclass(frozen=True)
+class SplitBlocks:
+    """A layer split at its attention, run on weights passed by Hugging Face name; both halves have its prefix.
+
+    `arguments` are those of the whole layer; the halves get those of the tokens in `hidden` [B, T, hidden].
+    """
+
+    pre_attention: Block
+    """Hidden states -> query, key and value."""
+    post_attention: Block
+    """Hidden states and attention output [B, T, H, D] -> the layer's output, and its router sums if requested."""
     attention: LayerAttention
+
+    def at(self, prefix: str) -> SplitBlocks:
+        """The same code for the layer whose parameters have this prefix."""
+        halves = (replace(half, prefix=prefix) for half in (self.pre_attention, self.post_attention))
+        return SplitBlocks(*halves, self.attention)
+
+    def run_pre_attention(self, weights: NamedTensors, hidden: Tensor, arguments: Mapping[str, Any]) -> Heads:
+        """Query, key and value, without autograd graph."""
+        return Heads(*run_many_without_graph(self.pre_attention, weights, (hidden,), _own(arguments)))
+
+    def run_post_attention(
+        self, weights: NamedTensors, hidden: Tensor, attended: Tensor, arguments: Mapping[str, Any]
+    ) -> Tensors:
+        """The layer's outputs, without autograd graph."""
+        return run_many_without_graph(self.post_attention, weights, (hidden, attended), _own(arguments))
+
+    def post_attention_backward(
+        self,
+        weights: NamedTensors,
+        gradients: NamedTensors,
+        hidden: Tensor,
+        attended: Tensor,
+        gradient: Tensor,
+        arguments: Mapping[str, Any],
+        *other_gradients: Tensor,
+    ) -> Tensors:
+        """Add gradients of the parameters after attention to `gradients` (fp32 sums by Hugging Face name).
+
+        `gradient` belongs to the layer's output, `other_gradients` to its router sums. Returns the gradients of
+        `hidden` (without the path through attention) and of `attended`.
+        """
+        given = self.post_attention, weights, (hidden, attended), _own(arguments), gradients
+        return recomputed_backward(*given, gradient, *other_gradients)
+
+    def pre_attention_backward(
+        self,
+        weights: NamedTensors,
+        gradients: NamedTensors,
+        hidden: Tensor,
+        head_gradients: Heads,
+        arguments: Mapping[str, Any],
+    ) -> Tensor:
+        """Add the gradients of parameters before attention to `gradients`; return `hidden`'s part through attention."""
+        given = self.pre_attention, weights, (hidden,), _own(arguments), gradients
+        return recomputed_backward(*given, *head_gradients)[0]
+
+
+def _own(arguments: Mapping[str, Any]) -> KeywordArguments:
+    return KeywordArguments(without_attention_arguments(arguments))
 
 
 def without_attention_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,12 +137,15 @@ def without_attention_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name not in _FOR_ATTENTION}
 
 
-def split_layer(layer: nn.Module, hidden: Tensor, arguments: Mapping[str, Any], *, family: str) -> SplitLayer:
-    """Split `layer` (on the meta device), traced with `hidden` [B, T, hidden] and `arguments`, also on meta.
+def split_layer(
+    block: Block, hidden: Tensor, arguments: Mapping[str, Any], *, family: str, compiled: bool
+) -> SplitBlocks:
+    """Split a layer, traced with `hidden` [B, T, hidden] and `arguments` on the meta device.
 
-    Raises CheckpointError that names `family` if the layer does not call attention exactly once through transformers'
-    interface, or passes it tensors that the layer computes itself.
+    `compiled`: the halves run as graphs of their own. Raises CheckpointError that names `family` if the layer does not
+    call attention exactly once through transformers' interface, or passes it tensors that the layer computes itself.
     """
+    layer = block.module
     try:
         pre_attention, stand_in, name = _copy(layer)
         settings = dict(arguments)
@@ -115,7 +181,13 @@ def split_layer(layer: nn.Module, hidden: Tensor, arguments: Mapping[str, Any], 
         if isinstance(module, nn.Linear) and names <= pre_attention_parameters and not is_read:
             post_attention.set_submodule(linear, _Unread(module.out_features))
             gone.append(linear)
-    return SplitLayer(pre_attention, post_attention, pre_attention_parameters, post_attention_parameters, attention)
+    halves = []
+    for half, trained in ((pre_attention, pre_attention_parameters), (post_attention, post_attention_parameters)):
+        gradient_factors = tuple(each for each in block.gradient_factors if each.weight in trained)
+        # FlexAttention, which compiles itself, is outside of both halves.
+        graphs = CompiledModule(half, name="halves of layers") if compiled else None
+        halves.append(replace(Block.of("", half), gradient_factors=gradient_factors, graphs=graphs))
+    return SplitBlocks(halves[0], halves[1], attention)
 
 
 class _CapturedInputs(BaseException):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +26,8 @@ from mobius.models.compiled import (
 from mobius.models.linear import GradientFactors, make_leaves
 from mobius.schedule.plan import RecomputeLevel
 
+_NORM = re.compile(r"Norm(?![a-z])")
+"""Matches class names of norms, such as CohereLayerNorm, Qwen3RMSNorm and RMSNormGated."""
 NamedTensors = Mapping[str, Tensor]
 """Hugging Face name -> weight, or fp32 sum of its gradients."""
 
@@ -49,6 +52,14 @@ class Block:
     """Parameters without weight decay: norms, biases, and tensors of at most one dimension."""
     graphs: CompiledModule | None = None
     """The module compiled to its own graphs, shared like `module`; None to use its code and autograd."""
+
+    @classmethod
+    def of(cls, prefix: str, module: nn.Module) -> Block:
+        """The block of `module`, which is not compiled."""
+        named = dict(module.named_parameters())
+        frozen = frozenset(name for name, parameter in named.items() if not parameter.requires_grad)
+        shapes = {name: tuple(each.shape) for name, each in named.items()}
+        return cls(prefix, module, shapes, frozen=frozen, no_weight_decay=_without_decay(module))
 
     @property
     def num_parameters(self) -> int:
@@ -84,6 +95,19 @@ class Block:
             return cast(Tensor, functional_call(self.module, weights, args, kwargs))
 
         return replace(self, compiled=CompiledFunction(run, name=name), graphs=CompiledModule(self.module, name=name))
+
+
+def _without_decay(module: nn.Module) -> frozenset[str]:
+    """Names of parameters without weight decay.
+
+    Decided by class and name, not by shape: head norms and expert biases are matrices in some families.
+    """
+    return frozenset(
+        f"{path}.{name}" if path else name
+        for path, part in module.named_modules()
+        for name, parameter in part.named_parameters(recurse=False)
+        if parameter.ndim < 2 or _NORM.search(type(part).__name__) or name.endswith("bias")
+    )
 
 
 @dataclass(frozen=True)
@@ -196,20 +220,11 @@ def _run_checkpointed(run_block: Callable[..., Tensor], inputs: Tensors) -> Tens
     )
 
 
-def backward(
-    block: Block, graph: BlockGraph, gradients: NamedTensors, gradient: Tensor, *other_gradients: Tensor
-) -> Tensor:
-    """Add the gradients of `block`'s parameters to `gradients` (fp32, by Hugging Face name); return the input gradient.
+def backward(block: Block, graph: BlockGraph, gradients: NamedTensors, *output_gradients: Tensor) -> Tensors:
+    """Add the gradients of `block`'s parameters to `gradients` (fp32 sums); return the inputs' gradients.
 
-    `gradient` belongs to the graph's first output, `other_gradients` to its other outputs. Token ids have no gradient;
-    `gradient` is returned for them.
+    `output_gradients` belong to the graph's outputs. Token ids have no gradient.
     """
-    found = backward_many(block, graph, gradients, (gradient, *other_gradients))
-    return found[0] if found else gradient
-
-
-def backward_many(block: Block, graph: BlockGraph, gradients: NamedTensors, output_gradients: Tensors) -> Tensors:
-    """Like `backward`, with the gradients of all outputs; returns the gradients of all inputs except token ids."""
     found, input_gradients = graph.backward(output_gradients)
     _add(block, found, gradients)
     return input_gradients
@@ -218,25 +233,12 @@ def backward_many(block: Block, graph: BlockGraph, gradients: NamedTensors, outp
 def recomputed_backward(
     block: Block,
     weights: NamedTensors,
-    inputs: Tensor,
-    arguments: Mapping[str, Any],
-    gradients: NamedTensors,
-    gradient: Tensor,
-    *other_gradients: Tensor,
-) -> Tensor:
-    """`run_with_graph` and `backward` for floating-point inputs, as one graph if the block is compiled."""
-    return recomputed_backward_many(block, weights, (inputs,), arguments, gradients, (gradient, *other_gradients))[0]
-
-
-def recomputed_backward_many(
-    block: Block,
-    weights: NamedTensors,
     inputs: Tensors,
     arguments: Mapping[str, Any],
     gradients: NamedTensors,
-    output_gradients: Tensors,
+    *output_gradients: Tensor,
 ) -> Tensors:
-    """Like `recomputed_backward`, with the gradients of all outputs; returns those of all inputs."""
+    """`run_with_graph` and `backward` for floating-point inputs, as one graph if the block is compiled."""
     if block.graphs is not None:
         own = _own_views(weights, block)
         results = block.graphs.recomputed_backward(own, block.gradient_factors, inputs, arguments, output_gradients)
@@ -244,7 +246,7 @@ def recomputed_backward_many(
             _add(block, results[0], gradients)
             return results[1]
     graph = run_with_graph(block, weights, inputs, arguments)
-    return backward_many(block, graph, gradients, output_gradients)
+    return backward(block, graph, gradients, *output_gradients)
 
 
 def _add(block: Block, results: Gradients, gradients: NamedTensors) -> None:

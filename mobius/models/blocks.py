@@ -7,7 +7,6 @@ template.
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -29,9 +28,9 @@ from mobius.models.attention import (
     choose_attention,
     register_attention,
 )
-from mobius.models.attention_split import split_layer
+from mobius.models.attention_split import SplitBlocks, split_layer
 from mobius.models.block_autograd import Block
-from mobius.models.compiled import CompiledModule, KeywordArguments
+from mobius.models.compiled import KeywordArguments
 from mobius.models.experts import count_experts, find_experts_gradient_factors, register_experts_implementation
 from mobius.models.family_support import checked_families, unsliceable_reason
 from mobius.models.linear import (
@@ -43,7 +42,6 @@ from mobius.models.linear import (
 )
 from mobius.models.loss import Objective
 from mobius.models.parameter_pieces import ParameterPiece, find_parameter_pieces
-from mobius.models.pre_post_attention import SplitBlocks
 from mobius.models.router_loss import install_router_loss
 from mobius.models.structure import (
     ScaledModule,
@@ -58,8 +56,6 @@ from mobius.schedule.partition import ModelShape, TrainedParameters
 
 LayerArguments = Sequence[KeywordArguments]
 """Keyword arguments of each layer of the model, besides its hidden states."""
-_NORM = re.compile(r"Norm(?![a-z])")
-"""Matches class names of norms, such as CohereLayerNorm, Qwen3RMSNorm and RMSNormGated."""
 _PROBE_TOKENS = 13
 """Probe sequence length, different from every model's width and number of experts."""
 
@@ -106,7 +102,7 @@ class ModelParts:
         self.embedding = self._scaled_block(structure.embedding, structure.embedding_scaling_steps)
         norm = self._scaled_block(structure.norm, structure.norm_scaling_steps)
         self.norm = norm.compile("norms") if compiled else norm
-        head = _block(f"{structure.head}.", model.get_submodule(structure.head))
+        head = Block.of(f"{structure.head}.", model.get_submodule(structure.head))
         has_factors = isinstance(head.module, GradientFactorLinear) and head.module.weight.requires_grad
         self.head = replace(head, gradient_factors=(LinearGradientFactors(""),)) if has_factors else head
         arguments = LayerArgumentsBuilder(self, device=device, dtype=torch.float32)(_PROBE_TOKENS)
@@ -197,28 +193,10 @@ class ModelParts:
         layer = self.layers[index]
         key = id(layer.module)
         if key not in self._halves:
-            self._halves[key] = self._cut(layer, self._probed[index])
-        halves = self._halves[key]
-        pre_attention, post_attention = (
-            replace(half, prefix=layer.prefix) for half in (halves.pre_attention, halves.post_attention)
-        )
-        return replace(halves, pre_attention=pre_attention, post_attention=post_attention)
-
-    def _cut(self, layer: Block, arguments: KeywordArguments) -> SplitBlocks:
-        hidden, on_meta = self._on_meta(arguments)
-        cut = split_layer(layer.module, hidden, on_meta, family=self.config.model_type)
-
-        def half(module: nn.Module, trained: frozenset[str]) -> Block:
-            gradient_factors = tuple(each for each in layer.gradient_factors if each.weight in trained)
-            # FlexAttention, which compiles itself, is outside of both halves.
-            graphs = CompiledModule(module, name="halves of layers") if self._is_compiled else None
-            return replace(_block("", module), gradient_factors=gradient_factors, graphs=graphs)
-
-        return SplitBlocks(
-            half(cut.pre_attention, cut.pre_attention_parameters),
-            half(cut.post_attention, cut.post_attention_parameters),
-            cut.attention,
-        )
+            traced = self._on_meta(self._probed[index])
+            family, compiled = self.config.model_type, self._is_compiled
+            self._halves[key] = split_layer(layer, *traced, family=family, compiled=compiled)
+        return self._halves[key].at(layer.prefix)
 
     def _on_meta(self, arguments: KeywordArguments) -> tuple[Tensor, dict[str, Any]]:
         """Hidden states and a layer's arguments on the meta device, to trace the layer with."""
@@ -229,9 +207,9 @@ class ModelParts:
         """The named part, followed by its scaling steps."""
         module = self.model.get_submodule(name)
         if not steps:
-            return _block(f"{name}.", module)
+            return Block.of(f"{name}.", module)
         above, _, own = name.rpartition(".")
-        return _block(f"{above}.", ScaledModule(own, module, steps))
+        return Block.of(f"{above}.", ScaledModule(own, module, steps))
 
     def _layer_blocks(self, prefix: str, arguments: LayerArguments, *, compiled: bool) -> Iterator[Block]:
         """One block per layer, with gradient factors for linears and experts that run once per forward on all tokens.
@@ -245,7 +223,7 @@ class ModelParts:
                 hidden, on_meta = self._on_meta(own)
                 with translate_config_errors(self.config):
                     gradient_factors = _find_gradient_factors(layer, partial(layer, hidden, **on_meta))
-                template = replace(_block("", layer), gradient_factors=gradient_factors)
+                template = replace(Block.of("", layer), gradient_factors=gradient_factors)
                 templates[signature] = template.compile("layers") if compiled else template
             yield replace(templates[signature], prefix=f"{prefix}.{index}.")
 
@@ -280,26 +258,6 @@ def _find_gradient_factors(layer: nn.Module, run: Callable[[], object]) -> tuple
     """Gradient factors of a layer that `run` runs on the probe tokens."""
     linears = find_linear_gradient_factors(layer, run, num_tokens=_PROBE_TOKENS)
     return *linears, *find_experts_gradient_factors(layer, run, num_tokens=_PROBE_TOKENS)
-
-
-def _block(prefix: str, module: nn.Module) -> Block:
-    named = dict(module.named_parameters())
-    frozen = frozenset(name for name, parameter in named.items() if not parameter.requires_grad)
-    shapes = {name: tuple(each.shape) for name, each in named.items()}
-    return Block(prefix, module, shapes, frozen=frozen, no_weight_decay=_without_decay(module))
-
-
-def _without_decay(module: nn.Module) -> frozenset[str]:
-    """Names of parameters without weight decay.
-
-    Decided by class and name, not by shape: head norms and expert biases are matrices in some families.
-    """
-    return frozenset(
-        f"{path}.{name}" if path else name
-        for path, part in module.named_modules()
-        for name, parameter in part.named_parameters(recurse=False)
-        if parameter.ndim < 2 or _NORM.search(type(part).__name__) or name.endswith("bias")
-    )
 
 
 def _signature(layer: nn.Module) -> tuple[Any, ...]:

@@ -100,7 +100,7 @@ class _LayerBench:
         layer, (arguments, other_gradients) = self.parts.layers[self.index], self._arguments(shape)
 
         def play(weights: NamedTensors, sums: NamedTensors, inputs: Tensor, gradient: Tensor) -> int:
-            recomputed_backward(layer, weights, inputs, arguments, sums, gradient, *other_gradients)
+            recomputed_backward(layer, weights, (inputs,), arguments, sums, gradient, *other_gradients)
             return torch.cuda.memory_allocated(self.device)
 
         return self._measure(shape, play)[1]

@@ -26,9 +26,9 @@ from transformers import (
 
 from mobius.engine.documents import Rows, position_ids_and_cu_seqlens
 from mobius.models.attention import DocumentLayout
+from mobius.models.attention_split import SplitBlocks
 from mobius.models.block_autograd import Block, backward, recomputed_backward, run_with_graph, run_without_graph
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
-from mobius.models.pre_post_attention import SplitBlocks
 from mobius.schedule.plan import RecomputeLevel
 
 
@@ -46,7 +46,7 @@ class BlockCase:
         """Output, gradients of the inputs and of every parameter as a run makes them that kept the activations."""
         sums = self.sums()
         graph = run_with_graph(self.block, self.weights, self.hidden, self.arguments, level)
-        return [graph.output.detach(), backward(self.block, graph, sums, self.gradient), *sums.values()]
+        return [graph.output.detach(), *backward(self.block, graph, sums, self.gradient), *sums.values()]
 
     def by_autograd(self) -> list[Tensor]:
         """The same without graphs of our own."""
@@ -59,8 +59,8 @@ class BlockCase:
     def recomputed(self) -> list[Tensor]:
         """The gradients as a run makes them that kept nothing."""
         sums = self.sums()
-        given = self.block, self.weights, self.hidden, self.arguments, sums, self.gradient
-        return [recomputed_backward(*given), *sums.values()]
+        given = self.block, self.weights, (self.hidden,), self.arguments, sums, self.gradient
+        return [*recomputed_backward(*given), *sums.values()]
 
     def sums(self) -> dict[str, Tensor]:
         return {name: torch.zeros_like(weight) for name, weight in self.weights.items()}

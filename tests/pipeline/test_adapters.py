@@ -144,7 +144,7 @@ def test_a_compiled_layers_gradients_are_those_of_peft(compiler: str, monkeypatc
         parts = ModelParts(model.config, CPU, compiled=compiled, adapters=LORA)
         layer, arguments = parts.layers[0], LayerArgumentsBuilder(parts, device=CPU, dtype=torch.float32)(8)[0]
         sums = {name: torch.zeros_like(values[name]) for name in layer.parameter_shapes() if "lora_" in name}
-        back = recomputed_backward(layer, values, inputs, arguments, sums, gradient)
+        (back,) = recomputed_backward(layer, values, (inputs,), arguments, sums, gradient)
         assert not compiled or (layer.graphs is not None and not layer.graphs._is_broken)
         found.append({**sums, "inputs": back})
     for name, expected in found[0].items():

@@ -18,8 +18,8 @@ from mobius.engine.documents import Rows
 from mobius.engine.stage import StageModule
 from mobius.engine.stage_layers import MicrobatchContext
 from mobius.engine.tiles import TiledLayer
+from mobius.models.attention_split import Heads
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
-from mobius.models.pre_post_attention import Heads
 from mobius.planner.peak_memory import estimate_layer
 from mobius.schedule.partition import StageCut
 

@@ -143,12 +143,12 @@ def test_a_sparse_layer_as_graphs_gives_what_it_gives_eagerly(compiler: str, mon
         for recomputed in (False, True):
             sums = {name: torch.zeros_like(value) for name, value in weights.items()}
             if recomputed:
-                of_input = recomputed_backward(layer, weights, hidden, arguments, sums, gradient)
+                (of_input,) = recomputed_backward(layer, weights, (hidden,), arguments, sums, gradient)
             else:
                 graph = run_with_graph(layer, weights, hidden, arguments, RecomputeLevel.ELEMENTWISE)
                 assert isinstance(graph, CompiledGraph) == compiled
                 own.append(graph.output)
-                of_input = backward(layer, graph, sums, gradient)
+                (of_input,) = backward(layer, graph, sums, gradient)
             own += [of_input, *sums.values()]
         results.append(own)
         assert layer.graphs is None or not layer.graphs._is_broken

@@ -131,7 +131,7 @@ def test_a_layer_with_factors_gradients_are_bit_equal_to_autograds(family: str) 
     block(leaves, inputs, **arguments).backward(gradient)
 
     sums = {name: torch.zeros_like(value) for name, value in weights.items()}
-    input_gradient = backward(block, run_with_graph(block, weights, hidden, arguments), sums, gradient)
+    (input_gradient,) = backward(block, run_with_graph(block, weights, hidden, arguments), sums, gradient)
 
     assert inputs.grad is not None
     assert torch.equal(input_gradient, inputs.grad)

@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from mobius.models.block_autograd import (
     Block,
     backward,
-    backward_many,
-    recomputed_backward_many,
+    recomputed_backward,
     run_many_without_graph,
     run_with_graph,
 )
@@ -252,9 +251,9 @@ def test_a_module_may_have_several_inputs_and_outputs(uncompiled: list[torch.fx.
     if way == "kept":
         graph = run_with_graph(block, weights, (one, other), {})
         assert_equal(graph.outputs, outputs)
-        results = backward_many(block, graph, sums, (of_sum, of_turned))
+        results = backward(block, graph, sums, of_sum, of_turned)
     else:
-        results = recomputed_backward_many(block, weights, (one, other), {}, sums, (of_sum, of_turned))
+        results = recomputed_backward(block, weights, (one, other), {}, sums, of_sum, of_turned)
 
     products, of_product = one * other, of_sum.unsqueeze(-1) * weights["layer.weight"]
     assert_near(outputs, [(products * weights["layer.weight"]).sum(-1), other.transpose(0, 1) + 1], share=1e-6)

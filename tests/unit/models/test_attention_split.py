@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +14,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, LlamaConfig
 
 from mobius.errors import CheckpointError
-from mobius.models.attention_split import split_layer
+from mobius.models.attention_split import Heads, SplitBlocks, split_layer
+from mobius.models.block_autograd import Block
 from mobius.models.blocks import ModelParts
-from mobius.models.linear import GradientFactorLinear
-from mobius.models.pre_post_attention import Heads, SplitBlocks
+from mobius.models.linear import GradientFactorLinear, LinearGradientFactors
 
 SHAPE = 2, 11
 ROWS = [[4, 1, 3], [7]]
@@ -141,6 +142,11 @@ class Layer(nn.Module):
         return hidden
 
 
+def split(layer: Layer) -> SplitBlocks:
+    block = replace(Block.of("", layer), gradient_factors=(LinearGradientFactors("linear"),))
+    return split_layer(block, torch.empty(1, 5, 8, device="meta"), {}, family="strange", compiled=False)
+
+
 @pytest.mark.parametrize(
     ("layer", "fault"),
     [
@@ -151,14 +157,14 @@ class Layer(nn.Module):
 )
 def test_a_layer_that_cannot_be_cut_names_its_family_and_why(layer: Layer, fault: str) -> None:
     with pytest.raises(CheckpointError, match=f"layers of the family 'strange' {fault}, so they cannot be cut"):
-        split_layer(layer, torch.empty(1, 5, 8, device="meta"), {}, family="strange")
+        split(layer)
 
 
 def test_a_layer_that_calls_attention_once_is_cut() -> None:
-    cut = split_layer(Layer(1), torch.empty(1, 5, 8, device="meta"), {}, family="strange")
+    cut = split(Layer(1))
 
-    assert cut.pre_attention_parameters == {"linear.weight", "linear.bias"}
-    assert cut.post_attention_parameters == frozenset()
+    assert cut.pre_attention.gradient_factors == (LinearGradientFactors("linear"),)
+    assert cut.post_attention.gradient_factors == ()
 
 
 def test_attention_of_a_familys_own_is_refused() -> None:
