@@ -99,7 +99,8 @@ def attend_documents(
         document_cu_seqlens = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
     scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
     if query.device.type != "cuda":
-        output = attend_per_document(query, key, value, document_cu_seqlens, scale, sliding_window or 0, softcap or 0.0)
+        # Operations take numbers only: 0 is no window, or no cap.
+        output = _operation()(query, key, value, document_cu_seqlens, scale, sliding_window or 0, softcap or 0.0)
         return output.transpose(1, 2), None
     if block_masks is not None:
         return _flex(query, key, value, block_masks.of_window(sliding_window), scale, softcap).transpose(1, 2), None
@@ -210,19 +211,9 @@ def _compiled_flex() -> Callable[..., Tensor]:
 _NAME = "mobius::attend_one_by_one"
 
 
-def attend_per_document(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float, window: int, softcap: float
-) -> Tensor:
-    """Causal attention within each document, heads [B, H, L, D] in and out.
-
-    `cu_seqlens` as in `attention.DocumentLayout`. `window` includes the token itself; `window` or `softcap` 0: none.
-    """
-    return _operation()(query, key, value, cu_seqlens, scale, window, softcap)
-
-
 @functools.cache
 def _operation() -> Callable[..., Tensor]:
-    """The custom operation, registered at first use."""
+    """Causal attention within each document, heads [B, H, L, D] in and out; registered at first use."""
 
     def like_tokens(heads: Tensor) -> Tensor:
         # Memory layout [B, L, H, D], because some families take a view of it.

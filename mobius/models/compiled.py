@@ -136,7 +136,6 @@ class CompiledModule:
         """`name` (plural) is used in messages for such modules."""
         self._module, self._name = module, name
         self._buffers = dict(module.named_buffers())
-        self._frozen = frozenset(name for name, each in module.named_parameters() if not each.requires_grad)
         self._graphs: dict[Hashable, Any] = {}
         self._is_broken = False
 
@@ -206,17 +205,9 @@ class CompiledModule:
         arguments: Mapping[str, Any],
     ) -> _Call:
         tensors, kinds = (arguments if isinstance(arguments, KeywordArguments) else KeywordArguments(arguments)).flat
-        return _Call(
-            self._module,
-            tuple(weights),
-            len(inputs),
-            tuple(self._buffers),
-            gradient_factors,
-            self._frozen,
-            arguments,
-            [*weights.values(), *inputs, *self._buffers.values(), *tensors],
-            (_kind(next(iter(weights.values()), None)), *map(_kind, inputs), kinds),
-        )
+        given = [*weights.values(), *inputs, *self._buffers.values(), *tensors]
+        key = _kind(next(iter(weights.values()), None)), *map(_kind, inputs), kinds
+        return _Call(self._module, tuple(weights), len(inputs), gradient_factors, arguments, given, key)
 
     def _graph(self, key: Hashable, make: Callable[[], Result]) -> Result | None:
         """The graph of `key`, made at its first call; None after any tracing or compilation failure."""
@@ -251,9 +242,7 @@ class _Call:
     module: nn.Module
     weights: Sequence[str]
     num_inputs: int
-    buffers: Sequence[str]
     gradient_factors: Sequence[GradientFactors]
-    frozen: frozenset[str]
     arguments: Mapping[str, Any]
     """Keyword arguments, which follow the module's inputs."""
     tensors: Sequence[Tensor]
@@ -264,7 +253,7 @@ class _Call:
     @property
     def leaves(self) -> Sequence[str]:
         """Names of everything with a gradient except the inputs."""
-        return tuple(make_leaves(self._sorted(self.tensors)[0], self.gradient_factors, self.frozen, num_tokens=1)[1])
+        return tuple(self._leaves(self._sorted(self.tensors)[0], num_tokens=1)[1])
 
     def run(self, tensors: Sequence[Tensor]) -> Results:
         """Outputs for `tensors` in the order of `self.tensors`; other arguments are those of this call."""
@@ -274,9 +263,7 @@ class _Call:
         """Outputs, then gradients of `leaves`, then gradients of the inputs."""
         weights, given, rest = self._sorted(tensors)
         inputs = tuple(each.detach().requires_grad_() for each in given)
-        fixed, leaves = make_leaves(
-            weights, self.gradient_factors, self.frozen, num_tokens=inputs[0].shape[:-1].numel()
-        )
+        fixed, leaves = self._leaves(weights, num_tokens=inputs[0].shape[:-1].numel())
         with torch.enable_grad():
             outputs = self._outputs({**fixed, **leaves}, inputs, rest)
         found = torch.autograd.grad(outputs, [*leaves.values(), *inputs], gradients, allow_unused=True)
@@ -294,8 +281,12 @@ class _Call:
         inputs = tuple(next(rest) for _ in range(self.num_inputs))
         return dict(zip(self.weights, tensors, strict=False)), inputs, rest
 
+    def _leaves(self, weights: Weights, *, num_tokens: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        frozen = [name for name, each in self.module.named_parameters() if not each.requires_grad]
+        return make_leaves(weights, self.gradient_factors, frozen, num_tokens=num_tokens)
+
     def _outputs(self, weights: Weights, inputs: Tensors, rest: Iterator[Tensor]) -> Tensors:
-        buffers = {name: next(rest) for name in self.buffers}
+        buffers = {name: next(rest) for name, _ in self.module.named_buffers()}
         arguments = pytree.tree_map_only(Tensor, lambda _: next(rest), dict(self.arguments))
         return as_tuple(functional_call(self.module, {**weights, **buffers}, inputs, arguments))
 

@@ -98,27 +98,13 @@ class Routing(NamedTuple):
     """int32 [experts]: end of each expert's rows."""
 
 
-def grouped_linear(rows: Tensor, expert_offsets: Tensor, matrix: ExpertMatrices) -> Tensor:
-    """Multiply each row by its expert's matrix: [rows, in] -> [rows, out]."""
-    return cast(Tensor, _Product.apply(rows, expert_offsets, *matrix))  # type: ignore[no-untyped-call]
-
-
-def permute_tokens(hidden: Tensor, routing: Routing, num_experts_per_token: int) -> Tensor:
-    """Copy tokens to rows: [T, H] -> [rows, H]; backward sums the rows of a token without scatter-add."""
-    tensors = hidden, routing.order, routing.inverse_order
-    return cast(Tensor, _PermuteTokens.apply(*tensors, num_experts_per_token))  # type: ignore[no-untyped-call]
-
-
-def multiply_and_unpermute(rows: Tensor, top_k_weights: Tensor, routing: Routing, matrix: ExpertMatrices) -> Tensor:
-    """Multiply rows by their experts' matrices and sum them per token, weighted by [T, K]: [rows, in] -> [T, out].
-
-    Backward recomputes no product: a weight's gradient is the dot product of its row and the row's unweighted gradient.
-    """
-    return cast(Tensor, _MultiplyAndUnpermute.apply(rows, top_k_weights, *routing, *matrix))  # type: ignore[no-untyped-call]
-
-
 def _as_in_out(weight: Tensor, is_transposed: bool) -> Tensor:
     return weight if is_transposed else weight.transpose(1, 2)
+
+
+def _remember(ctx: Any, weight: Tensor, is_transposed: bool, placeholders: Sequence[Tensor | None]) -> None:
+    ctx.is_transposed, ctx.is_trained = is_transposed, weight.requires_grad
+    ctx.has_factors = placeholders[0] is not None
 
 
 def _of_weight(ctx: Any, rows: Tensor, gradient: Tensor, expert_offsets: Tensor) -> tuple[Tensor | None, ...]:
@@ -131,18 +117,14 @@ def _of_weight(ctx: Any, rows: Tensor, gradient: Tensor, expert_offsets: Tensor)
 
 
 class _Product(torch.autograd.Function):
-    """`grouped_matmul` with gradients."""
+    """Multiply each row by its expert's matrix: [rows, in] -> [rows, out]."""
 
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, expert_offsets: Tensor, weight: Tensor, is_transposed: bool, *placeholders: Tensor
     ) -> Tensor:
         ctx.save_for_backward(rows, expert_offsets, weight)
-        ctx.is_transposed, ctx.has_factors, ctx.is_trained = (
-            is_transposed,
-            placeholders[0] is not None,
-            weight.requires_grad,
-        )
+        _remember(ctx, weight, is_transposed, placeholders)
         return grouped_matmul(rows, _as_in_out(weight, is_transposed), expert_offsets)
 
     @staticmethod
@@ -154,7 +136,7 @@ class _Product(torch.autograd.Function):
 
 
 class _PermuteTokens(torch.autograd.Function):
-    """`permute_tokens` with gradients."""
+    """Copy tokens to rows: [T, H] -> [rows, H]; backward sums the rows of a token without scatter-add."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, order: Tensor, inverse_order: Tensor, num_experts_per_token: int) -> Tensor:
@@ -169,7 +151,10 @@ class _PermuteTokens(torch.autograd.Function):
 
 
 class _MultiplyAndUnpermute(torch.autograd.Function):
-    """`multiply_and_unpermute` with gradients."""
+    """Multiply rows by their experts' matrices and sum them per token, weighted by [T, K]: [rows, in] -> [T, out].
+
+    Backward recomputes no product: a weight's gradient is the dot product of its row and the row's unweighted gradient.
+    """
 
     @staticmethod
     def forward(
@@ -184,11 +169,7 @@ class _MultiplyAndUnpermute(torch.autograd.Function):
         *placeholders: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(rows, top_k_weights, order, inverse_order, expert_offsets, weight)
-        ctx.is_transposed, ctx.has_factors, ctx.is_trained = (
-            is_transposed,
-            placeholders[0] is not None,
-            weight.requires_grad,
-        )
+        _remember(ctx, weight, is_transposed, placeholders)
         made = grouped_matmul(rows, _as_in_out(weight, is_transposed), expert_offsets)
         tokens: Tensor = (made[inverse_order].unflatten(0, top_k_weights.shape) * top_k_weights.unsqueeze(-1)).sum(1)
         return tokens.to(rows.dtype)
@@ -238,16 +219,17 @@ def run_experts(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_we
 def run_experts_on_gpu(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """`run_experts` for GPUs: no scatter-add in forward or backward, no matmul recomputed for `top_k_weights`."""
     routing, (into, out_of) = _route(experts, top_k_index), matrix_names(experts)
-    rows = permute_tokens(hidden, routing, top_k_index.shape[1])
-    rows = _gate(experts, grouped_linear(rows, routing.expert_offsets, _matrix(experts, into)))
-    return multiply_and_unpermute(rows, top_k_weights, routing, _matrix(experts, out_of)).to(hidden.dtype)
+    rows = _PermuteTokens.apply(hidden, routing.order, routing.inverse_order, top_k_index.shape[1])
+    rows = _gate(experts, _Product.apply(rows, routing.expert_offsets, *_matrix(experts, into)))
+    tokens: Tensor = _MultiplyAndUnpermute.apply(rows, top_k_weights, *routing, *_matrix(experts, out_of))
+    return tokens.to(hidden.dtype)
 
 
 def _run_as_transformers(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     routing, (into, out_of) = _route(experts, top_k_index), matrix_names(experts)
     rows = hidden[routing.order // top_k_index.shape[1]]
-    rows = _gate(experts, grouped_linear(rows, routing.expert_offsets, _matrix(experts, into)))
-    rows = grouped_linear(rows, routing.expert_offsets, _matrix(experts, out_of))
+    rows = _gate(experts, _Product.apply(rows, routing.expert_offsets, *_matrix(experts, into)))
+    rows = _Product.apply(rows, routing.expert_offsets, *_matrix(experts, out_of))
     rows = rows * top_k_weights.reshape(-1)[routing.order].unsqueeze(-1)
     tokens: Tensor = rows[routing.inverse_order].unflatten(0, top_k_index.shape).sum(1)
     return tokens.to(hidden.dtype)
@@ -329,13 +311,9 @@ def _top_k_index(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> 
 
 
 _EXPERTS, _SHARED = re.compile(r"(^|\.)experts\."), re.compile(r"(^|\.)shared_experts?\.")
+"""Names of parameters of routed experts, and of those that every token uses."""
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 """Configuration fields for the number of experts per token, by family."""
-
-
-def is_expert(name: str) -> bool:
-    """Whether the parameter `name` belongs to the routed experts of a layer."""
-    return _EXPERTS.search(name) is not None
 
 
 def count_experts(
@@ -345,7 +323,7 @@ def count_experts(
 
     `frozen` holds each layer's untrained parameter names. The first dimension of every expert tensor is their number.
     """
-    own = [{name: shape for name, shape in shapes.items() if is_expert(name)} for shapes in layers]
+    own = [{name: shape for name, shape in shapes.items() if _EXPERTS.search(name)} for shapes in layers]
     numbers = {shape[0] for shapes in own for shape in shapes.values()}
     if not numbers:
         return None

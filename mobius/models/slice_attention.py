@@ -101,10 +101,11 @@ def _pieces(
 def _forward(
     piece: AttentionPiece, query: Tensor, cache: SequenceKVCache, settings: SlicedAttentionSettings
 ) -> tuple[Tensor, Tensor]:
-    key_value_views = cache.key_value_views(piece.rows, piece.keys)
+    key, value = cache.key_value_views(piece.rows, piece.keys)
     if piece.kernel is AttentionKernel.TILES:
-        return _tiles_forward(piece, query, *key_value_views, settings)
-    return _FORWARD[piece.kernel](_Call(piece, (query, *key_value_views), settings.scale))
+        return _tiles_forward(piece, query, key, value, settings)
+    forward, _ = _KERNELS[piece.kernel]
+    return forward(_Call(piece, (query, key, value), settings.scale))
 
 
 def _backward(
@@ -116,13 +117,13 @@ def _backward(
     cache: SequenceKVCache,
     settings: SlicedAttentionSettings,
 ) -> Tensor:
-    key_value_views = cache.key_value_views(piece.rows, piece.keys)
-    gradient_sum_views = cache.gradient_sum_views(piece.rows, piece.keys)
+    key, value = cache.key_value_views(piece.rows, piece.keys)
+    sums = cache.gradient_sum_views(piece.rows, piece.keys)
     if piece.kernel is AttentionKernel.TILES:
-        return _tiles_backward(piece, d_output, query, *key_value_views, output, lse, gradient_sum_views, settings)
-    call = _Call(piece, (query, *key_value_views), settings.scale)
-    d_query, *d_seen = _BACKWARD[piece.kernel](call, d_output, output, lse)
-    for own_sum, part in zip(gradient_sum_views, d_seen, strict=True):
+        return _tiles_backward(piece, d_output, query, key, value, output, lse, sums, settings)
+    _, backward = _KERNELS[piece.kernel]
+    d_query, *d_seen = backward(_Call(piece, (query, key, value), settings.scale), d_output, output, lse)
+    for own_sum, part in zip(sums, d_seen, strict=True):
         own_sum += part
     return d_query
 
@@ -266,21 +267,18 @@ def _cpu_forward(call: _Call) -> tuple[Tensor, Tensor]:
 
 def _cpu_backward(call: _Call, d_output: Tensor, output: Tensor, lse: Tensor) -> Gradients:
     piece, heads, scale = call
-    of_output, merged = d_output.transpose(1, 2), output.transpose(1, 2)
-    run = _aten._scaled_dot_product_flash_attention_for_cpu_backward
-    result: Gradients = run(of_output, *heads, merged, lse, 0.0, piece.is_causal, scale=scale)
+    result: Gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        d_output.transpose(1, 2), *heads, output.transpose(1, 2), lse, 0.0, piece.is_causal, scale=scale
+    )
     return result
 
 
-_FORWARD: Mapping[AttentionKernel, Callable[[_Call], tuple[Tensor, Tensor]]] = {
-    AttentionKernel.CUDNN: _cudnn_forward,
-    AttentionKernel.FLASH: _flash_forward,
-    AttentionKernel.CPU: _cpu_forward,
-}
-_BACKWARD: Mapping[AttentionKernel, Callable[[_Call, Tensor, Tensor, Tensor], Gradients]] = {
-    AttentionKernel.CUDNN: _cudnn_backward,
-    AttentionKernel.FLASH: _flash_backward,
-    AttentionKernel.CPU: _cpu_backward,
+_Forward = Callable[[_Call], tuple[Tensor, Tensor]]
+_Backward = Callable[[_Call, Tensor, Tensor, Tensor], Gradients]
+_KERNELS: Mapping[AttentionKernel, tuple[_Forward, _Backward]] = {
+    AttentionKernel.CUDNN: (_cudnn_forward, _cudnn_backward),
+    AttentionKernel.FLASH: (_flash_forward, _flash_backward),
+    AttentionKernel.CPU: (_cpu_forward, _cpu_backward),
 }
 
 
