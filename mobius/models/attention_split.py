@@ -84,8 +84,8 @@ class SplitBlocks:
 
     def at(self, prefix: str) -> SplitBlocks:
         """The same code for the layer whose parameters have this prefix."""
-        halves = (replace(half, prefix=prefix) for half in (self.pre_attention, self.post_attention))
-        return SplitBlocks(*halves, self.attention)
+        pre, post = (replace(half, prefix=prefix) for half in (self.pre_attention, self.post_attention))
+        return SplitBlocks(pre, post, self.attention)
 
     def run_pre_attention(self, weights: NamedTensors, hidden: Tensor, arguments: Mapping[str, Any]) -> Heads:
         """Query, key and value, without autograd graph."""

@@ -188,6 +188,10 @@ class _MultiplyAndUnpermute(torch.autograd.Function):
         return of_rows, of_shares, None, None, None, *of_weight
 
 
+_multiply = cast(Callable[..., Tensor], _Product.apply)
+_permute_tokens = cast(Callable[..., Tensor], _PermuteTokens.apply)
+_multiply_and_unpermute = cast(Callable[..., Tensor], _MultiplyAndUnpermute.apply)
+
 EXPERTS_IMPLEMENTATION = "mobius_experts"
 """Name by which transformers finds `run_experts`."""
 
@@ -219,17 +223,17 @@ def run_experts(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_we
 def run_experts_on_gpu(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """`run_experts` for GPUs: no scatter-add in forward or backward, no matmul recomputed for `top_k_weights`."""
     routing, (into, out_of) = _route(experts, top_k_index), matrix_names(experts)
-    rows = _PermuteTokens.apply(hidden, routing.order, routing.inverse_order, top_k_index.shape[1])
-    rows = _gate(experts, _Product.apply(rows, routing.expert_offsets, *_matrix(experts, into)))
-    tokens: Tensor = _MultiplyAndUnpermute.apply(rows, top_k_weights, *routing, *_matrix(experts, out_of))
+    rows = _permute_tokens(hidden, routing.order, routing.inverse_order, top_k_index.shape[1])
+    rows = _gate(experts, _multiply(rows, routing.expert_offsets, *_matrix(experts, into)))
+    tokens = _multiply_and_unpermute(rows, top_k_weights, *routing, *_matrix(experts, out_of))
     return tokens.to(hidden.dtype)
 
 
 def _run_as_transformers(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     routing, (into, out_of) = _route(experts, top_k_index), matrix_names(experts)
     rows = hidden[routing.order // top_k_index.shape[1]]
-    rows = _gate(experts, _Product.apply(rows, routing.expert_offsets, *_matrix(experts, into)))
-    rows = _Product.apply(rows, routing.expert_offsets, *_matrix(experts, out_of))
+    rows = _gate(experts, _multiply(rows, routing.expert_offsets, *_matrix(experts, into)))
+    rows = _multiply(rows, routing.expert_offsets, *_matrix(experts, out_of))
     rows = rows * top_k_weights.reshape(-1)[routing.order].unsqueeze(-1)
     tokens: Tensor = rows[routing.inverse_order].unflatten(0, top_k_index.shape).sum(1)
     return tokens.to(hidden.dtype)
