@@ -130,10 +130,11 @@ class ExpertKernels:
         output = rows.new_empty(len(rows), num_out)
 
         def launch(kernels: Any) -> None:
-            grid = _parts(num_out, kernels.OUT), _parts(len(rows), kernels.ROWS) + num_experts
+            cdiv = kernels.triton.cdiv
+            grid = cdiv(num_out, kernels.OUT), cdiv(len(rows), kernels.ROWS) + num_experts
             kernels.grouped_rows[grid](
                 *(rows.contiguous(), weight, expert_offsets, output, num_experts, num_in, num_out, *weight.stride()),
-                experts_block=_power_of_two(num_experts),
+                experts_block=kernels.triton.next_power_of_2(num_experts),
                 rows_block=kernels.ROWS,
                 out_block=kernels.OUT,
                 in_block=kernels.IN,
@@ -147,7 +148,8 @@ class ExpertKernels:
 
         def launch(kernels: Any) -> None:
             is_half = left.element_size() == 2 and _has_large_shared_memory(left.device)
-            tiles = _parts(left.shape[1], kernels.LEFT) * _parts(right.shape[1], kernels.RIGHT)
+            cdiv = kernels.triton.cdiv
+            tiles = cdiv(left.shape[1], kernels.LEFT) * cdiv(right.shape[1], kernels.RIGHT)
             kernels.add_factors[(tiles, len(expert_offsets))](
                 *(left.contiguous(), right.contiguous(), expert_offsets, total, left.shape[1], right.shape[1]),
                 left_block=kernels.LEFT,
@@ -184,12 +186,3 @@ def expert_kernels() -> ExpertKernels:
 def _has_large_shared_memory(device: torch.device) -> bool:
     """Whether a program may use 96 KiB of shared memory: Ampere and later, and Triton's interpreter."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def _parts(length: int, size: int) -> int:
-    return -(-length // size)
-
-
-def _power_of_two(number: int) -> int:
-    """Smallest power of two that is at least `number`."""
-    return 1 << (number - 1).bit_length()

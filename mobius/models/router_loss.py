@@ -12,9 +12,7 @@ the sums of p is one row, equal for every layer, from which autograd continues.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -96,7 +94,7 @@ def install_router_loss(model: PreTrainedModel, layers: str) -> RouterLoss | Non
     """
     if not getattr(model.config, _SWITCH, False) or not fused_experts(model):
         return None
-    numbers = _numbers(model)
+    num_experts, num_experts_per_token, coefficient = _numbers(model)
     found = dict[int, _Router]()
     for name, router in _routers(model).items():
         place = name.removeprefix(f"{layers}.").partition(".")[0]
@@ -104,8 +102,9 @@ def install_router_loss(model: PreTrainedModel, layers: str) -> RouterLoss | Non
             raise _unknown(model, f"it is not one router in each of some layers ({name})")
         found[int(place)] = router
     for index, router in found.items():
-        _give_sums(model.get_submodule(f"{layers}.{index}"), router, numbers.num_experts_per_token)
-    return replace(numbers, layers=frozenset(found))
+        layer = model.get_submodule(f"{layers}.{index}")
+        vars(layer)["forward"] = _ForwardWithSums(layer, router, num_experts_per_token)
+    return RouterLoss(num_experts, num_experts_per_token, coefficient, frozenset(found))
 
 
 def refuse_slices(num_slices: int) -> None:
@@ -125,8 +124,8 @@ def _unknown(model: PreTrainedModel, reason: str) -> CheckpointError:
     )
 
 
-def _numbers(model: PreTrainedModel) -> RouterLoss:
-    """The loss with the family's own constants, without layers."""
+def _numbers(model: PreTrainedModel) -> tuple[int, int, float]:
+    """The family's own number of experts, experts per token, and coefficient."""
     given: Any = model
     names = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
     num_experts, num_experts_per_token, coefficient = (getattr(given, name, None) for name in names)
@@ -137,7 +136,7 @@ def _numbers(model: PreTrainedModel) -> RouterLoss:
         or _SWITCH not in inspect.signature(type(model).forward).parameters
     ):
         raise _unknown(model, "transformers has no such loss")
-    return RouterLoss(num_experts, num_experts_per_token, coefficient, frozenset())
+    return num_experts, num_experts_per_token, coefficient
 
 
 class _Router(NamedTuple):
@@ -160,35 +159,23 @@ def _routers(model: PreTrainedModel) -> dict[str, _Router]:
     }
 
 
-class _Seen:
-    """Holds a router's logits from the router's forward to the end of the layer's forward."""
+class _ForwardWithSums:
+    """Forward of a layer that also returns its router's sums if it is given a token mask."""
 
-    def __init__(self, position: int) -> None:
-        self._position = position
+    def __init__(self, layer: nn.Module, router: _Router, num_experts_per_token: int) -> None:
+        self._forward, self._position = layer.forward, router.position
+        self._num_experts_per_token = num_experts_per_token
         self._logits: Tensor | None = None
+        """Held from the router's forward to the end of the layer's."""
+        router.module.register_forward_hook(self._keep)
 
-    def keep(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-        self._logits = output[self._position] if isinstance(output, tuple) else output
-
-    def take(self) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, token_mask: Tensor | None = None, **arguments: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        output = self._forward(hidden, **arguments)
         logits, self._logits = self._logits, None
         assert logits is not None, "the layer did not call its router"
-        return logits
+        return output if token_mask is None else (output, router_sums(logits, token_mask, self._num_experts_per_token))
 
-
-def _give_sums(layer: nn.Module, router: _Router, num_experts_per_token: int) -> None:
-    seen = _Seen(router.position)
-    router.module.register_forward_hook(seen.keep)
-    vars(layer)["forward"] = partial(_forward, layer.forward, seen, num_experts_per_token)
-
-
-def _forward(
-    forward: Callable[..., Tensor],
-    seen: _Seen,
-    num_experts_per_token: int,
-    hidden: Tensor,
-    token_mask: Tensor | None = None,
-    **arguments: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
-    output, logits = forward(hidden, **arguments), seen.take()
-    return output if token_mask is None else (output, router_sums(logits, token_mask, num_experts_per_token))
+    def _keep(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        self._logits = output[self._position] if isinstance(output, tuple) else output

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from mobius.errors import CheckpointError
 from mobius.models.experts import unsupported_experts_reason
@@ -192,42 +193,22 @@ def _check_layers(
                 )
 
 
-class _Outputs:
-    """Output of a base model as a causal language model reads it: hidden states, None for everything else."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.last_hidden_state = hidden
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-    def __getitem__(self, index: Any) -> Tensor:
-        assert index == 0, index
-        return self.last_hidden_state
-
-
 class _Body(nn.Module):
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
         self._hidden = hidden
 
-    def forward(self, *_: Any, **__: Any) -> _Outputs:
-        return _Outputs(self._hidden)
+    def forward(self, *_: Any, **__: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=cast(Any, self._hidden))
 
 
-class _Head(nn.Module):
+class _Head(LayerStandIn):
     def __init__(self, head: nn.Module, logits: Tensor) -> None:
-        super().__init__()
-        vars(self)["_module"] = head
-        self.given: Tensor | None = None
+        super().__init__(head)
         self._logits = logits
 
-    @property
-    def weight(self) -> Tensor:
-        return cast(Tensor, vars(self)["_module"].weight)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        self.given = hidden
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        self.inputs.append(hidden)
         return self._logits
 
 
@@ -241,9 +222,9 @@ def _scaling_after_norm(
     outer = cast(Callable[..., Any], with_replaced_children(model, {prefix: _Body(hidden), head: stand_in}))
     with OperationRecorder(hidden) as recorder:
         result = outer(input_ids=torch.zeros(1, _TOKENS, dtype=torch.long, device=device), use_cache=False)
-    if stand_in.given is None:
+    if len(stand_in.inputs) != 1:
         raise UnsupportedStructureError("does not call its head once on its hidden states")
-    return recorder.steps(hidden, stand_in.given), recorder.steps(logits, result.logits)
+    return recorder.steps(hidden, stand_in.inputs[0]), recorder.steps(logits, result.logits)
 
 
 _aten = torch.ops.aten
