@@ -13,7 +13,6 @@ import difflib
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -22,6 +21,7 @@ from mobius.errors import ConfigError
 from mobius.log import RANK_ZERO_ONLY
 from mobius.models.experts import fused_experts, matrix_names
 from mobius.models.linear import GradientFactorLinear
+from mobius.models.structure import ModelStructure
 
 LORA_A, LORA_B = "lora_A", "lora_B"
 _ADAPTER = re.compile(rf"(?P<linear>.+)\.(?P<factor>{LORA_A}|{LORA_B})\.weight")
@@ -63,24 +63,14 @@ _LISTED = 6
 """Names listed in a message."""
 
 
-@dataclass(frozen=True)
-class PartNames:
-    """Module names of a model's parts; `layers` names the module list."""
-
-    embedding: str
-    layers: str
-    norm: str
-    head: str = "lm_head"
-
-
-def adapt(model: nn.Module, names: PartNames, config: AdapterConfig) -> None:
+def adapt(model: nn.Module, structure: ModelStructure, config: AdapterConfig) -> None:
     """Add adapters to `model` (on the meta device) and freeze what `config` does not train.
 
     Raises ConfigError for a target that does not exist or cannot be trained.
     """
     if config.is_lora:
         _refuse_experts(model, config.lora_target)
-        targets = _wanted(_linears(model, names), config.lora_target)
+        targets = _wanted(_linears(model, structure), config.lora_target)
         model.requires_grad_(False)
         for name, linear in targets.items():
             _check_rank(name, linear, config)
@@ -88,11 +78,11 @@ def adapt(model: nn.Module, names: PartNames, config: AdapterConfig) -> None:
             model.set_submodule(name, adapted.train(linear.training))
         _refuse_tied(model, config)
         for word in config.additional_parts:
-            for parameter in _parameters(model, names, word, "additional_target"):
+            for parameter in _parameters(model, structure, word, "additional_target"):
                 parameter.requires_grad_(True)
         return
     for word in config.frozen_parts:
-        for parameter in _parameters(model, names, word, "freeze"):
+        for parameter in _parameters(model, structure, word, "freeze"):
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"`--freeze` {config.freeze} leaves nothing to train; name fewer parts")
@@ -115,11 +105,11 @@ def _refuse_experts(model: nn.Module, target: str) -> None:
     logger.info("adapters are for linear layers only: %s and stays frozen", reason, extra=RANK_ZERO_ONLY)
 
 
-def _linears(model: nn.Module, names: PartNames) -> dict[str, nn.Linear]:
+def _linears(model: nn.Module, structure: ModelStructure) -> dict[str, nn.Linear]:
     """Linears within the model's layers, by full name."""
-    layers = model.get_submodule(names.layers)
+    layers = model.get_submodule(structure.layers)
     return {
-        f"{names.layers}.{name}": module for name, module in layers.named_modules() if isinstance(module, nn.Linear)
+        f"{structure.layers}.{name}": module for name, module in layers.named_modules() if isinstance(module, nn.Linear)
     }
 
 
@@ -178,13 +168,13 @@ def _is_tied(model: nn.Module) -> bool:
     return bool(getattr(model.config, "tie_word_embeddings", False))
 
 
-def _parameters(model: nn.Module, names: PartNames, word: str, option: str) -> Iterable[nn.Parameter]:
+def _parameters(model: nn.Module, structure: ModelStructure, word: str, option: str) -> Iterable[nn.Parameter]:
     """Parameters of the part that `word` of `option` names. Raises ConfigError."""
     if word in ("embedding", "head"):
-        both = {"embedding": names.embedding, "head": names.head}
+        both = {"embedding": structure.embedding, "head": structure.head}
         wanted = both.values() if _is_tied(model) else [both[word]]
         return [parameter for name in wanted for parameter in model.get_submodule(name).parameters()]
-    layers: Sequence[nn.Module] = [*model.get_submodule(names.layers).children()]
+    layers: Sequence[nn.Module] = [*model.get_submodule(structure.layers).children()]
     if word == "norms":
         norms = [module for module in model.modules() if "norm" in type(module).__name__.lower()]
         return [parameter for norm in norms for parameter in norm.parameters(recurse=False)]

@@ -21,8 +21,7 @@ import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +31,7 @@ from mobius.errors import CheckpointError
 from mobius.models.attention import ATTENTION_IMPLEMENTATION
 from mobius.models.block_autograd import Block, NamedTensors, recomputed_backward, run_many_without_graph
 from mobius.models.compiled import CompiledModule, KeywordArguments, Tensors
+from mobius.models.model_files import describe_error
 
 _STAND_IN_NAME = "mobius_stand_in"
 _STAND_IN = "_mobius_stand_in"
@@ -145,18 +145,17 @@ def split_layer(
     `compiled`: the halves run as graphs of their own. Raises CheckpointError that names `family` if the layer does not
     call attention exactly once through transformers' interface, or passes it tensors that the layer computes itself.
     """
-    layer = block.module
+    layer, settings = block.module, dict(arguments)
+    configs = [cast(Any, module.config) for module in layer.modules() if hasattr(module, "config")]
+    name = configs[0]._attn_implementation if configs else None
+    if name == ATTENTION_IMPLEMENTATION:
+        settings |= {own: torch.empty(2, device="meta") for own in _OF_DOCUMENTS}
     try:
-        pre_attention, stand_in, name = _copy(layer)
-        settings = dict(arguments)
-        if name == ATTENTION_IMPLEMENTATION:
-            settings |= {own: torch.empty(2, device="meta") for own in _OF_DOCUMENTS}
-        captured = stand_in.capture(layer=pre_attention, hidden=hidden, arguments=settings)
-        attention = _attention(captured, settings, name, family)
-        vars(pre_attention)["forward"] = partial(_project, stand_in, pre_attention.forward)
-        post_attention = _make_finish(layer, family)
+        pre, post = _AttentionStandIn(layer), _AttentionStandIn(layer)
+        attention = _attention(pre.capture(hidden, settings), settings, name)
+        pre_attention, post_attention = pre.layer, post.layer
+        vars(pre_attention)["forward"], vars(post_attention)["forward"] = pre.project, post.finish
         own, leaf = without_attention_arguments(arguments), hidden.detach().requires_grad_()
-        frozen = [name for name, parameter in layer.named_parameters() if not parameter.requires_grad]
         for half in (pre_attention, post_attention):
             half.requires_grad_(True)  # frozen parameters too, to find the half that uses them
         with torch.enable_grad():
@@ -166,12 +165,14 @@ def split_layer(
             pre_attention_parameters = _with_gradient(pre_attention, heads)
             output = post_attention(leaf, attended.requires_grad_(), **own)
             post_attention_parameters = _with_gradient(post_attention, (output,))
-        for half, name in itertools.product((pre_attention, post_attention), frozen):
-            half.get_parameter(name).requires_grad_(False)
-    except CheckpointError:
-        raise
+        for half, frozen in itertools.product((pre_attention, post_attention), block.frozen):
+            half.get_parameter(frozen).requires_grad_(False)
     except Exception as error:
-        _refuse(family, f"could not be run in halves ({type(error).__name__}: {error})", error)
+        fault = error if isinstance(error, _FaultError) else f"could not be run in halves ({describe_error(error)})"
+        raise CheckpointError(
+            f"layers of the family {family!r} {fault}, so they cannot be cut at their attention and run with tiles or "
+            "sequence slices. Use --tile_tokens off --num_slices 1."
+        ) from error
     gone = list[str]()
     for linear, module in list(post_attention.named_modules()):
         if any(linear.startswith(f"{name}.") for name in gone):
@@ -198,13 +199,26 @@ class _CapturedInputs(BaseException):
         self.module, self.heads, self.settings = module, heads, settings
 
 
-class _AttentionStandIn:
-    """Replaces the attention function of a copied layer."""
+class _FaultError(Exception):
+    """Reason why layers cannot be split; follows the family's name."""
 
-    def __init__(self) -> None:
-        self.given: Tensor | None = None
+
+class _AttentionStandIn:
+    """Replaces the attention function of a copy of a layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(_STAND_IN_NAME, _attend)
+        self.layer = copy.deepcopy(layer)
+        self._forward = self.layer.forward
+        self._given: Tensor | None = None
         """Attention output to return; None to raise `_CapturedInputs` with the inputs."""
-        self.num_calls = 0
+        self._num_calls = 0
+        for module in self.layer.modules():
+            vars(module)[_STAND_IN] = self
+            if hasattr(module, "config"):
+                cast(Any, module.config)._attn_implementation = _STAND_IN_NAME
 
     def attend(
         self,
@@ -215,89 +229,53 @@ class _AttentionStandIn:
         attention_mask: Tensor | None = None,
         **settings: Any,
     ) -> tuple[Tensor, None]:
-        self.num_calls += 1
-        if self.given is None:
+        self._num_calls += 1
+        if self._given is None:
             raise _CapturedInputs(module, (query, key, value), settings | {"attention_mask": attention_mask})
-        return self.given, None
+        return self._given, None
 
-    def capture(
-        self, *, layer: Callable[..., object], hidden: Tensor, arguments: Mapping[str, Any]
-    ) -> _CapturedInputs | None:
+    def capture(self, hidden: Tensor, arguments: Mapping[str, Any]) -> _CapturedInputs:
         try:
-            layer(hidden, **arguments)
+            self._forward(hidden, **arguments)
         except _CapturedInputs as captured:
             return captured.with_traceback(None)  # a traceback would keep the layer's tensors alive
-        return None
+        raise _FaultError("do not call attention by transformers' interface")
+
+    def project(self, hidden: Tensor, **arguments: Any) -> Sequence[Tensor]:
+        """Forward of the half before attention."""
+        return self.capture(hidden, arguments).heads
+
+    def finish(self, hidden: Tensor, attended: Tensor, **arguments: Any) -> object:
+        """Forward of the half after attention."""
+        self._given, self._num_calls = attended, 0
+        try:
+            output = self._forward(hidden, **arguments)
+        finally:
+            self._given = None
+        if self._num_calls != 1:
+            raise _FaultError(f"call attention {self._num_calls} times")
+        return output
 
 
 def _attend(module: nn.Module, *heads: Tensor, **settings: Any) -> tuple[Tensor, None]:
     return cast(_AttentionStandIn, getattr(module, _STAND_IN)).attend(module, *heads, **settings)
 
 
-def _copy(layer: nn.Module) -> tuple[nn.Module, _AttentionStandIn, str | None]:
-    """Copy of the layer with its own configuration, its stand-in, and the name of its attention implementation."""
+def _attention(captured: _CapturedInputs, given: Settings, name: str | None) -> LayerAttention:
     from transformers import AttentionInterface
 
-    AttentionInterface.register(_STAND_IN_NAME, _attend)
-    own, stand_in = copy.deepcopy(layer), _AttentionStandIn()
-    names = list[str | None]()
-    for module in own.modules():
-        vars(module)[_STAND_IN] = stand_in
-    for config in {id(module.config): module.config for module in own.modules() if hasattr(module, "config")}.values():
-        names.append(cast(Any, config)._attn_implementation)
-        cast(Any, config)._attn_implementation = _STAND_IN_NAME
-    return own, stand_in, names[0] if names else None
-
-
-def _attention(captured: _CapturedInputs | None, given: Settings, name: str | None, family: str) -> LayerAttention:
-    from transformers import AttentionInterface
-
-    if captured is None:
-        _refuse(family, "do not call attention by transformers' interface")
     forwarded_arguments = tuple(
         each for each in captured.settings if each in given and captured.settings[each] is given[each]
     )
     constants = {each: value for each, value in captured.settings.items() if each not in forwarded_arguments}
     if made := [each for each, value in constants.items() if any(isinstance(x, Tensor) for x in tree_leaves(value))]:
-        _refuse(family, f"give attention tensors of their own making ({', '.join(made)})")
+        raise _FaultError(f"give attention tensors of their own making ({', '.join(made)})")
     if missing := [each for each in _OF_DOCUMENTS if each in given and each not in forwarded_arguments]:
-        _refuse(family, f"do not hand {' and '.join(missing)} on to attention")
+        raise _FaultError(f"do not hand {' and '.join(missing)} on to attention")
     functions = AttentionInterface()
     if name not in functions:
-        _refuse(family, f"call attention of the kind {name!r}, which only their own code has")
+        raise _FaultError(f"call attention of the kind {name!r}, which only their own code has")
     return LayerAttention(functions[name], captured.module, constants, forwarded_arguments)
-
-
-def _make_finish(layer: nn.Module, family: str) -> nn.Module:
-    post_attention, stand_in, _ = _copy(layer)
-    vars(post_attention)["forward"] = partial(_finish, stand_in, post_attention.forward, family)
-    return post_attention
-
-
-def _project(
-    stand_in: _AttentionStandIn, forward: Callable[..., object], hidden: Tensor, **arguments: Any
-) -> Sequence[Tensor]:
-    captured = stand_in.capture(layer=forward, hidden=hidden, arguments=arguments)
-    assert captured is not None
-    return captured.heads
-
-
-def _finish(
-    stand_in: _AttentionStandIn,
-    forward: Callable[..., object],
-    family: str,
-    hidden: Tensor,
-    attended: Tensor,
-    **arguments: Any,
-) -> object:
-    stand_in.given, stand_in.num_calls = attended, 0
-    try:
-        output = forward(hidden, **arguments)
-    finally:
-        stand_in.given = None
-    if stand_in.num_calls != 1:
-        _refuse(family, f"call attention {stand_in.num_calls} times")
-    return output
 
 
 def _with_gradient(module: nn.Module, outputs: Sequence[Tensor]) -> frozenset[str]:
@@ -318,10 +296,3 @@ class _Unread(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs.new_zeros(*inputs.shape[:-1], self._out_features)
-
-
-def _refuse(family: str, fault: str, cause: Exception | None = None) -> NoReturn:
-    raise CheckpointError(
-        f"layers of the family {family!r} {fault}, so they cannot be cut at their attention and run with tiles or "
-        "sequence slices. Use --tile_tokens off --num_slices 1."
-    ) from cause

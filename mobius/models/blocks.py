@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from mobius.config.config import AdapterConfig
 from mobius.errors import CheckpointError
-from mobius.models.adapters import PartNames, adapt, adapted_linear
+from mobius.models.adapters import adapt, adapted_linear
 from mobius.models.attention import (
     ATTENTION_IMPLEMENTATION,
     BlockMasks,
@@ -98,7 +98,7 @@ class ModelParts:
             self.structure = find_model_structure(model)
         structure = self.structure
         self.router_loss = install_router_loss(model, structure.layers)
-        adapt(model, PartNames(structure.embedding, structure.layers, structure.norm, structure.head), adapters)
+        adapt(model, structure, adapters)
         self.embedding = self._scaled_block(structure.embedding, structure.embedding_scaling_steps)
         norm = self._scaled_block(structure.norm, structure.norm_scaling_steps)
         self.norm = norm.compile("norms") if compiled else norm
