@@ -72,21 +72,6 @@ def _other_form(experts: Any) -> str | None:
     return None
 
 
-class ExpertMatrices(NamedTuple):
-    """One matrix of all experts, with its three placeholders or None for each."""
-
-    weight: Tensor
-    """[experts, out, in], or [experts, in, out]."""
-    is_transposed: bool
-    """Whether the input dimension comes first."""
-    left_placeholder: Tensor | None = None
-    """[rows, second dimension of the weight]."""
-    right_placeholder: Tensor | None = None
-    """[rows, third dimension of the weight]."""
-    offsets_placeholder: Tensor | None = None
-    """fp32 [experts]: row offsets, which fp32 holds exactly up to 2**24."""
-
-
 class Routing(NamedTuple):
     """Mapping between rows, sorted by expert, and tokens, which have K rows each."""
 
@@ -108,7 +93,7 @@ def _remember(ctx: Any, weight: Tensor, is_transposed: bool, placeholders: Seque
 
 
 def _of_weight(ctx: Any, rows: Tensor, gradient: Tensor, expert_offsets: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of the five `ExpertMatrices` fields, from input rows and output gradient."""
+    """Gradients of the five arguments of `_matrix`, from input rows and output gradient."""
     left, right = (rows, gradient) if ctx.is_transposed else (gradient, rows)
     if ctx.has_factors:
         # Detached: otherwise the input would keep its own graph alive.
@@ -252,10 +237,13 @@ def _gate(experts: Any, rows: Tensor) -> Tensor:
     return cast(Tensor, experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows))
 
 
-def _matrix(experts: Any, name: str) -> ExpertMatrices:
-    return ExpertMatrices(
-        getattr(experts, name), experts.is_transposed, *(getattr(experts, each) for each in placeholder_names(name))
-    )
+def _matrix(experts: Any, name: str) -> tuple[Any, ...]:
+    """One matrix of all experts, as the last five arguments of a product.
+
+    weight [experts, out, in]; whether it is [experts, in, out] instead; three placeholders or None for each: [rows,
+    second dimension of the weight], [rows, third dimension], and fp32 [experts] for offsets.
+    """
+    return getattr(experts, name), experts.is_transposed, *(getattr(experts, each) for each in placeholder_names(name))
 
 
 _MOST_ROWS = 2**24
@@ -277,7 +265,6 @@ class ExpertsGradientFactors:
     """Experts per token (top-k)."""
 
     def make_placeholders(self, weight: Tensor, *, num_tokens: int) -> dict[str, Tensor]:
-        """Placeholders by name for the parameter's value: expanded views of one element each."""
         rows = num_tokens * self.num_experts_per_token
         assert rows <= _MOST_ROWS, "more rows than fp32 counts exactly"
         element = torch.empty(1, dtype=weight.dtype, device=weight.device)
@@ -288,7 +275,6 @@ class ExpertsGradientFactors:
         }
 
     def add_gradient(self, total: Tensor, found: Mapping[str, Tensor]) -> None:
-        """Add the gradient to `total` (fp32, shape of the weight) if `found` has its factors."""
         left, right, expert_offsets = placeholder_names(self.weight)
         if left in found:
             add_weight_gradient(total, found[left], found[right], found[expert_offsets].to(torch.int32))

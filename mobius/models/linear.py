@@ -32,7 +32,7 @@ class GradientFactors(Protocol):
         """Name of the weight within its block."""
 
     def make_placeholders(self, weight: Tensor, *, num_tokens: int) -> dict[str, Tensor]:
-        """Graph inputs, by name, whose gradients are the factors; `weight` is the parameter's value."""
+        """Graph inputs, by name, whose gradients are the factors: expanded views of one element, without memory."""
 
     def add_gradient(self, total: Tensor, found: Mapping[str, Tensor]) -> None:
         """Add the gradient to `total` (fp32) from its factors in `found`, by name; no-op if they are absent."""
@@ -49,7 +49,6 @@ class LinearGradientFactors:
         return self._within("weight")
 
     def make_placeholders(self, weight: Tensor, *, num_tokens: int) -> dict[str, Tensor]:
-        # Expanded views of one element, which take no memory.
         element = torch.empty(1, dtype=weight.dtype, device=weight.device)
         widths = zip((INPUT_PLACEHOLDER, OUTPUT_PLACEHOLDER), reversed(weight.shape), strict=True)
         return {self._within(name): element.expand(num_tokens, width).requires_grad_() for name, width in widths}
@@ -164,11 +163,12 @@ def find_linear_gradient_factors(
     }
     calls = record_calls(linears, run)
 
-    def is_fit(outputs: list[Tensor]) -> bool:
-        return [each.shape[:-1].numel() for each in outputs] == [num_tokens] and outputs[0]._version == 0
-
-    fit = [linear for linear in linears if is_fit([call.output for call in calls[linear]])]
-    return tuple(LinearGradientFactors(linears[linear]) for linear in fit)
+    found = list[LinearGradientFactors]()
+    for linear, name in linears.items():
+        outputs: list[Tensor] = [call.output for call in calls[linear]]
+        if [each.shape[:-1].numel() for each in outputs] == [num_tokens] and outputs[0]._version == 0:
+            found.append(LinearGradientFactors(name))
+    return tuple(found)
 
 
 class Call(NamedTuple):
