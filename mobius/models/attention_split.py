@@ -83,7 +83,7 @@ class SplitBlocks:
     attention: LayerAttention
 
     def at(self, prefix: str) -> SplitBlocks:
-        """The same code for the layer whose parameters have this prefix."""
+        """This code for the layer whose parameters have this prefix."""
         pre, post = (replace(half, prefix=prefix) for half in (self.pre_attention, self.post_attention))
         return SplitBlocks(pre, post, self.attention)
 
