@@ -156,7 +156,7 @@ def test_graphs_hold_what_the_widths_say(
     assert isinstance(graph, CompiledGraph)
     given = [*case.weights.values(), case.hidden, *tree_leaves(dict(case.arguments))]
     storages = {each.untyped_storage()._cdata for each in given if isinstance(each, Tensor)}
-    held = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in (*graph.outputs, *graph._known)}
+    held = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in (*graph.outputs, *graph.saved)}
     total = sum(size for key, size in held.items() if key not in storages)
     # Per token and in fp32: a factor of both norms, and the logarithm of a sum of each head.
     assert total == BATCH * LENGTH * (widths * dtype.itemsize + 4 * (2 + HEADS))
