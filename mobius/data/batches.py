@@ -4,12 +4,14 @@
 """
 
 import math
-from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from itertools import count
+from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -52,11 +54,6 @@ class Batch:
     """Token counts of each row's samples, without padding; None if each row holds one sample."""
     row_lengths: tuple[int, ...] | None = None
     """Token count of each row, without padding; None: rows are full."""
-
-    @property
-    def padding(self) -> float:
-        """Fraction of positions that are padding."""
-        return 1 - self.num_tokens / self.input_ids.size
 
 
 def balance_microbatches(batch: Batch, num_microbatches: int) -> Batch:
@@ -120,9 +117,11 @@ class TrainingBatches:
         is_packed: bool,
         num_epochs: float | None = None,
     ) -> None:
-        self._parts, self._pad_token_id = parts, pad_token_id
         self._batch_size, self._seq_length = batch_size, seq_length
         self._stream = _RowStream(parts, seed=seed, seq_length=seq_length, is_packed=is_packed)
+        self._assemble = partial(
+            _assemble, batch_size=batch_size, seq_length=seq_length, pad_token_id=pad_token_id, is_packed=is_packed
+        )
         self._num_rows = None if num_epochs is None else self._stream.num_rows_of(Fraction(str(num_epochs)))
         self._step = 0
 
@@ -140,11 +139,6 @@ class TrainingBatches:
     def row_statistics(self) -> RowStatistics:
         """Averages for the log and the planner."""
         return self._stream.row_statistics
-
-    @property
-    def state(self) -> int:
-        """Number of batches taken; `seek` continues from it."""
-        return self._step
 
     def seek(self, step: int) -> None:
         """Make `step` (from 0) the next batch, forwards or backwards, without reading tokens.
@@ -191,14 +185,7 @@ class TrainingBatches:
             last = min(last, self._num_rows)
         rows = [self._stream.row(number) for number in range(first, last)]
         self._step += 1
-        return _assemble(
-            rows,
-            batch_size=self._batch_size,
-            seq_length=self._seq_length,
-            pad_token_id=self._pad_token_id,
-            epoch=self._stream.epochs_after(last),
-            is_packed=self.max_documents is not None,
-        )
+        return self._assemble(rows, epoch=self._stream.epochs_after(last))
 
 
 def _assemble(
@@ -257,8 +244,10 @@ class EvaluationBatches:
         `max_documents` per row as in `TrainingBatches`, padding counted as one; None: each row holds one sample.
         """
         self._tokenized, self._batch_size = tokenized, batch_size
-        self._seq_length, self._pad_token_id = seq_length, pad_token_id
-        self._is_packed = max_documents is not None
+        is_packed = max_documents is not None
+        self._assemble = partial(
+            _assemble, batch_size=batch_size, seq_length=seq_length, pad_token_id=pad_token_id, is_packed=is_packed
+        )
         chosen = np.arange(len(tokenized)) if indices is None else np.asarray(indices, dtype=np.int64)
         assert len(chosen), "a dataset without samples must be refused before"
         lengths = tokenized.lengths[chosen]
@@ -278,14 +267,8 @@ class EvaluationBatches:
     def __iter__(self) -> Iterator[Batch]:
         for first in range(0, len(self._rows), self._batch_size):
             rows = self._rows[first : first + self._batch_size]
-            yield _assemble(
-                [[self._tokenized.sample(index) for index in row] for row in rows],
-                batch_size=self._batch_size,
-                seq_length=self._seq_length,
-                pad_token_id=self._pad_token_id,
-                epoch=(first + len(rows)) / len(self._rows),
-                is_packed=self._is_packed,
-            )
+            samples = [[self._tokenized.sample(index) for index in row] for row in rows]
+            yield self._assemble(samples, epoch=(first + len(rows)) / len(self._rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +279,14 @@ class _Window:
     indices: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
     rows: list[list[int]]
+
+
+class _Counted(NamedTuple):
+    """A window whose rows were counted: its epoch, its number in the epoch, and the total of rows up to its end."""
+
+    epoch: int
+    number: int
+    end: int
 
 
 class _RowStream:
@@ -316,9 +307,7 @@ class _RowStream:
             )
         self._lengths = [part.tokenized.lengths for part in parts]
         self._epoch, self._order = 0, epoch_samples(parts, seed, 0)
-        # For each window so far: its epoch, its number in the epoch, and the total of rows up to its end.
-        self._epochs, self._numbers, self._ends = array("q"), array("q"), array("q")
-        self._next = (0, 0)
+        self._windows, self._next = list[_Counted](), (0, 0)
         self._window_size = PACKING_WINDOW
         self.max_samples_per_row: int | None = None
         """Maximum of samples per row; None if each row holds one sample."""
@@ -331,11 +320,11 @@ class _RowStream:
 
     def row(self, number: int) -> list[TokenizedSample]:
         """Tokens and targets of each sample in row `number` of the stream."""
-        while not self._ends or self._ends[-1] <= number:
+        while self._end_before(len(self._windows)) <= number:
             self._make_window()
-        window = bisect_right(self._ends, number)
+        window = bisect_right(self._windows, number, key=attrgetter("end"))
         if window != self._loaded:
-            self._loaded, self._window = window, self._fill(self._epochs[window], self._numbers[window])
+            self._loaded, self._window = window, self._fill(*self._windows[window][:2])
         here = self._window
         places = here.rows[number - self._end_before(window)]
         return [self._parts[here.parts[place]].tokenized.sample(int(here.indices[place])) for place in places]
@@ -355,19 +344,19 @@ class _RowStream:
 
     def epochs_after(self, num_rows: int) -> float:
         """Epochs completed after `num_rows` rows, measured in samples; `row` must have reached them."""
-        window = bisect_left(self._ends, num_rows)
-        epoch, first_row = self._epochs[window], self._end_before(window)
-        start, stop = self._bounds(epoch, self._numbers[window])
-        share = (num_rows - first_row) / (self._ends[window] - first_row)
+        window = bisect_left(self._windows, num_rows, key=attrgetter("end"))
+        (epoch, number, end), first_row = self._windows[window], self._end_before(window)
+        start, stop = self._bounds(epoch, number)
+        share = (num_rows - first_row) / (end - first_row)
         return epoch + (start + share * (stop - start)) / epoch_size(self._parts, epoch)
 
     def _num_rows_before(self, epoch: int) -> int:
         while self._next[0] < epoch:
             self._make_window()
-        return self._end_before(bisect_left(self._epochs, epoch))
+        return self._end_before(bisect_left(self._windows, epoch, key=attrgetter("epoch")))
 
     def _end_before(self, window: int) -> int:
-        return self._ends[window - 1] if window else 0
+        return self._windows[window - 1].end if window else 0
 
     def _make_window(self) -> None:
         """Count the rows of the next window; an epoch without samples has one window without rows."""
@@ -375,11 +364,9 @@ class _RowStream:
         start, stop = self._bounds(epoch, number)
         num_rows = stop - start
         if self.max_samples_per_row is not None:
-            self._loaded, self._window = len(self._ends), self._fill(epoch, number)
+            self._loaded, self._window = len(self._windows), self._fill(epoch, number)
             num_rows = len(self._window.rows)
-        self._epochs.append(epoch)
-        self._numbers.append(number)
-        self._ends.append(num_rows + self._end_before(len(self._ends)))
+        self._windows.append(_Counted(epoch, number, num_rows + self._end_before(len(self._windows))))
         is_last = stop == epoch_size(self._parts, epoch)
         self._next = (epoch + 1, 0) if is_last else (epoch, number + 1)
 

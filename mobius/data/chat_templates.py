@@ -11,7 +11,6 @@ import difflib
 import json
 import resource
 import signal
-import sys
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
@@ -387,9 +386,6 @@ def _limited_time() -> Iterator[None]:
 @contextmanager
 def _limited_memory() -> Iterator[None]:
     """Turn memory use beyond `_MOST_BYTES` into a MemoryError, before the system kills the process."""
-    if sys.platform != "linux":
-        yield
-        return
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     data_bytes = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5]) * resource.getpagesize()
     limits = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]

@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib import metadata
 from itertools import chain, islice
@@ -21,7 +21,7 @@ from mobius.data.formats import Completion, Conversation, Document, RecordFormat
 from mobius.data.readers import RecordBlock
 from mobius.data.sources import DatasetSource, open_rows, open_source
 from mobius.data.token_store import DatasetWriter, TokenizedDataset
-from mobius.data.tokenization import EncodingRules, SampleEncoder
+from mobius.data.tokenization import EncodingNote, EncodingRules, SampleEncoder
 from mobius.data.workers import BlockEncoder, EncodedBlock, encode_blocks
 from mobius.errors import DataError, excerpt, listed
 from mobius.ranks import num_cpus_per_rank
@@ -81,7 +81,11 @@ class PreparedDataset:
     is_text: bool
     warnings: tuple[str, ...]
     cache_folder: Path
-    cache_bytes: int
+
+    @property
+    def cache_bytes(self) -> int:
+        """Size of its files."""
+        return sum(path.stat().st_size for path in self.cache_folder.iterdir())
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,19 +119,23 @@ def prepare_data(
     rank downloads, so `show_downloads` should be on for one only. Raises DataError if a dataset is missing, broken,
     empty or without a trainable token.
     """
-    preparation = _Preparation(config, tokenizer, cache_dir / "tokenized", show_progress, show_downloads)
+    preparation = _Preparation(config, tokenizer, cache_dir / "tokenized", show_progress)
     wanted = [("--dataset", entry) for entry in config.dataset]
     wanted += [("--eval_dataset", entry) for entry in config.eval_dataset or ()]
     in_memory = {name: open_rows(name, each) for name, each in (rows or {}).items()}
     if unused := in_memory.keys() - {entry.name for _, entry in wanted}:
         raise DataError(f"rows are given for {listed(sorted(unused))}: name it in --dataset or --eval_dataset, too")
     # Find all datasets before tokenizing the first, which may take hours.
-    found = [(option, entry, in_memory.get(entry.name) or preparation.find(entry, option)) for option, entry in wanted]
-    if has_format_specific_options(config):
-        refuse_ineffective_options(config, [preparation.first_sample(entry, source) for _, entry, source in found])
-    both = tuple(preparation.dataset(*each) for each in found)
+    hash_cache = preparation.folder / "hashes"
+    sources = [
+        in_memory.get(entry.name)
+        or open_source(entry, option=option, show_progress=show_downloads, hash_cache=hash_cache)
+        for option, entry in wanted
+    ]
+    _refuse_ineffective_options(config, [entry for _, entry in wanted], sources)
+    both = tuple(preparation.dataset(*each, source) for each, source in zip(wanted, sources, strict=True))
     training, evaluation = both[: len(config.dataset)], both[len(config.dataset) :]
-    num_bytes = sum({dataset.cache_folder: dataset.cache_bytes for dataset in both}.values())
+    num_bytes = sum(dataset.cache_bytes for dataset in {dataset.cache_folder: dataset for dataset in both}.values())
     place = both[0].cache_folder if len(both) == 1 else preparation.folder
     logger.debug("tokenized data: %s in %s", format_bytes(num_bytes), place)
     is_text = all(dataset.is_text for dataset in training)
@@ -141,15 +149,9 @@ class _Preparation:
     """Prepares the datasets of one configuration."""
 
     def __init__(
-        self,
-        config: DataConfig,
-        tokenizer: "PreTrainedTokenizerBase",
-        folder: Path,
-        show_progress: bool,
-        show_downloads: bool,
+        self, config: DataConfig, tokenizer: "PreTrainedTokenizerBase", folder: Path, show_progress: bool
     ) -> None:
-        self._config, self._tokenizer, self.folder = config, tokenizer, folder
-        self._show_progress, self._show_downloads = show_progress, show_downloads
+        self._config, self._tokenizer, self.folder, self._show_progress = config, tokenizer, folder, show_progress
         self._rules = EncodingRules(
             train_on_prompt=config.train_on_prompt,
             mask_history=config.mask_history,
@@ -158,23 +160,9 @@ class _Preparation:
         )
         self._encoder = SampleEncoder(tokenizer, seq_length=config.seq_length, rules=self._rules)
 
-    def find(self, entry: DatasetEntry, option: str) -> DatasetSource:
-        """Locate the records of a dataset."""
-        hash_cache = self.folder / "hashes"
-        return open_source(entry, option=option, show_progress=self._show_downloads, hash_cache=hash_cache)
-
-    def first_sample(self, entry: DatasetEntry, source: DatasetSource) -> Sample:
-        """The first record, parsed; an empty dataset counts as text here, and is refused when it is tokenized."""
-        for block in source.read():
-            for record in block.records():
-                columns = dict(entry.columns or self._config.columns or ())
-                found = detect_format([str(column) for column in record.fields], record.where, columns)
-                return parse_record(found, record.fields, record.where)
-        return Document("")
-
     def dataset(self, option: str, entry: DatasetEntry, source: DatasetSource) -> PreparedDataset:
         """Load a dataset from the cache, or tokenize it while other ranks wait."""
-        columns = dict(entry.columns or self._config.columns or ())
+        columns = _columns_of(entry, self._config)
         max_samples = self._config.max_samples if entry.max_samples is None else entry.max_samples
         folder = self.folder / self._key(source, columns, max_samples)
         with token_store.tokenized_lock(folder):
@@ -183,15 +171,10 @@ class _Preparation:
                 token_store.remove_abandoned(self.folder)
                 with DatasetWriter(folder) as writer:
                     _Tokenization(f"{option} {excerpt(source.label, 300)}", source, max_samples, writer).run(
-                        self._encoder,
-                        columns,
-                        is_text_joined=self._config.is_text_joined,
-                        num_workers=self._config.preprocessing_num_workers,
-                        show_progress=self._show_progress,
+                        self._encoder, columns, self._config, show_progress=self._show_progress
                     )
                 stored = token_store.load_tokenized(folder)
             assert stored is not None
-            cache_bytes = sum(path.stat().st_size for path in folder.iterdir())
         tokenized, facts = stored
         return PreparedDataset(
             entry=entry,
@@ -201,7 +184,6 @@ class _Preparation:
             is_text=facts["is_text"],
             warnings=tuple(facts["warnings"]),
             cache_folder=folder,
-            cache_bytes=cache_bytes,
         )
 
     def _key(self, source: DatasetSource, columns: Mapping[str, str], max_samples: int | None) -> str:
@@ -219,9 +201,7 @@ class _Preparation:
             "seq_length": self._config.seq_length,
             "is_text_joined": self._config.is_text_joined,
             "max_samples": max_samples,
-            "code": [
-                hashlib.sha256(path.read_bytes()).hexdigest() for path in code if path.suffix in (".py", ".jinja")
-            ],
+            "code": [hashlib.sha256(path.read_bytes()).hexdigest() for path in code],
             "libraries": [metadata.version(name) for name in ("transformers", "tokenizers")],
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
@@ -236,17 +216,11 @@ class _Tokenization:
         self._num_records = min(known, default=None)
         earlier = writer.progress or {}
         self._num_blocks: int = earlier.get("blocks", 0)
-        self._tally, self._notes = Counter[str](earlier.get("tally", {})), Counter[str](earlier.get("notes", {}))
-        self._num_bytes, self._part = 0, Counter[str]()
+        self._tally = Counter[str](earlier.get("tally", {}))
+        self._part = Counter[str]()
 
     def run(
-        self,
-        encoder: SampleEncoder,
-        columns: Mapping[str, str],
-        *,
-        is_text_joined: bool,
-        num_workers: int | None,
-        show_progress: bool,
+        self, encoder: SampleEncoder, columns: Mapping[str, str], config: DataConfig, *, show_progress: bool
     ) -> None:
         """Write all rows. Raises DataError if there is none."""
         blocks = _limited(self._source.read(), self._max_samples)
@@ -255,11 +229,15 @@ class _Tokenization:
             raise DataError(f"{self._given}: the dataset is empty; it must hold at least one record")
         first = next(first_block.records())
         record_format = detect_format([str(column) for column in first.fields], first.where, columns)
-        is_joined = record_format.is_text and is_text_joined
-        num_workers = self._default_workers() if num_workers is None else num_workers
-        rest = self._without_finished(chain([first_block], blocks))
-        encoded = encode_blocks(rest, BlockEncoder(encoder, record_format, is_joined), num_workers, self._given)
-        with self._progress_bar(show_progress) as bar:
+        is_joined = record_format.is_text and config.is_text_joined
+        num_workers = config.preprocessing_num_workers or self._default_workers()
+        blocks = chain([first_block], blocks)
+        # Blocks that an earlier run has written are read, but not parsed.
+        num_bytes_done = sum(block.num_bytes for block in islice(blocks, self._num_blocks))
+        if done := self._tally["read"]:
+            logger.info("%s: %d records were tokenized by an earlier run that did not finish", self._given, done)
+        encoded = encode_blocks(blocks, BlockEncoder(encoder, record_format, is_joined), num_workers, self._given)
+        with self._progress_bar(num_bytes_done, is_shown=show_progress) as bar:
             for block in encoded:
                 self._write(block)
                 bar.update(block.num_bytes if self._num_records is None else block.tally["read"])
@@ -271,30 +249,21 @@ class _Tokenization:
             num_bytes = min(num_bytes, self._max_samples * _BYTES_OF_A_RECORD)
         return max(1, min(num_cpus_per_rank(1), _MOST_WORKERS, num_bytes // _BYTES_WORTH_A_WORKER))
 
-    def _progress_bar(self, is_shown: bool) -> "tqdm[Any]":
+    def _progress_bar(self, num_bytes_done: int, *, is_shown: bool) -> "tqdm[Any]":
         """A bar in records, or in bytes if the number of records is unknown; logs must be written before it opens."""
         if self._num_records is None:
-            sizes: dict[str, Any] = {"total": self._source.num_bytes, "initial": self._num_bytes, "unit": "B"}
+            sizes: dict[str, Any] = {"total": self._source.num_bytes, "initial": num_bytes_done, "unit": "B"}
         else:
             sizes = {"total": self._num_records, "initial": self._tally["read"], "unit": " records"}
         return tqdm(desc="tokenizing", unit_scale=self._num_records is None, disable=not is_shown, **sizes)
-
-    def _without_finished(self, blocks: Iterator[RecordBlock]) -> Iterator[RecordBlock]:
-        """Skip blocks that an earlier run has written; they are read, but not parsed."""
-        self._num_bytes = sum(block.num_bytes for block in islice(blocks, self._num_blocks))
-        if self._num_blocks:
-            done = self._tally["read"]
-            logger.info("%s: %d records were tokenized by an earlier run that did not finish", self._given, done)
-        return blocks
 
     def _write(self, block: EncodedBlock) -> None:
         self._writer.append(block.input_ids, block.is_target, block.lengths)
         self._num_blocks += 1
         self._tally.update(block.tally)
-        self._notes.update(block.notes)
         self._part.update(records=block.tally["read"], tokens=len(block.input_ids))
         if self._part["records"] >= _PART_RECORDS or self._part["tokens"] >= _PART_TOKENS:
-            self._writer.commit_part({"blocks": self._num_blocks, "tally": self._tally, "notes": self._notes})
+            self._writer.commit_part({"blocks": self._num_blocks, "tally": self._tally})
             self._part.clear()
 
     def _finish(self, record_format: RecordFormat, seq_length: int, is_joined: bool) -> None:
@@ -309,7 +278,11 @@ class _Tokenization:
             "counts": asdict(counts),
             "format_name": record_format.name,
             "is_text": record_format.is_text,
-            "warnings": [f"{count} of {counts.read} records: {note}" for note, count in sorted(self._notes.items())],
+            "warnings": [
+                f"{number} of {counts.read} records: {note.value}"
+                for note in sorted(EncodingNote)
+                if (number := self._tally[note.value])
+            ],
         }
         self._writer.finish(facts, row_length=seq_length if is_joined else None)
 
@@ -338,17 +311,17 @@ _ACTS_ON: Final[Mapping[str, tuple[type[Sample], ...]]] = {
 """Data options -> kinds of samples that they affect; other options affect all kinds."""
 
 
-def has_format_specific_options(config: DataConfig) -> bool:
-    """Whether an option is set that affects some kinds of samples only."""
-    return config.packing is Packing.JOINED or any(getattr(config, name) for name in _ACTS_ON)
-
-
-def refuse_ineffective_options(config: DataConfig, samples: Collection[Sample]) -> None:
-    """Raise DataError for options that affect none of the kinds in `samples`, one sample per dataset."""
-    kinds = {type(sample) for sample in samples}
+def _refuse_ineffective_options(
+    config: DataConfig, entries: Sequence[DatasetEntry], sources: Sequence[DatasetSource]
+) -> None:
+    """Raise DataError for options that affect no kind of sample; reads the first sample of each dataset."""
     wanted = {f"--{name}": acts_on for name, acts_on in _ACTS_ON.items() if getattr(config, name)}
     if config.packing is Packing.JOINED:
         wanted["--packing joined"] = (Document,)
+    if not wanted:
+        return
+    columns = (_columns_of(entry, config) for entry in entries)
+    kinds = {type(sample) for sample in map(_first_sample, sources, columns)}
     found = " and ".join(text for kind, text in _KINDS.items() if kind in kinds)
     problems = [
         f"`{name}` has no effect: it is for {' and '.join(_KINDS[kind] for kind in acts_on)}, and the data hold {found}"
@@ -357,3 +330,16 @@ def refuse_ineffective_options(config: DataConfig, samples: Collection[Sample]) 
     ]
     if problems:
         raise DataError("; ".join(problems) + ". Remove it, or give the data in another format (docs/data.md)")
+
+
+def _columns_of(entry: DatasetEntry, config: DataConfig) -> dict[str, str]:
+    return dict(entry.columns or config.columns or ())
+
+
+def _first_sample(source: DatasetSource, columns: Mapping[str, str]) -> Sample:
+    """The first record, parsed; an empty dataset counts as text here, and is refused when it is tokenized."""
+    for block in source.read():
+        for record in block.records():
+            found = detect_format([str(column) for column in record.fields], record.where, columns)
+            return parse_record(found, record.fields, record.where)
+    return Document("")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, S
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from mobius.errors import DataError, excerpt, listed, quoted
 
@@ -60,16 +60,6 @@ _MOST_LEVELS: Final = 40
 """Maximum nesting of a tool's JSON; schemas have some ten levels."""
 
 
-def parse_turns(items: Sequence[object], column: str) -> list[Turn]:
-    """Turns from messages with `role` and `content`, or ShareGPT's `from` and `value`. Raises DataError."""
-    return [_parse_turn(item, f"`{column}[{position}]`") for position, item in enumerate(items)]
-
-
-def parse_tools(value: object, place: str) -> tuple[Mapping[str, object], ...]:
-    """JSON schemas of tools, from a list or its JSON text; empty for null or empty text. Raises DataError."""
-    return tuple(_mappings(value, place))
-
-
 def tool_call_names(turn: Turn) -> list[str]:
     """Names of the functions that a turn calls."""
     calls = turn.fields.get("tool_calls", ())
@@ -88,7 +78,7 @@ def function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
     return function if isinstance(function, Mapping) else call
 
 
-def as_text(value: object, place: str) -> str:
+def _as_text(value: object, place: str) -> str:
     """Return `value` if it is encodable text. Raises DataError for others, also for JSON's lone surrogates."""
     if not isinstance(value, str):
         raise DataError(f"{place} must be text, not {type(value).__name__}")
@@ -108,10 +98,10 @@ def _parse_turn(item: object, place: str) -> Turn:
     role_key, content_key = keys
     name, content, fields = item[role_key], item.get(content_key), _parse_fields(item, place)
     if name == _CALL_ROLE:
-        calls = [
-            call if "function" in call else {"function": call} for call in _calls(content, f"{place}.{content_key}")
+        calls = _calls(content, f"{place}.{content_key}")
+        fields["tool_calls"] = [
+            {"type": "function", **(call if "function" in call else {"function": call})} for call in calls
         ]
-        fields["tool_calls"] = [{"type": "function", **call} for call in calls]
         return Turn(Role.ASSISTANT, "", fields, _is_trained(item, Role.ASSISTANT, place))
     role = _ROLES.get(name) if isinstance(name, str) else None
     if role is None:
@@ -150,7 +140,7 @@ def _is_trained(item: Mapping[object, object], role: Role, place: str) -> bool:
 
 def _parse_fields(item: Mapping[object, object], place: str) -> dict[str, object]:
     """Message fields besides role and content that templates read; null means unset, as tables fill in nulls."""
-    texts = {name: as_text(item[name], f"{place}.{name}") for name in _TEXT_FIELDS if item.get(name) is not None}
+    texts = {name: _as_text(item[name], f"{place}.{name}") for name in _TEXT_FIELDS if item.get(name) is not None}
     calls = _calls(item.get("tool_calls"), f"{place}.tool_calls")
     return {**texts, "tool_calls": calls} if calls else dict(texts)
 
@@ -159,14 +149,14 @@ def _content_text(content: object, place: str) -> str:
     """Text of a message; content parts (a list of texts) are concatenated."""
     if content is None:
         return ""
-    if isinstance(content, Sequence) and not isinstance(content, str | bytes):
+    if _is_list(content):
         return "".join(_part_text(part, f"{place}[{position}]") for position, part in enumerate(content))
-    return as_text(content, place)
+    return _as_text(content, place)
 
 
 def _part_text(part: object, place: str) -> str:
     if isinstance(part, str):
-        return as_text(part, place)
+        return _as_text(part, place)
     if not isinstance(part, Mapping) or "type" not in part:
         raise DataError(f'{place} must be a text part, {{"type": "text", "text": ...}}, not {quoted(part)}')
     if part["type"] != "text":
@@ -174,12 +164,12 @@ def _part_text(part: object, place: str) -> str:
             f"{place} is of the type {quoted(part['type'])}; Mobius trains on text only, without images, audio and "
             "video. Leave such records out"
         )
-    return as_text(part.get("text"), f"{place}.text")
+    return _as_text(part.get("text"), f"{place}.text")
 
 
 def _calls(value: object, place: str) -> list[dict[str, object]]:
     """Tool calls as in the data, each with a function name. Raises DataError."""
-    calls = _mappings([value] if isinstance(value, Mapping) else value, place)
+    calls = _mappings(value, place)
     for position, call in enumerate(calls):
         function = function_of(call)
         if not isinstance(function.get("name"), str):
@@ -192,7 +182,7 @@ def _mappings(value: object, place: str) -> list[dict[str, object]]:
     value = _decoded(value, place)
     if isinstance(value, Mapping):
         value = [value]
-    if not isinstance(value, Sequence) or isinstance(value, bytes):
+    if not _is_list(value):
         raise DataError(f"{place} must be a list of JSON objects, not {type(value).__name__}")
     result = []
     for position, item in enumerate(value):
@@ -222,10 +212,10 @@ def _plain(value: object, place: str, level: int = 0) -> object:
         return value
     if isinstance(value, Mapping):
         items = ((key, item) for key, item in value.items() if item is not None)
-        return {as_text(key, f"a key of {place}"): _plain(item, place, level + 1) for key, item in items}
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return {_as_text(key, f"a key of {place}"): _plain(item, place, level + 1) for key, item in items}
+    if _is_list(value):
         return [_plain(item, place, level + 1) for item in value]
-    return as_text(value, place)
+    return _as_text(value, place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,9 +345,9 @@ def _renamed(record: Mapping[str, object], mapping: Mapping[str, str]) -> dict[s
 
 
 def _check_mapping(columns: Collection[str], where: str, mapping: Mapping[str, str]) -> None:
+    known = _names(FORMATS)
     problems = [
         f"{quoted(name)} is not read by any format{_nearest(name, known)}; known are {', '.join(sorted(known))}"
-        for known in [_names(FORMATS)]
         for name in mapping
         if name not in known
     ]
@@ -387,7 +377,7 @@ def _names(formats: Iterable[RecordFormat]) -> set[str]:
 def _text(record: Mapping[str, object], column: str) -> str:
     """Text of the column; empty for an absent or null column."""
     value = record.get(column)
-    return "" if value is None else as_text(value, f"`{column}`")
+    return "" if value is None else _as_text(value, f"`{column}`")
 
 
 def _system_turns(record: Mapping[str, object]) -> list[Turn]:
@@ -395,26 +385,28 @@ def _system_turns(record: Mapping[str, object]) -> list[Turn]:
     return [Turn(Role.SYSTEM, system)] if system.strip() else []
 
 
-def _is_list(value: object) -> bool:
+def _is_list(value: object) -> TypeGuard[Sequence[object]]:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def _items(record: Mapping[str, object], column: str) -> Sequence[object]:
     value = () if record.get(column) is None else record[column]
-    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+    if not _is_list(value):
         raise DataError(f"`{column}` must be a list, not {type(value).__name__}")
     return value
+
+
+def _turns(record: Mapping[str, object], column: str) -> list[Turn]:
+    """Turns from messages with `role` and `content`, or ShareGPT's `from` and `value`."""
+    return [_parse_turn(item, f"`{column}[{position}]`") for position, item in enumerate(_items(record, column))]
 
 
 def _parse_alpaca(record: Mapping[str, object]) -> Sample:
     turns = _system_turns(record)
     for pair in _items(record, "history"):
-        match pair:
-            case [str(), str()]:
-                texts = (as_text(text, "`history`") for text in pair)
-                turns += map(Turn, (Role.USER, Role.ASSISTANT), texts)
-            case _:
-                raise DataError(f"`history` must hold [question, answer] pairs of text, not {quoted(pair)}")
+        if not _is_list(pair) or [type(text) for text in pair] != [str, str]:
+            raise DataError(f"`history` must hold [question, answer] pairs of text, not {quoted(pair)}")
+        turns += map(Turn, (Role.USER, Role.ASSISTANT), (_as_text(text, "`history`") for text in pair))
     question = "\n\n".join(part for part in (_text(record, "instruction"), _text(record, "input")) if part.strip())
     return Conversation((*turns, Turn(Role.USER, question), Turn(Role.ASSISTANT, _text(record, "output"))))
 
@@ -431,12 +423,11 @@ def _parse_tools(record: Mapping[str, object]) -> tuple[Mapping[str, object], ..
                 f"`{name}` is not empty; Mobius trains on text only, without images, audio and video. Leave such "
                 "records out, or remove the column"
             )
-    return parse_tools(record.get("tools"), "`tools`")
+    return tuple(_mappings(record.get("tools"), "`tools`"))
 
 
 def _parse_conversation(column: str, record: Mapping[str, object]) -> Sample:
-    turns = (*_system_turns(record), *parse_turns(_items(record, column), column))
-    return Conversation(turns, _parse_tools(record))
+    return Conversation((*_system_turns(record), *_turns(record, column)), _parse_tools(record))
 
 
 def _parse_completion(record: Mapping[str, object]) -> Sample:
@@ -446,9 +437,8 @@ def _parse_completion(record: Mapping[str, object]) -> Sample:
     if not _is_list(prompt) or not _is_list(completion):
         kinds = f"{type(prompt).__name__} and {type(completion).__name__}"
         raise DataError(f"`prompt` and `completion` must both be text, or both lists of messages, not {kinds}")
-    asked = parse_turns(_items(record, "prompt"), "prompt")
-    turns = (*asked, *parse_turns(_items(record, "completion"), "completion"))
-    return Conversation(turns, _parse_tools(record), len(asked))
+    asked = _turns(record, "prompt")
+    return Conversation((*asked, *_turns(record, "completion")), _parse_tools(record), len(asked))
 
 
 def _parse_xsum(record: Mapping[str, object]) -> Sample:

@@ -8,8 +8,10 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import groupby
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
+
+import numpy as np
 
 from mobius.data.token_store import TokenizedSample
 
@@ -74,24 +76,19 @@ def format_sample(row: TokenizedSample, tokenizer: "PreTrainedTokenizerBase", ti
     """A sample as the model sees it: with special tokens, prompt and target marked, and long parts shortened."""
     input_ids, is_target = row
     heading = f"{title}: {len(input_ids)} tokens, {int(is_target[1:].sum())} of them targets"
-    spans = list[tuple[bool, int, int]]()
-    position = 0
-    for part_is_target, group in groupby(is_target.tolist()):
-        length = sum(1 for _ in group)
-        spans.append((part_is_target, position, position + length))
-        position += length
+    parts = list(pairwise([0, *(np.flatnonzero(np.diff(is_target)) + 1).tolist(), len(input_ids)]))
     lines = [Line(escape_invisible(heading), Tone.TITLE)]
-    left_out = len(spans) - _SHOWN_PARTS
-    for number, (part_is_target, first, last) in enumerate(spans):
-        if left_out > 0 and _SHOWN_PARTS // 2 <= number < _SHOWN_PARTS // 2 + left_out:
-            if number == _SHOWN_PARTS // 2:
+    half, left_out = _SHOWN_PARTS // 2, len(parts) - _SHOWN_PARTS
+    for number, (first, last) in enumerate(parts):
+        if left_out > 0 and half <= number < half + left_out:
+            if number == half:
                 lines.append(Line(f"  [... {left_out} parts ...]"))
             continue
         text = tokenizer.decode(
             input_ids[first:last].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         assert isinstance(text, str)
-        tone, name = (Tone.TARGET, "target") if part_is_target else (Tone.MASKED, "prompt")
+        tone, name = (Tone.TARGET, "target") if is_target[first] else (Tone.MASKED, "prompt")
         lines += [Line(f"  {name} | {line}", tone) for line in _shortened(text)]
     return lines
 

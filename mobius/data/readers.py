@@ -13,9 +13,9 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Final, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from mobius.errors import DataError, excerpt, first_line, listed, quoted, reason_of
 from mobius.regular_files import open_regular
@@ -43,92 +43,52 @@ class Record:
             raise DataError(f"{self.where}: a record must be a JSON object with named columns, not {kind}")
 
 
-class RecordBlock(Protocol):
-    """Some consecutive records; picklable."""
+@dataclass(frozen=True, slots=True)
+class RecordBlock:
+    """Some consecutive records, unparsed; picklable."""
 
-    @property
-    def num_bytes(self) -> int: ...  # bytes of the file since the previous block
+    parse: Callable[[Any, int], Iterator[Record]]
+    """Maps the content, and the number of its first records to parse, to these."""
+    content: Any
+    num_records: int
+    num_bytes: int
+    """Bytes of the file since the previous block."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return self.num_records
 
     def first(self, number: int) -> "RecordBlock":
         """A block of the first `number` records only."""
+        return replace(self, num_records=number)
 
     def records(self) -> Iterator[Record]:
         """Parse the records. Raises DataError that names the place of a broken one."""
-
-
-@dataclass(frozen=True, slots=True)
-class TextBlock:
-    """Text records with their places; `parse` maps (text, place) to columns."""
-
-    parse: Callable[[Any, str], Any]
-    items: Sequence[tuple[Any, str]]
-    num_bytes: int
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def first(self, number: int) -> "TextBlock":
-        """A block of the first `number` records only."""
-        return replace(self, items=self.items[:number])
-
-    def records(self) -> Iterator[Record]:
-        """Parse the records."""
-        return (Record(self.parse(item, where), where) for item, where in self.items)
-
-
-@dataclass(frozen=True, slots=True)
-class TableBlock:
-    """Table rows in Arrow's stream format; the first one is record `index` of `label`."""
-
-    label: str
-    kind: str
-    index: int
-    num_rows: int
-    table: bytes
-    num_bytes: int
-
-    def __len__(self) -> int:
-        return self.num_rows
-
-    def first(self, number: int) -> "TableBlock":
-        """A block of the first `number` records only."""
-        return replace(self, num_rows=number)
-
-    def records(self) -> Iterator[Record]:
-        """Parse the records."""
-        import pyarrow.ipc
-
-        try:
-            with pyarrow.ipc.open_stream(self.table) as stream:
-                table = stream.read_all().slice(0, self.num_rows)
-            types = {field.name: field.type for field in table.schema if _holds_json(field.type)}
-            rows = table.to_pylist()
-        except Exception as error:  # pyarrow's errors, and ValueError, OverflowError, ... of values beyond Python's
-            raise _unreadable(self.label, self.kind, self.index, error) from error
-        for index, row in enumerate(rows, start=self.index):
-            where = f"{self.label}, record {index}"
-            yield Record(row | {name: _parsed(row[name], kind, where) for name, kind in types.items()}, where)
+        return self.parse(self.content, self.num_records)
 
 
 def text_blocks(
     items: Iterable[tuple[Any, int, str]], parse: Callable[[Any, str], Any], advance: Callable[[], int]
-) -> Iterator[TextBlock]:
-    """Blocks of items (value, size, place); `advance` returns the bytes read since its last call."""
-    held: list[tuple[Any, str]] = []
-    num_held = 0
+) -> Iterator[RecordBlock]:
+    """Blocks of items (text or row, size, place); `parse` maps an item and its place to columns.
+
+    `advance` returns the bytes read since its last call.
+    """
+    held, num_held = list[tuple[Any, str]](), 0
     for item, size, place in items:
         held.append((item, place))
         num_held += size
         if len(held) == MAX_BLOCK_RECORDS or num_held >= _BLOCK_BYTES:
-            yield TextBlock(parse, held, advance())
+            yield RecordBlock(partial(_parse_items, parse), held, len(held), advance())
             held, num_held = [], 0
     if held:
-        yield TextBlock(parse, held, advance())
+        yield RecordBlock(partial(_parse_items, parse), held, len(held), advance())
 
 
-def table_blocks(batches: Iterable[tuple["pyarrow.RecordBatch", int]], label: str, kind: str) -> Iterator[TableBlock]:
+def _parse_items(parse: Callable[[Any, str], Any], items: Sequence[tuple[Any, str]], number: int) -> Iterator[Record]:
+    return (Record(parse(item, where), where) for item, where in items[:number])
+
+
+def table_blocks(batches: Iterable[tuple["pyarrow.RecordBatch", int]], label: str, kind: str) -> Iterator[RecordBlock]:
     """Blocks of a table's batches, each batch with the number of file bytes read for it."""
     import pyarrow.ipc
 
@@ -137,39 +97,49 @@ def table_blocks(batches: Iterable[tuple["pyarrow.RecordBatch", int]], label: st
         for batch, num_bytes in batches:
             step = max(1, min(MAX_BLOCK_RECORDS, _BLOCK_BYTES * batch.num_rows // max(batch.nbytes, 1)))
             for start in range(0, batch.num_rows, step):
-                rows = batch.slice(start, step)
+                rows, parse = batch.slice(start, step), partial(_parse_table, label, kind, index)
                 sink = pyarrow.BufferOutputStream()
                 with pyarrow.ipc.new_stream(sink, rows.schema) as stream:
                     stream.write_batch(rows)
-                table = sink.getvalue().to_pybytes()
-                yield TableBlock(label, kind, index, len(rows), table, num_bytes * len(rows) // batch.num_rows)
+                num_bytes_here = num_bytes * len(rows) // batch.num_rows
+                yield RecordBlock(parse, sink.getvalue().to_pybytes(), len(rows), num_bytes_here)
                 index += len(rows)
     except Exception as error:
         raise _unreadable(label, kind, index, error) from error
 
 
-def parse_line(line: bytes, where: str) -> Any:
-    """Parse a line of JSON. Raises DataError that begins with `where`."""
+def _parse_table(label: str, kind: str, first: int, table: bytes, number: int) -> Iterator[Record]:
+    """Records of a table in Arrow's stream format, which begins at record `first` of `label`."""
+    import pyarrow.ipc
+
     try:
-        return parse_text(line.decode(), where)
+        with pyarrow.ipc.open_stream(table) as stream:
+            part = stream.read_all().slice(0, number)
+        types = {field.name: field.type for field in part.schema if _holds_json(field.type)}
+        rows = part.to_pylist()
+    except Exception as error:  # pyarrow's errors, and ValueError, OverflowError, ... of values beyond Python's
+        raise _unreadable(label, kind, first, error) from error
+    for index, row in enumerate(rows, start=first):
+        where = f"{label}, record {index}"
+        yield Record(row | {name: _parsed(row[name], of_type, where) for name, of_type in types.items()}, where)
+
+
+def parse_json(content: str | bytes, where: str) -> Any:
+    """Parse JSON. Raises DataError that begins with `where`."""
+    try:
+        return json.loads(content if isinstance(content, str) else content.decode())
     except UnicodeDecodeError as error:
-        raise not_utf8(where, error) from error
-
-
-def parse_text(text: str, where: str) -> Any:
-    """Parse JSON text. Raises DataError that begins with `where`."""
-    try:
-        return json.loads(text)
+        raise _not_utf8(where, error) from error
     except json.JSONDecodeError as error:
         raise DataError(
             f"{where}, column {error.colno}: broken JSON: {error.msg.removesuffix(' at')}. Each line must hold one "
-            f"whole JSON object; the line begins with {quoted(text.strip()[:60])}"
+            f"whole JSON object; the line begins with {quoted(error.doc.strip()[:60])}"
         ) from error
     except (RecursionError, ValueError) as error:
-        raise beyond_python(where, error) from error
+        raise _beyond_python(where, error) from error
 
 
-def beyond_python(where: str, error: Exception) -> DataError:
+def _beyond_python(where: str, error: Exception) -> DataError:
     """DataError for a value that Python cannot hold, from a RecursionError or ValueError."""
     if isinstance(error, RecursionError):
         return DataError(f"{where}: lists or objects are nested too deeply to be a record")
@@ -177,13 +147,11 @@ def beyond_python(where: str, error: Exception) -> DataError:
     return DataError(f"{where}: a number has too many digits: {first_line(error)}")
 
 
-def not_utf8(where: str, error: UnicodeDecodeError) -> DataError:
-    """DataError for bytes that are not UTF-8."""
+def _not_utf8(where: str, error: UnicodeDecodeError) -> DataError:
     return DataError(f"{where}: is not UTF-8 text ({error.reason}); convert the file to UTF-8")
 
 
-def parse_row(header: Sequence[str], row: Sequence[str], where: str) -> Mapping[str, str]:
-    """Columns of a row in a table of text. Raises DataError if the number of fields differs from the header."""
+def _parse_row(header: Sequence[str], row: Sequence[str], where: str) -> Mapping[str, str]:
     if len(row) != len(header):
         raise DataError(f"{where}: the row has more or fewer fields than the header ({listed(header)})")
     return dict(zip(header, row, strict=True))
@@ -204,7 +172,7 @@ def _parsed(value: Any, kind: "pyarrow.DataType", where: str) -> Any:
     if value is None or not _holds_json(kind):
         return value
     if isinstance(kind, pyarrow.JsonType):
-        return parse_text(value, where)
+        return parse_json(value, where)
     if isinstance(value, dict):
         return {name: _parsed(each, kind.field(name).type, where) for name, each in value.items()}
     return [_parsed(each, kind.field(0).type, where) for each in value]
@@ -242,7 +210,8 @@ class _File:
         compression = _COMPRESSIONS.get(path.suffix.lower())
         self.stream: BinaryIO = self._raw
         if compression is not None:
-            pyarrow = _pyarrow(path)
+            import pyarrow
+
             self.stream = io.BufferedReader(pyarrow.CompressedInputStream(self._raw, compression), 1 << 20)
 
     def text(self) -> io.TextIOWrapper:
@@ -254,7 +223,8 @@ class _File:
 
         A process crashes if another process shortens a file that it maps.
         """
-        pyarrow = _pyarrow(self.path)
+        import pyarrow
+
         if self.stream is self._raw:
             return (pyarrow.memory_map if is_mapped else pyarrow.OSFile)(str(self.path))
         spool = tempfile.TemporaryFile()  # noqa: SIM115 -- Arrow closes it
@@ -287,7 +257,7 @@ def _read(read: Callable[[_File], Iterator[RecordBlock]], path: Path) -> Iterato
         with _File(path) as file:  # the decoder only knows the position in its buffer
             lines = enumerate(file.stream, start=1)
             number = next(number for number, line in lines if line.decode("utf-8", "ignore").encode() != line)
-        raise not_utf8(f"{path}, line {number}", error) from error
+        raise _not_utf8(f"{path}, line {number}", error) from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {excerpt(reason_of(error), 300)}") from error
 
@@ -296,12 +266,12 @@ def _read_json(file: _File) -> Iterator[RecordBlock]:
     """A file of one JSON array of objects, or of one object per line."""
     start = file.stream.peek(1 << 12) if isinstance(file.stream, io.BufferedReader) else b""
     if start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
-        return text_blocks(_JsonArray(file).items(), parse_text, file.advance)
+        return text_blocks(_JsonArray(file).items(), parse_json, file.advance)
     return _read_json_lines(file)
 
 
 def _read_json_lines(file: _File) -> Iterator[RecordBlock]:
-    return text_blocks(_lines(file), parse_line, file.advance)
+    return text_blocks(_lines(file), parse_json, file.advance)
 
 
 def _lines(file: _File) -> Iterator[tuple[bytes, int, str]]:
@@ -330,23 +300,23 @@ class _JsonArray:
         self._decoder = json.JSONDecoder()
 
     def items(self) -> Iterator[tuple[str, int, str]]:
-        self._skip()
-        if self._skip() != "]":
-            index = 0
-            self._position -= 1
-            while True:
-                value = self._value(index)
-                yield value, len(value), f"{self._path}, record {index}"
-                index += 1
-                if (mark := self._skip()) == "]":
-                    break
-                if mark != ",":
-                    raise self._broken("Expecting ',' delimiter", self._position - bool(mark))
-        if self._skip():
-            raise self._broken("Extra data", self._position - 1)
+        self._peek()
+        for index in count():
+            self._position += 1  # past the opening bracket, or a comma
+            if self._peek() == "]" and index == 0:
+                break
+            value = self._value(index)
+            yield value, len(value), f"{self._path}, record {index}"
+            if (mark := self._peek()) == "]":
+                break
+            if mark != ",":
+                raise self._broken("Expecting ',' delimiter", self._position)
+        self._position += 1
+        if self._peek():
+            raise self._broken("Extra data", self._position)
 
-    def _skip(self) -> str:
-        """Consume white space and the next character, and return it; empty at the end of the file."""
+    def _peek(self) -> str:
+        """Skip white space and return the next character; an empty text at the end of the file."""
         num_blank = 0
         while True:
             space = self._SPACE.match(self._buffer, self._position)
@@ -354,15 +324,10 @@ class _JsonArray:
             num_blank += space.end() - self._position
             self._file.skip_blank(num_blank, self._lines_before + 1)
             self._position = space.end()
-            if self._position < len(self._buffer):
-                self._position += 1
-                return self._buffer[self._position - 1]
-            if not self._read_on():
-                return ""
+            if self._position < len(self._buffer) or not self._read_on():
+                return self._buffer[self._position : self._position + 1]
 
     def _value(self, index: int) -> str:
-        if self._skip():
-            self._position -= 1
         while True:
             try:
                 _, end = self._decoder.raw_decode(self._buffer, self._position)
@@ -372,7 +337,7 @@ class _JsonArray:
                     continue
                 raise self._broken(error.msg, error.pos) from error
             except (RecursionError, ValueError) as error:
-                raise beyond_python(f"{self._path}, record {index}", error) from error
+                raise _beyond_python(f"{self._path}, record {index}", error) from error
             if end == len(self._buffer) and self._read_on():  # a number may continue
                 continue
             value = self._buffer[self._position : end]
@@ -401,26 +366,22 @@ def _read_csv(file: _File) -> Iterator[RecordBlock]:
     """Comma-separated values with a header line; all values are text."""
     csv.field_size_limit(_LONGEST_FIELD)
     rows = csv.reader(file.text(), strict=True)
+
+    def filled_rows() -> Iterator[tuple[list[str], int, str]]:
+        num_blank = 0
+        for number, row in enumerate(rows, start=2):
+            num_blank = 0 if row else num_blank + 1
+            file.skip_blank(num_blank, number)
+            if row:
+                yield row, sum(map(len, row)), f"{file.path}, line {rows.line_num}"
+
     try:
-        header = next(rows, [])
-        filled = _filled_rows(rows, file)
-        places = ((row, sum(map(len, row)), f"{file.path}, line {rows.line_num}") for row in filled)
-        yield from text_blocks(places, partial(parse_row, header), file.advance)
+        yield from text_blocks(filled_rows(), partial(_parse_row, next(rows, [])), file.advance)
     except csv.Error as error:
         raise DataError(f"{file.path}, line {rows.line_num}: broken CSV: {error}") from error
 
 
-def _filled_rows(rows: Iterable[list[str]], file: _File) -> Iterator[list[str]]:
-    num_blank = 0
-    for number, row in enumerate(rows, start=2):
-        num_blank = 0 if row else num_blank + 1
-        file.skip_blank(num_blank, number)
-        if row:
-            yield row
-
-
 def _read_parquet(file: _File) -> Iterator[RecordBlock]:
-    _pyarrow(file.path)
     import pyarrow.parquet
 
     def batches() -> Iterator[tuple["pyarrow.RecordBatch", int]]:
@@ -438,7 +399,6 @@ def _read_parquet(file: _File) -> Iterator[RecordBlock]:
 
 def _read_arrow(file: _File) -> Iterator[RecordBlock]:
     """Arrow's file or stream format, as saved by the datasets library."""
-    _pyarrow(file.path)
     import pyarrow.ipc
 
     def batches() -> Iterator[tuple["pyarrow.RecordBatch", int]]:
@@ -458,14 +418,6 @@ def _read_arrow(file: _File) -> Iterator[RecordBlock]:
                 start = source.tell()
 
     return table_blocks(batches(), str(file.path), "Arrow")
-
-
-def _pyarrow(path: Path) -> Any:
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise DataError(f"{path}: reading such files needs the package pyarrow: `pip install pyarrow`") from error
-    return pyarrow
 
 
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}

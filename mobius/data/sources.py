@@ -19,7 +19,7 @@ from mobius.data.readers import (
     SUFFIXES,
     RecordBlock,
     find_reader,
-    parse_line,
+    parse_json,
     table_blocks,
     text_blocks,
 )
@@ -115,7 +115,7 @@ def open_rows(name: str, rows: Iterable[Mapping[str, object]]) -> DatasetSource:
         lines.append((line, len(line), where))
     digest = hashlib.sha256(b"".join(line for line, _, _ in lines)).hexdigest()
     num_bytes = sum(size for _, size, _ in lines)
-    return DatasetSource(name, digest, len(lines), num_bytes, lambda: text_blocks(lines, parse_line, lambda: 0))
+    return DatasetSource(name, digest, len(lines), num_bytes, lambda: text_blocks(lines, parse_json, lambda: 0))
 
 
 def _files_of(place: Path, split: str, given: str, *, is_evaluated: bool) -> list[Path]:
@@ -140,7 +140,8 @@ def _files_of(place: Path, split: str, given: str, *, is_evaluated: bool) -> lis
         for path in sorted(path.relative_to(place) for path in found)
         if path.name.lower() not in _NOT_RECORDS and not any(part[0] == "." for part in path.parts)
     ]
-    runs = {folder for path in inside for folder in path.parents[:-1] if _is_run(place / folder)}
+    folders = {folder for path in inside for folder in path.parents[:-1]}
+    runs = {folder for folder in folders if all((place / folder / name).is_file() for name in _OF_A_RUN)}
     inside = [path for path in inside if runs.isdisjoint(path.parents)]
     if not inside:
         raise DataError(f"{given}: no data files in {place.absolute()}; looked for {SUFFIXES} at any depth")
@@ -158,10 +159,6 @@ def _files_of(place: Path, split: str, given: str, *, is_evaluated: bool) -> lis
     left_out = f"; not used, because of their split: {listed(map(str, unused))}" if unused else ""
     logger.info("%s: files used: %s%s", given, listed(map(str, chosen)), left_out)
     return [place / path for path in chosen]
-
-
-def _is_run(folder: Path) -> bool:
-    return all((folder / name).is_file() for name in _OF_A_RUN)
 
 
 def _of_split(paths: Sequence[Path], split: str) -> list[Path]:
@@ -275,13 +272,8 @@ def _open_hub(entry: DatasetEntry, hub_id: str, missing: str, show_progress: boo
         f"Without network: on a machine that has it, run `hf download --repo-type dataset {hub_id} --local-dir "
         f"{folder}`, copy the folder {folder} here and give `--dataset {folder}/`"
     )
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(
-            f"{missing} reading {hub_id} from the Hugging Face Hub needs the package datasets: `pip install datasets`. "
-            f"{advice}"
-        ) from error
+    import datasets
+
     if not show_progress:
         datasets.disable_progress_bars()
     try:

@@ -3,6 +3,7 @@
 Samples are memory-mapped and read once, some megabytes at a time.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -72,8 +73,10 @@ def compute_sample_statistics(
     """Read all samples once; some three seconds for a million samples of 500 tokens."""
     lengths = tokenized.lengths
     longest = int(lengths.max())
-    multipliers, length_counts = _multipliers(longest), np.zeros(longest + 1, dtype=np.int64)
-    sums = dict.fromkeys(("targets", "ended", "eos", "bare", "unknown"), 0)
+    # Odd factors per position, with a fixed seed.
+    factors = np.random.Generator(np.random.PCG64(18)).integers(2**64, size=longest, dtype=np.uint64) | np.uint64(1)
+    length_counts = np.zeros(longest + 1, dtype=np.int64)
+    sums = Counter[str]()
     indices, fingerprints = list[npt.NDArray[np.int64]](), list[Fingerprints]()
     for first, last in _chunks(tokenized.offsets):
         tokens = slice(int(tokenized.offsets[first]), int(tokenized.offsets[last]))
@@ -85,24 +88,19 @@ def compute_sample_statistics(
         is_target[starts] = False  # nothing predicts the first token
         is_eos = ids == eos_token_id
         num_targets = np.add.reduceat(is_target, starts, dtype=np.int64)
-        sums["targets"] += int(num_targets.sum())
-        sums["bare"] += int(np.count_nonzero(num_targets == 1))
-        sums["eos"] += int(np.count_nonzero(is_eos & is_target))
-        sums["ended"] += int(np.count_nonzero(is_eos[ends - 1]))
-        if unknown_token_id is not None:
-            sums["unknown"] += int(np.count_nonzero(ids == unknown_token_id))
-        prints = _fingerprints(ids, starts, own, multipliers)
+        sums["num_targets"] += int(num_targets.sum())
+        sums["num_ended"] += int(np.count_nonzero(is_eos[ends - 1]))
+        sums["num_eos_targets"] += int(np.count_nonzero(is_eos & is_target))
+        sums["num_single_token_targets"] += int(np.count_nonzero(num_targets == 1))
+        sums["num_unknown"] += 0 if unknown_token_id is None else int(np.count_nonzero(ids == unknown_token_id))
+        prints = _fingerprints(ids, starts, own, factors)
         sampled = np.flatnonzero(prints % np.uint64(fingerprint_stride) == 0)
         indices.append(sampled + first)
         fingerprints.append(prints[sampled])
     return SampleStatistics(
         num_samples=len(lengths),
         num_tokens=int(lengths.sum(dtype=np.int64)),
-        num_targets=sums["targets"],
-        num_ended=sums["ended"],
-        num_eos_targets=sums["eos"],
-        num_single_token_targets=sums["bare"],
-        num_unknown=sums["unknown"],
+        **sums,
         length_counts=length_counts,
         fingerprint_stride=fingerprint_stride,
         indices=np.concatenate(indices),
@@ -119,53 +117,41 @@ def _chunks(offsets: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
         first = last
 
 
-def _multipliers(longest: int) -> npt.NDArray[np.uint64]:
-    """Odd factors per position, with a fixed seed."""
-    factors = np.random.Generator(np.random.PCG64(18)).integers(2**64, size=longest, dtype=np.uint64)
-    return factors | np.uint64(1)
-
-
 def _fingerprints(
     ids: npt.NDArray[np.int32],
     starts: npt.NDArray[np.int64],
     lengths: npt.NDArray[np.int64],
-    multipliers: npt.NDArray[np.uint64],
+    factors: npt.NDArray[np.uint64],
 ) -> Fingerprints:
     """Per sample: sum of (token + 1) x (factor of its position) modulo 2^64, high bits folded into low ones.
 
     Multilinear hashing (Lemire and Kaser 2014): two different samples collide with probability 2^-32 or less.
     """
     positions = np.arange(len(ids)) - np.repeat(starts, lengths)
-    products = multipliers[positions] * (ids.astype(np.uint64) + np.uint64(1))
+    products = factors[positions] * (ids.astype(np.uint64) + np.uint64(1))
     sums: Fingerprints = np.add.reduceat(products, starts)
     return sums ^ (sums >> np.uint64(29))
 
 
 def find_data_warnings(dataset: PreparedDataset, found: SampleStatistics) -> list[str]:
     """Warnings on a dataset for its user, one sentence each, before training."""
-    counts, texts = dataset.counts, list(dataset.warnings)
-
-    def tell(number: int, total: int, text: str) -> None:
-        if number:
-            texts.append(f"{number:,} of {total:,} {text}")
-
-    tell(counts.empty, counts.read, "records are empty: they hold no text")
-    for reason, number in counts.dropped_by_reason.items():
-        tell(number, counts.read, f"records {reason} were dropped")
-    tell(counts.cut, counts.read, "records are longer than seq_length: they were cut, and tokens of them are lost")
+    counts, texts, num_samples = dataset.counts, list(dataset.warnings), found.num_samples
+    records = {
+        "are empty: they hold no text": counts.empty,
+        **{f"{reason} were dropped": number for reason, number in counts.dropped_by_reason.items()},
+        "are longer than seq_length: they were cut, and tokens of them are lost": counts.cut,
+    }
+    texts += [f"{number:,} of {counts.read:,} records {text}" for text, number in records.items() if number]
     if found.num_duplicates:
         texts.append(duplicates_text(found))
-    tell(
-        found.num_single_token_targets,
-        found.num_samples,
-        "samples have a single token as their target: answers without words?",
-    )
+    if number := found.num_single_token_targets:
+        texts.append(
+            f"{number:,} of {num_samples:,} samples have a single token as their target: answers without words?"
+        )
     if not found.num_eos_targets:
         texts.append("no target is the end-of-sequence token: the model would not learn to stop")
-    elif not dataset.is_text:
-        tell(
-            found.num_samples - found.num_ended, found.num_samples, "samples end in the middle of an answer: it was cut"
-        )
+    elif not dataset.is_text and (number := num_samples - found.num_ended):
+        texts.append(f"{number:,} of {num_samples:,} samples end in the middle of an answer: it was cut")
     if found.num_targets < _FEW_TARGETS * found.num_tokens:
         share = found.num_targets / found.num_tokens
         texts.append(f"only {100 * share:.2g} % of the tokens are targets: most of the work is for prompts")

@@ -25,6 +25,7 @@ from typing import Any, Final, Self
 import numpy as np
 import numpy.typing as npt
 
+from mobius.atomic_files import sync_to_disk
 from mobius.errors import DataError, first_line, reason_of
 from mobius.regular_files import read_json
 from mobius.units import format_bytes
@@ -48,14 +49,6 @@ class TokenizedDataset:
     input_ids: npt.NDArray[np.int32]
     is_target: npt.NDArray[np.bool_]
     offsets: npt.NDArray[np.int64]
-
-    @classmethod
-    def from_rows(cls, rows: Sequence[TokenizedSample]) -> "TokenizedDataset":
-        """Concatenate rows into flat arrays; needs at least one row."""
-        assert rows, "a dataset without samples must be refused before"
-        input_ids, is_target = zip(*rows, strict=True)
-        offsets = np.cumsum([0, *map(len, input_ids)], dtype=np.int64)
-        return cls(np.concatenate(input_ids), np.concatenate(is_target), offsets)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -126,10 +119,8 @@ def remove_abandoned(parent: Path) -> None:
             last = max(fact.st_mtime for fact in facts)
             if time.time() - last > _ABANDONED_SECONDS:
                 shutil.rmtree(partial)
-                size, day = (
-                    format_bytes(sum(fact.st_size for fact in facts)),
-                    time.strftime("%Y-%m-%d", time.gmtime(last)),
-                )
+                size = format_bytes(sum(fact.st_size for fact in facts))
+                day = time.strftime("%Y-%m-%d", time.gmtime(last))
                 logger.info("removed %s (%s), which a run left unfinished on %s", partial, size, day)
 
 
@@ -149,7 +140,7 @@ class DatasetWriter:
             self._partial.mkdir(exist_ok=True)
             journal_bytes = self._resume()
             self._journal = self._open(self._partial / _JOURNAL, journal_bytes)
-            sizes = {"input_ids": 4 * self.num_tokens, "is_target": self.num_tokens, "offsets": 8 * self.num_samples}
+            sizes = _sizes(self.num_tokens, self.num_samples)
             self._arrays = {name: self._open(_path(self._partial, name), size) for name, size in sizes.items()}
 
     def append(
@@ -191,11 +182,7 @@ class DatasetWriter:
             self._files.close()
             (self._partial / _JOURNAL).unlink()
             self._partial.rename(self._folder)
-            parent = os.open(self._folder.parent, os.O_RDONLY)
-            try:
-                os.fsync(parent)
-            finally:
-                os.close(parent)
+            sync_to_disk(self._folder.parent)
 
     def __enter__(self) -> Self:
         return self
@@ -218,7 +205,7 @@ class DatasetWriter:
                 return 0
             last = json.loads(text.splitlines()[-1])
             num_tokens, num_samples = int(last["num_tokens"]), int(last["num_samples"])
-            for name, size in (("input_ids", 4 * num_tokens), ("is_target", num_tokens), ("offsets", 8 * num_samples)):
+            for name, size in _sizes(num_tokens, num_samples).items():
                 if _path(self._partial, name).stat().st_size < size:
                     raise ValueError(f"{name}.bin is too short")
             self.progress, self.num_tokens, self.num_samples = dict(last["progress"]), num_tokens, num_samples
@@ -250,6 +237,11 @@ class DatasetWriter:
 
 def _checksum(facts: Mapping[str, object]) -> int:
     return zlib.crc32(json.dumps(facts, sort_keys=True).encode())
+
+
+def _sizes(num_tokens: int, num_samples: int) -> dict[str, int]:
+    """Bytes of each file; the last offset is written at the end."""
+    return {"input_ids": 4 * num_tokens, "is_target": num_tokens, "offsets": 8 * num_samples}
 
 
 def _path(folder: Path, name: str) -> Path:

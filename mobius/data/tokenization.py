@@ -407,13 +407,11 @@ def split_document(row: TokenizedSample, seq_length: int) -> list[TokenizedSampl
     return [(ids[piece], is_target[piece]) for piece in pieces if len(ids[piece]) > 1]
 
 
-def _as_row(exchanges: Sequence[PromptAndTargetIds], train_on_prompt: bool = False) -> TokenizedSample:
-    ids = [token for prompt, target in exchanges for token in (*prompt, *target)]
-    mask = [
-        is_target
-        for prompt, target in exchanges
-        for is_target in (*[train_on_prompt] * len(prompt), *[True] * len(target))
-    ]
+def _as_row(exchanges: Sequence[PromptAndTargetIds], train_on_prompt: bool) -> TokenizedSample:
+    ids = [token for prompt, target in exchanges for token in prompt + target]
+    mask = list[bool]()
+    for prompt, target in exchanges:
+        mask += [train_on_prompt] * len(prompt) + [True] * len(target)
     if train_on_prompt:
         mask[:1] = [False]
     return np.array(ids, dtype=np.int32), np.array(mask, dtype=np.bool_)

@@ -39,8 +39,7 @@ class EncodedBlock:
     num_bytes: int
     """Bytes of the file, from the block."""
     tally: Counter[str]
-    """Counts by the field names of `SampleCounts`."""
-    notes: Counter[str]
+    """Counts by the field names of `SampleCounts`, and by the texts of `EncodingNote`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class BlockEncoder:
     def encode(self, block: RecordBlock) -> EncodedBlock:
         """Rows of a block. Raises DataError that names the place of an unusable record."""
         rows: list[TokenizedSample] = []
-        tally, notes = Counter[str](), Counter[str]()
+        tally = Counter[str]()
         for record in block.records():
             sample = parse_record(self.record_format, record.fields, record.where)
             encoded = self.encoder.encode(sample, record.where)
@@ -62,7 +61,7 @@ class BlockEncoder:
             if self.record_format.is_text and not self.is_joined:
                 own = [piece for row in own for piece in split_document(row, self.encoder.seq_length)]
             rows += own
-            notes.update(note.value for note in encoded.notes)
+            tally.update(note.value for note in encoded.notes)
             tally["read"] += 1
             tally["cut"] += encoded.is_truncated
             tally["kept" if own else "empty" if encoded.is_empty else "dropped"] += 1
@@ -73,7 +72,6 @@ class BlockEncoder:
             [] if self.is_joined else [len(ids) for ids, _ in rows],
             block.num_bytes,
             tally,
-            notes,
         )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from harness.local_transport import LocalTransport, run_replica_threads
 from harness.runs import make_checkpoint
+from harness.samples import dataset_of
 from torch import Tensor
 
 from mobius.checkpoint.folders import open_checkpoint
@@ -58,7 +59,7 @@ def random_samples(num_samples: int, longest: int, *, seed: int = 0, shortest: i
     for length in draw.integers(shortest, longest, num_samples, endpoint=True).tolist():
         tokens = draw.integers(1, VOCAB, length, dtype=np.int32)
         rows.append((tokens, np.arange(length) >= max(1, length // 3)))
-    return TokenizedDataset.from_rows(rows)
+    return dataset_of(rows)
 
 
 def in_sessions(

@@ -3,16 +3,16 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from harness.samples import dataset_of
 
 from mobius.data.mixture import WeightedSamples, epoch_samples, epoch_size, hold_out, seeded_generator
-from mobius.data.token_store import TokenizedDataset
 from mobius.errors import DataError
 
 
 def samples(number: int, weight: float = 1.0, indices: Sequence[int] | None = None) -> WeightedSamples:
     row = (np.zeros(2, dtype=np.int32), np.ones(2, dtype=np.bool_))
     chosen = None if indices is None else np.array(indices, dtype=np.int64)
-    return WeightedSamples(TokenizedDataset.from_rows([row] * number), weight, chosen)
+    return WeightedSamples(dataset_of([row] * number), weight, chosen)
 
 
 def drawn(parts: Sequence[WeightedSamples], epoch: int, seed: int = 42) -> list[tuple[int, int]]:

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness.samples import dataset_of
 from transformers import PreTrainedTokenizerBase
 
 from mobius.config.config import DatasetEntry
 from mobius.data.datasets import PreparedDataset, SampleCounts
 from mobius.data.preview import Line, Tone, describe_sample, escape_invisible, format_sample
-from mobius.data.token_store import TokenizedDataset, TokenizedSample
+from mobius.data.token_store import TokenizedSample
 
 
 def row_of(tokenizer: PreTrainedTokenizerBase, *parts: tuple[str, bool]) -> TokenizedSample:
@@ -82,13 +83,12 @@ def test_the_sample_of_the_log_is_one_record_that_steers_nothing(tokenizer: PreT
     row = row_of(tokenizer, ("\x1b[2JSay\u200b it.\n", False), ("\u202eSo.<|im_end|>", True))
     prepared = PreparedDataset(
         entry=DatasetEntry("a.jsonl"),
-        tokenized=TokenizedDataset.from_rows([row]),
+        tokenized=dataset_of([row]),
         counts=SampleCounts(read=1, kept=1, cut=0, dropped=0, empty=0),
         format_name="prompt-completion",
         is_text=False,
         warnings=(),
         cache_folder=Path(),
-        cache_bytes=0,
     )
     num_targets = int(row[1].sum())
     assert describe_sample(prepared, tokenizer) == (

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness.samples import dataset_of
 
 from mobius.config.config import DatasetEntry
 from mobius.data import statistics
@@ -16,7 +17,7 @@ from mobius.data.statistics import (
     count_repeated,
     find_data_warnings,
 )
-from mobius.data.token_store import TokenizedDataset, TokenizedSample
+from mobius.data.token_store import TokenizedSample
 
 EOS, UNKNOWN = 2, 0
 
@@ -41,7 +42,7 @@ def drawn_rows(number: int, seed: int) -> list[TokenizedSample]:
 
 
 def found_in(rows: list[TokenizedSample], fingerprint_stride: int = 1) -> SampleStatistics:
-    tokenized = TokenizedDataset.from_rows(rows)
+    tokenized = dataset_of(rows)
     return compute_sample_statistics(
         tokenized, eos_token_id=EOS, unknown_token_id=UNKNOWN, fingerprint_stride=fingerprint_stride
     )
@@ -98,7 +99,7 @@ def test_samples_trained_on_and_evaluated_on_are_found() -> None:
 def told_of(
     rows: list[TokenizedSample], *, is_text: bool = False, warnings: tuple[str, ...] = (), **counts: int
 ) -> list[str]:
-    tokenized = TokenizedDataset.from_rows(rows)
+    tokenized = dataset_of(rows)
     numbers = {"read": len(rows), "kept": len(rows), "cut": 0, "dropped": 0, "empty": 0} | counts
     dataset = PreparedDataset(
         entry=DatasetEntry("a.jsonl"),
@@ -108,7 +109,6 @@ def told_of(
         is_text=is_text,
         warnings=warnings,
         cache_folder=Path(),
-        cache_bytes=0,
     )
     return find_data_warnings(dataset, found_in(rows))
 

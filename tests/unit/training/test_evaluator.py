@@ -15,6 +15,7 @@ import torch
 from harness.live_bytes import LiveBytes, count_step
 from harness.pipelines import CPU
 from harness.runs import make_checkpoint
+from harness.samples import dataset_of
 from harness.schedules import spec_of
 from harness.sessions import evaluator_of, in_sessions, random_samples
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
@@ -157,7 +158,7 @@ def easy(model: PreTrainedModel, dataset: TokenizedDataset) -> TokenizedDataset:
                     model(input_ids=torch.from_numpy(ids[None, :place].astype(np.int64))).logits[0, -1].argmax()
                 )
         rows.append((ids, is_target))
-    return TokenizedDataset.from_rows(rows)
+    return dataset_of(rows)
 
 
 @pytest.mark.parametrize("packing", ["off", "on"])
