@@ -25,7 +25,7 @@ from paced_sockets import pace_sockets  # noqa: E402
 from shared_gpu import share_first_gpu  # noqa: E402
 
 from mobius.config.config import Device  # noqa: E402
-from mobius.distributed.replicas import create_replica_group  # noqa: E402
+from mobius.distributed.replicas import ReplicaGroup  # noqa: E402
 from mobius.distributed.shards import Segment, cut  # noqa: E402
 from mobius.distributed.world import World  # noqa: E402
 from mobius.hardware import devices  # noqa: E402
@@ -52,13 +52,11 @@ def main() -> None:
     if arguments.socket_rate is not None:
         pace_sockets(arguments.socket_rate)
     device = devices.choose_device(Device.AUTO, ranks, range(ranks.num_local))
-    world = World(rank=ranks.rank, num_ranks=ranks.num_ranks, device=device)
+    world = World(ranks, device)
     segment = cut(0, arguments.elements, ranks.num_replicas)
     rates = {}
     for dtype in (torch.float32, torch.bfloat16):
-        replicas = create_replica_group(
-            world, index=ranks.replica, num_replicas=ranks.num_replicas, device=device, reduce_dtype=dtype
-        )
+        replicas = ReplicaGroup(ranks, device, reduce_dtype=dtype)
         sums = torch.zeros(arguments.elements, device=device)
         seconds = time_of(lambda: replicas.reduce_scatter(sums, [segment]), world, device)  # noqa: B023
         rates[f"sums in {str(dtype).removeprefix('torch.')}"] = sent(segment, dtype.itemsize) / seconds / 1e9

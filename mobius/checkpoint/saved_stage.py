@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mobius.activity import Activity
 from mobius.checkpoint.tensor_files import StageParameter
-from mobius.distributed.shards import ReplicaGroup
+from mobius.distributed.replicas import ReplicaGroup
 from mobius.distributed.transport import RankGroup, Transport
 from mobius.engine.stage_memory import StageMemory
 from mobius.models.blocks import ModelParts

@@ -55,16 +55,13 @@ class CudaDriver:
     def __init__(self, library: str = "libcuda.so.1") -> None:
         """Open the driver's library; raises DriverError if it, or one of its functions, is missing."""
         try:
-            opened = ctypes.CDLL(library)
+            self._library = ctypes.CDLL(library)
         except OSError as error:
             raise DriverError(f"the CUDA driver cannot be opened: {error}") from error
-        self._functions: dict[str, Any] = {}
         for name, arguments in _PROTOTYPES.items():
-            try:
-                self._functions[name] = function = getattr(opened, name)
-            except AttributeError as error:
-                raise DriverError(f"the CUDA driver is too old: it has no {name}") from error
-            function.argtypes, function.restype = arguments, c_int
+            if not hasattr(self._library, name):
+                raise DriverError(f"the CUDA driver is too old: it has no {name}")
+            getattr(self._library, name).argtypes = arguments
 
     def allocate(self, num_bytes: int) -> int:
         """Allocate exportable device memory; return its address."""
@@ -111,10 +108,10 @@ class CudaDriver:
 
     def call(self, name: str, *arguments: object) -> None:
         """Call a function of the table above; raises DriverError if it fails."""
-        result = self._functions[name](*arguments)
+        result = getattr(self._library, name)(*arguments)
         if result != 0:
             text = c_char_p()
-            message = self._functions["cuGetErrorString"](result, byref(text)) == 0 and text.value
+            message = self._library.cuGetErrorString(result, byref(text)) == 0 and text.value
             raise DriverError(f"{name}: {message.decode() if message else 'unknown error'} ({result})")
 
 

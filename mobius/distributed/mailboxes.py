@@ -41,10 +41,11 @@ _PAGE = 4096
 _CYCLE = 2**32
 
 
-@dataclass(frozen=True, slots=True)
-class Ring:
-    """Mailboxes and counters of one edge, mapped by one of its ends; both ends have the same counts."""
+@dataclass(slots=True)
+class EdgeEnd:
+    """One end of an edge, which either sends or receives; both ends map the same mailboxes and counters."""
 
+    queue: CudaQueue
     message_bytes: int
     mailboxes: tuple[int, ...]
     """Address of each mailbox."""
@@ -52,47 +53,29 @@ class Ring:
     """Address of the count of messages copied into mailboxes."""
     freed: int
     """Address of the count of messages copied out."""
-
-
-@dataclass(slots=True)
-class Outbox:
-    """The sending end of an edge."""
-
-    ring: Ring
-    queue: CudaQueue
     next_message: int = 0
     """Number of the next message, and initial value of both counters."""
 
     def send(self, source: int) -> Event:
         """Send the message that compute writes at `source`; after the returned event it may be overwritten."""
-        ring, queue, number = self.ring, self.queue, self.next_message
+        mailbox = self.mailboxes[self.next_message % len(self.mailboxes)]
         self.next_message += 1
-        queue.follow_compute()
-        # For the first messages the value is before zero, so there is no wait.
-        queue.wait_value(ring.freed, (number - len(ring.mailboxes) + 1) % _CYCLE)
-        queue.copy(ring.mailboxes[number % len(ring.mailboxes)], source, ring.message_bytes)
-        queue.write_value(ring.arrived, (number + 1) % _CYCLE)
-        return queue.record()
-
-
-@dataclass(slots=True)
-class Inbox:
-    """The receiving end of an edge."""
-
-    ring: Ring
-    queue: CudaQueue
-    next_message: int = 0
-    """Number of the next message, and initial value of both counters."""
+        self.queue.follow_compute()
+        # For the first messages the value is not after zero, so there is no wait.
+        self.queue.wait_value(self.freed, (self.next_message - len(self.mailboxes)) % _CYCLE)
+        self.queue.copy(mailbox, source, self.message_bytes)
+        self.queue.write_value(self.arrived, self.next_message % _CYCLE)
+        return self.queue.record()
 
     def post(self, target: int) -> Event:
         """Receive the next message into `target`, after compute enqueued so far; the event is its completion."""
-        ring, queue, number = self.ring, self.queue, self.next_message
+        mailbox = self.mailboxes[self.next_message % len(self.mailboxes)]
         self.next_message += 1
-        queue.follow_compute()
-        queue.wait_value(ring.arrived, (number + 1) % _CYCLE)
-        queue.copy(target, ring.mailboxes[number % len(ring.mailboxes)], ring.message_bytes)
-        queue.write_value(ring.freed, (number + 1) % _CYCLE)
-        return queue.record()
+        self.queue.follow_compute()
+        self.queue.wait_value(self.arrived, self.next_message % _CYCLE)
+        self.queue.copy(target, mailbox, self.message_bytes)
+        self.queue.write_value(self.freed, self.next_message % _CYCLE)
+        return self.queue.record()
 
 
 class SharedMemory:
@@ -148,8 +131,8 @@ class Mailboxes(PeerMemory):
         super().__post_init__()
         self._mailbox_bytes = -(-self.message_bytes // _PAGE) * _PAGE
         self._counters: list[SharedMemory] = []
-        self._inboxes: dict[int, Inbox] = {}
-        self._outboxes: dict[int, Outbox] = {}
+        self._inboxes: dict[int, EdgeEnd] = {}
+        self._outboxes: dict[int, EdgeEnd] = {}
         self._probe: Tensor
         self._received: dict[int, tuple[Tensor, Event]] = {}
 
@@ -178,7 +161,7 @@ class Mailboxes(PeerMemory):
         some more during the test. Raises TransportError if the device remains blocked after a failure.
         """
         steps = (self.start, self.reachable_targets, self._offer, self._accept, self._post, self._send)
-        problem = run_steps_together(self.rendezvous, steps).problem
+        _, problem = run_steps_together(self.rendezvous, steps)
         if problem is not None:
             self._call_off()
             logger.info("messages travel over NCCL: %s", problem)
@@ -203,7 +186,7 @@ class Mailboxes(PeerMemory):
             shared = SharedMemory.create(_COUNTERS_BYTES)
             counters = self._register(shared, self.own)
             mailboxes, handle = self.make_memory(NUM_MAILBOXES * self._mailbox_bytes)
-            self._inboxes[source] = Inbox(self._ring(counters, mailboxes), self.engine.new_queue())
+            self._inboxes[source] = self._end(counters, mailboxes)
             offers[str(source)] = [os.getpid(), shared.descriptor, handle]
         return offers
 
@@ -213,7 +196,7 @@ class Mailboxes(PeerMemory):
         for target in self.targets:
             process, descriptor, handle = parse_value(gathered[target], lambda sent: _read_offer(sent[own]), by=target)
             counters = self._register(SharedMemory.open(process, descriptor, _COUNTERS_BYTES), self.opened)
-            self._outboxes[target] = Outbox(self._ring(counters, self.open_memory(handle)), self.engine.new_queue())
+            self._outboxes[target] = self._end(counters, self.open_memory(handle))
 
     def _register(self, shared: SharedMemory, held: ExitStack) -> int:
         """Map an edge's counters for the device until `held` is closed; return their device address."""
@@ -259,14 +242,10 @@ class Mailboxes(PeerMemory):
         self.close()
 
     def _ends_of_queues(self) -> list[Event]:
-        ends: list[Inbox | Outbox] = [*self._inboxes.values(), *self._outboxes.values()]
-        return [end.queue.record() for end in ends]
+        return [end.queue.record() for end in (*self._inboxes.values(), *self._outboxes.values())]
 
-    def _ring(self, counters: int, mailboxes: int) -> Ring:
-        """Return the edge's ring; `counters` and `mailboxes` are device addresses."""
-        return Ring(
-            message_bytes=self.message_bytes,
-            mailboxes=tuple(mailboxes + i * self._mailbox_bytes for i in range(NUM_MAILBOXES)),
-            arrived=counters + _ARRIVED,
-            freed=counters + _FREED,
-        )
+    def _end(self, counters: int, mailboxes: int) -> EdgeEnd:
+        """Return an end of an edge; `counters` and `mailboxes` are device addresses."""
+        addresses = tuple(mailboxes + number * self._mailbox_bytes for number in range(NUM_MAILBOXES))
+        queue = self.engine.new_queue()
+        return EdgeEnd(queue, self.message_bytes, addresses, arrived=counters + _ARRIVED, freed=counters + _FREED)

@@ -60,9 +60,8 @@ class NodeRendezvous:
         Raises TransportError if nodes are missing at the time limit, or were started with options that do not match.
         """
         if self._node > 0:
-            self._wait_until(
+            self._wait_while(
                 self._connection_problem,
-                lambda problem: f"node 0 at --rdzv_endpoint {self.endpoint}: {problem}",
                 "Is the run started on node 0, with the same endpoint? Does a firewall, or another network, lie "
                 "between them?",
             )
@@ -75,9 +74,8 @@ class NodeRendezvous:
                     "each with its own."
                 )
             store.set(str(self._node), encode_json(asdict(self._own)))
-            self._wait_until(
+            self._wait_while(
                 lambda: self._missing_nodes(store),
-                lambda missing: f"node(s) {missing} at --rdzv_endpoint {self.endpoint}",
                 "Start the run on every node, with the same endpoint and --nnodes and its own --node_rank.",
             )
             self._check_alike({number: self._read(store, number) for number in range(self._own.num_nodes)})
@@ -92,18 +90,18 @@ class NodeRendezvous:
                 f"cause. What this node saw: {first_line(error)}"
             ) from error
 
-    def _wait_until(self, problem_of: Callable[[], str | None], what: Callable[[str], str], advice: str) -> None:
-        """Return when there is no problem; messages name `what` is awaited. Raises TransportError at the time limit."""
-        while (problem := problem_of()) is not None:
+    def _wait_while(self, awaited: Callable[[], str | None], advice: str) -> None:
+        """Return when nothing is `awaited`. Raises TransportError at the time limit."""
+        while (what := awaited()) is not None:
             waited = time.monotonic() - self._begun
             if waited > self._seconds:
                 raise TransportError(
-                    f"{self._name} has waited {self._seconds:.0f} s for {what(problem)}. {advice} Another time is set "
+                    f"{self._name} has waited {self._seconds:.0f} s for {what}. {advice} Another time is set "
                     "by --rdzv_conf timeout=SECONDS."
                 )
             if time.monotonic() - self._told >= _TOLD_EVERY:
                 self._told = time.monotonic()
-                self._report(f"{self._name} waits for {what(problem)} ({waited:.0f} of {self._seconds:.0f} s)")
+                self._report(f"{self._name} waits for {what} ({waited:.0f} of {self._seconds:.0f} s)")
             time.sleep(_LOOK_SECONDS)
 
     def _open_store(self) -> Store:
@@ -127,25 +125,27 @@ class NodeRendezvous:
             ) from error
 
     def _connection_problem(self) -> str | None:
-        """Return None if something listens at the endpoint, else the reason. torch would write to standard error."""
+        """Return None if something listens at the endpoint, else the problem. torch would write to standard error."""
         try:
             with socket.create_connection((self._host, self._port), timeout=_CONNECT_SECONDS):
                 return None
         except socket.gaierror:
-            return f"the name {self._host} is not known here"
+            reason = f"the name {self._host} is not known here"
         except TimeoutError:
-            return "no answer"
+            reason = "no answer"
         except OSError as error:
-            return reason_of(error).lower()
+            reason = reason_of(error).lower()
+        return f"node 0 at --rdzv_endpoint {self.endpoint}: {reason}"
 
     def _missing_nodes(self, store: Store) -> str | None:
-        """Return `1, 3 of 4 (there are 0 (host0), 2 (host2))`; None if all are there."""
+        """Return `node(s) 1, 3 of 4 (there are 0 (host0), 2 (host2)) at ...`; None if all are there."""
         numbers = range(self._own.num_nodes)
         there = [number for number in numbers if store.check([str(number)])]
         if len(there) == len(numbers):
             return None
         names = ", ".join(f"{number} ({self._read(store, number).host})" for number in there)
-        return f"{', '.join(str(n) for n in numbers if n not in there)} of {len(numbers)} (there are {names})"
+        missing = ", ".join(str(number) for number in numbers if number not in there)
+        return f"node(s) {missing} of {len(numbers)} (there are {names}) at --rdzv_endpoint {self.endpoint}"
 
     def _check_alike(self, nodes: dict[int, Node]) -> None:
         first = nodes[0]

@@ -89,21 +89,16 @@ class PeerCheck(PeerMemory):
         for number, size in enumerate(self.sizes):
             steps += [partial(step, number, size) for step in (self._overwrite, self._send, self._compare)]
         steps.append(lambda _: sorted(self._broken))
-        outcome = run_steps_together(self.rendezvous, steps)
+        gathered, problem = run_steps_together(self.rendezvous, steps)
         self.close()
-        if outcome.problem is not None:
-            return PeerCheckResult(problem=outcome.problem)
-        broken = parse_values(outcome.gathered, parse_counts)
+        if problem is not None:
+            return PeerCheckResult(problem=problem)
+        broken = parse_values(gathered, parse_counts)
         return PeerCheckResult(tuple((source, rank) for rank, sources in enumerate(broken) for source in sources))
-
-    def start(self, gathered: Sequence[Any]) -> int:
-        """Make the engine and the one queue that everything is copied by."""
-        device_index = super().start(gathered)
-        self._queue = self.engine.new_queue()
-        return device_index
 
     def _offer(self, gathered: Sequence[Any]) -> JsonValue:
         """Allocate the memory that neighbours write into; return its handle for each source, by the source's number."""
+        self._queue = self.engine.new_queue()
         reached = parse_values(gathered, parse_counts)
         handles = {}
         for source in self.sources:

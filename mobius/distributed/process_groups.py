@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mobius.distributed.mailboxes import Mailboxes
-from mobius.distributed.replicas import create_replica_group
-from mobius.distributed.shards import ReplicaGroup
+from mobius.distributed.replicas import ReplicaGroup
 from mobius.distributed.transport import RankGroup, ring_edges
 from mobius.distributed.world import MESSAGES_TIMEOUT, World, nccl_options, sum_over_group, translate_peer_errors
 from mobius.hardware.spans import NO_SPANS, Spans
 from mobius.hardware.streams import Event
+from mobius.ranks import Ranks
 from mobius.schedule.lanes import Lane
 
 EXCHANGE_ELEMENTS = 2**24
@@ -38,58 +38,48 @@ class DistributedTransport:
 
     def __init__(
         self,
+        world: World,
+        ranks: Ranks,
         *,
-        rank: int,
-        num_ranks: int,
         device: torch.device,
         shape: tuple[int, ...],
         dtype: torch.dtype,
         spans: Spans = NO_SPANS,
         mailboxes: Mailboxes | None = None,
         max_pending_sends: int | None = None,
-        replica: int = 0,
-        num_replicas: int = 1,
-        reduce_dtype: torch.dtype = torch.float32,
+        replicas: ReplicaGroup | None = None,
     ) -> None:
         """Create and warm up all communicators; collective over all ranks of all replicas.
 
-        `rank` is the position in the pipeline of `num_ranks`, which is number `replica` of `num_replicas`.
-
         Every activation and activation gradient has `shape` and `dtype`. `mailboxes` carry them instead of the
         communicators, if they can be opened. `max_pending_sends` bounds the sent tensors that are held because they may
-        still be in use (limits.py); None: no bound. `reduce_dtype` is as in `create_replica_group`.
+        still be in use (limits.py); None: no bound.
         """
         self._spans, self._max_sends = spans, max_pending_sends
-        self.rank, self.num_ranks = rank, num_ranks
+        self.rank, self.num_ranks = ranks.pipeline_rank, ranks.num_pipeline_ranks
         self._device, self._shape, self._dtype = device, shape, dtype
-        self._first = replica * num_ranks
+        self._world, self.replicas = world, replicas
+        self.all_ranks: RankGroup = world
+        self._first = ranks.replica * self.num_ranks
         """Global rank of the pipeline's first rank."""
-        self._world = world = World(rank=self._first + rank, num_ranks=num_replicas * num_ranks, device=device)
-        backend = world.backend
-        self._scalars, self._edges = world.scalars, _edges_of(0, num_ranks, backend)
-        self.all_ranks: RankGroup = self
-        self.replicas: ReplicaGroup | None = None
-        if num_replicas > 1:
-            self.all_ranks = world
-            pipelines = [range(first, first + num_ranks) for first in range(0, world.num_ranks, num_ranks)]
-            # Every process creates all pipelines' groups in one order. On GPUs, torch makes ranks outside a group (gloo
-            # too) join a split of the global NCCL communicator: each rank must be outside of equally many groups.
+        pipelines = [range(first, first + self.num_ranks) for first in range(0, world.num_ranks, self.num_ranks)]
+        # Every process creates all pipelines' groups in one order. On GPUs, torch makes ranks outside a group (gloo
+        # too) join a split of the global NCCL communicator: each rank must be outside of equally many groups.
+        self._scalars = world.scalars
+        if ranks.num_replicas > 1:
             groups = [dist.new_group([*each], backend="gloo", timeout=MESSAGES_TIMEOUT) for each in pipelines]
-            edges = [self._edges, *(_edges_of(each.start, num_ranks, backend) for each in pipelines[1:])]
-            self._scalars, self._edges = groups[replica], edges[replica]
-            self.replicas = create_replica_group(
-                world, index=replica, num_replicas=num_replicas, device=device, reduce_dtype=reduce_dtype
-            )
+            self._scalars = groups[ranks.replica]
+        self._edges = [_edges_of(each.start, self.num_ranks, world.backend) for each in pipelines][ranks.replica]
         self._posted: defaultdict[int, deque[tuple[Tensor, _Message]]] = defaultdict(deque)
         self._sent: deque[tuple[Tensor, _Message]] = deque()
         # Use every edge once, in one order: communicators connect at their first message, and must not wait in a cycle.
         token = torch.ones(8, device=device)
         for (source, target), group in self._edges.items():
-            if rank == source:
+            if self.rank == source:
                 dist.send(token, self._first + target, group=group)
-            elif rank == target:
+            elif self.rank == target:
                 dist.recv(token, self._first + source, group=group)
-        if backend == "nccl":
+        if device.type == "cuda":
             torch.cuda.synchronize(device)
         self.barrier()
         self._mailboxes = mailboxes.open() if mailboxes is not None else None

@@ -12,7 +12,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -84,13 +83,13 @@ class Rendezvous:
     Uses a store, before there are process groups. No time limit runs between two calls, which may be far apart.
     """
 
-    def __init__(self, store: Store, *, rank: int, num_ranks: int, failure_store: Store | None = None) -> None:
-        """`failure_store` holds the message of `post_failure`, if it is not `store`."""
+    def __init__(self, store: Store, *, rank: int, num_ranks: int, part: str = "mobius") -> None:
+        """`part` names the part of the run whose ranks these are. `store` holds the message of `post_failure`, too."""
         self.rank, self.num_ranks = rank, num_ranks
-        self._failure_store = failure_store or store
+        self._failure_store = store
         # A process may connect more than once, and must not read values of an earlier connection.
-        number = store.add(f"mobius/{rank}", 1)
-        self._store, self._num_gathered = PrefixStore(f"mobius/{number}", store), 0
+        number = store.add(f"{part}/{rank}", 1)
+        self._store, self._num_gathered = PrefixStore(f"{part}/{number}", store), 0
 
     def gather(self, value: JsonValue) -> list[Any]:
         """Return every rank's value, after JSON, in rank order; blocks until all have sent theirs.
@@ -150,22 +149,22 @@ def post_failure_at(store: Store, restarts: int, text: str) -> None:
         PrefixStore(f"start {restarts}", store).compare_set(_FAILURE_KEY, "", text)
 
 
-def open_store(rank: int, num_ranks: int) -> Store:
+def open_store(ranks: Ranks) -> Store:
     """Return the store at the launcher's MASTER_ADDR and MASTER_PORT; raises TransportError.
 
     torchrun may reuse one store when it restarts the ranks: earlier values are hidden.
     """
     try:
-        store, _, _ = next(rendezvous("env://", rank, num_ranks, timeout=TIMEOUT))
+        store, _, _ = next(rendezvous("env://", ranks.rank, ranks.num_ranks, timeout=TIMEOUT))
     except (RuntimeError, ValueError) as error:
-        raise TransportError(f"rank {rank} cannot join the other ranks, start with torchrun: {error}") from error
+        raise TransportError(f"rank {ranks.rank} cannot join the other ranks, start with torchrun: {error}") from error
     store.set_timeout(TIMEOUT)
     return PrefixStore(f"start {num_restarts()}", store)
 
 
 def open_watchdog_store(ranks: Ranks) -> Store:
     """Return a separate connection for the watchdog's thread; raises TransportError."""
-    return PrefixStore("watchdog", open_store(ranks.rank, ranks.num_ranks))
+    return PrefixStore("watchdog", open_store(ranks))
 
 
 def join_run(ranks: Ranks) -> Rendezvous:
@@ -173,39 +172,29 @@ def join_run(ranks: Ranks) -> Rendezvous:
 
     Process groups created later use the same store, under other keys.
     """
-    return Rendezvous(open_store(ranks.rank, ranks.num_ranks), rank=ranks.rank, num_ranks=ranks.num_ranks)
+    return Rendezvous(open_store(ranks), rank=ranks.rank, num_ranks=ranks.num_ranks)
 
 
 def join_pipeline(ranks: Ranks) -> Rendezvous:
     """Connect to the launcher's store, with the ranks of this pipeline by position; raises TransportError."""
-    failure_store = store = open_store(ranks.rank, ranks.num_ranks)
-    if ranks.num_replicas > 1:
-        store = PrefixStore(f"replica {ranks.replica}", store)
-    return Rendezvous(store, rank=ranks.pipeline_rank, num_ranks=ranks.num_pipeline_ranks, failure_store=failure_store)
+    store, part = open_store(ranks), f"replica {ranks.replica}"
+    return Rendezvous(store, rank=ranks.pipeline_rank, num_ranks=ranks.num_pipeline_ranks, part=part)
 
 
 def join_node(ranks: Ranks) -> Rendezvous:
-    """Connect to the launcher's store, with the ranks of this node by local rank; as `join_pipeline`."""
-    store = open_store(ranks.rank, ranks.num_ranks)
-    node_store = PrefixStore(f"node {ranks.node}", store)
-    return Rendezvous(node_store, rank=ranks.local_rank, num_ranks=ranks.num_local, failure_store=store)
+    """Connect to the launcher's store, with the ranks of this node by local rank; raises TransportError."""
+    store, part = open_store(ranks), f"node {ranks.node}"
+    return Rendezvous(store, rank=ranks.local_rank, num_ranks=ranks.num_local, part=part)
 
 
-@dataclass(frozen=True)
-class StepsResult:
-    """Result of joint steps, the same on all ranks."""
-
-    gathered: list[Any]
-    """Each rank's value of the last step; empty after a problem."""
-    problem: str | None = None
-    """Problem of the first rank that failed, if any; later steps did not run."""
-
-
-def run_steps_together(rendezvous: Rendezvous, steps: Sequence[Callable[[list[Any]], JsonValue]]) -> StepsResult:
+def run_steps_together(
+    rendezvous: Rendezvous, steps: Sequence[Callable[[list[Any]], JsonValue]]
+) -> tuple[list[Any], str | None]:
     """Run each of `steps` on all ranks before the next one; collective.
 
     A step receives all ranks' results of the previous one, after JSON. OSError and RuntimeError are problems, which end
-    the steps on all ranks; anything else is raised.
+    the steps on all ranks; anything else is raised. Returns all ranks' results of the last step, or no result and the
+    problem of the first rank that has one.
     """
     gathered: list[Any] = []
     for step in steps:
@@ -217,9 +206,9 @@ def run_steps_together(rendezvous: Rendezvous, steps: Sequence[Callable[[list[An
         results = parse_values(rendezvous.gather([problem, given]), _read_step)
         for problem, _ in results:
             if problem is not None:
-                return StepsResult([], problem)
+                return [], problem
         gathered = [given for _, given in results]
-    return StepsResult(gathered)
+    return gathered, None
 
 
 def _read_step(value: Any) -> tuple[str | None, Any]:

@@ -24,16 +24,16 @@ Why replicas cannot deadlock:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mobius.distributed.shards import ReplicaGroup, Segment, Shards, cut
-from mobius.distributed.world import MESSAGES_TIMEOUT, World, nccl_options, translate_peer_errors
+from mobius.distributed.shards import Segment, Shards, cut
+from mobius.distributed.world import MESSAGES_TIMEOUT, nccl_options, translate_peer_errors
 from mobius.limits import REDUCE_CHUNK_ELEMENTS, SHARD_ALIGNMENT
+from mobius.ranks import Ranks
 
 HOST_CHUNK_ELEMENTS = 2**22
 """Elements that a host receives from each replica at a time: 16 MiB."""
@@ -41,58 +41,23 @@ PACK_BYTES = 16
 """NCCL moves this many bytes at a time if addresses are multiples of it, else single elements, which are bytes here."""
 
 
-def create_replica_group(
-    world: World,
-    *,
-    index: int,
-    num_replicas: int,
-    device: torch.device,
-    reduce_dtype: torch.dtype = torch.float32,
-) -> ReplicaGroup:
-    """Return this rank's replica group; collective over all processes, which form `num_replicas` pipelines.
-
-    Gradients travel between devices in `reduce_dtype`, fp32 or bf16.
-    """
-    num_pipeline_ranks = world.num_ranks // num_replicas
-    place = world.rank % num_pipeline_ranks
-    places = [[*range(each, world.num_ranks, num_pipeline_ranks)] for each in range(num_pipeline_ranks)]
-
-    def connection(backend: str, chunk_elements: int) -> _Connection:
-        """Return this position's process group; every process creates the groups of all positions."""
-        groups = [
-            dist.new_group(peers, backend=backend, timeout=MESSAGES_TIMEOUT, pg_options=nccl_options(backend))
-            for peers in places
-        ]
-        return _Connection(groups[place], index, places[place], chunk_elements=chunk_elements)
-
-    hosts = partial(connection, "gloo", HOST_CHUNK_ELEMENTS)
-    devices = hosts
-    if device.type == "cuda":
-        devices = partial(connection, "nccl", REDUCE_CHUNK_ELEMENTS // (num_replicas - 1))
-    replicas = DistributedReplicaGroup(devices(), devices(), hosts(), hosts(), reduce_dtype=reduce_dtype)
-    replicas.connect(device)
-    return replicas
-
-
 class _Connection:
     """Process group of one position, used by one thread at a time; all members make the same calls in one order."""
 
-    def __init__(self, group: Any, index: int, peers: Sequence[int], *, chunk_elements: int) -> None:
-        """`peers` are the members' global ranks, by replica; `index` is this replica.
+    def __init__(self, ranks: Ranks, backend: str, chunk_elements: int) -> None:
+        """Create the group; collective over all processes, which create the groups of all positions.
 
         Tensors are sent in chunks of at most `chunk_elements`, which begin at addresses aligned for NCCL.
         """
-        self._group, self.index, self._peers = group, index, peers
-        self._chunk = max(chunk_elements // PACK_BYTES, 1) * PACK_BYTES
-
-    @property
-    def num_replicas(self) -> int:
-        """Number of members."""
-        return len(self._peers)
-
-    def others(self) -> list[int]:
-        """Return the indices of the other replicas."""
-        return [peer for peer in range(self.num_replicas) if peer != self.index]
+        self.index, self._chunk = ranks.replica, max(chunk_elements // PACK_BYTES, 1) * PACK_BYTES
+        self.others = [peer for peer in range(ranks.num_replicas) if peer != ranks.replica]
+        """The indices of the other replicas."""
+        for place in range(ranks.num_pipeline_ranks):
+            peers = [*range(place, ranks.num_ranks, ranks.num_pipeline_ranks)]
+            options = nccl_options(backend)
+            group = dist.new_group(peers, backend=backend, timeout=MESSAGES_TIMEOUT, pg_options=options)
+            if place == ranks.pipeline_rank:
+                self._group, self._peers = group, peers
 
     def chunks(self, values: Tensor, segment: Segment) -> Iterable[list[Tensor]]:
         """Yield the parts of all members, chunk by chunk."""
@@ -102,7 +67,7 @@ class _Connection:
 
     def in_order(self, own: Tensor, received: Mapping[int, Tensor]) -> list[Tensor]:
         """Return the tensors of all members, by replica."""
-        return [own if peer == self.index else received[peer] for peer in range(self.num_replicas)]
+        return [own if peer == self.index else received[peer] for peer in range(len(self._peers))]
 
     def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
         """Send and receive at once, by replica; empty tensors are skipped.
@@ -128,48 +93,47 @@ class _Connection:
         """Send each member's part of `values` to all."""
         for segment in segments:
             for parts in self.chunks(values, segment):
-                others, own = self.others(), parts[self.index]
-                self.exchange(dict.fromkeys(others, own), {peer: parts[peer] for peer in others})
+                own = parts[self.index]
+                self.exchange(dict.fromkeys(self.others, own), {peer: parts[peer] for peer in self.others})
 
 
-class DistributedReplicaGroup:
-    """Replica group over one process group per use, each with its own order."""
+class ReplicaGroup:
+    """Ranks with the same stages in all replicas; all make the same calls in the same order.
 
-    def __init__(
-        self,
-        reducing: _Connection,
-        gathering: _Connection,
-        spreading: _Connection,
-        saving: _Connection,
-        *,
-        reduce_dtype: torch.dtype,
-    ) -> None:
-        """Take two connections between devices, then two between hosts."""
-        self._reducing, self._gathering, self._spreading, self._saving = reducing, gathering, spreading, saving
-        self._reduce_dtype = reduce_dtype
-        self.index, self.num_replicas = reducing.index, reducing.num_replicas
+    Tensors hold a stage's trained elements, [layout.num_trained] or more. Each use has its own process group.
+    """
 
-    def connect(self, device: torch.device) -> None:
-        """Use each connection between devices once; collective."""
+    def __init__(self, ranks: Ranks, device: torch.device, *, reduce_dtype: torch.dtype = torch.float32) -> None:
+        """Connect; collective over all processes. Gradients travel between devices in `reduce_dtype`, fp32 or bf16."""
+        self.index, self.num_replicas, self._reduce_dtype = ranks.replica, ranks.num_replicas, reduce_dtype
+        backend, chunk_elements = "gloo", HOST_CHUNK_ELEMENTS
+        if device.type == "cuda":
+            backend, chunk_elements = "nccl", REDUCE_CHUNK_ELEMENTS // (self.num_replicas - 1)
+        self._reducing = _Connection(ranks, backend, chunk_elements)
+        self._gathering = _Connection(ranks, backend, chunk_elements)
+        self._spreading = _Connection(ranks, "gloo", HOST_CHUNK_ELEMENTS)
+        self._saving = _Connection(ranks, "gloo", HOST_CHUNK_ELEMENTS)
         length = self.num_replicas * SHARD_ALIGNMENT
-        for connection in (self._reducing, self._gathering):
+        for connection in (self._reducing, self._gathering):  # the first use connects
             connection.all_gather(torch.ones(length, device=device), [cut(0, length, self.num_replicas)])
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
     def reduce_scatter(self, values: Tensor, segments: Sequence[Segment]) -> None:
+        """Sum fp32 `values` on the compute device to their owners; elements of other owners become undefined.
+
+        Blocks, or makes the current stream wait. Adds in the order of the replicas.
+        """
         for segment in segments:
             for parts in self._reducing.chunks(values, segment):
                 self._reduce_chunk(parts)
 
     def _reduce_chunk(self, parts: Sequence[Tensor]) -> None:
         """Sum this replica's part over all members; frees its temporary memory before the next chunk."""
-        connection = self._reducing
-        own = parts[connection.index]
-        like = partial(torch.empty_like, own, dtype=self._reduce_dtype)
-        received = {peer: like() for peer in connection.others()}
+        connection, own = self._reducing, parts[self.index]
+        received = {peer: torch.empty_like(own, dtype=self._reduce_dtype) for peer in connection.others}
         # fp32 parts are sent without a copy.
-        outgoing = {peer: parts[peer].to(self._reduce_dtype) for peer in connection.others()}
+        outgoing = {peer: parts[peer].to(self._reduce_dtype) for peer in connection.others}
         connection.exchange(outgoing, received)
         total, *rest = connection.in_order(own, received)
         total = total.float()  # no copy if it is fp32 already
@@ -179,21 +143,29 @@ class DistributedReplicaGroup:
             own.copy_(total)
 
     def sum_over_replicas(self, value: Tensor) -> Tensor:
+        """Return the sum of an fp32 scalar on the compute device; waits as `reduce_scatter` does."""
         connection, own = self._reducing, value.reshape(1)
-        received = {peer: torch.empty_like(own) for peer in connection.others()}
+        received = {peer: torch.empty_like(own) for peer in connection.others}
         connection.exchange(dict.fromkeys(received, own), received)
         return torch.stack(connection.in_order(own, received)).sum()
 
     def all_gather(self, values: Tensor, segments: Sequence[Segment]) -> None:
+        """Send each owner's part of `values` on the compute device to all; waits as `reduce_scatter` does."""
         self._reducing.all_gather(values, segments)
 
     def all_gather_for_load(self, values: Tensor, segments: Sequence[Segment]) -> None:
+        """Do as `all_gather`, ordered separately from the reductions: by one thread at a time, concurrent with them."""
         self._gathering.all_gather(values, segments)
 
     def all_gather_on_host(self, values: Tensor, segments: Sequence[Segment]) -> None:
+        """Send each owner's part of `values` in host memory to all; blocks."""
         self._spreading.all_gather(values, segments)
 
     def gather_to_first(self, own: Tensor, shards: Shards) -> Tensor | None:
+        """Return all parts [num_trained] on the host of the first replica, None on other replicas; blocks.
+
+        `own` is this replica's part in host memory. Must not share a thread with the other methods.
+        """
         saving = self._saving
         if self.index > 0:
             for values in own.split(HOST_CHUNK_ELEMENTS):
@@ -202,7 +174,7 @@ class DistributedReplicaGroup:
         whole = torch.empty(shards.num_trained, dtype=own.dtype)
         for part, place in shards.places():
             whole[part] = own[place]
-        for peer in saving.others():
+        for peer in saving.others:
             parts = shards.of_owner(peer)
             lengths = [part.stop - part.start for part in parts]
             received = torch.empty(sum(lengths), dtype=own.dtype)

@@ -11,10 +11,10 @@ copy in another stage, is sharded separately, so that one replica owns the same 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,45 +22,11 @@ from torch import Tensor
 from mobius.limits import largest_shard
 from mobius.models.layout import ALIGNMENT, StageLayout
 
+if TYPE_CHECKING:
+    from mobius.distributed.replicas import ReplicaGroup
+
 Segment = tuple[slice, ...]
 """A contiguous range of trained elements: the part of each replica, which may be empty."""
-
-
-class ReplicaGroup(Protocol):
-    """Ranks with the same stages in all replicas; all make the same calls in the same order.
-
-    Tensors hold a stage's trained elements, [layout.num_trained] or more.
-    """
-
-    index: int
-    num_replicas: int
-
-    def reduce_scatter(self, values: Tensor, segments: Sequence[Segment]) -> None:
-        """Sum fp32 `values` on the compute device to their owners; elements of other owners become undefined.
-
-        Blocks, or makes the current stream wait. Adds in the order of the replicas.
-        """
-
-    def sum_over_replicas(self, value: Tensor) -> Tensor:
-        """Return the sum of an fp32 scalar on the compute device; waits as `reduce_scatter` does."""
-
-    def all_gather(self, values: Tensor, segments: Sequence[Segment]) -> None:
-        """Send each owner's part of `values` on the compute device to all; waits as `reduce_scatter` does."""
-
-    def all_gather_for_load(self, values: Tensor, segments: Sequence[Segment]) -> None:
-        """Send each owner's part of `values` on the compute device to all, ordered separately from the reductions.
-
-        Blocks, or makes the current stream wait. One thread at a time calls it, concurrently with reductions.
-        """
-
-    def all_gather_on_host(self, values: Tensor, segments: Sequence[Segment]) -> None:
-        """Send each owner's part of `values` in host memory to all; blocks."""
-
-    def gather_to_first(self, own: Tensor, shards: Shards) -> Tensor | None:
-        """Return all parts [num_trained] on the host of the first replica, None on other replicas; blocks.
-
-        `own` is this replica's part in host memory. Must not share a thread with the other methods.
-        """
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mobius.distributed.shards import ReplicaGroup
+from mobius.distributed.replicas import ReplicaGroup
 from mobius.distributed.world import World
 
 
@@ -31,16 +31,18 @@ class RankGroup(Protocol):
         """Wait for all ranks."""
 
 
-_DIGEST_BITS = 20
-"""Bits of the text digest that ranks compare; few enough that sums of squares are exact."""
+def all_gather_numbers(ranks: RankGroup, own: Sequence[float]) -> Tensor:
+    """A row of numbers from every rank, [num_ranks, len(own)] in float64; collective."""
+    table = torch.zeros(ranks.num_ranks, len(own), dtype=torch.float64)
+    table[ranks.rank] = torch.tensor(own, dtype=torch.float64)
+    return ranks.sum_over_ranks(table)
 
 
 def all_have_same(text: str, all_ranks: RankGroup) -> bool:
     """Return whether all ranks pass the same text; collective."""
-    own = int(hashlib.sha256(text.encode()).hexdigest(), 16) % 2**_DIGEST_BITS
-    # All are equal if and only if their variance is 0.
-    sums = all_ranks.sum_over_ranks(torch.tensor([own, own * own], dtype=torch.float64)).tolist()
-    return all_ranks.num_ranks * int(sums[1]) == int(sums[0]) ** 2
+    digest = hashlib.sha256(text.encode()).digest()[:6]  # a float64 holds this many bytes exactly
+    found = all_gather_numbers(all_ranks, [int.from_bytes(digest)])
+    return bool((found == found[0]).all())
 
 
 class ActivationTransport(Protocol):
@@ -165,10 +167,3 @@ class WarmupTransport:
 
     def finish_step(self) -> None:
         self._sent.clear()
-
-
-def all_gather_numbers(ranks: RankGroup, own: Sequence[float]) -> Tensor:
-    """A row of numbers from every rank, [num_ranks, len(own)] in float64; collective."""
-    table = torch.zeros(ranks.num_ranks, len(own), dtype=torch.float64)
-    table[ranks.rank] = torch.tensor(own, dtype=torch.float64)
-    return ranks.sum_over_ranks(table)

@@ -26,10 +26,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import FrameType, FunctionType
-from typing import Final, Protocol
+from typing import Any, Final
 
 from mobius.activity import Activity, format_duration
 from mobius.ranks import Ranks
@@ -50,35 +52,19 @@ _TURN_SECONDS: Final = 3.0
 """Time that a rank waits for lower ranks to write their reports, so that texts do not mix."""
 _ENDING_LOOK_SECONDS: Final = 0.1
 _DEVICE_SECONDS: Final = 2.0
+_OWN_THREADS: Final = ("watchdog", "watchdog's store", "reporter", "device")
 _MAX_FRAMES: Final = 40
 """Frames of each thread, the innermost ones."""
 _MAX_REPORT: Final = 2000
 """Characters of a rank's report that other nodes show."""
 
 
-class WatchdogStore(Protocol):
-    """The part of torch's key-value store that watchdogs need."""
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Add to a number; returns the sum."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Set a text."""
-
-    def get(self, key: str, /) -> bytes:
-        """The text of a key that is there."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are there."""
-
-
 class _Peers:
     """Thread that exchanges state with the watchdogs of all other ranks; a lost store counts as no answer."""
 
-    def __init__(self, ranks: Ranks, open_store: Callable[[], WatchdogStore], seconds: float) -> None:
-        """Start the thread, which checks the store every `seconds`."""
-        self._rank, self._open = ranks.rank, open_store
-        self.others = [rank for rank in range(ranks.num_ranks) if rank != ranks.rank]
+    def __init__(self, ranks: Ranks, open_store: Callable[[], Any] | None, seconds: float) -> None:
+        """Start the thread, which checks the store every `seconds`; without `open_store` there are no other ranks."""
+        self.others = [] if open_store is None else [rank for rank in range(ranks.num_ranks) if rank != ranks.rank]
         self.num_beats = 0
         """Number of checks that found progress of this rank; written by the watchdog thread only."""
         self.has_progress = False
@@ -88,50 +74,51 @@ class _Peers:
         self.reports: dict[int, str] = {}
         self.has_ended, self.is_lost = False, False
         self.wake = threading.Event()
-        """Set when a rank has called, or to end the wait for a call."""
+        """Set when a rank has called, or when this rank's watchdog stops."""
         self._interval = seconds
-        self._outgoing: list[tuple[str, str]] = []
-        self._is_closed, self._look, self._posted = threading.Event(), threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watchdog's store", daemon=True)
-        self._thread.start()
+        self._outgoing = SimpleQueue[tuple[str, str] | None]()
+        self._thread = threading.Thread(target=self._run, args=(open_store,), name="watchdog's store", daemon=True)
+        if open_store is not None:
+            self._thread.start()
 
     def post(self, key: str, value: str = "") -> None:
         """Queue a key for the store, and check often from now on, because the run ends."""
-        self._posted.clear()
         self._interval = _ENDING_LOOK_SECONDS
-        self._outgoing.append((key, value))
-        self._look.set()
+        self._outgoing.put((key, value))
 
-    def flush(self, seconds: float) -> None:
-        """Wait until all keys are posted and other ranks can have read them: the store may end with this node."""
-        if self._posted.wait(seconds):
-            time.sleep(4 * _ENDING_LOOK_SECONDS)
+    def post_end(self) -> None:
+        """Let all ranks end; wait until they can have read it, as the store may end with this node."""
+        self.post("end")
+        end = time.monotonic() + 1.0
+        while not self.has_ended and time.monotonic() < end:
+            time.sleep(_ENDING_LOOK_SECONDS / 2)
+        time.sleep(4 * _ENDING_LOOK_SECONDS)
 
     def close(self) -> None:
         """Stop the thread."""
-        self._is_closed.set()
-        self._look.set()
-        self._thread.join(1.0)
+        self._outgoing.put(None)
+        if self.others:
+            self._thread.join(1.0)
 
-    def _run(self) -> None:
+    def _run(self, open_store: Callable[[], Any]) -> None:
         try:
-            store = self._open()
+            store = open_store()
             known, num_posted = store.add("beats", 0), 0
-            while not self._is_closed.is_set():
+            while True:
                 own, num_posted = self.num_beats - num_posted, self.num_beats
                 total = store.add("beats", own)
                 self.has_progress |= total - own > known
                 known = total
-                while self._outgoing:
-                    store.set(*self._outgoing.pop(0))
-                self._posted.set()
                 self._read_call(store)
-                self._look.wait(self._interval)
-                self._look.clear()
+                with contextlib.suppress(Empty):
+                    outgoing = self._outgoing.get(timeout=self._interval)
+                    if outgoing is None:
+                        return
+                    store.set(*outgoing)
         except Exception:  # after any error, the rank continues without its peers
             self.is_lost = True
 
-    def _read_call(self, store: WatchdogStore) -> None:
+    def _read_call(self, store: Any) -> None:
         if not store.check(["call"]):
             return
         for rank in self.others:
@@ -152,13 +139,13 @@ class Watchdog:
         ranks: Ranks,
         *,
         minutes: float,
-        open_store: Callable[[], WatchdogStore] | None = None,
+        open_store: Callable[[], Any] | None = None,
         clean_up: Callable[[], str] | None = None,
         report_timeout_seconds: float = _REPORT_TIMEOUT_SECONDS,
     ) -> None:
         """End the process after `minutes` without progress of any rank; 0: never, and `start` does nothing.
 
-        `open_store` connects to the store that all ranks share, in a separate thread; None for a single rank.
+        `open_store` connects to torch's store that all ranks share, in a separate thread; None for a single rank.
         `clean_up`, given to one rank only, cleans up and returns what the run leaves, as a text that completes "all
         ranks end ".
         """
@@ -168,7 +155,7 @@ class Watchdog:
         self._limit, self._clean_up, self._patience = 60 * minutes, clean_up, report_timeout_seconds
         self._is_stopped = threading.Event()
         self._thread: threading.Thread | None = None
-        self._peers: _Peers | None = None
+        self._peers: _Peers
         self._position: object = None
         self._asking: threading.Thread | None = None
 
@@ -177,7 +164,7 @@ class Watchdog:
         if self._limit == 0 or self._thread is not None:
             return
         self._is_stopped.clear()
-        self._peers = None if self._open_store is None else _Peers(self._ranks, self._open_store, self._interval)
+        self._peers = _Peers(self._ranks, self._open_store, self._interval)
         self.activity.progress()
         # faulthandler's stacks name functions but not ranks, so this function's name carries the rank.
         code = Watchdog._watch.__code__.replace(co_name=f"watchdog_of_rank_{self._ranks.rank}")
@@ -190,25 +177,22 @@ class Watchdog:
         if self._thread is None:
             return
         self._is_stopped.set()
-        if self._peers is not None:
-            self._peers.wake.set()
+        self._peers.wake.set()
         self._thread.join()
-        if self._peers is not None:
-            self._peers.close()
-        self._thread = self._peers = None
+        self._peers.close()
+        self._thread = None
 
     def _watch(self) -> None:
         interval, peers = self._interval, self._peers
-        wake = self._is_stopped if peers is None else peers.wake
         previous, idle, last = self.activity.last_progress, 0.0, time.monotonic()
         while not self._is_stopped.is_set():
             limit = self._stall_limit_seconds()
             # Later than this thread's own limit: it writes only if this thread cannot run.
             faulthandler.dump_traceback_later(max(limit - idle, 0) + 2 * interval, exit=False, file=2)
-            wake.wait(interval)
+            peers.wake.wait(interval)
             if self._is_stopped.is_set():
                 break
-            if peers is not None and peers.caller is not None:
+            if peers.caller is not None:
                 self._end(f"rank {peers.caller} has called all ranks")
             now = time.monotonic()
             elapsed, last = now - last, now
@@ -219,9 +203,8 @@ class Watchdog:
             progress = self.activity.last_progress
             goes_on = progress != previous or (idle >= limit / 2 and self._device_has_moved())
             previous = progress
-            if peers is not None:
-                peers.num_beats += goes_on
-                goes_on, peers.has_progress = goes_on or peers.has_progress, False
+            peers.num_beats += goes_on
+            goes_on, peers.has_progress = goes_on or peers.has_progress, False
             idle = 0.0 if goes_on else idle + min(elapsed, 2 * interval)
             if idle >= limit:
                 self._end(f"no progress for {format_duration(idle)} (--watchdog_minutes {self._limit / 60:g})")
@@ -263,42 +246,41 @@ class Watchdog:
         """Report this rank's activity, wait for the other ranks' reports, and end the process."""
         faulthandler.cancel_dump_traceback_later()
         peers = self._peers
-        if peers is not None and peers.caller is None:
+        if peers.caller is None:
             peers.post("call", str(self._ranks.rank))
-        report = self._describe_rank(reason)
+        head = f"rank {self._ranks.rank} (process {os.getpid()} on {socket.gethostname()}): {reason}"
+        report = [head, *(f"    {line}" for line in self.activity.describe())]
         reporter = threading.Thread(target=self._write_report, args=(report,), name="reporter", daemon=True)
         reporter.start()  # the reader of standard error may have stopped
         end, has_reported = time.monotonic() + self._patience, False
-        while time.monotonic() < end and not (peers is not None and peers.has_ended):
+        while time.monotonic() < end and not peers.has_ended:
             if not has_reported and not reporter.is_alive():
                 has_reported = True
-                if peers is not None:
-                    peers.post(f"report {self._ranks.rank}", "\n".join(report)[:_MAX_REPORT])
-            if has_reported and (peers is None or peers.is_lost or len(peers.reports) == len(peers.others)):
+                peers.post(f"report {self._ranks.rank}", "\n".join(report)[:_MAX_REPORT])
+            if has_reported and (peers.is_lost or len(peers.reports) == len(peers.others)):
                 break
             time.sleep(_ENDING_LOOK_SECONDS / 2)
         if has_reported:
             self._write_closing()
-        if peers is not None and not peers.has_ended:
-            peers.post("end")
-            peers.flush(1.0)
+        if peers.others and not peers.has_ended:
+            peers.post_end()
         os._exit(EXIT_CODE)
 
     def _write_closing(self) -> None:
         """Write the reports of other nodes, which have another terminal, and name the ranks that do not answer."""
         peers, ranks = self._peers, self._ranks
-        reports, others = ({}, []) if peers is None else (dict(peers.reports), peers.others)
+        reports = dict(peers.reports)
         own_node = range(ranks.node * ranks.num_local, (ranks.node + 1) * ranks.num_local)
         for rank, report in sorted(reports.items()):
             if ranks.local_rank == 0 and rank not in own_node:
                 self._write(*report.splitlines())
-        if peers is not None and peers.has_ended:
+        if peers.has_ended:
             return
         silent = [
             f"rank {rank} does not answer: it is stopped, or hangs in a call that holds Python's interpreter"
             + ("" if rank in own_node else ", or its node is gone")
-            for rank in others
-            if rank not in reports and not (peers is not None and peers.is_lost)
+            for rank in peers.others
+            if rank not in reports and not peers.is_lost
         ]
         self._write(*silent, "the run stands still: all ranks end")
 
@@ -306,18 +288,14 @@ class Watchdog:
         lines = [*report]
         if (position := self._ask_device()) is not None:
             lines.append(f"    its device: {position}")
-        lines += [f"    {line}" for line in thread_stacks(but={"watchdog", "watchdog's store", "reporter", "device"})]
+        lines += [f"    {line}" for line in _thread_stacks()]
         end, peers = time.monotonic() + _TURN_SECONDS, self._peers
-        while peers is not None and time.monotonic() < end and not {*range(self._ranks.rank)} <= peers.reports.keys():
+        lower = {rank for rank in peers.others if rank < self._ranks.rank}
+        while time.monotonic() < end and not lower <= peers.reports.keys():
             time.sleep(_ENDING_LOOK_SECONDS / 2)
         self._write(*lines)
         if self._clean_up is not None:
             self._write(f"all ranks end {self._clean_up()}")
-
-    def _describe_rank(self, reason: str) -> list[str]:
-        """Lines that say which rank this is, why it reports, and what it does."""
-        head = f"rank {self._ranks.rank} (process {os.getpid()} on {socket.gethostname()}): {reason}"
-        return [head, *(f"    {line}" for line in self.activity.describe())]
 
     def _write(self, *lines: str) -> None:
         """Write without `sys.stderr` and `logging`, whose locks a hanging thread may hold."""
@@ -328,8 +306,8 @@ class Watchdog:
                 left = left[os.write(2, left) :]
 
 
-def thread_stacks(*, but: Collection[str] = ()) -> list[str]:
-    """Return the stacks of all Python threads except those named in `but`, outermost frame first, as lines.
+def _thread_stacks() -> list[str]:
+    """Return the stacks of all Python threads but the watchdog's own, outermost frame first, as lines.
 
     No file is read: the disk may be what hangs.
     """
@@ -337,18 +315,15 @@ def thread_stacks(*, but: Collection[str] = ()) -> list[str]:
     lines = []
     for ident, frame in sys._current_frames().items():
         name = names.get(ident, f"of number {ident}, not started by Python")
-        if name not in but:
+        if name not in _OWN_THREADS:
             lines += [f"thread {name}:", *(f"    {line}" for line in _frame_lines(frame))]
     return lines
 
 
 def _frame_lines(innermost: FrameType) -> list[str]:
-    frames: list[str] = []
-    frame: FrameType | None = innermost
-    while frame is not None:
-        code = frame.f_code
-        file = "/".join(Path(code.co_filename).parts[-3:])
-        frames.append(f"{file}:{frame.f_lineno} in {code.co_qualname}")
-        frame = frame.f_back
+    frames = [
+        f"{'/'.join(Path(frame.f_code.co_filename).parts[-3:])}:{line} in {frame.f_code.co_qualname}"
+        for frame, line in traceback.walk_stack(innermost)
+    ]
     cut = [f"... {len(frames) - _MAX_FRAMES} more"] if len(frames) > _MAX_FRAMES else []
     return [*cut, *reversed(frames[:_MAX_FRAMES])]

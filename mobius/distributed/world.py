@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mobius.distributed.rendezvous import open_store
+from mobius.distributed.rendezvous import TIMEOUT, open_store
 from mobius.errors import TransportError, first_line
+from mobius.ranks import Ranks
 
-RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 MESSAGES_TIMEOUT = timedelta(hours=12)
 """Long, because ranks also wait for each other's loading, saving and disks. A dead rank is noticed at once; the
 watchdog finds one that hangs."""
@@ -27,24 +27,24 @@ them from compute."""
 class World:
     """torch's default process group and a gloo group for host scalars; `close` ends all groups."""
 
-    def __init__(self, *, rank: int, num_ranks: int, device: torch.device) -> None:
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
         """Connect to all other processes; collective. Raises TransportError."""
-        self.rank, self.num_ranks = rank, num_ranks
+        self.rank, self.num_ranks = ranks.rank, ranks.num_ranks
         self.backend = "nccl" if device.type == "cuda" else "gloo"
-        store = open_store(rank, num_ranks)
+        store = open_store(ranks)
         try:
             dist.init_process_group(
                 self.backend,
                 store=store,
-                rank=rank,
-                world_size=num_ranks,
+                rank=ranks.rank,
+                world_size=ranks.num_ranks,
                 device_id=device if self.backend == "nccl" else None,
-                timeout=RENDEZVOUS_TIMEOUT,
+                timeout=TIMEOUT,
             )
             self.scalars = dist.new_group(backend="gloo", timeout=MESSAGES_TIMEOUT)
         except RuntimeError as error:
             raise TransportError(
-                f"rank {rank} on {socket.gethostname()} has joined the launcher's store, but "
+                f"rank {ranks.rank} on {socket.gethostname()} has joined the launcher's store, but "
                 f"cannot connect to the other ranks: {first_line(error)}. Between nodes, name the network interface "
                 "over which they reach each other (`ip address` lists them) in GLOO_SOCKET_IFNAME, and in "
                 "NCCL_SOCKET_IFNAME for GPUs, on every node."

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mobius.distributed.shards import ReplicaGroup, Shards
+from mobius.distributed.replicas import ReplicaGroup
+from mobius.distributed.shards import Shards
 from mobius.engine.gradient_sums import GradientAccumulator, GradientSums
 from mobius.engine.host_arena import HostArena
 from mobius.engine.optimizer_states import DeviceStates, HostStates

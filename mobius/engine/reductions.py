@@ -24,7 +24,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mobius.distributed.shards import ReplicaGroup, Shards
+from mobius.distributed.replicas import ReplicaGroup
+from mobius.distributed.shards import Shards
 from mobius.hardware.streams import Event, new_stream, record_current
 
 

@@ -82,7 +82,7 @@ class Plan(ScheduleSpec):
         return self.with_memory_uses([use] * self.num_ranks)
 
     def use_of(self, rank: int) -> MemoryUse:
-        """How `rank` uses its memory: stages of each kind, and slots."""
+        """The numbers of resident, keeping and stashed stages of `rank`, and its slots."""
         own = self.local_stages(rank)
         resident, saved_activation_stages, offloaded_activation_stages = (
             len(each.intersection(own))

@@ -23,7 +23,7 @@ from mobius.distributed.mailboxes import Mailboxes
 from mobius.distributed.node_checks import check_same_residents
 from mobius.distributed.peer_check import PeerCheck
 from mobius.distributed.process_groups import DistributedTransport
-from mobius.distributed.replicas import create_replica_group
+from mobius.distributed.replicas import ReplicaGroup
 from mobius.distributed.transport import RankGroup, SingleRankTransport, Transport
 from mobius.distributed.world import World
 from mobius.engine.adamw import AdamWSettings, FlatAdamW
@@ -200,7 +200,7 @@ def open_session(
     if (
         rank_context.ranks.is_first
         and rank_context.ranks.num_replicas == 1
-        and _reduce_dtype(run_setup) != torch.float32
+        and run_setup.config.pipeline.reduce_dtype is ReduceDtype.BF16
     ):
         logger.info(
             "--reduce_dtype bf16 has no effect: there is one pipeline, without replicas to reduce gradients over"
@@ -273,25 +273,21 @@ def _connect(run_setup: RunSetup, spans: Spans) -> Transport:
     rank_context, device, ranks = run_setup.rank_context, run_setup.rank_context.device, run_setup.rank_context.ranks
     if rank_context.node_rendezvous is not None:
         PeerCheck(rank_context.node_rendezvous, device).disable_peer_copies_if_broken(rank_context.device_order)
+    if ranks.num_ranks == 1:
+        return SingleRankTransport()
+    world, replicas = World(ranks, device), None
+    if ranks.num_replicas > 1:
+        is_bf16 = run_setup.config.pipeline.reduce_dtype is ReduceDtype.BF16
+        replicas = ReplicaGroup(ranks, device, reduce_dtype=torch.bfloat16 if is_bf16 else torch.float32)
     if ranks.num_pipeline_ranks == 1:
-        if ranks.num_replicas == 1:
-            return SingleRankTransport()
-        world = World(rank=ranks.rank, num_ranks=ranks.num_ranks, device=device)
-        replicas = create_replica_group(
-            world,
-            index=ranks.replica,
-            num_replicas=ranks.num_replicas,
-            device=device,
-            reduce_dtype=_reduce_dtype(run_setup),
-        )
         return SingleRankTransport(world, replicas)
     mailboxes = None
     if rank_context.pipeline_rendezvous is not None and run_setup.config.pipeline.copy_messages:
         message_bytes = math.prod(run_setup.sent_shape) * run_setup.dtype.itemsize
         mailboxes = Mailboxes(rank_context.pipeline_rendezvous, device, message_bytes=message_bytes)
     return DistributedTransport(
-        rank=ranks.pipeline_rank,
-        num_ranks=ranks.num_pipeline_ranks,
+        world,
+        ranks,
         device=device,
         shape=run_setup.sent_shape,
         dtype=run_setup.dtype,
@@ -299,14 +295,8 @@ def _connect(run_setup: RunSetup, spans: Spans) -> Transport:
         mailboxes=mailboxes,
         # On a CPU the host computes, so it never runs ahead.
         max_pending_sends=max_sends_in_flight(run_setup.plan.microbatches_per_round) if device.type == "cuda" else None,
-        replica=ranks.replica,
-        num_replicas=ranks.num_replicas,
-        reduce_dtype=_reduce_dtype(run_setup),
+        replicas=replicas,
     )
-
-
-def _reduce_dtype(run_setup: RunSetup) -> torch.dtype:
-    return torch.bfloat16 if run_setup.config.pipeline.reduce_dtype is ReduceDtype.BF16 else torch.float32
 
 
 def _base_weights(run_setup: RunSetup, folder: Path) -> WeightSource:

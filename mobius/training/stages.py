@@ -9,7 +9,7 @@ import torch
 from tqdm import tqdm
 
 from mobius.activity import Activity
-from mobius.distributed.shards import ReplicaGroup
+from mobius.distributed.replicas import ReplicaGroup
 from mobius.distributed.transport import ActivationTransport
 from mobius.engine.executor import Executor
 from mobius.engine.host_arena import HostArena, PinnedActivationBuffer

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class FolderStore:
-    """Implements `mobius.distributed.watchdog.WatchdogStore`."""
+    """What the watchdog uses of torch's `Store`."""
 
     def add(self, key: str, amount: int) -> int:
         with open(_file(key), "a+") as file:

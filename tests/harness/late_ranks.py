@@ -26,6 +26,7 @@ from mobius.activity import Activity
 from mobius.distributed.process_groups import DistributedTransport
 from mobius.distributed.rendezvous import Rendezvous, open_watchdog_store
 from mobius.distributed.watchdog import Watchdog
+from mobius.distributed.world import World
 from mobius.ranks import Ranks
 from mobius.schedule.action import Action, ActionKind
 
@@ -138,9 +139,8 @@ def pass_messages(hanging: int, seconds: float) -> None:
     """Three steps of forwards; in the third, rank `hanging` never sends."""
     ranks = Ranks.from_environment()
     activity = Activity()
-    transport = DistributedTransport(
-        rank=ranks.rank, num_ranks=ranks.num_ranks, device=torch.device("cpu"), shape=(8,), dtype=torch.float32
-    )
+    cpu = torch.device("cpu")
+    transport = DistributedTransport(World(ranks, cpu), ranks, device=cpu, shape=(8,), dtype=torch.float32)
     watchdog = Watchdog(activity, ranks, minutes=seconds / 60, open_store=partial(open_watchdog_store, ranks))
     watchdog.start()
     try:

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from mobius.distributed.rendezvous import Rendezvous
-from mobius.distributed.shards import ReplicaGroup, Segment, Shards
+from mobius.distributed.replicas import ReplicaGroup
+from mobius.distributed.shards import Segment, Shards
 from mobius.distributed.transport import RankGroup, ring_edges
 from mobius.errors import MobiusError, TransportError
 

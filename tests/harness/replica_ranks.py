@@ -22,7 +22,7 @@ from mobius.data.mixture import WeightedSamples
 from mobius.data.token_store import TokenizedDataset
 from mobius.distributed import replicas as messages
 from mobius.distributed.node_checks import join_replicas
-from mobius.distributed.replicas import create_replica_group
+from mobius.distributed.replicas import ReplicaGroup
 from mobius.distributed.shards import Shards
 from mobius.distributed.transport import Transport
 from mobius.distributed.world import World
@@ -164,15 +164,15 @@ def shares_of(replica: int, num_replicas: int) -> Shards:
 def use_all(output: str, device: str = "cpu") -> None:
     """Use each connection once, and leave what came of it as `output`.RANK."""
     messages.HOST_CHUNK_ELEMENTS = messages.REDUCE_CHUNK_ELEMENTS = 100  # shares take several
-    ranks = Ranks.from_environment()
+    ranks = Ranks.from_environment().split_into_pipelines(1)
     rank, number = ranks.rank, ranks.num_ranks
     place = torch.device(device, ranks.local_rank) if device == "cuda" else torch.device(device)
     if device == "cuda":
         torch.cuda.set_device(place)
-    world, shards = World(rank=rank, num_ranks=number, device=place), shares_of(rank, number)
+    world, shards = World(ranks, place), shares_of(rank, number)
     found: dict[str, torch.Tensor | None] = {}
     for dtype in DTYPES:
-        replicas = create_replica_group(world, index=rank, num_replicas=number, device=place, reduce_dtype=dtype)
+        replicas = ReplicaGroup(ranks, place, reduce_dtype=dtype)
         summed = values_of(rank).to(place)
         replicas.reduce_scatter(summed, shards.segments)
         found[f"reduced in {dtype}"] = summed

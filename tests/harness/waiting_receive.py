@@ -24,12 +24,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from mobius.distributed.cuda_copies import CudaCopyEngine  # noqa: E402
-from mobius.distributed.mailboxes import (  # noqa: E402
-    Inbox,
-    Outbox,
-    Ring,
-    SharedMemory,
-)
+from mobius.distributed.mailboxes import EdgeEnd, SharedMemory  # noqa: E402
 from mobius.hardware.streams import CudaEvent, Event  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
@@ -76,14 +71,14 @@ def main() -> None:
     print(json.dumps({"held_up": held, "num_waiting": num_waiting, "num_wrong": num_wrong}), flush=True)
 
 
-def _edge(engine: CudaCopyEngine, num_bytes: int) -> tuple[Outbox, Inbox]:
+def _edge(engine: CudaCopyEngine, num_bytes: int) -> list[EdgeEnd]:
     """Both ends of an edge with two mailboxes; the memory stays until the process ends."""
     shared = SharedMemory.create(4096)
     address = engine.register(shared.address, shared.num_bytes)
     start = engine.allocate(2 * num_bytes)
-    ring = Ring(num_bytes, (start, start + num_bytes), address, address + 128)
+    mailboxes = (start, start + num_bytes)
     _kept.append(shared)
-    return Outbox(ring, engine.new_queue()), Inbox(ring, engine.new_queue())
+    return [EdgeEnd(engine.new_queue(), num_bytes, mailboxes, address, address + 128) for _ in range(2)]
 
 
 _kept: list[SharedMemory] = []

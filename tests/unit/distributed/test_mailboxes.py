@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from mobius.distributed.cuda_copies import CudaQueue
-from mobius.distributed.mailboxes import Inbox, Outbox, Ring
+from mobius.distributed.mailboxes import EdgeEnd
 from mobius.hardware.streams import Event
 
 STALE = 0xEE
@@ -144,11 +144,11 @@ def carry(
     machine = Machine(seed, 20 * SIZE)
     machine.words = {ARRIVED: first % 2**32, FREED: first % 2**32}
     mailboxes = tuple(SIZE * i for i in range(num_mailboxes))
-    ring = Ring(SIZE, mailboxes, ARRIVED, FREED)
     send_buffers, receive_buffers = (50, 60), tuple(100 + SIZE * i for i in range(posted_ahead + 1))
     making, reading = machine.new_stream(), machine.new_stream()
-    outbox = Outbox(ring, make_queue(machine, making), first)
-    inbox = Inbox(ring, make_queue(machine, reading), first)
+    outbox, inbox = (
+        EdgeEnd(make_queue(machine, compute), SIZE, mailboxes, ARRIVED, FREED, first) for compute in (making, reading)
+    )
     memory, read = machine.memory, list[bytes]()
 
     def make(address: int, number: int) -> Operation:
@@ -226,10 +226,14 @@ def test_two_edges_in_opposite_directions_never_wait_in_a_circle(seed: int) -> N
     """Each rank sends all its messages before it receives the first: more than there are mailboxes."""
     machine = Machine(seed, 20 * SIZE)
     machine.words = dict.fromkeys((ARRIVED, FREED, ARRIVED + 2, FREED + 2), 0)
-    rings = [Ring(SIZE, (50 * i, 50 * i + SIZE), ARRIVED + 2 * i, FREED + 2 * i) for i in range(2)]
     compute = [machine.new_stream() for _ in range(2)]
-    outboxes = [Outbox(rings[rank], Queue(machine, compute[rank])) for rank in range(2)]
-    inboxes = [Inbox(rings[1 - rank], Queue(machine, compute[rank])) for rank in range(2)]
+
+    def end(rank: int, edge: int) -> EdgeEnd:
+        mailboxes = (50 * edge, 50 * edge + SIZE)
+        return EdgeEnd(Queue(machine, compute[rank]), SIZE, mailboxes, ARRIVED + 2 * edge, FREED + 2 * edge)
+
+    outboxes = [end(rank, rank) for rank in range(2)]
+    inboxes = [end(rank, 1 - rank) for rank in range(2)]
     for rank in range(2):
         for _ in range(6):
             outboxes[rank].send(100 + 20 * rank)

@@ -15,7 +15,6 @@ from torch.distributed import HashStore, PrefixStore
 from mobius.distributed.rendezvous import (
     JsonValue,
     Rendezvous,
-    StepsResult,
     decode_json,
     encode_json,
     post_failure_at,
@@ -23,9 +22,11 @@ from mobius.distributed.rendezvous import (
 )
 from mobius.errors import TransportError
 
+Outcome = tuple[list[Any], str | None]
 
-def together(steps_of: Callable[[int], list[Callable[[list[Any]], object]]], num_ranks: int = 3) -> list[StepsResult]:
-    store, outcomes = HashStore(), dict[int, StepsResult]()
+
+def together(steps_of: Callable[[int], list[Callable[[list[Any]], object]]], num_ranks: int = 3) -> list[Outcome]:
+    store, outcomes = HashStore(), dict[int, Outcome]()
     store.set_timeout(timedelta(seconds=HANG_SECONDS))
 
     def run(rank: int) -> None:
@@ -42,7 +43,7 @@ def together(steps_of: Callable[[int], list[Callable[[list[Any]], object]]], num
 def test_each_step_is_given_what_all_ranks_gave_in_the_one_before() -> None:
     outcomes = together(lambda rank: [lambda _: rank, lambda gathered: (rank, sum(gathered))])
 
-    assert outcomes == [StepsResult([[0, 3], [1, 3], [2, 3]])] * 3
+    assert outcomes == [([[0, 3], [1, 3], [2, 3]], None)] * 3
 
 
 @pytest.mark.parametrize("error", [OSError("no\nmore"), RuntimeError("no")])
@@ -56,7 +57,7 @@ def test_what_fails_on_one_rank_ends_it_on_all_and_no_later_step_is_taken(error:
 
         return [fail, lambda _: taken.append(rank)]
 
-    assert together(steps_of) == [StepsResult([], "rank 1: no")] * 3
+    assert together(steps_of) == [([], "rank 1: no")] * 3
     assert taken == []
 
 

@@ -14,9 +14,10 @@ from harness.runs import environment
 from torch import Tensor
 
 from mobius.distributed import replicas as messages
-from mobius.distributed.replicas import PACK_BYTES, create_replica_group
+from mobius.distributed.replicas import PACK_BYTES, ReplicaGroup
 from mobius.distributed.shards import Segment
 from mobius.limits import REDUCE_CHUNK_ELEMENTS
+from mobius.ranks import Ranks as RunRanks
 
 NUM_REPLICAS = 3
 Found = list[dict[str, Tensor]]
@@ -82,9 +83,8 @@ class Traffic:
         fake.batch_isend_irecv = lambda operations: []
         monkeypatch.setattr(messages, "dist", fake)
         monkeypatch.setattr(messages, "HOST_CHUNK_ELEMENTS", chunk)
-        world: Any = SimpleNamespace(rank=1, num_ranks=num_replicas)
-        cpu = torch.device("cpu")
-        self.replicas = create_replica_group(world, index=1, num_replicas=num_replicas, device=cpu, reduce_dtype=dtype)
+        ranks = RunRanks(1, num_replicas, 1, num_replicas=num_replicas)
+        self.replicas = ReplicaGroup(ranks, torch.device("cpu"), reduce_dtype=dtype)
         self.addresses.clear()
 
 

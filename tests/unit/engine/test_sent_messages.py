@@ -9,7 +9,9 @@ from torch import Tensor
 
 from mobius.distributed.process_groups import DistributedTransport
 from mobius.distributed.transport import WarmupTransport
+from mobius.distributed.world import World
 from mobius.hardware.streams import Event
+from mobius.ranks import Ranks
 
 SHAPE = (1, 2, 3)
 
@@ -50,11 +52,11 @@ def test_compute_waits_for_the_first_message_when_too_many_are_under_way(
 ) -> None:
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    mailboxes = SlowMailboxes()
+    mailboxes, ranks, cpu = SlowMailboxes(), Ranks(0, 1, 0), torch.device("cpu")
     transport = DistributedTransport(
-        rank=0,
-        num_ranks=1,
-        device=torch.device("cpu"),
+        World(ranks, cpu),
+        ranks,
+        device=cpu,
         shape=SHAPE,
         dtype=torch.float32,
         mailboxes=mailboxes,  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ def test_the_ranks_of_a_node_meet_whatever_their_pipeline(
 ) -> None:
     store, found = HashStore(), dict[int, tuple[list[int] | None, list[int] | None]]()
     store.set_timeout(timedelta(seconds=30))
-    monkeypatch.setattr(rendezvous, "open_store", lambda rank, num_ranks: store)
+    monkeypatch.setattr(rendezvous, "open_store", lambda ranks: store)
 
     def run(rank: int) -> None:
         num_local = 8 // num_nodes
