@@ -3,19 +3,16 @@
 import json
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import benchmark
 import pytest
-from harness.forked import HANG_SECONDS
 from launch import run_ranks
 from make_model import num_active, num_parameters, write_config
 from rows import (
     Workload,
-    mobius_measurement,
     model_flops_utilization,
     peer_measurement,
 )
@@ -40,25 +37,6 @@ def test_a_median_leaves_the_warm_up_out() -> None:
     assert measured.tokens_per_second == 2000
     assert (measured.allocated_gib, measured.reserved_gib, measured.host_gib, measured.machine_gib) == (3, 4, 5, 6)
     assert measured.all_step_seconds == PEER_OUTPUT["step_seconds"]
-
-
-def test_mobius_tells_its_waits_too() -> None:
-    steps: list[dict[str, Any]] = [
-        {
-            "step_seconds": seconds,
-            "wait_seconds": {"weights": 0.1, "optimizer": wait, "neighbours": 0.3},
-            "peak_gpu_memory_gib": None,
-            "reserved_gpu_memory_gib": None,
-            "peak_host_memory_gib": 2.0,
-            "loss": 1.0,
-        }
-        for seconds, wait in ((9, 9), (8, 8), (2, 0.2), (2, 0.4), (3, 0.9))
-    ]
-    measured = mobius_measurement({"steps": steps, "load_seconds": 1.0}, WORKLOAD, machine_bytes=0)
-
-    assert measured.step_seconds == 2
-    assert measured.wait_seconds == {"weights": 0.1, "optimizer": 0.4, "neighbours": 0.3}
-    assert measured.allocated_gib is None
 
 
 def test_mfu_is_six_operations_per_parameter_and_token_of_the_datasheets_rate() -> None:
@@ -119,34 +97,6 @@ def test_ranks_find_each_other_and_the_result_is_read(tmp_path: Path) -> None:
     result = run_program(tmp_path, body)
 
     assert (result.output, result.problem) == ([3, "hello"], None), result.log_end
-
-
-def test_a_failing_rank_ends_the_run_and_its_words_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launch.GRACE_SECONDS", 0.2)
-    result = run_program(tmp_path, "sys.exit('out of luck') if rank == 1 else time.sleep(100)")
-
-    assert result.problem == "failed"
-    assert result.seconds < 60  # and not the 100 that the other one sleeps
-    assert "out of luck" in result.log_end
-
-
-@pytest.mark.extended
-def test_at_the_time_limit_nothing_of_a_run_is_left(tmp_path: Path) -> None:
-    body = "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(10_000)'])\n"
-    body += f"pathlib.Path({str(tmp_path)!r}, f'{{rank}}').write_text(str(child.pid))\ntime.sleep(100)"
-    result = run_program(tmp_path, body, timeout_seconds=4)
-
-    assert result.problem == "timed out"
-    children = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
-    deadline = time.monotonic() + HANG_SECONDS
-    while any(is_running(child) for child in children) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(is_running(child) for child in children)
-
-
-def is_running(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 PARTS = ["main", "stale", "clip", "stages", "long", "13b", "nop2p", "resident", "ablation", "memory", "13b48", "30b"]

@@ -7,54 +7,17 @@ import sys
 from pathlib import Path
 
 import evaluation
-import make_dataset
 import pytest
 import replicas
 import saving
 import sliced_attention
 import sweep
 import torch
-from checkpointing import FailedSaveError, ResumePoint, TimedSaves
 from harness.forked import HANG_SECONDS
-from harness.runs import TOKENIZER, make_checkpoint
-from harness.sessions import in_sessions, random_samples
 from replicas import TITLES
 from sliced_attention import Work
-from transformers import AutoTokenizer
 
-from mobius.data.batches import TrainingBatches
-from mobius.data.formats import detect_format, parse_record
-from mobius.data.tokenization import SampleEncoder
-from mobius.errors import CheckpointError
 from mobius.models.slice_pieces import AttentionKernel
-from mobius.training.session import Session
-
-
-def make(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
-    monkeypatch.setattr("sys.argv", ["make_dataset.py", *words])
-    make_dataset.main()
-
-
-@pytest.mark.parametrize("format_name", ["prompt-completion", "messages"])
-def test_a_record_has_as_many_tokens_as_were_drawn(
-    format_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, numbers = tmp_path / "data.jsonl", tmp_path / "lengths.json"
-    make(monkeypatch, str(file), "--samples", "40", "--format", format_name, "--lengths", str(numbers))
-    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
-    encoder = SampleEncoder(tokenizer, seq_length=10_000)
-
-    records = [json.loads(line) for line in file.read_text().splitlines()]
-    record_format = detect_format(list(records[0]), "here")
-    samples = [parse_record(record_format, record, "here") for record in records]
-    tokens = [len(encoder.encode(sample, "here").rows[0][0]) for sample in samples]
-
-    drawn = json.loads(numbers.read_text())
-    if format_name == "messages":  # a chat template's marks may take fewer tokens than are left for them
-        assert all(length - 16 < count <= length for count, length in zip(tokens, drawn, strict=True))
-    else:
-        assert tokens == drawn
-
 
 SIZES = {"length": 70, "heads": 4, "key_heads": 2, "head_size": 16, "repeats": 1}
 SLICES = ["--slices", "32", "16", *(word for name, number in SIZES.items() for word in (f"--{name}", str(number)))]
@@ -72,16 +35,7 @@ def test_a_pass_over_slices_is_a_pass_over_the_whole() -> None:
     assert not work.cache.gradient_sum_views(slice(None), slice(None))[0].any(), "all gradients are taken"
 
 
-def test_a_table_has_each_kernel_in_one_piece_and_in_slices(capsys: pytest.CaptureFixture[str]) -> None:
-    sliced_attention.main([*SLICES, "--kernels", "cpu", "tiles"])
-    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert [row[0] for row in rows[2:]] == ["cpu"] * 3 + ["tiles"] * 3
-    assert [row[1].strip() for row in rows[2:]] == ["70", "32", "16"] * 2
-    assert [row[6] for row in rows[2::3]] == ["1.000", "1.000"], "the whole beside itself"
-    assert all(float(row[2]) > 0 and float(row[4]) > 0 for row in rows[2:])
-
-
-def told(step_seconds: list[float], evaluations: list[tuple[int, float]]) -> dict[str, object]:
+def output_of(step_seconds: list[float], evaluations: list[tuple[int, float]]) -> dict[str, object]:
     steps = [{"num_tokens": 100, "step_seconds": each, "peak_gpu_memory_gib": None} for each in step_seconds]
     return {
         "steps": steps,
@@ -90,7 +44,7 @@ def told(step_seconds: list[float], evaluations: list[tuple[int, float]]) -> dic
 
 
 def test_the_first_steps_the_last_and_the_first_evaluation_do_not_count() -> None:
-    training, judged = evaluation.rates(told([9, 9, 1, 2, 3, 9], [(1600, 80), (1600, 4), (1600, 8), (1600, 5)]))
+    training, judged = evaluation.rates(output_of([9, 9, 1, 2, 3, 9], [(1600, 80), (1600, 4), (1600, 8), (1600, 5)]))
     assert training == {"tokens": 50, "seconds": 2, "gpu": 0}
     assert judged == {"tokens": 320, "seconds": 100 / 320, "gpu": 2}
     assert evaluation.line("evaluation", judged, training["tokens"]) == ["evaluation", "0.312", "320", "6.40", "2.00"]
@@ -117,24 +71,6 @@ def test_a_small_model_is_timed_by_two_processes(
     assert verdict.startswith("evaluation is ")
 
 
-def test_a_checkpoint_that_only_got_no_name_is_told_as_not_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def cannot(*_: object, **__: object) -> Path:
-        raise CheckpointError("cannot rename it")
-
-    def train(session: Session, batches: TrainingBatches) -> None:
-        saves = TimedSaves(session, tmp_path / "model")
-        saves.train(ResumePoint(None).trainer(session, batches, saves, has_kernel=False))
-        saves.results()
-
-    make_checkpoint(tmp_path / "model")
-    monkeypatch.setattr("mobius.checkpoint.saver.commit_checkpoint", cannot)
-    options = f"--num_stages 2 --batch_size 2 --num_chunks 1 --seq_length 8 --fp32 --save_dir {tmp_path / 'out'}"
-    with pytest.raises(FailedSaveError, match="1 of 1 checkpoints are not saved"):
-        in_sessions(1, tmp_path / "model", f"{options} --num_iterations 2 --save_steps 1", random_samples(8, 8), train)
-
-
 @pytest.mark.usefixtures("forked_starts")
 @pytest.mark.parametrize("kind", ["--no_room --resume", ""])
 @pytest.mark.extended  # a quarter of a minute each
@@ -145,12 +81,12 @@ def test_a_small_model_saves_beside_its_steps_in_two_processes(
     words = ["tiny", *small.split(), "--folder", str(tmp_path), "--run_seconds", str(HANG_SECONDS), *kind.split()]
     options = "--device cpu --compile off --num_stages 2 --num_chunks 2"
     saving.main([*words, "--", *options.split()])
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     parameters = 2 * (4 * 64**2 + 3 * 64 * 128 + 2 * 64) + 2 * 32000 * 64 + 64
-    assert f"a checkpoint has {12 * parameters / 1e9:.2f} GB; 1 saves, one every" in told
-    assert f": {12 * parameters / 1e9:.2f} GB in " in told
-    assert ("standstill of the worst save over bytes / disk rate" in told) == bool(kind)
-    assert ("first resumed step ends after" in told) == bool(kind)
+    assert f"a checkpoint has {12 * parameters / 1e9:.2f} GB; 1 saves, one every" in printed
+    assert f": {12 * parameters / 1e9:.2f} GB in " in printed
+    assert ("standstill of the worst save over bytes / disk rate" in printed) == bool(kind)
+    assert ("first resumed step ends after" in printed) == bool(kind)
     assert not list(tmp_path.iterdir())
 
 
@@ -164,12 +100,12 @@ def test_replicas_are_measured_on_the_cpu(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(sys, "argv", ["replicas.py", *WORDS.split(), *options.split()])
     with pytest.raises(SystemExit) as ended:
         replicas.main()
-    told = capsys.readouterr().out
-    assert not ended.value.code, told
-    link = json.loads(next(line for line in told.splitlines() if line.startswith("links")).removeprefix("links"))
+    printed = capsys.readouterr().out
+    assert not ended.value.code, printed
+    link = json.loads(next(line for line in printed.splitlines() if line.startswith("links")).removeprefix("links"))
     assert link.keys() == {"sums in float32", "sums in bfloat16", "weights"}
     assert all(rate > 0 for rate in link.values())
-    row = [cell.strip() for cell in told.splitlines()[-1].strip("|").split("|")]
+    row = [cell.strip() for cell in printed.splitlines()[-1].strip("|").split("|")]
     shown = dict(zip(TITLES, row, strict=True))
     assert float(shown["s/step"]) > 0
     assert shown["sums GB/s"] == f"{link['sums in bfloat16']:.2f}"
@@ -193,6 +129,6 @@ def test_a_whole_run_of_the_smallest_model_on_the_cpu(tmp_path: Path, capsys: py
 
     sweep.main(["report", "--output", str(output)])
 
-    told = capsys.readouterr().out
-    assert table in told
-    assert told.count("| tiny 64x128 no limit | ") == 3  # of choice, and a prediction for each run
+    printed = capsys.readouterr().out
+    assert table in printed
+    assert printed.count("| tiny 64x128 no limit | ") == 3  # of choice, and a prediction for each run

@@ -58,26 +58,6 @@ def test_runs_in_the_same_processes_train_as_new_ones_do(tmp_path: Path, words: 
     assert again.output["start"]["imports"] < 0.5 < first.output["start"]["imports"]
 
 
-@pytest.mark.extended
-def test_a_run_that_the_planner_refuses_leaves_its_processes_to_the_next_one(
-    words: list[str], service: Service
-) -> None:
-    losses(service.run([*words, "--num_stages", "2"], timeout_seconds=HANG_SECONDS))
-    refused = service.run([*words, "--num_stages", "2", "--host_memory_limit", "0.01"], timeout_seconds=HANG_SECONDS)
-    again = service.run([*words, "--num_stages", "2"], timeout_seconds=HANG_SECONDS)
-    assert (refused.problem, refused.output) == ("refused", None)
-    assert "GiB of host memory" in refused.log_end
-    assert losses(again)
-    assert again.output["start"]["imports"] < 0.5
-
-
-@pytest.mark.extended  # a quarter of a minute
-def test_a_run_that_fails_is_told_with_its_last_lines(words: list[str], service: Service) -> None:
-    failed = service.run([*words, "--num_stages", "3"], timeout_seconds=HANG_SECONDS)
-    assert (failed.problem, failed.output) == ("failed", None)
-    assert "not a multiple of the number of ranks" in failed.log_end
-
-
 @pytest.fixture
 def play(tmp_path: Path) -> Path:
     """A worker without torch: it hands over its process and its options, or does what they say."""

@@ -48,21 +48,6 @@ def test_torch_reads_every_tensor_of_the_result(tmp_path: Path) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
-def test_weights_that_were_changed_in_torchs_format_are_taken_and_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main(["to-dcp", str(save(tmp_path, 8, number=1)), str(tmp_path / "dcp")])
-    tensors = values_of(8, torch.bfloat16)
-    tensors["embed.weight"] += 1
-    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(tmp_path / "dcp"), no_dist=True)
-
-    assert main(["from-dcp", str(tmp_path / "dcp"), str(tmp_path / "back" / "checkpoint-8"), TRUST]) == 0
-
-    assert "1 tensors are other ones now, such as embed.weight" in capsys.readouterr().out
-    reader = open_checkpoint(tmp_path / "back" / "checkpoint-8")
-    assert torch.equal(reader.read("embed.weight", torch.empty(7, 3, dtype=torch.bfloat16)), tensors["embed.weight"])
-
-
 def test_torchs_pickle_is_loaded_on_request_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

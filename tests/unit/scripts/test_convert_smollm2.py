@@ -12,13 +12,10 @@ import torch
 from convert_smollm2 import (
     main,
     make_config,
-    make_tokenizer,
-    unpermute,
 )
 from tokenizers import pre_tokenizers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import rotate_half
 
 CONTROLS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MERGES = ["Ġ t", "h e", "Ġt he"]
@@ -46,37 +43,6 @@ FIELDS: dict[str, Any] = {
     "tokenizer.ggml.padding_token_id": 2,
     "tokenizer.chat_template": TEMPLATE,
 }
-
-
-def test_neighbours_that_gguf_rotates_are_half_a_head_apart() -> None:
-    """A query turned as GGUF does, neighbour by neighbour, is transformers' turned one in another order."""
-    heads, width, generator = 3, 8, torch.Generator().manual_seed(0)
-    rows = torch.randn(heads * width, 5, generator=generator)
-    states, angles = torch.randn(5, generator=generator), torch.rand(width // 2, generator=generator)
-    pairs = torch.view_as_complex((rows @ states).view(heads, width // 2, 2))
-    turned = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles))
-
-    query = (torch.from_numpy(unpermute(rows.numpy(), heads)) @ states).view(heads, width)
-    both = torch.cat([angles, angles])
-    expected = query * both.cos() + rotate_half(query) * both.sin()
-
-    torch.testing.assert_close(torch.cat([turned[..., 0], turned[..., 1]], dim=1), expected)
-
-
-def test_the_configuration_is_that_of_the_metadata() -> None:
-    config = LlamaConfig(**make_config(FIELDS))
-
-    assert (config.hidden_size, config.intermediate_size, config.num_hidden_layers) == (32, 64, 2)
-    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 8)
-    assert (config.vocab_size, config.rms_norm_eps) == (len(TOKENS), 1e-5)
-    assert config.rope_parameters["rope_theta"] == 100000.0
-    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 2, 2)
-
-
-def test_a_digit_is_a_token_even_where_a_merge_would_join_two() -> None:
-    tokenizer = make_tokenizer(FIELDS)
-
-    assert tokenizer.encode("in the 12<|im_end|>").tokens == ["i", "n", "Ġthe", "Ġ", "1", "2", "<|im_end|>"]
 
 
 def as_gguf_has_it(weight: Tensor, num_heads: int) -> Tensor:

@@ -29,9 +29,9 @@ def test_it_tells_milliseconds_and_draws_the_step_that_is_asked_for(
 ) -> None:
     code = show_trace.main(["trace.json", "--step", "4", "--output", "step.svg"])
 
-    told = capsys.readouterr()
-    assert (code, told.err) == (0, "")
-    lines = [line.split() for line in told.out.splitlines()]
+    printed = capsys.readouterr()
+    assert (code, printed.err) == (0, "")
+    lines = [line.split() for line in printed.out.splitlines()]
     assert lines[:3] == [
         ["step", "4", "on", "cpu,", "milliseconds"],
         ["rank", "step", "compute", "wait:", "weights"],

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import simulate
-from harness.plan_requests import find_published_shape
 
-from mobius.planner.gpu_specs import GPU_SPECS, estimate_profile
-from mobius.planner.profile import Source
 from mobius.reporting.trace import read_trace
 
 SMALL = ["--model_path", "1b", "--batch_size", "8", "--gpus", "2", "--num_stages", "4", "--num_chunks", "4"]
@@ -54,19 +50,3 @@ def test_the_predicted_step_is_drawn_and_written_like_a_measured_one(tmp_path: P
     assert trace.steps == [1, 2, 3]
     lanes = trace.lane_seconds(3)[0]
     assert {"compute", "load", "offload", "optimizer"} <= lanes.keys()
-
-
-def test_a_measured_profile_takes_the_place_of_estimates_if_it_is_of_this_run(tmp_path: Path, capsys: Captured) -> None:
-    shape = find_published_shape("1b")
-    profile = estimate_profile(GPU_SPECS["H200"], shape, microbatch_tokens=1024, seq_length=512, num_ranks=2)
-    file = tmp_path / "profile.json"
-    file.write_text(replace(profile, source=Source.MEASURED, basis="2 x here").to_json())
-
-    assert simulate.main([*SMALL, "--profile", str(file)]) == 0
-    assert "measured: 2 x here" in capsys.readouterr().out
-
-    assert simulate.main([*SMALL, "--profile", str(file), "--seq_length", "1024"]) == 2
-    assert "the profile is of another run" in capsys.readouterr().err
-    file.write_text("{}")
-    assert simulate.main([*SMALL, "--profile", str(file)]) == 2
-    assert capsys.readouterr().err.startswith("error: not a profile")

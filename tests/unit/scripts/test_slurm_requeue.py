@@ -56,8 +56,8 @@ class Job:
     def turn(self, *options: str, **environment: str) -> tuple[int, str]:
         """Exit code and words of a turn that nobody disturbs."""
         process = self.start(*options, **environment)
-        told = process.communicate(timeout=HANG_SECONDS)[1]
-        return process.returncode, told
+        printed = process.communicate(timeout=HANG_SECONDS)[1]
+        return process.returncode, printed
 
     def signalled_turn(self, *numbers: signal.Signals, **environment: str) -> tuple[int, str]:
         """Exit code and words of a turn whose run is under way when the signals come, to the script alone."""
@@ -68,8 +68,8 @@ class Job:
         for number in numbers:
             process.send_signal(number)
             time.sleep(0.3)
-        told = process.communicate(timeout=HANG_SECONDS)[1]
-        return process.returncode, told
+        printed = process.communicate(timeout=HANG_SECONDS)[1]
+        return process.returncode, printed
 
     @property
     def calls(self) -> list[str]:
@@ -101,19 +101,19 @@ def job(tmp_path: Path) -> Job:
 def test_a_run_that_is_done_is_not_queued_again(job: Job) -> None:
     job.write("save 20; model")
 
-    code, told = job.turn("--learning_rate", "1e-4")
+    code, printed = job.turn("--learning_rate", "1e-4")
 
     assert (code, job.calls) == (0, ["train.sh run.yaml --learning_rate 1e-4"])
-    assert "the run is done" in told
+    assert "the run is done" in printed
 
 
 def test_before_the_limit_the_run_saves_and_the_job_is_queued_again(job: Job) -> None:
     job.write("trap 'save 7; exit 130' TERM; waits")
 
-    code, told = job.signalled_turn(signal.SIGUSR1)
+    code, printed = job.signalled_turn(signal.SIGUSR1)
 
     assert (code, job.calls) == (0, ["train.sh run.yaml", "scontrol requeue 77"])
-    assert "job 77 is queued again" in told
+    assert "job 77 is queued again" in printed
 
 
 @pytest.mark.parametrize("ending", ["", ".partial", ".replaced"])
@@ -184,19 +184,19 @@ def test_turns_too_short_for_a_checkpoint_do_not_go_on_for_ever(job: Job) -> Non
     job.write("trap 'exit 130' TERM; waits")
     job.checkpoint(7)
 
-    code, told = job.signalled_turn(signal.SIGUSR1)
+    code, printed = job.signalled_turn(signal.SIGUSR1)
 
     assert (code, len(job.calls)) == (130, 1)
-    assert "no new checkpoint" in told
-    assert "--time" in told
+    assert "no new checkpoint" in printed
+    assert "--time" in printed
 
 
 @pytest.mark.parametrize("yaml", ["save_strategy: 'no'\n", "save_only_model: true\n", "num_iteration: x\n"])
 def test_a_run_that_no_turn_could_go_on_from_is_refused(job: Job, yaml: str) -> None:
     job.write("model", yaml)
 
-    code, told = job.turn()
+    code, printed = job.turn()
 
     assert (code, job.calls) == (2, [])
-    assert "Traceback" not in told
-    assert yaml.split(":")[0] in told
+    assert "Traceback" not in printed
+    assert yaml.split(":")[0] in printed
