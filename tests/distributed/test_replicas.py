@@ -1,4 +1,4 @@
-"""Processes of several nodes train as one pipeline does, and go on from one another's checkpoints."""
+"""Replicas of several processes train what one pipeline does, and continue from one another's checkpoints."""
 
 from __future__ import annotations
 
@@ -10,10 +10,18 @@ from pathlib import Path
 
 import pytest
 from harness.launched import Launched, ranks_of
-from harness.runs import ROOT, environment, free_port, make_checkpoint, make_dataset, run_main
-from safetensors.torch import load_file
+from harness.replica_ranks import CLIPPINGS, OTHERS, STREAMED, trained
+from harness.runs import (
+    ROOT,
+    assert_equal_tensors,
+    environment,
+    free_port,
+    make_checkpoint,
+    make_dataset,
+    run_main,
+    tensors_of,
+)
 from started_ranks import wait_until
-from torch import Tensor
 
 MINUTE = 60.0
 OPTIONS = """--model_path model --dataset data.jsonl --fp32 --num_stages 4 --num_chunks 2 --batch_size 12
@@ -27,15 +35,11 @@ def train(folder: Path, name: str, num_ranks: int, *options: str, num_nodes: int
     assert result.returncode == 0, result.stdout
 
 
-def left_by(folder: Path) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    weights = [load_file(path) for path in sorted(folder.glob("model*.safetensors"))]
-    return [json.loads(line) for line in lines], {name: value for part in weights for name, value in part.items()}
-
-
 def assert_alike(one: Path, other: Path) -> None:
-    (steps, weights), (own_steps, own) = left_by(one), left_by(other)
-    steps = steps[-len(own_steps) :]
+    own_steps, steps = (
+        [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()] for folder in (other, one)
+    )
+    steps, weights, own = steps[-len(own_steps) :], tensors_of(one), tensors_of(other)
     for key in ("step", "num_tokens", "num_targets", "num_samples", "epoch", "padding"):
         assert [step[key] for step in own_steps] == [step[key] for step in steps], key
     assert [step["loss"] for step in own_steps] == pytest.approx([step["loss"] for step in steps], rel=1e-5)
@@ -49,7 +53,28 @@ def evaluations(folder: Path) -> dict[int, float]:
     return {entry["step"]: entry["eval_loss"] for entry in history if "eval_loss" in entry}
 
 
-def test_a_run_goes_on_with_another_number_of_replicas(tmp_path: Path) -> None:
+@pytest.mark.extended  # half a minute
+def test_overlaps_change_no_bit_and_rounding_on_the_way_little(tmp_path: Path) -> None:
+    options = "--device cpu --bf16 --num_chunks 2"
+    streamed = [f"{STREAMED} {clipping}" for clipping in CLIPPINGS]
+    variants = [f"{where} {clipping}" for where in (STREAMED, *OTHERS) for clipping in CLIPPINGS]
+    shared = trained(2, tmp_path, options, variants)
+    rounded = trained(2, tmp_path, f"{options} --reduce_dtype bf16", streamed)
+    alone = trained(1, tmp_path, "--device cpu --bf16 --num_chunks 4", streamed)
+    for number, (single,) in enumerate(alone):
+        first = shared[number][0]
+        for replicas in shared[number :: len(CLIPPINGS)]:
+            assert all(each.is_equal(first) for each in replicas)
+        assert first.num_streamed > 0
+        assert first.host_bytes == (2 + 12 / 2) * first.num_streamed
+        assert rounded[number][0].is_equal(rounded[number][1])
+        assert not rounded[number][0].is_equal(first), "what travels is rounded"
+        for near in (first, rounded[number][0]):
+            assert near.losses == pytest.approx(single.losses, rel=1e-3)
+            assert near.norms == pytest.approx(single.norms, rel=1e-2)
+
+
+def test_a_run_continues_with_another_number_of_replicas(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model", is_tied=True)
     make_dataset(tmp_path / "data.jsonl", 40)
     train(tmp_path, "one", 1)
@@ -61,12 +86,11 @@ def test_a_run_goes_on_with_another_number_of_replicas(tmp_path: Path) -> None:
     assert_alike(tmp_path / "one", tmp_path / "three")
     assert evaluations(tmp_path / "two") == pytest.approx(evaluations(tmp_path / "one"), rel=1e-5)
     ours, theirs = (tmp_path / name / "checkpoint-4" for name in ("one", "two"))
-    states = [{file.name: load_file(file) for file in sorted(each.glob("*.safetensors"))} for each in (ours, theirs)]
-    assert states[0].keys() == states[1].keys()
-    for file, tensors in states[0].items():
-        assert tensors.keys() == states[1][file].keys(), file
-        for key, value in tensors.items():
-            assert (states[1][file][key] - value).abs().max() <= 1e-4 * value.abs().max(), key
+    assert sorted(file.name for file in ours.iterdir()) == sorted(file.name for file in theirs.iterdir())
+    found, expected = tensors_of(theirs), tensors_of(ours)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert (found[key] - value).abs().max() <= 1e-4 * value.abs().max(), key
 
 
 def launchers(folder: Path, *options: str, max_restarts: int) -> list[Launched]:
@@ -99,8 +123,7 @@ def test_all_nodes_end_with_a_rank_and_a_restart_goes_on_to_the_same_bits(tmp_pa
         told = "".join(node.output() for node in nodes)
         assert codes == [0, 0], told
         assert "resumed from out/checkpoint-" in told
-        (_, weights), (_, own) = left_by(tmp_path / "undisturbed"), left_by(tmp_path / "out")
-        assert all(own[name].equal(value) for name, value in weights.items())
+        assert_equal_tensors(tmp_path / "undisturbed", tmp_path / "out")
     finally:
         for node in nodes:
             node.kill()

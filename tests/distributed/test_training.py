@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.runs import exact_results, make_checkpoint, make_dataset, run_main, torchrun_main
+from harness.replica_ranks import exact_results
+from harness.runs import make_checkpoint, make_dataset, run_main, torchrun_main
 from plain_training import parts_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, get_scheduler

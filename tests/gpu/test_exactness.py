@@ -1,4 +1,4 @@
-"""On GPUs with deterministic kernels: what overlaps, and what is kept or recomputed, changes no bit of a result."""
+"""On GPUs with deterministic kernels: overlaps, and saved, recomputed or offloaded activations change no bit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.runs import exact_results
+from harness.pipelines import Pipeline, Step, assert_same_bits, make_batch, make_model
+from harness.replica_ranks import exact_results
+
+from mobius.engine import saved_activations
 
 pytestmark = pytest.mark.gpu
 
@@ -35,3 +38,46 @@ def test_ten_steps_end_in_the_same_bits_with_every_overlap_on_and_off(
     assert all(results[variant] == results[STREAMED[0]] for variant in STREAMED), results
     if compiled == "off":
         assert all(results[variant] == results[RESIDENT[0]] for variant in RESIDENT), results
+
+
+LAYERS = STAGES = 4
+MICROBATCHES = 4
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "qwen3"])
+@pytest.mark.parametrize("accumulation_rounds", [1, 2])
+def test_compiled_layers_continue_from_offloaded_products(
+    family: str, accumulation_rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products are copied to the host and back while loads and gradients are; a place taken too early shows."""
+    device = torch.device("cuda", 0)
+    model, batch = make_model(family, LAYERS).to(device), make_batch(MICROBATCHES)
+    offloaded, select = [], saved_activations._select_for_offload
+
+    def counted(saved: object, room: int) -> object:
+        layers, tensors = select(saved, room)  # type: ignore[arg-type]
+        offloaded.append(sum(layer.saved is not None for layer in layers))
+        return layers, tensors
+
+    monkeypatch.setattr(saved_activations, "_select_for_offload", counted)
+    expected: Step | None = None
+    for number in (0, 1, MICROBATCHES // accumulation_rounds):
+        offloaded.clear()
+        pipeline = Pipeline(
+            model,
+            1,
+            STAGES,
+            MICROBATCHES,
+            2,
+            accumulation_rounds=accumulation_rounds,
+            offloaded_activation_stages=frozenset(range(STAGES - 1)),
+            num_offloaded_microbatches=number,
+            compiled=True,
+            dtype=torch.bfloat16,
+            device=device,
+        )
+        loss, gradients = pipeline.step(batch)
+        found = loss, {name: each.cpu() for name, each in gradients.items()}
+        assert sum(offloaded) == number * accumulation_rounds * (STAGES - 1)
+        expected = expected or found
+        assert_same_bits(found, expected, number)

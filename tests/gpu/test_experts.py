@@ -1,4 +1,4 @@
-"""On a GPU: grouped products beside fp64, gradients beside autograd's, and training beside transformers alone."""
+"""On a GPU: grouped products, gradients and training compared with fp64, autograd and transformers alone."""
 
 from __future__ import annotations
 

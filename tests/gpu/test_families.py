@@ -24,7 +24,7 @@ other one in these steps on a CPU (granite 8.1e-3, mixtral 1.2e-2, where roundin
 @pytest.mark.parametrize(
     ("family", "packing"),
     [
-        ("cohere2", "auto"),  # attention beside the feed-forward part, scaled logits, two kinds of layers
+        ("cohere2", "auto"),  # attention parallel to the feed-forward part, scaled logits, two kinds of layers
         ("gemma2", "auto"),  # scores and logits with a cap, norms on both sides
         ("gemma2", "off"),  # the same by the family's own attention
         ("glm4", "auto"),  # rotary embeddings on half of each head, norms on both sides

@@ -1,4 +1,4 @@
-"""Messages by copy engines: whole and in order beside compute, and nothing else waits for them.
+"""Messages by copy engines: whole and in order during compute, and nothing else waits for them.
 
 The measured speed is printed; `pytest -m gpu -s tests/gpu/test_mailboxes.py` shows it.
 """
@@ -32,12 +32,12 @@ def run_worker(folder: Path, arguments: list[str], variables: dict[str, str]) ->
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    told: dict[str, Any] = json.loads(result.stdout)
-    return told | {"log": result.stderr}
+    report: dict[str, Any] = json.loads(result.stdout)
+    return report | {"log": result.stderr}
 
 
 def talk(folder: Path, mib: int, **variables: str) -> dict[str, Any]:
-    """200 messages each way between two processes, beside products of matrices and then alone."""
+    """200 messages each way between two processes, during products of matrices and then alone."""
     launcher = f"-m torch.distributed.run --nproc_per_node 2 --master_port {free_port()}".split()
     worker = str(ROOT / "tests" / "harness" / "mailbox_worker.py")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")
@@ -49,26 +49,26 @@ def talk(folder: Path, mib: int, **variables: str) -> dict[str, Any]:
 @two_gpus
 @pytest.mark.parametrize("mib", [9, 64, 256])
 def test_messages_beside_compute_arrive_whole_and_in_order(tmp_path: Path, mib: int) -> None:
-    told = talk(tmp_path, mib)
-    speed, seconds = told["gb_per_second_each_way"], told["seconds_beside_compute"]
-    print(f"\n{mib} MiB: {speed:.1f} GB/s each way at once; 200 messages beside compute: {seconds:.2f} s")
+    report = talk(tmp_path, mib)
+    speed, seconds = report["gb_per_second_each_way"], report["seconds_beside_compute"]
+    print(f"\n{mib} MiB: {speed:.1f} GB/s each way at once; 200 messages during compute: {seconds:.2f} s")
 
-    assert told["over_mailboxes"], told["log"]
-    assert told["num_wrong"] == 0
+    assert report["over_mailboxes"], report["log"]
+    assert report["num_wrong"] == 0
 
 
 @two_gpus
 def test_gpus_that_may_not_write_to_each_other_talk_over_nccl(tmp_path: Path) -> None:
-    told = talk(tmp_path, 64, NCCL_P2P_DISABLE="1")
+    report = talk(tmp_path, 64, NCCL_P2P_DISABLE="1")
 
-    assert not told["over_mailboxes"]
-    assert "messages travel over NCCL: rank 0: its GPU cannot write to the GPU of rank 1" in told["log"]
-    assert told["num_wrong"] == 0
+    assert not report["over_mailboxes"]
+    assert "messages travel over NCCL: rank 0: its GPU cannot write to the GPU of rank 1" in report["log"]
+    assert report["num_wrong"] == 0
 
 
 def test_messages_that_wait_hold_up_no_other_stream(tmp_path: Path) -> None:
-    told = run_worker(tmp_path, [str(ROOT / "tests" / "harness" / "waiting_receive.py"), "64"], {})
+    report = run_worker(tmp_path, [str(ROOT / "tests" / "harness" / "waiting_receive.py"), "64"], {})
 
-    assert told["num_waiting"] == 4  # two receives, and two sends for which there was no mailbox
-    assert told["held_up"] == []
-    assert told["num_wrong"] == 0
+    assert report["num_waiting"] == 4  # two receives, and two sends for which there was no mailbox
+    assert report["held_up"] == []
+    assert report["num_wrong"] == 0

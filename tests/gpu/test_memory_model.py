@@ -110,5 +110,5 @@ def test_a_compiled_step_holds_at_most_what_is_predicted_and_not_much_less(num_r
             held=held,
         )
         predicted = find_peak(keeping, rank, size).total + STEP_BYTES_PER_TOKEN * request.step_tokens
-        told = "\n".join([f"rank {rank}: {predicted / counted:.3f}; at the peak, of {counted:,} bytes:", *held[:30]])
-        assert 0.97 * counted <= predicted <= 1.10 * counted, told
+        report = "\n".join([f"rank {rank}: {predicted / counted:.3f}; at the peak, of {counted:,} bytes:", *held[:30]])
+        assert 0.97 * counted <= predicted <= 1.10 * counted, report

@@ -1,7 +1,7 @@
 """On GPUs: two replicas train what one pipeline trains with the same batch, and repeat to the bit.
 
 Where there are fewer GPUs than ranks, each replica takes itself for a node of its own, and they share them: NCCL goes
-over sockets then. The same is compared on CPUs in tests/distributed/test_replica_ranks.py and
+over sockets then. The same is compared on CPUs in tests/distributed/test_replicas.py and
 tests/pipeline/test_replicas.py.
 """
 
@@ -81,7 +81,7 @@ def test_in_bf16_overlaps_change_no_bit_and_runs_repeat(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("messages", ["--copy_messages", "--no_copy_messages"])
 def test_pipelines_of_two_train_what_one_rank_trains(tmp_path: Path, messages: str) -> None:
-    """Reductions and gathers run beside the messages of the pipelines, be they copies or NCCL's."""
+    """Reductions and gathers run next to the messages of the pipelines, be they copies or NCCL's."""
     wheres = (STREAMED, OTHERS[0], "--resident_stages 1")
     variants = [f"{where} {clipping}" for where in wheres for clipping in CLIPPINGS]
     shared = trained(

@@ -79,7 +79,7 @@ def test_the_first_step_is_that_of_streamed_stages(train: Train, options: str, c
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("options", ["--bf16 --max_grad_norm 0", "--bf16 --max_grad_norm 0.5", "--fp16"])
 def test_ten_steps_in_rounds_are_those_at_once(train: Train, options: str, is_tied: bool) -> None:
-    """Sums go home and come back beside updates of the step before and loads of the next one."""
+    """Sums are offloaded and loaded during updates of the step before and loads of the next one."""
     for residency in ("--resident_stages 0", "--resident_stages 1 --no_prefetch", "--no_offload"):
         shared = f"{options} --compile off --num_chunks 4 {residency}"
         losses, expected = train(f"{shared} --num_rounds 1", num_steps=10, is_tied=is_tied)
@@ -91,7 +91,7 @@ def test_ten_steps_in_rounds_are_those_at_once(train: Train, options: str, is_ti
 
 @pytest.mark.parametrize("options", ["--bf16 --max_grad_norm 0", "--bf16 --max_grad_norm 0.5", "--fp16"])
 def test_ten_steps_with_stashed_activations_are_those_without(train: Train, options: str) -> None:
-    """Inputs go home and come back beside loads, gradients and sums; with long copies a place taken too early shows."""
+    """Inputs are offloaded during loads, gradients and sums; with long copies a place taken too early shows."""
     for residency in ("--resident_stages 0", "--resident_stages 1 --no_prefetch", "--no_offload"):
         for num_rounds in (1, 2):
             shared = f"{options} --compile off --num_chunks 4 --num_rounds {num_rounds} --recompute full {residency}"

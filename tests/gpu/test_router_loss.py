@@ -1,4 +1,4 @@
-"""On a GPU: the loss over routers and every gradient beside transformers on the CPU, and nothing that waits."""
+"""On a GPU: the loss over routers and every gradient compared with transformers on the CPU, and nothing that waits."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def test_loss_and_gradients_are_near_those_of_the_plain_model(compiled: bool) ->
     own = float(pipeline.run(batch))
     off = torch.stack([(pipeline.gradients[name].cpu() - value).norm() for name, value in expected.items()]).norm()
     share = float(off / torch.stack([value.norm() for value in expected.values()]).norm())
-    told = f"loss {own:.7f} beside {float(loss):.7f}, gradients {share:.1e} apart"
-    print(told)  # shown by `-rP`
-    assert own == pytest.approx(float(loss), rel=1e-5), told
-    assert share < 1e-4, told
+    report = f"loss {own:.7f}, plain {float(loss):.7f}, gradients {share:.1e} apart"
+    print(report)  # shown by `-rP`
+    assert own == pytest.approx(float(loss), rel=1e-5), report
+    assert share < 1e-4, report
 
 
 def test_no_part_of_it_waits_for_the_gpu() -> None:

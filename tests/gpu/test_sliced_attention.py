@@ -1,4 +1,4 @@
-"""Slices on a GPU by each kernel that it has, beside an explicit softmax in fp32."""
+"""Slices on a GPU by each kernel that it has, compared with an explicit softmax in fp32."""
 
 from __future__ import annotations
 

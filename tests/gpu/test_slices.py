@@ -1,4 +1,4 @@
-"""On GPUs: sequences in slices give the gradients of whole ones, in stages that stream, stash and run in tiles."""
+"""On GPUs: sequences in slices give the gradients of whole ones, in stages that stream, offload and run in tiles."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ CONFIG = {
     "max_position_embeddings": LENGTH,
     "tie_word_embeddings": False,
 }
-CASES = {  # slices, slots, stages that stash, tokens of a tile, compiled
+CASES = {  # slices, slots, stages that offload activations, tokens of a tile, compiled
     "resident": (4, None, frozenset[int](), None, False),
     "streamed": (4, 2, frozenset[int](), None, False),
-    "streamed and stashed": (8, 2, frozenset({0, 1, 2}), None, False),
-    "stashed, in tiles": (2, 1, frozenset({0, 1, 2}), 512, False),
+    "streamed, offloaded": (8, 2, frozenset({0, 1, 2}), None, False),
+    "offloaded, in tiles": (2, 1, frozenset({0, 1, 2}), 512, False),
     "compiled": (4, 2, frozenset({0, 1, 2}), 512, True),
 }
 
@@ -55,7 +55,7 @@ def apart(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_slices_are_as_near_to_fp32_as_whole_sequences_are(batch: StepBatch, case: str) -> None:
     """In bf16; the exact step is that of whole sequences in fp32."""
-    slices, slots, stashed, tile_tokens, compiled = CASES[case]
+    slices, slots, offloaded, tile_tokens, compiled = CASES[case]
     exact_loss, exact = gradients_of(batch, torch.float32, num_microbatches=2, num_slots=None)
     _, whole = gradients_of(batch, torch.bfloat16, num_microbatches=2, num_slots=None)
 
@@ -65,7 +65,7 @@ def test_slices_are_as_near_to_fp32_as_whole_sequences_are(batch: StepBatch, cas
         num_microbatches=2 * slices,
         num_slices=slices,
         num_slots=slots,
-        stashed=stashed,
+        offloaded=offloaded,
         tile_tokens=tile_tokens,
         compiled=compiled,
     )
@@ -79,7 +79,7 @@ def test_where_inputs_wait_changes_no_bit_of_sliced_gradients(batch: StepBatch) 
     torch.use_deterministic_algorithms(True)
     try:
         loss, here = gradients_of(batch, torch.bfloat16, **shared)
-        other_loss, there = gradients_of(batch, torch.bfloat16, stashed=frozenset({0, 1, 2}), **shared)
+        other_loss, there = gradients_of(batch, torch.bfloat16, offloaded=frozenset({0, 1, 2}), **shared)
     finally:
         torch.use_deterministic_algorithms(False)
     assert torch.equal(loss, other_loss)

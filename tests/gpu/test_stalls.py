@@ -102,7 +102,7 @@ def test_a_wait_within_a_step_would_be_seen(
 
 
 def test_compute_begins_with_the_first_weights_not_with_all_that_are_prefetched() -> None:
-    # It times copies and a step: nothing of earlier tests may run beside.
+    # It times copies and a step: nothing of earlier tests may run meanwhile.
     shutdown_compile_workers()
     gc.collect()
     torch.cuda.synchronize()

@@ -85,7 +85,7 @@ _TINY: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _OTHERS: dict[str, Callable[[], PretrainedConfig]] = {
-    "cohere2": lambda: Cohere2Config(**_TINY, sliding_window=4),  # attention beside the feed-forward part
+    "cohere2": lambda: Cohere2Config(**_TINY, sliding_window=4),  # attention parallel to the feed-forward part
     "exaone4": lambda: Exaone4Config(**_TINY, sliding_window=4),
     "glm4": lambda: Glm4Config(**_TINY, head_dim=8),  # rotary embeddings on a part of each head
     "granite": lambda: GraniteConfig(**_TINY, residual_multiplier=0.5, attention_multiplier=0.3),

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 import transformers
 from harness.packed_rows import LENGTH, ROWS, documents_alone, make_packed_batch
-from harness.pipelines import CPU, VOCAB, Pipeline, make_batch, model_of, plain_step
+from harness.pipelines import CPU, VOCAB, Pipeline, Step, distance, make_batch, model_of, plain_step
 from harness.tiny_families import FIELDS, tiny_config
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -62,7 +62,7 @@ def check_family(family: str) -> dict[str, str]:
 
 
 def parity_of(family: str, *, num_ranks: int = NUM_RANKS, stages_per_rank: int = STAGES_PER_RANK) -> str:
-    """Words on loss and every gradient of the streamed pipeline beside transformers' own, and on weights on the disk.
+    """Words on loss and every gradient of the streamed pipeline against transformers' own, and on stored weights.
 
     The matrix of a tied model is made by two stages, whose sums meet in another order: within 1e-6 of its largest. A
     family that has a loss over its routers is compared with it, too.
@@ -117,14 +117,14 @@ def _packing(model: PreTrainedModel) -> str:
     batch = make_packed_batch(ROWS, LENGTH, MICROBATCHES)
     expected = documents_alone(model, ROWS, batch)
     pipeline = Pipeline(model, NUM_RANKS, STAGES_PER_RANK, MICROBATCHES, SLOTS)
-    return _near((pipeline.run(batch), pipeline.gradients), expected)
+    return _near(pipeline.step(batch), expected)
 
 
 def _tiles(model: PreTrainedModel) -> str:
     batch = make_batch(MICROBATCHES)
     expected = plain_step(model, batch, MICROBATCHES)
     pipeline = Pipeline(model, NUM_RANKS, STAGES_PER_RANK, MICROBATCHES, SLOTS, tile_tokens=5)
-    return _near((pipeline.run(batch), pipeline.gradients), expected)
+    return _near(pipeline.step(batch), expected)
 
 
 def _slices(model: PreTrainedModel) -> str:
@@ -133,17 +133,16 @@ def _slices(model: PreTrainedModel) -> str:
     batch = make_batch(MICROBATCHES)
     expected = plain_step(model, batch, MICROBATCHES)
     pipeline = Pipeline(model, NUM_RANKS, STAGES_PER_RANK, 3 * MICROBATCHES, SLOTS, num_slices=3)
-    return _near((pipeline.run(batch), pipeline.gradients), expected)
+    return _near(pipeline.step(batch), expected)
 
 
 _FURTHER: Mapping[str, Callable[[PreTrainedModel], str]] = {"packing": _packing, "tiles": _tiles, "slices": _slices}
 
 
-def _near(actual: tuple[Tensor, Mapping[str, Tensor]], expected: tuple[Tensor, Mapping[str, Tensor]]) -> str:
+def _near(actual: Step, expected: Step) -> str:
     if actual[1].keys() != expected[1].keys() or not torch.allclose(actual[0], expected[0], rtol=2e-6):
         return f"its loss is {float(actual[0]):.6f}, not {float(expected[0]):.6f}"
-    off = torch.stack([(actual[1][name] - value).double().norm() for name, value in expected[1].items()]).norm()
-    share = float(off / torch.stack([value.double().norm() for value in expected[1].values()]).norm())
+    share = distance(actual[1], expected[1])
     return "yes" if share <= NEAR else f"its gradients are off by {share:.0e} of their norm"
 
 

@@ -1,4 +1,4 @@
-"""Sends messages both ways between two ranks over mailboxes, beside compute, and checks every one of them.
+"""Sends messages both ways between two ranks over mailboxes, during compute, and checks every one of them.
 
 torchrun --nproc_per_node 2 tests/harness/mailbox_worker.py DEVICE MIB NUM_MESSAGES     (DEVICE: cpu or cuda)
 
@@ -61,13 +61,13 @@ def main() -> None:
     wrong = transport.sum_over_ranks(torch.tensor([num_wrong], dtype=torch.float64))
     if ranks.is_first:
         gigabytes = num_messages * num_words * 4 / 1e9
-        told = {
+        report = {
             "over_mailboxes": transport._mailboxes is not None,
             "num_wrong": int(wrong.item()),
             "seconds_beside_compute": seconds,
             "gb_per_second_each_way": gigabytes / alone if alone else None,
         }
-        print(json.dumps(told), flush=True)
+        print(json.dumps(report), flush=True)
     transport.barrier()
     transport.close()
 
@@ -75,7 +75,7 @@ def main() -> None:
 def _talk(
     transport: DistributedTransport, device: torch.device, num_words: int, num_messages: int
 ) -> tuple[float, int]:
-    """Steps of 20 messages each way beside products of matrices; seconds, and how many words came wrong."""
+    """Steps of 20 messages each way during products of matrices; seconds, and how many words came wrong."""
     peer = 1 - transport.rank
     pattern = torch.arange(num_words, dtype=torch.int32, device=device)
     wrong = torch.zeros((), dtype=torch.int64, device=device)
@@ -108,7 +108,7 @@ def _talk(
 
 
 def _talk_alone(transport: DistributedTransport, device: torch.device, num_words: int, num_messages: int) -> float:
-    """Seconds of the messages without anything beside them."""
+    """Seconds of the messages with nothing else running."""
     peer = 1 - transport.rank
     tensor = torch.zeros(num_words, dtype=torch.int32, device=device)
     _synchronize(device)

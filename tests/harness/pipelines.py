@@ -1,11 +1,11 @@
-"""Whole steps and evaluations of pipelines of rank-threads, beside the plain transformers model."""
+"""Whole steps and evaluations of pipelines of rank-threads, compared with the plain transformers model."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -103,6 +103,10 @@ class ModelWeights:
         return self._values[name].detach()
 
 
+Step = tuple[Tensor, Mapping[str, Tensor]]
+"""Loss and gradients of a step."""
+
+
 @dataclass
 class Pipeline:
     """The settings of one pipeline run, and what it leaves."""
@@ -126,20 +130,24 @@ class Pipeline:
     tile_tokens: int | None = None
     accumulation_rounds: int = 1
     offloaded_activation_stages: frozenset[int] = frozenset()
-    """Stages whose layers' inputs wait on the host."""
+    """Stages whose layers' inputs are offloaded."""
     num_offloaded_microbatches: int = 0
-    """Microbatches of a round whose products go home from stashed stages."""
+    """Microbatches of a round whose products these stages offload too."""
     product_bytes: int = 2**20
-    """Room on the host for what a layer sends of one of these."""
+    """Room on the host for the products of one layer and microbatch."""
     num_slices: int = 1
     """Slices of each sequence; `num_microbatches` counts all."""
     keeps_attention: bool = False
-    """Whether layers of slices keep attention's result."""
+    """Whether layers of slices save attention's result."""
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
     source: WeightSource | None = None
     """Source of the parameters; None: the model."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
     _stages: list[RankStages] = field(default_factory=list)
+
+    def step(self, batch: StepBatch) -> Step:
+        """Loss and gradients of one step."""
+        return self.run(batch), self.gradients
 
     def run(self, batch: StepBatch) -> Tensor:
         """Run one step in rank-threads; `gradients` are then as on the host, tied ones summed. Returns the loss."""
@@ -229,6 +237,46 @@ def _on_one_core() -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
+
+
+def resident_stages(num_ranks: int, stages_per_rank: int, places: Collection[int]) -> frozenset[int]:
+    """Stages at these places among those of each rank."""
+    return frozenset(
+        rank + place * num_ranks for rank in range(num_ranks) for place in places if place < stages_per_rank
+    )
+
+
+def assert_same_bits(found: Step, expected: Step, where: object = "", *, reordered: Collection[str] = ()) -> None:
+    """Loss and every gradient have the same bits, but for those `reordered`: within 1e-6 of the largest entry."""
+    assert torch.equal(found[0], expected[0]), where
+    assert found[1].keys() == expected[1].keys(), where
+    for name, gradient in expected[1].items():
+        if name in reordered:
+            assert (found[1][name] - gradient).abs().max() <= 1e-6 * gradient.abs().max(), (where, name)
+        else:
+            assert torch.equal(found[1][name], gradient), (where, name)
+
+
+def norm_of(gradients: Iterable[Tensor]) -> float:
+    """L2 norm of all gradients together."""
+    return float(torch.stack([gradient.double().norm() for gradient in gradients]).norm())
+
+
+def distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Norm of all differences together, as a share of that of all gradients."""
+    assert found.keys() == expected.keys()
+    return norm_of(found[name].double() - each for name, each in expected.items()) / norm_of(expected.values())
+
+
+def assert_near(found: Step, expected: Step, *, loss: float, gradients: float) -> None:
+    """Loss within this share of the expected one, all gradients together within this share of their norm."""
+    torch.testing.assert_close(found[0], expected[0], rtol=loss, atol=0.0)
+    assert (share := distance(found[1], expected[1])) <= gradients, share
+
+
+def tied_names(model: PreTrainedModel) -> set[str]:
+    """Both names of a matrix that embedding and head share."""
+    return {"model.embed_tokens.weight", "lm_head.weight"} if model.config.tie_word_embeddings else set()
 
 
 def make_model(family: str, num_layers: int = NUM_LAYERS) -> PreTrainedModel:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +50,8 @@ class Trained:
     """Of streamed stages."""
     num_streamed: int
     """Elements of streamed stages, padding included."""
+    digest: str
+    """Of this rank's masters, moments and weights."""
 
     def is_equal(self, other: Trained) -> bool:
         """Whether all is the same to the bit."""
@@ -71,6 +72,7 @@ def trained(
     *,
     num_pipeline_ranks: int = 1,
     num_nodes: int = 1,
+    num_layers: int = 4,
 ) -> list[list[Trained]]:
     """For each variant of `options` what each rank has trained; one process for each, one meeting for all.
 
@@ -79,7 +81,7 @@ def trained(
     num_ranks = num_replicas * num_pipeline_ranks
     model = folder / "model"
     if not model.exists():
-        make_checkpoint(model, is_tied=True)
+        make_checkpoint(model, num_layers=num_layers, is_tied=True)
     output = folder / f"trained-{num_replicas}"
     words = [str(output), str(model), str(num_pipeline_ranks), f"{SHAPE} {options}", *variants]
     processes = Processes(
@@ -95,6 +97,15 @@ def trained(
     assert processes.wait() == 0, processes.output()
     found = [torch.load(f"{output}.{rank}", weights_only=False) for rank in range(num_ranks)]
     return [list(each) for each in zip(*found, strict=True)]
+
+
+def exact_results(num_ranks: int, folder: Path, options: str, variants: Sequence[str]) -> dict[str, object]:
+    """Train each variant by one pipeline; equal results are equal to the bit."""
+    found = trained(1, folder, options, variants, num_pipeline_ranks=num_ranks, num_layers=8)
+    return {
+        variant: [(rank.losses, rank.norms, rank.digest) for rank in ranks]
+        for variant, ranks in zip(variants, found, strict=True)
+    }
 
 
 def train_replica_variants(output: str, folder: str, num_pipeline_ranks: str, shared: str, *variants: str) -> None:
@@ -133,14 +144,18 @@ def _train(folder: Path, options: list[str], ranks: Ranks, transport: Transport 
     steps = list(session.trainer(batches).train())
     MemoryMeter(run_setup.rank_context.device).synchronize()
     weights: dict[str, Tensor] = {}
-    for state in (memory.state for memory in session.stages.memory.values()):
+    digest = hashlib.sha256()
+    for _, memory in sorted(session.stages.memory.items()):
+        state = memory.state
         weights |= {name: view.float().cpu() for name, view in state.layout.views(state.weights).items()}
+        for tensor in (state.read_master(), state.exp_avg, state.exp_avg_sq, state.weights.float()):
+            digest.update(tensor.cpu().numpy().tobytes())
     arena = session.stages.arena
     streamed = 0 if arena is None else sum(len(state.weights) for state in arena.states.values())
     host_bytes = 0 if arena is None else arena.num_bytes
     numbers = [step.loss for step in steps], [step.grad_norm for step in steps]
     session.stages.close()
-    return session, Trained(*numbers, weights, host_bytes, streamed)
+    return session, Trained(*numbers, weights, host_bytes, streamed, digest.hexdigest())
 
 
 LAYOUT = StageLayout.of({"tied": (50, 32), "matrix": (33, 7), "frozen": (9, 9), "norm": (37,)}, frozen={"frozen"})
@@ -188,51 +203,3 @@ def use_all(output: str, device: str = "cpu") -> None:
     torch.save({key: None if value is None else value.cpu() for key, value in found.items()}, Path(f"{output}.{rank}"))
     world.barrier()
     world.close()
-
-
-def train(folder: Path, options: list[str], ranks: Ranks, transport: Transport | None) -> tuple[Transport, float, str]:
-    """One run; returns its transport for the next, the last loss and a digest of this rank's masters and moments."""
-    config = parse_args(options, num_ranks=ranks.num_ranks)
-    run_setup = make_run_setup(config, ranks, load_model_config(folder, config.model))
-    session = open_session(run_setup, folder, transport=transport)
-    steps = list(session.trainer(_batches(run_setup.shape.vocab_size, options)).train())
-    MemoryMeter(run_setup.rank_context.device).synchronize()
-    digest = hashlib.sha256()
-    for stage in (memory.state for _, memory in sorted(session.stages.memory.items())):
-        for tensor in (stage.read_master(), stage.exp_avg, stage.exp_avg_sq, stage.weights.float()):
-            digest.update(tensor.cpu().numpy().tobytes())
-    session.stages.close()
-    return session.transport, steps[-1].loss, digest.hexdigest()
-
-
-def _batches(vocab_size: int, options: list[str]) -> TrainingBatches:
-    config = parse_args(options)
-    size, length = config.pipeline.batch_size, config.data.seq_length
-    tokens = np.random.default_rng(0).integers(0, vocab_size, 3 * size * length, dtype=np.int32)
-    offsets = np.arange(3 * size + 1, dtype=np.int64) * length
-    dataset = TokenizedDataset(tokens, np.ones(len(tokens), dtype=bool), offsets)
-    return TrainingBatches(
-        [WeightedSamples(dataset)], batch_size=size, seq_length=length, pad_token_id=0, seed=1, is_packed=False
-    )
-
-
-def train_variants(output: str, folder: str, shared: str, *variants: str) -> None:
-    """Run every variant and write {variant: [loss, digest of every rank]} to `output` from the first rank."""
-    prepare_environment()
-    torch.use_deterministic_algorithms(True)
-    ranks = Ranks.from_environment()
-    torch.set_num_threads(1)
-    transport: Transport | None = None
-    results: dict[str, list[object]] = {}
-    for variant in variants:
-        options = f"--model_path {folder} {shared} {variant}".split()
-        transport, loss, digest = train(Path(folder), options, ranks, transport)
-        halves = torch.zeros(ranks.num_ranks, 8, dtype=torch.float64)
-        numbers = [int(digest[i : i + 8], 16) for i in range(0, 64, 8)]
-        halves[ranks.rank] = torch.tensor(numbers, dtype=torch.float64)
-        results[variant] = [loss, transport.sum_over_ranks(halves).tolist()]
-    assert transport is not None
-    transport.barrier()
-    transport.close()
-    if ranks.is_first:
-        Path(output).write_text(json.dumps(results))

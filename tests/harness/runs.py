@@ -132,26 +132,6 @@ def run_main(
     return subprocess.CompletedProcess([], code, ranks.output())
 
 
-def exact_results(
-    num_ranks: int, folder: Path, options: str, variants: Sequence[str], *, num_layers: int = 8
-) -> dict[str, object]:
-    """Train with each variant of `options` under deterministic kernels; equal results are equal to the bit."""
-    make_checkpoint(folder / "model", num_layers=num_layers, is_tied=True)
-    output = folder / "exact.json"
-    ranks = Ranks(
-        "harness.replica_ranks",
-        "train_variants",
-        [str(output), str(folder / "model"), options, *variants],
-        num_ranks=num_ranks,
-        folder=folder,
-        # cuBLAS is deterministic with it only.
-        environment={**environment(folder / "cache"), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
-    )
-    assert ranks.wait() == 0, ranks.output()
-    results: dict[str, object] = json.loads(output.read_text())
-    return results
-
-
 EXACT = ("step", "epoch", "loss", "grad_norm", "learning_rate", "num_tokens", "num_samples", "skipped_steps")
 
 

@@ -1,4 +1,4 @@
-"""Attention over slices of sequences, beside an explicit softmax, on a CPU and on GPUs."""
+"""Attention over slices of sequences, compared with an explicit softmax, on a CPU and on GPUs."""
 
 from __future__ import annotations
 

@@ -205,8 +205,8 @@ def _of_version(version: str, results: Mapping[str, Any]) -> Iterator[str]:
     if results["unknown"]:
         text += f"; not known to it: {', '.join(results['unknown'])}"
     for family, found in results["different"].items():
-        told = ", ".join(f"{name} ({value.partition(' (')[0]})" for name, value in found.items())
-        text += f"; otherwise {family}: {told}"
+        report = ", ".join(f"{name} ({value.partition(' (')[0]})" for name, value in found.items())
+        text += f"; otherwise {family}: {report}"
     yield from _wrapped(text)
 
 
@@ -243,7 +243,7 @@ scaling or mask would change the loss too little to be seen."""
 
 
 def make_family_checkpoint(folder: Path, family: str, *, width: int) -> None:
-    """Save a model of `family` of this hidden size with all its features on, and the quickstart's tokenizer beside it.
+    """Save a model of `family` of this hidden size with all its features on, with the quickstart's tokenizer.
 
     Heads are 32 wide and windows 64 tokens; values are drawn with a seed, norms and biases included.
     """
@@ -277,8 +277,8 @@ def losses_beside_transformers(folder: Path, family: str, options: str, *, width
         variables, start = environment(folder / "cache"), time.perf_counter()
         ranks = Ranks(module, "main", words, num_ranks=1, folder=folder, environment=variables)
         assert ranks.wait() == 0, f"{module}: {ranks.output()[-3000:]}"
-        told = [line for line in ranks.output().splitlines() if line.startswith("time:")]
-        print(f"{module}: {time.perf_counter() - start:.0f} s", *told)
+        report = [line for line in ranks.output().splitlines() if line.startswith("time:")]
+        print(f"{module}: {time.perf_counter() - start:.0f} s", *report)
     steps = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
     return Losses([step["loss"] for step in steps], json.loads((folder / "plain.json").read_text()))
 
@@ -303,5 +303,5 @@ class Losses(NamedTuple):
         """The largest difference, then a line for each step: a test that fails says both, wherever its log is cut."""
         lines = [f"at most {self.furthest:.2e} apart, in step {self.apart.index(self.furthest) + 1}"]
         each = enumerate(zip(self.run, self.plain, self.apart, strict=True), 1)
-        lines += [f"  step {step:2}: {own:.5f} beside {plain:.5f}, {apart:.1e}" for step, (own, plain, apart) in each]
+        lines += [f"  step {step:2}: {own:.5f} plain {plain:.5f}, {apart:.1e}" for step, (own, plain, apart) in each]
         return "\n".join(lines)

@@ -36,8 +36,8 @@ def main() -> None:
         time.sleep(0.001)
     config = DataConfig(dataset=(DatasetEntry(dataset),), seq_length=64, preprocessing_num_workers=1)
     (prepared,) = datasets.prepare_data(config, tokenizer, cache_dir=Path(cache)).training
-    told = [num_tokenizations, len(prepared.tokenized), int(prepared.tokenized.input_ids.sum())]
-    sys.stdout.write(json.dumps(told) + "\n")
+    report = [num_tokenizations, len(prepared.tokenized), int(prepared.tokenized.input_ids.sum())]
+    sys.stdout.write(json.dumps(report) + "\n")
     sys.stdout.flush()
 
 

@@ -1,4 +1,4 @@
-"""Lets messages wait on one GPU and looks which other streams get on beside them; one process is both ranks.
+"""Lets messages wait on one GPU and looks which other streams continue meanwhile; one process is both ranks.
 
 python tests/harness/waiting_receive.py MIB
 

@@ -20,7 +20,7 @@ from harness.adapted_models import (
     train_by_peft,
 )
 from harness.packed_rows import LENGTH, ROWS, documents_alone, make_packed_batch
-from harness.pipelines import CPU, Pipeline, make_batch, make_model, plain_step
+from harness.pipelines import CPU, Pipeline, Step, assert_same_bits, make_batch, make_model, plain_step
 from harness.runs import make_checkpoint
 from harness.sessions import random_samples
 from peft import PeftModel
@@ -35,11 +35,11 @@ from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.weights import InitialAdapterWeights
 
 LORA = AdapterConfig(finetuning_type=FinetuningType.LORA, lora_rank=4, lora_alpha=8.0)
-CASES = {  # number of slots, whether graphs are kept, resident stages
+CASES = {  # number of slots, whether everything is saved, resident stages
     "resident": (None, False, frozenset()),
-    "resident, graphs kept": (None, True, frozenset()),
+    "resident, everything saved": (None, True, frozenset()),
     "streamed": (1, False, frozenset()),
-    "streamed, prefetched, last graphs kept": (2, True, frozenset()),
+    "streamed, prefetched, everything saved at last": (2, True, frozenset()),
     "mixed": (2, False, frozenset({0})),
 }
 NUM_STEPS = 20
@@ -53,39 +53,32 @@ EPSILON = 1e-4
 documents alone, have another order than transformers'."""
 
 
-def check(pipeline: Pipeline, batch: StepBatch, model: PeftModel, num_microbatches: int, where: str) -> None:
-    model.zero_grad()
-    expected_loss, _ = plain_step(model, batch, num_microbatches)
-    expected = gradients_of(model)
-    assert torch.equal(pipeline.run(batch), expected_loss), where
-    assert pipeline.gradients.keys() == expected.keys(), where
-    for name, gradient in expected.items():
-        assert torch.equal(pipeline.gradients[name], gradient), f"{where} {name}"
+def pipeline_of(model: PeftModel, *sizes: Any, adapters: AdapterConfig = LORA, **options: Any) -> Pipeline:
+    """A pipeline of what is below peft's adapters, with adapters of ours that have the same values."""
+    source = GivenValues(parameters_of(model))
+    return Pipeline(model.base_model.model, *sizes, adapters=adapters, source=source, **options)
+
+
+def step_of(model: PeftModel, batch: StepBatch, num_microbatches: int) -> Step:
+    """The step by peft."""
+    loss, _ = plain_step(model, batch, num_microbatches)
+    return loss, gradients_of(model)
 
 
 @pytest.mark.parametrize(("num_ranks", "stages_per_rank"), [(1, 1), (1, 3), (2, 1), (2, 2), (4, 1)])
 def test_loss_and_gradients_are_those_of_peft_bit_by_bit(num_ranks: int, stages_per_rank: int) -> None:
     model = adapted("llama", LORA)
-    for num_microbatches in (1, 3):
-        batch = make_batch(num_microbatches)
-        for case, (num_slots, keeps_graphs, resident) in CASES.items():
-            pipeline = Pipeline(
-                model.base_model.model,
-                num_ranks,
-                stages_per_rank,
-                num_microbatches,
-                num_slots,
-                keeps_graphs,
-                resident=resident,
-                adapters=LORA,
-                source=GivenValues(parameters_of(model)),
-            )
-            check(pipeline, batch, model, num_microbatches, f"M={num_microbatches} {case}")
+    for number in (1, 3):
+        batch = make_batch(number)
+        expected = step_of(model, batch, number)
+        for case, (num_slots, saves_all, resident) in CASES.items():
+            sizes = num_ranks, stages_per_rank, number, num_slots, saves_all
+            assert_same_bits(pipeline_of(model, *sizes, resident=resident).step(batch), expected, (case, sizes))
 
 
 OTHERS = ("gemma3", "gemma3-softcap", "llama-tied", "mistral", "qwen2", "qwen3")
-TURNS = ((2, 2, 1, 3), (1, 3, 2, 2), (2, 1, None, 1))
-"""Ranks, stages of each, slots, microbatches."""
+TURNS = ((2, 2, 3, 1), (1, 3, 2, 2), (2, 1, 1, None))
+"""Ranks, stages of each, microbatches, slots."""
 
 
 @pytest.mark.grid
@@ -94,41 +87,21 @@ TURNS = ((2, 2, 1, 3), (1, 3, 2, 2), (2, 1, None, 1))
 def test_other_families_gradients_are_those_of_peft(family: str, kind: str) -> None:
     config = replace(LORA, use_rslora=bool(kind), lora_target="q_proj,v_proj,down_proj" if kind else "all")
     model = adapted(family, config, num_layers=6)
-    source = GivenValues(parameters_of(model))
-    for num_ranks, stages_per_rank, num_slots, num_microbatches in TURNS:
-        batch = make_batch(num_microbatches)
-        pipeline = Pipeline(
-            model.base_model.model,
-            num_ranks,
-            stages_per_rank,
-            num_microbatches,
-            num_slots,
-            adapters=config,
-            source=source,
-        )
-        check(pipeline, batch, model, num_microbatches, f"N={num_ranks} v={stages_per_rank} M={num_microbatches}")
+    for sizes in TURNS:
+        batch = make_batch(sizes[2])
+        expected = step_of(model, batch, sizes[2])
+        assert_same_bits(pipeline_of(model, *sizes, adapters=config).step(batch), expected, sizes)
 
 
 @pytest.mark.parametrize("options", [{"num_slices": 2}, {"tile_tokens": 5}, {"accumulation_rounds": 2}])
 def test_slices_tiles_and_rounds_leave_the_gradients(options: dict[str, Any]) -> None:
     model, batch = adapted("llama", LORA), make_batch(4)
-    model.zero_grad()
-    expected_loss, _ = plain_step(model, batch, 4)
-    expected = gradients_of(model)
-    pipeline = Pipeline(
-        model.base_model.model,
-        2,
-        2,
-        4 * options.get("num_slices", 1),
-        1,
-        adapters=LORA,
-        source=GivenValues(parameters_of(model)),
-        **options,
-    )
-    assert pipeline.run(batch) == pytest.approx(float(expected_loss), abs=1e-6)
-    assert pipeline.gradients.keys() == expected.keys()
+    expected_loss, expected = step_of(model, batch, 4)
+    loss, gradients = pipeline_of(model, 2, 2, 4 * options.get("num_slices", 1), 1, **options).step(batch)
+    assert loss == pytest.approx(float(expected_loss), abs=1e-6)
+    assert gradients.keys() == expected.keys()
     for name, gradient in expected.items():
-        assert (pipeline.gradients[name] - gradient).abs().max() <= 5e-6 * gradient.abs().max(), name
+        assert (gradients[name] - gradient).abs().max() <= 5e-6 * gradient.abs().max(), name
 
 
 @pytest.mark.parametrize("compiler", ["none", pytest.param("inductor", marks=pytest.mark.extended)])
@@ -157,24 +130,22 @@ def test_packed_rows_give_what_each_document_gives_alone(family: str) -> None:
     batch = make_packed_batch(ROWS, LENGTH, 2)
     expected_loss, _ = documents_alone(model, ROWS, batch)
     expected = gradients_of(model)
-    source = GivenValues(parameters_of(model))
-    pipeline = Pipeline(model.base_model.model, 2, 2, 2, 1, adapters=LORA, source=source)
+    loss, gradients = pipeline_of(model, 2, 2, 2, 1).step(batch)
 
-    assert torch.allclose(pipeline.run(batch), expected_loss, rtol=1e-6)
-    assert pipeline.gradients.keys() == expected.keys()
+    assert torch.allclose(loss, expected_loss, rtol=1e-6)
+    assert gradients.keys() == expected.keys()
     for name, gradient in expected.items():
-        assert (pipeline.gradients[name] - gradient).norm() <= 2e-6 * gradient.norm(), name
+        assert (gradients[name] - gradient).norm() <= 2e-6 * gradient.norm(), name
 
 
 @pytest.mark.parametrize("part", ["head", "embedding", "norms"])
-def test_parts_that_are_trained_in_full_beside_adapters_have_their_gradients(part: str) -> None:
+def test_parts_that_are_trained_in_full_with_adapters_have_their_gradients(part: str) -> None:
     config = replace(LORA, additional_target=part, lora_target="q_proj,up_proj")
     saved = {"head": ["lm_head"], "embedding": ["embed_tokens"], "norms": ["norm"]}[part]
     model, batch = adapted("llama", config, modules_to_save=saved), make_batch(2)
-    pipeline = Pipeline(model.base_model.model, 2, 2, 2, 1, adapters=config, source=GivenValues(parameters_of(model)))
-    check(pipeline, batch, model, 2, part)
-    kind = {"head": "lm_head", "embedding": "embed_tokens", "norms": "norm"}[part]
-    assert any(kind in name for name in pipeline.gradients)
+    found = pipeline_of(model, 2, 2, 2, 1, adapters=config).step(batch)
+    assert_same_bits(found, step_of(model, batch, 2))
+    assert any(saved[0] in name for name in found[1])
 
 
 @pytest.mark.parametrize(
@@ -233,13 +204,9 @@ def test_gradients_of_the_rest_are_the_plain_models_bit_by_bit(
 ) -> None:
     model, batch, adapters = make_model("llama", 4), make_batch(2), AdapterConfig(freeze=freeze)
     expected_loss, expected = plain_step(model, batch, 2)
-    stages_per_rank = 2 if num_ranks < 4 else 1
-    pipeline = Pipeline(model, num_ranks, stages_per_rank, 2, num_slots, keeps_graphs, adapters=adapters)
-
-    assert torch.equal(pipeline.run(batch), expected_loss)
-    assert pipeline.gradients.keys() == {name for name in expected if not name.startswith(FROZEN[freeze])}
-    for name, gradient in pipeline.gradients.items():
-        assert torch.equal(gradient, expected[name]), name
+    rest = {name: gradient for name, gradient in expected.items() if not name.startswith(FROZEN[freeze])}
+    sizes = num_ranks, 2 if num_ranks < 4 else 1, 2, num_slots, keeps_graphs
+    assert_same_bits(Pipeline(model, *sizes, adapters=adapters).step(batch), (expected_loss, rest), sizes)
 
 
 def test_a_tied_matrix_is_frozen_as_embedding_and_as_head() -> None:
@@ -285,15 +252,15 @@ def test_layers_before_which_nothing_is_trained_have_no_backward(
 
 @pytest.mark.parametrize("options", [{}, {"num_slices": 2}])
 @pytest.mark.parametrize("offloaded_activation_stages", [frozenset(), frozenset({0, 1})])
-def test_layers_without_a_backward_keep_nothing_for_it(
+def test_layers_without_a_backward_save_nothing_for_it(
     options: dict[str, int], offloaded_activation_stages: frozenset[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers 0 to 2 of 8 are frozen: stage 0 of 4 keeps nothing, and stage 1 the input of one of its two layers."""
+    """Layers 0 to 2 of 8 are frozen: stage 0 of 4 saves nothing, and stage 1 the input of one of its two layers."""
     model, batch, number = make_model("llama", 8), make_batch(2), 2 * options.get("num_slices", 1)
-    put, kept = SavedActivations.put, dict[int, list[int]]()
+    put, saved_now = SavedActivations.put, dict[int, list[int]]()
 
     def seen(self: SavedActivations, stage: int, microbatch: int, tensors: Sequence[SavedForBackward]) -> None:
-        kept[stage] = [each.numel() for each in tensors if isinstance(each, torch.Tensor)]
+        saved_now[stage] = [each.numel() for each in tensors if isinstance(each, torch.Tensor)]
         put(self, stage, microbatch, tensors)  # type: ignore[arg-type]
 
     monkeypatch.setattr(SavedActivations, "put", seen)
@@ -307,7 +274,7 @@ def test_layers_without_a_backward_keep_nothing_for_it(
     losses, found = [], []
     for pipeline in both:
         losses.append(pipeline.run(batch))
-        found.append(dict(kept))
+        found.append(dict(saved_now))
     whole = found[0][0][0]
     assert [each[:2] for each in (found[0][0], found[0][1])] == [[whole, whole]] * 2
     assert (found[1][0], found[1][1]) == ([0, 0], [0, whole])
@@ -317,7 +284,7 @@ def test_layers_without_a_backward_keep_nothing_for_it(
 
 
 @pytest.mark.parametrize(
-    ("freeze", "told"),
+    ("freeze", "named"),
     [
         ("layers.2-4", "layers.0-3"),
         ("layers.3-1", "layers.0-3"),
@@ -325,6 +292,6 @@ def test_layers_without_a_backward_keep_nothing_for_it(
         ("embedding,head,norms,layers.0-3", "nothing to train"),
     ],
 )
-def test_a_part_that_is_not_there_is_refused(freeze: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_a_part_that_is_not_there_is_refused(freeze: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
         ModelParts(make_model("llama", 4).config, CPU, adapters=AdapterConfig(freeze=freeze))

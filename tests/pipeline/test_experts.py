@@ -9,10 +9,19 @@ import pytest
 import torch
 from harness.adapted_models import GivenValues, adapt_by_peft, gradients_of, parameters_of
 from harness.packed_rows import LENGTH, ROWS, documents_alone, make_packed_batch
-from harness.pipelines import Case, Pipeline, evaluate, make_batch, model_of, plain_step
+from harness.pipelines import (
+    Case,
+    Pipeline,
+    Step,
+    assert_near,
+    assert_same_bits,
+    evaluate,
+    make_batch,
+    model_of,
+    plain_step,
+)
 from harness.tiny_families import tiny_config
 from peft import PeftModel
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
@@ -21,13 +30,15 @@ from mobius.engine.executor import StepBatch
 from mobius.errors import PlanError
 from mobius.schedule.plan import RecomputeLevel
 
-CASES = {  # number of slots, whether graphs are kept, resident stages of N = 2, v = 2
+CASES = {  # number of slots, whether everything is saved, resident stages of N = 2, v = 2
     "resident": (None, False, frozenset[int]()),
-    "resident, graphs kept": (None, True, frozenset[int]()),
+    "resident, everything saved": (None, True, frozenset[int]()),
     "streamed": (1, False, frozenset[int]()),
-    "streamed, last graphs kept": (2, True, frozenset[int]()),
+    "streamed, everything saved at last": (2, True, frozenset[int]()),
     "some resident": (1, True, frozenset({1, 2})),
 }
+NEAR = {"loss": 2e-6, "gradients": 2e-6}
+"""Sums have another order."""
 FAMILIES = {
     "mixtral": "experts in each layer",
     "qwen2_moe": "a shared expert with a gate, a dense layer among sparse ones",
@@ -43,58 +54,43 @@ def test_experts_in_a_pipeline_equal_the_plain_model_bit_by_bit(family: str) -> 
         expected = plain_step(model, batch, num_microbatches)
         for slots, keeps_graphs, resident in CASES.values():
             pipeline = Pipeline(model, 2, 2, num_microbatches, slots, keeps_graphs, resident=resident)
-            assert_equal((pipeline.run(batch), pipeline.gradients), expected)
+            assert_same_bits(pipeline.step(batch), expected)
         for num_ranks, stages_per_rank in ((1, 1), (1, 4), (3, 1)):
             pipeline = Pipeline(model, num_ranks, stages_per_rank, num_microbatches, 1)
-            assert_equal((pipeline.run(batch), pipeline.gradients), expected)
+            assert_same_bits(pipeline.step(batch), expected)
 
 
 def test_rows_of_several_samples_have_the_gradients_of_each_alone() -> None:
     model, batch = model_of(tiny_config("qwen3_moe")), make_packed_batch(ROWS, LENGTH, 2)
     expected = documents_alone(model, ROWS, batch)
     pipeline = Pipeline(model, 2, 2, 2, 1)
-    assert_near((pipeline.run(batch), pipeline.gradients), expected)
+    assert_near(pipeline.step(batch), expected, **NEAR)
 
 
 @pytest.mark.parametrize("options", [{"tile_tokens": 5}, {"num_slices": 3}, {"accumulation_rounds": 2}], ids=str)
 def test_tiles_slices_and_rounds_leave_the_gradients(options: dict[str, int]) -> None:
     model, batch = model_of(tiny_config("qwen3_moe")), make_batch(2)
     pipeline = Pipeline(model, 2, 2, 2 * options.get("num_slices", 1), 1, **options)
-    assert_near((pipeline.run(batch), pipeline.gradients), plain_step(model, batch, 2))
+    assert_near(pipeline.step(batch), plain_step(model, batch, 2), **NEAR)
 
 
-def test_adapters_beside_experts_are_those_of_peft_bit_by_bit() -> None:
+def test_adapters_next_to_experts_are_those_of_peft_bit_by_bit() -> None:
     config = AdapterConfig(FinetuningType.LORA, lora_rank=4, lora_target="q_proj,o_proj")
     model, batch = adapt_by_peft(model_of(tiny_config("qwen3_moe")), config), make_batch(2)
     loss, _ = plain_step(model, batch, 2)
     source = GivenValues(parameters_of(model))
     pipeline = Pipeline(model.base_model.model, 2, 2, 2, 1, adapters=config, source=source)
-    assert_equal((pipeline.run(batch), pipeline.gradients), (loss, gradients_of(model)))
-
-
-def assert_near(actual: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> None:
-    """Sums have another order: within 2e-6 of the norm of all gradients."""
-    torch.testing.assert_close(actual[0], expected[0], rtol=2e-6, atol=0.0)
-    assert actual[1].keys() == expected[1].keys()
-    off = torch.stack([(actual[1][name] - value).double().norm() for name, value in expected[1].items()]).norm()
-    assert off <= 2e-6 * torch.stack([value.double().norm() for value in expected[1].values()]).norm()
-
-
-def assert_equal(actual: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> None:
-    assert torch.equal(actual[0], expected[0])
-    assert actual[1].keys() == expected[1].keys()
-    assert [name for name, gradient in expected[1].items() if not torch.equal(actual[1][name], gradient)] == []
+    assert_same_bits(pipeline.step(batch), (loss, gradients_of(model)))
 
 
 COEFFICIENT = 0.5
-Result = tuple[Tensor, dict[str, Tensor]]
 
 
 def model_with_loss(family: str, **more: Any) -> PreTrainedModel:
     return model_of(tiny_config(family, output_router_logits=True, router_aux_loss_coef=COEFFICIENT, **more))
 
 
-def plain(model: PreTrainedModel, batch: StepBatch, num_microbatches: int) -> Result:
+def plain(model: PreTrainedModel, batch: StepBatch, num_microbatches: int) -> Step:
     """The step by transformers alone, which adds the loss of each microbatch whole: here their mean."""
     inner = model.base_model.model if isinstance(model, PeftModel) else model
     inner.router_aux_loss_coef = COEFFICIENT / num_microbatches
@@ -116,7 +112,7 @@ def test_loss_and_gradients_equal_the_plain_model_bit_by_bit(family: str) -> Non
         ):
             settings = num_ranks, stages_per_rank, num_microbatches, slots, keeps_graphs
             pipeline = Pipeline(model, *settings, resident=frozenset(resident))
-            assert_equal((pipeline.run(batch), pipeline.gradients), expected)
+            assert_same_bits(pipeline.step(batch), expected)
 
 
 def test_the_loss_moves_the_gradients_of_layers_before() -> None:
@@ -139,10 +135,10 @@ def test_the_loss_moves_the_gradients_of_layers_before() -> None:
     ],
     ids=str,
 )
-def test_tiles_rounds_and_stashes_leave_the_gradients(options: dict[str, Any]) -> None:
+def test_tiles_rounds_and_offloading_leave_the_gradients(options: dict[str, Any]) -> None:
     model, batch = model_with_loss("qwen3_moe"), make_batch(4)
     pipeline = Pipeline(model, 2, 2, 2, 1, **options)
-    assert_near((pipeline.run(batch), pipeline.gradients), plain(model, batch, 2))
+    assert_near(pipeline.step(batch), plain(model, batch, 2), **NEAR)
 
 
 def test_padding_does_not_count() -> None:
@@ -161,7 +157,7 @@ def test_padding_does_not_count() -> None:
 
     pipeline = Pipeline(model, 2, 2, 2, 1)
 
-    assert_near((pipeline.run(batch), pipeline.gradients), (total, gradients_of(model)))
+    assert_near(pipeline.step(batch), (total, gradients_of(model)), **NEAR)
 
 
 def test_rows_of_several_samples_have_the_loss_of_their_microbatch() -> None:
@@ -171,10 +167,10 @@ def test_rows_of_several_samples_have_the_loss_of_their_microbatch() -> None:
 
     pipeline = Pipeline(model, 2, 2, 2, 1)
 
-    assert_near((pipeline.run(batch), pipeline.gradients), expected)
+    assert_near(pipeline.step(batch), expected, **NEAR)
 
 
-def _documents_together(model: PreTrainedModel, batch: StepBatch) -> Result:
+def _documents_together(model: PreTrainedModel, batch: StepBatch) -> Step:
     """Documents one after the other; the routers' logits of those of a microbatch are one loss."""
     model.zero_grad()
     total = torch.zeros(())
@@ -205,7 +201,7 @@ def test_a_microbatch_of_padding_alone_has_no_loss() -> None:
     model.router_aux_loss_coef = COEFFICIENT / 2
     expected = plain_step(model, replace(batch, input_ids=batch.input_ids[:1], labels=labels[:1]), 1)
     assert full[0] > expected[0], "the mean is over both microbatches"
-    assert_near((loss, pipeline.gradients), expected)
+    assert_near((loss, pipeline.gradients), expected, **NEAR)
 
 
 def test_replicas_share_the_mean_over_all_microbatches() -> None:
@@ -218,7 +214,7 @@ def test_replicas_share_the_mean_over_all_microbatches() -> None:
         losses.append(pipeline.run(share))
         gradients.append(pipeline.gradients)
     summed = {name: gradients[0][name] + gradients[1][name] for name in expected[1]}
-    assert_near((losses[0] + losses[1], summed), expected)
+    assert_near((losses[0] + losses[1], summed), expected, **NEAR)
 
 
 def test_adapters_get_the_gradient_of_routers_that_are_frozen() -> None:
@@ -227,7 +223,7 @@ def test_adapters_get_the_gradient_of_routers_that_are_frozen() -> None:
     loss, _ = plain(model, batch, 2)
     source = GivenValues(parameters_of(model))
     pipeline = Pipeline(model.base_model.model, 2, 2, 2, 1, adapters=config, source=source)
-    assert_equal((pipeline.run(batch), pipeline.gradients), (loss, gradients_of(model)))
+    assert_same_bits(pipeline.step(batch), (loss, gradients_of(model)))
 
 
 def test_an_evaluation_leaves_the_loss_out() -> None:

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
-from harness.pipelines import FAMILIES, NUM_LAYERS, Pipeline, make_batch, make_model, plain_step
-from torch import Tensor
+from harness.family_checks import check_text_part, parity_of
+from harness.pipelines import (
+    FAMILIES,
+    NUM_LAYERS,
+    Pipeline,
+    Step,
+    assert_same_bits,
+    make_batch,
+    make_model,
+    plain_step,
+    tied_names,
+)
 from transformers import PreTrainedModel
 
 from mobius.engine.executor import StepBatch
-
-Gradients = dict[str, Tensor]
+from mobius.schedule.plan import RecomputeLevel
 
 STAGES_PER_RANK = (1, 2, 3)
 MICROBATCHES = (1, 2, 3, 5, 8)
@@ -25,28 +35,43 @@ with N and v. What differs between families is within a layer, which knows nothi
 LIKE_LAYERS = {"llama", "llama-tied", "mistral"}
 """Families whose layers are all of one kind."""
 NUM_RANKS = (1, 2, 3, 4)
-CASES = {  # number of slots, whether graphs are kept
-    "resident": (None, False),
-    "resident, graphs kept": (None, True),
-    "streamed": (1, False),
-    "streamed, prefetched": (2, False),
-    "streamed, last graphs kept": (2, True),
+PRODUCTS = RecomputeLevel.ELEMENTWISE
+CASES: dict[str, dict[str, Any]] = {
+    "resident": {"num_slots": None},
+    "resident, everything saved": {"num_slots": None, "keeps_graphs": True},
+    "resident, products saved": {"num_slots": None, "keeps_graphs": True, "recompute_level": PRODUCTS},
+    "streamed": {"num_slots": 1},
+    "streamed, prefetched": {"num_slots": 2},
+    "streamed, everything saved at last": {"num_slots": 2, "keeps_graphs": True},
+    "streamed, products saved at last": {"num_slots": 2, "keeps_graphs": True, "recompute_level": PRODUCTS},
 }
-MIXED = {  # number of slots, whether graphs are kept, resident stages of the first rank's v, of all the other ranks'
+MIXED = {  # number of slots, whether last stages save all, resident stages of the first rank's v, of all other ranks'
     "first resident": (2, False, lambda v: {0}, lambda v: {0}),
-    "all but the last resident, graphs kept": (1, True, lambda v: set(range(v - 1)), lambda v: set(range(v - 1))),
-    "last resident, graphs kept": (2, True, lambda v: {v - 1}, lambda v: {v - 1}),
+    "all but the last resident, all saved": (1, True, lambda v: set(range(v - 1)), lambda v: set(range(v - 1))),
+    "last resident, all saved": (2, True, lambda v: {v - 1}, lambda v: {v - 1}),
     "one rank resident, the others streamed": (1, False, lambda v: set(range(v)), lambda v: set()),
     "one rank streamed, the others mixed": (2, True, lambda v: set(), lambda v: {v // 2}),
 }
 
 
 @lru_cache(maxsize=32)
-def plain(family: str, num_layers: int, num_microbatches: int) -> tuple[PreTrainedModel, StepBatch, Tensor, Gradients]:
-    """Model and batch, and the loss and gradients of transformers alone, which many pipelines are compared with."""
+def plain(family: str, num_layers: int, num_microbatches: int) -> tuple[PreTrainedModel, StepBatch, Step]:
+    """Model and batch, and the step of transformers alone, which many pipelines are compared with."""
     model, batch = make_model(family, num_layers), make_batch(num_microbatches)
-    loss, gradients = plain_step(model, batch, num_microbatches)
-    return model, batch, loss, gradients
+    return model, batch, plain_step(model, batch, num_microbatches)
+
+
+def assert_parity(family: str, num_layers: int, *sizes: int, where: str, **options: Any) -> None:
+    """Compare a pipeline of N ranks with v stages each and M microbatches with the plain model, bit by bit.
+
+    With a tied matrix, autograd adds head and embedding gradient within a microbatch, (h0 + e0) + (h1 + e1). In a
+    pipeline two stages make them, which meet at the end of the step: (h0 + h1) + (e0 + e1).
+    """
+    num_microbatches = sizes[2]
+    model, batch, expected = plain(family, num_layers, num_microbatches)
+    found = Pipeline(model, *sizes, **options).step(batch)
+    reordered = tied_names(model) if num_microbatches > 1 else ()
+    assert_same_bits(found, expected, (sizes, where), reordered=reordered)
 
 
 def cases_of(family: str, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> list[str]:
@@ -73,44 +98,24 @@ def test_each_case_meets_each_number_of_microbatches_in_each_pipeline_and_in_eac
 def test_pipeline_equals_the_plain_model_bit_by_bit(family: str, num_ranks: int, stages_per_rank: int) -> None:
     # A layer or more in each stage; the families that have two kinds of layers have them from 6 on.
     num_layers = max(4 if family in LIKE_LAYERS else 6, num_ranks * stages_per_rank)
-    for num_microbatches in MICROBATCHES:
-        cases = cases_of(family, num_ranks, stages_per_rank, num_microbatches)
-        if not cases:
-            continue
-        model, batch, expected_loss, expected = plain(family, num_layers, num_microbatches)
-        for case in cases:
-            num_slots, keeps_graphs = CASES[case]
-            pipeline = Pipeline(model, num_ranks, stages_per_rank, num_microbatches, num_slots, keeps_graphs)
-            where = f"N={num_ranks} v={stages_per_rank} M={num_microbatches} {case}"
-            assert torch.equal(pipeline.run(batch), expected_loss), where
-            assert pipeline.gradients.keys() == expected.keys(), where
-            for name, gradient in expected.items():
-                is_reordered = name in tied_of(model) and num_microbatches > 1
-                _assert_equal(pipeline.gradients[name], gradient, is_reordered, f"{where} {name}")
+    for number in MICROBATCHES:
+        for case in cases_of(family, num_ranks, stages_per_rank, number):
+            assert_parity(family, num_layers, num_ranks, stages_per_rank, number, where=case, **CASES[case])
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("case", sorted(MIXED))
 @pytest.mark.parametrize("family", ["gemma3", "llama", "llama-tied"])
 def test_a_mixture_of_resident_and_streamed_stages_equals_the_plain_model_bit_by_bit(family: str, case: str) -> None:
-    num_slots, keeps_graphs, first, others = MIXED[case]
-    for num_microbatches in (1, 2):
-        model, batch, expected_loss, expected = plain(family, NUM_LAYERS, num_microbatches)
-        for num_ranks, stages_per_rank in ((1, 2), (1, 4), (2, 2), (2, 3), (3, 2), (4, 3)):
-            resident = frozenset(
-                rank + position * num_ranks
-                for rank in range(num_ranks)
-                for position in (others if rank else first)(stages_per_rank)
-            )
-            pipeline = Pipeline(
-                model, num_ranks, stages_per_rank, num_microbatches, num_slots, keeps_graphs, resident=resident
-            )
-            where = f"N={num_ranks} v={stages_per_rank} M={num_microbatches} {case}"
-            assert torch.equal(pipeline.run(batch), expected_loss), where
-            assert pipeline.gradients.keys() == expected.keys(), where
-            for name, gradient in expected.items():
-                is_reordered = name in tied_of(model) and num_microbatches > 1
-                _assert_equal(pipeline.gradients[name], gradient, is_reordered, f"{where} {name}")
+    num_slots, saves_all, first, others = MIXED[case]
+    for number, (num_ranks, stages_per_rank) in product((1, 2), ((1, 2), (1, 4), (2, 2), (2, 3), (3, 2), (4, 3))):
+        resident = frozenset(
+            rank + position * num_ranks
+            for rank in range(num_ranks)
+            for position in (others if rank else first)(stages_per_rank)
+        )
+        options = {"num_slots": num_slots, "keeps_graphs": saves_all, "resident": resident}
+        assert_parity(family, NUM_LAYERS, num_ranks, stages_per_rank, number, where=case, **options)
 
 
 @pytest.mark.grid
@@ -119,48 +124,57 @@ def test_a_mixture_of_resident_and_streamed_stages_equals_the_plain_model_bit_by
 def test_stages_of_unequal_size_and_some_without_layers_compute_the_same_bits(
     sizes: tuple[int, ...], case: str
 ) -> None:
-    model, batch, expected_loss, expected = plain("llama", NUM_LAYERS, 3)
-    num_slots, keeps_graphs = CASES[case]
     for num_ranks in (1, 2, 4):
-        pipeline = Pipeline(model, num_ranks, 4 // num_ranks, 3, num_slots, keeps_graphs, sizes=sizes)
-        assert torch.equal(pipeline.run(batch), expected_loss), num_ranks
-        assert pipeline.gradients.keys() == expected.keys(), num_ranks
-        for name, gradient in expected.items():
-            assert torch.equal(pipeline.gradients[name], gradient), f"N={num_ranks} {name}"
-
-
-def tied_of(model: PreTrainedModel) -> set[str]:
-    return {"model.embed_tokens.weight", "lm_head.weight"} if model.config.tie_word_embeddings else set()
-
-
-def _assert_equal(actual: torch.Tensor, expected: torch.Tensor, is_reordered: bool, where: str) -> None:
-    """Bit-equal, but for a tied matrix under several microbatches.
-
-    Autograd adds head and embedding gradient within a microbatch, (h0 + e0) + (h1 + e1); in a pipeline the two are
-    made by different stages and meet at the end of the step, (h0 + h1) + (e0 + e1). The bits differ, by 1e-6 of the
-    largest at most.
-    """
-    if is_reordered:
-        assert (actual - expected).abs().max() <= 1e-6 * expected.abs().max(), where
-    else:
-        assert torch.equal(actual, expected), where
+        assert_parity("llama", NUM_LAYERS, num_ranks, 4 // num_ranks, 3, where=case, sizes=sizes, **CASES[case])
 
 
 def test_two_sequences_in_a_microbatch_and_loss_chunks_change_rounding_only() -> None:
     model = make_model("llama")
     batch = make_batch(4)
     expected_loss, expected = plain_step(model, batch, 2)
-    pipeline = Pipeline(model, 2, 2, 2, 2, loss_chunk_tokens=5)
-    assert torch.allclose(pipeline.run(batch), expected_loss, rtol=1e-6)
+    loss, gradients = Pipeline(model, 2, 2, 2, 2, loss_chunk_tokens=5).step(batch)
+    assert torch.allclose(loss, expected_loss, rtol=1e-6)
     for name, gradient in expected.items():
-        assert (pipeline.gradients[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
+        assert (gradients[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
 
 
 def test_a_missing_microbatch_would_be_seen() -> None:
     """The comparison can fail: gradients of another split of the targets are not equal."""
     model = make_model("llama")
-    batch = make_batch(2)
     _, expected = plain_step(model, make_batch(3), 3)
-    pipeline = Pipeline(model, 2, 2, 2, 2)
-    pipeline.run(batch)
-    assert not torch.equal(pipeline.gradients["lm_head.weight"], expected["lm_head.weight"])
+    _, gradients = Pipeline(model, 2, 2, 2, 2).step(make_batch(2))
+    assert not torch.equal(gradients["lm_head.weight"], expected["lm_head.weight"])
+
+
+FURTHER_FAMILIES = {
+    "apertus": "constants among its weights",
+    "cohere2": "attention parallel to the feed-forward part, scaled logits",
+    "exaone4": "norms behind attention and feed-forward part, a kind of layer without rotary embeddings",
+    "gemma2": "scores and logits with a cap",
+    "glm4": "norms on both sides, rotary embeddings on half of each head",
+    "granite": "scaled embeddings, residuals, scores and logits",
+    "minicpm3": "projections of low rank, values narrower than keys, scaled hidden states before the head",
+    "olmo": "norms without weights, outputs changed in place",
+    "phi": "a bias in the head, another name of the last norm",
+    "phi3": "one linear for queries, keys and values",
+    "qwen3_5_text": "layers with a state instead of attention",
+}
+
+
+@pytest.mark.parametrize("family", FURTHER_FAMILIES)
+def test_families_with_other_features_equal_the_plain_model_bit_by_bit(family: str) -> None:
+    assert parity_of(family) == "bit-equal"
+    assert parity_of(family, num_ranks=1, stages_per_rank=3) == "bit-equal"
+
+
+TEXT_PARTS = {
+    "gemma3": "its head and embedding are one, two kinds of layers",
+    "idefics3": "another name of the text part",
+    "qwen3_vl": "positions on three axes",
+    "voxtral": "sound; the head is never tied",
+}
+
+
+@pytest.mark.parametrize("family", TEXT_PARTS)
+def test_a_text_part_equals_the_larger_model_bit_by_bit(family: str) -> None:
+    assert check_text_part(family) == {"parity": "bit-equal"}

@@ -57,7 +57,7 @@ CASES = {
     "rounds": Case(2, 1, f"{CLIPPED} --num_chunks 6 --num_rounds 3", more="--resident_stages 1"),
     "adapters": Case(2, 2, f"--max_grad_norm 0.05 {LORA}"),
     "slices": Case(2, 2, f"{CLIPPED} --num_slices 2"),
-    "inputs of layers stashed": Case(2, 1, f"{FREE} --activation_offloading on"),
+    "inputs of layers offloaded": Case(2, 1, f"{FREE} --activation_offloading on"),
     "frozen parts": Case(2, 1, f"{CLIPPED} --freeze embedding,layers.0-1"),
 }
 
@@ -151,37 +151,20 @@ def test_an_evaluation_between_steps_has_all_updates(tmp_path: Path, num_samples
         assert own == pytest.approx(numbers, rel=1e-5)
 
 
-def test_a_rehearsal_with_the_other_replicas_leaves_nothing_in_what_is_trained(tmp_path: Path) -> None:
-    """On GPUs each rank plays a step without its neighbours first, and reduces what comes of that."""
-    case = CASES["some resident, updated stage by stage"]
+SMALL = f"--batch_size 8 --seq_length 24 --num_iterations {FEW_STEPS}"
+REHEARSED = {  # ranks, replicas, options
+    "rounds": (1, 1, f"{SMALL} --num_stages 4 --num_chunks 4 --num_rounds 4 --resident_stages 1"),
+    "packed": (1, 1, f"{SMALL} --num_stages 2 --num_chunks 2 --packing on --max_grad_norm 1"),
+    "slices": (1, 1, f"{SMALL} --num_stages 4 --num_chunks 2 --num_slices 2 --activation_offloading on"),
+    "replicas": (2, 2, f"{USUAL.format(FEW_STEPS)} {FREE} --resident_stages 1"),
+}
+
+
+@pytest.mark.parametrize("name", REHEARSED)
+def test_a_rehearsal_leaves_nothing_in_what_is_trained(tmp_path: Path, name: str) -> None:
+    """On GPUs each rank plays a step without its neighbours first; replicas reduce what comes of that."""
+    num_ranks, num_replicas, options = REHEARSED[name]
     make_checkpoint(tmp_path / "model")
-    options, data = f"{USUAL.format(FEW_STEPS)} {case.options}", random_samples(60, 24, seed=1)
-
-    def work(session: Session, batches: TrainingBatches, *, rehearses: bool) -> Trained:
-        if rehearses:
-            run_warmup_step(session.run_setup, session.stages)
-        return train(session, batches, FEW_STEPS)
-
-    at_once, behind = (
-        in_sessions(2, tmp_path / "model", options, data, partial(work, rehearses=rehearses), num_replicas=2)
-        for rehearses in (False, True)
-    )
-    for (numbers, weights, _), (own_numbers, own_weights, _) in zip(at_once, behind, strict=True):
-        assert own_numbers == numbers
-        assert all(torch.equal(value, weights[name]) for name, value in own_weights.items())
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        "--num_stages 4 --num_chunks 4 --num_rounds 4 --resident_stages 1",
-        "--num_stages 2 --num_chunks 2 --packing on --max_grad_norm 1",
-        "--num_stages 4 --num_chunks 2 --num_slices 2 --activation_offloading on",
-    ],
-)
-def test_a_rehearsal_of_one_rank_leaves_nothing_in_what_is_trained(options: str, tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "model")
-    words = f"--batch_size 8 --seq_length 24 --num_iterations {FEW_STEPS} {options}"
 
     def work(session: Session, batches: TrainingBatches, *, rehearses: bool) -> Trained:
         if rehearses:
@@ -190,11 +173,19 @@ def test_a_rehearsal_of_one_rank_leaves_nothing_in_what_is_trained(options: str,
 
     data = random_samples(60, 24, seed=1)
     plain, rehearsed = (
-        in_sessions(1, tmp_path / "model", words, data, partial(work, rehearses=rehearses))[0]
+        in_sessions(
+            num_ranks,
+            tmp_path / "model",
+            options,
+            data,
+            partial(work, rehearses=rehearses),
+            num_replicas=num_replicas,
+        )
         for rehearses in (False, True)
     )
-    assert rehearsed[0] == plain[0]
-    assert all(torch.equal(value, plain[1][name]) for name, value in rehearsed[1].items())
+    for (numbers, weights, _), (own_numbers, own_weights, _) in zip(plain, rehearsed, strict=True):
+        assert own_numbers == numbers
+        assert all(torch.equal(value, weights[name]) for name, value in own_weights.items())
 
 
 Judged = list[tuple[float, float, float, int]]

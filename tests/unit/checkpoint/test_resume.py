@@ -1,12 +1,10 @@
-"""A run that goes on from a checkpoint is the run that was never interrupted, or it is refused with the reason."""
+"""What a resumed run refuses, reports and takes from its checkpoint; tests/pipeline/test_resume.py has its bits."""
 
 from __future__ import annotations
 
 import json
 import logging
 import re
-import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from harness.fuzzed_inputs import with_sums
-from harness.grids import named
-from harness.runs import assert_equal_tensors, assert_goes_on_exactly, make_checkpoint, steps_of, tensors_of
+from harness.runs import steps_of
 from harness.sessions import resume
+from harness.small_run import EIGHT, SMALL, Run
 
 from mobius.checkpoint.resume import find_resume
 from mobius.config.cli import given_options, parse_args
@@ -27,56 +25,8 @@ from mobius.errors import CheckpointError, ConfigError, NonFiniteLossError
 from mobius.planner.measured_plan import is_host_to_be_measured
 from mobius.planner.run_setup import RunSetup
 from mobius.ranks import Ranks
-from mobius.training.run import run_training
 
-Run = Callable[..., None]
-OPTIONS = """--num_iterations 8 --save_steps 4 --save_total_limit 0 --learning_rate 1e-3 --warmup_steps 1
-    --save_params none"""
-EIGHT = OPTIONS.split()
 FREQUENT = ["--save_steps", "1", "--save_total_limit", "1"]
-IN_EPOCHS = """--model_path model --dataset data.jsonl --device cpu --dtype fp32 --num_stages 2 --num_chunks 2
-    --batch_size 4 --seq_length 16 --num_train_epochs 3 --save_steps 4 --save_total_limit 0 --learning_rate 1e-3
-    --save_params none --val_size 4 --eval_strategy epoch --save_dir out"""
-
-
-@pytest.fixture
-def eight(run: Run, workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The folder `out` of the run of EIGHT, which is trained once for all tests."""
-    trained = tmp_path_factory.getbasetemp() / "eight steps"
-    if not trained.exists():
-        run(*EIGHT)
-        shutil.copytree("out", trained)
-    else:
-        shutil.copytree(trained, "out")
-
-
-VARIANTS = {
-    "streamed, clipped": "",
-    "streamed, updates in the middle of backward": "--max_grad_norm 0",
-    "one slot": "--no_prefetch",
-    "resident": "--no_offload",
-    "one stage resident": "--resident_stages 1 --max_grad_norm 0",
-    "bf16": "--dtype bf16",
-    "bf16, resident, not clipped": "--dtype bf16 --no_offload --max_grad_norm 0",
-    "fp16, whose loss scale is found by steps that are not taken": "--dtype fp16",
-    "packed rows of several samples": "--seq_length 64",
-    "evaluated": "--val_size 4 --eval_strategy steps --eval_steps 2",
-    "a dropped tail of the schedule": "--lr_scheduler_type cosine --warmup_steps 6",
-    "a schedule with numbers": "--lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs num_decay_steps=5",
-}
-
-
-ON_DEMAND = ["one slot", "resident", "one stage resident", "bf16", "evaluated", "a schedule with numbers"]
-
-
-@pytest.mark.parametrize("options", named(VARIANTS, on_demand=ON_DEMAND))
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(run: Run, workplace: Path, options: str) -> None:
-    run(*EIGHT, *options.split())
-
-    resume("out/checkpoint-4", "--save_dir", "resumed")
-
-    assert_goes_on_exactly(Path("out"), Path("resumed"), step=4)
-    assert len({row["loss"] for row in steps_of(Path("out"))}) > 4, "the loss moves"
 
 
 def test_a_byte_of_another_encoding_in_a_checkpoint_is_told_by_its_file(eight: None, workplace: Path) -> None:
@@ -85,58 +35,6 @@ def test_a_byte_of_another_encoding_in_a_checkpoint_is_told_by_its_file(eight: N
 
     with pytest.raises(CheckpointError, match=r"trainer_state\.json"):
         resume("out/checkpoint-4", "--save_dir", "resumed")
-
-
-def test_epochs_go_on_in_their_middle(workplace: Path) -> None:
-    words = IN_EPOCHS.split()
-    run_training(parse_args(words, num_ranks=1), Ranks(0, 1, 0), given=given_options(words))
-    rows = steps_of(Path("out"))
-    assert rows[-1]["epoch"] == pytest.approx(3, abs=0.2)
-    assert 0.1 < rows[3]["epoch"] % 1 < 0.9
-
-    resume("out/checkpoint-4", "--save_dir", "resumed")
-
-    assert_goes_on_exactly(Path("out"), Path("resumed"), step=4)
-
-
-def test_a_tied_matrix_is_resumed_to_the_bit(run: Run, workplace: Path) -> None:
-    make_checkpoint(workplace / "tied", is_tied=True)
-    run(*EIGHT, "--model_path", "tied", "--num_stages", "4")
-
-    resume("out/checkpoint-4", "--save_dir", "resumed")
-
-    assert_goes_on_exactly(Path("out"), Path("resumed"), step=4)
-    assert "lm_head.weight" not in tensors_of(Path("out"))
-
-
-def test_a_run_goes_on_in_its_own_folder_as_if_nothing_had_been(eight: None, workplace: Path) -> None:
-    shutil.copytree("out", "killed")
-    for path in [*Path("killed").glob("model*"), Path("killed/config.json")]:
-        path.unlink()
-    shutil.rmtree("killed/checkpoint-8")
-
-    resume("true", "--save_dir", "killed")
-
-    assert_goes_on_exactly(Path("out"), Path("killed"), step=4)
-    assert len(steps_of(Path("killed"))) == 8
-    state = json.loads(Path("killed/trainer_state.json").read_text())
-    assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == list(range(1, 9))
-
-
-def test_stages_chunks_and_residency_may_change(eight: None, workplace: Path) -> None:
-    words = "--save_dir resumed --num_stages 4 --num_chunks 4 --no_offload"
-    resume("out/checkpoint-4", *words.split())
-
-    pairs = list(zip(steps_of(Path("out"))[4:], steps_of(Path("resumed")), strict=True))
-    assert all(found["loss"] == pytest.approx(expected["loss"], rel=1e-5) for expected, found in pairs)
-    assert all(found["num_tokens"] == expected["num_tokens"] for expected, found in pairs)
-
-
-def test_a_run_that_is_at_its_end_only_saves_the_model(eight: None, workplace: Path) -> None:
-    resume("out/checkpoint-8", "--save_dir", "resumed")
-
-    assert_equal_tensors(Path("out"), Path("resumed"))
-    assert (workplace / "resumed" / "config.json").is_file()
 
 
 def test_what_would_train_something_else_is_refused_with_both_values(run: Run, workplace: Path) -> None:
@@ -185,7 +83,7 @@ def test_a_restart_goes_on_from_what_its_own_launch_has_saved(
     run(*EIGHT)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
 
-    named, anew = "--resume_from_checkpoint out/checkpoint-4", " ".join([*IN_EPOCHS.split(), "--overwrite_output_dir"])
+    named, anew = "--resume_from_checkpoint out/checkpoint-4", " ".join([*SMALL.split(), "--overwrite_output_dir"])
     assert found(named, "another") == ("out/checkpoint-4", "out")
     assert found(anew, "another") is None
     assert found("--resume_from_checkpoint True --save_dir out", "another") == ("out/checkpoint-8", "out")
@@ -319,19 +217,6 @@ def test_values_of_another_kind_are_refused_though_their_sums_are_right(eight: N
 
         with pytest.raises(CheckpointError, match=re.escape(told)):
             resume("out/checkpoint-4", "--save_dir", "resumed")
-
-
-def test_true_passes_over_a_torn_checkpoint(eight: None, workplace: Path, caplog: pytest.LogCaptureFixture) -> None:
-    shutil.copytree("out", "whole")
-    next(Path("out/checkpoint-8").glob("model*.safetensors")).unlink()
-    for path in [*Path("out").glob("model*"), Path("out/config.json")]:
-        path.unlink()
-    caplog.set_level(logging.INFO, logger="mobius")
-
-    resume("true", "--save_dir", "out")
-
-    assert any("checkpoint-8 is passed over" in message for message in caplog.messages)
-    assert_goes_on_exactly(Path("whole"), Path("out"), step=4)
 
 
 def test_steps_in_a_row_that_are_not_finite_are_counted_across_a_resume(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import product
@@ -12,18 +11,17 @@ import harness.pipelines
 import pytest
 import torch
 from harness.packed_rows import LENGTH, ROWS, assert_no_leaks, documents_alone, make_packed_batch
-from harness.pipelines import FAMILIES, Pipeline, make_model
-from torch import Tensor
+from harness.pipelines import FAMILIES, Pipeline, Step, assert_near, make_model
 from torch.fx import GraphModule
 from transformers import PreTrainedModel
 
 from mobius.engine.executor import StepBatch
 
-CASES = {  # number of slots, whether graphs are kept
+CASES = {  # number of slots, whether everything is saved
     "resident": (None, False),
-    "resident, graphs kept": (None, True),
+    "resident, everything saved": (None, True),
     "streamed, prefetched": (2, False),
-    "streamed, last graphs kept": (2, True),
+    "streamed, everything saved at last": (2, True),
 }
 MICROBATCHES = (1, 2, 4)
 NUM_RANKS = (1, 2, 3)
@@ -51,11 +49,10 @@ def test_each_pair_meets_each_family_and_each_number_of_ranks() -> None:
 
 
 @lru_cache(maxsize=4)
-def alone(family: str, num_microbatches: int) -> tuple[PreTrainedModel, StepBatch, Tensor, dict[str, Tensor]]:
-    """Model and batch, and the loss and gradients of its documents alone, which many pipelines are compared with."""
+def alone(family: str, num_microbatches: int) -> tuple[PreTrainedModel, StepBatch, Step]:
+    """Model and batch, and the step of its documents alone, which many pipelines are compared with."""
     model, batch = make_model(family, 6), make_packed_batch(ROWS, LENGTH, num_microbatches)
-    loss, gradients = documents_alone(model, ROWS, batch)
-    return model, batch, loss, gradients
+    return model, batch, documents_alone(model, ROWS, batch)
 
 
 @pytest.mark.grid
@@ -76,23 +73,14 @@ def test_packed_rows_give_what_each_document_gives_alone(family: str, num_ranks:
     transformers alone are up to 3e-6 of the largest away from those in fp64.
     """
     for case, num_microbatches in pairs_of(family, num_ranks):
-        model, batch, expected_loss, expected = alone(family, num_microbatches)
+        model, batch, expected = alone(family, num_microbatches)
         num_slots, keeps_graphs = CASES[case]
         pipeline = Pipeline(model, num_ranks, 1 + [*CASES].index(case) % 2, num_microbatches, num_slots, keeps_graphs)
-        where = f"N={num_ranks} M={num_microbatches} {case}"
-        assert torch.allclose(pipeline.run(batch), expected_loss, rtol=1e-6), where
-        assert pipeline.gradients.keys() == expected.keys(), where
-        differences = {name: pipeline.gradients[name] - gradient for name, gradient in expected.items()}
-        share = norm_of(differences) / norm_of(expected)
-        assert share <= 1e-6, f"{where}: {share}"
-        for name, difference in differences.items():
-            furthest = difference.abs().max() / expected[name].abs().max()
-            assert furthest <= 3e-6, f"{where} {name}: {furthest}"
-
-
-def norm_of(gradients: Mapping[str, Tensor]) -> float:
-    """L2 norm of all gradients together."""
-    return float(torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm())
+        found = pipeline.step(batch)
+        assert_near(found, expected, loss=1e-6, gradients=1e-6)
+        for name, gradient in expected[1].items():
+            furthest = (found[1][name] - gradient).abs().max() / gradient.abs().max()
+            assert furthest <= 3e-6, f"N={num_ranks} M={num_microbatches} {case} {name}: {furthest}"
 
 
 def test_rows_taken_for_one_document_give_another_loss() -> None:
@@ -121,10 +109,7 @@ def test_compiled_parts_take_other_documents_with_the_same_graphs(monkeypatch: p
     after_first = None
     for rows in (ROWS, [row[::-1] for row in ROWS], [[2, 2, 2], [5, 15], [19], [1, 18]], ROWS[::-1], [[], [2], [], []]):
         batch = make_packed_batch(rows, LENGTH, 2, max_documents=4)
-        expected_loss, expected = documents_alone(model, rows, batch)
-        assert torch.allclose(pipeline.run(batch), expected_loss, rtol=1e-5)
-        differences = {name: pipeline.gradients[name] - gradient for name, gradient in expected.items()}
-        assert norm_of(differences) <= 1e-5 * norm_of(expected)
+        assert_near(pipeline.step(batch), documents_alone(model, rows, batch), loss=1e-5, gradients=1e-5)
         compiled = num_compiled["own"], torch._dynamo.utils.counters["stats"]["unique_graphs"]
         after_first = after_first or compiled
         assert compiled == after_first
