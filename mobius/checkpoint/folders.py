@@ -281,7 +281,7 @@ def _is_of_a_run(path: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder of a run, or a link to one, if it is there; its manifest, which says whose it is, goes last.
+    """Remove a folder of a run, or a link to one, if it exists; the manifest, which tells whose it is, is removed last.
 
     Raises OSError.
     """

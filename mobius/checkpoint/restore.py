@@ -53,8 +53,8 @@ def restore(
 def load_best_model(session: OpenRun, save_dir: Path, best_step: int | None, earlier: Path | None = None) -> int | None:
     """Put the best checkpoint's weights into the stages; returns its step, None if there is none. Collective.
 
-    `best_step`, which counts on the first rank, is that of the best checkpoint in `save_dir`; `earlier` the best one
-    from before the run was resumed, in any folder.
+    `best_step` is the step of the best checkpoint in `save_dir`; only the first rank's value is used. `earlier` is the
+    best checkpoint from before the run was resumed, in any folder.
     """
     found = [0.0, 0.0]
     if session.all_ranks.rank == 0:

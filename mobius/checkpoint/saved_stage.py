@@ -64,10 +64,10 @@ class SavedStage:
     """Parameter -> tensors that its weights are stored as, if not one of its name."""
 
     def flat_tensors(self, *, has_optimizer: bool) -> dict[str, Tensor]:
-        """Flat tensors that make up the state, by what they hold: weights, and parts of the optimizer state.
+        """Return the flat tensors of the state by what they hold: weights, and parts of the optimizer state.
 
-        Of a stage that replicas share, only this replica's part, also of the weights: the other parts may not have
-        arrived yet.
+        If replicas share the stage, they cover this replica's shard only, since other shards of the weights may not
+        have arrived yet.
         """
         state = self.memory.state
         is_first = self.replicas is None or self.replicas.index == 0

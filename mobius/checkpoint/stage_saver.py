@@ -319,7 +319,8 @@ class StagingBuffers:
 
         It is taken here and not during training: while CUDA page-locks memory nothing else can be enqueued, and two
         GPUs that wait for each other's messages would wait for good. If `num_bytes` are too few for the largest stage,
-        there is a single buffer without memory: a turn to write a stage from where it is. Raises HostMemoryError.
+        there is a single buffer without memory: whoever holds it writes its stage without a copy. Raises
+        HostMemoryError.
         """
         self.has_buffer_per_stage = sum(stage_bytes.values()) <= num_bytes
         """Whether every stage has a buffer of its own, with the stage's number."""

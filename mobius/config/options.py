@@ -151,7 +151,7 @@ class Option:
 
     @property
     def is_name(self) -> bool:
-        """Whether the text names something: a file, a folder, or what may be one."""
+        """Whether the value names a file, a folder, or something on the Hub."""
         return self.value_type is str and not self.is_text and self.form is None
 
     @property

@@ -352,9 +352,9 @@ def _find_step_conflicts(config: Config) -> _Conflicts:
 
 
 def infer_eval_strategy(config: Config, given: Iterable[str]) -> tuple[Config, str | None]:
-    """The config with the --eval_strategy that the given options mean where it is not given, and a line that says so.
+    """Return the config with an inferred --eval_strategy if none was given, and a log line about it; None if unchanged.
 
-    Steps for --eval_steps, epochs for data to evaluate on that nothing else uses.
+    --eval_steps implies steps. Evaluation data that no other option uses imply epochs.
     """
     evaluation, data = config.evaluation, config.data
     is_chosen = "eval_strategy" in set(given) or evaluation.eval_strategy is not EvalStrategy.NO

@@ -17,9 +17,9 @@ _ROTATION, _HELD_OUT = 1, 2
 
 
 def seeded_generator(*words: int) -> np.random.Generator:
-    """Random generator seeded by several words. The last must not be 0 if the other words are a seed, too.
+    """Return a random generator seeded by several words: (seed, epoch) orders samples, (seed, epoch, window + 1) rows.
 
-    (seed, epoch) orders samples, (seed, epoch, window + 1) orders rows.
+    numpy ignores zeros at the end: the words (1, 2, 0) give the numbers of (1, 2).
     """
     return np.random.Generator(np.random.PCG64(words))
 

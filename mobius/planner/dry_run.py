@@ -165,7 +165,7 @@ def _log_devices(config: Config, num_ranks: int) -> None:
 
 
 def planned_ranks(config: Config, ranks: Ranks) -> Ranks:
-    """The processes that are planned for: of each node those that are named, else those started, else its GPUs.
+    """Return the processes to plan for. A node's number is the option's, else that of those started, else of its GPUs.
 
     Raises ConfigError where a node's processes do not make whole pipelines.
     """

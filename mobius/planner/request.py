@@ -343,7 +343,7 @@ class PlanRequest:
 
     @cached_property
     def product_bytes(self) -> int:
-        """Bytes on the host of all that a layer's products need of a microbatch, its input among them."""
+        """Host bytes of a layer's offloaded products for one microbatch, including the layer's input."""
         found = self.measured_products
         if found is None:
             found = estimate_layer(

@@ -31,7 +31,7 @@ class TrainedParameters:
 
 @dataclass(frozen=True)
 class Experts:
-    """Counts of the experts of a model's layers, of which a token takes some: all are stored, and few compute."""
+    """Number of experts in a model's layers: all are stored, and each token goes through a few of them."""
 
     number: int
     """Experts of a layer."""
