@@ -14,16 +14,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mobius.limits import largest_shard
 from mobius.models.layout import ALIGNMENT, StageLayout
-
-if TYPE_CHECKING:
-    from mobius.distributed.replicas import ReplicaGroup
 
 Segment = tuple[slice, ...]
 """A contiguous range of trained elements: the part of each replica, which may be empty."""
@@ -37,7 +33,7 @@ class Shards:
     index: int
 
     @classmethod
-    def of(cls, layout: StageLayout, replicas: ReplicaGroup, *, tied: Collection[str] = ()) -> Shards:
+    def of(cls, layout: StageLayout, index: int, num_replicas: int, *, tied: Collection[str] = ()) -> Shards:
         """Cut equal shards, up to rounding; parameters in `tied` are sharded separately."""
         bounds = {0, layout.num_trained}
         for name in tied:
@@ -45,8 +41,8 @@ class Shards:
                 part = layout.slice_of(name)
                 bounds |= {part.start, -(-part.stop // ALIGNMENT) * ALIGNMENT}
         ordered = sorted(bounds)
-        segments = (cut(*both, replicas.num_replicas) for both in pairwise(ordered))
-        return cls(tuple(segments), replicas.index)
+        segments = (cut(*both, num_replicas) for both in pairwise(ordered))
+        return cls(tuple(segments), index)
 
     @property
     def own(self) -> tuple[slice, ...]:

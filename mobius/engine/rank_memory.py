@@ -183,4 +183,6 @@ class _StageAllocator:
     def _sharding(self, layout: StageLayout) -> StageSharding | None:
         if self.reductions is None or not layout.num_trained:
             return None
-        return StageSharding(Shards.of(layout, self.reductions.replicas, tied=self.tied), self.reductions)
+        replicas = self.reductions.replicas
+        shards = Shards.of(layout, replicas.index, replicas.num_replicas, tied=self.tied)
+        return StageSharding(shards, self.reductions)

@@ -6,8 +6,6 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import torch
@@ -172,8 +170,7 @@ def values_of(replica: int) -> torch.Tensor:
 
 def shares_of(replica: int, num_replicas: int) -> Shards:
     """Shares of one of the replicas, unequal ones."""
-    own: Any = SimpleNamespace(index=replica, num_replicas=num_replicas)
-    return Shards.of(LAYOUT, own, tied=TIED)
+    return Shards.of(LAYOUT, replica, num_replicas, tied=TIED)
 
 
 def use_all(output: str, device: str = "cpu") -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 
@@ -17,8 +14,7 @@ LAYOUT = StageLayout.of({"tied": (50, 32), "matrix": (33, 7), "frozen": (9, 9), 
 
 
 def shares_of(number: int, index: int, *, tied: tuple[str, ...] = ()) -> Shards:
-    replicas: Any = SimpleNamespace(index=index, num_replicas=number)
-    return Shards.of(LAYOUT, replicas, tied=tied)
+    return Shards.of(LAYOUT, index, number, tied=tied)
 
 
 @pytest.mark.parametrize("tied", [(), ("tied",), ("absent",)])
@@ -37,11 +33,10 @@ def test_every_trained_element_has_one_owner(number: int, tied: tuple[str, ...])
 
 def test_owners_of_a_tied_matrix_are_the_same_wherever_it_lies() -> None:
     other = StageLayout.of({"first": (11, 13), "copy": (50, 32)})
-    replicas: Any = SimpleNamespace(index=1, num_replicas=3)
     both = []
     for layout, name in ((LAYOUT, "tied"), (other, "copy")):
         place = layout.slice_of(name)
-        shards = Shards.of(layout, replicas, tied=("tied", "copy"))
+        shards = Shards.of(layout, 1, 3, tied=("tied", "copy"))
         own = [part for part in shards.own if place.start <= part.start < place.stop]
         both.append([(part.start - place.start, min(part.stop, place.stop) - place.start) for part in own])
     assert both[0] == both[1]
