@@ -135,11 +135,13 @@ RUNS: Mapping[str, Run] = {
     "replicas, qwen3-moe": Run(model="qwen3-moe", options="--pipeline_ranks 1"),
     "saved": Run(options="--save_strategy steps --save_steps 2 --num_iterations 5 --save_params params.pt"),
     "resumed on one rank": Run(
-        ranks=1, options="--resume_from_checkpoint saved/checkpoint-2 --num_stages 2 --num_rounds 2", after="saved"
+        ranks=1,
+        options="--resume_from_checkpoint saved/checkpoint-2 --num_iterations 5 --num_stages 2 --num_rounds 2",
+        after="saved",
     ),
     "evaluated, predicted": Run(
-        options="--eval_dataset text.jsonl --eval_strategy steps --eval_steps 1 --do_predict --max_predict_samples 2 "
-        "--max_new_tokens 4 --max_eval_samples 8"
+        options="--eval_dataset samples.jsonl --eval_strategy steps --eval_steps 1 --do_predict --max_predict_samples 2 "
+        "--max_new_tokens 4 --max_samples 32"
     ),
 }
 
