@@ -170,7 +170,6 @@ def resume_command(words: Sequence[str], *, save_dir: str | None = None) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Print the command, or the problem on standard error; returns the exit code."""
-    logging.disable()  # the first rank logs notices
     try:
         resources = Resources(count_gpus(), count_cores(), visible_devices(), omp_num_threads())
         command, notice = launch_command(argv[1:], Path(argv[0]), resources)
@@ -186,4 +185,5 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
+    logging.disable()  # the first rank logs notices
     sys.exit(main(sys.argv[1:]))
