@@ -140,8 +140,8 @@ RUNS: Mapping[str, Run] = {
         after="saved",
     ),
     "evaluated, predicted": Run(
-        options="--eval_dataset samples.jsonl --eval_strategy steps --eval_steps 1 --do_predict --max_predict_samples 2 "
-        "--max_new_tokens 4 --max_samples 32"
+        options="--eval_dataset samples.jsonl --eval_strategy steps --eval_steps 1 --do_predict "
+        "--max_predict_samples 2 --max_new_tokens 4 --max_samples 32"
     ),
 }
 
