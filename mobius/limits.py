@@ -11,8 +11,8 @@ NUM_INCOMING_EDGES = 2
 NUM_MAILBOXES = 2
 """Mailboxes of each edge: one is filled while the other is emptied."""
 
-MAX_GRADIENT_SUMS = 2
-"""Stages of a rank whose fp32 sums are on the GPU at a time where sums travel: one that adds up, one on its way."""
+MIN_GRADIENT_SUMS = 2
+"""Buffers for fp32 gradient sums where sums are copied to the host and back: one that adds up, one being copied."""
 SHARD_ALIGNMENT = 8
 """Elements that a replica's share of a stage is a multiple of: 16 bytes in bf16. A stage's length is a multiple of 128,
 so that 2, 4, 8 or 16 replicas have equal shares."""

@@ -18,7 +18,7 @@ from mobius.engine.stage_state import StageState, num_owned
 from mobius.engine.stage_weights import AdapterWeights, ResidentWeights, SlotWeights, WeightSlotPool
 from mobius.engine.update_queue import UpdateQueue
 from mobius.hardware.spans import NO_SPANS, Spans
-from mobius.limits import MAX_GRADIENT_SUMS, gradient_sum_elements
+from mobius.limits import MIN_GRADIENT_SUMS, gradient_sum_elements
 from mobius.models.layout import StageLayout
 
 
@@ -31,7 +31,8 @@ def allocate_memory(
     gradient_dtype: torch.dtype,
     deferred_updates: Collection[int],
     device: torch.device,
-    has_accumulation_rounds: bool = False,
+    num_sum_buffers: int = 1,
+    has_partial_sums: bool = False,
     keeps_trained_on_gpu: bool = False,
     updates: UpdateQueue | None = None,
     replicas: ReplicaGroup | None = None,
@@ -41,28 +42,31 @@ def allocate_memory(
     """Allocate zeroed memory for each stage of `layouts`, in stage order; return the host arena if any is streamed.
 
     Stages in `resident` stay on `device` and store their gradients if they are in `deferred_updates`. Streamed stages
-    use `num_slots` slots and are updated through `updates`, by default without a thread. With
-    `has_accumulation_rounds`, sums persist between rounds. With `keeps_trained_on_gpu`, only frozen weights are
-    streamed and all gradients are stored in fp32. `replicas` share each stage; parameters in `tied` have a copy in
-    another stage. Page-locks the arena if `device` is a GPU; close it after the last copy. Raises HostMemoryError.
+    use `num_slots` slots and are updated through `updates`, by default without a thread. `has_partial_sums`: several
+    stages have unfinished sums at a time; those of streamed stages are in `num_sum_buffers` buffers, and on the host if
+    these are fewer. With `keeps_trained_on_gpu`, only frozen weights are streamed and all gradients are stored in fp32.
+    `replicas` share each stage; parameters in `tied` have a copy in another stage. Page-locks the arena if `device` is
+    a GPU; close it after the last copy. Raises HostMemoryError.
     """
     if keeps_trained_on_gpu:
         gradient_dtype, deferred_updates = torch.float32, layouts
     streamed = {stage: layout for stage, layout in layouts.items() if stage not in resident}
     on_host = {} if keeps_trained_on_gpu else streamed
     # A resident stage that stores its gradients in the fp32 of accumulation needs no shared sum.
+    offloads_sums = has_partial_sums and len(on_host) > num_sum_buffers
     accumulates_in_place = {
         stage
         for stage in layouts
-        if stage not in on_host
-        and (has_accumulation_rounds or (stage in deferred_updates and gradient_dtype == torch.float32))
+        if (has_partial_sums and (stage not in on_host or not offloads_sums))
+        or (stage not in on_host and stage in deferred_updates and gradient_dtype == torch.float32)
     }
     summed = [
         layouts[stage].num_trained for stage in sorted(layouts, reverse=True) if stage not in accumulates_in_place
     ]
-    offloads_sums = has_accumulation_rounds and len(on_host) > 1
     leaves_in_fp32 = len(on_host) > 0 and gradient_dtype.itemsize > dtype.itemsize
-    num_buffers = MAX_GRADIENT_SUMS if offloads_sums or leaves_in_fp32 or replicas is not None else 1
+    num_buffers = max(
+        num_sum_buffers if offloads_sums else 1, MIN_GRADIENT_SUMS if leaves_in_fp32 or replicas is not None else 1
+    )
     sizes = gradient_sum_elements(summed, num_buffers) if summed else ()
     allocator = _StageAllocator(
         dtype=dtype,
@@ -106,10 +110,9 @@ class _StageAllocator:
     def device_stage(self, stage: int, layout: StageLayout, frozen: SlotWeights | None = None) -> StageMemory:
         """Return a stage whose trained part stays on the device; `frozen` weights are loaded."""
         is_in_place, keeps_gradients = stage in self.accumulates_in_place, stage in self.deferred_updates
-        accumulator = GradientAccumulator(layout.num_trained, device=self.device) if is_in_place else self.accumulator
         sharding = self._sharding(layout)
         shards = None if sharding is None else sharding.shards
-        sums = GradientSums(stage, layout, accumulator, sharding=sharding, spans=self.spans)
+        sums = GradientSums(stage, layout, self._accumulator_of(stage, layout), sharding=sharding, spans=self.spans)
         has_target = shards is not None or (keeps_gradients and not is_in_place)
         gradients = sums.finished.values[: layout.num_trained]
         if has_target:
@@ -143,10 +146,10 @@ class _StageAllocator:
             keeps_sums=keeps_sums,
             shards=shards,
         )
-        length = max(layout.num_elements for layout in layouts.values())
-        pool = WeightSlotPool(
-            length, num_slots=num_slots, dtype=self.dtype, device=self.device, is_shared=len(shards) > 0
-        )
+        sizes = [layout.num_elements for layout in layouts.values()]
+        if num_slots < len(sizes):
+            sizes = [max(sizes)] * num_slots
+        pool = WeightSlotPool(sizes, dtype=self.dtype, device=self.device, is_shared=len(shards) > 0)
         return arena, pool
 
     def slot(self, stage: int, arena: HostArena, pool: WeightSlotPool) -> SlotWeights:
@@ -161,7 +164,7 @@ class _StageAllocator:
         sums = GradientSums(
             stage,
             state.layout,
-            self.accumulator,
+            self._accumulator_of(stage, state.layout),
             sharding=self._sharding(state.layout),
             host=arena.sums.get(stage),
             to_host=pool.to_host,
@@ -179,6 +182,10 @@ class _StageAllocator:
             spans=self.spans,
         )
         return StageMemory(stage, slot, sums, states)
+
+    def _accumulator_of(self, stage: int, layout: StageLayout) -> GradientAccumulator:
+        is_own = stage in self.accumulates_in_place
+        return GradientAccumulator(layout.num_trained, device=self.device) if is_own else self.accumulator
 
     def _sharding(self, layout: StageLayout) -> StageSharding | None:
         if self.reductions is None or not layout.num_trained:

@@ -1,4 +1,4 @@
-"""Runs a stage's layers on slices of sequences: forward in order, backward in reverse (`schedule/looped.py`).
+"""Runs a stage's layers on slices of sequences: forward in order, backward in reverse (`schedule/breadth_first.py`).
 
     forward    slice 0, 1, 2   project, store keys and values, attend to all so far, finish; save each layer's input
     keys       slice 0, 1, 2   project, store keys and values, as other stages have used their memory meanwhile

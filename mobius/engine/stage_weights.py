@@ -23,7 +23,7 @@ host, so that later loads are ordinary:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -86,13 +86,12 @@ class WeightSlotPool:
     """Weight slots of one device, and the streams of copies to the host."""
 
     def __init__(
-        self, num_elements: int, *, num_slots: int, dtype: torch.dtype, device: torch.device, is_shared: bool = False
+        self, sizes: Sequence[int], *, dtype: torch.dtype, device: torch.device, is_shared: bool = False
     ) -> None:
-        """Allocate `num_slots` slots of `num_elements` weights each; `is_shared`: replicas share stages."""
+        """Allocate a slot for each of `sizes`, in weights; `is_shared`: replicas share stages."""
         self.device = device
         self._slots = [
-            _WeightSlot(torch.empty(num_elements, dtype=dtype, device=device), filling=new_stream(device))
-            for _ in range(num_slots)
+            _WeightSlot(torch.empty(size, dtype=dtype, device=device), filling=new_stream(device)) for size in sizes
         ]
         self._free = deque(self._slots)
         """In the order in which they become free on the device: a load waits for the first."""
@@ -100,13 +99,18 @@ class WeightSlotPool:
         self.sums_to_device = new_stream(device)
         self.weights_to_host = new_stream(device) if is_shared else Stream()
 
-    def take(self, stage: int) -> _WeightSlot:
-        """Assign a free slot to `stage`. Raises ScheduleError if none is free, i.e. the schedule needs more slots."""
-        if not self._free:
+    def take(self, stage: int, num_elements: int) -> _WeightSlot:
+        """Assign a free slot to `stage`: the first of the smallest that hold `num_elements` weights.
+
+        Raises ScheduleError if none is free, i.e. the schedule needs more slots.
+        """
+        large = [slot for slot in self._free if slot.values.numel() >= num_elements]
+        if not large:
             raise ScheduleError(
                 f"stage {stage} cannot be loaded while all {len(self._slots)} slots hold stages {self.held}"
             )
-        slot = self._free.popleft()
+        slot = min(large, key=lambda each: each.values.numel())
+        self._free.remove(slot)
         slot.stage = stage
         return slot
 
@@ -146,7 +150,7 @@ class SlotWeights:
         """Gather of the current load; None once its start was waited for."""
 
     def load(self) -> None:
-        self._taken = slot = self._pool.take(self._stage)
+        self._taken = slot = self._pool.take(self._stage, self.state.layout.num_elements)
         slot.views = self.state.layout.views(slot.values)
         begin: Callable[[], None] = partial(self._fill, slot)
         if self._sharding is not None and not self._has_all_shards:

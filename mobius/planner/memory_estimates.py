@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from mobius.config.config import ActivationOffloading, Recompute
 from mobius.errors import GpuMemoryError, HostMemoryError
-from mobius.limits import MAX_GRADIENT_SUMS, gradient_sum_elements
+from mobius.limits import MIN_GRADIENT_SUMS, gradient_sum_elements
 from mobius.planner.peak_memory import (
     LayerBytes,
     MicrobatchBytes,
@@ -279,7 +279,7 @@ def state_bytes(request: PlanRequest, plan: Plan, rank: int) -> dict[str, int]:
     summed = [cut.num_trained(shape) for cut in reversed(own) if cut.stage not in in_place]
     # One stage is reduced over the replicas while the next one adds up (engine/reductions.py).
     num_sums = (
-        MAX_GRADIENT_SUMS
+        MIN_GRADIENT_SUMS
         if sizes.num_replicas > 1 or plan.offloads_gradient_sums(rank) or (streamed and sizes.gradient > sizes.weight)
         else 1
     )

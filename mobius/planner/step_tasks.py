@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from mobius.limits import MAX_GRADIENT_SUMS, UPDATE_CHUNK_ELEMENTS, max_pending_offloads
+from mobius.limits import MIN_GRADIENT_SUMS, UPDATE_CHUNK_ELEMENTS, max_pending_offloads
 from mobius.planner.event_simulation import Flow, Task, shared_bandwidth
 from mobius.planner.profile import Profile
 from mobius.planner.replica_traffic import CLEARED_BYTES
@@ -202,7 +202,7 @@ class StepTasks:
             weights.append(state.sums.pop(stage))
         if is_backward and self._is_shared and state.adds_up != stage:
             state.adds_up = stage
-            neighbours += state.reductions[-MAX_GRADIENT_SUMS:-1]
+            neighbours += state.reductions[-MIN_GRADIENT_SUMS:-1]
         waits = (neighbours, optimizer, weights, activations)
         task = self._compute(rank, action, played.seconds, waits, launch=played.launch)
         if played.target is not None:
@@ -256,7 +256,7 @@ class StepTasks:
         state = self.ranks[rank]
         flow = self.flows.between_replicas(rank, self.rules.sharding.reduce_bytes(self.costs[stage].parameters))
         task = self._task((Lane.REDUCE, rank), flow, [done], name=f"R{stage}")
-        state.reductions = [*state.reductions[1 - MAX_GRADIENT_SUMS :], task]
+        state.reductions = [*state.reductions[1 - MIN_GRADIENT_SUMS :], task]
         return task
 
     def _gather(self, rank: int, stage: int, slot: _Slot, load: Task) -> Task:

@@ -5,14 +5,16 @@ from functools import lru_cache
 
 from mobius.schedule.action import Action
 from mobius.schedule.activation_offloading import add_activation_offloads
+from mobius.schedule.breadth_first import breadth_first_order, data_actions, evaluation_order
 from mobius.schedule.check import check
-from mobius.schedule.looped import data_actions, evaluation_order, looped_order
+from mobius.schedule.depth_first import depth_first_order
 from mobius.schedule.schedule import Schedule
 from mobius.schedule.spec import ComputeOrder, ScheduleSpec
 from mobius.schedule.weight_streaming import add_transfers
 
 COMPUTE_ORDERS: Mapping[ComputeOrder, Callable[[int, ScheduleSpec], list[Action]]] = {
-    ComputeOrder.LOOPED: looped_order,
+    ComputeOrder.BREADTH_FIRST: breadth_first_order,
+    ComputeOrder.DEPTH_FIRST: depth_first_order,
     ComputeOrder.EVALUATION: evaluation_order,
 }
 """Order of a rank's forwards and backwards; transfers are added to any, and the check proves that it can be played."""
@@ -38,7 +40,7 @@ def build_unchecked(spec: ScheduleSpec) -> Schedule:
 def _rank_actions(rank: int, spec: ScheduleSpec) -> tuple[Action, ...]:
     actions = COMPUTE_ORDERS[spec.order](rank, spec)
     if spec.slots[rank]:
-        actions = add_transfers(actions, spec.slots[rank], spec.resident)
+        actions = add_transfers(actions, spec.slots[rank], spec.num_sum_buffers(rank), spec.resident)
     if spec.offloaded_activation_stages and not spec.is_evaluation:
         actions = add_activation_offloads(actions, spec)
     return (*data_actions(rank, spec), *actions)

@@ -10,7 +10,7 @@ from enum import StrEnum
 from itertools import product
 
 from mobius.errors import ScheduleError
-from mobius.limits import MAX_GRADIENT_SUMS, max_prefetched
+from mobius.limits import max_prefetched
 from mobius.schedule.action import Action, ActionKind, describe_misfit
 from mobius.schedule.schedule import Schedule, topological_order
 from mobius.schedule.spec import ScheduleSpec
@@ -30,7 +30,7 @@ class Rule(StrEnum):
     ORDER = "order"
     """Backward follows forward, and every edge delivers messages in the order in which they are received."""
     ROUND = "round"
-    """At most one round's microbatches of a stage are between forward and backward."""
+    """At most as many microbatches of a stage as `Schedule.max_waiting` allows are between forward and backward."""
     RESIDENT = "resident"
     """A streamed stage computes only while loaded, and loads and offloads alternate; a resident stage has neither. An
     evaluation leaves the slots empty."""
@@ -38,7 +38,7 @@ class Rule(StrEnum):
     """A rank never has more stages loaded than slots; without slots nothing is loaded."""
     GRADIENTS = "gradients"
     """A streamed stage is offloaded after its last backward and not loaded again in the step. Until then its gradient
-    sums are on the host, or on the GPU when a backward adds to them. At most two stages have sums on the GPU."""
+    sums are on the host, or on the GPU when a backward adds to them. No more stages have sums there than buffers."""
     SLICES = "slices"
     """Slices of a sequence run forward in order and backward in reverse. Before the first backward in a stage, keys and
     values of all slices are recomputed, once and in order, except in the model's last stage."""
@@ -136,12 +136,8 @@ def _check_order(spec: ScheduleSpec, rank: int, actions: Actions) -> Iterator[_B
             yield index, Rule.ORDER, "its forward has not run yet"
         elif action.kind.is_backward:
             own.remove(action.microbatch)
-        if len(own) > spec.microbatches_per_round and not spec.is_evaluation:
-            yield (
-                index,
-                Rule.ROUND,
-                f"{len(own)} microbatches wait for their backward, a round has {spec.microbatches_per_round}",
-            )
+        if len(own) > spec.max_waiting and not spec.is_evaluation:
+            yield index, Rule.ROUND, f"{len(own)} microbatches wait for their backward, at most {spec.max_waiting} may"
 
 
 def _check_residency(spec: ScheduleSpec, rank: int, actions: Actions) -> Iterator[_Breach]:
@@ -181,6 +177,7 @@ def _check_residency(spec: ScheduleSpec, rank: int, actions: Actions) -> Iterato
 def _check_sums(spec: ScheduleSpec, rank: int, actions: Actions) -> Iterator[_Breach]:
     on_gpu: set[int] = set()
     num_backwards: Counter[int] = Counter()
+    num_buffers = spec.num_sum_buffers(rank)
     for index, action in enumerate(actions):
         stage, kind, done = action.stage, action.kind, num_backwards[action.stage]
         if stage in spec.resident:
@@ -194,17 +191,14 @@ def _check_sums(spec: ScheduleSpec, rank: int, actions: Actions) -> Iterator[_Br
             if done in (0, spec.num_microbatches) or stage not in on_gpu:
                 yield index, Rule.GRADIENTS, there
             on_gpu.discard(stage)
-        elif kind is ActionKind.OFFLOAD and done > 0:
-            if stage in on_gpu and done < spec.num_microbatches:
-                text = f"only {done} of {spec.num_microbatches} backwards are in its gradients"
-                yield index, Rule.GRADIENTS, text
+        elif kind is ActionKind.OFFLOAD and done == spec.num_microbatches:
             on_gpu.discard(stage)
         elif kind.is_backward:
             if done > 0 and stage not in on_gpu:
                 yield index, Rule.GRADIENTS, there
             on_gpu.add(stage)
             num_backwards[stage] += 1
-        if len(on_gpu) > MAX_GRADIENT_SUMS:
+        if len(on_gpu) > num_buffers:
             yield index, Rule.BUDGET, f"the sums of the stages {sorted(on_gpu)} are on the GPU at the same time"
 
 
@@ -277,8 +271,8 @@ _CHECKS = (
     _check_data,
     _check_complete,
     _check_order,
+    _check_residency,
     _check_sums,
     _check_offloaded_activations,
     _check_slices,
-    _check_residency,
 )

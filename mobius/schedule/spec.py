@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Self
 
 from mobius.errors import ScheduleError
+from mobius.limits import MIN_GRADIENT_SUMS
 
 MAX_COPY_LOOKAHEAD = 8
 """Maximum compute actions that a copy may span; the inputs of this many microbatches stay on the GPU meanwhile."""
@@ -15,7 +16,10 @@ MAX_COPY_LOOKAHEAD = 8
 class ComputeOrder(StrEnum):
     """Orders of a rank's forwards and backwards; `build.COMPUTE_ORDERS` has the function of each."""
 
-    LOOPED = "looped"
+    BREADTH_FIRST = "breadth_first"
+    """All microbatches of a round in a stage, then the rank's next stage; a round ends before the next one begins."""
+    DEPTH_FIRST = "depth_first"
+    """Interleaved 1F1B: each microbatch goes backward as soon as it can, and rounds overlap."""
     EVALUATION = "evaluation"
     """No backward: stages only run forward, the last one with its loss."""
 
@@ -32,7 +36,10 @@ class ScheduleSpec:
     """Stages of the model; stage s is on rank s % num_ranks."""
     num_microbatches: int
     slots: tuple[int, ...]
-    """GPU slots of each rank for the weights of its streamed stages; 0 if it streams none."""
+    """GPU slots of each rank for the weights of its streamed stages; 0 if it streams none.
+
+    With a slot for each, weights are loaded once per step.
+    """
     resident: frozenset[int] = frozenset()
     """Stages whose full state stays on their GPU, without loads and offloads. All other stages are streamed."""
     accumulation_rounds: int = 1
@@ -43,11 +50,20 @@ class ScheduleSpec:
     """Stages whose layers' inputs are on the host between forward and backward."""
     num_offloaded_microbatches: int = 0
     """Microbatches per round whose matrix products are offloaded too, and so not recomputed."""
-    order: ComputeOrder = ComputeOrder.LOOPED
+    order: ComputeOrder = ComputeOrder.BREADTH_FIRST
+    sum_buffers: tuple[int, ...] = ()
+    """GPU buffers of each rank for gradient sums of its streamed stages; missing or 0: as few as rounds allow.
+
+    With a buffer for each, unfinished sums stay on the GPU.
+    """
 
     @property
     def is_evaluation(self) -> bool:
         return self.order is ComputeOrder.EVALUATION
+
+    @property
+    def is_depth_first(self) -> bool:
+        return self.order is ComputeOrder.DEPTH_FIRST
 
     @property
     def stages_per_rank(self) -> int:
@@ -55,8 +71,16 @@ class ScheduleSpec:
 
     @property
     def microbatches_per_round(self) -> int:
-        """Microbatches of a round: the maximum between forward and backward at a time."""
+        """Microbatches of a round; breadth first, the maximum of a stage between forward and backward at a time."""
         return self.num_microbatches // self.accumulation_rounds
+
+    @property
+    def max_waiting(self) -> int:
+        """Maximum number of microbatches of a stage between forward and backward at a time."""
+        if not self.is_depth_first:
+            return self.microbatches_per_round
+        # Half of the forwards and backwards in between are of one stage's round each, as are those of the ranks after.
+        return min(self.num_microbatches, 2 * (self.microbatches_per_round + self.num_ranks))
 
     @property
     def num_chunks(self) -> int:
@@ -72,6 +96,18 @@ class ScheduleSpec:
     def num_slots(self) -> int | None:
         """Maximum number of slots of a rank; None if nothing is streamed."""
         return max(self.slots) or None
+
+    @property
+    def has_partial_sums(self) -> bool:
+        """Whether several stages of a rank have unfinished gradient sums at a time."""
+        return self.accumulation_rounds > 1 or self.is_depth_first
+
+    def num_sum_buffers(self, rank: int) -> int:
+        """GPU buffers for the gradient sums of a rank's streamed stages that are unfinished at a time."""
+        if not self.has_partial_sums:
+            return 1
+        given = self.sum_buffers[rank] if self.sum_buffers else 0
+        return min(max(given, MIN_GRADIENT_SUMS), len(self.streamed_stages(rank)))
 
     @property
     def copy_lookahead(self) -> int:
@@ -107,8 +143,8 @@ class ScheduleSpec:
         return [stage for stage in self.local_stages(rank) if stage not in self.resident]
 
     def offloads_gradient_sums(self, rank: int) -> bool:
-        """Whether the rank offloads gradient sums between rounds: not if it has a single streamed stage."""
-        return self.accumulation_rounds > 1 and len(self.streamed_stages(rank)) > 1
+        """Whether the rank offloads unfinished gradient sums: not if it has a buffer for each streamed stage."""
+        return self.has_partial_sums and len(self.streamed_stages(rank)) > self.num_sum_buffers(rank)
 
     def with_rounds(self, rounds: int) -> Self:
         """Spec of a step of `rounds` rounds, each like one of this."""
@@ -129,11 +165,13 @@ class ScheduleSpec:
     def of_rank(self, rank: int) -> ScheduleSpec:
         """Spec without what concerns only other ranks: the actions of `rank` follow from it."""
         own = {*self.local_stages(rank)}
+        ranks = range(self.num_ranks)
         values = {field.name: getattr(self, field.name) for field in fields(ScheduleSpec)}
         return ScheduleSpec(
             **values
             | {
                 "slots": tuple(number if each == rank else 0 for each, number in enumerate(self.slots)),
+                "sum_buffers": tuple(self.num_sum_buffers(rank) if each == rank else 0 for each in ranks),
                 "resident": self.resident & own,
                 "offloaded_activation_stages": self.offloaded_activation_stages & own,
             }
@@ -160,9 +198,28 @@ class ScheduleSpec:
         ):
             if whole % part:
                 raise ScheduleError(f"{whole} {what} are no multiple of {part} {parts}")
+        self._check_depth_first()
         most = self.microbatches_per_round if self.num_slices == 1 else 0
         if not 0 <= self.num_offloaded_microbatches <= most:
             raise ScheduleError(
                 f"{self.num_offloaded_microbatches} microbatches of a round offload their products; "
                 f"a round has {self.microbatches_per_round}, and slices cannot"
             )
+
+    def _check_depth_first(self) -> None:
+        """Raise ScheduleError for what interleaved 1F1B cannot have: all stages of a rank compute in turn."""
+        if not self.is_depth_first:
+            return
+        if self.num_slices > 1 or self.offloaded_activation_stages:
+            raise ScheduleError("a depth-first order has neither slices nor offloaded activations: use breadth-first")
+        if self.stages_per_rank > 1 and self.microbatches_per_round < self.num_ranks:
+            raise ScheduleError(
+                f"a round of {self.microbatches_per_round} microbatches is less than one for each of {self.num_ranks} "
+                "ranks, which depth-first stages need: use fewer rounds or more microbatches"
+            )
+        for rank, slots in enumerate(self.slots):
+            if slots != len(self.streamed_stages(rank)):
+                raise ScheduleError(
+                    f"rank {rank} has {slots} GPU slots for {len(self.streamed_stages(rank))} streamed stages; in a "
+                    "depth-first order each needs one"
+                )

@@ -16,12 +16,16 @@ not among them is offloaded; a stage among them without a slot is loaded at once
 So the last stage goes from forward to backward without leaving the GPU, and nothing needed soon is loaded twice.
 Evicting the stage whose next use is farthest is Belady's rule: no other choice moves fewer bytes.
 
-Gradients of streamed stages accumulate on the GPU, in one buffer for the stage in backward and one for a stage being
-copied. With several accumulation rounds, a stage's sums are offloaded after its backward and loaded during the run
-before its backward in the next round. The sums of a rank's only streamed stage stay in place.
+With a slot for each streamed stage, weights are loaded once, at the beginning of the step, and stay until the stage's
+last backward. So they do in a depth-first order, in which a rank's stages compute in turn.
+
+Gradients of streamed stages accumulate on the GPU in buffers. If several stages have unfinished sums, because rounds
+accumulate gradients, and there are fewer buffers than stages, sums are offloaded and loaded by the rule for weights:
+before the backwards of a stage, the buffers are assigned to it and to the stages whose backwards are nearest. Forwards
+do not count. With two buffers:
 
     compute   B4          B2          B0          F0 F2 F4     B4
-    sums      LS2         OS4 LS0     OS2         OS0    LS4   LS2
+    sums      LS2         OS4 LS0     OS2 LS4     OS0          LS2
 """
 
 from collections.abc import Collection, Sequence
@@ -30,70 +34,83 @@ from itertools import groupby
 from mobius.schedule.action import Action, ActionKind
 
 
-def add_transfers(order: Sequence[Action], num_slots: int, resident: Collection[int]) -> list[Action]:
-    """Add to `order`, the compute actions of one rank, the loads and offloads that `num_slots` slots allow.
+def add_transfers(
+    order: Sequence[Action], num_slots: int, num_sum_buffers: int, resident: Collection[int]
+) -> list[Action]:
+    """Add to `order`, the compute actions of one rank, the copies that `num_slots` slots and the sum buffers require.
 
-    Stages in `resident` get none. The result starts with the loads of the first streamed stages and ends with every
-    slot empty. Each stage is offloaded after its backward, which copies its gradients to the host and frees the slot
-    for the next load. In an evaluation, a stage is offloaded after its forward.
+    Stages in `resident` have none. The result starts with the loads of the first streamed stages and ends with every
+    slot empty. Each stage is offloaded after its last backward, which copies its gradients to the host and frees the
+    slot for the next load. In an evaluation, a stage is offloaded after its forward.
     """
     runs = [list(run) for _, run in groupby(order, key=_run_of)]
-    sums = _Sums(runs, resident)
+    stages = [run[0].stage for run in runs]
+    backward = [stage if run[-1].kind.is_backward else None for stage, run in zip(stages, runs, strict=True)]
+    last = {stage: position for position, stage in enumerate(backward)}
+    sums = _Sums([None if stage in resident else stage for stage in backward], num_sum_buffers)
     result: list[Action] = []
     loaded: list[int] = []
-    coming = _coming([run[0].stage for run in runs], num_slots, resident)
+    coming = _coming(stages, num_slots, resident)
     for position, run in enumerate(runs):
-        stage, wanted = run[0].stage, [*coming[position]]
+        stage, wanted = stages[position], [*coming[position]]
         result += [Action(ActionKind.OFFLOAD, stage) for stage in loaded if stage not in wanted]
         result += [Action(ActionKind.LOAD, stage) for stage in wanted if stage not in loaded]
         loaded = wanted
         result += sums.before(position)
         result += run
-        if sums.leave_behind(position):
-            result.append(Action(ActionKind.OFFLOAD_GRADIENT_SUMS, stage))
-        elif sums.is_last(position):
+        result += sums.after(position)
+        if stage in loaded and last.get(stage) == position:
             loaded.remove(stage)
             result.append(Action(ActionKind.OFFLOAD, stage))
     return [*result, *(Action(ActionKind.OFFLOAD, stage) for stage in loaded)]
 
 
-def _coming(stages: Sequence[int], number: int, resident: Collection[int]) -> list[list[int]]:
+def _coming(stages: Sequence[int | None], number: int, resident: Collection[int] = ()) -> list[list[int]]:
     """Return, for each position in `stages`, the next `number` different streamed stages, in order of use."""
     coming: list[list[int]] = []
     following: list[int] = []
     for stage in reversed(stages):
-        if stage not in resident:
+        if stage is not None and stage not in resident:
             following = [stage, *(each for each in following if each != stage)][:number]
         coming.append(following)
     return coming[::-1]
 
 
 class _Sums:
-    """Decides when the gradient sums of one rank's streamed stages are copied between accumulation rounds."""
+    """Decides when unfinished gradient sums of one rank's streamed stages are copied to the host and back."""
 
-    def __init__(self, runs: Sequence[Sequence[Action]], resident: Collection[int]) -> None:
-        stages = [run[0].stage if run[-1].kind.is_backward else None for run in runs]
-        self._stages = [None if stage in resident else stage for stage in stages]
-        """The streamed stage of each run that is a backward, else None."""
-        last = {stage: position for position, stage in enumerate(self._stages)}
-        first = {stage: position for position, stage in reversed([*enumerate(self._stages)])}
-        self._last, self._first = {*last.values()}, {*first.values()}
-        self._travel = len(last.keys() - {None}) > 1
-
-    def is_last(self, position: int) -> bool:
-        """Whether the run at `position` is its stage's last backward of the step."""
-        return self._stages[position] is not None and position in self._last
-
-    def leave_behind(self, position: int) -> bool:
-        """Whether the stage's sums are offloaded after the run at `position`, to be loaded in a later round."""
-        return self._travel and self._stages[position] is not None and position not in self._last
+    def __init__(self, backward: Sequence[int | None], num_buffers: int) -> None:
+        """Take the stage of each run that is a streamed stage's backward, None for other runs."""
+        self._backward, self._coming = backward, _coming(backward, num_buffers)
+        self._last = {stage: position for position, stage in enumerate(backward)}
+        self._on_gpu, self._on_host = set[int](), set[int]()
 
     def before(self, position: int) -> list[Action]:
-        """Return the load of the sums that the run after `position` continues, if any."""
-        coming = self._stages[position + 1] if position + 1 < len(self._stages) else None
-        if not self._travel or coming is None or position + 1 in self._first:
+        """Return the loads before the run at `position`: of sums that are on the host, while a buffer is free."""
+        stage = self._backward[position]
+        if stage is None:
             return []
-        return [Action(ActionKind.LOAD_GRADIENT_SUMS, coming)]
+        arriving = [each for each in self._coming[position] if each in self._on_host]
+        self._on_host.difference_update(arriving)
+        self._on_gpu.update(arriving, [stage])
+        return [Action(ActionKind.LOAD_GRADIENT_SUMS, each) for each in arriving]
+
+    def after(self, position: int) -> list[Action]:
+        """Return the offload of sums whose buffer the next stages need; finished ones leave with their stage."""
+        stage = self._backward[position]
+        if stage is None:
+            return []
+        if self._last[stage] == position:
+            self._on_gpu.discard(stage)
+            return []
+        leaving = [each for each in sorted(self._on_gpu) if each not in self._next(position)]
+        self._on_gpu.difference_update(leaving)
+        self._on_host.update(leaving)
+        return [Action(ActionKind.OFFLOAD_GRADIENT_SUMS, each) for each in leaving]
+
+    def _next(self, position: int) -> Sequence[int]:
+        """Return the stages that have the buffers from the next backward on."""
+        return self._coming[position + 1] if position + 1 < len(self._coming) else ()
 
 
 def _run_of(action: Action) -> tuple[int, bool]:

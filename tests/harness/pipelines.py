@@ -129,6 +129,9 @@ class Pipeline:
     compiled: bool = False
     tile_tokens: int | None = None
     accumulation_rounds: int = 1
+    order: ComputeOrder = ComputeOrder.BREADTH_FIRST
+    num_sum_buffers: int = 0
+    """Of each rank; 0: as few as possible."""
     offloaded_activation_stages: frozenset[int] = frozenset()
     """Stages whose layers' inputs are offloaded."""
     num_offloaded_microbatches: int = 0
@@ -190,6 +193,8 @@ class Pipeline:
                 self.num_slots,
                 self.resident,
                 accumulation_rounds=self.accumulation_rounds,
+                order=self.order,
+                sum_buffers=(self.num_sum_buffers,) * self.num_ranks,
                 num_slices=self.num_slices,
                 offloaded_activation_stages=self.offloaded_activation_stages,
                 num_offloaded_microbatches=self.num_offloaded_microbatches,
@@ -217,6 +222,8 @@ class Pipeline:
             frozenset(range(num_stages)) if self.num_slots is None else self.resident,
             cuts=partition_of(self.sizes) if self.sizes else balanced_partition(num_layers, num_stages),
             accumulation_rounds=self.accumulation_rounds,
+            order=self.order,
+            sum_buffers=(self.num_sum_buffers,) * self.num_ranks,
             num_slices=self.num_slices,
             offloaded_activation_stages=self.offloaded_activation_stages,
             num_offloaded_microbatches=self.num_offloaded_microbatches,

@@ -195,7 +195,7 @@ def run_on(devices: Sequence[torch.device], states: Sequence[StageState], *, num
             own_states = {stage: states[stage] for stage in stages}
             total = GradientAccumulator(own_states[rank].layout.num_trained, device=device)
             length = own_states[rank].layout.num_elements
-            pool = WeightSlotPool(length, num_slots=num_slots, dtype=torch.bfloat16, device=device)
+            pool = WeightSlotPool([length] * num_slots, dtype=torch.bfloat16, device=device)
             memory = {stage: _streamed(stage, state, pool, total) for stage, state in own_states.items()}
             executor = Executor(
                 schedule,

@@ -101,7 +101,8 @@ def test_a_long_stage_lengthens_one_of_two_sums_where_turns_come_out_even(num_st
         gradient_dtype=torch.bfloat16,
         deferred_updates=(),
         device=CPU,
-        has_accumulation_rounds=True,
+        num_sum_buffers=2,
+        has_partial_sums=True,
     )
     sizes = set()
     for step in range(3):
@@ -121,7 +122,7 @@ def test_a_long_stage_lengthens_one_of_two_sums_where_turns_come_out_even(num_st
 
 def test_sums_are_as_long_as_the_stages_that_add_up_in_them(layouts: Layouts) -> None:
     """A resident stage that has a sum of its own, as in rounds, lengthens none of the others'."""
-    shapes = {0: {"matrix": (50, 400)}, **{stage: {"matrix": (5, 40)} for stage in (2, 4)}}
+    shapes = {0: {"matrix": (50, 400)}, **{stage: {"matrix": (5, 40)} for stage in (2, 4, 6)}}
     given = {stage: StageLayout.of(own) for stage, own in shapes.items()}
     memory, arena = allocate_memory(
         given,
@@ -131,9 +132,10 @@ def test_sums_are_as_long_as_the_stages_that_add_up_in_them(layouts: Layouts) ->
         gradient_dtype=torch.bfloat16,
         deferred_updates=(),
         device=CPU,
-        has_accumulation_rounds=True,
+        num_sum_buffers=2,
+        has_partial_sums=True,
     )
     longest = {stage: memory[stage].sums.views()["matrix"].untyped_storage().nbytes() // 4 for stage in (0, 2)}
     assert longest == {0: given[0].num_trained, 2: given[2].num_trained}
     assert arena is not None
-    assert arena.num_bytes == sum((2 + 4 + 2 + 8) * given[stage].num_elements for stage in (2, 4))
+    assert arena.num_bytes == sum((2 + 4 + 2 + 8) * given[stage].num_elements for stage in (2, 4, 6))

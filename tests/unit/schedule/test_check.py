@@ -57,9 +57,9 @@ CASES = {
     "loaded twice": (add(5, ActionKind.LOAD, 2), "resident: rank 0, action 5 .*already loaded"),
     "offloaded twice": (add(10, ActionKind.OFFLOAD, 2), "resident: rank 0, action 10 .*not loaded"),
     "offloaded before its use": (add(5, ActionKind.OFFLOAD, 2), r"resident: rank 0, action 6 \(F2.0\)"),
-    "offloaded between two backwards": (move(9, 8), "gradients: rank 0, action 8 .*only 1 of 2 backwards"),
+    "offloaded between two backwards": (move(9, 8), r"resident: rank 0, action 9 \(B2.1\): stage 2 is not loaded"),
     "never offloaded": (drop(12), r"gradients: rank 0, action 12 .*stages \[0\] are not offloaded"),
-    "a round too large": (lambda actions: None, "round: rank 0, action 4 .*2 microbatches wait .*a round has 1"),
+    "a round too large": (lambda actions: None, "round: rank 0, action 4 .*2 microbatches wait .*at most 1 may"),
     "sums that are not there": (add(4, ActionKind.LOAD_GRADIENT_SUMS, 0), "gradients: rank 0, action 4 .*no sums yet"),
     "sums that are on the GPU": (
         add(8, ActionKind.LOAD_GRADIENT_SUMS, 2),
@@ -145,7 +145,8 @@ def test_ranks_that_wait_for_each_other_are_a_deadlock() -> None:
 
 def test_sums_of_two_stages_at_most_are_on_a_gpu() -> None:
     schedule = build_schedule(spec_of(1, 3, 2, 3, accumulation_rounds=2))
-    actions = [action for action in schedule.actions[0] if action.kind is not ActionKind.OFFLOAD_GRADIENT_SUMS]
+    copies = (ActionKind.OFFLOAD_GRADIENT_SUMS, ActionKind.LOAD_GRADIENT_SUMS)
+    actions = [action for action in schedule.actions[0] if action.kind not in copies]
     with pytest.raises(ScheduleError, match=r"budget: rank 0, action .*B0.0.*the sums of the stages \[0, 1, 2\]"):
         check(replace(schedule, actions=(tuple(actions),)))
 

@@ -122,4 +122,4 @@ def test_a_step_is_no_evaluation_and_an_evaluation_no_step() -> None:
     with pytest.raises(ScheduleError, match="takes evaluate_last in an evaluation"):
         check(replace(step, spec=replace(step.spec, order=ComputeOrder.EVALUATION)))
     with pytest.raises(ScheduleError, match="takes forward_last"):
-        check(replace(evaluation, spec=replace(evaluation.spec, order=ComputeOrder.LOOPED)))
+        check(replace(evaluation, spec=replace(evaluation.spec, order=ComputeOrder.BREADTH_FIRST)))

@@ -1,4 +1,4 @@
-"""Compute order of a step or an evaluation: looped breadth-first over the stages of a rank.
+"""Compute order of a step or an evaluation: breadth-first over the stages of a rank (looped pipeline).
 
     rank 0 of 2, stages 0 and 2, two microbatches:   F0.0 F0.1 F2.0 F2.1   B2.0 B2.1 B0.0 B0.1
     rank 1 of 2, stages 1 and 3:                     F1.0 F1.1   F3.0 B3.0 F3.1 B3.1   B1.0 B1.1
@@ -41,7 +41,7 @@ def data_actions(rank: int, spec: ScheduleSpec) -> list[Action]:
     return []
 
 
-def looped_order(rank: int, spec: ScheduleSpec) -> list[Action]:
+def breadth_first_order(rank: int, spec: ScheduleSpec) -> list[Action]:
     """Return all forwards and backwards of `rank` in order; rounds and slices must divide the microbatches.
 
     Backward reverses the stages, and the slices of a sequence, but not the microbatches. Gradients are added in the

@@ -1,0 +1,42 @@
+"""Compute order of a step: depth-first over the stages of a rank (interleaved 1F1B).
+
+After a warm-up of forwards, a rank alternates one forward and one backward, so that few microbatches wait between the
+two, however many a step has. Forwards take the rank's stages in turn, the microbatches of a round in each; backwards
+take them in reverse.
+
+    rank 0 of 2, stages 0 and 2, four microbatches, two rounds:
+        F0.0 F0.1 F2.0 F2.1   F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1   B2.2 B2.3 B0.2 B0.3
+    rank 1 of 2, stages 1 and 3:
+        F1.0 F1.1   F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3   B1.2 B1.3
+
+A rank's first backward can start once its last stage has run forward on the round before it, and the ranks after it
+have sent a gradient back: the warm-up. The first round's microbatches give the next step's updates time: a stage is
+needed only after the forwards of the stages before it. Each stage takes its microbatches in ascending order in both
+directions, so gradients are added as breadth first, to the bit.
+
+Interleaved 1F1B: Narayanan et al. 2021, https://arxiv.org/abs/2104.04473.
+"""
+
+from itertools import chain, zip_longest
+
+from mobius.schedule.action import Action, compute_kinds
+from mobius.schedule.spec import ScheduleSpec
+
+
+def depth_first_order(rank: int, spec: ScheduleSpec) -> list[Action]:
+    """Return all forwards and backwards of `rank` in order; rounds must divide the microbatches."""
+    size, stages = spec.microbatches_per_round, spec.local_stages(rank)
+    rounds = [range(first, first + size) for first in range(0, spec.num_microbatches, size)]
+    kinds = {stage: compute_kinds(stage, spec.num_stages) for stage in stages}
+    forwards = [Action(kinds[s][0], s, m) for own in rounds for s in stages for m in own]
+    backwards = [Action(kinds[s][1], s, m) for own in rounds for s in reversed(stages) for m in own]
+    warmup = warmup_forwards(rank, spec)
+    turns = zip_longest(forwards[warmup:], backwards)
+    return [*forwards[:warmup], *(action for action in chain.from_iterable(turns) if action is not None)]
+
+
+def warmup_forwards(rank: int, spec: ScheduleSpec) -> int:
+    """Return the number of forwards of `rank` before its first turn of a forward and a backward."""
+    ranks_after = spec.num_ranks - 1 - rank
+    own = (spec.stages_per_rank - 1) * spec.microbatches_per_round
+    return min(spec.stages_per_rank * spec.num_microbatches, own + 2 * ranks_after)

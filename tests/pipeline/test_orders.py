@@ -1,0 +1,70 @@
+"""Neither the order of a step's forwards and backwards nor what stays on the GPU meanwhile changes a bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness.pipelines import Pipeline, assert_same_bits, make_batch, make_model, resident_stages
+
+from mobius.schedule.plan import RecomputeLevel
+from mobius.schedule.spec import ComputeOrder
+
+CASES = {  # number of sum buffers, of resident stages of a rank, whether all stages save activations
+    "sums travel": (0, 0, False),
+    "three sum buffers, first resident": (3, 1, False),
+    "sums stay": (9, 0, False),
+    "sums stay, activations saved": (9, 0, True),
+    "all but the last resident, activations saved": (9, 9, True),
+}
+PIPELINES = ((1, 1, 4), (1, 4, 4), (3, 1, 6), (3, 2, 6), (4, 3, 8))  # ranks, stages of each, microbatches
+FORMATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("case", sorted(CASES))
+@pytest.mark.parametrize("family", ["llama", "llama-tied"])
+def test_a_depth_first_order_changes_no_bit_of_a_step(family: str, case: str) -> None:
+    """Each case meets each pipeline with one format, and each format in one of the families or the other."""
+    model = make_model(family)
+    num_sum_buffers, num_resident, saves = CASES[case]
+    first = sorted(CASES).index(case) + (family == "llama-tied")
+    for turn, (num_ranks, per_rank, number) in enumerate(PIPELINES):
+        dtype = FORMATS[(first + turn) % len(FORMATS)]
+        resident = resident_stages(num_ranks, per_rank, range(min(num_resident, per_rank - 1)))
+        batch = make_batch(number)
+        level = RecomputeLevel.ELEMENTWISE if turn % 2 else RecomputeLevel.NONE
+        num_slots = per_rank - len(resident) // num_ranks
+        sizes = num_ranks, per_rank, number
+        expected = Pipeline(model, *sizes, 2, dtype=dtype, recompute_level=level).step(batch)
+        for rounds in (1, 2):
+            found = Pipeline(
+                model,
+                *sizes,
+                num_slots,
+                keeps_graphs=saves,
+                recompute_level=level,
+                resident=resident,
+                dtype=dtype,
+                accumulation_rounds=rounds,
+                order=ComputeOrder.DEPTH_FIRST,
+                num_sum_buffers=num_sum_buffers,
+            ).step(batch)
+            found = found[0], {name: gradient.to(dtype) for name, gradient in found[1].items()}
+            assert_same_bits(found, expected, (sizes, rounds, dtype))
+        assert all(gradient.any() for gradient in expected[1].values())
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("num_slots", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_sum_buffers", [0, 3, 4])
+def test_what_stays_between_rounds_changes_no_bit_of_a_step(num_slots: int, num_sum_buffers: int) -> None:
+    model, batch = make_model("llama"), make_batch(4)
+    expected = Pipeline(model, 2, 4, 4, 2, dtype=torch.bfloat16).step(batch)
+    found = Pipeline(
+        model,
+        *(2, 4, 4, num_slots),
+        dtype=torch.bfloat16,
+        accumulation_rounds=2,
+        num_sum_buffers=num_sum_buffers,
+    ).step(batch)
+    assert_same_bits((found[0], {name: each.to(torch.bfloat16) for name, each in found[1].items()}), expected)
