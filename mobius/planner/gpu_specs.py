@@ -145,6 +145,48 @@ _CARDS = (
 )
 GPU_SPECS = {gpu_spec.name: gpu_spec for gpu_spec in _CARDS}
 """The vendors' data sheets; for RTX cards bf16 with fp32 accumulation, which has half the fp16 rate."""
+MEASURED_GPU = "H200"
+"""Name of the GPU that the shares were measured on."""
+
+
+@dataclass(frozen=True)
+class PublicRates:
+    """TFLOP/s of large products that users of a GPU published: lowest and highest."""
+
+    lowest: float
+    highest: float
+    source: str = "github.com/zzc0721/torch-performance-test-data"
+    """Table or thread with the reports."""
+
+    def over_estimate(self, gpu_spec: GpuSpec) -> tuple[float, float]:
+        """Return both divided by the rate that estimates assume for `gpu_spec`."""
+        assumed = gpu_spec.tera_flops * GEMM_SHARE
+        return self.lowest / assumed, self.highest / assumed
+
+
+_TABLES = f"{PublicRates.source}, github.com/stas00/ml-engineering"
+PUBLIC_RATES = {
+    "V100": PublicRates(95, 100, "github.com/lablup/mlxcel/issues/1654"),
+    "T4": PublicRates(41.9, 42.7),
+    "L4": PublicRates(56.9, 59.4),  # issue 120
+    "L20": PublicRates(108.0, 114.1),  # issue 107
+    "L40S": PublicRates(269.2, 269.2),  # issue 43
+    "A6000": PublicRates(123.3, 123.3),  # issue 46
+    "RTX3090": PublicRates(76.3, 76.7),  # issues 20 and 42, table
+    "RTX4090": PublicRates(158.5, 173.3),  # issues 20, 41, 50 and 78, table
+    "RTX5090": PublicRates(174.7, 242.2),  # issues 96, 124 and 200, table
+    "A100-40": PublicRates(246.3, 246.3),
+    "A100-80": PublicRates(264.5, 271.2, _TABLES),
+    "A800": PublicRates(266.5, 266.5),
+    "H20": PublicRates(138.6, 142.3),  # issue 77, table
+    "H100": PublicRates(783.7, 794.5, _TABLES),
+}
+"""Reports found until November 2026, by name of the GPU; none for A10 and 6000-Ada. Issues are those of the source.
+
+bf16 with fp32 accumulation (V100 and T4: fp16), dense square products of 8192 and 10,240, or of the best of several
+sizes where a report has only that; V100: of 2048 tokens. Most reports time 30 products in a row: a card at its power
+limit is slower in long runs. The first table has 790 TFLOP/s for an H200; GEMM_SHARE is of 796.
+"""
 
 
 def find_gpu_spec(name: str) -> GpuSpec:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from mobius.planner.gpu_specs import MEASURED_GPU, PUBLIC_RATES
 from mobius.planner.memory_estimates import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
@@ -13,10 +14,10 @@ from mobius.planner.memory_estimates import (
     largest_gpu_estimate,
     tile_tokens,
 )
-from mobius.planner.profile import Profile
+from mobius.planner.profile import Profile, Source
 from mobius.planner.request import PlanRequest
 from mobius.planner.solver import PlanResult
-from mobius.planner.step_prediction import predict_step_seconds
+from mobius.planner.step_prediction import Resource, predict_step_seconds, with_faster
 from mobius.schedule.lanes import WaitCause
 from mobius.schedule.partition import ModelShape, StageCut
 from mobius.schedule.plan import Plan, RecomputeLevel
@@ -181,8 +182,36 @@ def describe_step(result: PlanResult) -> str:
             f"times as fast); bubble {100 * result.simulated_steps.bubble:.0f} %; the worst rank waits, s: {waits}",
             *([] if result.plan.accumulation_rounds == 1 else [f"  {_describe_rounds(result, result.profile)}"]),
             f"  {result.profile.describe()}",
+            *([] if (public := describe_public_rates(result)) is None else [f"  {public}"]),
         ]
     )
+
+
+def describe_public_rates(result: PlanResult) -> str | None:
+    """One line: the same plan's step with the rates of large products that others published for the GPU.
+
+    None with a measured profile, and for the GPU that the shares of estimates were measured on.
+    """
+    request, profile, gpu_spec = result.request, result.profile, result.request.gpu_spec
+    if profile is None or profile.source is Source.MEASURED or gpu_spec is None or gpu_spec.name == MEASURED_GPU:
+        return None
+    if (public := PUBLIC_RATES.get(gpu_spec.name)) is None:
+        return "no published rates of large products are known for this card: scripts/calibrate.py measures them"
+    slow, fast = (
+        predict_step_seconds(result.plan, request, with_faster(profile, Resource.COMPUTE, factor))
+        for factor in public.over_estimate(gpu_spec)
+    )
+    rates = _span(public.lowest, public.highest, ".0f")
+    tokens = _span(request.all_tokens / slow, request.all_tokens / fast, ",.0f")
+    return (
+        f"with large products at {rates} TFLOP/s, as published for this card: {_span(fast, slow, '.3f')} s, {tokens} "
+        f"tokens/s ({public.source})"
+    )
+
+
+def _span(low: float, high: float, style: str) -> str:
+    """`3`, or `3 to 5`."""
+    return " to ".join(dict.fromkeys(format(number, style) for number in (low, high)))
 
 
 def _describe_rounds(result: PlanResult, profile: Profile) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 from harness.plan_requests import request_of
 
-from mobius.planner.gpu_specs import GPU_SPECS
+from mobius.planner.gpu_specs import GEMM_SHARE, GPU_SPECS, PUBLIC_RATES, PublicRates
 from mobius.planner.memory_estimates import COMMUNICATOR_BYTES, CONTEXT_BYTES
-from mobius.planner.plan_table import describe_gpus, describe_stages
+from mobius.planner.plan_table import describe_gpus, describe_public_rates, describe_stages, describe_step
+from mobius.planner.profile import Source
 from mobius.planner.request import Machine
 from mobius.planner.solver import solve
 from mobius.schedule.partition import ModelShape
@@ -46,3 +48,35 @@ def test_communicators_of_a_gpu_are_counted_those_to_replicas_too(
     mailboxes = found.request.mailbox_bytes if num_ranks > 1 else 0
     outside = (CONTEXT_BYTES + num_communicators * COMMUNICATOR_BYTES + mailboxes) / GIB
     assert describe_gpus(found).splitlines()[-1].split()[-1] == f"{outside:.2f}"
+
+
+def test_a_step_is_also_predicted_with_rates_that_others_published(
+    llama_7b: ModelShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = solve(request_of(llama_7b, Machine(2, GPU_SPECS["RTX4090"])))
+    assumed = GPU_SPECS["RTX4090"].tera_flops * GEMM_SHARE
+
+    def seconds(*shares: float) -> list[float]:
+        monkeypatch.setitem(PUBLIC_RATES, "RTX4090", PublicRates(*(share * assumed for share in shares), "a table"))
+        line = describe_public_rates(found)
+        assert line is not None
+        assert line in describe_step(found)
+        assert line.endswith("(a table)")
+        return [float(number) for number in re.findall(r"\d+\.\d{3}", line)]
+
+    assert seconds(1.0, 1.0) == [round(found.step_seconds, 3)]
+    fast, slow = seconds(0.8, 1.25)
+    assert fast < found.step_seconds < slow
+    assert fast > found.step_seconds / 1.25, "copies and messages stay as they are"
+
+
+def test_no_published_rates_are_told_of_a_measured_machine_and_missing_ones_are_named(llama_7b: ModelShape) -> None:
+    found = solve(request_of(llama_7b, Machine(2, GPU_SPECS["RTX4090"])))
+    assert found.profile is not None
+    measured = replace(found, profile=replace(found.profile, source=Source.MEASURED))
+    assert describe_public_rates(measured) is None
+    assert describe_public_rates(solve(request_of(llama_7b))) is None, "the shares are of this card"
+    unknown = describe_public_rates(solve(request_of(llama_7b, Machine(2, GPU_SPECS["A10"]))))
+    assert unknown is not None
+    assert "calibrate.py" in unknown
+    assert PUBLIC_RATES.keys() <= GPU_SPECS.keys()
