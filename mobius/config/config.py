@@ -48,6 +48,7 @@ Device = StrEnum("Device", ["AUTO", "CUDA", "CPU"])
 Compile = StrEnum("Compile", ["AUTO", "ON", "OFF"])
 """Whether layers run as compiled graphs."""
 ActivationOffloading = StrEnum("ActivationOffloading", ["AUTO", "ON", "OFF"])
+Order = StrEnum("Order", ["AUTO", "BREADTH_FIRST", "DEPTH_FIRST"])
 """Whether inputs of layers wait in CPU memory for their backward."""
 Packing = StrEnum("Packing", ["AUTO", "ON", "OFF", "JOINED"])
 """How samples become rows of seq_length."""
@@ -287,6 +288,11 @@ class PipelineConfig:
     num_stages: int | None = option(8, STAGES)
     """Number of pipeline stages, a multiple of the ranks (GPUs): stage s runs on rank s modulo ranks. More stages take
     less GPU memory for weights. auto: the number with the shortest predicted step, where the GPU is known."""
+    compute_order: Order = option(Order.AUTO, needs=(TRAINING,))
+    """Order of a GPU's forwards and backwards. breadth_first: all microbatches of a round in a stage before the GPU's
+    next stage, so that a stage's weights are loaded twice per round. depth_first: each microbatch goes backward as soon
+    as it can (interleaved 1F1B), so that few activations wait; needs GPU memory for the weights of all its stages.
+    Results are bit-identical. auto: the order with the shorter predicted step."""
     use_prefetch: bool = True
     """Load the weights of the next stage into a second GPU buffer while a stage computes. No effect with no_offload."""
     use_offload: bool = True
@@ -298,7 +304,7 @@ class PipelineConfig:
     recompute: Recompute = option(Recompute.AUTO, needs=(TRAINING,))
     """Activation recomputation: part of each layer's forward that backward runs again. full: all of it. linear: all but
     attention, only with num_slices. elementwise: all but matrix products and attention. none: nothing, a quarter less
-    compute. auto: as little as memory allows. elementwise and none need no_offload or resident_stages all."""
+    compute. auto: as little as memory allows. elementwise and none keep all weights on the GPU."""
     activation_offloading: ActivationOffloading = option(ActivationOffloading.AUTO, needs=(TRAINING,))
     """Activation offloading: inputs of recomputed layers wait for backward in pinned CPU memory. Results are
     bit-identical. auto: for as many of a GPU's first stages as memory needs or as shorten the step. on: for all stages

@@ -192,9 +192,14 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
         "layers of slices are recomputed; use --recompute auto",
     ),
     (
-        "recompute use_offload resident_stages",
-        lambda o: o.recompute.saves_activations and o.use_offload and o.resident_stages != "all",
-        "weights must stay on the GPU until backward; use --no_offload, or --recompute auto",
+        "compute_order activation_offloading",
+        lambda o: o.compute_order == "depth_first" and o.activation_offloading == "on",
+        "depth-first, few activations wait for backward, and none is offloaded; remove one",
+    ),
+    (
+        "compute_order num_slices",
+        lambda o: o.compute_order == "depth_first" and (o.num_slices or 1) > 1,
+        "slices of a sequence go backward in reverse; use breadth_first",
     ),
     (
         "recompute activation_offloading",

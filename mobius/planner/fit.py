@@ -1,12 +1,15 @@
-"""Fits a plan into GPU memory: refuses what cannot fit, and uses the rest of the memory to make a step shorter.
+"""Fits a plan into GPU memory: refuses what cannot fit, and lists the ways to use the rest.
 
-Three uses share the memory of a rank:
+Several uses share the memory of a rank:
 
     resident stages   the first of the rank: no loads, no offloads, and no update on the CPU to wait for
     activations       the last of the rank: backward need not run their forward again, a quarter of their compute
-    a third slot      loads a stage while the gradients of another are offloaded
+    slots             a third loads a stage while another is offloaded; one for each stage loads it once per step
+    sum buffers       one for each streamed stage: unfinished gradient sums need not travel between rounds
 
-If activations may be offloaded, each use offloads those of the fewest stages with which it fits.
+All ranks follow the same pattern as far as their memory allows, because the slowest rank determines the step. Within a
+pattern, a rank saves the activations of as many stages as fit. If activations may be offloaded, it offloads those of
+the fewest stages with which it fits, or of all that do not save theirs.
 
 Saved activations need their weights on the GPU from forward to backward. Weights of resident stages are there, and
 weights of the last `num_slots` streamed stages stay in their slots.
@@ -22,8 +25,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import cache, lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 
 from mobius.config.config import ActivationOffloading, Recompute
 from mobius.errors import GpuMemoryError, PlanError
@@ -43,22 +46,19 @@ from mobius.planner.memory_estimates import (
     state_bytes,
     tile_tokens,
 )
-from mobius.planner.memory_policy import (
-    MemoryPolicy,
-    choose_within_host_memory,
-    closed_form_score,
-    fits_host,
-    lightest,
-    policy_by_score,
-)
 from mobius.planner.peak_memory import LayerBytes
+from mobius.planner.profile import Profile
+from mobius.planner.rates import reference_profile
 from mobius.planner.request import PlanRequest
+from mobius.planner.step_prediction import predict_min_step_seconds
 from mobius.schedule.plan import MemoryUse, Plan, RecomputeLevel
 from mobius.units import format_bytes
 
 PREFETCH_SLOTS = 3
 """A third slot loads a stage while the gradients of another are offloaded. It pays if a stage computes no longer than
 this copy takes."""
+MOST_RESIDENT_TRIED = 12
+"""Numbers of resident stages that are tried, evenly spread, if a rank has more stages."""
 SMALLEST_CHUNK = 128
 MIN_SLICE_TOKENS = 4096
 """Fewest tokens of a slice: fewer do not keep a GPU busy."""
@@ -67,14 +67,139 @@ SEQUENCE_TRIES = 64
 """Approximate number of shorter sequences that a refusal tries; each takes milliseconds."""
 
 
-def fit_plan(request: PlanRequest, *, layer: LayerBytes | None = None, policy: MemoryPolicy | None = None) -> Plan:
-    """Check that the plan of `request` fits, and use the rest of the memory as `policy` chooses.
+@dataclass(frozen=True)
+class _Pattern:
+    """What all ranks do with their memory as far as it allows."""
 
-    The default policy is the closed form at default rates. All ranks are assumed to have as much memory as this one;
-    resident stages and slots of one rank do not affect other ranks. `layer` gives the bytes of one layer and
-    microbatch; without it stages save no activations unless asked to.
+    num_resident: int
+    num_slots: int
+    """At least, and as many as streamed stages that save activations."""
+    num_sum_buffers: int
+    offloads: bool
+    """Whether stages that do not save their activations offload them; if not, as few as possible do."""
+
+
+class MemoryFit:
+    """Ways of all ranks to use their memory for a request whose numbers are known."""
+
+    def __init__(self, request: PlanRequest, layer: LayerBytes | None, *, may_save: bool = True) -> None:
+        """`layer` as in `fit_plan`; without it, or without `may_save`, stages save nothing unless asked to."""
+        assert request.gpu_bytes is not None, "a GPU has a limit"
+        self.request, self.layer = request, layer
+        self._usable = int(request.gpu_bytes * USABLE_MEMORY_FRACTION) - request.mailbox_bytes
+        self._least = least_use(request, layer)
+        # Slices are recomputed: keys and values in their activations would change with each later slice.
+        is_open = may_save and layer is not None and request.recompute is Recompute.AUTO and request.num_slices == 1
+        self._most_saving = request.plan.stages_per_rank if is_open else self._least.num_saving_activations
+        self._activation_bytes = cache(self._count_activation_bytes)
+
+    def plans(self, *, is_quick: bool = False) -> Iterator[Plan]:
+        """Yield a plan for each pattern in which every rank fits; `is_quick`: of few patterns.
+
+        If there is none, one in which every rank does the least that is requested.
+        """
+        found = dict.fromkeys(filter(None, map(self._plan, self._patterns(is_quick=is_quick))))
+        yield from found or [self.request.plan.with_same_use(self._least)]
+
+    def _patterns(self, *, is_quick: bool) -> Iterator[_Pattern]:
+        plan, per_rank, least = self.request.plan, self.request.plan.stages_per_rank, self._least
+        offloading = self.request.config.pipeline.activation_offloading
+        offloads = {ActivationOffloading.AUTO: (False, True), ActivationOffloading.ON: (True,)}.get(
+            offloading, (False,)
+        )
+        numbers = range(least.num_resident, (per_rank if self.request.num_resident is None else least.num_resident) + 1)
+        if is_quick:
+            numbers = numbers[:: max(1, len(numbers) - 1)]
+        for resident in numbers[:: -(-len(numbers) // MOST_RESIDENT_TRIED)]:
+            streamed = per_rank - resident
+            few = {min(number, streamed) for number in (PREFETCH_SLOTS, plan.num_slots or 0)}
+            slots = {min(1, streamed)} if plan.num_slots == 1 else {max(few)} if is_quick else few
+            slots = {streamed} if plan.is_depth_first else slots if plan.num_slots == 1 else slots | {streamed}
+            for number in sorted(slots):
+                partial = (0, streamed) if plan.has_partial_sums and not plan.is_evaluation else (0,)
+                for buffers in partial[-1:] if is_quick and number == streamed else partial:
+                    for offload in (False,) if plan.is_depth_first else offloads:
+                        yield _Pattern(resident, number, buffers, offload)
+
+    def _plan(self, pattern: _Pattern) -> Plan | None:
+        first = self.request.first_alike
+        uses = {rank: self._use(rank, pattern) for rank in {*first}}
+        chosen = [uses[rank] for rank in first]
+        fitting = [use for use in chosen if use is not None]
+        return self.request.plan.with_memory_uses(fitting) if len(fitting) == len(chosen) else None
+
+    def _use(self, rank: int, pattern: _Pattern) -> MemoryUse | None:
+        """Return what `rank` does in `pattern`, with fewer resident stages if these do not fit; None: nothing fits."""
+        for resident in range(pattern.num_resident, self._least.num_resident - 1, -1):
+            streamed = self.request.plan.stages_per_rank - resident
+            all_slots = pattern.num_slots >= self.request.plan.stages_per_rank - pattern.num_resident
+            use = MemoryUse(
+                resident,
+                0,
+                streamed if all_slots else min(pattern.num_slots, streamed),
+                num_sum_buffers=streamed if pattern.num_sum_buffers else 0,
+            )
+            if (found := self._fill(rank, use, offloads=pattern.offloads)) is not None:
+                return found
+        return None
+
+    def _fill(self, rank: int, use: MemoryUse, *, offloads: bool) -> MemoryUse | None:
+        """Return `use` with as many stages that save activations as fit, and as few that offload them as must."""
+        least, most = self._least.num_saving_activations, self._most_saving
+        streamed = self.request.plan.stages_per_rank - use.num_resident
+        if self.request.plan.num_slots == 1 and streamed > 1:
+            most = min(most, 1)  # without prefetch only the last streamed stage stays
+
+        def saving(number: int) -> MemoryUse:
+            left = offload_numbers(self.request, number)
+            slots = max(use.num_slots, min(number, streamed))
+            offloading = left[-1] if offloads else left[0]
+            return replace(use, num_saving_activations=number, num_slots=slots, num_offloading_activations=offloading)
+
+        if self._fits(rank, saving(least)):
+            count = bisect_left(range(least + 1, most + 1), True, key=lambda n: not self._fits(rank, saving(n)))
+            return saving(least + count)
+        numbers = offload_numbers(self.request, least)
+        if offloads or not self._fits(rank, replace(saving(least), num_offloading_activations=numbers[-1])):
+            return None
+        fewest = bisect_left(
+            numbers, True, key=lambda n: self._fits(rank, replace(saving(least), num_offloading_activations=n))
+        )
+        return replace(saving(least), num_offloading_activations=numbers[fewest])
+
+    def _fits(self, rank: int, use: MemoryUse) -> bool:
+        plan = self.request.plan.with_same_use(use)
+        states = sum(state_bytes(self.request, plan, rank).values())
+        return states + self._activation_bytes(rank, use.num_saving_activations, use.num_offloading_activations) <= (
+            self._usable
+        )
+
+    def _count_activation_bytes(self, rank: int, num_saving: int, num_offloading: int) -> int:
+        use = MemoryUse(0, num_saving, self.request.plan.stages_per_rank, num_offloading)
+        plan = self.request.plan.with_same_use(use)
+        return sum(activation_bytes(self.request, plan, rank, self.layer).values())
+
+
+def fit_plan(request: PlanRequest, *, layer: LayerBytes | None = None, profile: Profile | None = None) -> Plan:
+    """Check that the plan of `request` fits, and use the rest of the memory for the step that is shortest by a bound.
+
+    All ranks are assumed to have as much memory as this one; resident stages and slots of one rank do not affect other
+    ranks. `layer` gives the bytes of one layer and microbatch; without it stages save no activations unless asked to.
+    `profile` gives rates; without it, those of one kind of machine, whose relation matters only.
 
     Raises PlanError for more resident stages than a rank has, and GpuMemoryError if the request does not fit.
+    """
+    plans = fitting_plans(request, layer)
+    if len(plans) == 1:
+        return plans[0]
+    rates = profile or reference_profile(request)
+    return min(plans, key=lambda plan: (predict_min_step_seconds(plan, request, rates), -len(plan.resident)))
+
+
+def fitting_plans(request: PlanRequest, layer: LayerBytes | None, *, is_quick: bool = False) -> list[Plan]:
+    """Return a plan for each way to use the memory that fits; arguments and errors as of `fit_plan`.
+
+    Only the plan that takes the least host memory, if the host has less than any takes.
     """
     plan, per_rank, wanted = request.plan, request.plan.stages_per_rank, request.num_resident
     if wanted is not None and wanted > per_rank:
@@ -83,11 +208,25 @@ def fit_plan(request: PlanRequest, *, layer: LayerBytes | None = None, policy: M
             "--num_stages."
         )
     if request.gpu_bytes is None:
-        return plan.with_same_use(_least(request, layer))
+        return [plan.with_same_use(least_use(request, layer))]
     _refuse_what_cannot_fit(request, layer, request.gpu_bytes)
-    fitting = _fitting_of_ranks(request, layer, request.gpu_bytes)
-    policy = policy or policy_by_score(closed_form_score(request))
-    return plan.with_memory_uses(choose_within_host_memory(policy, request, fitting))
+    plans = [
+        plan
+        for level in levels_to_try(request, layer)
+        for plan in MemoryFit(request.trying(recompute_level=level), layer).plans(is_quick=is_quick)
+    ]
+    # The level of a plan that saves nothing says nothing.
+    plans = [
+        plan if plan.saved_activation_stages else replace(plan, recompute_level=RecomputeLevel.NONE) for plan in plans
+    ]
+    unique = list(dict.fromkeys(plans))
+    fitting = [plan for plan in unique if fits_host(request, plan)]
+    return fitting or [min(unique, key=lambda plan: estimate_host_memory(request, plan).total)]
+
+
+def fits_host(request: PlanRequest, plan: Plan) -> bool:
+    """Whether the host has the memory for a plan; True if its memory is not known."""
+    return request.host_bytes is None or estimate_host_memory(request, plan).total <= request.host_bytes
 
 
 def fits_gpus(request: PlanRequest, layer: LayerBytes | None) -> bool:
@@ -102,11 +241,11 @@ def least_host_bytes(request: PlanRequest) -> float:
 
     Much faster than `fit_plan`, because stages save no activations unless asked to.
     """
-    layer, available = estimated_layer(request), request.gpu_bytes
-    if available is None or not fits_gpus(request, layer):
+    layer = estimated_layer(request)
+    if request.gpu_bytes is None or not fits_gpus(request, layer):
         return math.inf
-    least = lightest(request, _fitting_of_ranks(request, layer, available, may_save=False))
-    return estimate_host_memory(request, request.plan.with_memory_uses(least)).total
+    plans = MemoryFit(request, layer, may_save=False).plans()
+    return min(estimate_host_memory(request, plan).total for plan in plans)
 
 
 def may_keep_products(request: PlanRequest) -> bool:
@@ -118,14 +257,14 @@ def may_keep_products(request: PlanRequest) -> bool:
     return is_open or request.recompute is Recompute.ELEMENTWISE
 
 
-def max_saving_attention(request: PlanRequest, *, layer: LayerBytes | None, policy: MemoryPolicy) -> int:
+def max_saving_attention(request: PlanRequest, *, layer: LayerBytes | None) -> int:
     """Return the most stages of each rank that can save attention's results; arguments as in `fit_plan`."""
     most = request.plan.stages_per_rank
 
     def fits(number: int) -> bool:
         asked = request.trying(num_saving_attention=number)
         try:
-            return fits_host(request, fit_plan(asked, layer=layer, policy=policy))
+            return any(fits_host(request, plan) for plan in fitting_plans(asked, layer, is_quick=True))
         except GpuMemoryError:
             return False
 
@@ -163,15 +302,11 @@ def _fewest_rounds(request: PlanRequest) -> int | None:
     for number in divisors(request.plan.num_chunks):
         tried = request.trying(accumulation_rounds=number)
         layer = estimated_layer(tried)
-        need = _least_need(tried, layer)
-        if need.total > int(available * USABLE_MEMORY_FRACTION) - tried.mailbox_bytes:
+        if _least_need(tried, layer).total > int(available * USABLE_MEMORY_FRACTION) - tried.mailbox_bytes:
             continue
-        use = _least(tried, layer)
-        if (
-            use.num_offloading_activations == 0
-            or _all_fit_host(tried, use)
-            or fits_host(tried, fit_plan(tried, layer=layer))
-        ):
+        use = least_use(tried, layer)
+        has_room = use.num_offloading_activations == 0 or fits_host(tried, tried.plan.with_same_use(use))
+        if has_room or least_host_bytes(tried) <= (tried.host_bytes or math.inf):
             return number
     return None
 
@@ -192,12 +327,14 @@ def check_given_plan(request: PlanRequest, plan: Plan, *, layer: LayerBytes | No
         )
 
 
-def _least(request: PlanRequest, layer: LayerBytes | None) -> MemoryUse:
+def least_use(request: PlanRequest, layer: LayerBytes | None) -> MemoryUse:
     """Return the requested use that takes the least GPU memory."""
     per_rank, num_resident = request.plan.stages_per_rank, request.num_resident or 0
     num_saving_activations = per_rank if request.recompute.saves_activations else 0
-    use = MemoryUse(num_resident, num_saving_activations, min(request.plan.num_slots or 0, per_rank - num_resident))
-    numbers = _offload_numbers(request, num_saving_activations)
+    streamed = per_rank - num_resident
+    slots = max(request.plan.num_slots or 0, num_saving_activations, streamed if request.plan.is_depth_first else 0)
+    use = MemoryUse(num_resident, num_saving_activations, min(slots, streamed))
+    numbers = offload_numbers(request, num_saving_activations)
     if request.gpu_bytes is None or len(numbers) == 1:
         return replace(use, num_offloading_activations=numbers[0])
     # With few microbatches, copies in flight take more than activations that stay on the GPU.
@@ -205,92 +342,12 @@ def _least(request: PlanRequest, layer: LayerBytes | None) -> MemoryUse:
     return min(uses, key=lambda each: _fullest_need(request, each, layer).total)
 
 
-def _offload_numbers(request: PlanRequest, num_saving_activations: int) -> range:
+def offload_numbers(request: PlanRequest, num_saving_activations: int) -> range:
     """Return the numbers of stages of a rank that may offload activations if the last ones save theirs."""
     asked, most = request.config.pipeline.activation_offloading, request.plan.stages_per_rank - num_saving_activations
     if asked is ActivationOffloading.AUTO:
         return range(most + 1)
     return range(most, most + 1) if asked is ActivationOffloading.ON else range(1)
-
-
-def _uses(request: PlanRequest, *, may_save: bool) -> Iterator[MemoryUse]:
-    """All uses of a rank's memory that the options allow, whether they fit or not; none offloads activations.
-
-    Without `may_save` stages save no more activations than requested.
-    """
-    plan, least, per_rank = request.plan, _least(request, None), request.plan.stages_per_rank
-    # Slices are recomputed: keys and values in their activations would change with each later slice.
-    may_save = may_save and request.recompute is Recompute.AUTO and plan.num_slices == 1
-    most_resident = per_rank if request.num_resident is None else least.num_resident
-    most_saving = per_rank if may_save else least.num_saving_activations
-    for num_resident in range(least.num_resident, most_resident + 1):
-        num_streamed = per_rank - num_resident
-        for num_saving in range(least.num_saving_activations, most_saving + 1):
-            in_slots = min(num_saving, num_streamed)
-            if num_streamed == 0:
-                slots = {0}
-            elif plan.num_slots == 1:  # without prefetch only the last streamed stage stays
-                slots = {1} if in_slots <= 1 else set()
-            else:
-                slots = {min(max(number, in_slots), num_streamed) for number in (PREFETCH_SLOTS, plan.num_slots or 0)}
-            yield from (MemoryUse(num_resident, num_saving, number) for number in slots)
-
-
-def _fitting_of_ranks(
-    request: PlanRequest, layer: LayerBytes | None, gpu_bytes: int, *, may_save: bool = True
-) -> list[list[MemoryUse]]:
-    found = {rank: _fitting(request, rank, layer, gpu_bytes, may_save=may_save) for rank in {*request.first_alike}}
-    return [found[rank] for rank in request.first_alike]
-
-
-def _fitting(
-    request: PlanRequest, rank: int, layer: LayerBytes | None, gpu_bytes: int, *, may_save: bool
-) -> list[MemoryUse]:
-    """Return the uses that fit, each with as few offloading stages as possible; the least use if none fits.
-
-    Without `may_save` stages save no more activations than requested.
-    """
-    usable = int(gpu_bytes * USABLE_MEMORY_FRACTION) - request.mailbox_bytes
-
-    @cache
-    def states_take(num_resident: int) -> tuple[int, int]:
-        """Bytes without slots, and of each slot."""
-        one, two = (
-            sum(state_bytes(request, request.plan.with_same_use(MemoryUse(num_resident, 0, slots)), rank).values())
-            for slots in (1, 2)
-        )
-        return 2 * one - two, two - one
-
-    @cache
-    def rest_takes(num_saving_activations: int, num_offloading_activations: int) -> int:
-        use = MemoryUse(0, num_saving_activations, request.plan.num_slots or 0, num_offloading_activations)
-        return sum(activation_bytes(request, request.plan.with_same_use(use), rank, layer).values())
-
-    fitting = []
-    for use in _uses(request, may_save=may_save and layer is not None):
-        without_slots, slot = states_take(use.num_resident)
-        rest = usable - without_slots - use.num_slots * slot
-        numbers = _offload_numbers(request, use.num_saving_activations)
-        fewest = _fewest_within(rest, numbers, partial(rest_takes, use.num_saving_activations))
-        if fewest is not None and (
-            fewest == numbers[0] or _all_fit_host(request, replace(use, num_offloading_activations=fewest))
-        ):
-            fitting.append(replace(use, num_offloading_activations=fewest))
-    return fitting or [_least(request, layer)]
-
-
-def _fewest_within(limit: int, numbers: range, takes: Callable[[int], int]) -> int | None:
-    """Return the smallest of `numbers` that takes at most `limit`; from the second on, larger numbers take less."""
-    if takes(numbers[0]) <= limit:
-        return numbers[0]
-    if takes(numbers[-1]) > limit:
-        return None
-    return numbers[bisect_left(numbers, True, lo=1, hi=len(numbers) - 1, key=lambda number: takes(number) <= limit)]
-
-
-def _all_fit_host(request: PlanRequest, use: MemoryUse) -> bool:
-    """Whether the host has the memory if all ranks do this."""
-    return fits_host(request, request.plan.with_same_use(use))
 
 
 def _fullest_need(request: PlanRequest, use: MemoryUse, layer: LayerBytes | None) -> GpuMemoryEstimate:
@@ -299,7 +356,7 @@ def _fullest_need(request: PlanRequest, use: MemoryUse, layer: LayerBytes | None
 
 
 def _least_need(request: PlanRequest, layer: LayerBytes | None) -> GpuMemoryEstimate:
-    return _fullest_need(request, _least(request, layer), layer)
+    return _fullest_need(request, least_use(request, layer), layer)
 
 
 def _refuse_what_cannot_fit(request: PlanRequest, layer: LayerBytes | None, available: int) -> None:

@@ -18,6 +18,7 @@ from mobius.planner.peak_memory import (
     loss_bytes,
 )
 from mobius.planner.request import PlanRequest
+from mobius.planner.state_bytes import SUM_BYTES
 from mobius.schedule.plan import MemoryUse, Plan
 from mobius.units import GIB, format_bytes, format_bytes_sum
 
@@ -120,8 +121,8 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
         streams_trained = is_streamed and not shape.keeps_trained_on_gpu
         if is_streamed:
             streamed += frozen + trained * streams_trained
-            has_accumulation_rounds = plan.offloads_gradient_sums(cut.stage % plan.num_ranks)
-            streamed_bytes += replace(sizes, has_accumulation_rounds=has_accumulation_rounds).host(
+            offloads_sums = plan.offloads_gradient_sums(cut.stage % plan.num_ranks)
+            streamed_bytes += replace(sizes, has_partial_sums=offloads_sums).host(
                 trained * streams_trained, frozen=frozen
             )
         if request.machine.on_cpu and not streams_trained:
@@ -258,13 +259,14 @@ def state_bytes(request: PlanRequest, plan: Plan, rank: int) -> dict[str, int]:
     """Return the bytes that stay through all steps, by field of `GpuMemoryEstimate`."""
     shape, sizes, deferred_updates = request.shape, request.sizes, request.deferred_updates
     own = [plan.cuts[stage] for stage in plan.local_stages(rank)]
-    slots = plan.slots[rank] * max(
-        (cut.num_streamed_parameters(shape) for cut in own if cut.stage not in plan.resident), default=0
-    )
+    loaded = [cut.num_streamed_parameters(shape) for cut in own if cut.stage not in plan.resident]
+    slots = sum(loaded) if plan.slots[rank] == len(loaded) else plan.slots[rank] * max(loaded)
     whole = sum(cut.num_parameters(shape) for cut in own if cut.stage in plan.resident)
-    streamed = [
-        cut.num_trained(shape) for cut in own if cut.stage not in plan.resident and not shape.keeps_trained_on_gpu
-    ]
+    streamed = {
+        cut.stage: cut.num_trained(shape)
+        for cut in own
+        if cut.stage not in plan.resident and not shape.keeps_trained_on_gpu
+    }
     # Trained parameters on this GPU, by stage; the stage's other parameters may be streamed.
     resident = {
         cut.stage: cut.num_trained(shape) for cut in own if cut.stage in plan.resident or shape.keeps_trained_on_gpu
@@ -274,18 +276,19 @@ def state_bytes(request: PlanRequest, plan: Plan, rank: int) -> dict[str, int]:
         sizes.resident_gradient_bytes(count, keeps_gradients=stage in deferred_updates)
         for stage, count in resident.items()
     )
-    # Gradients are summed in one fp32 buffer, or in two if sums of streamed stages are copied to the host and back.
+    # Gradients are summed in one fp32 buffer, or in several if sums of streamed stages are unfinished at a time.
     in_place = {stage for stage in resident if sizes.accumulates_in_place(keeps_gradients=stage in deferred_updates)}
+    offloads_sums = plan.offloads_gradient_sums(rank)
+    in_place.update(streamed if plan.has_partial_sums and not offloads_sums else ())
     summed = [cut.num_trained(shape) for cut in reversed(own) if cut.stage not in in_place]
     # One stage is reduced over the replicas while the next one adds up (engine/reductions.py).
-    num_sums = (
-        MIN_GRADIENT_SUMS
-        if sizes.num_replicas > 1 or plan.offloads_gradient_sums(rank) or (streamed and sizes.gradient > sizes.weight)
-        else 1
-    )
+    needs_two = sizes.num_replicas > 1 or (len(streamed) > 0 and sizes.gradient > sizes.weight)
+    num_sums = max(plan.num_sum_buffers(rank) if offloads_sums else 1, MIN_GRADIENT_SUMS if needs_two else 1)
+    sums = gradient_sum_elements(summed, num_sums) if summed else ()
+    own_sums = [count for stage, count in streamed.items() if stage in in_place]
     return {
         "weights": (slots + whole + adapters) * sizes.weight,
-        "gradients": 4 * sum(gradient_sum_elements(summed, num_sums)) + resident_gradient_bytes,
+        "gradients": SUM_BYTES * sum((*sums, *own_sums)) + resident_gradient_bytes,
         "optimizer": sum(map(sizes.optimizer, resident.values())),
         "kv_cache": max(len(cut.layers) for cut in own) * request.kv_cache_bytes,
     }

@@ -41,9 +41,11 @@ the widths of queries and of keys,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
+from operator import mul
 
 from mobius.limits import (
     KEYS_PER_CALL,
@@ -52,6 +54,7 @@ from mobius.limits import (
     max_prefetched,
     max_sends_in_flight,
 )
+from mobius.schedule.depth_first import warmup_forwards
 from mobius.schedule.partition import LayerWidths, ModelShape
 from mobius.schedule.plan import Plan, RecomputeLevel
 
@@ -263,6 +266,8 @@ def embedding_bytes(weight_bytes: int, shape: ModelShape, *, tokens: int, on_gpu
 def find_peak(plan: Plan, rank: int, size: MicrobatchBytes) -> LiveMemory:
     """Return the memory of `rank` at the peak of a step."""
     step = _RankStep(plan, rank, size)
+    if plan.is_depth_first:
+        return max(step.depth_first(), key=lambda held: held.total)
     return max((*step.offloading_forwards(), *step.last_stage(), *step.first_backwards()), key=lambda held: held.total)
 
 
@@ -270,7 +275,7 @@ class _RankStep:
     """One rank's step: its memory at each time that may be the peak."""
 
     def __init__(self, plan: Plan, rank: int, size: MicrobatchBytes) -> None:
-        self._plan, self._size, self._stages = plan, size, plan.local_stages(rank)
+        self._plan, self._rank, self._size, self._stages = plan, rank, size, plan.local_stages(rank)
         self._per_round, self._max_sends = plan.microbatches_per_round, max_sends_in_flight(plan.microbatches_per_round)
         self._received = 0 if plan.num_ranks == 1 else NUM_PREPOSTED_RECEIVES * size.activation
         self._waiting = [stage for stage in self._stages if not plan.cuts[stage].is_last]
@@ -344,6 +349,26 @@ class _RankStep:
                 work = self._size.activation + self._size.embedding
                 yield LiveMemory(inputs - saved[0], graphs - saved[1], messages, work)
 
+    def depth_first(self) -> Iterator[LiveMemory]:
+        """Turns of one forward and one backward, where the largest work meets what microbatches save at the time."""
+        plan, message = self._plan, self._size.activation
+        cuts = [plan.cuts[stage] for stage in self._stages]
+        saved = [(0, 0) if cut.is_last else self._saved(cut.stage) for cut in cuts]
+        work = max(map(self._layer_work, self._stages))
+        messages, last = self._messages(self._per_round), LiveMemory()
+        if cuts[0].is_first:
+            work = max(work, message + self._size.embedding)
+        if cuts[-1].is_last:  # its only microbatch; output and gradient stay until the stage's backward is done
+            own, graph = self._saved(self._stages[-1])
+            output = 0 if self._saves_graph(self._stages[-1]) else message
+            last = LiveMemory(own, graph, messages, output + max(self._size.loss, message + work))
+        numbers = (plan.stages_per_rank, self._per_round, plan.accumulation_rounds, warmup_forwards(self._rank, plan))
+        of_inputs, of_graphs = zip(*saved, strict=True)
+        for counts in _waiting_microbatches(*numbers):
+            inputs, graphs = sum(map(mul, counts, of_inputs)), sum(map(mul, counts, of_graphs))
+            yield LiveMemory(inputs, graphs, messages, work)
+            yield LiveMemory(inputs + last.inputs, graphs + last.saved_activations, last.messages, last.work)
+
     def _product_bytes(self, number: int) -> int:
         """Bytes of products in `number` consecutive microbatches; microbatches that offload them are evenly spaced."""
         return -(-number * self._plan.num_offloaded_microbatches // self._per_round) * self._products
@@ -393,3 +418,27 @@ class _RankStep:
         outputs = self._max_sends if outputs is None else outputs
         number = gradients if self._plan.num_ranks == 1 else min(self._max_sends, gradients + outputs)
         return self._received + number * self._size.activation
+
+
+@lru_cache(maxsize=1024)  # called for every way to use the memory
+def _waiting_microbatches(per_rank: int, size: int, rounds: int, warmup: int) -> Sequence[Sequence[int]]:
+    """Return numbers of microbatches between forward and backward in each stage of a rank, where they may be most.
+
+    Between two changes of the stage that runs forward or backward, one number rises or falls evenly, so the turns at
+    the changes are enough. From the third round on all rounds are alike.
+    """
+    period = size * per_rank
+    ends = min(rounds, 3) * period
+    turns = {*range(0, ends, size), *(turn - warmup % size for turn in range(size, ends, size))}
+    found = dict[Sequence[int], None]()
+    for turn in turns:
+        forwards, places = min(rounds * period, warmup + turn + 1), range(per_rank)
+        back = [_of_stage(turn, place, size, period) for place in reversed(places)]
+        found[tuple(_of_stage(forwards, place, size, period) - back[place] for place in places)] = None
+    return [*found]
+
+
+def _of_stage(number: int, place: int, size: int, period: int) -> int:
+    """Return how many of the first `number` computations are of the stage that comes at `place` in each round."""
+    rounds, rest = divmod(number, period)
+    return rounds * size + min(max(rest - place * size, 0), size)

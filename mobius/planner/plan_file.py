@@ -13,13 +13,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from mobius.config.config import ActivationOffloading, Config, Dtype, PlanningConfig, Recompute, options
+from mobius.config.config import ActivationOffloading, Config, Dtype, Order, PlanningConfig, Recompute, options
 from mobius.config.validation import find_problems
 from mobius.errors import PlanError, excerpt, first_line, quoted, reason_of
 from mobius.planner.request import PlanRequest
 from mobius.regular_files import read_bytes
 from mobius.schedule.partition import ModelShape, StageCut
 from mobius.schedule.plan import Plan, RecomputeLevel, recompute_level_of
+from mobius.schedule.spec import ComputeOrder
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ PLAN_FIELDS: Final = {
     "kept_attention": "saved_attention_stages",
     "products_home": "num_offloaded_microbatches",
     "slots": "slots",
+    "sum_buffers": "sum_buffers",
+    "order": "order",
     "spans": "cuts",
     "resident": "resident",
     "kept_activations": "saved_activation_stages",
@@ -47,6 +50,8 @@ _ADDED_LATER: Final = (
     "kept_attention",
     "products_home",
     "stashed_activations",
+    "sum_buffers",
+    "order",
 )
 """Keys that older files lack."""
 _MOST_BYTES: Final = 1 << 24
@@ -169,6 +174,13 @@ def _level(value: object, name: str) -> RecomputeLevel:
     return RecomputeLevel(value)
 
 
+def _order(value: object, name: str) -> ComputeOrder:
+    orders = [order for order in ComputeOrder if order is not ComputeOrder.EVALUATION]
+    if not isinstance(value, str) or value not in orders:
+        raise _FieldError(f"`{name}` is {quoted(value)}, not one of {', '.join(orders)}")
+    return ComputeOrder(value)
+
+
 def _cut(value: object, name: str) -> StageCut:
     if not isinstance(value, dict):
         raise _FieldError(f"`{name}` is {quoted(value)}, not an object")
@@ -185,6 +197,7 @@ def _list_of(read: Callable[[object, str], Any], value: object, name: str) -> tu
 _READERS: Final[dict[str, Callable[[object, str], Any]]] = {
     "int": _whole,
     "RecomputeLevel": _level,
+    "ComputeOrder": _order,
     "tuple[int, ...]": lambda value, name: _list_of(_whole, value, name),
     "tuple[StageCut, ...]": lambda value, name: _list_of(_cut, value, name),
     "frozenset[int]": lambda value, name: frozenset(_list_of(_whole, value, name)),
@@ -255,6 +268,8 @@ def _contradictions_of_stages(plan: Plan) -> Iterator[str]:
         yield "attention's results are saved, but sequences are not in slices"
     if len(plan.slots) != plan.num_ranks:
         yield f"slots of {len(plan.slots)} ranks, not {plan.num_ranks}"
+    if plan.sum_buffers and len(plan.sum_buffers) != plan.num_ranks:
+        yield f"sum buffers of {len(plan.sum_buffers)} ranks, not {plan.num_ranks}"
     for rank, slots in enumerate(plan.slots):
         streamed = plan.streamed_stages(rank)
         if not min(1, len(streamed)) <= slots <= len(streamed):
@@ -306,6 +321,7 @@ def apply_saved_plan(config: Config, *, given: Collection[str]) -> tuple[Config,
         num_chunks=plan.num_chunks,
         num_slices=plan.num_slices,
         num_rounds=plan.accumulation_rounds,
+        compute_order=Order(plan.order.value),
         num_stages=plan.num_stages,
         use_offload=plan.num_slots is not None,
         use_prefetch=plan.num_slots != 1 or plan.stages_per_rank == 1,
@@ -331,6 +347,8 @@ def _differences(config: Config, saved: SavedPlan) -> Iterator[tuple[str, str]]:
     ):
         if own is not None and own != planned:  # None: auto, and the plan is an answer to that
             yield name, f"--{name} {own}, the plan has {planned}"
+    if pipeline.compute_order not in (Order.AUTO, plan.order.value):
+        yield "compute_order", f"--compute_order {pipeline.compute_order}, the plan is {plan.order}"
     residents = sorted({plan.use_of(rank).num_resident for rank in range(plan.num_ranks)})
     wanted = plan.stages_per_rank if pipeline.resident_stages == "all" else pipeline.num_resident_stages
     if wanted is not None and residents != [wanted]:

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mobius.config.config import Dtype
 from mobius.errors import PlanError
-from mobius.planner.gpu_specs import GIGA, LayerEstimate, estimate_profile, memory_rate, with_attention_length
+from mobius.planner.gpu_specs import (
+    GIGA,
+    GPU_SPECS,
+    LayerEstimate,
+    estimate_profile,
+    memory_rate,
+    with_attention_length,
+)
 from mobius.planner.profile import Profile, with_frozen
 from mobius.planner.replica_traffic import ReplicaRates, rates_of_nodes
 from mobius.planner.request import PlanRequest
@@ -60,6 +68,18 @@ def estimated_profile(request: PlanRequest) -> Profile | None:
     )
     profile = with_frozen(profile, request.shape, memory_rate(gpu_spec))
     return replace(profile, replicas=_replica_rates(request, profile))
+
+
+def reference_profile(request: PlanRequest) -> Profile:
+    """Return the estimate for a known machine, to compare plans of a device whose rates are not known."""
+    known = estimated_profile(request)
+    if known is not None:
+        return known
+    config = replace(request.config, model=replace(request.config.model, dtype=Dtype.BF16))
+    machine = replace(request.machine, gpu_spec=request.machine.gpu_spec or GPU_SPECS["H200"])
+    reference = estimated_profile(replace(request, config=config, machine=machine))
+    assert reference is not None, "the machine has a known card"
+    return reference
 
 
 def _replica_rates(request: PlanRequest, profile: Profile) -> ReplicaRates | None:

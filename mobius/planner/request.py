@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from mobius.config.config import Compile, Config, Dtype, Recompute, ReduceDtype
+from mobius.config.config import Compile, Config, Dtype, Order, Recompute, ReduceDtype
 from mobius.limits import NUM_INCOMING_EDGES, NUM_MAILBOXES
 from mobius.planner.gpu_specs import GpuSpec, Host
 from mobius.planner.peak_memory import estimate_layer
@@ -20,6 +20,7 @@ from mobius.planner.state_bytes import SUM_BYTES, ByteSizes
 from mobius.schedule.packed_rows import PackedRows
 from mobius.schedule.partition import ModelShape
 from mobius.schedule.plan import Plan, RecomputeLevel, make_plan, recompute_level_of
+from mobius.schedule.spec import ComputeOrder
 from mobius.units import GIB
 
 BESIDE_PRODUCTS = 1 / 64
@@ -94,6 +95,8 @@ class Candidate:
     """None is planned as one round."""
     num_slices: int | None = None
     """None is planned as whole sequences."""
+    order: ComputeOrder | None = None
+    """None is planned as breadth-first."""
     recompute_level: RecomputeLevel | None = None
     """None is planned as what `--recompute` says, or everything."""
     num_saving_attention: int | None = None
@@ -102,9 +105,19 @@ class Candidate:
     """Microbatches per round whose products are offloaded by stages that offload activations."""
 
     @property
+    def has_partial_sums(self) -> bool:
+        """As `ScheduleSpec.has_partial_sums`."""
+        return (self.accumulation_rounds or 1) > 1 or self.order is ComputeOrder.DEPTH_FIRST
+
+    @property
     def is_known(self) -> bool:
         """Whether stages and microbatches are chosen, without which there is no plan."""
         return self.num_stages is not None and self.num_chunks is not None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every number is chosen that ranks must agree on."""
+        return self.is_known and None not in (self.accumulation_rounds, self.num_slices, self.order)
 
 
 @dataclass(frozen=True)
@@ -127,7 +140,8 @@ class PlanRequest:
     def of(cls, config: Config, shape: ModelShape, machine: Machine, packed: PackedRows | None = None) -> PlanRequest:
         """The question of a run, before anything is chosen."""
         asked = config.pipeline
-        numbers = Candidate(asked.num_stages, asked.num_chunks, asked.num_rounds, asked.num_slices)
+        order = ComputeOrder(asked.compute_order.value) if asked.compute_order is not Order.AUTO else None
+        numbers = Candidate(asked.num_stages, asked.num_chunks, asked.num_rounds, asked.num_slices, order)
         return cls(config, shape, machine, numbers, packed)
 
     def trying(self, **numbers: Any) -> PlanRequest:
@@ -166,6 +180,7 @@ class PlanRequest:
             num_chunks=chosen.num_chunks,
             num_rounds=chosen.accumulation_rounds,
             num_slices=chosen.num_slices,
+            compute_order=Order.AUTO if chosen.order is None else Order(chosen.order.value),
         )
         return replace(self.config, pipeline=pipeline)
 
@@ -188,6 +203,7 @@ class PlanRequest:
             num_slots=pipeline.num_slots if pipeline.use_offload else None,
             accumulation_rounds=chosen.accumulation_rounds or 1,
             num_slices=slices,
+            order=chosen.order or ComputeOrder.BREADTH_FIRST,
             recompute_level=chosen.recompute_level or recompute_level_of(pipeline.recompute),
             num_saving_attention=0 if slices == 1 else saving_attention or 0,
             num_offloaded_microbatches=chosen.num_offloaded_microbatches,
@@ -267,7 +283,7 @@ class PlanRequest:
         return ByteSizes.of(
             self.config.model.dtype,
             has_fp32_gradients=self.config.pipeline.fp32_gradients or self.shape.keeps_trained_on_gpu,
-            has_accumulation_rounds=(self.candidate.accumulation_rounds or 1) > 1,
+            has_partial_sums=self.candidate.has_partial_sums,
             num_replicas=self.machine.num_replicas,
         )
 

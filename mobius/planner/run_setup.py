@@ -256,8 +256,9 @@ def replan_with_reserve(run_setup: RunSetup, reserve_bytes: int) -> RunSetup:
 
 def _open_again(run_setup: RunSetup) -> PlanRequest:
     """The request with stages and rounds as the user asked, and with the microbatches that were chosen."""
-    asked = run_setup.requested_config.pipeline
-    return run_setup.result.request.trying(num_stages=asked.num_stages, accumulation_rounds=asked.num_rounds)
+    request = run_setup.result.request
+    asked = PlanRequest.of(run_setup.requested_config, request.shape, request.machine).candidate
+    return request.trying(num_stages=asked.num_stages, accumulation_rounds=asked.accumulation_rounds, order=asked.order)
 
 
 def machine_of_gpu(name: str, total_bytes: int, num_ranks: int, *, free_bytes: int | None = None) -> Machine:

@@ -1,7 +1,9 @@
-"""Search for the fastest plan: stages, microbatches, slices and rounds, what is saved, and what is offloaded.
+"""Search for the best plan: order, stages, microbatches, slices and rounds, and what stays on the GPU.
 
-Each candidate is bounded from below (`predict_min_step_seconds`, a hundredth of a simulation's time), and simulated
-only while its bound promises less than the best so far.
+Each candidate is bounded from below (`predict_min_step_seconds`, a hundredth of a simulation's time). Numbers are
+compared by bounds with few ways to use the memory; of the best numbers all ways are tried. Candidates are simulated in
+the order of their bounds while one may be the fastest. Among those within `ALIKE` of the fastest, the one that takes
+least host memory is chosen, then least GPU memory.
 
 Products of some microbatches may be offloaded, so that a backward runs no matrix product again:
 
@@ -18,10 +20,10 @@ from __future__ import annotations
 import logging
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 
 from mobius.config.config import ActivationOffloading, PipelineConfig, Recompute
 from mobius.errors import GpuMemoryError, PlanError
@@ -31,8 +33,9 @@ from mobius.planner.fit import (
     divisors,
     fit_plan,
     fits_gpus,
+    fits_host,
+    fitting_plans,
     least_host_bytes,
-    levels_to_try,
     max_saving_attention,
     may_keep_products,
     numbers_of_rounds,
@@ -43,18 +46,9 @@ from mobius.planner.memory_estimates import (
     estimate_host_memory,
     estimated_layer,
 )
-from mobius.planner.memory_policy import (
-    ALIKE,
-    WORTH,
-    MemoryPolicy,
-    closed_form_score,
-    fits_host,
-    policy_by_score,
-    policy_by_simulation,
-)
 from mobius.planner.peak_memory import LayerBytes
 from mobius.planner.profile import Profile
-from mobius.planner.rates import estimated_profile, profile_for
+from mobius.planner.rates import profile_for
 from mobius.planner.request import PlanRequest
 from mobius.planner.step_prediction import (
     predict_min_step_seconds,
@@ -62,22 +56,33 @@ from mobius.planner.step_prediction import (
     without_garbage_collection,
 )
 from mobius.schedule.partition import max_stages
-from mobius.schedule.plan import Plan, RecomputeLevel
+from mobius.schedule.plan import Plan
+from mobius.schedule.spec import ComputeOrder
 
 logger = logging.getLogger(__name__)
 
 MAX_CHUNKS_PER_RANK = 4
-"""More microbatches per rank than this fill the pipeline no better, and each has its own costs."""
+"""More microbatches per rank than this fill a breadth-first pipeline no better, and each has its own costs."""
+MIN_MICROBATCH_TOKENS = 1024
+"""Fewest tokens of a depth-first microbatch that auto chooses, unless a row has fewer: smaller ones do not keep a GPU
+busy."""
 SLICES_PER_RANK = 4
 """Microbatches per rank that slices of long sequences should give, so that fill and drain cost little."""
 MIN_SLICED_SEQ_LENGTH = 16384
 """Shortest sequences, in tokens, that auto cuts into slices."""
-NUM_FITTED_WELL = 3
-"""Number of best candidates, with different numbers of stages, whose use of memory is chosen by simulation."""
+NUM_FITTED_WELL = 4
+"""Best numbers of each order of which all ways to use the memory are tried."""
 NUMBERS_OF_A_SIZE = 2
 """Numbers of stages that are tried of those whose largest stages have equally many layers."""
-NOTICEABLE = 0.005
-"""Share of a step that more stages or chunks must gain."""
+MOST_ROUND_NUMBERS = 4
+"""Numbers of rounds that are tried for one number of microbatches."""
+ALIKE = 0.01
+"""Share of a step within which the plan that takes less host memory is chosen."""
+MOST_SIMULATED = 32
+MOST_SIMULATED_ALIKE = 12
+"""Maximum numbers of plans that are simulated: to find the fastest, and then one that takes less memory."""
+WORTH = 0.01
+"""Share of a step that offloaded products must gain."""
 MOST_IF_UNKNOWN = 2
 """Maximum host memory of a plan with offloaded products, relative to one without, if the host's memory is unknown."""
 
@@ -91,14 +96,59 @@ class TimedPlan:
     profile: Profile
     seconds: float
 
+    @classmethod
+    def bounded(cls, request: PlanRequest, plan: Plan, profile: Profile) -> TimedPlan:
+        """Return the plan with a bound of its step."""
+        return cls(request, plan, profile, predict_min_step_seconds(plan, request, profile))
+
+    def simulated(self) -> TimedPlan:
+        """Return the plan with the seconds of a simulated step."""
+        return replace(self, seconds=predict_step_seconds(self.plan, self.request, self.profile))
+
     @property
     def fits_host(self) -> bool:
         """Whether the host has the memory, as far as is known."""
         return fits_host(self.request, self.plan)
 
-    def simulated(self) -> TimedPlan:
-        """Return the plan with the seconds of a simulated step."""
-        return replace(self, seconds=predict_step_seconds(self.plan, self.request, self.profile))
+    @cached_property
+    def memory(self) -> tuple[int, int]:
+        """Host bytes, and GPU bytes of all ranks."""
+        gpus = estimate_gpu_memory_of_ranks(self.request, self.plan, estimated_layer(self.request))
+        return estimate_host_memory(self.request, self.plan).total, sum(each.total for each in gpus)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Numbers of stages, microbatches, slices and rounds."""
+        plan = self.plan
+        return plan.num_stages, plan.num_microbatches, plan.num_slices, plan.accumulation_rounds
+
+
+def pick(candidates: Iterable[TimedPlan]) -> TimedPlan:
+    """Return the best of bounded candidates, simulated: of those about as fast as the fastest the one of least memory.
+
+    Candidates that fit the host come before those that do not.
+    """
+    listed = list(candidates)
+    ordered = sorted([each for each in listed if each.fits_host] or listed, key=lambda each: each.seconds)
+    simulated: dict[Plan, TimedPlan] = {}
+    fastest = math.inf
+    with progress_bar("simulating", " steps") as bar:
+        for each in ordered[:MOST_SIMULATED]:
+            if each.seconds >= fastest:
+                break
+            simulated[each.plan] = each.simulated()
+            fastest = min(fastest, simulated[each.plan].seconds)
+            bar.update()
+        alike = [each for each in simulated.values() if each.seconds <= fastest * (1 + ALIKE)]
+        best = min(alike, key=lambda each: each.memory)
+        lighter = [each for each in ordered if each.plan not in simulated and each.seconds <= fastest * (1 + ALIKE)]
+        lighter = [each for each in lighter if each.memory < best.memory]
+        for each in sorted(lighter, key=lambda each: each.memory)[:MOST_SIMULATED_ALIKE]:
+            tried = each.simulated()
+            bar.update()
+            if tried.seconds <= fastest * (1 + ALIKE):
+                return tried
+    return best
 
 
 def resolve_auto(request: PlanRequest, *, measured: Profile | None = None, is_draft: bool = False) -> PlanRequest:
@@ -108,27 +158,36 @@ def resolve_auto(request: PlanRequest, *, measured: Profile | None = None, is_dr
     an unknown GPU, fp32) the numbers are the defaults, or the nearest possible. The choice depends on the total memory
     of the GPU and not on what is free, because every rank must choose the same. Raises GpuMemoryError if nothing fits.
     """
+    if request.machine.on_cpu or (request.gpu_spec is None and measured is None):
+        request = request if request.candidate.is_known else _usual_numbers(request)
+        request = _with_slices(request.trying(order=request.candidate.order or ComputeOrder.BREADTH_FIRST))
+        if request.candidate.accumulation_rounds is not None:
+            return request
+        return request.trying(accumulation_rounds=rounds_to_try(request.on_empty_gpu)[-1])
+    if request.candidate.is_complete:
+        return request
+    best = choose_candidate(request.on_empty_gpu, measured=measured, is_draft=is_draft)
+    plan = best.plan
     if not request.candidate.is_known:
-        if request.machine.on_cpu or (request.gpu_spec is None and measured is None):
-            request = _usual_numbers(request)
-        else:
-            best = choose_candidate(request.on_empty_gpu, measured=measured, is_draft=is_draft)
-            plan = best.plan
-            logger.log(
-                logging.DEBUG if is_draft else logging.INFO,
-                "chosen: --num_stages %d --num_chunks %d --num_rounds %d, layers per stage %s; %.3g s per step by %s",
-                plan.num_stages,
-                plan.num_chunks,
-                plan.accumulation_rounds,
-                " ".join(str(len(cut.layers)) for cut in plan.cuts),
-                best.seconds,
-                best.profile.describe(),
-            )
-            rounds = request.candidate.accumulation_rounds
-            request = _with_slices(request.trying(num_stages=plan.num_stages, num_chunks=plan.num_chunks))
-            if rounds is None and request.candidate.num_slices == plan.num_slices:
-                request = request.trying(accumulation_rounds=plan.accumulation_rounds)
-    return _with_rounds(_with_slices(request), measured)
+        logger.log(
+            logging.DEBUG if is_draft else logging.INFO,
+            "chosen: --num_stages %d --num_chunks %d --num_rounds %d --compute_order %s, layers per stage %s; %.3g s "
+            "per step by %s",
+            plan.num_stages,
+            plan.num_chunks,
+            plan.accumulation_rounds,
+            plan.order.value,
+            " ".join(str(len(cut.layers)) for cut in plan.cuts),
+            best.seconds,
+            best.profile.describe(),
+        )
+    return request.trying(
+        num_stages=plan.num_stages,
+        num_chunks=plan.num_chunks,
+        num_slices=plan.num_slices,
+        accumulation_rounds=plan.accumulation_rounds,
+        order=plan.order,
+    )
 
 
 def _usual_numbers(request: PlanRequest) -> PlanRequest:
@@ -165,17 +224,14 @@ def _with_slices(request: PlanRequest, *, is_quick: bool = False) -> PlanRequest
         tried = list[TimedPlan]()
         for each in sorted({number, *map(_fewest_slices, keeping)}):
             with suppress(GpuMemoryError):
-                sliced = _with_rounds(card.trying(num_slices=each), None)
-                profile, layer = estimated_profile(sliced), estimated_layer(sliced)
-                most = max_saving_attention(sliced, layer=layer, policy=_closed_form(sliced, profile))
-                tried.append(_bounded(sliced.trying(num_saving_attention=most), None))
+                sliced = card.trying(num_slices=each)
+                if sliced.candidate.accumulation_rounds is None:
+                    sliced = sliced.trying(accumulation_rounds=rounds_to_try(sliced)[-1])
+                most = max_saving_attention(sliced, layer=estimated_layer(sliced))
+                tried += _bounded(sliced.trying(num_saving_attention=most), None, is_quick=True)
         if fitting := [each for each in tried if each.fits_host]:
-            number = _fastest(fitting).plan.num_slices
+            number = pick(fitting).plan.num_slices
     return request.trying(num_slices=number)
-
-
-def _closed_form(request: PlanRequest, profile: Profile | None) -> MemoryPolicy:
-    return policy_by_score(closed_form_score(request, profile))
 
 
 def _fewest_slices(request: PlanRequest) -> int:
@@ -200,33 +256,44 @@ def _fewest_slices(request: PlanRequest) -> int:
     return max(in_a_round, key=lambda number: (in_a_round[number], -number), default=enough[0])
 
 
-def _with_rounds(request: PlanRequest, measured: Profile | None) -> PlanRequest:
-    """The request with a number of rounds: of those to try the fastest by prediction; without rates, the largest."""
-    if request.candidate.accumulation_rounds is not None:
-        return request
-    tried = _rounds_to_try(request.on_empty_gpu)
-    best = tried[-1]
-    if len(tried) > 1 and (request.gpu_spec is not None or measured is not None):
-        best = _fastest([_bounded(each, measured) for each in tried]).request
-    return request.trying(accumulation_rounds=best.candidate.accumulation_rounds)
+def rounds_to_try(request: PlanRequest) -> list[int]:
+    """Return numbers of breadth-first rounds: the fewest that fit, with offloaded activations and without.
 
-
-def _rounds_to_try(request: PlanRequest) -> list[PlanRequest]:
-    """Requests with the fewest rounds that fit, with offloaded activations and without.
-
-    If with none of them the GPUs have room for the stages that the host cannot hold, the fewest that do, if any.
+    Those in between take less host memory. If with none of them the GPUs have room for the stages that the host cannot
+    hold, the fewest that do, if any.
     """
     if request.candidate.accumulation_rounds is not None:
-        return [request]
+        return [request.candidate.accumulation_rounds]
     numbers = numbers_of_rounds(request) or [request.num_chunks]
-    fewest = [request.trying(accumulation_rounds=number) for number in numbers]
-    if request.gpu_bytes is None or (len(numbers) == 1 and fits_host(fewest[0], fewest[0].plan)):
-        return fewest[-1:]
-    if fitting := [each for each in fewest if _fits(each)]:
+    if request.gpu_bytes is None:
+        return numbers[-1:]
+    between = [number for number in divisors(request.num_chunks) if numbers[0] <= number <= numbers[-1]]
+    tried = sorted({numbers[0], *between[-(MOST_ROUND_NUMBERS - 1) :]})
+    if fitting := [number for number in tried if _fits(request.trying(accumulation_rounds=number))]:
         return fitting
-    more = [request.trying(accumulation_rounds=n) for n in divisors(request.num_chunks) if n > numbers[-1]]
+    more = [number for number in divisors(request.num_chunks) if number > numbers[-1]]
+    if fitting := [number for number in more if _fits(request.trying(accumulation_rounds=number))][:1]:
+        return fitting
     # A refusal says the least that there is.
-    return [each for each in more if _fits(each)][:1] or [min((*fewest, *more), key=least_host_bytes)]
+    return [min((*tried, *more), key=lambda number: least_host_bytes(request.trying(accumulation_rounds=number)))]
+
+
+def depth_first_rounds(request: PlanRequest) -> list[int]:
+    """Return numbers of depth-first rounds: those of one microbatch per rank, and of some more, which hide updates.
+
+    Empty if the request cannot run depth-first.
+    """
+    pipeline, chunks, num_ranks = request.config.pipeline, request.num_chunks, request.machine.num_ranks
+    cannot = request.num_slices > 1 or pipeline.activation_offloading is ActivationOffloading.ON
+    cannot = cannot or (request.plan.num_slots == 1 and request.plan.stages_per_rank > 1)
+    if cannot or request.machine.on_cpu:
+        return []
+    sizes = [size for size in divisors(chunks) if size >= num_ranks or request.plan.stages_per_rank == 1]
+    if request.candidate.accumulation_rounds is not None:
+        return [number for number in [request.candidate.accumulation_rounds] if chunks // number in sizes]
+    if request.plan.stages_per_rank == 1:  # rounds change nothing
+        return [chunks // sizes[min(bisect_left(sizes, num_ranks), len(sizes) - 1)]]
+    return [chunks // size for size in sizes[:MOST_ROUND_NUMBERS]]
 
 
 def _fits(request: PlanRequest) -> bool:
@@ -238,34 +305,37 @@ def _fits(request: PlanRequest) -> bool:
 
 @without_garbage_collection()
 def choose_candidate(request: PlanRequest, *, measured: Profile | None = None, is_draft: bool = False) -> TimedPlan:
-    """Return the fastest candidate that fits the host, for a draft by bounds; numbers that are not None stay as given.
+    """Return the best candidate that fits the host, for a draft by bounds; numbers that are not None stay as given.
 
-    Of candidates within `NOTICEABLE` of each other, the one with fewest stages and chunks. Raises GpuMemoryError if
-    nothing fits, with the reason of the last try, and PlanError if nothing can be tried. If no usual numbers fit the
-    host, all numbers of chunks and rounds are searched.
+    Raises GpuMemoryError if nothing fits, with the reason of the last try, and PlanError if nothing can be tried. If no
+    usual numbers fit the host, all numbers of chunks and rounds are searched.
     """
-    tried = list[TimedPlan]()
     quick = quick_candidates(request, measured=measured)
-    if quick and is_draft:
+    if not quick:  # many microbatches, whose steps take long to simulate
+        bounded = [each for tried in from_all_numbers(request) for each in _bounded(tried, measured, is_quick=True)]
+        return pick(bounded)
+    if is_draft:
         return min([each for each in quick if each.fits_host] or quick, key=lambda each: each.seconds)
-    if quick:
-        with progress_bar("planning", " plans") as bar:
-            for each in _best_of_each(quick):
-                to_beat = min((candidate.seconds for candidate in tried if candidate.fits_host), default=math.inf)
-                plan = fit_by_simulation(each.request, estimated_layer(each.request), each.profile, to_beat)
-                tried.append(replace(each, plan=plan).simulated())
-                bar.update()
-    else:  # many microbatches, whose steps take long to simulate
-        bounded = [_bounded(each, measured) for each in from_all_numbers(request)]
-        tried = [_fastest([each for each in bounded if each.fits_host] or bounded)]
-    tried = [each for each in tried if each.fits_host] or tried
-    fastest = min(candidate.seconds for candidate in tried)
-    alike = [candidate for candidate in tried if candidate.seconds <= fastest * (1 + NOTICEABLE)]
-    return min(alike, key=lambda each: (each.plan.num_stages, each.plan.num_microbatches, each.seconds))
+    fitted = list[TimedPlan]()
+    with progress_bar("planning", " plans") as bar:
+        for each in _best_numbers(quick):
+            fitted += _bounded(each.request, measured)
+            bar.update()
+    best = pick(fitted)
+    others = [each for each in fitted if each.plan.order is not best.plan.order]
+    if others:
+        other = pick(others)
+        logger.debug(
+            "%s, %s would take %+.1f %%",
+            other.plan.order.value.replace("_", "-"),
+            other.plan.describe_microbatches(),
+            100 * (other.seconds / best.seconds - 1),
+        )
+    return best
 
 
 def quick_candidates(request: PlanRequest, *, measured: Profile | None = None) -> list[TimedPlan]:
-    """Return the usual numbers of stages and chunks that fit GPUs and host, bounded, with a quick use of memory.
+    """Return the usual numbers of stages and chunks that fit GPUs and host, bounded, with few uses of memory.
 
     There may be none. Raises PlanError if there are no such numbers.
     """
@@ -278,10 +348,47 @@ def quick_candidates(request: PlanRequest, *, measured: Profile | None = None) -
     found: list[TimedPlan] = []
     with progress_bar("planning", " plans", len(pairs)) as bar:
         for chunks, stages in pairs:
-            asked = _with_slices(request.trying(num_stages=stages, num_chunks=chunks), is_quick=True)
-            found += [_bounded(each, measured) for each in _rounds_to_try(asked) if _fits(each)]
+            asked = request.trying(num_stages=stages, num_chunks=chunks)
+            for each in _orders_and_rounds(request, asked):
+                found += _bounded(each, measured, is_quick=True)
             bar.update()
     return found
+
+
+def _orders_and_rounds(request: PlanRequest, asked: PlanRequest) -> Iterator[PlanRequest]:
+    """Yield `asked` with each order and number of rounds that fit and make sense for its microbatches."""
+    order, num_ranks = request.candidate.order, request.machine.num_ranks
+    is_given = request.candidate.num_chunks is not None
+    rounds = request.candidate.accumulation_rounds or 1
+    most = rounds * max(MAX_CHUNKS_PER_RANK * num_ranks, 2 * MAX_CHUNKS_PER_RANK)
+    if order is not ComputeOrder.DEPTH_FIRST and (is_given or asked.num_chunks <= most):
+        looped = _with_slices(asked.trying(order=ComputeOrder.BREADTH_FIRST), is_quick=True)
+        for number in rounds_to_try(looped):
+            if _fits(tried := looped.trying(accumulation_rounds=number)):
+                yield tried
+    is_small = asked.microbatch_rows * request.config.data.seq_length < MIN_MICROBATCH_TOKENS
+    if order is not ComputeOrder.BREADTH_FIRST and (is_given or asked.microbatch_rows == 1 or not is_small):
+        deep = _with_slices(asked, is_quick=True).trying(order=ComputeOrder.DEPTH_FIRST)
+        for number in depth_first_rounds(deep):
+            if _fits(tried := deep.trying(accumulation_rounds=number)):
+                yield tried
+
+
+def _best_numbers(candidates: Sequence[TimedPlan]) -> list[TimedPlan]:
+    """Return the best numbers of each order by bounds, and breadth-first those with the most microbatches.
+
+    Of these, some may have all that products need offloaded.
+    """
+    best = list[TimedPlan]()
+    for order in (ComputeOrder.BREADTH_FIRST, ComputeOrder.DEPTH_FIRST):
+        own: dict[tuple[int, ...], TimedPlan] = {}
+        for each in sorted(candidates, key=lambda candidate: candidate.seconds):
+            if each.plan.order is order:
+                own.setdefault(each.numbers, each)
+        best += [*own.values()][:NUM_FITTED_WELL]
+        if order is ComputeOrder.BREADTH_FIRST and own:
+            best.append(max(own.values(), key=lambda each: (each.plan.num_microbatches, -each.seconds)))
+    return list(dict.fromkeys(best))
 
 
 def from_all_numbers(request: PlanRequest) -> list[PlanRequest]:
@@ -314,43 +421,12 @@ def from_all_numbers(request: PlanRequest) -> list[PlanRequest]:
     return least
 
 
-def _bounded(request: PlanRequest, measured: Profile | None) -> TimedPlan:
-    """The candidate of given numbers, with the use of memory that a closed form prefers, and a bound of its step."""
+def _bounded(request: PlanRequest, measured: Profile | None, *, is_quick: bool = False) -> list[TimedPlan]:
+    """Return a bounded plan for each way of given numbers to use the memory, of few ways if `is_quick`."""
     profile = profile_for(request, measured)
     assert profile is not None, "without rates nothing is chosen"
-    plan = fit_plan(request, layer=estimated_layer(request), policy=_closed_form(request, profile))
-    return TimedPlan(request, plan, profile, predict_min_step_seconds(plan, request, profile))
-
-
-def _fastest(candidates: Iterable[TimedPlan]) -> TimedPlan:
-    """The fastest of bounded candidates, simulated; those whose bound is too long are not simulated."""
-    first, *others = sorted(candidates, key=lambda candidate: candidate.seconds)
-    best = first.simulated()
-    for each in others:
-        if each.seconds < best.seconds:
-            best = min(best, each.simulated(), key=lambda candidate: candidate.seconds)
-    return best
-
-
-def _best_of_each(candidates: Sequence[TimedPlan]) -> list[TimedPlan]:
-    """The fastest of each number of stages, of those the best few, and two more of the best number, all simulated.
-
-    These are the second, and that with the most microbatches, of which some may have all that products need offloaded.
-    """
-    by_stages: dict[int, list[TimedPlan]] = {}
-    for each in sorted(candidates, key=lambda candidate: candidate.seconds):
-        by_stages.setdefault(each.plan.num_stages, []).append(each)
-    best = list[TimedPlan]()
-    for own in by_stages.values():
-        if len(best) == NUM_FITTED_WELL and own[0].seconds > best[-1].seconds:
-            break
-        best = sorted([*best, _fastest(own)], key=lambda candidate: candidate.seconds)[:NUM_FITTED_WELL]
-    others = [each for each in by_stages[best[0].plan.num_stages] if each.plan.num_chunks != best[0].plan.num_chunks]
-    if not others:
-        return best
-    second, finest = _fastest(others), max(others, key=lambda candidate: candidate.plan.num_microbatches)
-    has_more = finest.plan.num_microbatches > max(best[0].plan.num_microbatches, second.plan.num_microbatches)
-    return [*best, second, *([finest] if has_more else [])]
+    plans = fitting_plans(request, estimated_layer(request), is_quick=is_quick)
+    return [TimedPlan.bounded(request, plan, profile) for plan in plans]
 
 
 def _stage_numbers(request: PlanRequest) -> Sequence[int]:
@@ -369,65 +445,33 @@ def _stage_numbers(request: PlanRequest) -> Sequence[int]:
 
 
 def _chunk_numbers(request: PlanRequest) -> list[int]:
-    """Divisors of the batch, from half as many as ranks, which leaves most of them idle, up to a few per rank."""
+    """Divisors of the batch, from half as many as ranks on, which leaves most of them idle."""
     if request.candidate.num_chunks is not None:
         return [request.candidate.num_chunks]
     num_ranks, rounds = request.machine.num_ranks, request.candidate.accumulation_rounds or 1
-    most = rounds * max(MAX_CHUNKS_PER_RANK * num_ranks, 2 * MAX_CHUNKS_PER_RANK)
-    numbers = [number for number in divisors(request.rows) if number <= most and number % rounds == 0]
+    numbers = [number for number in divisors(request.rows) if number % rounds == 0]
     return [number for number in numbers if 2 * number >= num_ranks] or numbers[-1:]
 
 
 @lru_cache(maxsize=8)  # what is chosen for auto is then asked for by its numbers
-def fit_by_simulation(
-    request: PlanRequest, layer: LayerBytes | None, profile: Profile, to_beat: float = math.inf
-) -> Plan:
-    """Return the fastest plan of given numbers, with the use of memory chosen by simulation.
-
-    A plan that does not promise to beat `to_beat` seconds is not simulated. `layer` and errors as in `fit_plan`.
-    """
-    if request.num_slices > 1:
-        return _fit_slices(request, layer, profile, to_beat)
-    plans = list[Plan]()
-    for level in levels_to_try(request, layer):
-        if plans and len(plans[0].saved_activation_stages) == len(plans[0].resident) == plans[0].num_stages:
-            break  # nothing is left to gain
-        # What a refusal advises is of the request as it was asked.
-        asked = request if level is request.plan.recompute_level else request.trying(recompute_level=level)
-        plan = fit_plan(asked, layer=layer, policy=policy_by_simulation(profile, to_beat))
-        # The level of a plan that saves nothing says nothing.
-        plans.append(plan if plan.saved_activation_stages else replace(plan, recompute_level=RecomputeLevel.NONE))
-    best, *others = [plan for plan in plans if fits_host(request, plan)] or plans
-    for plan in others:
-        if predict_min_step_seconds(plan, request, profile) < to_beat * (1 - WORTH):
-            now = predict_step_seconds(best, request, profile)
-            if predict_step_seconds(plan, request, profile) < now * (1 - ALIKE):
-                best = plan
-    return _with_offloaded_products(request, best, layer, profile, to_beat)
-
-
-def _fit_slices(request: PlanRequest, layer: LayerBytes | None, profile: Profile, to_beat: float) -> Plan:
-    """The fastest plan of slices: as many stages save attention's results as there is room for, or none does."""
+def fit_by_simulation(request: PlanRequest, layer: LayerBytes | None, profile: Profile) -> Plan:
+    """Return the best plan of given numbers by simulation; `layer` and errors as in `fit_plan`."""
     asked = [request]
-    if request.recompute is Recompute.AUTO and request.candidate.num_saving_attention is None:
-        most = max_saving_attention(request, layer=layer, policy=_closed_form(request, profile))
+    if (
+        request.num_slices > 1
+        and request.recompute is Recompute.AUTO
+        and request.candidate.num_saving_attention is None
+    ):
+        most = max_saving_attention(request, layer=layer)
         asked += [request.trying(num_saving_attention=most)] if most else []
-    best, seconds = None, math.inf
-    for each in asked:
-        limit = min(to_beat, seconds)
-        plan = fit_plan(each, layer=layer, policy=policy_by_simulation(profile, limit))
-        own = predict_min_step_seconds(plan, request, profile)
-        if own < limit and len(asked) > 1:
-            own = predict_step_seconds(plan, request, profile)
-        if best is None or (own < seconds and fits_host(request, plan)):
-            best, seconds = plan, own
-    assert best is not None
-    return best
+    plans = [plan for each in asked for plan in fitting_plans(each, layer)]
+    best = plans[0]
+    if len(plans) > 1:
+        best = pick(TimedPlan.bounded(request, plan, profile) for plan in plans).plan
+    return best if request.num_slices > 1 else _with_offloaded_products(request, best, layer, profile)
 
 
-def _with_offloaded_products(
-    request: PlanRequest, best: Plan, layer: LayerBytes | None, profile: Profile, to_beat: float
-) -> Plan:
+def _with_offloaded_products(request: PlanRequest, best: Plan, layer: LayerBytes | None, profile: Profile) -> Plan:
     """`best`, or a plan that offloads the products of some microbatches, if it is faster by `WORTH`.
 
     Its stages that do not save activations offload them, all of each rank except the model's last. The search goes from
@@ -436,6 +480,7 @@ def _with_offloaded_products(
     can_offload = request.recompute is Recompute.AUTO and may_keep_products(request)
     can_offload = can_offload and not request.candidate.num_offloaded_microbatches and request.gpu_bytes is not None
     can_offload = can_offload and request.config.pipeline.activation_offloading is not ActivationOffloading.OFF
+    can_offload = can_offload and not best.is_depth_first
     is_known = layer is not None and layer.saved_products is not None
     if not can_offload or not is_known or len(best.saved_activation_stages) >= best.num_stages - 1:
         return best
@@ -443,11 +488,11 @@ def _with_offloaded_products(
     forward = sum(kind.forward for kind in kinds) / len(kinds)
     copy = request.product_bytes / profile.copies.device_to_host_duplex
     hidden = max(1, min(size, int(size * forward / copy)))
-    limit = min(to_beat, predict_step_seconds(best, request, profile) * (1 - WORTH))
+    limit = predict_step_seconds(best, request, profile) * (1 - WORTH)
     asked = request.with_pipeline(activation_offloading=ActivationOffloading.ON)
     asked = asked.trying(num_offloaded_microbatches=hidden)
     try:
-        plan = fit_plan(asked, layer=layer, policy=policy_by_simulation(profile, limit))
+        plan = fit_plan(asked, layer=layer, profile=profile)
     except GpuMemoryError:
         return best
 

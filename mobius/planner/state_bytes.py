@@ -28,8 +28,8 @@ class ByteSizes:
     """Summed gradient: as the weight, or 4 if gradients are fp32."""
     remainder: int
     """Rest of the fp32 master weight: 2 with bf16, which is its upper half, 4 with fp16."""
-    has_accumulation_rounds: bool = False
-    """Whether fp32 sums are stored between rounds: in place of gradients on the host, or in a resident stage."""
+    has_partial_sums: bool = False
+    """Whether fp32 sums are stored while unfinished: in place of gradients on the host, or in a resident stage."""
     num_replicas: int = 1
     """Pipelines that share gradients and optimizer state."""
 
@@ -39,13 +39,13 @@ class ByteSizes:
         dtype: Dtype,
         *,
         has_fp32_gradients: bool = False,
-        has_accumulation_rounds: bool = False,
+        has_partial_sums: bool = False,
         num_replicas: int = 1,
     ) -> ByteSizes:
         """Return the sizes of a run in `dtype`."""
         weight = 4 if dtype is Dtype.FP32 else 2
         remainder = {Dtype.BF16: 2, Dtype.FP16: 4, Dtype.FP32: 0}[dtype]
-        return cls(weight, 4 if has_fp32_gradients else weight, remainder, has_accumulation_rounds, num_replicas)
+        return cls(weight, 4 if has_fp32_gradients else weight, remainder, has_partial_sums, num_replicas)
 
     @property
     def per_optimizer(self) -> int:
@@ -62,7 +62,7 @@ class ByteSizes:
         Sums, if any, take the place of gradients.
         """
         gradients = self.gradient * largest_shard(trained, self.num_replicas)
-        waiting = SUM_BYTES * trained if self.has_accumulation_rounds else gradients
+        waiting = SUM_BYTES * trained if self.has_partial_sums else gradients
         return self.weight * (trained + frozen) + waiting + self.optimizer(trained)
 
     def resident(self, trained: int, *, keeps_gradients: bool) -> int:
@@ -75,7 +75,7 @@ class ByteSizes:
 
     def accumulates_in_place(self, *, keeps_gradients: bool) -> bool:
         """Whether a resident stage has its own fp32 sum and does not use the one shared by the rank's stages."""
-        return self.has_accumulation_rounds or (keeps_gradients and self.gradient == SUM_BYTES)
+        return self.has_partial_sums or (keeps_gradients and self.gradient == SUM_BYTES)
 
     def resident_gradient_bytes(self, trained: int, *, keeps_gradients: bool) -> int:
         """Return the GPU bytes of a resident stage's own gradients and sums."""

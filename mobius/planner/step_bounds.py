@@ -24,14 +24,14 @@ def min_step_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, r
     """Seconds that no simulated step of `plan` falls below; arguments as of `simulate_steps`."""
     passes = [_pass_seconds(plan, cost) for cost in costs]
     ends = [_end_seconds(plan, costs, profile, rules, rank) for rank in range(plan.num_ranks)]
+    rounds = 1 if plan.is_depth_first else plan.accumulation_rounds  # else rounds overlap
     compute = [
-        _compute_seconds(plan, costs, rank)
-        + max(plan.accumulation_rounds * sum(passes[:rank]), (plan.accumulation_rounds - 1) * sum(passes[:rank]) + end)
+        _compute_seconds(plan, costs, rank) + max(rounds * sum(passes[:rank]), (rounds - 1) * sum(passes[:rank]) + end)
         for rank, end in enumerate(ends)
     ]
     last = costs[-1]
-    through_last = (plan.microbatches_per_round - plan.num_slices) * (last.forward + last.backward)
-    through_all = plan.accumulation_rounds * (sum(passes) + through_last)
+    through_last = (plan.num_microbatches // rounds - plan.num_slices) * (last.forward + last.backward)
+    through_all = rounds * (sum(passes) + through_last)
     copies, updates = _copy_seconds(plan, costs, profile, rules), _update_seconds(plan, costs, profile, rules, compute)
     return max(*compute, through_all, copies, updates) + profile.step_overhead
 
@@ -76,7 +76,7 @@ def _copy_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, rule
             rules.sharding.shard_size(cost.parameters if cost.loaded is None else cost.loaded) for cost in streamed
         )
         # A round loads for forward and for backward but what may stay in the slots at either turn.
-        travelling = sum(loaded[: len(loaded) - plan.slots[rank]])
+        travelling = sum(loaded[: len(loaded) - plan.slots[rank]])  # nothing with a slot for each
         down[rank] = rules.weight_bytes * max(sum(loaded), 2 * rounds * travelling)
         trained = [cost.parameters for cost in streamed if not cost.keeps_trained_on_gpu]
         up[rank] = rules.gradient_bytes * sum(map(rules.sharding.shard_size, trained))
@@ -108,7 +108,7 @@ def _update_seconds(
     # All ranks have updated their stages up to a place no sooner than all these parameters take; for the last of them
     # the forwards of a round's microbatches through the stages before that place are over.
     until = accumulate(map(sum, zip(*updated, strict=True)))
-    size = plan.microbatches_per_round
+    size = min(plan.num_microbatches, plan.microbatches_per_round + (2 * plan.num_ranks if plan.is_depth_first else 0))
     for place, parameters in enumerate(until):
         before = [
             size * sum(cost.forward for cost in costs[rank : place * plan.num_ranks : plan.num_ranks])

@@ -39,6 +39,8 @@ class MemoryUse:
     num_offloading_activations: int = 0
     """Stages whose layers' inputs wait on the host from forward to backward: the first ones of the rank, which wait
     longest. The model's last stage is never one."""
+    num_sum_buffers: int = 0
+    """Buffers for unfinished gradient sums of the streamed stages; 0: as few as rounds allow."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Plan(ScheduleSpec):
         return replace(
             self,
             slots=tuple(min(use.num_slots, len(stages) - use.num_resident) for stages, use in each),
+            sum_buffers=tuple(min(use.num_sum_buffers, len(stages) - use.num_resident) for stages, use in each),
             resident=frozenset(stage for stages, use in each for stage in stages[: use.num_resident]),
             saved_activation_stages=frozenset(
                 stage for stages, use in each for stage in stages[len(stages) - use.num_saving_activations :]
@@ -88,7 +91,8 @@ class Plan(ScheduleSpec):
             len(each.intersection(own))
             for each in (self.resident, self.saved_activation_stages, self.offloaded_activation_stages)
         )
-        return MemoryUse(resident, saved_activation_stages, self.slots[rank], offloaded_activation_stages)
+        buffers = self.sum_buffers[rank] if self.sum_buffers else 0
+        return MemoryUse(resident, saved_activation_stages, self.slots[rank], offloaded_activation_stages, buffers)
 
     def describe_slots(self) -> str:
         """The slots of the ranks that have any, as text."""
@@ -100,6 +104,7 @@ class Plan(ScheduleSpec):
     def describe_microbatches(self) -> str:
         """The number of microbatches and, if there are several, of rounds, as text."""
         rounds = f" in {self.accumulation_rounds} rounds" if self.accumulation_rounds > 1 else ""
+        rounds += ", depth-first" if self.is_depth_first else ""
         slices = f" (slices, {self.num_slices} of each sequence)" if self.num_slices > 1 else ""
         return f"{self.num_microbatches} microbatches{slices}{rounds}"
 
@@ -148,5 +153,7 @@ def make_plan(
         saved_attention_stages=frozenset(range(num_stages - num_saving_attention * num_ranks, num_stages)),
         **numbers,
     )
+    if num_slots is not None and plan.is_depth_first:
+        num_slots = plan.stages_per_rank
     num_resident = plan.stages_per_rank if num_slots is None else 0
     return plan.with_same_use(MemoryUse(num_resident, 0, num_slots or 0))
