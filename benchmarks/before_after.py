@@ -38,9 +38,26 @@ SETTINGS = {
     "clipping": ["--gpu_memory_limit", "24", "--max_grad_norm", "1"],
     "12 GiB": ["--gpu_memory_limit", "12", "--max_grad_norm", "1"],
     "LoRA": ["--gpu_memory_limit", "12", "--finetuning_type", "lora"],
+    **{
+        f"auto {rows} x {length}, {limit or 'no'} GiB": [
+            *("--num_stages", "auto", "--num_chunks", "auto", "--max_grad_norm", "1", "--batch_size", rows),
+            *("--seq_length", length, *(["--gpu_memory_limit", limit] if limit else [])),
+        ]
+        for rows, length, limits in (("256", "1024", ("24", "16", "")), ("64", "512", ("24", "16", "12")))
+        for limit in limits
+    },
     "131072 tokens": ["--gpu_memory_limit", "24", "--seq_length", "131072", "--batch_size", "1", "--num_chunks", "1"],
 }
-TITLES = ["setting", "before, s", "after, s", "ratio", "GPU GiB: before / after", "runs", "losses of equal plans"]
+TITLES = [
+    "setting",
+    "before, s",
+    "after, s",
+    "ratio",
+    "GPU GiB: before / after",
+    "host GiB",
+    "runs",
+    "losses of equal plans",
+]
 
 
 @dataclass(frozen=True)
@@ -49,6 +66,7 @@ class Run:
 
     step_seconds: float
     gpu_gib: float
+    host_gib: float
     losses: tuple[float, ...]
     start_seconds: float
     """From the request to the end of the first step."""
@@ -83,11 +101,16 @@ def runs_in_turn(
                 run = Run(
                     statistics.median(step["step_seconds"] for step in steps[2:-1]),
                     max(step["reserved_gpu_memory_gib"] or 0.0 for step in steps),
+                    max(step["peak_host_memory_gib"] for step in steps),
                     tuple(step["loss"] for step in steps),
                     time.monotonic() - begun - sum(step["step_seconds"] for step in steps[1:]),
-                    f"resident {plan['resident']}, kept {plan['kept']}, slots {plan['slots']}",
+                    f"{plan['num_stages']} stages, {plan['num_chunks']} chunks, resident {plan['resident']}, "
+                    f"kept {plan['kept']}, slots {plan['slots']}{', ' + plan['order'] if 'order' in plan else ''}",
                 )
-                took = f"{run.step_seconds:.4f} s, start {run.start_seconds:.1f} s"
+                planned = plan["step_seconds"] or 0.0
+                waits = ", ".join(f"{cause} {value:.3f}" for cause, value in steps[-2]["wait_seconds"].items())
+                took = f"{run.step_seconds:.4f} s (planned {planned:.4f}), start {run.start_seconds:.1f} s, "
+                took += f"GPU {run.gpu_gib:.2f} (planned {plan['gpu_gib']:.2f}), host {run.host_gib:.1f} GiB; {waits}"
                 print(f"{name:9} {('before', 'after')[tree]:6} {took}, {run.plan}", flush=True)
                 yield name, tree, run
 
@@ -99,6 +122,7 @@ def row_of(name: str, before: Sequence[Run], after: Sequence[Run]) -> list[str]:
         f"{min(r.step_seconds for r in runs):.3f}-{max(r.step_seconds for r in runs):.3f}" for runs in (before, after)
     ]
     peaks = [statistics.median(run.gpu_gib for run in runs) for runs in (before, after)]
+    hosts = [statistics.median(run.host_gib for run in runs) for runs in (before, after)]
     across = [(one, other) for one in before for other in after]
     within = [pair for runs in (before, after) for pair in combinations(runs, 2)]
     return [
@@ -106,6 +130,7 @@ def row_of(name: str, before: Sequence[Run], after: Sequence[Run]) -> list[str]:
         *(f"{value:.4f} ({spread})" for value, spread in zip(seconds, ranges, strict=True)),
         f"{seconds[1] / seconds[0]:.3f}",
         f"{peaks[0]:.2f} / {peaks[1]:.2f}",
+        f"{hosts[0]:.1f} / {hosts[1]:.1f}",
         f"{len(before)}, {len(after)}",
         f"{loss_differences(across)}; within a tree {loss_differences(within)}",
     ]

@@ -232,6 +232,8 @@ class PlanFacts:
     kept: list[int]
     """Stages of each rank that keep their activations."""
     slots: list[int]
+    order: str
+    """Order of forwards and backwards, with the rounds."""
     step_seconds: float | None
     """Predicted; None where nothing is known of the device's speed."""
     basis: str | None
@@ -262,6 +264,7 @@ def facts_of(run_setup: RunSetup) -> PlanFacts:
         [use.num_resident for use in uses],
         [use.num_saving_activations for use in uses],
         [use.num_slots for use in uses],
+        f"{plan.order}, {plan.accumulation_rounds} rounds",
         None if step_time_prediction is None else step_time_prediction.step_seconds,
         None if step_time_prediction is None else step_time_prediction.basis,
         max(need.total for need in found.gpu_estimates) / GIB,

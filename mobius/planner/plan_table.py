@@ -180,7 +180,11 @@ def describe_step(result: PlanResult) -> str:
             f"the step is limited by {result.step_time_prediction.bottleneck} "
             f"({100 * result.step_time_prediction.gain:.1f} % shorter if it were 1.1 "
             f"times as fast); bubble {100 * result.simulated_steps.bubble:.0f} %; the worst rank waits, s: {waits}",
-            *([] if result.plan.accumulation_rounds == 1 else [f"  {_describe_rounds(result, result.profile)}"]),
+            *(
+                []
+                if result.plan.accumulation_rounds == 1 or result.plan.is_depth_first
+                else [f"  {_describe_rounds(result, result.profile)}"]
+            ),
             f"  {result.profile.describe()}",
             *([] if (public := describe_public_rates(result)) is None else [f"  {public}"]),
         ]
