@@ -7,7 +7,7 @@ UPDATE_CHUNK_ELEMENTS = 2**26
 NUM_PREPOSTED_RECEIVES = 2
 """Receives posted before the action that needs them; just in time, communication cost 10 % on four H200."""
 NUM_INCOMING_EDGES = 2
-"""Edges on which a rank receives messages: from the previous and the next rank."""
+"""Edges on which a rank receives messages: activations from the previous rank, their gradients from the next."""
 NUM_MAILBOXES = 2
 """Mailboxes of each edge: one is filled while the other is emptied."""
 

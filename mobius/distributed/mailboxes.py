@@ -1,4 +1,4 @@
-"""Messages by copy engines: a ring of mailboxes per directed edge, on the receiver's GPU, ordered by two counters.
+"""Messages by copy engines: a ring of mailboxes per edge, on the receiver's GPU, ordered by two counters.
 
 The sender copies a message into the next mailbox and increments `arrived`. The receiver copies it out and increments
 `freed`. Both only enqueue: streams wait for counters, the host waits for nothing, and no multiprocessor is occupied.
@@ -19,6 +19,7 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from mobius.distributed.rendezvous import JsonValue, parse_count, parse_value, r
 from mobius.errors import TransportError
 from mobius.hardware.streams import Event, record_current
 from mobius.limits import NUM_MAILBOXES
+from mobius.schedule.action import Direction
 
 logger = logging.getLogger(__name__)
 
@@ -113,9 +115,9 @@ class SharedMemory:
         os.close(self.descriptor)
 
 
-def _read_offer(offer: Any) -> tuple[int, int, bytes]:
+def _read_offer(offers: Any, key: str) -> tuple[int, int, bytes]:
     """Return process and descriptor of an edge's counters, and the handle of its mailboxes."""
-    process, descriptor, handle = offer
+    process, descriptor, handle = offers[key]
     return parse_count(process), parse_count(descriptor), bytes.fromhex(handle)
 
 
@@ -131,22 +133,22 @@ class Mailboxes(PeerMemory):
         super().__post_init__()
         self._mailbox_bytes = -(-self.message_bytes // _PAGE) * _PAGE
         self._counters: list[SharedMemory] = []
-        self._inboxes: dict[int, EdgeEnd] = {}
-        self._outboxes: dict[int, EdgeEnd] = {}
+        self._inboxes: dict[tuple[int, Direction], EdgeEnd] = {}
+        self._outboxes: dict[tuple[int, Direction], EdgeEnd] = {}
         self._probe: Tensor
-        self._received: dict[int, tuple[Tensor, Event]] = {}
+        self._received: list[tuple[int, Tensor, Event]] = []
 
-    def post_receive(self, buffer: Tensor, source: int) -> Event:
+    def post_receive(self, buffer: Tensor, source: int, direction: Direction) -> Event:
         """Start receiving from `source`; the caller holds `buffer` until it has waited for the message."""
         assert buffer.nbytes == self.message_bytes
         assert buffer.is_contiguous()
-        return self._inboxes[source].post(buffer.data_ptr())
+        return self._inboxes[source, direction].post(buffer.data_ptr())
 
-    def send(self, tensor: Tensor, target: int) -> Event:
+    def send(self, tensor: Tensor, target: int, direction: Direction) -> Event:
         """Start sending; the caller holds `tensor` until the message has left."""
         assert tensor.nbytes == self.message_bytes
         assert tensor.is_contiguous()
-        return self._outboxes[target].send(tensor.data_ptr())
+        return self._outboxes[target, direction].send(tensor.data_ptr())
 
     def close(self) -> None:
         """Free all memory after every message has been received; collective over all ranks."""
@@ -180,23 +182,23 @@ class Mailboxes(PeerMemory):
         return reached
 
     def _offer(self, gathered: Sequence[Any]) -> JsonValue:
-        """Create the memory of the incoming edges; return an offer for each source, by rank."""
+        """Create the memory of the incoming edges; return an offer for each, by source and direction."""
         offers: dict[str, JsonValue] = {}
-        for source in self.sources:
+        for source, _, direction in self.incoming:
             shared = SharedMemory.create(_COUNTERS_BYTES)
             counters = self._register(shared, self.own)
             mailboxes, handle = self.make_memory(NUM_MAILBOXES * self._mailbox_bytes)
-            self._inboxes[source] = self._end(counters, mailboxes)
-            offers[str(source)] = [os.getpid(), shared.descriptor, handle]
+            self._inboxes[source, direction] = self._end(counters, mailboxes)
+            offers[f"{source} {direction}"] = [os.getpid(), shared.descriptor, handle]
         return offers
 
     def _accept(self, gathered: Sequence[Any]) -> None:
         """Open the memory of the outgoing edges, which their targets have created."""
-        own = str(self.rendezvous.rank)
-        for target in self.targets:
-            process, descriptor, handle = parse_value(gathered[target], lambda sent: _read_offer(sent[own]), by=target)
+        for source, target, direction in self.outgoing:
+            read = partial(_read_offer, key=f"{source} {direction}")
+            process, descriptor, handle = parse_value(gathered[target], read, by=target)
             counters = self._register(SharedMemory.open(process, descriptor, _COUNTERS_BYTES), self.opened)
-            self._outboxes[target] = self._end(counters, self.open_memory(handle))
+            self._outboxes[target, direction] = self._end(counters, self.open_memory(handle))
 
     def _register(self, shared: SharedMemory, held: ExitStack) -> int:
         """Map an edge's counters for the device until `held` is closed; return their device address."""
@@ -210,26 +212,26 @@ class Mailboxes(PeerMemory):
         """Post a receive on every edge before any send, and check that compute continues meanwhile."""
         # Allocate and load kernels now: during a pending receive, either could wait for an idle device.
         self._probe = self.pattern(self.rendezvous.rank, self.message_bytes)
-        buffers = {source: torch.zeros_like(self._probe) for source in self.sources}
+        buffers = [torch.zeros_like(self._probe) for _ in self._inboxes]
         torch.equal(self.pattern(self.rendezvous.rank, self.message_bytes), self._probe)
         torch.zeros(8, device=self.device).add_(1)
         record_current(self.device).synchronize()  # sync: once, before training
-        for source, buffer in buffers.items():
-            self._received[source] = (buffer, self._inboxes[source].post(buffer.data_ptr()))
+        for ((source, _), inbox), buffer in zip(self._inboxes.items(), buffers, strict=True):
+            self._received.append((source, buffer, inbox.post(buffer.data_ptr())))
         torch.zeros(8, device=self.device).add_(1)
         if not self.completes_in_time(record_current(self.device)):
             raise RuntimeError("a receive that waits for its message holds up compute")
 
     def _send(self, gathered: Sequence[Any]) -> None:
         """Send a message over every edge, and compare the received contents with the sent ones."""
-        sent = [(target, outbox.send(self._probe.data_ptr())) for target, outbox in self._outboxes.items()]
+        sent = [(target, outbox.send(self._probe.data_ptr())) for (target, _), outbox in self._outboxes.items()]
         for target, event in sent:
             if not self.completes_in_time(event):
                 raise RuntimeError(f"a message to rank {target} did not leave within {self.timeout_seconds:g} s")
-        for source, (_, event) in self._received.items():
+        for source, _, event in self._received:
             if not self.completes_in_time(event):
                 raise RuntimeError(f"no message from rank {source} within {self.timeout_seconds:g} s")
-        for source, (buffer, _) in self._received.items():
+        for source, buffer, _ in self._received:
             if not torch.equal(buffer, self.pattern(source, self.message_bytes)):
                 raise RuntimeError(f"a message from rank {source} arrived with other contents")
 

@@ -33,8 +33,10 @@ class PeerMemory:
 
     def __post_init__(self) -> None:
         edges = ring_edges(self.rendezvous.num_ranks)
-        self.sources = [source for source, target in edges if target == self.rendezvous.rank]
-        self.targets = [target for source, target in edges if source == self.rendezvous.rank]
+        self.incoming = [edge for edge in edges if edge.target == self.rendezvous.rank]
+        self.outgoing = [edge for edge in edges if edge.source == self.rendezvous.rank]
+        self.sources = [*dict.fromkeys(edge.source for edge in self.incoming)]
+        self.targets = [*dict.fromkeys(edge.target for edge in self.outgoing)]
         self.engine: CudaCopyEngine
         self.own, self.opened = ExitStack(), ExitStack()
 

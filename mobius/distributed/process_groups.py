@@ -1,8 +1,8 @@
-"""Transport between processes: one NCCL (or gloo) communicator per directed edge, gloo for host scalars.
+"""Transport between processes: one NCCL (or gloo) communicator per edge, gloo for host scalars.
 
 If mailboxes are passed in and work, they carry the messages instead. One communicator per edge, because point-to-point
-operations of one communicator run in order of issue: with one queue per rank, or per pair of ranks, a looped schedule
-can deadlock.
+operations of one communicator run in order of issue: with one queue per rank, or per pair of ranks, a schedule can
+deadlock.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from torch import Tensor
 
 from mobius.distributed.mailboxes import Mailboxes
 from mobius.distributed.replicas import ReplicaGroup
-from mobius.distributed.transport import RankGroup, ring_edges
+from mobius.distributed.transport import Edge, RankGroup, ring_edges
 from mobius.distributed.world import MESSAGES_TIMEOUT, World, nccl_options, sum_over_group, translate_peer_errors
 from mobius.hardware.spans import NO_SPANS, Spans
 from mobius.hardware.streams import Event
 from mobius.ranks import Ranks
+from mobius.schedule.action import Direction
 from mobius.schedule.lanes import Lane
 
 EXCHANGE_ELEMENTS = 2**24
@@ -70,11 +71,11 @@ class DistributedTransport:
             groups = [dist.new_group([*each], backend="gloo", timeout=MESSAGES_TIMEOUT) for each in pipelines]
             self._scalars = groups[ranks.replica]
         self._edges = [_edges_of(each.start, self.num_ranks, world.backend) for each in pipelines][ranks.replica]
-        self._posted: defaultdict[int, deque[tuple[Tensor, _Message]]] = defaultdict(deque)
+        self._posted: defaultdict[tuple[int, Direction], deque[tuple[Tensor, _Message]]] = defaultdict(deque)
         self._sent: deque[tuple[Tensor, _Message]] = deque()
         # Use every edge once, in one order: communicators connect at their first message, and must not wait in a cycle.
         token = torch.ones(8, device=device)
-        for (source, target), group in self._edges.items():
+        for (source, target, _), group in self._edges.items():
             if self.rank == source:
                 dist.send(token, self._first + target, group=group)
             elif self.rank == target:
@@ -84,29 +85,29 @@ class DistributedTransport:
         self.barrier()
         self._mailboxes = mailboxes.open() if mailboxes is not None else None
 
-    def post_receive(self, source: int) -> None:
+    def post_receive(self, source: int, direction: Direction) -> None:
         """Start receiving into a new buffer, after the compute enqueued so far."""
         buffer = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         if self._mailboxes is not None:
-            work: _Message = self._mailboxes.post_receive(buffer, source)
+            work: _Message = self._mailboxes.post_receive(buffer, source, direction)
         else:
-            work = self._start(dist.irecv, buffer, source, self._edges[source, self.rank])
-        self._spans.message(Lane.RECEIVE, source, work)
-        self._posted[source].append((buffer, work))
+            work = self._start(dist.irecv, buffer, source, self._edges[Edge(source, self.rank, direction)])
+        self._spans.message(Lane.RECEIVE, source, direction, work)
+        self._posted[source, direction].append((buffer, work))
 
-    def receive(self, source: int) -> Tensor:
-        buffer, work = self._posted[source].popleft()
+    def receive(self, source: int, direction: Direction) -> Tensor:
+        buffer, work = self._posted[source, direction].popleft()
         self._wait(work, source)
         return buffer
 
-    def send(self, tensor: Tensor, target: int) -> None:
+    def send(self, tensor: Tensor, target: int, direction: Direction) -> None:
         """Start sending; the tensor is held until the message has left."""
         tensor = tensor.contiguous()
         if self._mailboxes is not None:
-            work: _Message = self._mailboxes.send(tensor, target)
+            work: _Message = self._mailboxes.send(tensor, target, direction)
         else:
-            work = self._start(dist.isend, tensor, target, self._edges[self.rank, target])
-        self._spans.message(Lane.SEND, target, work)
+            work = self._start(dist.isend, tensor, target, self._edges[Edge(self.rank, target, direction)])
+        self._spans.message(Lane.SEND, target, direction, work)
         while self._sent and self._sent[0][1].is_completed():
             self._sent.popleft()[1].wait()
         # The host is ahead of the GPU and sees no send completed. Instead of the host, compute waits for an old
@@ -129,11 +130,12 @@ class DistributedTransport:
         return sum_over_group(values, self._scalars, self._world.rank)
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
-        """Exchange CPU tensors over gloo, GPU tensors over the edges between the two ranks."""
+        """Exchange CPU tensors over gloo, GPU tensors over an edge each way between the two ranks."""
         received = torch.empty_like(tensor)
         is_host = tensor.device.type == "cpu"
-        incoming = self._scalars if is_host else self._edges[peer, self.rank]
-        outgoing = self._scalars if is_host else self._edges[self.rank, peer]
+        groups = {edge[:2]: group for edge, group in self._edges.items()}
+        incoming = self._scalars if is_host else groups[peer, self.rank]
+        outgoing = self._scalars if is_host else groups[self.rank, peer]
         for own, other in zip(
             tensor.view(-1).split(EXCHANGE_ELEMENTS), received.view(-1).split(EXCHANGE_ELEMENTS), strict=True
         ):
@@ -164,14 +166,14 @@ class DistributedTransport:
         return translate_peer_errors(self._world.rank, None if peer is None else self._first + peer)
 
 
-def _edges_of(first: int, num_ranks: int, backend: str) -> dict[tuple[int, int], Any]:
+def _edges_of(first: int, num_ranks: int, backend: str) -> dict[Edge, Any]:
     """Return the communicators of the pipeline that starts at global rank `first`; all processes create them."""
     return {
-        (source, target): dist.new_group(
-            [first + source, first + target],
+        edge: dist.new_group(
+            [first + edge.source, first + edge.target],
             backend=backend,
             timeout=MESSAGES_TIMEOUT,
             pg_options=nccl_options(backend),
         )
-        for source, target in ring_edges(num_ranks)
+        for edge in ring_edges(num_ranks)
     }

@@ -1,7 +1,7 @@
 """Interface of communication between ranks: activations along directed ring edges, scalars over all ranks.
 
-Messages are FIFO per directed edge (source rank, target rank). A message from a rank to itself is passed on, not
-copied.
+Messages are FIFO per edge (source rank, target rank, direction): activations and activation gradients never wait for
+each other, in whatever order a rank sends and receives them. A message from a rank to itself is passed on, not copied.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from mobius.distributed.replicas import ReplicaGroup
 from mobius.distributed.world import World
+from mobius.schedule.action import Direction
 
 
 class RankGroup(Protocol):
@@ -51,13 +52,13 @@ class ActivationTransport(Protocol):
     rank: int
     """Position in the pipeline."""
 
-    def post_receive(self, source: int) -> None:
-        """Start receiving the next message of edge (source, this rank); returns at once."""
+    def post_receive(self, source: int, direction: Direction) -> None:
+        """Start receiving the next message of edge (source, this rank, direction); returns at once."""
 
-    def receive(self, source: int) -> Tensor:
+    def receive(self, source: int, direction: Direction) -> Tensor:
         """Return the oldest posted message of the edge, owned by the caller; the compute stream waits for it."""
 
-    def send(self, tensor: Tensor, target: int) -> None:
+    def send(self, tensor: Tensor, target: int, direction: Direction) -> None:
         """Start sending; returns at once. The tensor must not be changed afterwards."""
 
     def finish_step(self) -> None:
@@ -85,11 +86,24 @@ class Transport(ActivationTransport, RankGroup, Protocol):
         """End the connections after a successful run."""
 
 
-def ring_edges(num_ranks: int) -> list[tuple[int, int]]:
-    """Return every directed edge between neighbouring ranks, in the order in which all ranks create and warm them."""
-    forward = [(rank, (rank + 1) % num_ranks) for rank in range(num_ranks)]
-    backward = [(target, source) for source, target in forward]
-    return [edge for edge in dict.fromkeys(forward + backward) if edge[0] != edge[1]]
+class Edge(NamedTuple):
+    """Directed edge between neighbouring ranks, with its own queue of messages."""
+
+    source: int
+    target: int
+    direction: Direction
+
+
+def ring_edges(num_ranks: int) -> list[Edge]:
+    """Return every edge between neighbouring ranks, in the order in which all ranks create and warm them.
+
+    Each rank has two incoming and two outgoing edges, a single rank none.
+    """
+    if num_ranks == 1:
+        return []
+    hops = [(rank, (rank + 1) % num_ranks) for rank in range(num_ranks)]
+    forward = [Edge(lower, upper, Direction.FORWARD) for lower, upper in hops]
+    return forward + [Edge(upper, lower, Direction.BACKWARD) for lower, upper in hops]
 
 
 class SingleRankTransport:
@@ -100,18 +114,18 @@ class SingleRankTransport:
 
     def __init__(self, world: World | None = None, replicas: ReplicaGroup | None = None) -> None:
         """`world` connects all replicas, if there are several; `close` ends it."""
-        self._sent: deque[Tensor] = deque()
+        self._sent: defaultdict[Direction, deque[Tensor]] = defaultdict(deque)
         self._world, self.replicas = world, replicas
         self.all_ranks: RankGroup = world or self
 
-    def post_receive(self, source: int) -> None:
+    def post_receive(self, source: int, direction: Direction) -> None:
         """Do nothing: the sender is this rank."""
 
-    def receive(self, source: int) -> Tensor:
-        return self._sent.popleft()
+    def receive(self, source: int, direction: Direction) -> Tensor:
+        return self._sent[direction].popleft()
 
-    def send(self, tensor: Tensor, target: int) -> None:
-        self._sent.append(tensor)
+    def send(self, tensor: Tensor, target: int, direction: Direction) -> None:
+        self._sent[direction].append(tensor)
 
     def finish_step(self) -> None:
         """Do nothing: no message is in flight."""
@@ -152,16 +166,16 @@ class WarmupTransport:
         """
         self.rank = rank
         self._device, self._shape, self._dtype = device, shape, dtype
-        self._posted: defaultdict[int, deque[Tensor]] = defaultdict(deque)
+        self._posted: defaultdict[tuple[int, Direction], deque[Tensor]] = defaultdict(deque)
         self._sent: deque[Tensor] = deque(maxlen=max_pending_sends)
 
-    def post_receive(self, source: int) -> None:
-        self._posted[source].append(torch.zeros(self._shape, dtype=self._dtype, device=self._device))
+    def post_receive(self, source: int, direction: Direction) -> None:
+        self._posted[source, direction].append(torch.zeros(self._shape, dtype=self._dtype, device=self._device))
 
-    def receive(self, source: int) -> Tensor:
-        return self._posted[source].popleft()
+    def receive(self, source: int, direction: Direction) -> Tensor:
+        return self._posted[source, direction].popleft()
 
-    def send(self, tensor: Tensor, target: int) -> None:
+    def send(self, tensor: Tensor, target: int, direction: Direction) -> None:
         """Hold the tensor until `max_pending_sends` later ones are sent, as the real transport may."""
         self._sent.append(tensor)
 

@@ -38,7 +38,7 @@ from mobius.models.attention import DocumentLayout
 from mobius.models.block_autograd import NamedTensors
 from mobius.models.blocks import LayerArguments
 from mobius.models.loss import shift_labels
-from mobius.schedule.action import Action, ActionKind, source_stage
+from mobius.schedule.action import Action, ActionKind, Direction, source_stage
 from mobius.schedule.lanes import Lane, WaitCause
 from mobius.schedule.render import render_text
 from mobius.schedule.schedule import Schedule
@@ -130,9 +130,11 @@ class Executor:
             activation_buffer, device=device, waiting=waiting, copy_lookahead=schedule.spec.copy_lookahead, spans=spans
         )
         self._step: _Step
-        sources = [source_stage(action, schedule.spec.num_stages) for action in self._actions]
-        self._senders = [self._spec.rank_of(source) for source in sources if source is not None]
-        """Sender rank of each message of a step, in the order of receipt."""
+        sources = [(source_stage(action, schedule.spec.num_stages), action.kind) for action in self._actions]
+        self._receives = [
+            (self._spec.rank_of(source), kind.direction) for source, kind in sources if source is not None
+        ]
+        """Sender rank and direction of each message of a step, in the order of need."""
         forward = self._forward_only if schedule.spec.is_evaluation else self._forward
         self._stage_handlers: dict[ActionKind, Callable[[int], None]] = {
             ActionKind.GENERATE_DATA: self._generate_data,
@@ -210,8 +212,8 @@ class Executor:
         self._position.begins()
         for index, action in enumerate(self._actions):
             try:
-                while num_posted < min(len(self._senders), num_received + NUM_PREPOSTED_RECEIVES):
-                    self._transport.post_receive(self._senders[num_posted])
+                while num_posted < min(len(self._receives), num_received + NUM_PREPOSTED_RECEIVES):
+                    self._transport.post_receive(*self._receives[num_posted])
                     num_posted += 1
                 num_received += source_stage(action, self._spec.num_stages) is not None
                 self._activity.start_action(action)
@@ -273,10 +275,10 @@ class Executor:
         context = self._context(microbatch, sums, offload_saved_tensors=self._spec.offloads_all(stage, microbatch))
         output, saved_for_backward = self._layers[stage].forward(self._weights(stage), inputs, context)
         self._saved_activations.put(stage, microbatch, saved_for_backward)
-        self._send(output, context.routers, stage + 1)
+        self._send(output, context.routers, stage + 1, Direction.FORWARD)
 
     def _forward_only(self, stage: int, microbatch: int) -> None:
-        self._send(self._evaluate_layers(stage, microbatch), None, stage + 1)
+        self._send(self._evaluate_layers(stage, microbatch), None, stage + 1, Direction.FORWARD)
 
     def _evaluate_last(self, stage: int, microbatch: int) -> None:
         hidden, sums = self._evaluate_layers(stage, microbatch), self._step.evaluated
@@ -306,7 +308,8 @@ class Executor:
         self._layers[stage].recompute_kv(self._weights(stage), saved_for_backward, self._context(microbatch))
 
     def _backward(self, stage: int, microbatch: int) -> None:
-        (gradient, router_gradient), weights = self._receive(stage + 1, microbatch), self._weights(stage)
+        gradient, router_gradient = self._receive(stage + 1, microbatch, Direction.BACKWARD)
+        weights = self._weights(stage)
         self._finish_backward(
             stage, microbatch, weights, self._saved_activations.take(stage, microbatch), gradient, router_gradient
         )
@@ -358,7 +361,7 @@ class Executor:
         if module.cut.is_first:
             module.embedding_backward(weights, gradients, self._step.tokens[microbatch], gradient)
         else:
-            self._send(gradient, context.routers, stage - 1)
+            self._send(gradient, context.routers, stage - 1, Direction.BACKWARD)
         if microbatch == self._spec.last_backward:
             square = memory.finish_gradients(
                 excluded=self._norm_deferred_names, on_gradients_ready=self._step.on_gradients_ready
@@ -390,7 +393,7 @@ class Executor:
         """Return tokens or hidden states, and the received router sums."""
         if self._stages[stage].cut.is_first:
             return self._step.tokens[microbatch], None
-        return self._receive(stage - 1, microbatch)
+        return self._receive(stage - 1, microbatch, Direction.FORWARD)
 
     def _weights(self, stage: int) -> dict[str, Tensor]:
         weights = self._memory[stage].weights
@@ -401,15 +404,15 @@ class Executor:
         with self._waiting(WaitCause.WEIGHTS, stage=stage):
             return weights.views()
 
-    def _send(self, hidden: Tensor, context: RouterContext | None, stage: int) -> None:
+    def _send(self, hidden: Tensor, context: RouterContext | None, stage: int, direction: Direction) -> None:
         message = hidden if self._routers is None else self._routers.pack(hidden, context)
-        self._transport.send(message, self._spec.rank_of(stage))
+        self._transport.send(message, self._spec.rank_of(stage), direction)
 
-    def _receive(self, source_stage: int, microbatch: int) -> tuple[Tensor, Tensor | None]:
+    def _receive(self, source_stage: int, microbatch: int, direction: Direction) -> tuple[Tensor, Tensor | None]:
         """Return hidden states or their gradient, and the router numbers if there is a router loss."""
         rank = self._spec.rank_of(source_stage)
         with self._waiting(WaitCause.NEIGHBOURS, rank=rank, stage=source_stage):
-            message = self._transport.receive(rank)
+            message = self._transport.receive(rank, direction)
         if self._routers is None:
             return message, None
         return self._routers.unpack(message, self._step.rows[microbatch // self._spec.num_slices].shape)

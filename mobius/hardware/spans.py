@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 
 from mobius.hardware.streams import timed_mark
+from mobius.schedule.action import Direction
 from mobius.schedule.lanes import Lane, LaneSpan
 
 
@@ -43,7 +44,7 @@ class Spans:
         """Record the host's time in the block."""
         return _NOTHING
 
-    def message(self, lane: Lane, peer: int, work: Waitable) -> None:
+    def message(self, lane: Lane, peer: int, direction: Direction, work: Waitable) -> None:
         """Record a message from now, on the current stream, until it completes; call it right after enqueuing.
 
         On a CPU the span has no duration, because nothing reports when a message completes.
@@ -55,7 +56,7 @@ _Mark = float | torch.cuda.Event
 
 
 class SpanRecorder(Spans):
-    """Spans of `steps` of one rank, with one stream per neighbour and direction that waits for its messages."""
+    """Spans of `steps` of one rank, with one stream per edge that waits for its messages."""
 
     def __init__(self, device: torch.device, steps: range) -> None:
         """Record the steps in `steps`, counted from 1; allocates memory only for them."""
@@ -67,7 +68,7 @@ class SpanRecorder(Spans):
         self._recorded: list[tuple[Lane, str, int, _Mark, _Mark, int | None]] = []
         self._base: tuple[float, torch.cuda.Event] | None = None
         """Host time of a reference event."""
-        self._edges: dict[tuple[Lane, int], torch.cuda.Stream] = {}
+        self._edges: dict[tuple[Lane, int, Direction], torch.cuda.Stream] = {}
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -98,16 +99,17 @@ class SpanRecorder(Spans):
         step = self._step
         return _NOTHING if step is None else self._span(lane, name, step, time.perf_counter)
 
-    def message(self, lane: Lane, peer: int, work: Waitable) -> None:
+    def message(self, lane: Lane, peer: int, direction: Direction, work: Waitable) -> None:
         """Record a message; on a GPU, a stream per edge waits for it."""
         if self._step is None:
             return
         start = end = self._mark()
         if self._is_cuda:
-            # One stream per directed edge: its messages arrive in this order, and waiting blocks nothing else.
-            if (lane, peer) not in self._edges:
-                self._edges[lane, peer] = torch.cuda.Stream(self._device)
-            with torch.cuda.stream(self._edges[lane, peer]):
+            # One stream per edge: its messages arrive in this order, and waiting blocks nothing else.
+            edge = lane, peer, direction
+            if edge not in self._edges:
+                self._edges[edge] = torch.cuda.Stream(self._device)
+            with torch.cuda.stream(self._edges[edge]):
                 work.wait()
                 end = self._mark()
         name = f"{self._current} to {peer}".lstrip() if lane is Lane.SEND else f"from {peer}"
@@ -146,15 +148,18 @@ class SpanRecorder(Spans):
 
 
 def messages_in_turn(spans: list[LaneSpan]) -> list[LaneSpan]:
-    """Return spans in which the messages of one edge do not overlap: each starts after the previous one ends."""
+    """Return spans in which the messages to, or from, one rank do not overlap: each starts after the previous one ends.
+
+    Sorted by end: over the two edges between two ranks, messages may overtake each other.
+    """
     turned: list[LaneSpan] = []
     ends: dict[tuple[Lane, int | None], float] = {}
-    for span in spans:
+    for span in sorted(spans, key=lambda span: span.end):
         if span.lane in (Lane.SEND, Lane.RECEIVE):
-            edge = (span.lane, span.peer)
-            start = max(span.start, ends.get(edge, span.start))
-            ends[edge] = max(span.end, start)
-            span = replace(span, start=start, end=ends[edge])
+            peer = (span.lane, span.peer)
+            start = max(span.start, ends.get(peer, span.start))
+            ends[peer] = max(span.end, start)
+            span = replace(span, start=start, end=ends[peer])
         turned.append(span)
     return turned
 

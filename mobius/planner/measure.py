@@ -37,6 +37,7 @@ from mobius.planner.host_rates import (
 )
 from mobius.planner.profile import LayerSeconds, MessageRates, Profile, Source
 from mobius.planner.timer import CollectiveTimer, Work
+from mobius.schedule.action import Direction
 from mobius.schedule.packed_rows import PackedRows
 from mobius.schedule.partition import StageCut
 
@@ -272,9 +273,9 @@ def _message_rates(
 
     def send_round() -> None:
         for _ in range(MESSAGES):
-            transport.post_receive(source)
-            transport.send(message, target)
-            transport.receive(source)
+            transport.post_receive(source, Direction.FORWARD)
+            transport.send(message, target, Direction.FORWARD)
+            transport.receive(source, Direction.FORWARD)
         transport.finish_step()
 
     seconds = timer.seconds(send_round) / MESSAGES

@@ -116,7 +116,7 @@ def describe_gpus(result: PlanResult) -> str:
     rows = [["ranks", *(title for title, _ in categories), "= torch", "+ driver, mailboxes"]]
     # An estimate: context, mailboxes, communicators of a rank's edges and of all ranks; and two for each other replica,
     # of sums and of weights.
-    edges = {1: 0, 2: 2}.get(machine.num_ranks, 4)
+    edges = 4 if machine.num_ranks > 1 else 0
     pairs = edges + 2 * (machine.num_replicas - 1)
     beside = (pairs + (pairs > 0)) * COMMUNICATOR_BYTES + (result.request.mailbox_bytes if edges else 0)
     cells = [

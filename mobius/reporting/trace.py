@@ -174,5 +174,5 @@ def _events(rank: int, spans: Sequence[LaneSpan], origin: float, facts: TraceFac
 
 
 def _lane_key(span: LaneSpan) -> tuple[int, int, Lane]:
-    """Sort key of lanes, in the order of `Lane`; messages have one lane per edge, in which they are sequential."""
+    """Sort key of lanes, in the order of `Lane`; messages have one lane per peer, in which they are sequential."""
     return list(Lane).index(span.lane), -1 if span.peer is None else span.peer, span.lane

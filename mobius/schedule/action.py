@@ -16,6 +16,15 @@ from enum import StrEnum
 from functools import cached_property
 
 
+class Direction(StrEnum):
+    """Direction of a message: that of the action that sends it and of the one that receives it."""
+
+    FORWARD = "forward"
+    """Activations."""
+    BACKWARD = "backward"
+    """Activation gradients."""
+
+
 class ActionKind(StrEnum):
     """Kinds of actions; the value is the first field of the text form."""
 
@@ -52,6 +61,11 @@ class ActionKind(StrEnum):
     @cached_property
     def is_forward_or_backward(self) -> bool:
         return self.is_forward or self.is_backward
+
+    @cached_property
+    def direction(self) -> Direction:
+        """Direction of the messages of a forward or backward."""
+        return Direction.BACKWARD if self.is_backward else Direction.FORWARD
 
     @cached_property
     def runs_on_compute_lane(self) -> bool:

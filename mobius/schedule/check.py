@@ -47,7 +47,7 @@ class Rule(StrEnum):
     most as many microbatches as `Schedule.copy_lookahead` allows are prefetched early. Other stages have neither
     copy."""
     DEADLOCK = "deadlock"
-    """All ranks reach the end of their lists."""
+    """All ranks reach the end of their lists, within the runtime's limits of posted receives and messages in flight."""
 
 
 _ACTIVATION_COPIES = (ActionKind.OFFLOAD_ACTIVATIONS, ActionKind.PREFETCH_ACTIVATIONS)

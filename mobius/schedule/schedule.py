@@ -2,15 +2,18 @@
 
     rank 0   compute, send ->  [messages from 0 to 1, in the order of their sending]  -> receive, compute   rank 1
 
-A rank appends each send to the queue of its edge and continues; it waits only for messages that it must receive. Each
-pair of ranks has one queue per direction, as the runtime has one communicator for each. With fewer queues, a send could
-block the receive that it waits for, because NCCL does not buffer large messages.
+Activations and gradients between two ranks have separate queues each way, as the runtime has one communicator for each.
+With fewer queues, a send could block the receive that it waits for, because NCCL does not buffer large messages. The
+runtime's limits are played too: a rank posts receives in the order in which its actions need them, a few ahead; a
+message leaves when its receive is posted; and a rank that has sent too many messages waits until the oldest has left.
 """
 
 from collections import defaultdict, deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from mobius.schedule.action import Action, source_stage, target_stage
+from mobius.limits import NUM_PREPOSTED_RECEIVES, max_sends_in_flight
+from mobius.schedule.action import Action, Direction, source_stage, target_stage
 from mobius.schedule.spec import ScheduleSpec
 
 
@@ -36,56 +39,132 @@ class Conflict:
     text: str
 
 
+_Message = tuple[int, int, int | None]
+"""Source stage, target stage and microbatch."""
+
+
+@dataclass(slots=True)
+class _Queue:
+    """Messages of one direction from one rank to another."""
+
+    waiting: deque[_Message] = field(default_factory=deque)
+    """Messages that are sent and not received, in the order of their sending."""
+    num_sent: int = 0
+    num_posted: int = 0
+    """Receives that the target has posted: as many messages may leave."""
+
+
+class _Player:
+    """Plays one rank's actions as far as its own messages and those of the others allow."""
+
+    def __init__(self, schedule: Schedule, rank: int, queues: dict[tuple[int, int, Direction], _Queue]) -> None:
+        """`queues` have a source, a target and a direction; all ranks share them."""
+        spec = schedule.spec
+        self.rank, self.actions, self.position = rank, schedule.actions[rank], 0
+        self.conflict: Conflict | None = None
+        self._spec, self._queues, self._is_alone = spec, queues, spec.num_ranks == 1
+        sources = [source_stage(action, spec.num_stages) for action in self.actions]
+        self._sources = sources
+        self._receives = [
+            queues[spec.rank_of(source), rank, action.kind.direction]
+            for source, action in zip(sources, self.actions, strict=True)
+            if source is not None
+        ]
+        """Queue of each message, in the order of need."""
+        self._num_posted = self._num_received = 0
+        self._in_flight: deque[tuple[_Queue, int, _Message]] = deque()
+        """Queue and number of each sent message that is not known to have left; the oldest is waited for first."""
+        self._max_in_flight = max_sends_in_flight(spec.microbatches_per_round)
+
+    def play(self, order: list[tuple[int, Action]]) -> bool:
+        """Append the actions that can be played now to `order`; return whether another rank may continue since."""
+        num_before = len(order) + self._num_posted
+        while not self.is_waiting_for_a_send():
+            self._post_receives()
+            if self.position == len(self.actions) or not self._receive():
+                break
+            self._send()
+            order.append((self.rank, self.actions[self.position]))
+            self.position += 1
+        return len(order) + self._num_posted > num_before
+
+    def is_waiting_for_a_send(self) -> bool:
+        """Whether more messages than the transport holds have not left; they leave in order of sending."""
+        while len(self._in_flight) > self._max_in_flight:
+            queue, number, _ = self._in_flight[0]
+            if number >= queue.num_posted:
+                return True
+            self._in_flight.popleft()
+        return False
+
+    def describe_wait(self) -> tuple[int, str]:
+        """Return the index of the action at which the unfinished rank waits, and what for."""
+        if self.is_waiting_for_a_send():
+            message = self._in_flight[0][2]
+            receiver = f"rank {self._spec.rank_of(message[1])} to receive {_describe(*message)}"
+            return self.position - 1, f"rank {self.rank} at {self.actions[self.position - 1]} for {receiver}"
+        source = self._sources[self.position]
+        assert source is not None, "only an action that receives can be stuck"
+        sender = f"stage {source} on rank {self._spec.rank_of(source)}"
+        return self.position, f"rank {self.rank} at {self.actions[self.position]} for {sender}"
+
+    def _post_receives(self) -> None:
+        for queue in self._receives[self._num_posted : self._num_received + NUM_PREPOSTED_RECEIVES]:
+            queue.num_posted += 1
+            self._num_posted += 1
+
+    def _receive(self) -> bool:
+        """Return whether the action has its message, if it needs one."""
+        action, source = self.actions[self.position], self._sources[self.position]
+        if source is None:
+            return True
+        arriving, wanted = self._receives[self._num_received].waiting, (source, action.stage, action.microbatch)
+        if not arriving:
+            return False
+        if arriving[0] != wanted:
+            text = f"it needs {_describe(*wanted)}, but the edge delivers {_describe(*arriving[0])} first"
+            self.conflict = Conflict(self.rank, self.position, False, text)
+            return False
+        arriving.popleft()
+        self._num_received += 1
+        return True
+
+    def _send(self) -> None:
+        action = self.actions[self.position]
+        target = target_stage(action, self._spec.num_stages)
+        if target is None:
+            return
+        message = (action.stage, target, action.microbatch)
+        queue = self._queues[self.rank, self._spec.rank_of(target), action.kind.direction]
+        queue.waiting.append(message)
+        if not self._is_alone:  # a message to itself stays on the rank
+            self._in_flight.append((queue, queue.num_sent, message))
+        queue.num_sent += 1
+
+
 def topological_order(schedule: Schedule) -> tuple[list[tuple[int, Action]], Conflict | None]:
     """Return the playable actions with their ranks, each receive after its send, and the conflict that stops them.
 
-    The ranks take turns; each continues until a message is missing. The conflict is None if all reach the end.
+    The ranks take turns; each continues until it must wait. The conflict is None if all reach the end.
     """
-    spec = schedule.spec
     order: list[tuple[int, Action]] = []
-    positions = [0] * spec.num_ranks
-    edges: dict[tuple[int, int], deque[tuple[int, int, int | None]]] = defaultdict(deque)
-    num_before = -1
-    while num_before < len(order):
-        num_before = len(order)
-        for rank, actions in enumerate(schedule.actions):
-            while positions[rank] < len(actions):
-                action = actions[positions[rank]]
-                source, target = (
-                    source_stage(action, spec.num_stages),
-                    target_stage(action, spec.num_stages),
-                )
-                if source is not None:
-                    wanted, arriving = (
-                        (source, action.stage, action.microbatch),
-                        edges[spec.rank_of(source), rank],
-                    )
-                    if not arriving:
-                        break
-                    if arriving[0] != wanted:
-                        text = f"it needs {_describe(*wanted)}, but the edge delivers {_describe(*arriving[0])} first"
-                        return order, Conflict(rank, positions[rank], False, text)
-                    arriving.popleft()
-                if target is not None:
-                    edges[rank, spec.rank_of(target)].append((action.stage, target, action.microbatch))
-                order.append((rank, action))
-                positions[rank] += 1
-    return order, _deadlock(schedule, positions)
+    queues: dict[tuple[int, int, Direction], _Queue] = defaultdict(_Queue)
+    players = [_Player(schedule, rank, queues) for rank in range(schedule.spec.num_ranks)]
+    while sum(player.play(order) for player in players):
+        pass
+    wrong = [player.conflict for player in players if player.conflict is not None]
+    return order, wrong[0] if wrong else _deadlock(players)
 
 
 def _describe(source: int, target: int, microbatch: int | None) -> str:
     return f"microbatch {microbatch} from stage {source} to stage {target}"
 
 
-def _deadlock(schedule: Schedule, positions: list[int]) -> Conflict | None:
+def _deadlock(players: Sequence[_Player]) -> Conflict | None:
     """Return the conflict of the unfinished ranks once none can continue; None if all are finished."""
-    stuck = {rank: a[positions[rank]] for rank, a in enumerate(schedule.actions) if positions[rank] < len(a)}
+    stuck = [player for player in players if player.position < len(player.actions)]
     if not stuck:
         return None
-    waits = []
-    for rank, action in stuck.items():
-        source = source_stage(action, schedule.spec.num_stages)
-        assert source is not None, "only an action that receives can be stuck"
-        waits.append(f"rank {rank} at {action} for stage {source} on rank {schedule.spec.rank_of(source)}")
-    first = min(stuck)
-    return Conflict(first, positions[first], True, f"no rank can continue; waiting: {'; '.join(waits)}")
+    waits = [player.describe_wait() for player in stuck]
+    text = f"no rank can continue; waiting: {'; '.join(wait for _, wait in waits)}"
+    return Conflict(stuck[0].rank, waits[0][0], True, text)

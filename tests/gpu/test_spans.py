@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mobius.hardware.spans import SpanRecorder
+from mobius.schedule.action import Direction
 from mobius.schedule.lanes import Lane, LaneSpan
 
 pytestmark = pytest.mark.gpu
@@ -120,7 +121,7 @@ def test_a_message_ends_when_it_is_through_and_holds_up_no_compute() -> None:
         for _ in range(2):
             with torch.cuda.stream(network):
                 busy(0.05)
-            recorder.message(Lane.SEND, 1, Message(network))
+            recorder.message(Lane.SEND, 1, Direction.FORWARD, Message(network))
         with recorder.device_span(Lane.COMPUTE, "F0.0"):
             busy(0.01)
 

@@ -28,7 +28,7 @@ from mobius.distributed.rendezvous import Rendezvous, open_watchdog_store
 from mobius.distributed.watchdog import Watchdog
 from mobius.distributed.world import World
 from mobius.ranks import Ranks
-from mobius.schedule.action import Action, ActionKind
+from mobius.schedule.action import Action, ActionKind, Direction
 
 _PACKAGE = str(Path(mobius.__file__).parent)
 _MESSAGES = tuple(
@@ -156,12 +156,12 @@ def _pass_around(ranks: Ranks, hanging: int, activity: Activity, transport: Dist
         activity.start_step(step)
         for microbatch in range(4):
             activity.start_action(Action(ActionKind.FORWARD_MIDDLE, rank, microbatch))
-            transport.post_receive(before)
+            transport.post_receive(before, Direction.FORWARD)
             if (step, rank, microbatch) == (3, hanging, 2):
                 hang()
-            transport.send(torch.zeros(8), following)
+            transport.send(torch.zeros(8), following, Direction.FORWARD)
             with activity.waiting("neighbours", rank=before, stage=before):
-                transport.receive(before)
+                transport.receive(before, Direction.FORWARD)
         transport.finish_step()
 
 

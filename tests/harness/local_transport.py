@@ -17,8 +17,9 @@ from torch.distributed import HashStore
 from mobius.distributed.rendezvous import Rendezvous
 from mobius.distributed.replicas import ReplicaGroup
 from mobius.distributed.shards import Segment, Shards
-from mobius.distributed.transport import RankGroup, ring_edges
+from mobius.distributed.transport import Edge, RankGroup, ring_edges
 from mobius.errors import MobiusError, TransportError
+from mobius.schedule.action import Direction
 
 TIMEOUT_SECONDS = 600.0
 
@@ -30,8 +31,8 @@ class LocalHub:
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        edges = [*ring_edges(num_ranks), *((rank, rank) for rank in range(num_ranks))]
-        self.edges: dict[tuple[int, int], queue.Queue[Tensor]] = {edge: queue.Queue() for edge in edges}
+        edges = ring_edges(num_ranks) or [Edge(0, 0, direction) for direction in Direction]
+        self.edges: dict[Edge, queue.Queue[Tensor]] = {edge: queue.Queue() for edge in edges}
         self.exchanged: dict[tuple[int, int], queue.Queue[Tensor]] = {
             (a, b): queue.Queue() for a in range(num_ranks) for b in range(num_ranks)
         }
@@ -53,14 +54,14 @@ class LocalTransport:
         self.all_ranks: RankGroup = self
         self.replicas: ReplicaGroup | None = None
 
-    def post_receive(self, source: int) -> None:
+    def post_receive(self, source: int, direction: Direction) -> None:
         """Nothing to announce: queues take messages at any time."""
 
-    def receive(self, source: int) -> Tensor:
-        return self._take(self._hub.edges[source, self.rank])
+    def receive(self, source: int, direction: Direction) -> Tensor:
+        return self._take(self._hub.edges[Edge(source, self.rank, direction)])
 
-    def send(self, tensor: Tensor, target: int) -> None:
-        self._hub.edges[self.rank, target].put(tensor)
+    def send(self, tensor: Tensor, target: int, direction: Direction) -> None:
+        self._hub.edges[Edge(self.rank, target, direction)].put(tensor)
 
     def finish_step(self) -> None:
         """Queues hold nothing back."""

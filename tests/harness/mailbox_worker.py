@@ -1,5 +1,7 @@
 """Sends messages both ways between two ranks over mailboxes, during compute, and checks every one of them.
 
+Activations and gradients take turns, and each gradient is received before the activation that was sent before it.
+
 torchrun --nproc_per_node 2 tests/harness/mailbox_worker.py DEVICE MIB NUM_MESSAGES     (DEVICE: cpu or cuda)
 
 The first rank prints one JSON line: seconds, GB/s per direction, and whether mailboxes were used at all.
@@ -15,7 +17,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
-from mobius.ranks import Ranks, prepare_environment, set_cuda_max_connections  # noqa: E402
+from mobius.ranks import Ranks, allows_peer_copies, prepare_environment, set_cuda_max_connections  # noqa: E402
 
 prepare_environment()  # before torch is imported
 set_cuda_max_connections()
@@ -28,6 +30,7 @@ from mobius.distributed.mailboxes import Mailboxes  # noqa: E402
 from mobius.distributed.process_groups import DistributedTransport  # noqa: E402
 from mobius.distributed.rendezvous import join_run  # noqa: E402
 from mobius.distributed.world import World  # noqa: E402
+from mobius.schedule.action import Direction  # noqa: E402
 
 AHEAD = 2
 GEMM = 4096
@@ -47,7 +50,7 @@ def main() -> None:
     def make_engine(device: torch.device) -> CudaCopyEngine:
         if kind == "cuda":
             return CudaCopyEngine(device)
-        return HostCopyEngine(ranks.rank, peers=frozenset({1 - ranks.rank}))
+        return HostCopyEngine(ranks.rank, peers=frozenset({1 - ranks.rank} if allows_peer_copies() else ()))
 
     mailboxes = Mailboxes(rendezvous, device, make_engine=make_engine, message_bytes=4 * num_words)
     transport = DistributedTransport(
@@ -90,18 +93,18 @@ def _talk(
     transport.barrier()
     start = time.perf_counter()
     for first in range(0, num_messages, 20):
-        numbers = range(first, min(first + 20, num_messages))
-        num_posted = 0
-        for index, number in enumerate(numbers):
-            while num_posted < min(len(numbers), index + AHEAD):
-                transport.post_receive(peer)
-                num_posted += 1
-            # Made just before it is sent, in memory that earlier messages have used.
-            transport.send(pattern * (2 * number + 1) + transport.rank, peer)
-            left = (left @ left).clamp_(-1, 1)
-            received = transport.receive(peer)
-            wrong += (received != pattern * (2 * number + 1) + peer).sum()
-            del received
+        for number in range(first, min(first + 20, num_messages), 2):
+            pair = ((number, Direction.FORWARD), (number + 1, Direction.BACKWARD))
+            for _, direction in reversed(pair):
+                transport.post_receive(peer, direction)
+            for sent, direction in pair:
+                # Made just before it is sent, in memory that earlier messages have used.
+                transport.send(pattern * (2 * sent + 1) + transport.rank, peer, direction)
+                left = (left @ left).clamp_(-1, 1)
+            for expected, direction in reversed(pair):
+                received = transport.receive(peer, direction)
+                wrong += (received != pattern * (2 * expected + 1) + peer).sum()
+                del received
         transport.finish_step()
     _synchronize(device)
     return time.perf_counter() - start, int(wrong.item())
@@ -117,10 +120,10 @@ def _talk_alone(transport: DistributedTransport, device: torch.device, num_words
     num_posted = 0
     for number in range(num_messages):
         while num_posted < min(num_messages, number + AHEAD):
-            transport.post_receive(peer)
+            transport.post_receive(peer, Direction.FORWARD)
             num_posted += 1
-        transport.send(tensor, peer)
-        transport.receive(peer)
+        transport.send(tensor, peer, Direction.FORWARD)
+        transport.receive(peer, Direction.FORWARD)
     transport.finish_step()
     _synchronize(device)
     return time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""Specs of schedules whose ranks have equal slots."""
+"""Specs of schedules whose ranks have equal slots, and schedules in an order of one's own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
+from mobius.schedule.action import Action, compute_kinds
+from mobius.schedule.breadth_first import data_actions
+from mobius.schedule.schedule import Schedule
 from mobius.schedule.spec import ScheduleSpec
 
 
@@ -35,3 +38,24 @@ def spec_of(
         **more,
     )
     return replace(spec, slots=tuple(slots if spec.streamed_stages(rank) else 0 for rank, slots in enumerate(given)))
+
+
+def in_order(spec: ScheduleSpec, names: str) -> Schedule:
+    """A schedule, not checked, of forwards and backwards such as `F0.0 F1.0 B1.0 B0.0`, in an order over all ranks.
+
+    All stages are resident. Each rank plays its own actions in this order.
+    """
+    ranks = [data_actions(rank, spec) for rank in range(spec.num_ranks)]
+    for name in names.split():
+        stage, microbatch = map(int, name[1:].split("."))
+        kind = compute_kinds(stage, spec.num_stages)[name[0] == "B"]
+        ranks[spec.rank_of(stage)].append(Action(kind, stage, microbatch))
+    return Schedule(spec, tuple(map(tuple, ranks)))
+
+
+CROSSING = {
+    1: "F0.0 F0.1 F1.0 F1.1 F2.0 F2.1 F3.0 B3.0 B2.0 F3.1 B3.1 B1.0 B2.1 B0.0 B1.1 B0.1",
+    2: "F0.0 F1.0 F0.1 F1.1 F2.0 F3.0 B3.0 F2.1 B2.0 B1.0 B0.0 F3.1 B3.1 B2.1 B1.1 B0.1",
+}
+"""By ranks, orders of four stages and two microbatches: a gradient is received before an activation that was sent
+before it by the same rank."""

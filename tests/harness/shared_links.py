@@ -28,6 +28,7 @@ from mobius.engine.state_codec import CODECS
 from mobius.engine.update_queue import UpdateQueue
 from mobius.engine.waits import WaitClock
 from mobius.models.layout import StageLayout
+from mobius.schedule.action import Direction
 from mobius.schedule.build import build_schedule
 from mobius.schedule.partition import StageCut
 
@@ -128,15 +129,16 @@ class FreeMessages:
         self._inner, self._device = inner, device
         self.rank, self.num_ranks = inner.rank, inner.num_ranks
 
-    def post_receive(self, source: int) -> None:
+    def post_receive(self, source: int, direction: Direction) -> None:
         """Nothing to announce."""
 
-    def send(self, tensor: Tensor, target: int) -> None:
+    def send(self, tensor: Tensor, target: int, direction: Direction) -> None:
         event = torch.cuda.current_stream().record_event() if tensor.is_cuda else None
-        self._inner.send((event, tensor.to("meta")), target)  # type: ignore[arg-type] # the queues take anything
+        message = (event, tensor.to("meta"))
+        self._inner.send(message, target, direction)  # type: ignore[arg-type] # the queues take anything
 
-    def receive(self, source: int) -> Tensor:
-        event, shape = self._inner.receive(source)
+    def receive(self, source: int, direction: Direction) -> Tensor:
+        event, shape = self._inner.receive(source, direction)
         if event is not None:
             torch.cuda.current_stream().wait_event(event)  # type: ignore[arg-type]
         return torch.empty_like(shape, device=self._device)

@@ -17,6 +17,8 @@ from torch.distributed import HashStore
 from mobius.distributed.cuda_copies import CudaCopyEngine
 from mobius.distributed.mailboxes import Mailboxes
 from mobius.distributed.rendezvous import Rendezvous
+from mobius.distributed.transport import Edge, ring_edges
+from mobius.schedule.action import Direction
 
 CPU = torch.device("cpu")
 SIZE = 12_346  # no multiple of a word, nor of a page
@@ -55,33 +57,31 @@ def with_mailboxes(
     return run_rank_threads(len(engines), run)
 
 
-def neighbours(transport: LocalTransport) -> set[int]:
-    return {(transport.rank + 1) % transport.num_ranks, (transport.rank - 1) % transport.num_ranks}
-
-
-def message(source: int, target: int, number: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * source + 100 * target + number)
+def message(edge: Edge, number: int) -> torch.Tensor:
+    is_backward = edge.direction is Direction.BACKWARD
+    generator = torch.Generator().manual_seed(10_000 * edge.source + 1000 * edge.target + 100 * is_backward + number)
     return torch.randint(256, (SIZE,), generator=generator, dtype=torch.uint8)
 
 
 def talk(transport: LocalTransport, mailboxes: Mailboxes) -> None:
-    """Ten numbered messages to every neighbour, received two ahead."""
-    sent = []
+    """Ten numbered messages over every edge, the edges in turn; received edge by edge, the last first, two ahead."""
+    sent, edges = [], ring_edges(transport.num_ranks)
     for number in range(10):
-        for target in neighbours(transport):
-            tensor = message(transport.rank, target, number)
-            sent.append((tensor, mailboxes.send(tensor, target)))
-    for source in neighbours(transport):
+        for edge in edges:
+            if edge.source == transport.rank:
+                tensor = message(edge, number)
+                sent.append((tensor, mailboxes.send(tensor, edge.target, edge.direction)))
+    for edge in reversed([edge for edge in edges if edge.target == transport.rank]):
         posted = []
         for number in range(12):
             if number < 10:
                 buffer = torch.empty(SIZE, dtype=torch.uint8)
-                posted.append((buffer, mailboxes.post_receive(buffer, source)))
+                posted.append((buffer, mailboxes.post_receive(buffer, edge.source, edge.direction)))
             if number >= 2:
                 buffer, arrived = posted[number - 2]
                 arrived.wait()
                 assert arrived.is_completed()
-                assert torch.equal(buffer, message(source, transport.rank, number - 2))
+                assert torch.equal(buffer, message(edge, number - 2))
     for _, left in sent:
         left.wait()
 
@@ -155,8 +155,9 @@ def test_a_message_that_never_comes_is_called_off_and_releases_its_stream(
     assert [engine.num_held for engine in engines] == [0, 0]
 
 
-def test_mailboxes_on_a_gpu_take_two_messages_per_incoming_edge() -> None:
-    engines = engines_of(3)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_mailboxes_on_a_gpu_take_two_messages_for_activations_and_two_for_gradients(num_ranks: int) -> None:
+    engines = engines_of(num_ranks)
     taken: dict[int, list[int]] = {}
 
     def weigh(transport: LocalTransport, mailboxes: Mailboxes) -> None:
@@ -165,4 +166,4 @@ def test_mailboxes_on_a_gpu_take_two_messages_per_incoming_edge() -> None:
     with_mailboxes(engines, weigh)
 
     pages = -(-SIZE // 4096) * 4096
-    assert taken == {rank: [2 * pages, 2 * pages] for rank in range(3)}
+    assert taken == {rank: [2 * pages, 2 * pages] for rank in range(num_ranks)}

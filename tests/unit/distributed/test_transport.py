@@ -1,4 +1,4 @@
-"""Messages arrive in order on each directed edge, and a rank that is gone is noticed."""
+"""Messages arrive in order on each edge, whatever is on the others, and a rank that is gone is noticed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import pytest
 import torch
 from harness.local_transport import LocalTransport, run_rank_threads
 
-from mobius.distributed.transport import SingleRankTransport, ring_edges
+from mobius.distributed.transport import Edge, SingleRankTransport, WarmupTransport, ring_edges
+from mobius.schedule.action import Direction
+
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
 
 def message(value: float) -> torch.Tensor:
@@ -14,32 +17,55 @@ def message(value: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "expected"),
+    ("num_ranks", "forward", "backward"),
     [
-        (1, set()),
-        (2, {(0, 1), (1, 0)}),
-        (3, {(0, 1), (1, 2), (2, 0), (1, 0), (2, 1), (0, 2)}),
-        (4, {(0, 1), (1, 2), (2, 3), (3, 0), (1, 0), (2, 1), (3, 2), (0, 3)}),
+        (1, [], []),
+        (2, [(0, 1), (1, 0)], [(1, 0), (0, 1)]),
+        (3, [(0, 1), (1, 2), (2, 0)], [(1, 0), (2, 1), (0, 2)]),
+        (4, [(0, 1), (1, 2), (2, 3), (3, 0)], [(1, 0), (2, 1), (3, 2), (0, 3)]),
     ],
 )
-def test_the_ring_has_each_directed_edge_between_neighbours_once_and_always_in_one_order(
-    num_ranks: int, expected: set[tuple[int, int]]
+def test_activations_go_up_the_ring_and_gradients_down_over_edges_that_all_ranks_list_in_one_order(
+    num_ranks: int, forward: list[tuple[int, int]], backward: list[tuple[int, int]]
 ) -> None:
-    edges = ring_edges(num_ranks)
+    expected = [(*pair, FORWARD) for pair in forward] + [(*pair, BACKWARD) for pair in backward]
+    assert ring_edges(num_ranks) == expected
 
-    assert set(edges) == expected
-    assert len(edges) == len(expected)
-    assert all(ring_edges(num_ranks) == edges for _ in range(3))
+
+@pytest.mark.parametrize("num_ranks", [3, 4, 5])
+def test_from_three_ranks_on_each_pair_has_messages_of_one_direction(num_ranks: int) -> None:
+    pairs = [edge[:2] for edge in ring_edges(num_ranks)]
+    assert len(set(pairs)) == len(pairs) == 2 * num_ranks
 
 
 def test_a_hop_to_oneself_is_first_in_first_out_and_hands_over_the_tensor_itself() -> None:
     transport = SingleRankTransport()
     sent = [message(i) for i in range(3)]
     for tensor in sent:
-        transport.post_receive(0)
-        transport.send(tensor, 0)
+        transport.post_receive(0, FORWARD)
+        transport.send(tensor, 0, FORWARD)
 
-    assert [transport.receive(0) is tensor for tensor in sent] == [True] * 3
+    assert [transport.receive(0, FORWARD) is tensor for tensor in sent] == [True] * 3
+
+
+def test_a_hop_to_oneself_keeps_activations_apart_from_gradients() -> None:
+    transport = SingleRankTransport()
+    activation, gradient = message(1), message(2)
+    transport.send(activation, 0, FORWARD)
+    transport.send(gradient, 0, BACKWARD)
+
+    assert transport.receive(0, BACKWARD) is gradient
+    assert transport.receive(0, FORWARD) is activation
+
+
+def test_a_rehearsal_posts_activations_apart_from_gradients() -> None:
+    transport = WarmupTransport(
+        rank=0, device=torch.device("cpu"), shape=(2,), dtype=torch.float32, max_pending_sends=1
+    )
+    transport.post_receive(1, FORWARD)
+    with pytest.raises(IndexError):
+        transport.receive(1, BACKWARD)
+    assert not transport.receive(1, FORWARD).any()
 
 
 def test_a_single_rank_sums_with_nobody_and_has_no_peer() -> None:
@@ -56,20 +82,22 @@ def test_a_single_rank_sums_with_nobody_and_has_no_peer() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_each_directed_edge_keeps_its_order(num_ranks: int) -> None:
-    """Every rank sends numbered messages to both neighbours first and receives afterwards, the last edge first."""
+def test_each_edge_keeps_its_order(num_ranks: int) -> None:
+    """Every rank sends numbered messages over all its edges in turn and receives afterwards, the last edge first."""
+
+    def numbered(edge: Edge, number: int) -> torch.Tensor:
+        return message(1000 * (edge.direction is BACKWARD) + 100 * edge.source + 10 * edge.target + number)
 
     def talk(transport: LocalTransport) -> None:
-        edges = ring_edges(num_ranks) or [(0, 0)]
-        outgoing = [edge for edge in edges if edge[0] == transport.rank]
-        incoming = [edge for edge in edges if edge[1] == transport.rank]
+        edges = ring_edges(num_ranks) or [Edge(0, 0, direction) for direction in Direction]
         for number in range(5):
-            for source, target in outgoing:
-                transport.send(message(100 * source + 10 * target + number), target)
-        for source, target in reversed(incoming):
+            for edge in edges:
+                if edge.source == transport.rank:
+                    transport.send(numbered(edge, number), edge.target, edge.direction)
+        for edge in reversed([edge for edge in edges if edge.target == transport.rank]):
             for number in range(5):
-                transport.post_receive(source)
-                assert torch.equal(transport.receive(source), message(100 * source + 10 * target + number))
+                transport.post_receive(edge.source, edge.direction)
+                assert torch.equal(transport.receive(edge.source, edge.direction), numbered(edge, number))
         transport.finish_step()
         transport.barrier()
         transport.close()

@@ -12,6 +12,7 @@ from mobius.distributed.transport import WarmupTransport
 from mobius.distributed.world import World
 from mobius.hardware.streams import Event
 from mobius.ranks import Ranks
+from mobius.schedule.action import Direction
 
 SHAPE = (1, 2, 3)
 
@@ -26,7 +27,7 @@ class SlowMailboxes:
     def open(self) -> "SlowMailboxes":
         return self
 
-    def send(self, tensor: Tensor, target: int) -> Event:
+    def send(self, tensor: Tensor, target: int, direction: Direction) -> Event:
         self.sent.append(tensor)
         number, mailboxes = len(self.sent) - 1, self
 
@@ -64,14 +65,14 @@ def test_compute_waits_for_the_first_message_when_too_many_are_under_way(
     )
     try:
         for _ in range(5):
-            transport.send(torch.zeros(SHAPE), 0)
+            transport.send(torch.zeros(SHAPE), 0, Direction.FORWARD)
         assert mailboxes.waited == waited
         transport.finish_step()
         assert mailboxes.waited == [0, 1, 2, 3, 4]
         mailboxes.waited.clear()
         transport.limit_pending_sends(4)
         for _ in range(5):
-            transport.send(torch.zeros(SHAPE), 0)
+            transport.send(torch.zeros(SHAPE), 0, Direction.FORWARD)
         assert mailboxes.waited == ([] if max_pending_sends is None else [5])
         transport.finish_step()
     finally:
@@ -85,5 +86,5 @@ def test_a_rehearsal_keeps_as_many_messages_as_a_step() -> None:
     )
     sent = [torch.zeros(SHAPE) for _ in range(5)]
     for tensor in sent:
-        transport.send(tensor, 1)
+        transport.send(tensor, 1, Direction.FORWARD)
     assert [id(tensor) for tensor in transport._sent] == [id(tensor) for tensor in sent[2:]]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mobius.hardware.spans import NO_SPANS, SpanRecorder, compute_without_waits, messages_in_turn
+from mobius.schedule.action import Direction
 from mobius.schedule.lanes import Lane, LaneSpan
 
 CPU = torch.device("cpu")
@@ -19,6 +20,7 @@ COMPUTE, WAIT, SEND, RECEIVE, UPDATE = (
     Lane.RECEIVE,
     Lane.OPTIMIZER,
 )
+FORWARD = Direction.FORWARD
 
 
 class Message:
@@ -123,10 +125,10 @@ def test_threads_record_at_the_same_time_without_losing_a_span() -> None:
 def test_a_message_is_named_after_the_action_that_sends_it() -> None:
     recorder = SpanRecorder(CPU, range(1, 2))
     with recorder.step(1):
-        recorder.message(RECEIVE, 3, Message())
+        recorder.message(RECEIVE, 3, FORWARD, Message())
         with recorder.device_span(COMPUTE, "F0.1"):
-            recorder.message(SEND, 1, Message())
-        recorder.message(SEND, 1, Message())
+            recorder.message(SEND, 1, FORWARD, Message())
+        recorder.message(SEND, 1, FORWARD, Message())
 
     messages = [(span.lane, span.name, span.peer) for span in recorder.collect() if span.peer is not None]
     assert messages == [(RECEIVE, "from 3", 3), (SEND, "F0.1 to 1", 1), (SEND, "to 1", 1)]
@@ -136,11 +138,11 @@ def test_what_is_not_recorded_is_not_waited_for_and_costs_no_memory() -> None:
     message = Message()
     recorder = SpanRecorder(CPU, range(7, 8))
     for spans in (NO_SPANS, recorder):
-        spans.message(SEND, 1, message)
+        spans.message(SEND, 1, FORWARD, message)
         with spans.device_span(COMPUTE, "F0.0"), spans.host_span(UPDATE, "U0"):
             pass
     with recorder.step(6):
-        recorder.message(SEND, 1, message)
+        recorder.message(SEND, 1, FORWARD, message)
 
     assert message.num_waits == 0
     assert recorder.collect() == []
@@ -179,7 +181,7 @@ def test_compute_without_waits_is_what_an_action_shows_that_blocks_the_host() ->
     assert worked <= spans["F1.0"].end
 
 
-def test_messages_of_one_edge_travel_one_after_the_other_and_those_of_others_do_not_wait() -> None:
+def test_messages_to_one_rank_travel_one_after_the_other_and_those_of_others_do_not_wait() -> None:
     spans = [
         span(SEND, 0.0, 4.0, peer=1),
         span(SEND, 1.0, 6.0, peer=1),
@@ -190,4 +192,12 @@ def test_messages_of_one_edge_travel_one_after_the_other_and_those_of_others_do_
 
     told = messages_in_turn(spans)
 
-    assert [(s.start, s.end) for s in told] == [(0.0, 4.0), (4.0, 6.0), (1.0, 3.0), (1.0, 2.0), (7.0, 8.0)]
+    found = [(s.lane, s.peer, s.start, s.end) for s in told]
+    assert [each[2:] for each in found if each[:2] == (SEND, 1)] == [(0.0, 4.0), (4.0, 6.0), (7.0, 8.0)]
+    assert [each[2:] for each in found if each[:2] != (SEND, 1)] == [(1.0, 2.0), (1.0, 3.0)]
+
+
+def test_a_gradient_that_overtakes_an_activation_keeps_its_time() -> None:
+    told = messages_in_turn([span(SEND, 0.0, 6.0, peer=1), span(SEND, 1.0, 3.0, peer=1)])
+
+    assert [(s.start, s.end) for s in told] == [(1.0, 3.0), (3.0, 6.0)]

@@ -30,6 +30,7 @@ from mobius.planner.measure import MicrobatchShape, measure_launches, measure_pr
 from mobius.planner.measured_plan import cached_profile, profile_key, profile_path
 from mobius.planner.profile import LayerSeconds, Profile, Source
 from mobius.planner.timer import CollectiveTimer
+from mobius.schedule.action import Direction
 from mobius.schedule.packed_rows import PackedRows
 
 CPU = torch.device("cpu")
@@ -128,9 +129,9 @@ def test_messages_are_measured_in_the_size_in_which_a_run_sends_them() -> None:
     seen = set[tuple[int, ...]]()
 
     class SizedTransport(LocalTransport):
-        def send(self, tensor: Tensor, target: int) -> None:
+        def send(self, tensor: Tensor, target: int, direction: Direction) -> None:
             seen.add(tuple(tensor.shape))
-            super().send(tensor, target)
+            super().send(tensor, target, direction)
 
     def measure_rank(transport: LocalTransport) -> Profile:
         sized = SizedTransport(transport._hub, transport.rank)

@@ -37,7 +37,7 @@ def test_stages_that_are_alike_share_a_line_and_those_without_parameters_say_so(
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_replicas", "num_communicators"), [(1, 1, 0), (2, 1, 3), (4, 1, 5), (1, 2, 3), (2, 4, 9)]
+    ("num_ranks", "num_replicas", "num_communicators"), [(1, 1, 0), (2, 1, 5), (4, 1, 5), (1, 2, 3), (2, 4, 11)]
 )
 def test_communicators_of_a_gpu_are_counted_those_to_replicas_too(
     llama_7b: ModelShape, num_ranks: int, num_replicas: int, num_communicators: int
