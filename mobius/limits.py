@@ -51,11 +51,12 @@ def max_prefetched(copy_lookahead: int) -> int:
     return copy_lookahead + 1
 
 
-def max_sends_in_flight(microbatches_per_round: int) -> int:
+def max_sends_in_flight(num_messages: int) -> int:
     """Maximum number of sent messages that a rank retains; before the next one, compute waits for the oldest.
 
-    No receiver lags by more than the microbatches of one stage in a round (a test checks this on the schedules), so
-    compute does not wait in a steady pipeline. Without a bound, the host runs up to a thousand launches ahead of the
-    GPU and retains the messages of half a step: 4 GiB of 11 for Llama-2-7B at 64 x 512.
+    No receiver lags by more than `num_messages`: the microbatches of one stage in a round, or depth-first a forward and
+    a backward of each (a test checks this on the schedules), so compute does not wait in a steady pipeline. Without a
+    bound, the host runs up to a thousand launches ahead of the GPU and retains the messages of half a step: 4 GiB of 11
+    for Llama-2-7B at 64 x 512.
     """
-    return microbatches_per_round + 2
+    return num_messages + 2

@@ -52,7 +52,6 @@ from mobius.limits import (
     NUM_PREPOSTED_RECEIVES,
     max_pending_offloads,
     max_prefetched,
-    max_sends_in_flight,
 )
 from mobius.schedule.depth_first import warmup_forwards
 from mobius.schedule.partition import LayerWidths, ModelShape
@@ -276,7 +275,7 @@ class _RankStep:
 
     def __init__(self, plan: Plan, rank: int, size: MicrobatchBytes) -> None:
         self._plan, self._rank, self._size, self._stages = plan, rank, size, plan.local_stages(rank)
-        self._per_round, self._max_sends = plan.microbatches_per_round, max_sends_in_flight(plan.microbatches_per_round)
+        self._per_round, self._max_sends = plan.microbatches_per_round, plan.max_sends_in_flight
         self._received = 0 if plan.num_ranks == 1 else NUM_PREPOSTED_RECEIVES * size.activation
         self._waiting = [stage for stage in self._stages if not plan.cuts[stage].is_last]
         """Stages that run forward on all microbatches of a round before their first backward."""

@@ -78,9 +78,10 @@ MOST_ROUND_NUMBERS = 4
 """Numbers of rounds that are tried for one number of microbatches."""
 ALIKE = 0.01
 """Share of a step within which the plan that takes less host memory is chosen."""
-MOST_SIMULATED = 32
+MOST_ALIKE = 3
+"""Maximum number of plans with equally many resident stages that are simulated."""
 MOST_SIMULATED_ALIKE = 12
-"""Maximum numbers of plans that are simulated: to find the fastest, and then one that takes less memory."""
+"""Maximum number of plans that are simulated to find one as fast as the fastest that takes less memory."""
 WORTH = 0.01
 """Share of a step that offloaded products must gain."""
 MOST_IF_UNKNOWN = 2
@@ -129,26 +130,52 @@ def pick(candidates: Iterable[TimedPlan]) -> TimedPlan:
     Candidates that fit the host come before those that do not.
     """
     listed = list(candidates)
-    ordered = sorted([each for each in listed if each.fits_host] or listed, key=lambda each: each.seconds)
+    listed = [each for each in listed if each.fits_host] or listed
+    groups: dict[tuple[object, ...], list[TimedPlan]] = {}
+    for each in sorted(listed, key=lambda each: each.seconds):
+        groups.setdefault((each.plan.order, *each.numbers), []).append(each)
     simulated: dict[Plan, TimedPlan] = {}
     fastest = math.inf
     with progress_bar("simulating", " steps") as bar:
-        for each in ordered[:MOST_SIMULATED]:
-            if each.seconds >= fastest:
-                break
-            simulated[each.plan] = each.simulated()
-            fastest = min(fastest, simulated[each.plan].seconds)
-            bar.update()
-        alike = [each for each in simulated.values() if each.seconds <= fastest * (1 + ALIKE)]
-        best = min(alike, key=lambda each: each.memory)
-        lighter = [each for each in ordered if each.plan not in simulated and each.seconds <= fastest * (1 + ALIKE)]
+        for group in groups.values():
+            for each in _simulate_best(group, fastest):
+                simulated[each.plan] = each
+                fastest = min(fastest, each.seconds)
+                bar.update()
+        limit = fastest * (1 + ALIKE)
+        best = min((each for each in simulated.values() if each.seconds <= limit), key=lambda each: each.memory)
+        lighter = [each for each in listed if each.plan not in simulated and each.seconds <= limit]
         lighter = [each for each in lighter if each.memory < best.memory]
         for each in sorted(lighter, key=lambda each: each.memory)[:MOST_SIMULATED_ALIKE]:
             tried = each.simulated()
             bar.update()
-            if tried.seconds <= fastest * (1 + ALIKE):
+            if tried.seconds <= limit:
                 return tried
     return best
+
+
+def _simulate_best(group: Sequence[TimedPlan], to_beat: float) -> Iterator[TimedPlan]:
+    """Simulate plans of the same numbers: from few, some and many resident stages to the number that is fastest.
+
+    `group` is sorted by bounds; of each number of resident stages, a plan is simulated while its bound promises to be
+    faster than `to_beat` seconds and than the others of that number.
+    """
+    by_resident: dict[int, list[TimedPlan]] = {}
+    for each in group:
+        by_resident.setdefault(len(each.plan.resident), []).append(each)
+    numbers, seconds = sorted(by_resident), dict[int, float]()
+    wanted = {0, len(numbers) // 2, len(numbers) - 1}
+    while new := sorted(wanted - seconds.keys()):
+        for place in new:
+            seconds[place] = math.inf
+            for each in by_resident[numbers[place]][:MOST_ALIKE]:
+                if each.seconds < min(to_beat, seconds[place]):
+                    tried = each.simulated()
+                    seconds[place] = min(seconds[place], tried.seconds)
+                    yield tried
+        best = min(seconds, key=lambda place: seconds[place])
+        if math.isfinite(seconds[best]):
+            wanted = {place for place in (best - 1, best + 1) if 0 <= place < len(numbers)}
 
 
 def resolve_auto(request: PlanRequest, *, measured: Profile | None = None, is_draft: bool = False) -> PlanRequest:

@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mobius.limits import NUM_PREPOSTED_RECEIVES, max_sends_in_flight
+from mobius.limits import NUM_PREPOSTED_RECEIVES
 from mobius.schedule.action import Action, Direction, source_stage, target_stage
 from mobius.schedule.spec import ScheduleSpec
 
@@ -74,7 +74,7 @@ class _Player:
         self._num_posted = self._num_received = 0
         self._in_flight: deque[tuple[_Queue, int, _Message]] = deque()
         """Queue and number of each sent message that is not known to have left; the oldest is waited for first."""
-        self._max_in_flight = max_sends_in_flight(spec.microbatches_per_round)
+        self._max_in_flight = spec.max_sends_in_flight
 
     def play(self, order: list[tuple[int, Action]]) -> bool:
         """Append the actions that can be played now to `order`; return whether another rank may continue since."""

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Self
 
 from mobius.errors import ScheduleError
-from mobius.limits import MIN_GRADIENT_SUMS
+from mobius.limits import MIN_GRADIENT_SUMS, max_sends_in_flight
 
 MAX_COPY_LOOKAHEAD = 8
 """Maximum compute actions that a copy may span; the inputs of this many microbatches stay on the GPU meanwhile."""
@@ -81,6 +81,12 @@ class ScheduleSpec:
             return self.microbatches_per_round
         # Half of the forwards and backwards in between are of one stage's round each, as are those of the ranks after.
         return min(self.num_microbatches, 2 * (self.microbatches_per_round + self.num_ranks))
+
+    @property
+    def max_sends_in_flight(self) -> int:
+        """Maximum number of sent messages that a rank retains (`limits.max_sends_in_flight`)."""
+        per_turn = 2 if self.is_depth_first else 1
+        return max_sends_in_flight(per_turn * self.microbatches_per_round)
 
     @property
     def num_chunks(self) -> int:

@@ -34,7 +34,6 @@ from mobius.engine.documents import Rows
 from mobius.engine.executor import StepBatch
 from mobius.errors import GpuMemoryError, HostMemoryError, PlanError
 from mobius.hardware.devices import MemoryMeter, free_cached_memory
-from mobius.limits import max_sends_in_flight
 from mobius.planner.run_setup import RunSetup, replan_with_reserve
 from mobius.schedule.build import build_unchecked
 from mobius.schedule.plan import Plan
@@ -186,19 +185,19 @@ def run_warmup_step(run_setup: RunSetup, stages: RankStages) -> None:
     rows: Rows = [[seq_length]] if request.packed is None else [request.packed.fullest_row(seq_length)]
     documents = document_tensors([*rows] * num_rows, run_setup, num_microbatches=plan.num_chunks)
     batch = StepBatch(tokens, tokens, tokens.numel(), tokens.numel(), num_rows, documents=documents)
-    transport = warmup_transport(run_setup, plan.microbatches_per_round)
+    transport = warmup_transport(run_setup, plan.max_sends_in_flight)
     stages.executor(build_unchecked(plan), transport).run(batch)
     MemoryMeter(rank_context.device).synchronize()
 
 
 def warmup_plan(plan: Plan) -> Plan:
-    """Return the plan with the fewest rounds that reach its peak: at most two, since sums are copied between rounds."""
-    rounds = min(plan.accumulation_rounds, 2)
+    """Return the plan with the fewest rounds that reach its peak: sums are copied between two, and three overlap."""
+    rounds = min(plan.accumulation_rounds, 3 if plan.is_depth_first else 2)
     return replace(plan, accumulation_rounds=rounds, num_microbatches=plan.microbatches_per_round * rounds)
 
 
-def warmup_transport(run_setup: RunSetup, num_microbatches: int) -> ActivationTransport:
-    """Return a transport of this rank alone, which sends as many messages as `num_microbatches` of a pass need."""
+def warmup_transport(run_setup: RunSetup, max_pending_sends: int) -> ActivationTransport:
+    """Return a transport of this rank alone, which holds as many sent messages as the real one may."""
     if run_setup.plan.num_ranks == 1:
         return SingleRankTransport()
     return WarmupTransport(
@@ -206,5 +205,5 @@ def warmup_transport(run_setup: RunSetup, num_microbatches: int) -> ActivationTr
         device=run_setup.rank_context.device,
         shape=run_setup.sent_shape,
         dtype=run_setup.dtype,
-        max_pending_sends=max_sends_in_flight(num_microbatches),
+        max_pending_sends=max_pending_sends,
     )

@@ -36,7 +36,6 @@ from mobius.engine.update_queue import UpdateQueue
 from mobius.engine.waits import WaitClock
 from mobius.hardware.devices import MemoryMeter, num_optimizer_threads, set_host_threads, use_device
 from mobius.hardware.spans import NO_SPANS, Spans
-from mobius.limits import max_sends_in_flight
 from mobius.models.peft_folder import AdapterFolder, AdapterWeights
 from mobius.models.weights import (
     CheckpointWeights,
@@ -211,9 +210,7 @@ def open_session(
         allocate = partial(_allocate_stages, updates=updates, transport=transport, spans=spans)
         run_setup, stages = allocate_stages_that_fit(run_setup, transport, allocate)
     done("rehearsal")
-    transport.limit_pending_sends(
-        max_sends_in_flight(run_setup.plan.microbatches_per_round)
-    )  # another plan may have other rounds
+    transport.limit_pending_sends(run_setup.plan.max_sends_in_flight)  # another plan may have other rounds
     if on_plan_resolved is not None:
         on_plan_resolved(run_setup)
     activity.start_action("the weights")
@@ -294,7 +291,7 @@ def _connect(run_setup: RunSetup, spans: Spans) -> Transport:
         spans=spans,
         mailboxes=mailboxes,
         # On a CPU the host computes, so it never runs ahead.
-        max_pending_sends=max_sends_in_flight(run_setup.plan.microbatches_per_round) if device.type == "cuda" else None,
+        max_pending_sends=run_setup.plan.max_sends_in_flight if device.type == "cuda" else None,
         replicas=replicas,
     )
 

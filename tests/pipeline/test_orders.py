@@ -16,7 +16,15 @@ CASES = {  # number of sum buffers, of resident stages of a rank, whether all st
     "sums stay, activations saved": (9, 0, True),
     "all but the last resident, activations saved": (9, 9, True),
 }
-PIPELINES = ((1, 1, 4), (1, 4, 4), (3, 1, 6), (3, 2, 6), (4, 3, 8))  # ranks, stages of each, microbatches
+PIPELINES = (
+    (1, 1, 4),
+    (1, 4, 4),
+    (2, 1, 4),
+    (2, 3, 4),
+    (3, 1, 6),
+    (3, 2, 6),
+    (4, 3, 8),
+)  # ranks, stages of each, microbatches
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -191,7 +191,7 @@ class Evaluator:
                 if own_batches := batches[mine]:  # a last pass may have fewer than there are replicas
                     made.append((names[mine], self._run_pass(self._executor(len(own_batches)), own_batches)))
                 progress.update(len(batches))
-        transport.limit_pending_sends(max_sends_in_flight(num_microbatches))
+        transport.limit_pending_sends(self._run_setup.plan.max_sends_in_flight)
         activity.start_action("the end of the evaluation")
         with activity.waiting("the device"):
             self._add(made, counts)
@@ -204,7 +204,8 @@ class Evaluator:
         Compiling and allocating would otherwise wait for receives that occupy the GPU (distributed/transport.py).
         """
         number, seq_length = self._batches_per_pass, self._run_setup.config.data.seq_length
-        transport = warmup_transport(self._run_setup, self._run_setup.plan.microbatches_per_round * number)
+        num_microbatches = self._run_setup.plan.microbatches_per_round * number
+        transport = warmup_transport(self._run_setup, max_sends_in_flight(num_microbatches))
         tokens = np.zeros((self._batch_size, seq_length), dtype=np.int64)
         rows = ((seq_length,),) * self._batch_size if self._run_setup.result.request.packed else None
         batch = Batch(tokens, tokens, tokens.size, tokens.size, self._batch_size, 0.0, rows)

@@ -9,9 +9,9 @@ from harness.plan_requests import find_published_shape, request_of
 from harness.schedules import spec_of
 
 from mobius.limits import max_pending_offloads, max_sends_in_flight
-from mobius.planner import peak_memory
 from mobius.planner.memory_estimates import estimate_gpu_memory_of_ranks
 from mobius.planner.peak_memory import LayerBytes, LiveMemory, MicrobatchBytes, find_peak
+from mobius.schedule import spec
 from mobius.schedule.action import ActionKind, source_stage
 from mobius.schedule.build import build_schedule
 from mobius.schedule.partition import partition_of
@@ -240,7 +240,7 @@ def test_what_was_reserved_on_h200s_is_predicted_within_ten_percent_and_not_unde
     whole = make_plan(request.shape, num_ranks=4, num_stages=stages, num_microbatches=chunks, num_slots=slots)
     resident = 0 if slots else whole.stages_per_rank
     plan = whole.with_memory_uses([MemoryUse(resident, number, slots or 0) for number in kept])
-    monkeypatch.setattr(peak_memory, "max_sends_in_flight", lambda _: KEPT_THEN)
+    monkeypatch.setattr(spec, "max_sends_in_flight", lambda _: KEPT_THEN)
     needs = []
     for rank, need in enumerate(estimate_gpu_memory_of_ranks(request, plan)):
         # Resident stages had whole masters and fp32 gradients then.

@@ -8,6 +8,7 @@ from harness.schedules import CROSSING, in_order, spec_of
 from mobius.errors import ScheduleError
 from mobius.limits import max_sends_in_flight
 from mobius.schedule import schedule as schedule_module
+from mobius.schedule import spec as spec_module
 from mobius.schedule.action import source_stage
 from mobius.schedule.build import build_schedule
 from mobius.schedule.check import check
@@ -100,7 +101,7 @@ def test_a_rank_goes_on_once_the_receive_of_its_oldest_message_is_posted(monkeyp
 
 
 def test_without_a_limit_on_messages_that_have_not_left_there_is_no_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule_module, "max_sends_in_flight", lambda _: 9)
+    monkeypatch.setattr(spec_module, "max_sends_in_flight", lambda _: 9)
     check(late_gradient(4))
 
 
