@@ -58,6 +58,7 @@ from mobius.planner.step_prediction import (
 from mobius.schedule.partition import max_stages
 from mobius.schedule.plan import Plan
 from mobius.schedule.spec import ComputeOrder
+from mobius.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -349,16 +350,18 @@ def choose_candidate(request: PlanRequest, *, measured: Profile | None = None, i
             fitted += _bounded(each.request, measured)
             bar.update()
     best = pick(fitted)
-    others = [each for each in fitted if each.plan.order is not best.plan.order]
+    _log_next_best(best, fitted)
+    return best
+
+
+def _log_next_best(best: TimedPlan, candidates: Sequence[TimedPlan]) -> None:
+    """Say in one line how long the best plan of the other order would take, if there is one."""
+    others = [each for each in candidates if each.plan.order is not best.plan.order]
     if others:
         other = pick(others)
-        logger.debug(
-            "%s, %s would take %+.1f %%",
-            other.plan.order.value.replace("_", "-"),
-            other.plan.describe_microbatches(),
-            100 * (other.seconds / best.seconds - 1),
-        )
-    return best
+        more, (host, _) = 100 * (other.seconds / best.seconds - 1), other.memory
+        plan = f"--num_stages {other.plan.num_stages}, {other.plan.describe_microbatches()}"
+        logger.info("next best: %s, %+.1f %% per step, %s of host memory", plan, more, format_bytes(host))
 
 
 def quick_candidates(request: PlanRequest, *, measured: Profile | None = None) -> list[TimedPlan]:
