@@ -8,8 +8,8 @@ Several uses share the memory of a rank:
     sum buffers       one for each streamed stage: unfinished gradient sums need not travel between rounds
 
 All ranks follow the same pattern as far as their memory allows, because the slowest rank determines the step. Within a
-pattern, a rank saves the activations of as many stages as fit. If activations may be offloaded, it offloads those of
-the fewest stages with which it fits, or of all that do not save theirs.
+pattern, a rank saves the activations of as many stages as fit: the last ones in whole, the others their products. If
+activations may be offloaded, it offloads those of the fewest stages with which it fits, or of all that save none.
 
 Saved activations need their weights on the GPU from forward to backward. Weights of resident stages are there, and
 weights of the last `num_slots` streamed stages stay in their slots.
@@ -51,7 +51,7 @@ from mobius.planner.profile import Profile
 from mobius.planner.rates import reference_profile
 from mobius.planner.request import PlanRequest
 from mobius.planner.step_prediction import predict_min_step_seconds
-from mobius.schedule.plan import MemoryUse, Plan, RecomputeLevel
+from mobius.schedule.plan import MemoryUse, Plan
 from mobius.units import format_bytes
 
 PREFETCH_SLOTS = 3
@@ -91,6 +91,8 @@ class MemoryFit:
         # Slices are recomputed: keys and values in their activations would change with each later slice.
         is_open = may_save and layer is not None and request.recompute is Recompute.AUTO and request.num_slices == 1
         self._most_saving = request.plan.stages_per_rank if is_open else self._least.num_saving_activations
+        is_known = layer is not None and layer.saved_products is not None
+        self._may_save_products = is_open and is_known and may_keep_products(request)
         self._activation_bytes = cache(self._count_activation_bytes)
 
     def plans(self, *, is_quick: bool = False) -> Iterator[Plan]:
@@ -167,15 +169,17 @@ class MemoryFit:
         )
         return replace(saving(least), num_offloading_activations=numbers[fewest])
 
-    def _fits(self, rank: int, use: MemoryUse) -> bool:
-        plan = self.request.plan.with_same_use(use)
-        states = sum(state_bytes(self.request, plan, rank).values())
-        return states + self._activation_bytes(rank, use.num_saving_activations, use.num_offloading_activations) <= (
-            self._usable
-        )
+    def _num_products(self, num_saving: int) -> int:
+        """Return how many of the stages that save activations save only products, if that takes the least memory."""
+        only = self._may_save_products or self.request.recompute is Recompute.ELEMENTWISE
+        return num_saving if only else 0
 
-    def _count_activation_bytes(self, rank: int, num_saving: int, num_offloading: int) -> int:
-        use = MemoryUse(0, num_saving, self.request.plan.stages_per_rank, num_offloading)
+    def _fits(self, rank: int, use: MemoryUse) -> bool:
+        states = sum(state_bytes(self.request, self.request.plan.with_same_use(use), rank).values())
+        activations = replace(use, num_resident=0, num_slots=self.request.plan.stages_per_rank, num_sum_buffers=0)
+        return states + self._activation_bytes(rank, activations) <= self._usable
+
+    def _count_activation_bytes(self, rank: int, use: MemoryUse) -> int:
         plan = self.request.plan.with_same_use(use)
         return sum(activation_bytes(self.request, plan, rank, self.layer).values())
 
@@ -210,16 +214,7 @@ def fitting_plans(request: PlanRequest, layer: LayerBytes | None, *, is_quick: b
     if request.gpu_bytes is None:
         return [plan.with_same_use(least_use(request, layer))]
     _refuse_what_cannot_fit(request, layer, request.gpu_bytes)
-    plans = [
-        plan
-        for level in levels_to_try(request, layer)
-        for plan in MemoryFit(request.trying(recompute_level=level), layer).plans(is_quick=is_quick)
-    ]
-    # The level of a plan that saves nothing says nothing.
-    plans = [
-        plan if plan.saved_activation_stages else replace(plan, recompute_level=RecomputeLevel.NONE) for plan in plans
-    ]
-    unique = list(dict.fromkeys(plans))
+    unique = list(dict.fromkeys(MemoryFit(request, layer).plans(is_quick=is_quick)))
     fitting = [plan for plan in unique if fits_host(request, plan)]
     return fitting or [min(unique, key=lambda plan: estimate_host_memory(request, plan).total)]
 
@@ -269,13 +264,6 @@ def max_saving_attention(request: PlanRequest, *, layer: LayerBytes | None) -> i
             return False
 
     return most if fits(most) else bisect_left(range(1, most), True, key=lambda number: not fits(number))
-
-
-def levels_to_try(request: PlanRequest, layer: LayerBytes | None) -> tuple[RecomputeLevel, ...]:
-    """Return the recompute levels to plan with, the fastest first; one if it is given or products are not known."""
-    is_known = layer is not None and layer.saved_products is not None
-    is_open = request.recompute is Recompute.AUTO and may_keep_products(request)
-    return tuple(RecomputeLevel) if is_open and is_known else (request.plan.recompute_level,)
 
 
 def numbers_of_rounds(request: PlanRequest) -> list[int]:
@@ -333,7 +321,8 @@ def least_use(request: PlanRequest, layer: LayerBytes | None) -> MemoryUse:
     num_saving_activations = per_rank if request.recompute.saves_activations else 0
     streamed = per_rank - num_resident
     slots = max(request.plan.num_slots or 0, num_saving_activations, streamed if request.plan.is_depth_first else 0)
-    use = MemoryUse(num_resident, num_saving_activations, min(slots, streamed))
+    products = num_saving_activations if request.recompute is Recompute.ELEMENTWISE else 0
+    use = MemoryUse(num_resident, num_saving_activations, min(slots, streamed), num_saving_products=products)
     numbers = offload_numbers(request, num_saving_activations)
     if request.gpu_bytes is None or len(numbers) == 1:
         return replace(use, num_offloading_activations=numbers[0])

@@ -379,7 +379,7 @@ class _RankStep:
         """Inputs and graphs of one microbatch in a stage."""
         if not self._saves_graph(stage):
             return self._inputs(stage), 0
-        graph = self._size.layer.saved_for_backward(self._plan.recompute_level)
+        graph = self._size.layer.saved_for_backward(self._plan.level_of(stage))
         return self._size.activation, self._num_saving(stage) * graph
 
     def _inputs(self, stage: int) -> int:
@@ -399,7 +399,7 @@ class _RankStep:
         if not cut.backward_layers(self._size.first_backward):
             return min(layer.saved_activations, layer.recomputed_peak) if cut.layers else 0
         if self._saves_graph(stage):
-            return layer.backward_work(self._plan.recompute_level)
+            return layer.backward_work(self._plan.level_of(stage))
         if stage in self._plan.offloaded_activation_stages and self._plan.num_offloaded_microbatches:
             return max(layer.recomputed_peak, layer.backward_work(RecomputeLevel.ELEMENTWISE))
         return layer.recomputed_peak

@@ -19,7 +19,7 @@ from mobius.errors import PlanError, excerpt, first_line, quoted, reason_of
 from mobius.planner.request import PlanRequest
 from mobius.regular_files import read_bytes
 from mobius.schedule.partition import ModelShape, StageCut
-from mobius.schedule.plan import Plan, RecomputeLevel, recompute_level_of
+from mobius.schedule.plan import Plan
 from mobius.schedule.spec import ComputeOrder
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ PLAN_FIELDS: Final = {
     "num_microbatches": "num_microbatches",
     "num_rounds": "accumulation_rounds",
     "num_slices": "num_slices",
-    "kept_level": "recompute_level",
+    "kept_products": "saved_product_stages",
     "kept_attention": "saved_attention_stages",
     "products_home": "num_offloaded_microbatches",
     "slots": "slots",
@@ -46,7 +46,7 @@ PLAN_FIELDS: Final = {
 _ADDED_LATER: Final = (
     "num_rounds",
     "num_slices",
-    "kept_level",
+    "kept_products",
     "kept_attention",
     "products_home",
     "stashed_activations",
@@ -54,6 +54,7 @@ _ADDED_LATER: Final = (
     "order",
 )
 """Keys that older files lack."""
+_PRODUCTS: Final = "products"
 _MOST_BYTES: Final = 1 << 24
 _MOST: Final = 2**31
 """Upper bound of all numbers except those of the model, which are only compared."""
@@ -153,6 +154,8 @@ def _plan(fields: Mapping[str, Any]) -> Plan:
             values[name] = _READERS[types[name]](_field(fields, key), key)
         if key in ("num_rounds", "num_slices"):
             _whole(values.get(name, 1), key, least=1)
+    if fields.get("kept_level") == _PRODUCTS:  # of all stages, in files of version 0.1
+        values["saved_product_stages"] = values["saved_activation_stages"]
     return Plan(num_stages=len(values["cuts"]), **values)
 
 
@@ -166,12 +169,6 @@ def _whole(value: object, name: str, *, least: int = 0) -> int:
     if type(value) is not int or not least <= value < _MOST:
         raise _FieldError(f"`{name}` is {quoted(value)}, not a whole number from {least} on")
     return value
-
-
-def _level(value: object, name: str) -> RecomputeLevel:
-    if not isinstance(value, str) or value not in list(RecomputeLevel):
-        raise _FieldError(f"`{name}` is {quoted(value)}, not one of {', '.join(RecomputeLevel)}")
-    return RecomputeLevel(value)
 
 
 def _order(value: object, name: str) -> ComputeOrder:
@@ -196,7 +193,6 @@ def _list_of(read: Callable[[object, str], Any], value: object, name: str) -> tu
 
 _READERS: Final[dict[str, Callable[[object, str], Any]]] = {
     "int": _whole,
-    "RecomputeLevel": _level,
     "ComputeOrder": _order,
     "tuple[int, ...]": lambda value, name: _list_of(_whole, value, name),
     "tuple[StageCut, ...]": lambda value, name: _list_of(_cut, value, name),
@@ -252,6 +248,8 @@ def _contradictions(saved: SavedPlan) -> Iterator[str]:
 
 def _contradictions_of_stages(plan: Plan) -> Iterator[str]:
     saved, offloaded = plan.saved_activation_stages, plan.offloaded_activation_stages
+    if not plan.saved_product_stages <= saved:
+        yield "stages that keep products alone are among those that keep activations"
     if not (plan.resident | saved | offloaded | plan.saved_attention_stages) <= set(range(plan.num_stages)):
         yield "resident stages, or stages with saved or offloaded activations, name a stage that there is not"
     if both := sorted(offloaded & (saved | {plan.num_stages - 1})):
@@ -375,8 +373,9 @@ def _recompute_difference(plan: Plan, asked: Recompute) -> str | None:
     saved, attention = len(plan.saved_activation_stages), len(plan.saved_attention_stages)
     if asked.saves_activations and saved < plan.num_stages:
         return f"keeps activations of {saved} stages only"
-    if asked.saves_activations and plan.recompute_level is not recompute_level_of(asked):
-        return f"keeps {plan.recompute_level}"
+    products = saved if asked is Recompute.ELEMENTWISE else 0
+    if asked.saves_activations and len(plan.saved_product_stages) != products:
+        return f"keeps products alone in {len(plan.saved_product_stages)} stages"
     if asked is Recompute.LINEAR and attention < plan.num_stages:
         return f"keeps attention's results of {attention} stages only"
     if attention and asked not in (Recompute.AUTO, Recompute.LINEAR):

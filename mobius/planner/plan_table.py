@@ -20,7 +20,7 @@ from mobius.planner.solver import PlanResult
 from mobius.planner.step_prediction import Resource, predict_step_seconds, with_faster
 from mobius.schedule.lanes import WaitCause
 from mobius.schedule.partition import ModelShape, StageCut
-from mobius.schedule.plan import Plan, RecomputeLevel
+from mobius.schedule.plan import Plan
 from mobius.units import GIB, format_bytes, format_gib
 
 NO_LINK = 1e6
@@ -99,7 +99,7 @@ def _activations(plan: Plan, cut: StageCut, shape: ModelShape) -> str:
     if not cut.backward_layers(shape.first_backward):
         return "no backward"
     if cut.stage in plan.saved_activation_stages:
-        return "kept" if plan.recompute_level is RecomputeLevel.NONE else f"{plan.recompute_level} kept"
+        return "products kept" if cut.stage in plan.saved_product_stages else "kept"
     if cut.stage in plan.offloaded_activation_stages and plan.num_offloaded_microbatches:
         share = f"{plan.num_offloaded_microbatches} of {plan.microbatches_per_round}"
         return f"products from the host ({share}), else recomputed"

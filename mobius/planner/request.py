@@ -19,7 +19,7 @@ from mobius.planner.stage_costs import StepRules
 from mobius.planner.state_bytes import SUM_BYTES, ByteSizes
 from mobius.schedule.packed_rows import PackedRows
 from mobius.schedule.partition import ModelShape
-from mobius.schedule.plan import Plan, RecomputeLevel, make_plan, recompute_level_of
+from mobius.schedule.plan import Plan, make_plan
 from mobius.schedule.spec import ComputeOrder
 from mobius.units import GIB
 
@@ -97,8 +97,6 @@ class Candidate:
     """None is planned as whole sequences."""
     order: ComputeOrder | None = None
     """None is planned as breadth-first."""
-    recompute_level: RecomputeLevel | None = None
-    """None is planned as what `--recompute` says, or everything."""
     num_saving_attention: int | None = None
     """Stages of each rank that keep attention's results; None is planned as what `--recompute` says, or none."""
     num_offloaded_microbatches: int = 0
@@ -204,7 +202,6 @@ class PlanRequest:
             accumulation_rounds=chosen.accumulation_rounds or 1,
             num_slices=slices,
             order=chosen.order or ComputeOrder.BREADTH_FIRST,
-            recompute_level=chosen.recompute_level or recompute_level_of(pipeline.recompute),
             num_saving_attention=0 if slices == 1 else saving_attention or 0,
             num_offloaded_microbatches=chosen.num_offloaded_microbatches,
         )

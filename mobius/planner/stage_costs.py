@@ -8,7 +8,7 @@ from mobius.planner.profile import Profile
 from mobius.planner.replica_traffic import ReplicaSharding
 from mobius.schedule.action import Action, ActionKind
 from mobius.schedule.partition import ModelShape, StageCut
-from mobius.schedule.plan import Plan, RecomputeLevel
+from mobius.schedule.plan import Plan
 
 ACTION_GAP = 40e-6
 """Seconds of a GPU between two actions: events and other streams are waited for (0.02 to 0.08 ms in traces)."""
@@ -111,7 +111,7 @@ def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageC
         keeps = cut.stage in plan.saved_activation_stages
         backward = sum(layer.backward if keeps else layer.recomputed_backward for layer in layers)
         elementwise = sum(profile.elementwise_seconds(layer, shape) for layer in back)
-        if keeps and plan.recompute_level is RecomputeLevel.ELEMENTWISE:
+        if keeps and cut.stage in plan.saved_product_stages:
             backward += elementwise
         spared = sum(layer.recomputed_backward - layer.backward for layer in layers) - elementwise
         if cut.is_first:

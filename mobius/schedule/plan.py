@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from mobius.config.config import Recompute
 from mobius.schedule.partition import ModelShape, StageCut, cut_model
 from mobius.schedule.spec import ScheduleSpec
 
@@ -19,11 +18,6 @@ class RecomputeLevel(StrEnum):
     """Everything that backward needs."""
     ELEMENTWISE = "products"
     """Results of matrix products and of attention; backward recomputes elementwise work."""
-
-
-def recompute_level_of(recompute: Recompute) -> RecomputeLevel:
-    """Level that an option asks for; where it is left open, everything."""
-    return RecomputeLevel.ELEMENTWISE if recompute is Recompute.ELEMENTWISE else RecomputeLevel.NONE
 
 
 @dataclass(frozen=True)
@@ -41,6 +35,8 @@ class MemoryUse:
     longest. The model's last stage is never one."""
     num_sum_buffers: int = 0
     """Buffers for unfinished gradient sums of the streamed stages; 0: as few as rounds allow."""
+    num_saving_products: int = 0
+    """Stages among those that save activations that save only products: the first ones, which wait longest."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +47,18 @@ class Plan(ScheduleSpec):
     """Layers of every stage."""
     saved_activation_stages: frozenset[int] = field(default=frozenset(), kw_only=True)
     """Stages that save their activations for backward; other stages recompute them."""
-    recompute_level: RecomputeLevel = field(default=RecomputeLevel.NONE, kw_only=True)
-    """Activations that the stages in `saved_activation_stages` save."""
+    saved_product_stages: frozenset[int] = field(default=frozenset(), kw_only=True)
+    """Stages among them that save only the results of matrix products and of attention."""
     saved_attention_stages: frozenset[int] = field(default=frozenset(), kw_only=True)
     """Stages whose layers save attention's result of a slice with their input: backward does not recompute
     attention."""
 
     def __post_init__(self) -> None:
         assert len(self.cuts) == self.num_stages, "a plan has the layers of every stage"
+
+    def level_of(self, stage: int) -> RecomputeLevel:
+        """Return the activations that a stage saves if it saves any."""
+        return RecomputeLevel.ELEMENTWISE if stage in self.saved_product_stages else RecomputeLevel.NONE
 
     def with_memory_uses(self, uses: Sequence[MemoryUse]) -> Plan:
         """The plan in which each rank does what `uses` says; a rank has no more slots than it streams stages."""
@@ -71,6 +71,11 @@ class Plan(ScheduleSpec):
             resident=frozenset(stage for stages, use in each for stage in stages[: use.num_resident]),
             saved_activation_stages=frozenset(
                 stage for stages, use in each for stage in stages[len(stages) - use.num_saving_activations :]
+            ),
+            saved_product_stages=frozenset(
+                stage
+                for stages, use in each
+                for stage in stages[len(stages) - use.num_saving_activations :][: use.num_saving_products]
             ),
             offloaded_activation_stages=frozenset(
                 stage
@@ -87,12 +92,15 @@ class Plan(ScheduleSpec):
     def use_of(self, rank: int) -> MemoryUse:
         """The numbers of resident, keeping and stashed stages of `rank`, and its slots."""
         own = self.local_stages(rank)
-        resident, saved_activation_stages, offloaded_activation_stages = (
-            len(each.intersection(own))
-            for each in (self.resident, self.saved_activation_stages, self.offloaded_activation_stages)
+        stages = (
+            self.resident,
+            self.saved_activation_stages,
+            self.offloaded_activation_stages,
+            self.saved_product_stages,
         )
+        resident, saving, offloading, products = (len(each.intersection(own)) for each in stages)
         buffers = self.sum_buffers[rank] if self.sum_buffers else 0
-        return MemoryUse(resident, saved_activation_stages, self.slots[rank], offloaded_activation_stages, buffers)
+        return MemoryUse(resident, saving, self.slots[rank], offloading, buffers, products)
 
     def describe_slots(self) -> str:
         """The slots of the ranks that have any, as text."""

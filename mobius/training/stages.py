@@ -83,7 +83,7 @@ class RankStages:
                 loss_chunk_tokens=loss_chunk_tokens,
                 tile_tokens=tile_tokens,
                 keep_graphs=stage in plan.saved_activation_stages,
-                recompute_level=plan.recompute_level,
+                recompute_level=plan.level_of(stage),
             )
             for stage in plan.local_stages(rank)
         }

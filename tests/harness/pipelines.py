@@ -227,11 +227,14 @@ class Pipeline:
             num_slices=self.num_slices,
             offloaded_activation_stages=self.offloaded_activation_stages,
             num_offloaded_microbatches=self.num_offloaded_microbatches,
-            recompute_level=self.recompute_level,
             saved_attention_stages=frozenset(range(num_stages) if self.keeps_attention else ()),
         )
         staying = {s for rank in range(self.num_ranks) for s in plan.streamed_stages(rank)[-(self.num_slots or 1) :]}
-        return replace(plan, saved_activation_stages=plan.resident | staying) if self.keeps_graphs else plan
+        if not self.keeps_graphs:
+            return plan
+        saved = plan.resident | staying
+        products = saved if self.recompute_level is RecomputeLevel.ELEMENTWISE else frozenset[int]()
+        return replace(plan, saved_activation_stages=saved, saved_product_stages=products)
 
 
 @contextlib.contextmanager
