@@ -152,15 +152,22 @@ class MemoryFit:
         if self.request.plan.num_slots == 1 and streamed > 1:
             most = min(most, 1)  # without prefetch only the last streamed stage stays
 
-        def saving(number: int) -> MemoryUse:
+        def saving(number: int, products: int | None = None) -> MemoryUse:
             left = offload_numbers(self.request, number)
-            slots = max(use.num_slots, min(number, streamed))
-            offloading = left[-1] if offloads else left[0]
-            return replace(use, num_saving_activations=number, num_slots=slots, num_offloading_activations=offloading)
+            return replace(
+                use,
+                num_saving_activations=number,
+                num_saving_products=self._num_products(number) if products is None else products,
+                num_slots=max(use.num_slots, min(number, streamed)),
+                num_offloading_activations=left[-1] if offloads else left[0],
+            )
 
         if self._fits(rank, saving(least)):
-            count = bisect_left(range(least + 1, most + 1), True, key=lambda n: not self._fits(rank, saving(n)))
-            return saving(least + count)
+            more = range(least + 1, most + 1)
+            number = least + bisect_left(more, True, key=lambda each: not self._fits(rank, saving(each)))
+            if not self._may_save_products:
+                return saving(number)
+            return saving(number, bisect_left(range(number), True, key=lambda n: self._fits(rank, saving(number, n))))
         numbers = offload_numbers(self.request, least)
         if offloads or not self._fits(rank, replace(saving(least), num_offloading_activations=numbers[-1])):
             return None
