@@ -31,7 +31,6 @@ from mobius.log import progress_bar
 from mobius.planner.fit import (
     MIN_SLICE_TOKENS,
     divisors,
-    fit_plan,
     fits_gpus,
     fits_host,
     fitting_plans,
@@ -522,7 +521,7 @@ def _with_offloaded_products(request: PlanRequest, best: Plan, layer: LayerBytes
     asked = request.with_pipeline(activation_offloading=ActivationOffloading.ON)
     asked = asked.trying(num_offloaded_microbatches=hidden)
     try:
-        plan = fit_plan(asked, layer=layer, profile=profile)
+        plan = pick(TimedPlan.bounded(asked, each, profile) for each in fitting_plans(asked, layer)).plan
     except GpuMemoryError:
         return best
 
