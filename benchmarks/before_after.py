@@ -43,7 +43,11 @@ SETTINGS = {
             *("--num_stages", "auto", "--num_chunks", "auto", "--max_grad_norm", "1", "--batch_size", rows),
             *("--seq_length", length, *(["--gpu_memory_limit", limit] if limit else [])),
         ]
-        for rows, length, limits in (("256", "1024", ("24", "16", "")), ("64", "512", ("24", "16", "12")))
+        for rows, length, limits in (
+            ("256", "1024", ("24", "16", "")),
+            ("128", "1024", ("24",)),
+            ("64", "512", ("24", "16", "12")),
+        )
         for limit in limits
     },
     "131072 tokens": ["--gpu_memory_limit", "24", "--seq_length", "131072", "--batch_size", "1", "--num_chunks", "1"],
