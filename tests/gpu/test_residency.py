@@ -64,7 +64,11 @@ def test_the_first_step_is_that_of_streamed_stages(train: Train, options: str, c
     before, start = train(f"{shared} --resident_stages 0 --learning_rate 1e-30", num_steps=1)
     losses, expected = train(f"{shared} --resident_stages 0", num_steps=1)
     assert before == losses
-    for residency in ("--resident_stages 1", "--resident_stages 3", "--resident_stages all", "--no_offload"):
+    depth_first = "--compute_order depth_first --resident_stages"
+    for residency in (
+        *("--resident_stages 1", "--resident_stages 3", "--resident_stages all", "--no_offload"),
+        *(f"{depth_first} 0", f"{depth_first} 0 --num_rounds 2", f"{depth_first} 1 --num_rounds 2"),
+    ):
         other_losses, masters = train(f"{shared} {residency}", num_steps=1)
         assert other_losses == losses
         for name, value in expected.items():
