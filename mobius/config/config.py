@@ -48,8 +48,9 @@ Device = StrEnum("Device", ["AUTO", "CUDA", "CPU"])
 Compile = StrEnum("Compile", ["AUTO", "ON", "OFF"])
 """Whether layers run as compiled graphs."""
 ActivationOffloading = StrEnum("ActivationOffloading", ["AUTO", "ON", "OFF"])
-Order = StrEnum("Order", ["AUTO", "BREADTH_FIRST", "DEPTH_FIRST"])
 """Whether inputs of layers wait in CPU memory for their backward."""
+Order = StrEnum("Order", ["AUTO", "BREADTH_FIRST", "DEPTH_FIRST"])
+"""Order of a GPU's forwards and backwards."""
 Packing = StrEnum("Packing", ["AUTO", "ON", "OFF", "JOINED"])
 """How samples become rows of seq_length."""
 FinetuningType = StrEnum("FinetuningType", ["FULL", "LORA"])
@@ -289,10 +290,9 @@ class PipelineConfig:
     """Number of pipeline stages, a multiple of the ranks (GPUs): stage s runs on rank s modulo ranks. More stages take
     less GPU memory for weights. auto: the number with the shortest predicted step, where the GPU is known."""
     compute_order: Order = option(Order.AUTO, needs=(TRAINING,))
-    """Order of a GPU's forwards and backwards. breadth_first: all microbatches of a round in a stage before the GPU's
-    next stage, so that a stage's weights are loaded twice per round. depth_first: each microbatch goes backward as soon
-    as it can (interleaved 1F1B), so that few activations wait; needs GPU memory for the weights of all its stages.
-    Results are bit-identical. auto: the order with the shorter predicted step."""
+    """Order of a GPU's forwards and backwards. breadth_first: all microbatches of a round in a stage, then the next
+    stage. depth_first: each microbatch goes backward as soon as it can (interleaved 1F1B); fewer activations wait, and
+    all weights are on the GPU. Results are bit-identical. auto: the shorter predicted step."""
     use_prefetch: bool = True
     """Load the weights of the next stage into a second GPU buffer while a stage computes. No effect with no_offload."""
     use_offload: bool = True

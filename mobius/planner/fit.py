@@ -69,7 +69,7 @@ SEQUENCE_TRIES = 64
 
 @dataclass(frozen=True)
 class _Pattern:
-    """What all ranks do with their memory as far as it allows."""
+    """One way for all ranks to use their memory as far as it allows."""
 
     num_resident: int
     num_slots: int
@@ -112,7 +112,7 @@ class MemoryFit:
         numbers = range(least.num_resident, (per_rank if self.request.num_resident is None else least.num_resident) + 1)
         if is_quick:
             numbers = numbers[:: max(1, len(numbers) - 1)]
-        for resident in numbers[:: -(-len(numbers) // MOST_RESIDENT_TRIED)]:
+        for resident in sorted({*numbers[:: -(-len(numbers) // MOST_RESIDENT_TRIED)], *numbers[-1:]}):
             streamed = per_rank - resident
             few = {min(number, streamed) for number in (PREFETCH_SLOTS, plan.num_slots or 0)}
             slots = {min(1, streamed)} if plan.num_slots == 1 else {max(few)} if is_quick else few

@@ -260,7 +260,7 @@ def state_bytes(request: PlanRequest, plan: Plan, rank: int) -> dict[str, int]:
     shape, sizes, deferred_updates = request.shape, request.sizes, request.deferred_updates
     own = [plan.cuts[stage] for stage in plan.local_stages(rank)]
     loaded = [cut.num_streamed_parameters(shape) for cut in own if cut.stage not in plan.resident]
-    slots = sum(loaded) if plan.slots[rank] == len(loaded) else plan.slots[rank] * max(loaded)
+    slots = sum(loaded) if plan.slots[rank] == len(loaded) else plan.slots[rank] * max(loaded, default=0)
     whole = sum(cut.num_parameters(shape) for cut in own if cut.stage in plan.resident)
     streamed = {
         cut.stage: cut.num_trained(shape)

@@ -91,7 +91,7 @@ def solve(
 
     `layer`: bytes of a layer, or a function that measures them for the microbatch that is chosen. `profile`: measured
     rates; without it, estimates are used if there are any. `given`: a plan that is only checked. A preliminary plan is
-    chosen by a closed form and not simulated, because it is planned again after measuring. So are the stages and
+    chosen by a bound and not simulated, because it is planned again after measuring. So are the stages and
     microbatches of a draft, whose numbers nobody uses. Raises PlanError or GpuMemoryError, each with what to change.
     """
     request = resolve_auto(request, measured=profile, is_draft=is_draft)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mobius.config.config import ActivationOffloading, ModelConfig, config_from
+from mobius.config.config import ActivationOffloading, ModelConfig, Order, config_from
 from mobius.hardware.topology import Gpu
 from mobius.models.blocks import ModelParts
 from mobius.models.families import load_planned_config
@@ -23,9 +23,11 @@ USUAL = {
     "num_stages": 32,
     "num_chunks": 8,
     "num_slices": 1,
+    "compute_order": Order.BREADTH_FIRST,
     "activation_offloading": ActivationOffloading.OFF,
 }
-"""Activations stay on the GPU, and sequences whole, where a test does not ask for more: its arithmetic is of that."""
+"""Breadth first, activations stay on the GPU, and sequences whole, where a test does not ask for more: its arithmetic
+is of that."""
 H200 = Machine(4, GPU_SPECS["H200"])
 
 

@@ -27,6 +27,7 @@ from mobius.planner.step_tasks import StepTasks
 from mobius.schedule.build import build_schedule
 from mobius.schedule.lanes import Lane
 from mobius.schedule.partition import ModelShape
+from mobius.schedule.plan import MemoryUse
 from mobius.training.stages import RankStages
 
 CPU = torch.device("cpu")
@@ -58,8 +59,7 @@ def shape_of_7b(adapters: AdapterConfig) -> ModelShape:
 def test_bytes_of_the_states_are_those_that_a_run_takes(adapters: AdapterConfig, num_resident: int) -> None:
     parts = ModelParts(WIDE, CPU, adapters=adapters)
     request = request_of(parts.shape(), num_stages=4)
-    plan = request.plan
-    plan = replace(plan, resident=frozenset(range(num_resident)))
+    plan = request.plan.with_memory_uses([MemoryUse(int(rank < num_resident), 0, 1) for rank in range(4)])
     host = gpu = 0
     for rank in range(4):
         stages = RankStages.allocate(
@@ -149,10 +149,10 @@ def test_frozen_parameters_spare_their_gradients_products_copies_and_updates() -
 
 @pytest.mark.parametrize(
     ("num_ranks", "stages", "chunks", "rounds", "measured"),
-    [(1, 10, 8, 2, 4.885), (2, 10, None, None, 2.559), (2, 26, None, None, 2.609)],
+    [(1, 10, 8, 2, 4.885), (2, 10, 8, 1, 2.559), (2, 26, 4, 1, 2.609)],
 )
 def test_steps_with_adapters_are_predicted_as_they_were_measured(
-    num_ranks: int, stages: int, chunks: int | None, rounds: int | None, measured: float
+    num_ranks: int, stages: int, chunks: int, rounds: int, measured: float
 ) -> None:
     """Qwen2.5-14B's shape on H200s under 24 GiB, docs/performance.md, 2026-11-23; without passes they are 9 % short."""
     machine, shape = Machine(num_ranks, GPU_SPECS["H200"]), ModelParts(QWEN_14B, CPU, adapters=LORA).shape()

@@ -41,7 +41,8 @@ def request_for(*arguments: str, machine: Machine = RTX4090) -> PlanRequest:
 
 
 def test_without_auto_nothing_changes() -> None:
-    request = request_for("--num_stages", "4", "--num_rounds", "1", "--num_slices", "1")
+    numbers = ("--num_stages", "4", "--num_rounds", "1", "--num_slices", "1")
+    request = request_for(*numbers, "--compute_order", "breadth_first")
     assert resolve_auto(request) is request
 
 

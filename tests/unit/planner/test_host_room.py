@@ -15,7 +15,7 @@ from mobius.config.cli import parse_args
 from mobius.config.config import ActivationOffloading
 from mobius.errors import GpuMemoryError, HostMemoryError
 from mobius.models.blocks import ModelParts
-from mobius.planner.fit import fit_plan, least_host_bytes
+from mobius.planner.fit import fit_plan, fits_host, least_host_bytes
 from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.memory_estimates import (
     check_host_memory,
@@ -23,7 +23,6 @@ from mobius.planner.memory_estimates import (
     estimate_host_memory,
     estimated_layer,
 )
-from mobius.planner.memory_policy import fits_host
 from mobius.planner.memory_remedies import host_remedies
 from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.search import choose_candidate, resolve_auto

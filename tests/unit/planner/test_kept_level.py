@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from mobius.config.config import Compile, Dtype, Recompute
 from mobius.errors import GpuMemoryError, PlanError
 from mobius.models.blocks import ModelParts
-from mobius.planner.fit import fit_plan, levels_to_try, may_keep_products
+from mobius.planner.fit import fit_plan, fitting_plans, may_keep_products
 from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.memory_estimates import estimated_layer
 from mobius.planner.peak_memory import LayerBytes, MicrobatchBytes, estimate_layer, find_peak
@@ -60,8 +60,7 @@ def test_products_wait_for_backward_and_the_rest_is_work_of_one_layer(llama_7b: 
         activation=0, layer=LayerBytes(saved_activations=100, peak=150, saved_products=70), loss=0, embedding=0
     )
     everything, products = (
-        find_peak(replace(plan, recompute_level=level), 0, size)
-        for level in (RecomputeLevel.NONE, RecomputeLevel.ELEMENTWISE)
+        find_peak(replace(plan, saved_product_stages=frozenset(stages)), 0, size) for stages in ((), range(8))
     )
     # Seven stages of four layers hold three microbatches, the last one's layers one; then comes the work of one.
     assert (everything.saved_activations, everything.work) == ((7 * 3 + 1) * 4 * 100, 50)
@@ -73,62 +72,74 @@ def test_a_backward_from_products_takes_the_memory_traffic_longer_that_is_counte
     profile = estimated_profile(request)
     assert profile is not None
     plan = request.plan.with_memory_uses([MemoryUse(8, 4, 0)] * 4)
-    costs = {level: stage_costs(replace(plan, recompute_level=level), llama_7b, profile) for level in RecomputeLevel}
-    keeping, recomputing = 20, 4
-    extra = costs[RecomputeLevel.ELEMENTWISE][keeping].backward - costs[RecomputeLevel.NONE][keeping].backward
+    keeping, other, recomputing = 20, 24, 4
+    products = replace(plan, saved_product_stages=frozenset({keeping}))
+    everything, products_only = (stage_costs(each, llama_7b, profile) for each in (plan, products))
+    extra = products_only[keeping].backward - everything[keeping].backward
     # Norms 5 x 4096, queries and keys read and written 4 x 4096, gate and up read and their product written.
     assert extra == pytest.approx(2 * (9 * 4096 + 3 * 11008) * 4096 / profile.gpu_bandwidth, rel=1e-3)
     layer = profile.of_layer(keeping)
     assert extra < 0.1 * (layer.recomputed_backward - layer.backward)
-    assert costs[RecomputeLevel.ELEMENTWISE][recomputing] == costs[RecomputeLevel.NONE][recomputing]
+    assert [products_only[stage] == everything[stage] for stage in (keeping, other, recomputing)] == [False, True, True]
 
 
 def test_auto_keeps_products_where_the_step_gets_shorter_by_them(llama_7b: ModelShape) -> None:
-    request = request_of(llama_7b, RTX4090, batch_size=128, max_grad_norm=1.0)
+    request = request_of(llama_7b, RTX4090, batch_size=128, max_grad_norm=1.0, resident_stages="0")
     layer = estimated_layer(request)
     found, before = (solve(request, layer=each) for each in (layer, replace(layer, saved_products=None)))
-    assert found.plan.recompute_level is RecomputeLevel.ELEMENTWISE
-    assert before.plan.recompute_level is RecomputeLevel.NONE
+    assert found.plan.saved_product_stages
+    assert not before.plan.saved_product_stages
     assert len(found.plan.saved_activation_stages) > len(before.plan.saved_activation_stages)
-    assert found.step_seconds is not None
-    assert before.step_seconds is not None
     assert found.step_seconds < 0.999 * before.step_seconds
     assert all(need.total <= 0.97 * (request.gpu_bytes or 0) for need in found.gpu_estimates)
 
 
-def test_nothing_changes_where_everything_fits_or_nothing_is_kept(llama_7b: ModelShape) -> None:
+def test_no_products_alone_are_kept_where_everything_fits_or_nothing_does(llama_7b: ModelShape) -> None:
     for limit in (100.0, 12.0):
         request = request_of(llama_7b, num_stages=16, gpu_memory_limit=limit, max_grad_norm=1.0)
         layer = estimated_layer(request)
         found, before = (solve(request, layer=each).plan for each in (layer, replace(layer, saved_products=None)))
-        assert found == before
+        assert found.saved_activation_stages == before.saved_activation_stages
+        assert found.saved_product_stages == frozenset()
 
 
 def test_auto_has_the_choice_for_compiled_layers_alone(llama_7b: ModelShape) -> None:
-    for options, levels in (
-        ({}, tuple(RecomputeLevel)),
-        ({"compile": Compile.OFF}, (RecomputeLevel.NONE,)),
-        ({"recompute": Recompute.FULL}, (RecomputeLevel.NONE,)),
-        (ON_GPUS | {"recompute": Recompute.NONE}, (RecomputeLevel.NONE,)),
-        (ON_GPUS | {"recompute": Recompute.ELEMENTWISE}, (RecomputeLevel.ELEMENTWISE,)),
-        (ON_GPUS | {"recompute": Recompute.ELEMENTWISE, "compile": Compile.OFF}, (RecomputeLevel.ELEMENTWISE,)),
+    for options, may in (
+        ({}, True),
+        ({"compile": Compile.OFF}, False),
+        ({"recompute": Recompute.FULL}, False),
+        (ON_GPUS | {"recompute": Recompute.NONE}, False),
+        (ON_GPUS | {"recompute": Recompute.ELEMENTWISE}, True),
+        (ON_GPUS | {"recompute": Recompute.ELEMENTWISE, "compile": Compile.OFF}, True),
     ):
-        request = request_of(llama_7b, **options)
-        assert levels_to_try(request, estimated_layer(request)) == levels, options
-        assert may_keep_products(request) == (RecomputeLevel.ELEMENTWISE in levels), options
-        assert levels_to_try(request, LayerBytes(1, 1)) == levels[:1], "of which products nothing is known"
+        request = request_of(llama_7b, gpu_memory_limit=70.0 if ON_GPUS.items() <= options.items() else 16.0, **options)
+        assert may_keep_products(request) is may, options
+        plans = fitting_plans(request, estimated_layer(request))
+        assert any(plan.saved_product_stages for plan in plans) is may, options
+
+
+def test_the_first_of_a_ranks_stages_that_keep_something_keep_products(llama_7b: ModelShape) -> None:
+    request = request_of(llama_7b, RTX4090, batch_size=128, gpu_memory_limit=22.0)
+    mixed = set[int]()
+    for plan in fitting_plans(request, estimated_layer(request)):
+        for rank in range(4):
+            own = [stage for stage in plan.local_stages(rank) if stage in plan.saved_activation_stages]
+            products = [stage for stage in own if stage in plan.saved_product_stages]
+            assert products == own[: len(products)]
+            mixed |= {len(own) - len(products)} if products else set()
+    assert len(mixed) > 1, "one level for all stages would leave memory unused"
 
 
 def test_what_is_asked_for_is_kept_in_all_stages_or_refused_with_the_arithmetic(llama_7b: ModelShape) -> None:
-    def plan(limit: float, recompute: Recompute) -> tuple[int, RecomputeLevel]:
+    def plan(limit: float, recompute: Recompute) -> tuple[int, int]:
         request = request_of(llama_7b, num_stages=4, recompute=recompute, gpu_memory_limit=limit, **ON_GPUS)
         found = fit_plan(request, layer=estimated_layer(request))
-        return len(found.saved_activation_stages), found.recompute_level
+        return len(found.saved_activation_stages), len(found.saved_product_stages)
 
-    assert plan(70.0, Recompute.NONE) == (4, RecomputeLevel.NONE)
-    assert plan(70.0, Recompute.ELEMENTWISE) == (4, RecomputeLevel.ELEMENTWISE)
+    assert plan(70.0, Recompute.NONE) == (4, 0)
+    assert plan(70.0, Recompute.ELEMENTWISE) == (4, 4)
     limit = next(number for number in range(70, 20, -1) if not _fits(llama_7b, float(number)))
-    assert plan(limit, Recompute.ELEMENTWISE) == (4, RecomputeLevel.ELEMENTWISE)
+    assert plan(limit, Recompute.ELEMENTWISE) == (4, 4)
     with pytest.raises(GpuMemoryError, match="Any of these alone fits: .*--recompute elementwise"):
         plan(limit, Recompute.NONE)
 
@@ -142,23 +153,25 @@ def _fits(shape: ModelShape, limit: float) -> bool:
     return True
 
 
-def test_a_file_and_a_table_name_the_level(llama_7b: ModelShape, tmp_path: Path) -> None:
+def test_a_file_and_a_table_name_the_stages_that_keep_products(llama_7b: ModelShape, tmp_path: Path) -> None:
     plan = make_plan(llama_7b, num_ranks=1, num_stages=4, num_microbatches=2, num_slots=2)
-    plan = replace(plan.with_memory_uses([MemoryUse(1, 2, 2)]), recompute_level=RecomputeLevel.ELEMENTWISE)
+    plan = plan.with_memory_uses([MemoryUse(1, 2, 2, num_saving_products=1)])
+    assert (plan.saved_activation_stages, plan.saved_product_stages) == ({2, 3}, {2})
     saved = SavedPlan(ModelDigest.of(llama_7b, Dtype.BF16), plan, batch_size=8, seq_length=16)
     path = tmp_path / "plan.json"
     path.write_text(saved.to_json())
     assert read_plan(path) == saved
 
     fields = json.loads(saved.to_json())
-    assert fields.pop("kept_level") == "products"
-    path.write_text(json.dumps(fields))
-    assert read_plan(path).plan == replace(plan, recompute_level=RecomputeLevel.NONE), "files from before levels"
+    assert fields.pop("kept_products") == [2]
+    for level, stages in ((None, frozenset[int]()), ("everything", frozenset()), ("products", {2, 3})):
+        path.write_text(json.dumps(fields | ({} if level is None else {"kept_level": level})))
+        assert read_plan(path).plan == replace(plan, saved_product_stages=frozenset(stages)), "files of version 0.1"
 
-    for wrong in ("some", 3, None, ["products"]):
-        path.write_text(json.dumps(fields | {"kept_level": wrong}))
-        with pytest.raises(PlanError, match="`kept_level` is .*, not one of everything, products"):
+    for wrong, reason in (([1], "stages that keep products alone are among"), ("products", "`kept_products`")):
+        path.write_text(json.dumps(fields | {"kept_products": wrong}))
+        with pytest.raises(PlanError, match=reason):
             read_plan(path)
 
     lines = describe_stages(plan, llama_7b).splitlines()[2:]
-    assert [line.split()[5:] for line in lines[1:3]] == [["recomputed"], ["products", "kept"]]
+    assert [line.split()[5:] for line in lines[1:4]] == [["recomputed"], ["products", "kept"], ["streamed", "kept"]]

@@ -160,7 +160,7 @@ def test_streamed_llama_7b_by_hand(llama_7b: ModelShape) -> None:
     moment = (32 + 2 + 6) * activation + work
     assert need == GpuMemoryEstimate(
         rank=0,  # the last stage's rank keeps one microbatch of it only
-        weights=2 * stage * 2,  # two slots
+        weights=(stage + 4 * LAYER) * 2,  # a slot for each of two stages
         gradients=stage * 4,  # one fp32 buffer
         optimizer=0,
         inputs=32 * activation,  # the inputs of eight layers for four microbatches
@@ -210,6 +210,9 @@ def test_a_slot_is_as_large_as_the_largest_streamed_stage(llama_7b: ModelShape) 
     # The embedding is resident with its stage, and takes no slot.
     need = need_of(llama_7b, num_stages=16, resident=(1, 1, 1, 1), rank=0)
     assert need.weights == (EMBEDDING + 2 * LAYER + 2 * 2 * LAYER) * 2
+    for use_prefetch, slots in ((True, 2), (False, 1)):
+        need = need_of(llama_7b, num_stages=16, use_prefetch=use_prefetch)
+        assert need.weights == slots * (EMBEDDING + 2 * LAYER) * 2
 
 
 @pytest.mark.parametrize(
@@ -217,7 +220,6 @@ def test_a_slot_is_as_large_as_the_largest_streamed_stage(llama_7b: ModelShape) 
     [
         ("messages", {"batch_size": 256}, 2),
         ("working_set", {"batch_size": 256}, 2),
-        ("weights", {"use_prefetch": False}, 0.5),
         ("weights", {"dtype": Dtype.FP32}, 2),
         ("gradients", {"dtype": Dtype.FP32}, 1),
         ("inputs", {"dtype": Dtype.FP32}, 2),

@@ -14,7 +14,6 @@ from mobius.errors import PlanError
 from mobius.planner import search
 from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.memory_estimates import estimate_gpu_memory, estimate_host_memory, estimated_layer
-from mobius.planner.memory_policy import WORTH
 from mobius.planner.plan_file import ModelDigest, SavedPlan, read_plan
 from mobius.planner.plan_table import describe_stages
 from mobius.planner.rates import estimated_profile
@@ -102,7 +101,7 @@ def test_on_a_card_slow_beside_its_link_products_go_home_and_a_step_is_shorter()
     assert with_home.num_offloaded_microbatches > 4
     assert without.num_offloaded_microbatches == 0
     seconds = [predict_step_seconds(plan, request, profile) for plan in (with_home, without)]
-    assert seconds[0] < seconds[1] * (1 - WORTH)
+    assert seconds[0] < seconds[1] * (1 - search.WORTH)
     for need in solve(request, layer=estimated_layer(request)).gpu_estimates:
         assert need.total <= 24 * 2**30
 

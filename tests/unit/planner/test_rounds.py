@@ -1,4 +1,4 @@
-"""Rounds that nobody asked for are the fewest that fit, and what they take is counted."""
+"""Rounds that nobody asked for fit and cost no time, and what they take is counted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mobius.planner.memory_estimates import estimate_gpu_memory, estimate_host_m
 from mobius.planner.plan_file import ModelDigest, SavedPlan, read_plan
 from mobius.planner.plan_table import describe_step
 from mobius.planner.request import Machine, PlanRequest
-from mobius.planner.search import resolve_auto
+from mobius.planner.search import ALIKE, resolve_auto
 from mobius.planner.solver import solve
 from mobius.planner.step_prediction import predict_step_seconds
 from mobius.schedule.partition import ModelShape
@@ -35,7 +35,7 @@ SHAPE = ModelShape(
     num_heads=32,
 )
 BATCH = ["--bf16", "--batch_size", "256", "--seq_length", "512", "--num_stages", "16", "--num_chunks", "32"]
-BATCH += ["--activation_offloading", "off"]
+BATCH += ["--activation_offloading", "off", "--compute_order", "breadth_first"]
 
 
 def request_for(*words: str, free_bytes: int | None = None) -> PlanRequest:
@@ -50,18 +50,21 @@ def least(request: PlanRequest) -> int:
     return max(estimate_gpu_memory(request, plan, rank=rank, layer=layer).total for rank in range(2))
 
 
-@pytest.mark.parametrize("limit", [6.8, 9, 14, 30, 60])
-def test_auto_takes_the_fewest_rounds_that_fit(limit: float) -> None:
+@pytest.mark.parametrize("limit", [6.8, 9, 14, 30])
+def test_auto_takes_rounds_that_fit_and_more_than_the_fewest_only_to_spare_the_host(limit: float) -> None:
     request = request_for("--gpu_memory_limit", str(limit))
-
-    assert request.candidate.accumulation_rounds is not None
-    assert (
-        fit_plan(request, layer=estimated_layer(request)).accumulation_rounds == request.candidate.accumulation_rounds
-    )
-    fewer = [number for number in (1, 2, 4, 8, 16) if number < request.candidate.accumulation_rounds]
-    for number in fewer:
-        assert least(request.trying(accumulation_rounds=number)) > 0.96 * limit * GIB
-    assert (request.candidate.accumulation_rounds == 1) == (limit >= 14)
+    rounds = request.candidate.accumulation_rounds
+    assert rounds is not None
+    found = solve(request, layer=estimated_layer(request))
+    assert found.plan.accumulation_rounds == rounds
+    numbers = [number for number in (1, 2, 4, 8, 16, 32) if number <= rounds]
+    fitting = [number for number in numbers if least(request.trying(accumulation_rounds=number)) <= 0.97 * limit * GIB]
+    assert (fitting[0] == 1) == (limit >= 14)
+    if fitting[0] < rounds:
+        fewest = request.trying(accumulation_rounds=fitting[0])
+        other = solve(fewest, layer=estimated_layer(fewest))
+        assert found.host_estimate.total <= other.host_estimate.total
+        assert found.step_seconds <= other.step_seconds * (1 + ALIKE)
 
 
 def test_all_ranks_find_the_same_number_whatever_is_free_on_their_gpu() -> None:
@@ -89,7 +92,7 @@ def test_a_number_that_is_given_is_taken_or_refused_with_one_that_fits() -> None
 
 @pytest.mark.extended  # searches for seconds
 def test_chunks_that_are_chosen_are_a_multiple_of_the_rounds_that_are_given() -> None:
-    config = parse_args([*BATCH[:-2], "--num_chunks", "auto", "--num_rounds", "4", "--gpu_memory_limit", "40"])
+    config = parse_args([*BATCH[:-4], "--num_chunks", "auto", "--num_rounds", "4", "--gpu_memory_limit", "40"])
     request = resolve_auto(PlanRequest.of(config, SHAPE, Machine(2, find_gpu_spec("H200"))))
     assert (request.candidate.accumulation_rounds, request.num_chunks % 4) == (4, 0)
 
@@ -148,7 +151,7 @@ def test_a_plan_file_keeps_the_rounds_and_one_from_before_has_one(tmp_path: Path
 
 @pytest.mark.parametrize("on_cpu", [False, True])
 def test_chunks_left_to_auto_go_by_rounds_of_any_number_that_divides_the_batch(on_cpu: bool) -> None:
-    words = [*BATCH[:-2], "--num_chunks", "auto", "--num_rounds"]
+    words = [*BATCH[:-4], "--num_chunks", "auto", "--num_rounds"]
     machine = Machine(2) if on_cpu else Machine(2, find_gpu_spec("H200"))
     request = resolve_auto(PlanRequest.of(parse_args([*words, "16"]), SHAPE, machine))
     assert (request.num_chunks % 16, 256 % request.num_chunks) == (0, 0)

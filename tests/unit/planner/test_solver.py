@@ -35,7 +35,7 @@ def test_nothing_that_was_tried_is_noticeably_faster_than_the_choice(shape: Mode
     }
     seconds = [predict_step_seconds(setting.plan, setting.request, setting.profile) for setting in tried]
     assert all(setting.seconds <= simulated for setting, simulated in zip(tried, seconds, strict=True))
-    assert choose_candidate(request).seconds <= min(seconds) * (1 + choosing.NOTICEABLE)
+    assert choose_candidate(request).seconds <= min(seconds) * (1 + choosing.ALIKE)
 
 
 def test_a_given_number_stays(shape: ModelShape) -> None:

@@ -11,7 +11,7 @@ from harness.plan_requests import H200, find_published_shape, request_of
 from mobius.config.cli import parse_args
 from mobius.config.config import ActivationOffloading, Recompute
 from mobius.errors import ConfigError, GpuMemoryError, PlanError
-from mobius.planner.fit import fit_plan
+from mobius.planner.fit import fit_plan, fitting_plans
 from mobius.planner.memory_estimates import (
     estimate_gpu_memory,
     estimate_host_memory,
@@ -112,7 +112,7 @@ def test_rounds_stay_where_the_host_has_no_room() -> None:
 
 
 @pytest.mark.parametrize("limit", [9.0, 12.0, 16.0, 24.0, 100.0])
-def test_no_more_stages_stash_than_it_takes(limit: float) -> None:
+def test_all_stages_stash_or_no_more_than_it_takes(limit: float) -> None:
     """One fewer on any rank would not fit, and what is chosen does."""
     request = ask(
         num_chunks=4,
@@ -121,19 +121,27 @@ def test_no_more_stages_stash_than_it_takes(limit: float) -> None:
         num_rounds=1,
         activation_offloading=ActivationOffloading.AUTO,
     )
-    layer = estimated_layer(request)
+    layer, fewest = estimated_layer(request), 0
 
-    plan = fit_plan(request, layer=layer)
+    def fits(plan: Plan, rank: int) -> bool:
+        usable = int(limit * GIB * 0.97) - request.mailbox_bytes
+        return estimate_gpu_memory(request, plan, rank=rank, layer=layer).total <= usable
 
-    usable = int(limit * GIB * 0.97) - request.mailbox_bytes
-    for rank in range(4):
-        assert estimate_gpu_memory(request, plan, rank=rank, layer=layer).total <= usable
-        use = plan.use_of(rank)
-        if use.num_offloading_activations > 0:
-            fewer = replace(use, num_offloading_activations=use.num_offloading_activations - 1)
-            tried = plan.with_memory_uses([fewer if each == rank else plan.use_of(each) for each in range(4)])
-            assert estimate_gpu_memory(request, tried, rank=rank, layer=layer).total > usable
-    assert bool(plan.offloaded_activation_stages) == (limit < 100)
+    plans = fitting_plans(request, layer)
+    for plan in plans:
+        assert all(fits(plan, rank) for rank in range(4))
+        if len(plan.offloaded_activation_stages | plan.saved_activation_stages) >= 31:
+            continue  # all that may
+        for rank in range(4):
+            use = plan.use_of(rank)
+            if use.num_offloading_activations > 0:
+                fewer = replace(use, num_offloading_activations=use.num_offloading_activations - 1)
+                uses = [fewer if each == rank else plan.use_of(each) for each in range(4)]
+                assert not fits(plan.with_memory_uses(uses), rank)
+                fewest += 1
+    assert (fewest > 0) == (limit < 100)
+    assert all(plan.offloaded_activation_stages for plan in plans) == (limit < 16), "streaming alone is not enough"
+    assert bool(fit_plan(request, layer=layer).offloaded_activation_stages) == (limit < 100)
 
 
 def test_on_is_every_stage_that_recomputes_and_off_is_none() -> None:
