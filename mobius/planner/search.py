@@ -240,8 +240,7 @@ def _with_slices(request: PlanRequest, *, is_quick: bool = False) -> PlanRequest
     """
     if request.candidate.num_slices is not None:
         return request
-    is_short = request.config.data.seq_length < MIN_SLICED_SEQ_LENGTH
-    if is_short or request.recompute.saves_activations or not request.shape.is_sliceable:
+    if _leaves_whole(request):
         return request.trying(num_slices=1)
     number = _fewest_slices(request)
     has_choice = not is_quick and number > 1 and request.recompute is Recompute.AUTO
@@ -259,6 +258,13 @@ def _with_slices(request: PlanRequest, *, is_quick: bool = False) -> PlanRequest
         if fitting := [each for each in tried if each.fits_host]:
             number = pick(fitting).plan.num_slices
     return request.trying(num_slices=number)
+
+
+def _leaves_whole(request: PlanRequest) -> bool:
+    """Whether auto cuts no sequences: short ones, and those of runs that have no slices."""
+    is_short = request.config.data.seq_length < MIN_SLICED_SEQ_LENGTH
+    is_whole = request.recompute.saves_activations or request.candidate.order is ComputeOrder.DEPTH_FIRST
+    return is_short or is_whole or not request.shape.is_sliceable
 
 
 def _fewest_slices(request: PlanRequest) -> int:
@@ -334,23 +340,39 @@ def _fits(request: PlanRequest) -> bool:
 def choose_candidate(request: PlanRequest, *, measured: Profile | None = None, is_draft: bool = False) -> TimedPlan:
     """Return the best candidate that fits the host, for a draft by bounds; numbers that are not None stay as given.
 
-    Raises GpuMemoryError if nothing fits, with the reason of the last try, and PlanError if nothing can be tried. If no
-    usual numbers fit the host, all numbers of chunks and rounds are searched.
+    Once microbatches are chosen, the search is repeated with these alone, as a run does that has measured them. Raises
+    GpuMemoryError if nothing fits, with the reason of the last try, and PlanError if nothing can be tried.
     """
-    quick = quick_candidates(request, measured=measured)
-    if not quick:  # many microbatches, whose steps take long to simulate
-        bounded = [each for tried in from_all_numbers(request) for each in _bounded(tried, measured, is_quick=True)]
-        return pick(bounded)
-    if is_draft:
-        return min([each for each in quick if each.fits_host] or quick, key=lambda each: each.seconds)
-    fitted = list[TimedPlan]()
-    with progress_bar("planning", " plans") as bar:
-        for each in _best_numbers(quick):
-            fitted += _bounded(each.request, measured)
-            bar.update()
-    best = pick(fitted)
+    if request.candidate.num_slices is None and _leaves_whole(request):
+        request = request.trying(num_slices=1)
+    asked, fitted = request, list[TimedPlan]()
+    if is_draft or not request.candidate.is_known:
+        fitted = _search(request, measured, is_draft=is_draft)
+        if is_draft:
+            return min([each for each in fitted if each.fits_host] or fitted, key=lambda each: each.seconds)
+        best = pick(fitted)
+        asked = request.trying(num_stages=best.plan.num_stages, num_chunks=best.plan.num_chunks)
+    again = request.trying(num_chunks=asked.num_chunks, num_slices=_with_slices(asked).num_slices)
+    if not fitted or again != request:
+        found = _search(again, measured)
+        best, fitted = pick(found), fitted or found
     _log_next_best(best, fitted)
     return best
+
+
+def _search(request: PlanRequest, measured: Profile | None, *, is_draft: bool = False) -> list[TimedPlan]:
+    """Return bounded candidates of the best numbers; of all numbers of chunks and rounds if no usual ones fit."""
+    found = quick_candidates(request, measured=measured)
+    if not found:  # many microbatches, whose steps take long to simulate
+        return [each for tried in from_all_numbers(request) for each in _bounded(tried, measured, is_quick=True)]
+    if is_draft:
+        return found
+    fitted = list[TimedPlan]()
+    with progress_bar("planning", " plans") as bar:
+        for each in _best_numbers(found):
+            fitted += _bounded(each.request, measured)
+            bar.update()
+    return fitted
 
 
 def _log_next_best(best: TimedPlan, candidates: Sequence[TimedPlan]) -> None:
@@ -404,9 +426,10 @@ def _orders_and_rounds(request: PlanRequest, asked: PlanRequest) -> Iterator[Pla
 
 
 def _best_numbers(candidates: Sequence[TimedPlan]) -> list[TimedPlan]:
-    """Return the best numbers of each order by bounds, and breadth-first those with the most microbatches.
+    """Return the fastest numbers of each order, and breadth-first those with the most microbatches.
 
-    Of these, some may have all that products need offloaded.
+    Bounds may mislead, so candidates are simulated in their order while one may be the fastest. Of the most
+    microbatches, some may have all that products need offloaded.
     """
     best = list[TimedPlan]()
     for order in (ComputeOrder.BREADTH_FIRST, ComputeOrder.DEPTH_FIRST):
@@ -414,7 +437,12 @@ def _best_numbers(candidates: Sequence[TimedPlan]) -> list[TimedPlan]:
         for each in sorted(candidates, key=lambda candidate: candidate.seconds):
             if each.plan.order is order:
                 own.setdefault(each.numbers, each)
-        best += [*own.values()][:NUM_FITTED_WELL]
+        simulated, fastest = dict[TimedPlan, float](), math.inf
+        for each in own.values():
+            if each.seconds < fastest:
+                simulated[each] = each.simulated().seconds
+                fastest = min(fastest, simulated[each])
+        best += sorted(simulated, key=lambda each: simulated[each])[:NUM_FITTED_WELL]
         if order is ComputeOrder.BREADTH_FIRST and own:
             best.append(max(own.values(), key=lambda each: (each.plan.num_microbatches, -each.seconds)))
     return list(dict.fromkeys(best))
