@@ -40,6 +40,12 @@ class CopiedWeights(ResidentWeights):
         super().__init__(stage, replace(state, weights=self._copy))
         self._updates, self._host = updates, state
 
+    def is_ready(self) -> bool:
+        return not self._updates.is_under_way(self._stage)
+
+    def wait_until_updated(self) -> None:
+        self._updates.wait(self._stage)
+
     def updated(self, event: Event | None = None) -> None:
         self._updates.run_after_update(self._stage, lambda: self._copy.copy_(self._host.weights))
 
