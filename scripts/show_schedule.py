@@ -18,7 +18,7 @@ from mobius.reporting.pictures import draw_schedule
 from mobius.schedule.build import build_schedule
 from mobius.schedule.render import render_text
 from mobius.schedule.schedule import Schedule
-from mobius.schedule.spec import ScheduleSpec
+from mobius.schedule.spec import ComputeOrder, ScheduleSpec
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -31,6 +31,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--num_chunks", type=int, default=4, help="microbatches per step, slices counted (default: %(default)s)"
     )
     parser.add_argument("--num_rounds", type=int, default=1, help="parts of a step (default: %(default)s)")
+    parser.add_argument("--depth_first", action="store_true", help="interleaved 1F1B, with a slot for each stage")
     parser.add_argument("--num_slices", type=int, default=1, help="slices of a sequence (default: %(default)s)")
     parser.add_argument("--no_prefetch", action="store_true", help="one weight slot per GPU instead of two")
     parser.add_argument("--no_offload", action="store_true", help="all weights stay on the GPU")
@@ -63,7 +64,8 @@ def make_schedule(arguments: argparse.Namespace) -> Schedule:
     if not 0 <= num_resident <= num_stages // num_ranks:
         raise ScheduleError(f"--resident_stages {num_resident}: each GPU has {num_stages // num_ranks} stages")
     is_resident = arguments.no_offload or num_resident * num_ranks == num_stages
-    num_slots = 0 if is_resident else 1 if arguments.no_prefetch else 2
+    num_streamed = num_stages // num_ranks - num_resident
+    num_slots = 0 if is_resident else num_streamed if arguments.depth_first else 1 if arguments.no_prefetch else 2
     num_offloading_activations = arguments.stashed_stages
     if not 0 <= num_offloading_activations <= num_stages // num_ranks:
         raise ScheduleError(
@@ -78,6 +80,7 @@ def make_schedule(arguments: argparse.Namespace) -> Schedule:
             frozenset(range(num_stages if is_resident else num_resident * num_ranks)),
             accumulation_rounds=arguments.num_rounds,
             num_slices=arguments.num_slices,
+            order=ComputeOrder.DEPTH_FIRST if arguments.depth_first else ComputeOrder.BREADTH_FIRST,
             offloaded_activation_stages=frozenset(range(min(num_offloading_activations * num_ranks, num_stages - 1))),
         )
     )
