@@ -50,6 +50,10 @@ SETTINGS = {
         )
         for limit in limits
     },
+    "auto LoRA 16 x 2048, 12 GiB": [
+        *("--num_stages", "auto", "--num_chunks", "auto", "--max_grad_norm", "1", "--batch_size", "16"),
+        *("--seq_length", "2048", "--gpu_memory_limit", "12", "--finetuning_type", "lora"),
+    ],
     "131072 tokens": ["--gpu_memory_limit", "24", "--seq_length", "131072", "--batch_size", "1", "--num_chunks", "1"],
 }
 TITLES = [
