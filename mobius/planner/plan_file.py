@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from mobius.config.config import ActivationOffloading, Config, Dtype, Order, PlanningConfig, Recompute, options
 from mobius.config.validation import find_problems
-from mobius.errors import PlanError, excerpt, first_line, quoted, reason_of
+from mobius.errors import PlanError, ScheduleError, excerpt, first_line, quoted, reason_of
 from mobius.planner.request import PlanRequest
 from mobius.regular_files import read_bytes
 from mobius.schedule.partition import ModelShape, StageCut
@@ -274,6 +274,10 @@ def _contradictions_of_stages(plan: Plan) -> Iterator[str]:
             yield f"{slots} slots for the {len(streamed)} streamed stages of rank {rank}"
         if lost := sorted(saved.intersection(streamed[: len(streamed) - slots])):
             yield f"the stages {lost} keep activations, but their weights leave"
+    try:
+        plan.check_numbers()
+    except ScheduleError as error:
+        yield str(error)
 
 
 def check_saved_plan(

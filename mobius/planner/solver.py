@@ -92,7 +92,8 @@ def solve(
     `layer`: bytes of a layer, or a function that measures them for the microbatch that is chosen. `profile`: measured
     rates; without it, estimates are used if there are any. `given`: a plan that is only checked. A preliminary plan is
     chosen by a bound and not simulated, because it is planned again after measuring. So are the stages and
-    microbatches of a draft, whose numbers nobody uses. Raises PlanError or GpuMemoryError, each with what to change.
+    microbatches of a draft, whose numbers nobody uses. Raises PlanError, ScheduleError or GpuMemoryError, each with
+    what to change.
     """
     request = resolve_auto(request, measured=profile, is_draft=is_draft)
     if request.recompute is Recompute.LINEAR and request.plan.num_slices == 1:
@@ -111,6 +112,7 @@ def solve(
         check_given_plan(request, plan, layer=layer)
     else:
         plan = fit_by_simulation(request, layer, profile) if profile and simulates else fit_plan(request, layer=layer)
+    plan.check_numbers()
     prediction, steps = predict_step_time(plan, request, profile) if profile and simulates else (None, None)
     gpus = estimate_gpu_memory_of_ranks(request, plan, layer)
     host = estimate_host_memory(request, plan)

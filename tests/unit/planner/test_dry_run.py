@@ -76,11 +76,12 @@ def test_a_plan_is_printed_with_bytes_by_category_a_predicted_step_and_whether_i
     for category in ("weights", "gradients", "optimizer", "inputs", "kept", "messages", "work", "libraries"):
         assert category in text
     assert "estimated: 4 x H200" in text
-    verdict = [line.split() for line in text.splitlines()[1:6]]
-    assert text.splitlines()[1] == "the run fits"
-    assert [line[0] for line in verdict] == ["the", "step", "GPU", "host", "plan"]
-    assert " of 12.0 GiB on each H200" in text.splitlines()[3]
-    assert " of 400.0 GiB" in text.splitlines()[4]
+    next_best, *verdict = text.splitlines()[1:7]
+    assert re.fullmatch(r"next best: .*, depth-first, \+\d.* % per step, \d+\.\d GiB of host memory", next_best)
+    assert verdict[0] == "the run fits"
+    assert [line.split()[0] for line in verdict] == ["the", "step", "GPU", "host", "plan"]
+    assert " of 12.0 GiB on each H200" in verdict[2]
+    assert " of 400.0 GiB" in verdict[3]
     assert len(text.splitlines()) < 40  # stages that are alike share a line
     saved = json.loads((large / "plan.json").read_text())
     assert (saved["version"], saved["num_ranks"], len(saved["spans"])) == (2, 4, 32)

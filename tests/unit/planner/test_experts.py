@@ -116,7 +116,7 @@ def test_a_bound_computes_with_active_parameters_and_updates_all() -> None:
 
     assert bound(ALL_SPARSE, 1, 256) < 0.5 * bound(SAME_SIZE, 1, 256)
     # What the CPU updates of streamed stages is everything, and a few tokens compute in less time.
-    assert bound(SAME_SIZE, 1, 8) < bound(ALL_SPARSE, 0, 8) == pytest.approx(bound(SAME_SIZE, 0, 8), rel=0.05)
+    assert bound(SAME_SIZE, 1, 8) < bound(ALL_SPARSE, 0, 8) == pytest.approx(bound(SAME_SIZE, 0, 8), rel=0.1)
 
 
 def test_the_table_of_stages_has_a_column_of_active_parameters() -> None:

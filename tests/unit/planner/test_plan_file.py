@@ -3,17 +3,20 @@
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mobius.config.config import Dtype
+from mobius.config.cli import parse_args
+from mobius.config.config import Dtype, Order
 from mobius.errors import PlanError
-from mobius.planner.plan_file import ModelDigest, SavedPlan, check_saved_plan, read_plan
+from mobius.planner.plan_file import ModelDigest, SavedPlan, apply_saved_plan, check_saved_plan, read_plan
 from mobius.schedule.partition import ModelShape
 from mobius.schedule.plan import MemoryUse, make_plan
+from mobius.schedule.spec import ComputeOrder
 
 
 @pytest.fixture
@@ -35,6 +38,55 @@ def test_a_file_gives_the_plan_back(saved: SavedPlan, tmp_path: Path) -> None:
     other_slots = replace(saved, plan=saved.plan.with_memory_uses([MemoryUse(1, 0, 1), MemoryUse(0, 1, 2)]))
     for plan in (saved, other_slots):
         assert read_plan(write(tmp_path, plan.to_json())) == plan
+
+
+def depth_first(saved: SavedPlan, *sum_buffers: int) -> SavedPlan:
+    order = {"order": ComputeOrder.DEPTH_FIRST, "sum_buffers": sum_buffers}
+    return replace(saved, plan=replace(saved.plan, slots=(1, 2), saved_activation_stages=frozenset(), **order))
+
+
+def test_a_file_has_the_order_and_the_sum_buffers_and_one_from_before_neither(saved: SavedPlan, tmp_path: Path) -> None:
+    for plan in (depth_first(saved, 1, 2), depth_first(saved)):
+        assert read_plan(write(tmp_path, plan.to_json())) == plan
+    fields = json.loads(depth_first(saved, 1, 2).to_json())
+    assert (fields.pop("order"), fields.pop("sum_buffers")) == ("depth_first", [1, 2])
+    older = read_plan(write(tmp_path, json.dumps(fields))).plan
+    assert (older.order, older.sum_buffers) == (ComputeOrder.BREADTH_FIRST, ())
+
+
+def test_options_take_the_order_of_a_plan_and_another_one_is_refused(saved: SavedPlan, tmp_path: Path) -> None:
+    path = write(tmp_path, depth_first(saved).to_json())
+    words = ["--batch_size", "8", "--seq_length", "16", "--plan", str(path)]
+    assert apply_saved_plan(parse_args(words), given=["plan"])[0].pipeline.compute_order is Order.DEPTH_FIRST
+    for order, is_refused in (("auto", False), ("depth_first", False), ("breadth_first", True)):
+        config = parse_args([*words, "--compute_order", order])
+        with (
+            pytest.raises(PlanError, match="--compute_order breadth_first, the plan is depth_first")
+            if is_refused
+            else nullcontext()
+        ):
+            apply_saved_plan(config, given=["plan", "compute_order"])
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda f: f.update(order="evaluation"), "`order` is .evaluation., not one of breadth_first, depth_first"),
+        (lambda f: f.update(order=1), "`order` is 1, not one of"),
+        (lambda f: f.update(sum_buffers=[1]), "sum buffers of 1 ranks, not 2"),
+        (lambda f: f.update(sum_buffers=[-1, 2]), r"`sum_buffers\[0\]`"),
+        (lambda f: f.update(slots=[1, 1]), "rank 1 has 1 GPU slots for 2 streamed stages"),
+        (lambda f: f.update(stashed_activations=[1]), "neither slices nor offloaded activations"),
+        (lambda f: f.update(num_rounds=2), "a round of 1 microbatches is less than one for each of 2 ranks"),
+    ],
+)
+def test_a_depth_first_plan_that_cannot_run_is_refused(
+    saved: SavedPlan, tmp_path: Path, change: Callable[[dict[str, Any]], object], told: str
+) -> None:
+    fields = json.loads(depth_first(saved, 1, 2).to_json())
+    change(fields)
+    with pytest.raises(PlanError, match=told):
+        read_plan(write(tmp_path, json.dumps(fields)))
 
 
 def test_a_file_says_what_it_is_of_and_everything_that_was_chosen(saved: SavedPlan) -> None:

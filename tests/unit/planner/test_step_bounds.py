@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from itertools import product
+from typing import cast
 
 import pytest
 from harness.plan_requests import find_published_shape, request_of
 
-from mobius.config.config import ActivationOffloading, Recompute
+from mobius.config.config import ActivationOffloading, Order, Recompute
 from mobius.errors import GpuMemoryError
-from mobius.planner.fit import fit_plan
+from mobius.planner.fit import fit_plan, fitting_plans
 from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.memory_estimates import estimated_layer
 from mobius.planner.profile import Profile
@@ -64,6 +67,56 @@ def test_no_plan_is_simulated_faster_than_its_bound(shape: ModelShape, num_ranks
         assert 0.4 * seconds < bound <= seconds * (1 + 1e-9)
         checked += 1
     assert checked
+
+
+DEPTH_FIRST: dict[str, dict[str, object]] = {
+    "a microbatch per rank": {"num_chunks": 16},
+    "clipping": {"num_chunks": 16, "max_grad_norm": 1.0},
+    "two per rank": {"num_chunks": 16, "per_round": 2},
+    "all streamed": {"num_chunks": 16, "resident_stages": "0", "max_grad_norm": 1.0},
+    "all recomputed": {"num_chunks": 32, "recompute": Recompute.FULL},
+    "one stage per rank": {"num_chunks": 8, "num_stages": 4},
+    "one round": {"num_chunks": 8, "per_round": 99, "max_grad_norm": 1.0},
+}
+
+
+def depth_first(shape: ModelShape, machine: Machine, **options: object) -> Iterator[tuple[Plan, PlanRequest, Profile]]:
+    """All ways to use the memory, with `per_round` microbatches per rank in a round."""
+    options = USUAL | options
+    chunks, per_round = cast(int, options["num_chunks"]), cast(int, options.pop("per_round", 1))
+    size = min(chunks, per_round * machine.num_ranks)
+    usual = {"compute_order": Order.DEPTH_FIRST, "num_rounds": chunks // size}
+    for limit in (22, 30):
+        request = request_of(shape, machine, **(usual | options), gpu_memory_limit=limit)
+        profile = estimated_profile(request)
+        assert profile is not None
+        with suppress(GpuMemoryError):
+            for plan in fitting_plans(request, estimated_layer(request)):
+                yield plan, request, profile
+
+
+@pytest.mark.parametrize("change", DEPTH_FIRST)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_no_depth_first_plan_is_simulated_faster_than_its_bound(shape: ModelShape, num_ranks: int, change: str) -> None:
+    for card in ("RTX4090", "H200"):
+        plans = [*depth_first(shape, Machine(num_ranks, GPU_SPECS[card]), **DEPTH_FIRST[change])]
+        assert plans or num_ranks == 1
+        for plan in plans[:: max(1, len(plans) // 4)]:
+            bound, seconds = predict_min_step_seconds(*plan), predict_step_seconds(*plan)
+            assert 0.2 * seconds < bound <= seconds * (1 + 1e-9), plan[0]
+
+
+@pytest.mark.parametrize("change", ["a microbatch per rank", "clipping", "two per rank", "all streamed"])
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_many_depth_first_rounds_are_predicted_from_the_first(shape: ModelShape, num_ranks: int, change: str) -> None:
+    options = DEPTH_FIRST[change] | {"num_chunks": 48, "batch_size": 48}
+    for card in ("RTX4090", "H200"):
+        plans = [*depth_first(shape, Machine(num_ranks, GPU_SPECS[card]), **options)]
+        for plan, request, profile in plans[:: max(1, len(plans) // 2)]:
+            assert plan.accumulation_rounds > SIMULATED_ROUNDS
+            costs = stage_costs(plan, request.shape, profile)
+            whole = simulated_seconds(build_unchecked(plan), costs, profile, request.rules)
+            assert predict_step_seconds(plan, request, profile) == pytest.approx(whole, rel=5e-3), plan
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])

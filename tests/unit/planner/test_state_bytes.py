@@ -1,0 +1,108 @@
+"""Bytes of slots, sums and states that are planned are those that a run allocates, to the byte."""
+
+from __future__ import annotations
+
+import gc
+import random
+from typing import Any
+
+import pytest
+import torch
+from harness.plan_requests import request_of
+from transformers import LlamaConfig
+
+from mobius.config.config import Dtype, Order
+from mobius.limits import MIN_GRADIENT_SUMS
+from mobius.models.blocks import ModelParts
+from mobius.planner.memory_estimates import estimate_host_memory, state_bytes
+from mobius.planner.request import Machine, PlanRequest
+from mobius.schedule.plan import MemoryUse, Plan
+from mobius.training.stages import RankStages
+
+DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16, Dtype.FP32: torch.float32}
+META = torch.device("meta")
+"""Stands for a GPU: what is on the device is told apart from the host's memory, and takes none."""
+
+
+@pytest.fixture(scope="module")
+def parts() -> ModelParts:
+    # Of multiples of 128, so that no parameter is padded.
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4, vocab_size=384
+    )
+    return ModelParts(config, torch.device("cpu"))
+
+
+def device_bytes() -> dict[int, int]:
+    """Bytes of each storage of the device."""
+    tensors = (each for each in gc.get_objects() if type(each) is torch.Tensor and each.device == META)
+    return {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}
+
+
+def allocated_bytes(parts: ModelParts, request: PlanRequest, plan: Plan, rank: int) -> tuple[int, int]:
+    """Bytes of a rank's stages on the device and on the host."""
+    gc.collect()
+    before = device_bytes()
+    stages = RankStages.allocate(
+        parts,
+        plan,
+        rank,
+        device=META,
+        dtype=DTYPES[request.config.model.dtype],
+        gradient_dtype=torch.float32 if request.config.pipeline.fp32_gradients else DTYPES[request.config.model.dtype],
+        loss_chunk_tokens=64,
+        deferred_updates=request.deferred_updates,
+    )
+    after = device_bytes()
+    host = 0 if stages.arena is None else stages.arena.num_bytes
+    return sum(number for storage, number in after.items() if storage not in before), host
+
+
+def draw_request(draw: random.Random, parts: ModelParts) -> PlanRequest:
+    num_ranks = draw.choice([1, 2, 3])
+    options: dict[str, Any] = {
+        "num_stages": num_ranks * draw.randint(1, 8 // num_ranks),
+        "num_chunks": 12,
+        "num_rounds": draw.choice([1, 2, 4]),
+        "compute_order": draw.choice([Order.BREADTH_FIRST, Order.DEPTH_FIRST]),
+        "dtype": draw.choice([*Dtype]),
+        "fp32_gradients": draw.random() < 0.3,
+        "max_grad_norm": draw.choice([0.0, 1.0]),
+    }
+    return request_of(parts.shape(), Machine(num_ranks), **options)
+
+
+def test_planned_bytes_are_those_that_are_allocated(parts: ModelParts) -> None:
+    draw, kinds = random.Random(7), set[tuple[bool, ...]]()
+    for _ in range(60):
+        request = draw_request(draw, parts)
+        per_rank = request.plan.stages_per_rank
+        resident = draw.randint(0, per_rank)
+        streamed = per_rank - resident
+        slots = streamed if request.plan.is_depth_first else draw.randint(min(1, streamed), streamed)
+        buffers = draw.choice([0, 0, streamed, draw.randint(0, streamed)])
+        plan = request.plan.with_same_use(MemoryUse(resident, 0, slots, num_sum_buffers=buffers))
+        host = 0
+        for rank in range(plan.num_ranks):
+            on_device, on_host = allocated_bytes(parts, request, plan, rank)
+            planned = state_bytes(request, plan, rank)
+            assert sum(planned.values()) == on_device, (plan, rank, planned)
+            host += on_host
+            own_slots = 1 < slots == streamed
+            kinds.add((plan.has_partial_sums, plan.offloads_gradient_sums(rank), own_slots, resident > 0))
+        assert estimate_host_memory(request, plan).streamed == host
+    # Sums that stay and that travel, slots alike and of each stage's own, with residents and without.
+    assert len(kinds) >= 10
+
+
+def test_a_sum_for_each_streamed_stage_spares_the_host_two_bytes_of_each_parameter(parts: ModelParts) -> None:
+    options: dict[str, Any] = {"num_stages": 8, "num_chunks": 4, "num_rounds": 2, "max_grad_norm": 0.0}
+    request = request_of(parts.shape(), Machine(2), **options)
+    few, own = (
+        request.plan.with_same_use(MemoryUse(0, 0, 4, num_sum_buffers=number)) for number in (MIN_GRADIENT_SUMS, 4)
+    )
+    hosts = [estimate_host_memory(request, plan).streamed for plan in (few, own)]
+    assert hosts[0] - hosts[1] == 2 * request.shape.num_parameters
+    gpus = [state_bytes(request, plan, 1)["gradients"] for plan in (few, own)]
+    sizes = [own.cuts[stage].num_parameters(request.shape) for stage in own.local_stages(1)]
+    assert gpus == [4 * (max(sizes[::2]) + max(sizes[1::2])), 4 * sum(sizes)]
