@@ -234,6 +234,8 @@ class PlanFacts:
     slots: list[int]
     order: str
     """Order of forwards and backwards, with the rounds."""
+    waits: list[dict[str, float]]
+    """Predicted seconds that compute waits, by rank and cause."""
     step_seconds: float | None
     """Predicted; None where nothing is known of the device's speed."""
     basis: str | None
@@ -265,6 +267,7 @@ def facts_of(run_setup: RunSetup) -> PlanFacts:
         [use.num_saving_activations for use in uses],
         [use.num_slots for use in uses],
         f"{plan.order}, {plan.accumulation_rounds} rounds",
+        [] if found.simulated_steps is None else [dict(waits) for waits in found.simulated_steps.waits],
         None if step_time_prediction is None else step_time_prediction.step_seconds,
         None if step_time_prediction is None else step_time_prediction.basis,
         max(need.total for need in found.gpu_estimates) / GIB,
