@@ -198,7 +198,8 @@ def fit_plan(request: PlanRequest, *, layer: LayerBytes | None = None, profile: 
     ranks. `layer` gives the bytes of one layer and microbatch; without it stages save no activations unless asked to.
     `profile` gives rates; without it, those of one kind of machine, whose relation matters only.
 
-    Raises PlanError for more resident stages than a rank has, and GpuMemoryError if the request does not fit.
+    Raises PlanError for more resident stages than a rank has, ScheduleError for numbers that the order cannot have, and
+    GpuMemoryError if the request does not fit.
     """
     plans = fitting_plans(request, layer)
     if len(plans) == 1:
@@ -218,6 +219,7 @@ def fitting_plans(request: PlanRequest, layer: LayerBytes | None, *, is_quick: b
             f"--resident_stages {wanted}: each rank has {per_rank} stage(s). Use {per_rank} or less, or raise "
             "--num_stages."
         )
+    plan.check_numbers()
     if request.gpu_bytes is None:
         return [plan.with_same_use(least_use(request, layer))]
     _refuse_what_cannot_fit(request, layer, request.gpu_bytes)

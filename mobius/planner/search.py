@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 
 from mobius.config.config import ActivationOffloading, PipelineConfig, Recompute
-from mobius.errors import GpuMemoryError, PlanError
+from mobius.errors import GpuMemoryError, PlanError, ScheduleError
 from mobius.log import progress_bar
 from mobius.planner.fit import (
     MIN_SLICE_TOKENS,
@@ -330,7 +330,11 @@ def depth_first_rounds(request: PlanRequest) -> list[int]:
 
 
 def _fits(request: PlanRequest) -> bool:
-    """Whether some plan of these numbers fits GPUs and host, by estimated bytes."""
+    """Whether some plan of these numbers is possible and fits GPUs and host, by estimated bytes."""
+    try:
+        request.plan.check_numbers()
+    except ScheduleError:
+        return False
     if request.host_bytes is None:
         return fits_gpus(request, estimated_layer(request))
     return least_host_bytes(request) <= request.host_bytes

@@ -112,7 +112,6 @@ def solve(
         check_given_plan(request, plan, layer=layer)
     else:
         plan = fit_by_simulation(request, layer, profile) if profile and simulates else fit_plan(request, layer=layer)
-    plan.check_numbers()
     prediction, steps = predict_step_time(plan, request, profile) if profile and simulates else (None, None)
     gpus = estimate_gpu_memory_of_ranks(request, plan, layer)
     host = estimate_host_memory(request, plan)
