@@ -3,7 +3,7 @@
 Each candidate is bounded from below (`predict_min_step_seconds`, a hundredth of a simulation's time). Numbers are
 compared by bounds with few ways to use the memory; of the best numbers all ways are tried. Candidates are simulated in
 the order of their bounds while one may be the fastest. Among those within `ALIKE` of the fastest, the one that takes
-least host memory is chosen, then least GPU memory.
+least host memory is chosen; of several, the fastest, and of equally fast ones the one with least GPU memory.
 
 Products of some microbatches may be offloaded, so that a backward runs no matrix product again:
 
@@ -77,7 +77,9 @@ NUMBERS_OF_A_SIZE = 2
 MOST_ROUND_NUMBERS = 4
 """Numbers of rounds that are tried for one number of microbatches."""
 ALIKE = 0.01
-"""Share of a step within which the plan that takes less host memory is chosen."""
+"""Share of a step within which the plan that takes less host memory is chosen, by as large a share."""
+SAME = 0.001
+"""Share of a step within which of plans with about the same host memory the one with less GPU memory is chosen."""
 MOST_ALIKE = 3
 """Maximum number of plans with equally many resident stages that are simulated."""
 MOST_SIMULATED_ALIKE = 12
@@ -112,10 +114,15 @@ class TimedPlan:
         return fits_host(self.request, self.plan)
 
     @cached_property
-    def memory(self) -> tuple[int, int]:
-        """Host bytes, and GPU bytes of all ranks."""
+    def host_bytes(self) -> int:
+        """Host memory of all ranks."""
+        return estimate_host_memory(self.request, self.plan).total
+
+    @cached_property
+    def gpu_bytes(self) -> int:
+        """GPU memory of all ranks."""
         gpus = estimate_gpu_memory_of_ranks(self.request, self.plan, estimated_layer(self.request))
-        return estimate_host_memory(self.request, self.plan).total, sum(each.total for each in gpus)
+        return sum(each.total for each in gpus)
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -143,15 +150,18 @@ def pick(candidates: Iterable[TimedPlan]) -> TimedPlan:
                 fastest = min(fastest, each.seconds)
                 bar.update()
         limit = fastest * (1 + ALIKE)
-        best = min((each for each in simulated.values() if each.seconds <= limit), key=lambda each: each.memory)
+        alike = [each for each in simulated.values() if each.seconds <= limit]
+        least = min(each.host_bytes for each in alike)
         lighter = [each for each in listed if each.plan not in simulated and each.seconds <= limit]
-        lighter = [each for each in lighter if each.memory < best.memory]
-        for each in sorted(lighter, key=lambda each: each.memory)[:MOST_SIMULATED_ALIKE]:
+        lighter = [each for each in lighter if each.host_bytes * (1 + ALIKE) < least]
+        for each in sorted(lighter, key=lambda each: each.host_bytes)[:MOST_SIMULATED_ALIKE]:
             tried = each.simulated()
             bar.update()
             if tried.seconds <= limit:
                 return tried
-    return best
+    alike = [each for each in alike if each.host_bytes <= least * (1 + ALIKE)]
+    limit = min(each.seconds for each in alike) * (1 + SAME)
+    return min((each for each in alike if each.seconds <= limit), key=lambda each: (each.gpu_bytes, each.seconds))
 
 
 def _simulate_best(group: Sequence[TimedPlan], to_beat: float) -> Iterator[TimedPlan]:
@@ -384,9 +394,9 @@ def _log_next_best(best: TimedPlan, candidates: Sequence[TimedPlan]) -> None:
     others = [each for each in candidates if each.plan.order is not best.plan.order]
     if others:
         other = pick(others)
-        more, (host, _) = 100 * (other.seconds / best.seconds - 1), other.memory
         plan = f"--num_stages {other.plan.num_stages}, {other.plan.describe_microbatches()}"
-        logger.info("next best: %s, %+.1f %% per step, %s of host memory", plan, more, format_bytes(host))
+        more = 100 * (other.seconds / best.seconds - 1)
+        logger.info("next best: %s, %+.1f %% per step, %s of host memory", plan, more, format_bytes(other.host_bytes))
 
 
 def quick_candidates(request: PlanRequest, *, measured: Profile | None = None) -> list[TimedPlan]:
