@@ -390,10 +390,11 @@ def _search(request: PlanRequest, measured: Profile | None, *, is_draft: bool = 
 
 
 def _log_next_best(best: TimedPlan, candidates: Sequence[TimedPlan]) -> None:
-    """Say in one line how long the best plan of the other order would take, if there is one."""
-    others = [each for each in candidates if each.plan.order is not best.plan.order]
+    """Say in one line how long a plan of the other order would take, if there is one: the one of the lowest bound."""
+    others = sorted((each for each in candidates if each.plan.order is not best.plan.order), key=lambda o: o.seconds)
     if others:
-        other = pick(others)
+        tried = _simulate_best([each for each in others if each.numbers == others[0].numbers], math.inf)
+        other = min(tried, key=lambda each: each.seconds)
         plan = f"--num_stages {other.plan.num_stages}, {other.plan.describe_microbatches()}"
         more = 100 * (other.seconds / best.seconds - 1)
         logger.info("next best: %s, %+.1f %% per step, %s of host memory", plan, more, format_bytes(other.host_bytes))
