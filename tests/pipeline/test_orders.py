@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from harness.pipelines import Pipeline, assert_same_bits, make_batch, make_model, resident_stages
+from harness.pipelines import Pipeline, assert_same_bits, make_batch, make_model, model_of, resident_stages
+from harness.runs import assert_equal_tensors, evaluations_of, make_checkpoint, steps_of
+from harness.small_run import Run
+from harness.tiny_families import tiny_config
 
 from mobius.schedule.plan import RecomputeLevel
 from mobius.schedule.spec import ComputeOrder
@@ -76,3 +81,46 @@ def test_what_stays_between_rounds_changes_no_bit_of_a_step(num_slots: int, num_
         num_sum_buffers=num_sum_buffers,
     ).step(batch)
     assert_same_bits((found[0], {name: each.to(torch.bfloat16) for name, each in found[1].items()}), expected)
+
+
+def test_a_depth_first_order_changes_no_bit_of_a_router_loss() -> None:
+    model, batch = model_of(tiny_config("qwen3_moe")), make_batch(4)
+    expected = Pipeline(model, 2, 2, 4, 2).step(batch)
+    found = Pipeline(model, 2, 2, 4, 2, accumulation_rounds=2, order=ComputeOrder.DEPTH_FIRST).step(batch)
+    assert_same_bits(found, expected)
+
+
+USUAL = "--num_chunks 4 --num_stages 4 --learning_rate 1e-2 --save_params none"
+DEPTH_FIRST = ("--compute_order", "depth_first")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--max_grad_norm 0.5 --num_rounds 2",
+        "--max_grad_norm 0 --num_rounds 4 --resident_stages 1 --no_overlap_optimizer",
+        "--dtype bf16 --max_grad_norm 0 --recompute none",
+        "--dtype bf16 --fp32_gradients --num_rounds 2 --packing on --recompute elementwise",
+        "--dtype fp16 --num_rounds 2 --resident_stages 2",
+        "--model_path tied --dtype bf16 --max_grad_norm 0.1 --num_rounds 4 --num_iterations 4",
+        "--use_lora --lora_rank 4 --num_rounds 2",
+        "--val_size 9 --eval_strategy steps --eval_steps 1 --packing off --num_rounds 2",
+    ],
+)
+def test_a_depth_first_order_changes_no_bit_of_a_run(run: Run, options: str) -> None:
+    make_checkpoint(Path("tied"), is_tied=True)
+    words = f"{USUAL} {options}".split()
+    run(*words, *DEPTH_FIRST, "--save_dir", "deep", "--save_results", "deep.txt")
+    run(*words, "--compute_order", "breadth_first", "--save_dir", "broad", "--save_results", "broad.txt")
+    assert steps_of(Path("deep")) == steps_of(Path("broad"))
+    assert_equal_tensors(Path("deep"), Path("broad"))
+    assert evaluations_of(Path("deep")) == evaluations_of(Path("broad"))
+
+
+def test_a_breadth_first_checkpoint_continues_depth_first(run: Run) -> None:
+    words = f"{USUAL} --save_steps 2 --num_iterations 4".split()
+    run(*words, "--save_dir", "broad", "--save_results", "broad.txt")
+    resumed = ["--resume_from_checkpoint", "broad/checkpoint-2", *DEPTH_FIRST, "--num_rounds", "2"]
+    run(*words, *resumed, "--save_dir", "deep", "--save_results", "deep.txt")
+    assert steps_of(Path("deep"))[-2:] == steps_of(Path("broad"))[-2:]
+    assert_equal_tensors(Path("deep"), Path("broad"))
