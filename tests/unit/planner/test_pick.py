@@ -1,4 +1,4 @@
-"""Of plans about as fast as the fastest, the one that takes least host memory is chosen, then least GPU memory."""
+"""Of plans about as fast as the fastest, those of least host memory are chosen; of these the fastest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harness.plan_requests import find_published_shape, request_of
 
 from mobius.planner.rates import reference_profile
 from mobius.planner.request import PlanRequest
-from mobius.planner.search import ALIKE, TimedPlan, pick
+from mobius.planner.search import ALIKE, SAME, TimedPlan, pick
 from mobius.schedule.plan import MemoryUse
 
 
@@ -32,8 +32,12 @@ class Made(TimedPlan):
         return self.has_room
 
     @property
-    def memory(self) -> tuple[int, int]:  # type: ignore[override]
-        return self.host, self.gpu
+    def host_bytes(self) -> int:  # type: ignore[override]
+        return self.host
+
+    @property
+    def gpu_bytes(self) -> int:  # type: ignore[override]
+        return self.gpu
 
 
 SIMULATED: list[Made] = []
@@ -68,11 +72,19 @@ def test_of_plans_about_as_fast_the_one_with_the_least_host_memory_wins(request_
         assert pick([heavier, fastest, lighter]).plan == (lighter if is_chosen else fastest).plan
 
 
-def test_with_as_much_host_memory_the_one_with_the_least_gpu_memory_wins(request_of_7b: PlanRequest) -> None:
-    first, second = made(request_of_7b, 1.0, 100, gpu=50), made(request_of_7b, 1.005, 100, gpu=40, chunks=16)
-    assert pick([first, second]).plan == second.plan
-    light_on_gpus = made(request_of_7b, 1.0, 101, gpu=1, chunks=32)
-    assert pick([first, second, light_on_gpus]).plan == second.plan
+def test_with_about_as_much_host_memory_the_fastest_wins_and_of_equally_fast_ones_the_least_gpu_memory(
+    request_of_7b: PlanRequest,
+) -> None:
+    first = made(request_of_7b, 1.0, 1000, gpu=50)
+    for seconds, host, is_chosen in (
+        (1 + 0.9 * SAME, 1000, True),
+        (1 + 1.1 * SAME, 1000, False),
+        (1 + 0.9 * SAME, 1005, True),
+        (1 + 0.9 * SAME, 1020, False),
+        (1 + 1.1 * SAME, 995, False),
+    ):
+        second = made(request_of_7b, seconds, host, gpu=40, chunks=16)
+        assert pick([first, second]).plan == (second if is_chosen else first).plan, (seconds, host)
 
 
 def test_seconds_of_the_choice_are_simulated_and_bounds_do_not_decide(request_of_7b: PlanRequest) -> None:
