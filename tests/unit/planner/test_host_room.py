@@ -70,7 +70,7 @@ def test_less_host_memory_leaves_more_stages_on_the_gpus(shape: ModelShape) -> N
 def test_where_nothing_fits_the_least_is_told(shape: ModelShape) -> None:
     found = planned(request_for(shape, 16))
     alike = []
-    for number in (0, 4, 5, 6):
+    for number in (0, 4, 5):  # six are allowed if asked for, but leave less than plans must
         with suppress(GpuMemoryError):
             alike.append(planned(request_for(shape, 16, resident_stages=str(number))).host_estimate.total)
     assert 16 * GIB < found.host_estimate.total <= min(alike)
