@@ -184,7 +184,7 @@ class PlanRequest:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan before memory is looked at: an even cut, all streamed or, if asked for, all resident.
+        """The plan before memory is looked at: the model cut by work, all streamed or, if asked for, all resident.
 
         Raises PlanError if there are more stages than can be.
         """
@@ -203,6 +203,7 @@ class PlanRequest:
             num_slices=slices,
             order=chosen.order or ComputeOrder.BREADTH_FIRST,
             num_saving_attention=0 if slices == 1 else saving_attention or 0,
+            attention_length=self.attention_length,
             num_offloaded_microbatches=chosen.num_offloaded_microbatches,
         )
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
+from operator import itemgetter
 
 from mobius.errors import PlanError
 
 OUTER_STAGES = 2
 """The embedding and the head can be stages of their own."""
+LARGER_STAGE_PAYS = 0.98
+"""Maximum ratio of a pipeline's work with a layer more in the largest stage, so that it is worth its GPU memory."""
+IMPOSSIBLE: tuple[float, float, float, tuple[int, ...]] = (math.inf, math.inf, math.inf, ())
+"""Result of `_best_sizes` where there is no cut."""
 
 
 @dataclass(frozen=True)
@@ -258,76 +261,71 @@ def max_stages(num_layers: int, num_ranks: int) -> int:
     return -(-(num_layers + OUTER_STAGES) // num_ranks) * num_ranks
 
 
-def balanced_partition(num_layers: int, num_stages: int, *, num_ranks: int = 1) -> tuple[StageCut, ...]:
-    """Cut `num_layers` into `num_stages` stages whose sizes differ by one at most.
+@lru_cache(maxsize=1024)  # called for every change of a request
+def cut_model(
+    shape: ModelShape, num_stages: int, *, num_ranks: int = 1, attention_length: float = 0
+) -> tuple[StageCut, ...]:
+    """Cut a model into stages of at least one layer, so that a step on `num_ranks` ranks takes the least time.
 
-    Remaining layers go to the inner stages first: the first and last stage already have the embedding and the head.
+    The work of a layer is its active parameters, that of the head its parameters: a product takes two operations for
+    each parameter and token. Causal attention over `attention_length` tokens takes as many as that number of parameters
+    for each element of its width; the embedding takes none. Stages larger than those of an even cut take more GPU
+    memory: for each layer more, the work must be less by 2 %, also if layers recompute, which makes theirs 4/3 of this.
+
     With more stages than layers, the head gets its own stage, then the embedding; further stages, up to a multiple of
     `num_ranks`, follow the embedding and only pass messages on. The step's first stage is then ready sooner, and its
     first gradients leave sooner. Raises PlanError for too many stages.
     """
-    most = max_stages(num_layers, num_ranks)
+    num_layers, most = shape.num_layers, max_stages(shape.num_layers, num_ranks)
     if num_stages > most:
         raise PlanError(
             f"--num_stages {num_stages} is more than the model can be cut into: {num_layers} layers, the embedding and "
             f"the head make {most} stages on {num_ranks} rank(s). Use --num_stages {most} or less."
         )
     if num_stages > num_layers:
-        without = num_stages - num_layers
-        return partition_of([*[0] * (without - 1), *[1] * num_layers, 0])
-    base, left_over = divmod(num_layers, num_stages)
-    inner_first = [*range(1, num_stages - 1), num_stages - 1, 0][:left_over] if num_stages > 1 else [0][:left_over]
-    return partition_of([base + (stage in inner_first) for stage in range(num_stages)])
+        return partition_of([*[0] * (num_stages - num_layers - 1), *[1] * num_layers, 0])
+    attention = int(attention_length * shape.attention_width)
+    work = tuple(own + attention for own in shape.active_parameters)
+    head, most = shape.head_parameters, -(-num_layers // num_stages)
+
+    def best(head_work: int, most: int) -> tuple[float, float, float, tuple[int, ...]]:
+        limit = max(sum(work[first : first + most]) for first in range(num_layers))
+        return _best_sizes(work, head_work, num_stages, num_ranks, limit)
+
+    recomputing = head * 3 // 4
+    while best(recomputing, most + 1)[0] <= LARGER_STAGE_PAYS * best(recomputing, most)[0]:
+        most += 1
+    return partition_of(best(head, most)[-1])
 
 
-def cut_model(shape: ModelShape, num_stages: int, *, num_ranks: int = 1) -> tuple[StageCut, ...]:
-    """Cut a model into stages of layers that take about as long; raises PlanError as `balanced_partition`.
+@cache
+def _best_sizes(
+    work: tuple[int, ...], head: int, num_stages: int, num_ranks: int, limit: int, is_row: bool = False
+) -> tuple[float, float, float, tuple[int, ...]]:
+    """Work of a pipeline, its largest stage, the sum of squares of stages, and their numbers of layers, at their least.
 
-    Equal layers are divided by number. If only some layers have experts, active parameters estimate their time: the cut
-    minimizes the slowest stage, then the variance of the stages.
+    They are minimized in this order; of equal cuts, that with larger early stages is taken. No stage has more work of
+    layers than `limit`; infinite where none can be so.
+
+    A rank computes one of its stages for many microbatches, then its next. So each row of `num_ranks` stages, of which
+    the last ends with the last stage, takes as long as its slowest stage. The work of a pipeline is the sum of these.
+    `is_row`: the stages are of one row.
     """
-    even = balanced_partition(shape.num_layers, num_stages, num_ranks=num_ranks)
-    if shape.experts is None or len(set(shape.active_parameters)) == 1 or num_stages >= shape.num_layers:
-        return even
-    return partition_of(_sizes_by_work(shape.active_parameters, num_stages))
-
-
-@cache  # called for every change of a request
-def _sizes_by_work(work: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
-    """Numbers of layers of stages, each of one at least, by the work of every layer."""
-    before = [0, *itertools.accumulate(work)]
-    ends = range(len(work) + 1)
-    sums = sorted({before[end] - before[first] for end in ends for first in range(end)})
-    limit = sums[bisect_left(sums, True, key=lambda most: _num_stages(work, most) <= num_stages)]
-    # By number of stages and end layer: the least sum of squares, and the first layer of the last stage.
-    least: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
-    for _ in range(num_stages):
-        costs: dict[int, tuple[int, int]] = {}
-        for end in ends:
-            cuts = [
-                (least[-1][first][0] + (before[end] - before[first]) ** 2, first)
-                for first in least[-1]
-                if first < end and before[end] - before[first] <= limit
-            ]
-            if cuts:
-                costs[end] = min(cuts)
-        least.append(costs)
-    sizes, end = [], len(work)
-    for costs in reversed(least[1:]):
-        first = costs[end][1]
-        sizes.append(end - first)
-        end = first
-    return tuple(reversed(sizes))
-
-
-def _num_stages(work: Sequence[int], most: int) -> float:
-    """The fewest stages that have `most` work at most; infinite where a layer has more."""
-    number, filled = 1, 0
-    for own in work:
-        if own > most:
-            return math.inf
-        number, filled = (number, filled + own) if filled + own <= most else (number + 1, own)
-    return number
+    if num_stages == 1:
+        own = sum(work) + head
+        return (own, own, own * own, (len(work),)) if own - head <= limit else IMPOSSIBLE
+    number = 1 if is_row else (num_stages - 1) % num_ranks + 1
+    if number == num_stages:
+        return _best_sizes(work, head, num_stages, num_ranks, limit, is_row=True)
+    later, found = num_stages - number, [IMPOSSIBLE]
+    for end in range(len(work) - later, number - 1, -1):
+        if sum(work[:end]) > number * limit or sum(work[end:]) > later * limit:
+            continue
+        row, largest, squares, sizes = _best_sizes(work[:end], 0, number, num_ranks, limit, is_row=True)
+        rest, rest_largest, rest_squares, rest_sizes = _best_sizes(work[end:], head, later, num_ranks, limit, is_row)
+        total = max(row, rest) if is_row else row + rest
+        found.append((total, max(largest, rest_largest), squares + rest_squares, (*sizes, *rest_sizes)))
+    return min(found, key=itemgetter(0, 1, 2))
 
 
 def partition_of(sizes: Sequence[int]) -> tuple[StageCut, ...]:

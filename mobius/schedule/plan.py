@@ -145,6 +145,7 @@ def make_plan(
     num_microbatches: int,
     num_slots: int | None,
     num_saving_attention: int = 0,
+    attention_length: float = 0,
     **numbers: Any,
 ) -> Plan:
     """Cut the model (`cut_model`); all stages are streamed through `num_slots` slots, None: all are resident.
@@ -157,7 +158,7 @@ def make_plan(
         num_stages,
         num_microbatches,
         (0,) * num_ranks,
-        cuts=cut_model(shape, num_stages, num_ranks=num_ranks),
+        cuts=cut_model(shape, num_stages, num_ranks=num_ranks, attention_length=attention_length),
         saved_attention_stages=frozenset(range(num_stages - num_saving_attention * num_ranks, num_stages)),
         **numbers,
     )

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch._inductor.config
 from harness.local_transport import LocalTransport, run_rank_threads
-from harness.schedules import spec_of
+from harness.schedules import even_cuts, spec_of
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -33,7 +33,7 @@ from mobius.engine.tied_weights import TiedWeights
 from mobius.models.blocks import ModelParts
 from mobius.models.weights import WeightSource
 from mobius.schedule.build import build_schedule
-from mobius.schedule.partition import balanced_partition, partition_of
+from mobius.schedule.partition import partition_of
 from mobius.schedule.plan import Plan, RecomputeLevel
 from mobius.schedule.spec import ComputeOrder
 from mobius.training.stages import RankStages
@@ -220,7 +220,7 @@ class Pipeline:
             self.num_microbatches,
             (self.num_slots or 0,) * self.num_ranks,
             frozenset(range(num_stages)) if self.num_slots is None else self.resident,
-            cuts=partition_of(self.sizes) if self.sizes else balanced_partition(num_layers, num_stages),
+            cuts=partition_of(self.sizes) if self.sizes else even_cuts(num_layers, num_stages),
             accumulation_rounds=self.accumulation_rounds,
             order=self.order,
             sum_buffers=(self.num_sum_buffers,) * self.num_ranks,

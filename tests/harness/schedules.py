@@ -1,13 +1,15 @@
-"""Specs of schedules whose ranks have equal slots, and schedules in an order of one's own."""
+"""Specs of schedules whose ranks have equal slots, schedules in an order of one's own, and even cuts."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from mobius.schedule.action import Action, compute_kinds
 from mobius.schedule.breadth_first import data_actions
+from mobius.schedule.partition import StageCut, partition_of
 from mobius.schedule.schedule import Schedule
 from mobius.schedule.spec import ScheduleSpec
 
@@ -38,6 +40,12 @@ def spec_of(
         **more,
     )
     return replace(spec, slots=tuple(slots if spec.streamed_stages(rank) else 0 for rank, slots in enumerate(given)))
+
+
+def even_cuts(num_layers: int, num_stages: int) -> tuple[StageCut, ...]:
+    """Stages whose numbers of layers differ by one at most."""
+    ends = [num_layers * stage // num_stages for stage in range(num_stages + 1)]
+    return partition_of([end - first for first, end in pairwise(ends)])
 
 
 def in_order(spec: ScheduleSpec, names: str) -> Schedule:

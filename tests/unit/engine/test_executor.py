@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness.local_transport import LocalTransport, run_rank_threads
 from harness.pipelines import CPU, SEQ_LENGTH, ModelWeights, make_batch, make_model, plain_step
-from harness.schedules import spec_of
+from harness.schedules import even_cuts, spec_of
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -23,7 +23,6 @@ from mobius.models.attention import DocumentLayout
 from mobius.models.blocks import LayerArguments, ModelParts
 from mobius.schedule.build import build_schedule
 from mobius.schedule.lanes import WaitCause
-from mobius.schedule.partition import balanced_partition
 from mobius.schedule.plan import Plan
 from mobius.training.stages import RankStages
 
@@ -58,7 +57,7 @@ def make_executor(
     fail_at: int = 0,
     norm_deferred_names: frozenset[str] = frozenset(),
 ) -> tuple[Executor, dict[int, StageMemory]]:
-    cuts = balanced_partition(model.config.num_hidden_layers, NUM_STAGES)
+    cuts = even_cuts(model.config.num_hidden_layers, NUM_STAGES)
     plan = Plan(transport.num_ranks, len(cuts), NUM_MICROBATCHES, (2,) * transport.num_ranks, cuts=cuts)
     stages = RankStages.allocate(
         ModelParts(model.config, CPU),

@@ -7,13 +7,14 @@ import copy
 import pytest
 import torch
 from harness.pipelines import CPU, make_model
+from harness.schedules import even_cuts
 from torch import Tensor, nn
 
 from mobius.engine.stage import StageModule
 from mobius.engine.stage_layers import MicrobatchContext
 from mobius.models.block_autograd import Block
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
-from mobius.schedule.partition import StageCut, balanced_partition
+from mobius.schedule.partition import StageCut
 
 NO_CONTEXT = MicrobatchContext(({},) * 3)
 
@@ -116,7 +117,7 @@ def test_stages_hold_every_parameter_once_and_a_tied_matrix_at_both_ends() -> No
     for family, num_shared in (("llama", 0), ("llama-tied", 1)):
         model = make_model(family)
         parts = ModelParts(model.config, CPU)
-        stages = [StageModule(parts, span, loss_chunk_tokens=8) for span in balanced_partition(len(parts.layers), 5)]
+        stages = [StageModule(parts, span, loss_chunk_tokens=8) for span in even_cuts(len(parts.layers), 5)]
 
         names = [name for stage in stages for name in stage.shapes]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from harness.pipelines import CPU, make_batch, make_model
-from harness.schedules import spec_of
+from harness.schedules import even_cuts, spec_of
 from torch import Tensor
 
 from mobius.distributed.transport import SingleRankTransport
@@ -27,7 +27,6 @@ from mobius.hardware.streams import DeviceBuffer, Event, Stream
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.layout import StageLayout
 from mobius.schedule.build import build_schedule
-from mobius.schedule.partition import balanced_partition
 
 NUM_STAGES, NUM_MICROBATCHES = 4, 2
 
@@ -72,7 +71,7 @@ def half_resident(stage: int, state: StageState, updates: UpdateQueue) -> StageM
 def weights_after_steps(half: set[int], max_grad_norm: float, *, is_overlapped: bool) -> dict[str, Tensor]:
     model = make_model("llama")
     parts, clock, transport = ModelParts(model.config, CPU), WaitClock(CPU), SingleRankTransport()
-    spans = balanced_partition(len(parts.layers), NUM_STAGES)
+    spans = even_cuts(len(parts.layers), NUM_STAGES)
     stages = {span.stage: StageModule(parts, span, loss_chunk_tokens=16) for span in spans}
     updates = UpdateQueue(has_thread=is_overlapped)
     memory, _ = allocate_memory(

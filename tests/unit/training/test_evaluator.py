@@ -16,7 +16,7 @@ from harness.live_bytes import LiveBytes, count_step
 from harness.pipelines import CPU
 from harness.runs import make_checkpoint
 from harness.samples import dataset_of
-from harness.schedules import spec_of
+from harness.schedules import even_cuts, spec_of
 from harness.sessions import evaluator_of, in_sessions, random_samples
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
@@ -30,7 +30,7 @@ from mobius.errors import DataError
 from mobius.limits import max_sends_in_flight
 from mobius.models.blocks import ModelParts
 from mobius.schedule.build import build_schedule
-from mobius.schedule.partition import balanced_partition, partition_of
+from mobius.schedule.partition import partition_of
 from mobius.schedule.plan import Plan
 from mobius.schedule.spec import ComputeOrder
 from mobius.training.evaluation.evaluator import (
@@ -257,7 +257,7 @@ def test_a_pass_takes_no_more_memory_than_a_step(num_ranks: int, stages_per_rank
         tie_word_embeddings=False,
     )
     config._attn_implementation = "sdpa"
-    cuts = balanced_partition(8, num_ranks * stages_per_rank)
+    cuts = even_cuts(8, num_ranks * stages_per_rank)
     plan = Plan(num_ranks, len(cuts), num_microbatches, (2,) * num_ranks, cuts=cuts)
     for rank in range(num_ranks):
         training = count_step(
