@@ -271,6 +271,7 @@ def cut_model(
     each parameter and token. Causal attention over `attention_length` tokens takes as many as that number of parameters
     for each element of its width; the embedding takes none. Stages larger than those of an even cut take more GPU
     memory: for each layer more, the work must be less by 2 %, also if layers recompute, which makes theirs 4/3 of this.
+    Layers with experts take too much for that.
 
     With more stages than layers, the head gets its own stage, then the embedding; further stages, up to a multiple of
     `num_ranks`, follow the embedding and only pass messages on. The step's first stage is then ready sooner, and its
@@ -293,7 +294,7 @@ def cut_model(
         return _best_sizes(work, head_work, num_stages, num_ranks, limit)
 
     recomputing = head * 3 // 4
-    while best(recomputing, most + 1)[0] <= LARGER_STAGE_PAYS * best(recomputing, most)[0]:
+    while shape.experts is None and best(recomputing, most + 1)[0] <= LARGER_STAGE_PAYS * best(recomputing, most)[0]:
         most += 1
     return partition_of(best(head, most)[-1])
 
