@@ -76,8 +76,9 @@ NUMBERS_OF_A_SIZE = 2
 """Numbers of stages that are tried of those whose largest stages have equally many layers."""
 MOST_ROUND_NUMBERS = 4
 """Numbers of rounds that are tried for one number of microbatches."""
-ALIKE = 0.01
-"""Share of a step within which the plan that takes less host memory is chosen, by as large a share."""
+ALIKE = 0.005
+"""Share of a step within which the plan that takes less host memory is chosen, by as large a share. Numbers are chosen
+first, then the use of memory: together 1 %."""
 SAME = 0.001
 """Share of a step within which of plans with about the same host memory the one with less GPU memory is chosen."""
 MOST_ALIKE = 3
