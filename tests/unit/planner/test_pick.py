@@ -79,9 +79,9 @@ def test_with_about_as_much_host_memory_the_fastest_wins_and_of_equally_fast_one
     for seconds, host, is_chosen in (
         (1 + 0.9 * SAME, 1000, True),
         (1 + 1.1 * SAME, 1000, False),
-        (1 + 0.9 * SAME, 1005, True),
+        (1 + 0.9 * SAME, 1004, True),
         (1 + 0.9 * SAME, 1020, False),
-        (1 + 1.1 * SAME, 995, False),
+        (1 + 1.1 * SAME, 996, False),
     ):
         second = made(request_of_7b, seconds, host, gpu=40, chunks=16)
         assert pick([first, second]).plan == (second if is_chosen else first).plan, (seconds, host)
