@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -559,8 +559,7 @@ def fit_by_simulation(request: PlanRequest, layer: LayerBytes | None, profile: P
 def _with_offloaded_products(request: PlanRequest, best: Plan, layer: LayerBytes | None, profile: Profile) -> Plan:
     """`best`, or a plan that offloads the products of some microbatches, if it is faster by `WORTH`.
 
-    Its stages that do not save activations offload them, all of each rank except the model's last. The search goes from
-    the number whose copies the forwards hide to the next faster one, in steps that are halved.
+    Its stages that do not save activations offload them, all of each rank except the model's last.
     """
     can_offload = request.recompute is Recompute.AUTO and may_keep_products(request)
     can_offload = can_offload and not request.candidate.num_offloaded_microbatches and request.gpu_bytes is not None
@@ -574,33 +573,43 @@ def _with_offloaded_products(request: PlanRequest, best: Plan, layer: LayerBytes
     copy = request.product_bytes / profile.copies.device_to_host_duplex
     hidden = max(1, min(size, int(size * forward / copy)))
     limit = predict_step_seconds(best, request, profile) * (1 - WORTH)
+    for number in sorted({hidden, size}):
+        plan = _offloading_about(number, request, best, layer, profile)
+        if plan is not None and (seconds := predict_step_seconds(plan, request, profile)) < limit:
+            best, limit = plan, seconds
+    return best
+
+
+def _offloading_about(
+    number: int, request: PlanRequest, best: Plan, layer: LayerBytes | None, profile: Profile
+) -> Plan | None:
+    """Return the best plan that offloads products of about `number` microbatches; None if none fits.
+
+    Memory is shared out for that number; from it the search goes to the next faster one, in steps that are halved.
+    """
     asked = request.with_pipeline(activation_offloading=ActivationOffloading.ON)
-    asked = asked.trying(num_offloaded_microbatches=hidden)
+    asked = asked.trying(num_offloaded_microbatches=number)
     try:
         plan = pick(TimedPlan.bounded(asked, each, profile) for each in fitting_plans(asked, layer)).plan
     except GpuMemoryError:
-        return best
+        return None
 
     @cache
     def seconds(number: int) -> float:
         tried = replace(plan, num_offloaded_microbatches=number)
-        bound = predict_min_step_seconds(tried, request, profile)
-        return bound if bound >= limit else predict_step_seconds(tried, request, profile)
+        if not 0 < number <= best.microbatches_per_round or not _fits_with_products(request, tried, best, layer):
+            return math.inf
+        return predict_step_seconds(tried, request, profile)
 
-    def is_too_much(number: int) -> bool:
-        return not _fits_with_products(request, replace(plan, num_offloaded_microbatches=number), best, layer)
-
-    most = bisect_right(range(1, size + 1), 0, key=is_too_much)
-    number, step = min(hidden, most), max(1, size // 8)
-    while number > 0:
-        nearby = [n for n in (number - step, number + step) if 0 < n <= most and seconds(n) < seconds(number)]
-        if nearby:
-            number = min(nearby, key=seconds)
+    step = max(1, best.microbatches_per_round // 8)
+    while True:
+        nearby = min(number - step, number + step, key=seconds)
+        if seconds(nearby) < seconds(number):
+            number = nearby
         elif step > 1:
             step //= 2
         else:
-            break
-    return best if number == 0 or seconds(number) >= limit else replace(plan, num_offloaded_microbatches=number)
+            return replace(plan, num_offloaded_microbatches=number) if math.isfinite(seconds(number)) else None
 
 
 def _fits_with_products(request: PlanRequest, plan: Plan, best: Plan, layer: LayerBytes | None) -> bool:
