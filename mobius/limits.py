@@ -25,10 +25,10 @@ KEYS_PER_CALL = 32768
 def gradient_sum_elements(trained: Sequence[int], num_sums: int) -> tuple[int, ...]:
     """Elements of each fp32 gradient buffer of a rank; `trained` counts each stage's parameters, in order of backward.
 
-    Stages use the buffers in rotation. If their number is a multiple of `num_sums`, each stage always gets the same
-    buffer, and a large stage, such as one with the embedding or the head, enlarges only that buffer.
+    Stages use one or two buffers in rotation. If their number is a multiple of `num_sums`, each stage always gets the
+    same buffer, and a large stage, such as one with the embedding or the head, enlarges only that buffer.
     """
-    if len(trained) % num_sums:
+    if num_sums > MIN_GRADIENT_SUMS or len(trained) % num_sums:
         return (max(trained),) * num_sums
     return tuple(max(trained[first::num_sums], default=0) for first in range(num_sums))
 

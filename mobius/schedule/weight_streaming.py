@@ -25,7 +25,7 @@ before the backwards of a stage, the buffers are assigned to it and to the stage
 do not count. With two buffers:
 
     compute   B4          B2          B0          F0 F2 F4     B4
-    sums      LS2         OS4 LS0     OS2 LS4     OS0          LS2
+    sums         LS2      OS4 LS0     OS2 LS4     OS0            LS2
 """
 
 from collections.abc import Collection, Sequence
@@ -56,8 +56,11 @@ def add_transfers(
         result += [Action(ActionKind.OFFLOAD, stage) for stage in loaded if stage not in wanted]
         result += [Action(ActionKind.LOAD, stage) for stage in wanted if stage not in loaded]
         loaded = wanted
-        result += sums.before(position)
-        result += run
+        own_loads, loads = sums.before(position)
+        result += own_loads
+        # Stages use sum buffers in rotation: this stage takes its own with its first backward, before the next ones.
+        first = next((place for place, action in enumerate(run, start=1) if action.kind.is_backward), 0)
+        result += [*run[:first], *loads, *run[first:]]
         result += sums.after(position)
         if stage in loaded and last.get(stage) == position:
             loaded.remove(stage)
@@ -85,15 +88,16 @@ class _Sums:
         self._last = {stage: position for position, stage in enumerate(backward)}
         self._on_gpu, self._on_host = set[int](), set[int]()
 
-    def before(self, position: int) -> list[Action]:
-        """Return the loads before the run at `position`: of sums that are on the host, while a buffer is free."""
+    def before(self, position: int) -> tuple[list[Action], list[Action]]:
+        """Return the loads that the run at `position` needs, and those of the next stages, while a buffer is free."""
         stage = self._backward[position]
         if stage is None:
-            return []
+            return [], []
         arriving = [each for each in self._coming[position] if each in self._on_host]
         self._on_host.difference_update(arriving)
         self._on_gpu.update(arriving, [stage])
-        return [Action(ActionKind.LOAD_GRADIENT_SUMS, each) for each in arriving]
+        loads = [Action(ActionKind.LOAD_GRADIENT_SUMS, each) for each in arriving]
+        return [load for load in loads if load.stage == stage], [load for load in loads if load.stage != stage]
 
     def after(self, position: int) -> list[Action]:
         """Return the offload of sums whose buffer the next stages need; finished ones leave with their stage."""

@@ -9,6 +9,7 @@ import pytest
 from harness.schedules import spec_of
 
 from mobius.errors import ScheduleError
+from mobius.limits import gradient_sum_elements
 from mobius.schedule.action import Action, ActionKind
 from mobius.schedule.build import build_schedule
 from mobius.schedule.depth_first import warmup_forwards
@@ -90,3 +91,24 @@ def test_weights_are_loaded_once_and_sums_travel_only_where_buffers_are_missing(
 def test_specs_that_cannot_go_depth_first_are_refused(spec: ScheduleSpec, complaint: str) -> None:
     with pytest.raises(ScheduleError, match=complaint):
         build_schedule(spec)
+
+
+@pytest.mark.parametrize("order", [ComputeOrder.BREADTH_FIRST, ComputeOrder.DEPTH_FIRST])
+@pytest.mark.parametrize(("stages", "num_buffers"), [(3, 2), (4, 2), (4, 3), (6, 2), (6, 3), (7, 3)])
+def test_sum_buffers_are_taken_in_rotation(order: ComputeOrder, stages: int, num_buffers: int) -> None:
+    """One large stage then lengthens one of two buffers only, if the number of stages is even."""
+    for large, rounds in product(range(stages), (2, 3, 4)):
+        spec = spec_of(
+            1, stages, 2 * rounds, stages, accumulation_rounds=rounds, order=order, sum_buffers=(num_buffers,)
+        )
+        size = {stage: 10 if stage == large else 1 for stage in range(stages)}
+        free = list(gradient_sum_elements([size[stage] for stage in reversed(range(stages))], num_buffers))
+        taken: dict[int, int] = {}
+        for action in build_schedule(spec).actions[0]:
+            stage, kind = action.stage, action.kind
+            if (kind.is_backward and stage not in taken) or kind is ActionKind.LOAD_GRADIENT_SUMS:
+                taken[stage] = next(buffer for buffer in free if buffer >= size[stage])
+                free.remove(taken[stage])
+            is_done = kind.is_backward and action.microbatch == spec.last_backward
+            if is_done or kind is ActionKind.OFFLOAD_GRADIENT_SUMS:
+                free.append(taken.pop(stage))
