@@ -594,22 +594,28 @@ def _offloading_about(
     except GpuMemoryError:
         return None
 
+    def fits(number: int) -> bool:
+        tried = replace(plan, num_offloaded_microbatches=number)
+        return 0 < number <= best.microbatches_per_round and _fits_with_products(request, tried, best, layer)
+
     @cache
     def seconds(number: int) -> float:
         tried = replace(plan, num_offloaded_microbatches=number)
-        if not 0 < number <= best.microbatches_per_round or not _fits_with_products(request, tried, best, layer):
-            return math.inf
-        return predict_step_seconds(tried, request, profile)
+        return predict_step_seconds(tried, request, profile) if fits(number) else math.inf
 
-    step = max(1, best.microbatches_per_round // 8)
-    while True:
+    number, step = (
+        next((each for each in range(number, 0, -1) if fits(each)), 0),
+        max(1, best.microbatches_per_round // 8),
+    )
+    while number > 0:
         nearby = min(number - step, number + step, key=seconds)
         if seconds(nearby) < seconds(number):
             number = nearby
         elif step > 1:
             step //= 2
         else:
-            return replace(plan, num_offloaded_microbatches=number) if math.isfinite(seconds(number)) else None
+            return replace(plan, num_offloaded_microbatches=number)
+    return None
 
 
 def _fits_with_products(request: PlanRequest, plan: Plan, best: Plan, layer: LayerBytes | None) -> bool:
