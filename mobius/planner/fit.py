@@ -118,7 +118,7 @@ class MemoryFit:
             slots = {min(1, streamed)} if plan.num_slots == 1 else {max(few)} if is_quick else few
             slots = {streamed} if plan.is_depth_first else slots if plan.num_slots == 1 else slots | {streamed}
             for number in sorted(slots):
-                partial = (0, streamed) if plan.has_partial_sums and not plan.is_evaluation else (0,)
+                partial = (0, streamed) if plan.has_partial_sums else (0,)
                 for buffers in partial[-1:] if is_quick and number == streamed else partial:
                     for offload in (False,) if plan.is_depth_first else offloads:
                         yield _Pattern(resident, number, buffers, offload)

@@ -24,7 +24,7 @@ def min_step_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, r
     """Seconds that no simulated step of `plan` falls below; arguments as of `simulate_steps`."""
     passes = [_pass_seconds(plan, cost) for cost in costs]
     ends = [_end_seconds(plan, costs, profile, rules, rank) for rank in range(plan.num_ranks)]
-    rounds = 1 if plan.is_depth_first else plan.accumulation_rounds  # else rounds overlap
+    rounds = 1 if plan.is_depth_first else plan.accumulation_rounds  # depth-first rounds overlap
     compute = [
         _compute_seconds(plan, costs, rank) + max(rounds * sum(passes[:rank]), (rounds - 1) * sum(passes[:rank]) + end)
         for rank, end in enumerate(ends)
