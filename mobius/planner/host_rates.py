@@ -136,10 +136,9 @@ class Copies:
 
 def measure_copies(timer: CollectiveTimer, copies: Copies) -> CopyRates:
     """Return the bytes per second of `copies`, on one GPU alone and on all at once."""
-    both = timer.seconds(copies.both)
-    alone = timer.seconds_alone(copies.host_to_device), timer.seconds_alone(copies.device_to_host)
-    together = timer.seconds(copies.host_to_device), timer.seconds(copies.device_to_host)
-    return CopyRates(*(copies.num_bytes / seconds for seconds in (*alone, *together, both, both)))
+    both, ways = timer.seconds(copies.both), (copies.host_to_device, copies.device_to_host)
+    seconds = (*map(timer.seconds_alone, ways), *map(timer.seconds, ways), both, both)
+    return CopyRates(*(copies.num_bytes / each for each in seconds))
 
 
 def measure_cpu_optimizer(

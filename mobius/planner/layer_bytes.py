@@ -15,7 +15,7 @@ from mobius.engine.stage_layers import MicrobatchContext, SequenceSlice
 from mobius.engine.tiles import TiledLayer
 from mobius.limits import KEYS_PER_CALL
 from mobius.models.attention import DocumentAttention
-from mobius.models.block_autograd import NamedTensors, backward, recomputed_backward, run_with_graph
+from mobius.models.block_autograd import Block, NamedTensors, backward, recomputed_backward, run_with_graph
 from mobius.models.blocks import LayerArguments, ModelParts
 from mobius.models.compiled import KeywordArguments
 from mobius.planner.peak_memory import LayerBytes
@@ -60,13 +60,10 @@ def measure_layer_bytes(
             own_held, own_peak = bench.measure_saved(whole, level)
             held[level] = max(held[level], int(share * own_held))
             peak[level] = max(peak[level], int(share * own_peak))
-        if sliced_length is not None:
-            own = bench.measure_slice(shape, sliced_length, tile_tokens)
-        elif tokens > tile_tokens:
-            own = bench.measure_tiles(shape, tile_tokens)
+        if sliced_length is None:
+            recomputed = max(recomputed, bench.measure_recomputed(shape, tile_tokens))
         else:
-            own = bench.measure_recomputed(shape)
-        recomputed = max(recomputed, own)
+            recomputed = max(recomputed, bench.measure_slice(shape, sliced_length, tile_tokens))
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)  # reset so that a run's peak does not include this measurement
     everything, products = RecomputeLevel.NONE, RecomputeLevel.ELEMENTWISE
@@ -83,9 +80,13 @@ class _LayerBench:
     device: torch.device
     packed: PackedRows | None
 
+    @property
+    def layer(self) -> Block:
+        return self.parts.layers[self.index]
+
     def measure_saved(self, shape: tuple[int, int, int], level: RecomputeLevel) -> tuple[int, int]:
         """Return the bytes of its graph and the peak of its backward, for hidden states of `shape`."""
-        layer, (arguments, other_gradients) = self.parts.layers[self.index], self._arguments(shape)
+        layer, (arguments, other_gradients) = self.layer, self._arguments(shape)
 
         def play(weights: NamedTensors, sums: NamedTensors, inputs: Tensor, gradient: Tensor) -> int:
             graph = run_with_graph(layer, weights, inputs, arguments, level)
@@ -95,23 +96,18 @@ class _LayerBench:
 
         return self._measure(shape, play)
 
-    def measure_recomputed(self, shape: tuple[int, int, int]) -> int:
-        """Return the peak bytes of a backward that recomputes the forward, for hidden states of `shape`."""
-        layer, (arguments, other_gradients) = self.parts.layers[self.index], self._arguments(shape)
+    def measure_recomputed(self, shape: tuple[int, int, int], tile_tokens: int) -> int:
+        """Return the peak bytes of a backward that recomputes the forward, in tiles if there are more tokens."""
+        layer, (arguments, other_gradients) = self.layer, self._arguments(shape)
+        tiled = None
+        if shape[0] * shape[1] > tile_tokens:
+            tiled = TiledLayer(self.parts.split_at_attention(self.index), tile_tokens=tile_tokens)
 
         def play(weights: NamedTensors, sums: NamedTensors, inputs: Tensor, gradient: Tensor) -> int:
-            recomputed_backward(layer, weights, (inputs,), arguments, sums, gradient, *other_gradients)
-            return torch.cuda.memory_allocated(self.device)
-
-        return self._measure(shape, play)[1]
-
-    def measure_tiles(self, shape: tuple[int, int, int], tile_tokens: int) -> int:
-        """Return the peak bytes of a recomputed backward in tiles, for hidden states of `shape`."""
-        layer = TiledLayer(self.parts.split_at_attention(self.index), tile_tokens=tile_tokens)
-        arguments, other_gradients = self._arguments(shape)
-
-        def play(weights: NamedTensors, sums: NamedTensors, inputs: Tensor, gradient: Tensor) -> int:
-            layer.backward(weights, sums, inputs, gradient, arguments, other_gradients=other_gradients)
+            if tiled is None:
+                recomputed_backward(layer, weights, (inputs,), arguments, sums, gradient, *other_gradients)
+            else:
+                tiled.backward(weights, sums, inputs, gradient, arguments, other_gradients=other_gradients)
             return torch.cuda.memory_allocated(self.device)
 
         return self._measure(shape, play)[1]
@@ -153,9 +149,13 @@ class _LayerBench:
         self, shape: tuple[int, int, int], play: Callable[[NamedTensors, NamedTensors, Tensor, Tensor], int]
     ) -> tuple[int, int]:
         """Return the bytes that `play` reports and the peak, both without the tensors passed to it."""
-        shapes, dtype, device = self.parts.layers[self.index].parameter_shapes(), self.dtype, self.device
+        shapes, frozen, dtype, device = (
+            self.layer.parameter_shapes(),
+            self.layer.frozen_names(),
+            self.dtype,
+            self.device,
+        )
         weights = {name: torch.zeros(size, dtype=dtype, device=device) for name, size in shapes.items()}
-        frozen = self.parts.layers[self.index].frozen_names()
         sums = {name: torch.zeros(size, device=device) for name, size in shapes.items() if name not in frozen}
         inputs = torch.zeros(shape, dtype=dtype, device=device)
         gradient = torch.zeros_like(inputs)

@@ -18,7 +18,7 @@ from mobius.engine.adamw import FlatAdamW
 from mobius.engine.adamw_cpu import CPUAdamW
 from mobius.engine.adamw_gpu import GPUAdamW
 from mobius.engine.documents import typical_arguments
-from mobius.engine.pipelined_router_loss import PipelinedRouterLoss, RouterContext, sent_shape
+from mobius.engine.pipelined_router_loss import PipelinedRouterLoss, sent_shape
 from mobius.engine.sliced_layers import SequenceKVCaches, SlicedLayers
 from mobius.engine.stage import StageModule
 from mobius.engine.stage_layers import MicrobatchContext, SequenceSlice
@@ -174,20 +174,22 @@ def _layer_work(timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShap
     weights, gradients = _memory_of(recomputing, shape.dtype, timer.device)
     hidden = torch.randn(shape.hidden_size(parts), device=timer.device, dtype=shape.dtype)
 
-    routers_of = _router_contexts(timer, parts, shape)
+    routers = None if parts.router_loss is None else PipelinedRouterLoss(parts.router_loss, timer.device)
+    tokens = None if routers is None else routers.token_mask((shape.batch, shape.seq_length))
 
-    def context_of() -> MicrobatchContext:
-        return MicrobatchContext(arguments, routers=routers_of())
+    def new_context() -> MicrobatchContext:
+        own = None if routers is None or tokens is None else routers.context(tokens, None)
+        return MicrobatchContext(arguments, routers=own)
 
     def forward_and_backward() -> None:
-        context = context_of()
+        context = new_context()
         saved = saving.forward(weights, hidden, context)[1]
         saving.backward(weights, gradients, saved, hidden, context)
 
     return (
-        lambda: recomputing.forward(weights, hidden, context_of()),
+        lambda: recomputing.forward(weights, hidden, new_context()),
         forward_and_backward,
-        lambda: recomputing.backward(weights, gradients, [hidden], hidden, context_of()),
+        lambda: recomputing.backward(weights, gradients, [hidden], hidden, new_context()),
     )
 
 
@@ -224,16 +226,6 @@ def _slice_seconds(
         LayerSeconds(forward, max(recomputed - forward, 0.0), recomputed),
         LayerSeconds(own_forward, max(own_recomputed - own_forward, 0.0), own_recomputed),
     )
-
-
-def _router_contexts(
-    timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShape
-) -> Callable[[], RouterContext | None]:
-    """Return a function that makes the router contexts of a run; they are None without a router loss."""
-    if parts.router_loss is None:
-        return lambda: None
-    routers = PipelinedRouterLoss(parts.router_loss, timer.device)
-    return partial(routers.context, routers.token_mask((shape.batch, shape.seq_length)), None)
 
 
 def _measure_ends(timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShape) -> tuple[float, float, float]:

@@ -14,7 +14,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -94,7 +94,8 @@ def measured_profile(run_setup: RunSetup, transport: Transport) -> tuple[Profile
     Takes less than 30 s if it is not cached, and releases all memory.
     """
     shape = _microbatch(run_setup)
-    key = profile_key(
+    path = profile_path(
+        cache_folder() / "profiles",
         run_setup.shape,
         shape,
         device=run_setup.rank_context.device,
@@ -102,36 +103,25 @@ def measured_profile(run_setup: RunSetup, transport: Transport) -> tuple[Profile
         is_compiled=run_setup.result.request.compiles,
         has_peer_copies=allows_peer_copies(),
     )
-    path = profile_path(cache_folder() / "profiles", key)
     return cached_profile(path, partial(_measure, run_setup, shape, transport), transport)
 
 
 def _with_host(profile: Profile, run_setup: RunSetup, transport: Transport) -> Profile:
     """Return `profile` with the host's present rates: copies, updates, and seconds to enqueue a layer."""
-    start = time.perf_counter()
-    launch_overhead = measure_launches(
-        CollectiveTimer(run_setup.rank_context.device, transport), run_setup.parts, _microbatch(run_setup)
-    )
-    rates = measure_host_rates(
-        run_setup.dtype, device=run_setup.rank_context.device, transport=transport, kernel=_kernel(run_setup)
-    )
+    start, device = time.perf_counter(), run_setup.rank_context.device
+    launches = measure_launches(CollectiveTimer(device, transport), run_setup.parts, _microbatch(run_setup))
+    rates = measure_host_rates(run_setup.dtype, device=device, transport=transport, kernel=_kernel(run_setup))
     logger.debug(
         "host measured in %.1f s: %.2f billion updates per second and rank, %.2f during copies of %.0f GB/s each "
-        "way, which reach %.0f without updates; a layer is enqueued in %.2f ms forward, %.2f backward, %.2f with "
-        "recompute",
+        "way, which reach %.0f without updates; a layer is enqueued in %s",
         time.perf_counter() - start,
-        rates.updates / 1e9,
-        rates.updates_during_copies / 1e9,
-        rates.copies_during_updates / 1e9,
-        rates.copies_each_way / 1e9,
-        *(
-            1e3 * seconds
-            for seconds in (launch_overhead.forward, launch_overhead.backward, launch_overhead.recomputed_backward)
-        ),
+        rates.updates / GIGA,
+        rates.updates_during_copies / GIGA,
+        rates.copies_during_updates / GIGA,
+        rates.copies_each_way / GIGA,
+        launches.describe(),
     )
-    return replace(
-        with_host_rates(profile, rates), launch_overhead=launch_overhead, action_launch=action_launch(launch_overhead)
-    )
+    return replace(with_host_rates(profile, rates), launch_overhead=launches, action_launch=action_launch(launches))
 
 
 def _with_link(profile: Profile, run_setup: RunSetup, transport: Transport) -> Profile:
@@ -210,7 +200,8 @@ def check_same_plan(plan: Plan, transport: Transport) -> None:
         )
 
 
-def profile_key(
+def profile_path(
+    folder: Path,
     model: ModelShape,
     shape: MicrobatchShape,
     *,
@@ -218,13 +209,13 @@ def profile_key(
     num_ranks: int,
     is_compiled: bool,
     has_peer_copies: bool = True,
-) -> dict[str, object]:
-    """Return all that a profile depends on: hardware, model, microbatch, format, ranks, versions."""
+) -> Path:
+    """Return the file in `folder` for hardware, model, microbatch, format, ranks and versions."""
     is_cuda, packed = device.type == "cuda", shape.packed
     # Documents of a measured row, and their maximum number.
     documents = [] if packed is None else [len(packed.typical_row(shape.seq_length)), packed.max_documents]
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if is_cuda else []
-    return {
+    key = {
         "devices": names or [platform.processor() or platform.machine()],
         "device_bytes": torch.cuda.get_device_properties(device).total_memory if is_cuda else 0,
         "host": platform.node(),
@@ -239,10 +230,6 @@ def profile_key(
         "has_peer_copies": has_peer_copies,
         "versions": [__version__, torch.__version__, FORMAT],
     }
-
-
-def profile_path(folder: Path, key: Mapping[str, object]) -> Path:
-    """Return the file of a profile with that key."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     return folder / f"profile-{digest}.json"
 
@@ -253,28 +240,21 @@ def cached_profile(path: Path, measure: Callable[[], Profile], transport: Transp
     Each node has its own cache: all ranks read the same profile, or all measure. A file that is not a profile is
     logged and replaced; one that cannot be written is only logged.
     """
-    known = _read(path)
+    known = None
+    try:
+        known = Profile.from_json(read_text(path)) if path.exists() else None
+    except (OSError, CheckpointError, ProfileError) as error:
+        logger.warning("the profile %s cannot be used and is measured again: %s", path, error)
     all_know = all_have_same("" if known is None else known.to_json(), transport.all_ranks)
     if known is not None and all_know:
         return known, False
     profile = measure()
-    if transport.rank == 0:
-        _write(path, profile)
-    return profile, True
-
-
-def _read(path: Path) -> Profile | None:
-    try:
-        return Profile.from_json(read_text(path)) if path.exists() else None
-    except (OSError, CheckpointError, ProfileError) as error:
-        logger.warning("the profile %s cannot be used and is measured again: %s", path, error)
-        return None
-
-
-def _write(path: Path, profile: Profile) -> None:
+    if transport.rank != 0:
+        return profile, True
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path, has_many_writers=True) as temporary:
             temporary.write_text(profile.to_json(), encoding="utf-8")
     except OSError as error:
         logger.warning("the profile cannot be saved in %s, the next run measures again: %s", path, reason_of(error))
+    return profile, True

@@ -19,8 +19,7 @@ class CollectiveTimer:
 
     def __init__(self, device: torch.device, transport: Transport, *, part_seconds: float | None = None) -> None:
         """Each part is repeated for `part_seconds`, at least `MIN_REPEATS` times."""
-        self.device, self.transport = device, transport
-        self.part_seconds = PART_SECONDS if part_seconds is None else part_seconds
+        self.device, self.transport, self.part_seconds = device, transport, part_seconds or PART_SECONDS
 
     def synchronize(self) -> None:
         """Wait until the device is idle."""

@@ -27,7 +27,7 @@ from mobius.models.blocks import LayerArguments, ModelParts
 from mobius.planner import host_rates, layer_bytes, measure, timer
 from mobius.planner.gpu_specs import ACTION_LAUNCH, SUSTAINED_SHARE, action_launch
 from mobius.planner.measure import MicrobatchShape, measure_launches, measure_profile
-from mobius.planner.measured_plan import cached_profile, profile_key, profile_path
+from mobius.planner.measured_plan import cached_profile, profile_path
 from mobius.planner.profile import LayerSeconds, Profile, Source
 from mobius.planner.timer import CollectiveTimer
 from mobius.schedule.action import Direction
@@ -258,15 +258,15 @@ def test_if_one_rank_has_no_profile_all_measure(tmp_path: Path, profile: Profile
 
 def test_another_shape_model_or_number_of_ranks_is_another_file(tmp_path: Path) -> None:
     model = parts_of("llama").shape()
+    path = partial(profile_path, tmp_path, device=CPU, is_compiled=False)
     shapes = [SHAPE, replace(SHAPE, batch=4), replace(SHAPE, dtype=torch.bfloat16)]
-    keys = [profile_key(model, s, device=CPU, num_ranks=n, is_compiled=False) for s in shapes for n in (1, 2)]
+    paths = [path(model, shape, num_ranks=number) for shape in shapes for number in (1, 2)]
     # Of packed rows: of many documents, of few, and of few where there may be more.
     for packed in (PackedRows(1.1, 8), PackedRows(4.0, 8), PackedRows(4.0, 9), PackedRows(8.0, 1)):
-        shape = replace(SHAPE, packed=packed)
-        keys.append(profile_key(model, shape, device=CPU, num_ranks=1, is_compiled=False))
-    keys.append(profile_key(replace(model, vocab_size=7), SHAPE, device=CPU, num_ranks=1, is_compiled=False))
-    assert len({profile_path(tmp_path, key) for key in keys}) == len(keys)
-    assert profile_path(tmp_path, keys[0]) == profile_path(tmp_path, dict(keys[0]))
+        paths.append(path(model, replace(SHAPE, packed=packed), num_ranks=1))
+    paths.append(path(replace(model, vocab_size=7), SHAPE, num_ranks=1))
+    assert len(set(paths)) == len(paths)
+    assert path(model, SHAPE, num_ranks=1) == paths[0]
 
 
 def test_layers_in_tiles_are_never_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
