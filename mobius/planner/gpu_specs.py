@@ -81,8 +81,8 @@ DOWN_LIMIT, UP_LIMIT, BOTH_LIMIT = 164 / 190, 136 / 190, 188 / 190
 """Shares of it that copies of all GPUs reach: 4 x 41 GB/s to the GPUs, 4 x 34 back, 4 x (22 + 25) at once."""
 HOST_MESSAGE_SHARE = 0.2
 """Rate of messages through host memory over the PCIe rate. A guess."""
-PEER_SHARE = {"nvlink": 0.87, "pcie": 0.75}
-"""Rate of messages over the link's data sheet: NVLink measured (394 of 450 GB/s), PCIe a guess."""
+NVLINK_SHARE, PEER_SHARE = 0.87, 0.75
+"""Rate of messages over the link's data sheet: NVLink measured (394 of 450 GB/s), between PCIe slots a guess."""
 LATENCY = 20e-6
 """Latency of a message in seconds. A guess."""
 
@@ -97,6 +97,15 @@ class AttentionRates:
 
 CUDNN_ATTENTION, FLASH_ATTENTION = AttentionRates(573, 527), AttentionRates(339, 313)
 """One H200, torch 2.11: `python benchmarks/sliced_attention.py`, slices of 16,384 of 131,072 tokens."""
+
+
+@dataclass(frozen=True)
+class PublicRates:
+    """TFLOP/s of large products that users of a GPU published: lowest, highest, and the table or thread with them."""
+
+    lowest: float
+    highest: float
+    source: str = "github.com/zzc0721/torch-performance-test-data"
 
 
 @dataclass(frozen=True)
@@ -116,77 +125,57 @@ class GpuSpec:
     """GB/s in one direction to a neighbour; 0 without NVLink, and if it connects pairs only."""
     has_peer_copies: bool = True
     """Whether the driver lets GPUs write into each other's memory."""
-    attention: AttentionRates | None = None
-    """Rates for whole rows beyond WITHIN tokens; None: not measured, a layer's shares apply."""
-    packed_attention: AttentionRates | None = None
-    """Rates for packed rows, which use another kernel."""
     device_names: tuple[str, ...] = ()
     """The driver's names for it, in small letters and digits; empty: as `name`."""
+    attention: tuple[AttentionRates, AttentionRates] | None = None
+    """Rates beyond WITHIN tokens, for whole and for packed rows; None: not measured, a layer's shares apply."""
+    published: PublicRates | None = None
+
+    @property
+    def product_rate(self) -> float:
+        """Operations per second of large products within a step."""
+        return self.tera_flops * TERA * GEMM_SHARE * SUSTAINED_SHARE
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes per second of passes over long tensors."""
+        return self.memory_bandwidth * GIGA * MEMORY_SHARE
 
 
+_MLXCEL, _TABLES = "github.com/lablup/mlxcel/issues/1654", f"{PublicRates.source}, github.com/stas00/ml-engineering"
+_40GB, _80GB = ("a100sxm440gb", "a100pcie40gb"), ("a100sxm480gb", "a100pcie80gb", "a10080gb")
+_HOPPER = (CUDNN_ATTENTION, FLASH_ATTENTION)
 _CARDS = (
-    GpuSpec("V100", 125, 32, 900, 3, nvlink=50),
-    GpuSpec("T4", 65, 16, 320, 3),
+    GpuSpec("V100", 125, 32, 900, 3, nvlink=50, published=PublicRates(95, 100, _MLXCEL)),
+    GpuSpec("T4", 65, 16, 320, 3, published=PublicRates(41.9, 42.7)),
     GpuSpec("A10", 125, 24, 600, 4),
-    GpuSpec("L4", 121, 24, 300, 4),
-    GpuSpec("L20", 119.5, 48, 864, 4),
-    GpuSpec("L40S", 362, 48, 864, 4),
-    GpuSpec("A6000", 154.8, 48, 768, 4),
+    GpuSpec("L4", 121, 24, 300, 4, published=PublicRates(56.9, 59.4)),  # issue 120
+    GpuSpec("L20", 119.5, 48, 864, 4, published=PublicRates(108.0, 114.1)),  # issue 107
+    GpuSpec("L40S", 362, 48, 864, 4, published=PublicRates(269.2, 269.2)),  # issue 43
+    GpuSpec("A6000", 154.8, 48, 768, 4, published=PublicRates(123.3, 123.3)),  # issue 46
     GpuSpec("6000-Ada", 364, 48, 960, 4, device_names=("rtx6000ada",)),
-    GpuSpec("RTX3090", 71, 24, 936, 4, has_peer_copies=False),
-    GpuSpec("RTX4090", 165.2, 24, 1008, 4, has_peer_copies=False),
-    GpuSpec("RTX5090", 209.5, 32, 1792, 5, has_peer_copies=False),
-    GpuSpec("A100-40", 312, 40, 1555, 4, nvlink=300, device_names=("a100sxm440gb", "a100pcie40gb")),
-    GpuSpec("A100-80", 312, 80, 2039, 4, nvlink=300, device_names=("a100sxm480gb", "a100pcie80gb", "a10080gb")),
-    GpuSpec("A800", 312, 80, 2039, 4, nvlink=200),
-    GpuSpec("H20", 148, 96, 4000, 5, nvlink=450),
-    GpuSpec("H100", 989, 80, 3350, 5, nvlink=450, attention=CUDNN_ATTENTION, packed_attention=FLASH_ATTENTION),
-    GpuSpec("H200", 989, 141, 4800, 5, nvlink=450, attention=CUDNN_ATTENTION, packed_attention=FLASH_ATTENTION),
+    GpuSpec("RTX3090", 71, 24, 936, 4, has_peer_copies=False, published=PublicRates(76.3, 76.7)),  # issues 20, 42
+    GpuSpec(
+        "RTX4090", 165.2, 24, 1008, 4, has_peer_copies=False, published=PublicRates(158.5, 173.3)
+    ),  # 20, 41, 50, 78
+    GpuSpec("RTX5090", 209.5, 32, 1792, 5, has_peer_copies=False, published=PublicRates(174.7, 242.2)),  # 96, 124, 200
+    GpuSpec("A100-40", 312, 40, 1555, 4, nvlink=300, device_names=_40GB, published=PublicRates(246.3, 246.3)),
+    GpuSpec("A100-80", 312, 80, 2039, 4, nvlink=300, device_names=_80GB, published=PublicRates(264.5, 271.2, _TABLES)),
+    GpuSpec("A800", 312, 80, 2039, 4, nvlink=200, published=PublicRates(266.5, 266.5)),
+    GpuSpec("H20", 148, 96, 4000, 5, nvlink=450, published=PublicRates(138.6, 142.3)),  # issue 77
+    GpuSpec("H100", 989, 80, 3350, 5, nvlink=450, attention=_HOPPER, published=PublicRates(783.7, 794.5, _TABLES)),
+    GpuSpec("H200", 989, 141, 4800, 5, nvlink=450, attention=_HOPPER),
 )
 GPU_SPECS = {gpu_spec.name: gpu_spec for gpu_spec in _CARDS}
-"""The vendors' data sheets; for RTX cards bf16 with fp32 accumulation, which has half the fp16 rate."""
+"""The vendors' data sheets; for RTX cards bf16 with fp32 accumulation, which has half the fp16 rate.
+
+Published rates are reports found until November 2026, in issues of the source and its table: bf16 with fp32
+accumulation (V100 and T4: fp16), dense square products of 8192 and 10,240, or of the best of several sizes where a
+report has only that; V100: of 2048 tokens. Most reports time 30 products in a row: a card at its power limit is slower
+in long runs. The first table has 790 TFLOP/s for an H200; GEMM_SHARE is of 796.
+"""
 MEASURED_GPU = "H200"
 """Name of the GPU that the shares were measured on."""
-
-
-@dataclass(frozen=True)
-class PublicRates:
-    """TFLOP/s of large products that users of a GPU published: lowest and highest."""
-
-    lowest: float
-    highest: float
-    source: str = "github.com/zzc0721/torch-performance-test-data"
-    """Table or thread with the reports."""
-
-    def over_estimate(self, gpu_spec: GpuSpec) -> tuple[float, float]:
-        """Return both divided by the rate that estimates assume for `gpu_spec`."""
-        assumed = gpu_spec.tera_flops * GEMM_SHARE
-        return self.lowest / assumed, self.highest / assumed
-
-
-_TABLES = f"{PublicRates.source}, github.com/stas00/ml-engineering"
-PUBLIC_RATES = {
-    "V100": PublicRates(95, 100, "github.com/lablup/mlxcel/issues/1654"),
-    "T4": PublicRates(41.9, 42.7),
-    "L4": PublicRates(56.9, 59.4),  # issue 120
-    "L20": PublicRates(108.0, 114.1),  # issue 107
-    "L40S": PublicRates(269.2, 269.2),  # issue 43
-    "A6000": PublicRates(123.3, 123.3),  # issue 46
-    "RTX3090": PublicRates(76.3, 76.7),  # issues 20 and 42, table
-    "RTX4090": PublicRates(158.5, 173.3),  # issues 20, 41, 50 and 78, table
-    "RTX5090": PublicRates(174.7, 242.2),  # issues 96, 124 and 200, table
-    "A100-40": PublicRates(246.3, 246.3),
-    "A100-80": PublicRates(264.5, 271.2, _TABLES),
-    "A800": PublicRates(266.5, 266.5),
-    "H20": PublicRates(138.6, 142.3),  # issue 77, table
-    "H100": PublicRates(783.7, 794.5, _TABLES),
-}
-"""Reports found until November 2026, by name of the GPU; none for A10 and 6000-Ada. Issues are those of the source.
-
-bf16 with fp32 accumulation (V100 and T4: fp16), dense square products of 8192 and 10,240, or of the best of several
-sizes where a report has only that; V100: of 2048 tokens. Most reports time 30 products in a row: a card at its power
-limit is slower in long runs. The first table has 790 TFLOP/s for an H200; GEMM_SHARE is of 796.
-"""
 
 
 def find_gpu_spec(name: str) -> GpuSpec:
@@ -208,9 +197,8 @@ def gpu_spec_of_device(device_name: str) -> GpuSpec | None:
     words = re.findall(r"[a-z0-9]+", device_name.lower())
     # Whole words, one or more in a row: A10 is no A100, L4 no L40S.
     runs = {"".join(words[start:end]) for start in range(len(words)) for end in range(start + 1, len(words) + 1)}
-    return next(
-        (gpu_spec for gpu_spec in _CARDS if runs & {*(gpu_spec.device_names or (_plain(gpu_spec.name),))}), None
-    )
+    found = (gpu_spec for gpu_spec in _CARDS if runs & {*(gpu_spec.device_names or (_plain(gpu_spec.name),))})
+    return next(found, None)
 
 
 def _plain(name: str) -> str:
@@ -250,9 +238,8 @@ def estimate_profile(
         raise PlanError(f"PCIe generation {generation} is not known; known are {known}.")
     layers = LayerEstimate(gpu_spec, shape, is_packed=attention_length is not None, compiled=compiled)
     length = seq_length if attention_length is None else attention_length
-    kinds = shape.layer_kinds
     copies = estimate_copies(PCIE_BYTES[generation], host.bandwidth, num_ranks)
-    memory = memory_rate(gpu_spec)
+    memory = gpu_spec.memory_rate
     embedding_bytes = 2.0 * 2 * shape.hidden_size * microbatch_tokens
     alone = min(host.cores_per_rank * CPU_ADAMW_PER_CORE, host.bandwidth / CPU_ADAMW_BYTES)
     together = min(alone, host.bandwidth / CPU_ADAMW_BYTES / num_ranks)
@@ -261,12 +248,12 @@ def estimate_profile(
         basis=f"{num_ranks} x {gpu_spec.name}, PCIe {generation}, by data sheets and shares measured on H200s",
         num_ranks=num_ranks,
         microbatch_tokens=microbatch_tokens,
-        layer_kinds=tuple(layers.layer(layer, microbatch_tokens, length) for layer in kinds),
+        layer_kinds=tuple(layers.layer(layer, microbatch_tokens, length) for layer in shape.layer_kinds),
         kind_of_layer=shape.kind_of_layer,
         embedding_forward=embedding_bytes / memory,
         # The gradient of the whole matrix is made and added to its fp32 sum: 2 written, 2 read, 4 read, 4 written.
         embedding_backward=12 * shape.embedding_parameters / memory,
-        loss=6 * shape.head_parameters * microbatch_tokens / (_product_rate(gpu_spec) * LOSS_SHARE),
+        loss=6 * shape.head_parameters * microbatch_tokens / (gpu_spec.product_rate * LOSS_SHARE),
         copies=copies,
         messages=_messages(gpu_spec, PCIE_BYTES[generation]),
         cpu_adamw=alone,
@@ -300,7 +287,7 @@ class LayerEstimate:
         """Return the seconds of layer number `layer` for `tokens` tokens in sequences of `length`."""
         within, beyond = self._cut(length)
         products = 2 * (self.shape.active_parameters[layer] + within * self.shape.hidden_size) * tokens
-        sums = ACCUMULATION_BYTES * self.shape.layer_parameters[layer] / memory_rate(self.gpu_spec)
+        sums = ACCUMULATION_BYTES * self.shape.layer_parameters[layer] / self.gpu_spec.memory_rate
         return self._products(products, sums) + self._experts(layer, tokens) + self._beyond(tokens, beyond)
 
     def _experts(self, layer: int, tokens: int) -> LayerSeconds:
@@ -312,7 +299,7 @@ class LayerEstimate:
         if self.shape.experts is None:
             return LayerSeconds(0.0, 0.0, 0.0)
         copies = 4 * self.shape.layer_widths(layer).copies * tokens
-        seconds = 2 * (copies + self.shape.experts.layers[layer]) / memory_rate(self.gpu_spec)
+        seconds = 2 * (copies + self.shape.experts.layers[layer]) / self.gpu_spec.memory_rate
         return LayerSeconds(seconds, seconds, 2 * seconds)
 
     def attention(self, tokens: int, length: float) -> LayerSeconds:
@@ -327,12 +314,12 @@ class LayerEstimate:
 
     @property
     def _own_rates(self) -> AttentionRates | None:
-        return self.gpu_spec.packed_attention if self.is_packed else self.gpu_spec.attention
+        return None if self.gpu_spec.attention is None else self.gpu_spec.attention[self.is_packed]
 
     def _products(self, operations: float, sums: float = 0.0) -> LayerSeconds:
         """Return the seconds of `operations` in forward by a layer's shares; `sums`: seconds of gradient sums."""
         narrow = 1 + NARROW * max(0.0, WIDTH / self.shape.hidden_size - 1)
-        rate = _product_rate(self.gpu_spec) / narrow / (PACKED_COST if self.is_packed else 1.0)
+        rate = self.gpu_spec.product_rate / narrow / (PACKED_COST if self.is_packed else 1.0)
         forward = operations / (rate * FORWARD_SHARE)
         backward = 2 * operations / (rate * BACKWARD_SHARE) + sums
         if not self.compiled:
@@ -348,16 +335,6 @@ class LayerEstimate:
         product = length * self.shape.attention_width * tokens / (TERA * SUSTAINED_SHARE)
         forward, backward = 2 * product / rates.forward, 5 * product / rates.backward
         return LayerSeconds(forward, backward, forward + backward)
-
-
-def _product_rate(gpu_spec: GpuSpec) -> float:
-    """Return operations per second of large products within a step."""
-    return gpu_spec.tera_flops * TERA * GEMM_SHARE * SUSTAINED_SHARE
-
-
-def memory_rate(gpu_spec: GpuSpec) -> float:
-    """Return bytes per second of passes over long tensors."""
-    return gpu_spec.memory_bandwidth * GIGA * MEMORY_SHARE
 
 
 def with_attention_length(
@@ -399,7 +376,7 @@ def estimate_copies(link: float, host_bandwidth: float, num_ranks: int) -> CopyR
 
 def _messages(gpu_spec: GpuSpec, link: float) -> MessageRates:
     if gpu_spec.nvlink:
-        return MessageRates(gpu_spec.nvlink * GIGA * PEER_SHARE["nvlink"], LATENCY, is_through_host=False)
+        return MessageRates(gpu_spec.nvlink * GIGA * NVLINK_SHARE, LATENCY, is_through_host=False)
     if gpu_spec.has_peer_copies:
-        return MessageRates(link * PEER_SHARE["pcie"], LATENCY, is_through_host=False)
+        return MessageRates(link * PEER_SHARE, LATENCY, is_through_host=False)
     return MessageRates(link * HOST_MESSAGE_SHARE, LATENCY, is_through_host=True)

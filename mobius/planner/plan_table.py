@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mobius.planner.gpu_specs import MEASURED_GPU, PUBLIC_RATES
+from mobius.planner.gpu_specs import GEMM_SHARE, MEASURED_GPU
 from mobius.planner.memory_estimates import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
@@ -25,17 +25,18 @@ from mobius.units import GIB, format_bytes, format_gib
 
 NO_LINK = 1e6
 """Speed-up of a link that takes no time."""
-_CATEGORIES = (
-    ("weights", "weights"),
-    ("gradients", "gradients"),
-    ("optimizer", "optimizer"),
-    ("keys", "kv_cache"),
-    ("inputs", "inputs"),
-    ("kept", "saved_activations"),
-    ("messages", "messages"),
-    ("work", "working_set"),
-    ("libraries", "libraries"),
-)
+_CATEGORIES = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "keys": "kv_cache",
+    "inputs": "inputs",
+    "kept": "saved_activations",
+    "messages": "messages",
+    "work": "working_set",
+    "libraries": "libraries",
+}
+"""Head of a column -> field of an estimate."""
 
 
 def format_columns(rows: Sequence[Sequence[str]], *, num_left: int = 1, indent: str = "  ") -> str:
@@ -112,26 +113,25 @@ def describe_gpus(result: PlanResult) -> str:
     machine, limit = result.request.machine, result.request.config.pipeline.gpu_memory_limit
     assert machine.gpu_spec is not None
     has_keys = any(need.kv_cache for need in result.gpu_estimates)
-    categories = [each for each in _CATEGORIES if has_keys or each[1] != "kv_cache"]
-    rows = [["ranks", *(title for title, _ in categories), "= torch", "+ driver, mailboxes"]]
+    categories = {title: name for title, name in _CATEGORIES.items() if has_keys or title != "keys"}
+    rows = [["ranks", *categories, "= torch", "+ driver, mailboxes"]]
     # An estimate: context, mailboxes, communicators of a rank's edges and of all ranks; and two for each other replica,
     # of sums and of weights.
     edges = 4 if machine.num_ranks > 1 else 0
     pairs = edges + 2 * (machine.num_replicas - 1)
     beside = (pairs + (pairs > 0)) * COMMUNICATOR_BYTES + (result.request.mailbox_bytes if edges else 0)
-    cells = [
-        [*(format_gib(getattr(need, name)) for _, name in categories), format_gib(need.total)]
-        for need in result.gpu_estimates
-    ]
+    names = [*categories.values(), "total"]
+    cells = [[format_gib(getattr(need, name)) for name in names] for need in result.gpu_estimates]
     first = 0
     for alike in (list(group) for _, group in itertools.groupby(cells)):
         rows.append([_numbers(first, first + len(alike) - 1), *alike[0], format_gib(CONTEXT_BYTES + beside)])
         first += len(alike)
     memory = (machine.gpu_bytes or 0) / GIB
     available = memory if limit is None else min(limit, memory)
-    tile = tile_tokens(result.request)
-    in_tiles = "" if tile is None else f"\n  recomputed layers run in tiles of {tile} tokens"
-    return f"GPU memory in GiB, {available:g} of {machine.gpu_spec.name} may be used\n{format_columns(rows)}{in_tiles}"
+    lines = [f"GPU memory in GiB, {available:g} of {machine.gpu_spec.name} may be used", format_columns(rows)]
+    if (tile := tile_tokens(result.request)) is not None:
+        lines.append(f"  recomputed layers run in tiles of {tile} tokens")
+    return "\n".join(lines)
 
 
 def describe_verdict(result: PlanResult, available_bytes: int | None) -> str:
@@ -149,9 +149,8 @@ def describe_verdict(result: PlanResult, available_bytes: int | None) -> str:
         most = largest_gpu_estimate(result.gpu_estimates).total
         name = f" {request.machine.gpu_spec.name}" if request.machine.gpu_spec else " GPU"
         lines.append(f"  GPU memory   {format_bytes(most)} of {format_bytes(request.gpu_bytes)} on each{name}")
-    of = " (--host_memory_limit tells how much there is)"
-    if available_bytes is not None:
-        of = f" of {format_bytes(available_bytes)}"
+    known = " (--host_memory_limit tells how much there is)"
+    of = known if available_bytes is None else f" of {format_bytes(available_bytes)}"
     lines.append(f"  host memory  {format_bytes(host_bytes)}{of}")
     return "\n".join(lines)
 
@@ -175,20 +174,17 @@ def describe_step(result: PlanResult) -> str:
     if result.simulated_steps is None or result.step_time_prediction is None or result.profile is None:
         return "no step is predicted: the cards' rates are for formats of two bytes (bf16, fp16)"
     waits = ", ".join(f"{cause} {result.simulated_steps.worst_wait(cause):.3f}" for cause in WaitCause)
-    return "\n".join(
-        [
-            f"the step is limited by {result.step_time_prediction.bottleneck} "
-            f"({100 * result.step_time_prediction.gain:.1f} % shorter if it were 1.1 "
-            f"times as fast); bubble {100 * result.simulated_steps.bubble:.0f} %; the worst rank waits, s: {waits}",
-            *(
-                []
-                if result.plan.accumulation_rounds == 1 or result.plan.is_depth_first
-                else [f"  {_describe_rounds(result, result.profile)}"]
-            ),
-            f"  {result.profile.describe()}",
-            *([] if (public := describe_public_rates(result)) is None else [f"  {public}"]),
-        ]
-    )
+    lines = [
+        f"the step is limited by {result.step_time_prediction.bottleneck} "
+        f"({100 * result.step_time_prediction.gain:.1f} % shorter if it were 1.1 "
+        f"times as fast); bubble {100 * result.simulated_steps.bubble:.0f} %; the worst rank waits, s: {waits}"
+    ]
+    if result.plan.accumulation_rounds > 1 and not result.plan.is_depth_first:
+        lines.append(_describe_rounds(result, result.profile))
+    lines.append(result.profile.describe())
+    if (public := describe_public_rates(result)) is not None:
+        lines.append(public)
+    return "\n  ".join(lines)
 
 
 def describe_public_rates(result: PlanResult) -> str | None:
@@ -199,11 +195,12 @@ def describe_public_rates(result: PlanResult) -> str | None:
     request, profile, gpu_spec = result.request, result.profile, result.request.gpu_spec
     if profile is None or profile.source is Source.MEASURED or gpu_spec is None or gpu_spec.name == MEASURED_GPU:
         return None
-    if (public := PUBLIC_RATES.get(gpu_spec.name)) is None:
+    if (public := gpu_spec.published) is None:
         return "no published rates of large products are known for this card: scripts/calibrate.py measures them"
+    assumed = gpu_spec.tera_flops * GEMM_SHARE
     slow, fast = (
-        predict_step_seconds(result.plan, request, with_faster(profile, Resource.COMPUTE, factor))
-        for factor in public.over_estimate(gpu_spec)
+        predict_step_seconds(result.plan, request, with_faster(profile, Resource.COMPUTE, rate / assumed))
+        for rate in (public.lowest, public.highest)
     )
     rates = _span(public.lowest, public.highest, ".0f")
     tokens = _span(request.all_tokens / slow, request.all_tokens / fast, ",.0f")
@@ -222,9 +219,8 @@ def _describe_rounds(result: PlanResult, profile: Profile) -> str:
     """Compare with the same plan with all microbatches at once, as if there were the memory for it."""
     plan = result.plan
     at_once = predict_step_seconds(replace(plan, accumulation_rounds=1), result.request, profile)
-    sums = f", their fp32 sums {plan.accumulation_rounds - 1} times each way" * (
-        not result.request.shape.keeps_trained_on_gpu
-    )
+    sums = f", their fp32 sums {plan.accumulation_rounds - 1} times each way"
+    sums = "" if result.request.shape.keeps_trained_on_gpu else sums
     return (
         f"{plan.accumulation_rounds} rounds of {plan.microbatches_per_round} microbatches cost "
         f"{result.step_seconds - at_once:.3f} s of it: "

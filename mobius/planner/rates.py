@@ -6,14 +6,7 @@ from dataclasses import replace
 
 from mobius.config.config import Dtype
 from mobius.errors import PlanError
-from mobius.planner.gpu_specs import (
-    GIGA,
-    GPU_SPECS,
-    LayerEstimate,
-    estimate_profile,
-    memory_rate,
-    with_attention_length,
-)
+from mobius.planner.gpu_specs import GIGA, GPU_SPECS, LayerEstimate, estimate_profile, with_attention_length
 from mobius.planner.profile import Profile, with_frozen
 from mobius.planner.replica_traffic import ReplicaRates, rates_of_nodes
 from mobius.planner.request import PlanRequest
@@ -38,10 +31,9 @@ def profile_for(request: PlanRequest, measured: Profile | None) -> Profile | Non
     own = measured.attention_length or min(length, request.slice_length)  # documents are measured as they are
     if request.plan.num_slices == 1 or measured.attention_length == length:
         return measured
-    estimate = None
-    if request.gpu_spec is not None:
-        is_packed = request.packed is not None
-        estimate = LayerEstimate(request.gpu_spec, request.shape, is_packed=is_packed, compiled=request.compiles)
+    card, is_packed, estimate = request.gpu_spec, request.packed is not None, None
+    if card is not None:
+        estimate = LayerEstimate(card, request.shape, is_packed=is_packed, compiled=request.compiles)
     return with_attention_length(measured, request.shape, measured_length=own, length=length, estimate=estimate)
 
 
@@ -66,7 +58,7 @@ def estimated_profile(request: PlanRequest) -> Profile | None:
         compiled=request.compiles,
         attention_length=None if request.packed is None else request.attention_length,
     )
-    profile = with_frozen(profile, request.shape, memory_rate(gpu_spec))
+    profile = with_frozen(profile, request.shape, gpu_spec.memory_rate)
     return replace(profile, replicas=_replica_rates(request, profile))
 
 

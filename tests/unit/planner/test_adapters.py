@@ -15,7 +15,7 @@ from mobius.config.config import AdapterConfig, FinetuningType, ModelConfig
 from mobius.models.blocks import ModelParts
 from mobius.models.families import load_planned_config
 from mobius.planner.checkpoint_estimates import estimate_checkpoint
-from mobius.planner.gpu_specs import GPU_SPECS, memory_rate
+from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.memory_estimates import estimate_gpu_memory, estimate_host_memory
 from mobius.planner.plan_table import describe_stages
 from mobius.planner.profile import ADAPTER_BACKWARD, ADAPTER_FORWARD
@@ -134,7 +134,7 @@ def test_frozen_parameters_spare_their_gradients_products_copies_and_updates() -
     assert full.profile is not None
     assert lora.profile is not None
     ours, theirs = lora.profile.of_layer(5), full.profile.of_layer(5)
-    one_pass = 2 * lora.profile.microbatch_tokens * IN_AND_OUT_OF_7B / memory_rate(GPU_SPECS["H200"])
+    one_pass = 2 * lora.profile.microbatch_tokens * IN_AND_OUT_OF_7B / GPU_SPECS["H200"].memory_rate
     assert ours.forward == pytest.approx(theirs.forward + ADAPTER_FORWARD * one_pass, rel=0.02)
     assert 0.5 < (ours.backward - ADAPTER_BACKWARD * one_pass) / theirs.backward < 0.6
     again = theirs.recomputed_backward - theirs.backward + ADAPTER_FORWARD * one_pass

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from harness.plan_requests import request_of
 
-from mobius.planner.gpu_specs import GEMM_SHARE, GPU_SPECS, PUBLIC_RATES, PublicRates
+from mobius.planner.gpu_specs import GEMM_SHARE, GPU_SPECS, PublicRates
 from mobius.planner.memory_estimates import COMMUNICATOR_BYTES, CONTEXT_BYTES
 from mobius.planner.plan_table import describe_gpus, describe_public_rates, describe_stages, describe_step
 from mobius.planner.profile import Source
@@ -50,17 +50,17 @@ def test_communicators_of_a_gpu_are_counted_those_to_replicas_too(
     assert describe_gpus(found).splitlines()[-1].split()[-1] == f"{outside:.2f}"
 
 
-def test_a_step_is_also_predicted_with_rates_that_others_published(
-    llama_7b: ModelShape, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = solve(request_of(llama_7b, Machine(2, GPU_SPECS["RTX4090"])))
-    assumed = GPU_SPECS["RTX4090"].tera_flops * GEMM_SHARE
+def test_a_step_is_also_predicted_with_rates_that_others_published(llama_7b: ModelShape) -> None:
+    card = GPU_SPECS["RTX4090"]
+    found = solve(request_of(llama_7b, Machine(2, card)))
 
     def seconds(*shares: float) -> list[float]:
-        monkeypatch.setitem(PUBLIC_RATES, "RTX4090", PublicRates(*(share * assumed for share in shares), "a table"))
-        line = describe_public_rates(found)
+        published = PublicRates(*(share * card.tera_flops * GEMM_SHARE for share in shares), "a table")
+        machine = Machine(2, replace(card, published=published))
+        changed = replace(found, request=replace(found.request, machine=machine))
+        line = describe_public_rates(changed)
         assert line is not None
-        assert line in describe_step(found)
+        assert line in describe_step(changed)
         assert line.endswith("(a table)")
         return [float(number) for number in re.findall(r"\d+\.\d{3}", line)]
 
@@ -79,4 +79,3 @@ def test_no_published_rates_are_told_of_a_measured_machine_and_missing_ones_are_
     unknown = describe_public_rates(solve(request_of(llama_7b, Machine(2, GPU_SPECS["A10"]))))
     assert unknown is not None
     assert "calibrate.py" in unknown
-    assert PUBLIC_RATES.keys() <= GPU_SPECS.keys()
