@@ -43,18 +43,8 @@ PLAN_FIELDS: Final = {
     "stashed_activations": "offloaded_activation_stages",
 }
 """Key in the file -> field of `Plan`."""
-_ADDED_LATER: Final = (
-    "num_rounds",
-    "num_slices",
-    "kept_products",
-    "kept_attention",
-    "products_home",
-    "stashed_activations",
-    "sum_buffers",
-    "order",
-)
-"""Keys that older files lack."""
-_PRODUCTS: Final = "products"
+_IN_ALL_FILES: Final = ("num_ranks", "num_microbatches", "slots", "spans", "resident", "kept_activations")
+"""Keys that older files have too."""
 _MOST_BYTES: Final = 1 << 24
 _MOST: Final = 2**31
 """Upper bound of all numbers except those of the model, which are only compared."""
@@ -75,9 +65,8 @@ class ModelDigest:
     @classmethod
     def of(cls, shape: ModelShape, dtype: Dtype) -> ModelDigest:
         """Return the digest of a model in a working format."""
-        return cls(
-            shape.num_parameters, shape.num_layers, shape.hidden_size, shape.vocab_size, shape.is_tied, dtype.value
-        )
+        sizes = (shape.num_parameters, shape.num_layers, shape.hidden_size, shape.vocab_size)
+        return cls(*sizes, shape.is_tied, dtype.value)
 
 
 @dataclass(frozen=True)
@@ -150,11 +139,11 @@ def _plan(fields: Mapping[str, Any]) -> Plan:
     types = {field.name: str(field.type) for field in dataclasses.fields(Plan)}
     values = {}
     for key, name in PLAN_FIELDS.items():
-        if key in fields or key not in _ADDED_LATER:
+        if key in fields or key in _IN_ALL_FILES:
             values[name] = _READERS[types[name]](_field(fields, key), key)
         if key in ("num_rounds", "num_slices"):
             _whole(values.get(name, 1), key, least=1)
-    if fields.get("kept_level") == _PRODUCTS:  # of all stages, in files of version 0.1
+    if fields.get("kept_level") == "products":  # of all stages, in files of version 0.1
         values["saved_product_stages"] = values["saved_activation_stages"]
     return Plan(num_stages=len(values["cuts"]), **values)
 
@@ -203,7 +192,8 @@ _READERS: Final[dict[str, Callable[[object, str], Any]]] = {
 
 def _digest(value: object) -> ModelDigest:
     """The model's numbers, each of which is compared with that of a run."""
-    kinds = {field.name: {"int": int, "bool": bool, "str": str}[str(field.type)] for field in _DIGEST_FIELDS}
+    types = {"int": int, "bool": bool, "str": str}
+    kinds = {field.name: types[str(field.type)] for field in dataclasses.fields(ModelDigest)}
     if not isinstance(value, dict) or set(value) != set(kinds):
         raise _FieldError(f"`model` must hold {', '.join(kinds)}, not {quoted(value)}")
     for name, kind in kinds.items():
@@ -212,9 +202,6 @@ def _digest(value: object) -> ModelDigest:
     if value["dtype"] not in list(Dtype):
         raise _FieldError(f"`model`.`dtype` is {quoted(value['dtype'])}, not one of {', '.join(Dtype)}")
     return ModelDigest(**value)
-
-
-_DIGEST_FIELDS: Final = dataclasses.fields(ModelDigest)
 
 
 def _contradictions(saved: SavedPlan) -> Iterator[str]:
@@ -362,13 +349,11 @@ def _differences(config: Config, saved: SavedPlan) -> Iterator[tuple[str, str]]:
         yield "use_prefetch", f"--no_prefetch, the plan has {plan.num_slots} slots"
     offloaded = len(plan.offloaded_activation_stages)
     could = len(set(range(plan.num_stages - 1)) - plan.saved_activation_stages)
-    is_off, is_on = (
-        pipeline.activation_offloading is each for each in (ActivationOffloading.OFF, ActivationOffloading.ON)
-    )
-    if (is_off and offloaded) or (is_on and offloaded < could):
-        of = f" of {could}" if is_on else ""
-        text = f"--activation_offloading {pipeline.activation_offloading}, the plan offloads activations of"
-        yield "activation_offloading", f"{text} {offloaded}{of} stages"
+    text = f"--activation_offloading {pipeline.activation_offloading}, the plan offloads activations of {offloaded}"
+    if pipeline.activation_offloading is ActivationOffloading.OFF and offloaded:
+        yield "activation_offloading", f"{text} stages"
+    if pipeline.activation_offloading is ActivationOffloading.ON and offloaded < could:
+        yield "activation_offloading", f"{text} of {could} stages"
     if (contradiction := _recompute_difference(plan, pipeline.recompute)) is not None:
         yield "recompute", f"--recompute {pipeline.recompute}, the plan {contradiction}"
 

@@ -6,10 +6,10 @@ import dataclasses
 import json
 import math
 import operator
-from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass
 from enum import StrEnum
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from mobius.planner.replica_traffic import ReplicaRates
 from mobius.schedule.partition import ModelShape
@@ -21,8 +21,11 @@ ADAPTER_FORWARD, ADAPTER_BACKWARD = 2.5, 3.5
 reads the result and the layer's outputs, and writes their sum. Backward reads the outputs' gradients twice and inputs
 once, writes a gradient of inputs, reads it and the layer's, and writes their sum. Inputs and outputs of a layer are
 about equally wide, which makes (1 + 4) / 2 and (5 + 2) / 2."""
-_SECONDS = ("embedding_forward", "embedding_backward", "loss", "step_overhead", "action_launch", "latency")
-"""Fields that may be 0, like seconds of layers; all other numbers are positive."""
+_MAY_BE_0 = {
+    *("embedding_forward", "embedding_backward", "loss", "step_overhead", "action_launch", "latency"),
+    *("forward", "backward", "recomputed_backward", "kind_of_layer"),
+}
+"""Fields with numbers that may be 0; all others are positive."""
 MOST_KINDS = 4
 """Kinds of layers whose seconds are shown."""
 
@@ -185,43 +188,32 @@ class Profile:
             fields = json.loads(text)
             if fields.pop("format") != FORMAT:
                 raise ProfileError("the profile has another format")
-            profile = cls(**fields | _parts(fields))
-            _check(profile)
+            profile: Profile = _read(cls, fields, "profile")
+            if not profile.kind_of_layer or not {*profile.kind_of_layer} <= {*range(len(profile.layer_kinds))}:
+                raise ProfileError("kind_of_layer names kinds that do not exist")
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ProfileError(f"not a profile: {error}") from error
         return profile
 
 
-def _parts(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a profile that are not plain numbers or texts, from their JSON values."""
-    replicas = fields.get("replicas")
-    return {
-        "source": Source(fields["source"]),
-        "layer_kinds": tuple(LayerSeconds(**kind) for kind in fields["layer_kinds"]),
-        "kind_of_layer": tuple(fields["kind_of_layer"]),
-        "copies": CopyRates(**fields["copies"]),
-        "messages": MessageRates(**fields["messages"]),
-        "launch_overhead": LayerSeconds(**fields["launch_overhead"]),
-        "attention": LayerSeconds(**fields["attention"]),
-        "replicas": None if replicas is None else ReplicaRates(**replicas),
-    }
-
-
-def _check(profile: Profile) -> None:
-    """Raise ValueError for impossible values: no numbers or negative ones, rates of 0, unknown kinds of layers."""
-    parts: list[Any] = [profile, profile.copies, profile.messages, profile.launch_overhead, profile.attention]
-    for part in (*parts, *profile.layer_kinds, *([] if profile.replicas is None else [profile.replicas])):
-        for field in dataclasses.fields(part):
-            value, may_be_0 = getattr(part, field.name), isinstance(part, LayerSeconds) or field.name in _SECONDS
-            if field.type in ("float", "int"):
-                is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-                if not is_number or value < 0 or (value == 0 and not may_be_0):
-                    raise ValueError(f"{field.name} is {value!r}")
-            elif field.type in ("str", "bool") and not isinstance(value, str if field.type == "str" else bool):
-                raise ValueError(f"{field.name} is {value!r}")
-    kinds = range(len(profile.layer_kinds))
-    if not profile.kind_of_layer or any(type(k) is not int or k not in kinds for k in profile.kind_of_layer):
-        raise ValueError("kind_of_layer names kinds that do not exist")
+def _read(kind: Any, value: Any, name: str) -> Any:
+    """Return a JSON value as the type of field `name`; raises ValueError for other types and impossible numbers."""
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        types = get_type_hints(kind)
+        return kind(**{key: _read(types[key], each, key) for key, each in value.items()})
+    if get_origin(kind) is tuple:
+        return tuple(_read(get_args(kind)[0], each, name) for each in value)
+    if get_origin(kind) is UnionType:
+        return None if value is None else _read(get_args(kind)[0], value, name)
+    if kind is Source:
+        return Source(value)
+    is_right = isinstance(value, (int, float) if kind is float else kind)
+    if kind in (int, float):
+        is_right = is_right and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+        is_right = is_right and (value > 0 or name in _MAY_BE_0)
+    if not is_right:
+        raise ValueError(f"{name} is {value!r}")
+    return value
 
 
 def with_frozen(profile: Profile, shape: ModelShape, byte_rate: float) -> Profile:
