@@ -19,7 +19,6 @@ from mobius.config.validation import validate
 from mobius.distributed.device_order import device_names, order_devices
 from mobius.errors import GpuMemoryError, HostMemoryError, PlanError, reason_of
 from mobius.hardware.cpu_dtype import resolve_cpu_dtype
-from mobius.hardware.host_memory import available_host_bytes
 from mobius.models.blocks import ModelParts
 from mobius.models.config_rules import max_positions_warning
 from mobius.models.families import load_planned_config
@@ -39,12 +38,12 @@ from mobius.planner.plan_table import (
     describe_verdict,
 )
 from mobius.planner.request import Machine, PlanRequest
-from mobius.planner.run_setup import machine_of_gpu
+from mobius.planner.run_setup import host_bytes_per_pipeline, machine_of_gpu
 from mobius.planner.solver import PlanResult, solve
 from mobius.ranks import Ranks, visible_devices
 from mobius.schedule.packed_rows import PackedRows
 from mobius.schedule.partition import ModelShape
-from mobius.units import GIB, format_bytes
+from mobius.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -80,12 +79,14 @@ def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = Non
             logger.warning("%s", warning)
     shape, name = parts.shape(), model.name or config.model.model_path
     logger.info("plan of %s: %s, %s", name, shape.describe(), config.model.dtype)
-    request = PlanRequest.of(config, shape, machine)
-    available = _host_bytes(request)
+    available = None  # of another machine nothing is known but what is said
+    if config.planning.card is None or config.pipeline.host_memory_limit is not None:
+        available = host_bytes_per_pipeline(config, machine.replicas_per_node)
     try:
         found = plan_by_estimates(config, shape, machine)
     except GpuMemoryError as error:
         logger.info("the run does not fit")
+        request = PlanRequest.of(config, shape, machine)
         is_open = request.candidate.is_known and not error.has_remedies  # auto has tried all
         remedies = list(gpu_remedies(request, available, model.config)) if is_open else []
         logger.error("does not fit: %s", error)
@@ -191,17 +192,6 @@ def _check_host(result: PlanResult, available: int | None, model: PretrainedConf
         logger.error("does not fit: %s", error)
         return False
     return True
-
-
-def _host_bytes(request: PlanRequest) -> int | None:
-    """Bytes that a pipeline may use of its host: a part of what is said, else of what this machine has.
-
-    None if the plan is for another one.
-    """
-    config, pipelines_per_host = request.config, request.machine.replicas_per_node
-    if config.pipeline.host_memory_limit is not None:
-        return int(config.pipeline.host_memory_limit * GIB) // pipelines_per_host
-    return available_host_bytes() // pipelines_per_host if config.planning.card is None else None
 
 
 def _save(result: PlanResult) -> None:

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import islice
 
 import torch
 from transformers import PretrainedConfig
@@ -74,7 +75,7 @@ class _Search:
     def other_numbers(self) -> list[Change]:
         """Numbers of stages and chunks that fit, or those that need least host memory.
 
-        Empty on CPUs, and if the planner chose the numbers.
+        Empty on CPUs, and if the planner chose the numbers, which has tried all of them.
         """
         asked, pipeline = self.request, self.request.config.pipeline
         if asked.machine.on_cpu or (pipeline.num_stages is None and pipeline.num_chunks is None):
@@ -93,31 +94,28 @@ class _Search:
         with progress_bar("looking for what fits", " kinds of changes", len(kinds) + 1) as bar:
             for kind in kinds:
                 tried = (self.try_change(options, changed) for options, changed in kind(self))
-                if (remedy := next((each for each in tried if each is not None), None)) is not None:
-                    yield remedy
+                yield from islice(filter(None, tried), 1)
                 bar.update()
             if (larger := self.larger_host()) is not None:
                 yield larger
             bar.update()
 
-    def fits(self, request: PlanRequest, host_bytes: int | None = None) -> bool:
-        """Whether a plan fits GPUs and host in some number of rounds; in most cases without solving it, which is slow.
+    def may_fit(self, request: PlanRequest, host_bytes: int | None = None) -> bool | None:
+        """Whether a plan fits GPUs and host in some number of rounds; None if only solving it tells, which is slow.
 
         `host_bytes` is the memory of another host.
         """
         tried, most = request.candidate, host_bytes or self.available_bytes or math.inf
         if request.machine.on_cpu or tried.num_slices is None:
-            return self._solve("", request, host_bytes) is not None
+            return None
         rounds = divisors(tried.num_chunks or 1) if tried.accumulation_rounds is None else [tried.accumulation_rounds]
         least = min(least_host_bytes(request.trying(accumulation_rounds=number)) for number in rounds)
         return math.isfinite(least) and least <= most
 
     def try_change(self, options: str, request: PlanRequest, host_bytes: int | None = None) -> Remedy | None:
-        """Return the change if a plan for it fits GPUs and host, else None; `host_bytes` as in `fits`."""
-        is_quick = not request.machine.on_cpu and request.candidate.num_slices is not None
-        return None if is_quick and not self.fits(request, host_bytes) else self._solve(options, request, host_bytes)
-
-    def _solve(self, options: str, request: PlanRequest, host_bytes: int | None) -> Remedy | None:
+        """Return the change if a plan for it fits GPUs and host, else None; `host_bytes` as in `may_fit`."""
+        if self.may_fit(request, host_bytes) is False:
+            return None
         try:
             resolved = resolve_auto(request)
             is_same = resolved.shape is self.request.shape and resolved.num_chunks == self.request.candidate.num_chunks
@@ -196,7 +194,7 @@ def _limit(search: _Search) -> Iterator[Change]:
 
 
 def _numbers(search: _Search) -> Iterator[Change]:
-    """Other numbers of stages and chunks if these were given; auto tries all of them."""
+    """Other numbers of stages and chunks if these were given."""
     yield from search.other_numbers
 
 
@@ -228,7 +226,10 @@ def _freeze(search: _Search) -> Iterator[Change]:
         return search.with_adapters(replace(adapters, freeze=f"embedding,layers.0-{number - 1}"))
 
     def is_enough(number: int) -> bool:
-        return (changed := frozen(number)) is not None and search.fits(changed)
+        if (changed := frozen(number)) is None:
+            return False
+        known = search.may_fit(changed)
+        return search.try_change("", changed) is not None if known is None else known
 
     fewest = 1 + bisect_left(range(1, num_layers), True, key=is_enough)
     if fewest < num_layers and (changed := frozen(fewest)) is not None:

@@ -18,7 +18,7 @@ from mobius.planner.replica_traffic import NODE_LINK, ReplicaSharding
 from mobius.planner.stage_costs import StepRules
 from mobius.planner.state_bytes import SUM_BYTES, ByteSizes
 from mobius.schedule.packed_rows import PackedRows
-from mobius.schedule.partition import ModelShape
+from mobius.schedule.partition import ModelShape, StageCut
 from mobius.schedule.plan import Plan, make_plan
 from mobius.schedule.spec import ComputeOrder
 from mobius.units import GIB
@@ -211,15 +211,14 @@ class PlanRequest:
     def first_alike(self) -> tuple[int, ...]:
         """For every rank the first one whose stages are as large, so that both have the same choices of memory."""
         shape, plan, first = self.shape, self.plan, dict[object, int]()
-        sizes = [
-            (
-                *(cut.is_first, cut.is_last, len(cut.layers), len(cut.backward_layers(shape.first_backward))),
-                *(cut.num_parameters(shape), cut.num_trained(shape), cut.num_streamed_parameters(shape)),
-            )
-            for cut in plan.cuts
-        ]
-        ranks = range(plan.num_ranks)
-        return tuple(first.setdefault(tuple(sizes[rank :: plan.num_ranks]), rank) for rank in ranks)
+
+        def sizes(cut: StageCut) -> tuple[int, ...]:
+            layers = (len(cut.layers), len(cut.backward_layers(shape.first_backward)))
+            parameters = (cut.num_parameters(shape), cut.num_trained(shape), cut.num_streamed_parameters(shape))
+            return (cut.is_first, cut.is_last, *layers, *parameters)
+
+        of_ranks = [tuple(map(sizes, plan.cuts[rank :: plan.num_ranks])) for rank in range(plan.num_ranks)]
+        return tuple(first.setdefault(own, rank) for rank, own in enumerate(of_ranks))
 
     @property
     def num_chunks(self) -> int:
@@ -229,12 +228,10 @@ class PlanRequest:
 
     @property
     def num_slices(self) -> int:
-        """Slices of each sequence."""
         return self.candidate.num_slices or 1
 
     @property
     def recompute(self) -> Recompute:
-        """The choice that is asked for."""
         return self.config.pipeline.recompute
 
     @property
@@ -269,10 +266,10 @@ class PlanRequest:
 
     @property
     def compiles(self) -> bool:
-        """Whether layers and loss run as compiled graphs.
+        """As `compiles` says.
 
-        Layers of packed rows in FlexAttention do not: estimates of their seconds (not measurements) are too low by what
-        `cards.EAGER_FORWARD` and `EAGER_BACKWARD` say, and such a run warns at its start.
+        Layers of packed rows in FlexAttention run eagerly: estimates of their seconds (not measurements) are too low by
+        what `gpu_specs.EAGER_FORWARD` and `EAGER_BACKWARD` say, and such a run warns at its start.
         """
         return compiles(self.config, self.machine)
 
@@ -351,18 +348,15 @@ class PlanRequest:
     @property
     def attention_bytes(self) -> int:
         """Bytes of attention's result and log-sum-exp of a layer and microbatch."""
-        return self.microbatch_tokens * (
-            self.shape.attention_width * self.sizes.weight + 4 * (self.shape.num_heads or 0)
-        )
+        each = self.shape.attention_width * self.sizes.weight + 4 * (self.shape.num_heads or 0)
+        return self.microbatch_tokens * each
 
     @cached_property
     def product_bytes(self) -> int:
         """Host bytes of a layer's offloaded products for one microbatch, including the layer's input."""
-        found = self.measured_products
+        sizes, found = (self.sizes.weight, self.shape, self.microbatch_tokens), self.measured_products
         if found is None:
-            found = estimate_layer(
-                self.sizes.weight, self.shape, self.microbatch_tokens, compiled=self.compiles
-            ).saved_products
+            found = estimate_layer(*sizes, compiled=self.compiles).saved_products
         return int((1 + BESIDE_PRODUCTS) * (found or 0))
 
     @property

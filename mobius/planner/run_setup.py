@@ -152,10 +152,14 @@ def draft_run_setup(
         total, free, pipelines_per_host = smallest_machine(
             replica_rendezvous, ranks, machine.total_bytes, machine.free_bytes
         )
-        host_bytes = None if machine.host_bytes is None else machine.host_bytes // pipelines_per_host
-        machine = replace(machine, total_bytes=total, free_bytes=free, host_bytes=host_bytes)
-        link = config.planning.node_link or machine.node_link
-        machine = replace(machine, num_nodes=max(1, ranks.num_replicas // pipelines_per_host), node_link=link)
+        machine = replace(
+            machine,
+            total_bytes=total,
+            free_bytes=free,
+            host_bytes=None if machine.host_bytes is None else machine.host_bytes // pipelines_per_host,
+            num_nodes=max(1, ranks.num_replicas // pipelines_per_host),
+            node_link=config.planning.node_link or machine.node_link,
+        )
     if (met := replica_rendezvous or rendezvous) is not None and machine.host_bytes is not None:
         limit = pipeline.host_memory_limit
         own = machine.host_bytes if limit is None else int(limit * GIB) // pipelines_per_host
@@ -301,26 +305,28 @@ def _plan_again(
     device, given = before.rank_context.device, before.plan if before.is_given else None
 
     def measured_layer(request: PlanRequest) -> LayerBytes:
-        if layer is not None and tile_tokens(request) == before.tile_tokens:
+        tile = tile_tokens(request)
+        if layer is not None and tile == before.tile_tokens:
             return layer
         return measure_layer_bytes(
             before.parts,
             shape=_message_shape(request),
-            dtype=TORCH_DTYPES[request.config.model.dtype],
+            dtype=before.dtype,
             device=device,
             packed=request.packed,
-            tile_tokens=tile_tokens(request),
+            tile_tokens=tile,
             sliced_length=request.config.data.seq_length if request.num_slices > 1 else None,
             with_products=may_keep_products(request),
         )
 
-    on_gpu, measures = device.type == "cuda", (request.measures_layers or request.measures_host) and not is_last
+    on_gpu = device.type == "cuda"
+    is_measured_next = on_gpu and not is_last and (request.measures_layers or request.measures_host)
     result = solve(
         request,
         layer=measured_layer if on_gpu else None,
         profile=profile,
         given=given,
-        is_preliminary=on_gpu and measures and profile is None and given is None,
+        is_preliminary=is_measured_next and profile is None and given is None,
     )
     return _run_setup(before.rank_context, before.parts, result, is_given=before.is_given)
 
@@ -331,13 +337,17 @@ def _run_setup(rank_context: RankContext, parts: ModelParts, result: PlanResult,
     # This process may have grown while a layer was measured.
     result = replace(result, host_estimate=estimate_host_memory(request, plan, own_bytes=own_host_bytes()))
     if request.machine.on_cpu or plan.num_slots is not None or plan.offloaded_activation_stages:
-        limit = request.config.pipeline.host_memory_limit
-        available = available_host_bytes() if limit is None else int(limit * GIB)
-        available //= rank_context.pipelines_per_host
+        available = host_bytes_per_pipeline(request.config, rank_context.pipelines_per_host)
         remedies = host_remedies(result, available, parts.config)
         check_host_memory(result.host_estimate, available_bytes=available, remedies=remedies)
     schedule = build_schedule(plan)
     return RunSetup(rank_context=rank_context, parts=parts, result=result, schedule=schedule, is_given=is_given)
+
+
+def host_bytes_per_pipeline(config: Config, pipelines_per_host: int) -> int:
+    """Return the host memory that a pipeline may use: its part of `--host_memory_limit`, else of what is free here."""
+    limit = config.pipeline.host_memory_limit
+    return (available_host_bytes() if limit is None else int(limit * GIB)) // pipelines_per_host
 
 
 def _message_shape(request: PlanRequest) -> tuple[int, int, int]:
