@@ -127,7 +127,12 @@ class Executor:
         self._to_device = new_stream(device)
         waiting = partial(self._waiting, WaitCause.ACTIVATIONS)
         self._saved_activations = SavedActivations(
-            activation_buffer, device=device, waiting=waiting, copy_lookahead=schedule.spec.copy_lookahead, spans=spans
+            activation_buffer,
+            device=device,
+            waiting=waiting,
+            copy_lookahead=schedule.spec.copy_lookahead,
+            alternates=schedule.spec.is_depth_first,
+            spans=spans,
         )
         self._step: _Step
         sources = [(source_stage(action, schedule.spec.num_stages), action.kind) for action in self._actions]

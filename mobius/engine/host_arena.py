@@ -96,12 +96,12 @@ class HostArena(PinnedMemory):
 class PinnedActivationBuffer(PinnedMemory):
     """Host memory for offloaded activations, with one fixed region per stage and microbatch.
 
-    When a rank's first backward starts, all its offloaded stages are stored, so stages share no region. Microbatches of
-    an accumulation round reuse the regions of the previous round. Fixed regions need no allocator and cannot run out.
+    When a rank's first backward starts, all its offloaded stages are stored, so stages share no region. Later
+    microbatches reuse the regions of earlier ones. Fixed regions need no allocator and cannot run out.
     """
 
     def __init__(self, region_bytes: Mapping[int, Sequence[int]], *, register: bool) -> None:
-        """Allocate a region of the given bytes for each stage and microbatch of an accumulation round.
+        """Allocate regions of the given bytes for each stage (`activation_offloading.num_host_regions`).
 
         `register` page-locks them for asynchronous copies. Raises HostMemoryError.
         """
@@ -120,7 +120,7 @@ class PinnedActivationBuffer(PinnedMemory):
         return sum(region.nbytes for regions in self._regions.values() for region in regions)
 
     def region(self, stage: int, microbatch: int) -> Tensor:
-        """Return the region, uint8 [bytes], of a microbatch of the step; accumulation rounds share regions."""
+        """Return the region, uint8 [bytes], of a microbatch of the step."""
         regions = self._regions[stage]
         return regions[microbatch % len(regions)]
 

@@ -138,14 +138,17 @@ class SavedActivations:
         device: torch.device,
         waiting: Waiting,
         copy_lookahead: int = 1,
+        alternates: bool = False,
         spans: Spans = NO_SPANS,
     ) -> None:
-        """Take the buffer with a region for every stage that offloads.
+        """Take the buffer with regions for every stage that offloads.
 
         `waiting` returns a context manager around waits of the compute stream. `copy_lookahead`: number of compute
-        actions that a copy may span, from the schedule.
+        actions that a copy may span, from the schedule. `alternates`: forwards and backwards alternate, so that a
+        prefetch leaves offloads pending; otherwise it frees their memory first.
         """
         self._max_pending_offloads = max_pending_offloads(copy_lookahead)
+        self._max_pending_beside_prefetch = self._max_pending_offloads if alternates else 0
         self._activation_buffer, self._device, self._waiting, self._spans = activation_buffer, device, waiting, spans
         self._to_host, self._to_device = new_stream(device), new_stream(device)
         self._saved: dict[tuple[int, int], list[SavedForBackward]] = {}
@@ -201,7 +204,7 @@ class SavedActivations:
         key = stage, microbatch
         parts = [part for layer in self._offloaded[key] for part in layer.parts]
         sources = [*_in_places(self._region(stage, microbatch), parts)]
-        self._free_sources(0)
+        self._free_sources(self._max_pending_beside_prefetch)
         back = [part.empty(self._device) for part in parts]
         is_free = record_current(self._device)  # the targets may reuse memory that compute still reads
         with self._to_device.run():

@@ -120,7 +120,7 @@ class MemoryFit:
             for number in sorted(slots):
                 partial = (0, streamed) if plan.has_partial_sums else (0,)
                 for buffers in partial[-1:] if is_quick and number == streamed else partial:
-                    for offload in (False,) if plan.is_depth_first else offloads:
+                    for offload in offloads:
                         yield _Pattern(resident, number, buffers, offload)
 
     def _plan(self, pattern: _Pattern) -> Plan | None:

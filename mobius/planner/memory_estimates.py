@@ -19,6 +19,7 @@ from mobius.planner.peak_memory import (
 )
 from mobius.planner.request import PlanRequest
 from mobius.planner.state_bytes import SUM_BYTES
+from mobius.schedule.activation_offloading import num_host_regions
 from mobius.schedule.plan import MemoryUse, Plan
 from mobius.units import GIB, format_bytes, format_bytes_sum
 
@@ -132,14 +133,15 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
     each = process_bytes(request, plan)
     if not request.machine.on_cpu:
         each = max(each, own_bytes)
-    layers = attending = 0
+    inputs = products = attention = 0
     for stage in plan.offloaded_activation_stages:
-        number = len(plan.cuts[stage].backward_layers(shape.first_backward))
-        layers += number
-        attending += number * (stage in plan.saved_attention_stages)
-    attention = attending * plan.microbatches_per_round * request.attention_bytes
-    products = layers * plan.num_offloaded_microbatches * max(0, request.product_bytes - request.message_bytes)
-    offloaded_activations = layers * plan.microbatches_per_round * request.message_bytes + products + attention
+        layers, regions = len(plan.cuts[stage].backward_layers(shape.first_backward)), num_host_regions(stage, plan)
+        inputs += layers * regions
+        products += layers * (regions * plan.num_offloaded_microbatches // plan.microbatches_per_round)
+        attention += layers * regions * (stage in plan.saved_attention_stages)
+    attention *= request.attention_bytes
+    offloaded_activations = inputs * request.message_bytes + attention
+    offloaded_activations += products * max(0, request.product_bytes - request.message_bytes)
     return HostMemoryEstimate(
         plan.num_ranks, streamed, streamed_bytes, resident, resident_bytes, each, offloaded_activations, attention
     )

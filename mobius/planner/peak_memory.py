@@ -41,9 +41,8 @@ the widths of queries and of keys,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
 from operator import mul
 
@@ -53,7 +52,7 @@ from mobius.limits import (
     max_pending_offloads,
     max_prefetched,
 )
-from mobius.schedule.depth_first import warmup_forwards
+from mobius.schedule.depth_first import waiting_microbatches
 from mobius.schedule.partition import LayerWidths, ModelShape
 from mobius.schedule.plan import Plan, RecomputeLevel
 
@@ -352,7 +351,8 @@ class _RankStep:
         """Turns of one forward and one backward, where the largest work meets what microbatches save at the time."""
         plan, message = self._plan, self._size.activation
         cuts = [plan.cuts[stage] for stage in self._stages]
-        saved = [(0, 0) if cut.is_last else self._saved(cut.stage) for cut in cuts]
+        offloading = plan.offloaded_activation_stages
+        saved = [(0, 0) if cut.is_last or cut.stage in offloading else self._saved(cut.stage) for cut in cuts]
         work = max(map(self._layer_work, self._stages))
         messages, last = self._messages(self._per_round), LiveMemory()
         if cuts[0].is_first:
@@ -361,12 +361,22 @@ class _RankStep:
             own, graph = self._saved(self._stages[-1])
             output = 0 if self._saves_graph(self._stages[-1]) else message
             last = LiveMemory(own, graph, messages, output + max(self._size.loss, message + work))
-        numbers = (plan.stages_per_rank, self._per_round, plan.accumulation_rounds, warmup_forwards(self._rank, plan))
         of_inputs, of_graphs = zip(*saved, strict=True)
-        for counts in _waiting_microbatches(*numbers):
-            inputs, graphs = sum(map(mul, counts, of_inputs)), sum(map(mul, counts, of_graphs))
+        for counts in waiting_microbatches(self._rank, plan):
+            number = sum(count for count, cut in zip(counts, cuts, strict=True) if cut.stage in offloading)
+            inputs = self._alternating_copies(number) + sum(map(mul, counts, of_inputs))
+            graphs = sum(map(mul, counts, of_graphs))
             yield LiveMemory(inputs, graphs, messages, work)
             yield LiveMemory(inputs + last.inputs, graphs + last.saved_activations, last.messages, last.work)
+
+    def _alternating_copies(self, number: int) -> int:
+        """Bytes on their way to the host and back, where `number` microbatches of stages that offload wait.
+
+        Sources of the latest offloads stay, also if their microbatches have come back.
+        """
+        lookahead = self._plan.copy_lookahead
+        leaving, back = max_pending_offloads(lookahead) + 1, min(max_prefetched(lookahead), number)
+        return (leaving + back) * self._offloaded + self._product_bytes(leaving) + self._product_bytes(back)
 
     def _product_bytes(self, number: int) -> int:
         """Bytes of products in `number` consecutive microbatches; microbatches that offload them are evenly spaced."""
@@ -417,27 +427,3 @@ class _RankStep:
         outputs = self._max_sends if outputs is None else outputs
         number = gradients if self._plan.num_ranks == 1 else min(self._max_sends, gradients + outputs)
         return self._received + number * self._size.activation
-
-
-@lru_cache(maxsize=1024)  # called for every way to use the memory
-def _waiting_microbatches(per_rank: int, size: int, rounds: int, warmup: int) -> Sequence[Sequence[int]]:
-    """Return numbers of microbatches between forward and backward in each stage of a rank, where they may be most.
-
-    Between two changes of the stage that runs forward or backward, one number rises or falls evenly, so the turns at
-    the changes are enough. From the third round on all rounds are alike.
-    """
-    period = size * per_rank
-    ends = min(rounds, 3) * period
-    turns = {*range(0, ends, size), *(turn - warmup % size for turn in range(size, ends, size))}
-    found = dict[Sequence[int], None]()
-    for turn in turns:
-        forwards, places = min(rounds * period, warmup + turn + 1), range(per_rank)
-        back = [_of_stage(turn, place, size, period) for place in reversed(places)]
-        found[tuple(_of_stage(forwards, place, size, period) - back[place] for place in places)] = None
-    return [*found]
-
-
-def _of_stage(number: int, place: int, size: int, period: int) -> int:
-    """Return how many of the first `number` computations are of the stage that comes at `place` in each round."""
-    rounds, rest = divmod(number, period)
-    return rounds * size + min(max(rest - place * size, 0), size)

@@ -12,7 +12,8 @@ Products of some microbatches may be offloaded, so that a backward runs no matri
     backward                             prefetches them under the backward before
 
 So only some of the microbatches are offloaded, spread over the round, and the others are recomputed. How many is
-searched by simulation, which knows the copies of weights and gradients on the same links.
+searched by simulation, which knows the copies of weights and gradients on the same links. Depth first, copies in both
+directions run beside forwards and backwards, and often all fit.
 """
 
 from __future__ import annotations
@@ -85,6 +86,9 @@ MOST_ALIKE = 3
 """Maximum number of plans with equally many resident stages that are simulated."""
 MOST_SIMULATED_ALIKE = 12
 """Maximum number of plans that are simulated to find one as fast as the fastest that takes less memory."""
+NEAR = 1.1
+"""Bound of a plan relative to the fastest one of the other order, up to which it is tried: offloaded products may make
+it faster."""
 WORTH = 0.01
 """Share of a step that offloaded products must gain."""
 MOST_IF_UNKNOWN = 2
@@ -127,9 +131,9 @@ class TimedPlan:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Numbers of stages, microbatches, slices and rounds."""
-        plan = self.plan
-        return plan.num_stages, plan.num_microbatches, plan.num_slices, plan.accumulation_rounds
+        """Numbers of stages, microbatches, slices and rounds, and of microbatches that offload products."""
+        plan, offloaded = self.plan, self.plan.num_offloaded_microbatches
+        return plan.num_stages, plan.num_microbatches, plan.num_slices, plan.accumulation_rounds, offloaded
 
 
 def pick(candidates: Iterable[TimedPlan]) -> TimedPlan:
@@ -327,9 +331,8 @@ def depth_first_rounds(request: PlanRequest) -> list[int]:
 
     Empty if the request cannot run depth-first.
     """
-    pipeline, chunks, num_ranks = request.config.pipeline, request.num_chunks, request.machine.num_ranks
-    cannot = request.num_slices > 1 or pipeline.activation_offloading is ActivationOffloading.ON
-    cannot = cannot or (request.plan.num_slots == 1 and request.plan.stages_per_rank > 1)
+    chunks, num_ranks = request.num_chunks, request.machine.num_ranks
+    cannot = request.num_slices > 1 or (request.plan.num_slots == 1 and request.plan.stages_per_rank > 1)
     if cannot or request.machine.on_cpu:
         return []
     sizes = [size for size in divisors(chunks) if size >= num_ranks or request.plan.stages_per_rank == 1]
@@ -385,7 +388,7 @@ def choose_candidate(request: PlanRequest, *, measured: Profile | None = None, i
 def _other_order(best: TimedPlan, candidates: Sequence[TimedPlan]) -> TimedPlan | None:
     """Return a fast plan of the order that `best` does not have, simulated: of the numbers with the lowest bound.
 
-    A breadth-first one may offload products, which only the best of an order is tried with.
+    It may offload products, which only the best breadth-first one is tried with.
     """
     others = sorted((each for each in candidates if each.plan.order is not best.plan.order), key=lambda o: o.seconds)
     if not others:
@@ -393,7 +396,7 @@ def _other_order(best: TimedPlan, candidates: Sequence[TimedPlan]) -> TimedPlan 
     group = [each for each in others if each.numbers == others[0].numbers]
     other = min(_simulate_best(group, math.inf), key=lambda each: each.seconds)
     request, layer = other.request, estimated_layer(other.request)
-    if other.plan.is_depth_first or other.plan.num_slices > 1 or not other.fits_host:
+    if other.plan.num_slices > 1 or not other.fits_host:
         return other
     return replace(other, plan=_with_offloaded_products(request, other.plan, layer, other.profile)).simulated()
 
@@ -429,9 +432,21 @@ def quick_candidates(request: PlanRequest, *, measured: Profile | None = None) -
         for chunks, stages in pairs:
             asked = request.trying(num_stages=stages, num_chunks=chunks)
             for each in _orders_and_rounds(request, asked):
-                found += _bounded(each, measured, is_quick=True)
+                own = _bounded(each, measured, is_quick=True)
+                found += own
+                if each.plan.is_depth_first:
+                    found += _bounded_with_products(each, min(own, key=lambda plan: plan.seconds), measured)
             bar.update()
     return found
+
+
+def _bounded_with_products(request: PlanRequest, best: TimedPlan, measured: Profile | None) -> list[TimedPlan]:
+    """Return bounded plans, instead of `best`, that offload the products of all microbatches where stages save none."""
+    asked = _offloading_products(request, request.plan.microbatches_per_round)
+    if not _may_offload_products(request) or not _fits(asked):
+        return []
+    plans, layer = _bounded(asked, measured, is_quick=True), estimated_layer(asked)
+    return [each for each in plans if _fits_with_products(asked, each.plan, best.plan, layer)]
 
 
 def _orders_and_rounds(request: PlanRequest, asked: PlanRequest) -> Iterator[PlanRequest]:
@@ -456,20 +471,22 @@ def _orders_and_rounds(request: PlanRequest, asked: PlanRequest) -> Iterator[Pla
 def _best_numbers(candidates: Sequence[TimedPlan]) -> list[TimedPlan]:
     """Return the fastest numbers of each order, and breadth-first those with the most microbatches.
 
-    Bounds may mislead, so candidates are simulated in their order while one may be the fastest. Of the most
-    microbatches, some may have all that products need offloaded.
+    Bounds may mislead, so candidates are simulated in their order while one may be the fastest, of the slower order
+    while one may come near it. Of the most microbatches, some may have all that products need offloaded.
     """
-    best = list[TimedPlan]()
-    for order in (ComputeOrder.BREADTH_FIRST, ComputeOrder.DEPTH_FIRST):
+    best, limit = list[TimedPlan](), math.inf
+    by_bound = sorted(candidates, key=lambda candidate: candidate.seconds)
+    for order in dict.fromkeys(each.plan.order for each in by_bound):
         own: dict[tuple[int, ...], TimedPlan] = {}
-        for each in sorted(candidates, key=lambda candidate: candidate.seconds):
+        for each in by_bound:
             if each.plan.order is order:
                 own.setdefault(each.numbers, each)
         simulated, fastest = dict[TimedPlan, float](), math.inf
         for each in own.values():
-            if each.seconds < fastest:
+            if each.seconds < min(fastest, limit):
                 simulated[each] = each.simulated().seconds
                 fastest = min(fastest, simulated[each])
+        limit = min(limit, fastest * NEAR)
         best += sorted(simulated, key=lambda each: simulated[each])[:NUM_FITTED_WELL]
         if order is ComputeOrder.BREADTH_FIRST and own:
             best.append(max(own.values(), key=lambda each: (each.plan.num_microbatches, -each.seconds)))
@@ -561,23 +578,33 @@ def _with_offloaded_products(request: PlanRequest, best: Plan, layer: LayerBytes
 
     Its stages that do not save activations offload them, all of each rank except the model's last.
     """
-    can_offload = request.recompute is Recompute.AUTO and may_keep_products(request)
-    can_offload = can_offload and not request.candidate.num_offloaded_microbatches and request.gpu_bytes is not None
-    can_offload = can_offload and request.config.pipeline.activation_offloading is not ActivationOffloading.OFF
-    can_offload = can_offload and not best.is_depth_first
     is_known = layer is not None and layer.saved_products is not None
-    if not can_offload or not is_known or len(best.saved_activation_stages) >= best.num_stages - 1:
+    saves_all = len(best.saved_activation_stages) >= best.num_stages - 1
+    if saves_all or not is_known or not _may_offload_products(request):
         return best
     size, kinds = best.microbatches_per_round, profile.layer_kinds
-    forward = sum(kind.forward for kind in kinds) / len(kinds)
+    beside = sum(kind.forward + kind.backward * best.is_depth_first for kind in kinds) / len(kinds)
     copy = request.product_bytes / profile.copies.device_to_host_duplex
-    hidden = max(1, min(size, int(size * forward / copy)))
+    hidden = max(1, min(size, int(size * beside / copy)))
     limit = predict_step_seconds(best, request, profile) * (1 - WORTH)
     for number in sorted({hidden, size}):
         plan = _offloading_about(number, request, best, layer, profile)
         if plan is not None and (seconds := predict_step_seconds(plan, request, profile)) < limit:
             best, limit = plan, seconds
     return best
+
+
+def _may_offload_products(request: PlanRequest) -> bool:
+    """Whether auto may choose microbatches that offload their products."""
+    is_open = request.recompute is Recompute.AUTO and not request.candidate.num_offloaded_microbatches
+    is_off = request.config.pipeline.activation_offloading is ActivationOffloading.OFF
+    return is_open and not is_off and may_keep_products(request) and request.gpu_bytes is not None
+
+
+def _offloading_products(request: PlanRequest, number: int) -> PlanRequest:
+    """Return `request` with so many microbatches of a round that offload products, where stages save nothing."""
+    asked = request.with_pipeline(activation_offloading=ActivationOffloading.ON)
+    return asked.trying(num_offloaded_microbatches=number)
 
 
 def _offloading_about(
@@ -587,8 +614,7 @@ def _offloading_about(
 
     Memory is shared out for that number; from it the search goes to the next faster one, in steps that are halved.
     """
-    asked = request.with_pipeline(activation_offloading=ActivationOffloading.ON)
-    asked = asked.trying(num_offloaded_microbatches=number)
+    asked = _offloading_products(request, number)
     try:
         plan = pick(TimedPlan.bounded(asked, each, profile) for each in fitting_plans(asked, layer)).plan
     except GpuMemoryError:

@@ -329,7 +329,8 @@ class StepTasks:
         flow = self.flows.load(rank, self._offloaded_bytes(action))
         needs = [task for task in (state.last, state.activation_copies[key]) if task is not None]
         state.activation_copies[key] = self._task((Lane.PREFETCH_ACTIVATIONS, rank), flow, needs, name=action)
-        while state.leaving:
+        pending = max_pending_offloads(self.schedule.spec.copy_lookahead) if self.schedule.spec.is_depth_first else 0
+        while len(state.leaving) > pending:
             state.left = state.leaving.popleft()
 
     def _offloaded_bytes(self, action: Action) -> int:

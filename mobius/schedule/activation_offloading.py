@@ -21,31 +21,49 @@ With sliced sequences, keys and values are recomputed from the offloaded inputs,
 for the backward. The last slice's are prefetched once, because its backward follows at once.
 
 The model's last stage runs backward right after each forward, and offloads nothing.
+
+In a depth-first order forwards and backwards alternate, and so do their copies: a copy may take two actions more, and a
+prefetch does not wait for pending offloads.
 """
 
 from collections import deque
 from collections.abc import Sequence
 
 from mobius.schedule.action import Action, ActionKind
+from mobius.schedule.depth_first import max_waiting
 from mobius.schedule.spec import ScheduleSpec
+
+
+def num_host_regions(stage: int, spec: ScheduleSpec) -> int:
+    """Return for how many microbatches of `stage` there is a host region; microbatch m takes region m modulo it.
+
+    If only some microbatches of a round offload their products, whole rounds have regions, of which each has its size.
+    """
+    waiting, size = max_waiting(stage, spec), spec.microbatches_per_round
+    is_even = spec.num_offloaded_microbatches in (0, size)
+    return waiting if is_even else min(spec.num_microbatches, -(-waiting // size) * size)
 
 
 def add_activation_offloads(actions: Sequence[Action], spec: ScheduleSpec) -> list[Action]:
     """Add offloads and prefetches of activations to `actions`, the list of one rank.
 
     Each microbatch of the stages in `spec.offloaded_activation_stages` gets both. A prefetch is placed
-    `spec.copy_lookahead` compute actions ahead of its backward, but never before an offload, because a prefetch frees
-    the memory of pending offloads.
+    `spec.copy_lookahead` compute actions ahead of its backward, but never before its own offload, and breadth first
+    before none: there a prefetch frees the memory of pending offloads.
     """
     offloaded_activation_stages, lookahead = spec.offloaded_activation_stages, spec.copy_lookahead
     result: list[Action] = []
     places = deque[int](maxlen=lookahead)
     """Indices of the latest compute actions."""
     floor = 0
-    """Index after the latest offload."""
+    """Index after the latest offload, depth first of the action's own."""
     for action in actions:
         if action.stage in offloaded_activation_stages and _needs_prefetch(action, spec.num_slices):
-            at = max(floor, places[0] if places else 0)
+            start = places[0] if places else 0
+            if spec.is_depth_first:
+                own = Action(ActionKind.OFFLOAD_ACTIVATIONS, action.stage, action.microbatch)
+                floor = next((at + 1 for at in range(start, len(result)) if result[at] == own), 0)
+            at = max(floor, start)
             result.insert(at, Action(ActionKind.PREFETCH_ACTIVATIONS, action.stage, action.microbatch))
             floor += floor == at
             places = deque((place + (place >= at) for place in places), maxlen=lookahead)

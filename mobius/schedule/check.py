@@ -12,6 +12,8 @@ from itertools import product
 from mobius.errors import ScheduleError
 from mobius.limits import max_prefetched
 from mobius.schedule.action import Action, ActionKind, describe_misfit
+from mobius.schedule.activation_offloading import num_host_regions
+from mobius.schedule.depth_first import max_waiting
 from mobius.schedule.schedule import Schedule, topological_order
 from mobius.schedule.spec import ScheduleSpec
 
@@ -30,7 +32,7 @@ class Rule(StrEnum):
     ORDER = "order"
     """Backward follows forward, and every edge delivers messages in the order in which they are received."""
     ROUND = "round"
-    """At most as many microbatches of a stage as `Schedule.max_waiting` allows are between forward and backward."""
+    """At most as many microbatches of a stage as `depth_first.max_waiting` tells are between forward and backward."""
     RESIDENT = "resident"
     """A streamed stage computes only while loaded, and loads and offloads alternate; a resident stage has neither. An
     evaluation leaves the slots empty."""
@@ -136,8 +138,8 @@ def _check_order(spec: ScheduleSpec, rank: int, actions: Actions) -> Iterator[_B
             yield index, Rule.ORDER, "its forward has not run yet"
         elif action.kind.is_backward:
             own.remove(action.microbatch)
-        if len(own) > spec.max_waiting and not spec.is_evaluation:
-            yield index, Rule.ROUND, f"{len(own)} microbatches wait for their backward, at most {spec.max_waiting} may"
+        if not spec.is_evaluation and len(own) > (most := max_waiting(action.stage, spec)):
+            yield index, Rule.ROUND, f"{len(own)} microbatches wait for their backward, at most {most} may"
 
 
 def _check_residency(spec: ScheduleSpec, rank: int, actions: Actions) -> Iterator[_Breach]:
@@ -215,7 +217,7 @@ def _check_offloaded_activations(spec: ScheduleSpec, rank: int, actions: Actions
             yield index, Rule.OFFLOAD_ACTIVATIONS, f"what backward needs of stage {stage} stays on the GPU"
         if microbatch is None or stage not in spec.offloaded_activation_stages or spec.is_evaluation:
             continue
-        own, place = (stage, microbatch), (stage, microbatch % spec.microbatches_per_round)
+        own, place = (stage, microbatch), (stage, microbatch % num_host_regions(stage, spec))
         if kind.is_forward:
             left.add(own)
         elif kind is ActionKind.OFFLOAD_ACTIVATIONS:

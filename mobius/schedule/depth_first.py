@@ -17,6 +17,8 @@ directions, so gradients are added as breadth first, to the bit.
 Interleaved 1F1B: Narayanan et al. 2021, https://arxiv.org/abs/2104.04473.
 """
 
+from collections.abc import Sequence
+from functools import lru_cache
 from itertools import chain, zip_longest
 
 from mobius.schedule.action import Action, compute_kinds
@@ -40,3 +42,41 @@ def warmup_forwards(rank: int, spec: ScheduleSpec) -> int:
     ranks_after = spec.num_ranks - 1 - rank
     own = (spec.stages_per_rank - 1) * spec.microbatches_per_round
     return min(spec.stages_per_rank * spec.num_microbatches, own + 2 * ranks_after)
+
+
+def waiting_microbatches(rank: int, spec: ScheduleSpec) -> Sequence[Sequence[int]]:
+    """Return numbers of microbatches between forward and backward in each stage of `rank`, where they may be most."""
+    numbers = spec.stages_per_rank, spec.microbatches_per_round, spec.accumulation_rounds
+    return _waiting_microbatches(*numbers, warmup_forwards(rank, spec))
+
+
+def max_waiting(stage: int, spec: ScheduleSpec) -> int:
+    """Return the maximum number of microbatches of `stage` between forward and backward at a time, in any order."""
+    if not spec.is_depth_first:
+        return spec.microbatches_per_round
+    rank, place = spec.rank_of(stage), stage // spec.num_ranks
+    return max(counts[place] for counts in waiting_microbatches(rank, spec))
+
+
+@lru_cache(maxsize=1024)  # called for every way to use the memory
+def _waiting_microbatches(per_rank: int, size: int, rounds: int, warmup: int) -> Sequence[Sequence[int]]:
+    """Count them by turn.
+
+    Between two changes of the stage that runs forward or backward, one number rises or falls evenly, so the turns at
+    the changes are enough. From the third round on all rounds are alike.
+    """
+    period = size * per_rank
+    ends = min(rounds, 3) * period
+    turns = {*range(0, ends, size), *(turn - warmup % size for turn in range(size, ends, size))}
+    found = dict[Sequence[int], None]()
+    for turn in turns:
+        forwards, places = min(rounds * period, warmup + turn + 1), range(per_rank)
+        back = [_of_stage(turn, place, size, period) for place in reversed(places)]
+        found[tuple(_of_stage(forwards, place, size, period) - back[place] for place in places)] = None
+    return [*found]
+
+
+def _of_stage(number: int, place: int, size: int, period: int) -> int:
+    """Return how many of the first `number` computations are of the stage that comes at `place` in each round."""
+    rounds, rest = divmod(number, period)
+    return rounds * size + min(max(rest - place * size, 0), size)

@@ -265,7 +265,9 @@ def max_stages(num_layers: int, num_ranks: int) -> int:
 def cut_model(
     shape: ModelShape, num_stages: int, *, num_ranks: int = 1, attention_length: float = 0
 ) -> tuple[StageCut, ...]:
-    """Cut a model into stages of at least one layer, so that a step on `num_ranks` ranks takes the least time.
+    """Cut a model into stages so that a step on `num_ranks` ranks takes the least time.
+
+    A stage has a layer at least, but for the last one, which may have the head alone.
 
     The work of a layer is its active parameters, that of the head its parameters: a product takes two operations for
     each parameter and token. Causal attention over `attention_length` tokens takes as many as that number of parameters
@@ -319,7 +321,8 @@ def _best_sizes(
     if number == num_stages:
         return _best_sizes(work, head, num_stages, num_ranks, limit, is_row=True)
     later, found = num_stages - number, [IMPOSSIBLE]
-    for end in range(len(work) - later, number - 1, -1):
+    # A stage has a layer at least, but for the last one, which may have the head alone.
+    for end in range(len(work) - later + (head > 0), number - 1, -1):
         if sum(work[:end]) > number * limit or sum(work[end:]) > later * limit:
             continue
         row, largest, squares, sizes = _best_sizes(work[:end], 0, number, num_ranks, limit, is_row=True)

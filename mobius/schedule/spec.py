@@ -75,14 +75,6 @@ class ScheduleSpec:
         return self.num_microbatches // self.accumulation_rounds
 
     @property
-    def max_waiting(self) -> int:
-        """Maximum number of microbatches of a stage between forward and backward at a time."""
-        if not self.is_depth_first:
-            return self.microbatches_per_round
-        # Half of the forwards and backwards in between are of one stage's round each, as are those of the ranks after.
-        return min(self.num_microbatches, 2 * (self.microbatches_per_round + self.num_ranks))
-
-    @property
     def max_sends_in_flight(self) -> int:
         """Maximum number of sent messages that a rank retains (`limits.max_sends_in_flight`)."""
         per_turn = 2 if self.is_depth_first else 1
@@ -119,10 +111,11 @@ class ScheduleSpec:
     def copy_lookahead(self) -> int:
         """Number of compute actions that an activation copy may span: the distance of microbatches that offload.
 
-        Copies run one after the other, so a copy may have to wait for an earlier long one.
+        Copies run one after the other, so a copy may have to wait for an earlier long one. Depth first, half of the
+        actions are of the other direction.
         """
-        number = self.num_offloaded_microbatches
-        return min(MAX_COPY_LOOKAHEAD, -(-self.microbatches_per_round // number)) if number else 1
+        number, turn = self.num_offloaded_microbatches, 2 if self.is_depth_first else 1
+        return min(MAX_COPY_LOOKAHEAD, turn * -(-self.microbatches_per_round // number)) if number else turn
 
     def offloads_all(self, stage: int, microbatch: int | None) -> bool:
         """Whether a microbatch's products are offloaded, and not only the inputs of the stage's layers."""
@@ -216,8 +209,8 @@ class ScheduleSpec:
         """Raise ScheduleError for what interleaved 1F1B cannot have: all stages of a rank compute in turn."""
         if not self.is_depth_first:
             return
-        if self.num_slices > 1 or self.offloaded_activation_stages:
-            raise ScheduleError("a depth-first order has neither slices nor offloaded activations: use breadth-first")
+        if self.num_slices > 1:
+            raise ScheduleError("a depth-first order has no slices: use breadth-first")
         if self.stages_per_rank > 1 and self.microbatches_per_round < self.num_ranks:
             raise ScheduleError(
                 f"a round of {self.microbatches_per_round} microbatches is less than one for each of {self.num_ranks} "

@@ -26,6 +26,7 @@ from mobius.hardware.spans import NO_SPANS, Spans
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.router_loss import refuse_slices
 from mobius.models.weights import MAX_READERS, WeightSource, read_ahead, reads_of
+from mobius.schedule.activation_offloading import num_host_regions
 from mobius.schedule.plan import Plan
 from mobius.schedule.schedule import Schedule
 
@@ -120,7 +121,7 @@ class RankStages:
                     stage: [
                         len(plan.cuts[stage].backward_layers(parts.first_trained_layer))
                         * (max(whole, alone) if plan.offloads_all(stage, place) else alone)
-                        for place in range(plan.microbatches_per_round)
+                        for place in range(num_host_regions(stage, plan))
                     ]
                     for stage, alone in inputs_alone.items()
                 },

@@ -10,6 +10,7 @@ from harness.pipelines import Pipeline, Step, assert_same_bits, make_batch, make
 from harness.replica_ranks import exact_results
 
 from mobius.engine import saved_activations
+from mobius.schedule.spec import ComputeOrder
 
 pytestmark = pytest.mark.gpu
 
@@ -46,8 +47,9 @@ MICROBATCHES = 4
 
 @pytest.mark.parametrize("family", ["llama-tied", "qwen3"])
 @pytest.mark.parametrize("accumulation_rounds", [1, 2])
+@pytest.mark.parametrize("order", [ComputeOrder.BREADTH_FIRST, ComputeOrder.DEPTH_FIRST])
 def test_compiled_layers_continue_from_offloaded_products(
-    family: str, accumulation_rounds: int, monkeypatch: pytest.MonkeyPatch
+    family: str, accumulation_rounds: int, order: ComputeOrder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Products are copied to the host and back while loads and gradients are; a place taken too early shows."""
     device = torch.device("cuda", 0)
@@ -68,7 +70,8 @@ def test_compiled_layers_continue_from_offloaded_products(
             1,
             STAGES,
             MICROBATCHES,
-            2,
+            STAGES if order is ComputeOrder.DEPTH_FIRST else 2,
+            order=order,
             accumulation_rounds=accumulation_rounds,
             offloaded_activation_stages=frozenset(range(STAGES - 1)),
             num_offloaded_microbatches=number,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 from harness.schedules import spec_of
 
 from mobius.errors import ScheduleError
 from mobius.schedule.action import ActionKind
+from mobius.schedule.activation_offloading import num_host_regions
 from mobius.schedule.build import build_schedule
+from mobius.schedule.depth_first import max_waiting
 from mobius.schedule.render import render_text
 from mobius.schedule.schedule import Schedule
 from mobius.schedule.spec import MAX_COPY_LOOKAHEAD, ComputeOrder, ScheduleSpec
@@ -64,6 +68,39 @@ def test_every_schedule_with_offloaded_activations_passes_and_its_other_actions_
                 assert sorted(moved) == sorted(
                     (s, m) for s in offloaded_activation_stages if s % num_ranks == rank for m in range(6)
                 )
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "stages_per_rank", "size"), [(1, 3, 1), (1, 3, 4), (2, 3, 4), (4, 1, 3), (4, 3, 6)]
+)
+def test_depth_first_schedules_with_offloaded_activations_pass_in_as_many_regions_as_wait_at_most(
+    num_ranks: int, stages_per_rank: int, size: int
+) -> None:
+    last = num_ranks * stages_per_rank - 1
+    numbers = {"accumulation_rounds": 3, "order": ComputeOrder.DEPTH_FIRST}
+    for number in {0, 1, size // 2, size}:
+        spec = spec_of(
+            *(num_ranks, stages_per_rank, 3 * size, stages_per_rank),
+            offloaded_activation_stages={*range(last)},
+            num_offloaded_microbatches=number,
+            **numbers,
+        )
+        schedule = build_schedule(spec)  # refused if a region is taken twice
+        for rank, actions in enumerate(schedule.actions):
+            for stage in set(spec.local_stages(rank)) - {last}:
+                kinds = [action.kind for action in actions if action.stage == stage]
+                on_host = [(kind is ActionKind.OFFLOAD_ACTIVATIONS) - kind.is_backward for kind in kinds]
+                most, regions = max(accumulate(on_host)), num_host_regions(stage, spec)
+                assert most == max_waiting(stage, spec) <= regions
+                assert regions == most if number in (0, size) else regions % size == 0 and regions < most + size
+
+
+def test_depth_first_copies_run_beside_a_forward_and_a_backward() -> None:
+    numbers = {"accumulation_rounds": 2, "order": ComputeOrder.DEPTH_FIRST}
+    schedule = build_schedule(spec_of(1, 3, 2, 3, offloaded_activation_stages={0, 1}, **numbers))
+    assert " ".join(name for name in names(schedule).split() if name[0] not in "LO") == (
+        "D0 F0.0 S0.0 F1.0 S1.0 F2.0 T1.0 B2.0 F0.1 S0.1 T0.0 B1.0 F1.1 S1.1 B0.0 T1.1 F2.1 T0.1 B2.1 B1.1 B0.1"
+    )
 
 
 def test_an_evaluation_offloads_no_activations() -> None:

@@ -82,8 +82,7 @@ def test_weights_are_loaded_once_and_sums_travel_only_where_buffers_are_missing(
 @pytest.mark.parametrize(
     ("spec", "complaint"),
     [
-        (depth_first(2, 2, 4, 1, num_slices=2), "neither slices nor offloaded activations"),
-        (depth_first(2, 2, 4, 1, offloaded_activation_stages={0}), "neither slices nor offloaded activations"),
+        (depth_first(2, 2, 4, 1, num_slices=2), "no slices"),
         (depth_first(4, 2, 8, 4), "a round of 2 microbatches is less than one for each of 4 ranks"),
         (spec_of(2, 3, 4, 2, order=ComputeOrder.DEPTH_FIRST), "rank 0 has 2 GPU slots for 3 streamed stages"),
     ],
