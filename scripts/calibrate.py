@@ -16,7 +16,6 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +47,13 @@ from mobius.planner.gpu_specs import (  # noqa: E402
     estimate_profile,
 )
 from mobius.planner.host_rates import UPDATES_WITHIN_STEP, measure_host_rates  # noqa: E402
-from mobius.planner.measure import MicrobatchShape, measure_profile  # noqa: E402
+from mobius.planner.measure import MicrobatchShape, measure_product_rate, measure_profile  # noqa: E402
 from mobius.planner.plan_table import format_columns  # noqa: E402
 from mobius.planner.profile import Profile  # noqa: E402
 from mobius.planner.run_setup import machine_of_gpu  # noqa: E402
 from mobius.planner.timer import CollectiveTimer  # noqa: E402
 from mobius.units import GIB  # noqa: E402
 
-PRODUCT_SIZE = 8192
-"""Rows and columns of the matrices of a large product."""
 SLICES = 4
 """Slices of the sequence that attention is measured in; each has the tokens of a microbatch."""
 Quantity = tuple[str, str, Callable[[Profile], float]]
@@ -120,12 +117,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def measure_products(timer: CollectiveTimer, dtype: torch.dtype) -> float:
-    """Return operations per second of products of two square matrices."""
-    left, right = (torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, device=timer.device, dtype=dtype) for _ in range(2))
-    return 2 * PRODUCT_SIZE**3 / timer.seconds(partial(torch.mm, left, right))
-
-
 @dataclass(frozen=True)
 class Calibration:
     """Measures a GPU, and the host beside it, with layers of a model."""
@@ -141,7 +132,7 @@ class Calibration:
     def measure(self) -> tuple[list[Row], Profile]:
         """Return the rows of the table, and the profile of `shape`."""
         timer = CollectiveTimer(self.device, SingleRankTransport())
-        products = measure_products(timer, self.shape.dtype) / TERA
+        products = measure_product_rate(timer, self.shape.dtype) / TERA
         assumed = None if self.gpu_spec is None else self.gpu_spec.tera_flops * GEMM_SHARE
         tokens = self.shape.tokens
         slices = replace(self.shape, batch=1, seq_length=tokens, full_seq_length=SLICES * tokens)

@@ -105,12 +105,12 @@ def smallest_machine(
     return *both, pipelines_per_host
 
 
-def smallest_host(rendezvous: Rendezvous, host_bytes: int) -> int:
-    """Return the smallest host memory of all processes; collective.
+def smallest_of_all(rendezvous: Rendezvous, own: int) -> int:
+    """Return the smallest number of all processes, of bytes or operations per second; collective.
 
     All processes must plan with the same number, but nodes may differ, and so may readings of one host.
     """
-    return min(parse_values(rendezvous.gather(host_bytes), parse_count))
+    return min(parse_values(rendezvous.gather(own), parse_count))
 
 
 def check_same_residents(plan: Plan, transport: Transport) -> None:

@@ -43,6 +43,8 @@ from mobius.schedule.partition import StageCut
 
 GPU_PARAMETERS, MESSAGES = 2**26, 8
 """Parameters of one update, and messages sent in a row to a neighbour."""
+PRODUCT_SIZE = 8192
+"""Rows and columns of the matrices of a large product."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,15 @@ def measure_launches(timer: CollectiveTimer, parts: ModelParts, shape: Microbatc
     for each in work:
         each()  # compiles its kernels
     return _layer_seconds(timer.launch_seconds, work)
+
+
+def measure_product_rate(timer: CollectiveTimer, dtype: torch.dtype) -> float:
+    """Return operations per second of products of two large square matrices, the same on all ranks."""
+    left, right = (torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, device=timer.device, dtype=dtype) for _ in range(2))
+    rate = 2 * PRODUCT_SIZE**3 / timer.seconds(partial(torch.mm, left, right))
+    del left, right
+    timer.forget()
+    return rate
 
 
 def _layer_seconds(seconds: Callable[[Work], float], work: Sequence[Work]) -> LayerSeconds:

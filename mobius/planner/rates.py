@@ -45,6 +45,7 @@ def estimated_profile(request: PlanRequest) -> Profile | None:
     machine, gpu_spec = request.machine, request.gpu_spec
     if gpu_spec is None:
         return None
+    gpu_spec = replace(gpu_spec, tera_flops=gpu_spec.tera_flops * machine.product_share)
     if not machine.has_peer_copies:
         gpu_spec = replace(gpu_spec, has_peer_copies=False, nvlink=0.0)
     profile = estimate_profile(

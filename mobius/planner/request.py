@@ -49,6 +49,8 @@ class Machine:
     """The least of that on any node of a run, its own option counted; None where ranks have not met."""
     has_peer_copies: bool = True
     """Whether GPUs may write into each other's memory, if the card can."""
+    product_share: float = 1.0
+    """Measured rate of large products over the card's usual one, where it is much lower: of a limited or shared GPU."""
     host: Host = field(default_factory=Host)
     pcie: int | None = None
     """Generation of the slots; None: the card's own."""

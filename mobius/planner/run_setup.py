@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,8 +11,9 @@ from transformers import PretrainedConfig
 
 from mobius.config.config import Config
 from mobius.distributed.device_order import order_devices
-from mobius.distributed.node_checks import smallest_host, smallest_machine
+from mobius.distributed.node_checks import smallest_machine, smallest_of_all
 from mobius.distributed.rendezvous import Rendezvous, join_node, join_pipeline
+from mobius.distributed.transport import SingleRankTransport
 from mobius.engine.pipelined_router_loss import sent_shape
 from mobius.errors import GpuMemoryError, PlanError
 from mobius.hardware.devices import TORCH_DTYPES, cap_gpu_memory, check_dtype, choose_device, has_gpus
@@ -20,8 +22,9 @@ from mobius.models.blocks import ModelParts
 from mobius.models.family_support import checked_families, unpackable_reason, unsliceable_reason
 from mobius.models.router_loss import refuse_slices
 from mobius.planner.fit import may_keep_products
-from mobius.planner.gpu_specs import Host, gpu_spec_of_device
+from mobius.planner.gpu_specs import SUSTAINED_SHARE, TERA, Host, gpu_spec_of_device
 from mobius.planner.layer_bytes import measure_layer_bytes
+from mobius.planner.measure import measure_product_rate
 from mobius.planner.memory_estimates import check_host_memory, estimate_host_memory, tile_tokens
 from mobius.planner.memory_remedies import host_remedies
 from mobius.planner.peak_memory import LayerBytes
@@ -29,6 +32,7 @@ from mobius.planner.plan_file import ModelDigest, SavedPlan, check_saved_plan
 from mobius.planner.profile import Profile
 from mobius.planner.request import Machine, PlanRequest, compiles
 from mobius.planner.solver import PlanResult, solve
+from mobius.planner.timer import CollectiveTimer
 from mobius.ranks import Ranks, allows_peer_copies, num_cpus_per_rank, set_cuda_max_connections
 from mobius.schedule.build import build_schedule
 from mobius.schedule.packed_rows import PackedRows
@@ -37,6 +41,11 @@ from mobius.schedule.plan import Plan
 from mobius.schedule.schedule import Schedule
 from mobius.units import GIB
 
+logger = logging.getLogger(__name__)
+
+PROBE_SECONDS = 0.1
+SLOW_SHARE = 0.8
+"""Share of a card's usual rate of large products below which a run chooses its numbers by the measured one."""
 HOST_SHARE = 0.9
 """Share of the host's memory that activations are planned into; what is free is checked before any is taken."""
 
@@ -163,7 +172,7 @@ def draft_run_setup(
     if (met := replica_rendezvous or rendezvous) is not None and machine.host_bytes is not None:
         limit = pipeline.host_memory_limit
         own = machine.host_bytes if limit is None else int(limit * GIB) // pipelines_per_host
-        machine = replace(machine, agreed_host_bytes=smallest_host(met, own))
+        machine = replace(machine, agreed_host_bytes=smallest_of_all(met, own))
     parts = ModelParts(model_config, device, compiled=compiles(config, machine), adapters=config.adapters)
     shape = parts.shape()
     if saved is not None:
@@ -179,8 +188,10 @@ def draft_run_setup(
         replica_rendezvous=replica_rendezvous,
         pipelines_per_host=pipelines_per_host,
     )
-    given = None if saved is None else saved.plan
-    found = solve(PlanRequest.of(config, shape, machine, packed), given=given, is_draft=True)
+    given, request = None if saved is None else saved.plan, PlanRequest.of(config, shape, machine, packed)
+    if given is None and not request.candidate.is_known:
+        request = replace(request, machine=with_product_share(machine, device, TORCH_DTYPES[config.model.dtype], met))
+    found = solve(request, given=given, is_draft=True)
     return _run_setup(rank_context, parts, found, is_given=given is not None)
 
 
@@ -276,6 +287,23 @@ def machine_of_gpu(name: str, total_bytes: int, num_ranks: int, *, free_bytes: i
         has_peer_copies=allows_peer_copies(),
         host=Host(cores_per_rank=max(1, num_cpus_per_rank(num_ranks))),
     )
+
+
+def with_product_share(machine: Machine, device: torch.device, dtype: torch.dtype, met: Rendezvous | None) -> Machine:
+    """Return `machine` with its measured rate of large products if the slowest GPU of the ranks that `met` is slow.
+
+    Numbers are chosen by estimates before layers run. Of a GPU that is limited or shared those would be far too high.
+    """
+    if device.type != "cuda" or machine.gpu_spec is None:
+        return machine
+    rate = measure_product_rate(CollectiveTimer(device, SingleRankTransport(), part_seconds=PROBE_SECONDS), dtype)
+    rate = rate if met is None else smallest_of_all(met, int(rate))
+    share = rate * SUSTAINED_SHARE / machine.gpu_spec.product_rate
+    if share > SLOW_SHARE:
+        return machine
+    text = "large products run at %.3g TFLOP/s, %.0f %% of what is usual for this GPU: numbers are chosen for that"
+    logger.warning(text, rate / TERA, 100 * share)
+    return replace(machine, product_share=share)
 
 
 def _machine(device: torch.device, ranks: Ranks, free_bytes: int | None) -> Machine:

@@ -94,7 +94,7 @@ def test_the_smallest_gpu_is_planned_for_and_a_shared_host_is_counted(caplog: py
 
 
 def test_the_smallest_host_is_planned_for_by_all() -> None:
-    found = together(lambda rank, seat: node_checks.smallest_host(seat, (64, 128, 120)[rank] * 2**30), 3)
+    found = together(lambda rank, seat: node_checks.smallest_of_all(seat, (64, 128, 120)[rank] * 2**30), 3)
     assert found == [64 * 2**30] * 3
     request = request_of(
         find_published_shape("7b"), Machine(2, GPU_SPECS["H200"], host_bytes=2**40), host_memory_limit=100

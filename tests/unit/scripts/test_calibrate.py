@@ -30,7 +30,7 @@ def _short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_rates, "COPY_BYTES", 2**16)
     monkeypatch.setattr(host_rates, "CPU_PARAMETERS", 2**12)
     monkeypatch.setattr(measure, "GPU_PARAMETERS", 2**12)
-    monkeypatch.setattr(calibrate, "PRODUCT_SIZE", 64)
+    monkeypatch.setattr(measure, "PRODUCT_SIZE", 64)
     monkeypatch.setattr(calibrate, "set_host_threads", lambda *_: None)  # it is this process's own for good
 
 

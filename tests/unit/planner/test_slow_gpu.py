@@ -1,0 +1,73 @@
+"""A GPU whose power or processors are limited, or that others use, is planned for by its measured rate of products."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from harness.plan_requests import find_published_shape, request_of
+
+from mobius.planner import run_setup
+from mobius.planner.gpu_specs import GPU_SPECS, SUSTAINED_SHARE
+from mobius.planner.rates import estimated_profile
+from mobius.planner.request import Machine
+from mobius.planner.run_setup import SLOW_SHARE, with_product_share
+from mobius.planner.search import resolve_auto
+from mobius.schedule.spec import ComputeOrder
+
+H100, CUDA = Machine(2, GPU_SPECS["H100"]), torch.device("cuda", 0)
+USUAL = GPU_SPECS["H100"].product_rate / SUSTAINED_SHARE
+"""Operations per second of large products alone."""
+
+
+class Met:
+    """A rendezvous with one other process, whose GPU has the rate."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+
+    def gather(self, own: int) -> list[int]:
+        return [own, int(self._rate)]
+
+
+def with_rates(monkeypatch: pytest.MonkeyPatch, own: float, other: float | None = None) -> Machine:
+    monkeypatch.setattr(run_setup, "measure_product_rate", lambda *_: own)
+    met = None if other is None else Met(other)
+    return with_product_share(H100, CUDA, torch.bfloat16, met)  # type: ignore[arg-type]
+
+
+def test_the_slowest_gpu_is_planned_for_if_it_is_much_slower_than_usual(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for own, other in ((USUAL, None), (1.2 * USUAL, USUAL), ((SLOW_SHARE + 0.01) * USUAL, None)):
+        assert with_rates(monkeypatch, own, other) is H100
+    assert not caplog.text
+    assert with_rates(monkeypatch, USUAL / 4).product_share == pytest.approx(0.25)
+    assert "25 % of what is usual" in caplog.text
+    assert with_rates(monkeypatch, USUAL, USUAL / 2).product_share == pytest.approx(0.5)
+
+
+def test_nothing_is_measured_without_a_gpu_or_its_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_setup, "measure_product_rate", lambda *_: pytest.fail("it was measured"))
+    unknown = replace(H100, gpu_spec=None)
+    assert with_product_share(H100, torch.device("cpu"), torch.bfloat16, None) is H100
+    assert with_product_share(unknown, CUDA, torch.bfloat16, None) is unknown
+
+
+def test_numbers_are_chosen_for_the_speed_that_is_left() -> None:
+    """A quarter of an H100 as two ranks: copies take a small part of compute, which recomputes nothing then."""
+    shape = find_published_shape("7b")
+    shape = replace(shape, layer_parameters=shape.layer_parameters[:16])
+    options = {"num_stages": None, "num_chunks": None, "num_rounds": None, "batch_size": 128, "seq_length": 1024}
+    found = {}
+    for share in (1.0, 0.25):
+        machine = replace(H100, product_share=share)
+        request = request_of(shape, machine, gpu_memory_limit=24.0, max_grad_norm=1.0, **options)
+        found[share] = resolve_auto(request)
+        profile = estimated_profile(request.trying(num_stages=16, num_chunks=32))
+        assert profile is not None
+        found[share, "layer"] = profile.layer_kinds[0].forward
+    assert found[0.25, "layer"] > 2.5 * found[1.0, "layer"]
+    assert found[1.0].candidate.order is ComputeOrder.BREADTH_FIRST
+    assert found[0.25].candidate.order is ComputeOrder.DEPTH_FIRST
