@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from mobius.errors import PlanError
 from mobius.planner.profile import CopyRates, LayerSeconds, MessageRates, Profile, Source
 from mobius.schedule.partition import ModelShape
-from mobius.units import GIB
 
 GIGA, TERA = 1e9, 1e12
 
@@ -154,11 +153,10 @@ _CARDS = (
     GpuSpec("L40S", 362, 48, 864, 4, published=PublicRates(269.2, 269.2)),  # issue 43
     GpuSpec("A6000", 154.8, 48, 768, 4, published=PublicRates(123.3, 123.3)),  # issue 46
     GpuSpec("6000-Ada", 364, 48, 960, 4, device_names=("rtx6000ada",)),
-    GpuSpec("RTX3090", 71, 24, 936, 4, has_peer_copies=False, published=PublicRates(76.3, 76.7)),  # issues 20, 42
-    GpuSpec(
-        "RTX4090", 165.2, 24, 1008, 4, has_peer_copies=False, published=PublicRates(158.5, 173.3)
-    ),  # 20, 41, 50, 78
-    GpuSpec("RTX5090", 209.5, 32, 1792, 5, has_peer_copies=False, published=PublicRates(174.7, 242.2)),  # 96, 124, 200
+    # Issues 20 and 42; 20, 41, 50 and 78; 96, 124 and 200.
+    GpuSpec("RTX3090", 71, 24, 936, 4, has_peer_copies=False, published=PublicRates(76.3, 76.7)),
+    GpuSpec("RTX4090", 165.2, 24, 1008, 4, has_peer_copies=False, published=PublicRates(158.5, 173.3)),
+    GpuSpec("RTX5090", 209.5, 32, 1792, 5, has_peer_copies=False, published=PublicRates(174.7, 242.2)),
     GpuSpec("A100-40", 312, 40, 1555, 4, nvlink=300, device_names=_40GB, published=PublicRates(246.3, 246.3)),
     GpuSpec("A100-80", 312, 80, 2039, 4, nvlink=300, device_names=_80GB, published=PublicRates(264.5, 271.2, _TABLES)),
     GpuSpec("A800", 312, 80, 2039, 4, nvlink=200, published=PublicRates(266.5, 266.5)),
@@ -264,7 +262,6 @@ def estimate_profile(
         gpu_adamw=memory / GPU_ADAMW_BYTES,
         host_bandwidth=host.bandwidth,
         gpu_bandwidth=memory,
-        gpu_memory=int(gpu_spec.memory_gb * GIB),
         step_overhead=STEP_OVERHEAD,
         launch_overhead=LAUNCH,
         action_launch=ACTION_LAUNCH,

@@ -23,7 +23,6 @@ from mobius.engine.sliced_layers import SequenceKVCaches, SlicedLayers
 from mobius.engine.stage import StageModule
 from mobius.engine.stage_layers import MicrobatchContext, SequenceSlice
 from mobius.engine.stage_state import StageState
-from mobius.hardware.host_memory import available_host_bytes
 from mobius.models.blocks import ModelParts
 from mobius.models.layout import StageLayout
 from mobius.planner.gpu_specs import STEP_OVERHEAD, SUSTAINED_SHARE, action_launch
@@ -72,11 +71,6 @@ class MicrobatchShape:
     def tokens(self) -> int:
         return self.batch * self.seq_length
 
-    @property
-    def is_tiled(self) -> bool:
-        """Whether recomputed layers run in tiles."""
-        return self.tile_tokens is not None and self.tokens > self.tile_tokens
-
     def hidden_size(self, parts: ModelParts) -> tuple[int, int, int]:
         """Shape [B, L, H] of the hidden states."""
         return self.batch, self.seq_length, parts.config.hidden_size
@@ -100,13 +94,12 @@ def measure_profile(
     modules = [id(layer.module) for layer in parts.layers]
     kinds = list(dict.fromkeys(modules))
     attention: LayerSeconds | None = None
+    indices = list(map(modules.index, kinds))
     if shape.is_sliced:
-        both = [_slice_seconds(timer, parts, shape, modules.index(kind)) for kind in kinds]
+        both = [_slice_seconds(timer, parts, shape, index) for index in indices]
         layers, (attention, *_) = [layer for layer, _ in both], [own for _, own in both]
     else:
-        layers = [
-            _layer_seconds(timer.seconds, _layer_work(timer, parts, shape, modules.index(kind))) for kind in kinds
-        ]
+        layers = [_layer_seconds(timer.seconds, _layer_work(timer, parts, shape, index)) for index in indices]
     launch_overhead = measure_launches(timer, parts, shape)
     embedding_forward, embedding_backward, loss = _measure_ends(timer, parts, shape)
     with Copies(device) as memory:
@@ -114,11 +107,9 @@ def measure_profile(
         updates_alone, rates = measure_cpu_optimizer(
             timer, shape.dtype, kernel, memory, each_way=copies.host_to_device_duplex
         )
-    is_cuda = device.type == "cuda"
-    gpu_memory = torch.cuda.get_device_properties(device).total_memory if is_cuda else available_host_bytes()
     profile = Profile(
         source=Source.MEASURED,
-        basis=f"{transport.num_ranks} x {torch.cuda.get_device_name(device) if is_cuda else 'cpu'}",
+        basis=f"{transport.num_ranks} x {torch.cuda.get_device_name(device) if device.type == 'cuda' else 'cpu'}",
         num_ranks=transport.num_ranks,
         microbatch_tokens=shape.tokens,
         layer_kinds=tuple(layer.times(1 / SUSTAINED_SHARE) for layer in layers),  # a GPU that is always busy is slower
@@ -131,7 +122,6 @@ def measure_profile(
         cpu_adamw=UPDATES_WITHIN_STEP * updates_alone,
         gpu_adamw=_measure_gpu_optimizer(timer, shape.dtype),
         gpu_bandwidth=_measure_gpu_memory(timer, memory.num_bytes),
-        gpu_memory=int(timer.mean(gpu_memory)),  # a host's changes between readings
         step_overhead=STEP_OVERHEAD + 2 * timer.seconds(transport.barrier),
         launch_overhead=launch_overhead,
         action_launch=action_launch(launch_overhead),
@@ -181,7 +171,8 @@ def _layer_work(timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShap
     )
     make = partial(StageModule, parts, span, loss_chunk_tokens=shape.loss_chunk_tokens, tile_tokens=shape.tile_tokens)
     recomputing = make()
-    saving = recomputing if shape.is_tiled else make(keep_graphs=True)
+    is_tiled = shape.tile_tokens is not None and shape.tokens > shape.tile_tokens
+    saving = recomputing if is_tiled else make(keep_graphs=True)
     weights, gradients = _memory_of(recomputing, shape.dtype, timer.device)
     hidden = torch.randn(shape.hidden_size(parts), device=timer.device, dtype=shape.dtype)
 

@@ -129,8 +129,6 @@ class Profile:
     """Bytes per second of host memory that all ranks share."""
     gpu_bandwidth: float
     """Bytes per second of one GPU's memory."""
-    gpu_memory: int
-    """Bytes of one GPU."""
     step_overhead: float
     """Seconds between the last backward of a step and the first action of the next: norms and losses are summed."""
     launch_overhead: LayerSeconds = LayerSeconds(0.0, 0.0, 0.0)
@@ -188,6 +186,7 @@ class Profile:
             fields = json.loads(text)
             if fields.pop("format") != FORMAT:
                 raise ProfileError("the profile has another format")
+            fields.pop("gpu_memory", None)  # older files have it, for nothing
             profile: Profile = _read(cls, fields, "profile")
             if not profile.kind_of_layer or not {*profile.kind_of_layer} <= {*range(len(profile.layer_kinds))}:
                 raise ProfileError("kind_of_layer names kinds that do not exist")

@@ -220,12 +220,11 @@ def with_faster(profile: Profile, resource: Resource, factor: float) -> Profile:
         case Resource.PCIE:
             return replace(profile, copies=_times(copies, factor, "host_to_device", "device_to_host"))
         case Resource.HOST_MEMORY:
-            shared = ("host_to_device_all_gpus", "device_to_host_all_gpus")
-            duplex = ("host_to_device_duplex", "device_to_host_duplex")
             together = min(profile.cpu_adamw_together * factor, profile.cpu_adamw)
-            names = ("host_bandwidth", "cpu_adamw_beside_copies", "copies_beside_cpu_adamw")
-            faster = _times(profile, factor, *names)
-            return replace(faster, copies=_times(copies, factor, *shared, *duplex), cpu_adamw_together=together)
+            at_once = ("host_to_device_all_gpus", "device_to_host_all_gpus")
+            copies = _times(copies, factor, *at_once, "host_to_device_duplex", "device_to_host_duplex")
+            faster = _times(profile, factor, "host_bandwidth", "cpu_adamw_beside_copies", "copies_beside_cpu_adamw")
+            return replace(faster, copies=copies, cpu_adamw_together=together)
         case Resource.CORES:
             return _times(profile, factor, "cpu_adamw", "cpu_adamw_together")
         case Resource.REPLICAS:

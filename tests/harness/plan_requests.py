@@ -1,8 +1,9 @@
-"""Settings and machines that plans are asked for."""
+"""Settings and machines that plans are asked for, and a profile by hand."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,7 @@ from mobius.hardware.topology import Gpu
 from mobius.models.blocks import ModelParts
 from mobius.models.families import load_planned_config
 from mobius.planner.gpu_specs import GPU_SPECS
+from mobius.planner.profile import CopyRates, LayerSeconds, MessageRates, Profile, Source
 from mobius.planner.request import Machine, PlanRequest
 from mobius.schedule.packed_rows import PackedRows
 from mobius.schedule.partition import ModelShape
@@ -29,6 +31,7 @@ USUAL = {
 """Breadth first, activations stay on the GPU, and sequences whole, where a test does not ask for more: its arithmetic
 is of that."""
 H200 = Machine(4, GPU_SPECS["H200"])
+SLOW_COPIES = CopyRates(*(10,) * 6)
 
 
 def request_of(
@@ -36,6 +39,33 @@ def request_of(
 ) -> PlanRequest:
     """The question of a run of 64 x 512 tokens in 32 stages and 8 chunks, or as `options` of main.py say."""
     return PlanRequest.of(config_from(USUAL | options), shape, machine, packed)
+
+
+def plain_profile(num_ranks: int = 1, **changes: object) -> Profile:
+    """Copies of 10 bytes/s, CPU updates of 5 and GPU updates of 100 parameters/s, host memory and messages for free."""
+    profile = Profile(
+        source=Source.ESTIMATED,
+        basis="by hand",
+        num_ranks=num_ranks,
+        microbatch_tokens=1,
+        layer_kinds=(LayerSeconds(1, 2, 3),),
+        kind_of_layer=(0,) * 8,
+        embedding_forward=0,
+        embedding_backward=0,
+        loss=0.5,
+        copies=SLOW_COPIES,
+        messages=MessageRates(1e12, 0, is_through_host=False),
+        cpu_adamw=5,
+        cpu_adamw_together=5,
+        cpu_adamw_beside_copies=5,
+        copies_beside_cpu_adamw=10,
+        cpu_adamw_bytes=1,
+        gpu_adamw=100,
+        host_bandwidth=1e12,
+        gpu_bandwidth=1e12,
+        step_overhead=0,
+    )
+    return replace(profile, **changes)  # type: ignore[arg-type]
 
 
 @cache

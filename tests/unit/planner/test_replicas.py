@@ -10,7 +10,7 @@ import pytest
 import simulate
 import torch
 from harness.live_bytes import LiveBytes
-from harness.plan_requests import find_published_shape, request_of
+from harness.plan_requests import find_published_shape, plain_profile, request_of
 from harness.schedules import spec_of
 from transformers import LlamaConfig
 
@@ -28,7 +28,7 @@ from mobius.planner.memory_estimates import (
 )
 from mobius.planner.plan_file import ModelDigest, SavedPlan, check_saved_plan, read_plan
 from mobius.planner.plan_table import Traffic, describe_replicas
-from mobius.planner.profile import CopyRates, LayerSeconds, MessageRates, Profile, Source
+from mobius.planner.profile import CopyRates, Profile
 from mobius.planner.replica_traffic import ReplicaRates, ReplicaSharding, rates_of_nodes
 from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.solver import PlanResult, solve
@@ -197,28 +197,14 @@ def test_a_plan_of_replicas_is_for_so_many(tmp_path: Path) -> None:
 def plain(link: float, *, updates: float = 1e9) -> Profile:
     """A machine of one rank on which nothing but compute, the link and updates takes time, in parameters per second."""
     fast = 1e12
-    return Profile(
-        source=Source.ESTIMATED,
-        basis="by hand",
-        num_ranks=1,
-        microbatch_tokens=1,
-        layer_kinds=(LayerSeconds(1, 1, 1),),
-        kind_of_layer=(0,),
-        embedding_forward=0,
-        embedding_backward=0,
-        loss=0,
+    return plain_profile(
         copies=CopyRates(*(fast,) * 6),
-        messages=MessageRates(fast, 0, is_through_host=False),
         cpu_adamw=updates,
         cpu_adamw_together=updates,
         cpu_adamw_beside_copies=updates,
         copies_beside_cpu_adamw=fast,
-        cpu_adamw_bytes=1,
         gpu_adamw=fast,
-        host_bandwidth=fast,
         gpu_bandwidth=1e15,
-        gpu_memory=1,
-        step_overhead=0,
         replicas=ReplicaRates(link, link, is_through_host=False),
     )
 

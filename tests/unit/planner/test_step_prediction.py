@@ -7,14 +7,14 @@ import time
 from dataclasses import replace
 
 import pytest
-from harness.plan_requests import find_published_shape, request_of
+from harness.plan_requests import SLOW_COPIES, find_published_shape, plain_profile, request_of
 from harness.schedules import spec_of
 
 from mobius.config.config import Recompute
 from mobius.planner.event_simulation import SharedBandwidth, share_rates
 from mobius.planner.fit import fit_plan
 from mobius.planner.gpu_specs import GPU_SPECS, estimate_profile
-from mobius.planner.profile import CopyRates, LayerSeconds, MessageRates, Profile, Source
+from mobius.planner.profile import LayerSeconds, MessageRates, Profile
 from mobius.planner.rates import estimated_profile
 from mobius.planner.request import Machine
 from mobius.planner.stage_costs import LAUNCH_BESIDE_UPDATES, StageCost, StepRules, stage_costs
@@ -34,43 +34,6 @@ from mobius.schedule.build import build_schedule
 from mobius.schedule.lanes import Lane, WaitCause
 from mobius.schedule.partition import ModelShape
 from mobius.schedule.plan import make_plan
-
-SLOW_COPIES = CopyRates(
-    host_to_device=10,
-    device_to_host=10,
-    host_to_device_all_gpus=10,
-    device_to_host_all_gpus=10,
-    host_to_device_duplex=10,
-    device_to_host_duplex=10,
-)
-
-
-def plain_profile(num_ranks: int = 1, **changes: object) -> Profile:
-    """Copies of 10 bytes/s, CPU updates of 5 and GPU updates of 100 parameters/s, host memory and messages for free."""
-    profile = Profile(
-        source=Source.ESTIMATED,
-        basis="by hand",
-        num_ranks=num_ranks,
-        microbatch_tokens=1,
-        layer_kinds=(LayerSeconds(1, 2, 3),),
-        kind_of_layer=(0,) * 8,
-        embedding_forward=0,
-        embedding_backward=0,
-        loss=0.5,
-        copies=SLOW_COPIES,
-        messages=MessageRates(1e12, 0, is_through_host=False),
-        cpu_adamw=5,
-        cpu_adamw_together=5,
-        cpu_adamw_beside_copies=5,
-        copies_beside_cpu_adamw=10,
-        cpu_adamw_bytes=1,
-        gpu_adamw=100,
-        host_bandwidth=1e12,
-        gpu_bandwidth=1e12,
-        gpu_memory=1,
-        step_overhead=0,
-    )
-    return replace(profile, **changes)  # type: ignore[arg-type]
 
 
 def predict(
