@@ -30,10 +30,9 @@ from mobius.log import printable, redirect_to_devnull
 from mobius.models.blocks import ModelParts
 from mobius.models.families import load_planned_config
 from mobius.models.published_shapes import SHORT_NAMES
-from mobius.planner.dry_run import ROWS_AS_PLANNED
 from mobius.planner.gpu_specs import GPU_SPECS, HOST_BANDWIDTH, PCIE_BYTES, GpuSpec, Host, find_gpu_spec
 from mobius.planner.memory_estimates import estimated_layer, largest_gpu_estimate
-from mobius.planner.plan_table import Traffic, format_columns, seconds_with_link
+from mobius.planner.plan_table import ROWS_AS_PLANNED, Traffic, format_columns, seconds_with_link
 from mobius.planner.profile import Profile, ProfileError
 from mobius.planner.replica_traffic import NODE_LINK
 from mobius.planner.request import Machine, PlanRequest

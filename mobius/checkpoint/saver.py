@@ -178,7 +178,7 @@ class CheckpointSaver:
     @property
     def seconds(self) -> float | None:
         """Duration of a save, if the disk was measured."""
-        return None if self.disk_rate is None else self.estimate.seconds(self.disk_rate)
+        return None if self.disk_rate is None else self.estimate.disk_bytes / self.disk_rate
 
     def save(self, metadata: StepMetadata) -> None:
         """Begin to save the state after the last step, once the previous save is finished; collective."""

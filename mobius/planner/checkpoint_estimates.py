@@ -46,16 +46,12 @@ class CheckpointEstimate:
         """Whether all stages can be copied at once, so that no step waits for the disk."""
         return all(own <= self.staging_bytes(rank, free_bytes) for rank, own in enumerate(self.rank_bytes))
 
-    def seconds(self, disk_rate: float) -> float:
-        """Return the seconds to write a checkpoint to a disk of `disk_rate` bytes per second."""
-        return self.disk_bytes / disk_rate
-
     def describe(self, free_bytes: float | None, disk_rate: float | None) -> str:
         """Return a line with bytes, seconds, copies, and whether steps wait.
 
         None: the free memory is not known, or the disk was not measured and counts as `USUAL_DISK_RATE`.
         """
-        seconds = self.seconds(disk_rate or USUAL_DISK_RATE)
+        seconds = self.disk_bytes / (disk_rate or USUAL_DISK_RATE)
         text = f"checkpoints: {format_bytes(self.disk_bytes)} each; a save takes "
         if disk_rate is None:
             text += f"{seconds:.0f} s on a disk of {USUAL_DISK_RATE / 1e9:g} GB/s"

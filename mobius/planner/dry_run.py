@@ -14,7 +14,7 @@ import torch
 from transformers import PretrainedConfig
 
 from mobius.atomic_files import atomic_write
-from mobius.config.config import Config, Device, Packing
+from mobius.config.config import Config, Device
 from mobius.config.validation import validate
 from mobius.distributed.device_order import device_names, order_devices
 from mobius.errors import GpuMemoryError, HostMemoryError, PlanError, reason_of
@@ -23,20 +23,11 @@ from mobius.models.blocks import ModelParts
 from mobius.models.config_rules import max_positions_warning
 from mobius.models.families import load_planned_config
 from mobius.models.weights import check_model_weights
-from mobius.planner.checkpoint_estimates import estimate_checkpoint
 from mobius.planner.gpu_specs import GPU_SPECS, find_gpu_spec
 from mobius.planner.memory_estimates import check_host_memory, estimated_layer, list_remedies
 from mobius.planner.memory_remedies import gpu_remedies, host_remedies
 from mobius.planner.plan_file import SavedPlan
-from mobius.planner.plan_table import (
-    describe_gpus,
-    describe_replicas,
-    describe_short_host,
-    describe_stages,
-    describe_step,
-    describe_traffic,
-    describe_verdict,
-)
+from mobius.planner.plan_table import describe_details, describe_verdict
 from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.run_setup import host_bytes_per_pipeline, machine_of_gpu
 from mobius.planner.solver import PlanResult, solve
@@ -49,10 +40,6 @@ logger = logging.getLogger(__name__)
 
 CPU_RANKS = 2
 """As train.sh starts where there is no GPU."""
-ROWS_AS_PLANNED = (
-    "rows are planned as full, one document each: packed data takes less attention, and a little more memory"
-)
-"""Printed if packing may be on: a dry run does not read the data."""
 
 
 def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = None) -> bool:
@@ -98,36 +85,11 @@ def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = Non
     if fits:
         _save(found)
     logger.info("")
-    _log_details(found, available)
+    if not machine.on_cpu:
+        _log_devices(config, machine.num_ranks)
+    for lines in describe_details(found, available):
+        logger.info("%s", lines)
     return fits
-
-
-def _log_details(result: PlanResult, available: int | None) -> None:
-    """Print the plan and its arithmetic."""
-    request, config = result.request, result.request.config
-    if not request.machine.on_cpu:
-        _log_devices(config, request.machine.num_ranks)
-    if request.machine.num_replicas > 1:
-        logger.info("%s", describe_replicas(request))
-    logger.info("%s", describe_stages(result.plan, request.shape))
-    if request.machine.on_cpu:
-        logger.info("no step is predicted for CPUs; name a GPU to plan for with --card")
-    else:
-        logger.info("%s", describe_gpus(result))
-        logger.info("%s", describe_step(result))
-        if result.profile is not None and result.profile.replicas is not None:
-            logger.info("  %s", describe_traffic(result))
-        if config.data.packing in (Packing.AUTO, Packing.ON):
-            logger.info("  %s", ROWS_AS_PLANNED)
-    logger.info("host memory: %s = %s", format_bytes(result.host_estimate.total), result.host_estimate.describe())
-    if (pipelines_per_host := request.machine.replicas_per_node) > 1:
-        together = format_bytes(pipelines_per_host * result.host_estimate.total)
-        logger.info("  %d pipelines on each node: %s of each node's host memory together", pipelines_per_host, together)
-    if available is not None and (short := describe_short_host(result)) is not None:
-        logger.info("  %s", short)
-    if config.saving.is_on:
-        need = estimate_checkpoint(request, result.plan, has_optimizer=not config.saving.save_only_model)
-        logger.info("%s", need.describe(None if available is None else available - result.host_estimate.total, None))
 
 
 def plan_by_estimates(

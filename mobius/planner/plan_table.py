@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from mobius.config.config import Packing
+from mobius.planner.checkpoint_estimates import estimate_checkpoint
 from mobius.planner.gpu_specs import GEMM_SHARE, MEASURED_GPU
 from mobius.planner.memory_estimates import (
     COMMUNICATOR_BYTES,
@@ -25,6 +27,10 @@ from mobius.units import GIB, format_bytes, format_gib
 
 NO_LINK = 1e6
 """Speed-up of a link that takes no time."""
+ROWS_AS_PLANNED = (
+    "rows are planned as full, one document each: packed data takes less attention, and a little more memory"
+)
+"""Told if packing may be on: a dry run does not read the data."""
 _CATEGORIES = {
     "weights": "weights",
     "gradients": "gradients",
@@ -153,6 +159,32 @@ def describe_verdict(result: PlanResult, available_bytes: int | None) -> str:
     of = known if available_bytes is None else f" of {format_bytes(available_bytes)}"
     lines.append(f"  host memory  {format_bytes(host_bytes)}{of}")
     return "\n".join(lines)
+
+
+def describe_details(result: PlanResult, available_bytes: int | None) -> Iterator[str]:
+    """The plan and its arithmetic, part by part; `available_bytes` as in `describe_verdict`."""
+    request, config, host_bytes = result.request, result.request.config, result.host_estimate.total
+    if request.machine.num_replicas > 1:
+        yield describe_replicas(request)
+    yield describe_stages(result.plan, request.shape)
+    if request.machine.on_cpu:
+        yield "no step is predicted for CPUs; name a GPU to plan for with --card"
+    else:
+        yield describe_gpus(result)
+        yield describe_step(result)
+        if result.profile is not None and result.profile.replicas is not None:
+            yield f"  {describe_traffic(result)}"
+        if config.data.packing in (Packing.AUTO, Packing.ON):
+            yield f"  {ROWS_AS_PLANNED}"
+    yield f"host memory: {format_bytes(host_bytes)} = {result.host_estimate.describe()}"
+    if (pipelines := request.machine.replicas_per_node) > 1:
+        together = format_bytes(pipelines * host_bytes)
+        yield f"  {pipelines} pipelines on each node: {together} of each node's host memory together"
+    if available_bytes is not None and (short := describe_short_host(result)) is not None:
+        yield f"  {short}"
+    if config.saving.is_on:
+        need = estimate_checkpoint(request, result.plan, has_optimizer=not config.saving.save_only_model)
+        yield need.describe(None if available_bytes is None else available_bytes - host_bytes, None)
 
 
 def describe_short_host(result: PlanResult) -> str | None:

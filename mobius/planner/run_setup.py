@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -233,18 +234,10 @@ def complete_run_setup(draft: RunSetup, config: Config, *, packed: PackedRows | 
 
 
 def make_run_setup(
-    config: Config,
-    ranks: Ranks,
-    model_config: PretrainedConfig,
-    *,
-    saved: SavedPlan | None = None,
-    packed: PackedRows | None = None,
-    replica_rendezvous: Rendezvous | None = None,
+    config: Config, ranks: Ranks, model_config: PretrainedConfig, *, packed: PackedRows | None = None, **more: Any
 ) -> RunSetup:
     """Draft and complete the plan of a run at once; arguments and errors are those of both."""
-    draft = draft_run_setup(
-        config, ranks, model_config, saved=saved, packed=packed, replica_rendezvous=replica_rendezvous
-    )
+    draft = draft_run_setup(config, ranks, model_config, packed=packed, **more)
     return complete_run_setup(draft, config, packed=packed)
 
 
