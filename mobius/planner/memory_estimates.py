@@ -248,7 +248,7 @@ def activation_bytes(request: PlanRequest, plan: Plan, rank: int, layer: LayerBy
     return {
         "inputs": most.inputs,
         "saved_activations": most.saved_activations,
-        "messages": most.messages + request.rules.sharding.received_bytes,
+        "messages": most.messages + request.sizes.received_bytes,
         "working_set": most.work,
         "libraries": LIBRARY_BYTES
         + (STEP_BYTES_PER_TOKEN * request.step_tokens if ends else 0)

@@ -288,8 +288,8 @@ class Traffic:
         assert profile.replicas is not None, "there are replicas"
         rate = profile.replicas.together
         trained = [cut.num_trained(result.request.shape) for cut in result.plan.cuts]
-        reduced = sum(map(rules.sharding.reduce_bytes, trained)) / rate
-        gathered = sum(map(rules.sharding.remote_size, trained)) * rules.weight_bytes / rate
+        reduced = sum(map(rules.sizes.reduce_bytes, trained)) / rate
+        gathered = sum(map(rules.sizes.remote_size, trained)) * rules.sizes.weight / rate
         return cls(reduced, gathered, max(0.0, result.step_seconds - seconds_with_link(result, NO_LINK)))
 
     @property

@@ -1,4 +1,4 @@
-"""Traffic between replicas in a step: its bytes, its rates, and when it overlaps computation.
+"""Traffic between replicas in a step: its rates, and when it overlaps computation.
 
     compute       last backward of s  | backward of the next stage ..        | next step: forward of s
     reduce                            | sums of s to their owners
@@ -11,9 +11,6 @@ The two sums of a rank take turns: a stage's backward begins when the stage befo
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from mobius.limits import REDUCE_CHUNK_ELEMENTS, largest_shard
-from mobius.planner.state_bytes import SUM_BYTES
 
 NODE_LINK = 12.5
 """GB/s of a node's link to the others, in each direction, where nobody has said or measured it: 100 Gbit/s."""
@@ -52,30 +49,3 @@ def link_of_nodes(rates: ReplicaRates, *, num_replicas: int, num_nodes: int) -> 
     """Bytes per second of a node's link that give these rates to all ranks at once; the inverse of `rates_of_nodes`."""
     own = num_replicas // num_nodes
     return rates.together * own * (num_replicas - own) / (num_replicas - 1)
-
-
-@dataclass(frozen=True)
-class ReplicaSharding:
-    """How many replicas share a stage, and bytes per parameter of what they give each other."""
-
-    num_replicas: int = 1
-    reduced: int = SUM_BYTES
-    """Gradients: 4, or 2 where they travel in bf16."""
-
-    def shard_size(self, parameters: int) -> int:
-        """Parameters of a stage that this replica updates."""
-        return largest_shard(parameters, self.num_replicas)
-
-    def remote_size(self, parameters: int) -> int:
-        """Parameters that the others update: so many gradients go out and come in, and so many weights come in."""
-        return parameters - self.shard_size(parameters)
-
-    @property
-    def received_bytes(self) -> int:
-        """Bytes of GPU memory for gradients on their way; bf16 ones are cast when they go and when they come."""
-        parts = 0 if self.num_replicas == 1 else 1 if self.reduced == SUM_BYTES else 2
-        return parts * SUM_BYTES * REDUCE_CHUNK_ELEMENTS
-
-    def reduce_bytes(self, parameters: int) -> int:
-        """Bytes of a stage's gradients that leave a rank, and as many come."""
-        return self.reduced * self.remote_size(parameters)

@@ -14,7 +14,7 @@ from mobius.config.config import Compile, Config, Dtype, Order, Recompute, Reduc
 from mobius.limits import NUM_INCOMING_EDGES, NUM_MAILBOXES
 from mobius.planner.gpu_specs import GpuSpec, Host
 from mobius.planner.peak_memory import estimate_layer
-from mobius.planner.replica_traffic import NODE_LINK, ReplicaSharding
+from mobius.planner.replica_traffic import NODE_LINK
 from mobius.planner.stage_costs import StepRules
 from mobius.planner.state_bytes import SUM_BYTES, ByteSizes
 from mobius.schedule.packed_rows import PackedRows
@@ -282,6 +282,7 @@ class PlanRequest:
             has_fp32_gradients=self.config.pipeline.fp32_gradients or self.shape.keeps_trained_on_gpu,
             has_partial_sums=self.candidate.has_partial_sums,
             num_replicas=self.machine.num_replicas,
+            reduced=2 if self.config.pipeline.reduce_dtype is ReduceDtype.BF16 else SUM_BYTES,
         )
 
     @property
@@ -382,17 +383,15 @@ class PlanRequest:
     def rules(self) -> StepRules:
         """How the runtime goes about a step."""
         config = self.config
-        sent = 2 if config.pipeline.reduce_dtype is ReduceDtype.BF16 else SUM_BYTES
+
         return StepRules(
             clips=config.optim.max_grad_norm > 0 or config.model.dtype is Dtype.FP16,
             message_bytes=self.message_bytes,
             overlaps_optimizer=config.pipeline.overlap_optimizer,
-            weight_bytes=self.sizes.weight,
-            gradient_bytes=self.sizes.gradient,
+            sizes=self.sizes,
             is_tied=self.shape.is_tied and (self.shape.trained is None or self.shape.trained.embedding > 0),
             attention_bytes=self.attention_bytes,
             product_bytes=self.product_bytes,
-            sharding=ReplicaSharding(self.machine.num_replicas, sent),
         )
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mobius.planner.profile import Profile
-from mobius.planner.replica_traffic import ReplicaSharding
+from mobius.planner.state_bytes import ByteSizes
 from mobius.schedule.action import Action, ActionKind
 from mobius.schedule.partition import ModelShape, StageCut
 from mobius.schedule.plan import Plan
@@ -82,17 +82,14 @@ class StepRules:
     message_bytes: int
     """Bytes of an activation [B, L, H]."""
     overlaps_optimizer: bool = True
-    weight_bytes: int = 2
-    gradient_bytes: int = 2
-    """Bytes per parameter on their way to the host."""
+    sizes: ByteSizes = field(default_factory=ByteSizes)
+    """Bytes per parameter, and how replicas share the stages."""
     is_tied: bool = False
     """Whether the first and the last stage are updated after the step also without clipping."""
     attention_bytes: int = 0
     """Bytes of attention's result for a layer and microbatch, if it is saved."""
     product_bytes: int = 0
     """Bytes of all that a layer's products need of a microbatch."""
-    sharding: ReplicaSharding = field(default_factory=ReplicaSharding)
-    """How replicas share the stages."""
 
     def offloaded_bytes(self, cost: StageCost, *, offloads_all: bool) -> int:
         """Bytes that the layers of a stage offload per microbatch: inputs to recompute from, or products."""

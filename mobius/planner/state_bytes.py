@@ -8,9 +8,10 @@ gradients, rest of the master, moments   1/R, for the elements that this replica
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from mobius.config.config import Dtype
-from mobius.limits import largest_shard
+from mobius.limits import REDUCE_CHUNK_ELEMENTS, largest_shard
 
 MOMENTS_BYTES = 8
 """The two fp32 moments of AdamW, per parameter."""
@@ -22,30 +23,43 @@ SUM_BYTES = 4
 class ByteSizes:
     """Bytes per parameter of each part of a stage's training state."""
 
-    weight: int
+    weight: int = 2
     """The working copy: 2 for bf16 and fp16, 4 for fp32."""
-    gradient: int
+    gradient: int = 2
     """Summed gradient: as the weight, or 4 if gradients are fp32."""
-    remainder: int
+    remainder: int = 2
     """Rest of the fp32 master weight: 2 with bf16, which is its upper half, 4 with fp16."""
     has_partial_sums: bool = False
     """Whether fp32 sums are stored while unfinished: in place of gradients on the host, or in a resident stage."""
     num_replicas: int = 1
     """Pipelines that share gradients and optimizer state."""
+    reduced: int = SUM_BYTES
+    """A gradient on its way to another replica: 4, or 2 in bf16."""
 
     @classmethod
-    def of(
-        cls,
-        dtype: Dtype,
-        *,
-        has_fp32_gradients: bool = False,
-        has_partial_sums: bool = False,
-        num_replicas: int = 1,
-    ) -> ByteSizes:
-        """Return the sizes of a run in `dtype`."""
+    def of(cls, dtype: Dtype, *, has_fp32_gradients: bool = False, **more: Any) -> ByteSizes:
+        """Return the sizes of a run in `dtype`, with `more` fields."""
         weight = 4 if dtype is Dtype.FP32 else 2
         remainder = {Dtype.BF16: 2, Dtype.FP16: 4, Dtype.FP32: 0}[dtype]
-        return cls(weight, 4 if has_fp32_gradients else weight, remainder, has_partial_sums, num_replicas)
+        return cls(weight, 4 if has_fp32_gradients else weight, remainder, **more)
+
+    def shard_size(self, parameters: int) -> int:
+        """Parameters of a stage that this replica updates."""
+        return largest_shard(parameters, self.num_replicas)
+
+    def remote_size(self, parameters: int) -> int:
+        """Parameters that the others update: so many gradients go out and come in, and so many weights come in."""
+        return parameters - self.shard_size(parameters)
+
+    def reduce_bytes(self, parameters: int) -> int:
+        """Bytes of a stage's gradients that leave a rank, and as many come."""
+        return self.reduced * self.remote_size(parameters)
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of GPU memory for gradients on their way; bf16 ones are cast when they go and when they come."""
+        parts = 0 if self.num_replicas == 1 else 1 if self.reduced == SUM_BYTES else 2
+        return parts * SUM_BYTES * REDUCE_CHUNK_ELEMENTS
 
     @property
     def per_optimizer(self) -> int:
@@ -54,24 +68,21 @@ class ByteSizes:
 
     def optimizer(self, trained: int) -> int:
         """Return the bytes of a stage's optimizer state, for `trained` parameters."""
-        return self.per_optimizer * largest_shard(trained, self.num_replicas)
+        return self.per_optimizer * self.shard_size(trained)
 
     def host(self, trained: int, *, frozen: int = 0) -> int:
         """Return the host bytes of a streamed stage: weights, gradients or sums, and optimizer state.
 
         Sums, if any, take the place of gradients.
         """
-        gradients = self.gradient * largest_shard(trained, self.num_replicas)
+        gradients = self.gradient * self.shard_size(trained)
         waiting = SUM_BYTES * trained if self.has_partial_sums else gradients
         return self.weight * (trained + frozen) + waiting + self.optimizer(trained)
 
     def resident(self, trained: int, *, keeps_gradients: bool) -> int:
         """Return the GPU bytes of a resident stage: weights, optimizer state, and gradients or sums it holds."""
-        return (
-            self.weight * trained
-            + self.optimizer(trained)
-            + self.resident_gradient_bytes(trained, keeps_gradients=keeps_gradients)
-        )
+        gradients = self.resident_gradient_bytes(trained, keeps_gradients=keeps_gradients)
+        return self.weight * trained + self.optimizer(trained) + gradients
 
     def accumulates_in_place(self, *, keeps_gradients: bool) -> bool:
         """Whether a resident stage has its own fp32 sum and does not use the one shared by the rank's stages."""
@@ -81,5 +92,5 @@ class ByteSizes:
         """Return the GPU bytes of a resident stage's own gradients and sums."""
         in_place = self.accumulates_in_place(keeps_gradients=keeps_gradients)
         has_copy = self.num_replicas > 1 or (keeps_gradients and not in_place)
-        gradients = self.gradient * largest_shard(trained, self.num_replicas)
+        gradients = self.gradient * self.shard_size(trained)
         return SUM_BYTES * trained * in_place + gradients * has_copy

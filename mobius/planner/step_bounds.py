@@ -58,7 +58,7 @@ def _compute_seconds(plan: Plan, costs: Sequence[StageCost], rank: int) -> float
 
 def _end_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, rules: StepRules, rank: int) -> float:
     """Seconds that a GPU takes to end the gradients of its stages, and to update those that it updates."""
-    if rules.sharding.num_replicas > 1:
+    if rules.sizes.num_replicas > 1:
         return 0.0
     own = [costs[stage] for stage in plan.local_stages(rank)]
     updated = sum(cost.parameters for cost in own if cost.updates_on_gpu)
@@ -73,13 +73,13 @@ def _copy_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, rule
     for rank in range(plan.num_ranks):
         streamed = [costs[stage] for stage in plan.streamed_stages(rank)]
         loaded = sorted(
-            rules.sharding.shard_size(cost.parameters if cost.loaded is None else cost.loaded) for cost in streamed
+            rules.sizes.shard_size(cost.parameters if cost.loaded is None else cost.loaded) for cost in streamed
         )
         # A round loads for forward and for backward but what may stay in the slots at either turn.
         travelling = sum(loaded[: len(loaded) - plan.slots[rank]])  # nothing with a slot for each
-        down[rank] = rules.weight_bytes * max(sum(loaded), 2 * rounds * travelling)
+        down[rank] = rules.sizes.weight * max(sum(loaded), 2 * rounds * travelling)
         trained = [cost.parameters for cost in streamed if not cost.keeps_trained_on_gpu]
-        up[rank] = rules.gradient_bytes * sum(map(rules.sharding.shard_size, trained))
+        up[rank] = rules.sizes.gradient * sum(map(rules.sizes.shard_size, trained))
         for stage in plan.offloaded_activation_stages.intersection(plan.local_stages(rank)):
             whole = plan.num_offloaded_microbatches * rounds
             saved = whole * rules.offloaded_bytes(costs[stage], offloads_all=True)
@@ -99,7 +99,7 @@ def _update_seconds(
     """Seconds of all updates on CPUs; with clipping also of what computes after those of a rank's first stages."""
     together = plan.num_ranks * max(profile.cpu_adamw_together, 1e-9)
     updated = [
-        [0 if cost.updates_on_gpu else rules.sharding.shard_size(cost.parameters) for cost in own]
+        [0 if cost.updates_on_gpu else rules.sizes.shard_size(cost.parameters) for cost in own]
         for own in (costs[rank :: plan.num_ranks] for rank in range(plan.num_ranks))
     ]
     seconds = sum(map(sum, updated)) / together

@@ -126,7 +126,7 @@ class StepTasks:
         self.step_ends: list[Task] = []
         self.flows = shared_bandwidth(profile, schedule.spec.num_ranks)
         self._is_described, self._last_backward = is_described, schedule.spec.last_backward
-        self._is_shared = rules.sharding.num_replicas > 1
+        self._is_shared = rules.sizes.num_replicas > 1
         self._actions = [list(self._played(actions)) for actions in schedule.actions]
         self._messages: dict[MessageKey, Task] = {}
         self._gradient_offloads: dict[int, Task] = {}
@@ -254,14 +254,14 @@ class StepTasks:
     def _reduce(self, rank: int, stage: int, done: Task) -> Task:
         """Sum a stage's gradients over the replicas while the next stage computes (engine/reductions.py)."""
         state = self.ranks[rank]
-        flow = self.flows.between_replicas(rank, self.rules.sharding.reduce_bytes(self.costs[stage].parameters))
+        flow = self.flows.between_replicas(rank, self.rules.sizes.reduce_bytes(self.costs[stage].parameters))
         task = self._task((Lane.REDUCE, rank), flow, [done], name=f"R{stage}")
         state.reductions = [*state.reductions[1 - MIN_GRADIENT_SUMS :], task]
         return task
 
     def _gather(self, rank: int, stage: int, slot: _Slot, load: Task) -> Task:
         """Bring the weights that other replicas have updated to the GPU and, for later loads, to the host."""
-        num_bytes = self.rules.sharding.remote_size(self.costs[stage].parameters) * self.rules.weight_bytes
+        num_bytes = self.rules.sizes.remote_size(self.costs[stage].parameters) * self.rules.sizes.weight
         flow = self.flows.between_replicas(rank, num_bytes)
         state = self.ranks[rank]
         needs = [task for task in (load, state.gathered) if task is not None]  # all replicas gather in the loads' order
@@ -280,8 +280,8 @@ class StepTasks:
         cost = self.costs[stage]
         loaded = cost.parameters if cost.loaded is None else cost.loaded
         gathers = stage in state.updated
-        loaded -= self.rules.sharding.remote_size(cost.parameters) if gathers else 0
-        flow = self.flows.load(rank, loaded * self.rules.weight_bytes)
+        loaded -= self.rules.sizes.remote_size(cost.parameters) if gathers else 0
+        flow = self.flows.load(rank, loaded * self.rules.sizes.weight)
         slot.stage = stage
         load = self._task((Lane.LOAD, rank), flow, needs, name=f"L{stage}")
         state.loads[stage] = self._gather(rank, stage, slot, load) if gathers else load
@@ -294,8 +294,8 @@ class StepTasks:
         slot.stage, slot.free = None, last
         if not state.last_is_backward[stage] or self.costs[stage].keeps_trained_on_gpu:
             return
-        owned = self.rules.sharding.shard_size(self.costs[stage].parameters)
-        flow = self.flows.offload(rank, owned * self.rules.gradient_bytes)
+        owned = self.rules.sizes.shard_size(self.costs[stage].parameters)
+        flow = self.flows.offload(rank, owned * self.rules.sizes.gradient)
         copied = slot.free = self._task((Lane.OFFLOAD, rank), flow, [last], name=f"O{stage}")
         self._gradient_offloads[stage] = copied
         if self._updates_at_once(stage) and self.rules.overlaps_optimizer:
@@ -357,18 +357,18 @@ class StepTasks:
 
     def _update_on_gpu(self, rank: int, stage: int) -> None:
         state, parameters = self.ranks[rank], self.costs[stage].parameters
-        seconds = self.rules.sharding.shard_size(parameters) / self.profile.gpu_adamw
+        seconds = self.rules.sizes.shard_size(parameters) / self.profile.gpu_adamw
         if not self._is_shared:
             self._compute(rank, f"U{stage}", seconds)
         elif parameters:  # after its reduction, on the same stream
             needs = [task for task in (state.last_of_stage.get(stage), state.begin) if task is not None]
             update = self._task((Lane.REDUCE, rank), seconds, needs, name=f"U{stage}")
-            num_bytes = self.rules.sharding.remote_size(parameters) * self.rules.weight_bytes
+            num_bytes = self.rules.sizes.remote_size(parameters) * self.rules.sizes.weight
             flow = self.flows.between_replicas(rank, num_bytes)
             state.updates[stage] = self._task((Lane.REDUCE, rank), flow, [update], name=f"G{stage}")
 
     def _update_on_host(self, rank: int, stage: int, needs: Sequence[Task]) -> None:
-        left = self.rules.sharding.shard_size(self.costs[stage].parameters)
+        left = self.rules.sizes.shard_size(self.costs[stage].parameters)
         if self._is_shared and left:
             self.ranks[rank].updated.add(stage)
         while left > 0:

@@ -29,10 +29,11 @@ from mobius.planner.memory_estimates import (
 from mobius.planner.plan_file import ModelDigest, SavedPlan, check_saved_plan, read_plan
 from mobius.planner.plan_table import Traffic, describe_replicas
 from mobius.planner.profile import CopyRates, Profile
-from mobius.planner.replica_traffic import ReplicaRates, ReplicaSharding, rates_of_nodes
+from mobius.planner.replica_traffic import ReplicaRates, rates_of_nodes
 from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.solver import PlanResult, solve
 from mobius.planner.stage_costs import StageCost, StepRules
+from mobius.planner.state_bytes import ByteSizes
 from mobius.planner.step_prediction import simulate_steps
 from mobius.schedule.build import build_schedule
 from mobius.schedule.plan import Plan
@@ -219,7 +220,7 @@ def step(
     """Seconds of a step of four stages on one rank, each a second forward and two back, the last three back."""
     inner = StageCost(1, 2, PARAMETERS, is_resident=resident)
     costs = [inner] * 3 + [StageCost(0, 3, PARAMETERS, is_resident=resident)]
-    rules = StepRules(clips=clips, message_bytes=0, sharding=ReplicaSharding(num_replicas))
+    rules = StepRules(clips=clips, message_bytes=0, sizes=ByteSizes(num_replicas=num_replicas))
     slots = 0 if resident else 4
     schedule = build_schedule(spec_of(1, 4, 1, slots, frozenset(range(4)) if resident else frozenset()))
     return simulate_steps(schedule, costs, plain(link, updates=updates), rules, num_steps=4).step_seconds
@@ -248,11 +249,11 @@ def test_each_host_updates_its_share() -> None:
 
 
 def test_gradients_in_two_bytes_take_half_of_the_link() -> None:
-    assert ReplicaSharding(2).reduce_bytes(800) == 1600
-    assert ReplicaSharding(4, 2).reduce_bytes(800) == 2 * 600
+    assert ByteSizes(num_replicas=2).reduce_bytes(800) == 1600
+    assert ByteSizes(num_replicas=4, reduced=2).reduce_bytes(800) == 2 * 600
     shape, machine = find_published_shape("7b"), Machine(4, GPU_SPECS["H200"], num_replicas=2, num_nodes=2)
-    assert request_of(shape, machine).rules.sharding == ReplicaSharding(2)
-    assert request_of(shape, machine, reduce_dtype=ReduceDtype.BF16).rules.sharding == ReplicaSharding(2, 2)
+    assert request_of(shape, machine).sizes.reduced == 4
+    assert request_of(shape, machine, reduce_dtype=ReduceDtype.BF16).sizes.reduced == 2
 
 
 def test_what_pipelines_of_a_node_send_each_other_does_not_leave_it() -> None:
