@@ -1,20 +1,34 @@
 """Compiled layers compute what eager ones do, share one graph, and step aside when they cannot be compiled."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from harness.block_case import BlockCase, assert_near
 from harness.pipelines import make_model
+from torch import nn
 from torch._dynamo.utils import counters
 
+from mobius.models.block_autograd import Block
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
+from mobius.models.compiled import CompiledModule
 
 CPU = torch.device("cpu")
 LENGTH = 8
 
 
-def test_one_graph_per_grad_mode_serves_all_layers_and_gives_eager_gradients() -> None:
+COMPILERS = ["none", pytest.param("inductor", marks=pytest.mark.extended)]
+"""With none graphs run as they were traced. The compiler takes twenty seconds for the graphs of a layer; in a usual run
+it compiles those of a smaller module, below, and of the loss, in test_loss.py."""
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_one_graph_per_grad_mode_serves_all_layers_and_gives_eager_gradients(
+    compiler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if compiler == "none":
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     counters.clear()
     model = make_model("llama")
@@ -37,14 +51,15 @@ def test_one_graph_per_grad_mode_serves_all_layers_and_gives_eager_gradients() -
     assert counters["stats"]["unique_graphs"] == 2  # with and without gradients, not one per layer
 
 
+@pytest.mark.parametrize("compiler", COMPILERS)
 def test_graphs_of_forward_and_backward_serve_all_layers_and_give_autograds_gradients(
-    monkeypatch: pytest.MonkeyPatch,
+    compiler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compile_graph, graphs = torch._inductor.compile, list[torch.fx.GraphModule]()
 
     def count(graph: torch.fx.GraphModule, inputs: Any) -> object:
         graphs.append(graph)
-        return compile_graph(graph, inputs)
+        return graph if compiler == "none" else compile_graph(graph, inputs)
 
     monkeypatch.setattr(torch._inductor, "compile", count)
     model = make_model("llama")
@@ -59,6 +74,24 @@ def test_graphs_of_forward_and_backward_serve_all_layers_and_give_autograds_grad
         assert_near(case.kept(), case.by_autograd(), share=1e-4)
         assert_near([case.forward()], case.by_autograd()[:1], share=1e-4)
     assert len(graphs) == 1 + 2 + 1
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(inputs) * self.weight
+
+
+def test_what_the_compiler_makes_of_graphs_gives_autograds_gradients() -> None:
+    module = Scaled()
+    block = Block("layer.", module, {"weight": (8,)}, graphs=CompiledModule(module, name="layers"))
+    case = BlockCase(block, {"layer.weight": torch.rand(8)}, torch.randn(2, 8), {}, torch.randn(2, 8))
+    assert_near(case.recomputed(), case.by_autograd()[1:], share=1e-5)
+    assert_near(case.kept(), case.by_autograd(), share=1e-5)
+    assert not block.graphs._is_broken
 
 
 def test_a_layer_that_cannot_be_compiled_runs_eagerly_and_a_line_says_so(
