@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,8 @@ from harness.forked import Ranks
 COMMANDS = all_commands()
 RUN = [command for command in COMMANDS if not command.needs and "scripts/simulate.py" not in command.text]
 """What simulate.py does has tests of its own; scripts/run_docs runs it as it is printed."""
-TRAINS = re.compile(r"bash train\.sh |python scripts/convert_checkpoint\.py |.*--model_path 70b ")
-"""Commands that take many seconds, or what those leave; README's run, and all in scripts/run_docs."""
+LONG = re.compile(r"bash train\.sh |python scripts/convert_checkpoint\.py |.*--model_path (70b|14b .* --num_ranks 4) ")
+"""Commands that take many seconds, or what those leave; scripts/run_docs runs them all."""
 CHECKED = [command for command in COMMANDS if command.needs]
 
 
@@ -43,11 +44,7 @@ def test_documents_have_commands_of_both_kinds_and_show_output() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(
-            command,
-            id=command.text,
-            marks=[pytest.mark.extended] if TRAINS.match(command.text) and "README" not in command.place else [],
-        )
+        pytest.param(command, id=command.text, marks=[pytest.mark.extended] if LONG.match(command.text) else [])
         for command in RUN
     ],
 )
@@ -59,6 +56,12 @@ def test_a_command_runs_as_printed(command: Command, scratch: Path, tmp_path: Pa
         options = shlex.split(command.text[program.end() :])
         run = Ranks("main", "main", options, num_ranks=1, folder=scratch, environment=environment(tmp_path))
         assert outcome_problems(command, run.wait(), run.output()) == []
+
+
+def test_the_first_run_of_readme_ends_well_also_with_fewer_steps(scratch: Path, tmp_path: Path) -> None:
+    (command,) = (each for each in RUN if each.text.startswith("bash train.sh ") and each.place.startswith("README"))
+    few_steps = replace(command, text=f"{command.text} --num_iterations 3")
+    assert run_problems(few_steps, scratch, tmp_path) == []
 
 
 @pytest.mark.parametrize("command", CHECKED, ids=lambda command: command.text)

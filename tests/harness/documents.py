@@ -61,9 +61,10 @@ def all_commands() -> list[Command]:
     found: dict[str, Command] = {}
     for path in DOCUMENTS:
         for command in commands_of(path.read_text(encoding="utf-8"), str(path.relative_to(ROOT))):
-            known = found.get(command.text)
+            words = " ".join(command.text.split())
+            known = found.get(words)
             if known is None or (command.shown and not known.shown) or (known.needs and not command.needs):
-                found[command.text] = command
+                found[words] = command
     return list(found.values())
 
 
@@ -157,7 +158,7 @@ def in_fresh_shell(block: Sequence[Command], folder: Path, cache: Path, *, has_g
 
 def make_scratch(place: Path) -> None:
     """Copy the project to `place` as a user has it, with this environment, and with the trace of a run."""
-    left_out = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "tests")
+    left_out = shutil.ignore_patterns(".git", ".venv", ".*_cache", "tests")
     shutil.copytree(ROOT, place, ignore=left_out)
     shutil.rmtree(place / "output", ignore_errors=True)
     (place / ".venv").symlink_to(ROOT / ".venv")
