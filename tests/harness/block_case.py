@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from harness.grids import named
 from harness.pipelines import CPU, FAMILIES
 from torch import Tensor
 from transformers import (
@@ -100,6 +101,8 @@ _PACKED_ONLY: dict[str, Callable[[], PretrainedConfig]] = {
     # Capped scores, which dense attention of transformers refuses in the fast way.
     "gemma2": lambda: Gemma2Config(**_TINY, head_dim=16, sliding_window=4, attn_logit_softcapping=2.0),
 }
+FAMILIES_OF_LAYERS = named({family: family for family in FAMILIES}, on_demand=["llama-tied", "gemma3-softcap"])
+"""The last two have the layers of llama and gemma3: a tied matrix and a cap of logits are outside of them."""
 CUT_FAMILIES = {**FAMILIES, **_OTHERS}
 CUT_FAMILIES_PACKED = {**CUT_FAMILIES, **_PACKED_ONLY}
 

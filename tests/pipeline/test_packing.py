@@ -10,6 +10,7 @@ from itertools import product
 import harness.pipelines
 import pytest
 import torch
+from harness.block_case import FAMILIES_OF_LAYERS
 from harness.packed_rows import LENGTH, ROWS, assert_no_leaks, documents_alone, make_packed_batch
 from harness.pipelines import FAMILIES, Pipeline, Step, assert_near, make_model
 from torch.fx import GraphModule
@@ -57,7 +58,7 @@ def alone(family: str, num_microbatches: int) -> tuple[PreTrainedModel, StepBatc
 
 @pytest.mark.grid
 @pytest.mark.parametrize("keeps_graphs", [False, True])
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", FAMILIES_OF_LAYERS)
 def test_no_document_sees_another_one(family: str, keeps_graphs: bool) -> None:
     """Not a bit of their outputs, losses and gradients of inputs, whichever token of a document changes."""
     assert_no_leaks(make_model(family, 6), keeps_graphs=keeps_graphs)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.block_case import BlockCase, assert_near
+from harness.block_case import FAMILIES_OF_LAYERS, BlockCase, assert_near
 from harness.pipelines import FAMILIES
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -62,7 +62,7 @@ def assert_equal(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES_OF_LAYERS)
 def test_the_graph_of_each_family_computes_the_bits_of_autograd(
     uncompiled: list[torch.fx.GraphModule], family: str
 ) -> None:
@@ -74,7 +74,7 @@ def test_the_graph_of_each_family_computes_the_bits_of_autograd(
     assert_equal(actual, case.by_autograd()[1:])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES_OF_LAYERS)
 def test_the_graph_of_a_forward_computes_its_bits(uncompiled: list[torch.fx.GraphModule], family: str) -> None:
     case = with_graphs(layer_of(family))
 
@@ -85,7 +85,7 @@ def test_the_graph_of_a_forward_computes_its_bits(uncompiled: list[torch.fx.Grap
     assert not output.requires_grad
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES_OF_LAYERS)
 def test_kept_activations_give_autograds_gradients(uncompiled: list[torch.fx.GraphModule], family: str) -> None:
     case = with_graphs(layer_of(family))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.block_case import BlockCase
+from harness.block_case import FAMILIES_OF_LAYERS, BlockCase
 from harness.live_bytes import LiveBytes
 from harness.pipelines import FAMILIES
 from torch import Tensor, nn
@@ -80,7 +80,7 @@ ONLY_BACKWARD = {"mm": 7, "_scaled_dot_product_flash_attention_for_cpu_backward"
 
 @pytest.mark.grid
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES_OF_LAYERS)
 def test_the_graphs_of_each_family_give_the_bits_of_everything_kept_and_run_no_product_again(
     uncompiled: list[torch.fx.GraphModule], family: str, dtype: torch.dtype
 ) -> None:
@@ -95,7 +95,7 @@ def test_the_graphs_of_each_family_give_the_bits_of_everything_kept_and_run_no_p
 
 @pytest.mark.grid
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES_OF_LAYERS)
 def test_an_eager_layer_gives_the_bits_of_everything_kept_and_of_a_recomputed_one(
     family: str, dtype: torch.dtype
 ) -> None:
@@ -119,7 +119,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES_OF_LAYERS)
 def test_the_backward_of_an_eager_layer_runs_no_product_again(family: str) -> None:
     case = layer_of(ModelParts(FAMILIES[family](), CPU), torch.float32, in_graphs=False)
     graph = run_with_graph(case.block, case.weights, case.hidden, case.arguments, RecomputeLevel.ELEMENTWISE)
