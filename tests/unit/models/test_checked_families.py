@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,6 +42,12 @@ OWN_VERSION = pytest.mark.skipif(
 ROUTERS_NOT_DRAWN = ("qwen3_5_moe_text", "qwen3_next")
 """Families of which transformers draws a router's weights with the layer's, not by itself."""
 APERTUS = ("apertus", "apertus1p5_text")
+
+
+@cache
+def parts_of(family: str) -> ModelParts:
+    """A tiny model's parts, which are the same for several tests and which none changes."""
+    return ModelParts(tiny_config(family), CPU)
 
 
 def load(folder: Path) -> transformers.PretrainedConfig:
@@ -88,7 +95,7 @@ def test_a_supported_family_is_loaded_and_taken_apart_with_all_its_parameters(tm
 @pytest.mark.parametrize("family", CHECKED.supported)
 def test_weight_decay_leaves_alone_what_the_trainer_leaves_alone_and_all_other_vectors(family: str) -> None:
     """The Trainer goes by names: it decays norms that are named `post_norm1`, and vectors of which it knows no name."""
-    parts = ModelParts(tiny_config(family), CPU)
+    parts = parts_of(family)
     no_weight_decay = frozenset[str]().union(*(block.no_weight_decay_names() for block in parts.blocks))
     named = parts.model.named_parameters(remove_duplicate=False)
     names = {name for name, parameter in named if parameter.requires_grad}
@@ -120,7 +127,7 @@ def test_norms_of_two_dimensions_are_not_decayed() -> None:
 @OWN_VERSION
 @pytest.mark.parametrize("family", CHECKED.supported)
 def test_fresh_weights_of_a_supported_family_are_drawn_or_refused(family: str) -> None:
-    parts = ModelParts(tiny_config(family), CPU)
+    parts = parts_of(family)
     source = InitialWeights(parts, seed=1)
     if family in APERTUS:  # its activation's parameters are as their constructor makes them
         with pytest.raises(

@@ -30,6 +30,17 @@ def train(run: Run, *options: str) -> None:
     run(*LORA.split(), *options)
 
 
+@pytest.fixture
+def trained(run: Run, workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The folder `out` of the run of LORA, which is trained once for all tests."""
+    adapter = tmp_path_factory.getbasetemp() / "trained adapter"
+    if not adapter.exists():
+        train(run)
+        shutil.copytree("out", adapter)
+    else:
+        shutil.copytree(adapter, "out")
+
+
 def base_model(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained("model", dtype=dtype)
 
@@ -102,8 +113,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(run: Run, workplace: 
         assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
 
 
+@pytest.mark.usefixtures("trained")
 def test_a_run_goes_on_with_other_stages_and_residency(run: Run, workplace: Path) -> None:
-    train(run)
     resume("out/checkpoint-3", "--save_dir", "resumed", "--num_stages", "4", "--resident_stages", "2")
 
     whole, resumed = (load_file(f"{folder}/adapter_model.safetensors") for folder in ("out", "resumed"))
@@ -121,8 +132,8 @@ def test_residency_changes_no_bit_of_what_is_trained(run: Run, workplace: Path) 
         assert all(torch.equal(value, other[name]) for name, value in first.items())
 
 
+@pytest.mark.usefixtures("trained")
 def test_an_adapter_is_trained_on(run: Run, workplace: Path) -> None:
-    train(run)
     more = ["--adapter_path", "out", "--save_dir", "more", "--save_results", "more.txt", "--learning_rate", "1e-30"]
     train(run, *more)
 
@@ -140,17 +151,17 @@ def test_an_adapter_is_trained_on(run: Run, workplace: Path) -> None:
         (["--additional_target", "norms"], "its targets are"),
     ],
 )
+@pytest.mark.usefixtures("trained")
 def test_an_adapter_of_another_shape_is_refused(run: Run, workplace: Path, options: list[str], told: str) -> None:
-    train(run)
     with pytest.raises(CheckpointError, match=f"(?i){told}"):
         train(run, "--adapter_path", "out", "--save_dir", "more", "--save_results", "more.txt", *options)
     assert not Path("more").exists()
 
 
+@pytest.mark.usefixtures("trained")
 def test_values_of_an_adapter_are_looked_at_like_those_of_a_model(
     run: Run, workplace: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    train(run)
     path = Path("out/adapter_model.safetensors")
     tensors = load_file(path)
     name = next(iter(tensors))
@@ -192,8 +203,8 @@ def test_an_adapter_of_another_base_is_refused(run: Run, workplace: Path) -> Non
         ({"lora_alpha": "x"}, "above 0"),
     ],
 )
+@pytest.mark.usefixtures("trained")
 def test_an_adapter_of_another_kind_is_refused(run: Run, workplace: Path, change: dict[str, object], told: str) -> None:
-    train(run)
     path = Path("out/adapter_config.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(MobiusError, match=told):
