@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from harness.forked import HANG_SECONDS, Ranks
-from harness.launched import is_alive
+from harness.launched import Launched, is_alive, ranks_of
 from harness.runs import command, environment, make_checkpoint, make_dataset
 from launch import free_port
 from started_ranks import wait_until
@@ -101,6 +101,24 @@ def in_step(number: int, folder: Path, *options: str) -> Iterator[tuple[subproce
         assert wait_until(lambda: not any(is_alive(rank) for rank in ranks), HANG_SECONDS)
 
 
+@contextmanager
+def launched_to_step(number: int, folder: Path) -> Iterator[Launched]:
+    """The same by a launcher and ranks that are forked."""
+    make_checkpoint(folder / "model")
+    make_dataset(folder / "data.jsonl")
+    words = ["--nproc_per_node", "2", "--master_port", str(free_port()), str(ROOT / "main.py"), "--device", "cpu"]
+    run = Launched([*words, *ENDLESS], folder, environment(folder / "cache"), forks_ranks=True)
+    try:
+        assert wait_until(lambda: f"step {number:>6}/100000" in run.output(), HANG_SECONDS), run.output()
+        ranks = ranks_of(run.pid)
+        assert len(ranks) == 2
+        yield run
+        assert wait_until(lambda: not any(is_alive(rank) for rank in ranks.values()), HANG_SECONDS)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+
+
 def forked_to_step(number: int, folder: Path, *options: str) -> Ranks:
     """Two ranks without a launcher, which are forked and have made `number` steps."""
     make_checkpoint(folder / "model")
@@ -116,7 +134,12 @@ def lines_of(ranks: Ranks, start: str) -> list[str]:
     for process in ranks.processes:
         process.join(HANG_SECONDS)
     assert [process.exitcode for process in ranks.processes] == [130, 130], ranks.output()
-    lines = [line for line in ranks.output().splitlines() if line and not line.startswith("step ")]
+    return lines_from(start, ranks.output())
+
+
+def lines_from(start: str, output: str) -> list[str]:
+    """Lines of an output from the first that begins so on, without those of steps."""
+    lines = [line for line in output.splitlines() if line and not line.startswith("step ")]
     return lines[next(number for number, line in enumerate(lines) if line.startswith(start)) :]
 
 
@@ -134,13 +157,28 @@ def test_ctrl_c_on_a_run_that_saves_nothing_leaves_one_line_on_the_screen(tmp_pa
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_after_the_step_and_tells_how_to_go_on(tmp_path: Path, number: signal.Signals) -> None:
-    if number is signal.SIGINT:
+@pytest.mark.parametrize(
+    ("number", "is_loaded"),
+    [
+        # The line quotes what was typed, which only processes have that were not forked.
+        pytest.param(signal.SIGINT, True, marks=pytest.mark.extended),
+        (signal.SIGINT, False),
+        (signal.SIGTERM, False),
+    ],
+)
+def test_a_signal_saves_after_the_step_and_tells_how_to_go_on(
+    tmp_path: Path, number: signal.Signals, is_loaded: bool
+) -> None:
+    if is_loaded:
         with in_step(3, tmp_path) as (process, _):
             os.killpg(process.pid, number)
             asked, saved, line = lines_after(process)
         assert process.returncode == 130
+    elif number is signal.SIGINT:
+        with launched_to_step(3, tmp_path) as run:
+            os.killpg(run.pid, number)
+            assert run.wait(HANG_SECONDS) == 130
+        asked, saved, line = lines_from("interrupted", run.output())
     else:  # as a scheduler's that reaches one process
         ranks = forked_to_step(3, tmp_path)
         assert ranks.processes[1].pid is not None
@@ -156,7 +194,7 @@ def test_a_signal_saves_after_the_step_and_tells_how_to_go_on(tmp_path: Path, nu
     begin = f"interrupted ({number.name}) after a step: the state is saved in {checkpoint}. To go on: "
     assert line.startswith(begin)
     words = shlex.split(line.removeprefix(begin))
-    if number is signal.SIGINT:
+    if is_loaded:
         assert words[0] == Path(sys.executable).name
         assert words[-4:-2] == ["--save_dir", "out"]
     assert words[-2:] == ["--resume_from_checkpoint", "true"]
@@ -188,6 +226,7 @@ def test_ctrl_c_again_leaves_at_once_without_a_checkpoint(tmp_path: Path) -> Non
     assert not list((tmp_path / "out").glob("checkpoint-*"))
 
 
+@pytest.mark.extended  # test_stops.py kills a launcher of ours
 def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model")
     make_dataset(tmp_path / "data.jsonl")

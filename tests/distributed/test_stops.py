@@ -191,7 +191,7 @@ def test_a_second_signal_ends_all_ranks_at_once(start: Starter, to: str) -> None
 
 
 def test_a_third_signal_kills_ranks_that_do_not_end(start: Starter) -> None:
-    run = start(LOADED, "60")
+    run = start(OURS, "60")
     for rank in range(2):
         os.kill(run.rank(rank), signal.SIGSTOP)
     # A thread that has not stopped yet would take the next signal first, and nothing would be pending.
@@ -260,7 +260,7 @@ def test_ranks_start_again_from_the_newest_checkpoint_but_not_after_a_signal(sta
 
 
 def test_restarts_come_to_an_end(start: Starter) -> None:
-    run = start([*LOADED, "--max_restarts", "1"], "0.5")
+    run = start([*OURS, "--max_restarts", "1"], "0.5")
     send(run, "rank 0", signal.SIGKILL)
     run.wait_until_ready()
     send(run, "rank 0", signal.SIGKILL)
