@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from harness.runs import make_checkpoint, make_dataset, with_kernel
+from harness.runs import (
+    assert_equal_tensors,
+    evaluations_of,
+    make_checkpoint,
+    make_dataset,
+    steps_of,
+    with_kernel,
+)
 
 from mobius.config.cli import parse_args
 from mobius.ranks import Ranks
@@ -59,6 +66,15 @@ def run(workplace: Path) -> Run:
         run_training(parse_args([*usual.split(), *arguments], num_ranks=1), Ranks(0, 1, 0))
 
     return start
+
+
+def assert_same_bits_of_runs(run: Run, one: Sequence[str], other: Sequence[str]) -> None:
+    """Train by each list of options, in folders of these names: steps, evaluations and all tensors are the same."""
+    for name, options in (("one", one), ("other", other)):
+        run(*options, "--save_dir", name, "--save_results", f"{name}.txt")
+    assert steps_of(Path("one")) == steps_of(Path("other"))
+    assert evaluations_of(Path("one")) == evaluations_of(Path("other"))
+    assert_equal_tensors(Path("one"), Path("other"))
 
 
 EIGHT = [

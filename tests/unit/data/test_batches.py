@@ -331,6 +331,7 @@ def test_a_line_says_how_full_rows_are_and_which_batch_keeps_the_samples_of_a_st
     assert packed(corpus, is_packed=False).describe(1) == "no packing: one sample in a row of 64 tokens, 75.0 % padding"
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("length", [9, 12, 16, 21, 32])
 @pytest.mark.parametrize("unit", [1, 2, 4, 6])
 def test_a_batch_that_is_said_to_keep_the_samples_of_a_step_does(length: int, unit: int) -> None:

@@ -68,6 +68,7 @@ CASES = [
 ]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("family", "batch", "rows"), CASES)
 def test_tiles_give_the_results_of_the_whole_layer(family: str, batch: int, rows: Rows | None) -> None:
     parts = ModelParts(config_of(family), CPU, packed_dtype=None if rows is None else torch.float32)
@@ -79,6 +80,7 @@ def test_tiles_give_the_results_of_the_whole_layer(family: str, batch: int, rows
             assert_near(run_layer(parts, case, tile_tokens).all, whole.all, share=share)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("batch", "rows"), BATCHES)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "cohere2"])
 def test_tiles_in_bf16_are_as_near_to_fp32_as_the_whole_layer(family: str, batch: int, rows: Rows | None) -> None:

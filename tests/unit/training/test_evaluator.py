@@ -69,6 +69,7 @@ def digest_of(memory: dict[int, StageMemory]) -> str:
     return digest.hexdigest()
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("kind", "num_ranks", "packing"),  # each kind with both numbers and both words
     [

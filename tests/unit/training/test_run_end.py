@@ -169,6 +169,7 @@ def test_what_is_no_whole_model_never_replaces_the_model_that_it_is_of(run: Run,
     assert sorted(path.name for path in (workplace / "out").iterdir()) == before
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("mask", [0o077, 0o022], ids=oct)
 @pytest.mark.parametrize("options", ["--val_size 4 --do_predict --max_new_tokens 2 --trace", "--use_lora --merge"])
 def test_all_that_a_run_leaves_follows_the_umask(run: Run, workplace: Path, mask: int, options: str) -> None:
