@@ -115,7 +115,7 @@ def _assert_close(actual: Tensor, expected: Tensor, name: str) -> None:
     ],
 )
 def test_overlaps_and_recomputing_change_no_bit(tmp_path: Path, clipping: str) -> None:
-    options = f"""--device cpu --bf16 --num_stages 8 --num_chunks 2 --batch_size 4 --seq_length 16 --num_iterations 6
+    options = f"""--device cpu --bf16 --num_stages 8 --num_chunks 2 --batch_size 4 --seq_length 16 --num_iterations 4
         --learning_rate 1e-3 {clipping}"""
     streamed = [
         f"--use_offload --{overlap} --{prefetch}"

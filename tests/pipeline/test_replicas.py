@@ -50,7 +50,7 @@ CASES = {
     "updates wait": Case(2, 1, f"{CLIPPED} --no_overlap_optimizer --no_prefetch"),
     "resident": Case(3, 1, f"{CLIPPED} --no_offload"),
     "some resident, updated stage by stage": Case(2, 2, f"{FREE} --resident_stages 1"),
-    "tied, on one rank": Case(3, 1, CLIPPED, is_tied=True, num_steps=STEPS),
+    "tied, on one rank": Case(3, 1, CLIPPED, is_tied=True),
     "tied, on two ranks": Case(2, 2, f"{FREE} --resident_stages 1", is_tied=True),
     "another family, tied": Case(2, 1, CLIPPED, family="gemma3_text", is_tied=True),
     "packed": Case(2, 1, f"{CLIPPED} --packing on"),

@@ -50,8 +50,9 @@ def test_the_first_steps_the_last_and_the_first_evaluation_do_not_count() -> Non
     assert evaluation.line("evaluation", judged, training["tokens"]) == ["evaluation", "0.312", "320", "6.40", "2.00"]
 
 
+@pytest.mark.extended  # a benchmark
 @pytest.mark.usefixtures("forked_starts")
-@pytest.mark.parametrize("is_packed", [pytest.param(False, marks=pytest.mark.extended), True])
+@pytest.mark.parametrize("is_packed", [False, True])
 def test_a_small_model_is_timed_by_two_processes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], is_packed: bool
 ) -> None:
