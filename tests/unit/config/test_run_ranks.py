@@ -44,7 +44,15 @@ def test_the_first_rank_to_end_is_named_and_the_others_stop(tmp_path: Path, body
 
 def test_ctrl_c_before_the_ranks_start_is_one_line() -> None:
     command = [sys.executable, "scripts/run_ranks.py", "--nproc_per_node", "2", "--master_port", "0", "main.py"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # The tests may run in the background of a script, where programs ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     deadline = time.monotonic() + HANG_SECONDS
     while b"libtorch" not in Path(f"/proc/{process.pid}/maps").read_bytes() and time.monotonic() < deadline:
         time.sleep(0.01)  # in the middle of the import

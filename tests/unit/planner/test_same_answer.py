@@ -18,7 +18,7 @@ from mobius.errors import GpuMemoryError, PlanError
 from mobius.models.families import PlannedModel
 from mobius.planner import dry_run, run_setup
 from mobius.planner.dry_run import plan_by_estimates, run_dry
-from mobius.planner.gpu_specs import GPU_SPECS
+from mobius.planner.gpu_specs import GPU_SPECS, SUSTAINED_SHARE
 from mobius.planner.peak_memory import LayerBytes, estimate_layer
 from mobius.planner.request import OUTSIDE_BYTES
 from mobius.planner.run_setup import make_run_setup, replan
@@ -135,6 +135,7 @@ def as_run(
         ),
         "unpackable_reason": lambda config: None,
         "measure_layer_bytes": measured_as_estimated,
+        "measure_product_rate": lambda *_: GPU_SPECS[card].product_rate / SUSTAINED_SHARE,
         "num_cpus_per_rank": lambda num_ranks: 16,
         "own_host_bytes": lambda: 0,
         "available_host_bytes": lambda: 2**50,
