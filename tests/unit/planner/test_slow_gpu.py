@@ -8,6 +8,7 @@ import pytest
 import torch
 from harness.plan_requests import find_published_shape, request_of
 
+from mobius.config.config import ActivationOffloading, Order
 from mobius.planner import run_setup
 from mobius.planner.gpu_specs import GPU_SPECS, SUSTAINED_SHARE
 from mobius.planner.rates import estimated_profile
@@ -60,6 +61,7 @@ def test_numbers_are_chosen_for_the_speed_that_is_left() -> None:
     shape = find_published_shape("7b")
     shape = replace(shape, layer_parameters=shape.layer_parameters[:16])
     options = {"num_stages": None, "num_chunks": None, "num_rounds": None, "batch_size": 128, "seq_length": 1024}
+    options |= {"compute_order": Order.AUTO, "activation_offloading": ActivationOffloading.AUTO}
     found = {}
     for share in (1.0, 0.25):
         machine = replace(H100, product_share=share)
