@@ -6,6 +6,7 @@ import gc
 from itertools import groupby
 
 import pytest
+from harness import runs
 from harness.grids import covering
 
 
@@ -21,6 +22,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for number, case in enumerate(grid):
             if number not in chosen:
                 case.add_marker("extended")
+
+
+@pytest.fixture
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give each process of a run two threads, however many processes share the CPUs.
+
+    torch adds up some products in another order with another number of threads.
+    """
+    usual = runs.environment
+    monkeypatch.setattr(runs, "environment", lambda cache: usual(cache) | {"OMP_NUM_THREADS": "2"})
 
 
 def pytest_collection_finish() -> None:

@@ -142,12 +142,12 @@ class ReplicaGroup:
         if total is not own:
             own.copy_(total)
 
-    def sum_over_replicas(self, value: Tensor) -> Tensor:
-        """Return the sum of an fp32 scalar on the compute device; waits as `reduce_scatter` does."""
-        connection, own = self._reducing, value.reshape(1)
+    def sum_over_replicas(self, own: Tensor) -> Tensor:
+        """Return the sum of a short fp32 vector on the compute device; waits as `reduce_scatter` does."""
+        connection = self._reducing
         received = {peer: torch.empty_like(own) for peer in connection.others}
         connection.exchange(dict.fromkeys(received, own), received)
-        return torch.stack(connection.in_order(own, received)).sum()
+        return torch.stack(connection.in_order(own, received)).sum(0)
 
     def all_gather(self, values: Tensor, segments: Sequence[Segment]) -> None:
         """Send each owner's part of `values` on the compute device to all; waits as `reduce_scatter` does."""

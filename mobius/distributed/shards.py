@@ -15,7 +15,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
 from torch import Tensor
 
 from mobius.limits import largest_shard
@@ -84,16 +83,9 @@ class Shards:
         for part, place in self.places():
             target[place].copy_(values[part], non_blocking=non_blocking)
 
-    def square(self, values: Tensor, layout: StageLayout, *, excluded: Collection[str]) -> Tensor:
-        """Return the squared norm of the own parts of fp32 `values` without the parameters in `excluded`.
-
-        Computed tensor by tensor: the norm of a flat shard differs by about 1e-6, which clipping would propagate.
-        """
-        ranges = (each for own in self.own for each in layout.named_ranges(own))
-        counted = [values[each.place] for each in ranges if each.name not in excluded]
-        if not counted:
-            return torch.zeros((), dtype=torch.float32, device=values.device)
-        return torch.stack(list(torch._foreach_norm(counted, 2.0, dtype=torch.float32))).square().sum()
+    def owned_views(self, values: Tensor, layout: StageLayout) -> dict[str, Tensor]:
+        """Return the own part of each parameter in `values` [num_trained], flat; others own all of what is missing."""
+        return {each.name: values[each.place] for own in self.own for each in layout.named_ranges(own)}
 
 
 def cut(start: int, end: int, num_replicas: int) -> Segment:

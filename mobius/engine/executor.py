@@ -368,10 +368,9 @@ class Executor:
         else:
             self._send(gradient, context.routers, stage - 1, Direction.BACKWARD)
         if microbatch == self._spec.last_backward:
-            square = memory.finish_gradients(
+            self._step.sums.squared_norms[stage] = memory.finish_gradients(
                 excluded=self._norm_deferred_names, on_gradients_ready=self._step.on_gradients_ready
             )
-            self._step.sums.squared_norms[stage] = square
 
     def _context(
         self, microbatch: int, router_sums: Tensor | None = None, *, offload_saved_tensors: bool = False

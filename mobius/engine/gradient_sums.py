@@ -8,14 +8,15 @@ one sum is reduced while the next stage accumulates.
     buffer   stage 4's backward | leaves to the host, stage 0's comes back | stage 0's backward
     buffer   stage 2's comes    | stage 2's backward                       | leaves
 
-A finished sum is squared for the norm and cast into a buffer that the kind of stage chooses, or stays where it is. If
-replicas share the stage, both happen after the reduction, on a stream of its own (`reductions.py`).
+A finished sum is squared for the norm, tensor by tensor, and cast into a buffer that the kind of stage chooses, or
+stays where it is. If replicas share the stage, both happen after the reduction, on a stream of its own
+(`reductions.py`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -113,22 +114,22 @@ class GradientSums:
     def finish(self, target: DeviceBuffer | None, *, excluded: frozenset[str]) -> Tensor:
         """Finish the sum, and cast it or the own shard to the start of `target` once that is free.
 
-        Without a target it stays in the `finished` buffer. Returns the squared norm without the parameters in
-        `excluded` (fp32 scalar on the device, not synchronized, valid after `reduction`), computed in fp32 before any
-        cast; a value that the cast makes infinite (fp16) makes it NaN.
+        Without a target it stays in the `finished` buffer. Returns the squared norm of each trained tensor, 0 for those
+        in `excluded` (fp32 [tensors] on the device, not synchronized, valid after `reduction`), computed in fp32 before
+        any cast; a value that the cast makes infinite (fp16) makes all of them NaN.
         """
         views = self.views()
         buffer = self.finished = self._give_back()
         sums = buffer.values[: self._layout.num_trained]
         if self._sharding is not None:
             return self._reduce(self._sharding, buffer, sums, target, excluded)
-        square = squared_norm((view for name, view in views.items() if name not in excluded), self._accumulator.device)
+        squares = self._squares(views, excluded)
         if target is not None:
             target.free.wait()
-            square = cast_gradients(sums, target.values[: len(sums)], square)
+            squares = cast_gradients(sums, target.values[: len(sums)], squares)
             if self._host is not None:  # another stream fills the buffer next
                 buffer.free = record_current(self._accumulator.device)
-        return square
+        return squares
 
     def _reduce(
         self,
@@ -138,20 +139,24 @@ class GradientSums:
         target: DeviceBuffer | None,
         excluded: frozenset[str],
     ) -> Tensor:
-        """Start the reduction to the owners, norm and cast of the own shard, beside compute.
+        """Start the reduction to the owners, norms and cast of the own shard, beside compute.
 
-        The norm is that of all replicas' sums: without clipping, each replica's host decides from it alone.
+        The norms are those of all replicas' sums: without clipping, each replica's host decides from them alone.
         """
         shards, reductions = sharding.shards, sharding.reductions
         span = self._spans.device_span(Lane.REDUCE, f"R{self._stage}")
         with reductions.after(*([] if target is None else [target.free])), span:
             reductions.replicas.reduce_scatter(sums, shards.segments)
-            square = shards.square(sums, self._layout, excluded=excluded)
+            squares = self._squares(shards.owned_views(sums, self._layout), excluded)
             if target is not None:
-                square = cast_gradients(sums, target.values[: shards.num_elements], square, shards)
-            square = reductions.replicas.sum_over_replicas(square)
+                squares = cast_gradients(sums, target.values[: shards.num_elements], squares, shards)
+            squares = reductions.replicas.sum_over_replicas(squares)
         self.reduction = buffer.free = reductions.record()
-        return square
+        return squares
+
+    def _squares(self, parts: Mapping[str, Tensor], excluded: frozenset[str]) -> Tensor:
+        counted = {name: part for name, part in parts.items() if name not in excluded}
+        return squared_norms(self._layout.trained_names, counted, self._accumulator.device)
 
     def offload(self) -> None:
         """Start copying the unfinished sum to the host; returns at once. Does nothing if it stays on the device."""
@@ -189,36 +194,36 @@ class GradientSums:
         return buffer
 
 
-def squared_norm(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of squares of all `tensors`, fp32 scalar on `device`, not synchronized; 0 without tensors.
+def squared_norms(names: Iterable[str], tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    """Return the sum of squares of each of the named tensors, 0 for a name that `tensors` lacks.
 
-    Reduces each tensor first, then over the tensors: the order of torch.nn.utils.get_total_norm.
+    fp32 [names] on `device`, not synchronized. They are added up on the host, exactly: an fp32 sum here would make the
+    last digits of the norm depend on which tensors are in one stage.
     """
-    listed = list(tensors)
-    if not listed:
-        return torch.zeros((), dtype=torch.float32, device=device)
-    norms = torch._foreach_norm(listed, 2.0, dtype=torch.float32)
-    return torch.stack(list(norms)).square().sum()
+    norms = torch._foreach_norm([*tensors.values()], 2.0, dtype=torch.float32) if tensors else ()
+    found, zero = dict(zip(tensors, norms, strict=True)), torch.zeros((), dtype=torch.float32, device=device)
+    listed = [found.get(name, zero) for name in names]
+    return torch.stack(listed).square() if listed else zero.new_zeros(0)
 
 
-def round_gradients(sums: Tensor, dtype: torch.dtype, square: Tensor) -> Tensor:
+def round_gradients(sums: Tensor, dtype: torch.dtype, squares: Tensor) -> Tensor:
     """Round fp32 gradients in place to the values that `cast_gradients` would store in `dtype`; same result."""
     for part in sums.split(ROUNDED_ELEMENTS):
         part.copy_(part.to(dtype))
-    return _seen_infinite(sums, square) if dtype == torch.float16 else square
+    return _seen_infinite(sums, squares) if dtype == torch.float16 else squares
 
 
-def cast_gradients(source: Tensor, target: Tensor, square: Tensor, shards: Shards | None = None) -> Tensor:
-    """Copy fp32 gradients, or only this replica's `shards`, into `target` of another dtype; return the norm `square`.
+def cast_gradients(source: Tensor, target: Tensor, squares: Tensor, shards: Shards | None = None) -> Tensor:
+    """Copy fp32 gradients, or only this replica's `shards`, into `target` of another dtype; return the `squares`.
 
-    The norm becomes NaN if the cast made a value infinite (fp16), so that the check for non-finite values finds it.
+    These become NaN if the cast made a value infinite (fp16), so that the check for non-finite values finds it.
     """
     if shards is None:
         target.copy_(source)
     else:
         shards.copy_owned(source, target)
-    return _seen_infinite(target, square) if target.dtype == torch.float16 else square
+    return _seen_infinite(target, squares) if target.dtype == torch.float16 else squares
 
 
-def _seen_infinite(gradients: Tensor, square: Tensor) -> Tensor:
-    return square if gradients.numel() == 0 else square + gradients.abs().max().float() * 0
+def _seen_infinite(gradients: Tensor, squares: Tensor) -> Tensor:
+    return squares if gradients.numel() == 0 else squares + gradients.abs().max().float() * 0

@@ -20,7 +20,6 @@ and stores nothing else. If replicas share the stage, each stores the gradients 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -59,9 +58,9 @@ class OptimizerStates(Protocol):
         """Training state, on the host or the device; `finish_gradients` may replace its gradient buffer."""
 
     def finish_gradients(self, sums: GradientSums, *, excluded: frozenset[str]) -> Tensor:
-        """Finish the sums in the form that is copied to the host or that the update reads; return the squared norm.
+        """Finish the sums in the form that is copied to the host or that the update reads.
 
-        The norm is that of `GradientSums.finish`.
+        Returns the squared norms of `GradientSums.finish`.
         """
 
     def collect_gradients(self, sums: GradientSums, after: Event) -> bool:
@@ -109,32 +108,32 @@ class HostStates:
         self._stage, self._weights, self._updates, self._spans = stage, weights, updates, spans
         self._to_host, self._outbox = to_host, outbox
         self._leaving: tuple[DeviceBuffer, Tensor] | None = None
-        """Finished gradients and their squared norm, until they are collected."""
+        """Finished gradients and their squared norms, until they are collected."""
         self._arrival: Event | None = None
-        """Event after which the latest gradients, and their squared norm before any cast, are on the host."""
-        self._host_square = torch.zeros((), pin_memory=device.type == "cuda")
+        """Event after which the latest gradients, and their squared norms before any cast, are on the host."""
+        self._host_squares = torch.zeros(len(state.layout.trained_names), pin_memory=device.type == "cuda")
 
     def finish_gradients(self, sums: GradientSums, *, excluded: frozenset[str]) -> Tensor:
         target = None if self._outbox is None else self._outbox()
-        square = sums.finish(target, excluded=excluded)
-        self._leaving = sums.finished if target is None else target, square
-        return square
+        squares = sums.finish(target, excluded=excluded)
+        self._leaving = sums.finished if target is None else target, squares
+        return squares
 
     def collect_gradients(self, sums: GradientSums, after: Event) -> bool:
         if self._leaving is None:
             return False
-        (buffer, square), self._leaving = self._leaving, None
+        (buffer, squares), self._leaving = self._leaving, None
         target, shards = self.state.gradients, self.state.shards
         with self._to_host.run():
             (sums.reduction or after).wait()
             with self._spans.device_span(Lane.OFFLOAD, f"O{self._stage}"):
-                self._host_square.copy_(square, non_blocking=True)
+                self._host_squares.copy_(squares, non_blocking=True)
                 if shards is not None and self._outbox is None:
                     shards.copy_owned(buffer.values, target, non_blocking=True)
                 else:
                     target.copy_(buffer.values[: len(target)], non_blocking=True)
             self._arrival = buffer.free = self._to_host.record()
-        self._to_host.record_use(square)
+        self._to_host.record_use(squares)
         return True
 
     def wait_for_gradients(self) -> None:
@@ -157,7 +156,7 @@ class HostStates:
 
         def run(part: Sequence[FlatRange]) -> None:
             state = self._acquire(arrival)
-            if looks_at_norm and not math.isfinite(float(self._host_square)):
+            if looks_at_norm and not self._host_squares.isfinite().all():
                 return
             with self._spans.host_span(Lane.OPTIMIZER, f"U{self._stage}"):
                 update(state, pieces=part)
@@ -201,18 +200,18 @@ class DeviceStates:
         self._stage, self._weights, self._sharding, self._spans = stage, weights, sharding, spans
         self._gradient_dtype, self._keeps_gradients = gradient_dtype, keeps_gradients
         self._target = DeviceBuffer(state.gradients) if has_target else None
-        self._square: Tensor | None = None
+        self._squares: Tensor | None = None
         self._reduction: Event | None = None
 
     def finish_gradients(self, sums: GradientSums, *, excluded: frozenset[str]) -> Tensor:
-        square = sums.finish(self._target, excluded=excluded)
+        squares = sums.finish(self._target, excluded=excluded)
         if self._target is None:
             values = sums.finished.values[: self.state.layout.num_trained]
             if self._gradient_dtype != torch.float32:
-                square = round_gradients(values, self._gradient_dtype, square)
+                squares = round_gradients(values, self._gradient_dtype, squares)
             self.state = replace(self.state, gradients=values)  # the accumulator may alternate between two buffers
-        self._square, self._reduction = square, sums.reduction
-        return square
+        self._squares, self._reduction = squares, sums.reduction
+        return squares
 
     def collect_gradients(self, sums: GradientSums, after: Event) -> bool:
         return False
@@ -229,27 +228,27 @@ class DeviceStates:
 
     def begin_update(self, update: Update) -> bool:
         """Enqueue the update after the work so far; the device checks whether the gradients are finite."""
-        assert self._square is not None, f"stage {self._stage} has unfinished gradients"
-        self._run(update, self._square)
+        assert self._squares is not None, f"stage {self._stage} has unfinished gradients"
+        self._run(update, self._squares)
         return True
 
     def update(self, update: Update) -> None:
         assert self._keeps_gradients, f"stage {self._stage} stores no gradients for a later update"
         self._run(update, None)
 
-    def _run(self, update: Update, square: Tensor | None) -> None:
-        """Update, unless `square` is given and not finite."""
+    def _run(self, update: Update, squares: Tensor | None) -> None:
+        """Update, unless `squares` are given and one is not finite."""
         if self._sharding is None:
-            self._update(update, square)
+            self._update(update, squares)
             self._weights.updated()
             return
         reductions = self._sharding.reductions
         with reductions.after():
-            self._update(update, square)
+            self._update(update, squares)
             reductions.replicas.all_gather(self.state.weights, self._sharding.shards.segments)
         self._weights.updated(reductions.record())
 
-    def _update(self, update: Update, square: Tensor | None) -> None:
-        found_inf = None if square is None else (~torch.isfinite(square)).float()
+    def _update(self, update: Update, squares: Tensor | None) -> None:
+        found_inf = None if squares is None else (~squares.isfinite().all()).float()
         with self._spans.device_span(Lane.OPTIMIZER, f"U{self._stage}"):
             update(self.state, pieces=self.state.layout.ranges, found_inf=found_inf)

@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import Tensor
@@ -102,7 +103,7 @@ class OptimizerStepper:
         transport: Transport,
         clock: WaitClock,
         loss_scale: LossScaler,
-        num_stages: int,
+        num_tensors: Sequence[int],
         max_grad_norm: float,
         tied: TiedWeights | None,
         before_update: Callable[[int], None] | None = None,
@@ -110,12 +111,15 @@ class OptimizerStepper:
     ) -> None:
         """Take the `memory` of this rank's stages, each of which decides where and in what pieces it is updated.
 
+        `num_tensors`: trained tensors of every stage of the model, also those of other ranks.
         `before_update` is called with a stage just before its state changes, in the updating thread, perhaps several
         times.
         """
         self._before_update, self._activity = before_update, activity or Activity()
         self._adamw, self._memory, self._transport, self._clock, self._tied = adamw, memory, transport, clock, tied
-        self._num_stages, self._max_grad_norm = num_stages, max_grad_norm
+        self._num_stages, self._max_grad_norm = len(num_tensors), max_grad_norm
+        self._places = [slice(*both) for both in pairwise(accumulate(num_tensors, initial=1))]
+        """Where each stage's squares are among the numbers summed over the ranks, of which the first is the loss."""
         self.loss_scale = loss_scale
         self.num_updates = 0
         self.num_skipped = 0
@@ -147,9 +151,12 @@ class OptimizerStepper:
         tied_square = self._tied.sum_gradients(self._memory, self._transport, sums.loss.device) if self._tied else None
         # sync: once per step, and only where a tied matrix is on the GPU
         loss, squares, aux_loss = self._sum_over_ranks(sums, None if tied_square is None else float(tied_square))
-        skipped = self._skipped_stages(loss, squares)
-        is_finite = math.isfinite(loss) and all(map(math.isfinite, squares))
-        grad_norm = math.sqrt(sum(squares)) / self.loss_scale.value if is_finite else math.nan
+        bad = frozenset(stage for stage, own in enumerate(squares) if not all(map(math.isfinite, own)))
+        skipped = self._skipped_stages(loss, bad)
+        is_finite = math.isfinite(loss) and not bad
+        # fsum rounds once, at its end, so neither the cut into stages nor the ranks change a bit of the norm.
+        norm = math.sqrt(math.fsum(chain.from_iterable(squares))) if is_finite else math.nan
+        grad_norm = norm / self.loss_scale.value
         factor = 1.0 / self.loss_scale.value
         if self._max_grad_norm > 0:
             factor *= min(1.0, self._max_grad_norm / (grad_norm + 1e-6))  # formula of torch.nn.utils.clip_grad_norm_
@@ -164,34 +171,40 @@ class OptimizerStepper:
         if is_finite:
             self._skipped_in_a_row = 0
         else:
-            self._report(step, loss, squares)
+            self._report(step, loss, sorted(bad))
         return StepOutcome(loss, grad_norm, len(skipped) > 0, None if sums.router_loss is None else aux_loss)
 
-    def _skipped_stages(self, loss: float, squares: Sequence[float]) -> frozenset[int]:
-        """Return the stages that keep their weights: all or none with clipping, else the non-finite ones."""
-        bad = {stage for stage, square in enumerate(squares) if not math.isfinite(square)}
+    def _skipped_stages(self, loss: float, bad: frozenset[int]) -> frozenset[int]:
+        """Return the stages that keep their weights: all or none with clipping, else the non-finite ones, `bad`."""
         if not self._is_stage_by_stage:
             return frozenset(range(self._num_stages)) if bad or not math.isfinite(loss) else frozenset()
         # The two copies of a tied matrix stay equal only if both owners update or neither.
-        return frozenset(bad | self._tied_stages) if bad & self._tied_stages else frozenset(bad)
+        return bad | self._tied_stages if bad & self._tied_stages else bad
 
-    def _sum_over_ranks(self, sums: StepSums, tied_square: float | None) -> tuple[float, list[float], float]:
-        """Return the loss, the squared norm per stage, and the router loss, the same on all ranks."""
-        routers = [] if sums.router_loss is None else [sums.router_loss]
-        on_device = torch.stack([sums.loss, *sums.squared_norms.values(), *routers])
-        own = torch.zeros(2 + self._num_stages, dtype=torch.float64)
-        places = [0, *(1 + stage for stage in sums.squared_norms), *([-1] * len(routers))]
+    def _sum_over_ranks(self, sums: StepSums, tied_square: float | None) -> tuple[float, list[list[float]], float]:
+        """Return the loss, the squared norms of each stage's tensors, and the router loss, the same on all ranks.
+
+        A square is 0 on all ranks but one, so it is the same in whatever order the ranks are summed.
+        """
+        places = [slice(0, 1), *(self._places[stage] for stage in sums.squared_norms)]
+        on_device = [sums.loss.reshape(1), *sums.squared_norms.values()]
+        if sums.router_loss is not None:
+            places, on_device = [*places, slice(-1, None)], [*on_device, sums.router_loss.reshape(1)]
+        together = torch.cat(on_device)
         # sync: once per step, after the last backward
         with self._activity.waiting("the device"):
-            own[places] = on_device.cpu().double()
+            numbers = together.cpu().split([len(each) for each in on_device])
+        own = torch.zeros(self._places[-1].stop + 1, dtype=torch.float64)
+        for place, value in zip(places, numbers, strict=True):
+            own[place] = value
         replicas = self._transport.replicas
         if replicas is not None and replicas.index > 0:
             own[1:-1] = 0  # norms already cover all replicas, so only the first one reports them
         if tied_square is not None:
-            own[1] += tied_square
+            own[1] += tied_square  # the first number is that of the embedding, which the stage has left at 0
         with self._clock.blocking(WaitCause.NEIGHBOURS), self._activity.waiting("the sums of all ranks"):
             summed = self._transport.all_ranks.sum_over_ranks(own).tolist()
-        return summed[0], summed[1:-1], summed[-1]
+        return summed[0], [summed[place] for place in self._places], summed[-1]
 
     def _update_of(self, stage: int, step: int, factor: float = 1.0) -> Update:
         """Return the update of `stage` with this step's learning rate."""
@@ -225,12 +238,12 @@ class OptimizerStepper:
                 with self._activity.waiting(f"the update of stage {stage}"):
                     memory.weights.gather_updated()
 
-    def _report(self, step: int, loss: float, squares: Sequence[float]) -> None:
+    def _report(self, step: int, loss: float, stages: Sequence[int]) -> None:
+        """Count a step with a non-finite loss, or gradients of `stages`, and warn; stop after too many in a row."""
         for memory in self._memory.values():
             memory.states.wait_for_gradients()
         self.num_skipped += 1
         self._skipped_in_a_row += 1
-        stages = [stage for stage, square in enumerate(squares) if not math.isfinite(square)]
         where = f"gradients of stage(s) {', '.join(map(str, stages))}" if stages else "only the loss"
         if self._transport.all_ranks.rank == 0:
             each = "does not update these stages" if stages else "is applied anyway"

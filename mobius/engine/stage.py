@@ -67,11 +67,7 @@ class StageModule:
             self._tiled = {
                 index: TiledLayer(parts.split_at_attention(index), tile_tokens=tile_tokens) for index in cut.layers
             }
-        blocks = [
-            *([parts.embedding] if cut.is_first else []),
-            *self._layers,
-            *([parts.norm, parts.head] if cut.is_last else []),
-        ]
+        blocks = _blocks(parts, cut)
         self.shapes = {name: shape for block in blocks for name, shape in block.parameter_shapes().items()}
         """Hugging Face name -> shape of every parameter of this stage, in forward order."""
         self.frozen = frozenset[str]().union(*(block.frozen_names() for block in blocks))
@@ -250,3 +246,17 @@ class StageModule:
             targets,
             chunk_tokens=self._loss_chunk_tokens,
         )
+
+
+def num_trained_tensors(parts: ModelParts, cut: StageCut) -> int:
+    """Return the number of trained parameters of a stage, each matrix counted as one."""
+    return sum(len(block.parameter_shapes()) - len(block.frozen_names()) for block in _blocks(parts, cut))
+
+
+def _blocks(parts: ModelParts, cut: StageCut) -> list[Block]:
+    """Return the blocks of a stage in forward order."""
+    return [
+        *([parts.embedding] if cut.is_first else []),
+        *(parts.layers[index] for index in cut.layers),
+        *([parts.norm, parts.head] if cut.is_last else []),
+    ]

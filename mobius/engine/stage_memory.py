@@ -51,14 +51,14 @@ class StageMemory:
     def finish_gradients(
         self, *, excluded: frozenset[str], on_gradients_ready: GradientsReadyCallback | None = None
     ) -> Tensor:
-        """Finish accumulation and return the squared norm, as `GradientSums.finish`.
+        """Finish accumulation and return the squared norms, as `GradientSums.finish`.
 
         Calls `on_gradients_ready` if the gradients stay on the device.
         """
-        square = self.states.finish_gradients(self.sums, excluded=excluded)
+        squares = self.states.finish_gradients(self.sums, excluded=excluded)
         if on_gradients_ready is not None and not self.states.is_on_host:
             on_gradients_ready(self.stage)
-        return square
+        return squares
 
     def offload(self, on_gradients_ready: GradientsReadyCallback | None = None) -> None:
         """Free the stage's slot on the device; returns at once.

@@ -14,7 +14,7 @@ class StepSums:
     loss: Tensor
     """fp32 scalar: mean loss over the step's targets on the rank of the last stage, 0 elsewhere."""
     squared_norms: dict[int, Tensor]
-    """Stage of this rank -> squared norm of its (scaled) gradients, fp32 scalar."""
+    """Stage of this rank -> squared norm of the (scaled) gradient of each of its trained tensors, fp32 [tensors]."""
     router_loss: Tensor | None = None
     """fp32 scalar: router loss averaged over microbatches, without the coefficient that `loss` applies; on the rank of
     the last stage, 0 elsewhere. None for models without a router loss."""

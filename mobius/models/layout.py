@@ -103,7 +103,12 @@ class StageLayout:
 
     def trained_views(self, flat: Tensor) -> dict[str, Tensor]:
         """Name -> view of `flat` [num_trained or more] in the parameter's shape, for trained parameters only."""
-        return {name: self._view(flat, name) for name in self.offsets if self.is_trained(name)}
+        return {name: self._view(flat, name) for name in self.trained_names}
+
+    @property
+    def trained_names(self) -> tuple[str, ...]:
+        """Names of the parameters that the optimizer updates, in the order of `offsets`."""
+        return tuple(name for name in self.offsets if self.is_trained(name))
 
     def is_trained(self, name: str) -> bool:
         """Whether the optimizer updates the parameter."""

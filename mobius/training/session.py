@@ -30,6 +30,7 @@ from mobius.engine.adamw import AdamWSettings, FlatAdamW
 from mobius.engine.adamw_cpu import load_adamw_cpu
 from mobius.engine.adamw_gpu import GPUAdamW
 from mobius.engine.optimizer_stepper import LossScaler, OptimizerStepper, StepCounts
+from mobius.engine.stage import num_trained_tensors
 from mobius.engine.stage_memory import StageMemory
 from mobius.engine.tied_weights import TiedWeights
 from mobius.engine.update_queue import UpdateQueue
@@ -121,7 +122,7 @@ class Session:
             transport=self.transport,
             clock=clock,
             loss_scale=LossScaler(is_dynamic=run_setup.config.model.dtype is Dtype.FP16),
-            num_stages=plan.num_stages,
+            num_tensors=[num_trained_tensors(run_setup.parts, cut) for cut in plan.cuts],
             max_grad_norm=optim.max_grad_norm,
             tied=tied,
             before_update=before_update,

@@ -176,8 +176,8 @@ class LocalReplicas:
             own = segment[self.index]
             values[own] = torch.stack([each[own] for each in seen]).sum(0)
 
-    def sum_over_replicas(self, value: Tensor) -> Tensor:
-        return torch.stack(self._device.show(self.index, value)).sum()
+    def sum_over_replicas(self, own: Tensor) -> Tensor:
+        return torch.stack(self._device.show(self.index, own)).sum(0)
 
     def all_gather(self, values: Tensor, segments: Sequence[Segment]) -> None:
         self._take_all(self._device, values, segments)

@@ -188,7 +188,7 @@ def use_all(output: str, device: str = "cpu") -> None:
         summed = values_of(rank).to(place)
         replicas.reduce_scatter(summed, shards.segments)
         found[f"reduced in {dtype}"] = summed
-        found[f"total in {dtype}"] = replicas.sum_over_replicas(torch.tensor(0.1 + rank, device=place))
+        found[f"total in {dtype}"] = replicas.sum_over_replicas(torch.tensor([0.1 + rank, 7.0], device=place))
     for name, give in (("spread", replicas.all_gather), ("gathered", replicas.all_gather_for_load)):
         values = values_of(rank).bfloat16().to(place)
         give(values, shards.segments)

@@ -1,4 +1,4 @@
-"""A resumed run is the one that was never interrupted: to the bit on as many ranks, to rounding on fewer."""
+"""A resumed run is the one that was never interrupted: to the bit, to rounding with other microbatches."""
 
 from __future__ import annotations
 
@@ -152,6 +152,18 @@ def test_two_ranks_resume_to_the_bit(place: Path, options: str) -> None:
 
     assert_goes_on_exactly(place / name, found, step=4)
     assert len(evaluations_of(found)) == 2
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_other_ranks_and_stages_resume_to_the_bit(place: Path) -> None:
+    train(3, place, f"{OF_RANKS} --bf16 --max_grad_norm 0.5 --num_stages 6 --save_dir most --save_results most.txt")
+
+    two = resumed_by(2, place, "most/checkpoint-4", "fewer", "--num_stages 4 --resident_stages 1")
+    one = resumed_by(1, place, "fewer/checkpoint-8", "fewest", "--num_stages 1")
+
+    assert_goes_on_exactly(place / "most", two, step=4)
+    assert_goes_on_exactly(place / "most", one, step=8)
+    assert all(row["grad_norm"] > 0.5 for row in steps_of(place / "most"))
 
 
 def test_three_ranks_become_two_and_then_one(place: Path) -> None:

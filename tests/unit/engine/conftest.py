@@ -1,6 +1,6 @@
 """One or more ranks with tiny stages whose gradients a test sets by hand."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -73,7 +73,7 @@ def make_rank() -> MakeRank:
         stages: Mapping[int, Mapping[str, Tensor]],
         *,
         transport: Transport | None = None,
-        num_stages: int = 2,
+        num_tensors: Sequence[int] = (),
         max_grad_norm: float = 1.0,
         loss_scale: LossScaler | None = None,
         tied: TiedWeights | None = None,
@@ -85,6 +85,7 @@ def make_rank() -> MakeRank:
     ) -> Rank:
         """`stages`: stage -> parameter name -> initial value.
 
+        `num_tensors` counts the parameters of all stages if this rank does not have them all.
         With `resident` those stages stay and the others are streamed; `deferred_updates` keep their gradients, by
         default all.
         """
@@ -112,7 +113,7 @@ def make_rank() -> MakeRank:
             transport=transport or SingleRankTransport(),
             clock=WaitClock(CPU),
             loss_scale=loss_scale or LossScaler(is_dynamic=False),
-            num_stages=num_stages,
+            num_tensors=num_tensors or [len(parameters) for parameters in stages.values()],
             max_grad_norm=max_grad_norm,
             tied=tied,
         )

@@ -29,7 +29,7 @@ def gradients(seed: int) -> dict[str, Tensor]:
 
 
 def train(make_rank: MakeRank, **options: Any) -> tuple[dict[str, Tensor], list[float]]:
-    rank = make_rank(start(), num_stages=3, **options)
+    rank = make_rank(start(), **options)
     norms = [rank.step(gradients(step), step=step).grad_norm for step in range(1, 5)]
     return rank.parameters(), norms
 
@@ -66,9 +66,7 @@ def test_a_stage_that_is_not_finite_is_skipped_wherever_it_lives(
     make_rank: MakeRank, resident: tuple[int, ...], max_grad_norm: float
 ) -> None:
     deferred_updates = () if max_grad_norm == 0 else None
-    rank = make_rank(
-        start(), num_stages=3, max_grad_norm=max_grad_norm, resident=resident, deferred_updates=deferred_updates
-    )
+    rank = make_rank(start(), max_grad_norm=max_grad_norm, resident=resident, deferred_updates=deferred_updates)
     before = rank.parameters()
     step = gradients(1)
     step["w1"][0, 0] = math.inf
@@ -79,7 +77,7 @@ def test_a_stage_that_is_not_finite_is_skipped_wherever_it_lives(
 
 
 def test_a_stage_that_must_wait_but_keeps_no_gradients_is_a_mistake_that_is_seen(make_rank: MakeRank) -> None:
-    rank = make_rank(start(), num_stages=3, max_grad_norm=0.5, resident=(0,), deferred_updates=())
+    rank = make_rank(start(), max_grad_norm=0.5, resident=(0,), deferred_updates=())
     with pytest.raises(AssertionError, match="stage 0 stores no gradients"):
         rank.step(gradients(1))
 
@@ -99,7 +97,7 @@ def test_a_tied_matrix_stays_equal_with_one_copy_resident_and_one_streamed(
         rank = make_rank(
             own,
             transport=transport,
-            num_stages=4,
+            num_tensors=(1, 1, 1, 1),
             tied=tied,
             dtype=torch.bfloat16,
             max_grad_norm=max_grad_norm,

@@ -15,6 +15,8 @@ from mobius.errors import NonFiniteLossError
 
 MakeRank = Callable[..., Any]
 NAN, INF = float("nan"), float("inf")
+NUM_TENSORS = (1, 2)
+"""Of each stage of `start`."""
 
 
 def start() -> dict[int, dict[str, Tensor]]:
@@ -70,10 +72,20 @@ def test_the_norm_of_three_and_four_is_five_and_they_are_scaled_to_the_limit(mak
     assert state.layout.views(state.exp_avg)["b"].tolist() == [pytest.approx([0.0, -0.1 * 4 / 5], rel=1e-5)]
 
 
+@pytest.mark.parametrize("number", range(1, 9))
+def test_the_norm_is_rounded_once_whatever_stages_the_tensors_are_in(make_rank: MakeRank, number: int) -> None:
+    step = gradients(number)
+    one_stage = {0: {name: value for own in start().values() for name, value in own.items()}}
+
+    norms = [make_rank(stages).step(step).grad_norm for stages in (start(), one_stage)]
+
+    assert norms == [math.sqrt(math.fsum(float(value.norm().square()) for value in step.values()))] * 2
+
+
 def test_all_ranks_have_the_loss_and_the_norm_of_all_ranks(make_rank: MakeRank) -> None:
     def work(transport: LocalTransport) -> StepOutcome:
         own = {transport.rank: start()[transport.rank]}
-        rank = make_rank(own, transport=transport)
+        rank = make_rank(own, transport=transport, num_tensors=NUM_TENSORS)
         step = {"a": torch.tensor([[3.0, 0], [0, 0]]), "b": torch.tensor([[0, -4.0]])}
         outcome: StepOutcome = rank.step(step, loss=(0.0, 2.5)[transport.rank])
         return outcome
@@ -89,7 +101,7 @@ def test_ranks_clip_as_one_rank_does(make_rank: MakeRank) -> None:
     steps = [gradients(1, 5.0), gradients(2, 0.1)]
 
     def work(transport: LocalTransport) -> dict[str, Tensor]:
-        rank = make_rank({transport.rank: start()[transport.rank]}, transport=transport)
+        rank = make_rank({transport.rank: start()[transport.rank]}, transport=transport, num_tensors=NUM_TENSORS)
         for number, step in enumerate(steps, start=1):
             rank.step(step, step=number)
         parameters: dict[str, Tensor] = rank.parameters()
@@ -113,7 +125,7 @@ def test_what_one_rank_finds_not_finite_makes_all_skip(
     make_rank: MakeRank, caplog: pytest.LogCaptureFixture, bad_gradient: float, bad_loss: float, message: str
 ) -> None:
     def work(transport: LocalTransport) -> tuple[StepOutcome, Any]:
-        rank = make_rank({transport.rank: start()[transport.rank]}, transport=transport)
+        rank = make_rank({transport.rank: start()[transport.rank]}, transport=transport, num_tensors=NUM_TENSORS)
         step = gradients(1)
         step["b"][0, 1] = bad_gradient
         return rank.step(step, step=7, loss=bad_loss if transport.rank == 1 else 0.0), rank
@@ -237,7 +249,7 @@ def test_gradients_of_a_skipped_step_do_not_reach_the_next_one(make_rank: MakeRa
 
 def test_ten_skipped_steps_in_a_row_stop_all_ranks_and_tell_step_and_stage(make_rank: MakeRank) -> None:
     def work(transport: LocalTransport) -> str:
-        rank = make_rank({transport.rank: start()[transport.rank]}, transport=transport)
+        rank = make_rank({transport.rank: start()[transport.rank]}, transport=transport, num_tensors=NUM_TENSORS)
         bad = {"b": torch.full((1, 2), NAN)}
         for step in range(21, 30):
             assert rank.step(bad, step=step).is_skipped

@@ -36,8 +36,8 @@ class LoggedReplicas:
             values[own] *= 2
             values[others] = torch.nan
 
-    def sum_over_replicas(self, value: Tensor) -> Tensor:
-        return 2 * value
+    def sum_over_replicas(self, own: Tensor) -> Tensor:
+        return 2 * own
 
     def all_gather(self, values: Tensor, segments: Sequence[Segment]) -> None:
         self._called("all_gather")

@@ -17,7 +17,7 @@ from mobius.engine.gradient_sums import GradientAccumulator, GradientSums
 from mobius.engine.optimizer_states import HostStates
 from mobius.engine.optimizer_stepper import LossScaler, OptimizerStepper
 from mobius.engine.rank_memory import allocate_memory
-from mobius.engine.stage import StageModule
+from mobius.engine.stage import StageModule, num_trained_tensors
 from mobius.engine.stage_memory import StageMemory
 from mobius.engine.stage_state import StageState
 from mobius.engine.stage_weights import ResidentWeights
@@ -55,9 +55,9 @@ class CollectedStates(HostStates):
     is_on_host = False
 
     def finish_gradients(self, sums: GradientSums, *, excluded: frozenset[str]) -> Tensor:
-        square = super().finish_gradients(sums, excluded=excluded)
+        squares = super().finish_gradients(sums, excluded=excluded)
         assert self.collect_gradients(sums, Event())
-        return square
+        return squares
 
 
 def half_resident(stage: int, state: StageState, updates: UpdateQueue) -> StageMemory:
@@ -105,7 +105,7 @@ def weights_after_steps(half: set[int], max_grad_norm: float, *, is_overlapped: 
         transport=transport,
         clock=clock,
         loss_scale=LossScaler(is_dynamic=False),
-        num_stages=NUM_STAGES,
+        num_tensors=[num_trained_tensors(parts, span) for span in spans],
         max_grad_norm=max_grad_norm,
         tied=None,
     )

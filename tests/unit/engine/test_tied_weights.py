@@ -16,7 +16,8 @@ MATRIX = torch.tensor([[1.0, -2.0, 0.25], [0.5, 3.0, -1.5]])
 EMBEDDING_GRADIENT = torch.tensor([[1.0, 0.0, 2.0], [0.0, 0.0, 0.0]])
 HEAD_GRADIENT = torch.tensor([[2.0, 4.0, -2.0], [0.0, 0.0, 0.0]])  # the sum is 3 and 4: its norm is 5
 LAYER_GRADIENT = torch.tensor([12.0])  # 5 and 12 make 13
-NUM_STAGES = 4
+NUM_TENSORS = (1, 1, 1, 2)
+"""Of each of the four stages."""
 
 
 def run_ranks(
@@ -40,7 +41,7 @@ def run_ranks(
 
     def work(transport: LocalTransport) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
         own = {stage: parameters for stage, parameters in stages.items() if stage % num_ranks == transport.rank}
-        rank = make_rank(own, transport=transport, num_stages=NUM_STAGES, tied=tied, **options)
+        rank = make_rank(own, transport=transport, num_tensors=NUM_TENSORS, tied=tied, **options)
         for step in range(1, num_steps + 1):
             outcome = rank.step({name: value / step for name, value in gradients.items()}, step=step)
         left: dict[str, Tensor] = {}

@@ -1,0 +1,90 @@
+"""A clipped run is the same to the bit however its model is cut into stages, and on however many ranks they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from harness.grids import named
+from harness.runs import EXPERTS, make_checkpoint
+from harness.schedules import partition_of
+from harness.sessions import State, differing, in_sessions, random_samples, state_of
+
+from mobius.data.batches import TrainingBatches
+from mobius.training.session import Session
+
+USUAL = """--batch_size 8 --num_chunks 4 --seq_length 24 --packing off --num_iterations 5 --learning_rate 1e-2
+    --warmup_steps 1 --weight_decay 0.1 --save_strategy no"""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A number of ranks, the layers of each stage, and options that change no bit either."""
+
+    num_ranks: int
+    sizes: tuple[int, ...]
+    more: str = ""
+
+
+ONE_STAGE = Cut(1, (8,))
+CUTS = (
+    Cut(1, (3, 3, 2)),
+    Cut(2, (4, 4), "--compute_order depth_first"),
+    Cut(2, (2, 2, 2, 2), "--resident_stages 1"),
+    Cut(2, (1, 5, 0, 2), "--num_rounds 2"),
+    Cut(3, (1, 1, 6)),
+    Cut(4, (0, 4, 4, 0), "--no_offload --recompute none"),
+    Cut(2, (0, 1, 1, 1, 1, 1, 1, 1, 1, 0)),
+)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A largest norm that several steps exceed, options, and fields of the model's configuration."""
+
+    max_grad_norm: float
+    options: str
+    fields: dict[str, Any]
+
+
+ROUTERS = {"output_router_logits": True, "router_aux_loss_coef": 0.5, "decoder_sparse_step": 2}
+KINDS = {
+    "fp32": Kind(0.5, "--fp32", {}),
+    "bf16": Kind(0.5, "--bf16", {}),
+    "fp16": Kind(0.5, "--fp16", {}),
+    "bf16, tied": Kind(0.5, "--bf16", {"is_tied": True}),
+    "bf16, adapters": Kind(0.02, "--bf16 --use_lora --lora_rank 4", {}),
+    "bf16, frozen parts": Kind(0.2, "--bf16 --freeze embedding,layers.0-2", {}),
+    "fp32, experts": Kind(0.5, "--fp32", {"family": "qwen3_moe", **EXPERTS, **ROUTERS}),
+}
+
+
+def train(session: Session, batches: TrainingBatches) -> tuple[list[tuple[float, float]], State]:
+    trainer = session.trainer(batches)
+    numbers = [(metrics.loss, metrics.grad_norm) for metrics in trainer.train()]
+    trainer.drain()
+    return numbers, state_of(session)
+
+
+def run(folder: Path, kind: Kind, cut: Cut) -> tuple[list[tuple[float, float]], State]:
+    """Loss and norm of each step, and all that a checkpoint holds."""
+    words = f"{USUAL} {kind.options} --max_grad_norm {kind.max_grad_norm} --num_stages {len(cut.sizes)} {cut.more}"
+    with patch("mobius.schedule.plan.cut_model", lambda *_, **__: partition_of(cut.sizes)):
+        results = in_sessions(cut.num_ranks, folder, words, random_samples(60, 24), train)
+    assert all(numbers == results[0][0] for numbers, _ in results)
+    return results[0][0], {name: value for _, state in results for name, value in state.items()}
+
+
+@pytest.mark.parametrize("kind", named(KINDS, on_demand=["bf16", "fp16", "bf16, frozen parts"]))
+def test_ranks_and_cuts_change_no_bit_of_a_clipped_run(tmp_path: Path, kind: Kind) -> None:
+    make_checkpoint(tmp_path / "model", num_layers=8, **kind.fields)
+    numbers, state = run(tmp_path / "model", kind, ONE_STAGE)
+    assert sum(norm > kind.max_grad_norm for _, norm in numbers) > 1, "nothing was clipped"
+    for cut in CUTS:
+        found, own = run(tmp_path / "model", kind, cut)
+        assert found == numbers, cut
+        # A resident stage's state has the frozen parameters of adapters, too.
+        assert not differing({name: own[name] for name in state}, state), cut
