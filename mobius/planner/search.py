@@ -375,7 +375,7 @@ def choose_candidate(request: PlanRequest, *, measured: Profile | None = None, i
         found = _search(again, measured)
         best, fitted = pick(found), fitted or found
     other = _other_order(best, fitted)
-    if other is not None and other.seconds < best.seconds * (1 - WORTH):
+    if other is not None and _is_better(other, best):
         best, other = other, best
     if other is not None:
         order = "" if other.plan.is_depth_first else ", breadth-first"
@@ -383,6 +383,12 @@ def choose_candidate(request: PlanRequest, *, measured: Profile | None = None, i
         more = 100 * (other.seconds / best.seconds - 1)
         logger.info("next best: %s, %+.1f %% per step, %s of host memory", plan, more, format_bytes(other.host_bytes))
     return best
+
+
+def _is_better(other: TimedPlan, best: TimedPlan) -> bool:
+    """Whether `other` is faster by `WORTH`, or about as fast and takes less host memory."""
+    is_alike = other.seconds <= best.seconds * (1 + ALIKE)
+    return other.seconds < best.seconds * (1 - WORTH) or (is_alike and other.host_bytes < best.host_bytes)
 
 
 def _other_order(best: TimedPlan, candidates: Sequence[TimedPlan]) -> TimedPlan | None:
