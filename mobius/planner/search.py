@@ -585,7 +585,8 @@ def _with_offloaded_products(request: PlanRequest, best: Plan, layer: LayerBytes
     Its stages that do not save activations offload them, all of each rank except the model's last.
     """
     is_known = layer is not None and layer.saved_products is not None
-    saves_all = len(best.saved_activation_stages) >= best.num_stages - 1
+    # Depth first, activations that leave make room for resident stages, also where all would fit.
+    saves_all = len(best.saved_activation_stages) >= best.num_stages - 1 and not best.is_depth_first
     if saves_all or not is_known or not _may_offload_products(request):
         return best
     size, kinds = best.microbatches_per_round, profile.layer_kinds
