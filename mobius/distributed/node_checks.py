@@ -106,7 +106,7 @@ def smallest_machine(
 
 
 def smallest_of_all(rendezvous: Rendezvous, own: int) -> int:
-    """Return the smallest number of all processes, of bytes or operations per second; collective.
+    """Return the smallest number of all processes; collective.
 
     All processes must plan with the same number, but nodes may differ, and so may readings of one host.
     """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -23,7 +22,7 @@ from mobius.models.blocks import ModelParts
 from mobius.models.family_support import checked_families, unpackable_reason, unsliceable_reason
 from mobius.models.router_loss import refuse_slices
 from mobius.planner.fit import may_keep_products
-from mobius.planner.gpu_specs import SUSTAINED_SHARE, TERA, Host, gpu_spec_of_device
+from mobius.planner.gpu_specs import SUSTAINED_SHARE, Host, gpu_spec_of_device
 from mobius.planner.layer_bytes import measure_layer_bytes
 from mobius.planner.measure import measure_product_rate
 from mobius.planner.memory_estimates import check_host_memory, estimate_host_memory, tile_tokens
@@ -44,7 +43,7 @@ from mobius.units import GIB
 
 logger = logging.getLogger(__name__)
 
-PROBE_SECONDS = 0.1
+PROBE_SECONDS, MILLION = 0.1, 10**6
 SLOW_SHARE = 0.8
 """Share of a card's usual rate of large products below which a run chooses its numbers by the measured one."""
 HOST_SHARE = 0.9
@@ -234,10 +233,18 @@ def complete_run_setup(draft: RunSetup, config: Config, *, packed: PackedRows | 
 
 
 def make_run_setup(
-    config: Config, ranks: Ranks, model_config: PretrainedConfig, *, packed: PackedRows | None = None, **more: Any
+    config: Config,
+    ranks: Ranks,
+    model_config: PretrainedConfig,
+    *,
+    saved: SavedPlan | None = None,
+    packed: PackedRows | None = None,
+    replica_rendezvous: Rendezvous | None = None,
 ) -> RunSetup:
     """Draft and complete the plan of a run at once; arguments and errors are those of both."""
-    draft = draft_run_setup(config, ranks, model_config, packed=packed, **more)
+    draft = draft_run_setup(
+        config, ranks, model_config, saved=saved, packed=packed, replica_rendezvous=replica_rendezvous
+    )
     return complete_run_setup(draft, config, packed=packed)
 
 
@@ -283,19 +290,23 @@ def machine_of_gpu(name: str, total_bytes: int, num_ranks: int, *, free_bytes: i
 
 
 def with_product_share(machine: Machine, device: torch.device, dtype: torch.dtype, met: Rendezvous | None) -> Machine:
-    """Return `machine` with its measured rate of large products if the slowest GPU of the ranks that `met` is slow.
+    """Return `machine` with the measured share of its usual speed, if the slowest GPU of the ranks that `met` is slow.
 
-    Numbers are chosen by estimates before layers run. Of a GPU that is limited or shared those would be far too high.
+    Collective if ranks `met`. Numbers are chosen by estimates before layers run; for a GPU that is limited or shared
+    these would be far too fast. A GPU that is not known counts as usual.
     """
-    if device.type != "cuda" or machine.gpu_spec is None:
+    if device.type != "cuda":
         return machine
-    rate = measure_product_rate(CollectiveTimer(device, SingleRankTransport(), part_seconds=PROBE_SECONDS), dtype)
-    rate = rate if met is None else smallest_of_all(met, int(rate))
-    share = rate * SUSTAINED_SHARE / machine.gpu_spec.product_rate
+    share = 1.0
+    if machine.gpu_spec is not None:
+        timer = CollectiveTimer(device, SingleRankTransport(), part_seconds=PROBE_SECONDS)
+        share = measure_product_rate(timer, dtype) * SUSTAINED_SHARE / machine.gpu_spec.product_rate
+    if met is not None:
+        share = smallest_of_all(met, round(MILLION * share)) / MILLION
     if share > SLOW_SHARE:
         return machine
-    text = "large products run at %.3g TFLOP/s, %.0f %% of what is usual for this GPU: numbers are chosen for that"
-    logger.warning(text, rate / TERA, 100 * share)
+    text = "large products take %.1f times as long as is usual for this GPU: numbers are chosen for that"
+    logger.info(text, 1 / share)
     return replace(machine, product_share=share)
 
 

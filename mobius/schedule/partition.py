@@ -321,7 +321,6 @@ def _best_sizes(
     if number == num_stages:
         return _best_sizes(work, head, num_stages, num_ranks, limit, is_row=True)
     later, found = num_stages - number, [IMPOSSIBLE]
-    # A stage has a layer at least, but for the last one, which may have the head alone.
     for end in range(len(work) - later + (head > 0), number - 1, -1):
         if sum(work[:end]) > number * limit or sum(work[end:]) > later * limit:
             continue

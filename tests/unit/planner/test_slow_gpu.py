@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from mobius.planner import run_setup
 from mobius.planner.gpu_specs import GPU_SPECS, SUSTAINED_SHARE
 from mobius.planner.rates import estimated_profile
 from mobius.planner.request import Machine
-from mobius.planner.run_setup import SLOW_SHARE, with_product_share
+from mobius.planner.run_setup import MILLION, SLOW_SHARE, with_product_share
 from mobius.planner.search import resolve_auto
 from mobius.schedule.spec import ComputeOrder
 
@@ -23,13 +24,13 @@ USUAL = GPU_SPECS["H100"].product_rate / SUSTAINED_SHARE
 
 
 class Met:
-    """A rendezvous with one other process, whose GPU has the rate."""
+    """A rendezvous with one other process, whose GPU has a rate of the same card."""
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
 
     def gather(self, own: int) -> list[int]:
-        return [own, int(self._rate)]
+        return [own, round(MILLION * self._rate / USUAL)]
 
 
 def with_rates(monkeypatch: pytest.MonkeyPatch, own: float, other: float | None = None) -> Machine:
@@ -41,11 +42,12 @@ def with_rates(monkeypatch: pytest.MonkeyPatch, own: float, other: float | None 
 def test_the_slowest_gpu_is_planned_for_if_it_is_much_slower_than_usual(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     for own, other in ((USUAL, None), (1.2 * USUAL, USUAL), ((SLOW_SHARE + 0.01) * USUAL, None)):
         assert with_rates(monkeypatch, own, other) is H100
     assert not caplog.text
     assert with_rates(monkeypatch, USUAL / 4).product_share == pytest.approx(0.25)
-    assert "25 % of what is usual" in caplog.text
+    assert "4.0 times as long as is usual" in caplog.text
     assert with_rates(monkeypatch, USUAL, USUAL / 2).product_share == pytest.approx(0.5)
 
 
@@ -54,6 +56,8 @@ def test_nothing_is_measured_without_a_gpu_or_its_data_sheet(monkeypatch: pytest
     unknown = replace(H100, gpu_spec=None)
     assert with_product_share(H100, torch.device("cpu"), torch.bfloat16, None) is H100
     assert with_product_share(unknown, CUDA, torch.bfloat16, None) is unknown
+    slow = with_product_share(unknown, CUDA, torch.bfloat16, Met(USUAL / 2))  # type: ignore[arg-type]
+    assert slow.product_share == 0.5, "the other rank's"
 
 
 def test_numbers_are_chosen_for_the_speed_that_is_left() -> None:
