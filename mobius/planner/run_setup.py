@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig
 
-from mobius.config.config import Config
+from mobius.config.config import Config, Dtype
 from mobius.distributed.device_order import order_devices
 from mobius.distributed.node_checks import smallest_machine, smallest_of_all
 from mobius.distributed.rendezvous import Rendezvous, join_node, join_pipeline
@@ -189,7 +190,7 @@ def draft_run_setup(
         pipelines_per_host=pipelines_per_host,
     )
     given, request = None if saved is None else saved.plan, PlanRequest.of(config, shape, machine, packed)
-    if given is None and not request.candidate.is_known:
+    if given is None and not request.candidate.is_known and config.model.dtype is not Dtype.FP32:  # has no estimate
         request = replace(request, machine=with_product_share(machine, device, TORCH_DTYPES[config.model.dtype], met))
     found = solve(request, given=given, is_draft=True)
     return _run_setup(rank_context, parts, found, is_given=given is not None)
@@ -293,14 +294,15 @@ def with_product_share(machine: Machine, device: torch.device, dtype: torch.dtyp
     """Return `machine` with the measured share of its usual speed, if the slowest GPU of the ranks that `met` is slow.
 
     Collective if ranks `met`. Numbers are chosen by estimates before layers run; for a GPU that is limited or shared
-    these would be far too fast. A GPU that is not known counts as usual.
+    these would be far too fast. A GPU that is not known, or has no room for a product, counts as usual.
     """
     if device.type != "cuda":
         return machine
     share = 1.0
     if machine.gpu_spec is not None:
         timer = CollectiveTimer(device, SingleRankTransport(), part_seconds=PROBE_SECONDS)
-        share = measure_product_rate(timer, dtype) * SUSTAINED_SHARE / machine.gpu_spec.product_rate
+        with suppress(torch.OutOfMemoryError):
+            share = measure_product_rate(timer, dtype) * SUSTAINED_SHARE / machine.gpu_spec.product_rate
     if met is not None:
         share = smallest_of_all(met, round(MILLION * share)) / MILLION
     if share > SLOW_SHARE:

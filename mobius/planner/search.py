@@ -636,10 +636,8 @@ def _offloading_about(
         tried = replace(plan, num_offloaded_microbatches=number)
         return predict_step_seconds(tried, request, profile) if fits(number) else math.inf
 
-    number, step = (
-        next((each for each in range(number, 0, -1) if fits(each)), 0),
-        max(1, best.microbatches_per_round // 8),
-    )
+    number = next((each for each in range(number, 0, -1) if fits(each)), 0)
+    step = max(1, best.microbatches_per_round // 8)
     while number > 0:
         nearby = min(number - step, number + step, key=seconds)
         if seconds(nearby) < seconds(number):

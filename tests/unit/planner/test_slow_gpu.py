@@ -51,6 +51,14 @@ def test_the_slowest_gpu_is_planned_for_if_it_is_much_slower_than_usual(
     assert with_rates(monkeypatch, USUAL, USUAL / 2).product_share == pytest.approx(0.5)
 
 
+def test_a_gpu_without_room_for_a_product_counts_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> float:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(run_setup, "measure_product_rate", full)
+    assert with_product_share(H100, CUDA, torch.bfloat16, None) is H100
+
+
 def test_nothing_is_measured_without_a_gpu_or_its_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_setup, "measure_product_rate", lambda *_: pytest.fail("it was measured"))
     unknown = replace(H100, gpu_spec=None)
