@@ -24,27 +24,22 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 from mobius.config.config import ActivationOffloading, Recompute
 from mobius.errors import GpuMemoryError, PlanError
 from mobius.planner.memory_estimates import (
-    TILE_TOKENS,
     USABLE_MEMORY_FRACTION,
     GpuMemoryEstimate,
-    Remedy,
     activation_bytes,
-    check_gpu_memory,
-    describe_experts,
     estimate_gpu_memory,
     estimate_gpu_memory_of_ranks,
     estimate_host_memory,
     estimated_layer,
     largest_gpu_estimate,
     state_bytes,
-    tile_tokens,
 )
 from mobius.planner.peak_memory import LayerBytes
 from mobius.planner.profile import Profile
@@ -59,12 +54,21 @@ PREFETCH_SLOTS = 3
 this copy takes."""
 MOST_RESIDENT_TRIED = 12
 """Numbers of resident stages that are tried, evenly spread, if a rank has more stages."""
-SMALLEST_CHUNK = 128
 MIN_SLICE_TOKENS = 4096
 """Fewest tokens of a slice: fewer do not keep a GPU busy."""
-SEQUENCE_STEP = 64
-SEQUENCE_TRIES = 64
-"""Approximate number of shorter sequences that a refusal tries; each takes milliseconds."""
+
+
+class DoesNotFitError(GpuMemoryError):
+    """The least use of GPU memory that is requested does not fit; `remedies.py` finds what to change."""
+
+    def __init__(self, request: PlanRequest, layer: LayerBytes | None) -> None:
+        """`layer` as in `fit_plan`."""
+        self.request, self.layer = request, layer
+        need = least_gpu_estimate(request, layer)
+        super().__init__(
+            f"rank {need.rank} needs {format_bytes(need.total)} of GPU memory ({need.describe()}), "
+            f"{format_bytes(request.gpu_bytes or 0)} is available."
+        )
 
 
 @dataclass(frozen=True)
@@ -222,7 +226,8 @@ def fitting_plans(request: PlanRequest, layer: LayerBytes | None, *, is_quick: b
     plan.check_numbers()
     if request.gpu_bytes is None:
         return [plan.with_same_use(least_use(request, layer))]
-    _refuse_what_cannot_fit(request, layer, request.gpu_bytes)
+    if not fits_gpus(request, layer):
+        raise DoesNotFitError(request, layer)
     unique = list(dict.fromkeys(MemoryFit(request, layer).plans(is_quick=is_quick)))
     fitting = [plan for plan in unique if fits_host(request, plan)]
     return fitting or [min(unique, key=lambda plan: estimate_host_memory(request, plan).total)]
@@ -236,7 +241,7 @@ def fits_host(request: PlanRequest, plan: Plan) -> bool:
 def fits_gpus(request: PlanRequest, layer: LayerBytes | None) -> bool:
     """Whether the least use of memory that is requested fits the fullest rank; arguments as in `fit_plan`."""
     available = request.gpu_bytes
-    return available is None or _least_need(request, layer).total <= available
+    return available is None or least_gpu_estimate(request, layer).total <= available
 
 
 @lru_cache(maxsize=1024)  # called again once the numbers of rounds are known
@@ -246,8 +251,10 @@ def least_host_bytes(request: PlanRequest) -> float:
     Much faster than `fit_plan`, because stages save no activations unless asked to.
     """
     layer = estimated_layer(request)
-    if request.gpu_bytes is None or not fits_gpus(request, layer):
+    if not fits_gpus(request, layer):
         return math.inf
+    if request.gpu_bytes is None:
+        return estimate_host_memory(request, request.plan.with_same_use(least_use(request, layer))).total
     plans = MemoryFit(request, layer, may_save=False).plans()
     return min(estimate_host_memory(request, plan).total for plan in plans)
 
@@ -299,7 +306,7 @@ def _fewest_rounds(request: PlanRequest) -> int | None:
     for number in divisors(request.plan.num_chunks):
         tried = request.trying(accumulation_rounds=number)
         layer = estimated_layer(tried)
-        if _least_need(tried, layer).total > int(available * USABLE_MEMORY_FRACTION) - tried.mailbox_bytes:
+        if least_gpu_estimate(tried, layer).total > int(available * USABLE_MEMORY_FRACTION) - tried.mailbox_bytes:
             continue
         use = least_use(tried, layer)
         has_room = use.num_offloading_activations == 0 or fits_host(tried, tried.plan.with_same_use(use))
@@ -353,96 +360,6 @@ def _fullest_need(request: PlanRequest, use: MemoryUse, layer: LayerBytes | None
     return largest_gpu_estimate(estimate_gpu_memory(request, plan, rank=rank, layer=layer) for rank in ranks)
 
 
-def _least_need(request: PlanRequest, layer: LayerBytes | None) -> GpuMemoryEstimate:
+def least_gpu_estimate(request: PlanRequest, layer: LayerBytes | None) -> GpuMemoryEstimate:
+    """Return the bytes of the fullest rank with the least use of memory that is requested."""
     return _fullest_need(request, least_use(request, layer), layer)
-
-
-def _refuse_what_cannot_fit(request: PlanRequest, layer: LayerBytes | None, available: int) -> None:
-    """Raise GpuMemoryError, the same on all ranks, if the least use that is requested does not fit the fullest rank."""
-    wanted, is_offloading = request.num_resident or 0, request.config.pipeline.use_offload
-    need = _least_need(request, layer)
-    if need.total <= available:
-        return
-    for fewer in range(wanted - 1, -1, -1) if is_offloading else ():
-        if (total := _least_need(request.with_pipeline(resident_stages=str(fewer)), layer).total) <= available:
-            raise GpuMemoryError(
-                f"--resident_stages {wanted}: rank {need.rank} needs {format_bytes(need.total)} of GPU memory "
-                f"({need.describe()}), {format_bytes(available)} is available. At most --resident_stages {fewer} fits, "
-                f"which needs {format_bytes(total)}; auto chooses by what is free."
-            )
-    # No resident stages were requested, or they are not the reason.
-    lowest = request.with_pipeline(resident_stages="0") if is_offloading else request
-
-    def bytes_of(changed: PlanRequest) -> int:
-        # A layer was measured for these microbatches and tiles only.
-        is_same = changed.microbatch_tokens == request.microbatch_tokens
-        is_same = is_same and tile_tokens(changed) == tile_tokens(request)
-        return _least_need(changed, layer if is_same else None).total
-
-    check_gpu_memory(
-        _least_need(lowest, layer),
-        available_bytes=available,
-        is_offloading=is_offloading,
-        remedies=find_remedies(lowest, bytes_of, available),
-        largest=describe_experts(request) if is_offloading else "",
-    )
-
-
-def find_remedies(request: PlanRequest, need: Callable[[PlanRequest], int], available_bytes: int) -> list[Remedy]:
-    """Return the smallest change of each kind that fits, those first that cost training least.
-
-    `need` gives the bytes of the fullest rank for a changed request.
-    """
-    remedies = dict[str, Remedy]()
-    for options, changed in (*_other_memory_options(request), *_other_numbers(request)):
-        kind = options.split()[0]
-        if kind in remedies or (num_bytes := need(changed)) > available_bytes:
-            continue
-        if changed.host_bytes is None or least_host_bytes(changed) <= changed.host_bytes:
-            remedies[kind] = Remedy(options, num_bytes)
-    return list(remedies.values())
-
-
-def _other_memory_options(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    """Options with which the same microbatches need less GPU memory, as the user types them; small changes first."""
-    pipeline, length = request.config.pipeline, request.config.data.seq_length
-    recomputes, tokens = not request.recompute.saves_activations, request.microbatch_tokens
-    for number in TILE_TOKENS if recomputes and request.shape.is_tileable else ():
-        if number < (tile_tokens(request) or tokens):
-            yield f"--tile_tokens {number}", request.with_pipeline(tile_tokens=str(number))
-    if recomputes and pipeline.activation_offloading is ActivationOffloading.OFF:
-        on = request.with_pipeline(activation_offloading=ActivationOffloading.ON)
-        yield "--activation_offloading on", on
-    slices = range(request.num_slices + 1, length // MIN_SLICE_TOKENS + 1)
-    for number in slices if recomputes and request.shape.is_sliceable else ():
-        if length % number == 0:
-            yield f"--num_slices {number}", request.trying(num_slices=number)
-    for number in divisors(request.plan.num_chunks):
-        if number > request.plan.accumulation_rounds:
-            yield f"--num_rounds {number}", request.trying(accumulation_rounds=number)
-    if request.recompute is Recompute.NONE:
-        yield "--recompute elementwise", request.with_pipeline(recompute=Recompute.ELEMENTWISE)
-    if not recomputes or request.recompute is Recompute.LINEAR:
-        yield "--recompute full", request.with_pipeline(recompute=Recompute.FULL)
-    chunk = min(pipeline.loss_chunk_tokens, tokens) // 2
-    while chunk >= SMALLEST_CHUNK:
-        yield f"--loss_chunk_tokens {chunk}", request.with_pipeline(loss_chunk_tokens=chunk)
-        chunk //= 2
-
-
-def _other_numbers(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    """Smaller stages, microbatches and sequences, and streaming, as the user types them; small changes first."""
-    pipeline, plan, length = request.config.pipeline, request.plan, request.config.data.seq_length
-    if pipeline.use_offload:  # a larger number makes stages smaller, of which a few are on the GPU at a time
-        for number in range(plan.num_stages + plan.num_ranks, request.shape.num_layers + 1, plan.num_ranks):
-            yield f"--num_stages {number}", request.trying(num_stages=number)
-    for number in range(plan.num_chunks + 1, request.rows + 1):
-        if request.rows % number == 0:
-            yield f"--num_chunks {number}", request.trying(num_chunks=number)
-    if not pipeline.use_offload:
-        streamed = request.with_pipeline(use_offload=True, resident_stages="0", recompute=Recompute.AUTO)
-        yield "--use_offload --recompute auto", streamed
-    yield from request.with_more_nodes()
-    step = max(1, length // SEQUENCE_TRIES // SEQUENCE_STEP) * SEQUENCE_STEP
-    for shorter in range((length - 1) // step * step, 0, -step):
-        yield f"--seq_length {shorter}", request.with_seq_length(shorter)

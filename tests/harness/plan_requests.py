@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 
 from mobius.config.config import ActivationOffloading, ModelConfig, Order, config_from
 from mobius.hardware.topology import Gpu
 from mobius.models.blocks import ModelParts
 from mobius.models.families import load_planned_config
+from mobius.planner.fit import DoesNotFitError
 from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.profile import CopyRates, LayerSeconds, MessageRates, Profile, Source
+from mobius.planner.remedies import gpu_refusal
 from mobius.planner.request import Machine, PlanRequest
 from mobius.schedule.packed_rows import PackedRows
 from mobius.schedule.partition import ModelShape
@@ -39,6 +43,13 @@ def request_of(
 ) -> PlanRequest:
     """The question of a run of 64 x 512 tokens in 32 stages and 8 chunks, or as `options` of main.py say."""
     return PlanRequest.of(config_from(USUAL | options), shape, machine, packed)
+
+
+def refusal_by(plan: Callable[[], object]) -> str:
+    """What a user is told where `plan` fits no GPU."""
+    with pytest.raises(DoesNotFitError) as caught:
+        plan()
+    return str(gpu_refusal(caught.value))
 
 
 def plain_profile(num_ranks: int = 1, **changes: object) -> Profile:

@@ -66,7 +66,7 @@ def test_a_given_number_is_kept() -> None:
 
 
 def test_what_fits_nowhere_is_refused() -> None:
-    with pytest.raises(GpuMemoryError, match="To fit"):
+    with pytest.raises(GpuMemoryError, match="is available"):
         resolve_auto(request_for(*AUTO, "--gpu_memory_limit", "0.25"))
 
 

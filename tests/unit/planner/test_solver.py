@@ -54,7 +54,7 @@ def test_what_does_not_fit_is_not_chosen(shape: ModelShape) -> None:
 
 
 def test_if_nothing_fits_the_reason_is_told(shape: ModelShape) -> None:
-    with pytest.raises(GpuMemoryError, match="To fit"):
+    with pytest.raises(GpuMemoryError, match="is available"):
         choose_candidate(open_request(shape, gpu_memory_limit=0.25))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from harness.plan_requests import H200, find_published_shape, request_of
+from harness.plan_requests import H200, find_published_shape, refusal_by, request_of
 
 from mobius.config.config import Recompute
 from mobius.errors import GpuMemoryError
@@ -58,9 +58,7 @@ def test_layers_that_cannot_run_in_tiles_get_none() -> None:
     whole = request_of(replace(find_published_shape("7b"), is_tileable=False), **(LONG | {"gpu_memory_limit": 24}))
 
     assert tile_tokens(whole) is None
-    with pytest.raises(GpuMemoryError) as refusal:
-        fit_plan(whole, layer=estimated_layer(whole))
-    assert "--tile_tokens" not in str(refusal.value)
+    assert "--tile_tokens" not in refusal_by(lambda: fit_plan(whole, layer=estimated_layer(whole)))
 
 
 def test_a_number_and_off_are_taken_as_they_are() -> None:
@@ -89,8 +87,8 @@ def test_a_layer_that_was_measured_larger_than_its_estimate_is_refused_with_the_
     whole = estimated_layer(request)
     larger = LayerBytes(whole.saved_activations * 2, whole.peak * 2)
 
-    with pytest.raises(GpuMemoryError, match=r"Any of these alone fits: --tile_tokens 32768 \(needs 21.2 GiB\)"):
-        fit_plan(request, layer=larger)
+    message = refusal_by(lambda: fit_plan(request, layer=larger))
+    assert "Any of these alone fits: --tile_tokens 32768 (needs 21.2 GiB)" in message
 
 
 def test_a_layer_in_tiles_takes_what_attention_needs_and_a_tile() -> None:
