@@ -4,15 +4,18 @@ A pipe, a socket or a device is refused before it is opened: it may have no end,
 cannot be read again by each rank and by a resumed run.
 """
 
+import dataclasses
+import functools
 import json
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from enum import EnumType
 from errno import EFBIG, EINVAL
 from pathlib import Path
 from types import NoneType
-from typing import Any, BinaryIO, Final, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, BinaryIO, Final, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from mobius.errors import CheckpointError, MobiusError, excerpt, listed, quoted, reason_of
 
@@ -20,6 +23,18 @@ T = TypeVar("T")
 
 MAX_BYTES: Final = 256 * 2**20
 """Maximum size of a text file that is read into memory; the largest vocabularies take 40 MB."""
+_MOST: Final = 2**62
+"""Bound of whole numbers in typed objects: some digits more than the parameters of any model."""
+_TYPE_NAMES: Final = {
+    int: "a whole number from 0 on",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    tuple: "a list",
+    list: "a list",
+    frozenset: "a list",
+    Mapping: "an object",
+}
 _SURROGATE: Final = re.compile(r"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
 
 
@@ -75,29 +90,62 @@ def parse_json(text: str, path: Path, error: type[MobiusError] = CheckpointError
     return value
 
 
-def typed_object(kind: type[T], values: object, **others: type) -> T:
+def typed_object(
+    kind: type[T], values: object, place: str = "", *, names: Mapping[str, str] | None = None, **others: Any
+) -> T:
     """Return an instance of the dataclass `kind` from a JSON object that has exactly its fields, each of its type.
 
-    `others` gives the types of fields that JSON stores in another type. Raises ValueError, whose text completes
-    "it ...", for anything else. An integer is accepted as a float, a flag is not accepted as a number.
+    `place` is the object's own in its file, for messages; empty for the file. `names` gives JSON's names of fields that
+    have others there, `others` the types of fields that JSON stores in another type. Raises ValueError, whose text
+    completes "it ...", for anything else.
     """
     if not isinstance(values, dict):
-        raise ValueError(f"is {quoted(values)}")
-    hints = {**get_type_hints(kind), **others}
-    if missing := [name for name in hints if name not in values]:
-        raise ValueError(f"lacks {listed(missing)}")
-    if unknown := [str(name) for name in values if name not in hints]:
-        raise ValueError(f"has {listed(unknown)}")
-    for name, own in hints.items():
-        if not _is_of_kind(values[name], own):
-            raise ValueError(f"has {quoted(values[name])} for {name}")
-    return kind(**values)
+        raise ValueError(f"has {quoted(values)} for `{place}`, not an object" if place else f"is {quoted(values)}")
+    types = {**_field_types(cast(Any, kind)), **others}
+    keys = {name: (names or {}).get(name, name) for name in types}
+    where = f" in `{place}`" if place else ""
+    if missing := [key for key in keys.values() if key not in values]:
+        raise ValueError(f"lacks {listed(missing)}{where}")
+    if unknown := [str(key) for key in values if key not in keys.values()]:
+        raise ValueError(f"has {listed(unknown)}{where}")
+    prefix = f"{place}." if place else ""
+    return kind(**{name: typed_value(types[name], values[key], prefix + key) for name, key in keys.items()})
 
 
-def _is_of_kind(value: object, kind: Any) -> bool:
-    if get_args(kind) and NoneType in get_args(kind):
-        return value is None or any(_is_of_kind(value, part) for part in get_args(kind) if part is not NoneType)
-    return type(value) in (int, float) if kind is float else type(value) is kind
+def typed_value(kind: Any, value: object, place: str) -> Any:
+    """Return a JSON value as the type of a field: a plain type, an enum, a dataclass, or one of these in a container.
+
+    A whole number is a count below 2^62. It is accepted as a float; a flag is not accepted as a number. `Annotated`
+    adds bounds to a number, with the methods of `config.options.Bounds`. Raises ValueError as `typed_object`, with the
+    value, its `place` in the file, and what is allowed there.
+    """
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        number, bounds = typed_value(parts[0], value, place), parts[1]
+        if not bounds.allow(number):
+            raise ValueError(f"has {quoted(value)} for `{place}`, which must be {bounds.demand(number)}")
+        return number
+    if NoneType in parts:
+        return None if value is None else typed_value(parts[0], value, place)
+    if origin in (tuple, list, frozenset) and isinstance(value, list):
+        return origin(typed_value(parts[0], each, f"{place}[{index}]") for index, each in enumerate(value))
+    if origin is Mapping and isinstance(value, dict):
+        return {key: typed_value(parts[1], each, f"{place}.{excerpt(str(key))}") for key, each in value.items()}
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        return value if isinstance(value, kind) else typed_object(kind, value, place)
+    if isinstance(kind, EnumType):
+        if value in list(kind):
+            return kind(value)
+        raise ValueError(f"has {quoted(value)} for `{place}`, not one of {', '.join(map(str, kind))}")
+    is_right = type(value) in (int, float) if kind is float else type(value) is kind
+    if kind is not Any and (not is_right or (kind is int and not 0 <= cast(int, value) < _MOST)):
+        raise ValueError(f"has {quoted(value)} for `{place}`, not {_TYPE_NAMES.get(origin or kind, kind)}")
+    return value
+
+
+@functools.cache
+def _field_types(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
 
 
 def refuse_special_files(paths: Iterable[Path]) -> None:

@@ -6,13 +6,12 @@ fields, of their meaning or of the files that it lists takes a new `FORMAT`.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import PurePosixPath
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from mobius.checkpoint.tensor_files import FileRecord
 from mobius.errors import CheckpointError, quoted
@@ -33,9 +32,6 @@ class OtherFile:
     file_name: str
     num_bytes: int
     checksum: int
-
-
-_Entry = TypeVar("_Entry", FileRecord, OtherFile)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,37 +85,38 @@ class Manifest:
         own = {name: value for name, value in values.items() if name != _SUM}
         if values[_SUM] != _sum_of(own):
             raise CheckpointError("it was changed or damaged: its checksum is another one")
-        objects = dict.fromkeys(("training", "data", "options", "versions"), dict)
         try:
-            manifest = typed_object(cls, own, files=list, others=list, **objects)
+            manifest = typed_object(cls, own)
         except ValueError as error:
             raise CheckpointError(f"it {error}, which is not of format {FORMAT}") from None
-        counts = manifest.step, manifest.save_number, manifest.num_parameters
-        if min(counts) < 0 or manifest.dtype not in _DTYPES:
-            raise CheckpointError(f"it has numbers or a dtype that no run saves: {counts}, {quoted(manifest.dtype)}")
-        files = tuple(map(file_record, manifest.files))
-        others = tuple(_checked(OtherFile, entry) for entry in manifest.others)
-        stored = [*(record.file_name for record in files), *(other.file_name for other in others)]
-        tensors = [name for record in files for name in record.checksums]
+        if manifest.dtype not in _DTYPES:
+            raise CheckpointError(f"it has a dtype that no run saves: {quoted(manifest.dtype)}")
+        records: list[FileRecord | OtherFile] = [*manifest.files, *manifest.others]
+        for record in records:
+            _check_file(record)
+        stored = [record.file_name for record in records]
+        tensors = [name for record in manifest.files for name in record.checksums]
         for what, every in (("file", stored), ("tensor", tensors)):
             if len(set(every)) != len(every):
                 raise CheckpointError(f"it has a {what} twice")
-        return replace(manifest, files=files, others=others)
+        return manifest
 
 
 def file_record(entry: object) -> FileRecord:
     """A record as JSON has it (`dataclasses.asdict`), checked. Raises CheckpointError with the reason."""
-    return _checked(FileRecord, entry, checksums=dict)
+    try:
+        record = typed_object(FileRecord, entry)
+    except ValueError as error:
+        raise CheckpointError(f"it has a wrong entry of a file, which {error}") from None
+    _check_file(record)
+    return record
 
 
-def _checked(kind: type[_Entry], entry: object, **types: type) -> _Entry:
-    with contextlib.suppress(ValueError):
-        found = typed_object(kind, entry, **types)
-        sums = found.checksums.values() if isinstance(found, FileRecord) else [found.checksum]
-        are_sums = bool(sums) and all(type(value) is int and 0 <= value < 2**32 for value in sums)
-        if are_sums and found.num_bytes >= 0 and _stays_inside(found.file_name):
-            return found
-    raise CheckpointError(f"it has a wrong entry of a file: {quoted(entry)}")
+def _check_file(record: FileRecord | OtherFile) -> None:
+    """Raise CheckpointError for a file outside of the folder, and for no or impossible checksums."""
+    sums = record.checksums.values() if isinstance(record, FileRecord) else [record.checksum]
+    if not sums or max(sums) >= 2**32 or not _stays_inside(record.file_name):
+        raise CheckpointError(f"it has a wrong entry of a file: {quoted(record)}")
 
 
 def _stays_inside(name: str) -> bool:

@@ -31,8 +31,8 @@ from mobius.hardware.devices import num_optimizer_threads
 from mobius.planner.gpu_specs import GIGA, action_launch
 from mobius.planner.host_rates import measure_host_rates, with_host_rates
 from mobius.planner.measure import MicrobatchShape, measure_launches, measure_profile
-from mobius.planner.profile import FORMAT, Profile, ProfileError
-from mobius.planner.replica_traffic import ReplicaRates, link_of_nodes
+from mobius.planner.profile import FORMAT, Profile, ProfileError, ReplicaRates
+from mobius.planner.replica_traffic import link_of_nodes
 from mobius.planner.run_setup import RunSetup, replan
 from mobius.planner.timer import CollectiveTimer
 from mobius.ranks import allows_peer_copies, cache_folder

@@ -5,19 +5,29 @@ A file names the model, ranks and step that its plan was made for. Another run i
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from mobius.config.config import ActivationOffloading, Config, Dtype, Order, PlanningConfig, Recompute, options
+from mobius.config.config import (
+    ActivationOffloading,
+    Config,
+    Dtype,
+    Order,
+    PipelineConfig,
+    PlanningConfig,
+    Recompute,
+    config_from,
+    option_values,
+)
+from mobius.config.options import COUNT, OptionValue
 from mobius.config.validation import find_problems
-from mobius.errors import PlanError, ScheduleError, excerpt, first_line, quoted, reason_of
+from mobius.errors import PlanError, ScheduleError, excerpt, quoted
 from mobius.planner.request import PlanRequest
-from mobius.regular_files import read_bytes
+from mobius.regular_files import parse_json, read_text, typed_object
 from mobius.schedule.partition import ModelShape, StageCut
 from mobius.schedule.plan import Plan
 from mobius.schedule.spec import ComputeOrder
@@ -25,30 +35,37 @@ from mobius.schedule.spec import ComputeOrder
 logger = logging.getLogger(__name__)
 
 VERSION = 2
-ALL_AGAIN = "Make it anew with --dry_run, or leave --plan out."
-PLAN_FIELDS: Final = {
+ALL_AGAIN = "Name another file, make it anew with --dry_run, or leave --plan out."
+KEYS: Final = {
     "num_ranks": "num_ranks",
     "num_microbatches": "num_microbatches",
-    "num_rounds": "accumulation_rounds",
+    "accumulation_rounds": "num_rounds",
     "num_slices": "num_slices",
-    "kept_products": "saved_product_stages",
-    "kept_attention": "saved_attention_stages",
-    "products_home": "num_offloaded_microbatches",
+    "saved_product_stages": "kept_products",
+    "saved_attention_stages": "kept_attention",
+    "num_offloaded_microbatches": "products_home",
     "slots": "slots",
     "sum_buffers": "sum_buffers",
     "order": "order",
-    "spans": "cuts",
+    "cuts": "spans",
     "resident": "resident",
-    "kept_activations": "saved_activation_stages",
-    "stashed_activations": "offloaded_activation_stages",
+    "saved_activation_stages": "kept_activations",
+    "offloaded_activation_stages": "stashed_activations",
 }
-"""Key in the file -> field of `Plan`."""
-_IN_ALL_FILES: Final = ("num_ranks", "num_microbatches", "slots", "spans", "resident", "kept_activations")
-"""Keys that older files have too."""
+"""Field of `Plan` -> key in the file."""
+_ADDED_LATER: Final[Mapping[str, Any]] = {
+    "num_replicas": 1,
+    "num_rounds": 1,
+    "num_slices": 1,
+    "kept_products": [],
+    "kept_attention": [],
+    "products_home": 0,
+    "sum_buffers": [],
+    "order": ComputeOrder.BREADTH_FIRST,
+    "stashed_activations": [],
+}
+"""Keys that older files lack, with what their plans have."""
 _MOST_BYTES: Final = 1 << 24
-_MOST: Final = 2**31
-"""Upper bound of all numbers except those of the model, which are only compared."""
-_MOST_PARAMETERS: Final = 2**62
 
 
 @dataclass(frozen=True)
@@ -60,13 +77,13 @@ class ModelDigest:
     hidden_size: int
     vocab_size: int
     is_tied: bool
-    dtype: str
+    dtype: Dtype
 
     @classmethod
     def of(cls, shape: ModelShape, dtype: Dtype) -> ModelDigest:
         """Return the digest of a model in a working format."""
         sizes = (shape.num_parameters, shape.num_layers, shape.hidden_size, shape.vocab_size)
-        return cls(*sizes, shape.is_tied, dtype.value)
+        return cls(*sizes, shape.is_tied, dtype)
 
 
 @dataclass(frozen=True)
@@ -78,7 +95,7 @@ class SavedPlan:
     batch_size: int
     """Rows of a step of all replicas."""
     seq_length: int
-    num_replicas: int = 1
+    num_replicas: Annotated[int, COUNT] = 1
 
     @classmethod
     def of(cls, request: PlanRequest, plan: Plan) -> SavedPlan:
@@ -93,7 +110,7 @@ class SavedPlan:
         plan = fields.pop("plan")
         if self.num_replicas == 1:
             del fields["num_replicas"]
-        for key, name in PLAN_FIELDS.items():
+        for name, key in KEYS.items():
             value = plan[name]
             fields[key] = sorted(value) if isinstance(value, frozenset) else value
         return json.dumps(fields, indent=2) + "\n"
@@ -101,170 +118,85 @@ class SavedPlan:
 
 def read_plan(path: Path) -> SavedPlan:
     """Read and check a plan file; raises PlanError with what is wrong with it."""
-    shown = f"--plan {excerpt(str(path), 200)}"
     try:
-        content = read_bytes(path, _MOST_BYTES)
-    except (OSError, ValueError) as error:  # ValueError: no file can have this name
-        raise PlanError(f"{shown} cannot be read: {reason_of(error)}. Name a plan.json.") from error
-    try:
-        fields = json.loads(content.decode("utf-8"))
-    except RecursionError as error:
-        raise PlanError(f"{shown}: its lists or objects are nested too deeply for a plan. {ALL_AGAIN}") from error
-    except ValueError as error:
-        raise PlanError(f"{shown} is no JSON: {excerpt(first_line(error), 200)}. {ALL_AGAIN}") from error
+        fields = parse_json(read_text(path, PlanError, max_bytes=_MOST_BYTES), path, PlanError)
+    except PlanError as error:
+        raise PlanError(f"--plan {error} {ALL_AGAIN}") from error
     version = fields.get("version") if isinstance(fields, dict) else None
     if type(version) is not int or version != VERSION:
-        raise PlanError(f"{shown} has version {quoted(version)}, this program reads version {VERSION}. {ALL_AGAIN}")
-    try:
-        saved = SavedPlan(
-            plan=_plan(fields),
-            model=_digest(_field(fields, "model")),
-            num_replicas=_whole(fields.get("num_replicas", 1), "num_replicas", least=1),
-            batch_size=_whole(_field(fields, "batch_size"), "batch_size", least=1),
-            seq_length=_whole(_field(fields, "seq_length"), "seq_length", least=2),
+        raise PlanError(
+            f"--plan {path} has version {quoted(version)}, this program reads version {VERSION}. {ALL_AGAIN}"
         )
+    try:
+        saved = _saved_plan(fields)
         problem = next(_contradictions(saved), None)
-    except _FieldError as error:
+    except ScheduleError as error:
         problem = str(error)
+    except ValueError as error:
+        problem = f"it {error}"
     if problem is not None:
-        raise PlanError(f"{shown} is broken: {problem}. {ALL_AGAIN}")
+        raise PlanError(f"--plan {path} is broken: {excerpt(problem, 300)}. {ALL_AGAIN}")
     return saved
 
 
-class _FieldError(Exception):
-    """A field that is missing or of the wrong kind, as text."""
-
-
-def _plan(fields: Mapping[str, Any]) -> Plan:
-    types = {field.name: str(field.type) for field in dataclasses.fields(Plan)}
-    values = {}
-    for key, name in PLAN_FIELDS.items():
-        if key in fields or key in _IN_ALL_FILES:
-            values[name] = _READERS[types[name]](_field(fields, key), key)
-        if key in ("num_rounds", "num_slices"):
-            _whole(values.get(name, 1), key, least=1)
+def _saved_plan(fields: Mapping[str, Any]) -> SavedPlan:
+    """Read the fields of a file by the types of `Plan` and `SavedPlan`; raises ValueError that completes "it ..."."""
+    fields = {**_ADDED_LATER, **fields}
     if fields.get("kept_level") == "products":  # of all stages, in files of version 0.1
-        values["saved_product_stages"] = values["saved_activation_stages"]
-    return Plan(num_stages=len(values["cuts"]), **values)
-
-
-def _field(fields: Mapping[str, Any], name: str) -> object:
-    if name not in fields:
-        raise _FieldError(f"`{name}` is missing")
-    return fields[name]
-
-
-def _whole(value: object, name: str, *, least: int = 0) -> int:
-    if type(value) is not int or not least <= value < _MOST:
-        raise _FieldError(f"`{name}` is {quoted(value)}, not a whole number from {least} on")
-    return value
-
-
-def _order(value: object, name: str) -> ComputeOrder:
-    orders = [order for order in ComputeOrder if order is not ComputeOrder.EVALUATION]
-    if not isinstance(value, str) or value not in orders:
-        raise _FieldError(f"`{name}` is {quoted(value)}, not one of {', '.join(orders)}")
-    return ComputeOrder(value)
-
-
-def _cut(value: object, name: str) -> StageCut:
-    if not isinstance(value, dict):
-        raise _FieldError(f"`{name}` is {quoted(value)}, not an object")
-    stage, first, end = (_whole(value.get(key), f"{name}`.`{key}") for key in ("stage", "first_layer", "end_layer"))
-    return StageCut(stage, first, end, value.get("is_first") is True, value.get("is_last") is True)
-
-
-def _list_of(read: Callable[[object, str], Any], value: object, name: str) -> tuple[Any, ...]:
-    if not isinstance(value, list):
-        raise _FieldError(f"`{name}` is {quoted(value)}, not a list")
-    return tuple(read(each, f"{name}[{index}]") for index, each in enumerate(value))
-
-
-_READERS: Final[dict[str, Callable[[object, str], Any]]] = {
-    "int": _whole,
-    "ComputeOrder": _order,
-    "tuple[int, ...]": lambda value, name: _list_of(_whole, value, name),
-    "tuple[StageCut, ...]": lambda value, name: _list_of(_cut, value, name),
-    "frozenset[int]": lambda value, name: frozenset(_list_of(_whole, value, name)),
-}
-"""How a field of `Plan` is read, by its type."""
-
-
-def _digest(value: object) -> ModelDigest:
-    """The model's numbers, each of which is compared with that of a run."""
-    types = {"int": int, "bool": bool, "str": str}
-    kinds = {field.name: types[str(field.type)] for field in dataclasses.fields(ModelDigest)}
-    if not isinstance(value, dict) or set(value) != set(kinds):
-        raise _FieldError(f"`model` must hold {', '.join(kinds)}, not {quoted(value)}")
-    for name, kind in kinds.items():
-        if type(value[name]) is not kind or (kind is int and not 0 <= value[name] < _MOST_PARAMETERS):
-            raise _FieldError(f"`model`.`{name}` is {quoted(value[name])}")
-    if value["dtype"] not in list(Dtype):
-        raise _FieldError(f"`model`.`dtype` is {quoted(value['dtype'])}, not one of {', '.join(Dtype)}")
-    return ModelDigest(**value)
+        fields["kept_products"] = fields.get("kept_activations")
+    spans = fields.get("spans")
+    own = {key: fields[key] for key in KEYS.values() if key in fields}
+    own["num_stages"] = len(spans) if isinstance(spans, list) else 0
+    step = {"plan": typed_object(Plan, own, names=KEYS)}
+    step |= {name: fields[name] for name in ("model", "batch_size", "seq_length", "num_replicas") if name in fields}
+    return typed_object(SavedPlan, step)
 
 
 def _contradictions(saved: SavedPlan) -> Iterator[str]:
-    """Contradictions in a plan, as text; each takes for granted that there is none before it."""
-    plan, number, slices = saved.plan, saved.plan.num_stages, saved.plan.num_slices
-    if plan.num_ranks < 1 or number < 1 or number % plan.num_ranks:
-        yield f"{number} stages on {plan.num_ranks} ranks"
-    for name, option, value in (
-        ("num_microbatches", "num_chunks", plan.num_chunks),
-        ("num_slices", "num_slices", slices),
-        ("spans", "num_stages", number),
-    ):
-        bounds = options()[option].bounds
-        if bounds is not None and not bounds.allow(value):
-            yield f"`{name}` are {value}, which must be {bounds.demand(value)}"
-    if plan.num_microbatches % slices or saved.seq_length % slices:
-        yield f"{plan.num_microbatches} microbatches of {saved.seq_length} tokens in {slices} slices"
-    if plan.num_chunks % plan.accumulation_rounds:
-        yield f"{plan.num_chunks} microbatches in {plan.accumulation_rounds} rounds"
-    if saved.batch_size % (plan.num_chunks * saved.num_replicas):
-        each = f" of each of {saved.num_replicas} replicas" if saved.num_replicas > 1 else ""
-        yield f"{saved.batch_size} sequences in {plan.num_chunks} microbatches{each}"
+    """Contradictions in a plan, as text; each takes for granted that there is none before it. Raises ScheduleError."""
+    plan, number = saved.plan, saved.plan.num_stages
+    if plan.is_evaluation:
+        yield f"`order` is {plan.order}, not {Order.BREADTH_FIRST} or {Order.DEPTH_FIRST}"
+    if not plan.num_ranks == len(plan.slots) > 0:
+        yield f"`slots` of {len(plan.slots)} ranks, not {plan.num_ranks}"
+    if len(plan.sum_buffers) not in (0, plan.num_ranks):
+        yield f"`sum_buffers` of {len(plan.sum_buffers)} ranks, not {plan.num_ranks}"
+    plan.check_numbers()
+    yield from find_problems(config_from(_options_of(saved)), num_ranks=plan.num_ranks, num_replicas=saved.num_replicas)
     starts = [0, *(cut.end_layer for cut in plan.cuts)]
-    wanted = [(s, starts[s], s == 0, s == number - 1) for s in range(number)]
-    if [(cut.stage, cut.first_layer, cut.is_first, cut.is_last) for cut in plan.cuts] != wanted:
-        yield "its stages do not follow each other"
-    if starts != sorted(starts) or starts[-1] != saved.model.num_layers:
-        yield f"its stages do not hold the model's {saved.model.num_layers} layers"
+    in_turn = [StageCut(s, starts[s], starts[s + 1], s == 0, s == number - 1) for s in range(number)]
+    if [*plan.cuts] != in_turn or starts != sorted(starts) or starts[-1] != saved.model.num_layers:
+        yield f"`spans` do not hold the model's {saved.model.num_layers} layers one after the other"
     yield from _contradictions_of_stages(plan)
 
 
 def _contradictions_of_stages(plan: Plan) -> Iterator[str]:
-    saved, offloaded = plan.saved_activation_stages, plan.offloaded_activation_stages
-    if not plan.saved_product_stages <= saved:
-        yield "stages that keep products alone are among those that keep activations"
-    if not (plan.resident | saved | offloaded | plan.saved_attention_stages) <= set(range(plan.num_stages)):
-        yield "resident stages, or stages with saved or offloaded activations, name a stage that there is not"
-    if both := sorted(offloaded & (saved | {plan.num_stages - 1})):
-        yield f"the stages {both} offload activations, which the last stage and those that save them cannot"
-    most = plan.microbatches_per_round if offloaded and plan.num_slices == 1 else 0
-    if plan.num_offloaded_microbatches > most:
-        yield (
-            f"products of {plan.num_offloaded_microbatches} microbatches of a round are offloaded, which has "
-            f"{plan.microbatches_per_round}; this needs stages that offload activations, and no slices"
-        )
+    """Contradictions in what stages save, as `_contradictions`."""
+    number, num_saving_attention = plan.num_stages, len(plan.saved_attention_stages)
+    usual = plan.with_memory_uses([plan.use_of(rank) for rank in range(plan.num_ranks)])
+    usual = replace(usual, saved_attention_stages=frozenset(range(number - num_saving_attention, number)))
+    for name, key in KEYS.items():
+        own, wanted = getattr(plan, name), getattr(usual, name)
+        if own != wanted and own != ():
+            yield (
+                f"`{key}` is {_listed(own)}, and would be {_listed(wanted)}: of a rank's stages the first are resident "
+                "or offload activations, the last keep them, and there are no more slots than streamed ones"
+            )
+    saved = plan.saved_activation_stages
     if saved and plan.num_slices > 1:
-        yield f"the stages {sorted(saved)} keep activations, but slices are recomputed"
-    if plan.saved_attention_stages and plan.num_slices == 1:
-        yield "attention's results are saved, but sequences are not in slices"
-    if len(plan.slots) != plan.num_ranks:
-        yield f"slots of {len(plan.slots)} ranks, not {plan.num_ranks}"
-    if plan.sum_buffers and len(plan.sum_buffers) != plan.num_ranks:
-        yield f"sum buffers of {len(plan.sum_buffers)} ranks, not {plan.num_ranks}"
+        yield f"the stages {_listed(saved)} keep activations, but slices are recomputed"
+    if num_saving_attention and plan.num_slices == 1:
+        yield "attention's results are kept, but sequences are not in slices"
+    if plan.num_offloaded_microbatches and not plan.offloaded_activation_stages:
+        yield f"products of {plan.num_offloaded_microbatches} microbatches are offloaded, but of no stage"
     for rank, slots in enumerate(plan.slots):
-        streamed = plan.streamed_stages(rank)
-        if not min(1, len(streamed)) <= slots <= len(streamed):
-            yield f"{slots} slots for the {len(streamed)} streamed stages of rank {rank}"
-        if lost := sorted(saved.intersection(streamed[: len(streamed) - slots])):
-            yield f"the stages {lost} keep activations, but their weights leave"
-    try:
-        plan.check_numbers()
-    except ScheduleError as error:
-        yield str(error)
+        streamed = saved.intersection(plan.streamed_stages(rank))
+        if len(streamed) > slots:
+            yield f"the stages {_listed(streamed)} keep activations, but their weights leave: {slots} slots"
+
+
+def _listed(numbers: Collection[int]) -> str:
+    return excerpt(str(sorted(numbers) if isinstance(numbers, frozenset) else [*numbers]))
 
 
 def check_saved_plan(
@@ -297,80 +229,76 @@ def apply_saved_plan(config: Config, *, given: Collection[str]) -> tuple[Config,
         return config, None
     path = Path(config.planning.plan)
     saved = read_plan(path)
-    problems = [text for name, text in _differences(config, saved) if name in given]
-    if problems:
+    if problems := [*_differences(config, saved, given)]:
         raise PlanError(
             f"--plan {path} contradicts what else is given: {'; '.join(problems)}. Leave these options out, or make "
             "the plan anew with them (--dry_run)."
         )
-    plan = saved.plan
-    pipeline = replace(
-        config.pipeline,
-        batch_size=saved.batch_size,
-        num_chunks=plan.num_chunks,
-        num_slices=plan.num_slices,
-        num_rounds=plan.accumulation_rounds,
-        compute_order=Order(plan.order.value),
-        num_stages=plan.num_stages,
-        use_offload=plan.num_slots is not None,
-        use_prefetch=plan.num_slots != 1 or plan.stages_per_rank == 1,
-    )
-    config = replace(config, pipeline=pipeline, data=replace(config.data, seq_length=saved.seq_length))
+    config = config_from({**option_values(config), **_options_of(saved)})
     if invalid := find_problems(replace(config, planning=PlanningConfig())):
         raise PlanError(f"--plan {path} cannot be run: {'; '.join(invalid)}. Make it anew with --dry_run.")
-    logger.info("plan taken from %s: %d stages, %d chunks", path, plan.num_stages, plan.num_chunks)
+    logger.info("plan taken from %s: %d stages, %d chunks", path, saved.plan.num_stages, saved.plan.num_chunks)
     return config, saved
 
 
-def _differences(config: Config, saved: SavedPlan) -> Iterator[tuple[str, str]]:
-    """Options that differ from the plan, each with the difference as text."""
-    plan, pipeline = saved.plan, config.pipeline
-    for name, own, planned in (
-        ("batch_size", pipeline.batch_size, saved.batch_size),
-        ("seq_length", config.data.seq_length, saved.seq_length),
-        ("num_stages", pipeline.num_stages, plan.num_stages),
-        ("num_chunks", pipeline.num_chunks, plan.num_chunks),
-        ("num_slices", pipeline.num_slices, plan.num_slices),
-        ("num_rounds", pipeline.num_rounds, plan.accumulation_rounds),
-        ("dtype", config.model.dtype.value, saved.model.dtype),
-    ):
-        if own is not None and own != planned:  # None: auto, and the plan is an answer to that
-            yield name, f"--{name} {own}, the plan has {planned}"
-    if pipeline.compute_order not in (Order.AUTO, plan.order.value):
-        yield "compute_order", f"--compute_order {pipeline.compute_order}, the plan is {plan.order}"
+def _options_of(saved: SavedPlan) -> dict[str, OptionValue]:
+    """Options that a run takes from a plan, by name."""
+    plan = saved.plan
+    return {
+        "batch_size": saved.batch_size,
+        "seq_length": saved.seq_length,
+        "num_stages": plan.num_stages,
+        "num_chunks": plan.num_chunks,
+        "num_slices": plan.num_slices,
+        "num_rounds": plan.accumulation_rounds,
+        "compute_order": Order(plan.order.value),
+        "use_offload": plan.num_slots is not None,
+        "use_prefetch": plan.num_slots != 1 or plan.stages_per_rank == 1,
+    }
+
+
+def _differences(config: Config, saved: SavedPlan, given: Collection[str]) -> Iterator[str]:
+    """Options in `given` that ask for something else than the plan has, each with the difference as text."""
+    values, numbers = option_values(config), {**_options_of(saved), "dtype": saved.model.dtype}
+    agreements = {
+        name: (values[name] in (None, "auto", numbers[name]), f"has {numbers[name]}")  # None: auto, too
+        for name in numbers
+    }
+    for name, (agrees, text) in {**agreements, **_agreements_of_stages(saved.plan, config.pipeline)}.items():
+        if name in given and not agrees:
+            own = f"--no_{name.removeprefix('use_')}" if values[name] is False else f"--{name} {values[name]}"
+            yield f"{own}, the plan {text}"
+
+
+def _agreements_of_stages(plan: Plan, asked: PipelineConfig) -> dict[str, tuple[bool, str]]:
+    """Whether an option asks for what a plan does with its stages, by name, and what that is, as text."""
+    number, saved, offloaded = plan.num_stages, plan.saved_activation_stages, plan.offloaded_activation_stages
     residents = sorted({plan.use_of(rank).num_resident for rank in range(plan.num_ranks)})
-    wanted = plan.stages_per_rank if pipeline.resident_stages == "all" else pipeline.num_resident_stages
-    if wanted is not None and residents != [wanted]:
-        shown = " to ".join(map(str, dict.fromkeys((residents[0], residents[-1]))))
-        yield "resident_stages", f"--resident_stages {pipeline.resident_stages}, the plan has {shown} on each rank"
-    if not pipeline.use_offload and plan.num_slots is not None:
-        yield "use_offload", f"--no_offload, the plan streams {plan.num_stages - len(plan.resident)} stages"
-    if not pipeline.use_prefetch and (plan.num_slots or 1) > 1:
-        yield "use_prefetch", f"--no_prefetch, the plan has {plan.num_slots} slots"
-    offloaded = len(plan.offloaded_activation_stages)
-    could = len(set(range(plan.num_stages - 1)) - plan.saved_activation_stages)
-    text = f"--activation_offloading {pipeline.activation_offloading}, the plan offloads activations of {offloaded}"
-    if pipeline.activation_offloading is ActivationOffloading.OFF and offloaded:
-        yield "activation_offloading", f"{text} stages"
-    if pipeline.activation_offloading is ActivationOffloading.ON and offloaded < could:
-        yield "activation_offloading", f"{text} of {could} stages"
-    if (contradiction := _recompute_difference(plan, pipeline.recompute)) is not None:
-        yield "recompute", f"--recompute {pipeline.recompute}, the plan {contradiction}"
-
-
-def _recompute_difference(plan: Plan, asked: Recompute) -> str | None:
-    saved, attention = len(plan.saved_activation_stages), len(plan.saved_attention_stages)
-    if asked.saves_activations and saved < plan.num_stages:
-        return f"keeps activations of {saved} stages only"
-    products = saved if asked is Recompute.ELEMENTWISE else 0
-    if asked.saves_activations and len(plan.saved_product_stages) != products:
-        return f"keeps products alone in {len(plan.saved_product_stages)} stages"
-    if asked is Recompute.LINEAR and attention < plan.num_stages:
-        return f"keeps attention's results of {attention} stages only"
-    if attention and asked not in (Recompute.AUTO, Recompute.LINEAR):
-        return "keeps results of attention"
-    if plan.num_offloaded_microbatches and asked is not Recompute.AUTO:
-        return f"offloads products of {plan.num_offloaded_microbatches} microbatches"
-    if asked is Recompute.FULL and saved:
-        return f"keeps activations of {saved} stages"
-    return None
+    num_resident = plan.stages_per_rank if asked.resident_stages == "all" else asked.num_resident_stages
+    num_offloadable = len(set(range(number - 1)) - saved)
+    offloading = {ActivationOffloading.OFF: 0, ActivationOffloading.ON: num_offloadable}
+    products, attention = len(plan.saved_product_stages), len(plan.saved_attention_stages)
+    saving = (len(saved), products, attention, plan.num_offloaded_microbatches)
+    recompute = {
+        Recompute.FULL: (0, 0, 0, 0),
+        Recompute.LINEAR: (0, 0, number, 0),
+        Recompute.ELEMENTWISE: (number, number, 0, 0),
+        Recompute.NONE: (number, 0, 0, 0),
+    }
+    return {
+        "resident_stages": (
+            num_resident is None or residents == [num_resident],
+            f"has {' or '.join(map(str, residents))} on each rank",
+        ),
+        "use_offload": (asked.use_offload or plan.num_slots is None, f"streams {number - len(plan.resident)} stages"),
+        "use_prefetch": (asked.use_prefetch or plan.num_slots in (None, 1), f"has {plan.num_slots} slots"),
+        "activation_offloading": (
+            len(offloaded) == offloading.get(asked.activation_offloading, len(offloaded)),
+            f"offloads activations of {len(offloaded)} of {num_offloadable} stages",
+        ),
+        "recompute": (
+            saving == recompute.get(asked.recompute, saving),
+            f"keeps activations of {len(saved)} stages, products alone in {products} of them, attention's results of "
+            f"{attention}, and offloads products of {plan.num_offloaded_microbatches} microbatches",
+        ),
+    }

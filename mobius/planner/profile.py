@@ -8,10 +8,10 @@ import math
 import operator
 from dataclasses import asdict, astuple, dataclass
 from enum import StrEnum
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Annotated
 
-from mobius.planner.replica_traffic import ReplicaRates
+from mobius.config.options import COUNT, POSITIVE, Bounds
+from mobius.regular_files import typed_object
 from mobius.schedule.partition import ModelShape
 
 FORMAT = 8
@@ -21,13 +21,13 @@ ADAPTER_FORWARD, ADAPTER_BACKWARD = 2.5, 3.5
 reads the result and the layer's outputs, and writes their sum. Backward reads the outputs' gradients twice and inputs
 once, writes a gradient of inputs, reads it and the layer's, and writes their sum. Inputs and outputs of a layer are
 about equally wide, which makes (1 + 4) / 2 and (5 + 2) / 2."""
-_MAY_BE_0 = {
-    *("embedding_forward", "embedding_backward", "loss", "step_overhead", "action_launch", "latency"),
-    *("forward", "backward", "recomputed_backward", "kind_of_layer"),
-}
-"""Fields with numbers that may be 0; all others are positive."""
 MOST_KINDS = 4
 """Kinds of layers whose seconds are shown."""
+
+
+Seconds = Annotated[float, Bounds(minimum=0, ceiling=math.inf)]
+Rate = Annotated[float, Bounds(above=0, ceiling=math.inf)]
+"""Bytes or parameters per second."""
 
 
 class ProfileError(ValueError):
@@ -45,10 +45,10 @@ class Source(StrEnum):
 class LayerSeconds:
     """Seconds of one kind of layer for one microbatch; backward adds parameter gradients to fp32 sums."""
 
-    forward: float
-    backward: float
+    forward: Seconds
+    backward: Seconds
     """From saved activations."""
-    recomputed_backward: float
+    recomputed_backward: Seconds
     """From the layer's input: its forward runs again."""
 
     def __add__(self, other: LayerSeconds) -> LayerSeconds:
@@ -70,28 +70,44 @@ class LayerSeconds:
 class CopyRates:
     """Bytes per second of one GPU's copies between page-locked host memory and the GPU."""
 
-    host_to_device: float
+    host_to_device: Rate
     """Host to device, this GPU alone."""
-    device_to_host: float
+    device_to_host: Rate
     """Device to host, alone."""
-    host_to_device_all_gpus: float
+    host_to_device_all_gpus: Rate
     """Host to device, each of all GPUs at once."""
-    device_to_host_all_gpus: float
-    host_to_device_duplex: float
+    device_to_host_all_gpus: Rate
+    host_to_device_duplex: Rate
     """Host to device, each of all GPUs at once while each also copies to the host."""
-    device_to_host_duplex: float
+    device_to_host_duplex: Rate
 
 
 @dataclass(frozen=True)
 class MessageRates:
     """Activations between the GPUs of neighbouring ranks."""
 
-    bandwidth: float
+    bandwidth: Rate
     """Bytes per second of one directed edge."""
-    latency: float
+    latency: Seconds
     """Seconds."""
     is_through_host: bool
     """Whether messages use the PCIe links and the host's memory, as on cards that cannot write to each other."""
+
+
+@dataclass(frozen=True)
+class ReplicaRates:
+    """Between the ranks of one place in different replicas, in bytes per second of each direction."""
+
+    together: Rate
+    """All ranks of a pipeline at once."""
+    alone: Rate
+    """One rank, the others idle."""
+    is_through_host: bool
+    """Whether it takes the GPUs' PCIe links and the host's memory, too, as a network does."""
+
+    def times(self, factor: float) -> ReplicaRates:
+        """Links that are so many times as fast."""
+        return ReplicaRates(factor * self.together, factor * self.alone, self.is_through_host)
 
 
 @dataclass(frozen=True)
@@ -101,41 +117,41 @@ class Profile:
     source: Source
     basis: str
     """Device and origin of the numbers, as text."""
-    num_ranks: int
+    num_ranks: Annotated[int, COUNT]
     """GPUs that were busy when rates named `together` were measured."""
-    microbatch_tokens: int
+    microbatch_tokens: Annotated[int, COUNT]
     layer_kinds: tuple[LayerSeconds, ...]
     kind_of_layer: tuple[int, ...]
     """Index into `layer_kinds` for every layer of the model."""
-    embedding_forward: float
-    embedding_backward: float
-    loss: float
+    embedding_forward: Seconds
+    embedding_backward: Seconds
+    loss: Seconds
     """Final norm, head and loss, their backward included."""
     copies: CopyRates
     messages: MessageRates
-    cpu_adamw: float
+    cpu_adamw: Rate
     """Parameters per second of one rank's CPU optimizer while other ranks are idle."""
-    cpu_adamw_together: float
+    cpu_adamw_together: Rate
     """Parameters per second of each rank's CPU optimizer while all update."""
-    cpu_adamw_beside_copies: float
+    cpu_adamw_beside_copies: Rate
     """Parameters per second of each rank's CPU optimizer while all update and all GPUs copy in both directions."""
-    copies_beside_cpu_adamw: float
+    copies_beside_cpu_adamw: Rate
     """Bytes per second of one GPU's copies in each direction meanwhile."""
-    cpu_adamw_bytes: int
+    cpu_adamw_bytes: Annotated[int, COUNT]
     """Host memory traffic of one update, in bytes per parameter."""
-    gpu_adamw: float
+    gpu_adamw: Rate
     """Parameters per second."""
-    host_bandwidth: float
+    host_bandwidth: Rate
     """Bytes per second of host memory that all ranks share."""
-    gpu_bandwidth: float
+    gpu_bandwidth: Rate
     """Bytes per second of one GPU's memory."""
-    step_overhead: float
+    step_overhead: Seconds
     """Seconds between the last backward of a step and the first action of the next: norms and losses are summed."""
     launch_overhead: LayerSeconds = LayerSeconds(0.0, 0.0, 0.0)
     """Seconds of the host to enqueue a layer: small microbatches are computed faster than that."""
-    action_launch: float = 0.0
+    action_launch: Seconds = 0.0
     """Seconds of the host for everything else that an action needs: events, messages, slots."""
-    attention_length: float | None = None
+    attention_length: Annotated[float, POSITIVE] | None = None
     """Tokens of the sequence that layers attended in; for packed rows the mean over tokens. None: as in rows."""
     attention: LayerSeconds = LayerSeconds(0.0, 0.0, 0.0)
     """Part of each layer's seconds that attention takes; known for runs with slices, and for estimates."""
@@ -184,35 +200,15 @@ class Profile:
         """Read the text of `to_json`; raises ProfileError for any other text and for impossible numbers."""
         try:
             fields = json.loads(text)
-            if fields.pop("format") != FORMAT:
-                raise ProfileError("the profile has another format")
+            if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT:
+                raise ValueError("has another format")
             fields.pop("gpu_memory", None)  # older files have it, for nothing
-            profile: Profile = _read(cls, fields, "profile")
+            profile = typed_object(cls, fields)
             if not profile.kind_of_layer or not {*profile.kind_of_layer} <= {*range(len(profile.layer_kinds))}:
-                raise ProfileError("kind_of_layer names kinds that do not exist")
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-            raise ProfileError(f"not a profile: {error}") from error
+                raise ValueError("names kinds of layers that do not exist")
+        except (ValueError, RecursionError) as error:
+            raise ProfileError(f"not a profile: it {error}") from error
         return profile
-
-
-def _read(kind: Any, value: Any, name: str) -> Any:
-    """Return a JSON value as the type of field `name`; raises ValueError for other types and impossible numbers."""
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        types = get_type_hints(kind)
-        return kind(**{key: _read(types[key], each, key) for key, each in value.items()})
-    if get_origin(kind) is tuple:
-        return tuple(_read(get_args(kind)[0], each, name) for each in value)
-    if get_origin(kind) is UnionType:
-        return None if value is None else _read(get_args(kind)[0], value, name)
-    if kind is Source:
-        return Source(value)
-    is_right = isinstance(value, (int, float) if kind is float else kind)
-    if kind in (int, float):
-        is_right = is_right and not isinstance(value, bool) and math.isfinite(value) and value >= 0
-        is_right = is_right and (value > 0 or name in _MAY_BE_0)
-    if not is_right:
-        raise ValueError(f"{name} is {value!r}")
-    return value
 
 
 def with_frozen(profile: Profile, shape: ModelShape, byte_rate: float) -> Profile:

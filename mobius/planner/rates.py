@@ -7,8 +7,8 @@ from dataclasses import replace
 from mobius.config.config import Dtype
 from mobius.errors import PlanError
 from mobius.planner.gpu_specs import GIGA, GPU_SPECS, LayerEstimate, estimate_profile, with_attention_length
-from mobius.planner.profile import Profile, with_frozen
-from mobius.planner.replica_traffic import ReplicaRates, rates_of_nodes
+from mobius.planner.profile import Profile, ReplicaRates, with_frozen
+from mobius.planner.replica_traffic import rates_of_nodes
 from mobius.planner.request import PlanRequest
 
 

@@ -10,28 +10,12 @@ The two sums of a rank take turns: a stage's backward begins when the stage befo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from mobius.planner.profile import ReplicaRates
 
 NODE_LINK = 12.5
 """GB/s of a node's link to the others, in each direction, where nobody has said or measured it: 100 Gbit/s."""
 CLEARED_BYTES = 4
 """GPU memory traffic per parameter that is left on compute's own stream after a stage's last backward."""
-
-
-@dataclass(frozen=True)
-class ReplicaRates:
-    """Between the ranks of one place in different replicas, in bytes per second of each direction."""
-
-    together: float
-    """All ranks of a pipeline at once."""
-    alone: float
-    """One rank, the others idle."""
-    is_through_host: bool
-    """Whether it takes the GPUs' PCIe links and the host's memory, too, as a network does."""
-
-    def times(self, factor: float) -> ReplicaRates:
-        """Links that are so many times as fast."""
-        return ReplicaRates(factor * self.together, factor * self.alone, self.is_through_host)
 
 
 def rates_of_nodes(link: float, *, num_replicas: int, num_nodes: int) -> ReplicaRates:

@@ -194,7 +194,7 @@ def test_files_of_a_checkpoint_that_were_edited_are_refused_by_name(eight: None,
 
 WRONG_KINDS: list[tuple[str, tuple[Any, ...], object, str]] = [
     ("trainer_state.json", ("log_history", 0, "loss"), "silu", "entry 0 of log_history has 'silu' for loss"),
-    ("checkpoint.json", ("training", "num_updates"), "4", "it has '4' for num_updates"),
+    ("checkpoint.json", ("training", "num_updates"), "4", "it has '4' for `num_updates`"),
     ("checkpoint.json", ("training", "loss_scale"), 0.0, "loss_scale=0.0"),
     ("checkpoint.json", ("data", "epoch"), [], "its epoch is []"),
     ("checkpoint.json", ("data", "best"), 3, "best evaluation is 3"),

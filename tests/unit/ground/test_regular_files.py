@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
+from typing import Annotated, Any
 
 import pytest
 
+from mobius.config.options import POSITIVE
 from mobius.errors import CheckpointError, DataError
-from mobius.regular_files import open_regular, parse_json, read_bytes, read_json, refuse_special_files
+from mobius.regular_files import open_regular, parse_json, read_bytes, read_json, refuse_special_files, typed_object
 
 
 def make_socket(path: Path) -> None:
@@ -69,3 +75,58 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
 
 def test_values_come_as_json_has_them() -> None:
     assert parse_json('{"a": [1, 2.5, null, "\\u00e9"]}', Path("x")) == {"a": [1, 2.5, None, "é"]}
+
+
+Colour = StrEnum("Colour", ["RED", "BLUE"])
+
+
+@dataclass(frozen=True)
+class Wheel:
+    size: Annotated[float, POSITIVE]
+    colour: Colour | None = None
+
+
+@dataclass(frozen=True)
+class Car:
+    wheels: tuple[Wheel, ...]
+    seats: frozenset[int]
+    sums: Mapping[str, int]
+    is_new: bool
+    notes: Mapping[str, Any]
+
+
+CAR = Car((Wheel(0.5, Colour.RED), Wheel(3)), frozenset({0, 2}), {"a": 1}, True, {"any": [None, {"x": -1.5}]})
+
+
+def test_a_dataclass_comes_back_from_json_by_the_types_of_its_fields() -> None:
+    values = json.loads(json.dumps({**asdict(CAR), "seats": [2, 0]}))
+    assert typed_object(Car, values) == CAR
+    renamed = {"chairs" if name == "seats" else name: value for name, value in values.items()}
+    assert typed_object(Car, renamed, names={"seats": "chairs"}) == CAR
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"wheels": {}}, "has {} for `wheels`, not a list"),
+        ({"wheels": [7]}, "has 7 for `wheels[0]`, not an object"),
+        ({"wheels": [{"size": 1.0}]}, "lacks colour in `wheels[0]`"),
+        ({"wheels": [{"size": 1, "colour": "green"}]}, "has 'green' for `wheels[0].colour`, not one of red, blue"),
+        ({"wheels": [{"size": 0, "colour": None}]}, "has 0 for `wheels[0].size`, which must be above 0"),
+        ({"wheels": [{"size": float("nan"), "colour": None}]}, "has nan for `wheels[0].size`, which must be above 0"),
+        ({"wheels": [{"size": True, "colour": None}]}, "has True for `wheels[0].size`, not a number"),
+        ({"seats": [1, -1]}, "has -1 for `seats[1]`, not a whole number from 0 on"),
+        ({"seats": [10**400]}, "for `seats[0]`, not a whole number"),
+        ({"seats": None}, "has None for `seats`, not a list"),
+        ({"sums": {"a": "1"}}, "has '1' for `sums.a`, not a whole number from 0 on"),
+        ({"sums": []}, "has [] for `sums`, not an object"),
+        ({"is_new": 1}, "has 1 for `is_new`, not true or false"),
+        ({"more": 1}, "has more"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_its_place_with_what_is_allowed(
+    changes: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(problem)) as raised:
+        typed_object(Car, {**json.loads(json.dumps({**asdict(CAR), "seats": [2, 0]})), **changes})
+    assert len(str(raised.value)) < 200

@@ -167,7 +167,7 @@ def test_a_file_and_a_table_name_the_stages_that_keep_products(llama_7b: ModelSh
         path.write_text(json.dumps(fields | ({} if level is None else {"kept_level": level})))
         assert read_plan(path).plan == replace(plan, saved_product_stages=frozenset(stages)), "files of version 0.1"
 
-    for wrong, reason in (([1], "stages that keep products alone are among"), ("products", "`kept_products`")):
+    for wrong, reason in (([1], r"`kept_products` is \[1\], and would be \[2\]"), ("products", "`kept_products`")):
         path.write_text(json.dumps(fields | {"kept_products": wrong}))
         with pytest.raises(PlanError, match=reason):
             read_plan(path)

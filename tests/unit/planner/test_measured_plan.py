@@ -24,9 +24,8 @@ from mobius.planner.measured_plan import (
     measured_profile,
     plan_by_measurement,
 )
-from mobius.planner.profile import Profile, Source
+from mobius.planner.profile import Profile, ReplicaRates, Source
 from mobius.planner.rates import estimated_profile
-from mobius.planner.replica_traffic import ReplicaRates
 from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.run_setup import RunSetup, machine_of_gpu, make_run_setup, replan
 from mobius.planner.search import resolve_auto

@@ -164,5 +164,8 @@ def test_a_plan_tells_it_and_keeps_it_in_its_file(tmp_path: Path) -> None:
         replace(plan, offloaded_activation_stages=frozenset()),
     ):
         path.write_text(SavedPlan(digest, changed, 64, 512).to_json())
-        with pytest.raises(PlanError, match="microbatches of a round are offloaded, which has 8"):
+        with pytest.raises(
+            PlanError,
+            match="9 microbatches of a round offload|products of 3 microbatches are .* of no stage",
+        ):
             read_plan(path)

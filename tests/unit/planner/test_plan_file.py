@@ -23,7 +23,7 @@ from mobius.schedule.spec import ComputeOrder
 def saved(small: ModelShape) -> SavedPlan:
     plan = make_plan(small, num_ranks=2, num_stages=4, num_microbatches=2, num_slots=2)
     plan = replace(
-        plan.with_memory_uses([MemoryUse(1, 0, 1), MemoryUse(0, 0, 1)]), saved_activation_stages=frozenset({0, 3})
+        plan.with_memory_uses([MemoryUse(1, 0, 1), MemoryUse(0, 0, 1)]), saved_activation_stages=frozenset({2, 3})
     )
     return SavedPlan(ModelDigest.of(small, Dtype.BF16), plan, batch_size=8, seq_length=16)
 
@@ -61,7 +61,7 @@ def test_options_take_the_order_of_a_plan_and_another_one_is_refused(saved: Save
     for order, is_refused in (("auto", False), ("depth_first", False), ("breadth_first", True)):
         config = parse_args([*words, "--compute_order", order])
         with (
-            pytest.raises(PlanError, match="--compute_order breadth_first, the plan is depth_first")
+            pytest.raises(PlanError, match="--compute_order breadth_first, the plan has depth_first")
             if is_refused
             else nullcontext()
         ):
@@ -71,9 +71,9 @@ def test_options_take_the_order_of_a_plan_and_another_one_is_refused(saved: Save
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda f: f.update(order="evaluation"), "`order` is .evaluation., not one of breadth_first, depth_first"),
-        (lambda f: f.update(order=1), "`order` is 1, not one of"),
-        (lambda f: f.update(sum_buffers=[1]), "sum buffers of 1 ranks, not 2"),
+        (lambda f: f.update(order="evaluation"), "`order` is evaluation, not breadth_first or depth_first"),
+        (lambda f: f.update(order=1), "it has 1 for `order`, not one of breadth_first, depth_first"),
+        (lambda f: f.update(sum_buffers=[1]), "`sum_buffers` of 1 ranks, not 2"),
         (lambda f: f.update(sum_buffers=[-1, 2]), r"`sum_buffers\[0\]`"),
         (lambda f: f.update(slots=[1, 1]), "rank 1 has 1 GPU slots for 2 streamed stages"),
         (lambda f: f.update(num_rounds=2), "a round of 1 microbatches is less than one for each of 2 ranks"),
@@ -100,7 +100,7 @@ def test_a_file_says_what_it_is_of_and_everything_that_was_chosen(saved: SavedPl
         "dtype": "bf16",
     }
     assert (fields["num_ranks"], fields["num_microbatches"], fields["slots"]) == (2, 2, [1, 1])
-    assert (fields["resident"], fields["kept_activations"]) == ([0], [0, 3])
+    assert (fields["resident"], fields["kept_activations"]) == ([0], [2, 3])
     assert (fields["batch_size"], fields["seq_length"]) == (8, 16)
     assert [(span["first_layer"], span["end_layer"]) for span in fields["spans"]] == [(0, 2), (2, 4), (4, 5), (5, 5)]
 
@@ -110,34 +110,39 @@ def test_a_file_says_what_it_is_of_and_everything_that_was_chosen(saved: SavedPl
     [
         (lambda f: f.update(version=1), "has version 1, this program reads version 2"),
         (lambda f: f.pop("version"), "has version None"),
-        (lambda f: f.pop("spans"), "is broken: `spans` is missing"),
-        (lambda f: f.update(num_ranks=3), "4 stages on 3 ranks"),
-        (lambda f: f.update(num_microbatches=3), "8 sequences in 3 microbatches"),
-        (lambda f: f.update(num_microbatches=2.5), "`num_microbatches` is 2.5"),
-        (lambda f: f["spans"].pop(), "3 stages on 2 ranks"),
-        (lambda f: f["spans"][1].update(first_layer=1), "do not follow each other"),
-        (lambda f: f["spans"][3].update(end_layer=7), "do not hold the model's 5 layers"),
-        (lambda f: f.update(resident=[9]), "name a stage that there is not"),
-        (lambda f: f.update(slots=[1]), "slots of 1 ranks, not 2"),
-        (lambda f: f.update(slots=[0, 1]), "0 slots for the 1 streamed stages of rank 0"),
-        (lambda f: f.update(slots=[1, 3]), "3 slots for the 2 streamed stages of rank 1"),
-        (lambda f: f.update(kept_activations=[1]), r"the stages \[1\] keep activations, but their weights leave"),
-        (lambda f: f.update(num_slices=2), r"the stages \[0, 3\] keep activations, but slices are recomputed"),
-        (lambda f: f.update(num_slices=2**20, num_microbatches=2**20, seq_length=2**20), "`num_slices` are 1048576"),
-        (lambda f: f["model"].pop("dtype"), "is broken: `model` "),
+        (lambda f: f.pop("spans"), "is broken: it lacks spans"),
+        (lambda f: f.update(num_ranks=3, slots=[1, 1, 1], sum_buffers=[]), "4 stages are no multiple of 3 ranks"),
+        (lambda f: f.update(num_ranks=0, slots=[], sum_buffers=[]), "`slots` of 0 ranks"),
+        (
+            lambda f: f.update(num_microbatches=3),
+            "`--batch_size` 8 and `--num_chunks` 3: 8 has no 3 equal microbatches",
+        ),
+        (lambda f: f.update(num_microbatches=2.5), "it has 2.5 for `num_microbatches`, not a whole number from 0 on"),
+        (lambda f: f["spans"].pop(), "3 stages are no multiple of 2 ranks"),
+        (lambda f: f["spans"][1].update(first_layer=1), "do not hold the model's 5 layers one after the other"),
+        (lambda f: f["spans"][3].update(end_layer=7), "do not hold the model's 5 layers one after the other"),
+        (lambda f: f.update(resident=[9]), r"`resident` is \[9\], and would be \[\]"),
+        (lambda f: f.update(slots=[1]), "`slots` of 1 ranks, not 2"),
+        (lambda f: f.update(slots=[0, 1]), "at least 1 of each, it was given 0 GPU slots"),
+        (lambda f: f.update(slots=[1, 3]), r"`slots` is \[1, 3\], and would be \[1, 2\]"),
+        (lambda f: f.update(kept_activations=[1]), r"`kept_activations` is \[1\], and would be \[3\]"),
+        (lambda f: f.update(kept_activations=[1, 3]), r"the stages \[1, 3\] keep activations, but their weights leave"),
+        (lambda f: f.update(num_slices=2), r"the stages \[2, 3\] keep activations, but slices are recomputed"),
+        (lambda f: f.update(num_slices=2**20, num_microbatches=2**20, seq_length=2**20), "`--num_slices` is 1048576"),
+        (lambda f: f["model"].pop("dtype"), "is broken: it lacks dtype in `model`"),
         (lambda f: f.update(version=True), "has version True, "),
         (lambda f: f.update(version=2.0), "has version 2.0, "),
         (lambda f: f.update(version="9" * 5000), r"has version '99+\.\.\.9+', "),
-        (lambda f: f.update(model=[1]), "is broken: `model` "),
-        (lambda f: f["model"].update(dtype=7), "`model`"),
-        (lambda f: f["model"].update(dtype="int8"), "`model`"),
-        (lambda f: f["model"].update(num_layers="5"), "`model`"),
-        (lambda f: f["model"].update(hidden_size=[1]), "`model`"),
-        (lambda f: f["model"].update(is_tied=1), "`model`"),
+        (lambda f: f.update(model=[1]), "is broken: it has .1. for `model`, not an object"),
+        (lambda f: f["model"].update(dtype=7), "`model.dtype`"),
+        (lambda f: f["model"].update(dtype="int8"), "`model.dtype`"),
+        (lambda f: f["model"].update(num_layers="5"), "`model.num_layers`"),
+        (lambda f: f["model"].update(hidden_size=[1]), "`model.hidden_size`"),
+        (lambda f: f["model"].update(is_tied=1), "`model.is_tied`"),
         (lambda f: f["model"].update(color="red"), "`model`"),
-        (lambda f: f["model"].update(num_parameters=10**4000), "`model`"),
+        (lambda f: f["model"].update(num_parameters=10**4000), "`model.num_parameters`"),
         (lambda f: f.update(spans=7), "`spans`"),
-        (lambda f: f.update(spans=f["spans"] * 5000), "`spans` are 20000, which must be at least 1 and below 1025"),
+        (lambda f: f.update(spans=f["spans"] * 5000), "`--num_stages` is 20000; it must be at least 1 and below 1025"),
         (lambda f: f.update(spans=["x"]), r"`spans\[0\]`"),
         (lambda f: f["spans"][1].pop("stage"), r"`spans\[1\]`"),
         (lambda f: f.update(spans={"stage": 1}), "`spans`"),
@@ -147,8 +152,9 @@ def test_a_file_says_what_it_is_of_and_everything_that_was_chosen(saved: SavedPl
         (lambda f: f.update(kept_activations=None), "`kept_activations`"),
         (lambda f: f.update(num_ranks=10**30), "`num_ranks`"),
         (lambda f: f.update(batch_size=10**400), "`batch_size`"),
-        (lambda f: f.update(seq_length=0), "`seq_length`"),
-        (lambda f: f.update(batch_size=2**31, num_microbatches=2**31), "`num_microbatches`"),
+        (lambda f: f.update(seq_length=0), "`--seq_length` is 0"),
+        (lambda f: f.update(num_replicas=0), "it has 0 for `num_replicas`, which must be at least 1"),
+        (lambda f: f.update(batch_size=2**31, num_microbatches=2**31), "`--batch_size`"),
     ],
 )
 def test_what_cannot_be_in_a_plan_is_told(
@@ -165,10 +171,10 @@ def test_what_cannot_be_in_a_plan_is_told(
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (b"[" * 100_000, "lists or objects are nested too deeply"),
+        (b"[" * 100_000, "is nested too deeply"),
         (b'{"version": ' + b"9" * 5000 + b"}", "is no JSON"),
-        (b"\xff\xfe{", "is no JSON"),
-        (b"", "is no JSON"),
+        (b"\xff\xfe{", "is no UTF-8 text"),
+        (b"", "is empty"),
         (b" " * (1 << 25), "too large"),
     ],
     ids=["deep", "digits", "bytes", "empty", "large"],
@@ -188,7 +194,7 @@ def test_a_plan_that_is_a_pipe_or_a_device_is_not_waited_for(tmp_path: Path) -> 
 
 
 def test_a_file_that_is_missing_or_no_json_is_told(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"cannot be read: No such file.*Name a plan\.json"):
+    with pytest.raises(PlanError, match=r"none\.json cannot be read: No such file.*Name another file"):
         read_plan(tmp_path / "none.json")
     with pytest.raises(PlanError, match="is no JSON"):
         read_plan(write(tmp_path, "{"))

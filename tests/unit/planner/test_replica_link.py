@@ -8,7 +8,8 @@ from harness.local_transport import LocalTransport, run_replica_threads
 
 from mobius.planner import measured_plan
 from mobius.planner.measured_plan import measure_replica_rates
-from mobius.planner.replica_traffic import ReplicaRates, link_of_nodes, rates_of_nodes
+from mobius.planner.profile import ReplicaRates
+from mobius.planner.replica_traffic import link_of_nodes, rates_of_nodes
 from mobius.planner.timer import CollectiveTimer
 
 

@@ -235,7 +235,7 @@ def test_a_plan_file_keeps_its_slices_and_refuses_what_they_do_not_divide(tmp_pa
     assert read_plan(path).plan == request.plan
 
     path.write_text(SavedPlan(digest, request.plan, 1, 131071).to_json())
-    with pytest.raises(PlanError, match="8 microbatches of 131071 tokens in 8 slices"):
+    with pytest.raises(PlanError, match="`--seq_length` 131071 and `--num_slices` 8: 131071 has no 8 equal slices"):
         read_plan(path)
 
 
@@ -290,5 +290,5 @@ def test_a_plan_file_keeps_which_stages_keep_attention(tmp_path: Path) -> None:
     assert plan.saved_attention_stages
     assert read_plan(tmp_path / "plan.json").plan == plan
     (tmp_path / "plan.json").write_text(text.replace('"kept_attention": [', '"kept_attention": [99, '))
-    with pytest.raises(PlanError, match="name a stage that there is not"):
+    with pytest.raises(PlanError, match=r"`kept_attention` is \[.*99\]"):
         read_plan(tmp_path / "plan.json")
