@@ -47,11 +47,6 @@ class LimitError(MobiusError):
 class GpuMemoryError(MobiusError):
     """GPU memory does not suffice, or there is no GPU where one was asked for."""
 
-    def __init__(self, message: str, *, has_remedies: bool = False) -> None:
-        """`has_remedies`: the message names changes that were tried and fit."""
-        self.has_remedies = has_remedies
-        super().__init__(message)
-
 
 class DataError(MobiusError):
     """A dataset cannot be found, read or used."""

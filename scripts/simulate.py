@@ -25,15 +25,17 @@ import torch
 from mobius.config.cli import given_options, parse_args
 from mobius.config.config import ModelConfig, Packing
 from mobius.config.validation import validate
-from mobius.errors import GpuMemoryError, MobiusError, PlanError
+from mobius.errors import MobiusError, PlanError
 from mobius.log import printable, redirect_to_devnull
 from mobius.models.blocks import ModelParts
 from mobius.models.families import load_planned_config
 from mobius.models.published_shapes import SHORT_NAMES
+from mobius.planner.fit import DoesNotFitError
 from mobius.planner.gpu_specs import GPU_SPECS, HOST_BANDWIDTH, PCIE_BYTES, GpuSpec, Host, find_gpu_spec
 from mobius.planner.memory_estimates import estimated_layer, largest_gpu_estimate
 from mobius.planner.plan_table import ROWS_AS_PLANNED, Traffic, format_columns, seconds_with_link
 from mobius.planner.profile import Profile, ProfileError
+from mobius.planner.remedies import gpu_refusal
 from mobius.planner.replica_traffic import NODE_LINK
 from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.solver import PlanResult, solve
@@ -332,10 +334,10 @@ def print_rows(cases: Sequence[PlanRequest], table: Table, progress: Progress, m
             told.details.append(
                 f"{name}: layers per stage: {' '.join(str(len(cut.layers)) for cut in found.plan.cuts)}"
             )
-        except GpuMemoryError as error:
+        except DoesNotFitError as error:
             told.alone = told.alone if request.machine.num_nodes > 1 else None
             row = [*asked, "does not fit, see below"]
-            told.details.append(f"{name}: does not fit: {error}")
+            told.details.append(f"{name}: does not fit: {gpu_refusal(error)}")
         finally:
             progress.end()
         progress.num_done += 1

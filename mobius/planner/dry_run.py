@@ -17,17 +17,18 @@ from mobius.atomic_files import atomic_write
 from mobius.config.config import Config, Device
 from mobius.config.validation import validate
 from mobius.distributed.device_order import device_names, order_devices
-from mobius.errors import GpuMemoryError, HostMemoryError, PlanError, reason_of
+from mobius.errors import HostMemoryError, PlanError, reason_of
 from mobius.hardware.cpu_dtype import resolve_cpu_dtype
 from mobius.models.blocks import ModelParts
 from mobius.models.config_rules import max_positions_warning
 from mobius.models.families import load_planned_config
 from mobius.models.weights import check_model_weights
+from mobius.planner.fit import DoesNotFitError
 from mobius.planner.gpu_specs import GPU_SPECS, find_gpu_spec
-from mobius.planner.memory_estimates import check_host_memory, estimated_layer, list_remedies
-from mobius.planner.memory_remedies import gpu_remedies, host_remedies
+from mobius.planner.memory_estimates import estimated_layer
 from mobius.planner.plan_file import SavedPlan
 from mobius.planner.plan_table import describe_details, describe_verdict
+from mobius.planner.remedies import check_host_memory, gpu_refusal
 from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.run_setup import host_bytes_per_pipeline, machine_of_gpu
 from mobius.planner.solver import PlanResult, solve
@@ -71,14 +72,9 @@ def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = Non
         available = host_bytes_per_pipeline(config, machine.replicas_per_node)
     try:
         found = plan_by_estimates(config, shape, machine)
-    except GpuMemoryError as error:
+    except DoesNotFitError as error:
         logger.info("the run does not fit")
-        request = PlanRequest.of(config, shape, machine)
-        is_open = request.candidate.is_known and not error.has_remedies  # auto has tried all
-        remedies = list(gpu_remedies(request, available, model.config)) if is_open else []
-        logger.error("does not fit: %s", error)
-        if remedies:
-            logger.info("%s", list_remedies(remedies))
+        logger.error("does not fit: %s", gpu_refusal(error, model.config))
         return False
     logger.info("%s", describe_verdict(found, available))
     fits = _check_host(found, available, model.config)
@@ -147,9 +143,7 @@ def _check_host(result: PlanResult, available: int | None, model: PretrainedConf
     if available is None:
         return True
     try:
-        check_host_memory(
-            result.host_estimate, available_bytes=available, remedies=host_remedies(result, available, model)
-        )
+        check_host_memory(result, available, model)
     except HostMemoryError as error:
         logger.error("does not fit: %s", error)
         return False

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from mobius.config.config import ActivationOffloading, Recompute
-from mobius.errors import GpuMemoryError, HostMemoryError
 from mobius.limits import MIN_GRADIENT_SUMS, gradient_sum_elements
 from mobius.planner.peak_memory import (
     LayerBytes,
@@ -21,7 +20,7 @@ from mobius.planner.request import PlanRequest
 from mobius.planner.state_bytes import SUM_BYTES
 from mobius.schedule.activation_offloading import num_host_regions
 from mobius.schedule.plan import MemoryUse, Plan
-from mobius.units import GIB, format_bytes, format_bytes_sum
+from mobius.units import GIB, format_bytes_sum
 
 GPU_PROCESS_BYTES = int(2.15 * GIB)
 """Host memory of a rank without its stages: Python, torch, CUDA context, communicators, kernels (7B on four H200s)."""
@@ -47,18 +46,6 @@ COMMUNICATOR_BYTES = int(0.05 * GIB)
 """GPU memory of a communicator between two ranks. A guess, not measured."""
 CPU_PROCESS_BYTES = int(0.5 * GIB)
 """Host memory of a rank that computes on the CPU, without its stages (0.5 GiB with configs/quickstart.yaml)."""
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """A change as the user types it, and the bytes needed with it."""
-
-    options: str
-    num_bytes: int
-    details: str = ""
-    """Further numbers of the run with it, as text."""
-    host_bytes: int | None = None
-    """Host memory required for it; None: the available memory."""
 
 
 @dataclass(frozen=True)
@@ -145,44 +132,6 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
     return HostMemoryEstimate(
         plan.num_ranks, streamed, streamed_bytes, resident, resident_bytes, each, offloaded_activations, attention
     )
-
-
-def check_host_memory(need: HostMemoryEstimate, *, available_bytes: int, remedies: Iterable[Remedy] = ()) -> None:
-    """Raise HostMemoryError, with the arithmetic, if `need` exceeds `available_bytes`.
-
-    `remedies` are single changes; the first that fits is listed for each option.
-    """
-    if need.total <= available_bytes:
-        return
-    fitting = dict[str, Remedy]()
-    for each in remedies:
-        if each.num_bytes <= (each.host_bytes or available_bytes):
-            fitting.setdefault(each.options.split()[0], each)
-    rest = need.total - need.offloaded_activations
-    advice = "" if fitting else " Use a smaller model or a host with more memory."
-    if not fitting and rest < available_bytes:
-        share = (available_bytes - rest) / need.offloaded_activations
-        recompute = f"--recompute full (frees {format_bytes(need.attention)}), " if need.attention else ""
-        advice = (
-            f" Without the activations {format_bytes(rest)} is needed: use {recompute}{1 / share:.2g} times as many "
-            f"--num_rounds, {share:.2g} of the tokens in a step (--batch_size, --seq_length), "
-            "--activation_offloading off, or a host with more memory."
-        )
-    raise HostMemoryError(
-        f"{need.num_ranks} rank(s) need {format_bytes(need.total)} of host memory ({need.describe()}), "
-        f"{format_bytes(available_bytes)} is available.{advice} If this host's memory grows on demand, state how much "
-        f"may be used with --host_memory_limit." + (f"\n{list_remedies(list(fitting.values()))}" if fitting else "")
-    )
-
-
-def list_remedies(remedies: Sequence[Remedy]) -> str:
-    """Return one line for each change, after a heading; `remedies` must not be empty."""
-    width = max(len(each.options) for each in remedies)
-    lines = []
-    for each in remedies:
-        details = f", {each.details}" if each.details else ""
-        lines.append(f"  {each.options.ljust(width)}  {format_bytes(each.num_bytes)} of host memory{details}")
-    return "\n".join(["Each of these alone fits:", *lines])
 
 
 @dataclass(frozen=True)
@@ -388,50 +337,3 @@ def microbatch_bytes(request: PlanRequest, layer: LayerBytes | None = None) -> M
 def largest_gpu_estimate(needs: Iterable[GpuMemoryEstimate]) -> GpuMemoryEstimate:
     """Return the largest of the ranks' needs."""
     return max(needs, key=lambda need: need.total)
-
-
-def describe_experts(request: PlanRequest) -> str:
-    """Describe the memory of the largest layer, which more stages do not reduce; empty for a model without experts."""
-    shape, available = request.shape, request.gpu_bytes
-    if shape.experts is None or available is None:
-        return ""
-    layer = max(range(shape.num_layers), key=lambda each: shape.layer_parameters[each])
-    own, routed, slots = shape.layer_parameters[layer], shape.experts.layers[layer], request.config.pipeline.num_slots
-    trained = own if shape.trained is None else 0 if shape.keeps_trained_on_gpu else shape.trained.layers[layer]
-    weights, sums = own * request.sizes.weight, trained * 4
-    text = (
-        f" A layer's experts are loaded together: of layer {layer}'s {own:.3g} parameters {routed:.3g} are those of "
-        f"its {shape.experts.number} experts. It takes {format_bytes(weights)} in each of {slots} weight slot(s) and "
-        f"{format_bytes(sums)} for the fp32 sums of its gradients, {format_bytes(slots * weights + sums)} together"
-    )
-    if weights + sums <= available:
-        return f"{text}."
-    return f"{text}; with one slot (--no_prefetch) it would not fit either: use GPUs with more memory."
-
-
-def check_gpu_memory(
-    need: GpuMemoryEstimate,
-    *,
-    available_bytes: int,
-    is_offloading: bool,
-    remedies: Sequence[Remedy] = (),
-    largest: str = "",
-) -> None:
-    """Raise GpuMemoryError, with the arithmetic and what to change, if `need` exceeds `available_bytes` of one GPU.
-
-    `remedies` are single changes that fit; if there are none, `largest` describes the layer that is too large.
-    """
-    if need.total <= available_bytes:
-        return
-    if remedies:
-        tried = "; or ".join(f"{remedy.options} (needs {format_bytes(remedy.num_bytes)})" for remedy in remedies)
-        advice = f"Any of these alone fits: {tried}."
-    else:
-        general = ["raise --num_chunks (smaller microbatches) and --num_rounds", "lower --batch_size or --seq_length"]
-        general.insert(0, "raise --num_stages (smaller stages)" if is_offloading else "use --use_offload")
-        advice = f"To fit: {'; '.join(general)}.{largest}"
-    raise GpuMemoryError(
-        f"rank {need.rank} needs {format_bytes(need.total)} of GPU memory ({need.describe()}), "
-        f"{format_bytes(available_bytes)} is available. {advice}",
-        has_remedies=bool(remedies),
-    )

@@ -1,118 +1,358 @@
-"""Changes with which a run fits whose least use of GPU memory does not."""
+"""Refusals of runs that do not fit, and single changes with which they do.
+
+One list of changes serves GPU and host memory, those first that cost training least. A change is tried by the least
+memory that any plan takes with it, which takes milliseconds; with the smallest value that fits, it is then planned.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
-from mobius.config.config import ActivationOffloading, Recompute
-from mobius.errors import GpuMemoryError
-from mobius.planner.fit import MIN_SLICE_TOKENS, DoesNotFitError, divisors, least_gpu_estimate, least_host_bytes
-from mobius.planner.memory_estimates import (
-    TILE_TOKENS,
-    Remedy,
-    check_gpu_memory,
-    describe_experts,
-    tile_tokens,
-)
+import torch
+from transformers import PretrainedConfig
+
+from mobius.config.config import ActivationOffloading, FinetuningType, Order, Recompute
+from mobius.config.validation import find_problems
+from mobius.errors import ConfigError, GpuMemoryError, HostMemoryError, PlanError, ScheduleError
+from mobius.log import progress_bar
+from mobius.models.blocks import ModelParts
+from mobius.planner.fit import MIN_SLICE_TOKENS, DoesNotFitError, divisors, fits_gpus, least_host_bytes
+from mobius.planner.memory_estimates import TILE_TOKENS, estimated_layer, largest_gpu_estimate, tile_tokens
+from mobius.planner.peak_memory import LayerBytes
 from mobius.planner.request import PlanRequest
-from mobius.units import format_bytes
+from mobius.planner.solver import PlanResult, solve
+from mobius.planner.step_prediction import predict_step_seconds
+from mobius.schedule.partition import max_stages
+from mobius.schedule.spec import ComputeOrder
+from mobius.units import GIB, format_bytes
 
 SMALLEST_CHUNK = 128
 SEQUENCE_STEP = 64
 SEQUENCE_TRIES = 64
-"""Approximate number of shorter sequences that a refusal tries; each takes milliseconds."""
+"""Approximate number of shorter sequences to choose from."""
+FEWEST_ROWS = 8
+"""Largest factor by which the batch is made smaller."""
+HOST_ROOM = 1.03
+"""Memory of a larger host, relative to the least that the run needs there."""
 
 
-def gpu_refusal(error: DoesNotFitError) -> GpuMemoryError:
-    """Return the error with its arithmetic and what to change."""
-    request, layer = error.request, error.layer
-    need, available = least_gpu_estimate(request, layer), request.gpu_bytes or 0
-    wanted, is_offloading = request.num_resident or 0, request.config.pipeline.use_offload
-    for fewer in range(wanted - 1, -1, -1) if is_offloading else ():
-        lower = request.with_pipeline(resident_stages=str(fewer))
-        if (total := least_gpu_estimate(lower, layer).total) <= available:
-            return GpuMemoryError(
-                f"--resident_stages {wanted}: rank {need.rank} needs {format_bytes(need.total)} of GPU memory "
-                f"({need.describe()}), {format_bytes(available)} is available. At most --resident_stages {fewer} fits, "
-                f"which needs {format_bytes(total)}; auto chooses by what is free."
-            )
-    # No resident stages were requested, or they are not the reason.
-    lowest = request.with_pipeline(resident_stages="0") if is_offloading else request
+@dataclass(frozen=True)
+class Change:
+    """One kind of change of a request, and its values from the smallest change to the largest."""
 
-    def bytes_of(changed: PlanRequest) -> int:
-        # A layer was measured for these microbatches and tiles only.
-        is_same = changed.microbatch_tokens == request.microbatch_tokens
-        is_same = is_same and tile_tokens(changed) == tile_tokens(request)
-        return least_gpu_estimate(changed, layer if is_same else None).total
-
-    try:
-        check_gpu_memory(
-            least_gpu_estimate(lowest, layer),
-            available_bytes=available,
-            is_offloading=is_offloading,
-            remedies=find_remedies(lowest, bytes_of, available),
-            largest=describe_experts(request) if is_offloading else "",
-        )
-    except GpuMemoryError as refused:
-        return refused
-    return error
+    options: str
+    """As the user types them; braces are where the value goes."""
+    apply: Callable[[Any], PlanRequest | None]
+    """The request with a value; None: its other options do not allow it."""
+    values: Sequence[Any] = (None,)
+    replaces: tuple[str, ...] = ()
+    """Options of simpler changes; if one of these fits, this one is not tried."""
 
 
-def find_remedies(request: PlanRequest, need: Callable[[PlanRequest], int], available_bytes: int) -> list[Remedy]:
-    """Return the smallest change of each kind that fits, those first that cost training least.
+def gpu_refusal(error: DoesNotFitError, model: PretrainedConfig | None = None) -> GpuMemoryError:
+    """Return the error with what to change; without the configuration of the model, all parameters stay trained."""
+    request = error.request
+    if remedies := find_remedies(request, error.layer, model):
+        return GpuMemoryError(f"{error}\n{list_remedies(remedies, request.host_bytes)}")
+    is_offloading = request.config.pipeline.use_offload
+    stages = "raise --num_stages (smaller stages)" if is_offloading else "use --use_offload"
+    return GpuMemoryError(
+        f"{error} To fit: {stages}; raise --num_chunks (smaller microbatches) and --num_rounds; lower --batch_size or "
+        f"--seq_length.{describe_experts(request) if is_offloading else ''}"
+    )
 
-    `need` gives the bytes of the fullest rank for a changed request.
+
+def check_host_memory(planned: PlanResult, available_bytes: int, model: PretrainedConfig | None = None) -> None:
+    """Raise HostMemoryError with the arithmetic and what to change if a plan exceeds `available_bytes`.
+
+    `model` as in `gpu_refusal`. A plan that is given leaves nothing to change.
     """
-    remedies = dict[str, Remedy]()
-    for options, changed in (*_other_memory_options(request), *_other_numbers(request)):
-        kind = options.split()[0]
-        if kind in remedies or (num_bytes := need(changed)) > available_bytes:
-            continue
-        if changed.host_bytes is None or least_host_bytes(changed) <= changed.host_bytes:
-            remedies[kind] = Remedy(options, num_bytes)
-    return list(remedies.values())
+    need, is_given = planned.host_estimate, planned.request.config.planning.plan is not None
+    if need.total <= available_bytes:
+        return
+    remedies = {} if is_given else find_remedies(planned.request, planned.layer, model, available_bytes)
+    advice = f"\n{list_remedies(remedies, available_bytes)}" if remedies else " Use a smaller model or a larger host."
+    raise HostMemoryError(
+        f"{need.num_ranks} rank(s) need {format_bytes(need.total)} of host memory ({need.describe()}), "
+        f"{format_bytes(available_bytes)} is available. If this host's memory grows on demand, state how much may be "
+        f"used with --host_memory_limit.{advice}"
+    )
 
 
-def _other_memory_options(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    """Options with which the same microbatches need less GPU memory, as the user types them; small changes first."""
-    pipeline, length = request.config.pipeline, request.config.data.seq_length
-    recomputes, tokens = not request.recompute.saves_activations, request.microbatch_tokens
-    for number in TILE_TOKENS if recomputes and request.shape.is_tileable else ():
-        if number < (tile_tokens(request) or tokens):
-            yield f"--tile_tokens {number}", request.with_pipeline(tile_tokens=str(number))
-    if recomputes and pipeline.activation_offloading is ActivationOffloading.OFF:
-        on = request.with_pipeline(activation_offloading=ActivationOffloading.ON)
-        yield "--activation_offloading on", on
-    slices = range(request.num_slices + 1, length // MIN_SLICE_TOKENS + 1)
-    for number in slices if recomputes and request.shape.is_sliceable else ():
-        if length % number == 0:
-            yield f"--num_slices {number}", request.trying(num_slices=number)
-    for number in divisors(request.plan.num_chunks):
-        if number > request.plan.accumulation_rounds:
-            yield f"--num_rounds {number}", request.trying(accumulation_rounds=number)
-    if request.recompute is Recompute.NONE:
-        yield "--recompute elementwise", request.with_pipeline(recompute=Recompute.ELEMENTWISE)
-    if not recomputes or request.recompute is Recompute.LINEAR:
-        yield "--recompute full", request.with_pipeline(recompute=Recompute.FULL)
-    chunk = min(pipeline.loss_chunk_tokens, tokens) // 2
-    while chunk >= SMALLEST_CHUNK:
-        yield f"--loss_chunk_tokens {chunk}", request.with_pipeline(loss_chunk_tokens=chunk)
-        chunk //= 2
+def list_remedies(remedies: Mapping[str, PlanResult], available_bytes: int | None) -> str:
+    """Return one line for each change, with memory and speed; `available_bytes` of this host, if they are known."""
+    width, lines = max(map(len, remedies)), ["Each of these alone fits:"]
+    for options, planned in remedies.items():
+        request, host_bytes = planned.request, planned.host_estimate.total
+        parts = [f"{format_bytes(host_bytes)} of host memory"]
+        if not request.machine.on_cpu:
+            parts.append(f"{format_bytes(largest_gpu_estimate(planned.gpu_estimates).total)} per GPU")
+        if planned.profile is not None:
+            seconds = predict_step_seconds(planned.plan, request, planned.profile)
+            parts.append(f"about {request.all_tokens / seconds:,.0f} tokens/s")
+        if host_bytes > (available_bytes or math.inf):
+            parts.append("on a host that has as much")
+        lines.append(f"  {options.ljust(width)}  {', '.join(parts)}")
+    return "\n".join(lines)
 
 
-def _other_numbers(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    """Smaller stages, microbatches and sequences, and streaming, as the user types them; small changes first."""
-    pipeline, plan, length = request.config.pipeline, request.plan, request.config.data.seq_length
-    if pipeline.use_offload:  # a larger number makes stages smaller, of which a few are on the GPU at a time
-        for number in range(plan.num_stages + plan.num_ranks, request.shape.num_layers + 1, plan.num_ranks):
-            yield f"--num_stages {number}", request.trying(num_stages=number)
-    for number in range(plan.num_chunks + 1, request.rows + 1):
-        if request.rows % number == 0:
-            yield f"--num_chunks {number}", request.trying(num_chunks=number)
+def find_remedies(
+    request: PlanRequest,
+    layer: LayerBytes | None,
+    model: PretrainedConfig | None = None,
+    available_bytes: int | None = None,
+) -> dict[str, PlanResult]:
+    """Return the smallest change of each kind with which a plan fits GPUs and host, as the user types it, and the plan.
+
+    `layer`: measured bytes of a layer for the request's microbatches. `available_bytes`: host memory of a pipeline, if
+    it may differ from what the request counts on.
+    """
+    asked, limit = _as_asked(request), ""
+    if available_bytes is not None:
+        if available_bytes < (request.host_bytes or 0):  # others have taken memory that plans count on
+            gib = math.floor(10 * available_bytes * asked.machine.replicas_per_node / GIB) / 10
+            limit, available_bytes = f"--host_memory_limit {gib:g}", int(gib * GIB) // asked.machine.replicas_per_node
+        asked = replace(asked, machine=replace(asked.machine, agreed_host_bytes=available_bytes))
+    search = _Search(asked, layer)
+    changes = search.changes(model)
+    if limit:
+        changes = itertools.chain([Change("", lambda _: asked)], changes)
+    found, remedies = set[str](), dict[str, PlanResult]()
+    with progress_bar("looking for what fits", " kinds of changes") as bar:
+        for change in changes:
+            bar.update()
+            if found & {change.options, *change.replaces}:
+                continue
+            if (remedy := search.try_change(change)) is not None:
+                options, planned = remedy
+                found.add(change.options)
+                remedies[options if "--host_memory_limit" in options else f"{limit} {options}".strip()] = planned
+    return remedies
+
+
+def _as_asked(request: PlanRequest) -> PlanRequest:
+    """Return the request with rounds and order as the user typed them; breadth-first takes the least memory."""
+    asked = PlanRequest.of(request.config, request.shape, request.machine).candidate
+    return request.trying(
+        accumulation_rounds=asked.accumulation_rounds,
+        num_slices=request.num_slices,
+        order=asked.order or ComputeOrder.BREADTH_FIRST,
+        num_saving_attention=None,
+        num_offloaded_microbatches=0,
+    )
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Tries changes of a request."""
+
+    request: PlanRequest
+    layer: LayerBytes | None
+
+    def changes(self, model: PretrainedConfig | None) -> Iterator[Change]:
+        """All changes that the request's options leave."""
+        request = self.request
+        yield from _left_to_planner(request)
+        yield from _less_memory(request)
+        yield from _other_numbers(request)
+        yield from _smaller_steps(request)
+        if model is not None:
+            yield from _frozen_parameters(request, model)
+        larger = self._larger_host("", request)
+        smallest = _smallest_parts(request)
+        if larger is None and smallest.values:
+            value = smallest.values[-1]
+            larger = self._larger_host(smallest.options.format(value), smallest.apply(value))
+        if larger is not None:
+            yield larger
+
+    def try_change(self, change: Change) -> tuple[str, PlanResult] | None:
+        """Return the change with the smallest value with which a plan fits, and the plan; None if none does."""
+
+        @cache
+        def fitting(place: int) -> PlanRequest | None:
+            return self._fitting(change.apply(change.values[place]))
+
+        last = len(change.values) - 1
+        if last < 0 or fitting(last) is None:
+            return None
+        place = bisect_left(range(last), True, key=lambda each: fitting(each) is not None)
+        request = fitting(place)
+        assert request is not None
+        with suppress(GpuMemoryError, PlanError):
+            planned = solve(request, layer=self._layer_of(request), is_preliminary=True)
+            if planned.host_estimate.total <= (request.host_bytes or math.inf):
+                return change.options.format(change.values[place]), planned
+        return None
+
+    def _larger_host(self, options: str, request: PlanRequest | None) -> Change | None:
+        """Return a host that has the memory for `request`, with `options`; None if it fits this host, or no GPUs."""
+        if request is None or request.host_bytes is None:
+            return None
+        machine = replace(request.machine, host_bytes=None, agreed_host_bytes=None)
+        free = self._fitting(replace(request.with_pipeline(host_memory_limit=None), machine=machine))
+        if free is None or least_host_bytes(free) <= request.host_bytes:
+            return None
+        gib = math.ceil(HOST_ROOM * least_host_bytes(free) * machine.replicas_per_node / GIB)
+        larger = free.with_pipeline(host_memory_limit=float(gib))
+        options = f"{options} --host_memory_limit {gib}".strip()
+        return Change(options, lambda _: larger)
+
+    def _fitting(self, request: PlanRequest | None) -> PlanRequest | None:
+        """Return the request in the fewest rounds that fit, if none are given; None if no plan fits, by estimates."""
+        if request is None or request.candidate.accumulation_rounds is not None:
+            return request if request is not None and self._fits(request) else None
+        tried = [request.trying(accumulation_rounds=number) for number in divisors(request.num_chunks)]
+        # One round needs no partial sums; of several, the more the less memory.
+        if self._fits(tried[0]):
+            return tried[0]
+        if not self._fits(tried[-1]):
+            return None
+        return tried[bisect_left(tried, True, lo=1, hi=len(tried) - 1, key=self._fits)]
+
+    def _fits(self, request: PlanRequest) -> bool:
+        """Whether the least use of GPU memory fits, and the least of the host's, by estimates."""
+        try:
+            request.plan.check_numbers()
+        except (PlanError, ScheduleError):
+            return False
+        if not fits_gpus(request, self._layer_of(request)):
+            return False
+        return request.host_bytes is None or least_host_bytes(request) <= request.host_bytes
+
+    def _layer_of(self, request: PlanRequest) -> LayerBytes:
+        """The measured bytes of a layer where they are known: for the same layers, microbatches and tiles."""
+        is_same = request.shape is self.request.shape and request.microbatch_tokens == self.request.microbatch_tokens
+        if self.layer is None or not is_same or tile_tokens(request) != tile_tokens(self.request):
+            return estimated_layer(request)
+        return self.layer
+
+
+def _left_to_planner(request: PlanRequest) -> Iterator[Change]:
+    """Options that the user fixed and that the planner may choose."""
+    pipeline = request.config.pipeline
+
+    def auto(option: str, value: Any = "auto", **numbers: Any) -> Change:
+        return Change(f"--{option} auto", lambda _: request.with_pipeline(**{option: value}).trying(**numbers))
+
+    if pipeline.num_rounds is not None:
+        yield auto("num_rounds", None, accumulation_rounds=None)
+    if pipeline.compute_order is Order.DEPTH_FIRST:
+        yield auto("compute_order", Order.AUTO, order=ComputeOrder.BREADTH_FIRST)
+    if pipeline.use_offload and pipeline.resident_stages != "auto":
+        yield auto("resident_stages")
+    if pipeline.activation_offloading is not ActivationOffloading.AUTO:
+        yield auto("activation_offloading", ActivationOffloading.AUTO)
+    if pipeline.recompute not in (Recompute.AUTO, Recompute.FULL):
+        yield auto("recompute", Recompute.AUTO)
+
+
+def _less_memory(request: PlanRequest) -> Iterator[Change]:
+    """Options with which the same microbatches need less GPU memory."""
+    pipeline, tokens, length = request.config.pipeline, request.microbatch_tokens, request.config.data.seq_length
+    recomputes = not request.recompute.saves_activations
+    if recomputes and request.shape.is_tileable:
+        tiles = [number for number in TILE_TOKENS if number < (tile_tokens(request) or tokens)]
+        yield Change("--tile_tokens {}", lambda number: request.with_pipeline(tile_tokens=str(number)), tiles)
+    if recomputes and request.shape.is_sliceable:
+        slices = [n for n in range(request.num_slices + 1, length // MIN_SLICE_TOKENS + 1) if length % n == 0]
+        yield Change("--num_slices {}", lambda number: request.trying(num_slices=number), slices)
+    halves = (min(pipeline.loss_chunk_tokens, tokens) >> power for power in range(1, tokens.bit_length()))
+    chunks = [number for number in halves if number >= SMALLEST_CHUNK]
+    yield Change("--loss_chunk_tokens {}", lambda number: request.with_pipeline(loss_chunk_tokens=number), chunks)
     if not pipeline.use_offload:
-        streamed = request.with_pipeline(use_offload=True, resident_stages="0", recompute=Recompute.AUTO)
-        yield "--use_offload --recompute auto", streamed
-    yield from request.with_more_nodes()
+        streamed = request.with_pipeline(use_offload=True, resident_stages="auto", recompute=Recompute.AUTO)
+        yield Change("--use_offload --recompute auto", lambda _: streamed)
+
+
+def _other_numbers(request: PlanRequest) -> Iterator[Change]:
+    """Smaller stages and microbatches, if their numbers are given: auto has tried all."""
+    pipeline, num_ranks = request.config.pipeline, request.machine.num_ranks
+    if pipeline.num_stages is not None and pipeline.use_offload:
+        most = max_stages(request.shape.num_layers, num_ranks)
+        stages = range(request.plan.num_stages + num_ranks, most + 1, num_ranks)
+        yield Change("--num_stages {}", lambda number: request.trying(num_stages=number), stages)
+    if pipeline.num_chunks is not None:
+        rounds = request.candidate.accumulation_rounds or 1
+        chunks = [n for n in divisors(request.rows) if n > request.num_chunks and n % rounds == 0]
+        yield Change("--num_chunks {}", lambda number: request.trying(num_chunks=number), chunks)
+    yield _smallest_parts(request)
+
+
+def _smallest_parts(request: PlanRequest) -> Change:
+    """As many stages as there can be, and more microbatches; without values if both numbers are not given."""
+    pipeline, num_ranks = request.config.pipeline, request.machine.num_ranks
+    most, rounds = max_stages(request.shape.num_layers, num_ranks), request.candidate.accumulation_rounds or 1
+    is_open = pipeline.num_stages is None or pipeline.num_chunks is None or not pipeline.use_offload
+    chunks = [] if is_open else [n for n in divisors(request.rows) if n > request.num_chunks and n % rounds == 0]
+    return Change(
+        f"--num_stages {most} --num_chunks {{}}",
+        lambda number: request.trying(num_stages=most, num_chunks=number),
+        chunks,
+        replaces=("--num_stages {}", "--num_chunks {}"),
+    )
+
+
+def _smaller_steps(request: PlanRequest) -> Iterator[Change]:
+    """A smaller share of the step for each pipeline, and fewer tokens in a step."""
+    nodes = dict(request.with_more_nodes())
+    yield Change("{}", lambda options: nodes[options], list(nodes))
+    rows, length = request.config.pipeline.batch_size, request.config.data.seq_length
+    together = request.num_chunks * request.machine.num_replicas
+    fewer = [n for n in range(rows // 2, rows // FEWEST_ROWS - 1, -1) if n and rows % n == 0 and n % together == 0]
+    yield Change("--batch_size {}", lambda number: request.with_pipeline(batch_size=number), fewer)
     step = max(1, length // SEQUENCE_TRIES // SEQUENCE_STEP) * SEQUENCE_STEP
-    for shorter in range((length - 1) // step * step, 0, -step):
-        yield f"--seq_length {shorter}", request.with_seq_length(shorter)
+    shorter = [n for n in range((length - 1) // step * step, 0, -step) if n % request.num_slices == 0]
+    yield Change("--seq_length {}", request.with_seq_length, shorter)
+
+
+def _frozen_parameters(request: PlanRequest, model: PretrainedConfig) -> Iterator[Change]:
+    """Freeze the first layers, or train adapters in place of all parameters."""
+    adapters, num_layers = request.config.adapters, request.shape.num_layers
+    if adapters.is_lora or adapters.freeze is not None:
+        return
+
+    def with_adapters(**options: Any) -> PlanRequest | None:
+        config = replace(request.config, adapters=replace(adapters, **options))
+        if find_problems(config):
+            return None
+        try:
+            shape = ModelParts(model, torch.device("cpu"), adapters=config.adapters).shape()
+        except ConfigError:
+            return None
+        return replace(request, config=config, shape=shape)
+
+    def frozen(last_layer: int) -> PlanRequest | None:
+        return with_adapters(freeze=f"embedding,layers.0-{last_layer}")
+
+    yield Change("--freeze embedding,layers.0-{}", frozen, range(num_layers - 1))
+    options, adapted = "--use_lora", with_adapters(finetuning_type=FinetuningType.LORA)
+    if adapted is None:  # answers need a merged model
+        options, adapted = "--use_lora --merge", with_adapters(finetuning_type=FinetuningType.LORA, merge=True)
+    yield Change(options, lambda _: adapted)
+
+
+def describe_experts(request: PlanRequest) -> str:
+    """Describe the memory of the largest layer, which more stages do not reduce; empty for a model without experts."""
+    shape, available = request.shape, request.gpu_bytes
+    if shape.experts is None or available is None:
+        return ""
+    layer = max(range(shape.num_layers), key=lambda each: shape.layer_parameters[each])
+    own, routed, slots = shape.layer_parameters[layer], shape.experts.layers[layer], request.config.pipeline.num_slots
+    trained = own if shape.trained is None else 0 if shape.keeps_trained_on_gpu else shape.trained.layers[layer]
+    weights, sums = own * request.sizes.weight, trained * 4
+    text = (
+        f" A layer's experts are loaded together: of layer {layer}'s {own:.3g} parameters {routed:.3g} are those of "
+        f"its {shape.experts.number} experts. It takes {format_bytes(weights)} in each of {slots} weight slot(s) and "
+        f"{format_bytes(sums)} for the fp32 sums of its gradients, {format_bytes(slots * weights + sums)} together"
+    )
+    if weights + sums <= available:
+        return f"{text}."
+    return f"{text}; with one slot (--no_prefetch) it would not fit either: use GPUs with more memory."

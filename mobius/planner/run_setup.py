@@ -6,6 +6,7 @@ import logging
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -22,15 +23,15 @@ from mobius.hardware.host_memory import available_host_bytes, own_host_bytes, to
 from mobius.models.blocks import ModelParts
 from mobius.models.family_support import checked_families, unpackable_reason, unsliceable_reason
 from mobius.models.router_loss import refuse_slices
-from mobius.planner.fit import may_keep_products
+from mobius.planner.fit import DoesNotFitError, may_keep_products
 from mobius.planner.gpu_specs import SUSTAINED_SHARE, Host, gpu_spec_of_device
 from mobius.planner.layer_bytes import measure_layer_bytes
 from mobius.planner.measure import measure_product_rate
-from mobius.planner.memory_estimates import check_host_memory, estimate_host_memory, tile_tokens
-from mobius.planner.memory_remedies import host_remedies
+from mobius.planner.memory_estimates import estimate_host_memory, tile_tokens
 from mobius.planner.peak_memory import LayerBytes
 from mobius.planner.plan_file import ModelDigest, SavedPlan, check_saved_plan
 from mobius.planner.profile import Profile
+from mobius.planner.remedies import check_host_memory, gpu_refusal
 from mobius.planner.request import Machine, PlanRequest, compiles
 from mobius.planner.solver import PlanResult, solve
 from mobius.planner.timer import CollectiveTimer
@@ -192,7 +193,7 @@ def draft_run_setup(
     given, request = None if saved is None else saved.plan, PlanRequest.of(config, shape, machine, packed)
     if given is None and not request.candidate.is_known and config.model.dtype is not Dtype.FP32:  # has no estimate
         request = replace(request, machine=with_product_share(machine, device, TORCH_DTYPES[config.model.dtype], met))
-    found = solve(request, given=given, is_draft=True)
+    found = _solve(parts, request, given=given, is_draft=True)
     return _run_setup(rank_context, parts, found, is_given=given is not None)
 
 
@@ -355,7 +356,8 @@ def _plan_again(
 
     on_gpu = device.type == "cuda"
     is_measured_next = on_gpu and not is_last and (request.measures_layers or request.measures_host)
-    result = solve(
+    result = _solve(
+        before.parts,
         request,
         layer=measured_layer if on_gpu else None,
         profile=profile,
@@ -365,6 +367,14 @@ def _plan_again(
     return _run_setup(before.rank_context, before.parts, result, is_given=before.is_given)
 
 
+def _solve(parts: ModelParts, request: PlanRequest, **options: Any) -> PlanResult:
+    """Plan as `solve` does; an error says what to change."""
+    try:
+        return solve(request, **options)
+    except DoesNotFitError as error:
+        raise gpu_refusal(error, parts.config) from None
+
+
 def _run_setup(rank_context: RankContext, parts: ModelParts, result: PlanResult, *, is_given: bool) -> RunSetup:
     """The setup of a plan whose stages fit into the host's memory. Raises HostMemoryError."""
     request, plan = result.request, result.plan
@@ -372,8 +382,7 @@ def _run_setup(rank_context: RankContext, parts: ModelParts, result: PlanResult,
     result = replace(result, host_estimate=estimate_host_memory(request, plan, own_bytes=own_host_bytes()))
     if request.machine.on_cpu or plan.num_slots is not None or plan.offloaded_activation_stages:
         available = host_bytes_per_pipeline(request.config, rank_context.pipelines_per_host)
-        remedies = host_remedies(result, available, parts.config)
-        check_host_memory(result.host_estimate, available_bytes=available, remedies=remedies)
+        check_host_memory(result, available, parts.config)
     schedule = build_schedule(plan)
     return RunSetup(rank_context=rank_context, parts=parts, result=result, schedule=schedule, is_given=is_given)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from mobius.config.config import Recompute
 from mobius.errors import PlanError
-from mobius.planner.fit import DoesNotFitError, check_given_plan, fit_plan
+from mobius.planner.fit import check_given_plan, fit_plan
 from mobius.planner.gpu_specs import TERA
 from mobius.planner.memory_estimates import (
     GpuMemoryEstimate,
@@ -22,7 +22,6 @@ from mobius.planner.memory_estimates import (
 from mobius.planner.peak_memory import LayerBytes
 from mobius.planner.profile import Profile
 from mobius.planner.rates import profile_for
-from mobius.planner.remedies import gpu_refusal
 from mobius.planner.request import PlanRequest
 from mobius.planner.search import fit_by_simulation, resolve_auto
 from mobius.planner.step_prediction import (
@@ -93,24 +92,9 @@ def solve(
     `layer`: bytes of a layer, or a function that measures them for the microbatch that is chosen. `profile`: measured
     rates; without it, estimates are used if there are any. `given`: a plan that is only checked. A preliminary plan is
     chosen by a bound and not simulated, because it is planned again after measuring. So are the stages and
-    microbatches of a draft, whose numbers nobody uses. Raises PlanError, ScheduleError or GpuMemoryError, each with
-    what to change.
+    microbatches of a draft, whose numbers nobody uses. Raises PlanError or ScheduleError with what to
+    change, and DoesNotFitError, which `gpu_refusal` completes.
     """
-    try:
-        return _solve(request, layer, profile, given, is_preliminary=is_preliminary, is_draft=is_draft)
-    except DoesNotFitError as error:
-        raise gpu_refusal(error) from None
-
-
-def _solve(
-    request: PlanRequest,
-    layer: LayerBytes | Callable[[PlanRequest], LayerBytes | None] | None,
-    profile: Profile | None,
-    given: Plan | None,
-    *,
-    is_preliminary: bool,
-    is_draft: bool,
-) -> PlanResult:
     request = resolve_auto(request, measured=profile, is_draft=is_draft)
     if request.recompute is Recompute.LINEAR and request.plan.num_slices == 1:
         raise PlanError(

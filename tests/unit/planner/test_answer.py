@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from harness.plan_requests import find_published_shape, request_of
+from harness.plan_requests import find_published_shape, refusal_by, request_of
 
 from mobius.config.config import Compile, Dtype, Recompute
-from mobius.errors import GpuMemoryError, PlanError
+from mobius.errors import PlanError
 from mobius.planner.gpu_specs import GPU_SPECS, Host
 from mobius.planner.memory_estimates import estimated_layer, largest_gpu_estimate
 from mobius.planner.request import Machine
@@ -73,10 +73,9 @@ def test_resident_stages_save_time_and_host_memory_and_cost_gpu_memory(llama_7b:
 
 
 def test_what_cannot_be_is_refused_with_what_to_change(llama_7b: ModelShape) -> None:
-    with pytest.raises(GpuMemoryError, match="To fit"):
-        ask(llama_7b, gpu_memory_limit=2.0)
-    with pytest.raises(GpuMemoryError, match="At most --resident_stages 1 fits"):
-        ask(llama_7b, gpu_memory_limit=12.0, resident_stages="6", num_rounds=1)
+    assert "To fit: " in refusal_by(lambda: ask(llama_7b, gpu_memory_limit=2.0))
+    too_many = refusal_by(lambda: ask(llama_7b, gpu_memory_limit=12.0, resident_stages="6", num_rounds=1))
+    assert "  --resident_stages auto " in too_many
 
 
 def test_layers_that_are_not_compiled_take_more_memory_and_time() -> None:

@@ -7,23 +7,17 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-import torch
 from harness.plan_requests import request_of
-from transformers import LlamaConfig
 
-from mobius.config.cli import parse_args
 from mobius.config.config import ActivationOffloading
-from mobius.errors import GpuMemoryError, HostMemoryError
-from mobius.models.blocks import ModelParts
+from mobius.errors import GpuMemoryError
 from mobius.planner.fit import fit_plan, fits_host, least_host_bytes
 from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.memory_estimates import (
-    check_host_memory,
     estimate_gpu_memory_of_ranks,
     estimate_host_memory,
     estimated_layer,
 )
-from mobius.planner.memory_remedies import host_remedies
 from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.search import choose_candidate, resolve_auto
 from mobius.planner.solver import PlanResult, solve
@@ -32,10 +26,6 @@ from mobius.units import GIB
 
 MACHINE = Machine(2, GPU_SPECS["RTX4090"])
 USUAL_OFFLOADING = {"activation_offloading": ActivationOffloading.AUTO}
-LLAMA = LlamaConfig(
-    hidden_size=4096, intermediate_size=11008, num_hidden_layers=16, num_attention_heads=32, vocab_size=32000
-)
-"""The configuration of the model that `shape` is of."""
 
 
 @pytest.fixture
@@ -116,50 +106,3 @@ def test_auto_finds_numbers_that_fit_the_host_where_none_of_the_usual_do(shape: 
         < estimate_host_memory(refused.request, refused.plan).total
         <= estimate_host_memory(best.request, best.plan).total
     )
-
-
-@pytest.mark.parametrize(
-    ("options", "advice"),
-    [({"resident_stages": "0"}, "--resident_stages auto"), ({"num_rounds": 1}, "--num_rounds auto")],
-)
-def test_a_refusal_names_the_option_without_which_it_fits(
-    shape: ModelShape, options: dict[str, object], advice: str
-) -> None:
-    usual = {"seq_length": 2048, "activation_offloading": ActivationOffloading.AUTO}
-    found = planned(request_for(shape, 28, **usual, **options))
-    remedies = list(host_remedies(found, 28 * GIB, LLAMA))
-    with pytest.raises(HostMemoryError, match=rf"{advice} +\d\d\.\d GiB of host memory"):
-        check_host_memory(found.host_estimate, available_bytes=28 * GIB, remedies=remedies)
-    assert planned(request_for(shape, 28, **usual)).host_estimate.total <= 28 * GIB
-
-
-def test_a_refusal_lists_changes_that_were_solved_and_fit(shape: ModelShape) -> None:
-    """Each option as it is listed, typed into a request of its own, needs what the list says and fits."""
-    settled = resolve_auto(request_for(shape, 13))
-    found = solve(settled, layer=estimated_layer(settled), is_preliminary=True)
-    assert found.host_estimate.total > 13 * GIB
-    remedies = {each.options: each for each in host_remedies(found, 13 * GIB, LLAMA)}
-    frozen = next(options for options in remedies if options.startswith("--freeze"))
-    larger = next(options for options in remedies if "--host_memory_limit" in options)
-    assert "--use_lora" in remedies
-
-    words = ["--num_stages", "16", "--num_chunks", "16", "--batch_size", "64", "--host_memory_limit", "13"]
-    words += ["--activation_offloading", "off"]
-    for options in (frozen, "--use_lora", larger):
-        config = parse_args([*words, *options.split()])
-        parts = ModelParts(LLAMA, torch.device("cpu"), adapters=config.adapters)
-        again = resolve_auto(PlanRequest.of(config, parts.shape(), MACHINE))
-        plan = fit_plan(again, layer=estimated_layer(again))
-        assert fits_host(again, plan)
-        assert estimate_host_memory(again, plan).total == remedies[options].num_bytes
-
-    number = int(frozen.removeprefix("--freeze embedding,layers.0-"))  # one layer less does not fit
-    config = parse_args([*words, "--freeze", f"embedding,layers.0-{number - 1}"])
-    fewer = ModelParts(LLAMA, torch.device("cpu"), adapters=config.adapters).shape()
-    assert not planned_fits(PlanRequest.of(config, fewer, MACHINE))
-
-
-def planned_fits(request: PlanRequest) -> bool:
-    """Whether a request fits the host by the plan that is made for it."""
-    settled = resolve_auto(request)
-    return fits_host(settled, fit_plan(settled, layer=estimated_layer(settled)))

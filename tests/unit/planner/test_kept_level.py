@@ -140,7 +140,7 @@ def test_what_is_asked_for_is_kept_in_all_stages_or_refused_with_the_arithmetic(
     assert plan(70.0, Recompute.ELEMENTWISE) == (4, 4)
     limit = next(number for number in range(70, 20, -1) if not _fits(llama_7b, float(number)))
     assert plan(limit, Recompute.ELEMENTWISE) == (4, 4)
-    assert "--recompute elementwise" in refusal_by(lambda: plan(limit, Recompute.NONE))
+    assert "--recompute auto" in refusal_by(lambda: plan(limit, Recompute.NONE))
 
 
 def _fits(shape: ModelShape, limit: float) -> bool:

@@ -7,14 +7,10 @@ import pytest
 from harness.plan_requests import request_of
 
 from mobius.config.config import Dtype
-from mobius.errors import GpuMemoryError, HostMemoryError
 from mobius.planner import memory_estimates
 from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.memory_estimates import (
     GpuMemoryEstimate,
-    HostMemoryEstimate,
-    check_gpu_memory,
-    check_host_memory,
     estimate_gpu_memory,
     estimate_gpu_memory_of_ranks,
     estimate_host_memory,
@@ -132,18 +128,6 @@ def test_a_process_that_has_run_something_before_counts_as_it_is_but_on_a_cpu(ll
         assert estimate_host_memory(request, request.plan, own_bytes=5 * GIB).process_bytes == larger
 
 
-@pytest.fixture
-def need(llama_7b: ModelShape, gib_processes: None) -> HostMemoryEstimate:
-    request = node(llama_7b)
-    return estimate_host_memory(request, request.plan)
-
-
-def test_exactly_enough_host_memory_is_enough_and_a_byte_less_is_not(need: HostMemoryEstimate) -> None:
-    check_host_memory(need, available_bytes=need.total)
-    with pytest.raises(HostMemoryError):
-        check_host_memory(need, available_bytes=need.total - 1)
-
-
 @pytest.mark.usefixtures("gib_processes")
 def test_a_tied_matrix_is_budgeted_twice_because_both_ends_hold_it(small: ModelShape) -> None:
     request = node(small, Machine(1, GPU_SPECS["H200"]), num_stages=2)
@@ -239,30 +223,3 @@ def test_a_large_vocabulary_makes_the_loss_the_largest_work(small: ModelShape) -
     # 100 tokens' logits and their gradient in bf16; 4 wide: normed states with their gradient, that of a chunk; then
     # the stage's output [150, 4].
     assert need.working_set == 1_000_000 * 100 * 4 + (2 * 150 + 100) * 4 * 2 + 150 * 4 * 2
-
-
-GIBS = GpuMemoryEstimate(rank=2, weights=2 * GIB, gradients=3 * GIB, optimizer=0, inputs=4 * GIB, working_set=GIB // 2)
-
-
-def test_exactly_enough_gpu_memory_is_enough_and_a_byte_less_is_not() -> None:
-    check_gpu_memory(GIBS, available_bytes=9 * GIB + GIB // 2, is_offloading=True)
-
-    with pytest.raises(GpuMemoryError):
-        check_gpu_memory(GIBS, available_bytes=9 * GIB + GIB // 2 - 1, is_offloading=True)
-
-
-@pytest.mark.parametrize(("is_offloading", "advice"), [(True, "raise --num_stages"), (False, "use --use_offload")])
-def test_too_little_gpu_memory_is_told_with_the_sum_and_what_to_change(is_offloading: bool, advice: str) -> None:
-    with pytest.raises(GpuMemoryError) as caught:
-        check_gpu_memory(GIBS, available_bytes=8 * GIB, is_offloading=is_offloading)
-
-    message = str(caught.value)
-    assert "rank 2 needs 9.5 GiB of GPU memory" in message
-    assert (
-        "weights 2.00 + gradients 3.00 + optimizer 0.00 + inputs of layers 4.00 + saved activations 0.00 "
-        "+ messages 0.00 + one layer's work 0.50 + libraries 0.00 = 9.50 GiB" in message
-    )
-    assert "8.0 GiB is available" in message
-    assert f"To fit: {advice}" in message
-    assert "--num_chunks" in message
-    assert "--batch_size" in message

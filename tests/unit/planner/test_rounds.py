@@ -83,9 +83,7 @@ def test_a_number_that_is_given_is_taken_or_refused_with_one_that_fits() -> None
     assert fit_plan(request, layer=estimated_layer(request)).accumulation_rounds == 32
 
     message = refusal_by(lambda: request_for("--gpu_memory_limit", "9", "--num_rounds", "1"))
-    remedy = re.search(r"Any of these alone fits: --activation_offloading on .*; or --num_rounds (\d+)", message)
-    assert remedy is not None, message
-    assert int(remedy[1]) == request_for("--gpu_memory_limit", "9").candidate.accumulation_rounds
+    assert "  --num_rounds auto " in message
 
 
 @pytest.mark.extended  # searches for seconds

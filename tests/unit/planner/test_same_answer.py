@@ -20,6 +20,7 @@ from mobius.planner import dry_run, run_setup
 from mobius.planner.dry_run import plan_by_estimates, run_dry
 from mobius.planner.gpu_specs import GPU_SPECS, SUSTAINED_SHARE
 from mobius.planner.peak_memory import LayerBytes, estimate_layer
+from mobius.planner.remedies import gpu_refusal
 from mobius.planner.request import OUTSIDE_BYTES
 from mobius.planner.run_setup import make_run_setup, replan
 from mobius.planner.solver import PlanResult
@@ -137,6 +138,7 @@ def as_run(
         "measure_product_rate": lambda *_: GPU_SPECS[card].product_rate / SUSTAINED_SHARE,
         "num_cpus_per_rank": lambda num_ranks: 16,
         "own_host_bytes": lambda: 0,
+        "gpu_refusal": lambda error, _: gpu_refusal(error),
         "available_host_bytes": lambda: 2**50,
         "total_host_bytes": lambda: 2**50,
     }
@@ -172,7 +174,6 @@ def as_dry_run(
             refused.append(record.getMessage().removeprefix("does not fit: "))
 
     patch.setattr(dry_run, "load_planned_config", lambda options: PlannedModel(cast(PretrainedConfig, None)))
-    patch.setattr(dry_run, "gpu_remedies", lambda *_: [])
     patch.setattr(dry_run, "ModelParts", lambda config, device, adapters=None: Parts(shape))
     patch.setattr(dry_run, "_save", saved.append)
     patch.setattr(dry_run, "plan_by_estimates", partial(plan_by_estimates, packed=packed))

@@ -92,7 +92,7 @@ def test_a_large_batch_needs_no_rounds_where_the_host_has_room() -> None:
     limits = {"host_memory_limit": 480.0}
 
     message = refusal_by(lambda: fit_plan(ask(**options, num_rounds=1)))
-    assert "--activation_offloading on (needs" in message
+    assert "  --activation_offloading auto " in message
     rounds, stashes = ask(**options, **limits), ask(**options, **limits, **auto)
     assert rounds.candidate.accumulation_rounds is not None
     assert rounds.candidate.accumulation_rounds > 1

@@ -1,0 +1,167 @@
+"""A refusal says what is needed and there, and lists single changes that were planned and fit GPUs and host."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from harness.plan_requests import refusal_by, request_of
+from transformers import LlamaConfig
+
+from mobius.config.cli import parse_args
+from mobius.config.config import ActivationOffloading, Order, Recompute
+from mobius.errors import HostMemoryError
+from mobius.models.blocks import ModelParts
+from mobius.planner.fit import DoesNotFitError, fit_plan, fits_host
+from mobius.planner.gpu_specs import GPU_SPECS
+from mobius.planner.memory_estimates import estimate_host_memory, estimated_layer
+from mobius.planner.remedies import check_host_memory, find_remedies
+from mobius.planner.request import Machine, PlanRequest
+from mobius.planner.search import resolve_auto
+from mobius.planner.solver import PlanResult, solve
+from mobius.schedule.partition import ModelShape
+from mobius.units import GIB
+
+TWO = Machine(2, GPU_SPECS["RTX4090"])
+LLAMA = LlamaConfig(
+    hidden_size=4096, intermediate_size=11008, num_hidden_layers=16, num_attention_heads=32, vocab_size=32000
+)
+"""The configuration of the model that `half` is of."""
+
+
+@pytest.fixture
+def half(llama_7b: ModelShape) -> ModelShape:
+    return replace(llama_7b, layer_parameters=llama_7b.layer_parameters[:16])
+
+
+@cache
+def planned(request: PlanRequest) -> PlanResult:
+    settled = resolve_auto(request)
+    return solve(settled, layer=estimated_layer(settled), is_preliminary=True)
+
+
+def short_of_host(shape: ModelShape, limit: float, **options: object) -> PlanResult:
+    """The plan of 16 stages and 16 microbatches on two RTX 4090 that takes more than `limit` GiB of the host."""
+    usual: dict[str, object] = {"num_stages": 16, "num_chunks": 16, "host_memory_limit": limit}
+    found = planned(request_of(shape, TWO, **(usual | options)))
+    assert found.host_estimate.total > limit * GIB
+    return found
+
+
+def listed(text: str) -> dict[str, str]:
+    """The changes that a refusal lists, and what it says about each."""
+    return dict(re.findall(r"^  (--.*?)  +(\d.*)$", text, re.MULTILINE))
+
+
+def long_request(shape: ModelShape, **options: object) -> PlanRequest:
+    """64 x 2048 tokens in four microbatches, in eight stages on four ranks."""
+    usual: dict[str, object] = {"seq_length": 2048, "num_stages": 8, "num_chunks": 4, "loss_chunk_tokens": 8192}
+    return request_of(shape, **(usual | options))
+
+
+def test_exactly_enough_host_memory_is_enough_and_a_byte_less_is_not(half: ModelShape) -> None:
+    found = planned(request_of(half, TWO, num_stages=16, num_chunks=16))
+    check_host_memory(found, found.host_estimate.total)
+    with pytest.raises(HostMemoryError) as caught:
+        check_host_memory(found, found.host_estimate.total - 1)
+    assert f"2 rank(s) need {found.host_estimate.total / GIB:.1f} GiB of host memory" in str(caught.value)
+
+
+def test_exactly_enough_gpu_memory_is_enough_and_a_byte_less_is_not(llama_7b: ModelShape) -> None:
+    request = long_request(llama_7b, gpu_memory_limit=22.0, tile_tokens="off", num_rounds=1)
+    with pytest.raises(DoesNotFitError) as caught:
+        fit_plan(request)
+    (gib,) = re.findall(r" = (\d+\.\d+) GiB\)", str(caught.value))
+    fit_plan(request.with_pipeline(gpu_memory_limit=float(gib) + 0.01))
+    with pytest.raises(DoesNotFitError):
+        fit_plan(request.with_pipeline(gpu_memory_limit=float(gib) - 0.01))
+
+
+@pytest.mark.parametrize(("use_offload", "advice"), [(True, "raise --num_stages"), (False, "use --use_offload")])
+def test_where_no_single_change_fits_the_sum_and_usual_changes_are_told(
+    llama_7b: ModelShape, use_offload: bool, advice: str
+) -> None:
+    request = long_request(llama_7b, gpu_memory_limit=1.0, use_offload=use_offload)
+    text = refusal_by(lambda: fit_plan(request))
+    assert re.match(
+        r"rank \d needs \d+\.\d GiB of GPU memory \(weights \d.* \+ libraries \d.* = .* GiB\), 1.0 GiB", text
+    )
+    assert f"is available. To fit: {advice}" in text
+    assert "--num_chunks" in text
+    assert "--batch_size" in text
+
+
+def test_the_smallest_change_of_each_kind_is_listed_and_fits(llama_7b: ModelShape) -> None:
+    request = long_request(llama_7b, gpu_memory_limit=22.0, tile_tokens="off")
+    changes = listed(refusal_by(lambda: fit_plan(request)))
+    assert {"--num_chunks 8", "--tile_tokens 32768"} & changes.keys()
+    for options in changes:
+        words = ["--num_stages", "8", "--num_chunks", "4", "--batch_size", "64", "--seq_length", "2048"]
+        words += ["--loss_chunk_tokens", "8192", "--gpu_memory_limit", "22", "--tile_tokens", "off", *options.split()]
+        config = parse_args([*words, "--compute_order", "breadth_first", "--num_slices", "1"])
+        resolved = resolve_auto(PlanRequest.of(config, llama_7b, request.machine))
+        fit_plan(resolved)
+    (length,) = (int(options.split()[1]) for options in changes if options.startswith("--seq_length"))
+    with pytest.raises(DoesNotFitError):
+        fit_plan(request.with_seq_length(length + 64))
+
+
+def test_options_that_were_fixed_are_left_to_the_planner(llama_7b: ModelShape) -> None:
+    on_gpus = long_request(llama_7b, use_offload=False, recompute=Recompute.NONE, gpu_memory_limit=70.0)
+    changes = listed(refusal_by(lambda: fit_plan(on_gpus)))
+    assert {"--recompute auto", "--use_offload --recompute auto"} <= changes.keys()
+    deep = request_of(llama_7b, compute_order=Order.DEPTH_FIRST, gpu_memory_limit=6.5)
+    assert "--compute_order auto" in listed(refusal_by(lambda: solve(deep)))
+
+
+def test_more_resident_stages_than_fit_are_refused_with_the_arithmetic(llama_7b: ModelShape) -> None:
+    request = request_of(llama_7b, num_chunks=4, gpu_memory_limit=20.0, resident_stages="8")
+    text = refusal_by(lambda: fit_plan(request))
+    # The first rank has 7 x 202,383,360 + 333,455,360 = 1,750,138,880 parameters, and a sum of 4 x 333,455,360 bytes.
+    assert "rank 0 needs " in text
+    assert "weights 3.26 + gradients 4.50 + optimizer 16.30" in text
+    assert "20.0 GiB is available." in text
+    assert "--resident_stages auto" in listed(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [({"resident_stages": "0"}, "--resident_stages auto"), ({"num_rounds": 1}, "--num_rounds auto")],
+)
+def test_too_little_host_memory_names_the_option_without_which_it_fits(
+    half: ModelShape, options: dict[str, object], advice: str
+) -> None:
+    usual = {"seq_length": 2048, "activation_offloading": ActivationOffloading.AUTO}
+    found = short_of_host(half, 28, **usual, **options)
+    with pytest.raises(HostMemoryError) as caught:
+        check_host_memory(found, 28 * GIB, LLAMA)
+    assert re.match(r"\d\d\.\d GiB of host memory, ", listed(str(caught.value))[advice])
+    del options[next(iter(options))]
+    changed = request_of(half, TWO, num_stages=16, num_chunks=16, host_memory_limit=28, **usual)
+    assert planned(changed).host_estimate.total <= 28 * GIB
+
+
+def test_each_listed_change_typed_into_a_run_of_its_own_fits_and_is_as_fast(half: ModelShape) -> None:
+    remedies = find_remedies(short_of_host(half, 13).request, None, LLAMA, 13 * GIB)
+    frozen = next(options for options in remedies if options.startswith("--freeze"))
+    larger = next(options for options in remedies if "--host_memory_limit" in options)
+    assert "--use_lora" in remedies
+
+    words = ["--num_stages", "16", "--num_chunks", "16", "--batch_size", "64", "--host_memory_limit", "13"]
+    words += ["--activation_offloading", "off"]
+    for options in (frozen, "--use_lora", larger):
+        config = parse_args([*words, *options.split()])
+        parts = ModelParts(LLAMA, torch.device("cpu"), adapters=config.adapters)
+        again = resolve_auto(PlanRequest.of(config, parts.shape(), TWO))
+        plan = fit_plan(again, layer=estimated_layer(again))
+        assert fits_host(again, plan)
+        assert estimate_host_memory(again, plan).total == remedies[options].host_estimate.total
+
+    number = int(frozen.removeprefix("--freeze embedding,layers.0-"))  # one layer less does not fit
+    config = parse_args([*words, "--freeze", f"embedding,layers.0-{number - 1}"])
+    fewer = ModelParts(LLAMA, torch.device("cpu"), adapters=config.adapters).shape()
+    settled = resolve_auto(PlanRequest.of(config, fewer, TWO))
+    assert not fits_host(settled, fit_plan(settled, layer=estimated_layer(settled)))
