@@ -33,12 +33,13 @@ from mobius.models.published_shapes import SHORT_NAMES
 from mobius.planner.fit import DoesNotFitError
 from mobius.planner.gpu_specs import GPU_SPECS, HOST_BANDWIDTH, PCIE_BYTES, GpuSpec, Host, find_gpu_spec
 from mobius.planner.memory_estimates import estimated_layer, largest_gpu_estimate
-from mobius.planner.plan_table import ROWS_AS_PLANNED, Traffic, format_columns, seconds_with_link
+from mobius.planner.plan_table import ROWS_AS_PLANNED, format_columns
 from mobius.planner.profile import Profile, ProfileError
 from mobius.planner.remedies import gpu_refusal
 from mobius.planner.replica_traffic import NODE_LINK
 from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.solver import PlanResult, solve
+from mobius.planner.step_prediction import Resource, predict_step_seconds, with_faster
 from mobius.reporting.pictures import draw_timeline
 from mobius.reporting.trace import predicted_trace, write_trace
 from mobius.schedule.build import build_unchecked
@@ -273,24 +274,28 @@ class NodeScaling:
 
         At least what there is; None if no usual link would do.
         """
-        wanted = self.alone.step_seconds / goal
-        if seconds_with_link(self.result, FASTEST) > wanted:
+        wanted, profile = self.alone.step_seconds / goal, self.result.profile
+        assert profile is not None
+
+        def seconds(factor: float) -> float:
+            faster = with_faster(profile, Resource.REPLICAS, factor)
+            return predict_step_seconds(self.result.plan, self.result.request, faster)
+
+        if seconds(FASTEST) > wanted:
             return None
         low, high = 0.0, math.log2(FASTEST)
         for _ in range(TRIES):
             middle = (low + high) / 2
-            low, high = (low, middle) if seconds_with_link(self.result, 2**middle) <= wanted else (middle, high)
+            low, high = (low, middle) if seconds(2**middle) <= wanted else (middle, high)
         return self.result.request.machine.node_link * 2**high
 
     def describe(self) -> str:
         """One line: the speed-up, what limits it, and what would be needed for more."""
-        traffic, prediction = Traffic.of(self.result), self.result.step_time_prediction
+        prediction = self.result.step_time_prediction
         assert prediction is not None
-        hidden = f"{100 * traffic.overlapped_fraction:.0f} % of the traffic hides"
-        text = f"{self.speed_up:.2f} x one node: {self.verdict}; {hidden}"
+        text = f"{self.speed_up:.2f} x one node: {self.verdict}; limited by {prediction.bottleneck}"
         if self.speed_up >= GOAL * self.nodes:
             return text
-        text += f", {traffic.exposed_seconds:.2f} s show; limited by {prediction.bottleneck}"
         link = self.needed_link()
         if link is None:
             return f"{text}; no link gives {GOAL * self.nodes:.3g} x with this plan: more tokens per step may"

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import PretrainedConfig
 
 from mobius.atomic_files import atomic_write
 from mobius.config.config import Config, Device
@@ -33,8 +32,6 @@ from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.run_setup import host_bytes_per_pipeline, machine_of_gpu
 from mobius.planner.solver import PlanResult, solve
 from mobius.ranks import Ranks, visible_devices
-from mobius.schedule.packed_rows import PackedRows
-from mobius.schedule.partition import ModelShape
 from mobius.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -71,29 +68,26 @@ def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = Non
     if config.planning.card is None or config.pipeline.host_memory_limit is not None:
         available = host_bytes_per_pipeline(config, machine.replicas_per_node)
     try:
-        found = plan_by_estimates(config, shape, machine)
+        found = solve(PlanRequest.of(config, shape, machine), layer=None if machine.on_cpu else estimated_layer)
     except DoesNotFitError as error:
         logger.info("the run does not fit")
         logger.error("does not fit: %s", gpu_refusal(error, model.config))
         return False
     logger.info("%s", describe_verdict(found, available))
-    fits = _check_host(found, available, model.config)
-    if fits:
+    fits = True
+    try:
+        if available is not None:
+            check_host_memory(found, available, model.config)
         _save(found)
+    except HostMemoryError as error:
+        logger.error("does not fit: %s", error)
+        fits = False
     logger.info("")
     if not machine.on_cpu:
         _log_devices(config, machine.num_ranks)
     for lines in describe_details(found, available):
         logger.info("%s", lines)
     return fits
-
-
-def plan_by_estimates(
-    config: Config, shape: ModelShape, machine: Machine, packed: PackedRows | None = None
-) -> PlanResult:
-    """The answer by estimates, where a run goes by what it measures; errors as `solve`."""
-    request = PlanRequest.of(config, shape, machine, packed)
-    return solve(request, layer=None if machine.on_cpu else estimated_layer)
 
 
 def machine_to_plan_for(config: Config, ranks: Ranks) -> Machine:
@@ -136,18 +130,6 @@ def planned_ranks(config: Config, ranks: Ranks) -> Ranks:
     return Ranks(0, nodes * of_node, 0, num_replicas=nodes, num_nodes=nodes).split_into_pipelines(
         config.launch.pipeline_ranks
     )
-
-
-def _check_host(result: PlanResult, available: int | None, model: PretrainedConfig) -> bool:
-    """Whether the host has the memory; what to change where it has not."""
-    if available is None:
-        return True
-    try:
-        check_host_memory(result, available, model)
-    except HostMemoryError as error:
-        logger.error("does not fit: %s", error)
-        return False
-    return True
 
 
 def _save(result: PlanResult) -> None:

@@ -172,8 +172,6 @@ accumulation (V100 and T4: fp16), dense square products of 8192 and 10,240, or o
 report has only that; V100: of 2048 tokens. Most reports time 30 products in a row: a card at its power limit is slower
 in long runs. The first table has 790 TFLOP/s for an H200; GEMM_SHARE is of 796.
 """
-MEASURED_GPU = "H200"
-"""Name of the GPU that the shares were measured on."""
 
 
 def find_gpu_spec(name: str) -> GpuSpec:

@@ -40,10 +40,6 @@ STEP_BYTES_PER_TOKEN = 16
 FRAGMENT_SHARE = 0.03
 """Fragmentation of the allocator, as a share of activations and messages: 0 to 2.6 % of all allocated memory in runs on
 H200s, 8 % with messages over NCCL (four of them, 2026-11-21)."""
-CONTEXT_BYTES = int(0.6 * GIB)
-"""GPU memory of a process outside of torch's: context and kernels. A usual value, not measured."""
-COMMUNICATOR_BYTES = int(0.05 * GIB)
-"""GPU memory of a communicator between two ranks. A guess, not measured."""
 CPU_PROCESS_BYTES = int(0.5 * GIB)
 """Host memory of a rank that computes on the CPU, without its stages (0.5 GiB with configs/quickstart.yaml)."""
 

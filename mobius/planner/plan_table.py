@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import fields
 
 from mobius.config.config import Packing
 from mobius.planner.checkpoint_estimates import estimate_checkpoint
-from mobius.planner.gpu_specs import GEMM_SHARE, MEASURED_GPU
+from mobius.planner.gpu_specs import GEMM_SHARE
 from mobius.planner.memory_estimates import (
-    COMMUNICATOR_BYTES,
-    CONTEXT_BYTES,
+    GpuMemoryEstimate,
     estimate_host_memory,
     largest_gpu_estimate,
     tile_tokens,
 )
-from mobius.planner.profile import Profile, Source
+from mobius.planner.profile import Source
 from mobius.planner.request import PlanRequest
 from mobius.planner.solver import PlanResult
 from mobius.planner.step_prediction import Resource, predict_step_seconds, with_faster
@@ -25,24 +24,10 @@ from mobius.schedule.partition import ModelShape, StageCut
 from mobius.schedule.plan import Plan
 from mobius.units import GIB, format_bytes, format_gib
 
-NO_LINK = 1e6
-"""Speed-up of a link that takes no time."""
 ROWS_AS_PLANNED = (
     "rows are planned as full, one document each: packed data takes less attention, and a little more memory"
 )
 """Told if packing may be on: a dry run does not read the data."""
-_CATEGORIES = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "optimizer": "optimizer",
-    "keys": "kv_cache",
-    "inputs": "inputs",
-    "kept": "saved_activations",
-    "messages": "messages",
-    "work": "working_set",
-    "libraries": "libraries",
-}
-"""Head of a column -> field of an estimate."""
 
 
 def format_columns(rows: Sequence[Sequence[str]], *, num_left: int = 1, indent: str = "  ") -> str:
@@ -61,10 +46,13 @@ def describe_stages(plan: Plan, shape: ModelShape) -> str:
 
     Where layers have experts, also the parameters that compute for a token.
     """
-    has_experts = shape.experts is not None
-    active = ["active"] if has_experts else []
+    active = [] if shape.experts is None else ["active"]
     rows = [["stages", "ranks", "layers", "parameters", *active, "weights", "activations"]]
-    for _, alike in itertools.groupby(plan.cuts, key=lambda cut: (len(cut.layers), *_stage_cells(plan, cut, shape))):
+
+    def parts_and_cells(cut: StageCut) -> tuple[object, ...]:
+        return (cut.is_first, cut.is_last, len(cut.layers), *_stage_cells(plan, cut, shape))
+
+    for _, alike in itertools.groupby(plan.cuts, key=parts_and_cells):
         cuts = list(alike)
         first, last, ranks = cuts[0], cuts[-1], sorted({cut.stage % plan.num_ranks for cut in cuts})
         parts = ["embedding"] if first.is_first else []
@@ -75,7 +63,7 @@ def describe_stages(plan: Plan, shape: ModelShape) -> str:
                 _numbers(first.stage, last.stage),
                 _numbers(ranks[0], ranks[-1]) if len(ranks) == ranks[-1] - ranks[0] + 1 else ",".join(map(str, ranks)),
                 ", ".join(parts) or "none",
-                *_stage_cells(plan, first, shape)[1:],
+                *_stage_cells(plan, first, shape),
             ]
         )
     slots = plan.describe_slots() if plan.num_slots is None else f"{plan.describe_slots()} per rank"
@@ -84,12 +72,11 @@ def describe_stages(plan: Plan, shape: ModelShape) -> str:
 
 
 def _stage_cells(plan: Plan, cut: StageCut, shape: ModelShape) -> list[str]:
-    """Cells that tell stages apart: which end of the model they hold, parameters, weights and activations."""
+    """Parameters, weights and activations of a stage."""
     holds_nothing = not (cut.is_first or cut.layers or cut.is_last)
+    active = [] if shape.experts is None else [cut.num_active(shape)]
     return [
-        f"{cut.is_first}{cut.is_last}",
-        f"{cut.num_parameters(shape) / 1e6:.1f}M",
-        *([f"{cut.num_active(shape) / 1e6:.1f}M"] if shape.experts is not None else []),
+        *(f"{number / 1e6:.1f}M" for number in (cut.num_parameters(shape), *active)),
         "-" if holds_nothing else "resident" if cut.stage in plan.resident else "streamed",
         _activations(plan, cut, shape),
     ]
@@ -115,27 +102,23 @@ def _activations(plan: Plan, cut: StageCut, shape: ModelShape) -> str:
 
 
 def describe_gpus(result: PlanResult) -> str:
-    """GiB by category, a line per rank; what is outside of torch's memory is in a column of its own."""
-    machine, limit = result.request.machine, result.request.config.pipeline.gpu_memory_limit
+    """GiB by category, a line for ranks that are alike, and what lies outside of torch's memory."""
+    request, needs = result.request, result.gpu_estimates
+    machine, limit = request.machine, request.config.pipeline.gpu_memory_limit
     assert machine.gpu_spec is not None
-    has_keys = any(need.kv_cache for need in result.gpu_estimates)
-    categories = {title: name for title, name in _CATEGORIES.items() if has_keys or title != "keys"}
-    rows = [["ranks", *categories, "= torch", "+ driver, mailboxes"]]
-    # An estimate: context, mailboxes, communicators of a rank's edges and of all ranks; and two for each other replica,
-    # of sums and of weights.
-    edges = 4 if machine.num_ranks > 1 else 0
-    pairs = edges + 2 * (machine.num_replicas - 1)
-    beside = (pairs + (pairs > 0)) * COMMUNICATOR_BYTES + (result.request.mailbox_bytes if edges else 0)
-    names = [*categories.values(), "total"]
-    cells = [[format_gib(getattr(need, name)) for name in names] for need in result.gpu_estimates]
-    first = 0
-    for alike in (list(group) for _, group in itertools.groupby(cells)):
-        rows.append([_numbers(first, first + len(alike) - 1), *alike[0], format_gib(CONTEXT_BYTES + beside)])
-        first += len(alike)
+    names = [field.name for field in fields(GpuMemoryEstimate) if field.name != "rank"]
+    names = [name for name in names if any(getattr(need, name) for need in needs)]
+    cells = [[format_gib(getattr(need, name)) for name in (*names, "total")] for need in needs]
+    rows = [["ranks", *(name.replace("_", " ") for name in names), "total"]]
+    for own, alike in itertools.groupby(range(len(needs)), key=cells.__getitem__):
+        ranks = list(alike)
+        rows.append([_numbers(ranks[0], ranks[-1]), *own])
     memory = (machine.gpu_bytes or 0) / GIB
     available = memory if limit is None else min(limit, memory)
     lines = [f"GPU memory in GiB, {available:g} of {machine.gpu_spec.name} may be used", format_columns(rows)]
-    if (tile := tile_tokens(result.request)) is not None:
+    mailboxes = request.mailbox_bytes * (machine.num_ranks > 1)
+    lines.append(f"  besides: {format_bytes(mailboxes)} for mailboxes, and what the driver and communicators take")
+    if (tile := tile_tokens(request)) is not None:
         lines.append(f"  recomputed layers run in tiles of {tile} tokens")
     return "\n".join(lines)
 
@@ -172,8 +155,6 @@ def describe_details(result: PlanResult, available_bytes: int | None) -> Iterato
     else:
         yield describe_gpus(result)
         yield describe_step(result)
-        if result.profile is not None and result.profile.replicas is not None:
-            yield f"  {describe_traffic(result)}"
         if config.data.packing in (Packing.AUTO, Packing.ON):
             yield f"  {ROWS_AS_PLANNED}"
     yield f"host memory: {format_bytes(host_bytes)} = {result.host_estimate.describe()}"
@@ -211,8 +192,6 @@ def describe_step(result: PlanResult) -> str:
         f"({100 * result.step_time_prediction.gain:.1f} % shorter if it were 1.1 "
         f"times as fast); bubble {100 * result.simulated_steps.bubble:.0f} %; the worst rank waits, s: {waits}"
     ]
-    if result.plan.accumulation_rounds > 1 and not result.plan.is_depth_first:
-        lines.append(_describe_rounds(result, result.profile))
     lines.append(result.profile.describe())
     if (public := describe_public_rates(result)) is not None:
         lines.append(public)
@@ -220,44 +199,25 @@ def describe_step(result: PlanResult) -> str:
 
 
 def describe_public_rates(result: PlanResult) -> str | None:
-    """One line: the same plan's step with the rates of large products that others published for the GPU.
-
-    None with a measured profile, and for the GPU that the shares of estimates were measured on.
-    """
+    """One line: the step with the rates of large products that others published for the GPU; None if it is measured."""
     request, profile, gpu_spec = result.request, result.profile, result.request.gpu_spec
-    if profile is None or profile.source is Source.MEASURED or gpu_spec is None or gpu_spec.name == MEASURED_GPU:
+    if profile is None or profile.source is Source.MEASURED or gpu_spec is None or gpu_spec.published is None:
         return None
-    if (public := gpu_spec.published) is None:
-        return "no published rates of large products are known for this card: scripts/calibrate.py measures them"
-    assumed = gpu_spec.tera_flops * GEMM_SHARE
+    public, assumed = gpu_spec.published, gpu_spec.tera_flops * GEMM_SHARE
     slow, fast = (
         predict_step_seconds(result.plan, request, with_faster(profile, Resource.COMPUTE, rate / assumed))
         for rate in (public.lowest, public.highest)
     )
-    rates = _span(public.lowest, public.highest, ".0f")
-    tokens = _span(request.all_tokens / slow, request.all_tokens / fast, ",.0f")
     return (
-        f"with large products at {rates} TFLOP/s, as published for this card: {_span(fast, slow, '.3f')} s, {tokens} "
-        f"tokens/s ({public.source})"
+        f"with large products at {_span(public.lowest, public.highest, '.0f')} TFLOP/s, as published for this card: "
+        f"{_span(fast, slow, '.3f')} s, {_span(request.all_tokens / slow, request.all_tokens / fast, ',.0f')} tokens/s "
+        f"({public.source})"
     )
 
 
 def _span(low: float, high: float, style: str) -> str:
     """`3`, or `3 to 5`."""
     return " to ".join(dict.fromkeys(format(number, style) for number in (low, high)))
-
-
-def _describe_rounds(result: PlanResult, profile: Profile) -> str:
-    """Compare with the same plan with all microbatches at once, as if there were the memory for it."""
-    plan = result.plan
-    at_once = predict_step_seconds(replace(plan, accumulation_rounds=1), result.request, profile)
-    sums = f", their fp32 sums {plan.accumulation_rounds - 1} times each way"
-    sums = "" if result.request.shape.keeps_trained_on_gpu else sums
-    return (
-        f"{plan.accumulation_rounds} rounds of {plan.microbatches_per_round} microbatches cost "
-        f"{result.step_seconds - at_once:.3f} s of it: "
-        f"weights of streamed stages travel {plan.accumulation_rounds} times{sums}"
-    )
 
 
 def describe_replicas(request: PlanRequest) -> str:
@@ -267,55 +227,4 @@ def describe_replicas(request: PlanRequest) -> str:
     return (
         f"{machine.num_replicas} replicas of a pipeline of {machine.num_ranks} rank(s), {where}: each plays "
         f"{request.rows} of {rows} rows of a step, and updates 1/{machine.num_replicas} of each stage"
-    )
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Seconds of a step that concern what travels between replicas."""
-
-    reductions: float
-    """Time of the link for gradients of all stages of a pipeline, if nothing else used it."""
-    weights: float
-    exposed_seconds: float
-    """Seconds that the step is longer than with a link that takes no time."""
-
-    @classmethod
-    def of(cls, result: PlanResult) -> Traffic:
-        """Return the traffic of a predicted step with replicas."""
-        profile, rules = result.profile, result.request.rules
-        assert profile is not None, "a step is predicted"
-        assert profile.replicas is not None, "there are replicas"
-        rate = profile.replicas.together
-        trained = [cut.num_trained(result.request.shape) for cut in result.plan.cuts]
-        reduced = sum(map(rules.sizes.reduce_bytes, trained)) / rate
-        gathered = sum(map(rules.sizes.remote_size, trained)) * rules.sizes.weight / rate
-        return cls(reduced, gathered, max(0.0, result.step_seconds - seconds_with_link(result, NO_LINK)))
-
-    @property
-    def overlapped_fraction(self) -> float:
-        """Share of the link's seconds that overlaps with other work."""
-        whole = self.reductions + self.weights
-        return max(0.0, 1 - self.exposed_seconds / whole) if whole else 1.0
-
-
-def seconds_with_link(result: PlanResult, factor: float) -> float:
-    """Seconds of the predicted step with a link that is `factor` times as fast."""
-    profile = result.profile
-    assert profile is not None
-    assert profile.replicas is not None
-    # A link that takes no time takes nothing of PCIe or the host's memory, either.
-    through_host = profile.replicas.is_through_host and factor < NO_LINK
-    replicas = replace(profile.replicas.times(factor), is_through_host=through_host)
-    return predict_step_seconds(result.plan, result.request, replace(profile, replicas=replicas))
-
-
-def describe_traffic(result: PlanResult) -> str:
-    """One line: what reductions and weights take, and how much of it shows."""
-    traffic, machine = Traffic.of(result), result.request.machine
-    link = f"{machine.node_link:g} GB/s of each node" if machine.num_nodes > 1 else "the links within a node"
-    return (
-        f"replicas: reductions take {traffic.reductions:.3f} s of {link}, weights {traffic.weights:.3f} s; "
-        f"{100 * traffic.overlapped_fraction:.0f} % of it hides, {traffic.exposed_seconds:.3f} s of the step is due "
-        "to it"
     )

@@ -28,17 +28,15 @@ from mobius.planner.memory_estimates import TILE_TOKENS, estimated_layer, larges
 from mobius.planner.peak_memory import LayerBytes
 from mobius.planner.request import PlanRequest
 from mobius.planner.solver import PlanResult, solve
+from mobius.planner.state_bytes import SUM_BYTES
 from mobius.planner.step_prediction import predict_step_seconds
 from mobius.schedule.partition import max_stages
 from mobius.schedule.spec import ComputeOrder
 from mobius.units import GIB, format_bytes
 
-SMALLEST_CHUNK = 128
-SEQUENCE_STEP = 64
-SEQUENCE_TRIES = 64
-"""Approximate number of shorter sequences to choose from."""
-FEWEST_ROWS = 8
-"""Largest factor by which the batch is made smaller."""
+LOSS_CHUNKS = (4096, 2048, 1024, 512, 256, 128)
+LENGTHS = 32
+"""Parts of a sequence; it is shortened by some of them."""
 HOST_ROOM = 1.03
 """Memory of a larger host, relative to the least that the run needs there."""
 
@@ -65,7 +63,7 @@ def gpu_refusal(error: DoesNotFitError, model: PretrainedConfig | None = None) -
     stages = "raise --num_stages (smaller stages)" if is_offloading else "use --use_offload"
     return GpuMemoryError(
         f"{error} To fit: {stages}; raise --num_chunks (smaller microbatches) and --num_rounds; lower --batch_size or "
-        f"--seq_length.{describe_experts(request) if is_offloading else ''}"
+        f"--seq_length.{_describe_experts(request) if is_offloading else ''}"
     )
 
 
@@ -264,8 +262,7 @@ def _less_memory(request: PlanRequest) -> Iterator[Change]:
     if recomputes and request.shape.is_sliceable:
         slices = [n for n in range(request.num_slices + 1, length // MIN_SLICE_TOKENS + 1) if length % n == 0]
         yield Change("--num_slices {}", lambda number: request.trying(num_slices=number), slices)
-    halves = (min(pipeline.loss_chunk_tokens, tokens) >> power for power in range(1, tokens.bit_length()))
-    chunks = [number for number in halves if number >= SMALLEST_CHUNK]
+    chunks = [number for number in LOSS_CHUNKS if number < min(pipeline.loss_chunk_tokens, tokens)]
     yield Change("--loss_chunk_tokens {}", lambda number: request.with_pipeline(loss_chunk_tokens=number), chunks)
     if not pipeline.use_offload:
         streamed = request.with_pipeline(use_offload=True, resident_stages="auto", recompute=Recompute.AUTO)
@@ -306,10 +303,10 @@ def _smaller_steps(request: PlanRequest) -> Iterator[Change]:
     yield Change("{}", lambda options: nodes[options], list(nodes))
     rows, length = request.config.pipeline.batch_size, request.config.data.seq_length
     together = request.num_chunks * request.machine.num_replicas
-    fewer = [n for n in range(rows // 2, rows // FEWEST_ROWS - 1, -1) if n and rows % n == 0 and n % together == 0]
+    fewer = [number for number in reversed(divisors(rows)[:-1]) if number % together == 0]
     yield Change("--batch_size {}", lambda number: request.with_pipeline(batch_size=number), fewer)
-    step = max(1, length // SEQUENCE_TRIES // SEQUENCE_STEP) * SEQUENCE_STEP
-    shorter = [n for n in range((length - 1) // step * step, 0, -step) if n % request.num_slices == 0]
+    lengths = (length * part // LENGTHS for part in range(LENGTHS - 1, 0, -1))
+    shorter = [number for number in lengths if number and number % request.num_slices == 0]
     yield Change("--seq_length {}", request.with_seq_length, shorter)
 
 
@@ -339,20 +336,20 @@ def _frozen_parameters(request: PlanRequest, model: PretrainedConfig) -> Iterato
     yield Change(options, lambda _: adapted)
 
 
-def describe_experts(request: PlanRequest) -> str:
+def _describe_experts(request: PlanRequest) -> str:
     """Describe the memory of the largest layer, which more stages do not reduce; empty for a model without experts."""
-    shape, available = request.shape, request.gpu_bytes
-    if shape.experts is None or available is None:
+    shape, slots = request.shape, request.config.pipeline.num_slots
+    if shape.experts is None:
         return ""
     layer = max(range(shape.num_layers), key=lambda each: shape.layer_parameters[each])
-    own, routed, slots = shape.layer_parameters[layer], shape.experts.layers[layer], request.config.pipeline.num_slots
+    own, routed = shape.layer_parameters[layer], shape.experts.layers[layer]
     trained = own if shape.trained is None else 0 if shape.keeps_trained_on_gpu else shape.trained.layers[layer]
-    weights, sums = own * request.sizes.weight, trained * 4
+    weights, sums = own * request.sizes.weight, trained * SUM_BYTES
     text = (
         f" A layer's experts are loaded together: of layer {layer}'s {own:.3g} parameters {routed:.3g} are those of "
         f"its {shape.experts.number} experts. It takes {format_bytes(weights)} in each of {slots} weight slot(s) and "
         f"{format_bytes(sums)} for the fp32 sums of its gradients, {format_bytes(slots * weights + sums)} together"
     )
-    if weights + sums <= available:
+    if weights + sums <= (request.gpu_bytes or 0):
         return f"{text}."
     return f"{text}; with one slot (--no_prefetch) it would not fit either: use GPUs with more memory."

@@ -9,14 +9,12 @@ import pytest
 from harness.plan_requests import request_of
 
 from mobius.planner.gpu_specs import GEMM_SHARE, GPU_SPECS, PublicRates
-from mobius.planner.memory_estimates import COMMUNICATOR_BYTES, CONTEXT_BYTES
 from mobius.planner.plan_table import describe_gpus, describe_public_rates, describe_stages, describe_step
 from mobius.planner.profile import Source
 from mobius.planner.request import Machine
 from mobius.planner.solver import solve
 from mobius.schedule.partition import ModelShape
 from mobius.schedule.plan import MemoryUse, make_plan
-from mobius.units import GIB
 
 
 def test_stages_that_are_alike_share_a_line_and_those_without_parameters_say_so(llama_7b: ModelShape) -> None:
@@ -36,18 +34,12 @@ def test_stages_that_are_alike_share_a_line_and_those_without_parameters_say_so(
     ]
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "num_replicas", "num_communicators"), [(1, 1, 0), (2, 1, 5), (4, 1, 5), (1, 2, 3), (2, 4, 11)]
-)
-def test_communicators_of_a_gpu_are_counted_those_to_replicas_too(
-    llama_7b: ModelShape, num_ranks: int, num_replicas: int, num_communicators: int
-) -> None:
-    """One for each edge, one of all ranks, and two to each other replica."""
-    machine = Machine(num_ranks, GPU_SPECS["H200"], num_replicas=num_replicas, num_nodes=num_replicas)
-    found = solve(request_of(llama_7b, machine))
-    mailboxes = found.request.mailbox_bytes if num_ranks > 1 else 0
-    outside = (CONTEXT_BYTES + num_communicators * COMMUNICATOR_BYTES + mailboxes) / GIB
-    assert describe_gpus(found).splitlines()[-1].split()[-1] == f"{outside:.2f}"
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_mailboxes_are_told_besides_what_torch_allocates(llama_7b: ModelShape, num_ranks: int) -> None:
+    found = solve(request_of(llama_7b, Machine(num_ranks, GPU_SPECS["H200"])))
+    # Two edges with two messages each of 4096 tokens, 4096 wide, in bf16.
+    mailboxes = "128.0 MiB" if num_ranks > 1 else "0.0 GiB"
+    assert f"  besides: {mailboxes} for mailboxes, " in describe_gpus(found)
 
 
 def test_a_step_is_also_predicted_with_rates_that_others_published(llama_7b: ModelShape) -> None:
@@ -70,12 +62,10 @@ def test_a_step_is_also_predicted_with_rates_that_others_published(llama_7b: Mod
     assert fast > found.step_seconds / 1.25, "copies and messages stay as they are"
 
 
-def test_no_published_rates_are_told_of_a_measured_machine_and_missing_ones_are_named(llama_7b: ModelShape) -> None:
+def test_no_published_rates_are_told_of_a_measured_machine_and_where_there_are_none(llama_7b: ModelShape) -> None:
     found = solve(request_of(llama_7b, Machine(2, GPU_SPECS["RTX4090"])))
     assert found.profile is not None
     measured = replace(found, profile=replace(found.profile, source=Source.MEASURED))
     assert describe_public_rates(measured) is None
     assert describe_public_rates(solve(request_of(llama_7b))) is None, "the shares are of this card"
-    unknown = describe_public_rates(solve(request_of(llama_7b, Machine(2, GPU_SPECS["A10"]))))
-    assert unknown is not None
-    assert "calibrate.py" in unknown
+    assert describe_public_rates(solve(request_of(llama_7b, Machine(2, GPU_SPECS["A10"])))) is None

@@ -26,7 +26,7 @@ from mobius.planner.memory_estimates import (
     estimated_layer,
 )
 from mobius.planner.plan_file import ModelDigest, SavedPlan, check_saved_plan, read_plan
-from mobius.planner.plan_table import Traffic, describe_replicas
+from mobius.planner.plan_table import describe_replicas
 from mobius.planner.profile import CopyRates, Profile, ReplicaRates
 from mobius.planner.remedies import find_remedies
 from mobius.planner.replica_traffic import rates_of_nodes
@@ -276,9 +276,5 @@ def test_another_node_pays_with_a_fast_link_and_does_not_with_a_slow_one() -> No
     needed = slow.needed_link(0.9)
     assert needed is not None
     assert 0.5 < needed < 12.5
-    traffic = Traffic.of(slow.result)
-    # Half of 6.74e9 parameters in 4 and 2 bytes.
-    assert traffic.reductions == pytest.approx(6.738e9 / 2 * 4 / 0.5e9, rel=1e-3)
-    assert traffic.weights == pytest.approx(traffic.reductions / 2)
     assert "limited by the link between replicas" in slow.describe()
     assert Profile.from_json(slow.result.profile.to_json()) == slow.result.profile  # type: ignore[union-attr]

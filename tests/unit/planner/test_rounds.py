@@ -16,7 +16,6 @@ from mobius.planner.fit import fit_plan
 from mobius.planner.gpu_specs import find_gpu_spec
 from mobius.planner.memory_estimates import estimate_gpu_memory, estimate_host_memory, estimated_layer
 from mobius.planner.plan_file import ModelDigest, SavedPlan, read_plan
-from mobius.planner.plan_table import describe_step
 from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.search import ALIKE, resolve_auto
 from mobius.planner.solver import solve
@@ -124,14 +123,6 @@ def test_a_round_more_costs_time_for_its_copies_where_compute_does_not_hide_them
     ]
     assert seconds[0] < seconds[1] < 1.1 * seconds[0]
     assert seconds[2] > 1.3 * seconds[0]
-
-
-def test_the_table_says_what_rounds_cost() -> None:
-    found = solve(request_for("--num_rounds", "4", "--resident_stages", "0"))
-    cost = re.search(r"4 rounds of 8 microbatches cost (\d\.\d+) s of it: .* 4 times, .* 3 times", describe_step(found))
-    assert cost is not None
-    assert 0 < float(cost[1]) < found.step_seconds
-    assert "rounds" not in describe_step(solve(request_for("--num_rounds", "1")))
 
 
 def test_a_plan_file_keeps_the_rounds_and_one_from_before_has_one(tmp_path: Path) -> None:

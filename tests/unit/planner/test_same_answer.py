@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,13 +16,13 @@ from mobius.config.cli import parse_args
 from mobius.errors import GpuMemoryError, PlanError
 from mobius.models.families import PlannedModel
 from mobius.planner import dry_run, run_setup
-from mobius.planner.dry_run import plan_by_estimates, run_dry
+from mobius.planner.dry_run import run_dry
 from mobius.planner.gpu_specs import GPU_SPECS, SUSTAINED_SHARE
 from mobius.planner.peak_memory import LayerBytes, estimate_layer
 from mobius.planner.remedies import gpu_refusal
 from mobius.planner.request import OUTSIDE_BYTES
 from mobius.planner.run_setup import make_run_setup, replan
-from mobius.planner.solver import PlanResult
+from mobius.planner.solver import PlanResult, solve
 from mobius.ranks import Ranks
 from mobius.schedule.packed_rows import PackedRows
 from mobius.schedule.partition import ModelShape
@@ -176,7 +175,7 @@ def as_dry_run(
     patch.setattr(dry_run, "load_planned_config", lambda options: PlannedModel(cast(PretrainedConfig, None)))
     patch.setattr(dry_run, "ModelParts", lambda config, device, adapters=None: Parts(shape))
     patch.setattr(dry_run, "_save", saved.append)
-    patch.setattr(dry_run, "plan_by_estimates", partial(plan_by_estimates, packed=packed))
+    patch.setattr(dry_run, "solve", lambda request, **options: solve(replace(request, packed=packed), **options))
     handler = Refusals(logging.ERROR)
     dry_run.logger.addHandler(handler)
     try:
