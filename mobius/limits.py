@@ -13,9 +13,9 @@ NUM_MAILBOXES = 2
 
 MIN_GRADIENT_SUMS = 2
 """Buffers for fp32 gradient sums where sums are copied to the host and back: one that adds up, one being copied."""
-SHARD_ALIGNMENT = 8
-"""Elements that a replica's share of a stage is a multiple of: 16 bytes in bf16. A stage's length is a multiple of 128,
-so that 2, 4, 8 or 16 replicas have equal shares."""
+SHARD_ALIGNMENT = 32
+"""Elements that a replica's share of a stage is a multiple of: a group of compact optimizer states, 64 bytes in bf16. A
+stage's length is a multiple of 128, so that 2 or 4 replicas have equal shares, and more nearly equal ones."""
 REDUCE_CHUNK_ELEMENTS = 2**24
 """Gradients that a GPU receives from all replicas at a time: 64 MiB in fp32."""
 KEYS_PER_CALL = 32768

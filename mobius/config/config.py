@@ -61,6 +61,8 @@ EvalStrategy = StrEnum("EvalStrategy", ["STEPS", "EPOCH", "NO"])
 """When the model is evaluated while it is trained."""
 
 
+OptimizerStates = StrEnum("OptimizerStates", ["FP32", "BF16", "COMPACT"])
+"""Format of AdamW's moments, and of the master weights."""
 ReduceDtype = StrEnum("ReduceDtype", ["FP32", "BF16"])
 """Format of gradients between replicas."""
 
@@ -390,6 +392,10 @@ class OptimConfig:
     """Decay rate of AdamW's mean of squared gradients, per step."""
     adam_epsilon: float = option(1e-8, POSITIVE, needs=(TRAINING,))
     """Added to AdamW's denominator."""
+    optimizer_states: OptimizerStates = option(OptimizerStates.FP32, needs=(TRAINING, NO_ADAPTERS))
+    """Number format of the layers' optimizer states, with bf16 weights. fp32: 14 bytes per parameter in CPU memory,
+    weights and gradients included. bf16: 10, moments in bf16. compact: 7.06, 8-bit moments and a 24-bit master, rounded
+    stochastically. Embedding, head, norms and biases always have fp32."""
     max_grad_norm: float = option(1.0, NON_NEGATIVE, needs=(TRAINING,))
     """Gradient clipping: largest L2 norm of all gradients together; larger ones are scaled down to it. 0: none."""
     seed: int = option(42, Bounds(minimum=0, below=2**32))

@@ -248,6 +248,11 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
         "two of --save_params, --save_results and --save_dir are one name; give them different ones",
     ),
     (
+        "optimizer_states dtype",
+        lambda o: o.optimizer_states != "fp32" and o.dtype != "bf16",
+        "only masters of bf16 weights have another format; use --bf16, or --optimizer_states fp32",
+    ),
+    (
         "node_rank nnodes",
         lambda o: o.node_rank is not None and o.node_rank >= o.nnodes,
         "nodes are numbered from 0; use one below --nnodes",

@@ -33,8 +33,8 @@ class Shards:
 
     @classmethod
     def of(cls, layout: StageLayout, index: int, num_replicas: int, *, tied: Collection[str] = ()) -> Shards:
-        """Cut equal shards, up to rounding; parameters in `tied` are sharded separately."""
-        bounds = {0, layout.num_trained}
+        """Cut equal shards, up to rounding; those in `tied`, and all in a reduced format, are sharded separately."""
+        bounds = {0, layout.num_reduced, layout.num_trained}
         for name in tied:
             if name in layout.offsets and layout.is_trained(name):
                 part = layout.slice_of(name)
@@ -42,6 +42,15 @@ class Shards:
         ordered = sorted(bounds)
         segments = (cut(*both, num_replicas) for both in pairwise(ordered))
         return cls(tuple(segments), index)
+
+    def part(self, start: int, stop: int, group: int = 1) -> Shards:
+        """Return the shards of the segments in [start, stop), counted from there in groups of so many elements."""
+        inside = [each for each in self.segments if start <= each[0].start and each[-1].stop <= stop]
+
+        def place(part: slice) -> slice:
+            return slice((part.start - start) // group, (part.stop - start) // group)
+
+        return Shards(tuple(tuple(map(place, segment)) for segment in inside), self.index)
 
     @property
     def own(self) -> tuple[slice, ...]:

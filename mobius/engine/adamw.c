@@ -5,6 +5,9 @@
    traffic per parameter (gradient 2; weight and remainder 4 and both moments 8, read and written). Owns no memory and
    knows no stages: adamw.py calls it.
 
+   With fewer bytes of state (engine/reduced_states.py has the formats) 18 bytes are moved with bf16 moments, 12.1 with
+   8-bit moments and a master of 24 bits.
+
    The arithmetic and its order are those of torch.optim.AdamW(fused=True). Compiled without value-changing options, so
    a NaN or an infinity stays one, and with -ffp-contract=off, so every CPU gives the same bits. */
 
@@ -17,7 +20,9 @@
    a static split all would wait for a thread that lost its core. */
 #define BLOCK 32768
 
-/* Elements between two prefetches, and how far ahead of their use these are (docs/decisions/0004-cpu-adamw.md). */
+/* Elements between two prefetches, and how far ahead of their use these are (docs/decisions/0004-cpu-adamw.md). Numbers
+   of 16 and 8 bits are widened into arrays of so many floats, and narrowed from them, in loops of their own: one loop
+   over several widths took 1.6 times as long. */
 #define RUN 64
 #define AHEAD 512
 #define CACHE_LINE 64
@@ -44,16 +49,21 @@ static inline float join(uint16_t weight, int16_t remainder) {
     return from_bits(((uint32_t)weight << 16) + (uint32_t)(int32_t)remainder);
 }
 
-/* Round to nearest, ties to even, and store the remainder; 32768 (a tie rounded towards zero) becomes 32767. A NaN
-   stays a NaN, although rounding its bits up could make it an infinity or a zero. */
-static inline void split(float value, uint16_t *weight, int16_t *remainder) {
+static inline uint32_t to_bits(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+/* Round to nearest, ties to even, and store the remainder; 32768 (a tie rounded towards zero) becomes 32767. A NaN
+   stays a NaN, although rounding its bits up could make it an infinity or a zero. */
+static inline void split(float value, int32_t *weight, int32_t *remainder) {
+    uint32_t bits = to_bits(value);
     uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     int32_t rest = (int32_t)(bits - (rounded << 16));
     int is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    *weight = is_nan ? (uint16_t)0x7fc0u : (uint16_t)rounded;
-    *remainder = is_nan ? (int16_t)0 : (int16_t)(rest > 32767 ? 32767 : rest);
+    *weight = is_nan ? 0x7fc0 : (int32_t)rounded;
+    *remainder = is_nan ? 0 : rest > 32767 ? 32767 : rest;
 }
 
 /* Return the new master; update the moments in place. */
@@ -75,44 +85,258 @@ static inline void request(const void *array, int64_t start, size_t size) {
         __builtin_prefetch((const void *)(address + offset));
 }
 
-/* All arrays have `count` elements; `threads` OpenMP threads share them. */
-void mobius_adamw_fp32(int64_t count, float *restrict master, float *restrict exp_avg, float *restrict exp_avg_sq,
-                       const float *restrict gradient, const Constants *constants, int threads) {
-    const Constants c = *constants;
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
-    for (int64_t block = 0; block < count; block += BLOCK)
-        for (int64_t start = block; start < smaller(block + BLOCK, count); start += RUN) {
-            const int64_t end = smaller(start + RUN, count);
-            request(master, start, sizeof *master);
-            request(exp_avg, start, sizeof *exp_avg);
-            request(exp_avg_sq, start, sizeof *exp_avg_sq);
-            request(gradient, start, sizeof *gradient);
-#pragma omp simd
-            for (int64_t i = start; i < end; ++i)
-                master[i] = update(gradient[i], master[i], &exp_avg[i], &exp_avg_sq[i], &c);
-        }
+/* UPDATE(start, length, ...) for RUN elements at a time, in blocks that `threads` OpenMP threads share. The length is a
+   constant but for the last ones, and UPDATE is inlined: its loops are unrolled. */
+#define UPDATE_RUNS(UPDATE, ...)                                                                                         \
+    _Pragma("omp parallel for schedule(dynamic) num_threads(threads)")                                                   \
+    for (int64_t block = 0; block < count; block += BLOCK)                                                               \
+        for (int64_t start = block; start < smaller(block + BLOCK, count); start += RUN)                                 \
+            if (count - start >= RUN)                                                                                    \
+                UPDATE(start, RUN, __VA_ARGS__);                                                                         \
+            else                                                                                                         \
+                UPDATE(start, count - start, __VA_ARGS__);
+#define INLINE static inline __attribute__((always_inline))
+#define EACH for (int64_t i = 0; i < length; ++i)
+
+INLINE void update_whole(int64_t start, int64_t length, float *restrict master, float *restrict exp_avg,
+                         float *restrict exp_avg_sq, const float *restrict gradient, const Constants *c) {
+    request(master, start, sizeof *master);
+    request(exp_avg, start, sizeof *exp_avg);
+    request(exp_avg_sq, start, sizeof *exp_avg_sq);
+    request(gradient, start, sizeof *gradient);
+    master += start, exp_avg += start, exp_avg_sq += start, gradient += start;
+    EACH master[i] = update(gradient[i], master[i], &exp_avg[i], &exp_avg_sq[i], c);
 }
 
-/* The same with a split master, by the type of the gradient and how it becomes a float. */
-#define SPLIT_KERNEL(NAME, GRADIENT, WIDEN)                                                                              \
-    void NAME(int64_t count, uint16_t *restrict weight, int16_t *restrict remainder, float *restrict exp_avg,            \
-              float *restrict exp_avg_sq, const GRADIENT *restrict gradient, const Constants *constants, int threads) {  \
-        const Constants c = *constants;                                                                                  \
-        _Pragma("omp parallel for schedule(dynamic) num_threads(threads)")                                               \
-        for (int64_t block = 0; block < count; block += BLOCK)                                                           \
-            for (int64_t start = block; start < smaller(block + BLOCK, count); start += RUN) {                           \
-                const int64_t end = smaller(start + RUN, count);                                                         \
-                request(weight, start, sizeof *weight);                                                                  \
-                request(remainder, start, sizeof *remainder);                                                            \
-                request(exp_avg, start, sizeof *exp_avg);                                                                \
-                request(exp_avg_sq, start, sizeof *exp_avg_sq);                                                          \
-                request(gradient, start, sizeof *gradient);                                                              \
-                _Pragma("omp simd")                                                                                      \
-                for (int64_t i = start; i < end; ++i)                                                                    \
-                    split(update(WIDEN(gradient[i]), join(weight[i], remainder[i]), &exp_avg[i], &exp_avg_sq[i], &c),    \
-                          &weight[i], &remainder[i]);                                                                    \
-            }                                                                                                            \
-    }
+/* All arrays of a kernel have `count` elements. */
+void mobius_adamw_fp32(int64_t count, float *master, float *exp_avg, float *exp_avg_sq, const float *gradient,
+                       const Constants *constants, int threads) {
+    const Constants c = *constants;
+    UPDATE_RUNS(update_whole, master, exp_avg, exp_avg_sq, gradient, &c)
+}
 
-SPLIT_KERNEL(mobius_adamw_split_bf16, uint16_t, from_bf16)
-SPLIT_KERNEL(mobius_adamw_split_fp32, float, /* as it is */)
+/* The gradients from `start` on as floats; `is_whole` says whether they are that or bf16. */
+INLINE void load_gradients(int64_t start, int64_t length, const void *gradient, int is_whole, float *restrict loaded) {
+    const float *whole = (const float *)gradient + start;
+    const uint16_t *half = (const uint16_t *)gradient + start;
+    request(gradient, start, is_whole ? sizeof *whole : sizeof *half);
+    if (is_whole)
+        EACH loaded[i] = whole[i];
+    else
+        EACH loaded[i] = from_bf16(half[i]);
+}
+
+INLINE void load_master(int64_t start, int64_t length, const uint16_t *weight, const int16_t *remainder,
+                        float *restrict loaded) {
+    request(weight, start, sizeof *weight);
+    request(remainder, start, sizeof *remainder);
+    weight += start, remainder += start;
+    EACH loaded[i] = join(weight[i], remainder[i]);
+}
+
+INLINE void store_master(int64_t start, int64_t length, uint16_t *restrict weight, int16_t *restrict remainder,
+                         const float *restrict master) {
+    int32_t weights[RUN], remainders[RUN];
+    weight += start, remainder += start;
+    EACH split(master[i], &weights[i], &remainders[i]);
+    EACH weight[i] = (uint16_t)weights[i];
+    EACH remainder[i] = (int16_t)remainders[i];
+}
+
+INLINE void update_split(int64_t start, int64_t length, uint16_t *restrict weight, int16_t *restrict remainder,
+                         float *restrict exp_avg, float *restrict exp_avg_sq, const void *restrict gradient,
+                         int is_whole, const Constants *c) {
+    float master[RUN], gradients[RUN];
+    load_gradients(start, length, gradient, is_whole, gradients);
+    load_master(start, length, weight, remainder, master);
+    request(exp_avg, start, sizeof *exp_avg);
+    request(exp_avg_sq, start, sizeof *exp_avg_sq);
+    exp_avg += start, exp_avg_sq += start;
+    EACH master[i] = update(gradients[i], master[i], &exp_avg[i], &exp_avg_sq[i], c);
+    store_master(start, length, weight, remainder, master);
+}
+
+/* With a split master; the name ends with the type of the gradient, here and below. */
+void mobius_adamw_split_bf16(int64_t count, uint16_t *weight, int16_t *remainder, float *exp_avg, float *exp_avg_sq,
+                             const uint16_t *gradient, const Constants *constants, int threads) {
+    const Constants c = *constants;
+    UPDATE_RUNS(update_split, weight, remainder, exp_avg, exp_avg_sq, gradient, 0, &c)
+}
+
+void mobius_adamw_split_fp32(int64_t count, uint16_t *weight, int16_t *remainder, float *exp_avg, float *exp_avg_sq,
+                             const float *gradient, const Constants *constants, int threads) {
+    const Constants c = *constants;
+    UPDATE_RUNS(update_split, weight, remainder, exp_avg, exp_avg_sq, gradient, 1, &c)
+}
+
+/* Fewer bytes of state. Stochastic rounding takes a word of noise for each element: a hash of its index within its
+   parameter (lowbias32, by Chris Wellons) and of a key, so that neither threads nor the cut into stages change a bit. */
+static inline uint32_t noise_of(uint32_t key, uint32_t index) {
+    uint32_t x = index ^ key;
+    x = (x ^ (x >> 16)) * 0x7feb352du;
+    x = (x ^ (x >> 15)) * 0x846ca68bu;
+    return x ^ (x >> 16);
+}
+
+static inline int is_finite(uint32_t bits) { return (bits & 0x7f800000u) != 0x7f800000u; }
+
+/* bf16 moments: the first to nearest, the second stochastically. To nearest it would never decay: a thousandth of it is
+   less than half of its last bit. */
+INLINE void update_bf16_states(int64_t start, int64_t length, uint16_t *restrict weight, int16_t *restrict remainder,
+                               uint16_t *restrict exp_avg, uint16_t *restrict exp_avg_sq, const void *restrict gradient,
+                               int is_whole, const Constants *c, uint32_t key, uint32_t first) {
+    float master[RUN], gradients[RUN], means[RUN], squares[RUN];
+    int32_t rounded[RUN], remainders[RUN];
+    load_gradients(start, length, gradient, is_whole, gradients);
+    load_master(start, length, weight, remainder, master);
+    request(exp_avg, start, sizeof *exp_avg);
+    request(exp_avg_sq, start, sizeof *exp_avg_sq);
+    exp_avg += start, exp_avg_sq += start, first += (uint32_t)start;
+    EACH means[i] = from_bf16(exp_avg[i]);
+    EACH squares[i] = from_bf16(exp_avg_sq[i]);
+    EACH master[i] = update(gradients[i], master[i], &means[i], &squares[i], c);
+    store_master(start, length, weight, remainder, master);
+    EACH split(means[i], &rounded[i], &remainders[i]);
+    EACH exp_avg[i] = (uint16_t)rounded[i];
+    EACH {
+        uint32_t bits = to_bits(squares[i]), noise = noise_of(key, first + (uint32_t)i);
+        rounded[i] = (int32_t)((bits + (is_finite(bits) ? noise >> 16 : 0u)) >> 16);
+    }
+    EACH exp_avg_sq[i] = (uint16_t)rounded[i];
+}
+
+void mobius_adamw_bf16_states_bf16(int64_t count, uint16_t *weight, int16_t *remainder, uint16_t *exp_avg,
+                                   uint16_t *exp_avg_sq, const uint16_t *gradient, const Constants *constants,
+                                   int threads, uint32_t key, uint32_t first) {
+    const Constants c = *constants;
+    UPDATE_RUNS(update_bf16_states, weight, remainder, exp_avg, exp_avg_sq, gradient, 0, &c, key, first)
+}
+
+void mobius_adamw_bf16_states_fp32(int64_t count, uint16_t *weight, int16_t *remainder, uint16_t *exp_avg,
+                                   uint16_t *exp_avg_sq, const float *gradient, const Constants *constants,
+                                   int threads, uint32_t key, uint32_t first) {
+    const Constants c = *constants;
+    UPDATE_RUNS(update_bf16_states, weight, remainder, exp_avg, exp_avg_sq, gradient, 1, &c, key, first)
+}
+
+/* 8-bit moments relative to a power of two for each group, and a master of 24 bits. */
+#define GROUP 32
+#define CODE_SHIFT 20 /* an fp32 word without the last 20 bits of its mantissa: three bits are left */
+#define EXP_AVG_RANGE 15
+#define EXP_AVG_SQ_RANGE 31
+
+static inline int32_t between(int32_t value, int32_t least, int32_t most) {
+    return value < least ? least : value > most ? most : value;
+}
+
+/* The word that code 0 would stand for in a group with this exponent. */
+static inline int32_t lowest_word(int32_t exponent, int32_t range) { return (exponent - range) * (1 << 23); }
+
+static inline int32_t group_exponent(uint32_t largest, int32_t range) {
+    return between((int32_t)(largest >> 23) + 1, range + 1, 254);
+}
+
+static inline float decode_exp_avg(uint8_t code, int32_t lowest) {
+    uint32_t magnitude = code & 0x7fu;
+    uint32_t bits = magnitude ? (magnitude << CODE_SHIFT) + (uint32_t)lowest : 0u;
+    return from_bits(bits | (uint32_t)(code & 0x80u) << 24);
+}
+
+static inline int32_t encode_exp_avg(uint32_t bits, int32_t lowest) {
+    int32_t magnitude = (int32_t)(bits & 0x7fffffffu);
+    int32_t code = between((magnitude - lowest + (1 << (CODE_SHIFT - 1))) >> CODE_SHIFT, 0, 127);
+    return code | (int32_t)(bits >> 24 & 0x80u);
+}
+
+static inline float decode_exp_avg_sq(uint8_t code, int32_t lowest) {
+    return from_bits(code ? ((uint32_t)code << CODE_SHIFT) + (uint32_t)lowest : 0u);
+}
+
+/* Only zero has code 0: the second moment of an element whose first one is not zero must not vanish. */
+static inline int32_t encode_exp_avg_sq(uint32_t bits, int32_t lowest, uint32_t noise) {
+    int32_t code = between(((int32_t)bits - lowest + (int32_t)(noise >> (32 - CODE_SHIFT))) >> CODE_SHIFT, 1, 255);
+    return bits ? code : 0;
+}
+
+static inline float join24(uint16_t weight, int8_t remainder) {
+    return from_bits((((uint32_t)weight << 8) + (uint32_t)(int32_t)remainder) << 8);
+}
+
+/* Round stochastically to 24 bits; the weight is that rounded to nearest, ties away from zero, so that the remainder
+   fits 8 bits. */
+static inline void split24(float value, uint32_t noise, int32_t *weight, int32_t *remainder) {
+    uint32_t bits = to_bits(value);
+    uint32_t word = (bits + (is_finite(bits) ? noise & 0xffu : 0u)) >> 8;
+    uint32_t rounded = (word + 0x80u) >> 8;
+    int is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    *weight = is_nan ? 0x7fc0 : (int32_t)rounded;
+    *remainder = is_nan ? 0 : (int32_t)(word - (rounded << 8));
+}
+
+/* Update whole groups, whose elements share an exponent for each moment. */
+INLINE void update_compact(int64_t start, int64_t length, uint16_t *restrict weight, int8_t *restrict remainder,
+                           uint8_t *restrict exp_avg, uint8_t *restrict exp_avg_exponent, uint8_t *restrict exp_avg_sq,
+                           uint8_t *restrict exp_avg_sq_exponent, const void *restrict gradient, int is_whole,
+                           const Constants *c, uint32_t key, uint32_t first) {
+    float master[RUN], gradients[RUN], means[RUN], squares[RUN];
+    uint32_t noise[RUN];
+    int32_t narrow[RUN], other[RUN];
+    load_gradients(start, length, gradient, is_whole, gradients);
+    request(weight, start, sizeof *weight);
+    request(remainder, start, sizeof *remainder);
+    request(exp_avg, start, sizeof *exp_avg);
+    request(exp_avg_sq, start, sizeof *exp_avg_sq);
+    weight += start, remainder += start, exp_avg += start, exp_avg_sq += start, first += (uint32_t)start;
+    exp_avg_exponent += start / GROUP, exp_avg_sq_exponent += start / GROUP;
+    EACH master[i] = join24(weight[i], remainder[i]);
+    for (int64_t group = 0; group < length / GROUP; ++group) {
+        int32_t mean_word = lowest_word(exp_avg_exponent[group], EXP_AVG_RANGE);
+        int32_t square_word = lowest_word(exp_avg_sq_exponent[group], EXP_AVG_SQ_RANGE);
+        for (int64_t i = group * GROUP; i < (group + 1) * GROUP; ++i) means[i] = decode_exp_avg(exp_avg[i], mean_word);
+        for (int64_t i = group * GROUP; i < (group + 1) * GROUP; ++i)
+            squares[i] = decode_exp_avg_sq(exp_avg_sq[i], square_word);
+    }
+    EACH master[i] = update(gradients[i], master[i], &means[i], &squares[i], c);
+    EACH noise[i] = noise_of(key, first + (uint32_t)i);
+    EACH split24(master[i], noise[i], &narrow[i], &other[i]);
+    EACH weight[i] = (uint16_t)narrow[i];
+    EACH remainder[i] = (int8_t)other[i];
+    for (int64_t group = 0; group < length / GROUP; ++group) {
+        uint32_t largest_mean = 0, largest_square = 0;
+        for (int64_t i = group * GROUP; i < (group + 1) * GROUP; ++i) {
+            uint32_t mean = to_bits(means[i]) & 0x7fffffffu, square = to_bits(squares[i]);
+            largest_mean = mean > largest_mean ? mean : largest_mean;
+            largest_square = square > largest_square ? square : largest_square;
+        }
+        int32_t mean_exponent = group_exponent(largest_mean, EXP_AVG_RANGE);
+        int32_t square_exponent = group_exponent(largest_square, EXP_AVG_SQ_RANGE);
+        int32_t mean_word = lowest_word(mean_exponent, EXP_AVG_RANGE);
+        int32_t square_word = lowest_word(square_exponent, EXP_AVG_SQ_RANGE);
+        for (int64_t i = group * GROUP; i < (group + 1) * GROUP; ++i) {
+            narrow[i] = encode_exp_avg(to_bits(means[i]), mean_word);
+            other[i] = encode_exp_avg_sq(to_bits(squares[i]), square_word, noise[i]);
+        }
+        exp_avg_exponent[group] = (uint8_t)mean_exponent;
+        exp_avg_sq_exponent[group] = (uint8_t)square_exponent;
+    }
+    EACH exp_avg[i] = (uint8_t)narrow[i];
+    EACH exp_avg_sq[i] = (uint8_t)other[i];
+}
+
+void mobius_adamw_compact_bf16(int64_t count, uint16_t *weight, int8_t *remainder, uint8_t *exp_avg,
+                               uint8_t *exp_avg_exponent, uint8_t *exp_avg_sq, uint8_t *exp_avg_sq_exponent,
+                               const uint16_t *gradient, const Constants *constants, int threads, uint32_t key,
+                               uint32_t first) {
+    const Constants c = *constants;
+    UPDATE_RUNS(update_compact, weight, remainder, exp_avg, exp_avg_exponent, exp_avg_sq, exp_avg_sq_exponent, gradient,
+                0, &c, key, first)
+}
+
+void mobius_adamw_compact_fp32(int64_t count, uint16_t *weight, int8_t *remainder, uint8_t *exp_avg,
+                               uint8_t *exp_avg_exponent, uint8_t *exp_avg_sq, uint8_t *exp_avg_sq_exponent,
+                               const float *gradient, const Constants *constants, int threads, uint32_t key,
+                               uint32_t first) {
+    const Constants c = *constants;
+    UPDATE_RUNS(update_compact, weight, remainder, exp_avg, exp_avg_exponent, exp_avg_sq, exp_avg_sq_exponent, gradient,
+                1, &c, key, first)
+}

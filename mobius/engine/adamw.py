@@ -1,13 +1,14 @@
 """AdamW over a stage's flat state, on the device that holds the state.
 
 Uses the first of these that supports the state: on the host the C kernel (adamw.c), on a GPU one compiled kernel
-(adamw_gpu.py), both in one pass over a split master; else torch's fused update in chunks.
+(adamw_gpu.py), both in one pass over a split master; else torch's fused update in chunks, or for states in a reduced
+format torch's operations one by one, which have the bits of the kernels.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,6 +18,7 @@ from torch.optim.adamw import adamw
 
 from mobius.engine.adamw_cpu import CPUAdamW
 from mobius.engine.adamw_gpu import GPUAdamW
+from mobius.engine.reduced_states import NoisePlace, ReducedStates, noise_key, noise_words
 from mobius.engine.stage_state import StageState
 from mobius.models.layout import FlatRange, StageLayout, within
 
@@ -34,6 +36,8 @@ class AdamWSettings:
     beta2: float
     epsilon: float
     weight_decay: float
+    seed: int = 0
+    """Seed of the noise with which states in a reduced format are rounded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +63,10 @@ class UpdateArguments(AdamWSettings):
             "epsilon": self.epsilon,
         }
         return {name: float(value) for name, value in constants.items()}  # Triton would compile another kernel for int
+
+    def noise_key(self, name: str) -> int:
+        """Return the key of the noise for parameter `name`."""
+        return noise_key(self.seed, self.step, name)
 
 
 class FlatAdamW:
@@ -106,11 +114,17 @@ class FlatAdamW:
         length = _chunk_elements(state.weights.device)
         for part in ranges:
             numbers = decayed if part.has_decay else replace(decayed, weight_decay=0.0)
+            noise = None if part.name is None else (numbers.noise_key(part.name), part.offset)
             if one_pass is not None:
-                one_pass.update(state, slice(part.start, part.end), numbers.constants(), found_inf=found_inf)
+                place = slice(part.start, part.end)
+                one_pass.update(state, place, numbers.constants(), found_inf=found_inf, noise=noise)
                 continue
             for start in range(part.start, part.end, length):
-                self._update_chunk(state, slice(start, min(start + length, part.end)), numbers, found_inf)
+                chunk = slice(start, min(start + length, part.end))
+                if noise is None:
+                    self._update_chunk(state, chunk, numbers, found_inf)
+                elif found_inf is None or not bool(found_inf):  # sync: without Triton only
+                    _update_reduced(state, chunk, numbers.constants(), (noise[0], noise[1] + start - part.start))
 
     def warm_up(self, states: Iterable[StageState]) -> None:
         """Compile and load the kernels for `states` on a GPU, and allocate their scratch memory.
@@ -118,13 +132,15 @@ class FlatAdamW:
         During a step this could wait for the device, which a posted receive may block. Changes no state.
         """
         by_size = sorted((own.state for state in states for own in state.owned), key=lambda s: s.layout.num_trained)
-        kinds = {(state.weights.dtype, state.gradients.dtype): state for state in by_size if state.weights.is_cuda}
+        kinds = {(type(s.codec), s.weights.dtype, s.gradients.dtype): s for s in by_size if s.weights.is_cuda}
         numbers = UpdateArguments(**vars(self._settings), step=1, learning_rate=0.0, gradient_factor=0.5)
         for state in kinds.values():
             if self._fused is not None and self._fused.supports(state):
                 self._fused.warm_up(state, numbers.constants())
                 if self._fused.supports(state):
                     continue
+            if isinstance(state.codec, ReducedStates):
+                continue
             count = min(state.layout.num_trained, GPU_CHUNK_ELEMENTS)
             layout = StageLayout({}, count, count, (FlatRange(0, count, has_decay=True),))
             device, gradients = state.weights.device, torch.zeros_like(state.gradients[:count])
@@ -173,6 +189,24 @@ class FlatAdamW:
             length = _chunk_elements(tensor.device)
             self._scratch[key] = torch.empty(length, dtype=torch.float32, device=tensor.device)
         return self._scratch[key][: tensor.numel()]
+
+
+def _update_reduced(state: StageState, chunk: slice, constants: Mapping[str, float], place: NoisePlace) -> None:
+    """Update the elements in `chunk`, whole groups, by the operations of adamw.c in their order.
+
+    torch's own fused update may round differently on another CPU. `constants` are those of `UpdateArguments`.
+    """
+    codec, weights, parts = state.codec, state.weights[chunk], state.codec.part_of(state.parts, chunk)
+    mean, square = codec.decode_moments(parts)
+    scaled = state.gradients[chunk].float() * constants["gradient_factor"]
+    mean = mean + (scaled - mean) * constants["one_minus_beta1"]
+    square = square * constants["beta2"] + scaled * constants["one_minus_beta2"] * scaled
+    root = square.double().sqrt().float()  # rounded once; torch's vectorized root of fp32 is not
+    divisor = root / constants["root_correction"] + constants["epsilon"]
+    master = codec.decode_master(weights, parts) * constants["decay"] - mean * constants["step_size"] / divisor
+    words = noise_words(*place, len(weights), weights.device)
+    codec.encode_moments((mean, square), parts, words)
+    codec.encode_master(master, weights, parts, words)
 
 
 def _chunk_elements(device: torch.device) -> int:

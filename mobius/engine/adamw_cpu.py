@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from mobius.atomic_files import atomic_write
+from mobius.engine.reduced_states import Bf16States, CompactStates, NoisePlace
 from mobius.engine.stage_state import StageState
-from mobius.engine.state_codec import SplitMaster, StateCodec
+from mobius.engine.state_codec import GROUP, SplitMaster, StateCodec
 
 logger = logging.getLogger(__name__)
 
@@ -56,36 +57,47 @@ class CPUAdamW:
         return state.weights.device.type == "cpu" and _function_name(state) is not None
 
     def update(
-        self, state: StageState, part: slice, constants: Mapping[str, float], *, found_inf: Tensor | None = None
+        self,
+        state: StageState,
+        part: slice,
+        constants: Mapping[str, float],
+        *,
+        found_inf: Tensor | None = None,
+        noise: NoisePlace | None = None,
     ) -> None:
         """Update master, working copy and moments of the elements in `part` in place; blocks until done.
 
         Requires `supports(state)`, and constants of `UpdateArguments`; changes nothing if `found_inf` (fp32 scalar on
-        the host) is not 0.
+        the host) is not 0. `noise` rounds states in a reduced format, of which `part` has whole groups.
         """
         if found_inf is not None and bool(found_inf):
             return
         name = _function_name(state)
         assert name is not None
-        remainder = [state.parts["master_low"]] if "master_low" in state.parts else []
-        whole = (state.weights, *remainder, state.exp_avg, state.exp_avg_sq, state.gradients)
-        arrays = [array[part] for array in whole]
-        count = arrays[0].numel()
-        assert all(array.is_contiguous() and array.numel() == count for array in arrays)
+        parts, count = state.codec.part_of(state.parts, part), part.stop - part.start
+        rest = [parts[each] for each in sorted(parts, key=lambda each: not each.startswith("master"))]
+        arrays = [state.weights[part], *rest, state.gradients[part]]
+        assert all(array.is_contiguous() for array in arrays)
+        assert count % GROUP == 0 or not state.codec.per_group, "groups are whole"
         self._library[name](
             ctypes.c_int64(count),
             *(ctypes.c_void_p(array.data_ptr()) for array in arrays),
             ctypes.byref(_Constants(**constants)),
             ctypes.c_int(self._num_threads),
+            *(ctypes.c_uint32(number) for number in noise or ()),
         )
 
 
+_FUNCTIONS = {SplitMaster: "split", Bf16States: "bf16_states", CompactStates: "compact"}
+
+
 def _function_name(state: StageState) -> str | None:
-    """Return the function of adamw.c for the dtypes of `state`, if there is one."""
-    if type(state.codec) is SplitMaster:  # a subclass stores something else
-        is_whole = state.gradients.dtype == torch.float32
-        return "mobius_adamw_split_fp32" if is_whole else "mobius_adamw_split_bf16"
-    return "mobius_adamw_fp32" if type(state.codec) is StateCodec else None
+    """Return the function of adamw.c for the format of `state` and the dtype of its gradients, if there is one."""
+    kind = type(state.codec)  # not isinstance: a subclass stores something else
+    if kind is StateCodec:
+        return "mobius_adamw_fp32"
+    gradient = "fp32" if state.gradients.dtype == torch.float32 else "bf16"
+    return f"mobius_adamw_{_FUNCTIONS[kind]}_{gradient}" if kind in _FUNCTIONS else None
 
 
 def load_adamw_cpu(cache: Path, *, num_threads: int) -> CPUAdamW | None:

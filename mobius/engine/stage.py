@@ -7,7 +7,7 @@ the same weights until its backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
@@ -77,9 +77,15 @@ class StageModule:
         self._first_trained = parts.first_trained_layer
         self._routed = frozenset() if parts.router_loss is None else parts.router_loss.layers
 
-    def layout(self) -> StageLayout:
-        """Return the layout of the stage's flat buffers."""
-        return StageLayout.of(self.shapes, frozen=self.frozen, no_weight_decay=self.no_weight_decay)
+    def layout(self, reduced_format: str = "") -> StageLayout:
+        """Return the layout of the stage's flat buffers; `reduced_format` is that of the layers' optimizer states."""
+        return StageLayout.of(
+            self.shapes,
+            frozen=self.frozen,
+            no_weight_decay=self.no_weight_decay,
+            reduced=reduced_names(self._layers) if reduced_format else (),
+            reduced_format=reduced_format,
+        )
 
     def forward(
         self, weights: NamedTensors, inputs: Tensor, context: MicrobatchContext
@@ -251,6 +257,19 @@ class StageModule:
 def num_trained_tensors(parts: ModelParts, cut: StageCut) -> int:
     """Return the number of trained parameters of a stage, each matrix counted as one."""
     return sum(len(block.parameter_shapes()) - len(block.frozen_names()) for block in _blocks(parts, cut))
+
+
+def reduced_names(layers: Iterable[Block]) -> frozenset[str]:
+    """Names of the matrices of `layers`, whose optimizer states may be in a reduced format.
+
+    Embedding, head, norms and biases are more sensitive, and few: theirs are in fp32.
+    """
+    return frozenset(
+        name
+        for layer in layers
+        for name, shape in layer.parameter_shapes().items()
+        if len(shape) > 1 and name not in layer.frozen_names() | layer.no_weight_decay_names()
+    )
 
 
 def _blocks(parts: ModelParts, cut: StageCut) -> list[Block]:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from mobius.distributed.shards import Shards
-from mobius.engine.state_codec import CHUNK_ELEMENTS, CODECS, StateCodec
+from mobius.engine.reduced_states import codec_for
+from mobius.engine.state_codec import CHUNK_ELEMENTS, StateCodec
 from mobius.models.layout import StageLayout
 
 
@@ -33,6 +34,21 @@ class OwnedShard:
 
 
 @dataclass(frozen=True)
+class StateBlock:
+    """Optimizer states in one format, of a contiguous range of a stage's owned elements."""
+
+    place: slice
+    """Range within the owned elements."""
+    codec: StateCodec
+    parts: Mapping[str, Tensor]
+    """Owned moments, and what weights lack of their fp32 master, as `codec` names them."""
+
+    def part(self, inner: slice) -> StateBlock:
+        """Return the block of some of its elements, counted from its first, as one that begins at 0."""
+        return StateBlock(slice(0, inner.stop - inner.start), self.codec, self.codec.part_of(self.parts, inner))
+
+
+@dataclass(frozen=True)
 class StageState:
     """Flat tensors of one stage on one device: `layout.num_elements` weights, and `num_owned` of the rest.
 
@@ -44,9 +60,8 @@ class StageState:
     """Working copy in the compute dtype: the rounded master, and frozen parameters, which have no master."""
     gradients: Tensor
     """In the dtype of `weights` or fp32. Streamed: as copied from the GPU. Resident: owned, or a view of the sum."""
-    parts: Mapping[str, Tensor]
-    """Owned moments, and what `weights` lack of their fp32 master, as `codec` names them."""
-    codec: StateCodec
+    blocks: tuple[StateBlock, ...]
+    """Owned optimizer states: those in a reduced format, then the others. A part of a stage may have one block only."""
     shards: Shards | None = None
     """None if everything is owned: there is one replica."""
 
@@ -60,10 +75,16 @@ class StageState:
         shards: Shards | None = None,
     ) -> StageState:
         """Return a state with `weights` and `gradients`; `zeros` (length, dtype) allocates the other tensors."""
-        count = num_owned(layout, shards)
-        codec = CODECS[weights.dtype]
-        parts = {part: zeros(count, dtype) for part, dtype in codec.parts.items()}
-        return cls(layout, weights, gradients, parts, codec, shards)
+        whole, cut = num_owned(layout, shards), num_owned(layout, shards, layout.num_reduced)
+        places = [("", slice(cut, whole))] if whole > cut or whole == 0 else []
+        if cut > 0:
+            places.insert(0, (layout.reduced_format, slice(0, cut)))
+        blocks = []
+        for reduced, place in places:
+            codec, count = codec_for(weights.dtype, reduced), place.stop - place.start
+            parts = {part: zeros(codec.length(part, count), dtype) for part, dtype in codec.parts.items()}
+            blocks.append(StateBlock(place, codec, parts))
+        return cls(layout, weights, gradients, tuple(blocks), shards)
 
     @classmethod
     def on_device(
@@ -85,6 +106,21 @@ class StageState:
         return cls.with_buffers(layout, weights, gradients, zeros, shards)
 
     @property
+    def codec(self) -> StateCodec:
+        """The format of a state that has only one."""
+        return self._block.codec
+
+    @property
+    def parts(self) -> Mapping[str, Tensor]:
+        """The parts of a state that has only one format."""
+        return self._block.parts
+
+    @property
+    def _block(self) -> StateBlock:
+        (block,) = self.blocks
+        return block
+
+    @property
     def exp_avg(self) -> Tensor:
         """The first moment."""
         return self.parts["exp_avg"]
@@ -96,15 +132,25 @@ class StageState:
 
     @cached_property
     def owned(self) -> tuple[OwnedShard, ...]:
-        """Each owned range as a separate state; with one replica, a single range of everything."""
-        if self.shards is None:
-            whole = slice(0, self.layout.num_trained)
+        """Each owned range in one format as a separate state; often a single range of everything."""
+        whole = slice(0, self.layout.num_trained)
+        if self.shards is None and len(self.blocks) == 1:
             return (OwnedShard(whole, self),)
-        return tuple(OwnedShard(place, self._part(place, inner)) for place, inner in self.shards.places())
+        places = ((whole, whole),) if self.shards is None else self.shards.places()
+        owned = []
+        for place, inner in places:
+            for block in self.blocks:
+                start, stop = max(inner.start, block.place.start), min(inner.stop, block.place.stop)
+                if start < stop:
+                    first = place.start + start - inner.start
+                    owned.append(self._part(slice(first, first + stop - start), slice(start, stop), block))
+        return tuple(owned)
 
-    def _part(self, place: slice, inner: slice) -> StageState:
-        parts = {part: tensor[inner] for part, tensor in self.parts.items()}
-        return StageState(self.layout.part(place), self.weights[place], self.gradients[inner], parts, self.codec)
+    def _part(self, place: slice, inner: slice, block: StateBlock) -> OwnedShard:
+        """The shard at `place` of the trained elements, which is `inner` of the owned ones and within `block`."""
+        own = block.part(slice(inner.start - block.place.start, inner.stop - block.place.start))
+        layout, gradients = self.layout.part(place), self.gradients[inner]
+        return OwnedShard(place, StageState(layout, self.weights[place], gradients, (own,)))
 
     def own_gradient(self, name: str) -> Tensor:
         """Return the flat gradient of one parameter's owned elements, which are contiguous."""
@@ -115,7 +161,7 @@ class StageState:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Distinct tensors that hold the state."""
-        return (self.weights, self.gradients, *self.parts.values())
+        return (self.weights, self.gradients, *(part for block in self.blocks for part in block.parts.values()))
 
     def read_master(self, part: slice = slice(None)) -> Tensor:
         """Return the fp32 master of the trained elements in `part`: a view if it is stored unsplit, else new memory."""
@@ -130,7 +176,7 @@ class StageState:
 
     def _trained(self, part: slice) -> tuple[Tensor, dict[str, Tensor]]:
         weights = self.weights[: self.layout.num_trained][part]
-        return weights, {name: tensor[part] for name, tensor in self.parts.items()}
+        return weights, {name: tensor[part] for name, tensor in self.parts.items() if name not in self.codec.per_group}
 
     def set_parameter(self, name: str, value: Tensor, *, offset: int = 0) -> None:
         """Set one parameter's working copy, and its master if it is trained, from `value` of any dtype and device.
@@ -150,6 +196,8 @@ class StageState:
                     own.state.write_master(cut[0], flat[cut[1]])
 
 
-def num_owned(layout: StageLayout, shards: Shards | None) -> int:
-    """Return the number of trained elements whose gradients and optimizer state are here."""
-    return layout.num_trained if shards is None else shards.num_elements
+def num_owned(layout: StageLayout, shards: Shards | None, before: int | None = None) -> int:
+    """Return the number of trained elements, all or those `before` one, whose optimizer state is here."""
+    stop = layout.num_trained if before is None else before
+    owned = (slice(0, layout.num_trained),) if shards is None else shards.own
+    return sum(max(0, min(part.stop, stop) - part.start) for part in owned)

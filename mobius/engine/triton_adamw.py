@@ -1,13 +1,57 @@
-"""The kernel of adamw_gpu.py in Triton, which torch installs for GPUs; import it only where there is one.
+"""The kernels of adamw_gpu.py in Triton, which torch installs for GPUs; import it only where there is one.
 
-The kernel is `update` and `split` of adamw.c, operation by operation. It gives the same bits when launched without
-fusing products and sums, with correctly rounded square root and division.
+They are those of adamw.c, operation by operation. They give the same bits when launched without fusing products and
+sums, with correctly rounded square root and division. Weights and remainders are integers: the bits of bf16, and the
+rest of the master. `key` and `first` are the signed 32 bits of a `reduced_states.NoisePlace`.
 """
 
 import triton
 import triton.language as tl
 
 BLOCK = 1024
+GROUP = tl.constexpr(32)
+"""As state_codec.GROUP."""
+
+
+@triton.jit
+def _update(master, mean, square, gradient, factor, decay, beta2, c1, c2, step_size, root_correction, epsilon):
+    """Return master and moments; `c1` and `c2` are one minus either beta."""
+    scaled = gradient.to(tl.float32) * factor
+    mean = mean + (scaled - mean) * c1
+    square = square * beta2 + c2 * scaled * scaled
+    divisor = tl.math.div_rn(tl.math.sqrt_rn(square), root_correction) + epsilon
+    return master * decay - tl.math.div_rn(step_size * mean, divisor), mean, square
+
+
+@triton.jit
+def _join(weight, remainder):
+    return ((weight.to(tl.int32) << 16) + remainder.to(tl.int32)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _split(value):
+    """Return `value` to nearest, ties to even, and the rest, both int16.
+
+    The shift keeps a sign, which the low half does not contain.
+    """
+    bits = value.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    rest = tl.minimum(bits - (rounded << 16), 0x7FFF)
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    return tl.where(is_nan, 0x7FC0, rounded).to(tl.int16), tl.where(is_nan, 0, rest).to(tl.int16)
+
+
+@triton.jit
+def _noise(key, index):
+    x = index.to(tl.uint32, bitcast=True) ^ key.to(tl.uint32, bitcast=True)
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _is_finite(bits):
+    return (bits & 0x7F800000) != 0x7F800000
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -29,25 +73,166 @@ def adamw_split(
     epsilon,
     block: tl.constexpr,
 ):
-    """Update `count` elements; weights (the bits of bf16) and remainder are int16, all scalars fp32."""
+    """Update `count` elements; weights and remainder are int16, all scalars fp32."""
     if tl.load(found_inf) == 0.0:
         index = tl.program_id(0) * block + tl.arange(0, block)
         mask = index < count
-        upper = tl.load(weights + index, mask=mask, other=0).to(tl.int32) << 16
-        bits = upper + tl.load(remainder + index, mask=mask, other=0).to(tl.int32)
-        master = bits.to(tl.float32, bitcast=True)
-        scaled = tl.load(gradient + index, mask=mask, other=0.0).to(tl.float32) * gradient_factor
-        mean = tl.load(exp_avg + index, mask=mask, other=0.0)
-        mean = mean + (scaled - mean) * one_minus_beta1
-        square = tl.load(exp_avg_sq + index, mask=mask, other=0.0) * beta2 + one_minus_beta2 * scaled * scaled
-        divisor = tl.math.div_rn(tl.math.sqrt_rn(square), root_correction) + epsilon
-        updated = master * decay - tl.math.div_rn(step_size * mean, divisor)
-        bits = updated.to(tl.int32, bitcast=True)
-        # To nearest, ties to even; the shift keeps a sign, which the low half of the result does not contain.
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        rest = tl.minimum(bits - (rounded << 16), 0x7FFF)
-        is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-        tl.store(weights + index, tl.where(is_nan, 0x7FC0, rounded).to(tl.int16), mask=mask)
-        tl.store(remainder + index, tl.where(is_nan, 0, rest).to(tl.int16), mask=mask)
+        master = _join(tl.load(weights + index, mask=mask, other=0), tl.load(remainder + index, mask=mask, other=0))
+        updated, mean, square = _update(
+            master,
+            tl.load(exp_avg + index, mask=mask, other=0.0),
+            tl.load(exp_avg_sq + index, mask=mask, other=0.0),
+            tl.load(gradient + index, mask=mask, other=0.0),
+            gradient_factor,
+            decay,
+            beta2,
+            one_minus_beta1,
+            one_minus_beta2,
+            step_size,
+            root_correction,
+            epsilon,
+        )
+        weight, rest = _split(updated)
+        tl.store(weights + index, weight, mask=mask)
+        tl.store(remainder + index, rest, mask=mask)
         tl.store(exp_avg + index, mean, mask=mask)
         tl.store(exp_avg_sq + index, square, mask=mask)
+
+
+@triton.jit(do_not_specialize=["count", "key", "first"])
+def adamw_bf16_states(
+    weights,
+    remainder,
+    exp_avg,
+    exp_avg_sq,
+    gradient,
+    found_inf,
+    count,
+    key,
+    first,
+    gradient_factor,
+    decay,
+    beta2,
+    one_minus_beta1,
+    one_minus_beta2,
+    step_size,
+    root_correction,
+    epsilon,
+    block: tl.constexpr,
+):
+    """As `adamw_split`, with moments in bf16."""
+    if tl.load(found_inf) == 0.0:
+        index = tl.program_id(0) * block + tl.arange(0, block)
+        mask = index < count
+        master = _join(tl.load(weights + index, mask=mask, other=0), tl.load(remainder + index, mask=mask, other=0))
+        updated, mean, square = _update(
+            master,
+            tl.load(exp_avg + index, mask=mask, other=0.0).to(tl.float32),
+            tl.load(exp_avg_sq + index, mask=mask, other=0.0).to(tl.float32),
+            tl.load(gradient + index, mask=mask, other=0.0),
+            gradient_factor,
+            decay,
+            beta2,
+            one_minus_beta1,
+            one_minus_beta2,
+            step_size,
+            root_correction,
+            epsilon,
+        )
+        weight, rest = _split(updated)
+        tl.store(weights + index, weight, mask=mask)
+        tl.store(remainder + index, rest, mask=mask)
+        tl.store(exp_avg + index, _split(mean)[0].to(tl.bfloat16, bitcast=True), mask=mask)
+        bits = square.to(tl.int32, bitcast=True)
+        bits += tl.where(_is_finite(bits), (_noise(key, first + index) >> 16).to(tl.int32), 0)
+        tl.store(exp_avg_sq + index, (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)
+
+
+@triton.jit
+def _exponents(words, span: tl.constexpr):
+    """Return the exponent of each row of fp32 words without sign."""
+    return tl.minimum(tl.maximum((tl.max(words, axis=1) >> 23) + 1, span + 1), 254)
+
+
+@triton.jit
+def _lowest_words(exponents, span: tl.constexpr):
+    """Return for each row, in a column, the word that code 0 would stand for."""
+    return ((exponents.to(tl.int32) - span) << 23)[:, None]
+
+
+@triton.jit
+def _codes(words, lowest, added, least: tl.constexpr, most: tl.constexpr):
+    return tl.minimum(tl.maximum((words - lowest + added) >> 20, least), most)
+
+
+@triton.jit(do_not_specialize=["count", "key", "first"])
+def adamw_compact(
+    weights,
+    remainder,
+    exp_avg,
+    exp_avg_exponents,
+    exp_avg_sq,
+    exp_avg_sq_exponents,
+    gradient,
+    found_inf,
+    count,
+    key,
+    first,
+    gradient_factor,
+    decay,
+    beta2,
+    one_minus_beta1,
+    one_minus_beta2,
+    step_size,
+    root_correction,
+    epsilon,
+    block: tl.constexpr,
+):
+    """Update `count` elements, whole groups; weights are int16, the remainder int8, codes and exponents uint8."""
+    if tl.load(found_inf) == 0.0:
+        group = tl.program_id(0) * (block // GROUP) + tl.arange(0, block // GROUP)
+        group_mask = group * GROUP < count
+        index = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        mask = index < count
+        upper = tl.load(weights + index, mask=mask, other=0).to(tl.int32) << 8
+        master = ((upper + tl.load(remainder + index, mask=mask, other=0).to(tl.int32)) << 8).to(
+            tl.float32, bitcast=True
+        )
+        lowest = _lowest_words(tl.load(exp_avg_exponents + group, mask=group_mask, other=0), 15)
+        code = tl.load(exp_avg + index, mask=mask, other=0).to(tl.int32)
+        words = tl.where((code & 0x7F) != 0, ((code & 0x7F) << 20) + lowest, 0) | ((code & 0x80) << 24)
+        lowest = _lowest_words(tl.load(exp_avg_sq_exponents + group, mask=group_mask, other=0), 31)
+        code = tl.load(exp_avg_sq + index, mask=mask, other=0).to(tl.int32)
+        squares = tl.where(code != 0, (code << 20) + lowest, 0)
+        updated, mean, square = _update(
+            master,
+            words.to(tl.float32, bitcast=True),
+            squares.to(tl.float32, bitcast=True),
+            tl.load(gradient + index, mask=mask, other=0.0),
+            gradient_factor,
+            decay,
+            beta2,
+            one_minus_beta1,
+            one_minus_beta2,
+            step_size,
+            root_correction,
+            epsilon,
+        )
+        noise = _noise(key, first + index)
+        bits = updated.to(tl.int32, bitcast=True)
+        word = (bits + tl.where(_is_finite(bits), (noise & 0xFF).to(tl.int32), 0)) >> 8
+        rounded = (word + 0x80) >> 8
+        is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+        tl.store(weights + index, tl.where(is_nan, 0x7FC0, rounded).to(tl.int16), mask=mask)
+        tl.store(remainder + index, tl.where(is_nan, 0, word - (rounded << 8)).to(tl.int8), mask=mask)
+        bits = mean.to(tl.int32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        exponents = _exponents(magnitude, 15)
+        code = _codes(magnitude, _lowest_words(exponents, 15), 1 << 19, 0, 127) | ((bits >> 24) & 0x80)
+        tl.store(exp_avg_exponents + group, exponents.to(tl.uint8), mask=group_mask)
+        tl.store(exp_avg + index, code.to(tl.uint8), mask=mask)
+        bits = square.to(tl.int32, bitcast=True)
+        exponents = _exponents(bits, 31)
+        code = _codes(bits, _lowest_words(exponents, 31), (noise >> 12).to(tl.int32), 1, 255)
+        tl.store(exp_avg_sq_exponents + group, exponents.to(tl.uint8), mask=group_mask)
+        tl.store(exp_avg_sq + index, tl.where(bits != 0, code, 0).to(tl.uint8), mask=mask)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -19,6 +20,10 @@ class FlatRange:
     start: int
     end: int
     has_decay: bool
+    name: str | None = None
+    """The only parameter in it, padding included, where its optimizer state is in a reduced format; else None."""
+    offset: int = 0
+    """First element within that parameter."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +41,8 @@ class NamedRange:
 class StageLayout:
     """Offsets of a stage's parameters in its flat buffers; frozen parameters follow trained ones.
 
-    weights                       | trained: decayed, then undecayed | frozen |
-    gradients, master, moments    | trained: decayed, then undecayed |
+    weights                       | trained: reduced, decayed, then undecayed | frozen |
+    gradients, master, moments    | trained: reduced, decayed, then undecayed |
     """
 
     offsets: Mapping[str, tuple[int, tuple[int, ...]]]
@@ -47,7 +52,11 @@ class StageLayout:
     num_trained: int
     """Length of the trained part, including padding: size of gradients, master and moments."""
     ranges: tuple[FlatRange, ...]
-    """Contiguous ranges of the trained part: decayed, then undecayed."""
+    """Contiguous ranges of the trained part: one per parameter in a reduced format, then decayed, then undecayed."""
+    num_reduced: int = 0
+    """Length of the first part, whose optimizer state is in a reduced format."""
+    reduced_format: str = ""
+    """Which one, in the words of --optimizer_states."""
 
     @classmethod
     def of(
@@ -56,27 +65,35 @@ class StageLayout:
         *,
         frozen: Collection[str] = frozenset(),
         no_weight_decay: Collection[str] | None = None,
+        reduced: Collection[str] = frozenset(),
+        reduced_format: str = "",
     ) -> StageLayout:
         """Lay out `shapes` (name -> shape); the parameters named in `frozen` are not trained.
 
-        Those in `no_weight_decay` have no weight decay; None: all with fewer than two dimensions.
+        Those in `no_weight_decay` have no weight decay; None: all with fewer than two dimensions. The optimizer states
+        of decayed ones in `reduced` are in `reduced_format`.
         """
         trained = [name for name in shapes if name not in frozen]
         without = {name for name in shapes if len(shapes[name]) < 2} if no_weight_decay is None else no_weight_decay
-        decayed = [name for name in trained if name not in without]
+        smaller = [name for name in trained if name in reduced and name not in without]
+        decayed = [name for name in trained if name not in reduced and name not in without]
         others = [name for name in trained if name in without]
         offsets: dict[str, tuple[int, tuple[int, ...]]] = {}
         ends = [0]
-        for names in (decayed, others, [name for name in shapes if name in frozen]):
+        for names in (smaller, decayed, others, [name for name in shapes if name in frozen]):
             position = ends[-1]
             for name in names:
                 offsets[name] = (position, shapes[name])
                 position += -(-torch.Size(shapes[name]).numel() // ALIGNMENT) * ALIGNMENT
             ends.append(position)
-        _, decayed_end, num_trained, num_elements = ends
-        both = (FlatRange(0, decayed_end, has_decay=True), FlatRange(decayed_end, num_trained, has_decay=False))
-        ranges = tuple(part for part in both if part.end > part.start)
-        return cls({name: offsets[name] for name in shapes}, num_elements, num_trained, ranges)
+        _, num_reduced, decayed_end, num_trained, num_elements = ends
+        starts = [*(offsets[name][0] for name in smaller), num_reduced]
+        own = [FlatRange(*both, True, name) for name, both in zip(smaller, pairwise(starts), strict=True)]
+        own += [FlatRange(num_reduced, decayed_end, has_decay=True)]
+        own += [FlatRange(decayed_end, num_trained, has_decay=False)]
+        ranges = tuple(part for part in own if part.end > part.start)
+        ordered = {name: offsets[name] for name in shapes}
+        return cls(ordered, num_elements, num_trained, ranges, num_reduced, reduced_format)
 
     def split(self) -> tuple[StageLayout, StageLayout]:
         """Return one layout of the frozen parameters and one of the trained ones."""
@@ -90,7 +107,8 @@ class StageLayout:
     def part(self, trained: slice) -> StageLayout:
         """Return a layout of only these trained elements, without names."""
         length = trained.stop - trained.start
-        return StageLayout({}, length, length, within(self.ranges, trained))
+        num_reduced = max(0, min(trained.stop, self.num_reduced) - trained.start)
+        return StageLayout({}, length, length, within(self.ranges, trained), num_reduced, self.reduced_format)
 
     def pieces(self, max_elements: int) -> tuple[tuple[FlatRange, ...], ...]:
         """Return `ranges` in as few consecutive groups as possible, each of at most `max_elements`."""
@@ -134,10 +152,18 @@ class StageLayout:
 def within(ranges: Iterable[FlatRange], part: slice) -> tuple[FlatRange, ...]:
     """Return the ranges inside `part`, relative to its start."""
     cut = _cut(ranges, part.start, part.stop)
-    return tuple(FlatRange(each.start - part.start, each.end - part.start, each.has_decay) for each in cut)
+    return tuple(replace(each, start=each.start - part.start, end=each.end - part.start) for each in cut)
 
 
 def _cut(ranges: Iterable[FlatRange], start: int, end: int) -> tuple[FlatRange, ...]:
     """Return the ranges as far as they are in [start, end)."""
     inside = (whole for whole in ranges if whole.start < end and start < whole.end)
-    return tuple(FlatRange(max(each.start, start), min(each.end, end), each.has_decay) for each in inside)
+    return tuple(
+        replace(
+            each,
+            start=max(each.start, start),
+            end=min(each.end, end),
+            offset=each.offset + max(0, start - each.start) if each.name is not None else 0,
+        )
+        for each in inside
+    )

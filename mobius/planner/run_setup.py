@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from mobius.config.config import Config, Dtype
+from mobius.config.config import Config, Dtype, OptimizerStates
 from mobius.distributed.device_order import order_devices
 from mobius.distributed.node_checks import smallest_machine, smallest_of_all
 from mobius.distributed.rendezvous import Rendezvous, join_node, join_pipeline
@@ -113,6 +113,12 @@ class RunSetup:
     def gradient_dtype(self) -> torch.dtype:
         """Format in which summed gradients reach the optimizer."""
         return torch.float32 if self.requested_config.pipeline.fp32_gradients else self.dtype
+
+    @property
+    def reduced_format(self) -> str:
+        """Format of the layers' optimizer states, if it is not the usual one; else empty."""
+        states = self.requested_config.optim.optimizer_states
+        return "" if states is OptimizerStates.FP32 else states.value
 
     @property
     def tile_tokens(self) -> int | None:

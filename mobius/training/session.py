@@ -51,7 +51,7 @@ from mobius.ranks import cache_folder
 from mobius.reporting.recordings import Recordings
 from mobius.reporting.trace import TraceFacts
 from mobius.training.memory_check import allocate_stages_that_fit
-from mobius.training.stages import RankStages
+from mobius.training.stages import OffloadedActivations, RankStages
 from mobius.training.step_batches import step_batches
 from mobius.training.trainer import Trainer
 
@@ -113,7 +113,7 @@ class Session:
             kernel = load_adamw_cpu(
                 cache_folder(), num_threads=num_optimizer_threads(run_setup.rank_context.ranks.num_local)
             )
-        settings = AdamWSettings(optim.adam_beta1, optim.adam_beta2, optim.adam_epsilon, optim.weight_decay)
+        settings = AdamWSettings(optim.adam_beta1, optim.adam_beta2, optim.adam_epsilon, optim.weight_decay, optim.seed)
         adamw = FlatAdamW(settings, kernel, GPUAdamW())
         adamw.warm_up(memory.state for memory in self.stages.memory.values())
         stepper = OptimizerStepper(
@@ -250,11 +250,11 @@ def _allocate_stages(
         gradient_dtype=run_setup.gradient_dtype,
         loss_chunk_tokens=run_setup.config.pipeline.loss_chunk_tokens,
         deferred_updates=request.deferred_updates,
-        message_shape=run_setup.message_shape,
-        product_bytes=request.product_bytes,
+        offloaded=OffloadedActivations(run_setup.message_shape, request.product_bytes),
         tile_tokens=run_setup.tile_tokens,
         updates=updates,
         replicas=transport.replicas,
+        reduced_format=run_setup.reduced_format,
         spans=spans,
     )
 

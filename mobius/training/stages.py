@@ -31,6 +31,16 @@ from mobius.schedule.plan import Plan
 from mobius.schedule.schedule import Schedule
 
 
+@dataclass(frozen=True)
+class OffloadedActivations:
+    """Sizes of what layers offload of a microbatch."""
+
+    message_shape: tuple[int, int, int]
+    """Shape [B, L, H] of a layer's input."""
+    product_bytes: int = 0
+    """Bytes of a layer for a microbatch whose products are offloaded."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankStages:
     """Stages of one rank: for each a module without storage, and the memory of its parameter views."""
@@ -61,19 +71,18 @@ class RankStages:
         gradient_dtype: torch.dtype,
         loss_chunk_tokens: int,
         deferred_updates: Collection[int],
-        message_shape: tuple[int, int, int] | None = None,
-        product_bytes: int = 0,
+        offloaded: OffloadedActivations | None = None,
         tile_tokens: int | None = None,
         updates: UpdateQueue | None = None,
         replicas: ReplicaGroup | None = None,
+        reduced_format: str = "",
         spans: Spans = NO_SPANS,
     ) -> RankStages:
         """Allocate zeroed stages of `rank` for `plan`; those in `deferred_updates` store gradients (`allocate_memory`).
 
-        `message_shape` [B, L, H] is the shape of a layer's input, required if activations are offloaded;
-        `product_bytes` are a layer's bytes for a microbatch whose products are offloaded; `tile_tokens` as in
-        `StageModule`; `replicas` share the stages. Raises HostMemoryError and CheckpointError as `allocate_memory`
-        does, and PlanError for slices of a model with a router auxiliary loss.
+        `offloaded` is required if activations are offloaded; `tile_tokens` as in `StageModule`; `replicas` share the
+        stages; `reduced_format` as in `StageModule.layout`. Raises HostMemoryError and CheckpointError as
+        `allocate_memory` does, and PlanError for slices of a model with a router auxiliary loss.
         """
         if parts.router_loss is not None:
             refuse_slices(plan.num_slices)
@@ -89,7 +98,7 @@ class RankStages:
             for stage in plan.local_stages(rank)
         }
         memory, arena = allocate_memory(
-            {stage: module.layout() for stage, module in modules.items()},
+            {stage: module.layout(reduced_format) for stage, module in modules.items()},
             resident=plan.resident,
             num_slots=plan.slots[rank],
             dtype=dtype,
@@ -108,14 +117,14 @@ class RankStages:
         activation_buffer = None
         offloaded_activation_stages = plan.offloaded_activation_stages.intersection(modules)
         if offloaded_activation_stages:
-            assert message_shape is not None, "offloaded activations have a shape"
+            assert offloaded is not None, "offloaded activations have a shape"
             inputs_alone = {
                 stage: _offloaded_bytes(
-                    parts, message_shape, dtype, keeps_attention=stage in plan.saved_attention_stages
+                    parts, offloaded.message_shape, dtype, keeps_attention=stage in plan.saved_attention_stages
                 )
                 for stage in sorted(offloaded_activation_stages)
             }
-            whole = -(-product_bytes // ALIGNMENT) * ALIGNMENT
+            whole = -(-offloaded.product_bytes // ALIGNMENT) * ALIGNMENT
             activation_buffer = PinnedActivationBuffer(
                 {
                     stage: [

@@ -36,7 +36,7 @@ from mobius.schedule.build import build_schedule
 from mobius.schedule.partition import partition_of
 from mobius.schedule.plan import Plan, RecomputeLevel
 from mobius.schedule.spec import ComputeOrder
-from mobius.training.stages import RankStages
+from mobius.training.stages import OffloadedActivations, RankStages
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 12
@@ -179,8 +179,9 @@ class Pipeline:
             gradient_dtype=self.dtype,
             loss_chunk_tokens=self.loss_chunk_tokens,
             deferred_updates=range(plan.num_stages),
-            message_shape=(rows, length // self.num_slices, self.model.config.hidden_size),
-            product_bytes=self.product_bytes,
+            offloaded=OffloadedActivations(
+                (rows, length // self.num_slices, self.model.config.hidden_size), self.product_bytes
+            ),
             tile_tokens=self.tile_tokens,
         )
         self._stages.append(stages)

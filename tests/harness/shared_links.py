@@ -24,7 +24,6 @@ from mobius.engine.optimizer_states import HostStates
 from mobius.engine.stage_memory import StageMemory
 from mobius.engine.stage_state import StageState
 from mobius.engine.stage_weights import SlotWeights, WeightSlotPool
-from mobius.engine.state_codec import CODECS
 from mobius.engine.update_queue import UpdateQueue
 from mobius.engine.waits import WaitClock
 from mobius.models.layout import StageLayout
@@ -172,7 +171,7 @@ def host_states(num_stages: int, parameters: int, *, page_locked: bool) -> list[
         weights, gradients = (
             torch.full((layout.num_elements,), stage, dtype=torch.bfloat16, pin_memory=page_locked) for _ in range(2)
         )
-        states.append(StageState(layout, weights, gradients, {}, CODECS[weights.dtype]))
+        states.append(StageState(layout, weights, gradients, ()))
     return states
 
 

@@ -58,6 +58,11 @@ KINDS = {
     "bf16, tied": Kind(0.5, "--bf16", {"is_tied": True}),
     "bf16, adapters": Kind(0.02, "--bf16 --use_lora --lora_rank 4", {}),
     "bf16, frozen parts": Kind(0.2, "--bf16 --freeze embedding,layers.0-2", {}),
+    "bf16 states": Kind(0.5, "--bf16 --optimizer_states bf16", {}),
+    "compact states, tied": Kind(0.5, "--bf16 --optimizer_states compact", {"is_tied": True}),
+    "compact states, experts": Kind(
+        0.5, "--bf16 --optimizer_states compact", {"family": "qwen3_moe", **EXPERTS, **ROUTERS}
+    ),
     "fp32, experts": Kind(0.5, "--fp32", {"family": "qwen3_moe", **EXPERTS, **ROUTERS}),
 }
 
@@ -78,7 +83,9 @@ def run(folder: Path, kind: Kind, cut: Cut) -> tuple[list[tuple[float, float]], 
     return results[0][0], {name: value for _, state in results for name, value in state.items()}
 
 
-@pytest.mark.parametrize("kind", named(KINDS, on_demand=["bf16", "fp16", "bf16, frozen parts"]))
+@pytest.mark.parametrize(
+    "kind", named(KINDS, on_demand=["bf16", "fp16", "bf16, frozen parts", "bf16 states", "compact states, experts"])
+)
 def test_ranks_and_cuts_change_no_bit_of_a_clipped_run(tmp_path: Path, kind: Kind) -> None:
     make_checkpoint(tmp_path / "model", num_layers=8, **kind.fields)
     numbers, state = run(tmp_path / "model", kind, ONE_STAGE)

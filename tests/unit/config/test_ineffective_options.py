@@ -49,6 +49,7 @@ TABLE: dict[str, tuple[str, list[str]]] = {
     "activation_offloading": ("--activation_offloading on", ["--no_offload --recompute none", f"{ALONE} --do_eval"]),
     "compile": ("--compile on", [ANSWERS]),
     "overlap_optimizer": ("--no_overlap_optimizer", []),
+    "optimizer_states": ("--optimizer_states compact", [LORA, f"{ALONE} --do_eval"]),
     "reduce_dtype": ("--reduce_dtype bf16 --pipeline_ranks 2", ["", f"{ALONE} --do_eval"]),
     "fp32_gradients": ("--fp32_gradients", [LORA, f"{ALONE} --do_eval"]),
     "copy_messages": ("--no_copy_messages", []),

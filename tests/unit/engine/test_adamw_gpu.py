@@ -22,6 +22,7 @@ from mobius.engine.stage_state import StageState
 from mobius.models.layout import StageLayout
 
 MODULE = "mobius.engine.triton_adamw"
+KERNELS = ("adamw_split", "adamw_bf16_states", "adamw_compact")
 SETTINGS = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 0.1, "learning_rate": 1e-3}
 CONSTANTS = UpdateArguments(gradient_factor=1.0, step=1, **SETTINGS).constants()
 
@@ -58,7 +59,7 @@ class StandIn:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     stand_in = StandIn()
-    monkeypatch.setitem(sys.modules, MODULE, SimpleNamespace(adamw_split=stand_in, BLOCK=1024))
+    monkeypatch.setitem(sys.modules, MODULE, SimpleNamespace(BLOCK=1024, **dict.fromkeys(KERNELS, stand_in)))
     return stand_in
 
 

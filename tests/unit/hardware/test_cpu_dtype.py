@@ -49,7 +49,9 @@ def test_the_default_stays_bf16_where_the_cpu_has_instructions_for_it(log: pytes
     assert log.messages == []
 
 
-@pytest.mark.parametrize(("option", "dtype"), [("--bf16", Dtype.BF16), ("--fp16", Dtype.FP16)])
+@pytest.mark.parametrize(
+    ("option", "dtype"), [("--bf16", Dtype.BF16), ("--fp16", Dtype.FP16), ("--optimizer_states=bf16", Dtype.BF16)]
+)
 def test_a_format_that_was_asked_for_stays_with_a_warning(
     log: pytest.LogCaptureFixture, option: str, dtype: Dtype
 ) -> None:

@@ -31,7 +31,7 @@ def test_all_ranks_get_the_same_rates(
 
 
 def test_bytes_are_those_that_a_rank_gives_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured_plan, "LINK_ELEMENTS", 3000)
+    monkeypatch.setattr(measured_plan, "LINK_ELEMENTS", 3072)
     monkeypatch.setattr(CollectiveTimer, "seconds", lambda *_: 2.0)
     monkeypatch.setattr(CollectiveTimer, "seconds_alone", lambda *_: 0.5)
 
@@ -39,8 +39,8 @@ def test_bytes_are_those_that_a_rank_gives_the_others(monkeypatch: pytest.Monkey
         return measure_replica_rates(CollectiveTimer(torch.device("cpu"), transport), is_through_host=False)
 
     for rates in run_replica_threads(3, 2, work):
-        # 1000 elements of 2 bytes to each of 2 others; by one rank not faster than by all of them.
-        assert rates == ReplicaRates(together=4000.0, alone=4000.0, is_through_host=False)
+        # 1024 elements of 2 bytes to each of 2 others; by one rank not faster than by all of them.
+        assert rates == ReplicaRates(together=4096.0, alone=4096.0, is_through_host=False)
 
 
 @pytest.mark.parametrize(("num_replicas", "num_nodes"), [(2, 2), (8, 4), (6, 2)])

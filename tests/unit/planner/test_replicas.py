@@ -204,8 +204,10 @@ def plain(link: float, *, updates: float = 1e9) -> Profile:
     )
 
 
-PARAMETERS = 800
-"""Of each stage: with two replicas 400 are the other's, 1600 bytes of gradients and 800 of weights."""
+UNIT = 8
+"""Rates are in so many bytes or parameters per second."""
+PARAMETERS = 800 * UNIT
+"""Of each stage: with two replicas 400 units are the other's, 1600 units of bytes of gradients and 800 of weights."""
 
 
 def step(
@@ -217,7 +219,7 @@ def step(
     rules = StepRules(clips=clips, message_bytes=0, sizes=ByteSizes(num_replicas=num_replicas))
     slots = 0 if resident else 4
     schedule = build_schedule(spec_of(1, 4, 1, slots, frozenset(range(4)) if resident else frozenset()))
-    return simulate_steps(schedule, costs, plain(link, updates=updates), rules, num_steps=4).step_seconds
+    return simulate_steps(schedule, costs, plain(UNIT * link, updates=UNIT * updates), rules, num_steps=4).step_seconds
 
 
 @pytest.mark.parametrize("resident", [False, True])
@@ -243,8 +245,8 @@ def test_each_host_updates_its_share() -> None:
 
 
 def test_gradients_in_two_bytes_take_half_of_the_link() -> None:
-    assert ByteSizes(num_replicas=2).reduce_bytes(800) == 1600
-    assert ByteSizes(num_replicas=4, reduced=2).reduce_bytes(800) == 2 * 600
+    assert ByteSizes(num_replicas=2).reduce_bytes(6400) == 12800
+    assert ByteSizes(num_replicas=4, reduced=2).reduce_bytes(6400) == 2 * 4800
     shape, machine = find_published_shape("7b"), Machine(4, GPU_SPECS["H200"], num_replicas=2, num_nodes=2)
     assert request_of(shape, machine).sizes.reduced == 4
     assert request_of(shape, machine, reduce_dtype=ReduceDtype.BF16).sizes.reduced == 2

@@ -1,0 +1,166 @@
+"""Optimizer states in fewer bytes, in torch; adamw.c and triton_adamw.py have the same arithmetic, to the bit.
+
+    bytes per parameter     fp32 (SplitMaster)   bf16                     compact
+    weight, rest of master  bf16, int16          bf16, int16              bf16, int8: a master of 24 bits, stochastic
+    first moment            fp32                 bf16, to nearest         sign and e4m3, to nearest
+    second moment           fp32                 bf16, stochastic         e5m3 without sign, stochastic
+    all but the weight      10                   6                        3 + 2/32
+
+8-bit moments are relative to a power of two per group of 32 elements: a code is the group's fp32 words without the last
+20 bits of their mantissas, less a word that the group's exponent gives. Only a second moment of zero has code 0. Of a
+second moment rounded to nearest, 0.1 % of decay would be lost, and a master of 24 bits would lose small updates: both
+round stochastically. The weight is the 24-bit master to nearest, ties away from zero, so its remainder fits 8 bits.
+
+Noise is a hash of seed, step, and the element's offset in its parameter: the cut into stages, ranks, threads and
+replicas change no bit. Groups begin with a parameter, whose elements are padded to a multiple of the group.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import ClassVar, Final
+
+import torch
+from torch import Tensor
+
+from mobius.engine.state_codec import CODECS, GROUP, Allocate, Parts, SplitMaster, StateCodec, new_fp32
+
+NoisePlace = tuple[int, int]
+"""Key of a parameter's noise, and the element within the parameter at which a range begins."""
+_WORD, _FINITE, _QUIET_NAN = 0xFFFFFFFF, 0x7F800000, 0x7FC0
+_CODE_SHIFT = 20
+_EXP_AVG_RANGE, _EXP_AVG_SQ_RANGE = 15, 31
+"""Powers of two between a group's largest element and its smallest: of 4 and 5 bits of exponent."""
+
+
+def noise_key(seed: int, step: int, name: str) -> int:
+    """Return the key, 32 bits, of the noise of parameter `name` in one step."""
+    return _hash((_hash((zlib.crc32(name.encode()) ^ seed) & _WORD) + step) & _WORD)
+
+
+def noise_words(key: int, first: int, count: int, device: torch.device) -> Tensor:
+    """Return int64 [count] words of 32 random bits for elements `first` and on of the parameter that has `key`."""
+    words = torch.arange(first, first + count, dtype=torch.int64, device=device)
+    words.bitwise_and_(_WORD).bitwise_xor_(key)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        words.bitwise_xor_(words >> shift).mul_(factor).bitwise_and_(_WORD)
+    return words.bitwise_xor_(words >> 16)
+
+
+def _hash(word: int) -> int:
+    """Return lowbias32 of a 32-bit word, by Chris Wellons (public domain)."""
+    word = (word ^ (word >> 16)) * 0x7FEB352D & _WORD
+    word = (word ^ (word >> 15)) * 0x846CA68B & _WORD
+    return word ^ (word >> 16)
+
+
+class ReducedStates(SplitMaster):
+    """Base of formats whose second moment is rounded stochastically."""
+
+
+class Bf16States(ReducedStates):
+    """bf16 moments next to an fp32 master, which has no noise."""
+
+    name: ClassVar = "bf16"
+    parts: ClassVar = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16, "master_low": torch.int16}
+
+    def decode_moments(self, parts: Parts) -> tuple[Tensor, Tensor]:
+        """Return both moments in new fp32 memory."""
+        return parts["exp_avg"].float(), parts["exp_avg_sq"].float()
+
+    def encode_moments(self, moments: tuple[Tensor, Tensor], parts: Parts, noise: Tensor | None = None) -> None:
+        """Round both, the second stochastically if there is `noise`."""
+        parts["exp_avg"].copy_(moments[0])
+        if noise is None:
+            parts["exp_avg_sq"].copy_(moments[1])
+            return
+        words = moments[1].view(torch.int32).long()
+        words += torch.where(words < _FINITE, noise >> 16, 0)
+        parts["exp_avg_sq"].view(torch.int16).copy_(words >> 16)
+
+
+class CompactStates(ReducedStates):
+    """8-bit moments with an exponent per group, and a master of 24 bits."""
+
+    name: ClassVar = "compact"
+    parts: ClassVar = {
+        "exp_avg.codes": torch.uint8,
+        "exp_avg.exponents": torch.uint8,
+        "exp_avg_sq.codes": torch.uint8,
+        "exp_avg_sq.exponents": torch.uint8,
+        "master_low8": torch.int8,
+    }
+    per_group: ClassVar = frozenset({"exp_avg.exponents", "exp_avg_sq.exponents"})
+
+    def decode_moments(self, parts: Parts) -> tuple[Tensor, Tensor]:
+        """Return both moments in new fp32 memory."""
+        codes = parts["exp_avg.codes"].int()
+        words = _decode(codes & 0x7F, parts["exp_avg.exponents"], _EXP_AVG_RANGE)
+        mean = words.bitwise_or_((codes & 0x80) << 24).view(torch.float32)
+        square = _decode(parts["exp_avg_sq.codes"].int(), parts["exp_avg_sq.exponents"], _EXP_AVG_SQ_RANGE)
+        return mean, square.view(torch.float32)
+
+    def encode_moments(self, moments: tuple[Tensor, Tensor], parts: Parts, noise: Tensor | None = None) -> None:
+        """Round both to codes, the second stochastically if there is `noise`, and store each group's exponents."""
+        half, words = 1 << (_CODE_SHIFT - 1), moments[0].view(torch.int32)
+        codes = _encode(words & 0x7FFFFFFF, half, parts["exp_avg.exponents"], _EXP_AVG_RANGE).clamp_(0, 127)
+        parts["exp_avg.codes"].copy_(codes.bitwise_or_(words >> 24 & 0x80))
+        added = half if noise is None else (noise >> (32 - _CODE_SHIFT)).int()
+        words = moments[1].view(torch.int32)
+        codes = _encode(words, added, parts["exp_avg_sq.exponents"], _EXP_AVG_SQ_RANGE).clamp_(1, 255)
+        parts["exp_avg_sq.codes"].copy_(codes.mul_(words != 0))
+
+    def decode_master(self, weights: Tensor, parts: Parts, allocate: Allocate = new_fp32) -> Tensor:
+        """Join weights and remainder."""
+        out = allocate(weights)
+        words = out.view(torch.int32)
+        words.copy_(weights.view(torch.int16))
+        words.bitwise_left_shift_(8).add_(parts["master_low8"]).bitwise_left_shift_(8)
+        return out
+
+    def encode_master(self, master: Tensor, weights: Tensor, parts: Parts, noise: Tensor | None = None) -> None:
+        """Round `master` to 24 bits, stochastically if there is `noise`, and that to `weights`."""
+        remainder, size = parts["master_low8"], self.chunk_elements(weights.device)
+        if master.dtype == weights.dtype:
+            weights.copy_(master)
+            remainder.zero_()
+            return
+        chunks = [each.split(size) for each in (master, weights, remainder)]
+        added = [None] * len(chunks[0]) if noise is None else noise.split(size)
+        for chunk, rounded, rest, own in zip(*chunks, added, strict=True):
+            words = chunk.to(weights.device, torch.float32).view(torch.int32)
+            is_finite = (words & _FINITE) != _FINITE
+            by = 0x80 if own is None else own.bitwise_and(0xFF).int()
+            master24 = (words + torch.where(is_finite, by, 0)) >> 8
+            weight = (master24 + 0x80) >> 8
+            is_nan = (words & 0x7FFFFFFF) > _FINITE
+            rest.copy_((master24 - (weight << 8)).masked_fill_(is_nan, 0))
+            rounded.view(torch.int16).copy_(weight.masked_fill_(is_nan, _QUIET_NAN))
+
+
+def _decode(codes: Tensor, exponents: Tensor, largest: int) -> Tensor:
+    """Return the fp32 words, int32, of codes without sign."""
+    words = (codes << _CODE_SHIFT).view(-1, GROUP) + _lowest_words(exponents, largest)
+    return words.view(-1).mul_(codes != 0)
+
+
+def _encode(words: Tensor, added: Tensor | int, exponents: Tensor, largest: int) -> Tensor:
+    """Store each group's exponent, and return the codes of fp32 words without sign, int32, which are not clamped."""
+    groups = words.view(-1, GROUP)
+    exponents.copy_(((groups.amax(1) >> 23) + 1).clamp_(largest + 1, 254))
+    return ((groups - _lowest_words(exponents, largest)).view(-1) + added) >> _CODE_SHIFT
+
+
+def _lowest_words(exponents: Tensor, largest: int) -> Tensor:
+    """Return for each group the word, int32 [groups, 1], that code 0 would stand for."""
+    return ((exponents.int() - largest) << 23).unsqueeze(1)
+
+
+REDUCED: Final[Mapping[str, StateCodec]] = {codec.name: codec for codec in (Bf16States(), CompactStates())}
+"""Codec next to bf16 weights by the word of `--optimizer_states`."""
+
+
+def codec_for(dtype: torch.dtype, reduced_format: str = "") -> StateCodec:
+    """Return the codec next to weights in `dtype`; of a reduced format if it is named."""
+    return REDUCED[reduced_format] if reduced_format else CODECS[dtype]
