@@ -43,7 +43,7 @@ from mobius.checkpoint.tensor_files import (
     translate_file_errors,
     write_stage,
 )
-from mobius.engine.state_codec import CODECS
+from mobius.engine.reduced_states import REDUCED, codec_for
 from mobius.errors import CheckpointError, MobiusError, first_line
 from mobius.models.model_files import read_json_object
 
@@ -100,7 +100,8 @@ def from_dcp(folder: Path, checkpoint: Path) -> list[str]:
         )
     dtype: torch.dtype = getattr(torch, manifest.dtype)
     with translate_torch_errors("read", folder):
-        parameters = parameters_of(FileSystemReader(folder).read_metadata(), manifest)
+        metadata = FileSystemReader(folder).read_metadata()
+        parameters = parameters_of(metadata, manifest)
     partial = create_partial(checkpoint.parent, manifest.step)
     try:
         with translate_file_errors("write to", partial):
@@ -111,9 +112,9 @@ def from_dcp(folder: Path, checkpoint: Path) -> list[str]:
                     shutil.copyfile(carried / other.file_name, target)
         records: list[FileRecord] = []
         planned = plan_files(parameters, dtype=dtype, has_optimizer=manifest.has_optimizer)
-        shapes = {parameter.name: parameter.shape for parameter in parameters}
+        weights = {name: dtype for parameter in parameters for name in parameter.weight_names}
         for file_name, names in (each for files in planned for each in files.items()):  # a file at a time is in memory
-            tensors = read_dcp(folder, names, shapes, dtype)
+            tensors = read_dcp(folder, names, metadata, weights)
             records += write_stage(partial, {file_name: names}, tensors.__getitem__)
         commit_checkpoint(partial, replace(manifest, files=tuple(records), others=()), planned)
     except BaseException:
@@ -132,33 +133,43 @@ def parameters_of(metadata: Metadata, manifest: Manifest) -> list[StageParameter
     }
     if missing := sorted(manifest.tensor_files.keys() - found.keys()):
         raise CheckpointError(f"torch's index lacks {len(missing)} tensors of the checkpoint, such as {missing[0]!r}.")
-    parts = CODECS[getattr(torch, manifest.dtype)].parts
-    states = {name for name in found if name.rpartition(".")[2] in parts}
+    dtype, dtypes = getattr(torch, manifest.dtype), dtypes_of(metadata)
+    formats = {}
+    """Format of the optimizer's state, by parameter."""
+    for reduced in ("", *REDUCED):
+        first, its_dtype = next(iter(codec_for(dtype, reduced).parts.items()))
+        owned = [name for name in found if name.endswith(f".{first}") and dtypes[name] == its_dtype]
+        formats.update(dict.fromkeys((name.removesuffix(f".{first}") for name in owned), reduced))
+    states = {f"{name}.{part}" for name, reduced in formats.items() for part in codec_for(dtype, reduced).parts}
     weights = [record for record in manifest.files if not states.issuperset(record.checksums)]
     parameters = [
-        StageParameter(name, found[name], stage, is_trained=f"{name}.exp_avg" in found)
+        StageParameter(name, found[name], stage, is_trained=name in formats, reduced_format=formats.get(name, ""))
         for stage, record in enumerate(weights)
         for name in record.checksums
     ]
     # Experts of a layer are one parameter to the optimizer, and their weights a tensor for each.
     named = {parameter.name for parameter in parameters}
-    owners = {name.rpartition(".")[0] for name in states} - named
-    return [
-        *parameters,
-        *(StageParameter(name, found[f"{name}.exp_avg"], len(weights), pieces=()) for name in sorted(owners)),
-    ]
+    for name in sorted(formats.keys() - named):
+        first = next(iter(codec_for(dtype, formats[name]).parts))
+        parameters.append(StageParameter(name, found[f"{name}.{first}"], len(weights), True, formats[name], ()))
+    return parameters
+
+
+def dtypes_of(metadata: Metadata) -> dict[str, torch.dtype]:
+    """Dtypes of the tensors of torch's index."""
+    entries = metadata.state_dict_metadata.items()
+    return {name: entry.properties.dtype for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
 
 def read_dcp(
-    folder: Path, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+    folder: Path, names: Sequence[str], metadata: Metadata, weights: Mapping[str, torch.dtype]
 ) -> dict[str, Tensor]:
-    """Tensors of torch's folder by their full names; weights have `dtype`."""
-    tensors = {}
-    for full_name in names:
-        name, _, key = full_name.rpartition(".")
-        is_state = full_name not in shapes
-        shape, its_dtype = (shapes[name], CODECS[dtype].parts[key]) if is_state else (shapes[full_name], dtype)
-        tensors[full_name] = torch.empty(shape, dtype=its_dtype)
+    """Tensors of torch's folder by their full names; those of `weights` have a dtype of their own."""
+    dtypes, tensors = dtypes_of(metadata), {}
+    for name in names:
+        entry = metadata.state_dict_metadata[name]
+        assert isinstance(entry, TensorStorageMetadata), "a tensor"
+        tensors[name] = torch.empty(entry.size, dtype=weights.get(name, dtypes[name]))
     with translate_torch_errors("read", folder):
         load(tensors, storage_reader=FileSystemReader(folder), no_dist=True)
     return tensors

@@ -30,6 +30,8 @@ _DTYPES: Final = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
 }
 """The format's words: https://huggingface.co/docs/safetensors"""
 _MAX_HEADER_BYTES: Final = 100_000_000
@@ -62,6 +64,10 @@ class CheckpointReader:
         """Dtype of the weights."""
         dtype: torch.dtype = getattr(torch, self.manifest.dtype)
         return dtype
+
+    def dtype_of(self, full_name: str) -> torch.dtype | None:
+        """Return the dtype of a tensor; None if the checkpoint has none of this name."""
+        return self._location_of(full_name).dtype if full_name in self._files else None
 
     def read(self, full_name: str, out: Tensor) -> Tensor:
         """Fill `out`, on any device, with a tensor of its shape and dtype, in place if it is contiguous and on the CPU.

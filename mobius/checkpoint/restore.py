@@ -1,8 +1,12 @@
-"""Sets weights and optimizer states of a rank's stages from a checkpoint, to the bit."""
+"""Sets weights and optimizer states of a rank's stages from a checkpoint, to the bit.
+
+States that were saved in another format are converted, which rounds them once.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +20,9 @@ from mobius.checkpoint.manifest import MANIFEST_FILE
 from mobius.checkpoint.reader import CheckpointReader
 from mobius.checkpoint.saved_stage import HasMemory, OpenRun
 from mobius.distributed.transport import all_gather_numbers
+from mobius.engine.reduced_states import REDUCED
 from mobius.engine.stage_state import StageState
+from mobius.engine.state_codec import CODECS, GROUP, Parts, StateCodec
 from mobius.models.blocks import ModelParts
 
 logger = logging.getLogger(__name__)
@@ -46,8 +52,12 @@ def restore(
         if has_all or own.state.layout.is_trained(name)
     ]
     with ThreadPoolExecutor(_NUM_READER_THREADS, thread_name_prefix="reading") as threads:
-        for _ in threads.map(lambda job: _restore_parameter(job[0], job[1], saved, weights_only), jobs):
+        converted = set[str]()
+        for change in threads.map(lambda job: _restore_parameter(job[0], job[1], saved, weights_only), jobs):
+            converted |= {change} if change else set()
             progress()
+    for change in sorted(converted):
+        logger.info("optimizer states are rounded once: %s", change)
 
 
 def load_best_model(session: OpenRun, save_dir: Path, best_step: int | None, earlier: Path | None = None) -> int | None:
@@ -99,18 +109,62 @@ class SavedWeights:
         return whole
 
 
-def _restore_parameter(state: StageState, name: str, saved: SavedWeights, weights_only: bool) -> None:
+def _restore_parameter(state: StageState, name: str, saved: SavedWeights, weights_only: bool) -> str | None:
+    """Read a parameter and its state; returns which formats were converted into which, if any were."""
     layout, stored_name = state.layout, saved.stored_name(name)
     part, shape = layout.slice_of(name), layout.offsets[name][1]
     saved.read(name, shape, out=state.weights[part].view(shape))
     if not layout.is_trained(name) or weights_only:
-        return
-    if state.shards is None:
-        for key, tensor in state.parts.items():
-            saved.reader.read(f"{stored_name}.{key}", tensor[part].view(shape))
-        return
+        return None
     owned = [(own.state, cut) for own in state.owned if (cut := own.overlap(part)) is not None]
-    for key, tensor in state.parts.items() if owned else ():
-        values = saved.reader.read(f"{stored_name}.{key}", torch.empty(shape, dtype=tensor.dtype)).reshape(-1)
-        for own, (inside, given) in owned:
-            own.parts[key][inside].copy_(values[given])
+    if not owned:
+        return None
+    codec, saved_codec = owned[0][0].codec, _saved_codec(saved.reader, stored_name)
+    if state.shards is None and type(codec) is type(saved_codec):
+        for key, tensor in codec.part_of(owned[0][0].parts, owned[0][1][0]).items():
+            saved.reader.read(f"{stored_name}.{key}", tensor.view(_shape_of(codec, key, shape)))
+        return None
+    values = {
+        key: saved.reader.read(f"{stored_name}.{key}", torch.empty(_shape_of(saved_codec, key, shape), dtype=dtype))
+        for key, dtype in saved_codec.parts.items()
+    }
+    flat = {key: value.reshape(-1) for key, value in values.items()}
+    if type(codec) is not type(saved_codec):
+        flat = _convert(flat, state.weights[part], saved_codec, codec)
+    for own, (inside, given) in owned:
+        parts = codec.part_of(flat, given)
+        for key, tensor in codec.part_of(own.parts, inside).items():
+            tensor.copy_(parts[key])
+    is_same = type(codec) is type(saved_codec)
+    return None if is_same else f"saved as {saved_codec.name}, taken as {codec.name} (--optimizer_states)"
+
+
+def _shape_of(codec: StateCodec, part: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape in which a part of a parameter's state is saved."""
+    return (codec.length(part, math.prod(shape)),) if part in codec.per_group else shape
+
+
+def _saved_codec(reader: CheckpointReader, name: str) -> StateCodec:
+    """Return the format of a parameter's saved state, by the tensors that there are."""
+    for codec in REDUCED.values() if reader.dtype is torch.bfloat16 else ():
+        if all(reader.dtype_of(f"{name}.{part}") is dtype for part, dtype in codec.parts.items()):
+            return codec
+    return CODECS[reader.dtype]
+
+
+def _convert(values: Parts, weights: Tensor, saved: StateCodec, wanted: StateCodec) -> dict[str, Tensor]:
+    """Return a parameter's state, flat, in another format, to nearest; rounds its `weights`, flat, if the master is."""
+    count = len(weights)
+    padded = -(-count // GROUP) * GROUP
+
+    def new(codec: StateCodec) -> dict[str, Tensor]:
+        return {key: torch.zeros(codec.length(key, padded), dtype=dtype) for key, dtype in codec.parts.items()}
+
+    before, after, rounded = new(saved), new(wanted), torch.zeros(padded, dtype=weights.dtype)
+    rounded[:count] = weights
+    for key, value in values.items():
+        before[key][: len(value)] = value
+    wanted.encode_moments(saved.decode_moments(before), after)
+    wanted.encode_master(saved.decode_master(rounded, before), rounded, after)
+    weights.copy_(rounded[:count])
+    return {key: value[: wanted.length(key, count)] for key, value in after.items()}

@@ -13,8 +13,13 @@ from mobius.activity import Activity
 from mobius.checkpoint.tensor_files import StageParameter
 from mobius.distributed.replicas import ReplicaGroup
 from mobius.distributed.transport import RankGroup, Transport
+from mobius.engine.reduced_states import ReducedStates
+from mobius.engine.stage import reduced_names
 from mobius.engine.stage_memory import StageMemory
+from mobius.engine.stage_state import StageState
+from mobius.engine.state_codec import GROUP
 from mobius.models.blocks import ModelParts
+from mobius.models.layout import StageLayout
 from mobius.models.parameter_pieces import ParameterPiece, stored_views
 from mobius.planner.run_setup import RunSetup
 
@@ -76,7 +81,7 @@ class SavedStage:
         if self.replicas is not None and state.shards is not None:
             frozen = {_FROZEN: whole[state.layout.num_trained :]} if is_first else {}
             weights = frozen | {_own_weights(number): whole[part] for number, part in enumerate(state.shards.own)}
-        return {**weights, **(state.parts if has_optimizer else {})}
+        return {**weights, **({key: part.values for key, part in _state_parts(state).items()} if has_optimizer else {})}
 
     def gather_from_replicas(self, flat: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Tensors of all replicas' parts on the first replica, nothing on the other ones. Call it in one thread."""
@@ -84,25 +89,61 @@ class SavedStage:
         if self.replicas is None or shards is None:
             return flat
         own = [flat[_own_weights(number)] for number in range(len(shards.own))]
-        optimizer = flat.keys() - {_FROZEN, *map(_own_weights, range(len(own)))}
+        states = {kind: part for kind, part in _state_parts(self.memory.state).items() if kind in flat}
         nothing = self.memory.state.weights[:0]
-        parts = {WEIGHTS: torch.cat(own or [nothing]), **{kind: flat[kind] for kind in sorted(optimizer)}}
-        found = {kind: self.replicas.gather_to_first(part, shards) for kind, part in parts.items()}
+        found = {WEIGHTS: self.replicas.gather_to_first(torch.cat(own or [nothing]), shards)}
+        for kind, part in states.items():
+            owners = shards.part(part.trained.start, part.trained.stop, part.group)
+            found[kind] = self.replicas.gather_to_first(flat[kind], owners)
         whole = {kind: tensor for kind, tensor in found.items() if tensor is not None}
         return whole | ({WEIGHTS: torch.cat([whole[WEIGHTS], flat[_FROZEN]])} if whole else {})
 
     def named_tensors(self, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Views of flat tensors like those of `flat_tensors` in the parameters' shapes, as they are named in files."""
-        layout = self.memory.state.layout
+        layout, states = self.memory.state.layout, _state_parts(self.memory.state)
         found: dict[str, Tensor] = {}
         for kind, tensor in flat.items():
-            views = layout.views(tensor) if kind == WEIGHTS and self.has_frozen else layout.trained_views(tensor)
-            own = {name: view for name, view in views.items() if name in self.names}
             if kind == WEIGHTS:
-                found |= stored_views(own, self.pieces)
-            else:
-                found |= {f"{name}.{kind}": view for name, view in own.items()}
+                views = layout.views(tensor) if self.has_frozen else layout.trained_views(tensor)
+                found |= stored_views({name: view for name, view in views.items() if name in self.names}, self.pieces)
+                continue
+            part = states[kind]
+            for name in layout.trained_names:
+                if name in self.names and layout.slice_of(name).start in range(part.trained.start, part.trained.stop):
+                    found[f"{name}.{part.name}"] = part.view(tensor, layout, name)
         return found
+
+
+@dataclass(frozen=True)
+class _StatePart:
+    """A part of the optimizer states in one format."""
+
+    name: str
+    values: Tensor
+    """Values that this replica owns."""
+    trained: slice
+    """All replicas' elements in this format, within the stage's trained ones."""
+    group: int
+    """Elements that share a value."""
+
+    def view(self, values: Tensor, layout: StageLayout, name: str) -> Tensor:
+        """Return a parameter's part of all replicas' `values`, in its shape if each element has a value."""
+        place, shape = layout.slice_of(name), layout.offsets[name][1]
+        start, stop = place.start - self.trained.start, place.stop - self.trained.start
+        own = values[start // self.group : -(-stop // self.group)]
+        return own.view(shape) if self.group == 1 else own
+
+
+def _state_parts(state: StageState) -> dict[str, _StatePart]:
+    """Return the parts of a stage's optimizer states, by a key."""
+    found, layout = {}, state.layout
+    for block in state.blocks:
+        is_reduced = isinstance(block.codec, ReducedStates)
+        trained = slice(0, layout.num_reduced) if is_reduced else slice(layout.num_reduced, layout.num_trained)
+        for name, values in block.parts.items():
+            group = GROUP if name in block.codec.per_group else 1
+            found[f"{name}, reduced" if is_reduced else name] = _StatePart(name, values, trained, group)
+    return found
 
 
 def _own_weights(number: int) -> str:
@@ -121,8 +162,16 @@ def saved_parameters(run_setup: RunSetup) -> list[StageParameter]:
     blocks += [(parts.norm, plan.num_stages - 1)]
     blocks += [] if parts.is_tied else [(parts.head, plan.num_stages - 1)]
     frozen = frozenset[str]().union(*(block.frozen_names() for block, _ in blocks))
+    reduced = reduced_names(parts.layers)
     return [
-        StageParameter(name, shape, stage, name not in frozen, _piece_names(parts, name))
+        StageParameter(
+            name,
+            shape,
+            stage,
+            name not in frozen,
+            run_setup.reduced_format if name in reduced else "",
+            _piece_names(parts, name),
+        )
         for block, stage in blocks
         for name, shape in block.parameter_shapes().items()
         if name not in frozen or not parts.adapters.is_lora

@@ -4,6 +4,7 @@
     optimizer-00001-of-00003.safetensors   NAME.exp_avg, NAME.exp_avg_sq      fp32
                                            NAME.master_low                    int16, bf16 runs (split_master.py)
                                            NAME.master                        fp32, fp16 runs
+    reduced states have other formats or names (reduced_states.py); those of groups are flat
 
 A run with adapters saves only what is trained, as `trained*.safetensors` in place of `model*.safetensors`. Every tensor
 has its parameter's name and shape, and a file has whole parameters of one stage. Weights that the family stores in
@@ -19,7 +20,7 @@ import json
 import math
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mobius.atomic_files import follow_umask, sync_to_disk
-from mobius.engine.state_codec import CODECS
+from mobius.engine.reduced_states import codec_for
+from mobius.engine.state_codec import StateCodec
 from mobius.errors import CheckpointError, reason_of
 from mobius.units import format_bytes
 
@@ -59,6 +61,8 @@ class StageParameter:
     stage: int
     is_trained: bool = True
     """Frozen parameters have weights, but no state of the optimizer."""
+    reduced_format: str = ""
+    """Format of the optimizer's state if it is a reduced one."""
     pieces: tuple[str, ...] | None = None
     """Names of the tensors that its weights are stored as; None: one, by its own name."""
 
@@ -72,9 +76,21 @@ class StageParameter:
         """Names of the tensors that its weights are stored as."""
         return (self.name,) if self.pieces is None else self.pieces
 
-    def state_names(self, parts: Iterable[str]) -> tuple[str, ...]:
+    def codec(self, dtype: torch.dtype) -> StateCodec:
+        """Format of the optimizer's state next to weights in `dtype`."""
+        return codec_for(dtype, self.reduced_format)
+
+    def state_names(self, dtype: torch.dtype) -> tuple[str, ...]:
         """Names of the tensors that the optimizer's state is stored as."""
-        return tuple(f"{self.name}.{part}" for part in parts)
+        return tuple(f"{self.name}.{part}" for part in self.codec(dtype).parts)
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the weights."""
+        return self.num_elements * dtype.itemsize
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the optimizer's state."""
+        return self.codec(dtype).bytes_of(self.num_elements)
 
 
 Files = Mapping[str, Sequence[str]]
@@ -105,29 +121,25 @@ def plan_files(
     """
     assert len({parameter.name for parameter in parameters}) == len(parameters), "a parameter is saved twice"
     by_stage = sorted(parameters, key=lambda parameter: parameter.stage)  # stable: their order within a stage stays
-    parts = CODECS[dtype].parts if has_optimizer else {}
-    state_bytes = sum(part.itemsize for part in parts.values())
-    weights = [(each, each.weight_names) for each in by_stage if each.weight_names]
-    states = [(each, each.state_names(parts)) for each in by_stage if each.is_trained and has_optimizer]
+    weights = [(each.stage, each.weight_names, each.num_bytes(dtype)) for each in by_stage if each.weight_names]
+    trained = [each for each in by_stage if each.is_trained and has_optimizer]
+    states = [(each.stage, each.state_names(dtype), each.state_bytes(dtype)) for each in trained]
     files: list[dict[str, Sequence[str]]] = [{} for _ in range(by_stage[-1].stage + 1 if by_stage else 0)]
-    for kind, named, element_bytes in ((weights_prefix, weights, dtype.itemsize), ("optimizer", states, state_bytes)):
-        groups = _divide(named, element_bytes, max_file_bytes)
+    for kind, named in ((weights_prefix, weights), ("optimizer", states)):
+        groups = _divide(named, max_file_bytes)
         for number, (stage, names) in enumerate(groups, start=1):
             suffix = f"-{number:05}-of-{len(groups):05}" if len(groups) > 1 else ""
             files[stage][f"{kind}{suffix}.safetensors"] = names
     return list[Files](files)
 
 
-def _divide(
-    named: Sequence[tuple[StageParameter, tuple[str, ...]]], bytes_per_element: int, max_file_bytes: int
-) -> list[tuple[int, list[str]]]:
-    """Stage and names of tensors of each file, for parameters in the order of their stages."""
+def _divide(named: Sequence[tuple[int, tuple[str, ...], int]], max_file_bytes: int) -> list[tuple[int, list[str]]]:
+    """Stage and names of tensors of each file, for parameters by stage, names and bytes, in the order of the stages."""
     groups: list[tuple[int, list[str]]] = []
     num_bytes = 0
-    for parameter, names in named:
-        more = parameter.num_elements * bytes_per_element
-        if not groups or groups[-1][0] != parameter.stage or num_bytes + more > max_file_bytes:
-            groups.append((parameter.stage, []))
+    for stage, names, more in named:
+        if not groups or groups[-1][0] != stage or num_bytes + more > max_file_bytes:
+            groups.append((stage, []))
             num_bytes = 0
         groups[-1][1].extend(names)
         num_bytes += more
@@ -136,13 +148,11 @@ def _divide(
 
 def checkpoint_disk_bytes(parameters: Sequence[StageParameter], dtype: torch.dtype, has_optimizer: bool) -> int:
     """Bytes that a checkpoint takes on the disk at the most, with its small files."""
-    parts = CODECS[dtype].parts if has_optimizer else {}
-    state_bytes = sum(part.itemsize for part in parts.values())
     num_bytes = _SMALL_FILE_BYTES
     for parameter in parameters:
-        per_element = dtype.itemsize + parameter.is_trained * state_bytes
-        num_bytes += parameter.num_elements * per_element
-        names = (*parameter.weight_names, *parameter.state_names(parts))
+        has_state = has_optimizer and parameter.is_trained
+        num_bytes += parameter.num_bytes(dtype) + (parameter.state_bytes(dtype) if has_state else 0)
+        names = (*parameter.weight_names, *(parameter.state_names(dtype) if has_state else ()))
         num_bytes += sum(_HEADER_BYTES + len(name) for name in names)
     return num_bytes
 

@@ -13,6 +13,7 @@ import yaml
 
 from mobius.atomic_files import atomic_write
 from mobius.checkpoint.model_card import CardFacts, Origin, model_card
+from mobius.config.config import OptimizerStates
 from mobius.config.sources import to_yaml
 from mobius.data.batches import TrainingBatches
 from mobius.distributed.transport import all_gather_numbers
@@ -39,6 +40,10 @@ from mobius.units import GIB
 
 logger = logging.getLogger(__name__)
 
+USUAL_WEIGHT, LAST_BIT = 0.02, 2.0**-21
+"""A weight of usual size, and the last bit of it in 24 bits."""
+SMALL_LEARNING_RATE = LAST_BIT / 4
+"""Learning rate below which compact states are warned of."""
 _ENOUGH_HUGE_PAGES = 0.5
 _OWNERS: Final = {
     "data": "data and tokenizer",
@@ -75,6 +80,17 @@ def log_model(run_setup: RunSetup, folder: Path) -> None:
     warning = max_positions_warning(run_setup.parts.config, run_setup.config.data.seq_length)
     if warning is not None:
         logger.warning("%s", warning, extra=RANK_ZERO_ONLY)
+    optim = run_setup.config.optim
+    if optim.optimizer_states is OptimizerStates.COMPACT and optim.learning_rate < SMALL_LEARNING_RATE:
+        logger.warning(
+            "--optimizer_states compact with --learning_rate %g: a step is %.2g of the last bit of a 24-bit master "
+            "weight of %g, which most steps change by rounding alone, right on average; --optimizer_states bf16 keeps "
+            "all 32 bits",
+            optim.learning_rate,
+            optim.learning_rate / LAST_BIT,
+            USUAL_WEIGHT,
+            extra=RANK_ZERO_ONLY,
+        )
 
 
 def log_stages(session: Session) -> None:

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from convert_checkpoint import main as convert
 from harness.grids import named
 from harness.runs import (
     assert_equal_tensors,
@@ -23,6 +24,7 @@ from harness.sessions import resume
 from harness.small_run import EIGHT, Run
 
 from mobius.config.cli import given_options, parse_args
+from mobius.errors import ConfigError
 from mobius.ranks import Ranks
 from mobius.training.run import run_training
 
@@ -38,6 +40,8 @@ VARIANTS = {
     "one stage resident": "--resident_stages 1 --max_grad_norm 0",
     "bf16": "--dtype bf16",
     "bf16, resident, not clipped": "--dtype bf16 --no_offload --max_grad_norm 0",
+    "bf16 states": "--dtype bf16 --optimizer_states bf16",
+    "compact states": "--dtype bf16 --optimizer_states compact --resident_stages 1",
     "fp16, whose loss scale is found by steps that are not taken": "--dtype fp16",
     "packed rows of several samples": "--seq_length 64",
     "evaluated": "--val_size 4 --eval_strategy steps --eval_steps 2",
@@ -47,7 +51,16 @@ VARIANTS = {
 }
 
 
-ON_DEMAND = ["one slot", "resident", "one stage resident", "bf16", "evaluated", "a schedule with numbers"]
+TRUST = "--trust-dcp-metadata"
+ON_DEMAND = [
+    "one slot",
+    "resident",
+    "one stage resident",
+    "bf16",
+    "bf16 states",
+    "evaluated",
+    "a schedule with numbers",
+]
 
 
 @pytest.mark.parametrize("options", named(VARIANTS, on_demand=ON_DEMAND))
@@ -201,3 +214,30 @@ def test_all_ranks_refuse_a_damaged_shard_of_one_of_them(place: Path) -> None:
     assert newest in finished.stdout
     assert "Traceback" not in finished.stdout
     assert not (place / "unhurt").exists()
+
+
+@pytest.mark.parametrize(("before", "after"), [("fp32", "compact"), ("compact", "fp32"), ("bf16", "compact")])
+def test_a_run_resumes_with_its_states_in_another_format(
+    run: Run, workplace: Path, caplog: pytest.LogCaptureFixture, before: str, after: str
+) -> None:
+    run(*EIGHT, "--dtype", "bf16", "--optimizer_states", before)
+    caplog.set_level(logging.INFO, logger="mobius")
+
+    with pytest.raises(ConfigError, match="optimizer_states"):
+        resume("out/checkpoint-4", "--save_dir", "refused", "--optimizer_states", after)
+    changes = ("--optimizer_states", after, "--learning_rate", "1e-7")
+    resume("out/checkpoint-4", "--save_dir", "resumed", *changes, "--resume_changes", "optimizer_states,learning_rate")
+
+    assert (
+        f"optimizer states are rounded once: saved as {before}, taken as {after} (--optimizer_states)"
+        in caplog.messages
+    )
+    assert any("last bit of a 24-bit master" in message for message in caplog.messages) == (after == "compact")
+    losses = [[row["loss"] for row in steps_of(Path(folder))[-4:]] for folder in ("out", "resumed")]
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
+    assert losses[1] != losses[0]
+    saved = tensors_of(Path("resumed/checkpoint-8"))
+    assert any(name.endswith("exp_avg.codes") for name in saved) == (after == "compact")
+    for words in (["to-dcp", "resumed/checkpoint-8", "dcp"], ["from-dcp", "dcp", "back/checkpoint-8", TRUST]):
+        assert convert(words) == 0
+    assert_equal_tensors(Path("resumed/checkpoint-8"), Path("back/checkpoint-8"))
