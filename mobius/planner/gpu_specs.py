@@ -11,7 +11,9 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass, replace
+from typing import Final
 
+from mobius.config.config import OptimizerStates
 from mobius.errors import PlanError
 from mobius.planner.profile import CopyRates, LayerSeconds, MessageRates, Profile, Source
 from mobius.schedule.partition import ModelShape
@@ -59,10 +61,9 @@ SUSTAINED_SHARE = 0.955
 """Rates within a step over rates measured alone: 7B on 4 x H200 with everything on the GPUs took 0.665 s."""
 MEMORY_SHARE = 0.8
 """Share of the GPU's memory bandwidth that passes over long tensors reach. A guess, not measured."""
-GPU_ADAMW_BYTES = 28
-"""Moved per parameter by AdamW on the GPU in one pass: gradient 4, weights 4, remainder 4, moments 16."""
-CPU_ADAMW_BYTES = 26
-"""The C kernel on a split master with bf16 gradients (docs/decisions/0004-cpu-adamw.md)."""
+CPU_ADAMW_BYTES: Final = {OptimizerStates.FP32: 26, OptimizerStates.BF16: 18, OptimizerStates.COMPACT: 12}
+"""Moved per parameter by the C kernel in one pass, with bf16 gradients (docs/decisions/0004-cpu-adamw.md). AdamW on the
+GPU moves two more, of fp32 gradients."""
 CPU_ADAMW_PER_CORE = 0.335e9
 """Parameters per second and core while memory is free: 5.36e9 on 16 cores."""
 COPY_PENALTY = 0.70
@@ -221,6 +222,7 @@ def estimate_profile(
     host: Host | None = None,
     compiled: bool = True,
     attention_length: float | None = None,
+    states: OptimizerStates = OptimizerStates.FP32,
 ) -> Profile:
     """Estimate a profile for `num_ranks` of `gpu_spec`; `pcie` replaces the card's own generation.
 
@@ -237,8 +239,9 @@ def estimate_profile(
     copies = estimate_copies(PCIE_BYTES[generation], host.bandwidth, num_ranks)
     memory = gpu_spec.memory_rate
     embedding_bytes = 2.0 * 2 * shape.hidden_size * microbatch_tokens
-    alone = min(host.cores_per_rank * CPU_ADAMW_PER_CORE, host.bandwidth / CPU_ADAMW_BYTES)
-    together = min(alone, host.bandwidth / CPU_ADAMW_BYTES / num_ranks)
+    moved = CPU_ADAMW_BYTES[states]
+    alone = min(host.cores_per_rank * CPU_ADAMW_PER_CORE, host.bandwidth / moved)
+    together = min(alone, host.bandwidth / moved / num_ranks)
     return Profile(
         source=Source.ESTIMATED,
         basis=f"{num_ranks} x {gpu_spec.name}, PCIe {generation}, by data sheets and shares measured on H200s",
@@ -256,8 +259,8 @@ def estimate_profile(
         cpu_adamw_together=together,
         cpu_adamw_beside_copies=together * COPY_PENALTY,
         copies_beside_cpu_adamw=(copies.host_to_device_duplex + copies.device_to_host_duplex) / 2,
-        cpu_adamw_bytes=CPU_ADAMW_BYTES,
-        gpu_adamw=memory / GPU_ADAMW_BYTES,
+        cpu_adamw_bytes=moved,
+        gpu_adamw=memory / (moved + 2),
         host_bandwidth=host.bandwidth,
         gpu_bandwidth=memory,
         step_overhead=STEP_OVERHEAD,

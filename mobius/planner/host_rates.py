@@ -60,13 +60,21 @@ class HostRates:
 
 
 def measure_host_rates(
-    dtype: torch.dtype, *, device: torch.device, transport: Transport, kernel: CPUAdamW | None
+    dtype: torch.dtype,
+    *,
+    device: torch.device,
+    transport: Transport,
+    kernel: CPUAdamW | None,
+    reduced_format: str = "",
 ) -> HostRates:
-    """Measure copies in both directions, updates, and updates during such copies; releases all memory."""
+    """Measure copies in both directions, updates, and updates during such copies; releases all memory.
+
+    `reduced_format` is that of the layers' optimizer states, if it is not the usual one.
+    """
     timer = CollectiveTimer(device, transport, part_seconds=PART_SECONDS)
     with Copies(device) as copies:
         each_way = copies.num_bytes / timer.seconds(copies.both)
-        _, rates = measure_cpu_optimizer(timer, dtype, kernel, copies, each_way=each_way)
+        _, rates = measure_cpu_optimizer(timer, dtype, kernel, copies, each_way=each_way, reduced_format=reduced_format)
     timer.forget()
     return rates
 
@@ -142,13 +150,20 @@ def measure_copies(timer: CollectiveTimer, copies: Copies) -> CopyRates:
 
 
 def measure_cpu_optimizer(
-    timer: CollectiveTimer, dtype: torch.dtype, kernel: CPUAdamW | None, copies: Copies, *, each_way: float
+    timer: CollectiveTimer,
+    dtype: torch.dtype,
+    kernel: CPUAdamW | None,
+    copies: Copies,
+    *,
+    each_way: float,
+    reduced_format: str = "",
 ) -> tuple[float, HostRates]:
     """Return the parameters per second that one rank alone updates, and the rates of all ranks.
 
     `each_way` is the rate of `copies` in both directions without updates; on a CPU updates do not change it.
     """
-    layout = StageLayout.of({"weight": (CPU_PARAMETERS, 1)})
+    reduced = {"weight"} if reduced_format else ()
+    layout = StageLayout.of({"weight": (CPU_PARAMETERS, 1)}, reduced=reduced, reduced_format=reduced_format)
     state = HostArena({0: layout}, dtype=dtype, register=False).states[0]
     state.gradients.fill_(1e-3)
     adamw = FlatAdamW(SETTINGS, kernel)
@@ -161,8 +176,8 @@ def measure_cpu_optimizer(
         during_copies, copy_rate = measure_during_copies(
             timer, update, copies, int(long * each_way / copies.num_bytes) + 1
         )
-    moved = 2 * sum(tensor.element_size() for tensor in state.tensors) - state.gradients.element_size()
     count = layout.num_elements
+    moved = round((2 * sum(tensor.nbytes for tensor in state.tensors) - state.gradients.nbytes) / count)
     return count / alone, HostRates(each_way, count / together, count / during_copies, copy_rate, moved)
 
 

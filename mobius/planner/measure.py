@@ -59,6 +59,8 @@ class MicrobatchShape:
     """None: rows are one document each."""
     tile_tokens: int | None = None
     """None: recomputed layers run whole."""
+    reduced_format: str = ""
+    """Format of the layers' optimizer states, if it is not the usual one."""
     full_seq_length: int | None = None
     """Tokens of a whole sequence if microbatches are slices; None: they hold whole sequences."""
 
@@ -105,7 +107,12 @@ def measure_profile(
     with Copies(device) as memory:
         copies = measure_copies(timer, memory)
         updates_alone, rates = measure_cpu_optimizer(
-            timer, shape.dtype, kernel, memory, each_way=copies.host_to_device_duplex
+            timer,
+            shape.dtype,
+            kernel,
+            memory,
+            each_way=copies.host_to_device_duplex,
+            reduced_format=shape.reduced_format,
         )
     profile = Profile(
         source=Source.MEASURED,

@@ -110,7 +110,13 @@ def _with_host(profile: Profile, run_setup: RunSetup, transport: Transport) -> P
     """Return `profile` with the host's present rates: copies, updates, and seconds to enqueue a layer."""
     start, device = time.perf_counter(), run_setup.rank_context.device
     launches = measure_launches(CollectiveTimer(device, transport), run_setup.parts, _microbatch(run_setup))
-    rates = measure_host_rates(run_setup.dtype, device=device, transport=transport, kernel=_kernel(run_setup))
+    rates = measure_host_rates(
+        run_setup.dtype,
+        device=device,
+        transport=transport,
+        kernel=_kernel(run_setup),
+        reduced_format=run_setup.reduced_format,
+    )
     logger.debug(
         "host measured in %.1f s: %.2f billion updates per second and rank, %.2f during copies of %.0f GB/s each "
         "way, which reach %.0f without updates; a layer is enqueued in %s",
@@ -164,6 +170,7 @@ def _microbatch(run_setup: RunSetup) -> MicrobatchShape:
         run_setup.config.pipeline.loss_chunk_tokens,
         run_setup.result.request.packed,
         run_setup.tile_tokens,
+        run_setup.reduced_format,
         run_setup.config.data.seq_length if run_setup.plan.num_slices > 1 else None,
     )
 
@@ -224,6 +231,7 @@ def profile_path(
         "model": repr(model),
         "microbatch": [shape.batch, shape.seq_length, str(shape.dtype), shape.loss_chunk_tokens, *documents],
         "tile_tokens": shape.tile_tokens,
+        "optimizer_states": shape.reduced_format,
         "whole_length": shape.full_seq_length,
         "num_ranks": num_ranks,
         "is_compiled": is_compiled,

@@ -107,11 +107,13 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
             streamed += frozen + trained * streams_trained
             offloads_sums = plan.offloads_gradient_sums(cut.stage % plan.num_ranks)
             streamed_bytes += replace(sizes, has_partial_sums=offloads_sums).host(
-                trained * streams_trained, frozen=frozen
+                trained * streams_trained, cut.num_trained_in_layers(shape) * streams_trained, frozen=frozen
             )
         if request.machine.on_cpu and not streams_trained:
             resident += trained + frozen * (not is_streamed)
-            resident_bytes += sizes.resident(trained, keeps_gradients=cut.stage in request.deferred_updates)
+            resident_bytes += sizes.resident(
+                trained, cut.num_trained_in_layers(shape), keeps_gradients=cut.stage in request.deferred_updates
+            )
             resident_bytes += frozen * (not is_streamed) * sizes.weight
     each = process_bytes(request, plan)
     if not request.machine.on_cpu:
@@ -236,7 +238,9 @@ def state_bytes(request: PlanRequest, plan: Plan, rank: int) -> dict[str, int]:
     return {
         "weights": (slots + whole + adapters) * sizes.weight,
         "gradients": SUM_BYTES * sum((*sums, *own_sums)) + resident_gradient_bytes,
-        "optimizer": sum(map(sizes.optimizer, resident.values())),
+        "optimizer": sum(
+            sizes.optimizer(count, plan.cuts[stage].num_trained_in_layers(shape)) for stage, count in resident.items()
+        ),
         "kv_cache": max(len(cut.layers) for cut in own) * request.kv_cache_bytes,
     }
 

@@ -58,6 +58,7 @@ def estimated_profile(request: PlanRequest) -> Profile | None:
         host=replace(machine.host, bandwidth=machine.host.bandwidth / machine.replicas_per_node),
         compiled=request.compiles,
         attention_length=None if request.packed is None else request.attention_length,
+        states=request.config.optim.optimizer_states,
     )
     profile = with_frozen(profile, request.shape, gpu_spec.memory_rate)
     return replace(profile, replicas=_replica_rates(request, profile))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from mobius.config.config import ActivationOffloading, FinetuningType, Order, Recompute
+from mobius.config.config import ActivationOffloading, FinetuningType, OptimizerStates, Order, Recompute
 from mobius.config.validation import find_problems
 from mobius.errors import ConfigError, GpuMemoryError, HostMemoryError, PlanError, ScheduleError
 from mobius.log import progress_bar
@@ -160,6 +160,7 @@ class _Search:
         yield from _left_to_planner(request)
         yield from _less_memory(request)
         yield from _other_numbers(request)
+        yield from _reduced_states(request)
         yield from _smaller_steps(request)
         if model is not None:
             yield from _frozen_parameters(request, model)
@@ -281,6 +282,18 @@ def _other_numbers(request: PlanRequest) -> Iterator[Change]:
         chunks = [n for n in divisors(request.rows) if n > request.num_chunks and n % rounds == 0]
         yield Change("--num_chunks {}", lambda number: request.trying(num_chunks=number), chunks)
     yield _smallest_parts(request)
+
+
+def _reduced_states(request: PlanRequest) -> Iterator[Change]:
+    """Optimizer states in fewer bytes, which auto never chooses by itself."""
+    formats = [*OptimizerStates]
+
+    def with_states(states: OptimizerStates) -> PlanRequest | None:
+        config = replace(request.config, optim=replace(request.config.optim, optimizer_states=states))
+        return None if find_problems(config) else replace(request, config=config)
+
+    smaller = formats[formats.index(request.config.optim.optimizer_states) + 1 :]
+    yield Change("--optimizer_states {}", with_states, smaller)
 
 
 def _smallest_parts(request: PlanRequest) -> Change:

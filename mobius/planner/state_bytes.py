@@ -7,14 +7,20 @@ gradients, rest of the master, moments   1/R, for the elements that this replica
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
-from mobius.config.config import Dtype
+from mobius.config.config import Dtype, OptimizerStates
 from mobius.limits import REDUCE_CHUNK_ELEMENTS, largest_shard
 
 MOMENTS_BYTES = 8
 """The two fp32 moments of AdamW, per parameter."""
+REDUCED_BYTES: Final[Mapping[OptimizerStates, float]] = {
+    OptimizerStates.BF16: 2 + 2 + 2,
+    OptimizerStates.COMPACT: 1 + 1 + 1 + 2 / 32,
+}
+"""Optimizer state per parameter of a layer (engine/reduced_states.py)."""
 SUM_BYTES = 4
 """Gradients of a step's microbatches are added up in fp32."""
 
@@ -35,13 +41,23 @@ class ByteSizes:
     """Pipelines that share gradients and optimizer state."""
     reduced: int = SUM_BYTES
     """A gradient on its way to another replica: 4, or 2 in bf16."""
+    layer_state: float | None = None
+    """Optimizer state per parameter of a layer; None: as `per_optimizer`, which other parameters have."""
 
     @classmethod
-    def of(cls, dtype: Dtype, *, has_fp32_gradients: bool = False, **more: Any) -> ByteSizes:
+    def of(
+        cls,
+        dtype: Dtype,
+        *,
+        has_fp32_gradients: bool = False,
+        states: OptimizerStates = OptimizerStates.FP32,
+        **more: Any,
+    ) -> ByteSizes:
         """Return the sizes of a run in `dtype`, with `more` fields."""
         weight = 4 if dtype is Dtype.FP32 else 2
         remainder = {Dtype.BF16: 2, Dtype.FP16: 4, Dtype.FP32: 0}[dtype]
-        return cls(weight, 4 if has_fp32_gradients else weight, remainder, **more)
+        gradient = 4 if has_fp32_gradients else weight
+        return cls(weight, gradient, remainder, layer_state=REDUCED_BYTES.get(states), **more)
 
     def shard_size(self, parameters: int) -> int:
         """Parameters of a stage that this replica updates."""
@@ -66,23 +82,25 @@ class ByteSizes:
         """Bytes of the moments and the rest of the master weight; fp32 weights are their own master."""
         return MOMENTS_BYTES + self.remainder
 
-    def optimizer(self, trained: int) -> int:
-        """Return the bytes of a stage's optimizer state, for `trained` parameters."""
-        return self.per_optimizer * self.shard_size(trained)
+    def optimizer(self, trained: int, layers: int) -> int:
+        """Return the bytes of a stage's optimizer state, for `trained` parameters, of which `layers` are of layers."""
+        share, own = self.shard_size(trained), self.shard_size(layers)
+        saved = 0 if self.layer_state is None else int((self.per_optimizer - self.layer_state) * own)
+        return self.per_optimizer * share - saved
 
-    def host(self, trained: int, *, frozen: int = 0) -> int:
+    def host(self, trained: int, layers: int, *, frozen: int = 0) -> int:
         """Return the host bytes of a streamed stage: weights, gradients or sums, and optimizer state.
 
-        Sums, if any, take the place of gradients.
+        Sums, if any, take the place of gradients; parameters are those of `optimizer`.
         """
         gradients = self.gradient * self.shard_size(trained)
         waiting = SUM_BYTES * trained if self.has_partial_sums else gradients
-        return self.weight * (trained + frozen) + waiting + self.optimizer(trained)
+        return self.weight * (trained + frozen) + waiting + self.optimizer(trained, layers)
 
-    def resident(self, trained: int, *, keeps_gradients: bool) -> int:
+    def resident(self, trained: int, layers: int, *, keeps_gradients: bool) -> int:
         """Return the GPU bytes of a resident stage: weights, optimizer state, and gradients or sums it holds."""
         gradients = self.resident_gradient_bytes(trained, keeps_gradients=keeps_gradients)
-        return self.weight * trained + self.optimizer(trained) + gradients
+        return self.weight * trained + self.optimizer(trained, layers) + gradients
 
     def accumulates_in_place(self, *, keeps_gradients: bool) -> bool:
         """Whether a resident stage has its own fp32 sum and does not use the one shared by the rank's stages."""

@@ -238,6 +238,14 @@ class StageCut:
         own = shape.trained
         return self.num_parameters(shape) if own is None else self._sum(own.embedding, own.layers, own.head)
 
+    def num_trained_in_layers(self, shape: ModelShape) -> int:
+        """The trained parameters of this stage's layers."""
+        return sum(
+            (shape.layer_parameters if shape.trained is None else shape.trained.layers)[
+                self.layers.start : self.layers.stop
+            ]
+        )
+
     def num_active(self, shape: ModelShape) -> int:
         """The parameters of this stage that compute for a token."""
         return self._sum(shape.embedding_parameters, shape.active_parameters, shape.head_parameters)

@@ -62,24 +62,24 @@ def gib_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_parameter_takes_14_bytes_of_host_memory_in_bf16_and_16_in_fp16_and_fp32() -> None:
     # bf16: weight 2, gradient 2, remainder 2, moments 8. fp16: a whole master of 4. fp32: weight and master in one 4.
-    assert BF16.host(1) == 2 + 2 + 2 + 8
-    assert FP16.host(1) == 2 + 2 + 4 + 8
-    assert FP32.host(1) == 4 + 4 + 8
+    assert BF16.host(1, 1) == 2 + 2 + 2 + 8
+    assert FP16.host(1, 1) == 2 + 2 + 4 + 8
+    assert FP32.host(1, 1) == 4 + 4 + 8
 
 
 def test_gradients_that_travel_in_fp32_take_two_bytes_more_of_host_memory_and_none_of_the_gpu() -> None:
     for dtype, num_bytes in ((Dtype.BF16, 16), (Dtype.FP16, 18), (Dtype.FP32, 16)):
         sizes = ByteSizes.of(dtype, has_fp32_gradients=True)
-        assert sizes.host(1) == num_bytes
-        assert sizes.resident(1, keeps_gradients=False) == ByteSizes.of(dtype).resident(1, keeps_gradients=False)
+        assert sizes.host(1, 1) == num_bytes
+        assert sizes.resident(1, 1, keeps_gradients=False) == ByteSizes.of(dtype).resident(1, 1, keeps_gradients=False)
 
 
 def test_a_resident_parameter_takes_12_bytes_of_gpu_memory_in_bf16_and_14_where_gradients_are_kept() -> None:
     # bf16: weight 2, remainder 2, moments 8, kept gradient 2. fp16: a whole master of 4. fp32: weight and master in 4.
-    assert [BF16.resident(1, keeps_gradients=keeps) for keeps in (False, True)] == [2 + 2 + 8, 2 + 2 + 8 + 2]
-    assert FP16.resident(1, keeps_gradients=True) == 2 + 4 + 8 + 2
-    assert [FP32.resident(1, keeps_gradients=keeps) for keeps in (False, True)] == [4 + 8, 4 + 8 + 4]
-    assert ByteSizes.of(Dtype.BF16, has_fp32_gradients=True).resident(1, keeps_gradients=True) == 2 + 2 + 8 + 4
+    assert [BF16.resident(1, 1, keeps_gradients=keeps) for keeps in (False, True)] == [2 + 2 + 8, 2 + 2 + 8 + 2]
+    assert FP16.resident(1, 1, keeps_gradients=True) == 2 + 4 + 8 + 2
+    assert [FP32.resident(1, 1, keeps_gradients=keeps) for keeps in (False, True)] == [4 + 8, 4 + 8 + 4]
+    assert ByteSizes.of(Dtype.BF16, has_fp32_gradients=True).resident(1, 1, keeps_gradients=True) == 2 + 2 + 8 + 4
 
 
 def test_gradients_are_kept_where_an_update_waits(llama_7b: ModelShape) -> None:

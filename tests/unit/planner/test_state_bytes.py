@@ -11,7 +11,7 @@ import torch
 from harness.plan_requests import request_of
 from transformers import LlamaConfig
 
-from mobius.config.config import Dtype, Order
+from mobius.config.config import Dtype, OptimizerStates, Order
 from mobius.limits import MIN_GRADIENT_SUMS
 from mobius.models.blocks import ModelParts
 from mobius.planner.memory_estimates import estimate_host_memory, state_bytes
@@ -56,6 +56,7 @@ def allocated_bytes(parts: ModelParts, request: PlanRequest, plan: Plan, rank: i
         gradient_dtype=torch.float32 if request.config.pipeline.fp32_gradients else DTYPES[request.config.model.dtype],
         loss_chunk_tokens=64,
         deferred_updates=request.deferred_updates,
+        reduced_format="" if request.sizes.layer_state is None else request.config.optim.optimizer_states.value,
     )
     after = device_bytes()
     host = 0 if stages.arena is None else stages.arena.num_bytes
@@ -110,3 +111,19 @@ def test_a_sum_for_each_streamed_stage_spares_the_host_two_bytes_of_each_paramet
     gpus = [state_bytes(request, plan, 1)["gradients"] for plan in (few, own)]
     sizes = [own.cuts[stage].num_parameters(request.shape) for stage in own.local_stages(1)]
     assert gpus == [4 * (max(sizes[::2]) + max(sizes[1::2])), 4 * sum(sizes)]
+
+
+@pytest.mark.parametrize("states", [OptimizerStates.BF16, OptimizerStates.COMPACT])
+def test_planned_bytes_of_reduced_states_are_those_that_are_allocated(
+    parts: ModelParts, states: OptimizerStates
+) -> None:
+    """The plan counts a layer's norms as reduced, which are in fp32."""
+    for resident in (0, 1, 2):
+        request = request_of(parts.shape(), Machine(2), num_stages=4, dtype=Dtype.BF16, optimizer_states=states)
+        plan = request.plan.with_same_use(MemoryUse(resident, 0, min(2, 2 - resident)))
+        norms = 2 * 128 * 8 * (10 - (request.sizes.layer_state or 0))
+        device = host = 0
+        for rank in range(plan.num_ranks):
+            on_device, on_host = allocated_bytes(parts, request, plan, rank)
+            device, host = device + on_device - sum(state_bytes(request, plan, rank).values()), host + on_host
+        assert device + host - estimate_host_memory(request, plan).streamed == pytest.approx(norms, abs=8)
