@@ -11,6 +11,8 @@
 #              checkpoints go to SAVES (default WORK), which needs room for two of 41 GB
 #   replicas   7B's shape as two replicas beside one pipeline, over the GPUs' links and over sockets (2 GPUs or 4); one
 #              GPU is shared by two replicas over sockets
+#   states     a quarter of 7B streamed with each format of optimizer states, with clipping and without; the C kernel's
+#              rates; with SMOLLM2 (a folder of scripts/convert_smollm2.py) also what 135M learns with each, five seeds
 #   plans      40 drawn settings planned by auto on one GPU, 4 steps each: memory and seconds beside the plan's; takes some
 #              11 minutes, in calls of at most PLANS_SECONDS: what is in PLANS (default WORK/plans.jsonl) is not run again
 #   kills      10 kills -9 at random moments on two GPUs, each resumed, against a run that was left alone
@@ -109,6 +111,20 @@ part_replicas() {
     [ "$GPUS" = 1 ] && ranks=(--ranks 2 --share_gpus)
     $PYTHON benchmarks/replicas.py "${REPLICAS_SIZE:-7b}" "${ranks[@]}" --batch_size 64 --seq_length 512 --num_chunks 8 \
         -- ${REPLICAS_MOBIUS:---num_stages 32 --gpu_memory_limit 24} || failed=1
+}
+
+part_states() {
+    $PYTHON benchmarks/adamw.py --parameters 4e8 || failed=1
+    local norm
+    for norm in 1 0; do
+        $PYTHON benchmarks/benchmark.py 7b --layers 8 --steps 8 --max_grad_norm $norm --output "$WORK/states.jsonl" \
+            --variant bf16="--optimizer_states bf16" --variant compact="--optimizer_states compact" \
+            -- --num_stages 8 --num_chunks 4 --resident_stages 0 || failed=1
+    done
+    [ -z "${SMOLLM2:-}" ] || $PYTHON benchmarks/learning_by_states.py "$WORK/learning" --at_once 3 -- --bf16 \
+        --model_path "$SMOLLM2" --dataset assets/docstrings/train.jsonl --val_size 200 --batch_size 8 --num_chunks 2 \
+        --num_stages 4 --seq_length 512 --num_train_epochs 3 --learning_rate 1e-4 --eval_strategy steps --eval_steps 20 \
+        --do_eval --compile off || failed=1
 }
 
 part_plans() {
