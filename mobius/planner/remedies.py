@@ -6,10 +6,9 @@ memory that any plan takes with it, which takes milliseconds; with the smallest 
 
 from __future__ import annotations
 
-import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -35,7 +34,7 @@ from mobius.schedule.spec import ComputeOrder
 from mobius.units import GIB, format_bytes
 
 LOSS_CHUNKS = (4096, 2048, 1024, 512, 256, 128)
-LENGTHS = 32
+LENGTHS = 64
 """Parts of a sequence; it is shortened by some of them."""
 HOST_ROOM = 1.03
 """Memory of a larger host, relative to the least that the run needs there."""
@@ -50,7 +49,7 @@ class Change:
     apply: Callable[[Any], PlanRequest | None]
     """The request with a value; None: its other options do not allow it."""
     values: Sequence[Any] = (None,)
-    replaces: tuple[str, ...] = ()
+    replaces: Set[str] = frozenset()
     """Options of simpler changes; if one of these fits, this one is not tried."""
 
 
@@ -112,39 +111,27 @@ def find_remedies(
     `layer`: measured bytes of a layer for the request's microbatches. `available_bytes`: host memory of a pipeline, if
     it may differ from what the request counts on.
     """
-    asked, limit = _as_asked(request), ""
+    typed, limit = PlanRequest.of(request.config, request.shape, request.machine).candidate, ""
+    # Rounds are chosen for each change; breadth-first takes the least memory.
+    order = typed.order or ComputeOrder.BREADTH_FIRST
+    asked = request.trying(accumulation_rounds=typed.accumulation_rounds, order=order)
     if available_bytes is not None:
         if available_bytes < (request.host_bytes or 0):  # others have taken memory that plans count on
             gib = math.floor(10 * available_bytes * asked.machine.replicas_per_node / GIB) / 10
             limit, available_bytes = f"--host_memory_limit {gib:g}", int(gib * GIB) // asked.machine.replicas_per_node
         asked = replace(asked, machine=replace(asked.machine, agreed_host_bytes=available_bytes))
-    search = _Search(asked, layer)
-    changes = search.changes(model)
-    if limit:
-        changes = itertools.chain([Change("", lambda _: asked)], changes)
-    found, remedies = set[str](), dict[str, PlanResult]()
+    search, found = _Search(asked, layer), dict[str, tuple[str, PlanResult]]()
+    if limit and (fitting := search.try_change(Change("", lambda _: asked))) is not None:
+        return {limit: fitting[1]}
     with progress_bar("looking for what fits", " kinds of changes") as bar:
-        for change in changes:
+        for change in search.changes(model):
             bar.update()
-            if found & {change.options, *change.replaces}:
-                continue
-            if (remedy := search.try_change(change)) is not None:
-                options, planned = remedy
-                found.add(change.options)
-                remedies[options if "--host_memory_limit" in options else f"{limit} {options}".strip()] = planned
-    return remedies
-
-
-def _as_asked(request: PlanRequest) -> PlanRequest:
-    """Return the request with rounds and order as the user typed them; breadth-first takes the least memory."""
-    asked = PlanRequest.of(request.config, request.shape, request.machine).candidate
-    return request.trying(
-        accumulation_rounds=asked.accumulation_rounds,
-        num_slices=request.num_slices,
-        order=asked.order or ComputeOrder.BREADTH_FIRST,
-        num_saving_attention=None,
-        num_offloaded_microbatches=0,
-    )
+            if not found.keys() & change.replaces and (fitting := search.try_change(change)) is not None:
+                found[change.options] = fitting
+    return {
+        options if "--host_memory_limit" in options else f"{limit} {options}".strip(): planned
+        for options, planned in found.values()
+    }
 
 
 @dataclass(frozen=True)
@@ -177,7 +164,8 @@ class _Search:
 
         @cache
         def fitting(place: int) -> PlanRequest | None:
-            return self._fitting(change.apply(change.values[place]))
+            changed = change.apply(change.values[place])
+            return None if changed is None else self._fitting(changed)
 
         last = len(change.values) - 1
         if last < 0 or fitting(last) is None:
@@ -204,11 +192,11 @@ class _Search:
         options = f"{options} --host_memory_limit {gib}".strip()
         return Change(options, lambda _: larger)
 
-    def _fitting(self, request: PlanRequest | None) -> PlanRequest | None:
+    def _fitting(self, request: PlanRequest) -> PlanRequest | None:
         """Return the request in the fewest rounds that fit, if none are given; None if no plan fits, by estimates."""
-        if request is None or request.candidate.accumulation_rounds is not None:
-            return request if request is not None and self._fits(request) else None
-        tried = [request.trying(accumulation_rounds=number) for number in divisors(request.num_chunks)]
+        given = request.candidate.accumulation_rounds
+        rounds = divisors(request.num_chunks) if given is None else [given]
+        tried = [request.trying(accumulation_rounds=number) for number in rounds]
         # One round needs no partial sums; of several, the more the less memory.
         if self._fits(tried[0]):
             return tried[0]
@@ -306,7 +294,7 @@ def _smallest_parts(request: PlanRequest) -> Change:
         f"--num_stages {most} --num_chunks {{}}",
         lambda number: request.trying(num_stages=most, num_chunks=number),
         chunks,
-        replaces=("--num_stages {}", "--num_chunks {}"),
+        replaces={"--num_stages {}", "--num_chunks {}"},
     )
 
 

@@ -165,3 +165,16 @@ def test_each_listed_change_typed_into_a_run_of_its_own_fits_and_is_as_fast(half
     fewer = ModelParts(LLAMA, torch.device("cpu"), adapters=config.adapters).shape()
     settled = resolve_auto(PlanRequest.of(config, fewer, TWO))
     assert not fits_host(settled, fit_plan(settled, layer=estimated_layer(settled)))
+
+
+def test_where_less_is_free_than_plans_count_on_it_is_stated_alone_or_with_each_change(half: ModelShape) -> None:
+    found = planned(request_of(half, replace(TWO, host_bytes=100 * GIB), num_stages=16, num_chunks=16))
+    assert found.host_estimate.total > 30 * GIB
+    assert list(find_remedies(found.request, None, LLAMA, 30 * GIB)) == ["--host_memory_limit 30"]
+
+    remedies = find_remedies(found.request, None, LLAMA, 15 * GIB)
+    *here, larger = remedies
+    assert "--host_memory_limit 15 --use_lora" in here
+    assert all(options.startswith("--host_memory_limit 15 --") for options in here)
+    assert all(remedies[options].host_estimate.total <= 15 * GIB for options in here)
+    assert re.fullmatch(r"--host_memory_limit \d+", larger)
