@@ -42,12 +42,8 @@ def format_columns(rows: Sequence[Sequence[str]], *, num_left: int = 1, indent: 
 
 
 def describe_stages(plan: Plan, shape: ModelShape) -> str:
-    """A line for each run of stages that are alike: ranks, layers, parameters of each stage, and where these are.
-
-    Where layers have experts, also the parameters that compute for a token.
-    """
-    active = [] if shape.experts is None else ["active"]
-    rows = [["stages", "ranks", "layers", "parameters", *active, "weights", "activations"]]
+    """A line for each run of stages that are alike: ranks, layers, parameters of each stage, and where these are."""
+    rows = [["stages", "ranks", "layers", "parameters", "weights", "activations"]]
 
     def parts_and_cells(cut: StageCut) -> tuple[object, ...]:
         return (cut.is_first, cut.is_last, len(cut.layers), *_stage_cells(plan, cut, shape))
@@ -74,9 +70,8 @@ def describe_stages(plan: Plan, shape: ModelShape) -> str:
 def _stage_cells(plan: Plan, cut: StageCut, shape: ModelShape) -> list[str]:
     """Parameters, weights and activations of a stage."""
     holds_nothing = not (cut.is_first or cut.layers or cut.is_last)
-    active = [] if shape.experts is None else [cut.num_active(shape)]
     return [
-        *(f"{number / 1e6:.1f}M" for number in (cut.num_parameters(shape), *active)),
+        f"{cut.num_parameters(shape) / 1e6:.1f}M",
         "-" if holds_nothing else "resident" if cut.stage in plan.resident else "streamed",
         _activations(plan, cut, shape),
     ]

@@ -6,11 +6,9 @@ from dataclasses import replace
 import pytest
 from harness.plan_requests import H200, refusal_by, request_of
 
-from mobius.planner.fit import fit_plan
 from mobius.planner.gpu_specs import GPU_SPECS, MEMORY_SHARE, estimate_profile
 from mobius.planner.memory_estimates import estimate_host_memory
 from mobius.planner.peak_memory import estimate_layer
-from mobius.planner.plan_table import describe_stages
 from mobius.planner.rates import reference_profile
 from mobius.planner.search import resolve_auto
 from mobius.planner.solver import solve
@@ -114,16 +112,6 @@ def test_a_bound_computes_with_active_parameters_and_updates_all() -> None:
     assert bound(ALL_SPARSE, 1, 256) < 0.5 * bound(SAME_SIZE, 1, 256)
     # What the CPU updates of streamed stages is everything, and a few tokens compute in less time.
     assert bound(SAME_SIZE, 1, 8) < bound(ALL_SPARSE, 0, 8) == pytest.approx(bound(SAME_SIZE, 0, 8), rel=0.1)
-
-
-def test_the_table_of_stages_has_a_column_of_active_parameters() -> None:
-    request = resolve_auto(request_of(SHAPE, H200, num_stages=8))
-    head, dense, sparse = describe_stages(fit_plan(request), SHAPE).splitlines()[1:4]
-    assert head.split()[3:5] == ["parameters", "active"]
-    in_both = (1000 * HIDDEN + DENSE_LAYER) / 1e6
-    assert dense.split()[4:6] == [f"{in_both:.1f}M"] * 2
-    assert sparse.split()[3:5] == [f"{SPARSE_LAYER / 1e6:.1f}M", f"{ACTIVE / 1e6:.1f}M"]
-    assert "active" not in describe_stages(fit_plan(resolve_auto(request_of(SAME_SIZE, H200, num_stages=8))), SAME_SIZE)
 
 
 def cut_of(work: list[int], num_stages: int) -> list[int]:
