@@ -46,8 +46,9 @@ from mobius.planner.gpu_specs import (  # noqa: E402
     Host,
     estimate_profile,
 )
-from mobius.planner.host_rates import UPDATES_WITHIN_STEP, measure_host_rates  # noqa: E402
-from mobius.planner.measure import MicrobatchShape, measure_product_rate, measure_profile  # noqa: E402
+from mobius.planner.host_rates import measure_host_rates  # noqa: E402
+from mobius.planner.layer_bench import MicrobatchShape  # noqa: E402
+from mobius.planner.measure import measure_product_rate, measure_profile  # noqa: E402
 from mobius.planner.plan_table import format_columns  # noqa: E402
 from mobius.planner.profile import Profile  # noqa: E402
 from mobius.planner.run_setup import machine_of_gpu  # noqa: E402
@@ -176,7 +177,7 @@ def measure_host(kernel: CPUAdamW | None) -> list[Row]:
     device = torch.device("cpu")
     rates = measure_host_rates(torch.bfloat16, device=device, transport=SingleRankTransport(), kernel=kernel)
     assumed = this_host().cores_per_rank * CPU_ADAMW_PER_CORE
-    return [Row("AdamW on the CPU", "1e9/s", UPDATES_WITHIN_STEP * rates.updates / 1e9, assumed / 1e9)]
+    return [Row("AdamW on the CPU", "1e9/s", rates.cpu_adamw_together / 1e9, assumed / 1e9)]
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:

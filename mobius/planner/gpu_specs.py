@@ -1,7 +1,8 @@
 """Data sheets of known GPUs, and profiles estimated from them.
 
 Nothing is measured on the GPU in question: rates are the vendor's numbers times shares measured on one machine of H200s
-in November 2026 (docs/performance.md lists the errors). Such a profile is marked as estimated.
+in November 2026 (docs/decisions/0022-step-time-prediction.md, tests/unit/planner/test_measured_rows.py). Such a profile
+is marked as estimated.
 
     seconds of a product = operations / (data sheet TFLOP/s x GEMM_SHARE x the part's share)
 """
@@ -20,71 +21,51 @@ from mobius.schedule.partition import ModelShape
 
 GIGA, TERA = 1e9, 1e12
 
-# Calibration: one H200, 4096 tokens of Llama-2-7B, compiled layers. A layer is 1.658 TFLOP forward.
-GEMM_SHARE = 0.805
-"""Large matrix products over the data sheet: 796 of 989 TFLOP/s."""
-FORWARD_SHARE = 0.84
-"""A layer's forward over large products: 2.47 ms, 671 TFLOP/s."""
-BACKWARD_SHARE = 0.755
-"""A layer's backward over large products: 8.40 less 2.47 ms, less what the fp32 sums take."""
-WIDTH = 4096
-"""Hidden size of the layer for which the shares were measured."""
+# A compiled layer of Llama-2-7B with 4096 tokens: 1.658 TFLOP forward.
+GEMM_SHARE = 0.805  # large products over the data sheet: 796 of 989 TFLOP/s
+FORWARD_SHARE = 0.84  # a layer's forward over large products: 2.47 ms
+BACKWARD_SHARE = 0.755  # its backward, without its fp32 sums: 8.40 less 2.47 ms
+RECOMPUTED_SHARE = 0.76  # of forward, what recomputing adds to backward: both are one graph
+LOSS_SHARE = 0.748  # head and loss with their backward: 5.41 ms for 3.22 TFLOP
+SUSTAINED_SHARE = 0.955  # rates within a step over rates measured alone
+MEMORY_SHARE = 0.8  # passes over long tensors over the GPU's memory bandwidth; a guess
+WIDTH = 4096  # of the layer
 NARROW = 0.09
-"""Further seconds per operation of a layer of half that width, as a share; twice that for a third of the width: passes
-over activations weigh more there. 1B's layers, measured alone, took 1.088 and 1.090 times the
-seconds that the shares give."""
-ACCUMULATION_BYTES = 8
-"""GPU memory traffic of products that add to fp32 sums, per parameter and microbatch: sum read 4, written 4."""
-RECOMPUTED_SHARE = 0.76
-"""Share of a layer's forward that recomputing adds to its backward: less than 1, because both are one graph. Steps of
-half of 7B on two GPUs, all recomputed: 0.836 to 0.796 s, 0.62 ms of 2.6 for each layer and microbatch."""
+"""Further seconds per operation of a layer of half that width, as a share, and twice that for a third: passes over
+activations weigh more there."""
 EAGER_FORWARD, EAGER_BACKWARD = 1.35, 1.16
-"""Seconds of an eager layer over those of a compiled one; recomputing runs its whole forward again.
-An H200 took 6.5 ms forward and 20.8 recomputed for 8192 tokens of a Llama-7B layer, compiled 4.8 and 16.0. Predicted
-for 7B streamed with clipping: 0.2 s more per step; it took 1.49 s, compiled 1.30."""
+"""Seconds of an eager layer over those of a compiled one; recomputing runs its whole forward again."""
 PACKED_COST = 1.016
-"""Seconds of a layer over packed rows (variable-length attention) over those over whole rows with as many operations.
-One H200, forward and backward back to back: 7B 16 x 512 with 8 documents in a row took 1.004 times the seconds of full
-rows (1.007 recomputed), 8B 2 x 4096 with 4 documents 0.964. Shorter attention has 0.991 and 0.946 times the operations,
-so that is 1.014, 1.017 and 1.018."""
+"""Seconds of a layer over packed rows (variable-length attention) over those with as many operations in whole rows."""
 WITHIN = 4096
-"""Tokens up to which a layer's shares give attention's seconds, checked for rows of 512 to 4096 tokens. Attention's own
-rates give the seconds for further tokens."""
+"""Tokens up to which a layer's shares give attention's seconds; attention's own rates give those of further tokens."""
 LAUNCH = LayerSeconds(0.30e-3, 0.74e-3, 0.93e-3)
-"""Seconds of Python and launches for a compiled layer on idle hosts of H200s: 0.22 to 0.37 ms
-forward, 0.64 to 0.82 backward, 0.72 to 1.00 recomputed; up to twice that on the same machines a minute later."""
+"""Seconds of Python and launches for a compiled layer on an idle host; up to twice that a minute later."""
 ACTION_LAUNCH = 0.35e-3
 """Seconds of the host for messages, slots and events of an action: 0.2 ms (forward) to 0.4 (backward) in runs."""
-LOSS_SHARE = 0.748
-"""Head and loss with their backward: 5.41 ms for 3.22 TFLOP in chunks of 2048 tokens, 595 TFLOP/s."""
-SUSTAINED_SHARE = 0.955
-"""Rates within a step over rates measured alone: 7B on 4 x H200 with everything on the GPUs took 0.665 s."""
-MEMORY_SHARE = 0.8
-"""Share of the GPU's memory bandwidth that passes over long tensors reach. A guess, not measured."""
+STEP_OVERHEAD = 0.003
+"""Seconds between two steps, in which the host waits for the last backward and reads norms and memory. A guess."""
+
+# Bytes of memory traffic per parameter.
+ACCUMULATION_BYTES = 8  # products that add to fp32 sums: read and written
 CPU_ADAMW_BYTES: Final = {OptimizerStates.FP32: 26, OptimizerStates.BF16: 18, OptimizerStates.COMPACT: 12}
-"""Moved per parameter by the C kernel in one pass, with bf16 gradients (docs/decisions/0004-cpu-adamw.md). AdamW on the
-GPU moves two more, of fp32 gradients."""
+"""Moved by the C kernel in one pass, with bf16 gradients (docs/decisions/0004-cpu-adamw.md). AdamW on the GPU moves two
+more, of fp32 gradients."""
 CPU_ADAMW_PER_CORE = 0.335e9
 """Parameters per second and core while memory is free: 5.36e9 on 16 cores."""
 COPY_PENALTY = 0.70
 """Rate of CPU AdamW during copies in both directions over its rate alone: 5.0 of 7.2 Gparam/s for four ranks."""
-STEP_OVERHEAD = 0.003
-"""Seconds between two steps, in which the host waits for the last backward and reads norms and memory. A guess."""
 
 PCIE_BYTES = {3: 12.5e9, 4: 25.5e9, 5: 55e9}
 """One direction of x16 as copies reach it: generation 5 measured, 3 and 4 usual published values."""
-DUPLEX_SHARE = 0.90
-"""Each direction while both run, one GPU alone. A guess, not measured."""
+DUPLEX_SHARE = 0.90  # each direction while both run, one GPU alone; a guess
 HOST_BANDWIDTH = 190e9
 """Approximate bytes per second of host memory with 64 cores and 4 x H200, all users together."""
 DOWN_LIMIT, UP_LIMIT, BOTH_LIMIT = 164 / 190, 136 / 190, 188 / 190
 """Shares of it that copies of all GPUs reach: 4 x 41 GB/s to the GPUs, 4 x 34 back, 4 x (22 + 25) at once."""
-HOST_MESSAGE_SHARE = 0.2
-"""Rate of messages through host memory over the PCIe rate. A guess."""
-NVLINK_SHARE, PEER_SHARE = 0.87, 0.75
-"""Rate of messages over the link's data sheet: NVLink measured (394 of 450 GB/s), between PCIe slots a guess."""
-LATENCY = 20e-6
-"""Latency of a message in seconds. A guess."""
+# Rates of messages over PCIe through host memory, NVLink (394 of 450 GB/s), and PCIe slot to slot; the others guesses.
+HOST_MESSAGE_SHARE, NVLINK_SHARE, PEER_SHARE = 0.2, 0.87, 0.75
+LATENCY = 20e-6  # seconds of a message; a guess
 
 
 @dataclass(frozen=True)
@@ -170,8 +151,7 @@ GPU_SPECS = {gpu_spec.name: gpu_spec for gpu_spec in _CARDS}
 
 Published rates are reports found until November 2026, in issues of the source and its table: bf16 with fp32
 accumulation (V100 and T4: fp16), dense square products of 8192 and 10,240, or of the best of several sizes where a
-report has only that; V100: of 2048 tokens. Most reports time 30 products in a row: a card at its power limit is slower
-in long runs. The first table has 790 TFLOP/s for an H200; GEMM_SHARE is of 796.
+report has only that (V100: 2048). Most time 30 products in a row: a card at its power limit is slower in long runs.
 """
 
 
@@ -283,10 +263,39 @@ class LayerEstimate:
 
     def layer(self, layer: int, tokens: int, length: float) -> LayerSeconds:
         """Return the seconds of layer number `layer` for `tokens` tokens in sequences of `length`."""
-        within, beyond = self._cut(length)
-        products = 2 * (self.shape.active_parameters[layer] + within * self.shape.hidden_size) * tokens
         sums = ACCUMULATION_BYTES * self.shape.layer_parameters[layer] / self.gpu_spec.memory_rate
-        return self._products(products, sums) + self._experts(layer, tokens) + self._beyond(tokens, beyond)
+        within, beyond = self._attention(tokens, length)
+        products = self._products(2 * (self.shape.active_parameters[layer] + within) * tokens, sums)
+        return products + self._experts(layer, tokens) + beyond
+
+    def attention(self, tokens: int, length: float) -> LayerSeconds:
+        """Return the seconds of causal attention within `layer`."""
+        within, beyond = self._attention(tokens, length)
+        return self._products(2 * within * tokens) + beyond
+
+    def _attention(self, tokens: int, length: float) -> tuple[float, LayerSeconds]:
+        """Return attention as so many parameters that a layer's shares time, and the seconds of the rest.
+
+        The rest is timed by attention's own rates: two products forward, five backward, forward again if recomputed.
+        """
+        rates = None if self.gpu_spec.attention is None else self.gpu_spec.attention[self.is_packed]
+        if rates is None:
+            return length * self.shape.hidden_size, LayerSeconds(0.0, 0.0, 0.0)
+        within = min(length, WITHIN)
+        product = (length - within) * self.shape.attention_width * tokens / (TERA * SUSTAINED_SHARE)
+        forward, backward = 2 * product / rates.forward, 5 * product / rates.backward
+        return within * self.shape.hidden_size, LayerSeconds(forward, backward, forward + backward)
+
+    def _products(self, operations: float, sums: float = 0.0) -> LayerSeconds:
+        """Return the seconds of `operations` in forward by a layer's shares; `sums`: seconds of gradient sums."""
+        narrow = 1 + NARROW * max(0.0, WIDTH / self.shape.hidden_size - 1)
+        rate = self.gpu_spec.product_rate / narrow / (PACKED_COST if self.is_packed else 1.0)
+        forward = operations / (rate * FORWARD_SHARE)
+        backward = 2 * operations / (rate * BACKWARD_SHARE) + sums
+        if not self.compiled:
+            forward, backward = EAGER_FORWARD * forward, EAGER_BACKWARD * backward
+            return LayerSeconds(forward, backward, forward + backward)
+        return LayerSeconds(forward, backward, RECOMPUTED_SHARE * forward + backward)
 
     def _experts(self, layer: int, tokens: int) -> LayerSeconds:
         """Return the seconds of memory passes of a layer's experts, by bytes, not measured.
@@ -300,48 +309,9 @@ class LayerEstimate:
         seconds = 2 * (copies + self.shape.experts.layers[layer]) / self.gpu_spec.memory_rate
         return LayerSeconds(seconds, seconds, 2 * seconds)
 
-    def attention(self, tokens: int, length: float) -> LayerSeconds:
-        """Return the seconds of causal attention within `layer`."""
-        within, beyond = self._cut(length)
-        return self._products(2 * within * self.shape.hidden_size * tokens) + self._beyond(tokens, beyond)
-
-    def _cut(self, length: float) -> tuple[float, float]:
-        """Split `length` into tokens timed by a layer's shares and tokens timed by attention's own rates."""
-        within = length if self._own_rates is None else min(length, WITHIN)
-        return within, length - within
-
-    @property
-    def _own_rates(self) -> AttentionRates | None:
-        return None if self.gpu_spec.attention is None else self.gpu_spec.attention[self.is_packed]
-
-    def _products(self, operations: float, sums: float = 0.0) -> LayerSeconds:
-        """Return the seconds of `operations` in forward by a layer's shares; `sums`: seconds of gradient sums."""
-        narrow = 1 + NARROW * max(0.0, WIDTH / self.shape.hidden_size - 1)
-        rate = self.gpu_spec.product_rate / narrow / (PACKED_COST if self.is_packed else 1.0)
-        forward = operations / (rate * FORWARD_SHARE)
-        backward = 2 * operations / (rate * BACKWARD_SHARE) + sums
-        if not self.compiled:
-            forward, backward = EAGER_FORWARD * forward, EAGER_BACKWARD * backward
-            return LayerSeconds(forward, backward, forward + backward)
-        return LayerSeconds(forward, backward, RECOMPUTED_SHARE * forward + backward)
-
-    def _beyond(self, tokens: int, length: float) -> LayerSeconds:
-        """Return the seconds of attention by its own rates: two products forward, five backward, forward again."""
-        rates = self._own_rates
-        if rates is None:
-            return LayerSeconds(0.0, 0.0, 0.0)
-        product = length * self.shape.attention_width * tokens / (TERA * SUSTAINED_SHARE)
-        forward, backward = 2 * product / rates.forward, 5 * product / rates.backward
-        return LayerSeconds(forward, backward, forward + backward)
-
 
 def with_attention_length(
-    profile: Profile,
-    shape: ModelShape,
-    *,
-    measured_length: float,
-    length: float,
-    estimate: LayerEstimate | None = None,
+    profile: Profile, shape: ModelShape, *, measured_length: float, length: float, estimate: LayerEstimate | None = None
 ) -> Profile:
     """Return the profile with layers that attend over `length` tokens instead of `measured_length`.
 
@@ -350,9 +320,9 @@ def with_attention_length(
     if estimate is not None:
         before, after = (estimate.attention(profile.microbatch_tokens, each) for each in (measured_length, length))
     else:
-        parameters, kind = shape.active_parameters[0], profile.of_layer(0)
-        all_before = parameters + shape.hidden_size * measured_length
-        before, after = (kind.times(shape.hidden_size * each / all_before) for each in (measured_length, length))
+        all_before = shape.active_parameters[0] + shape.hidden_size * measured_length
+        shares = (shape.hidden_size * each / all_before for each in (measured_length, length))
+        before, after = map(profile.of_layer(0).times, shares)
     kinds = tuple(kind + after + before.times(-1) for kind in profile.layer_kinds)
     return replace(profile, layer_kinds=kinds, attention_length=length, attention=after)
 

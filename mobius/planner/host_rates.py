@@ -7,7 +7,7 @@ parameters per second and rank (docs/decisions/0013-host-memory.md), so a run me
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from mobius.engine.host_arena import HostArena
 from mobius.engine.stage_state import StageState
 from mobius.hardware.streams import Event, new_stream
 from mobius.models.layout import StageLayout
+from mobius.planner.gpu_specs import GIGA
 from mobius.planner.profile import CopyRates, Profile
 from mobius.planner.timer import MIN_REPEATS, CollectiveTimer, Work
 
@@ -34,29 +35,28 @@ UPDATES_WITHIN_STEP = 0.87
 
 @dataclass(frozen=True)
 class HostRates:
-    """Rates of each rank while all ranks do the same, in bytes or parameters per second."""
+    """Rates of each rank while all ranks do the same: fields of a profile, and copies in both directions."""
 
     copies_each_way: float
-    """Copies in each direction during copies in the opposite one."""
-    updates: float
-    updates_during_copies: float
-    copies_during_updates: float
-    """Copies in each direction during updates."""
-    update_bytes: int
-    """Memory traffic per parameter."""
+    """Bytes per second in each direction."""
+    cpu_adamw_together: float
+    cpu_adamw_beside_copies: float
+    copies_beside_cpu_adamw: float
+    cpu_adamw_bytes: int
+    host_bandwidth: float
 
-    def profile_fields(self, num_ranks: int) -> dict[str, Any]:
-        """Return the fields of a profile that these rates determine, for a step of `num_ranks`."""
-        updates = UPDATES_WITHIN_STEP * self.updates
-        # Memory traffic of copies, or of updates in a step; with the smaller one, copies would slow updates too little.
-        bandwidth = max(2 * self.copies_each_way, updates * self.update_bytes)
-        return {
-            "cpu_adamw_together": updates,
-            "cpu_adamw_beside_copies": min(updates, UPDATES_WITHIN_STEP * self.updates_during_copies),
-            "copies_beside_cpu_adamw": self.copies_during_updates,
-            "cpu_adamw_bytes": self.update_bytes,
-            "host_bandwidth": num_ranks * bandwidth,
-        }
+    def profile_fields(self) -> dict[str, Any]:
+        """Return the fields of a profile by name."""
+        return {name: value for name, value in asdict(self).items() if name != "copies_each_way"}
+
+    def describe(self) -> str:
+        """The rates as text, for the log."""
+        updates, beside_copies = self.cpu_adamw_together / GIGA, self.cpu_adamw_beside_copies / GIGA
+        return (
+            f"{updates:.2f} billion updates per second and rank, {beside_copies:.2f} during copies of "
+            f"{self.copies_beside_cpu_adamw / GIGA:.0f} GB/s each way, which reach {self.copies_each_way / GIGA:.0f} "
+            "without updates"
+        )
 
 
 def measure_host_rates(
@@ -92,8 +92,8 @@ def with_host_rates(profile: Profile, rates: HostRates) -> Profile:
             host_to_device_all_gpus=max(copies.host_to_device_all_gpus, each_way),
             device_to_host_all_gpus=max(copies.device_to_host_all_gpus, each_way),
         ),
-        cpu_adamw=max(profile.cpu_adamw, UPDATES_WITHIN_STEP * rates.updates),
-        **rates.profile_fields(profile.num_ranks),
+        cpu_adamw=max(profile.cpu_adamw, rates.cpu_adamw_together),
+        **rates.profile_fields(),
     )
 
 
@@ -158,7 +158,7 @@ def measure_cpu_optimizer(
     each_way: float,
     reduced_format: str = "",
 ) -> tuple[float, HostRates]:
-    """Return the parameters per second that one rank alone updates, and the rates of all ranks.
+    """Return the parameters per second that one rank alone updates within a step, and the rates of all ranks.
 
     `each_way` is the rate of `copies` in both directions without updates; on a CPU updates do not change it.
     """
@@ -176,9 +176,19 @@ def measure_cpu_optimizer(
         during_copies, copy_rate = measure_during_copies(
             timer, update, copies, int(long * each_way / copies.num_bytes) + 1
         )
-    count = layout.num_elements
-    moved = round((2 * sum(tensor.nbytes for tensor in state.tensors) - state.gradients.nbytes) / count)
-    return count / alone, HostRates(each_way, count / together, count / during_copies, copy_rate, moved)
+    moved = round((2 * sum(tensor.nbytes for tensor in state.tensors) - state.gradients.nbytes) / layout.num_elements)
+    rate_alone, rate_together, rate_beside_copies = (
+        UPDATES_WITHIN_STEP * (layout.num_elements / seconds) for seconds in (alone, together, during_copies)
+    )
+    return rate_alone, HostRates(
+        copies_each_way=each_way,
+        cpu_adamw_together=rate_together,
+        cpu_adamw_beside_copies=min(rate_together, rate_beside_copies),
+        copies_beside_cpu_adamw=copy_rate,
+        cpu_adamw_bytes=moved,
+        # Memory traffic of copies, or of updates; with the smaller one, copies would slow updates too little.
+        host_bandwidth=timer.transport.num_ranks * max(2 * each_way, rate_together * moved),
+    )
 
 
 def measure_during_copies(timer: CollectiveTimer, update: Work, copies: Copies, num_copies: int) -> tuple[float, float]:

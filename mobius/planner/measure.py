@@ -6,76 +6,33 @@ profile. The run reuses the layers that were compiled here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from mobius.distributed.transport import Transport
 from mobius.engine.adamw import FlatAdamW
 from mobius.engine.adamw_cpu import CPUAdamW
 from mobius.engine.adamw_gpu import GPUAdamW
-from mobius.engine.documents import typical_arguments
-from mobius.engine.pipelined_router_loss import PipelinedRouterLoss, sent_shape
-from mobius.engine.sliced_layers import SequenceKVCaches, SlicedLayers
+from mobius.engine.pipelined_router_loss import sent_shape
 from mobius.engine.stage import StageModule
-from mobius.engine.stage_layers import MicrobatchContext, SequenceSlice
+from mobius.engine.stage_layers import MicrobatchContext
 from mobius.engine.stage_state import StageState
 from mobius.models.blocks import ModelParts
 from mobius.models.layout import StageLayout
 from mobius.planner.gpu_specs import STEP_OVERHEAD, SUSTAINED_SHARE, action_launch
-from mobius.planner.host_rates import (
-    SETTINGS,
-    UPDATES_WITHIN_STEP,
-    Copies,
-    measure_copies,
-    measure_cpu_optimizer,
-    update_once,
-)
+from mobius.planner.host_rates import SETTINGS, Copies, measure_copies, measure_cpu_optimizer, update_once
+from mobius.planner.layer_bench import LayerBench, MicrobatchShape, layer_seconds, make_weights_and_sums, slice_seconds
 from mobius.planner.profile import LayerSeconds, MessageRates, Profile, Source
 from mobius.planner.timer import CollectiveTimer, Work
 from mobius.schedule.action import Direction
-from mobius.schedule.packed_rows import PackedRows
 from mobius.schedule.partition import StageCut
 
 GPU_PARAMETERS, MESSAGES = 2**26, 8
 """Parameters of one update, and messages sent in a row to a neighbour."""
 PRODUCT_SIZE = 8192
 """Rows and columns of the matrices of a large product."""
-
-
-@dataclass(frozen=True)
-class MicrobatchShape:
-    """Shape of a microbatch, and how it is computed."""
-
-    batch: int
-    seq_length: int
-    """Tokens of each sequence in the microbatch; of a slice if sequences are sliced."""
-    dtype: torch.dtype
-    loss_chunk_tokens: int
-    packed: PackedRows | None = None
-    """None: rows are one document each."""
-    tile_tokens: int | None = None
-    """None: recomputed layers run whole."""
-    reduced_format: str = ""
-    """Format of the layers' optimizer states, if it is not the usual one."""
-    full_seq_length: int | None = None
-    """Tokens of a whole sequence if microbatches are slices; None: they hold whole sequences."""
-
-    @property
-    def is_sliced(self) -> bool:
-        """Whether slices are measured as such; slices of packed rows attend to few earlier tokens."""
-        return self.full_seq_length is not None and self.packed is None
-
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.seq_length
-
-    def hidden_size(self, parts: ModelParts) -> tuple[int, int, int]:
-        """Shape [B, L, H] of the hidden states."""
-        return self.batch, self.seq_length, parts.config.hidden_size
 
 
 def measure_profile(
@@ -95,13 +52,13 @@ def measure_profile(
     # Layers of one kind share a module; their masks may differ.
     modules = [id(layer.module) for layer in parts.layers]
     kinds = list(dict.fromkeys(modules))
+    benches = [LayerBench(parts, modules.index(kind), shape, device) for kind in kinds]
     attention: LayerSeconds | None = None
-    indices = list(map(modules.index, kinds))
     if shape.is_sliced:
-        both = [_slice_seconds(timer, parts, shape, index) for index in indices]
+        both = [slice_seconds(bench, timer.seconds) for bench in benches]
         layers, (attention, *_) = [layer for layer, _ in both], [own for _, own in both]
     else:
-        layers = [_layer_seconds(timer.seconds, _layer_work(timer, parts, shape, index)) for index in indices]
+        layers = [layer_seconds(bench, timer.seconds) for bench in benches]
     launch_overhead = measure_launches(timer, parts, shape)
     embedding_forward, embedding_backward, loss = _measure_ends(timer, parts, shape)
     with Copies(device) as memory:
@@ -126,13 +83,13 @@ def measure_profile(
         loss=loss / SUSTAINED_SHARE,
         copies=copies,
         messages=_message_rates(timer, parts, shape, is_through_host=messages_through_host),
-        cpu_adamw=UPDATES_WITHIN_STEP * updates_alone,
+        cpu_adamw=updates_alone,
         gpu_adamw=_measure_gpu_optimizer(timer, shape.dtype),
         gpu_bandwidth=_measure_gpu_memory(timer, memory.num_bytes),
         step_overhead=STEP_OVERHEAD + 2 * timer.seconds(transport.barrier),
         launch_overhead=launch_overhead,
         action_launch=action_launch(launch_overhead),
-        **rates.profile_fields(transport.num_ranks),
+        **rates.profile_fields(),
     )
     timer.forget()
     if attention is not None:
@@ -146,10 +103,12 @@ def measure_launches(timer: CollectiveTimer, parts: ModelParts, shape: Microbatc
 
     Compiles the layer if that is not done yet.
     """
-    work = _layer_work(timer, parts, shape, 0)
-    for each in work:
-        each()  # compiles its kernels
-    return _layer_seconds(timer.launch_seconds, work)
+
+    def seconds(work: Work) -> float:
+        work()  # compiles its kernels
+        return timer.launch_seconds(work)
+
+    return layer_seconds(LayerBench(parts, 0, shape, timer.device), seconds)
 
 
 def measure_product_rate(timer: CollectiveTimer, dtype: torch.dtype) -> float:
@@ -161,104 +120,21 @@ def measure_product_rate(timer: CollectiveTimer, dtype: torch.dtype) -> float:
     return rate
 
 
-def _layer_seconds(seconds: Callable[[Work], float], work: Sequence[Work]) -> LayerSeconds:
-    """Return the seconds of `_layer_work`; a forward with saved activations counts as one without."""
-    forward, both, recomputed = map(seconds, work)
-    return LayerSeconds(forward, max(both - forward, 0.0), recomputed)
-
-
-def _layer_work(timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShape, index: int) -> Sequence[Work]:
-    """Return the work of one layer with random weights: forward, forward and backward, and recomputed backward.
-
-    In tiles, activations of all tokens may not fit: forward and backward then recompute as well.
-    """
-    span = StageCut(0, index, index + 1, is_first=False, is_last=False)
-    arguments = typical_arguments(
-        parts, shape.packed, batch=shape.batch, seq_length=shape.seq_length, dtype=shape.dtype, device=timer.device
-    )
-    make = partial(StageModule, parts, span, loss_chunk_tokens=shape.loss_chunk_tokens, tile_tokens=shape.tile_tokens)
-    recomputing = make()
-    is_tiled = shape.tile_tokens is not None and shape.tokens > shape.tile_tokens
-    saving = recomputing if is_tiled else make(keep_graphs=True)
-    weights, gradients = _memory_of(recomputing, shape.dtype, timer.device)
-    hidden = torch.randn(shape.hidden_size(parts), device=timer.device, dtype=shape.dtype)
-
-    routers = None if parts.router_loss is None else PipelinedRouterLoss(parts.router_loss, timer.device)
-    tokens = None if routers is None else routers.token_mask((shape.batch, shape.seq_length))
-
-    def new_context() -> MicrobatchContext:
-        own = None if routers is None or tokens is None else routers.context(tokens, None)
-        return MicrobatchContext(arguments, routers=own)
-
-    def forward_and_backward() -> None:
-        context = new_context()
-        saved = saving.forward(weights, hidden, context)[1]
-        saving.backward(weights, gradients, saved, hidden, context)
-
-    return (
-        lambda: recomputing.forward(weights, hidden, new_context()),
-        forward_and_backward,
-        lambda: recomputing.backward(weights, gradients, [hidden], hidden, new_context()),
-    )
-
-
-def _slice_seconds(
-    timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShape, index: int
-) -> tuple[LayerSeconds, LayerSeconds]:
-    """Return the seconds of a layer on a slice, and of its attention in them: means over the slices of a sequence.
-
-    The first and the last slice are run. Attention's time grows linearly with the tokens before a slice: the mean of
-    both is the mean of all, and their difference gives attention's part.
-    """
-    length, tokens = shape.full_seq_length, shape.seq_length
-    assert length is not None
-    span = StageCut(1, index, index + 1, is_first=False, is_last=False)
-    stage = SlicedLayers(parts, span, SequenceKVCaches(), tile_tokens=shape.tile_tokens)
-    weights, gradients = _memory_of(StageModule(parts, span, loss_chunk_tokens=1), shape.dtype, timer.device)
-    hidden = torch.randn(shape.hidden_size(parts), device=timer.device, dtype=shape.dtype)
-    arguments = typical_arguments(
-        parts, None, batch=shape.batch, seq_length=length, dtype=shape.dtype, device=timer.device
-    )
-
-    def measure(start: int) -> tuple[float, float]:
-        context = MicrobatchContext(arguments, SequenceSlice(start, start + tokens, length))
-        return (
-            timer.seconds(lambda: stage.forward(weights, hidden, context)),
-            timer.seconds(lambda: stage.backward(weights, gradients, [hidden], hidden, context)),
-        )
-
-    ends = list(zip(measure(0), measure(length - tokens), strict=True))
-    forward, recomputed = (sum(each) / 2 for each in ends)
-    by_position = length / 2 / max(length - tokens, 1)
-    own_forward, own_recomputed = (max(0.0, last - first) * by_position for first, last in ends)
-    return (
-        LayerSeconds(forward, max(recomputed - forward, 0.0), recomputed),
-        LayerSeconds(own_forward, max(own_recomputed - own_forward, 0.0), own_recomputed),
-    )
-
-
 def _measure_ends(timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShape) -> tuple[float, float, float]:
     """Return the seconds of embedding forward, embedding backward, and norm, head and loss with their backward."""
     device, end = timer.device, len(parts.layers)
     tokens = torch.randint(0, parts.config.vocab_size, (shape.batch, shape.seq_length), device=device)
     hidden = torch.randn(shape.hidden_size(parts), device=device, dtype=shape.dtype)
     first = StageModule(parts, StageCut(0, 0, 0, True, False), loss_chunk_tokens=shape.loss_chunk_tokens)
-    weights, gradients = _memory_of(first, shape.dtype, device)
+    weights, gradients = make_weights_and_sums(first, shape.dtype, device)
     forward = timer.seconds(lambda: first.forward(weights, tokens, MicrobatchContext(())))
     backward = timer.seconds(lambda: first.embedding_backward(weights, gradients, tokens, hidden))
     last = StageModule(parts, StageCut(1, end, end, False, True), loss_chunk_tokens=shape.loss_chunk_tokens)
-    own_weights, own_gradients = _memory_of(last, shape.dtype, device)
+    own_weights, own_gradients = make_weights_and_sums(last, shape.dtype, device)
     loss = timer.seconds(
         lambda: last.loss(own_weights, own_gradients, hidden, tokens, num_targets=shape.tokens, loss_scale=1.0)
     )
     return forward, backward, loss
-
-
-def _memory_of(stage: StageModule, dtype: torch.dtype, device: torch.device) -> tuple[dict[str, Tensor], ...]:
-    """Make random weights and fp32 gradient sums of a stage."""
-    layout = stage.layout()
-    weights = torch.empty(layout.num_elements, device=device, dtype=dtype).normal_(std=0.02)
-    return layout.views(weights), layout.trained_views(torch.zeros(layout.num_trained, device=device))
 
 
 def _message_rates(

@@ -15,7 +15,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +30,8 @@ from mobius.errors import CheckpointError, PlanError, reason_of
 from mobius.hardware.devices import num_optimizer_threads
 from mobius.planner.gpu_specs import GIGA, action_launch
 from mobius.planner.host_rates import measure_host_rates, with_host_rates
-from mobius.planner.measure import MicrobatchShape, measure_launches, measure_profile
+from mobius.planner.layer_bench import MicrobatchShape
+from mobius.planner.measure import measure_launches, measure_profile
 from mobius.planner.profile import FORMAT, Profile, ProfileError, ReplicaRates
 from mobius.planner.replica_traffic import link_of_nodes
 from mobius.planner.run_setup import RunSetup, replan
@@ -56,12 +57,12 @@ def plan_by_measurement(run_setup: RunSetup, transport: Transport) -> RunSetup:
     known speed. Raises PlanError if the ranks disagree, and the errors of `make_run_setup`.
     """
     check_same_plan(run_setup.plan, transport)
-    profile, is_new = run_setup.result.profile, False
-    if is_to_be_measured(run_setup):
+    wanted, profile, is_new = Measurements.of(run_setup), run_setup.result.profile, False
+    if wanted.layers:
         profile, is_new = measured_profile(run_setup, transport)
-    if profile is not None and not is_new and is_host_to_be_measured(run_setup):
+    if profile is not None and wanted.host and not is_new:
         profile = _with_host(profile, run_setup, transport)
-    if profile is not None and is_link_to_be_measured(run_setup):
+    if profile is not None and wanted.link:
         profile = _with_link(profile, run_setup, transport)
     if profile is run_setup.result.profile or profile is None:
         return run_setup
@@ -70,22 +71,25 @@ def plan_by_measurement(run_setup: RunSetup, transport: Transport) -> RunSetup:
     return planned
 
 
-def is_to_be_measured(run_setup: RunSetup) -> bool:
-    """Whether layers are measured, as `PlanRequest.measures_layers` says."""
-    return run_setup.rank_context.device.type == "cuda" and run_setup.result.request.measures_layers
+@dataclass(frozen=True)
+class Measurements:
+    """Parts that a run on GPUs measures at its start."""
 
+    layers: bool = False
+    """Layers and everything else of a profile: for auto, as `PlanRequest.measures_layers` says."""
+    host: bool = False
+    """The host, as `PlanRequest.measures_host` says, unless it is part of a new profile."""
+    link: bool = False
+    """The link between replicas, unless its rate is given."""
 
-def is_host_to_be_measured(run_setup: RunSetup) -> bool:
-    """Whether the host is measured, as `PlanRequest.measures_host` says; not for a checkpoint's plan."""
-    may_change = run_setup.rank_context.device.type == "cuda" and not run_setup.is_given
-    return may_change and run_setup.result.request.measures_host
-
-
-def is_link_to_be_measured(run_setup: RunSetup) -> bool:
-    """Whether the link between replicas is measured: if there is one whose rate is not given, and no given plan."""
-    machine, planning = run_setup.result.request.machine, run_setup.config.planning
-    may_change = run_setup.rank_context.device.type == "cuda" and not run_setup.is_given
-    return may_change and machine.num_replicas > 1 and (planning.node_link is None or machine.num_nodes == 1)
+    @classmethod
+    def of(cls, run_setup: RunSetup) -> Measurements:
+        """Return what is measured for a run: nothing on CPUs and for a plan of a file or a checkpoint."""
+        if run_setup.rank_context.device.type != "cuda" or run_setup.is_given:
+            return cls()
+        request, is_link_given = run_setup.result.request, run_setup.config.planning.node_link is not None
+        has_link, is_one_node = request.machine.num_replicas > 1, request.machine.num_nodes == 1
+        return cls(request.measures_layers, request.measures_host, has_link and (is_one_node or not is_link_given))
 
 
 def measured_profile(run_setup: RunSetup, transport: Transport) -> tuple[Profile, bool]:
@@ -93,38 +97,53 @@ def measured_profile(run_setup: RunSetup, transport: Transport) -> tuple[Profile
 
     Takes less than 30 s if it is not cached, and releases all memory.
     """
-    shape = _microbatch(run_setup)
+    request = run_setup.result.request
     path = profile_path(
         cache_folder() / "profiles",
         run_setup.shape,
-        shape,
+        MicrobatchShape.of(request),
         device=run_setup.rank_context.device,
         num_ranks=transport.num_ranks,
-        is_compiled=run_setup.result.request.compiles,
+        is_compiled=request.compiles,
         has_peer_copies=allows_peer_copies(),
     )
-    return cached_profile(path, partial(_measure, run_setup, shape, transport), transport)
+    return cached_profile(path, partial(_measure, run_setup, transport), transport)
+
+
+def _measure(run_setup: RunSetup, transport: Transport) -> Profile:
+    start = time.perf_counter()
+    profile = measure_profile(
+        run_setup.parts,
+        MicrobatchShape.of(run_setup.result.request),
+        device=run_setup.rank_context.device,
+        transport=transport,
+        kernel=_kernel(run_setup),
+        messages_through_host=not allows_peer_copies(),
+    )
+    logger.debug("profile measured in %.0f s: %s", time.perf_counter() - start, profile.describe())
+    return profile
+
+
+def _kernel(run_setup: RunSetup) -> CPUAdamW | None:
+    return load_adamw_cpu(cache_folder(), num_threads=num_optimizer_threads(run_setup.rank_context.ranks.num_local))
 
 
 def _with_host(profile: Profile, run_setup: RunSetup, transport: Transport) -> Profile:
     """Return `profile` with the host's present rates: copies, updates, and seconds to enqueue a layer."""
     start, device = time.perf_counter(), run_setup.rank_context.device
-    launches = measure_launches(CollectiveTimer(device, transport), run_setup.parts, _microbatch(run_setup))
+    shape = MicrobatchShape.of(run_setup.result.request)
+    launches = measure_launches(CollectiveTimer(device, transport), run_setup.parts, shape)
     rates = measure_host_rates(
-        run_setup.dtype,
+        shape.dtype,
         device=device,
         transport=transport,
         kernel=_kernel(run_setup),
-        reduced_format=run_setup.reduced_format,
+        reduced_format=shape.reduced_format,
     )
     logger.debug(
-        "host measured in %.1f s: %.2f billion updates per second and rank, %.2f during copies of %.0f GB/s each "
-        "way, which reach %.0f without updates; a layer is enqueued in %s",
+        "host measured in %.1f s: %s; a layer is enqueued in %s",
         time.perf_counter() - start,
-        rates.updates / GIGA,
-        rates.updates_during_copies / GIGA,
-        rates.copies_during_updates / GIGA,
-        rates.copies_each_way / GIGA,
+        rates.describe(),
         launches.describe(),
     )
     return replace(with_host_rates(profile, rates), launch_overhead=launches, action_launch=action_launch(launches))
@@ -159,38 +178,6 @@ def measure_replica_rates(timer: CollectiveTimer, *, is_through_host: bool) -> R
     together = transport.num_ranks * sent / timer.seconds(gather)
     alone = together if transport.num_ranks == 1 else min(together, sent / timer.seconds_alone(gather))
     return ReplicaRates(together, alone, is_through_host)
-
-
-def _microbatch(run_setup: RunSetup) -> MicrobatchShape:
-    batch, tokens, _ = run_setup.message_shape
-    return MicrobatchShape(
-        batch,
-        tokens,
-        run_setup.dtype,
-        run_setup.config.pipeline.loss_chunk_tokens,
-        run_setup.result.request.packed,
-        run_setup.tile_tokens,
-        run_setup.reduced_format,
-        run_setup.config.data.seq_length if run_setup.plan.num_slices > 1 else None,
-    )
-
-
-def _kernel(run_setup: RunSetup) -> CPUAdamW | None:
-    return load_adamw_cpu(cache_folder(), num_threads=num_optimizer_threads(run_setup.rank_context.ranks.num_local))
-
-
-def _measure(run_setup: RunSetup, shape: MicrobatchShape, transport: Transport) -> Profile:
-    start = time.perf_counter()
-    profile = measure_profile(
-        run_setup.parts,
-        shape,
-        device=run_setup.rank_context.device,
-        transport=transport,
-        kernel=_kernel(run_setup),
-        messages_through_host=not allows_peer_copies(),
-    )
-    logger.debug("profile measured in %.0f s: %s", time.perf_counter() - start, profile.describe())
-    return profile
 
 
 def check_same_plan(plan: Plan, transport: Transport) -> None:
@@ -229,10 +216,8 @@ def profile_path(
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "model": repr(model),
-        "microbatch": [shape.batch, shape.seq_length, str(shape.dtype), shape.loss_chunk_tokens, *documents],
-        "tile_tokens": shape.tile_tokens,
-        "optimizer_states": shape.reduced_format,
-        "whole_length": shape.full_seq_length,
+        "microbatch": repr(replace(shape, packed=None)),
+        "documents": documents,
         "num_ranks": num_ranks,
         "is_compiled": is_compiled,
         "has_peer_copies": has_peer_copies,

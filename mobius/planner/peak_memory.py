@@ -22,7 +22,7 @@ inputs of attention's four products (4 H in Llama):
 Eager widths are counted op by op on a CPU (tests/harness/live_bytes.py). Compiled widths agree with measurements on an
 H200: the graph within 2 % (0.7 of all widths), the peak within 1 %. Both hold for Llama, Mistral and Qwen2; norms on
 queries and keys (Qwen3) make a graph 1.25 times as large, Gemma 3's norms 1.8 times (eager, counted). On a GPU, a layer
-is measured instead (layer_bytes.py).
+is measured instead (layer_bench.py).
 
 In a layer with experts, I is the sum over a token's K experts and a shared part, and A + Q includes the router's
 outputs. Each of the K experts has a copy of its token's hidden states and a result: a graph has 2 K H more, and a

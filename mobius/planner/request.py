@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from mobius.config.config import Compile, Config, Dtype, Order, Recompute, ReduceDtype
+from mobius.config.config import Compile, Config, Dtype, OptimizerStates, Order, Recompute, ReduceDtype
 from mobius.limits import NUM_INCOMING_EDGES, NUM_MAILBOXES
 from mobius.planner.gpu_specs import GpuSpec, Host
 from mobius.planner.peak_memory import estimate_layer
@@ -285,6 +285,12 @@ class PlanRequest:
             num_replicas=self.machine.num_replicas,
             reduced=2 if self.config.pipeline.reduce_dtype is ReduceDtype.BF16 else SUM_BYTES,
         )
+
+    @property
+    def reduced_format(self) -> str:
+        """Format of the layers' optimizer states, if it is not the usual one; else empty."""
+        states = self.config.optim.optimizer_states
+        return "" if states is OptimizerStates.FP32 else states.value
 
     @property
     def rows(self) -> int:

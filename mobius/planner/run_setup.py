@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from mobius.config.config import Config, Dtype, OptimizerStates
+from mobius.config.config import Config, Dtype
 from mobius.distributed.device_order import order_devices
 from mobius.distributed.node_checks import smallest_machine, smallest_of_all
 from mobius.distributed.rendezvous import Rendezvous, join_node, join_pipeline
@@ -25,7 +25,7 @@ from mobius.models.family_support import checked_families, unpackable_reason, un
 from mobius.models.router_loss import refuse_slices
 from mobius.planner.fit import DoesNotFitError, may_keep_products
 from mobius.planner.gpu_specs import SUSTAINED_SHARE, Host, gpu_spec_of_device
-from mobius.planner.layer_bytes import measure_layer_bytes
+from mobius.planner.layer_bench import MicrobatchShape, measure_layer_bytes
 from mobius.planner.measure import measure_product_rate
 from mobius.planner.memory_estimates import estimate_host_memory, tile_tokens
 from mobius.planner.peak_memory import LayerBytes
@@ -117,8 +117,7 @@ class RunSetup:
     @property
     def reduced_format(self) -> str:
         """Format of the layers' optimizer states, if it is not the usual one; else empty."""
-        states = self.requested_config.optim.optimizer_states
-        return "" if states is OptimizerStates.FP32 else states.value
+        return self.result.request.reduced_format
 
     @property
     def tile_tokens(self) -> int | None:
@@ -346,19 +345,10 @@ def _plan_again(
     device, given = before.rank_context.device, before.plan if before.is_given else None
 
     def measured_layer(request: PlanRequest) -> LayerBytes:
-        tile = tile_tokens(request)
-        if layer is not None and tile == before.tile_tokens:
+        if layer is not None and tile_tokens(request) == before.tile_tokens:
             return layer
-        return measure_layer_bytes(
-            before.parts,
-            shape=_message_shape(request),
-            dtype=before.dtype,
-            device=device,
-            packed=request.packed,
-            tile_tokens=tile,
-            sliced_length=request.config.data.seq_length if request.num_slices > 1 else None,
-            with_products=may_keep_products(request),
-        )
+        shape, with_products = MicrobatchShape.of(request), may_keep_products(request)
+        return measure_layer_bytes(before.parts, shape, device=device, with_products=with_products)
 
     on_gpu = device.type == "cuda"
     is_measured_next = on_gpu and not is_last and (request.measures_layers or request.measures_host)

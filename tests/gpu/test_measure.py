@@ -10,7 +10,8 @@ from transformers import LlamaConfig
 
 from mobius.distributed.transport import SingleRankTransport
 from mobius.models.blocks import ModelParts
-from mobius.planner.measure import MicrobatchShape, measure_profile
+from mobius.planner.layer_bench import MicrobatchShape
+from mobius.planner.measure import measure_profile
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from mobius.models.blocks import ModelParts
 from mobius.planner.gpu_specs import GPU_SPECS
-from mobius.planner.layer_bytes import measure_layer_bytes
+from mobius.planner.layer_bench import MicrobatchShape, measure_layer_bytes
 from mobius.planner.memory_estimates import STEP_BYTES_PER_TOKEN, microbatch_bytes
 from mobius.planner.peak_memory import estimate_layer, find_peak
 from mobius.planner.request import Machine
@@ -47,8 +47,8 @@ def config() -> LlamaConfig:
 
 def test_a_compiled_layer_is_measured_near_its_estimate() -> None:
     parts = ModelParts(config(), CUDA, compiled=True)
-    shape = BATCH, SEQ_LENGTH, 2048
-    measured = measure_layer_bytes(parts, shape=shape, dtype=torch.bfloat16, device=CUDA, with_products=True)
+    shape = MicrobatchShape(BATCH, SEQ_LENGTH, torch.bfloat16, loss_chunk_tokens=2048)
+    measured = measure_layer_bytes(parts, shape, device=CUDA, with_products=True)
     estimate = estimate_layer(2, parts.shape(), BATCH * SEQ_LENGTH, compiled=True)
     assert measured.saved_products == pytest.approx(estimate.saved_products, rel=0.1)
     assert measured.saved_activations == pytest.approx(estimate.saved_activations, rel=0.1)
@@ -58,9 +58,8 @@ def test_a_compiled_layer_is_measured_near_its_estimate() -> None:
 @pytest.mark.parametrize("tile_tokens", [4096, 8192])
 def test_a_compiled_layer_in_tiles_takes_no_more_than_its_estimate(tile_tokens: int) -> None:
     parts, tokens = ModelParts(config(), CUDA, compiled=True), 32_768
-    measured = measure_layer_bytes(
-        parts, shape=(1, tokens, 2048), dtype=torch.bfloat16, device=CUDA, tile_tokens=tile_tokens
-    )
+    shape = MicrobatchShape(1, tokens, torch.bfloat16, loss_chunk_tokens=2048, tile_tokens=tile_tokens)
+    measured = measure_layer_bytes(parts, shape, device=CUDA)
     estimate = estimate_layer(2, parts.shape(), tokens, compiled=True, tile_tokens=tile_tokens)
     assert 0.7 * estimate.recomputed_peak < measured.recomputed_peak <= 1.05 * estimate.recomputed_peak
     assert measured.recomputed_peak < 0.6 * measured.peak
@@ -69,14 +68,8 @@ def test_a_compiled_layer_in_tiles_takes_no_more_than_its_estimate(tile_tokens: 
 @pytest.mark.parametrize("tokens", [16_384, 65_536])
 def test_a_compiled_slice_takes_no_more_than_its_estimate(tokens: int) -> None:
     parts, length = ModelParts(config(), CUDA, compiled=True), 131_072
-    measured = measure_layer_bytes(
-        parts,
-        shape=(1, tokens, 2048),
-        dtype=torch.bfloat16,
-        device=CUDA,
-        tile_tokens=8192,
-        sliced_length=length,
-    )
+    shape = MicrobatchShape(1, tokens, torch.bfloat16, loss_chunk_tokens=2048, tile_tokens=8192, full_seq_length=length)
+    measured = measure_layer_bytes(parts, shape, device=CUDA)
     estimate = estimate_layer(2, parts.shape(), tokens, compiled=True, tile_tokens=8192, sliced_length=length)
     assert 0.7 * estimate.recomputed_peak < measured.recomputed_peak <= 1.05 * estimate.recomputed_peak
 
@@ -85,7 +78,8 @@ def test_a_compiled_slice_takes_no_more_than_its_estimate(tokens: int) -> None:
 def test_a_compiled_step_holds_at_most_what_is_predicted_and_not_much_less(num_ranks: int, num_graphs: int) -> None:
     parts = ModelParts(config(), CUDA, compiled=True)
     shape, batch = parts.shape(), BATCH * CHUNKS
-    measured = measure_layer_bytes(parts, shape=(BATCH, SEQ_LENGTH, 2048), dtype=torch.bfloat16, device=CUDA)
+    microbatch = MicrobatchShape(BATCH, SEQ_LENGTH, torch.bfloat16, loss_chunk_tokens=2048)
+    measured = measure_layer_bytes(parts, microbatch, device=CUDA)
     plan = make_plan(shape, num_ranks=num_ranks, num_stages=8, num_microbatches=CHUNKS, num_slots=2)
     machine = Machine(num_ranks, GPU_SPECS["H200"])
     request = request_of(

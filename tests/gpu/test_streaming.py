@@ -12,7 +12,7 @@ from mobius.engine.host_arena import HostArena
 from mobius.engine.rank_memory import allocate_memory
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.layout import StageLayout
-from mobius.planner.layer_bytes import measure_layer_bytes
+from mobius.planner.layer_bench import MicrobatchShape, measure_layer_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -124,7 +124,8 @@ def test_a_layers_graph_is_measured_as_the_memory_that_its_saved_tensors_take() 
     model = _heavy_model(2)
     parts = ModelParts(model.config, CUDA)
     shape = (4, 256, model.config.hidden_size)
-    measured = measure_layer_bytes(parts, shape=shape, dtype=torch.bfloat16, device=CUDA).saved_activations
+    microbatch = MicrobatchShape(*shape[:2], torch.bfloat16, loss_chunk_tokens=64)
+    measured = measure_layer_bytes(parts, microbatch, device=CUDA).saved_activations
 
     saved: dict[int, int] = {}
     layer, values = parts.layers[0], dict(model.named_parameters())

@@ -22,7 +22,7 @@ from mobius.distributed.transport import Transport
 from mobius.engine.optimizer_stepper import OptimizerStepper
 from mobius.engine.step_sums import StepSums
 from mobius.errors import CheckpointError, ConfigError, NonFiniteLossError
-from mobius.planner.measured_plan import is_host_to_be_measured
+from mobius.planner.measured_plan import Measurements
 from mobius.planner.run_setup import RunSetup
 from mobius.ranks import Ranks
 
@@ -119,7 +119,7 @@ def test_nothing_that_is_measured_changes_the_plan_of_the_checkpoint(
 
     def note(run_setup: RunSetup, transport: Transport) -> RunSetup:
         on_gpu = replace(run_setup, rank_context=replace(run_setup.rank_context, device=torch.device("cuda", 0)))
-        measured.append(is_host_to_be_measured(on_gpu))
+        measured.append(Measurements.of(on_gpu).host)
         return run_setup
 
     monkeypatch.setattr("mobius.training.session.plan_by_measurement", note)

@@ -21,18 +21,24 @@ from mobius.planner.gpu_specs import ACTION_LAUNCH, GPU_SPECS, LAUNCH, estimate_
 from mobius.planner.host_rates import (
     UPDATES_WITHIN_STEP,
     HostRates,
+    measure_cpu_optimizer,
     measure_during_copies,
     measure_host_rates,
     with_host_rates,
 )
-from mobius.planner.measured_plan import is_host_to_be_measured, plan_by_measurement
+from mobius.planner.measured_plan import Measurements, plan_by_measurement
 from mobius.planner.profile import LayerSeconds, Profile, Source
 from mobius.planner.run_setup import RunSetup, make_run_setup
 from mobius.planner.timer import MIN_REPEATS, CollectiveTimer
 from mobius.ranks import Ranks
 
 SLOW = HostRates(
-    copies_each_way=10e9, updates=1e9, updates_during_copies=0.8e9, copies_during_updates=4e9, update_bytes=26
+    copies_each_way=10e9,
+    cpu_adamw_together=1e9,
+    cpu_adamw_beside_copies=0.8e9,
+    copies_beside_cpu_adamw=4e9,
+    cpu_adamw_bytes=26,
+    host_bandwidth=4 * 26e9,
 )
 
 
@@ -52,16 +58,15 @@ def test_all_ranks_measure_the_same(monkeypatch: pytest.MonkeyPatch, dtype: torc
 
     first, second = run_rank_threads(2, work)
     assert first == second
-    assert first.update_bytes == num_bytes
-    assert min(first.updates, first.updates_during_copies) > 0
-    assert first.copies_each_way == first.copies_during_updates > 0  # on a CPU they are not measured during updates
+    assert first.cpu_adamw_bytes == num_bytes
+    assert min(first.cpu_adamw_together, first.cpu_adamw_beside_copies) > 0
+    assert first.copies_each_way == first.copies_beside_cpu_adamw > 0  # on a CPU they are not measured during updates
 
 
 def test_a_profile_takes_the_hosts_rates_and_keeps_the_rest() -> None:
     before = estimate()
     after = with_host_rates(before, SLOW)
-    within = UPDATES_WITHIN_STEP
-    assert (after.cpu_adamw_together, after.cpu_adamw_beside_copies) == (within * 1e9, within * 0.8e9)
+    assert (after.cpu_adamw_together, after.cpu_adamw_beside_copies) == (1e9, 0.8e9)
     assert (after.copies.host_to_device_duplex, after.copies.device_to_host_duplex, after.copies_beside_cpu_adamw) == (
         10e9,
         10e9,
@@ -69,7 +74,7 @@ def test_a_profile_takes_the_hosts_rates_and_keeps_the_rest() -> None:
     )
     assert after.copies.host_to_device == before.copies.host_to_device
     assert after.copies.host_to_device_all_gpus == before.copies.host_to_device_all_gpus
-    assert after.host_bandwidth == 4 * within * 26e9  # updates move more than copies
+    assert after.host_bandwidth == 4 * 26e9
     assert after.layer_kinds == before.layer_kinds
     assert (after.source, after.basis) == (Source.ESTIMATED, f"{before.basis}, the host measured")
     assert Profile.from_json(after.to_json()) == after
@@ -81,20 +86,23 @@ def test_in_the_simulation_all_update_during_copies_as_fast_as_was_measured() ->
     copies |= {("offload", rank): rates.offload(rank, 1) for rank in range(4)}
     updates = {("update", rank): rates.update(1) for rank in range(4)}
     together = share_rates({**updates, **copies}, rates.capacities)
-    assert [together[name] for name in updates] == pytest.approx([UPDATES_WITHIN_STEP * 0.8e9] * 4)
+    assert [together[name] for name in updates] == pytest.approx([0.8e9] * 4)
     assert [together[name] for name in copies] == pytest.approx([4e9] * 8)
 
 
-def test_updates_are_not_faster_during_copies_nor_together_than_alone() -> None:
-    fast = HostRates(
-        copies_each_way=50e9,
-        updates=9e9,
-        updates_during_copies=9.5e9,
-        copies_during_updates=40e9,
-        update_bytes=26,
-    )
-    after = with_host_rates(estimate(), fast)
-    assert after.cpu_adamw == after.cpu_adamw_together == after.cpu_adamw_beside_copies == UPDATES_WITHIN_STEP * 9e9
+def test_updates_are_not_faster_during_copies_nor_together_than_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured: 1 s on one rank, 1 s on all, 0.9 s during copies; within a step they take longer."""
+    monkeypatch.setattr(host_rates, "CPU_PARAMETERS", 2**12)
+    monkeypatch.setattr(host_rates, "measure_during_copies", lambda *_: (0.9, 40e9))
+    timer = CollectiveTimer(torch.device("cuda"), SingleRankTransport())
+    monkeypatch.setattr(timer, "seconds", lambda _: 1.0)
+    monkeypatch.setattr(timer, "seconds_alone", lambda _: 1.0)
+    _, fast = measure_cpu_optimizer(timer, torch.bfloat16, None, CopiesOnTheirWay(), each_way=50e9)
+    assert fast.cpu_adamw_beside_copies == fast.cpu_adamw_together == UPDATES_WITHIN_STEP * 2**12
+    assert fast.host_bandwidth == 2 * 50e9  # copies move more than updates
+
+    after = with_host_rates(estimate(), replace(fast, cpu_adamw_together=9e9))
+    assert after.cpu_adamw == after.cpu_adamw_together == 9e9
     assert after.copies.host_to_device_all_gpus == 50e9
 
 
@@ -147,13 +155,13 @@ def with_profile(run_setup: RunSetup, profile: Profile | None) -> RunSetup:
 
 @pytest.mark.usefixtures("workplace")
 def test_the_host_is_looked_at_where_gpus_stream_and_nothing_else_is_given() -> None:
-    assert is_host_to_be_measured(on_gpu(blueprint_of()))
-    assert not is_host_to_be_measured(blueprint_of())
-    assert not is_host_to_be_measured(on_gpu(blueprint_of("--no_offload")))
+    assert Measurements.of(on_gpu(blueprint_of())).host
+    assert not Measurements.of(blueprint_of()).host
+    assert not Measurements.of(on_gpu(blueprint_of("--no_offload"))).host
     given = on_gpu(blueprint_of())
     planned = replace(given.config, planning=replace(given.config.planning, plan="plan.json"))
     request = replace(given.result.request, config=planned)
-    assert not is_host_to_be_measured(replace(given, result=replace(given.result, request=request)))
+    assert not Measurements.of(replace(given, result=replace(given.result, request=request))).host
 
 
 @pytest.mark.usefixtures("workplace")

@@ -12,8 +12,8 @@ from transformers import LlamaConfig
 
 from mobius.engine.stage_layers import SequenceSlice
 from mobius.models.blocks import ModelParts
-from mobius.planner import layer_bytes
-from mobius.planner.layer_bytes import measure_layer_bytes
+from mobius.planner import layer_bench
+from mobius.planner.layer_bench import LayerRun, MicrobatchShape, measure_layer_bytes
 from mobius.planner.peak_memory import LayerBytes, estimate_layer
 from mobius.schedule.packed_rows import PackedRows
 from mobius.schedule.plan import RecomputeLevel
@@ -33,7 +33,7 @@ def live(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveBytes]:
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: meter.peak)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", forget_peak)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(layer_bytes, "KEYS_PER_CALL", 512)
+    monkeypatch.setattr(layer_bench, "KEYS_PER_CALL", 512)
     with meter:
         yield meter
 
@@ -55,15 +55,8 @@ def parts_of_two_layers() -> ModelParts:
 def bytes_of_slice(
     tokens: int, length: int, *, tile_tokens: int | None = None, packed: PackedRows | None = None
 ) -> int:
-    found = measure_layer_bytes(
-        parts_of_two_layers(),
-        shape=(1, tokens, HIDDEN),
-        dtype=torch.float32,
-        device=CPU,
-        packed=packed,
-        tile_tokens=tile_tokens,
-        sliced_length=length,
-    )
+    shape = MicrobatchShape(1, tokens, torch.float32, 64, packed, tile_tokens, full_seq_length=length)
+    found = measure_layer_bytes(parts_of_two_layers(), shape, device=CPU)
     assert found.recomputed is not None
     return found.recomputed
 
@@ -92,7 +85,7 @@ def test_a_slice_has_the_documents_of_packed_rows_and_attends_to_those_before_it
         sequence_slices.append(SequenceSlice(*given))
         return sequence_slices[-1]
 
-    monkeypatch.setattr(layer_bytes, "SequenceSlice", sequence_slice)
+    monkeypatch.setattr(layer_bench, "SequenceSlice", sequence_slice)
     bytes_of_slice(256, 4096, packed=PackedRows(64.0, 40))
     found = sequence_slices[0]
     assert (found.start, found.end, found.length) == (512, 768, 768), "512 tokens are attended to at a time"
@@ -105,11 +98,13 @@ def test_a_slice_has_the_documents_of_packed_rows_and_attends_to_those_before_it
 def test_the_peak_of_each_level_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """On an H100, LoRA layers of width 2048 took 33.2 messages with everything saved, 40.6 with products alone."""
     taken = {RecomputeLevel.NONE: (161, 332), RecomputeLevel.ELEMENTWISE: (208, 406)}
-    monkeypatch.setattr(layer_bytes._LayerBench, "measure_saved", lambda self, shape, level: taken[level])
-    monkeypatch.setattr(layer_bytes._LayerBench, "measure_recomputed", lambda self, shape, tile_tokens: 386)
+
+    def bytes_of(run: LayerRun, *, runs_forward: bool = True) -> tuple[int, int]:
+        return taken[run.layers._recompute_level] if runs_forward else (0, 386)
+
+    monkeypatch.setattr(layer_bench, "_bytes_of", bytes_of)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda *_: None)
-    found = measure_layer_bytes(
-        parts_of_two_layers(), shape=(1, 512, HIDDEN), dtype=torch.float32, device=CPU, with_products=True
-    )
+    shape = MicrobatchShape(1, 512, torch.float32, 64)
+    found = measure_layer_bytes(parts_of_two_layers(), shape, device=CPU, with_products=True)
     assert found == LayerBytes(161, 332, 386, 208, 406)
     assert [found.backward_work(level) for level in RecomputeLevel] == [332 - 161, 406 - 208]

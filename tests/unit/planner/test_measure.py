@@ -24,9 +24,10 @@ from mobius.engine.stage_layers import MicrobatchContext, SequenceSlice
 from mobius.models import router_loss
 from mobius.models.attention import DocumentAttention
 from mobius.models.blocks import LayerArguments, ModelParts
-from mobius.planner import host_rates, layer_bytes, measure, timer
+from mobius.planner import host_rates, measure, timer
 from mobius.planner.gpu_specs import ACTION_LAUNCH, SUSTAINED_SHARE, action_launch
-from mobius.planner.measure import MicrobatchShape, measure_launches, measure_profile
+from mobius.planner.layer_bench import LayerBench, MicrobatchShape, layer_seconds, measure_layer_bytes, slice_seconds
+from mobius.planner.measure import measure_launches, measure_profile
 from mobius.planner.measured_plan import cached_profile, profile_path
 from mobius.planner.profile import LayerSeconds, Profile, Source
 from mobius.planner.timer import CollectiveTimer
@@ -155,25 +156,28 @@ def test_layers_are_measured_with_the_sums_of_their_routers(monkeypatch: pytest.
         return sums(logits, tokens, num_experts_per_token)
 
     monkeypatch.setattr(router_loss, "router_sums", count)
-    for work in measure._layer_work(CollectiveTimer(CPU, SingleRankTransport()), routed(), SHAPE, 0):
+
+    def seconds(work: Callable[[], object]) -> float:
         counted.clear()
         work()
         assert counted
         assert set(counted) == {(2, 8)}
+        return 1.0
+
+    layer_seconds(LayerBench(routed(), 0, SHAPE, CPU), seconds)
 
     for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
     for tile_tokens, shapes in ((None, {(2, 8)}), (8, {(1, 8)})):
         counted.clear()
-        layer_bytes.measure_layer_bytes(
-            routed(), shape=(2, 8, 32), dtype=torch.float32, device=CPU, tile_tokens=tile_tokens, with_products=True
-        )
+        shape = replace(SHAPE, tile_tokens=tile_tokens)
+        measure_layer_bytes(routed(), shape, device=CPU, with_products=True)
         assert set(counted) == shapes
 
 
 def test_slices_are_measured_at_both_ends_of_their_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slice of 8 tokens that takes 1 s and 0.1 s per token it attends to, counting half of its own."""
-    own, sequence_slices = CollectiveTimer(CPU, SingleRankTransport()), list[SequenceSlice]()
+    sequence_slices = list[SequenceSlice]()
 
     def seconds(work: Callable[[], object]) -> float:
         sequence_slices.clear()
@@ -186,8 +190,8 @@ def test_slices_are_measured_at_both_ends_of_their_sequence(monkeypatch: pytest.
         return context.sequence_slice
 
     monkeypatch.setattr(sliced_layers, "_sequence_slice_of", seen)
-    monkeypatch.setattr(own, "seconds", seconds)
-    layer, attention = measure._slice_seconds(own, parts_of("llama"), replace(SHAPE, full_seq_length=64), 0)
+    bench = LayerBench(parts_of("llama"), 0, replace(SHAPE, full_seq_length=64), CPU)
+    layer, attention = slice_seconds(bench, seconds)
     assert (layer.forward, layer.recomputed_backward) == pytest.approx((4.2, 4.2))
     assert (attention.forward, attention.recomputed_backward) == pytest.approx((3.2, 3.2))
 
@@ -276,14 +280,17 @@ def test_layers_in_tiles_are_never_kept_whole(monkeypatch: pytest.MonkeyPatch) -
         raise AssertionError("a graph of all tokens was kept")
 
     monkeypatch.setattr(stage, "run_with_graph", refuse)
-    timer, parts = CollectiveTimer(CPU, SingleRankTransport()), parts_of("llama")
     whole, tiles = (
-        measure._layer_work(timer, parts, replace(SHAPE, tile_tokens=number), 0) for number in (SHAPE.tokens, 4)
+        LayerBench(parts_of("llama"), 0, replace(SHAPE, tile_tokens=number), CPU) for number in (SHAPE.tokens, 4)
     )
 
+    def seconds(work: Callable[[], object]) -> float:
+        work()
+        return 1.0
+
     with pytest.raises(AssertionError, match="was kept"):
-        whole[1]()
-    tiles[1]()
+        layer_seconds(whole, seconds)
+    layer_seconds(tiles, seconds)
 
 
 def test_a_host_that_waits_for_its_work_tells_nothing_of_launches() -> None:

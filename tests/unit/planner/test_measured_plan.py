@@ -17,13 +17,8 @@ from mobius.distributed.transport import SingleRankTransport
 from mobius.planner import host_rates, measure, measured_plan, timer
 from mobius.planner import run_setup as blueprint_module
 from mobius.planner.gpu_specs import GPU_SPECS, estimate_profile
-from mobius.planner.measure import MicrobatchShape
-from mobius.planner.measured_plan import (
-    is_link_to_be_measured,
-    is_to_be_measured,
-    measured_profile,
-    plan_by_measurement,
-)
+from mobius.planner.layer_bench import MicrobatchShape
+from mobius.planner.measured_plan import Measurements, measured_profile, plan_by_measurement
 from mobius.planner.profile import Profile, ReplicaRates, Source
 from mobius.planner.rates import estimated_profile
 from mobius.planner.request import Machine, PlanRequest
@@ -60,15 +55,15 @@ def measured_like(card: str, tokens: int) -> Profile:
 def test_on_a_cpu_nothing_is_measured_and_the_plan_stays() -> None:
     for arguments in (AUTO, ("--num_stages", "4")):
         run_setup = blueprint_of(*arguments)
-        assert not is_to_be_measured(run_setup)
+        assert not Measurements.of(run_setup).layers
         assert plan_by_measurement(run_setup, SingleRankTransport()) is run_setup
         assert run_setup.result.step_time_prediction is None
 
 
 @pytest.mark.usefixtures("workplace")
 def test_on_gpus_open_stages_are_measured_and_given_ones_are_not() -> None:
-    assert is_to_be_measured(on_gpu(blueprint_of(*AUTO)))
-    assert not is_to_be_measured(on_gpu(blueprint_of("--num_stages", "4")))
+    assert Measurements.of(on_gpu(blueprint_of(*AUTO))).layers
+    assert not Measurements.of(on_gpu(blueprint_of("--num_stages", "4"))).layers
 
 
 def test_the_measured_profile_is_kept_and_all_ranks_get_the_same(
@@ -133,9 +128,9 @@ def test_a_plan_drawn_again_keeps_the_microbatches() -> None:
 def test_slices_are_measured_as_they_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def measure_nothing(run_setup: RunSetup, shape: MicrobatchShape, transport: SingleRankTransport) -> Profile:
-        seen.append(shape)
-        return measured_like("H200", shape.tokens)
+    def measure_nothing(run_setup: RunSetup, transport: SingleRankTransport) -> Profile:
+        seen.append(MicrobatchShape.of(run_setup.result.request))
+        return measured_like("H200", seen[0].tokens)
 
     monkeypatch.setattr(measured_plan, "_measure", measure_nothing)
     run_setup = blueprint_of("--num_stages", "auto", "--num_chunks", "4", "--num_slices", "2")
@@ -201,9 +196,9 @@ def test_the_link_between_replicas_is_measured_unless_it_is_told(
     link: float | None, nodes: int, expected: bool
 ) -> None:
     run_setup = blueprint_of("--num_stages", "4", node_link=link)
-    assert is_link_to_be_measured(as_replicas(run_setup, nodes=nodes)) == expected
-    assert not is_link_to_be_measured(replace(as_replicas(run_setup, nodes=nodes), is_given=True))
-    assert not is_link_to_be_measured(on_gpu(run_setup))
+    assert Measurements.of(as_replicas(run_setup, nodes=nodes)).link == expected
+    assert not Measurements.of(replace(as_replicas(run_setup, nodes=nodes), is_given=True)).link
+    assert not Measurements.of(on_gpu(run_setup)).link
 
 
 @pytest.mark.usefixtures("workplace")

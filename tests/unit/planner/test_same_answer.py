@@ -18,6 +18,7 @@ from mobius.models.families import PlannedModel
 from mobius.planner import dry_run, run_setup
 from mobius.planner.dry_run import run_dry
 from mobius.planner.gpu_specs import GPU_SPECS, SUSTAINED_SHARE
+from mobius.planner.layer_bench import MicrobatchShape
 from mobius.planner.peak_memory import LayerBytes, estimate_layer
 from mobius.planner.remedies import gpu_refusal
 from mobius.planner.request import OUTSIDE_BYTES
@@ -93,20 +94,15 @@ class Parts:
 
 def measured_as_estimated(
     parts: Parts,
+    shape: MicrobatchShape,
     *,
-    shape: Any,
-    dtype: torch.dtype,
     device: torch.device,
-    packed: PackedRows | None,
-    tile_tokens: int | None,
-    sliced_length: int | None,
     with_products: bool,  # a plan that has no use for them is the same with them
 ) -> LayerBytes:
-    batch, length, _ = shape
-    documents = 0 if packed is None or dtype == torch.float32 else batch * packed.max_documents
-    tokens = batch * length
-    sizes, tiles = (dtype.itemsize, parts.shape(), tokens), {"tile_tokens": tile_tokens}
-    slices = {"rows": batch, "sliced_length": sliced_length}
+    packed, dtype, tokens = shape.packed, shape.dtype, shape.tokens
+    documents = 0 if packed is None or dtype == torch.float32 else shape.batch * packed.max_documents
+    sizes, tiles = (dtype.itemsize, parts.shape(), tokens), {"tile_tokens": shape.tile_tokens}
+    slices = {"rows": shape.batch, "sliced_length": shape.full_seq_length}
     return estimate_layer(*sizes, compiled=parts.compiled, num_documents=documents, **tiles, **slices)  # type: ignore[arg-type]
 
 

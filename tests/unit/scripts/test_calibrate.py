@@ -16,7 +16,7 @@ from mobius.config.config import ModelConfig
 from mobius.models.blocks import ModelParts
 from mobius.planner import host_rates, measure, timer
 from mobius.planner.gpu_specs import GEMM_SHARE, GPU_SPECS, estimate_profile
-from mobius.planner.measure import MicrobatchShape
+from mobius.planner.layer_bench import MicrobatchShape
 from mobius.planner.profile import Profile, Source
 
 CPU, CARD = torch.device("cpu"), GPU_SPECS["RTX4090"]
