@@ -177,7 +177,7 @@ def _contradictions_of_stages(plan: Plan) -> Iterator[str]:
     usual = replace(usual, saved_attention_stages=frozenset(range(number - num_saving_attention, number)))
     for name, key in KEYS.items():
         own, wanted = getattr(plan, name), getattr(usual, name)
-        if own != wanted and own != ():
+        if own not in (wanted, ()):  # sum buffers may be left out
             yield (
                 f"`{key}` is {_listed(own)}, and would be {_listed(wanted)}: of a rank's stages the first are resident "
                 "or offload activations, the last keep them, and there are no more slots than streamed ones"
@@ -261,10 +261,11 @@ def _differences(config: Config, saved: SavedPlan, given: Collection[str]) -> It
     """Options in `given` that ask for something else than the plan has, each with the difference as text."""
     values, numbers = option_values(config), {**_options_of(saved), "dtype": saved.model.dtype}
     agreements = {
-        name: (values[name] in (None, "auto", numbers[name]), f"has {numbers[name]}")  # None: auto, too
-        for name in numbers
+        name: (values[name] in (None, "auto", number), f"has {number}")  # None: auto, too
+        for name, number in numbers.items()
     }
-    for name, (agrees, text) in {**agreements, **_agreements_of_stages(saved.plan, config.pipeline)}.items():
+    agreements |= _agreements_of_stages(saved.plan, config.pipeline)
+    for name, (agrees, text) in agreements.items():
         if name in given and not agrees:
             own = f"--no_{name.removeprefix('use_')}" if values[name] is False else f"--{name} {values[name]}"
             yield f"{own}, the plan {text}"

@@ -294,6 +294,8 @@ def test_a_plans_numbers_take_the_place_of_defaults_but_not_of_what_is_given(wor
             ("--activation_offloading", "on"),
             "--activation_offloading on, the plan offloads activations of 0 of 3 stages",
         ),
+        (("--recompute", "none"), "--recompute none, the plan keeps activations of 0 stages"),
+        (("--dtype", "bf16"), "--dtype bf16, the plan has fp32"),
     ):
         with pytest.raises(PlanError, match="contradicts what else is given") as caught:
             adopted(*arguments)
