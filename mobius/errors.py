@@ -40,6 +40,10 @@ class HostMemoryError(MobiusError):
     """CPU memory does not suffice; the message carries the arithmetic."""
 
 
+class StateFileError(MobiusError):
+    """Optimizer states cannot be kept on a disk; the message names its folder."""
+
+
 class LimitError(MobiusError):
     """A limit that the system sets to a process does not suffice; the message names it and what raises it."""
 

@@ -13,6 +13,9 @@ NUM_MAILBOXES = 2
 
 MIN_GRADIENT_SUMS = 2
 """Buffers for fp32 gradient sums where sums are copied to the host and back: one that adds up, one being copied."""
+NUM_STATE_BUFFERS = 3
+"""Stages of a rank whose optimizer states are in host memory at a time if they are on disks: one is read, one updated,
+one written."""
 SHARD_ALIGNMENT = 32
 """Elements that a replica's share of a stage is a multiple of: a group of compact optimizer states, 64 bytes in bf16. A
 stage's length is a multiple of 128, so that 2 or 4 replicas have equal shares, and more nearly equal ones."""

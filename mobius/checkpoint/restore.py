@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -45,17 +46,17 @@ def restore(
     alone, to evaluate or save them, not to train on. `progress` is called after each parameter.
     """
     saved, has_all = SavedWeights(reader, parts), not parts.adapters.is_lora
-    jobs = [
-        (own.state, name)
-        for own in stages.memory.values()
-        for name in own.state.layout.offsets
-        if has_all or own.state.layout.is_trained(name)
-    ]
+    converted = set[str]()
     with ThreadPoolExecutor(_NUM_READER_THREADS, thread_name_prefix="reading") as threads:
-        converted = set[str]()
-        for change in threads.map(lambda job: _restore_parameter(job[0], job[1], saved, weights_only), jobs):
-            converted |= {change} if change else set()
-            progress()
+        for own in stages.memory.values():
+            state = own.state if weights_only else own.states.stored_state(is_blank=True)
+            names = [name for name in state.layout.offsets if has_all or state.layout.is_trained(name)]
+            restored = partial(_restore_parameter, state, saved=saved, weights_only=weights_only)
+            for change in threads.map(restored, names):
+                converted |= {change} if change else set()
+                progress()
+            if not weights_only:
+                own.states.store(state)
     for change in sorted(converted):
         logger.info("optimizer states are rounded once: %s", change)
 
@@ -109,7 +110,7 @@ class SavedWeights:
         return whole
 
 
-def _restore_parameter(state: StageState, name: str, saved: SavedWeights, weights_only: bool) -> str | None:
+def _restore_parameter(state: StageState, name: str, *, saved: SavedWeights, weights_only: bool) -> str | None:
     """Read a parameter and its state; returns which formats were converted into which, if any were."""
     layout, stored_name = state.layout, saved.stored_name(name)
     part, shape = layout.slice_of(name), layout.offsets[name][1]

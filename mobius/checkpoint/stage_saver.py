@@ -75,7 +75,9 @@ class AsyncStageSaver:
         `num_threads` make them.
         """
         self._stages, self._has_optimizer, self._in_order = stages, has_optimizer, in_order
-        sizes = {stage: size for stage in order if (size := _num_bytes(self._flat(stage)))}  # some only pass on
+        sizes = {
+            stage: size for stage in order if (size := _num_bytes(self._flat(stage, has_values=False)))
+        }  # some only pass on
         self.num_bytes = sum(sizes.values())
         self._device, self._activity = device, activity or Activity()
         on_gpu = [stage for stage in sizes if self._is_on_gpu(stage)]
@@ -141,8 +143,8 @@ class AsyncStageSaver:
         self._copiers.shutdown()
         self.staging_buffers.close()
 
-    def _flat(self, stage: int) -> dict[str, Tensor]:
-        return self._stages[stage].flat_tensors(has_optimizer=self._has_optimizer)
+    def _flat(self, stage: int, *, has_values: bool = True) -> dict[str, Tensor]:
+        return self._stages[stage].flat_tensors(has_optimizer=self._has_optimizer, has_values=has_values)
 
     def _is_on_gpu(self, stage: int) -> bool:
         return self._stages[stage].memory.state.weights.device.type == "cuda"

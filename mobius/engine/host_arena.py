@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -60,8 +60,11 @@ class HostArena(PinnedMemory):
         gradient_dtype: torch.dtype | None = None,
         keeps_sums: bool = False,
         shards: Mapping[int, Shards] | None = None,
+        has_parts: bool = True,
     ) -> None:
         """Map zeroed memory for `layouts` (stage -> layout): weights in `dtype`, masters split if that is bf16.
+
+        Without `has_parts`, which are on disks, the states have only their shapes (`device="meta"`).
 
         `register` page-locks weights and gradients for asynchronous copies. `gradient_dtype` is fp32 or, by default,
         the weights' dtype. With `keeps_sums`, a stage's fp32 sums share memory with its finished gradients. For a stage
@@ -69,6 +72,7 @@ class HostArena(PinnedMemory):
         """
         super().__init__(register=register)
         self.states: dict[int, StageState] = {}
+        self._kept: list[tuple[int, Callable[[], None]]] = []
         self.sums: dict[int, Tensor] = {}
         """fp32 [num_trained] per stage, in the same memory as its gradients; empty without `keeps_sums`."""
         leaving = gradient_dtype or dtype
@@ -81,7 +85,9 @@ class HostArena(PinnedMemory):
                 if keeps_sums:
                     self.sums[stage] = gradients
                     gradients = gradients.view(leaving)[: num_owned(layout, own)]
-                self.states[stage] = StageState.with_buffers(layout, weights, gradients, map_zeros, own)
+                self.states[stage] = StageState.with_buffers(
+                    layout, weights, gradients, map_zeros if has_parts else _without_memory, own
+                )
         except BaseException:
             self.close()
             raise
@@ -90,7 +96,17 @@ class HostArena(PinnedMemory):
     def num_bytes(self) -> int:
         """Memory of all stages."""
         both = sum(sums.nbytes - self.states[stage].gradients.nbytes for stage, sums in self.sums.items())
-        return both + sum(tensor.nbytes for state in self.states.values() for tensor in state.tensors)
+        held = (tensor for state in self.states.values() for tensor in state.tensors if not tensor.is_meta)
+        return both + sum(tensor.nbytes for tensor in held) + sum(num_bytes for num_bytes, _ in self._kept)
+
+    def keep(self, num_bytes: int, close: Callable[[], None]) -> None:
+        """Count further memory of the stages, and call `close` when the arena is closed."""
+        self._kept.append((num_bytes, close))
+
+    def close(self) -> None:
+        while self._kept:
+            self._kept.pop()[1]()
+        super().close()
 
 
 class PinnedActivationBuffer(PinnedMemory):
@@ -139,6 +155,10 @@ def lock_pages(tensor: Tensor) -> None:
 def unlock_pages(tensor: Tensor) -> None:
     """Undo `lock_pages`; copies from and to the memory must have ended."""
     torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+
+
+def _without_memory(num_elements: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(num_elements, dtype=dtype, device="meta")
 
 
 def map_zeros(num_elements: int, dtype: torch.dtype) -> Tensor:

@@ -23,15 +23,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from mobius.engine.gradient_sums import GradientSums, round_gradients
+from mobius.engine.host_arena import map_zeros
 from mobius.engine.reductions import StageSharding
 from mobius.engine.stage_state import StageState
 from mobius.engine.stage_weights import StageWeights
+from mobius.engine.state_files import StateBuffers, Visit, padded, wait
 from mobius.engine.update_queue import UpdateQueue
 from mobius.hardware.spans import NO_SPANS, Spans
 from mobius.hardware.streams import DeviceBuffer, Event, Stream
@@ -72,6 +74,12 @@ class OptimizerStates(Protocol):
     def run_after_update(self, action: Callable[[], None]) -> None:
         """Call `action` after all updates begun so far: now, or in the optimizer's thread."""
 
+    def stored_state(self, *, is_blank: bool = False) -> StageState:
+        """Return the state with all parts in memory: itself, or a copy from disks; zeros there if it `is_blank`."""
+
+    def store(self, state: StageState) -> None:
+        """Keep the parts of what `stored_state` returned and the caller has changed."""
+
     def begin_update(self, update: Update) -> bool:
         """Run `update` during the rest of the step, unless the gradients are not finite; False if it cannot begin."""
 
@@ -82,8 +90,7 @@ class OptimizerStates(Protocol):
 class HostStates:
     """OptimizerStates in host memory, updated by the optimizer's thread during the rest of the step and the next one.
 
-    An update takes the state from `_acquire` before each piece; what waits for it in `updates` runs after the last one.
-    A state that is elsewhere meanwhile would be read ahead from `_submit` on, and written back by such a follower.
+    An update takes the state from `_acquire` before each piece, and gives it back by `_release` after the last one.
     """
 
     is_on_host = True
@@ -142,6 +149,12 @@ class HostStates:
     def run_after_update(self, action: Callable[[], None]) -> None:
         self._updates.run_after_update(self._stage, action)
 
+    def stored_state(self, *, is_blank: bool = False) -> StageState:
+        return self.state
+
+    def store(self, state: StageState) -> None:
+        assert state is self.state, "it is changed in place"
+
     def begin_update(self, update: Update) -> bool:
         """Return False without a thread: the host would block for the gradients in the middle of the step."""
         if self._updates.has_thread:
@@ -152,17 +165,18 @@ class HostStates:
         self._submit(update, looks_at_norm=False)
 
     def _submit(self, update: Update, *, looks_at_norm: bool) -> None:
-        arrival = self._gradients_arrival()
+        arrival, ranges = self._gradients_arrival(), self.state.layout.pieces(UPDATE_CHUNK_ELEMENTS)
 
         def run(part: Sequence[FlatRange]) -> None:
             state = self._acquire(arrival)
-            if looks_at_norm and not self._host_squares.isfinite().all():
-                return
-            with self._spans.host_span(Lane.OPTIMIZER, f"U{self._stage}"):
-                update(state, pieces=part)
+            if not looks_at_norm or self._host_squares.isfinite().all():
+                with self._spans.host_span(Lane.OPTIMIZER, f"U{self._stage}"):
+                    update(state, pieces=part)
+            if part is ranges[-1]:
+                self._release()
 
-        pieces = [partial(run, part) for part in self.state.layout.pieces(UPDATE_CHUNK_ELEMENTS)]
-        self._updates.submit(self._stage, pieces, can_begin=arrival.is_completed)
+        pieces = [partial(run, part) for part in ranges]
+        self._updates.submit(self._stage, pieces, can_begin=lambda: arrival.is_completed() and self._is_here())
         self._weights.updated()
 
     def _acquire(self, arrival: Event) -> StageState:
@@ -170,9 +184,56 @@ class HostStates:
         arrival.synchronize()  # sync: once per stage and step, off the compute path
         return self.state
 
+    def _is_here(self) -> bool:
+        """Whether `_acquire` need not wait for the state."""
+        return True
+
+    def _release(self) -> None:
+        """End an update, after its last piece."""
+
     def _gradients_arrival(self) -> Event:
         assert self._arrival is not None, f"stage {self._stage} has not offloaded its gradients"
         return self._arrival
+
+
+class DiskStates(HostStates):
+    """HostStates whose master and moments are on disks but during an update; weights and gradients are in memory."""
+
+    def __init__(self, stage: int, state: StageState, *arguments: Any, buffers: StateBuffers, **options: Any) -> None:
+        """`state` has the parts' shapes alone; other arguments are those of `HostStates`."""
+        super().__init__(stage, state, *arguments, **options)
+        self._buffers = buffers
+        self._visit: Visit | None = None
+
+    def stored_state(self, *, is_blank: bool = False) -> StageState:
+        buffer = map_zeros(padded(self.state.part_bytes), torch.uint8)
+        if not is_blank:
+            wait(self._buffers.files.read(self._stage, buffer))
+        return self.state.with_parts(buffer)
+
+    def store(self, state: StageState) -> None:
+        buffer = map_zeros(padded(state.part_bytes), torch.uint8)
+        for kept, changed in zip(self.state.with_parts(buffer).blocks, state.blocks, strict=True):
+            for name, part in kept.parts.items():
+                part.copy_(changed.parts[name])
+        wait(self._buffers.files.write(self._stage, buffer))
+
+    def _submit(self, update: Update, *, looks_at_norm: bool) -> None:
+        if self.state.layout.num_trained:
+            self._visit = self._buffers.visit(self._stage)
+        super()._submit(update, looks_at_norm=looks_at_norm)
+
+    def _acquire(self, arrival: Event) -> StageState:
+        super()._acquire(arrival)
+        assert self._visit is not None
+        return self.state.with_parts(self._visit.buffer())
+
+    def _is_here(self) -> bool:
+        return self._visit is None or self._visit.is_read
+
+    def _release(self) -> None:
+        assert self._visit is not None
+        self._buffers.end(self._visit)
 
 
 class DeviceStates:
@@ -225,6 +286,12 @@ class DeviceStates:
         """Call `action` now; updates may still be running, but stream order protects the state."""
         self._weights.wait_until_updated()
         action()
+
+    def stored_state(self, *, is_blank: bool = False) -> StageState:
+        return self.state
+
+    def store(self, state: StageState) -> None:
+        assert state is self.state, "it is changed in place"
 
     def begin_update(self, update: Update) -> bool:
         """Enqueue the update after the work so far; the device checks whether the gradients are finite."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -11,11 +12,12 @@ from mobius.distributed.replicas import ReplicaGroup
 from mobius.distributed.shards import Shards
 from mobius.engine.gradient_sums import GradientAccumulator, GradientSums
 from mobius.engine.host_arena import HostArena
-from mobius.engine.optimizer_states import DeviceStates, HostStates
+from mobius.engine.optimizer_states import DeviceStates, DiskStates, HostStates
 from mobius.engine.reductions import Reductions, StageSharding
 from mobius.engine.stage_memory import StageMemory
 from mobius.engine.stage_state import StageState, num_owned
 from mobius.engine.stage_weights import AdapterWeights, ResidentWeights, SlotWeights, WeightSlotPool
+from mobius.engine.state_files import StateBuffers, StateFiles
 from mobius.engine.update_queue import UpdateQueue
 from mobius.hardware.spans import NO_SPANS, Spans
 from mobius.limits import MIN_GRADIENT_SUMS, gradient_sum_elements
@@ -83,12 +85,12 @@ def allocate_memory(
     memory = {stage: allocator.device_stage(stage, layouts[stage]) for stage in layouts if stage not in streamed}
     arena: HostArena | None = None
     if on_host:
-        arena, pool = allocator.host_arena(on_host, num_slots=num_slots, keeps_sums=offloads_sums)
-        memory |= {stage: allocator.host_stage(stage, arena, pool) for stage in on_host}
+        arena, pool, buffers = allocator.host_arena(on_host, num_slots=num_slots, keeps_sums=offloads_sums)
+        memory |= {stage: allocator.host_stage(stage, arena, pool, buffers) for stage in on_host}
     elif streamed:
         halves = {stage: layout.split() for stage, layout in streamed.items()}
         frozen = {stage: layout for stage, (layout, _) in halves.items()}
-        arena, pool = allocator.host_arena(frozen, num_slots=num_slots)
+        arena, pool, _ = allocator.host_arena(frozen, num_slots=num_slots)
         for stage, (_, trained) in halves.items():
             memory[stage] = allocator.device_stage(stage, trained, allocator.slot(stage, arena, pool))
     return dict(sorted(memory.items())), arena
@@ -134,8 +136,8 @@ class _StageAllocator:
 
     def host_arena(
         self, layouts: Mapping[int, StageLayout], *, num_slots: int, keeps_sums: bool = False
-    ) -> tuple[HostArena, WeightSlotPool]:
-        """Return the host memory of `layouts` and the slots for their weights."""
+    ) -> tuple[HostArena, WeightSlotPool, StateBuffers | None]:
+        """Return the host memory of `layouts`, slots for their weights, and buffers of states that are on disks."""
         sharding = {stage: self._sharding(layout) for stage, layout in layouts.items()}
         shards = {stage: own.shards for stage, own in sharding.items() if own is not None}
         arena = HostArena(
@@ -145,12 +147,23 @@ class _StageAllocator:
             gradient_dtype=self.gradient_dtype,
             keeps_sums=keeps_sums,
             shards=shards,
+            has_parts=not self.updates.state_folders,
         )
+        buffers: StateBuffers | None = None
+        if self.updates.state_folders:
+            part_bytes = {stage: state.part_bytes for stage, state in arena.states.items()}
+            try:
+                files = StateFiles(self.updates.state_folders, part_bytes)
+                buffers = StateBuffers(files, max(part_bytes.values()), len(part_bytes))
+            except BaseException:
+                arena.close()
+                raise
+            arena.keep(buffers.num_bytes, files.close)
         sizes = [layout.num_elements for layout in layouts.values()]
         if num_slots < len(sizes):
             sizes = [max(sizes)] * num_slots
         pool = WeightSlotPool(sizes, dtype=self.dtype, device=self.device, is_shared=len(shards) > 0)
-        return arena, pool
+        return arena, pool, buffers
 
     def slot(self, stage: int, arena: HostArena, pool: WeightSlotPool) -> SlotWeights:
         """Return the weights of a stage in `arena`, to be loaded."""
@@ -158,7 +171,9 @@ class _StageAllocator:
         sharding = self._sharding(state.layout)
         return SlotWeights(stage, state, pool, self.updates, sharding=sharding, spans=self.spans)
 
-    def host_stage(self, stage: int, arena: HostArena, pool: WeightSlotPool) -> StageMemory:
+    def host_stage(
+        self, stage: int, arena: HostArena, pool: WeightSlotPool, buffers: StateBuffers | None
+    ) -> StageMemory:
         """Return a streamed stage."""
         state, slot = arena.states[stage], self.slot(stage, arena, pool)
         sums = GradientSums(
@@ -171,7 +186,8 @@ class _StageAllocator:
             to_device=pool.sums_to_device,
             spans=self.spans,
         )
-        states = HostStates(
+        kind = HostStates if buffers is None else partial(DiskStates, buffers=buffers)
+        states = kind(
             stage,
             state,
             slot,

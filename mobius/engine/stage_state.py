@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -13,6 +13,8 @@ from mobius.distributed.shards import Shards
 from mobius.engine.reduced_states import codec_for
 from mobius.engine.state_codec import CHUNK_ELEMENTS, StateCodec
 from mobius.models.layout import StageLayout
+
+CACHE_LINE = 64
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,27 @@ class StageState:
         layout, gradients = self.layout.part(place), self.gradients[inner]
         return OwnedShard(place, StageState(layout, self.weights[place], gradients, (own,)))
 
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether the optimizer states are elsewhere, and only their shapes are here."""
+        return any(part.is_meta for block in self.blocks for part in block.parts.values())
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of the optimizer states alone, each part of them in whole cache lines."""
+        return sum(_padded(part) for block in self.blocks for part in block.parts.values())
+
+    def with_parts(self, buffer: Tensor) -> StageState:
+        """Return the state with parts that are in `buffer`, uint8 [part_bytes or more]."""
+        blocks, start = [], 0
+        for block in self.blocks:
+            parts = {}
+            for name, part in block.parts.items():
+                parts[name] = buffer[start : start + part.nbytes].view(part.dtype)
+                start += _padded(part)
+            blocks.append(replace(block, parts=parts))
+        return replace(self, blocks=tuple(blocks))
+
     def own_gradient(self, name: str) -> Tensor:
         """Return the flat gradient of one parameter's owned elements, which are contiguous."""
         part = self.layout.slice_of(name)
@@ -194,6 +217,10 @@ class StageState:
             for own in self.owned:
                 if (cut := own.overlap(part)) is not None:
                     own.state.write_master(cut[0], flat[cut[1]])
+
+
+def _padded(part: Tensor) -> int:
+    return -(-part.nbytes // CACHE_LINE) * CACHE_LINE
 
 
 def num_owned(layout: StageLayout, shards: Shards | None, before: int | None = None) -> int:

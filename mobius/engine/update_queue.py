@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from mobius.activity import Activity
 
@@ -40,9 +41,13 @@ class UpdateQueue:
         *,
         prepare: Callable[[], None] = lambda: None,
         has_thread: bool = True,
+        state_folders: Sequence[Path] = (),
     ) -> None:
-        """Report the updated stage to `activity`; the thread calls `prepare` first. Without it, `submit` updates."""
-        self._activity, self.has_thread = activity or Activity(), has_thread
+        """Report the updated stage to `activity`; the thread calls `prepare` first. Without it, `submit` updates.
+
+        `state_folders`: where the states are between updates, if that is not host memory.
+        """
+        self._activity, self.has_thread, self.state_folders = activity or Activity(), has_thread, state_folders
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="optimizer", initializer=prepare)
         self._lock = threading.Lock()
         self._updates: dict[int, _Update] = {}

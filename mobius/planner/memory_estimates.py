@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from mobius.config.config import ActivationOffloading, Recompute
-from mobius.limits import MIN_GRADIENT_SUMS, gradient_sum_elements
+from mobius.limits import MIN_GRADIENT_SUMS, NUM_STATE_BUFFERS, gradient_sum_elements
 from mobius.planner.peak_memory import (
     LayerBytes,
     MicrobatchBytes,
@@ -61,10 +61,15 @@ class HostMemoryEstimate:
     """Activations offloaded from forward to backward."""
     attention: int = 0
     """Part of `offloaded_activations`: attention's results."""
+    state_buffers: int = 0
+    """Optimizer states of the stages that are updated, if states are on disks."""
+    disk: int = 0
+    """Optimizer states on disks, which take no memory."""
 
     @property
     def total(self) -> int:
-        return self.streamed + self.resident + self.offloaded_activations + self.num_ranks * self.process_bytes
+        stages = self.streamed + self.resident + self.state_buffers
+        return stages + self.offloaded_activations + self.num_ranks * self.process_bytes
 
     def describe(self) -> str:
         """The sum as text."""
@@ -76,6 +81,8 @@ class HostMemoryEstimate:
             )
             if count > 0 and num_bytes > 0
         ]
+        if self.state_buffers:
+            parts.append(f"{self.state_buffers / GIB:.3g} GiB for stages that are updated")
         if self.offloaded_activations:
             parts.append(f"{self.offloaded_activations / GIB:.3g} GiB for activations")
         parts.append(f"{self.num_ranks} x {self.process_bytes / GIB:.3g} GiB for the processes")
@@ -97,7 +104,7 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
     `own_bytes` is the current size of this process, which may have run something else before.
     """
     streamed = streamed_bytes = resident = resident_bytes = 0
-    shape, sizes = request.shape, request.sizes
+    shape, sizes, on_disks = request.shape, request.sizes, dict[int, int]()
     for cut in plan.cuts:
         trained, is_streamed = cut.num_trained(shape), cut.stage not in plan.resident
         frozen = cut.num_parameters(shape) - trained
@@ -106,9 +113,10 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
         if is_streamed:
             streamed += frozen + trained * streams_trained
             offloads_sums = plan.offloads_gradient_sums(cut.stage % plan.num_ranks)
-            streamed_bytes += replace(sizes, has_partial_sums=offloads_sums).host(
-                trained * streams_trained, cut.num_trained_in_layers(shape) * streams_trained, frozen=frozen
-            )
+            own = trained * streams_trained, cut.num_trained_in_layers(shape) * streams_trained
+            streamed_bytes += replace(sizes, has_partial_sums=offloads_sums).host(*own, frozen=frozen)
+            if sizes.has_disks:
+                on_disks[cut.stage] = sizes.optimizer(*own)
         if request.machine.on_cpu and not streams_trained:
             resident += trained + frozen * (not is_streamed)
             resident_bytes += sizes.resident(
@@ -127,8 +135,21 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
     attention *= request.attention_bytes
     offloaded_activations = inputs * request.message_bytes + attention
     offloaded_activations += products * max(0, request.product_bytes - request.message_bytes)
+    buffers = 0
+    for rank in range(plan.num_ranks):
+        own_states = [on_disks.get(stage, 0) for stage in plan.streamed_stages(rank)]
+        buffers += min(NUM_STATE_BUFFERS, len(own_states)) * max(own_states, default=0)
     return HostMemoryEstimate(
-        plan.num_ranks, streamed, streamed_bytes, resident, resident_bytes, each, offloaded_activations, attention
+        plan.num_ranks,
+        streamed,
+        streamed_bytes,
+        resident,
+        resident_bytes,
+        each,
+        offloaded_activations,
+        attention,
+        buffers,
+        sum(on_disks.values()),
     )
 
 

@@ -156,11 +156,22 @@ def describe_details(result: PlanResult, available_bytes: int | None) -> Iterato
     if (pipelines := request.machine.replicas_per_node) > 1:
         together = format_bytes(pipelines * host_bytes)
         yield f"  {pipelines} pipelines on each node: {together} of each node's host memory together"
+    if result.host_estimate.disk:
+        yield f"  {describe_disks(result)}"
     if available_bytes is not None and (short := describe_short_host(result)) is not None:
         yield f"  {short}"
     if config.saving.is_on:
         need = estimate_checkpoint(request, result.plan, has_optimizer=not config.saving.save_only_model)
         yield need.describe(None if available_bytes is None else available_bytes - host_bytes, None)
+
+
+def describe_disks(result: PlanResult) -> str:
+    """A line about the optimizer states on disks."""
+    return (
+        f"{format_bytes(result.host_estimate.disk)} of optimizer states of a pipeline are in "
+        f"{result.request.config.pipeline.offload_states_to}; each step reads and writes them once, and the predicted "
+        "seconds leave that out"
+    )
 
 
 def describe_short_host(result: PlanResult) -> str | None:

@@ -281,6 +281,7 @@ class PlanRequest:
             self.config.model.dtype,
             has_fp32_gradients=self.config.pipeline.fp32_gradients or self.shape.keeps_trained_on_gpu,
             states=self.config.optim.optimizer_states,
+            has_disks=self.config.pipeline.offload_states_to is not None,
             has_partial_sums=self.candidate.has_partial_sums,
             num_replicas=self.machine.num_replicas,
             reduced=2 if self.config.pipeline.reduce_dtype is ReduceDtype.BF16 else SUM_BYTES,

@@ -41,6 +41,8 @@ class ByteSizes:
     """Pipelines that share gradients and optimizer state."""
     reduced: int = SUM_BYTES
     """A gradient on its way to another replica: 4, or 2 in bf16."""
+    has_disks: bool = False
+    """Whether optimizer states of streamed stages are on disks."""
     layer_state: float | None = None
     """Optimizer state per parameter of a layer; None: as `per_optimizer`, which other parameters have."""
 
@@ -91,11 +93,12 @@ class ByteSizes:
     def host(self, trained: int, layers: int, *, frozen: int = 0) -> int:
         """Return the host bytes of a streamed stage: weights, gradients or sums, and optimizer state.
 
-        Sums, if any, take the place of gradients; parameters are those of `optimizer`.
+        Sums, if any, take the place of gradients; parameters are those of `optimizer`, whose state may be on disks.
         """
         gradients = self.gradient * self.shard_size(trained)
         waiting = SUM_BYTES * trained if self.has_partial_sums else gradients
-        return self.weight * (trained + frozen) + waiting + self.optimizer(trained, layers)
+        state = 0 if self.has_disks else self.optimizer(trained, layers)
+        return self.weight * (trained + frozen) + waiting + state
 
     def resident(self, trained: int, layers: int, *, keeps_gradients: bool) -> int:
         """Return the GPU bytes of a resident stage: weights, optimizer state, and gradients or sums it holds."""

@@ -24,7 +24,7 @@ from mobius.log import RANK_ZERO_ONLY
 from mobius.models.attention import DocumentAttention
 from mobius.models.config_rules import max_positions_warning
 from mobius.planner.memory_estimates import estimate_host_memory, largest_gpu_estimate
-from mobius.planner.plan_table import describe_short_host
+from mobius.planner.plan_table import describe_disks, describe_short_host
 from mobius.planner.run_setup import RunSetup
 from mobius.planner.step_prediction import steady_seconds
 from mobius.ranks import seconds_since_start
@@ -108,6 +108,8 @@ def log_stages(session: Session) -> None:
         logger.debug("recomputed layers run in tiles of %d tokens", run_setup.tile_tokens)
     if run_setup.result.step_time_prediction is not None:
         logger.debug("%s", run_setup.result.step_time_prediction.describe())
+    if run_setup.result.host_estimate.disk:
+        logger.info("%s", table_row("disks", describe_disks(run_setup.result)))
     if (short := describe_short_host(run_setup.result)) is not None:
         logger.info("%s", table_row("host", short))
 

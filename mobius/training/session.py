@@ -17,7 +17,7 @@ import torch
 from mobius.activity import Activity
 from mobius.checkpoint.reader import CheckpointReader
 from mobius.checkpoint.restore import restore
-from mobius.config.config import Dtype, ReduceDtype
+from mobius.config.config import Dtype, ReduceDtype, split_names
 from mobius.data.batches import Batch
 from mobius.distributed.mailboxes import Mailboxes
 from mobius.distributed.node_checks import check_same_residents
@@ -259,11 +259,14 @@ def _allocate_stages(
     )
 
 
-def _update_queue(run_setup: RunSetup, activity: Activity) -> UpdateQueue | None:
-    if not run_setup.config.pipeline.overlap_optimizer:
-        return None
+def _update_queue(run_setup: RunSetup, activity: Activity) -> UpdateQueue:
+    pipeline = run_setup.config.pipeline
+    folders = [Path(name).expanduser() for name in split_names(pipeline.offload_states_to)]
+    if not pipeline.overlap_optimizer:
+        return UpdateQueue(has_thread=False, state_folders=folders)
     # The update thread enqueues the loads and all-gathers that follow an update.
-    return UpdateQueue(activity, prepare=partial(use_device, run_setup.rank_context.device))
+    prepare = partial(use_device, run_setup.rank_context.device)
+    return UpdateQueue(activity, prepare=prepare, state_folders=folders)
 
 
 def _connect(run_setup: RunSetup, spans: Spans) -> Transport:

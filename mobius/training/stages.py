@@ -20,6 +20,7 @@ from mobius.engine.sliced_layers import SequenceKVCaches, SlicedLayers
 from mobius.engine.stage import StageModule
 from mobius.engine.stage_layers import StageLayers
 from mobius.engine.stage_memory import StageMemory
+from mobius.engine.stage_state import StageState
 from mobius.engine.update_queue import UpdateQueue
 from mobius.engine.waits import WaitClock
 from mobius.hardware.spans import NO_SPANS, Spans
@@ -181,6 +182,7 @@ class RankStages:
         ]
         owners = [(stage, name, read) for stage, name, reads in named for read in reads]
         values = read_ahead((read for *_, read in owners), num_threads=min(MAX_READERS, torch.get_num_threads()))
+        opened = dict[int, StageState]()
         with tqdm(
             total=len(named),
             desc="loading weights",
@@ -194,7 +196,19 @@ class RankStages:
                     progress()
                 own = self.memory[stage]
                 state = own.weights.state if name in self.modules[stage].frozen else own.state
+                if state.is_on_disk and value.dtype != state.weights.dtype:  # its master has more bits
+                    if stage not in opened:
+                        self._store(opened)
+                        opened[stage] = own.states.stored_state(is_blank=True)
+                    state = opened[stage]
                 state.set_parameter(name, value, offset=read.offset)
+        self._store(opened)
+
+    def _store(self, opened: dict[int, StageState]) -> None:
+        """Keep the states of stages that are on disks, and forget them."""
+        while opened:
+            stage, state = opened.popitem()
+            self.memory[stage].states.store(state)
 
     def executor(
         self,

@@ -95,3 +95,15 @@ def test_ranks_and_cuts_change_no_bit_of_a_clipped_run(tmp_path: Path, kind: Kin
         assert found == numbers, cut
         # A resident stage's state has the frozen parameters of adapters, too.
         assert not differing({name: own[name] for name in state}, state), cut
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16, tied", "compact states, tied"])
+def test_states_on_disks_change_no_bit(tmp_path: Path, kind: str) -> None:
+    make_checkpoint(tmp_path / "model", num_layers=8, **KINDS[kind].fields)
+    expected = run(tmp_path / "model", KINDS[kind], Cut(2, (2, 2, 2, 2)))
+    folders = f"--offload_states_to {tmp_path / 'one'},{tmp_path / 'two'}"
+    for more in ("", "--no_overlap_optimizer --no_prefetch", "--resident_stages 1 --num_rounds 2"):
+        numbers, state = run(tmp_path / "model", KINDS[kind], Cut(2, (2, 2, 2, 2), f"{folders} {more}"))
+        assert numbers == expected[0], more
+        assert not differing(state, expected[1]), more
+    assert not any((tmp_path / "one").iterdir()), "a file is left"

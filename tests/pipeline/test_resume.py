@@ -42,6 +42,10 @@ VARIANTS = {
     "bf16, resident, not clipped": "--dtype bf16 --no_offload --max_grad_norm 0",
     "bf16 states": "--dtype bf16 --optimizer_states bf16",
     "compact states": "--dtype bf16 --optimizer_states compact --resident_stages 1",
+    "states on disks": "--dtype bf16 --offload_states_to disk,other/disk --resident_stages 1",
+    "compact states on disks, not clipped": (
+        "--dtype bf16 --offload_states_to disk --optimizer_states compact --max_grad_norm 0"
+    ),
     "fp16, whose loss scale is found by steps that are not taken": "--dtype fp16",
     "packed rows of several samples": "--seq_length 64",
     "evaluated": "--val_size 4 --eval_strategy steps --eval_steps 2",
@@ -58,6 +62,7 @@ ON_DEMAND = [
     "one stage resident",
     "bf16",
     "bf16 states",
+    "compact states on disks, not clipped",
     "evaluated",
     "a schedule with numbers",
 ]

@@ -90,7 +90,9 @@ def test_a_stage_is_restored_from_any_format(before: str, after: str, num_replic
     master = torch.cat([own.state.read_master() for own in source.owned])
     for replica in range(num_replicas):
         state, same = (made(after, replica, num_replicas, num_updates=number) for number in (0, 3))
-        restore(SimpleNamespace(memory={0: SimpleNamespace(state=state)}), parts, reader)  # type: ignore[arg-type]
+        states = SimpleNamespace(stored_state=lambda state=state, **_: state, store=lambda _: None)
+        memory = {0: SimpleNamespace(state=state, states=states)}
+        restore(SimpleNamespace(memory=memory), parts, reader)  # type: ignore[arg-type]
         if before == after:
             assert torch.equal(state.weights, source.weights)
             assert all(map(torch.equal, state.tensors[2:], same.tensors[2:]))
@@ -103,3 +105,14 @@ def test_a_stage_is_restored_from_any_format(before: str, after: str, num_replic
                 wanted = expected[each.name][each.offset : each.offset + len(found)]
                 bits = 2**-16 if "compact" in (before, after) else 2**-23
                 assert torch.allclose(found, wanted, rtol=bits, atol=0), each.name
+
+
+@pytest.mark.parametrize("reduced", ["", "bf16", "compact"])
+def test_parts_fit_one_buffer_whatever_their_sizes(reduced: str) -> None:
+    for replica in range(3):
+        state = made(reduced, replica, 3)
+        moved = state.with_parts(torch.zeros(state.part_bytes, dtype=torch.uint8))
+        for tensor, source in zip(moved.tensors[2:], state.tensors[2:], strict=True):
+            assert tensor.data_ptr() % tensor.element_size() == 0
+            tensor.copy_(source)
+        assert all(map(torch.equal, moved.tensors, state.tensors))

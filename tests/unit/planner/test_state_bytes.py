@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import random
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from harness.plan_requests import request_of
 from transformers import LlamaConfig
 
 from mobius.config.config import Dtype, OptimizerStates, Order
+from mobius.engine.update_queue import UpdateQueue
 from mobius.limits import MIN_GRADIENT_SUMS
 from mobius.models.blocks import ModelParts
 from mobius.planner.memory_estimates import estimate_host_memory, state_bytes
@@ -43,7 +46,9 @@ def device_bytes() -> dict[int, int]:
     return {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}
 
 
-def allocated_bytes(parts: ModelParts, request: PlanRequest, plan: Plan, rank: int) -> tuple[int, int]:
+def allocated_bytes(
+    parts: ModelParts, request: PlanRequest, plan: Plan, rank: int, folders: Sequence[Path] = ()
+) -> tuple[int, int]:
     """Bytes of a rank's stages on the device and on the host."""
     gc.collect()
     before = device_bytes()
@@ -56,10 +61,12 @@ def allocated_bytes(parts: ModelParts, request: PlanRequest, plan: Plan, rank: i
         gradient_dtype=torch.float32 if request.config.pipeline.fp32_gradients else DTYPES[request.config.model.dtype],
         loss_chunk_tokens=64,
         deferred_updates=request.deferred_updates,
+        updates=UpdateQueue(has_thread=False, state_folders=folders),
         reduced_format="" if request.sizes.layer_state is None else request.config.optim.optimizer_states.value,
     )
     after = device_bytes()
     host = 0 if stages.arena is None else stages.arena.num_bytes
+    stages.close()
     return sum(number for storage, number in after.items() if storage not in before), host
 
 
@@ -127,3 +134,14 @@ def test_planned_bytes_of_reduced_states_are_those_that_are_allocated(
             on_device, on_host = allocated_bytes(parts, request, plan, rank)
             device, host = device + on_device - sum(state_bytes(request, plan, rank).values()), host + on_host
         assert device + host - estimate_host_memory(request, plan).streamed == pytest.approx(norms, abs=8)
+
+
+def test_planned_bytes_of_states_on_disks_are_those_that_are_allocated(parts: ModelParts, tmp_path: Path) -> None:
+    for resident in (0, 1, 3):
+        options = {"dtype": Dtype.BF16, "offload_states_to": str(tmp_path), "num_stages": 8}
+        request = request_of(parts.shape(), Machine(2), **options)
+        plan = request.plan.with_same_use(MemoryUse(resident, 0, min(2, 4 - resident)))
+        host = sum(allocated_bytes(parts, request, plan, rank, [tmp_path])[1] for rank in range(plan.num_ranks))
+        planned = estimate_host_memory(request, plan)
+        assert planned.streamed + planned.state_buffers == pytest.approx(host, abs=6 * 4096)  # whole pages
+        assert planned.disk == 10 * planned.streamed_parameters

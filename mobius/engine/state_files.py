@@ -1,0 +1,251 @@
+"""Optimizer states of a rank's streamed stages on disks: files, and host memory for the stages that are updated.
+
+    file of each folder   | stage 0, chunks 0, 2, ... | stage 1, chunks 1, 3, ... |      chunks take turns (striping)
+
+    update queue    submit(s) ... waits until gradients and states of s are there | pieces of s | ...
+    threads         read(s) into a free buffer                                    |             | write(s), free it
+
+A stage has one of `NUM_STATE_BUFFERS` buffers from its update's submission until its states are written; buffers are
+given in the order of submission. So one stage is read and another one written while a third is updated. Files are read
+and written past the page cache (O_DIRECT), whose memory states on disks are to spare; where a file system refuses that,
+its pages are given up after each request. They are unlinked at once: whatever ends the process, their space is free.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_all
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor, uint8
+
+from mobius.engine.host_arena import map_zeros
+from mobius.errors import StateFileError, reason_of
+from mobius.limits import NUM_STATE_BUFFERS
+from mobius.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 2**23
+"""Bytes of a request. Offsets and lengths are multiples of `ALIGNMENT`, which all disks take."""
+ALIGNMENT = 4096
+THREADS_PER_FOLDER = 3
+
+
+Move = Callable[[int, list[memoryview], int], int]
+"""`os.preadv` or `os.pwritev`."""
+
+
+class Place(NamedTuple):
+    """A chunk of a stage's bytes on a disk."""
+
+    folder: int
+    offset: int
+    length: int
+
+
+class StateFiles:
+    """One unlinked file in each of some folders, with a place for each stage's bytes."""
+
+    def __init__(self, folders: Sequence[Path], stage_bytes: Mapping[int, int]) -> None:
+        """Take the space on the disks now. Raises StateFileError that names the folder."""
+        self._folders, self._places = [*folders], dict[int, list[Place]]()
+        self._threads = ThreadPoolExecutor(THREADS_PER_FOLDER * len(folders), thread_name_prefix="states")
+        self._writes: dict[int, list[Future[None]]] = {}
+        ends = [0] * len(folders)
+        for first, (stage, num_bytes) in enumerate(sorted(stage_bytes.items())):
+            places = self._places[stage] = []
+            for number, start in enumerate(range(0, num_bytes, CHUNK_BYTES), start=first):
+                place = Place(
+                    number % len(folders), ends[number % len(folders)], min(CHUNK_BYTES, padded(num_bytes) - start)
+                )
+                places.append(place)
+                ends[place.folder] += place.length
+        self._files = list[int]()
+        try:
+            for folder, size in zip(self._folders, ends, strict=True):
+                self._files.append(_new_file(folder, size))
+        except BaseException:
+            self.close()
+            raise
+        self._is_direct = [_reads_directly(file) for file in self._files]
+        if not all(self._is_direct):
+            slow = ", ".join(str(each) for each, direct in zip(folders, self._is_direct, strict=True) if not direct)
+            logger.warning(
+                "--offload_states_to %s: this file system has no direct I/O, so states go through the page cache, "
+                "which takes memory and time; use a folder on a local disk with ext4 or xfs",
+                slow,
+            )
+
+    def read(self, stage: int, buffer: Tensor) -> list[Future[None]]:
+        """Start reading a stage's bytes into `buffer`, after its last write has ended."""
+        before = self._writes.get(stage, [])
+        return [
+            self._threads.submit(self._move, os.preadv, place, view, before)
+            for place, view in zip(self._places[stage], self._views(stage, buffer), strict=True)
+        ]
+
+    def write(self, stage: int, buffer: Tensor) -> list[Future[None]]:
+        """Start writing a stage's bytes from `buffer`."""
+        self._writes[stage] = [
+            self._threads.submit(self._move, os.pwritev, place, view, [])
+            for place, view in zip(self._places[stage], self._views(stage, buffer), strict=True)
+        ]
+        return self._writes[stage]
+
+    def close(self) -> None:
+        """Give the disks' space back; waits for what is under way. Safe to call twice."""
+        self._threads.shutdown()
+        while self._files:
+            os.close(self._files.pop())
+
+    def _views(self, stage: int, buffer: Tensor) -> list[memoryview]:
+        whole, views, start = buffer.numpy().data, [], 0
+        for place in self._places[stage]:
+            views.append(whole[start : start + place.length])
+            start += place.length
+        return views
+
+    def _move(self, move: Move, place: Place, view: memoryview, before: Sequence[Future[None]]) -> None:
+        """Read or write one chunk. Writes were submitted earlier than what waits for them: some thread makes them."""
+        for each in before:
+            each.result()
+        (folder, offset, length), done = place, 0
+        try:
+            while done < length:
+                count = move(self._files[folder], [view[done:]], offset + done)
+                if count == 0:
+                    raise OSError(errno.EIO, "the file has become shorter")
+                done += count
+            if not self._is_direct[folder]:
+                os.posix_fadvise(self._files[folder], offset, length, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            doing = "read" if move is os.preadv else "written"
+            raise StateFileError(
+                f"optimizer states in {self._folders[folder]} (--offload_states_to) cannot be {doing}: "
+                f"{reason_of(error)}. Resume from the last checkpoint, with another folder if the disk is damaged."
+            ) from error
+
+
+class Visit:
+    """A stage's states in host memory, from the submission of its update until they are written."""
+
+    def __init__(self, stage: int) -> None:
+        self.stage = stage
+        self._has_begun = threading.Event()
+        self._reads: list[Future[None]] = []
+        self._buffer: Tensor | None = None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether `buffer` would return at once."""
+        return self._has_begun.is_set() and all(read.done() for read in self._reads)
+
+    def buffer(self) -> Tensor:
+        """Wait for the states and return the memory that holds them. Raises StateFileError."""
+        self._has_begun.wait()
+        for read in self._reads:
+            read.result()
+        assert self._buffer is not None
+        return self._buffer
+
+    def begin(self, buffer: Tensor, files: StateFiles) -> None:
+        """Start reading into `buffer`."""
+        self._buffer, self._reads = buffer, files.read(self.stage, buffer)
+        self._has_begun.set()
+
+
+class StateBuffers:
+    """Gives buffers to stages in the order in which their updates are submitted."""
+
+    def __init__(self, files: StateFiles, num_bytes: int, num_stages: int) -> None:
+        """`num_bytes` is the size of the largest stage."""
+        self.files = files
+        self._free = [map_zeros(padded(num_bytes), uint8) for _ in range(min(NUM_STATE_BUFFERS, num_stages))]
+        self.num_bytes = sum(buffer.nbytes for buffer in self._free)
+        self._waiting: deque[Visit] = deque()
+        self._lock = threading.Lock()
+
+    def visit(self, stage: int) -> Visit:
+        """Begin to read a stage as soon as a buffer is free."""
+        visit = Visit(stage)
+        with self._lock:
+            self._waiting.append(visit)
+        self._begin()
+        return visit
+
+    def end(self, visit: Visit) -> None:
+        """Write the states of a visit, and give its buffer to another one after that."""
+        buffer = visit.buffer()
+        writes = self.files.write(visit.stage, buffer)
+        left, lock = [len(writes)], threading.Lock()
+
+        def written(write: Future[None]) -> None:
+            with lock:
+                left[0] -= 1
+                is_last = left[0] == 0
+            if is_last:  # an error shows at the stage's next visit, which waits for these writes
+                with self._lock:
+                    self._free.append(buffer)
+                self._begin()
+
+        for write in writes:
+            write.add_done_callback(written)
+
+    def _begin(self) -> None:
+        with self._lock:
+            while self._waiting and self._free:
+                self._waiting.popleft().begin(self._free.pop(), self.files)
+
+
+def padded(num_bytes: int) -> int:
+    """Return the length of a stage's buffer and place on the disks."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def wait(moves: Sequence[Future[None]]) -> None:
+    """Wait for reads or writes. Raises StateFileError."""
+    wait_for_all(moves)
+    for move in moves:
+        move.result()
+
+
+def _new_file(folder: Path, size: int) -> int:
+    """Return an unlinked file of `size` bytes in `folder`, open for direct I/O where the file system has that."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file, name = tempfile.mkstemp(prefix="mobius-states-", dir=folder)
+        try:
+            os.posix_fallocate(file, 0, max(size, 1))
+            try:
+                direct = os.open(name, os.O_RDWR | os.O_DIRECT)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                direct = os.dup(file)
+        finally:
+            os.close(file)
+            os.unlink(name)
+    except OSError as error:
+        detail = reason_of(error)
+        if error.errno == errno.ENOSPC:
+            free = os.statvfs(folder)
+            detail = f"{format_bytes(size)} are needed, {format_bytes(free.f_bavail * free.f_frsize)} is free"
+        raise StateFileError(
+            f"--offload_states_to {folder}: no file for optimizer states can be made there: {detail}. Name a folder on "
+            "a disk with more space."
+        ) from error
+    return direct
+
+
+def _reads_directly(file: int) -> bool:
+    return bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)

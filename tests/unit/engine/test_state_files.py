@@ -1,0 +1,133 @@
+"""Optimizer states on disks: what is written is read, stages take turns, and a disk that fails is named."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mobius.engine import state_files
+from mobius.engine.host_arena import map_zeros
+from mobius.engine.state_files import ALIGNMENT, StateBuffers, StateFiles, padded, wait
+from mobius.errors import StateFileError
+
+SIZES = {0: 5, 1: 3 * ALIGNMENT, 2: 10 * ALIGNMENT + 1, 3: 0, 5: 7 * ALIGNMENT}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_files, "CHUNK_BYTES", 2 * ALIGNMENT)
+
+
+def filled(stage: int, value: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * stage + value)
+    random_bytes = torch.randint(0, 256, (padded(SIZES[stage]),), dtype=torch.uint8, generator=generator)
+    return map_zeros(padded(SIZES[stage]), torch.uint8).copy_(random_bytes)
+
+
+@pytest.mark.parametrize("num_folders", [1, 3])
+def test_what_is_written_is_read_again(tmp_path: Path, num_folders: int) -> None:
+    files = StateFiles([tmp_path / str(number) for number in range(num_folders)], SIZES)
+    for value in range(3):
+        for stage in SIZES:
+            wait(files.write(stage, filled(stage, value)))
+        for stage in SIZES:
+            buffer = map_zeros(padded(SIZES[stage]), torch.uint8)
+            wait(files.read(stage, buffer))
+            assert torch.equal(buffer, filled(stage, value))
+    assert not any(path.is_file() for path in tmp_path.rglob("*")), "a file has a name"
+    files.close()
+    files.close()
+
+
+def test_new_files_are_zeros(tmp_path: Path) -> None:
+    files = StateFiles([tmp_path], SIZES)
+    buffer = filled(2, 0)
+    wait(files.read(2, buffer))
+    assert not buffer.any()
+    files.close()
+
+
+def test_stages_take_turns_in_the_buffers_and_each_finds_what_it_wrote(tmp_path: Path) -> None:
+    sizes = dict.fromkeys(range(7), 5 * ALIGNMENT)
+    files, draw = StateFiles([tmp_path / "a", tmp_path / "b"], sizes), random.Random(0)
+    buffers = StateBuffers(files, 5 * ALIGNMENT, 7)
+    assert buffers.num_bytes == 3 * 5 * ALIGNMENT
+    for step in range(20):
+        visits = [buffers.visit(stage) for stage in draw.sample(range(7), 7)]
+        while visits:  # the first one always has a buffer; of the others, some may be used sooner
+            here = [visit for visit in visits if visit.is_read] or visits[:1]
+            visit = draw.choice(here)
+            visits.remove(visit)
+            buffer = visit.buffer()
+            assert buffer.tolist() == [step * 10 + visit.stage if step else 0] * len(buffer)
+            buffer.fill_((step + 1) * 10 + visit.stage)
+            buffers.end(visit)
+    files.close()
+
+
+def test_a_disk_without_space_is_refused_with_the_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(
+        StateFileError, match=r"--offload_states_to .*: 88\.0 KiB are needed, .* is free\. Name a folder"
+    ):
+        StateFiles([tmp_path], SIZES)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StateFileError, match="file/folder: no file for optimizer states can be made there: "):
+        StateFiles([tmp_path / "file" / "folder"], SIZES)
+
+
+@pytest.mark.parametrize(("move", "doing"), [("preadv", "read"), ("pwritev", "written")])
+def test_a_disk_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, move: str, doing: str) -> None:
+    files = StateFiles([tmp_path], SIZES)
+
+    def failing(*_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, move, failing)
+    buffers = StateBuffers(files, padded(SIZES[2]), 2)
+
+    def visit_twice() -> None:  # what could not be written shows at the stage's next visit
+        for _ in range(2):
+            visit = buffers.visit(2)
+            visit.buffer()
+            buffers.end(visit)
+
+    with pytest.raises(StateFileError, match=rf"{tmp_path.name} \(--offload_states_to\) cannot be {doing}: Input/out"):
+        visit_twice()
+    files.close()
+
+
+def test_without_direct_io_states_go_through_the_page_cache_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    usual = os.open
+
+    def without_direct(path: str, flags: int, *mode: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return usual(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", without_direct)
+    with caplog.at_level(logging.WARNING):
+        files = StateFiles([tmp_path], SIZES)
+    assert "has no direct I/O, so states go through the page cache" in caplog.text
+    wait(files.write(2, filled(2, 1)))
+    buffer = map_zeros(padded(SIZES[2]), torch.uint8)
+    wait(files.read(2, buffer))
+    assert torch.equal(buffer, filled(2, 1))
+    files.close()
