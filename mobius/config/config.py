@@ -105,6 +105,7 @@ ALL_CHECKPOINTS: Final = 0
 _NUMBER: Final = re.compile(r"\d{1,9}", re.ASCII)
 _STEPS: Final = re.compile(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", re.ASCII)
 _DEVICE: Final = re.compile(r"\d{1,4}|(GPU|MIG)-[\w/-]{1,80}", re.ASCII)
+_RATES: Final = re.compile(r"\d{1,4}(\.\d{1,4})?,\d{1,4}(\.\d{1,4})?", re.ASCII)
 _SURELY_ALIKE: Final = 0.85
 """Minimum similarity of a misspelling: letters left out, doubled or swapped are above it, min and max below it."""
 _ENDPOINT: Final = re.compile(r"[^\s:]+:\d{1,5}|\[[0-9a-fA-F:.]+\]:\d{1,5}")
@@ -133,6 +134,10 @@ def _number_or(*words: str, least: int) -> tuple[Callable[[str], bool], str]:
 def _step_range(text: str) -> range:
     match = _STEPS.fullmatch(text.strip())
     return range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
+
+
+def _are_rates(text: str) -> bool:
+    return _RATES.fullmatch(text) is not None and min(map(float, text.split(","))) > 0
 
 
 def _are_devices(text: str) -> bool:
@@ -195,6 +200,9 @@ NO_ADAPTERS: Final = Need(
 )
 OFFLOADING: Final = Need(
     "use_offload", lambda o: o.use_offload, "with `--no_offload`, which streams no stage", is_strict=True
+)
+DISKS: Final = Need(
+    "offload_states_to", lambda o: o.offload_states_to is not None, "without `--offload_states_to`", is_strict=True
 )
 NOT_ON_CPU: Final = Need("device", lambda o: o.device != "cpu", "with `--device cpu`", is_strict=True)
 REPLICAS: Final = Need(
@@ -611,11 +619,23 @@ class PlanningConfig:
     node_link: float | None = option(None, POSITIVE, needs=(NODES,))
     """Bandwidth between nodes in GB/s per direction, for the plan of replicas; 100 Gbit/s are 12.5. Default: measured
     by a run on GPUs, 12.5 in estimates. No effect on one node."""
+    disk_rate: str | None = option(None, needs=(DISKS,), form=(_are_rates, "two numbers above 0, such as 7,2"))
+    """Sustained GB/s that each drive of offload_states_to reads and writes, such as 7,2, for the predicted seconds.
+    Consumer drives write far slower once their cache is full than their data sheets say. Default: the prediction leaves
+    the disks out."""
     plan_output: str | None = option(None, needs=(DRY_RUN,))
     """File to which a dry run saves its plan, such as plan.json; not in save_dir, which must be empty for a run."""
     plan: str | None = None
     """Plan to train by, from a dry run or a save_dir: stages, microbatches, batch, resident stages, slots,
     recomputation."""
+
+    @property
+    def disk_rates(self) -> tuple[float, float] | None:
+        """`disk_rate` as GB/s read and written."""
+        if self.disk_rate is None:
+            return None
+        read, write = map(float, self.disk_rate.split(","))
+        return read, write
 
 
 @dataclass(frozen=True)

@@ -167,10 +167,15 @@ def describe_details(result: PlanResult, available_bytes: int | None) -> Iterato
 
 def describe_disks(result: PlanResult) -> str:
     """A line about the optimizer states on disks."""
+    num_bytes, disks = result.host_estimate.disk, None if result.profile is None else result.profile.disks
+    text = (
+        f"{format_bytes(num_bytes)} of optimizer states of a pipeline are in "
+        f"{result.request.config.pipeline.offload_states_to}: 1,000 steps write {num_bytes / 1e9:,.0f} TB; "
+    )
+    if disks is None:
+        return f"{text}the predicted seconds leave the disks out (--disk_rate)"
     return (
-        f"{format_bytes(result.host_estimate.disk)} of optimizer states of a pipeline are in "
-        f"{result.request.config.pipeline.offload_states_to}; each step reads and writes them once, and the predicted "
-        "seconds leave that out"
+        f"{text}a step reads them in {num_bytes / disks.read:.2f} s and writes them in {num_bytes / disks.write:.2f} s"
     )
 
 

@@ -95,6 +95,18 @@ class MessageRates:
 
 
 @dataclass(frozen=True)
+class DiskRates:
+    """Sustained bytes per second of the disks that have a pipeline's optimizer states, all of them together."""
+
+    read: Rate
+    write: Rate
+
+    def times(self, factor: float) -> DiskRates:
+        """Disks that are so many times as fast."""
+        return DiskRates(factor * self.read, factor * self.write)
+
+
+@dataclass(frozen=True)
 class ReplicaRates:
     """Between the ranks of one place in different replicas, in bytes per second of each direction."""
 
@@ -157,6 +169,8 @@ class Profile:
     """Part of each layer's seconds that attention takes; known for runs with slices, and for estimates."""
     replicas: ReplicaRates | None = None
     """None with one pipeline."""
+    disks: DiskRates | None = None
+    """None where optimizer states are in memory, or where the disks' rates are not known."""
 
     def of_layer(self, layer: int) -> LayerSeconds:
         """Return the seconds of the model's layer number `layer`."""

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mobius.config.config import Dtype
+from mobius.config.config import Dtype, split_names
 from mobius.errors import PlanError
 from mobius.planner.gpu_specs import GIGA, GPU_SPECS, LayerEstimate, estimate_profile, with_attention_length
-from mobius.planner.profile import Profile, ReplicaRates, with_frozen
+from mobius.planner.profile import DiskRates, Profile, ReplicaRates, with_frozen
 from mobius.planner.replica_traffic import rates_of_nodes
 from mobius.planner.request import PlanRequest
 
 
 def profile_for(request: PlanRequest, measured: Profile | None) -> Profile | None:
+    """Return the profile that a request is planned with, with the rates of its disks, if they are known."""
+    profile, pipeline = _profile_for(request, measured), request.config.pipeline
+    if profile is None or (rates := request.config.planning.disk_rates) is None:
+        return profile
+    number = len(split_names(pipeline.offload_states_to)) / request.machine.replicas_per_node
+    return replace(profile, disks=DiskRates(*(number * GIGA * rate for rate in rates)))
+
+
+def _profile_for(request: PlanRequest, measured: Profile | None) -> Profile | None:
     """Return the measured profile, adapted to `request`, or an estimate; None if nothing is known of the device.
 
     The link between replicas is estimated if it was not measured, and attention's seconds are scaled to the length of

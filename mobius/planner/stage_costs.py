@@ -43,6 +43,8 @@ class StageCost:
     """Parameters that are loaded if the stage is streamed, `parameters` being those that are trained; None: as many."""
     backward_from_saved: tuple[float, float] | None = None
     """Seconds of a backward whose products have come back from the host, and of the host to enqueue it."""
+    trained_in_layers: int = 0
+    """Parameters among them that are in layers."""
     keeps_trained_on_gpu: bool = False
     """Whether what is trained stays on the GPU, which updates it, though the others are streamed."""
 
@@ -147,6 +149,7 @@ def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageC
                 cut.stage in plan.saved_attention_stages,
                 loaded=cut.num_streamed_parameters(shape),
                 backward_from_saved=with_products,
+                trained_in_layers=cut.num_trained_in_layers(shape),
                 keeps_trained_on_gpu=shape.keeps_trained_on_gpu,
             )
         )

@@ -6,6 +6,7 @@ A step takes as long as each of these alone, and the bound is the largest:
                after the last of which it may finish gradients and update resident stages meanwhile;
                in each round the way of a microbatch through all stages, and of all others through the last one
     copies     of a rank in one direction at its link's rate, and of all ranks at what they are given together
+    disks      all optimizer states that are on them, read or written
     updates    of all streamed stages on the CPUs; with clipping, forward waits for those of its stage and below
 """
 
@@ -33,7 +34,8 @@ def min_step_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, r
     through_last = (plan.num_microbatches // rounds - plan.num_slices) * (last.forward + last.backward)
     through_all = rounds * (sum(passes) + through_last)
     copies, updates = _copy_seconds(plan, costs, profile, rules), _update_seconds(plan, costs, profile, rules, compute)
-    return max(*compute, through_all, copies, updates) + profile.step_overhead
+    disks = _disk_seconds(plan, costs, profile, rules)
+    return max(*compute, through_all, copies, updates, disks) + profile.step_overhead
 
 
 def _pass_seconds(plan: Plan, cost: StageCost) -> float:
@@ -91,6 +93,15 @@ def _copy_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, rule
         sum(down) / (plan.num_ranks * copies.host_to_device_all_gpus),
         sum(up) / (plan.num_ranks * copies.device_to_host_all_gpus),
     )
+
+
+def _disk_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, rules: StepRules) -> float:
+    """Seconds of reading or writing all states that are on disks."""
+    if profile.disks is None:
+        return 0.0
+    updated = [cost for cost in costs if not cost.updates_on_gpu]
+    num_bytes = sum(rules.sizes.optimizer(cost.parameters, cost.trained_in_layers) for cost in updated)
+    return num_bytes / min(profile.disks.read, profile.disks.write)
 
 
 def _update_seconds(

@@ -63,6 +63,7 @@ class Resource(StrEnum):
     CORES = "CPU cores"
     MESSAGES = "messages"
     REPLICAS = "the link between replicas"
+    DISKS = "disks"
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ def simulated_seconds(
     schedule: Schedule, costs: Sequence[StageCost], profile: Profile, rules: StepRules, *, num_steps: int = NUM_STEPS
 ) -> float:
     """`simulate_steps(...).step_seconds`, in less time because nothing else is described."""
+    num_steps += profile.disks is not None  # a step's reads wait for the writes of the one before
     played = _play(schedule, costs, profile, rules, num_steps, is_described=False)
     ends = [0.0, *(task.end for task in played.step_ends)]
     return ends[-1] - ends[-2]
@@ -110,9 +112,11 @@ def simulated_seconds(
 def predict_step_seconds(plan: Plan, request: PlanRequest, profile: Profile) -> float:
     """Seconds of a steady step of `plan` at the rates of `profile`.
 
-    Many rounds, and many microbatches of a round, are extrapolated from fewer: a step's seconds are linear in both.
+    Many rounds, and many microbatches of a round, are extrapolated from fewer: a step's seconds are linear in both, but
+    for those that disks take in any case.
     """
-    return _step_seconds(plan, request.shape, profile, request.rules)
+    seconds = _step_seconds(plan, request.shape, profile, request.rules)
+    return seconds if profile.disks is None else max(seconds, predict_min_step_seconds(plan, request, profile))
 
 
 @lru_cache(maxsize=1024)  # requests that differ in what a step does not depend on have plans in common
@@ -229,6 +233,8 @@ def with_faster(profile: Profile, resource: Resource, factor: float) -> Profile:
             return _times(profile, factor, "cpu_adamw", "cpu_adamw_together")
         case Resource.REPLICAS:
             return replace(profile, replicas=None if profile.replicas is None else profile.replicas.times(factor))
+        case Resource.DISKS:
+            return replace(profile, disks=None if profile.disks is None else profile.disks.times(factor))
         case Resource.MESSAGES:
             messages = _times(profile.messages, factor, "bandwidth")
             return replace(profile, messages=replace(messages, latency=messages.latency / factor))
@@ -250,7 +256,8 @@ def find_bottleneck(
 
     What cannot gain more than another by `min_seconds`, a lower bound of `step_seconds`, is not tried.
     """
-    tried = [each for each in Resource if each is not Resource.REPLICAS or profile.replicas is not None]
+    missing = {Resource.REPLICAS: profile.replicas is None, Resource.DISKS: profile.disks is None}
+    tried = [each for each in Resource if not missing.get(each)]
     faster = {resource: with_faster(profile, resource, TRIED_FACTOR) for resource in tried}
     bounds = {resource: min_seconds(faster[resource]) for resource in tried}
     seconds: dict[Resource, float] = {}

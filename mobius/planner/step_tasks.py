@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from mobius.limits import MIN_GRADIENT_SUMS, UPDATE_CHUNK_ELEMENTS, max_pending_offloads
+from mobius.limits import MIN_GRADIENT_SUMS, NUM_STATE_BUFFERS, UPDATE_CHUNK_ELEMENTS, max_pending_offloads
 from mobius.planner.event_simulation import Flow, Task, shared_bandwidth
 from mobius.planner.profile import Profile
 from mobius.planner.replica_traffic import CLEARED_BYTES
@@ -99,6 +99,10 @@ class _RankTasks:
     reductions: list[Task] = field(default_factory=list)
     """Sums over the replicas, in their order; the buffers of a rank's sums take turns."""
     gathered: Task | None = None
+    written: dict[int, Task] = field(default_factory=dict)
+    """The last write of a stage's optimizer states to disks."""
+    buffers: deque[Task] = field(default_factory=lambda: deque(maxlen=NUM_STATE_BUFFERS))
+    """The writes that free the buffers of such states, in the order in which these are used."""
     updated: set[int] = field(default_factory=set)
     """Streamed stages whose next load brings the weights that other replicas have updated."""
 
@@ -368,7 +372,9 @@ class StepTasks:
             state.updates[stage] = self._task((Lane.REDUCE, rank), flow, [update], name=f"G{stage}")
 
     def _update_on_host(self, rank: int, stage: int, needs: Sequence[Task]) -> None:
-        left = self.rules.sizes.shard_size(self.costs[stage].parameters)
+        left, has_disks = self.rules.sizes.shard_size(self.costs[stage].parameters), self.profile.disks is not None
+        if has_disks and left:
+            needs = [*needs, self._read_states(rank, stage)]
         if self._is_shared and left:
             self.ranks[rank].updated.add(stage)
         while left > 0:
@@ -377,6 +383,26 @@ class StepTasks:
             task = self._task((Lane.OPTIMIZER, rank), flow, needs, name=f"U{stage}", priority=stage)
             left, needs = left - piece, [task]
             self.ranks[rank].updates[stage] = task
+        if has_disks and stage in self.ranks[rank].updates:
+            self._write_states(rank, stage)
+
+    def _state_bytes(self, stage: int) -> int:
+        cost = self.costs[stage]
+        return self.rules.sizes.optimizer(cost.parameters, cost.trained_in_layers)
+
+    def _read_states(self, rank: int, stage: int) -> Task:
+        """Read a stage's states once its update is submitted and a buffer is free (engine/state_files.py)."""
+        state = self.ranks[rank]
+        submitted = state.last_of_stage.get(stage) if self._updates_at_once(stage) else state.begin
+        free = state.buffers[0] if len(state.buffers) == NUM_STATE_BUFFERS else None
+        needs = [task for task in (submitted, state.written.get(stage), free) if task is not None]
+        return self._task(f"states read {rank}", self.flows.disk_read(self._state_bytes(stage)), needs)
+
+    def _write_states(self, rank: int, stage: int) -> None:
+        state = self.ranks[rank]
+        flow = self.flows.disk_write(self._state_bytes(stage))
+        state.written[stage] = self._task(f"states written {rank}", flow, [state.updates[stage]])
+        state.buffers.append(state.written[stage])
 
     def _task(
         self, lane: Hashable | None, work: float | Flow, needs: Sequence[Task], *, name: object = "", priority: int = 0

@@ -50,6 +50,7 @@ TABLE: dict[str, tuple[str, list[str]]] = {
     "compile": ("--compile on", [ANSWERS]),
     "overlap_optimizer": ("--no_overlap_optimizer", []),
     "optimizer_states": ("--optimizer_states compact", [LORA, f"{ALONE} --do_eval"]),
+    "disk_rate": ("--disk_rate 7,2 --offload_states_to disk", []),
     "offload_states_to": ("--offload_states_to disk", [LORA, f"{ALONE} --do_eval", "--no_offload"]),
     "reduce_dtype": ("--reduce_dtype bf16 --pipeline_ranks 2", ["", f"{ALONE} --do_eval"]),
     "fp32_gradients": ("--fp32_gradients", [LORA, f"{ALONE} --do_eval"]),

@@ -85,6 +85,9 @@ VAL --eval_steps 2.5                                         : eval_steps
 --resume_changes learning_rate                               : resume_changes resume_from_checkpoint
 --resume_from_checkpoint c --resume_changes seed,rate        : resume_changes
 --val_size 10 --no_do_train --do_eval --resume_from_checkpoint c : no_do_train resume_from_checkpoint model_path
+--disk_rate 7 --offload_states_to d                          : disk_rate
+--disk_rate 7,0 --offload_states_to d                        : disk_rate
+--disk_rate 7,2                                              : disk_rate
 --optimizer_states fp8                                       : optimizer_states
 --optimizer_states compact --fp32                            : optimizer_states dtype
 --optimizer_states bf16 --use_lora                           : optimizer_states

@@ -1,0 +1,75 @@
+"""Optimizer states on disks in the plan: seconds of reads and writes, and what hides under the rest of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from harness.plan_requests import find_published_shape, request_of
+
+from mobius.config.config import Dtype, OptimizerStates
+from mobius.planner.gpu_specs import GPU_SPECS
+from mobius.planner.memory_estimates import estimated_layer
+from mobius.planner.plan_table import describe_disks
+from mobius.planner.request import Machine, PlanRequest
+from mobius.planner.solver import PlanResult, solve
+from mobius.planner.step_prediction import Resource, predict_min_step_seconds, predict_step_seconds
+
+SHAPE = find_published_shape("7b")
+MACHINE = Machine(4, GPU_SPECS["RTX4090"])
+STREAMED: dict[str, Any] = {"resident_stages": "0", "batch_size": 64, "seq_length": 512, "dtype": Dtype.BF16}
+
+
+def planned(**options: Any) -> PlanResult:
+    return solve(request_of(SHAPE, MACHINE, **(STREAMED | options)), layer=estimated_layer)
+
+
+def seconds(request: PlanRequest, found: PlanResult) -> float:
+    assert found.profile is not None
+    return predict_step_seconds(found.plan, request, found.profile)
+
+
+@pytest.mark.parametrize("clipping", [0.0, 1.0])
+def test_slow_disks_bound_a_step_and_fast_ones_take_the_hosts_memory_alone(clipping: float) -> None:
+    memory = planned(max_grad_norm=clipping)
+    fast = planned(max_grad_norm=clipping, offload_states_to="/a,/b", disk_rate="500,500")
+    slow = planned(max_grad_norm=clipping, offload_states_to="/a,/b", disk_rate="1.5,0.5")
+    assert memory.profile is not None
+    through_memory = 2 * fast.host_estimate.disk / memory.profile.host_bandwidth
+    assert memory.step_seconds <= fast.step_seconds < memory.step_seconds + through_memory
+    assert slow.host_estimate.disk == pytest.approx(10 * SHAPE.num_parameters, rel=0.001)
+    alone = slow.host_estimate.disk / 1e9
+    assert alone < slow.step_seconds < 1.25 * alone
+    assert slow.step_time_prediction is not None
+    assert slow.step_time_prediction.bottleneck is Resource.DISKS
+    compact = planned(
+        max_grad_norm=clipping,
+        offload_states_to="/a,/b",
+        disk_rate="1.5,0.5",
+        optimizer_states=OptimizerStates.COMPACT,
+    )
+    assert compact.step_seconds < 0.45 * slow.step_seconds
+
+
+@pytest.mark.parametrize("rate", ["0.5,0.5", "4,1", "7,5"])
+@pytest.mark.parametrize("rounds", [1, 4, 8])
+def test_no_step_is_shorter_than_the_bound(rate: str, rounds: int) -> None:
+    found = planned(offload_states_to="/a", disk_rate=rate, num_chunks=8, num_rounds=rounds)
+    assert found.profile is not None
+    bound = predict_min_step_seconds(found.plan, found.request, found.profile)
+    assert bound <= seconds(found.request, found) * (1 + 1e-9)
+
+
+def test_a_line_tells_the_bytes_and_what_is_left_out() -> None:
+    found = planned(offload_states_to="/a,/b", disk_rate="7,2")
+    assert "1,000 steps write 67 TB; a step reads them in 4.81 s and writes them in 16.85 s" in describe_disks(found)
+    unknown = planned(offload_states_to="/a")
+    assert unknown.profile is not None
+    assert unknown.profile.disks is None
+    assert "the predicted seconds leave the disks out (--disk_rate)" in describe_disks(unknown)
+    nodes = Machine(4, GPU_SPECS["RTX4090"], num_replicas=2)
+    request = request_of(SHAPE, nodes, **STREAMED, offload_states_to="/a", disk_rate="7,2")
+    shared = solve(request, layer=estimated_layer).profile
+    assert shared is not None
+    assert shared.disks is not None
+    assert (shared.disks.read, shared.disks.write) == (3.5e9, 1e9)
