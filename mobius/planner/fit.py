@@ -25,8 +25,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, lru_cache
+from itertools import product
 
 from mobius.config.config import ActivationOffloading, Recompute
 from mobius.errors import GpuMemoryError, PlanError
@@ -71,124 +72,109 @@ class DoesNotFitError(GpuMemoryError):
         )
 
 
-@dataclass(frozen=True)
-class _Pattern:
-    """One way for all ranks to use their memory as far as it allows."""
-
-    num_resident: int
-    num_slots: int
-    """At least, and as many as streamed stages that save activations."""
-    num_sum_buffers: int
-    offloads: bool
-    """Whether stages that do not save their activations offload them; if not, as few as possible do."""
-
-
 class MemoryFit:
     """Ways of all ranks to use their memory for a request whose numbers are known."""
 
     def __init__(self, request: PlanRequest, layer: LayerBytes | None, *, may_save: bool = True) -> None:
         """`layer` as in `fit_plan`; without it, or without `may_save`, stages save nothing unless asked to."""
-        assert request.gpu_bytes is not None, "a GPU has a limit"
         self.request, self.layer = request, layer
-        self._usable = int(request.gpu_bytes * USABLE_MEMORY_FRACTION) - request.mailbox_bytes
-        self._least = least_use(request, layer)
+        self._usable = _usable_bytes(request)
+        self._least = _least_use(request, layer)
         # Slices are recomputed: keys and values in their activations would change with each later slice.
         is_open = may_save and layer is not None and request.recompute is Recompute.AUTO and request.num_slices == 1
         self._most_saving = request.plan.stages_per_rank if is_open else self._least.num_saving_activations
         is_known = layer is not None and layer.saved_products is not None
         self._may_save_products = is_open and is_known and may_keep_products(request)
+        self._state_bytes = cache(self._count_state_bytes)
         self._activation_bytes = cache(self._count_activation_bytes)
 
     def plans(self, *, is_quick: bool = False) -> Iterator[Plan]:
-        """Yield a plan for each pattern in which every rank fits; `is_quick`: of few patterns.
+        """Yield a plan for each pattern in which every rank fits; `is_quick`: of few patterns."""
+        yield from dict.fromkeys(filter(None, map(self._plan, self._patterns(is_quick=is_quick))))
 
-        If there is none, one in which every rank does the least that is requested.
+    def _patterns(self, *, is_quick: bool) -> Iterator[MemoryUse]:
+        """Yield what every rank shall do as far as its memory allows; none or all of its stages save activations.
+
+        Slots and sum buffers may be more than streamed stages: with as many as stages, each streamed one has its own.
         """
-        found = dict.fromkeys(filter(None, map(self._plan, self._patterns(is_quick=is_quick))))
-        yield from found or [self.request.plan.with_same_use(self._least)]
-
-    def _patterns(self, *, is_quick: bool) -> Iterator[_Pattern]:
-        plan, per_rank, least = self.request.plan, self.request.plan.stages_per_rank, self._least
-        offloading = self.request.config.pipeline.activation_offloading
-        offloads = {ActivationOffloading.AUTO: (False, True), ActivationOffloading.ON: (True,)}.get(
-            offloading, (False,)
-        )
-        numbers = range(least.num_resident, (per_rank if self.request.num_resident is None else least.num_resident) + 1)
+        plan, every, least = self.request.plan, self.request.plan.stages_per_rank, self._least.num_resident
+        residents = range(least, 1 + (every if self.request.num_resident is None else least))
+        step = len(residents) - 1 if is_quick else -(-len(residents) // MOST_RESIDENT_TRIED)
+        slots = {plan.num_slots or 0, max(PREFETCH_SLOTS, plan.num_slots or 0)}
         if is_quick:
-            numbers = numbers[:: max(1, len(numbers) - 1)]
-        for resident in sorted({*numbers[:: -(-len(numbers) // MOST_RESIDENT_TRIED)], *numbers[-1:]}):
-            streamed = per_rank - resident
-            few = {min(number, streamed) for number in (PREFETCH_SLOTS, plan.num_slots or 0)}
-            slots = {min(1, streamed)} if plan.num_slots == 1 else {max(few)} if is_quick else few
-            slots = {streamed} if plan.is_depth_first else slots if plan.num_slots == 1 else slots | {streamed}
-            for number in sorted(slots):
-                partial = (0, streamed) if plan.has_partial_sums else (0,)
-                for buffers in partial[-1:] if is_quick and number == streamed else partial:
-                    for offload in offloads:
-                        yield _Pattern(resident, number, buffers, offload)
+            slots = {min(slots)}
+        if plan.is_depth_first:
+            slots = {every}
+        elif plan.num_slots == 1:
+            slots = {1}
+        else:
+            slots.add(every)
+        sum_buffers = [0, every] if plan.has_partial_sums else [0]
+        asked = self.request.config.pipeline.activation_offloading
+        offloading = {ActivationOffloading.AUTO: [0, every], ActivationOffloading.ON: [every]}.get(asked, [0])
+        for resident in sorted({*residents[:: max(1, step)], residents[-1]}):
+            for number, buffers, offloaded in product(sorted(slots), sum_buffers, offloading):
+                may_mix = plan.is_depth_first or not plan.has_partial_sums or not is_quick
+                if may_mix or (number == every) == (buffers == every):
+                    yield MemoryUse(resident, 0, number, offloaded, buffers)
 
-    def _plan(self, pattern: _Pattern) -> Plan | None:
+    def _plan(self, pattern: MemoryUse) -> Plan | None:
         first = self.request.first_alike
         uses = {rank: self._use(rank, pattern) for rank in {*first}}
-        chosen = [uses[rank] for rank in first]
-        fitting = [use for use in chosen if use is not None]
-        return self.request.plan.with_memory_uses(fitting) if len(fitting) == len(chosen) else None
+        fitting = [use for rank in first if (use := uses[rank]) is not None]
+        return self.request.plan.with_memory_uses(fitting) if len(fitting) == len(first) else None
 
-    def _use(self, rank: int, pattern: _Pattern) -> MemoryUse | None:
+    def _use(self, rank: int, pattern: MemoryUse) -> MemoryUse | None:
         """Return what `rank` does in `pattern`, with fewer resident stages if these do not fit; None: nothing fits."""
         for resident in range(pattern.num_resident, self._least.num_resident - 1, -1):
-            streamed = self.request.plan.stages_per_rank - resident
-            all_slots = pattern.num_slots >= self.request.plan.stages_per_rank - pattern.num_resident
-            use = MemoryUse(
-                resident,
-                0,
-                streamed if all_slots else min(pattern.num_slots, streamed),
-                num_sum_buffers=streamed if pattern.num_sum_buffers else 0,
-            )
-            if (found := self._fill(rank, use, offloads=pattern.offloads)) is not None:
+            if (found := self._fill(rank, replace(pattern, num_resident=resident))) is not None:
                 return found
         return None
 
-    def _fill(self, rank: int, use: MemoryUse, *, offloads: bool) -> MemoryUse | None:
-        """Return `use` with as many stages that save activations as fit, and as few that offload them as must."""
-        least, most = self._least.num_saving_activations, self._most_saving
-        streamed = self.request.plan.stages_per_rank - use.num_resident
-        if self.request.plan.num_slots == 1 and streamed > 1:
-            most = min(most, 1)  # without prefetch only the last streamed stage stays
+    def _fill(self, rank: int, use: MemoryUse) -> MemoryUse | None:
+        """Return `use` with as many stages that save activations as fit, the others offloading theirs if `use` does.
 
-        def saving(number: int, products: int | None = None) -> MemoryUse:
-            left = offload_numbers(self.request, number)
+        Where it does not, as few stages offload as must. None: nothing fits.
+        """
+        least, most = self._least.num_saving_activations, self._most_saving
+        if self.request.plan.num_slots == 1 and use.num_resident < self.request.plan.stages_per_rank - 1:
+            most = min(most, 1)  # without prefetch only the last streamed stage stays
+        saves_products = self._may_save_products or self.request.recompute is Recompute.ELEMENTWISE
+
+        def saving(number: int, products: int) -> MemoryUse:
+            numbers = _offload_numbers(self.request, number)
             return replace(
                 use,
                 num_saving_activations=number,
-                num_saving_products=self._num_products(number) if products is None else products,
-                num_slots=max(use.num_slots, min(number, streamed)),
-                num_offloading_activations=left[-1] if offloads else left[0],
+                num_saving_products=products,
+                num_slots=max(use.num_slots, number),
+                num_offloading_activations=numbers[-1 if use.num_offloading_activations else 0],
             )
 
-        if self._fits(rank, saving(least)):
-            more = range(least + 1, most + 1)
-            number = least + bisect_left(more, True, key=lambda each: not self._fits(rank, saving(each)))
-            if not self._may_save_products:
-                return saving(number)
-            return saving(number, bisect_left(range(number), True, key=lambda n: self._fits(rank, saving(number, n))))
-        numbers = offload_numbers(self.request, least)
-        if offloads or not self._fits(rank, replace(saving(least), num_offloading_activations=numbers[-1])):
-            return None
-        fewest = bisect_left(
-            numbers, True, key=lambda n: self._fits(rank, replace(saving(least), num_offloading_activations=n))
-        )
-        return replace(saving(least), num_offloading_activations=numbers[fewest])
+        def saving_least(number: int) -> MemoryUse:
+            return saving(number, number if saves_products else 0)
 
-    def _num_products(self, num_saving: int) -> int:
-        """Return how many of the stages that save activations save only products, if that takes the least memory."""
-        only = self._may_save_products or self.request.recompute is Recompute.ELEMENTWISE
-        return num_saving if only else 0
+        if self._fits(rank, saving_least(least)):
+            more = range(least + 1, most + 1)
+            number = least + bisect_left(more, True, key=lambda each: not self._fits(rank, saving_least(each)))
+            if not self._may_save_products:
+                return saving_least(number)
+            return saving(number, bisect_left(range(number), True, key=lambda n: self._fits(rank, saving(number, n))))
+        uses = [
+            replace(saving_least(least), num_offloading_activations=number)
+            for number in _offload_numbers(self.request, least)
+        ]
+        if use.num_offloading_activations or not self._fits(rank, uses[-1]):
+            return None
+        return uses[bisect_left(uses, True, key=lambda each: self._fits(rank, each))]
 
     def _fits(self, rank: int, use: MemoryUse) -> bool:
-        states = sum(state_bytes(self.request, self.request.plan.with_same_use(use), rank).values())
+        states = MemoryUse(use.num_resident, 0, use.num_slots, num_sum_buffers=use.num_sum_buffers)
         activations = replace(use, num_resident=0, num_slots=self.request.plan.stages_per_rank, num_sum_buffers=0)
-        return states + self._activation_bytes(rank, activations) <= self._usable
+        return self._state_bytes(rank, states) + self._activation_bytes(rank, activations) <= self._usable
+
+    def _count_state_bytes(self, rank: int, use: MemoryUse) -> int:
+        return sum(state_bytes(self.request, self.request.plan.with_same_use(use), rank).values())
 
     def _count_activation_bytes(self, rank: int, use: MemoryUse) -> int:
         plan = self.request.plan.with_same_use(use)
@@ -225,10 +211,10 @@ def fitting_plans(request: PlanRequest, layer: LayerBytes | None, *, is_quick: b
         )
     plan.check_numbers()
     if request.gpu_bytes is None:
-        return [plan.with_same_use(least_use(request, layer))]
+        return [plan.with_same_use(_least_use(request, layer))]
     if not fits_gpus(request, layer):
         raise DoesNotFitError(request, layer)
-    unique = list(dict.fromkeys(MemoryFit(request, layer).plans(is_quick=is_quick)))
+    unique = [*MemoryFit(request, layer).plans(is_quick=is_quick)] or [plan.with_same_use(_least_use(request, layer))]
     fitting = [plan for plan in unique if fits_host(request, plan)]
     return fitting or [min(unique, key=lambda plan: estimate_host_memory(request, plan).total)]
 
@@ -238,10 +224,21 @@ def fits_host(request: PlanRequest, plan: Plan) -> bool:
     return request.host_bytes is None or estimate_host_memory(request, plan).total <= request.host_bytes
 
 
-def fits_gpus(request: PlanRequest, layer: LayerBytes | None) -> bool:
-    """Whether the least use of memory that is requested fits the fullest rank; arguments as in `fit_plan`."""
-    available = request.gpu_bytes
-    return available is None or least_gpu_estimate(request, layer).total <= available
+def fits_gpus(request: PlanRequest, layer: LayerBytes | None, *, with_margin: bool = False) -> bool:
+    """Whether the least use of memory that is requested fits the fullest rank; arguments as in `fit_plan`.
+
+    `with_margin`: with the margin that plans of auto leave for what estimates miss.
+    """
+    if request.gpu_bytes is None:
+        return True
+    available = _usable_bytes(request) if with_margin else request.gpu_bytes
+    return least_gpu_estimate(request, layer).total <= available
+
+
+def _usable_bytes(request: PlanRequest) -> int:
+    """GPU memory of a rank that plans of auto fill."""
+    assert request.gpu_bytes is not None, "a GPU has a limit"
+    return int(request.gpu_bytes * USABLE_MEMORY_FRACTION) - request.mailbox_bytes
 
 
 @lru_cache(maxsize=1024)  # called again once the numbers of rounds are known
@@ -253,9 +250,9 @@ def least_host_bytes(request: PlanRequest) -> float:
     layer = estimated_layer(request)
     if not fits_gpus(request, layer):
         return math.inf
-    if request.gpu_bytes is None:
-        return estimate_host_memory(request, request.plan.with_same_use(least_use(request, layer))).total
-    plans = MemoryFit(request, layer, may_save=False).plans()
+    least = request.plan.with_same_use(_least_use(request, layer))
+    plans = [] if request.gpu_bytes is None else MemoryFit(request, layer, may_save=False).plans()
+    plans = [*plans] or [least]
     return min(estimate_host_memory(request, plan).total for plan in plans)
 
 
@@ -270,49 +267,12 @@ def may_keep_products(request: PlanRequest) -> bool:
 
 def max_saving_attention(request: PlanRequest, *, layer: LayerBytes | None) -> int:
     """Return the most stages of each rank that can save attention's results; arguments as in `fit_plan`."""
-    most = request.plan.stages_per_rank
 
-    def fits(number: int) -> bool:
-        asked = request.trying(num_saving_attention=number)
-        try:
-            return any(fits_host(request, plan) for plan in fitting_plans(asked, layer, is_quick=True))
-        except GpuMemoryError:
-            return False
+    def does_not_fit(number: int) -> bool:
+        plans = MemoryFit(request.trying(num_saving_attention=number), layer).plans(is_quick=True)
+        return not any(fits_host(request, plan) for plan in plans)
 
-    return most if fits(most) else bisect_left(range(1, most), True, key=lambda number: not fits(number))
-
-
-def numbers_of_rounds(request: PlanRequest) -> list[int]:
-    """Return the fewest gradient accumulation rounds that fit with the least use of memory, by estimates; may be empty.
-
-    If fewer rounds fit with offloaded activations, which are optional, that number comes first.
-    """
-    if request.gpu_bytes is None:
-        return [1]
-    choices = [ActivationOffloading.OFF, ActivationOffloading.ON]
-    asked = request.config.pipeline.activation_offloading
-    if asked is not ActivationOffloading.AUTO or request.recompute.saves_activations:
-        choices = [asked]
-    fewest = [_fewest_rounds(request.with_pipeline(activation_offloading=choice)) for choice in choices]
-    most = request.plan.num_chunks
-    fitting = [number for number in fewest if number is not None]
-    return sorted({number for number in fitting if number <= (fewest[0] or most)})
-
-
-def _fewest_rounds(request: PlanRequest) -> int | None:
-    """Return the fewest rounds that fit; None if no number does."""
-    available = request.gpu_bytes
-    assert available is not None
-    for number in divisors(request.plan.num_chunks):
-        tried = request.trying(accumulation_rounds=number)
-        layer = estimated_layer(tried)
-        if least_gpu_estimate(tried, layer).total > int(available * USABLE_MEMORY_FRACTION) - tried.mailbox_bytes:
-            continue
-        use = least_use(tried, layer)
-        has_room = use.num_offloading_activations == 0 or fits_host(tried, tried.plan.with_same_use(use))
-        if has_room or least_host_bytes(tried) <= (tried.host_bytes or math.inf):
-            return number
-    return None
+    return bisect_left(range(1, request.plan.stages_per_rank + 1), True, key=does_not_fit)
 
 
 def divisors(number: int) -> list[int]:
@@ -331,7 +291,7 @@ def check_given_plan(request: PlanRequest, plan: Plan, *, layer: LayerBytes | No
         )
 
 
-def least_use(request: PlanRequest, layer: LayerBytes | None) -> MemoryUse:
+def _least_use(request: PlanRequest, layer: LayerBytes | None) -> MemoryUse:
     """Return the requested use that takes the least GPU memory."""
     per_rank, num_resident = request.plan.stages_per_rank, request.num_resident or 0
     num_saving_activations = per_rank if request.recompute.saves_activations else 0
@@ -339,7 +299,7 @@ def least_use(request: PlanRequest, layer: LayerBytes | None) -> MemoryUse:
     slots = max(request.plan.num_slots or 0, num_saving_activations, streamed if request.plan.is_depth_first else 0)
     products = num_saving_activations if request.recompute is Recompute.ELEMENTWISE else 0
     use = MemoryUse(num_resident, num_saving_activations, min(slots, streamed), num_saving_products=products)
-    numbers = offload_numbers(request, num_saving_activations)
+    numbers = _offload_numbers(request, num_saving_activations)
     if request.gpu_bytes is None or len(numbers) == 1:
         return replace(use, num_offloading_activations=numbers[0])
     # With few microbatches, copies in flight take more than activations that stay on the GPU.
@@ -347,7 +307,7 @@ def least_use(request: PlanRequest, layer: LayerBytes | None) -> MemoryUse:
     return min(uses, key=lambda each: _fullest_need(request, each, layer).total)
 
 
-def offload_numbers(request: PlanRequest, num_saving_activations: int) -> range:
+def _offload_numbers(request: PlanRequest, num_saving_activations: int) -> range:
     """Return the numbers of stages of a rank that may offload activations if the last ones save theirs."""
     asked, most = request.config.pipeline.activation_offloading, request.plan.stages_per_rank - num_saving_activations
     if asked is ActivationOffloading.AUTO:
@@ -362,4 +322,4 @@ def _fullest_need(request: PlanRequest, use: MemoryUse, layer: LayerBytes | None
 
 def least_gpu_estimate(request: PlanRequest, layer: LayerBytes | None) -> GpuMemoryEstimate:
     """Return the bytes of the fullest rank with the least use of memory that is requested."""
-    return _fullest_need(request, least_use(request, layer), layer)
+    return _fullest_need(request, _least_use(request, layer), layer)

@@ -5,25 +5,30 @@ A step takes as long as each of these alone, and the bound is the largest:
     compute    of a rank, and in each round the way of its first microbatch to it and of its last gradient to stage 0,
                after the last of which it may finish gradients and update resident stages meanwhile;
                in each round the way of a microbatch through all stages, and of all others through the last one
-    copies     of a rank in one direction at its link's rate, and of all ranks at what they are given together
+    copies     and updates of all streamed stages, at the rates of the links, the CPUs and the host's memory
     disks      all optimizer states that are on them, read or written
-    updates    of all streamed stages on the CPUs; with clipping, forward waits for those of its stage and below
+    updates    with clipping, of a rank's first stages, and all that computes after them: forward waits for them
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import accumulate
 
+from mobius.planner.event_simulation import Flow, shared_bandwidth
 from mobius.planner.profile import Profile
 from mobius.planner.stage_costs import StageCost, StepRules
+from mobius.planner.state_bytes import SUM_BYTES
 from mobius.planner.step_tasks import FINISH_GRADIENTS_BYTES
 from mobius.schedule.plan import Plan
 
 
 def min_step_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, rules: StepRules) -> float:
     """Seconds that no simulated step of `plan` falls below; arguments as of `simulate_steps`."""
+    message = profile.messages.latency + rules.message_bytes / profile.messages.bandwidth if plan.num_ranks > 1 else 0.0
     passes = [_pass_seconds(plan, cost) for cost in costs]
+    for stage, cost in enumerate(costs[:-1]):
+        passes[stage] += message * (2 if cost.num_saving_layers else 1)  # to the next stage, and back for a backward
     ends = [_end_seconds(plan, costs, profile, rules, rank) for rank in range(plan.num_ranks)]
     rounds = 1 if plan.is_depth_first else plan.accumulation_rounds  # depth-first rounds overlap
     compute = [
@@ -33,9 +38,9 @@ def min_step_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, r
     last = costs[-1]
     through_last = (plan.num_microbatches // rounds - plan.num_slices) * (last.forward + last.backward)
     through_all = rounds * (sum(passes) + through_last)
-    copies, updates = _copy_seconds(plan, costs, profile, rules), _update_seconds(plan, costs, profile, rules, compute)
-    disks = _disk_seconds(plan, costs, profile, rules)
-    return max(*compute, through_all, copies, updates, disks) + profile.step_overhead
+    shared, disks = _shared_seconds(plan, costs, profile, rules), _disk_seconds(plan, costs, profile, rules)
+    updates = _update_seconds(plan, costs, profile, rules, compute)
+    return max(*compute, through_all, shared, updates, disks) + profile.step_overhead
 
 
 def _pass_seconds(plan: Plan, cost: StageCost) -> float:
@@ -68,31 +73,34 @@ def _end_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, rules
     return updated / profile.gpu_adamw + ended / profile.gpu_bandwidth
 
 
-def _copy_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, rules: StepRules) -> float:
-    """Seconds of the copies in the fuller direction, of one rank or of all together."""
-    copies, rounds = profile.copies, plan.accumulation_rounds
-    down, up = [0] * plan.num_ranks, [0] * plan.num_ranks
+def _shared_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, rules: StepRules) -> float:
+    """Seconds of all copies and updates at the rates of whatever they share, as the simulation shares it out."""
+    shared, rounds, flows = shared_bandwidth(profile, plan.num_ranks), plan.accumulation_rounds, list[Flow]()
     for rank in range(plan.num_ranks):
         streamed = [costs[stage] for stage in plan.streamed_stages(rank)]
+        trained = sorted(cost.parameters for cost in streamed if not cost.keeps_trained_on_gpu)
         loaded = sorted(
             rules.sizes.shard_size(cost.parameters if cost.loaded is None else cost.loaded) for cost in streamed
         )
         # A round loads for forward and for backward but what may stay in the slots at either turn.
         travelling = sum(loaded[: len(loaded) - plan.slots[rank]])  # nothing with a slot for each
-        down[rank] = rules.sizes.weight * max(sum(loaded), 2 * rounds * travelling)
-        trained = [cost.parameters for cost in streamed if not cost.keeps_trained_on_gpu]
-        up[rank] = rules.sizes.gradient * sum(map(rules.sizes.shard_size, trained))
+        down = rules.sizes.weight * max(sum(loaded), 2 * rounds * travelling)
+        up = rules.sizes.gradient * sum(map(rules.sizes.shard_size, trained))
+        # Between rounds unfinished sums leave and come but what may stay in the buffers.
+        waiting = trained[: len(trained) - plan.num_sum_buffers(rank)] if plan.offloads_gradient_sums(rank) else []
+        both = SUM_BYTES * (rounds - 1) * sum(waiting)
         for stage in plan.offloaded_activation_stages.intersection(plan.local_stages(rank)):
             whole = plan.num_offloaded_microbatches * rounds
-            saved = whole * rules.offloaded_bytes(costs[stage], offloads_all=True)
-            saved += (plan.num_microbatches - whole) * rules.offloaded_bytes(costs[stage], offloads_all=False)
-            down[rank], up[rank] = down[rank] + saved, up[rank] + saved
-    return max(
-        max(down) / copies.host_to_device,
-        max(up) / copies.device_to_host,
-        sum(down) / (plan.num_ranks * copies.host_to_device_all_gpus),
-        sum(up) / (plan.num_ranks * copies.device_to_host_all_gpus),
-    )
+            both += whole * rules.offloaded_bytes(costs[stage], offloads_all=True)
+            both += (plan.num_microbatches - whole) * rules.offloaded_bytes(costs[stage], offloads_all=False)
+        updated = [cost.parameters for cost in streamed if not cost.updates_on_gpu]
+        flows += [shared.load(rank, down + both), shared.offload(rank, up + both)]
+        flows.append(shared.update(sum(map(rules.sizes.shard_size, updated))))
+    used: dict[Hashable, float] = {}
+    for flow in flows:
+        for resource, share in flow.uses.items():
+            used[resource] = used.get(resource, 0.0) + share * flow.amount
+    return max(amount / max(shared.capacities[resource], 1e-9) for resource, amount in used.items())
 
 
 def _disk_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, rules: StepRules) -> float:
@@ -107,22 +115,22 @@ def _disk_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, rule
 def _update_seconds(
     plan: Plan, costs: Sequence[StageCost], profile: Profile, rules: StepRules, compute: Sequence[float]
 ) -> float:
-    """Seconds of all updates on CPUs; with clipping also of what computes after those of a rank's first stages."""
+    """With clipping, seconds of the updates of the ranks' first stages and of all that computes after them."""
     together = plan.num_ranks * max(profile.cpu_adamw_together, 1e-9)
     updated = [
         [0 if cost.updates_on_gpu else rules.sizes.shard_size(cost.parameters) for cost in own]
         for own in (costs[rank :: plan.num_ranks] for rank in range(plan.num_ranks))
     ]
-    seconds = sum(map(sum, updated)) / together
+    seconds = 0.0
     if not rules.clips or plan.num_slices > 1:
         return seconds
     # All ranks have updated their stages up to a place no sooner than all these parameters take; for the last of them
     # the forwards of a round's microbatches through the stages before that place are over.
     until = accumulate(map(sum, zip(*updated, strict=True)))
-    size = min(plan.num_microbatches, plan.microbatches_per_round + (2 * plan.num_ranks if plan.is_depth_first else 0))
     for place, parameters in enumerate(until):
         before = [
-            size * sum(cost.forward for cost in costs[rank : place * plan.num_ranks : plan.num_ranks])
+            plan.microbatches_per_round
+            * sum(cost.forward for cost in costs[rank : place * plan.num_ranks : plan.num_ranks])
             for rank in range(plan.num_ranks)
         ]
         if parameters:

@@ -45,9 +45,9 @@ T = TypeVar("T")
 TRIED_FACTOR = 1.1
 NUM_STEPS = 2
 """Simulated; the first has nothing to wait for, the second is the steady one."""
-SIMULATED_ROUNDS = 3
-"""At most, of a step whose seconds alone are asked for; further ones last as long as the last of them. Depth first,
-where rounds overlap, one more."""
+SIMULATED_ROUNDS = 4
+"""At most, of a step whose seconds alone are asked for; further ones last as long as the last of them. The third is not
+yet steady where sums travel between rounds."""
 SIMULATED_MICROBATCHES = 128
 """At most per round, of a step whose seconds alone are asked for; each further one adds what the last 64 added."""
 UNSTEADY_STEPS = 2
@@ -130,9 +130,8 @@ def _step_seconds(plan: Plan, shape: ModelShape, profile: Profile, rules: StepRu
         seconds = _step_seconds(fewer, shape, profile, rules)
         of_each = (seconds - _step_seconds(half, shape, profile, rules)) / (SIMULATED_MICROBATCHES // 2)
         return seconds + (size - SIMULATED_MICROBATCHES) * of_each
-    rounds = SIMULATED_ROUNDS + plan.is_depth_first
-    if (more := plan.accumulation_rounds - rounds) > 0:
-        fewer, shorter = (plan.with_rounds(rounds - missing) for missing in (0, 1))
+    if (more := plan.accumulation_rounds - SIMULATED_ROUNDS) > 0:
+        fewer, shorter = (plan.with_rounds(SIMULATED_ROUNDS - missing) for missing in (0, 1))
         seconds = _step_seconds(fewer, shape, profile, rules)
         return seconds + more * (seconds - _step_seconds(shorter, shape, profile, rules))
     return simulated_seconds(build_unchecked(plan), stage_costs(plan, shape, profile), profile, rules)

@@ -51,7 +51,7 @@ def least(request: PlanRequest) -> int:
 
 
 @pytest.mark.parametrize("limit", [6.8, 9, 14, 30])
-def test_auto_takes_rounds_that_fit_and_more_than_the_fewest_only_to_spare_the_host(limit: float) -> None:
+def test_auto_takes_rounds_that_fit_and_more_than_the_fewest_only_for_time_or_to_spare_the_host(limit: float) -> None:
     request = request_for("--gpu_memory_limit", str(limit))
     rounds = request.candidate.accumulation_rounds
     assert rounds is not None
@@ -63,8 +63,9 @@ def test_auto_takes_rounds_that_fit_and_more_than_the_fewest_only_to_spare_the_h
     if fitting[0] < rounds:
         fewest = request.trying(accumulation_rounds=fitting[0])
         other = solve(fewest, layer=estimated_layer(fewest))
-        assert found.host_estimate.total <= other.host_estimate.total
         assert found.step_seconds <= other.step_seconds * (1 + ALIKE)
+        is_faster = found.step_seconds < other.step_seconds
+        assert is_faster or found.host_estimate.total <= other.host_estimate.total
 
 
 def test_all_ranks_find_the_same_number_whatever_is_free_on_their_gpu() -> None:
