@@ -13,6 +13,8 @@ from mobius.engine.adamw_cpu import load_adamw_cpu
 from mobius.engine.adamw_gpu import GPUAdamW
 from mobius.engine.stage_state import StageState
 
+pytestmark = pytest.mark.gpu
+
 CUDA = torch.device("cuda")
 COUNT = 5 * 2**18 + 96
 

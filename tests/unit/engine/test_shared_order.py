@@ -64,6 +64,7 @@ class HeldUpdates:
     """Updates that end when the test says so."""
 
     has_thread = True
+    state_folders = ()
 
     def __init__(self) -> None:
         self.followers: dict[int, list[Callable[[], None]]] = {}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from harness.plan_requests import find_published_shape, request_of
 
-from mobius.config.config import Compile, Recompute
+from mobius.config.config import Compile, Order, Recompute
 from mobius.planner.gpu_specs import GPU_SPECS, GpuSpec
 from mobius.planner.memory_estimates import estimated_layer
 from mobius.planner.profile import LayerSeconds, Profile
@@ -45,7 +45,7 @@ def two_graphs(request: PlanRequest) -> Profile:
 def predicted(
     *options: Options, gpus: int = 4, card: GpuSpec = H200, shape: ModelShape = SHAPE_7B, is_older: bool = True
 ) -> SimulatedSteps:
-    asked: Options = {}
+    asked: Options = {"compute_order": Order.BREADTH_FIRST, "num_rounds": 1}  # as all rows were
     for part in options:
         asked |= part
     request = request_of(shape, Machine(gpus, card), **asked)
