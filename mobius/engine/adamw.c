@@ -85,16 +85,17 @@ static inline void request(const void *array, int64_t start, size_t size) {
         __builtin_prefetch((const void *)(address + offset));
 }
 
-/* UPDATE(start, length, ...) for RUN elements at a time, in blocks that `threads` OpenMP threads share. The length is a
-   constant but for the last ones, and UPDATE is inlined: its loops are unrolled. */
-#define UPDATE_RUNS(UPDATE, ...)                                                                                         \
-    _Pragma("omp parallel for schedule(dynamic) num_threads(threads)")                                                   \
-    for (int64_t block = 0; block < count; block += BLOCK)                                                               \
-        for (int64_t start = block; start < smaller(block + BLOCK, count); start += RUN)                                 \
-            if (count - start >= RUN)                                                                                    \
-                UPDATE(start, RUN, __VA_ARGS__);                                                                         \
-            else                                                                                                         \
-                UPDATE(start, count - start, __VA_ARGS__);
+/* UPDATE(start, length, ...) for LENGTH elements at a time, in blocks that `threads` OpenMP threads share. The
+   length is a constant and UPDATE is inlined, so that its loops are unrolled. UPDATE_REST: for each element behind
+   whole runs. */
+#define UPDATE_RUNS(LENGTH, UPDATE, ...)                                                                              \
+    _Pragma("omp parallel for schedule(dynamic) num_threads(threads)")                                                \
+    for (int64_t block = 0; block < count; block += BLOCK)                                                            \
+        for (int64_t start = block; start + LENGTH <= smaller(block + BLOCK, count); start += LENGTH)                 \
+            UPDATE(start, LENGTH, __VA_ARGS__);
+#define UPDATE_REST(UPDATE, ...)                                                                                      \
+    for (int64_t start = count / RUN * RUN; start < count; ++start)                                                   \
+        UPDATE(start, 1, __VA_ARGS__);
 #define INLINE static inline __attribute__((always_inline))
 #define EACH for (int64_t i = 0; i < length; ++i)
 
@@ -112,7 +113,8 @@ INLINE void update_whole(int64_t start, int64_t length, float *restrict master, 
 void mobius_adamw_fp32(int64_t count, float *master, float *exp_avg, float *exp_avg_sq, const float *gradient,
                        const Constants *constants, int threads) {
     const Constants c = *constants;
-    UPDATE_RUNS(update_whole, master, exp_avg, exp_avg_sq, gradient, &c)
+    UPDATE_RUNS(RUN, update_whole, master, exp_avg, exp_avg_sq, gradient, &c)
+    UPDATE_REST(update_whole, master, exp_avg, exp_avg_sq, gradient, &c)
 }
 
 /* The gradients from `start` on as floats; `is_whole` says whether they are that or bf16. */
@@ -160,17 +162,19 @@ INLINE void update_split(int64_t start, int64_t length, uint16_t *restrict weigh
 void mobius_adamw_split_bf16(int64_t count, uint16_t *weight, int16_t *remainder, float *exp_avg, float *exp_avg_sq,
                              const uint16_t *gradient, const Constants *constants, int threads) {
     const Constants c = *constants;
-    UPDATE_RUNS(update_split, weight, remainder, exp_avg, exp_avg_sq, gradient, 0, &c)
+    UPDATE_RUNS(RUN, update_split, weight, remainder, exp_avg, exp_avg_sq, gradient, 0, &c)
+    UPDATE_REST(update_split, weight, remainder, exp_avg, exp_avg_sq, gradient, 0, &c)
 }
 
 void mobius_adamw_split_fp32(int64_t count, uint16_t *weight, int16_t *remainder, float *exp_avg, float *exp_avg_sq,
                              const float *gradient, const Constants *constants, int threads) {
     const Constants c = *constants;
-    UPDATE_RUNS(update_split, weight, remainder, exp_avg, exp_avg_sq, gradient, 1, &c)
+    UPDATE_RUNS(RUN, update_split, weight, remainder, exp_avg, exp_avg_sq, gradient, 1, &c)
+    UPDATE_REST(update_split, weight, remainder, exp_avg, exp_avg_sq, gradient, 1, &c)
 }
 
 /* Fewer bytes of state. Stochastic rounding takes a word of noise for each element: a hash of its index within its
-   parameter (lowbias32, by Chris Wellons) and of a key, so that neither threads nor the cut into stages change a bit. */
+   parameter (lowbias32, by Chris Wellons) and a key, so that neither threads nor the cut into stages change a bit. */
 static inline uint32_t noise_of(uint32_t key, uint32_t index) {
     uint32_t x = index ^ key;
     x = (x ^ (x >> 16)) * 0x7feb352du;
@@ -209,14 +213,16 @@ void mobius_adamw_bf16_states_bf16(int64_t count, uint16_t *weight, int16_t *rem
                                    uint16_t *exp_avg_sq, const uint16_t *gradient, const Constants *constants,
                                    int threads, uint32_t key, uint32_t first) {
     const Constants c = *constants;
-    UPDATE_RUNS(update_bf16_states, weight, remainder, exp_avg, exp_avg_sq, gradient, 0, &c, key, first)
+    UPDATE_RUNS(RUN, update_bf16_states, weight, remainder, exp_avg, exp_avg_sq, gradient, 0, &c, key, first)
+    UPDATE_REST(update_bf16_states, weight, remainder, exp_avg, exp_avg_sq, gradient, 0, &c, key, first)
 }
 
 void mobius_adamw_bf16_states_fp32(int64_t count, uint16_t *weight, int16_t *remainder, uint16_t *exp_avg,
                                    uint16_t *exp_avg_sq, const float *gradient, const Constants *constants,
                                    int threads, uint32_t key, uint32_t first) {
     const Constants c = *constants;
-    UPDATE_RUNS(update_bf16_states, weight, remainder, exp_avg, exp_avg_sq, gradient, 1, &c, key, first)
+    UPDATE_RUNS(RUN, update_bf16_states, weight, remainder, exp_avg, exp_avg_sq, gradient, 1, &c, key, first)
+    UPDATE_REST(update_bf16_states, weight, remainder, exp_avg, exp_avg_sq, gradient, 1, &c, key, first)
 }
 
 /* 8-bit moments relative to a power of two for each group, and a master of 24 bits. */
@@ -328,8 +334,8 @@ void mobius_adamw_compact_bf16(int64_t count, uint16_t *weight, int8_t *remainde
                                const uint16_t *gradient, const Constants *constants, int threads, uint32_t key,
                                uint32_t first) {
     const Constants c = *constants;
-    UPDATE_RUNS(update_compact, weight, remainder, exp_avg, exp_avg_exponent, exp_avg_sq, exp_avg_sq_exponent, gradient,
-                0, &c, key, first)
+    UPDATE_RUNS(GROUP, update_compact, weight, remainder, exp_avg, exp_avg_exponent, exp_avg_sq, exp_avg_sq_exponent,
+                gradient, 0, &c, key, first)
 }
 
 void mobius_adamw_compact_fp32(int64_t count, uint16_t *weight, int8_t *remainder, uint8_t *exp_avg,
@@ -337,6 +343,6 @@ void mobius_adamw_compact_fp32(int64_t count, uint16_t *weight, int8_t *remainde
                                const float *gradient, const Constants *constants, int threads, uint32_t key,
                                uint32_t first) {
     const Constants c = *constants;
-    UPDATE_RUNS(update_compact, weight, remainder, exp_avg, exp_avg_exponent, exp_avg_sq, exp_avg_sq_exponent, gradient,
-                1, &c, key, first)
+    UPDATE_RUNS(GROUP, update_compact, weight, remainder, exp_avg, exp_avg_exponent, exp_avg_sq, exp_avg_sq_exponent,
+                gradient, 1, &c, key, first)
 }
