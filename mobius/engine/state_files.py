@@ -30,6 +30,7 @@ from torch import Tensor, uint8
 
 from mobius.engine.host_arena import map_zeros
 from mobius.errors import StateFileError, reason_of
+from mobius.hardware.disk_traffic import Traffic
 from mobius.limits import NUM_STATE_BUFFERS
 from mobius.units import format_bytes
 
@@ -71,6 +72,7 @@ class StateFiles:
                 places.append(place)
                 ends[place.folder] += place.length
         self._files = list[int]()
+        self.reads, self.writes = ([Traffic() for _ in folders] for _ in range(2))
         try:
             for folder, size in zip(self._folders, ends, strict=True):
                 self._files.append(_new_file(folder, size))
@@ -121,11 +123,12 @@ class StateFiles:
             each.result()
         (folder, offset, length), done = place, 0
         try:
-            while done < length:
-                count = move(self._files[folder], [view[done:]], offset + done)
-                if count == 0:
-                    raise OSError(errno.EIO, "the file has become shorter")
-                done += count
+            with (self.reads if move is os.preadv else self.writes)[folder].request(length):
+                while done < length:
+                    count = move(self._files[folder], [view[done:]], offset + done)
+                    if count == 0:
+                        raise OSError(errno.EIO, "the file has become shorter")
+                    done += count
             if not self._is_direct[folder]:
                 os.posix_fadvise(self._files[folder], offset, length, os.POSIX_FADV_DONTNEED)
         except OSError as error:

@@ -47,6 +47,17 @@ def test_what_is_written_is_read_again(tmp_path: Path, num_folders: int) -> None
     files.close()
 
 
+def test_bytes_are_counted_for_each_folder_and_direction(tmp_path: Path) -> None:
+    files = StateFiles([tmp_path / "a", tmp_path / "b"], {0: 5 * ALIGNMENT})
+    for _ in range(3):
+        wait(files.write(0, map_zeros(5 * ALIGNMENT, torch.uint8)))
+    wait(files.read(0, map_zeros(5 * ALIGNMENT, torch.uint8)))
+    files.close()
+    assert [each.num_bytes for each in files.writes] == [9 * ALIGNMENT, 6 * ALIGNMENT]  # chunks of two: 2 + 1, 2
+    assert [each.num_bytes for each in files.reads] == [3 * ALIGNMENT, 2 * ALIGNMENT]
+    assert sum(span.num_bytes for span in files.writes[0].spans) == 9 * ALIGNMENT
+
+
 def test_new_files_are_zeros(tmp_path: Path) -> None:
     files = StateFiles([tmp_path], SIZES)
     buffer = filled(2, 0)
