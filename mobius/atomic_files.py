@@ -83,3 +83,11 @@ def atomic_write(path: Path, *, has_many_writers: bool = False) -> Iterator[Path
         sync_to_disk(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def nearest_folder(path: Path) -> Path:
+    """`path` itself, or the nearest folder above it that exists; links are followed."""
+    folder = path.resolve()
+    while not folder.exists():
+        folder = folder.parent
+    return folder

@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 from torch import Tensor
 
+from mobius.atomic_files import nearest_folder
 from mobius.checkpoint.folders import (
     checkpoint_path,
     commit_checkpoint,
@@ -44,7 +45,6 @@ from mobius.checkpoint.tensor_files import (
     FileRecord,
     check_disk_space,
     checkpoint_disk_bytes,
-    nearest_folder,
     plan_files,
     write_stage,
     write_text,

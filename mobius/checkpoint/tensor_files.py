@@ -33,7 +33,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mobius.atomic_files import follow_umask, sync_to_disk
+from mobius.atomic_files import follow_umask, nearest_folder, sync_to_disk
 from mobius.engine.reduced_states import codec_for
 from mobius.engine.state_codec import StateCodec
 from mobius.errors import CheckpointError, reason_of
@@ -169,14 +169,6 @@ def check_disk_space(save_dir: Path, num_bytes: int) -> None:
 def free_disk_bytes(save_dir: Path) -> int:
     """Bytes that are free on the disk of `save_dir`, which need not exist yet."""
     return shutil.disk_usage(nearest_folder(save_dir)).free
-
-
-def nearest_folder(save_dir: Path) -> Path:
-    """`save_dir` itself, or the nearest folder above it that exists; links are followed."""
-    folder = save_dir.resolve()
-    while not folder.exists():
-        folder = folder.parent
-    return folder
 
 
 def checksum(values: Tensor) -> int:

@@ -106,6 +106,7 @@ _NUMBER: Final = re.compile(r"\d{1,9}", re.ASCII)
 _STEPS: Final = re.compile(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", re.ASCII)
 _DEVICE: Final = re.compile(r"\d{1,4}|(GPU|MIG)-[\w/-]{1,80}", re.ASCII)
 _RATES: Final = re.compile(r"\d{1,4}(\.\d{1,4})?,\d{1,4}(\.\d{1,4})?", re.ASCII)
+_RATING: Final = re.compile(r"\d{1,9}(\.\d{1,4})?", re.ASCII)
 _SURELY_ALIKE: Final = 0.85
 """Minimum similarity of a misspelling: letters left out, doubled or swapped are above it, min and max below it."""
 _ENDPOINT: Final = re.compile(r"[^\s:]+:\d{1,5}|\[[0-9a-fA-F:.]+\]:\d{1,5}")
@@ -138,6 +139,10 @@ def _step_range(text: str) -> range:
 
 def _are_rates(text: str) -> bool:
     return _RATES.fullmatch(text) is not None and min(map(float, text.split(","))) > 0
+
+
+def _are_ratings(text: str) -> bool:
+    return all(_RATING.fullmatch(word) and float(word) > 0 for word in text.split(","))
 
 
 def _are_devices(text: str) -> bool:
@@ -623,6 +628,14 @@ class PlanningConfig:
     """Sustained GB/s that each drive of offload_states_to reads and writes, such as 7,2, for the predicted seconds.
     Consumer drives write far slower once their cache is full than their data sheets say. Default: the prediction leaves
     the disks out."""
+    disk_endurance: str | None = option(
+        None, needs=(DISKS,), form=(_are_ratings, "numbers above 0 with commas between them, such as 1200 or 1200,600")
+    )
+    """Terabytes that each drive of offload_states_to is rated for (TBW in its data sheet): one number, or one per
+    folder. Linux tells it of no drive. Default: not known, and no share of it is told."""
+    max_disk_writes: float | None = option(None, POSITIVE, needs=(DISKS,))
+    """Terabytes that a run may write to offload_states_to, over all drives of a node; one that would write more is
+    refused before it starts. Default: half of disk_endurance times the drives, no limit where that is not known."""
     plan_output: str | None = option(None, needs=(DRY_RUN,))
     """File to which a dry run saves its plan, such as plan.json; not in save_dir, which must be empty for a run."""
     plan: str | None = None
@@ -636,6 +649,11 @@ class PlanningConfig:
             return None
         read, write = map(float, self.disk_rate.split(","))
         return read, write
+
+    @property
+    def disk_ratings(self) -> tuple[float, ...]:
+        """`disk_endurance` as terabytes; empty if it is not given."""
+        return tuple(map(float, self.disk_endurance.split(","))) if self.disk_endurance else ()
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from mobius.config.config import (
     config_from,
     option_values,
     options,
+    split_names,
     steps_between,
 )
 from mobius.config.lr_schedules import find_decay_conflict, find_scheduler_conflicts
@@ -251,6 +252,13 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
         "optimizer_states dtype",
         lambda o: o.optimizer_states != "fp32" and o.dtype != "bf16",
         "only masters of bf16 weights have another format; use --bf16, or --optimizer_states fp32",
+    ),
+    (
+        "disk_endurance offload_states_to",
+        lambda o: (
+            o.disk_endurance and len(o.disk_endurance.split(",")) not in (1, len(split_names(o.offload_states_to)))
+        ),
+        "each folder has a drive; give one number for all, or one for each folder",
     ),
     (
         "node_rank nnodes",

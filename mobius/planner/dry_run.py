@@ -6,8 +6,9 @@ It reads a model's configuration, no weights, and touches no GPU but for its nam
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,12 +17,13 @@ from mobius.atomic_files import atomic_write
 from mobius.config.config import Config, Device
 from mobius.config.validation import validate
 from mobius.distributed.device_order import device_names, order_devices
-from mobius.errors import HostMemoryError, PlanError, reason_of
+from mobius.errors import HostMemoryError, MobiusError, PlanError, StateFileError, reason_of
 from mobius.hardware.cpu_dtype import resolve_cpu_dtype
 from mobius.models.blocks import ModelParts
 from mobius.models.config_rules import max_positions_warning
 from mobius.models.families import load_planned_config
 from mobius.models.weights import check_model_weights
+from mobius.planner.disk_use import check_disks
 from mobius.planner.fit import DoesNotFitError
 from mobius.planner.gpu_specs import GPU_SPECS, find_gpu_spec
 from mobius.planner.memory_estimates import estimated_layer
@@ -73,21 +75,30 @@ def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = Non
         logger.info("the run does not fit")
         logger.error("does not fit: %s", gpu_refusal(error, model.config))
         return False
-    logger.info("%s", describe_verdict(found, available))
-    fits = True
-    try:
-        if available is not None:
-            check_host_memory(found, available, model.config)
+    disks = _refusal(partial(check_disks, found, is_here=config.planning.card is None))
+    logger.info("%s", describe_verdict(found, available, fits_disks=disks is None))
+    memory = None
+    if available is not None:
+        memory = _refusal(partial(check_host_memory, found, available, model.config))
+    refusals = [each for each in (disks, memory) if each is not None]
+    for each in refusals:
+        logger.error("does not fit: %s", each)
+    if not refusals:
         _save(found)
-    except HostMemoryError as error:
-        logger.error("does not fit: %s", error)
-        fits = False
     logger.info("")
     if not machine.on_cpu:
         _log_devices(config, machine.num_ranks)
     for lines in describe_details(found, available):
         logger.info("%s", lines)
-    return fits
+    return not refusals
+
+
+def _refusal(check: Callable[[], None]) -> MobiusError | None:
+    try:
+        check()
+    except (HostMemoryError, StateFileError) as error:
+        return error
+    return None
 
 
 def machine_to_plan_for(config: Config, ranks: Ranks) -> Machine:

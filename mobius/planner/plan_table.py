@@ -8,6 +8,7 @@ from dataclasses import fields
 
 from mobius.config.config import Packing
 from mobius.planner.checkpoint_estimates import estimate_checkpoint
+from mobius.planner.disk_use import DiskUse
 from mobius.planner.gpu_specs import GEMM_SHARE
 from mobius.planner.memory_estimates import (
     GpuMemoryEstimate,
@@ -118,11 +119,13 @@ def describe_gpus(result: PlanResult) -> str:
     return "\n".join(lines)
 
 
-def describe_verdict(result: PlanResult, available_bytes: int | None) -> str:
+def describe_verdict(result: PlanResult, available_bytes: int | None, *, fits_disks: bool = True) -> str:
     """The verdict on a plan: whether it fits, its step, the fullest GPU, the host; None: its memory is not known."""
     request, host_bytes = result.request, result.host_estimate.total
     short = 0 if available_bytes is None else host_bytes - available_bytes
     fits = f"the run does not fit: {format_bytes(short)} of host memory are missing" if short > 0 else "the run fits"
+    if short <= 0 and not fits_disks:
+        fits = "the run does not fit its disks"
     lines = [fits]
     if result.simulated_steps is not None:
         lines.append(
@@ -156,8 +159,8 @@ def describe_details(result: PlanResult, available_bytes: int | None) -> Iterato
     if (pipelines := request.machine.replicas_per_node) > 1:
         together = format_bytes(pipelines * host_bytes)
         yield f"  {pipelines} pipelines on each node: {together} of each node's host memory together"
-    if result.host_estimate.disk:
-        yield f"  {describe_disks(result)}"
+    if (use := DiskUse.of(result)) is not None:
+        yield f"disks: {describe_disks(result)}\n{format_columns([*use.rows(is_here=config.planning.card is None)])}"
     if available_bytes is not None and (short := describe_short_host(result)) is not None:
         yield f"  {short}"
     if config.saving.is_on:
@@ -166,16 +169,15 @@ def describe_details(result: PlanResult, available_bytes: int | None) -> Iterato
 
 
 def describe_disks(result: PlanResult) -> str:
-    """A line about the optimizer states on disks."""
-    num_bytes, disks = result.host_estimate.disk, None if result.profile is None else result.profile.disks
-    text = (
-        f"{format_bytes(num_bytes)} of optimizer states of a pipeline are in "
-        f"{result.request.config.pipeline.offload_states_to}: 1,000 steps write {num_bytes / 1e9:,.0f} TB; "
-    )
+    """A line about the optimizer states on disks, if there are any: bytes, wear and seconds."""
+    use, disks = DiskUse.of(result), None if result.profile is None else result.profile.disks
+    if use is None:
+        return "no optimizer states"
     if disks is None:
-        return f"{text}the predicted seconds leave the disks out (--disk_rate)"
+        return f"{use.describe()}; the predicted seconds leave the disks out (--disk_rate)"
+    own = result.host_estimate.disk
     return (
-        f"{text}a step reads them in {num_bytes / disks.read:.2f} s and writes them in {num_bytes / disks.write:.2f} s"
+        f"{use.describe()}; a step reads them in {own / disks.read:.2f} s and writes them in {own / disks.write:.2f} s"
     )
 
 

@@ -23,6 +23,7 @@ from mobius.hardware.host_memory import available_host_bytes, own_host_bytes, to
 from mobius.models.blocks import ModelParts
 from mobius.models.family_support import checked_families, unpackable_reason, unsliceable_reason
 from mobius.models.router_loss import refuse_slices
+from mobius.planner.disk_use import check_disks
 from mobius.planner.fit import DoesNotFitError, may_keep_products
 from mobius.planner.gpu_specs import SUSTAINED_SHARE, Host, gpu_spec_of_device
 from mobius.planner.layer_bench import MicrobatchShape, measure_layer_bytes
@@ -352,14 +353,17 @@ def _plan_again(
 
     on_gpu = device.type == "cuda"
     is_measured_next = on_gpu and not is_last and (request.measures_layers or request.measures_host)
+    is_preliminary = is_measured_next and profile is None and given is None
     result = _solve(
         before.parts,
         request,
         layer=measured_layer if on_gpu else None,
         profile=profile,
         given=given,
-        is_preliminary=is_measured_next and profile is None and given is None,
+        is_preliminary=is_preliminary,
     )
+    if not (is_preliminary or is_last):  # the last plan is made when stages and their files exist
+        check_disks(result, is_here=True)
     return _run_setup(before.rank_context, before.parts, result, is_given=before.is_given)
 
 

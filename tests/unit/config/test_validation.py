@@ -88,6 +88,11 @@ VAL --eval_steps 2.5                                         : eval_steps
 --disk_rate 7 --offload_states_to d                          : disk_rate
 --disk_rate 7,0 --offload_states_to d                        : disk_rate
 --disk_rate 7,2                                              : disk_rate
+--disk_endurance 1200                                        : disk_endurance
+--disk_endurance 1200,0 --offload_states_to c,d              : disk_endurance
+--disk_endurance 1,2,3 --offload_states_to c,d               : disk_endurance offload_states_to
+--max_disk_writes 0 --offload_states_to d                    : max_disk_writes
+--max_disk_writes 9                                          : max_disk_writes
 --optimizer_states fp8                                       : optimizer_states
 --optimizer_states compact --fp32                            : optimizer_states dtype
 --optimizer_states bf16 --use_lora                           : optimizer_states

@@ -62,7 +62,10 @@ def test_no_step_is_shorter_than_the_bound(rate: str, rounds: int) -> None:
 
 def test_a_line_tells_the_bytes_and_what_is_left_out() -> None:
     found = planned(offload_states_to="/a,/b", disk_rate="7,2")
-    assert "1,000 steps write 67 TB; a step reads them in 4.81 s and writes them in 16.85 s" in describe_disks(found)
+    assert (
+        "1,000 steps write 67.4 TB, the run's 2 steps 0.135 TB; a step reads them in 4.81 s and writes them in 16.85 s"
+        in describe_disks(found)
+    )
     unknown = planned(offload_states_to="/a")
     assert unknown.profile is not None
     assert unknown.profile.disks is None

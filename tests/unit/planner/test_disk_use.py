@@ -1,0 +1,121 @@
+"""Wear and space of disks: arithmetic by hand, and refusals that say what to change."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from harness.plan_requests import find_published_shape, request_of
+
+from mobius.config.config import Dtype, OptimizerStates
+from mobius.errors import StateFileError
+from mobius.planner.disk_use import DiskUse, check_disks
+from mobius.planner.gpu_specs import GPU_SPECS
+from mobius.planner.memory_estimates import estimated_layer
+from mobius.planner.request import Machine
+from mobius.planner.solver import PlanResult, solve
+
+SHAPE = find_published_shape("7b")
+CARD = GPU_SPECS["RTX4090"]
+BYTES = 10 * SHAPE.num_parameters
+"""Written per step: two bytes of the master and eight of moments, of stages that are all streamed."""
+
+
+def planned(machine: Machine | None = None, **options: Any) -> PlanResult:
+    usual: dict[str, Any] = {"resident_stages": "0", "dtype": Dtype.BF16, "num_iterations": 6000}
+    request = request_of(SHAPE, machine or Machine(4, CARD), **usual | {"offload_states_to": "/a,/b"} | options)
+    return solve(request, layer=estimated_layer, is_preliminary=True)
+
+
+def use_of(**options: Any) -> DiskUse:
+    use = DiskUse.of(planned(**options))
+    assert use is not None
+    return use
+
+
+def refusal(**options: Any) -> str:
+    with pytest.raises(StateFileError) as caught:
+        check_disks(planned(**options), is_here=False)
+    return str(caught.value)
+
+
+def test_a_run_writes_its_steps_times_its_states() -> None:
+    use = use_of()
+    assert use.num_bytes == pytest.approx(BYTES, rel=0.001)
+    assert use.written(6000) == pytest.approx(6000 * BYTES / 1e12, rel=0.001)
+    assert use.limit is None
+    assert "(31.4 GiB in each): 1,000 steps write 67.4 TB, the run's 6,000 steps 404 TB" in use.describe()
+    check_disks(planned(), is_here=False)
+
+
+def test_each_node_has_the_states_of_its_own_pipelines() -> None:
+    two_nodes = Machine(2, CARD, num_replicas=4, num_nodes=2)
+    assert use_of(machine=two_nodes).num_bytes == pytest.approx(BYTES / 2, rel=0.001)
+
+
+def test_steps_that_follow_from_data_are_not_guessed() -> None:
+    use = use_of(num_iterations=None, num_train_epochs=3.0, max_disk_writes=0.1)
+    assert use.describe().endswith("1,000 steps write 67.4 TB")
+    check_disks(planned(num_iterations=None, num_train_epochs=3.0, max_disk_writes=0.1), is_here=False)
+
+
+def test_no_states_on_disks_wear_none() -> None:
+    assert DiskUse.of(planned(offload_states_to=None)) is None
+    assert DiskUse.of(planned(machine=Machine(4, GPU_SPECS["H200"]), resident_stages="all")) is None
+
+
+@pytest.mark.parametrize(("ratings", "share"), [("600", "34"), ("600,600", "34"), ("1200,300", "67")])
+def test_the_first_drive_to_wear_out_counts(ratings: str, share: str) -> None:
+    text = use_of(disk_endurance=ratings, max_disk_writes=9999.0).describe()
+    assert f"{share} % of what the first drive to wear out is rated for" in text
+    assert "% of what the drive is rated for" in use_of(disk_endurance="600", offload_states_to="/a").describe()
+
+
+def test_half_of_the_rating_is_allowed_unless_more_is() -> None:
+    check_disks(planned(disk_endurance="405"), is_here=False)
+    text, few = refusal(disk_endurance="402"), 2 * 32000 * 4096  # embedding and head keep ten bytes
+    compact = 3.0625 * (SHAPE.num_parameters - few) + 10 * few
+    assert (
+        "would write 404 TB (6,000 steps x 67.4 GB), 402 TB may be written (half of what 2 drive(s) of 402 TB" in text
+    )
+    assert "--optimizer_states bf16: 2" in text
+    assert f"--optimizer_states compact: {6000 * compact / 1e12:.0f} TB" in text
+    steps = int(402e12 / BYTES)
+    assert f"--num_iterations {steps}," in text
+    assert "more drives like these: 3 in place of 2" in text
+    assert text.endswith("--max_disk_writes 405")
+    check_disks(planned(disk_endurance="402", max_disk_writes=405.0), is_here=False)
+    check_disks(planned(disk_endurance="402", num_iterations=steps), is_here=False)
+    check_disks(planned(disk_endurance="402", offload_states_to="/a,/b,/c"), is_here=False)
+
+
+def test_a_limit_that_is_given_holds_without_a_rating() -> None:
+    text = refusal(max_disk_writes=100.0, optimizer_states=OptimizerStates.COMPACT)
+    assert "135 TB (6,000 steps x 22.5 GB), 100 TB may be written (--max_disk_writes 100)" in text
+    assert "--optimizer_states" not in text, "nothing is smaller"
+    assert "drives" not in text, "more of them would write as much"
+
+
+@pytest.mark.parametrize(("folders", "gib", "fits"), [("a", 62.5, False), ("a", 63, True), ("a,b", 62.5, False)])
+def test_file_systems_without_room_are_refused_here_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folders: str, gib: float, fits: bool
+) -> None:
+    """62.8 GiB are needed; two folders that share a file system share what is free there."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=int(gib * 2**30)))
+    found = planned(offload_states_to=",".join(str(tmp_path / name / "new") for name in folders.split(",")))
+    check_disks(found, is_here=False)
+    refused = pytest.raises(StateFileError, match=r"62\.8 GiB of optimizer states would be there, 62\.5 GiB is free")
+    with nullcontext() if fits else refused:
+        check_disks(found, is_here=True)
+
+
+def test_rows_tell_each_folder() -> None:
+    rows = [*use_of(disk_endurance="600,300").rows(is_here=False)]
+    assert rows[0] == ["folder", "states", "1,000 steps write", "6,000 steps write", "rated for"]
+    assert rows[1] == ["/a", "31.4 GiB", "33.7 TB", "202 TB", "600 TB"]
+    assert rows[2] == ["/b", "31.4 GiB", "33.7 TB", "202 TB", "300 TB"]
+    assert next(use_of().rows(is_here=True))[-1] == "free"
