@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -89,11 +89,18 @@ def list_remedies(remedies: Mapping[str, PlanResult], available_bytes: int | Non
     for options, planned in remedies.items():
         request, host_bytes = planned.request, planned.host_estimate.total
         parts = [f"{format_bytes(host_bytes)} of host memory"]
+        if planned.host_estimate.disk:
+            parts.append(f"{format_bytes(planned.host_estimate.disk)} on disks")
         if not request.machine.on_cpu:
             parts.append(f"{format_bytes(largest_gpu_estimate(planned.gpu_estimates).total)} per GPU")
         if planned.profile is not None:
             seconds = predict_step_seconds(planned.plan, request, planned.profile)
-            parts.append(f"about {request.all_tokens / seconds:,.0f} tokens/s")
+            text = f"about {request.all_tokens / seconds:,.0f} tokens/s"
+            parts.append(
+                f"{text} if disks were no limit"
+                if planned.host_estimate.disk and planned.profile.disks is None
+                else text
+            )
         if host_bytes > (available_bytes or math.inf):
             parts.append("on a host that has as much")
         lines.append(f"  {options.ljust(width)}  {', '.join(parts)}")
@@ -148,6 +155,7 @@ class _Search:
         yield from _less_memory(request)
         yield from _other_numbers(request)
         yield from _reduced_states(request)
+        yield from _states_on_disks(request)
         yield from _smaller_steps(request)
         if model is not None:
             yield from _frozen_parameters(request, model)
@@ -274,14 +282,26 @@ def _other_numbers(request: PlanRequest) -> Iterator[Change]:
 
 def _reduced_states(request: PlanRequest) -> Iterator[Change]:
     """Optimizer states in fewer bytes, which auto never chooses by itself."""
+    yield Change("--optimizer_states {}", partial(_with_states, request), _smaller_states(request))
+
+
+def _states_on_disks(request: PlanRequest) -> Iterator[Change]:
+    """Optimizer states on disks, as they are, or also in fewer bytes if only that fits."""
+    if request.config.pipeline.offload_states_to is None:
+        on_disks, options = request.with_pipeline(offload_states_to="FOLDER"), "--offload_states_to FOLDER"
+        yield Change(options, partial(_with_states, on_disks), [request.config.optim.optimizer_states])
+        both = f"{options} --optimizer_states {{}}"
+        yield Change(both, partial(_with_states, on_disks), _smaller_states(request), replaces={options})
+
+
+def _with_states(request: PlanRequest, states: OptimizerStates) -> PlanRequest | None:
+    config = replace(request.config, optim=replace(request.config.optim, optimizer_states=states))
+    return None if find_problems(config) else replace(request, config=config)
+
+
+def _smaller_states(request: PlanRequest) -> Sequence[OptimizerStates]:
     formats = [*OptimizerStates]
-
-    def with_states(states: OptimizerStates) -> PlanRequest | None:
-        config = replace(request.config, optim=replace(request.config.optim, optimizer_states=states))
-        return None if find_problems(config) else replace(request, config=config)
-
-    smaller = formats[formats.index(request.config.optim.optimizer_states) + 1 :]
-    yield Change("--optimizer_states {}", with_states, smaller)
+    return formats[formats.index(request.config.optim.optimizer_states) + 1 :]
 
 
 def _smallest_parts(request: PlanRequest) -> Change:

@@ -178,3 +178,26 @@ def test_where_less_is_free_than_plans_count_on_it_is_stated_alone_or_with_each_
     assert all(options.startswith("--host_memory_limit 15 --") for options in here)
     assert all(remedies[options].host_estimate.total <= 15 * GIB for options in here)
     assert re.fullmatch(r"--host_memory_limit \d+", larger)
+
+
+def test_disks_are_named_with_the_bytes_there_and_what_the_prediction_leaves_out(half: ModelShape) -> None:
+    streamed: dict[str, object] = {"resident_stages": "0", "num_stages": 16, "num_chunks": 16, "num_rounds": 1}
+    in_memory = planned(request_of(half, TWO, **streamed)).host_estimate
+    needed = planned(request_of(half, TWO, **streamed, offload_states_to="/a")).host_estimate
+    option = "--offload_states_to FOLDER"
+    text = host_refusal(short_of_host(half, in_memory.total / GIB - 0.1, **streamed))[option]
+    assert f"{needed.total / GIB:.1f} GiB of host memory, {needed.disk / GIB:.1f} GiB on disks" in text
+    assert text.endswith("tokens/s if disks were no limit")
+    little = needed.total / GIB - 0.1
+    tight = host_refusal(short_of_host(half, little, **streamed))
+    assert option not in tight
+    assert f"{option} --optimizer_states bf16" in tight
+    on_disks = host_refusal(short_of_host(half, little, **streamed, offload_states_to="/a"))
+    assert not any("offload_states_to" in options for options in on_disks)
+
+
+def host_refusal(found: PlanResult) -> dict[str, str]:
+    """The changes that a run without enough host memory is told."""
+    with pytest.raises(HostMemoryError) as caught:
+        check_host_memory(found, found.request.host_bytes or 0)
+    return listed(str(caught.value))
