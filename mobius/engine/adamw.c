@@ -33,7 +33,7 @@ typedef struct {
     float beta2;
     float one_minus_beta1, one_minus_beta2;
     float step_size;       /* learning rate / (1 - beta1^step) */
-    float root_correction; /* sqrt(1 - beta2^step) */
+    float root_correction; /* sqrt(1 - beta2^step); 1 with states in a reduced format */
     float epsilon;
 } Constants;
 
@@ -66,14 +66,17 @@ static inline void split(float value, int32_t *weight, int32_t *remainder) {
     *remainder = is_nan ? 0 : rest > 32767 ? 32767 : rest;
 }
 
-/* Return the new master; update the moments in place. */
-static inline float update(float gradient, float master, float *exp_avg, float *exp_avg_sq, const Constants *c) {
+/* Return the new master; update the moments in place. With states in a reduced format the root's correction is part of
+   the other constants, which saves a division: they have no other AdamW's bits to keep. */
+static inline float update(float gradient, float master, float *exp_avg, float *exp_avg_sq, const Constants *c,
+                           int is_reduced) {
     float scaled = gradient * c->gradient_factor;
     float mean = *exp_avg + (scaled - *exp_avg) * c->one_minus_beta1;
     float square = *exp_avg_sq * c->beta2 + c->one_minus_beta2 * scaled * scaled;
     *exp_avg = mean;
     *exp_avg_sq = square;
-    return master * c->decay - c->step_size * mean / (sqrtf(square) / c->root_correction + c->epsilon);
+    float root = is_reduced ? sqrtf(square) : sqrtf(square) / c->root_correction;
+    return master * c->decay - c->step_size * mean / (root + c->epsilon);
 }
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -87,7 +90,7 @@ static inline void request(const void *array, int64_t start, size_t size) {
 
 /* UPDATE(start, length, ...) for LENGTH elements at a time, in blocks that `threads` OpenMP threads share. The
    length is a constant and UPDATE is inlined, so that its loops are unrolled. UPDATE_REST: for each element behind
-   whole runs. */
+   whole runs. UPDATE_LAST_GROUP: for a group behind them, half a run. */
 #define UPDATE_RUNS(LENGTH, UPDATE, ...)                                                                              \
     _Pragma("omp parallel for schedule(dynamic) num_threads(threads)")                                                \
     for (int64_t block = 0; block < count; block += BLOCK)                                                            \
@@ -96,6 +99,9 @@ static inline void request(const void *array, int64_t start, size_t size) {
 #define UPDATE_REST(UPDATE, ...)                                                                                      \
     for (int64_t start = count / RUN * RUN; start < count; ++start)                                                   \
         UPDATE(start, 1, __VA_ARGS__);
+#define UPDATE_LAST_GROUP(UPDATE, ...)                                                                                \
+    if (count % RUN)                                                                                                  \
+        UPDATE(count / RUN * RUN, GROUP, __VA_ARGS__);
 #define INLINE static inline __attribute__((always_inline))
 #define EACH for (int64_t i = 0; i < length; ++i)
 
@@ -106,7 +112,7 @@ INLINE void update_whole(int64_t start, int64_t length, float *restrict master, 
     request(exp_avg_sq, start, sizeof *exp_avg_sq);
     request(gradient, start, sizeof *gradient);
     master += start, exp_avg += start, exp_avg_sq += start, gradient += start;
-    EACH master[i] = update(gradient[i], master[i], &exp_avg[i], &exp_avg_sq[i], c);
+    EACH master[i] = update(gradient[i], master[i], &exp_avg[i], &exp_avg_sq[i], c, 0);
 }
 
 /* All arrays of a kernel have `count` elements. */
@@ -154,7 +160,7 @@ INLINE void update_split(int64_t start, int64_t length, uint16_t *restrict weigh
     request(exp_avg, start, sizeof *exp_avg);
     request(exp_avg_sq, start, sizeof *exp_avg_sq);
     exp_avg += start, exp_avg_sq += start;
-    EACH master[i] = update(gradients[i], master[i], &exp_avg[i], &exp_avg_sq[i], c);
+    EACH master[i] = update(gradients[i], master[i], &exp_avg[i], &exp_avg_sq[i], c, 0);
     store_master(start, length, weight, remainder, master);
 }
 
@@ -198,7 +204,7 @@ INLINE void update_bf16_states(int64_t start, int64_t length, uint16_t *restrict
     exp_avg += start, exp_avg_sq += start, first += (uint32_t)start;
     EACH means[i] = from_bf16(exp_avg[i]);
     EACH squares[i] = from_bf16(exp_avg_sq[i]);
-    EACH master[i] = update(gradients[i], master[i], &means[i], &squares[i], c);
+    EACH master[i] = update(gradients[i], master[i], &means[i], &squares[i], c, 1);
     store_master(start, length, weight, remainder, master);
     EACH split(means[i], &rounded[i], &remainders[i]);
     EACH exp_avg[i] = (uint16_t)rounded[i];
@@ -302,7 +308,7 @@ INLINE void update_compact(int64_t start, int64_t length, uint16_t *restrict wei
         for (int64_t i = group * GROUP; i < (group + 1) * GROUP; ++i)
             squares[i] = decode_exp_avg_sq(exp_avg_sq[i], square_word);
     }
-    EACH master[i] = update(gradients[i], master[i], &means[i], &squares[i], c);
+    EACH master[i] = update(gradients[i], master[i], &means[i], &squares[i], c, 1);
     EACH noise[i] = noise_of(key, first + (uint32_t)i);
     EACH split24(master[i], noise[i], &narrow[i], &other[i]);
     EACH weight[i] = (uint16_t)narrow[i];
@@ -334,8 +340,10 @@ void mobius_adamw_compact_bf16(int64_t count, uint16_t *weight, int8_t *remainde
                                const uint16_t *gradient, const Constants *constants, int threads, uint32_t key,
                                uint32_t first) {
     const Constants c = *constants;
-    UPDATE_RUNS(GROUP, update_compact, weight, remainder, exp_avg, exp_avg_exponent, exp_avg_sq, exp_avg_sq_exponent,
+    UPDATE_RUNS(RUN, update_compact, weight, remainder, exp_avg, exp_avg_exponent, exp_avg_sq, exp_avg_sq_exponent,
                 gradient, 0, &c, key, first)
+    UPDATE_LAST_GROUP(update_compact, weight, remainder, exp_avg, exp_avg_exponent, exp_avg_sq, exp_avg_sq_exponent,
+                      gradient, 0, &c, key, first)
 }
 
 void mobius_adamw_compact_fp32(int64_t count, uint16_t *weight, int8_t *remainder, uint8_t *exp_avg,
@@ -343,6 +351,8 @@ void mobius_adamw_compact_fp32(int64_t count, uint16_t *weight, int8_t *remainde
                                const float *gradient, const Constants *constants, int threads, uint32_t key,
                                uint32_t first) {
     const Constants c = *constants;
-    UPDATE_RUNS(GROUP, update_compact, weight, remainder, exp_avg, exp_avg_exponent, exp_avg_sq, exp_avg_sq_exponent,
+    UPDATE_RUNS(RUN, update_compact, weight, remainder, exp_avg, exp_avg_exponent, exp_avg_sq, exp_avg_sq_exponent,
                 gradient, 1, &c, key, first)
+    UPDATE_LAST_GROUP(update_compact, weight, remainder, exp_avg, exp_avg_exponent, exp_avg_sq, exp_avg_sq_exponent,
+                      gradient, 1, &c, key, first)
 }

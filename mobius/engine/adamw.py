@@ -50,17 +50,22 @@ class UpdateArguments(AdamWSettings):
     gradient_factor: float
     """Factor that multiplies gradients before use."""
 
-    def constants(self) -> dict[str, float]:
-        """Return the constants that the kernels (adamw.c, triton_adamw.py) take, by name."""
+    def constants(self, *, is_reduced: bool = False) -> dict[str, float]:
+        """Return the constants that the kernels (adamw.c, triton_adamw.py) take, by name.
+
+        For states in a reduced format the correction of the root is part of the others, which saves a division.
+        """
+        correction = (1.0 - self.beta2**self.step) ** 0.5
+        moved, kept = (correction, 1.0) if is_reduced else (1.0, correction)
         constants = {
             "gradient_factor": self.gradient_factor,
             "decay": 1.0 - self.learning_rate * self.weight_decay,
             "beta2": self.beta2,
             "one_minus_beta1": 1.0 - self.beta1,
             "one_minus_beta2": 1.0 - self.beta2,
-            "step_size": self.learning_rate / (1.0 - self.beta1**self.step),
-            "root_correction": (1.0 - self.beta2**self.step) ** 0.5,
-            "epsilon": self.epsilon,
+            "step_size": moved * self.learning_rate / (1.0 - self.beta1**self.step),
+            "root_correction": kept,
+            "epsilon": moved * self.epsilon,
         }
         return {name: float(value) for name, value in constants.items()}  # Triton would compile another kernel for int
 
@@ -115,16 +120,17 @@ class FlatAdamW:
         for part in ranges:
             numbers = decayed if part.has_decay else replace(decayed, weight_decay=0.0)
             noise = None if part.name is None else (numbers.noise_key(part.name), part.offset)
+            constants = numbers.constants(is_reduced=noise is not None)
             if one_pass is not None:
                 place = slice(part.start, part.end)
-                one_pass.update(state, place, numbers.constants(), found_inf=found_inf, noise=noise)
+                one_pass.update(state, place, constants, found_inf=found_inf, noise=noise)
                 continue
             for start in range(part.start, part.end, length):
                 chunk = slice(start, min(start + length, part.end))
                 if noise is None:
                     self._update_chunk(state, chunk, numbers, found_inf)
                 elif found_inf is None or not bool(found_inf):  # sync: without Triton only
-                    _update_reduced(state, chunk, numbers.constants(), (noise[0], noise[1] + start - part.start))
+                    _update_reduced(state, chunk, constants, (noise[0], noise[1] + start - part.start))
 
     def warm_up(self, states: Iterable[StageState]) -> None:
         """Compile and load the kernels for `states` on a GPU, and allocate their scratch memory.
@@ -194,7 +200,8 @@ class FlatAdamW:
 def _update_reduced(state: StageState, chunk: slice, constants: Mapping[str, float], place: NoisePlace) -> None:
     """Update the elements in `chunk`, whole groups, by the operations of adamw.c in their order.
 
-    torch's own fused update may round differently on another CPU. `constants` are those of `UpdateArguments`.
+    torch's own fused update may round differently on another CPU. `constants` are those of `UpdateArguments` for a
+    reduced format.
     """
     codec, weights, parts = state.codec, state.weights[chunk], state.codec.part_of(state.parts, chunk)
     mean, square = codec.decode_moments(parts)
@@ -202,8 +209,8 @@ def _update_reduced(state: StageState, chunk: slice, constants: Mapping[str, flo
     mean = mean + (scaled - mean) * constants["one_minus_beta1"]
     square = square * constants["beta2"] + scaled * constants["one_minus_beta2"] * scaled
     root = square.double().sqrt().float()  # rounded once; torch's vectorized root of fp32 is not
-    divisor = root / constants["root_correction"] + constants["epsilon"]
-    master = codec.decode_master(weights, parts) * constants["decay"] - mean * constants["step_size"] / divisor
+    rate = mean * constants["step_size"] / (root + constants["epsilon"])
+    master = codec.decode_master(weights, parts) * constants["decay"] - rate
     words = noise_words(*place, len(weights), weights.device)
     codec.encode_moments((mean, square), parts, words)
     codec.encode_master(master, weights, parts, words)

@@ -30,6 +30,8 @@ OPTIONS = (
     *("-fno-math-errno", "-fno-trapping-math"),  # lets sqrt be vectorized; changes no value
     "-ffp-contract=off",  # same bits on CPUs with and without fused multiply-add
 )
+WIDE_VECTORS = "-mprefer-vector-width=512"
+"""Option where the CPU has AVX-512: compilers take half of its width by themselves."""
 
 
 class _Constants(ctypes.Structure):
@@ -122,12 +124,21 @@ def _build(compiler: str, library: Path) -> None:
     """Compile to a temporary name and rename: another rank may be building the same file."""
     library.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(library, has_many_writers=True) as temporary:
-        command = [compiler, *OPTIONS, str(SOURCE), "-lm", "-o", str(temporary)]
+        command = [compiler, *_options(), str(SOURCE), "-lm", "-o", str(temporary)]
         subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+def _cpu_flags() -> str:
+    """Return what the CPU can do, in words of /proc/cpuinfo."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _options() -> list[str]:
+    return [*OPTIONS, *([WIDE_VECTORS] if "avx512f" in _cpu_flags().split() else [])]
 
 
 def _key() -> str:
     """Hash of everything the binary depends on; `-march=native` ties it to this CPU."""
-    flags = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))]
-    facts = [SOURCE.read_text(), *OPTIONS, platform.machine(), *flags[:1]]
+    facts = [SOURCE.read_text(), *_options(), platform.machine(), _cpu_flags()]
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]

@@ -52,7 +52,7 @@ def updated(gradient: Floats, master: Floats, mean: Floats, square: Floats, c: d
     scaled = gradient * f["gradient_factor"]
     mean = mean + (scaled - mean) * f["one_minus_beta1"]
     square = square * f["beta2"] + f["one_minus_beta2"] * scaled * scaled
-    divisor = np.sqrt(square) / f["root_correction"] + f["epsilon"]
+    divisor = np.sqrt(square) + f["epsilon"]
     return [master * f["decay"] - f["step_size"] * mean / divisor, mean, square]
 
 
@@ -124,7 +124,7 @@ def test_kernel_and_torch_have_the_bits_of_the_reference(
     weights, gradient = as_numpy(mine.weights), mine.gradients.float().numpy().copy()
     noise = hashed(np.arange(count, dtype=np.uint32), noise_key(SEED, step, "matrix"))
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        REFERENCES[reduced](parts, weights, gradient, arguments(step).constants(), noise)
+        REFERENCES[reduced](parts, weights, gradient, arguments(step).constants(is_reduced=True), noise)
 
     assert kernel.supports(mine)
     run(mine, step, kernel)
@@ -155,7 +155,7 @@ def test_every_code_of_every_exponent_is_read_and_written_by_all_as_by_the_refer
     noise = hashed(np.arange(count, dtype=np.uint32), noise_key(SEED, 3, "matrix"))
     weights = as_numpy(states[0].weights)
     with np.errstate(all="ignore"):
-        reference_compact(parts, weights, np.zeros(count, np.float32), arguments(3).constants(), noise)
+        reference_compact(parts, weights, np.zeros(count, np.float32), arguments(3).constants(is_reduced=True), noise)
     for state, own in zip(states, (kernel, None), strict=True):
         run(state, 3, own)
         for name, part in state.parts.items():
