@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -61,10 +61,12 @@ class HostArena(PinnedMemory):
         keeps_sums: bool = False,
         shards: Mapping[int, Shards] | None = None,
         has_parts: bool = True,
+        without_gradients: Collection[int] = (),
     ) -> None:
         """Map zeroed memory for `layouts` (stage -> layout): weights in `dtype`, masters split if that is bf16.
 
-        Without `has_parts`, which are on disks, the states have only their shapes (`device="meta"`).
+        Without `has_parts`, which are on disks, the states have only their shapes (`device="meta"`); so have the
+        gradients of the stages `without_gradients`.
 
         `register` page-locks weights and gradients for asynchronous copies. `gradient_dtype` is fp32 or, by default,
         the weights' dtype. With `keeps_sums`, a stage's fp32 sums share memory with its finished gradients. For a stage
@@ -81,7 +83,8 @@ class HostArena(PinnedMemory):
                 weights = self._map(layout.num_elements, dtype)
                 own = (shards or {}).get(stage)
                 count = layout.num_trained if keeps_sums else num_owned(layout, own)
-                gradients = self._map(count, torch.float32 if keeps_sums else leaving)
+                allocate = _without_memory if stage in without_gradients else self._map
+                gradients = allocate(count, torch.float32 if keeps_sums else leaving)
                 if keeps_sums:
                     self.sums[stage] = gradients
                     gradients = gradients.view(leaving)[: num_owned(layout, own)]
@@ -98,6 +101,10 @@ class HostArena(PinnedMemory):
         both = sum(sums.nbytes - self.states[stage].gradients.nbytes for stage, sums in self.sums.items())
         held = (tensor for state in self.states.values() for tensor in state.tensors if not tensor.is_meta)
         return both + sum(tensor.nbytes for tensor in held) + sum(num_bytes for num_bytes, _ in self._kept)
+
+    def map_bytes(self, num_bytes: int) -> Tensor:
+        """Return zeros, uint8 [num_bytes], that are released with the stages' memory. Raises HostMemoryError."""
+        return self._map(num_bytes, torch.uint8)
 
     def keep(self, num_bytes: int, close: Callable[[], None]) -> None:
         """Count further memory of the stages, and call `close` when the arena is closed."""

@@ -35,6 +35,7 @@ from mobius.engine.stage_state import StageState
 from mobius.engine.stage_weights import StageWeights
 from mobius.engine.state_files import StateBuffers, Visit, padded, wait
 from mobius.engine.update_queue import UpdateQueue
+from mobius.errors import StateFileError
 from mobius.hardware.spans import NO_SPANS, Spans
 from mobius.hardware.streams import DeviceBuffer, Event, Stream
 from mobius.limits import UPDATE_CHUNK_ELEMENTS
@@ -70,6 +71,9 @@ class OptimizerStates(Protocol):
 
     def wait_for_gradients(self) -> None:
         """Make the host wait until `state.gradients` are complete, or compute if they are on the device."""
+
+    def discard_gradients(self) -> None:
+        """Forget collected gradients: there is no update."""
 
     def run_after_update(self, action: Callable[[], None]) -> None:
         """Call `action` after all updates begun so far: now, or in the optimizer's thread."""
@@ -146,6 +150,9 @@ class HostStates:
     def wait_for_gradients(self) -> None:
         self._gradients_arrival().synchronize()
 
+    def discard_gradients(self) -> None:
+        """Keep them; the next step's take their place."""
+
     def run_after_update(self, action: Callable[[], None]) -> None:
         self._updates.run_after_update(self._stage, action)
 
@@ -197,13 +204,29 @@ class HostStates:
 
 
 class DiskStates(HostStates):
-    """HostStates whose master and moments are on disks but during an update; weights and gradients are in memory."""
+    """HostStates whose master and moments are on disks but during an update; weights are in memory."""
 
     def __init__(self, stage: int, state: StageState, *arguments: Any, buffers: StateBuffers, **options: Any) -> None:
-        """`state` has the parts' shapes alone; other arguments are those of `HostStates`."""
+        """`state` has the parts' shapes alone; other arguments are those of `HostStates`.
+
+        If it has only the shape of the gradients, too, they arrive in a buffer: an update must be begun right after.
+        """
         super().__init__(stage, state, *arguments, **options)
         self._buffers = buffers
         self._visit: Visit | None = None
+        self._has_gradients = not state.gradients.is_meta
+
+    def collect_gradients(self, sums: GradientSums, after: Event) -> bool:
+        if self._leaving is not None and not self._has_gradients:
+            self._visit = self._buffers.visit(self._stage)
+            room = self._visit.room()[self._buffers.gradient_start :]
+            gradients = self.state.gradients
+            self.state = replace(self.state, gradients=room[: gradients.nbytes].view(gradients.dtype))
+        return super().collect_gradients(sums, after)
+
+    def discard_gradients(self) -> None:
+        if not self._has_gradients and self._visit is not None:
+            self._buffers.drop(self._visit)
 
     def stored_state(self, *, is_blank: bool = False) -> StageState:
         buffer = map_zeros(padded(self.state.part_bytes), torch.uint8)
@@ -219,14 +242,18 @@ class DiskStates(HostStates):
         wait(self._buffers.files.write(self._stage, buffer))
 
     def _submit(self, update: Update, *, looks_at_norm: bool) -> None:
-        if self.state.layout.num_trained:
+        if self._has_gradients and self.state.layout.num_trained:
             self._visit = self._buffers.visit(self._stage)
         super()._submit(update, looks_at_norm=looks_at_norm)
 
     def _acquire(self, arrival: Event) -> StageState:
         super()._acquire(arrival)
         assert self._visit is not None
-        return self.state.with_parts(self._visit.buffer())
+        try:
+            return self.state.with_parts(self._visit.buffer())
+        except StateFileError:
+            self._buffers.drop(self._visit)  # another stage may wait for its buffer
+            raise
 
     def _is_here(self) -> bool:
         return self._visit is None or self._visit.is_read
@@ -281,6 +308,9 @@ class DeviceStates:
         """Make compute wait for a reduction over replicas; without replicas, stream order already suffices."""
         if self._reduction is not None:
             self._reduction.wait()
+
+    def discard_gradients(self) -> None:
+        """Keep them; the next step's take their place."""
 
     def run_after_update(self, action: Callable[[], None]) -> None:
         """Call `action` now; updates may still be running, but stream order protects the state."""

@@ -140,6 +140,9 @@ class _StageAllocator:
         """Return the host memory of `layouts`, slots for their weights, and buffers of states that are on disks."""
         sharding = {stage: self._sharding(layout) for stage, layout in layouts.items()}
         shards = {stage: own.shards for stage, own in sharding.items() if own is not None}
+        at_once = set[int]()  # stages whose gradients arrive in the buffers of states on disks
+        if self.updates.state_folders and self.updates.has_thread and not keeps_sums:
+            at_once = {each for each, layout in layouts.items() if layout.num_trained} - set(self.deferred_updates)
         arena = HostArena(
             layouts,
             dtype=self.dtype,
@@ -148,13 +151,20 @@ class _StageAllocator:
             keeps_sums=keeps_sums,
             shards=shards,
             has_parts=not self.updates.state_folders,
+            without_gradients=at_once,
         )
         buffers: StateBuffers | None = None
         if self.updates.state_folders:
             part_bytes = {stage: state.part_bytes for stage, state in arena.states.items()}
             try:
                 files = StateFiles(self.updates.state_folders, part_bytes)
-                buffers = StateBuffers(files, max(part_bytes.values()), len(part_bytes))
+                buffers = StateBuffers(
+                    files,
+                    max(part_bytes.values()),
+                    len(part_bytes),
+                    gradient_bytes=max((arena.states[stage].gradients.nbytes for stage in at_once), default=0),
+                    allocate=arena.map_bytes,
+                )
             except BaseException:
                 arena.close()
                 raise

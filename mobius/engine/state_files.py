@@ -6,7 +6,9 @@
     threads         read(s) into a free buffer                                    |             | write(s), free it
 
 A stage has one of `NUM_STATE_BUFFERS` buffers from its update's submission until its states are written; buffers are
-given in the order of submission. So one stage is read and another one written while a third is updated. Files are read
+given in the order of submission. So one stage is read and another one written while a third is updated. If updates wait
+for no other stage (no clipping), gradients arrive in these buffers, too: a stage has one from the end of its backward,
+for which the main thread may have to wait. Files are read
 and written past the page cache (O_DIRECT), whose memory states on disks are to spare; where a file system refuses that,
 its pages are given up after each request. They are unlinked at once: whatever ends the process, their space is free.
 """
@@ -145,35 +147,49 @@ class Visit:
     def __init__(self, stage: int) -> None:
         self.stage = stage
         self._has_begun = threading.Event()
-        self._reads: list[Future[None]] = []
+        self.reads: list[Future[None]] = []
         self._buffer: Tensor | None = None
 
     @property
     def is_read(self) -> bool:
         """Whether `buffer` would return at once."""
-        return self._has_begun.is_set() and all(read.done() for read in self._reads)
+        return self._has_begun.is_set() and all(read.done() for read in self.reads)
 
-    def buffer(self) -> Tensor:
-        """Wait for the states and return the memory that holds them. Raises StateFileError."""
+    def room(self) -> Tensor:
+        """Wait for the memory into which the states are read, uint8, and return all of it."""
         self._has_begun.wait()
-        for read in self._reads:
-            read.result()
         assert self._buffer is not None
         return self._buffer
 
+    def buffer(self) -> Tensor:
+        """Wait for the states and return the memory that holds them. Raises StateFileError."""
+        room = self.room()
+        for read in self.reads:
+            read.result()
+        return room
+
     def begin(self, buffer: Tensor, files: StateFiles) -> None:
         """Start reading into `buffer`."""
-        self._buffer, self._reads = buffer, files.read(self.stage, buffer)
+        self._buffer, self.reads = buffer, files.read(self.stage, buffer)
         self._has_begun.set()
 
 
 class StateBuffers:
     """Gives buffers to stages in the order in which their updates are submitted."""
 
-    def __init__(self, files: StateFiles, num_bytes: int, num_stages: int) -> None:
-        """`num_bytes` is the size of the largest stage."""
-        self.files = files
-        self._free = [map_zeros(padded(num_bytes), uint8) for _ in range(min(NUM_STATE_BUFFERS, num_stages))]
+    def __init__(
+        self,
+        files: StateFiles,
+        num_bytes: int,
+        num_stages: int,
+        *,
+        gradient_bytes: int = 0,
+        allocate: Callable[[int], Tensor] = lambda size: map_zeros(size, uint8),
+    ) -> None:
+        """`num_bytes` is the size of the largest stage; gradients follow it. `allocate` returns uint8 [size] zeros."""
+        self.files, self.gradient_start = files, padded(num_bytes)
+        size = self.gradient_start + gradient_bytes
+        self._free = [allocate(size) for _ in range(min(NUM_STATE_BUFFERS, num_stages))]
         self.num_bytes = sum(buffer.nbytes for buffer in self._free)
         self._waiting: deque[Visit] = deque()
         self._lock = threading.Lock()
@@ -203,6 +219,14 @@ class StateBuffers:
 
         for write in writes:
             write.add_done_callback(written)
+
+    def drop(self, visit: Visit) -> None:
+        """End a visit without writing its states, once they are read, or once that has failed."""
+        room = visit.room()
+        wait_for_all(visit.reads)
+        with self._lock:
+            self._free.append(room)
+        self._begin()
 
     def _begin(self) -> None:
         with self._lock:

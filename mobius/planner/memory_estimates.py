@@ -104,7 +104,7 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
     `own_bytes` is the current size of this process, which may have run something else before.
     """
     streamed = streamed_bytes = resident = resident_bytes = 0
-    shape, sizes, on_disks = request.shape, request.sizes, dict[int, int]()
+    shape, sizes, on_disks, arriving = request.shape, request.sizes, dict[int, int](), dict[int, int]()
     for cut in plan.cuts:
         trained, is_streamed = cut.num_trained(shape), cut.stage not in plan.resident
         frozen = cut.num_parameters(shape) - trained
@@ -114,9 +114,13 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
             streamed += frozen + trained * streams_trained
             offloads_sums = plan.offloads_gradient_sums(cut.stage % plan.num_ranks)
             own = trained * streams_trained, cut.num_trained_in_layers(shape) * streams_trained
-            streamed_bytes += replace(sizes, has_partial_sums=offloads_sums).host(*own, frozen=frozen)
             if sizes.has_disks:
                 on_disks[cut.stage] = sizes.optimizer(*own)
+            if request.shares_gradient_memory(cut.stage) and not offloads_sums:
+                arriving[cut.stage] = sizes.gradients(own[0])
+            streamed_bytes += replace(sizes, has_partial_sums=offloads_sums).host(
+                *own, frozen=frozen, has_gradients=cut.stage not in arriving
+            )
         if request.machine.on_cpu and not streams_trained:
             resident += trained + frozen * (not is_streamed)
             resident_bytes += sizes.resident(
@@ -137,8 +141,9 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
     offloaded_activations += products * max(0, request.product_bytes - request.message_bytes)
     buffers = 0
     for rank in range(plan.num_ranks):
-        own_states = [on_disks.get(stage, 0) for stage in plan.streamed_stages(rank)]
-        buffers += min(NUM_STATE_BUFFERS, len(own_states)) * max(own_states, default=0)
+        own_stages = plan.streamed_stages(rank)
+        largest = (max((each.get(stage, 0) for stage in own_stages), default=0) for each in (on_disks, arriving))
+        buffers += min(NUM_STATE_BUFFERS, len(own_stages)) * sum(largest)
     return HostMemoryEstimate(
         plan.num_ranks,
         streamed,

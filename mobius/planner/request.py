@@ -387,6 +387,11 @@ class PlanRequest:
             return frozenset(range(num_stages))
         return frozenset((0, num_stages - 1)) if self.rules.is_tied else frozenset()
 
+    def shares_gradient_memory(self, stage: int) -> bool:
+        """Whether a streamed stage's gradients arrive in the buffers of states on disks (engine/state_files.py)."""
+        can_begin = self.config.pipeline.overlap_optimizer and stage not in self.deferred_updates
+        return self.sizes.has_disks and can_begin
+
     @cached_property
     def rules(self) -> StepRules:
         """How the runtime goes about a step."""

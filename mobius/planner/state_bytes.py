@@ -90,13 +90,17 @@ class ByteSizes:
         saved = 0 if self.layer_state is None else int((self.per_optimizer - self.layer_state) * own)
         return self.per_optimizer * share - saved
 
-    def host(self, trained: int, layers: int, *, frozen: int = 0) -> int:
+    def gradients(self, trained: int) -> int:
+        """Return the host bytes of a streamed stage's finished gradients."""
+        return self.gradient * self.shard_size(trained)
+
+    def host(self, trained: int, layers: int, *, frozen: int = 0, has_gradients: bool = True) -> int:
         """Return the host bytes of a streamed stage: weights, gradients or sums, and optimizer state.
 
-        Sums, if any, take the place of gradients; parameters are those of `optimizer`, whose state may be on disks.
+        Sums, if any, take the place of gradients, which may be in memory that stages share (not `has_gradients`);
+        parameters are those of `optimizer`, whose state may be on disks.
         """
-        gradients = self.gradient * self.shard_size(trained)
-        waiting = SUM_BYTES * trained if self.has_partial_sums else gradients
+        waiting = SUM_BYTES * trained if self.has_partial_sums else has_gradients * self.gradients(trained)
         state = 0 if self.has_disks else self.optimizer(trained, layers)
         return self.weight * (trained + frozen) + waiting + state
 

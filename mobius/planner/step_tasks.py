@@ -300,9 +300,12 @@ class StepTasks:
             return
         owned = self.rules.sizes.shard_size(self.costs[stage].parameters)
         flow = self.flows.offload(rank, owned * self.rules.sizes.gradient)
-        copied = slot.free = self._task((Lane.OFFLOAD, rank), flow, [last], name=f"O{stage}")
+        begins = self._updates_at_once(stage) and self.rules.overlaps_optimizer
+        arrives_in_buffer = begins and self.profile.disks is not None
+        needs = [last, *(self._free_buffer(rank) if arrives_in_buffer else ())]
+        copied = slot.free = self._task((Lane.OFFLOAD, rank), flow, needs, name=f"O{stage}")
         self._gradient_offloads[stage] = copied
-        if self._updates_at_once(stage) and self.rules.overlaps_optimizer:
+        if begins:
             self._update_on_host(rank, stage, [copied])
 
     def _add_sums_offload(self, rank: int, played: _PlayedAction) -> None:
@@ -394,9 +397,14 @@ class StepTasks:
         """Read a stage's states once its update is submitted and a buffer is free (engine/state_files.py)."""
         state = self.ranks[rank]
         submitted = state.last_of_stage.get(stage) if self._updates_at_once(stage) else state.begin
-        free = state.buffers[0] if len(state.buffers) == NUM_STATE_BUFFERS else None
-        needs = [task for task in (submitted, state.written.get(stage), free) if task is not None]
+        needs = [task for task in (submitted, state.written.get(stage)) if task is not None]
+        needs += self._free_buffer(rank)
         return self._task(f"states read {rank}", self.flows.disk_read(self._state_bytes(stage)), needs)
+
+    def _free_buffer(self, rank: int) -> list[Task]:
+        """Return the write that frees the next buffer, if one must be waited for."""
+        buffers = self.ranks[rank].buffers
+        return [buffers[0]] if len(buffers) == NUM_STATE_BUFFERS else []
 
     def _write_states(self, rank: int, stage: int) -> None:
         state = self.ranks[rank]

@@ -186,7 +186,9 @@ def run_warmup_step(run_setup: RunSetup, stages: RankStages) -> None:
     documents = document_tensors([*rows] * num_rows, run_setup, num_microbatches=plan.num_chunks)
     batch = StepBatch(tokens, tokens, tokens.numel(), tokens.numel(), num_rows, documents=documents)
     transport = warmup_transport(run_setup, plan.max_sends_in_flight)
-    stages.executor(build_unchecked(plan), transport).run(batch)
+    stages.executor(build_unchecked(plan), transport).run(
+        batch, on_gradients_ready=lambda stage: stages.memory[stage].states.discard_gradients()
+    )
     MemoryMeter(rank_context.device).synchronize()
 
 

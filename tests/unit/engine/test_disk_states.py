@@ -1,0 +1,94 @@
+"""States on disks: where no update waits for other stages, gradients need memory for three stages only."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mobius.engine.host_arena import HostArena
+from mobius.engine.rank_memory import allocate_memory
+from mobius.engine.stage_memory import StageMemory
+from mobius.engine.stage_state import StageState
+from mobius.engine.update_queue import UpdateQueue
+from mobius.errors import StateFileError
+from mobius.models.layout import FlatRange, StageLayout
+
+NUM_STAGES, COUNT = 8, 4096
+STATES = 10 * COUNT
+"""Bytes of a stage's moments and the rest of its master."""
+
+
+def make(folder: Path, deferred: Sequence[int]) -> tuple[Mapping[int, StageMemory], HostArena]:
+    memory, arena = allocate_memory(
+        {stage: StageLayout.of({"matrix": (COUNT // 64, 64)}) for stage in range(NUM_STAGES)},
+        resident=(),
+        num_slots=2,
+        dtype=torch.bfloat16,
+        gradient_dtype=torch.bfloat16,
+        deferred_updates=deferred,
+        device=torch.device("cpu"),
+        updates=UpdateQueue(state_folders=[folder]),
+    )
+    assert arena is not None
+    return memory, arena
+
+
+def step(memory: Mapping[int, StageMemory], value: float, ready: Callable[[int], object]) -> None:
+    """Gradients of `value` plus the stage's number."""
+    for stage in reversed(range(NUM_STAGES)):
+        memory[stage].weights.load()
+        memory[stage].weights.wait_until_updated()
+        memory[stage].sums.views()["matrix"].add_(value + stage)
+        memory[stage].finish_gradients(excluded=frozenset())
+        memory[stage].offload(ready)
+
+
+def add_gradients(state: StageState, *, pieces: Sequence[FlatRange], found_inf: Any = None) -> None:
+    state.exp_avg.add_(state.gradients.float())
+
+
+@pytest.mark.parametrize("deferred", [(), (0, 7), tuple(range(NUM_STAGES))])
+def test_gradients_arrive_in_the_buffers_of_the_stages_that_are_updated(tmp_path: Path, deferred: tuple[int]) -> None:
+    memory, arena = make(tmp_path, deferred)
+    gradients = 2 * COUNT
+    arriving = 0 if len(deferred) == NUM_STAGES else gradients
+    assert arena.num_bytes == NUM_STAGES * 2 * COUNT + len(deferred) * gradients + 3 * (STATES + arriving)
+    for value in (100.0, 200.0):
+        step(memory, value, lambda stage: stage in deferred or memory[stage].states.begin_update(add_gradients))
+        for stage in deferred:
+            memory[stage].states.update(add_gradients)
+    for stage, own in memory.items():
+        own.weights.wait_until_updated()
+        expected = sum(float(torch.tensor(value + stage).bfloat16()) for value in (100.0, 200.0))
+        assert own.states.stored_state().exp_avg.unique().tolist() == [expected], stage
+    arena.close()
+
+
+def test_a_rehearsal_leaves_the_states_and_all_buffers(tmp_path: Path) -> None:
+    memory, arena = make(tmp_path, ())
+    for _ in range(3):
+        step(memory, 1.0, lambda stage: memory[stage].states.discard_gradients())
+    assert not any(own.states.stored_state().exp_avg.any() for own in memory.values())
+    arena.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_disk_that_cannot_be_read_ends_the_run_and_no_stage_waits_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, arena = make(tmp_path, ())
+
+    def failing(*_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", failing)
+    step(memory, 1.0, lambda stage: memory[stage].states.begin_update(add_gradients))
+    with pytest.raises(StateFileError, match="cannot be read"):
+        memory[NUM_STAGES - 1].weights.wait_until_updated()
+    arena.close()
