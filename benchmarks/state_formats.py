@@ -9,6 +9,7 @@ whole update over the length of that update; the largest element's update over f
 moments over fp32's. In sparse rows a gradient is zero in 98 % of the steps, as in an embedding.
 """
 
+import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +90,7 @@ def train(case: Case, reduced: str) -> Trained:
 
 def main() -> None:
     """Print the table."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     rows = [["case", "states", "master", "weight", "largest", "second moment"]]
     for case in CASES:
         exact = train(case, "")

@@ -160,13 +160,14 @@ class MemoryFit:
             if not self._may_save_products:
                 return saving_least(number)
             return saving(number, bisect_left(range(number), True, key=lambda n: self._fits(rank, saving(number, n))))
-        uses = [
-            replace(saving_least(least), num_offloading_activations=number)
-            for number in _offload_numbers(self.request, least)
-        ]
-        if use.num_offloading_activations or not self._fits(rank, uses[-1]):
+        fewest, numbers = saving_least(least), _offload_numbers(self.request, least)
+
+        def fits(number: int) -> bool:
+            return self._fits(rank, replace(fewest, num_offloading_activations=number))
+
+        if use.num_offloading_activations or not fits(numbers[-1]):
             return None
-        return uses[bisect_left(uses, True, key=lambda each: self._fits(rank, each))]
+        return replace(fewest, num_offloading_activations=numbers[bisect_left(numbers, True, key=fits)])
 
     def _fits(self, rank: int, use: MemoryUse) -> bool:
         states = MemoryUse(use.num_resident, 0, use.num_slots, num_sum_buffers=use.num_sum_buffers)

@@ -112,7 +112,7 @@ def test_a_killed_rank_ends_all_within_a_minute_and_is_named(tmp_path: Path, pha
     moment, victim = PHASES[phase]
     make_checkpoint(tmp_path / "model")
     records = make_dataset(tmp_path / "data.jsonl", num_records=300).read_text()
-    (tmp_path / "data.jsonl").write_text(records * (200 if "tokenizing" in phase else 1))
+    (tmp_path / "data.jsonl").write_text(records * (100 if "tokenizing" in phase else 1))
     shared = shared_files()
     # Only the first phase has programs that are being loaded.
     with started(our_launcher(*ENDLESS), tmp_path, is_forked=phase != "starting") as process:

@@ -23,7 +23,9 @@ from harness.forked import Ranks
 COMMANDS = all_commands()
 RUN = [command for command in COMMANDS if not command.needs and "scripts/simulate.py" not in command.text]
 """What simulate.py does has tests of its own; scripts/run_docs runs it as it is printed."""
-LONG = re.compile(r"bash train\.sh |python scripts/convert_checkpoint\.py |.*--model_path (70b|14b .* --num_ranks 4) ")
+LONG = re.compile(
+    r"bash train\.sh |python scripts/convert_checkpoint\.py |.*--model_path 70b |(?=.*--num_ranks 4).*--model_path 14b"
+)
 """Commands that take many seconds, or what those leave; scripts/run_docs runs them all."""
 CHECKED = [command for command in COMMANDS if command.needs]
 

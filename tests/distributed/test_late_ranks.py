@@ -20,7 +20,7 @@ from harness.runs import (
     steps_of,
 )
 
-LATE_SECONDS = 0.5
+LATE_SECONDS = 0.2
 SMALL = """--dataset data.jsonl --fp32 --num_chunks 2 --batch_size 4 --seq_length 16 --val_size 4 --num_stages 4"""
 TRAINS = f"""{SMALL} --model_path model --num_iterations 2 --learning_rate 1e-3 --warmup_steps 1
     --eval_strategy steps --eval_steps 1"""

@@ -183,7 +183,7 @@ def offloaded_step(
 )
 def test_offloaded_products_change_no_bit_and_are_not_recomputed(case: str, calls: Calls) -> None:
     place = sorted(CASES).index(case)
-    for turn, (num_ranks, per_rank) in enumerate(((1, 3), (2, 2), (3, 1))):
+    for turn, (num_ranks, per_rank) in enumerate(((1, 3), (2, 2), (3, 1))[place // 2 % 2 :][:2]):
         num_stages, num_microbatches = num_ranks * per_rank, (2, 4)[turn % 2]
         model, batch = make_model(("llama-tied", "qwen3")[place % 2], num_stages), make_batch(num_microbatches)
         dtype = FORMATS[(turn + place) % 2]

@@ -1,4 +1,4 @@
-"""Replicas that share a step train what one pipeline trains with the same batch: loss, gradients and twenty steps."""
+"""Replicas that share a step train what one pipeline trains with the same batch: loss, gradients and twelve steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness.runs import make_checkpoint
-from harness.sessions import evaluator_of, in_sessions, random_samples
+from harness.sessions import VOCAB, evaluator_of, in_sessions, random_samples
 from torch import Tensor
 
 from mobius.data.batches import TrainingBatches
@@ -18,7 +18,7 @@ from mobius.engine.optimizer_stepper import StepCounts
 from mobius.training.memory_check import run_warmup_step
 from mobius.training.session import Session
 
-STEPS, FEW_STEPS = 20, 4
+STEPS, FEW_STEPS = 12, 3
 USUAL = """--batch_size 12 --num_chunks 2 --num_stages 4 --seq_length 24 --packing off --num_iterations {}
     --learning_rate 2e-3 --warmup_steps 1 --weight_decay 0.1 --adam_epsilon 1e-5 --save_strategy no --fp32"""
 CLIPPED, FREE = "--max_grad_norm 0.5", "--max_grad_norm 0"
@@ -116,7 +116,7 @@ def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
 def test_replicas_train_what_one_pipeline_trains(tmp_path: Path, name: str) -> None:
     case = CASES[name]
     number = case.num_ranks
-    make_checkpoint(tmp_path / "model", is_tied=case.is_tied, family=case.family)
+    make_checkpoint(tmp_path / "model", is_tied=case.is_tied, family=case.family, vocab_size=VOCAB)
     alone, shared = (run(case, tmp_path / "model", replicas) for replicas in (1, case.num_replicas))
     (loss, norm), (own_loss, own_norm) = alone[0][0][0], shared[0][0][0]
     assert own_loss == pytest.approx(loss, rel=1e-6)
@@ -138,7 +138,7 @@ def test_replicas_train_what_one_pipeline_trains(tmp_path: Path, name: str) -> N
 @pytest.mark.parametrize("num_samples", [3, 20])
 def test_an_evaluation_between_steps_has_all_updates(tmp_path: Path, num_samples: int) -> None:
     """Also where there are fewer batches than replicas, some of which then load nothing."""
-    make_checkpoint(tmp_path / "model")
+    make_checkpoint(tmp_path / "model", vocab_size=VOCAB)
     options = f"{USUAL.format(FEW_STEPS)} {CLIPPED} --resident_stages 1"
 
     def train(session: Session, batches: TrainingBatches) -> list[tuple[float, float]]:
@@ -165,7 +165,7 @@ REHEARSED = {  # ranks, replicas, options
 def test_a_rehearsal_leaves_nothing_in_what_is_trained(tmp_path: Path, name: str) -> None:
     """On GPUs each rank plays a step without its neighbours first; replicas reduce what comes of that."""
     num_ranks, num_replicas, options = REHEARSED[name]
-    make_checkpoint(tmp_path / "model")
+    make_checkpoint(tmp_path / "model", vocab_size=VOCAB)
 
     def work(session: Session, batches: TrainingBatches, *, rehearses: bool) -> Trained:
         if rehearses:
@@ -210,7 +210,7 @@ def judge(session: Session, batches: TrainingBatches) -> Judged:
 
 @pytest.mark.parametrize(("num_replicas", "num_ranks"), [(2, 2), (3, 1)])
 def test_replicas_judge_as_one_pipeline_does(tmp_path: Path, num_replicas: int, num_ranks: int) -> None:
-    make_checkpoint(tmp_path / "model")
+    make_checkpoint(tmp_path / "model", vocab_size=VOCAB)
     data, options = random_samples(60, 24, seed=1), f"{USUAL.format(2)} {CLIPPED}"
     alone = in_sessions(num_ranks, tmp_path / "model", options, data, judge)[0]
     shared = in_sessions(num_ranks, tmp_path / "model", options, data, judge, num_replicas=num_replicas)
@@ -253,7 +253,7 @@ def train_with_overflow(session: Session, batches: TrainingBatches) -> Scaled:
 def test_an_overflow_of_one_replica_skips_the_step_of_all(
     tmp_path: Path, num_replicas: int, num_ranks: int, more: str
 ) -> None:
-    make_checkpoint(tmp_path / "model")
+    make_checkpoint(tmp_path / "model", vocab_size=VOCAB)
     options = f"{USUAL.format(3).replace('--fp32', '--fp16')} {FREE} --learning_rate 2e-3 {more}"
     data = random_samples(60, 24, seed=1)
     alone, shared = (

@@ -185,7 +185,7 @@ def test_other_ranks_and_stages_resume_to_the_bit(place: Path) -> None:
 
 
 def test_three_ranks_become_two_and_then_one(place: Path) -> None:
-    whole = f"{OF_RANKS} --num_iterations 28 --fp32 --num_stages 6"
+    whole = f"{OF_RANKS} --num_iterations 16 --fp32 --num_stages 6"
     train(3, place, f"{whole} --save_dir three --save_results three.txt")
 
     two = resumed_by(2, place, "three/checkpoint-4", "two", "--num_stages 4 --num_chunks 4 --resident_stages 1")
@@ -193,14 +193,14 @@ def test_three_ranks_become_two_and_then_one(place: Path) -> None:
 
     expected = steps_of(place / "three")
     for folder, first in ((two, 4), (one, 8)):
-        rows = steps_of(folder)[-(28 - first) :]
-        assert len(rows) >= 20
+        rows = steps_of(folder)[-(16 - first) :]
+        assert len(rows) >= 8
         for row, other in zip(rows, expected[first:], strict=True):
             assert row["loss"] == pytest.approx(other["loss"], rel=1e-5)
             assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
             exact = ("step", "epoch", "num_tokens", "num_samples", "learning_rate")
             assert [row[key] for key in exact] == [other[key] for key in exact]
-    assert (place / "one" / "checkpoint-28").is_dir()
+    assert (place / "one" / "checkpoint-16").is_dir()
 
 
 def test_all_ranks_refuse_a_damaged_shard_of_one_of_them(place: Path) -> None:
@@ -221,7 +221,14 @@ def test_all_ranks_refuse_a_damaged_shard_of_one_of_them(place: Path) -> None:
     assert not (place / "unhurt").exists()
 
 
-@pytest.mark.parametrize(("before", "after"), [("fp32", "compact"), ("compact", "fp32"), ("bf16", "compact")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("fp32", "compact"),
+        ("compact", "fp32"),
+        pytest.param("bf16", "compact", marks=pytest.mark.extended),
+    ],
+)
 def test_a_run_resumes_with_its_states_in_another_format(
     run: Run, workplace: Path, caplog: pytest.LogCaptureFixture, before: str, after: str
 ) -> None:

@@ -128,7 +128,7 @@ def test_a_step_holds_at_most_what_is_predicted_and_not_much_less(
 def test_a_step_in_slices_holds_at_most_what_is_predicted_and_not_much_less(
     batch: int, num_stages: int, num_slices: int
 ) -> None:
-    length = 1024
+    length = 512
     small = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4, "vocab_size": 128}
     config = LlamaConfig(**_SIZES | small | {"max_position_embeddings": length})
     shape, number = ModelParts(config, CPU).shape(), batch * num_slices

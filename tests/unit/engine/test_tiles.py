@@ -237,7 +237,7 @@ def test_what_backward_holds_grows_with_the_length_only_by_what_attention_needs(
     assert widths[None][1] > 28
 
 
-@pytest.mark.grid(strength=2)
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("widths", [{}, {"intermediate_size": 1024}, {"num_key_value_heads": 4}])
 @pytest.mark.parametrize(("length", "tile_tokens"), [(2048, 256), (2048, 1024), (300, 256)])

@@ -213,6 +213,7 @@ def test_bf16_weights_accumulate_in_fp32() -> None:
     assert error <= 2e-2 * expected[2]["weight"].abs().max()
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [4, 21, 100])

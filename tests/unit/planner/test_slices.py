@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ LONG = {
 TWO = replace(H200, num_ranks=2)
 
 
+@cache
 def ask(**options: Any) -> PlanRequest:
     return resolve_auto(request_of(find_published_shape("8b"), TWO, **{**LONG, **options}))
 
