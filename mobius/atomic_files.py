@@ -88,6 +88,6 @@ def atomic_write(path: Path, *, has_many_writers: bool = False) -> Iterator[Path
 def nearest_folder(path: Path) -> Path:
     """`path` itself, or the nearest folder above it that exists; links are followed."""
     folder = path.resolve()
-    while not folder.exists():
+    while not os.path.exists(folder):  # also of one that may not be looked into
         folder = folder.parent
     return folder

@@ -15,6 +15,7 @@ from torch import Tensor
 from mobius.distributed.shards import Shards
 from mobius.engine.stage_state import StageState, num_owned
 from mobius.errors import HostMemoryError
+from mobius.hardware.disk_traffic import Traffic
 from mobius.models.layout import StageLayout
 from mobius.units import format_bytes
 
@@ -75,6 +76,8 @@ class HostArena(PinnedMemory):
         super().__init__(register=register)
         self.states: dict[int, StageState] = {}
         self._kept: list[tuple[int, Callable[[], None]]] = []
+        self.disk_traffic: tuple[Sequence[Traffic], Sequence[Traffic]] = (), ()
+        """Reads and writes of states that are on disks, for each folder."""
         self.sums: dict[int, Tensor] = {}
         """fp32 [num_trained] per stage, in the same memory as its gradients; empty without `keeps_sums`."""
         leaving = gradient_dtype or dtype

@@ -169,6 +169,7 @@ class _StageAllocator:
                 arena.close()
                 raise
             arena.keep(buffers.num_bytes, files.close)
+            arena.disk_traffic = files.reads, files.writes
         sizes = [layout.num_elements for layout in layouts.values()]
         if num_slots < len(sizes):
             sizes = [max(sizes)] * num_slots

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 LONGEST_SPAN = 1.0
 """Seconds after which a span ends although requests are under way."""
-MOST_SPANS = 4096
+MOST_SPANS = 1024
 """Spans that are remembered; older ones go."""
 
 
@@ -21,6 +21,9 @@ class BusySpan(NamedTuple):
     begin: float
     end: float
     num_bytes: int
+
+
+NO_SPAN = BusySpan(0.0, 0.0, 0)
 
 
 class Traffic:
@@ -49,3 +52,19 @@ class Traffic:
                 if not self._running or now - self._begin > LONGEST_SPAN:
                     self.spans.append(BusySpan(self._begin, now, self._moved))
                     self._begin, self._moved = now, 0
+
+    def history(self) -> list[BusySpan]:
+        """All bytes that have ended: a span at time 0 with those that are forgotten, and the spans."""
+        with self._lock:
+            left = self.num_bytes - self._moved - sum(span.num_bytes for span in self.spans)
+            return [NO_SPAN._replace(num_bytes=left), *self.spans]
+
+
+def rate_of(spans: Iterable[BusySpan], since: float) -> float:
+    """Bytes per second of the spans that begin from `since` on, while at least one of them lasts."""
+    num_bytes, seconds, until = 0, 0.0, since
+    for span in sorted(span for span in spans if span.begin >= since):
+        num_bytes += span.num_bytes
+        seconds += max(0.0, span.end - max(until, span.begin))
+        until = max(until, span.end)
+    return num_bytes / max(seconds, 1e-9)

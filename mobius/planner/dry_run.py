@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from mobius.atomic_files import atomic_write
-from mobius.config.config import Config, Device
+from mobius.config.config import Config, Device, split_names
 from mobius.config.validation import validate
 from mobius.distributed.device_order import device_names, order_devices
 from mobius.errors import HostMemoryError, MobiusError, PlanError, StateFileError, reason_of
@@ -26,6 +26,7 @@ from mobius.models.weights import check_model_weights
 from mobius.planner.disk_use import check_disks
 from mobius.planner.fit import DoesNotFitError
 from mobius.planner.gpu_specs import GPU_SPECS, find_gpu_spec
+from mobius.planner.measured_disks import measured_rates
 from mobius.planner.memory_estimates import estimated_layer
 from mobius.planner.plan_file import SavedPlan
 from mobius.planner.plan_table import describe_details, describe_verdict
@@ -116,6 +117,8 @@ def machine_to_plan_for(config: Config, ranks: Ranks) -> Machine:
     else:
         machine = Machine(num_ranks)
     link = config.planning.node_link or machine.node_link
+    if config.planning.card is None:
+        machine = replace(machine, disks=measured_rates(split_names(config.pipeline.offload_states_to)))
     return replace(machine, num_replicas=ranks.num_replicas, num_nodes=ranks.num_nodes, node_link=link)
 
 

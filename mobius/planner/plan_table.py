@@ -159,8 +159,8 @@ def describe_details(result: PlanResult, available_bytes: int | None) -> Iterato
     if (pipelines := request.machine.replicas_per_node) > 1:
         together = format_bytes(pipelines * host_bytes)
         yield f"  {pipelines} pipelines on each node: {together} of each node's host memory together"
-    if (use := DiskUse.of(result)) is not None:
-        yield f"disks: {describe_disks(result)}\n{format_columns([*use.rows(is_here=config.planning.card is None)])}"
+    if result.host_estimate.disk:
+        yield f"disks: {describe_disks(result)}"
     if available_bytes is not None and (short := describe_short_host(result)) is not None:
         yield f"  {short}"
     if config.saving.is_on:
@@ -175,10 +175,12 @@ def describe_disks(result: PlanResult) -> str:
         return "no optimizer states"
     if disks is None:
         return f"{use.describe()}; the predicted seconds leave the disks out (--disk_rate)"
-    own = result.host_estimate.disk
-    return (
-        f"{use.describe()}; a step reads them in {own / disks.read:.2f} s and writes them in {own / disks.write:.2f} s"
-    )
+    own, source = result.host_estimate.disk, ""
+    if result.request.config.planning.disk_rate is None:
+        source = " as an earlier run measured"
+        source += ", in a burst that caches of drives may have taken: they may be slower" * disks.is_burst
+    seconds = f"a step reads them in {own / disks.read:.2f} s and writes them in {own / disks.write:.2f} s{source}"
+    return f"{use.describe()}; {seconds}"
 
 
 def describe_short_host(result: PlanResult) -> str | None:

@@ -100,10 +100,12 @@ class DiskRates:
 
     read: Rate
     write: Rate
+    is_burst: bool = False
+    """Whether no more was written than the drives' caches may take, after which they are slower."""
 
     def times(self, factor: float) -> DiskRates:
         """Disks that are so many times as fast."""
-        return DiskRates(factor * self.read, factor * self.write)
+        return dataclasses.replace(self, read=factor * self.read, write=factor * self.write)
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,13 @@ from mobius.planner.request import PlanRequest
 
 def profile_for(request: PlanRequest, measured: Profile | None) -> Profile | None:
     """Return the profile that a request is planned with, with the rates of its disks, if they are known."""
-    profile, pipeline = _profile_for(request, measured), request.config.pipeline
-    if profile is None or (rates := request.config.planning.disk_rates) is None:
+    profile, disks, given = _profile_for(request, measured), request.machine.disks, request.config.planning.disk_rates
+    if given is not None:
+        number = len(split_names(request.config.pipeline.offload_states_to))
+        disks = DiskRates(*given).times(number * GIGA)
+    if profile is None or disks is None:
         return profile
-    number = len(split_names(pipeline.offload_states_to)) / request.machine.replicas_per_node
-    return replace(profile, disks=DiskRates(*(number * GIGA * rate for rate in rates)))
+    return replace(profile, disks=disks.times(1 / request.machine.replicas_per_node))
 
 
 def _profile_for(request: PlanRequest, measured: Profile | None) -> Profile | None:

@@ -14,6 +14,7 @@ from mobius.config.config import Compile, Config, Dtype, OptimizerStates, Order,
 from mobius.limits import NUM_INCOMING_EDGES, NUM_MAILBOXES
 from mobius.planner.gpu_specs import GpuSpec, Host
 from mobius.planner.peak_memory import estimate_layer
+from mobius.planner.profile import DiskRates
 from mobius.planner.replica_traffic import NODE_LINK
 from mobius.planner.stage_costs import StepRules
 from mobius.planner.state_bytes import SUM_BYTES, ByteSizes
@@ -58,6 +59,8 @@ class Machine:
     """Pipelines that share each step's batch and the optimizer's state; all others of these facts are of one."""
     num_nodes: int = 1
     """Machines, each of which has equally many of the replicas."""
+    disks: DiskRates | None = None
+    """Rates that runs have measured of a node's disks with optimizer states; None where none has."""
     node_link: float = NODE_LINK
     """GB/s of a machine's link to the others, in each direction."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from mobius.config.config import Config, Dtype
+from mobius.config.config import Config, Dtype, split_names
 from mobius.distributed.device_order import order_devices
 from mobius.distributed.node_checks import smallest_machine, smallest_of_all
 from mobius.distributed.rendezvous import Rendezvous, join_node, join_pipeline
@@ -28,10 +28,11 @@ from mobius.planner.fit import DoesNotFitError, may_keep_products
 from mobius.planner.gpu_specs import SUSTAINED_SHARE, Host, gpu_spec_of_device
 from mobius.planner.layer_bench import MicrobatchShape, measure_layer_bytes
 from mobius.planner.measure import measure_product_rate
+from mobius.planner.measured_disks import measured_rates
 from mobius.planner.memory_estimates import estimate_host_memory, tile_tokens
 from mobius.planner.peak_memory import LayerBytes
 from mobius.planner.plan_file import ModelDigest, SavedPlan, check_saved_plan
-from mobius.planner.profile import Profile
+from mobius.planner.profile import DiskRates, Profile
 from mobius.planner.remedies import check_host_memory, gpu_refusal
 from mobius.planner.request import Machine, PlanRequest, compiles
 from mobius.planner.solver import PlanResult, solve
@@ -181,6 +182,7 @@ def draft_run_setup(
         limit = pipeline.host_memory_limit
         own = machine.host_bytes if limit is None else int(limit * GIB) // pipelines_per_host
         machine = replace(machine, agreed_host_bytes=smallest_of_all(met, own))
+    machine = replace(machine, disks=_measured_disks(config, met))
     parts = ModelParts(model_config, device, compiled=compiles(config, machine), adapters=config.adapters)
     shape = parts.shape()
     if saved is not None:
@@ -328,6 +330,16 @@ def _machine(device: torch.device, ranks: Ranks, free_bytes: int | None) -> Mach
         return own
     host = replace(own.host, cores_per_rank=max(1, num_cpus_per_rank(ranks.num_local)))
     return replace(own, num_replicas=ranks.num_replicas, num_nodes=ranks.num_nodes, host=host)
+
+
+def _measured_disks(config: Config, met: Rendezvous | None) -> DiskRates | None:
+    """Rates of the slowest node's disks, if runs on all nodes have measured them; collective if ranks `met`."""
+    folders = split_names(config.pipeline.offload_states_to)
+    own = measured_rates(folders) or DiskRates(0, 0, is_burst=True)
+    read, write, sustained = int(own.read), int(own.write), int(not own.is_burst)
+    if folders and met is not None:
+        read, write, sustained = (smallest_of_all(met, number) for number in (read, write, sustained))
+    return DiskRates(read, write, is_burst=not sustained) if read and write else None
 
 
 def _plan_again(

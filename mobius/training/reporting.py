@@ -13,7 +13,7 @@ import yaml
 
 from mobius.atomic_files import atomic_write
 from mobius.checkpoint.model_card import CardFacts, Origin, model_card
-from mobius.config.config import OptimizerStates
+from mobius.config.config import OptimizerStates, split_names
 from mobius.config.sources import to_yaml
 from mobius.data.batches import TrainingBatches
 from mobius.distributed.transport import all_gather_numbers
@@ -23,6 +23,8 @@ from mobius.hardware.host_memory import HostMemoryUsage, huge_page_share
 from mobius.log import RANK_ZERO_ONLY
 from mobius.models.attention import DocumentAttention
 from mobius.models.config_rules import max_positions_warning
+from mobius.planner.gpu_specs import GIGA
+from mobius.planner.measured_disks import keep_rates
 from mobius.planner.memory_estimates import estimate_host_memory, largest_gpu_estimate
 from mobius.planner.plan_table import describe_disks, describe_short_host
 from mobius.planner.run_setup import RunSetup
@@ -133,6 +135,20 @@ def log_host_memory_usage(session: Session, use: HostMemoryUsage) -> None:
     result, ranks = session.run_setup.result, session.run_setup.rank_context.ranks
     planned = estimate_host_memory(result.request, result.plan).total if ranks.num_replicas == 1 else None
     logger.debug("host memory: %s", use.describe(session.all_ranks.sum_over_ranks, planned=planned))
+
+
+def log_disk_rates(session: Session, since: float) -> None:
+    """Log what disks of optimizer states reached `since` a time, and keep it for later plans; collective."""
+    folders, arena = split_names(session.run_setup.config.pipeline.offload_states_to), session.stages.arena
+    if not folders:
+        return
+    traffic, ranks = ((), ()) if arena is None else arena.disk_traffic, session.run_setup.rank_context.ranks
+    for mount, rates in keep_rates(folders, traffic, since=since, ranks=ranks, all_ranks=session.all_ranks).items():
+        kind = "in a burst that its cache may have taken" if rates.is_burst else "sustained"
+        text = (
+            f"{mount}: {rates.read / GIGA:.3g} GB/s read, {rates.write / GIGA:.3g} written, {kind}; later plans use it"
+        )
+        logger.info("%s", table_row("disks", text))
 
 
 def run_started(run_setup: RunSetup, batches: TrainingBatches, startup: StartupMeter) -> RunStarted:

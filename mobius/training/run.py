@@ -63,6 +63,7 @@ from mobius.training.out_of_memory import out_of_memory
 from mobius.training.reporting import (
     StartupMeter,
     gather_memory,
+    log_disk_rates,
     log_host_memory_usage,
     log_model,
     log_stages,
@@ -301,6 +302,7 @@ class TrainingRun:
             self.log.emit(run_started(self.session.run_setup, self.data.batches, self.startup))
         log_host_memory_usage(self.session, self.startup.host)
         ending = self.loop.run()
+        log_disk_rates(self.session, since=self.loaded)
         self.session.write_recordings()
         if ending in (StopReason.LAST_STEP, StopReason.EARLY_STOPPING):
             check_trained_weights(

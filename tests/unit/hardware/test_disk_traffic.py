@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from mobius.hardware.disk_traffic import BusySpan, Traffic
+from mobius.hardware import disk_traffic
+from mobius.hardware.disk_traffic import BusySpan, Traffic, rate_of
 
 
 class Clock:
@@ -55,3 +56,27 @@ def test_a_request_that_fails_ends_its_span(clock: Clock) -> None:
     with traffic.request(1):
         clock.now += 1
     assert [(span.begin, span.end) for span in traffic.spans] == [(100, 100), (105, 106)]
+
+
+def test_what_is_forgotten_still_counts(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    traffic = Traffic()
+    for size in (1, 2, 4):
+        with traffic.request(size):
+            clock.now += 1
+        clock.now += 1
+    assert traffic.history() == [BusySpan(0, 0, 0), *traffic.spans]
+    monkeypatch.setattr(disk_traffic, "MOST_SPANS", 2)
+    short = Traffic()
+    for size in (1, 2, 4):
+        with short.request(size):
+            clock.now += 1
+    assert [span.num_bytes for span in short.history()] == [1, 2, 4]
+    assert short.history()[0].begin == 0
+
+
+def test_processes_that_share_a_disk_count_each_second_once() -> None:
+    first = [BusySpan(10, 12, 300), BusySpan(20, 21, 100)]
+    second = [BusySpan(11, 13, 300), BusySpan(20.25, 20.5, 100)]
+    assert rate_of([*first, *second], since=0) == pytest.approx(800 / 4)
+    assert rate_of([*first, *second], since=11) == pytest.approx(500 / 3)
+    assert rate_of(first, since=30) == 0

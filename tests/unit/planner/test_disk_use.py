@@ -47,7 +47,6 @@ def test_a_run_writes_its_steps_times_its_states() -> None:
     use = use_of()
     assert use.num_bytes == pytest.approx(BYTES, rel=0.001)
     assert use.written(6000) == pytest.approx(6000 * BYTES / 1e12, rel=0.001)
-    assert use.limit is None
     assert "(31.4 GiB in each): 1,000 steps write 67.4 TB, the run's 6,000 steps 404 TB" in use.describe()
     check_disks(planned(), is_here=False)
 
@@ -72,7 +71,6 @@ def test_no_states_on_disks_wear_none() -> None:
 def test_the_first_drive_to_wear_out_counts(ratings: str, share: str) -> None:
     text = use_of(disk_endurance=ratings, max_disk_writes=9999.0).describe()
     assert f"{share} % of what the first drive to wear out is rated for" in text
-    assert "% of what the drive is rated for" in use_of(disk_endurance="600", offload_states_to="/a").describe()
 
 
 def test_half_of_the_rating_is_allowed_unless_more_is() -> None:
@@ -82,7 +80,6 @@ def test_half_of_the_rating_is_allowed_unless_more_is() -> None:
     assert (
         "would write 404 TB (6,000 steps x 67.4 GB), 402 TB may be written (half of what 2 drive(s) of 402 TB" in text
     )
-    assert "--optimizer_states bf16: 2" in text
     assert f"--optimizer_states compact: {6000 * compact / 1e12:.0f} TB" in text
     steps = int(402e12 / BYTES)
     assert f"--num_iterations {steps}," in text
@@ -108,14 +105,7 @@ def test_file_systems_without_room_are_refused_here_only(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=int(gib * 2**30)))
     found = planned(offload_states_to=",".join(str(tmp_path / name / "new") for name in folders.split(",")))
     check_disks(found, is_here=False)
-    refused = pytest.raises(StateFileError, match=r"62\.8 GiB of optimizer states would be there, 62\.5 GiB is free")
+    text = r"62\.8 GiB of optimizer states would be on its file system, 62\.5 GiB is free"
+    refused = pytest.raises(StateFileError, match=text)
     with nullcontext() if fits else refused:
         check_disks(found, is_here=True)
-
-
-def test_rows_tell_each_folder() -> None:
-    rows = [*use_of(disk_endurance="600,300").rows(is_here=False)]
-    assert rows[0] == ["folder", "states", "1,000 steps write", "6,000 steps write", "rated for"]
-    assert rows[1] == ["/a", "31.4 GiB", "33.7 TB", "202 TB", "600 TB"]
-    assert rows[2] == ["/b", "31.4 GiB", "33.7 TB", "202 TB", "300 TB"]
-    assert next(use_of().rows(is_here=True))[-1] == "free"
