@@ -278,7 +278,7 @@ static inline float join24(uint16_t weight, int8_t remainder) {
    fits 8 bits. */
 static inline void split24(float value, uint32_t noise, int32_t *weight, int32_t *remainder) {
     uint32_t bits = to_bits(value);
-    uint32_t word = (bits + (is_finite(bits) ? noise & 0xffu : 0u)) >> 8;
+    uint32_t word = (bits + (noise & 0xffu)) >> 8; /* an infinity's last bits are zeros: it stays one */
     uint32_t rounded = (word + 0x80u) >> 8;
     int is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
     *weight = is_nan ? 0x7fc0 : (int32_t)rounded;

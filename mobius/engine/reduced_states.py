@@ -130,9 +130,8 @@ class CompactStates(ReducedStates):
         added = [None] * len(chunks[0]) if noise is None else noise.split(size)
         for chunk, rounded, rest, own in zip(*chunks, added, strict=True):
             words = chunk.to(weights.device, torch.float32).view(torch.int32)
-            is_finite = (words & _FINITE) != _FINITE
             by = 0x80 if own is None else own.bitwise_and(0xFF).int()
-            master24 = (words + torch.where(is_finite, by, 0)) >> 8
+            master24 = (words + by) >> 8  # an infinity's last bits are zeros: it stays one
             weight = (master24 + 0x80) >> 8
             is_nan = (words & 0x7FFFFFFF) > _FINITE
             rest.copy_((master24 - (weight << 8)).masked_fill_(is_nan, 0))

@@ -220,7 +220,7 @@ def adamw_compact(
         )
         noise = _noise(key, first + index)
         bits = updated.to(tl.int32, bitcast=True)
-        word = (bits + tl.where(_is_finite(bits), (noise & 0xFF).to(tl.int32), 0)) >> 8
+        word = (bits + (noise & 0xFF).to(tl.int32)) >> 8  # an infinity's last bits are zeros: it stays one
         rounded = (word + 0x80) >> 8
         is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
         tl.store(weights + index, tl.where(is_nan, 0x7FC0, rounded).to(tl.int16), mask=mask)
