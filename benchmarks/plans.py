@@ -55,7 +55,7 @@ from mobius.models.families import load_model_config  # noqa: E402
 from mobius.planner import run_setup as run_setups  # noqa: E402
 from mobius.planner import timer  # noqa: E402
 from mobius.planner.measured_plan import plan_by_measurement  # noqa: E402
-from mobius.planner.run_setup import RunSetup, make_run_setup  # noqa: E402
+from mobius.planner.run_setup import RunSetup, complete_run_setup, draft_run_setup  # noqa: E402
 from mobius.training.data import packed_rows  # noqa: E402
 from mobius.training.session import Session, open_session  # noqa: E402
 from mobius.units import GIB  # noqa: E402
@@ -337,7 +337,8 @@ def measure(
                 measuring.close()
 
         try:
-            run_setup = make_run_setup(config, Ranks(0, 1, 0), model_config, packed=packed_rows(batches))
+            draft = draft_run_setup(config, Ranks(0, 1, 0), model_config)
+            run_setup = complete_run_setup(draft, config, packed=packed_rows(batches))
         except GpuMemoryError as error:
             return {"outcome": "refused", "text": str(error)}
         passed("plan")

@@ -52,7 +52,7 @@ from mobius.errors import MobiusError  # noqa: E402
 from mobius.hardware.host_memory import huge_page_share, own_host_bytes  # noqa: E402
 from mobius.log import setup_logging  # noqa: E402
 from mobius.models.families import load_model_config  # noqa: E402
-from mobius.planner.run_setup import RunSetup, make_run_setup  # noqa: E402
+from mobius.planner.run_setup import RunSetup, complete_run_setup, draft_run_setup  # noqa: E402
 from mobius.training.data import packed_rows  # noqa: E402
 from mobius.training.evaluation.evaluator import Evaluator  # noqa: E402
 from mobius.training.reporting import recordings_of  # noqa: E402
@@ -199,9 +199,8 @@ def make_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig,
     """The plan of a model; raises RefusedError with the planner's reason."""
     try:
         replica_rendezvous = join_replicas(config, ranks)
-        return make_run_setup(
-            config, ranks, model_config, packed=packed_rows(batches), replica_rendezvous=replica_rendezvous
-        )
+        draft = draft_run_setup(config, ranks, model_config, replica_rendezvous=replica_rendezvous)
+        return complete_run_setup(draft, config, packed=packed_rows(batches))
     except MobiusError as error:
         raise RefusedError(str(error)) from error
 

@@ -54,7 +54,7 @@ def plan_by_measurement(run_setup: RunSetup, transport: Transport) -> RunSetup:
     """Return the plan to run, on which all ranks agree; collective. Call it before stages are allocated.
 
     Returns `run_setup` if nothing is measured: on CPUs, with a given plan, and for one unstreamed pipeline on GPUs of
-    known speed. Raises PlanError if the ranks disagree, and the errors of `make_run_setup`.
+    known speed. Raises PlanError if the ranks disagree, and the errors of `draft_run_setup`.
     """
     check_same_plan(run_setup.plan, transport)
     wanted, profile, is_new = Measurements.of(run_setup), run_setup.result.profile, False

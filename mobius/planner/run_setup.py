@@ -242,24 +242,8 @@ def complete_run_setup(draft: RunSetup, config: Config, *, packed: PackedRows | 
     return _plan_again(replace(draft, parts=parts), asked)
 
 
-def make_run_setup(
-    config: Config,
-    ranks: Ranks,
-    model_config: PretrainedConfig,
-    *,
-    saved: SavedPlan | None = None,
-    packed: PackedRows | None = None,
-    replica_rendezvous: Rendezvous | None = None,
-) -> RunSetup:
-    """Draft and complete the plan of a run at once; arguments and errors are those of both."""
-    draft = draft_run_setup(
-        config, ranks, model_config, saved=saved, packed=packed, replica_rendezvous=replica_rendezvous
-    )
-    return complete_run_setup(draft, config, packed=packed)
-
-
 def replan(run_setup: RunSetup, profile: Profile) -> RunSetup:
-    """Plan again with a measured profile and the same microbatches; errors as `make_run_setup`."""
+    """Plan again with a measured profile and the same microbatches; errors as `draft_run_setup`."""
     return _plan_again(run_setup, _open_again(run_setup), profile=profile, layer=run_setup.result.layer)
 
 
@@ -267,7 +251,7 @@ def replan_with_reserve(run_setup: RunSetup, reserve_bytes: int) -> RunSetup:
     """Plan again with `reserve_bytes` of GPU memory left free; the microbatches stay unless nothing else fits.
 
     Other microbatches are tried only if a pipeline is one rank, because messages between ranks have the shape of a
-    microbatch. Errors as `make_run_setup`.
+    microbatch. Errors as `draft_run_setup`.
     """
     request, asked = replace(_open_again(run_setup), reserve_bytes=reserve_bytes), run_setup.requested_config.pipeline
     known = run_setup.result

@@ -1,6 +1,6 @@
 """Session of one rank, from its plan to its trainer, for training, benchmarks and tests.
 
-make_run_setup -> open_session: bind, connect, measure and plan, allocate stages, rehearse, load weights -> trainer
+run setup -> open_session: bind, connect, measure and plan, allocate stages, rehearse, load weights -> trainer
 """
 
 from __future__ import annotations

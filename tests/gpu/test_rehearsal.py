@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.run_setups import make_run_setup
 from harness.sessions import random_samples
 from transformers import LlamaConfig
 
@@ -15,7 +16,6 @@ from mobius.data.batches import TrainingBatches
 from mobius.data.mixture import WeightedSamples
 from mobius.models.families import load_model_config
 from mobius.planner import memory_estimates
-from mobius.planner.run_setup import make_run_setup
 from mobius.ranks import Ranks
 from mobius.training.data import packed_rows
 from mobius.training.session import open_session

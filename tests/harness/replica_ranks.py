@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from harness.forked import Ranks as Processes
+from harness.run_setups import make_run_setup
 from harness.runs import environment, make_checkpoint
 from torch import Tensor
 
@@ -26,7 +27,6 @@ from mobius.distributed.world import World
 from mobius.hardware.devices import MemoryMeter
 from mobius.models.families import load_model_config
 from mobius.models.layout import StageLayout
-from mobius.planner.run_setup import make_run_setup
 from mobius.ranks import Ranks, prepare_environment, set_cuda_max_connections
 from mobius.training.session import Session, open_session
 

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from harness.local_transport import LocalTransport, run_replica_threads
+from harness.run_setups import make_run_setup
 from harness.runs import make_checkpoint
 from harness.samples import dataset_of
 from torch import Tensor
@@ -32,7 +33,7 @@ from mobius.models.families import load_model_config
 from mobius.models.model_files import read_model_files
 from mobius.models.weights import folder_has_weights
 from mobius.planner.checkpoint_estimates import CheckpointEstimate
-from mobius.planner.run_setup import RunSetup, make_run_setup
+from mobius.planner.run_setup import RunSetup
 from mobius.ranks import Ranks
 from mobius.training.data import packed_rows
 from mobius.training.evaluation.evaluator import Evaluator

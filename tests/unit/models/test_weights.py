@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness.pipelines import CPU, FAMILIES
+from harness.run_setups import make_run_setup
 from harness.runs import make_checkpoint
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -22,7 +23,6 @@ from mobius.models import weights
 from mobius.models.blocks import ModelParts
 from mobius.models.families import load_model_config
 from mobius.models.weights import CheckpointWeights, InitialWeights, WeightRead
-from mobius.planner.run_setup import make_run_setup
 from mobius.ranks import Ranks
 from mobius.training.stages import RankStages
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from harness.run_setups import make_run_setup
 from harness.tiny_families import tiny_config
 
 from mobius.config.cli import parse_args
@@ -14,7 +15,6 @@ from mobius.errors import PlanError
 from mobius.models.blocks import ModelParts
 from mobius.models.family_support import checked_families
 from mobius.planner.dry_run import run_dry
-from mobius.planner.run_setup import make_run_setup
 from mobius.ranks import Ranks
 from mobius.schedule.packed_rows import PackedRows
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from harness.local_transport import LocalTransport, run_rank_threads
 from harness.plan_requests import find_published_shape
+from harness.run_setups import make_run_setup
 from transformers import AutoConfig
 
 from mobius.config.cli import parse_args
@@ -28,7 +29,7 @@ from mobius.planner.host_rates import (
 )
 from mobius.planner.measured_plan import Measurements, plan_by_measurement
 from mobius.planner.profile import LayerSeconds, Profile, Source
-from mobius.planner.run_setup import RunSetup, make_run_setup
+from mobius.planner.run_setup import RunSetup
 from mobius.planner.timer import MIN_REPEATS, CollectiveTimer
 from mobius.ranks import Ranks
 

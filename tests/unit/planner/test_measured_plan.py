@@ -10,6 +10,7 @@ import pytest
 import torch
 from harness.local_transport import LocalTransport, run_rank_threads
 from harness.plan_requests import find_published_shape
+from harness.run_setups import make_run_setup
 from transformers import AutoConfig
 
 from mobius.config.cli import parse_args
@@ -22,7 +23,7 @@ from mobius.planner.measured_plan import Measurements, measured_profile, plan_by
 from mobius.planner.profile import Profile, ReplicaRates, Source
 from mobius.planner.rates import estimated_profile
 from mobius.planner.request import Machine, PlanRequest
-from mobius.planner.run_setup import RunSetup, machine_of_gpu, make_run_setup, replan
+from mobius.planner.run_setup import RunSetup, machine_of_gpu, replan
 from mobius.planner.search import resolve_auto
 from mobius.ranks import Ranks
 from mobius.schedule.packed_rows import PackedRows

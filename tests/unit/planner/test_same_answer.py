@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from harness.run_setups import make_run_setup
 from transformers import PretrainedConfig
 
 from mobius.config.cli import parse_args
@@ -22,7 +23,7 @@ from mobius.planner.layer_bench import MicrobatchShape
 from mobius.planner.peak_memory import LayerBytes, estimate_layer
 from mobius.planner.remedies import gpu_refusal
 from mobius.planner.request import OUTSIDE_BYTES
-from mobius.planner.run_setup import make_run_setup, replan
+from mobius.planner.run_setup import replan
 from mobius.planner.solver import PlanResult, solve
 from mobius.ranks import Ranks
 from mobius.schedule.packed_rows import PackedRows

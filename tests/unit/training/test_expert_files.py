@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from convert_checkpoint import main as convert
+from harness.run_setups import make_run_setup
 from harness.runs import EXPERTS, assert_equal_tensors, assert_goes_on_exactly, make_checkpoint, tensors_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -17,7 +18,6 @@ from mobius.config.cli import given_options, parse_args
 from mobius.engine.stage_state import StageState
 from mobius.models.families import load_model_config
 from mobius.models.family_support import CheckedFamilies
-from mobius.planner.run_setup import make_run_setup
 from mobius.ranks import Ranks
 from mobius.training.run import run_training
 from mobius.training.session import open_session

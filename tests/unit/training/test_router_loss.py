@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness.run_setups import make_run_setup
 from harness.runs import EXPERTS, make_checkpoint
 
 from mobius.config.cli import parse_args
@@ -13,7 +14,6 @@ from mobius.data.batches import TrainingBatches, balance_microbatches, shard_bat
 from mobius.data.mixture import WeightedSamples
 from mobius.data.token_store import TokenizedDataset
 from mobius.models.families import load_model_config
-from mobius.planner.run_setup import make_run_setup
 from mobius.ranks import Ranks
 from mobius.training.session import open_session
 
