@@ -36,8 +36,7 @@ from mobius.planner.memory_estimates import estimated_layer, largest_gpu_estimat
 from mobius.planner.plan_table import ROWS_AS_PLANNED, format_columns
 from mobius.planner.profile import Profile, ProfileError
 from mobius.planner.remedies import gpu_refusal
-from mobius.planner.replica_traffic import NODE_LINK
-from mobius.planner.request import Machine, PlanRequest
+from mobius.planner.request import NODE_LINK, Machine, PlanRequest
 from mobius.planner.solver import PlanResult, solve
 from mobius.planner.step_prediction import Resource, predict_step_seconds, with_faster
 from mobius.reporting.pictures import draw_timeline

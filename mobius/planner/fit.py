@@ -43,10 +43,9 @@ from mobius.planner.memory_estimates import (
     state_bytes,
 )
 from mobius.planner.peak_memory import LayerBytes
-from mobius.planner.profile import Profile
 from mobius.planner.rates import reference_profile
 from mobius.planner.request import PlanRequest
-from mobius.planner.step_prediction import predict_min_step_seconds
+from mobius.planner.step_bounds import predict_min_step_seconds
 from mobius.schedule.plan import MemoryUse, Plan
 from mobius.units import format_bytes
 
@@ -182,12 +181,12 @@ class MemoryFit:
         return sum(activation_bytes(self.request, plan, rank, self.layer).values())
 
 
-def fit_plan(request: PlanRequest, *, layer: LayerBytes | None = None, profile: Profile | None = None) -> Plan:
+def fit_plan(request: PlanRequest, *, layer: LayerBytes | None = None) -> Plan:
     """Check that the plan of `request` fits, and use the rest of the memory for the step that is shortest by a bound.
 
     All ranks are assumed to have as much memory as this one; resident stages and slots of one rank do not affect other
     ranks. `layer` gives the bytes of one layer and microbatch; without it stages save no activations unless asked to.
-    `profile` gives rates; without it, those of one kind of machine, whose relation matters only.
+    Rates of a device that is not known are those of one kind of machine, whose relation matters only.
 
     Raises PlanError for more resident stages than a rank has, ScheduleError for numbers that the order cannot have, and
     GpuMemoryError if the request does not fit.
@@ -195,7 +194,7 @@ def fit_plan(request: PlanRequest, *, layer: LayerBytes | None = None, profile: 
     plans = fitting_plans(request, layer)
     if len(plans) == 1:
         return plans[0]
-    rates = profile or reference_profile(request)
+    rates = reference_profile(request)
     return min(plans, key=lambda plan: (predict_min_step_seconds(plan, request, rates), -len(plan.resident)))
 
 

@@ -33,7 +33,6 @@ from mobius.planner.host_rates import measure_host_rates, with_host_rates
 from mobius.planner.layer_bench import MicrobatchShape
 from mobius.planner.measure import measure_launches, measure_profile
 from mobius.planner.profile import FORMAT, Profile, ProfileError, ReplicaRates
-from mobius.planner.replica_traffic import link_of_nodes
 from mobius.planner.run_setup import RunSetup, replan
 from mobius.planner.timer import CollectiveTimer
 from mobius.ranks import allows_peer_copies, cache_folder
@@ -157,8 +156,7 @@ def _with_link(profile: Profile, run_setup: RunSetup, transport: Transport) -> P
     timer.forget()
     text = f"{rates.together / GIGA:.3g} GB/s each way for the ranks of a pipeline, {rates.alone / GIGA:.3g} for one"
     if machine.num_nodes > 1:
-        link = link_of_nodes(rates, num_replicas=machine.num_replicas, num_nodes=machine.num_nodes)
-        text += f", equal to --node_link {link / GIGA:.3g}"
+        text += f", equal to --node_link {rates.together / machine.replica_bytes_per_link / GIGA:.3g}"
     logger.debug("link between replicas measured in %.1f s: %s", time.perf_counter() - start, text)
     return replace(profile, replicas=rates)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from mobius.config.config import ActivationOffloading, Recompute
@@ -183,24 +183,18 @@ class GpuMemoryEstimate:
         return self.weights + self.gradients + self.optimizer + self.kv_cache
 
     @property
+    def parts(self) -> dict[str, int]:
+        """Bytes of each category, by its name as text."""
+        names = [field.name for field in fields(self) if field.name != "rank"]
+        return {name.replace("_", " "): getattr(self, name) for name in names}
+
+    @property
     def total(self) -> int:
-        return self.states + self.inputs + self.saved_activations + self.messages + self.working_set + self.libraries
+        return sum(self.parts.values())
 
     def describe(self) -> str:
         """The sum as text."""
-        return format_bytes_sum(
-            (
-                ("weights", self.weights),
-                ("gradients", self.gradients),
-                ("optimizer", self.optimizer),
-                *([("keys and values", self.kv_cache)] if self.kv_cache else []),
-                ("inputs of layers", self.inputs),
-                ("saved activations", self.saved_activations),
-                ("messages", self.messages),
-                ("one layer's work", self.working_set),
-                ("libraries", self.libraries),
-            )
-        )
+        return format_bytes_sum([(name, num_bytes) for name, num_bytes in self.parts.items() if num_bytes])
 
 
 def estimate_gpu_memory(

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 
 from mobius.config.config import Packing
 from mobius.planner.checkpoint_estimates import estimate_checkpoint
 from mobius.planner.disk_use import DiskUse
 from mobius.planner.gpu_specs import GEMM_SHARE
-from mobius.planner.memory_estimates import (
-    GpuMemoryEstimate,
-    estimate_host_memory,
-    largest_gpu_estimate,
-    tile_tokens,
-)
+from mobius.planner.memory_estimates import estimate_host_memory, largest_gpu_estimate, tile_tokens
 from mobius.planner.profile import Source
 from mobius.planner.request import PlanRequest
 from mobius.planner.solver import PlanResult
@@ -63,9 +57,7 @@ def describe_stages(plan: Plan, shape: ModelShape) -> str:
                 *_stage_cells(plan, first, shape),
             ]
         )
-    slots = plan.describe_slots() if plan.num_slots is None else f"{plan.describe_slots()} per rank"
-    head = f"{plan.num_stages} stages on {plan.num_ranks} rank(s), {plan.describe_microbatches()}, {slots}"
-    return f"{head}\n{format_columns(rows)}"
+    return f"{plan.describe()}\n{format_columns(rows)}"
 
 
 def _stage_cells(plan: Plan, cut: StageCut, shape: ModelShape) -> list[str]:
@@ -102,10 +94,11 @@ def describe_gpus(result: PlanResult) -> str:
     request, needs = result.request, result.gpu_estimates
     machine, limit = request.machine, request.config.pipeline.gpu_memory_limit
     assert machine.gpu_spec is not None
-    names = [field.name for field in fields(GpuMemoryEstimate) if field.name != "rank"]
-    names = [name for name in names if any(getattr(need, name) for need in needs)]
-    cells = [[format_gib(getattr(need, name)) for name in (*names, "total")] for need in needs]
-    rows = [["ranks", *(name.replace("_", " ") for name in names), "total"]]
+    names = [name for name in needs[0].parts if any(need.parts[name] for need in needs)]
+    cells = [
+        [format_gib(num_bytes) for num_bytes in (*map(need.parts.__getitem__, names), need.total)] for need in needs
+    ]
+    rows = [["ranks", *names, "total"]]
     for own, alike in itertools.groupby(range(len(needs)), key=cells.__getitem__):
         ranks = list(alike)
         rows.append([_numbers(ranks[0], ranks[-1]), *own])

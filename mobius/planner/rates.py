@@ -8,7 +8,6 @@ from mobius.config.config import Dtype, split_names
 from mobius.errors import PlanError
 from mobius.planner.gpu_specs import GIGA, GPU_SPECS, LayerEstimate, estimate_profile, with_attention_length
 from mobius.planner.profile import DiskRates, Profile, ReplicaRates, with_frozen
-from mobius.planner.replica_traffic import rates_of_nodes
 from mobius.planner.request import PlanRequest
 
 
@@ -94,4 +93,5 @@ def _replica_rates(request: PlanRequest, profile: Profile) -> ReplicaRates | Non
         return None
     if machine.num_nodes == 1:
         return ReplicaRates(machine.num_ranks * messages.bandwidth, messages.bandwidth, messages.is_through_host)
-    return rates_of_nodes(machine.node_link * GIGA, num_replicas=machine.num_replicas, num_nodes=machine.num_nodes)
+    rate = machine.node_link * GIGA * machine.replica_bytes_per_link
+    return ReplicaRates(rate, rate, is_through_host=True)

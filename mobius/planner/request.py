@@ -15,7 +15,6 @@ from mobius.limits import NUM_INCOMING_EDGES, NUM_MAILBOXES
 from mobius.planner.gpu_specs import GpuSpec, Host
 from mobius.planner.peak_memory import estimate_layer
 from mobius.planner.profile import DiskRates
-from mobius.planner.replica_traffic import NODE_LINK
 from mobius.planner.stage_costs import StepRules
 from mobius.planner.state_bytes import SUM_BYTES, ByteSizes
 from mobius.schedule.packed_rows import PackedRows
@@ -26,6 +25,8 @@ from mobius.units import GIB
 
 BESIDE_PRODUCTS = 1 / 64
 """Bytes saved with the products, as a share of theirs: attention's log-sum-exps, a norm's numbers. An estimate."""
+NODE_LINK = 12.5
+"""GB/s of a node's link to the others, in each direction, where nobody has said or measured it: 100 Gbit/s."""
 MOST_NODES = 64
 """Maximum number of nodes that a refusal suggests."""
 OUTSIDE_BYTES = GIB
@@ -79,6 +80,15 @@ class Machine:
     def replicas_per_node(self) -> int:
         """Pipelines that share a machine's host memory and its link to other machines."""
         return self.num_replicas // self.num_nodes
+
+    @property
+    def replica_bytes_per_link(self) -> float:
+        """Bytes that a rank gives its counterparts per byte that leaves its node meanwhile, all ranks at once.
+
+        With K of R replicas on a node K (R - K) / R of a stage's bytes leave it, and each rank gives (R - 1) / R.
+        """
+        own = self.replicas_per_node
+        return (self.num_replicas - 1) / (own * (self.num_replicas - own))
 
 
 def compiles(config: Config, machine: Machine) -> bool:

@@ -43,8 +43,8 @@ from mobius.planner.peak_memory import LayerBytes
 from mobius.planner.profile import Profile
 from mobius.planner.rates import profile_for, reference_profile
 from mobius.planner.request import PlanRequest
+from mobius.planner.step_bounds import predict_min_step_seconds
 from mobius.planner.step_prediction import (
-    predict_min_step_seconds,
     predict_step_seconds,
     without_garbage_collection,
 )
@@ -236,30 +236,23 @@ def choose_candidate(request: PlanRequest, *, measured: Profile | None = None, i
     Once microbatches are chosen, the search is repeated with these alone, as a run does that has measured them. Raises
     GpuMemoryError if nothing fits, with the reason of the last try, and PlanError if nothing can be tried.
     """
-    found = candidates(request, measured)
-    if is_draft:
-        return min(found, key=lambda each: each.seconds)
-    best, other = _search(request, found, measured)
-    chosen = request.trying(num_chunks=best.plan.num_chunks, num_slices=best.plan.num_slices)
-    if chosen != request:
-        best, other = _search(chosen, candidates(chosen, measured), measured)
-    if other is not None:
+    searched = None
+    while request != searched:
+        searched, found = request, candidates(request, measured)
+        if is_draft:
+            return min(found, key=lambda each: each.seconds)
+        groups = best_groups(found, lambda each: each.numbers)
+        asked = dict.fromkeys(_with_numbers(request, each.plan) for each in groups)
+        best = pick(plan for each in asked for plan in _bounded(each, measured, is_quick=False))
+        request = request.trying(num_chunks=best.plan.num_chunks, num_slices=best.plan.num_slices)
+    others = [each for each in (*groups, *found) if each.plan.order is not best.plan.order]
+    if others:
+        other = others[0].simulated()
         order = "" if other.plan.is_depth_first else ", breadth-first"
         plan = f"--num_stages {other.plan.num_stages}, {other.plan.describe_microbatches()}{order}"
         more = 100 * (other.seconds / best.seconds - 1)
         logger.info("next best: %s, %+.1f %% per step, %s of host memory", plan, more, format_bytes(other.host_bytes))
     return best
-
-
-def _search(
-    request: PlanRequest, found: Sequence[TimedPlan], measured: Profile | None
-) -> tuple[TimedPlan, TimedPlan | None]:
-    """Return the best plan of the fastest numbers among bounded candidates, and a fast one of the other order."""
-    groups = best_groups(found, lambda each: each.numbers)
-    asked = dict.fromkeys(_with_numbers(request, each.plan) for each in groups)
-    best = pick(plan for each in asked for plan in _bounded(each, measured, is_quick=False))
-    others = [each for each in (*groups, *found) if each.plan.order is not best.plan.order]
-    return best, others[0].simulated() if others else None
 
 
 def candidates(request: PlanRequest, measured: Profile | None = None) -> list[TimedPlan]:

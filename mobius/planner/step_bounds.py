@@ -5,8 +5,7 @@ A step takes as long as each of these alone, and the bound is the largest:
     compute    of a rank, and in each round the way of its first microbatch to it and of its last gradient to stage 0,
                after the last of which it may finish gradients and update resident stages meanwhile;
                in each round the way of a microbatch through all stages, and of all others through the last one
-    copies     and updates of all streamed stages, at the rates of the links, the CPUs and the host's memory
-    disks      all optimizer states that are on them, read or written
+    copies     and updates of all streamed stages, at the rates of the links, the CPUs, the host's memory and disks
     updates    with clipping, of a rank's first stages, and all that computes after them: forward waits for them
 """
 
@@ -17,14 +16,16 @@ from itertools import accumulate
 
 from mobius.planner.event_simulation import Flow, shared_bandwidth
 from mobius.planner.profile import Profile
-from mobius.planner.stage_costs import StageCost, StepRules
+from mobius.planner.request import PlanRequest
+from mobius.planner.stage_costs import StageCost, StepRules, stage_costs
 from mobius.planner.state_bytes import SUM_BYTES
 from mobius.planner.step_tasks import FINISH_GRADIENTS_BYTES
 from mobius.schedule.plan import Plan
 
 
-def min_step_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, rules: StepRules) -> float:
-    """Seconds that no simulated step of `plan` falls below; arguments as of `simulate_steps`."""
+def predict_min_step_seconds(plan: Plan, request: PlanRequest, profile: Profile) -> float:
+    """Seconds that no simulated step of `plan` falls below."""
+    costs, rules = stage_costs(plan, request.shape, profile), request.rules
     message = profile.messages.latency + rules.message_bytes / profile.messages.bandwidth if plan.num_ranks > 1 else 0.0
     passes = [_pass_seconds(plan, cost) for cost in costs]
     for stage, cost in enumerate(costs[:-1]):
@@ -38,9 +39,11 @@ def min_step_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, r
     last = costs[-1]
     through_last = (plan.num_microbatches // rounds - plan.num_slices) * (last.forward + last.backward)
     through_all = rounds * (sum(passes) + through_last)
-    shared, disks = _shared_seconds(plan, costs, profile, rules), _disk_seconds(plan, costs, profile, rules)
-    updates = _update_seconds(plan, costs, profile, rules, compute)
-    return max(*compute, through_all, shared, updates, disks) + profile.step_overhead
+    shared, updates = (
+        _shared_seconds(plan, costs, profile, rules),
+        _update_seconds(plan, costs, profile, rules, compute),
+    )
+    return max(*compute, through_all, shared, updates) + profile.step_overhead
 
 
 def _pass_seconds(plan: Plan, cost: StageCost) -> float:
@@ -93,23 +96,17 @@ def _shared_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, ru
             whole = plan.num_offloaded_microbatches * rounds
             both += whole * rules.offloaded_bytes(costs[stage], offloads_all=True)
             both += (plan.num_microbatches - whole) * rules.offloaded_bytes(costs[stage], offloads_all=False)
-        updated = [cost.parameters for cost in streamed if not cost.updates_on_gpu]
         flows += [shared.load(rank, down + both), shared.offload(rank, up + both)]
-        flows.append(shared.update(sum(map(rules.sizes.shard_size, updated))))
+        flows.append(shared.update(sum(map(rules.sizes.shard_size, trained))))
+        if profile.disks is not None:
+            updated = (cost for cost in streamed if not cost.keeps_trained_on_gpu)
+            states = sum(rules.sizes.optimizer(cost.parameters, cost.trained_in_layers) for cost in updated)
+            flows += [shared.disk_read(states), shared.disk_write(states)]
     used: dict[Hashable, float] = {}
     for flow in flows:
         for resource, share in flow.uses.items():
             used[resource] = used.get(resource, 0.0) + share * flow.amount
     return max(amount / max(shared.capacities[resource], 1e-9) for resource, amount in used.items())
-
-
-def _disk_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, rules: StepRules) -> float:
-    """Seconds of reading or writing all states that are on disks."""
-    if profile.disks is None:
-        return 0.0
-    updated = [cost for cost in costs if not cost.updates_on_gpu]
-    num_bytes = sum(rules.sizes.optimizer(cost.parameters, cost.trained_in_layers) for cost in updated)
-    return num_bytes / min(profile.disks.read, profile.disks.write)
 
 
 def _update_seconds(

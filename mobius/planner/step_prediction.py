@@ -32,7 +32,7 @@ from mobius.planner.event_simulation import run
 from mobius.planner.profile import Profile
 from mobius.planner.request import PlanRequest
 from mobius.planner.stage_costs import StageCost, StepRules, stage_costs
-from mobius.planner.step_bounds import min_step_seconds
+from mobius.planner.step_bounds import predict_min_step_seconds
 from mobius.planner.step_tasks import ComputeTask, StepTasks
 from mobius.schedule.build import build_unchecked
 from mobius.schedule.lanes import Lane, LaneSpan, WaitCause
@@ -135,11 +135,6 @@ def _step_seconds(plan: Plan, shape: ModelShape, profile: Profile, rules: StepRu
         seconds = _step_seconds(fewer, shape, profile, rules)
         return seconds + more * (seconds - _step_seconds(shorter, shape, profile, rules))
     return simulated_seconds(build_unchecked(plan), stage_costs(plan, shape, profile), profile, rules)
-
-
-def predict_min_step_seconds(plan: Plan, request: PlanRequest, profile: Profile) -> float:
-    """A lower bound of `predict_step_seconds`, in a hundredth of its time."""
-    return min_step_seconds(plan, stage_costs(plan, request.shape, profile), profile, request.rules)
 
 
 def _play(

@@ -1,4 +1,13 @@
-"""The tasks of a step, made from a schedule and what its stages cost: what works on which lane, and waits for what."""
+"""The tasks of a step, made from a schedule and what its stages cost: what works on which lane, and waits for what.
+
+Replicas reduce and gather beside compute. The two sums of a rank take turns: a stage's backward begins when the stage
+before the last one is reduced.
+
+    compute       last backward of s  | backward of the next stage ..        | next step: forward of s
+    reduce                            | sums of s to their owners
+    host or GPU                                                   | update of the own share
+    load                                                                     | own share, gather others' | s computes
+"""
 
 from __future__ import annotations
 
@@ -10,7 +19,6 @@ from itertools import islice
 from mobius.limits import MIN_GRADIENT_SUMS, NUM_STATE_BUFFERS, UPDATE_CHUNK_ELEMENTS, max_pending_offloads
 from mobius.planner.event_simulation import Flow, Task, shared_bandwidth
 from mobius.planner.profile import Profile
-from mobius.planner.replica_traffic import CLEARED_BYTES
 from mobius.planner.stage_costs import StageCost, StepRules
 from mobius.planner.state_bytes import SUM_BYTES
 from mobius.schedule.action import Action, ActionKind, source_stage, target_stage
@@ -20,7 +28,8 @@ from mobius.schedule.schedule import Schedule
 FINISH_GRADIENTS_BYTES = 14
 """GPU memory traffic per parameter after a stage's last backward, when its message has left: norm 4, rounded to the
 format in which gradients travel 6, sums cleared 4."""
-
+CLEARED_BYTES = 4
+"""With replicas only the clearing is left on compute's own stream."""
 
 MessageKey = tuple[bool, int, int | None]
 """Whether it is of a backward, the stage that sends it, and its microbatch."""

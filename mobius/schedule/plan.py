@@ -102,13 +102,6 @@ class Plan(ScheduleSpec):
         buffers = self.sum_buffers[rank] if self.sum_buffers else 0
         return MemoryUse(resident, saving, self.slots[rank], offloading, buffers, products)
 
-    def describe_slots(self) -> str:
-        """The slots of the ranks that have any, as text."""
-        numbers = sorted({number for number in self.slots if number > 0})
-        if len(numbers) > 1:
-            return f"{numbers[0]} to {numbers[-1]} slots"
-        return f"{numbers[0]} slot(s)" if numbers else "no slots"
-
     def describe_microbatches(self) -> str:
         """The number of microbatches and, if there are several, of rounds, as text."""
         rounds = f" in {self.accumulation_rounds} rounds" if self.accumulation_rounds > 1 else ""
@@ -116,25 +109,13 @@ class Plan(ScheduleSpec):
         slices = f" (slices, {self.num_slices} of each sequence)" if self.num_slices > 1 else ""
         return f"{self.num_microbatches} microbatches{slices}{rounds}"
 
-    def describe(self, shape: ModelShape) -> str:
-        """A short table for the log and the report: one line per stage."""
-        mode = "resident" if self.num_slots is None else f"streamed through {self.describe_slots()}"
-        is_mixed = self.num_slots is not None and len(self.resident) > 0
-        if is_mixed:
-            mode = f"{len(self.resident)} resident, the others {mode}"
-        lines = [f"{self.num_stages} stages on {self.num_ranks} rank(s), {self.describe_microbatches()}, {mode}"]
-        for cut in self.cuts:
-            parts = [
-                *(["embedding"] if cut.is_first else []),
-                *([f"layers {cut.first_layer}-{cut.end_layer - 1}"] if cut.layers else []),
-                *(["norm, head"] if cut.is_last else []),
-            ] or ["nothing, passes messages on"]
-            where = ", resident" if is_mixed and cut.stage in self.resident else ""
-            lines.append(
-                f"  stage {cut.stage:>3} on rank {cut.stage % self.num_ranks}{where}: "
-                f"{', '.join(parts)} ({cut.num_parameters(shape) / 1e6:.1f}M)"
-            )
-        return "\n".join(lines)
+    def describe(self) -> str:
+        """One line: stages, microbatches and slots."""
+        numbers = sorted({number for number in self.slots if number > 0})
+        slots = f"{numbers[0]} slot(s) per rank" if numbers else "no slots"
+        if len(numbers) > 1:
+            slots = f"{numbers[0]} to {numbers[-1]} slots per rank"
+        return f"{self.num_stages} stages on {self.num_ranks} rank(s), {self.describe_microbatches()}, {slots}"
 
 
 def make_plan(

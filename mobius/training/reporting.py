@@ -26,7 +26,7 @@ from mobius.models.config_rules import max_positions_warning
 from mobius.planner.gpu_specs import GIGA
 from mobius.planner.measured_disks import keep_rates
 from mobius.planner.memory_estimates import estimate_host_memory, largest_gpu_estimate
-from mobius.planner.plan_table import describe_disks, describe_short_host
+from mobius.planner.plan_table import describe_disks, describe_short_host, describe_stages
 from mobius.planner.run_setup import RunSetup
 from mobius.planner.step_prediction import steady_seconds
 from mobius.ranks import seconds_since_start
@@ -105,7 +105,7 @@ def log_stages(session: Session) -> None:
             "variable-length attention takes bf16 and fp16 on GPUs from Ampere on, and heads of up to 256",
             extra=RANK_ZERO_ONLY,
         )
-    logger.debug("stages generated: %s", run_setup.plan.describe(run_setup.shape))
+    logger.debug("stages generated: %s", describe_stages(run_setup.plan, run_setup.shape))
     if run_setup.tile_tokens is not None:
         logger.debug("recomputed layers run in tiles of %d tokens", run_setup.tile_tokens)
     if run_setup.result.step_time_prediction is not None:
@@ -169,7 +169,7 @@ def run_started(run_setup: RunSetup, batches: TrainingBatches, startup: StartupM
         seq_length=config.data.seq_length,
         num_microbatches=config.pipeline.num_microbatches,
         microbatch_rows=result.request.microbatch_rows,
-        plan=run_setup.plan.describe(run_setup.shape).partition("\n")[0],
+        plan=run_setup.plan.describe(),
         planned_gpu_bytes=largest_gpu_estimate(result.gpu_estimates).total if has_gpu else None,
         gpu_bytes=result.request.gpu_bytes,
         planned_host_bytes=estimate_host_memory(result.request, result.plan).total,
@@ -286,7 +286,7 @@ def write_final_report(
     """Log the closing lines and write `--save_results`; returns the problems."""
     config = run_setup.config
     report = Path(config.output.save_results)
-    plan_text, prediction = run_setup.plan.describe(run_setup.shape), run_setup.result.step_time_prediction
+    plan_text, prediction = describe_stages(run_setup.plan, run_setup.shape), run_setup.result.step_time_prediction
     ideal = _ideal_step_seconds(run_setup)
     mfu = None if ideal is None else ideal / steady_seconds(steps.seconds)
     if prediction is not None:

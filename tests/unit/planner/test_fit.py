@@ -15,7 +15,7 @@ from mobius.planner.memory_estimates import estimated_layer
 from mobius.planner.peak_memory import LayerBytes
 from mobius.planner.rates import reference_profile
 from mobius.planner.request import Machine, PlanRequest
-from mobius.planner.step_prediction import predict_min_step_seconds
+from mobius.planner.step_bounds import predict_min_step_seconds
 from mobius.schedule.partition import ModelShape
 from mobius.schedule.plan import MemoryUse, Plan
 from mobius.units import GIB
@@ -101,7 +101,7 @@ ON_GPU: dict[str, Any] = {"use_offload": False, "resident_stages": "auto", "reco
 
 def test_all_stages_keep_their_activations_if_asked_and_too_little_memory_is_refused(llama_7b: ModelShape) -> None:
     assert fit(llama_7b, 140, **ON_GPU).saved_activation_stages == set(range(32))
-    with pytest.raises(GpuMemoryError, match="inputs of layers"):
+    with pytest.raises(GpuMemoryError, match="inputs "):
         fit(llama_7b, 60, **ON_GPU)
 
 

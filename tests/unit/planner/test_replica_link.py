@@ -9,7 +9,6 @@ from harness.local_transport import LocalTransport, run_replica_threads
 from mobius.planner import measured_plan
 from mobius.planner.measured_plan import measure_replica_rates
 from mobius.planner.profile import ReplicaRates
-from mobius.planner.replica_traffic import link_of_nodes, rates_of_nodes
 from mobius.planner.timer import CollectiveTimer
 
 
@@ -41,9 +40,3 @@ def test_bytes_are_those_that_a_rank_gives_the_others(monkeypatch: pytest.Monkey
     for rates in run_replica_threads(3, 2, work):
         # 1024 elements of 2 bytes to each of 2 others; by one rank not faster than by all of them.
         assert rates == ReplicaRates(together=4096.0, alone=4096.0, is_through_host=False)
-
-
-@pytest.mark.parametrize(("num_replicas", "num_nodes"), [(2, 2), (8, 4), (6, 2)])
-def test_a_nodes_link_is_read_off_the_rates_that_it_gives(num_replicas: int, num_nodes: int) -> None:
-    rates = rates_of_nodes(12.5e9, num_replicas=num_replicas, num_nodes=num_nodes)
-    assert link_of_nodes(rates, num_replicas=num_replicas, num_nodes=num_nodes) == pytest.approx(12.5e9)

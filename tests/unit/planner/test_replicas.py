@@ -29,7 +29,6 @@ from mobius.planner.plan_file import ModelDigest, SavedPlan, check_saved_plan, r
 from mobius.planner.plan_table import describe_replicas
 from mobius.planner.profile import CopyRates, Profile, ReplicaRates
 from mobius.planner.remedies import find_remedies
-from mobius.planner.replica_traffic import rates_of_nodes
 from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.solver import PlanResult, solve
 from mobius.planner.stage_costs import StageCost, StepRules
@@ -253,10 +252,10 @@ def test_gradients_in_two_bytes_take_half_of_the_link() -> None:
 
 
 def test_what_pipelines_of_a_node_send_each_other_does_not_leave_it() -> None:
-    one, two = (rates_of_nodes(100.0, num_replicas=number, num_nodes=2) for number in (2, 4))
+    one, two = (Machine(4, num_replicas=number, num_nodes=2).replica_bytes_per_link for number in (2, 4))
     # Of a stage of a byte per replica, one leaves a node with a pipeline; of four, two of each pipeline leave it.
-    assert one.together == 100
-    assert two.together == pytest.approx(100 * (3 / 4) / (2 * 2 / 4))
+    assert one == 1
+    assert two == pytest.approx((3 / 4) / (2 * 2 / 4))
 
 
 def test_another_node_pays_with_a_fast_link_and_does_not_with_a_slow_one() -> None:
