@@ -192,11 +192,12 @@ def test_the_gpus_of_the_ranks_are_told_where_they_are_here(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=48 * 2**30))
     monkeypatch.setattr(device_order, "read_topology", lambda num_gpus: TWO_PER_ROOT_COMPLEX)
     caplog.set_level("INFO")
+    fixed = "--num_stages 16 --num_chunks 4 --resident_stages 0 --recompute full --compute_order breadth_first"
     here = [argument for argument in NODE if argument not in ("--card", "H200")]
-    assert dry(*here, "--num_stages", "32", "--num_chunks", "8", *options)
+    assert dry(*here, *fixed.split(), *options)
     assert f"GPUs of ranks 0 to 3: {expected}\n" in told(caplog)
     caplog.clear()
-    assert dry(*NODE, "--num_stages", "32", "--num_chunks", "8", *options)
+    assert dry(*NODE, *fixed.split(), *options)
     assert "GPUs of ranks" not in told(caplog)
 
 

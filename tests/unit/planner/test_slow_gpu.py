@@ -72,7 +72,7 @@ def test_numbers_are_chosen_for_the_speed_that_is_left() -> None:
     """A quarter of an H100 as two ranks: copies take a small part of compute, which recomputes nothing then."""
     shape = find_published_shape("7b")
     shape = replace(shape, layer_parameters=shape.layer_parameters[:16])
-    options = {"num_stages": None, "num_chunks": None, "num_rounds": None, "batch_size": 128, "seq_length": 1024}
+    options = {"num_stages": 8, "num_chunks": None, "num_rounds": None, "batch_size": 128, "seq_length": 1024}
     options |= {"compute_order": Order.AUTO, "activation_offloading": ActivationOffloading.AUTO}
     found = {}
     for share in (1.0, 0.25):
