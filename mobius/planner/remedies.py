@@ -26,6 +26,7 @@ from mobius.planner.fit import MIN_SLICE_TOKENS, DoesNotFitError, divisors, fits
 from mobius.planner.memory_estimates import TILE_TOKENS, estimated_layer, largest_gpu_estimate, tile_tokens
 from mobius.planner.peak_memory import LayerBytes
 from mobius.planner.request import PlanRequest
+from mobius.planner.search import round_numbers
 from mobius.planner.solver import PlanResult, solve
 from mobius.planner.step_prediction import predict_step_seconds
 from mobius.schedule.partition import max_stages
@@ -200,15 +201,14 @@ class _Search:
 
     def _fitting(self, request: PlanRequest) -> PlanRequest | None:
         """Return the request in the fewest rounds that fit, if none are given; None if no plan fits, by estimates."""
-        given = request.candidate.accumulation_rounds
-        rounds = divisors(request.num_chunks) if given is None else [given]
-        tried = [request.trying(accumulation_rounds=number) for number in rounds]
-        # One round needs no partial sums; of several, the more the less memory.
-        if self._fits(tried[0]):
-            return tried[0]
-        if not self._fits(tried[-1]):
-            return None
-        return tried[bisect_left(tried, True, lo=1, hi=len(tried) - 1, key=self._fits)]
+        with suppress(PlanError):  # stages that cannot be
+            tried = [request.trying(accumulation_rounds=number) for number in sorted(round_numbers(request))]
+            # One round needs no partial sums; of several, the more the less memory.
+            if tried and self._fits(tried[0]):
+                return tried[0]
+            if tried and self._fits(tried[-1]):
+                return tried[bisect_left(tried, True, lo=1, hi=len(tried) - 1, key=self._fits)]
+        return None
 
     def _fits(self, request: PlanRequest) -> bool:
         """Whether the least use of GPU memory fits, and the least of the host's, by estimates."""

@@ -15,7 +15,7 @@ from mobius.config.cli import parse_args
 from mobius.config.config import ActivationOffloading, Order, Recompute
 from mobius.errors import HostMemoryError
 from mobius.models.blocks import ModelParts
-from mobius.planner.fit import DoesNotFitError, fit_plan, fits_host
+from mobius.planner.fit import DoesNotFitError, fit_plan, fits_gpus, fits_host
 from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.memory_estimates import estimate_host_memory, estimated_layer
 from mobius.planner.remedies import check_host_memory, find_remedies
@@ -115,6 +115,15 @@ def test_options_that_were_fixed_are_left_to_the_planner(llama_7b: ModelShape) -
     assert {"--recompute auto", "--use_offload --recompute auto"} <= changes.keys()
     deep = request_of(llama_7b, compute_order=Order.DEPTH_FIRST, gpu_memory_limit=6.5)
     assert "--compute_order auto" in listed(refusal_by(lambda: solve(deep)))
+
+
+def test_more_microbatches_are_found_in_as_many_rounds_as_a_depth_first_order_can_have(llama_7b: ModelShape) -> None:
+    options = {"num_chunks": 8, "seq_length": 2048, "gpu_memory_limit": 10.5, "recompute": Recompute.FULL}
+    deep = request_of(llama_7b, compute_order=Order.DEPTH_FIRST, **options)
+    assert "--num_chunks 16" in listed(refusal_by(lambda: solve(deep)))
+    more = deep.trying(num_chunks=16)
+    for rounds, fits in ((1, False), (4, True)):  # 16 microbatches have no more rounds on four ranks
+        assert fits_gpus(more.trying(accumulation_rounds=rounds), None) is fits
 
 
 def test_more_resident_stages_than_fit_are_refused_with_the_arithmetic(llama_7b: ModelShape) -> None:
