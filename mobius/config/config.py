@@ -209,6 +209,9 @@ OFFLOADING: Final = Need(
 DISKS: Final = Need(
     "offload_states_to", lambda o: o.offload_states_to is not None, "without `--offload_states_to`", is_strict=True
 )
+OVERLAPPING: Final = Need(
+    "overlap_optimizer", lambda o: o.overlap_optimizer, "with `--no_overlap_optimizer`", is_strict=True
+)
 NOT_ON_CPU: Final = Need("device", lambda o: o.device != "cpu", "with `--device cpu`", is_strict=True)
 REPLICAS: Final = Need(
     "pipeline_ranks",
@@ -343,6 +346,10 @@ class PipelineConfig:
     """Folders on local disks (NVMe), with commas between them, for the master weights and AdamW moments of streamed
     stages: they are read before a stage's update and written after it. Takes 4 bytes of CPU memory per parameter in
     place of 14, and three stages. Results are bit-identical."""
+    gradients_on_disks: bool = option(False, needs=(DISKS, OVERLAPPING))
+    """Keep gradients that wait for the norm of all stages (max_grad_norm) on these disks, too. Takes 2 bytes of CPU
+    memory per parameter in place of 4; each step writes and reads 2 more. Results are bit-identical. No effect without
+    clipping, where gradients wait for nothing."""
     copy_messages: bool = True
     """Send activations with the copy engines of the GPUs, which take no multiprocessors from compute. With
     no_copy_messages, or if a trial at the start fails, NCCL sends them. No effect with one rank or on a CPU."""

@@ -209,23 +209,38 @@ class DiskStates(HostStates):
     def __init__(self, stage: int, state: StageState, *arguments: Any, buffers: StateBuffers, **options: Any) -> None:
         """`state` has the parts' shapes alone; other arguments are those of `HostStates`.
 
-        If it has only the shape of the gradients, too, they arrive in a buffer: an update must be begun right after.
+        If it has only the shape of the gradients, too, they arrive in a buffer: an update must be begun right after,
+        unless the stage is one of `buffers.waiting`.
         """
         super().__init__(stage, state, *arguments, **options)
         self._buffers = buffers
         self._visit: Visit | None = None
-        self._has_gradients = not state.gradients.is_meta
+        self._has_gradients, self._waits = not state.gradients.is_meta, stage in buffers.waiting
 
     def collect_gradients(self, sums: GradientSums, after: Event) -> bool:
-        if self._leaving is not None and not self._has_gradients:
-            self._visit = self._buffers.visit(self._stage)
-            room = self._visit.room()[self._buffers.gradient_start :]
-            gradients = self.state.gradients
-            self.state = replace(self.state, gradients=room[: gradients.nbytes].view(gradients.dtype))
-        return super().collect_gradients(sums, after)
+        if self._leaving is None or self._has_gradients:
+            return super().collect_gradients(sums, after)
+        if self._waits:
+            self._updates.wait(self._stage)  # nothing but a skipped step's write
+        self._visit = visit = self._buffers.visit(self._stage, reads=not self._waits)
+        self.state = replace(self.state, gradients=self._gradients_in(visit.room()))
+        super().collect_gradients(sums, after)
+        if self._waits:
+            arrival = self._gradients_arrival()
+
+            def write() -> None:
+                arrival.synchronize()  # sync: once per stage and step, in the optimizer's thread
+                self._buffers.end_with_gradients(visit)
+
+            self._updates.submit(self._stage, [write], can_begin=arrival.is_completed)
+        return True
+
+    def _gradients_in(self, room: Tensor) -> Tensor:
+        own = self.state.gradients
+        return room[self._buffers.gradient_start :][: own.nbytes].view(own.dtype)
 
     def discard_gradients(self) -> None:
-        if not self._has_gradients and self._visit is not None:
+        if not self._has_gradients and not self._waits and self._visit is not None:
             self._buffers.drop(self._visit)
 
     def stored_state(self, *, is_blank: bool = False) -> StageState:
@@ -242,7 +257,9 @@ class DiskStates(HostStates):
         wait(self._buffers.files.write(self._stage, buffer))
 
     def _submit(self, update: Update, *, looks_at_norm: bool) -> None:
-        if self._has_gradients and self.state.layout.num_trained:
+        if self._waits:
+            self._updates.wait(self._stage)  # for the write, which is begun once they have arrived
+        if (self._has_gradients or self._waits) and self.state.layout.num_trained:
             self._visit = self._buffers.visit(self._stage)
         super()._submit(update, looks_at_norm=looks_at_norm)
 
@@ -250,10 +267,12 @@ class DiskStates(HostStates):
         super()._acquire(arrival)
         assert self._visit is not None
         try:
-            return self.state.with_parts(self._visit.buffer())
+            buffer = self._visit.buffer()
         except StateFileError:
             self._buffers.drop(self._visit)  # another stage may wait for its buffer
             raise
+        state = self.state if self._has_gradients else replace(self.state, gradients=self._gradients_in(buffer))
+        return state.with_parts(buffer)
 
     def _is_here(self) -> bool:
         return self._visit is None or self._visit.is_read

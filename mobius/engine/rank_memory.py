@@ -17,7 +17,7 @@ from mobius.engine.reductions import Reductions, StageSharding
 from mobius.engine.stage_memory import StageMemory
 from mobius.engine.stage_state import StageState, num_owned
 from mobius.engine.stage_weights import AdapterWeights, ResidentWeights, SlotWeights, WeightSlotPool
-from mobius.engine.state_files import StateBuffers, StateFiles
+from mobius.engine.state_files import Key, StateBuffers, StateFiles, gradient_key
 from mobius.engine.update_queue import UpdateQueue
 from mobius.hardware.spans import NO_SPANS, Spans
 from mobius.limits import MIN_GRADIENT_SUMS, gradient_sum_elements
@@ -140,9 +140,14 @@ class _StageAllocator:
         """Return the host memory of `layouts`, slots for their weights, and buffers of states that are on disks."""
         sharding = {stage: self._sharding(layout) for stage, layout in layouts.items()}
         shards = {stage: own.shards for stage, own in sharding.items() if own is not None}
-        at_once = set[int]()  # stages whose gradients arrive in the buffers of states on disks
+        # Stages whose gradients arrive in the buffers of states on disks; some then wait on the disks.
+        arriving, waiting = set[int](), set[int]()
         if self.updates.state_folders and self.updates.has_thread and not keeps_sums:
-            at_once = {each for each, layout in layouts.items() if layout.num_trained} - set(self.deferred_updates)
+            trained = {stage for stage, layout in layouts.items() if layout.num_trained}
+            if self.updates.has_gradient_files:
+                tied = {stage for stage, layout in layouts.items() if not layout.offsets.keys().isdisjoint(self.tied)}
+                waiting = trained & {*self.deferred_updates} - tied
+            arriving = trained - {*self.deferred_updates} | waiting
         arena = HostArena(
             layouts,
             dtype=self.dtype,
@@ -151,18 +156,22 @@ class _StageAllocator:
             keeps_sums=keeps_sums,
             shards=shards,
             has_parts=not self.updates.state_folders,
-            without_gradients=at_once,
+            without_gradients=arriving,
         )
         buffers: StateBuffers | None = None
         if self.updates.state_folders:
             part_bytes = {stage: state.part_bytes for stage, state in arena.states.items()}
+            gradient_bytes = {stage: arena.states[stage].gradients.nbytes for stage in arriving}
+            on_disks = dict[Key, int](part_bytes.items())
+            on_disks |= {gradient_key(stage): gradient_bytes[stage] for stage in sorted(waiting)}
             try:
-                files = StateFiles(self.updates.state_folders, part_bytes)
+                files = StateFiles(self.updates.state_folders, on_disks)
                 buffers = StateBuffers(
                     files,
                     max(part_bytes.values()),
                     len(part_bytes),
-                    gradient_bytes=max((arena.states[stage].gradients.nbytes for stage in at_once), default=0),
+                    gradient_bytes=max(gradient_bytes.values(), default=0),
+                    waiting=waiting,
                     allocate=arena.map_bytes,
                 )
             except BaseException:

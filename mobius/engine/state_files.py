@@ -8,7 +8,7 @@
 A stage has one of `NUM_STATE_BUFFERS` buffers from its update's submission until its states are written; buffers are
 given in the order of submission. So one stage is read and another one written while a third is updated. If updates wait
 for no other stage (no clipping), gradients arrive in these buffers, too: a stage has one from the end of its backward,
-for which the main thread may have to wait. Files are read
+for which the main thread may have to wait. Gradients that wait for the norm of all stages may do so on the disks. Files are read
 and written past the page cache (O_DIRECT), whose memory states on disks are to spare; where a file system refuses that,
 its pages are given up after each request. They are unlinked at once: whatever ends the process, their space is free.
 """
@@ -22,7 +22,7 @@ import os
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_all
 from pathlib import Path
@@ -44,12 +44,14 @@ ALIGNMENT = 4096
 THREADS_PER_FOLDER = 3
 
 
+Key = int | tuple[int, str]
+"""A stage, whose optimizer states are meant, or a stage and what else is kept of it."""
 Move = Callable[[int, list[memoryview], int], int]
 """`os.preadv` or `os.pwritev`."""
 
 
 class Place(NamedTuple):
-    """A chunk of a stage's bytes on a disk."""
+    """A chunk of a key's bytes on a disk."""
 
     folder: int
     offset: int
@@ -57,19 +59,19 @@ class Place(NamedTuple):
 
 
 class StateFiles:
-    """One unlinked file in each of some folders, with a place for each stage's bytes."""
+    """One unlinked file in each of some folders, with a place for each key's bytes."""
 
-    def __init__(self, folders: Sequence[Path], stage_bytes: Mapping[int, int]) -> None:
+    def __init__(self, folders: Sequence[Path], num_bytes: Mapping[Key, int]) -> None:
         """Take the space on the disks now. Raises StateFileError that names the folder."""
-        self._folders, self._places = [*folders], dict[int, list[Place]]()
+        self._folders, self._places = [*folders], dict[Key, list[Place]]()
         self._threads = ThreadPoolExecutor(THREADS_PER_FOLDER * len(folders), thread_name_prefix="states")
-        self._writes: dict[int, list[Future[None]]] = {}
+        self._writes: dict[Key, list[Future[None]]] = {}
         ends = [0] * len(folders)
-        for first, (stage, num_bytes) in enumerate(sorted(stage_bytes.items())):
-            places = self._places[stage] = []
-            for number, start in enumerate(range(0, num_bytes, CHUNK_BYTES), start=first):
+        for first, (key, size) in enumerate(num_bytes.items()):
+            places = self._places[key] = []
+            for number, start in enumerate(range(0, size, CHUNK_BYTES), start=first):
                 place = Place(
-                    number % len(folders), ends[number % len(folders)], min(CHUNK_BYTES, padded(num_bytes) - start)
+                    number % len(folders), ends[number % len(folders)], min(CHUNK_BYTES, padded(size) - start)
                 )
                 places.append(place)
                 ends[place.folder] += place.length
@@ -90,21 +92,22 @@ class StateFiles:
                 slow,
             )
 
-    def read(self, stage: int, buffer: Tensor) -> list[Future[None]]:
-        """Start reading a stage's bytes into `buffer`, after its last write has ended."""
-        before = self._writes.get(stage, [])
+    def read(self, key: Key, buffer: Tensor) -> list[Future[None]]:
+        """Start reading a key's bytes into `buffer`, after its last write has ended."""
+        before = self._writes.get(key, [])
         return [
             self._threads.submit(self._move, os.preadv, place, view, before)
-            for place, view in zip(self._places[stage], self._views(stage, buffer), strict=True)
+            for place, view in zip(self._places[key], self._views(key, buffer), strict=True)
         ]
 
-    def write(self, stage: int, buffer: Tensor) -> list[Future[None]]:
-        """Start writing a stage's bytes from `buffer`."""
-        self._writes[stage] = [
-            self._threads.submit(self._move, os.pwritev, place, view, [])
-            for place, view in zip(self._places[stage], self._views(stage, buffer), strict=True)
+    def write(self, key: Key, buffer: Tensor) -> list[Future[None]]:
+        """Start writing a key's bytes from `buffer`, after its last write has ended."""
+        before = self._writes.get(key, [])
+        self._writes[key] = [
+            self._threads.submit(self._move, os.pwritev, place, view, before)
+            for place, view in zip(self._places[key], self._views(key, buffer), strict=True)
         ]
-        return self._writes[stage]
+        return self._writes[key]
 
     def close(self) -> None:
         """Give the disks' space back; waits for what is under way. Safe to call twice."""
@@ -112,9 +115,9 @@ class StateFiles:
         while self._files:
             os.close(self._files.pop())
 
-    def _views(self, stage: int, buffer: Tensor) -> list[memoryview]:
+    def _views(self, key: Key, buffer: Tensor) -> list[memoryview]:
         whole, views, start = buffer.numpy().data, [], 0
-        for place in self._places[stage]:
+        for place in self._places[key]:
             views.append(whole[start : start + place.length])
             start += place.length
         return views
@@ -168,9 +171,9 @@ class Visit:
             read.result()
         return room
 
-    def begin(self, buffer: Tensor, files: StateFiles) -> None:
-        """Start reading into `buffer`."""
-        self._buffer, self.reads = buffer, files.read(self.stage, buffer)
+    def begin(self, buffer: Tensor, reads: list[Future[None]]) -> None:
+        """Take `buffer`, which `reads` fill."""
+        self._buffer, self.reads = buffer, reads
         self._has_begun.set()
 
 
@@ -184,28 +187,39 @@ class StateBuffers:
         num_stages: int,
         *,
         gradient_bytes: int = 0,
+        waiting: Collection[int] = (),
         allocate: Callable[[int], Tensor] = lambda size: map_zeros(size, uint8),
     ) -> None:
-        """`num_bytes` is the size of the largest stage; gradients follow it. `allocate` returns uint8 [size] zeros."""
-        self.files, self.gradient_start = files, padded(num_bytes)
-        size = self.gradient_start + gradient_bytes
+        """`num_bytes` is the size of the largest stage; gradients follow it. `allocate` returns uint8 [size] zeros.
+
+        Gradients of the stages that are `waiting` are in the files, as `gradient_key`, until their update.
+        """
+        self.files, self.waiting, self.gradient_start = files, waiting, padded(num_bytes)
+        size = self.gradient_start + padded(gradient_bytes)
         self._free = [allocate(size) for _ in range(min(NUM_STATE_BUFFERS, num_stages))]
         self.num_bytes = sum(buffer.nbytes for buffer in self._free)
-        self._waiting: deque[Visit] = deque()
+        self._waiting: deque[tuple[Visit, bool]] = deque()
         self._lock = threading.Lock()
 
-    def visit(self, stage: int) -> Visit:
-        """Begin to read a stage as soon as a buffer is free."""
+    def visit(self, stage: int, *, reads: bool = True) -> Visit:
+        """Begin to read a stage, if it `reads`, as soon as a buffer is free."""
         visit = Visit(stage)
         with self._lock:
-            self._waiting.append(visit)
+            self._waiting.append((visit, reads))
         self._begin()
         return visit
 
     def end(self, visit: Visit) -> None:
         """Write the states of a visit, and give its buffer to another one after that."""
         buffer = visit.buffer()
-        writes = self.files.write(visit.stage, buffer)
+        self._free_after(self.files.write(visit.stage, buffer), buffer)
+
+    def end_with_gradients(self, visit: Visit) -> None:
+        """Write the gradients of a visit that reads nothing, and give its buffer to another one after that."""
+        room = visit.room()
+        self._free_after(self.files.write(gradient_key(visit.stage), room[self.gradient_start :]), room)
+
+    def _free_after(self, writes: Sequence[Future[None]], buffer: Tensor) -> None:
         left, lock = [len(writes)], threading.Lock()
 
         def written(write: Future[None]) -> None:
@@ -231,7 +245,16 @@ class StateBuffers:
     def _begin(self) -> None:
         with self._lock:
             while self._waiting and self._free:
-                self._waiting.popleft().begin(self._free.pop(), self.files)
+                (visit, reads), buffer = self._waiting.popleft(), self._free.pop()
+                found = self.files.read(visit.stage, buffer) if reads else []
+                if reads and visit.stage in self.waiting:
+                    found += self.files.read(gradient_key(visit.stage), buffer[self.gradient_start :])
+                visit.begin(buffer, found)
+
+
+def gradient_key(stage: int) -> Key:
+    """Return the key of a stage's gradients."""
+    return stage, "gradients"
 
 
 def padded(num_bytes: int) -> int:

@@ -42,12 +42,15 @@ class UpdateQueue:
         prepare: Callable[[], None] = lambda: None,
         has_thread: bool = True,
         state_folders: Sequence[Path] = (),
+        has_gradient_files: bool = False,
     ) -> None:
         """Report the updated stage to `activity`; the thread calls `prepare` first. Without it, `submit` updates.
 
-        `state_folders`: where the states are between updates, if that is not host memory.
+        `state_folders`: where the states are between updates, if that is not host memory; and gradients that wait for
+        other stages, with `has_gradient_files`.
         """
         self._activity, self.has_thread, self.state_folders = activity or Activity(), has_thread, state_folders
+        self.has_gradient_files = has_gradient_files
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="optimizer", initializer=prepare)
         self._lock = threading.Lock()
         self._updates: dict[int, _Update] = {}

@@ -104,7 +104,8 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
     `own_bytes` is the current size of this process, which may have run something else before.
     """
     streamed = streamed_bytes = resident = resident_bytes = 0
-    shape, sizes, on_disks, arriving = request.shape, request.sizes, dict[int, int](), dict[int, int]()
+    shape, sizes = request.shape, request.sizes
+    on_disks, in_buffers, arriving = (dict[int, int]() for _ in range(3))
     for cut in plan.cuts:
         trained, is_streamed = cut.num_trained(shape), cut.stage not in plan.resident
         frozen = cut.num_parameters(shape) - trained
@@ -115,7 +116,8 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
             offloads_sums = plan.offloads_gradient_sums(cut.stage % plan.num_ranks)
             own = trained * streams_trained, cut.num_trained_in_layers(shape) * streams_trained
             if sizes.has_disks:
-                on_disks[cut.stage] = sizes.optimizer(*own)
+                on_disks[cut.stage] = sizes.on_disks(*own)
+                in_buffers[cut.stage] = sizes.optimizer(*own)
             if request.shares_gradient_memory(cut.stage) and not offloads_sums:
                 arriving[cut.stage] = sizes.gradients(own[0])
             streamed_bytes += replace(sizes, has_partial_sums=offloads_sums).host(
@@ -142,7 +144,7 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
     buffers = 0
     for rank in range(plan.num_ranks):
         own_stages = plan.streamed_stages(rank)
-        largest = (max((each.get(stage, 0) for stage in own_stages), default=0) for each in (on_disks, arriving))
+        largest = (max((each.get(stage, 0) for stage in own_stages), default=0) for each in (in_buffers, arriving))
         buffers += min(NUM_STATE_BUFFERS, len(own_stages)) * sum(largest)
     return HostMemoryEstimate(
         plan.num_ranks,

@@ -284,12 +284,15 @@ def _reduced_states(request: PlanRequest) -> Iterator[Change]:
 
 
 def _states_on_disks(request: PlanRequest) -> Iterator[Change]:
-    """Optimizer states on disks, as they are, or also in fewer bytes if only that fits."""
+    """Optimizer states on disks, as they are, or also in fewer bytes if only that fits; then gradients, too."""
     if request.config.pipeline.offload_states_to is None:
         on_disks, options = request.with_pipeline(offload_states_to="FOLDER"), "--offload_states_to FOLDER"
         yield Change(options, partial(_with_states, on_disks), [request.config.optim.optimizer_states])
         both = f"{options} --optimizer_states {{}}"
         yield Change(both, partial(_with_states, on_disks), _smaller_states(request), replaces={options})
+    else:
+        waiting = request.with_pipeline(gradients_on_disks=True)
+        yield Change("--gradients_on_disks", partial(_with_states, waiting), [request.config.optim.optimizer_states])
 
 
 def _with_states(request: PlanRequest, states: OptimizerStates) -> PlanRequest | None:

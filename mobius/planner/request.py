@@ -295,6 +295,7 @@ class PlanRequest:
             has_fp32_gradients=self.config.pipeline.fp32_gradients or self.shape.keeps_trained_on_gpu,
             states=self.config.optim.optimizer_states,
             has_disks=self.config.pipeline.offload_states_to is not None,
+            has_gradients_on_disks=self.config.pipeline.gradients_on_disks and self._clips,
             has_partial_sums=self.candidate.has_partial_sums,
             num_replicas=self.machine.num_replicas,
             reduced=2 if self.config.pipeline.reduce_dtype is ReduceDtype.BF16 else SUM_BYTES,
@@ -395,15 +396,24 @@ class PlanRequest:
         Clipping and loss scaling wait for every stage's norm, the two halves of a tied matrix for each other. The other
         stages are updated after their backward; adapters retain theirs in any case.
         """
-        num_stages = self.plan.num_stages
-        if self.rules.clips or self.shape.keeps_trained_on_gpu:
-            return frozenset(range(num_stages))
-        return frozenset((0, num_stages - 1)) if self.rules.is_tied else frozenset()
+        if self._clips or self.shape.keeps_trained_on_gpu:
+            return frozenset(range(self.plan.num_stages))
+        return self._tied_stages
+
+    @property
+    def _tied_stages(self) -> frozenset[int]:
+        return frozenset((0, self.plan.num_stages - 1)) if self.rules.is_tied else frozenset()
+
+    @property
+    def _clips(self) -> bool:
+        """Whether updates wait for the norm over all ranks."""
+        return self.config.optim.max_grad_norm > 0 or self.config.model.dtype is Dtype.FP16
 
     def shares_gradient_memory(self, stage: int) -> bool:
         """Whether a streamed stage's gradients arrive in the buffers of states on disks (engine/state_files.py)."""
-        can_begin = self.config.pipeline.overlap_optimizer and stage not in self.deferred_updates
-        return self.sizes.has_disks and can_begin
+        if not self.sizes.has_disks or not self.config.pipeline.overlap_optimizer:
+            return False
+        return stage not in (self._tied_stages if self.sizes.has_gradients_on_disks else self.deferred_updates)
 
     @cached_property
     def rules(self) -> StepRules:
@@ -411,7 +421,7 @@ class PlanRequest:
         config = self.config
 
         return StepRules(
-            clips=config.optim.max_grad_norm > 0 or config.model.dtype is Dtype.FP16,
+            clips=self._clips,
             message_bytes=self.message_bytes,
             overlaps_optimizer=config.pipeline.overlap_optimizer,
             sizes=self.sizes,

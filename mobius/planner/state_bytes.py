@@ -43,6 +43,8 @@ class ByteSizes:
     """A gradient on its way to another replica: 4, or 2 in bf16."""
     has_disks: bool = False
     """Whether optimizer states of streamed stages are on disks."""
+    has_gradients_on_disks: bool = False
+    """Whether their gradients wait there, too."""
     layer_state: float | None = None
     """Optimizer state per parameter of a layer; None: as `per_optimizer`, which other parameters have."""
 
@@ -89,6 +91,12 @@ class ByteSizes:
         share, own = self.shard_size(trained), self.shard_size(layers)
         saved = 0 if self.layer_state is None else int((self.per_optimizer - self.layer_state) * own)
         return self.per_optimizer * share - saved
+
+    def on_disks(self, trained: int, layers: int) -> int:
+        """Return the bytes that a step reads from disks and writes to them, for parameters as of `optimizer`."""
+        return self.has_disks * (
+            self.optimizer(trained, layers) + self.has_gradients_on_disks * self.gradients(trained)
+        )
 
     def gradients(self, trained: int) -> int:
         """Return the host bytes of a streamed stage's finished gradients."""

@@ -100,7 +100,7 @@ def _shared_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, ru
         flows.append(shared.update(sum(map(rules.sizes.shard_size, trained))))
         if profile.disks is not None:
             updated = (cost for cost in streamed if not cost.keeps_trained_on_gpu)
-            states = sum(rules.sizes.optimizer(cost.parameters, cost.trained_in_layers) for cost in updated)
+            states = sum(rules.sizes.on_disks(cost.parameters, cost.trained_in_layers) for cost in updated)
             flows += [shared.disk_read(states), shared.disk_write(states)]
     used: dict[Hashable, float] = {}
     for flow in flows:

@@ -400,7 +400,7 @@ class StepTasks:
 
     def _state_bytes(self, stage: int) -> int:
         cost = self.costs[stage]
-        return self.rules.sizes.optimizer(cost.parameters, cost.trained_in_layers)
+        return self.rules.sizes.on_disks(cost.parameters, cost.trained_in_layers)
 
     def _read_states(self, rank: int, stage: int) -> Task:
         """Read a stage's states once its update is submitted and a buffer is free (engine/state_files.py)."""

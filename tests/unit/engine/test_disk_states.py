@@ -24,7 +24,9 @@ STATES = 10 * COUNT
 """Bytes of a stage's moments and the rest of its master."""
 
 
-def make(folder: Path, deferred: Sequence[int]) -> tuple[Mapping[int, StageMemory], HostArena]:
+def make(
+    folder: Path, deferred: Sequence[int], *, has_gradient_files: bool = False
+) -> tuple[Mapping[int, StageMemory], HostArena]:
     memory, arena = allocate_memory(
         {stage: StageLayout.of({"matrix": (COUNT // 64, 64)}) for stage in range(NUM_STAGES)},
         resident=(),
@@ -33,7 +35,7 @@ def make(folder: Path, deferred: Sequence[int]) -> tuple[Mapping[int, StageMemor
         gradient_dtype=torch.bfloat16,
         deferred_updates=deferred,
         device=torch.device("cpu"),
-        updates=UpdateQueue(state_folders=[folder]),
+        updates=UpdateQueue(state_folders=[folder], has_gradient_files=has_gradient_files),
     )
     assert arena is not None
     return memory, arena
@@ -67,6 +69,21 @@ def test_gradients_arrive_in_the_buffers_of_the_stages_that_are_updated(tmp_path
         own.weights.wait_until_updated()
         expected = sum(float(torch.tensor(value + stage).bfloat16()) for value in (100.0, 200.0))
         assert own.states.stored_state().exp_avg.unique().tolist() == [expected], stage
+    arena.close()
+
+
+def test_gradients_that_wait_for_all_stages_may_do_so_on_the_disks(tmp_path: Path) -> None:
+    memory, arena = make(tmp_path, range(NUM_STAGES), has_gradient_files=True)
+    assert arena.num_bytes == NUM_STAGES * 2 * COUNT + 3 * (STATES + 2 * COUNT)
+    for value, is_skipped in ((1.0, False), (50.0, True), (100.0, False)):
+        step(memory, value, lambda _: None)
+        for own in memory.values():
+            own.states.wait_for_gradients()
+            if not is_skipped:
+                own.states.update(add_gradients)
+    for stage, own in memory.items():
+        own.weights.wait_until_updated()
+        assert own.states.stored_state().exp_avg.unique().tolist() == [101.0 + 2 * stage], stage
     arena.close()
 
 

@@ -85,5 +85,8 @@ def test_gradients_take_memory_for_three_stages_of_a_gpu_where_no_update_waits_f
     sizes = [cut.num_trained(SHAPE) for cut in planned(**folders).plan.cuts]
     saved = 2 * SHAPE.num_parameters - 3 * 2 * sum(max(sizes[rank::4]) for rank in range(4))
     assert waiting.total - begun.total == pytest.approx(saved, rel=0.02)
+    on_disks = planned(max_grad_norm=1.0, gradients_on_disks=True, **folders).host_estimate
+    assert on_disks.total == begun.total
+    assert on_disks.disk - waiting.disk == 2 * SHAPE.num_parameters
     one_by_one = planned(max_grad_norm=0.0, overlap_optimizer=False, **folders).host_estimate
     assert one_by_one.total == pytest.approx(waiting.total, rel=0.02), "all updates wait for the end of the step"
