@@ -8,9 +8,10 @@
 A stage has one of `NUM_STATE_BUFFERS` buffers from its update's submission until its states are written; buffers are
 given in the order of submission. So one stage is read and another one written while a third is updated. If updates wait
 for no other stage (no clipping), gradients arrive in these buffers, too: a stage has one from the end of its backward,
-for which the main thread may have to wait. Gradients that wait for the norm of all stages may do so on the disks. Files are read
-and written past the page cache (O_DIRECT), whose memory states on disks are to spare; where a file system refuses that,
-its pages are given up after each request. They are unlinked at once: whatever ends the process, their space is free.
+for which the main thread may have to wait. Gradients that wait for the norm of all stages may do so on the disks. Files
+are read and written past the page cache (O_DIRECT), whose memory states on disks are to spare; where a file system
+refuses that, its pages are given up after each request. They are unlinked at once: whatever ends the process, their
+space is free.
 """
 
 from __future__ import annotations

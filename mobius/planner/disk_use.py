@@ -34,6 +34,8 @@ class DiskUse:
     """Bytes in all folders together."""
     num_steps: int | None
     """Steps of the run; None where they follow from data that are not read."""
+    has_gradients: bool
+    """Whether gradients that wait for their update are there, too."""
     ratings: tuple[float, ...]
     """Terabytes that the drive of each folder is rated for; empty where that is not known."""
 
@@ -47,7 +49,8 @@ class DiskUse:
         folders, ratings = split_names(config.pipeline.offload_states_to), config.planning.disk_ratings
         num_bytes = result.host_estimate.disk * result.request.machine.replicas_per_node
         ratings *= len(folders) if len(ratings) == 1 else 1
-        return cls(folders, num_bytes, None if is_open else optim.num_steps, ratings)
+        has_gradients = result.request.sizes.has_gradients_on_disks
+        return cls(folders, num_bytes, None if is_open else optim.num_steps, has_gradients, ratings)
 
     @property
     def bytes_of_folder(self) -> int:
@@ -60,7 +63,8 @@ class DiskUse:
     def describe(self) -> str:
         """Bytes there, and what is written in 1,000 steps and in all of the run's."""
         each = f" ({format_bytes(self.bytes_of_folder)} in each)" if len(self.folders) > 1 else ""
-        text = f"{format_bytes(self.num_bytes)} of optimizer states are in {','.join(self.folders)}{each}: 1,000 steps "
+        what = "optimizer states and gradients" if self.has_gradients else "optimizer states"
+        text = f"{format_bytes(self.num_bytes)} of {what} are in {','.join(self.folders)}{each}: 1,000 steps "
         text += f"write {format_terabytes(self.written(1000))}"
         if self.num_steps is not None:
             text += f", the run's {self.num_steps:,} steps {format_terabytes(self.written(self.num_steps))}"

@@ -266,9 +266,7 @@ def _update_queue(run_setup: RunSetup, activity: Activity) -> UpdateQueue:
         return UpdateQueue(has_thread=False, state_folders=folders)
     # The update thread enqueues the loads and all-gathers that follow an update.
     prepare = partial(use_device, run_setup.rank_context.device)
-    return UpdateQueue(
-        activity, prepare=prepare, state_folders=folders, has_gradient_files=pipeline.gradients_on_disks
-    )
+    return UpdateQueue(activity, prepare=prepare, state_folders=folders, has_gradient_files=pipeline.gradients_on_disks)
 
 
 def _connect(run_setup: RunSetup, spans: Spans) -> Transport:

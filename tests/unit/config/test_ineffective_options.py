@@ -53,6 +53,10 @@ TABLE: dict[str, tuple[str, list[str]]] = {
     "disk_rate": ("--disk_rate 7,2 --offload_states_to disk", []),
     "disk_endurance": ("--disk_endurance 1200 --offload_states_to disk", []),
     "max_disk_writes": ("--max_disk_writes 300 --offload_states_to disk", []),
+    "gradients_on_disks": (
+        "--gradients_on_disks --offload_states_to disk",
+        ["--offload_states_to disk --no_overlap_optimizer"],
+    ),
     "offload_states_to": ("--offload_states_to disk", [LORA, f"{ALONE} --do_eval", "--no_offload"]),
     "reduce_dtype": ("--reduce_dtype bf16 --pipeline_ranks 2", ["", f"{ALONE} --do_eval"]),
     "fp32_gradients": ("--fp32_gradients", [LORA, f"{ALONE} --do_eval"]),
