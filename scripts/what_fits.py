@@ -1,6 +1,6 @@
 """Makes the table of docs/user/what_fits.md again: predicted tokens per second by model, options and host memory.
 
-    python scripts/what_fits.py [--model_path 7b 14b] [--gigabytes 64 128] [options of main.py]
+    python scripts/what_fits.py [--model_path 7b 14b] [--gigabytes 64 128]
 
 Each number is a dry run of four RTX 4090 and four drives that read 7 and write 2 GB/s, as
 
@@ -79,12 +79,12 @@ def main() -> None:
     parser.add_argument("--model_path", nargs="+", default=["7b", "14b", "32b", "70b"])
     parser.add_argument("--gigabytes", nargs="+", type=int, default=[64, 128, 256, 512])
     parser.add_argument("--ways", nargs="+", choices=[*WAYS], default=[*WAYS], help="rows (default: all)")
-    arguments, more = parser.parse_known_args()
+    arguments = parser.parse_args()
     print(f"| model | states | {' | '.join(f'{size} GB' for size in arguments.gigabytes)} |")
     print(f"|---|---|{'---:|' * len(arguments.gigabytes)}")
     for model in arguments.model_path:
         for way in arguments.ways:
-            words = [*BOX.split(), "--model_path", model, *WAYS[way].split(), *more]
+            words = [*BOX.split(), "--model_path", model, *WAYS[way].split()]
             print(f"| {model} | {way} | {' | '.join(cells(words, arguments.gigabytes))} |", flush=True)
 
 
