@@ -118,7 +118,7 @@ def test_keys_and_values_of_one_stage_are_there_with_their_sums() -> None:
     need = estimate_gpu_memory(request, request.plan, rank=0, layer=estimated_layer(request))
     # Two layers of a stage, 131,072 tokens, 8 heads of 128, keys and values, 2 bytes and 4 of their gradients.
     assert need.kv_cache == 2 * 131072 * 8 * 128 * 2 * (2 + 4)
-    assert "keys and values 3.00" in need.describe()
+    assert "kv cache 3.00" in need.describe()
     whole = ask(num_slices=1)
     assert estimate_gpu_memory(whole, whole.plan, rank=0, layer=estimated_layer(whole)).kv_cache == 0
 
