@@ -41,7 +41,7 @@ SETTINGS = {
 RESUMED = ("full", "adapters", "replicas")
 CASES = {f"{name}, rank {late}": (name, late, False) for name in SETTINGS for late in (0, 1)}
 CASES |= {f"{name} resumed, rank {late}": (name, late, True) for name in RESUMED for late in (0, 1)}
-USUAL = ("adapters at the end, rank 1", "full resumed, rank 0")
+USUAL = ("full resumed, rank 0",)
 Whole = Callable[[str], Path]
 
 

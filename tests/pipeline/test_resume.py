@@ -184,6 +184,7 @@ def test_other_ranks_and_stages_resume_to_the_bit(place: Path) -> None:
     assert all(row["grad_norm"] > 0.5 for row in steps_of(place / "most"))
 
 
+@pytest.mark.extended  # to the bit, but for the chunks, this is the test before
 def test_three_ranks_become_two_and_then_one(place: Path) -> None:
     whole = f"{OF_RANKS} --num_iterations 16 --fp32 --num_stages 6"
     train(3, place, f"{whole} --save_dir three --save_results three.txt")
