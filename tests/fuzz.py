@@ -212,6 +212,7 @@ def _noticing_silence() -> Iterator[None]:
 
     def notice(number: int, frame: FrameType | None) -> None:
         if time.monotonic() - start - (_delayed_seconds() - delayed) >= SILENT_SECONDS:
+            signal.setitimer(signal.ITIMER_REAL, 0)  # once: a second error could end what handles the first
             raise SilentError
 
     before = signal.signal(signal.SIGALRM, notice)
