@@ -633,8 +633,8 @@ class PlanningConfig:
     by a run on GPUs, 12.5 in estimates. No effect on one node."""
     disk_rate: str | None = option(None, needs=(DISKS,), form=(_are_rates, "two numbers above 0, such as 7,2"))
     """Sustained GB/s that each drive of offload_states_to reads and writes, such as 7,2, for the predicted seconds.
-    Consumer drives write far slower once their cache is full than their data sheets say. Default: the prediction leaves
-    the disks out."""
+    Consumer drives write far slower once their cache is full than their data sheets say. Default: what runs with
+    these folders reached, and the prediction leaves the disks out where none has."""
     disk_endurance: str | None = option(
         None, needs=(DISKS,), form=(_are_ratings, "numbers above 0 with commas between them, such as 1200 or 1200,600")
     )

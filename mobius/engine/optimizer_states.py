@@ -240,7 +240,9 @@ class DiskStates(HostStates):
         return room[self._buffers.gradient_start :][: own.nbytes].view(own.dtype)
 
     def discard_gradients(self) -> None:
-        if not self._has_gradients and not self._waits and self._visit is not None:
+        if self._waits:
+            self._updates.wait(self._stage)  # until they are written: the files may be closed next
+        elif not self._has_gradients and self._visit is not None:
             self._buffers.drop(self._visit)
 
     def stored_state(self, *, is_blank: bool = False) -> StageState:

@@ -28,6 +28,7 @@ from mobius.planner.peak_memory import LayerBytes
 from mobius.planner.request import PlanRequest
 from mobius.planner.search import round_numbers
 from mobius.planner.solver import PlanResult, solve
+from mobius.planner.state_bytes import SUM_BYTES
 from mobius.planner.step_prediction import predict_step_seconds
 from mobius.schedule.partition import max_stages
 from mobius.schedule.spec import ComputeOrder
@@ -58,10 +59,11 @@ def gpu_refusal(error: DoesNotFitError, model: PretrainedConfig | None = None) -
     request = error.request
     if remedies := find_remedies(request, error.layer, model):
         return GpuMemoryError(f"{error}\n{list_remedies(remedies, request.host_bytes)}")
-    stages = "raise --num_stages (smaller stages)" if request.config.pipeline.use_offload else "use --use_offload"
+    is_offloading = request.config.pipeline.use_offload
+    stages = "raise --num_stages (smaller stages)" if is_offloading else "use --use_offload"
     return GpuMemoryError(
         f"{error} To fit: {stages}; raise --num_chunks (smaller microbatches) and --num_rounds; lower --batch_size or "
-        "--seq_length."
+        f"--seq_length.{_describe_experts(request) if is_offloading else ''}"
     )
 
 
@@ -356,3 +358,22 @@ def _frozen_parameters(request: PlanRequest, model: PretrainedConfig) -> Iterato
     if adapted is None:  # answers need a merged model
         options, adapted = "--use_lora --merge", with_adapters(finetuning_type=FinetuningType.LORA, merge=True)
     yield Change(options, lambda _: adapted)
+
+
+def _describe_experts(request: PlanRequest) -> str:
+    """Describe the memory of the largest layer, which more stages do not reduce; empty for a model without experts."""
+    shape, slots = request.shape, request.config.pipeline.num_slots
+    if shape.experts is None:
+        return ""
+    layer = max(range(shape.num_layers), key=lambda each: shape.layer_parameters[each])
+    own, routed = shape.layer_parameters[layer], shape.experts.layers[layer]
+    trained = own if shape.trained is None else 0 if shape.keeps_trained_on_gpu else shape.trained.layers[layer]
+    weights, sums = own * request.sizes.weight, trained * SUM_BYTES
+    text = (
+        f" A layer's experts are loaded together: of layer {layer}'s {own:.3g} parameters {routed:.3g} are those of "
+        f"its {shape.experts.number} experts. It takes {format_bytes(weights)} in each of {slots} weight slot(s) and "
+        f"{format_bytes(sums)} for the fp32 sums of its gradients, {format_bytes(slots * weights + sums)} together"
+    )
+    if weights + sums <= (request.gpu_bytes or 0):
+        return f"{text}."
+    return f"{text}; with one slot (--no_prefetch) it would not fit either: use GPUs with more memory."

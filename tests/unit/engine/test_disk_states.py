@@ -24,9 +24,7 @@ STATES = 10 * COUNT
 """Bytes of a stage's moments and the rest of its master."""
 
 
-def make(
-    folder: Path, deferred: Sequence[int], *, has_gradient_files: bool = False
-) -> tuple[Mapping[int, StageMemory], HostArena]:
+def make(updates: UpdateQueue, deferred: Sequence[int]) -> tuple[Mapping[int, StageMemory], HostArena]:
     memory, arena = allocate_memory(
         {stage: StageLayout.of({"matrix": (COUNT // 64, 64)}) for stage in range(NUM_STAGES)},
         resident=(),
@@ -35,7 +33,7 @@ def make(
         gradient_dtype=torch.bfloat16,
         deferred_updates=deferred,
         device=torch.device("cpu"),
-        updates=UpdateQueue(state_folders=[folder], has_gradient_files=has_gradient_files),
+        updates=updates,
     )
     assert arena is not None
     return memory, arena
@@ -57,7 +55,7 @@ def add_gradients(state: StageState, *, pieces: Sequence[FlatRange], found_inf: 
 
 @pytest.mark.parametrize("deferred", [(), (0, 7), tuple(range(NUM_STAGES))])
 def test_gradients_arrive_in_the_buffers_of_the_stages_that_are_updated(tmp_path: Path, deferred: tuple[int]) -> None:
-    memory, arena = make(tmp_path, deferred)
+    memory, arena = make(UpdateQueue(state_folders=[tmp_path]), deferred)
     gradients = 2 * COUNT
     arriving = 0 if len(deferred) == NUM_STAGES else gradients
     assert arena.num_bytes == NUM_STAGES * 2 * COUNT + len(deferred) * gradients + 3 * (STATES + arriving)
@@ -73,7 +71,7 @@ def test_gradients_arrive_in_the_buffers_of_the_stages_that_are_updated(tmp_path
 
 
 def test_gradients_that_wait_for_all_stages_may_do_so_on_the_disks(tmp_path: Path) -> None:
-    memory, arena = make(tmp_path, range(NUM_STAGES), has_gradient_files=True)
+    memory, arena = make(UpdateQueue(state_folders=[tmp_path], has_gradient_files=True), range(NUM_STAGES))
     assert arena.num_bytes == NUM_STAGES * 2 * COUNT + 3 * (STATES + 2 * COUNT)
     for value, is_skipped in ((1.0, False), (50.0, True), (100.0, False)):
         step(memory, value, lambda _: None)
@@ -87,10 +85,13 @@ def test_gradients_that_wait_for_all_stages_may_do_so_on_the_disks(tmp_path: Pat
     arena.close()
 
 
-def test_a_rehearsal_leaves_the_states_and_all_buffers(tmp_path: Path) -> None:
-    memory, arena = make(tmp_path, ())
+@pytest.mark.parametrize("deferred", [(), range(NUM_STAGES)])
+def test_a_rehearsal_leaves_the_states_and_all_buffers(tmp_path: Path, deferred: Sequence[int]) -> None:
+    queue = UpdateQueue(state_folders=[tmp_path], has_gradient_files=True)
+    memory, arena = make(queue, deferred)
     for _ in range(3):
         step(memory, 1.0, lambda stage: memory[stage].states.discard_gradients())
+        assert not any(map(queue.is_under_way, memory)), "stages of another plan would meet its writes"
     assert not any(own.states.stored_state().exp_avg.any() for own in memory.values())
     arena.close()
 
@@ -99,7 +100,7 @@ def test_a_rehearsal_leaves_the_states_and_all_buffers(tmp_path: Path) -> None:
 def test_a_disk_that_cannot_be_read_ends_the_run_and_no_stage_waits_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory, arena = make(tmp_path, ())
+    memory, arena = make(UpdateQueue(state_folders=[tmp_path]), ())
 
     def failing(*_: Any) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))

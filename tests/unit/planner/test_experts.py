@@ -4,7 +4,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from harness.plan_requests import H200, request_of
+from harness.plan_requests import H200, refusal_by, request_of
 
 from mobius.planner.gpu_specs import GPU_SPECS, MEMORY_SHARE, estimate_profile
 from mobius.planner.memory_estimates import estimate_host_memory
@@ -130,3 +130,13 @@ def test_stages_take_as_long_where_dense_layers_lie_among_sparse_ones() -> None:
     assert cut_of([1, 4], 2) == [1, 1]
     ends = [0, *itertools.accumulate(cut_of([1] * 20 + [4] * 4, 8))]
     assert max(sum(([1] * 20 + [4] * 4)[first:end]) for first, end in itertools.pairwise(ends)) == 5
+
+
+@pytest.mark.parametrize(("gib", "fits_slots"), [(0.2, True), (0.05, False)])
+def test_experts_that_do_not_fit_are_refused_with_the_arithmetic_of_a_layer(gib: float, fits_slots: bool) -> None:
+    request = request_of(SHAPE, H200, num_stages=8, gpu_memory_limit=gib, num_chunks=64, batch_size=64)
+    message = refusal_by(lambda: resolve_auto(request))
+    assert "of layer 1's 3.02e+07 parameters 2.52e+07 are those of its 16 experts" in message
+    slot, sums = 2 * SPARSE_LAYER / 2**20, 4 * SPARSE_LAYER / 2**20
+    assert f"{slot:.1f} MiB in each of 2 weight slot(s) and {sums:.1f} MiB for the fp32 sums" in message
+    assert ("use GPUs with more memory" in message) is not fits_slots

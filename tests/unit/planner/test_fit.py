@@ -101,7 +101,7 @@ ON_GPU: dict[str, Any] = {"use_offload": False, "resident_stages": "auto", "reco
 
 def test_all_stages_keep_their_activations_if_asked_and_too_little_memory_is_refused(llama_7b: ModelShape) -> None:
     assert fit(llama_7b, 140, **ON_GPU).saved_activation_stages == set(range(32))
-    with pytest.raises(GpuMemoryError, match="inputs "):
+    with pytest.raises(GpuMemoryError, match=r"inputs \d"):
         fit(llama_7b, 60, **ON_GPU)
 
 
