@@ -7,10 +7,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mobius.checkpoint.contents import CheckpointContents, StepMetadata
 from mobius.checkpoint.folders import open_checkpoint
 from mobius.checkpoint.model_card import Origin
 from mobius.checkpoint.reader import CheckpointReader
-from mobius.checkpoint.saver import CheckpointSaver, StepMetadata
+from mobius.checkpoint.saver import CheckpointSaver
 from mobius.data.batches import TrainingBatches
 from mobius.distributed.transport import all_gather_numbers
 from mobius.engine.optimizer_stepper import StepCounts
@@ -63,9 +64,12 @@ class TimedSaves:
         self._saver = CheckpointSaver(
             session,
             Path(config.output.save_dir),
-            read_model_files(model_folder),
-            data_fingerprint="random tokens",
-            origin=Origin(config.model.model_path, folder_has_weights(model_folder)),
+            CheckpointContents(
+                session,
+                read_model_files(model_folder),
+                data_fingerprint="random tokens",
+                origin=Origin(config.model.model_path, folder_has_weights(model_folder)),
+            ),
             on_complete=lambda: self._ended.append(time.monotonic()),
         )
         self.before_update = self._saver.before_update

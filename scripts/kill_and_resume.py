@@ -5,9 +5,11 @@ process, no unfinished file, nothing in shared memory. Linux only.
 
     python scripts/kill_and_resume.py --kills 60 --seed 1
     python scripts/kill_and_resume.py --kills 10 --device cuda -- --num_stages 8     # options of main.py after `--`
+    python scripts/kill_and_resume.py --kills 40 --durable                           # optimizer states on disks
 
 A start is either by the launcher, and then a rank or the launcher is killed and the rest has to end by itself; or its
-ranks are forked from here, where everything is imported already, and those that live are killed a moment later.
+ranks are forked from here, where everything is imported already, and those that live are killed a moment later. With
+--durable a start must go on from one of the last two steps that the one before it has told.
 """
 
 from __future__ import annotations
@@ -49,6 +51,9 @@ OPTIONS = f"""--model_path model --dataset data.jsonl --num_stages 4 --num_chunk
     --eval_steps 4 --save_params none --save_results results.txt --save_dir out"""
 OF_A_DEVICE = {"cpu": "--fp32", "cuda": "--compile off --resident_stages 1 --recompute full"}
 """Nothing that is measured may decide on the plan: a run that begins anew has to decide as the first one did."""
+DURABLE = "--bf16 --offload_states_to disk-1,disk-2 --optimizer_states compact --durable_steps on --resident_stages 1"
+BEST_SAVED = "best_saved"
+"""Key of the best evaluation with a checkpoint in what a checkpoint knows."""
 PHASES = ("starting", "tokenizing", "training", "saving", "exporting")
 SHARE_AT_A_SAVE = 0.4
 """Share of the kills that wait for a checkpoint to be under way, which is a small part of a run's time."""
@@ -70,8 +75,9 @@ def main(argv: list[str] | None = None) -> int:
     take_own_shared_memory()
     import_everything()
     folder = Path(tempfile.mkdtemp(prefix="kills-", dir=arguments.folder))
-    options = [*f"--device {arguments.device} {OPTIONS} {OF_A_DEVICE[arguments.device]}".split(), *more]
-    trial = Trial(folder, options, random.Random(arguments.seed), arguments.launched)
+    own = DURABLE if arguments.durable else OF_A_DEVICE[arguments.device]
+    options = [*f"--device {arguments.device} {OPTIONS} {own}".split(), *more]
+    trial = Trial(folder, options, random.Random(arguments.seed), arguments.launched, is_durable=arguments.durable)
     try:
         trial.run(arguments.kills)
     except TrialError as failure:
@@ -90,6 +96,7 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--kills", type=int, default=60, help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and victims (default: %(default)s)")
     parser.add_argument("--device", choices=OF_A_DEVICE, default="cpu", help="(default: %(default)s)")
+    parser.add_argument("--durable", action="store_true", help="each step is a checkpoint, in folders of states")
     parser.add_argument("--folder", type=Path, help="where to make the folder of the runs (default: the system's)")
     parser.add_argument(
         "--launched", type=float, default=0.3, help="share of starts by the launcher (default: %(default)s)"
@@ -112,6 +119,21 @@ def digests(folder: Path) -> dict[str, str]:
     return found
 
 
+def digests_of_step(checkpoint: Path) -> dict[str, str]:
+    """The same of a durable step, whose files are none of safetensors."""
+    import torch
+
+    from mobius.checkpoint.folders import open_checkpoint
+    from mobius.checkpoint.slot_reader import SlotReader
+
+    found, reader = {}, open_checkpoint(checkpoint)
+    assert isinstance(reader, SlotReader)
+    for name, place in reader.tensors.items():
+        values = reader.read(name, torch.empty(place.shape, dtype=place.dtype)).reshape(-1).view(torch.uint8)
+        found[name] = hashlib.sha256(values.numpy().data).hexdigest()
+    return found
+
+
 def state_of(checkpoint: Path) -> dict[str, object]:
     """Everything in a checkpoint that a run goes on with; which start of a launcher has saved it is no part of it."""
     from mobius.checkpoint.resume import LAUNCH
@@ -119,7 +141,8 @@ def state_of(checkpoint: Path) -> dict[str, object]:
     manifest = json.loads((checkpoint / "checkpoint.json").read_text())
     names = ("step", "num_parameters", "dtype", "has_optimizer", "training", "metric")
     data = {name: value for name, value in manifest["data"].items() if name != LAUNCH}
-    return {**{name: manifest[name] for name in names}, "data": data, **digests(checkpoint)}
+    tensors = digests_of_step(checkpoint) if checkpoint.is_symlink() else digests(checkpoint)
+    return {**{name: manifest[name] for name in names}, "data": data, **tensors}
 
 
 def results_of(out: Path) -> dict[str, object]:
@@ -144,8 +167,11 @@ def compare(name: str, expected: Mapping[str, object], found: Mapping[str, objec
 class Trial:
     """Owns the runs of one call, in `folder`: the one that is left alone, and lives that are killed till they end."""
 
-    def __init__(self, folder: Path, options: list[str], draw: random.Random, launched: float) -> None:
+    def __init__(
+        self, folder: Path, options: list[str], draw: random.Random, launched: float, *, is_durable: bool = False
+    ) -> None:
         self._folder, self._options, self._draw, self._launched = folder, options, draw, launched
+        self._is_durable = is_durable
         self._shared = {path.name for path in SHARED_MEMORY.iterdir()}
         self._seconds = {False: 0.0, True: 0.0}
         self._expected: dict[str, object] = {}
@@ -199,12 +225,15 @@ class Trial:
         """Train to the end once, with all checkpoints kept: what the others are compared with."""
         life = self._new_life("launched" if is_launched else "forked")
         begin = time.monotonic()
-        started = start(life, [*self._options, "--save_total_limit", "0"], is_launched=is_launched)
+        words = ["--save_total_limit", "0"]
+        if self._is_durable:  # the checkpoint of every step, by the usual way
+            words += ["--save_steps", "1", "--durable_steps", "off"]
+        started = start(life, [*self._options, *words], is_launched=is_launched)
         if not wait_until(started.is_over, HANG_SECONDS) or started.code():
             raise TrialError(f"the run that was left alone failed:\n{started.output}")
         self._seconds[is_launched] = time.monotonic() - begin
-        found = {path.name: state_of(path) for path in (life / "out").glob("checkpoint-*")}
-        if len(found) != STEPS // SAVE_STEPS:
+        found = {path.name: self._state_of(path) for path in (life / "out").glob("checkpoint-*")}
+        if len(found) != STEPS // (1 if self._is_durable else SAVE_STEPS):
             raise TrialError(f"the run that was left alone has the checkpoints {sorted(found)}")
         if self._expected:
             compare("the launched run", self._expected, results_of(life / "out"))
@@ -216,7 +245,7 @@ class Trial:
         """One run from its first start to its end, killed up to `num_kills` times."""
         self._counts["runs"] += 1
         life = self._new_life(f"life-{self._counts['runs']}")
-        out, refused = life / "out", ""
+        out, refused, told = life / "out", "", 0
         while True:
             resumes = self._has_checkpoint(out) if not refused else refused == "anew"
             self._counts["resumed" if resumes else "begun anew"] += not refused
@@ -225,6 +254,7 @@ class Trial:
             started = start(life, words, is_launched=self._draw.random() < self._launched)
             was_killed = num_kills > 0 and self._kill_at_random(started, out)
             self._see_the_end(started)
+            told = self._check_lost_steps(started, told)
             self._check_checkpoints(out)
             if was_killed:
                 num_kills, refused = num_kills - 1, ""
@@ -238,6 +268,16 @@ class Trial:
         compare(str(life), self._expected, results_of(out))
         self._check_leftovers(life)
         shutil.rmtree(life)
+
+    def _check_lost_steps(self, started: StartedRun, told: int) -> int:
+        """Return the last step that a start has told; the one before it had told `told`."""
+        if (found := re.search(r"resumed from .*: (\d+) steps are done", started.output)) is not None:
+            done = int(found[1])
+            self._counts["steps lost"] += max(0, told - done)
+            if self._is_durable and done < told - 2:
+                raise TrialError(f"step {told} was told, but a start went on from {done}:\n{started.output}")
+            told = done
+        return max([told, *map(int, re.findall(r"^step +(\d+)/", started.output, re.MULTILINE))])
 
     def _has_checkpoint(self, out: Path) -> bool:
         from mobius.checkpoint.folders import find_checkpoints
@@ -287,13 +327,23 @@ class Trial:
         if found.invalid:
             raise TrialError(f"a checkpoint that is not complete has its name: {found.invalid}")
         for path, _ in found.valid:
-            expected, own = dict(self._checkpoints[path.name]), state_of(path)
+            expected, own = dict(self._checkpoints[path.name]), self._state_of(path)
             compare(str(path), expected, own)
             self._counts["checkpoints compared"] += 1
+
+    def _state_of(self, checkpoint: Path) -> dict[str, object]:
+        """As `state_of`, without the best of the usual checkpoints, if there are others than in the first runs."""
+        state = state_of(checkpoint)
+        data = state["data"]
+        assert isinstance(data, dict)
+        return state | {
+            "data": {name: value for name, value in data.items() if name != BEST_SAVED or not self._is_durable}
+        }
 
     def _check_leftovers(self, life: Path) -> None:
         endings = (".partial", ".replaced", ".removed", ".moving", ".replaces_older")
         left = [str(path) for path in life.rglob("*") if path.name.endswith(endings) and "cache" not in path.parts]
+        left += [str(path) for path in life.glob("disk-*/*")]
         if left:
             raise TrialError(f"left behind: {', '.join(left)}")
         # Programs beside this one leave files there, too, for a moment.

@@ -33,7 +33,7 @@ from mobius.ranks import Ranks
 from mobius.units import GIB
 
 BOX = "--card RTX4090 --num_ranks 4 --num_stages auto --num_chunks auto --batch_size 32 --seq_length 2048"
-DISKS = "--offload_states_to /a,/b,/c,/d --disk_rate 7,2"
+DISKS = "--offload_states_to /a,/b,/c,/d --disk_rate 7,2 --durable_steps off"
 WAYS = {
     "fp32": "",
     "bf16": "--optimizer_states bf16",

@@ -28,6 +28,7 @@ import torch
 from mobius.atomic_files import publish_folder, remove_folder, sync_to_disk
 from mobius.checkpoint.manifest import MANIFEST_FILE, Manifest, OtherFile
 from mobius.checkpoint.reader import CheckpointReader
+from mobius.checkpoint.slot_reader import SlotReader, is_durable_step
 from mobius.checkpoint.tensor_files import FileRecord, Files, translate_file_errors, write_indexes
 from mobius.errors import CheckpointError, listed, reason_of
 from mobius.models.model_files import read_json_object
@@ -135,7 +136,8 @@ def open_checkpoint(path: Path) -> CheckpointReader:
     try:
         if _has_ending(path):
             raise CheckpointError(f"{path} is what a killed run left of a checkpoint, and not complete.")
-        reader = CheckpointReader(path, _read_manifest(path), hint=hint)
+        kind = SlotReader if is_durable_step(path) else CheckpointReader
+        reader = kind(path, _read_manifest(path), hint=hint)
     except CheckpointError as error:
         raise CheckpointError(f"{error} {hint()}") from error
     reader.verify_texts()
@@ -151,7 +153,8 @@ def rotate_checkpoints(save_dir: Path, *, keep: int, protected: Collection[Path]
     if not keep:
         return []
     protected_paths = {path.resolve() for path in protected}
-    old = [path for path, _ in find_checkpoints(save_dir).valid[keep:] if path.resolve() not in protected_paths]
+    found = [path for path, _ in find_checkpoints(save_dir).valid if not is_durable_step(path)]
+    old = [path for path in found[keep:] if path.resolve() not in protected_paths]
     for path in old:
         aside = path.with_name(path.name + _REPLACED)
         with translate_file_errors("remove", path):

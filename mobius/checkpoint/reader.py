@@ -24,7 +24,7 @@ from mobius.checkpoint.tensor_files import chunks_of, translate_file_errors
 from mobius.errors import CheckpointError, quoted
 from mobius.regular_files import open_regular, read_bytes
 
-_DTYPES: Final = {
+DTYPES: Final = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -65,6 +65,10 @@ class CheckpointReader:
         dtype: torch.dtype = getattr(torch, self.manifest.dtype)
         return dtype
 
+    def is_in(self, folder: Path) -> bool:
+        """Whether it is one of the checkpoints in `folder`, perhaps by a link."""
+        return folder.resolve() in (self.path.resolve().parent, self.path.parent.resolve())
+
     def dtype_of(self, full_name: str) -> torch.dtype | None:
         """Return the dtype of a tensor; None if the checkpoint has none of this name."""
         return self._location_of(full_name).dtype if full_name in self._files else None
@@ -76,11 +80,7 @@ class CheckpointReader:
         """
         location = self._location_of(full_name)
         path = self.path / self._files[full_name].file_name
-        if (location.shape, location.dtype) != (out.shape, out.dtype):
-            raise CheckpointError(
-                f"{path}: {full_name!r} is {_text(location.dtype, location.shape)}, this run needs "
-                f"{_text(out.dtype, out.shape)}: the checkpoint is one of another model or precision."
-            )
+        self.check_format(path, full_name, location, out)
         is_in_place = out.device.type == "cpu" and out.is_contiguous()
         values = out if is_in_place else torch.empty(out.shape, dtype=out.dtype)
         found, position = 0, location.start
@@ -95,6 +95,15 @@ class CheckpointReader:
         if found != (saved := self._files[full_name].checksums[full_name]):
             raise self._damaged(path, f"the checksum of {full_name!r} is {found:08x}, saved was {saved:08x}")
         return out if is_in_place else out.copy_(values)
+
+    @staticmethod
+    def check_format(path: Path, full_name: str, location: TensorLocation, out: Tensor) -> None:
+        """Raise CheckpointError if `out` has not the shape and dtype of what is to be read into it."""
+        if (location.shape, location.dtype) != (out.shape, out.dtype):
+            raise CheckpointError(
+                f"{path}: {full_name!r} is {_text(location.dtype, location.shape)}, this run needs "
+                f"{_text(out.dtype, out.shape)}: the checkpoint is one of another model or precision."
+            )
 
     def verify_all(self) -> None:
         """Read everything once. Raises CheckpointError that names the first file, and tensor, that is damaged."""
@@ -160,7 +169,7 @@ def read_locations(path: Path) -> dict[str, TensorLocation]:
 
 def _parse_location(entry: Mapping[str, Any], data_start: int) -> TensorLocation:
     """Raises one of the usual errors if the entry is not as the format asks."""
-    dtype, shape, (start, end) = _DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+    dtype, shape, (start, end) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
     if any(type(number) is not int or number < 0 for number in (*shape, start, end)):
         raise ValueError("no sizes")
     if end - start != math.prod(shape) * dtype.itemsize:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +21,7 @@ from mobius.checkpoint.manifest import MANIFEST_FILE
 from mobius.checkpoint.model_card import Origin
 from mobius.checkpoint.reader import CheckpointReader
 from mobius.checkpoint.run_folder import OPTIONS_FILE, PLAN_FILE, lock_if_free
+from mobius.checkpoint.slot_reader import is_durable_step
 from mobius.config.config import Config, config_from, option_values, options
 from mobius.config.options import OptionValue
 from mobius.config.sources import read_yaml, to_yaml
@@ -244,13 +245,26 @@ def _choose(config: Config, save_dir: Path) -> Path | None:
         own = [path for path, manifest in found.valid if launch and manifest.data.get(LAUNCH) == launch]
         # Other checkpoints there are of an earlier run, which this one replaces, or later than the named one.
         if own or named is not None or config.saving.resume_from_checkpoint is None:
-            return own[0] if own else named
-    if found.valid:
-        return found.valid[0][0]
+            return _first_whole(own) or named
+    if (newest := _first_whole(path for path, _ in found.valid)) is not None:
+        return newest
     raise CheckpointError(
         f"--resume_from_checkpoint true: there is no complete checkpoint in {save_dir}. Name one by its folder, give "
         "the --save_dir of the run that is to go on, or leave the option out to begin anew."
     )
+
+
+def _first_whole(paths: Iterable[Path]) -> Path | None:
+    """Return the first checkpoint; a durable step only if all of its bytes are as they were written."""
+    for path in paths:
+        try:
+            if is_durable_step(path):  # a drive may lose its power in the middle of a write
+                open_checkpoint(path).verify_all()
+        except CheckpointError as error:
+            logger.warning("%s is passed over: %s", path, error)
+        else:
+            return path
+    return None
 
 
 def _merge_options(

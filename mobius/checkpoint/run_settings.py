@@ -41,8 +41,8 @@ def prepare_output(
         save_dir,
         overwrite=wanted.overwrite_output_dir,
         files=files,
-        keeps_checkpoints=config.saving.is_on and trains,
-        resumes=resume is not None and resume.reader.path.resolve().parent == save_dir.resolve(),
+        keeps_checkpoints=(config.saving.is_on or run_setup.result.request.keeps_steps) and trains,
+        resumes=resume is not None and resume.reader.is_in(save_dir),
     )
     if run_setup.rank_context.ranks.is_first:
         num_bytes = export_bytes(run_setup) if trains else 0

@@ -68,10 +68,12 @@ class SavedStage:
     pieces: Mapping[str, tuple[ParameterPiece, ...]] = field(default_factory=dict)
     """Parameter -> tensors that its weights are stored as, if not one of its name."""
 
-    def flat_tensors(self, *, has_optimizer: bool, has_values: bool = True) -> dict[str, Tensor]:
+    def flat_tensors(
+        self, *, has_optimizer: bool, has_values: bool = True, stored: StageState | None = None
+    ) -> dict[str, Tensor]:
         """Return the flat tensors of the state by what they hold: weights, and parts of the optimizer state.
 
-        States on disks are read, or without `has_values` have their shapes only (`device="meta"`).
+        States on disks are read, or without `has_values` have their shapes only (`device="meta"`), or are `stored`.
 
         If replicas share the stage, they cover this replica's shard only, since other shards of the weights may not
         have arrived yet.
@@ -85,7 +87,8 @@ class SavedStage:
             weights = frozen | {_own_weights(number): whole[part] for number, part in enumerate(state.shards.own)}
         if not has_optimizer:
             return weights
-        stored = self.memory.states.stored_state() if has_values and state.is_on_disk else state
+        if stored is None:
+            stored = self.memory.states.stored_state() if has_values and state.is_on_disk else state
         return {**weights, **{key: part.values for key, part in _state_parts(stored).items()}}
 
     def gather_from_replicas(self, flat: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

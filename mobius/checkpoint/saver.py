@@ -15,14 +15,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import yaml
 from torch import Tensor
 
 from mobius.atomic_files import nearest_folder
+from mobius.checkpoint.contents import CheckpointContents, StepMetadata
 from mobius.checkpoint.folders import (
     checkpoint_path,
     commit_checkpoint,
@@ -32,12 +31,8 @@ from mobius.checkpoint.folders import (
     partial_path,
     rotate_checkpoints,
 )
-from mobius.checkpoint.manifest import Manifest, file_record
-from mobius.checkpoint.model_card import Origin
-from mobius.checkpoint.model_folder import write_adapter, write_model_files
-from mobius.checkpoint.resume import ORIGIN
-from mobius.checkpoint.run_folder import OPTIONS_FILE, PLAN_FILE
-from mobius.checkpoint.saved_stage import OpenRun, SavedStage, saved_parameters
+from mobius.checkpoint.manifest import file_record
+from mobius.checkpoint.saved_stage import OpenRun, SavedStage
 from mobius.checkpoint.stage_saver import AsyncStageSaver, SaveOutcome
 from mobius.checkpoint.tensor_files import (
     MODEL_PREFIX,
@@ -50,45 +45,20 @@ from mobius.checkpoint.tensor_files import (
     write_text,
 )
 from mobius.config.config import ALL_CHECKPOINTS
-from mobius.config.sources import to_yaml
-from mobius.distributed.node_checks import versions
 from mobius.distributed.transport import all_gather_numbers
-from mobius.engine.optimizer_stepper import StepCounts
 from mobius.errors import CheckpointError, MobiusError, first_line
 from mobius.hardware.devices import num_optimizer_threads
 from mobius.hardware.disk_rate import measure_write_rate
 from mobius.hardware.host_memory import available_host_bytes
-from mobius.models.model_files import ModelFiles
-from mobius.models.peft_folder import AdapterBase
 from mobius.planner.checkpoint_estimates import estimate_checkpoint
-from mobius.planner.plan_file import SavedPlan
 from mobius.regular_files import read_json
 from mobius.reporting.events import CheckpointSaved
-from mobius.reporting.trainer_state import STATE_FILE, TrainerState
 from mobius.units import GIB
 
 logger = logging.getLogger(__name__)
 
 _WORTH_MEASURING = GIB
 """Smallest checkpoint, in bytes, for which the disk's rate is measured, in two seconds."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepMetadata:
-    """Everything but tensors that a checkpoint holds of the end of a step."""
-
-    step: int
-    counts: StepCounts
-    epoch: float
-    metric: float | None
-    is_best: bool
-    """Whether this step has the best metric of all evaluations so far."""
-    loop_state: Mapping[str, Any]
-    """Everything else that the loop needs to resume, as JSON holds it."""
-    trainer_state: TrainerState | str
-    """Contents of trainer_state.json, a snapshot whose text is made while training goes on; the first rank's."""
-    follows: str = "training goes on"
-    """Next part of the run, whether the save fails or not."""
 
 
 class _NotBegunError(CheckpointError):
@@ -102,32 +72,25 @@ class CheckpointSaver:
         self,
         session: OpenRun,
         save_dir: Path,
-        model_files: ModelFiles,
+        contents: CheckpointContents,
         *,
-        data_fingerprint: str,
-        origin: Origin,
-        base: AdapterBase | None = None,
         on_complete: Callable[[], None] = lambda: None,
     ) -> None:
         """Take memory for copies; collective. What is complete in `save_dir` counts as the run's own.
 
-        `base` is the model of adapters. `on_complete` is called on the first rank after each checkpoint that is
-        complete.
+        `on_complete` is called on the first rank after each checkpoint that is complete.
         """
         run_setup = session.run_setup
         self._on_complete = on_complete
         self.on_saved: Callable[[CheckpointSaved], None] = lambda event: logger.info("%s", event.line)
         """Called on the first rank with each checkpoint, once it has its name; in a thread."""
-        self._session, self.save_dir, self._model_files, self._base = session, save_dir, model_files, base
-        self._data = {"fingerprint": data_fingerprint, ORIGIN: asdict(origin)}
-        self._options_text = to_yaml(replace(run_setup.requested_config, optim=run_setup.config.optim))
-        """Options as they were asked for, `auto` as auto."""
+        self._session, self.save_dir, self._contents = session, save_dir, contents
         self._activity, self._config, self._run_setup = session.activity, run_setup.config, run_setup
         self._all_ranks, self._is_first = session.all_ranks, session.all_ranks.rank == 0
         self._writes = run_setup.rank_context.ranks.replica == 0
         """Whether this rank writes its stages, which are the same in all replicas."""
         self._has_optimizer = not self._config.saving.save_only_model
-        self._parameters = saved_parameters(run_setup)
+        self._parameters = contents.parameters
         self._files = plan_files(
             self._parameters,
             dtype=run_setup.dtype,
@@ -140,7 +103,7 @@ class CheckpointSaver:
         """Bytes per second; None if a save takes no time to speak of."""
         self._stage_saver = self._make_stage_saver()
         found = find_checkpoints(save_dir).newest_save_number if self._is_first else 0
-        self._save_number = int(self._from_first(found))  # other nodes may not see --save_dir
+        self.save_number = int(self._from_first(found))  # other nodes may not see --save_dir
         """Number of the newest save, complete or not."""
         self._metadata: StepMetadata | None = None
         """The save that is under way."""
@@ -185,7 +148,7 @@ class CheckpointSaver:
         self._activity.start_action(f"the begin of the save of step {metadata.step}")
         self.finish()
         self._metadata, self._is_written, self._begun = metadata, False, time.monotonic()
-        self._save_number += 1
+        self.save_number += 1
         self._records: list[FileRecord] = []
         partial = partial_path(self.save_dir, metadata.step)
         problems: list[Exception] = []
@@ -228,7 +191,7 @@ class CheckpointSaver:
     def gathered(self, table: Tensor) -> None:
         """Finish the save once all ranks have written: the other part of the exchange."""
         numbers = table[:, 0].tolist()
-        if self._metadata is None or self._is_written or any(abs(each) != self._save_number for each in numbers):
+        if self._metadata is None or self._is_written or any(abs(each) != self.save_number for each in numbers):
             return
         self._is_written = True
         if self._is_first:
@@ -260,7 +223,7 @@ class CheckpointSaver:
             self.outcomes.append(self._stage_saver.wait())
             if (error := self.outcomes[-1].error) is not None:
                 self._warn_of_failure(error, self._metadata)
-        return float(-self._save_number if self.outcomes[-1].error else self._save_number)
+        return float(-self.save_number if self.outcomes[-1].error else self.save_number)
 
     def _warn_of_failure(self, error: BaseException, metadata: StepMetadata) -> None:
         if isinstance(error, _NotBegunError):
@@ -314,31 +277,14 @@ class CheckpointSaver:
 
     def _complete(self, partial: Path, metadata: StepMetadata) -> Path:
         """Add everything but tensors to what all ranks have written, and give the checkpoint its name."""
-        run_setup, state = self._run_setup, metadata.trainer_state
         records = list(self._records)
         for file in sorted(partial.glob("records-*.json")):
             records += [file_record(entry) for entry in read_json(file)]
             file.unlink()
-        write_model_files(partial, self._model_files, run_setup.parts.config, dtype=run_setup.dtype)
-        if self._base is not None:
-            files = sorted(partial.glob(f"{TRAINED_PREFIX}*.safetensors"))
-            write_adapter(partial, files, run_setup.parts, self._base)
-            (partial / "config.json").unlink()
-        write_text(partial / OPTIONS_FILE, self._options_text)
-        write_text(partial / PLAN_FILE, SavedPlan.of(run_setup.result.request, run_setup.plan).to_json())
-        write_text(partial / STATE_FILE, state if isinstance(state, str) else state.to_json())
-        manifest = Manifest(
-            step=metadata.step,
-            save_number=self._save_number,
-            num_parameters=sum(parameter.num_elements for parameter in self._parameters),
-            dtype=str(run_setup.dtype).removeprefix("torch."),
-            has_optimizer=self._has_optimizer,
-            files=tuple(sorted(records, key=lambda record: record.file_name)),
-            training=asdict(metadata.counts),
-            data={**metadata.loop_state, "epoch": metadata.epoch, **self._data},
-            options=yaml.safe_load(self._options_text),
-            versions=versions(),
-            metric=metadata.metric,
+        self._contents.write_common(partial)
+        self._contents.write_history(partial, metadata)
+        manifest = self._contents.manifest(
+            metadata, records, save_number=self.save_number, has_optimizer=self._has_optimizer
         )
         return commit_checkpoint(partial, manifest, self._files)
 

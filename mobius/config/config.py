@@ -7,13 +7,14 @@ names, and the flat form of a config.
 
 import difflib
 import functools
+import hashlib
 import math
 import re
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, Final
 
 from mobius.config.lr_schedules import ArgumentValue, LrSchedulerType, read_arguments
@@ -48,6 +49,7 @@ Device = StrEnum("Device", ["AUTO", "CUDA", "CPU"])
 Compile = StrEnum("Compile", ["AUTO", "ON", "OFF"])
 """Whether layers run as compiled graphs."""
 ActivationOffloading = StrEnum("ActivationOffloading", ["AUTO", "ON", "OFF"])
+DurableSteps = StrEnum("DurableSteps", ["AUTO", "ON", "OFF"])
 """Whether inputs of layers wait in CPU memory for their backward."""
 Order = StrEnum("Order", ["AUTO", "BREADTH_FIRST", "DEPTH_FIRST"])
 """Order of a GPU's forwards and backwards."""
@@ -350,6 +352,11 @@ class PipelineConfig:
     """Keep gradients that wait for the norm of all stages (max_grad_norm) on these disks, too. Takes 2 bytes of CPU
     memory per parameter in place of 4; each step writes and reads 2 more. Results are bit-identical. No effect without
     clipping, where gradients wait for nothing."""
+    durable_steps: DurableSteps = option(DurableSteps.AUTO, needs=(DISKS,))
+    """Make each step a checkpoint on these disks, which write the states in any case: two of them in turn, so that no
+    kill and no power cut loses more than a step. Twice the space on the disks, and each step also writes the weights
+    and the states of resident stages. auto: on one node without replicas, where there is room. Results are
+    bit-identical."""
     copy_messages: bool = True
     """Send activations with the copy engines of the GPUs, which take no multiprocessors from compute. With
     no_copy_messages, or if a trial at the start fails, NCCL sends them. No effect with one rank or on a CPU."""
@@ -374,6 +381,11 @@ class PipelineConfig:
     def num_resident_stages(self) -> int | None:
         """`resident_stages` where it is a number; None for auto and all."""
         return int(self.resident_stages) if _NUMBER.fullmatch(self.resident_stages) else None
+
+    @property
+    def state_folders(self) -> list[Path]:
+        """`offload_states_to` as folders."""
+        return [Path(name).expanduser() for name in split_names(self.offload_states_to)]
 
     @property
     def num_tile_tokens(self) -> int | None:
@@ -700,6 +712,12 @@ class Config:
     evaluation: EvaluationConfig = EvaluationConfig()
     planning: PlanningConfig = PlanningConfig()
     launch: LaunchConfig = LaunchConfig()
+
+    @property
+    def slots_name(self) -> str:
+        """Name of this run's folder in those of `offload_states_to`, where durable steps are: by `save_dir`."""
+        whole = Path(self.output.save_dir).resolve()
+        return f"{whole.name}-{hashlib.sha256(str(whole).encode()).hexdigest()[:8]}"
 
 
 def _sections() -> dict[str, type]:

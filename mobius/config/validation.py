@@ -261,6 +261,11 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
         "each folder has a drive; give one number for all, or one for each folder",
     ),
     (
+        "durable_steps pipeline_ranks",
+        lambda o: o.durable_steps == "on" and o.num_replicas > 1,
+        "replicas share the states of a stage, which no single file has; omit one of them",
+    ),
+    (
         "node_rank nnodes",
         lambda o: o.node_rank is not None and o.node_rank >= o.nnodes,
         "nodes are numbered from 0; use one below --nnodes",

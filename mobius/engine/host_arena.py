@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,9 +16,11 @@ from torch import Tensor
 from mobius.distributed.shards import Shards
 from mobius.engine.stage_state import StageState, num_owned
 from mobius.errors import HostMemoryError
-from mobius.hardware.disk_traffic import Traffic
 from mobius.models.layout import StageLayout
 from mobius.units import format_bytes
+
+if TYPE_CHECKING:
+    from mobius.engine.state_files import StateFiles
 
 _MADV_COLLAPSE = 25
 """Linux's constant for moving small pages (from fragmented memory or late growth) to huge pages."""
@@ -76,8 +79,8 @@ class HostArena(PinnedMemory):
         super().__init__(register=register)
         self.states: dict[int, StageState] = {}
         self._kept: list[tuple[int, Callable[[], None]]] = []
-        self.disk_traffic: tuple[Sequence[Traffic], Sequence[Traffic]] = (), ()
-        """Reads and writes of states that are on disks, for each folder."""
+        self.state_files: StateFiles | None = None
+        """Optimizer states that are on disks."""
         self.sums: dict[int, Tensor] = {}
         """fp32 [num_trained] per stage, in the same memory as its gradients; empty without `keeps_sums`."""
         leaving = gradient_dtype or dtype
@@ -180,16 +183,22 @@ def map_zeros(num_elements: int, dtype: torch.dtype) -> Tensor:
     num_bytes = num_elements * dtype.itemsize
     if num_bytes == 0:
         return torch.empty(0, dtype=dtype)
+    num_pages = -(-num_bytes // mmap.PAGESIZE)
     try:
-        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, num_pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise HostMemoryError(
             f"the system refuses {format_bytes(num_bytes, digits=2)} of host memory: {error}"
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    tensor = torch.frombuffer(memory, dtype=dtype).zero_()  # the tensor keeps the mapping alive
+    tensor = torch.frombuffer(memory, dtype=torch.uint8).zero_()  # the tensor keeps the mapping alive
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # fails before Linux 6.1, or if no huge page is free
             memory.madvise(_MADV_COLLAPSE)
-    return tensor
+    return tensor[:num_bytes].view(dtype)
+
+
+def whole_pages(tensor: Tensor) -> Tensor:
+    """Return all of the memory, uint8, that `map_zeros` has mapped for a tensor or one that it is part of."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())

@@ -21,6 +21,7 @@ and stores nothing else. If replicas share the stage, each stores the gradients 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -29,11 +30,11 @@ import torch
 from torch import Tensor
 
 from mobius.engine.gradient_sums import GradientSums, round_gradients
-from mobius.engine.host_arena import map_zeros
+from mobius.engine.host_arena import map_zeros, whole_pages
 from mobius.engine.reductions import StageSharding
 from mobius.engine.stage_state import StageState
 from mobius.engine.stage_weights import StageWeights
-from mobius.engine.state_files import StateBuffers, Visit, padded, wait
+from mobius.engine.state_files import StateBuffers, Version, Visit, padded, wait, weights_key
 from mobius.engine.update_queue import UpdateQueue
 from mobius.errors import StateFileError
 from mobius.hardware.spans import NO_SPANS, Spans
@@ -55,6 +56,8 @@ class OptimizerStates(Protocol):
 
     is_on_host: bool
     """Whether finished gradients must be collected from the device."""
+    keeps_versions: bool
+    """Whether each step's states are kept on disks until the next one's are (engine/slot_files.py)."""
 
     @property
     def state(self) -> StageState:
@@ -98,6 +101,7 @@ class HostStates:
     """
 
     is_on_host = True
+    keeps_versions = False
 
     def __init__(
         self,
@@ -204,7 +208,10 @@ class HostStates:
 
 
 class DiskStates(HostStates):
-    """HostStates whose master and moments are on disks but during an update; weights are in memory."""
+    """HostStates whose master and moments are on disks but during an update; weights are in memory.
+
+    If versions of states are kept, weights are written with them.
+    """
 
     def __init__(self, stage: int, state: StageState, *arguments: Any, buffers: StateBuffers, **options: Any) -> None:
         """`state` has the parts' shapes alone; other arguments are those of `HostStates`.
@@ -216,6 +223,7 @@ class DiskStates(HostStates):
         self._buffers = buffers
         self._visit: Visit | None = None
         self._has_gradients, self._waits = not state.gradients.is_meta, stage in buffers.waiting
+        self.keeps_versions = buffers.files.version is not None
 
     def collect_gradients(self, sums: GradientSums, after: Event) -> bool:
         if self._leaving is None or self._has_gradients:
@@ -257,6 +265,11 @@ class DiskStates(HostStates):
             for name, part in kept.parts.items():
                 part.copy_(changed.parts[name])
         wait(self._buffers.files.write(self._stage, buffer))
+        if (version := self._buffers.files.version) is not None:
+            wait(self._write_weights(version))
+
+    def _write_weights(self, version: Version) -> list[Future[None]]:
+        return self._buffers.files.write(weights_key(self._stage), whole_pages(self.state.weights), version)
 
     def _submit(self, update: Update, *, looks_at_norm: bool) -> None:
         if self._waits:
@@ -270,6 +283,7 @@ class DiskStates(HostStates):
         assert self._visit is not None
         try:
             buffer = self._visit.buffer()
+            self._buffers.files.wait_until_written(weights_key(self._stage))
         except StateFileError:
             self._buffers.drop(self._visit)  # another stage may wait for its buffer
             raise
@@ -282,12 +296,14 @@ class DiskStates(HostStates):
     def _release(self) -> None:
         assert self._visit is not None
         self._buffers.end(self._visit)
+        if (version := self._visit.version) is not None:
+            self._write_weights(version)
 
 
 class DeviceStates:
     """OptimizerStates on the device; updates follow compute in the same stream, or reductions in theirs."""
 
-    is_on_host = False
+    is_on_host = keeps_versions = False
 
     def __init__(
         self,

@@ -168,6 +168,9 @@ class OptimizerStepper:
                     if stage not in self._begun | skipped:
                         self._activity.start_action(f"the update of stage {stage}")
                         memory.states.update(self._update_of(stage, self.num_updates, factor))
+        for stage in skipped - self._begun & self._memory.keys():
+            if self._memory[stage].states.keeps_versions:  # each of which has all stages
+                self._memory[stage].states.update(_keep)
         if is_finite:
             self._skipped_in_a_row = 0
         else:
@@ -255,3 +258,7 @@ class OptimizerStepper:
                 f"{where} (loss {loss}). Lower --learning_rate, use --bf16 or --fp32, or inspect the data of these "
                 "steps."
             )
+
+
+def _keep(state: StageState, *, pieces: Sequence[FlatRange], found_inf: Tensor | None = None) -> None:
+    """Update nothing."""

@@ -14,10 +14,11 @@ from mobius.engine.gradient_sums import GradientAccumulator, GradientSums
 from mobius.engine.host_arena import HostArena
 from mobius.engine.optimizer_states import DeviceStates, DiskStates, HostStates
 from mobius.engine.reductions import Reductions, StageSharding
+from mobius.engine.slot_files import SlotFiles
 from mobius.engine.stage_memory import StageMemory
 from mobius.engine.stage_state import StageState, num_owned
 from mobius.engine.stage_weights import AdapterWeights, ResidentWeights, SlotWeights, WeightSlotPool
-from mobius.engine.state_files import Key, StateBuffers, StateFiles, gradient_key
+from mobius.engine.state_files import Key, StateBuffers, StateFiles, gradient_key, weights_key
 from mobius.engine.update_queue import UpdateQueue
 from mobius.hardware.spans import NO_SPANS, Spans
 from mobius.limits import MIN_GRADIENT_SUMS, gradient_sum_elements
@@ -163,22 +164,30 @@ class _StageAllocator:
             part_bytes = {stage: state.part_bytes for stage, state in arena.states.items()}
             gradient_bytes = {stage: arena.states[stage].gradients.nbytes for stage in arriving}
             on_disks = dict[Key, int](part_bytes.items())
-            on_disks |= {gradient_key(stage): gradient_bytes[stage] for stage in sorted(waiting)}
+            waiting_bytes = {gradient_key(stage): gradient_bytes[stage] for stage in sorted(waiting)}
+            folders, slots, gradient_files = self.updates.state_folders, self.updates.state_slots, None
             try:
-                files = StateFiles(self.updates.state_folders, on_disks)
+                if slots is None:
+                    files = StateFiles(folders, on_disks | waiting_bytes)
+                else:
+                    on_disks |= {weights_key(stage): state.weights.nbytes for stage, state in arena.states.items()}
+                    files = SlotFiles(folders, on_disks, place=slots)
+                    arena.keep(0, files.close)
+                    gradient_files = StateFiles(folders, waiting_bytes, traffic=(files.reads, files.writes))
                 buffers = StateBuffers(
                     files,
                     max(part_bytes.values()),
                     len(part_bytes),
                     gradient_bytes=max(gradient_bytes.values(), default=0),
+                    gradient_files=gradient_files,
                     waiting=waiting,
                     allocate=arena.map_bytes,
                 )
             except BaseException:
                 arena.close()
                 raise
-            arena.keep(buffers.num_bytes, files.close)
-            arena.disk_traffic = files.reads, files.writes
+            arena.keep(buffers.num_bytes, (gradient_files or files).close)
+            arena.state_files = files
         sizes = [layout.num_elements for layout in layouts.values()]
         if num_slots < len(sizes):
             sizes = [max(sizes)] * num_slots

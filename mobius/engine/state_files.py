@@ -11,7 +11,7 @@ for no other stage (no clipping), gradients arrive in these buffers, too: a stag
 for which the main thread may have to wait. Gradients that wait for the norm of all stages may do so on the disks. Files
 are read and written past the page cache (O_DIRECT), whose memory states on disks are to spare; where a file system
 refuses that, its pages are given up after each request. They are unlinked at once: whatever ends the process, their
-space is free.
+space is free. Those of durable steps have names, and weights in them (engine/slot_files.py).
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ import logging
 import os
 import tempfile
 import threading
+import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_all
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,11 +61,50 @@ class Place(NamedTuple):
     length: int
 
 
+class Version:
+    """States of all of a rank's stages at the end of one step, in named files."""
+
+    def __init__(self, slot: int, may_begin: Future[None], num_chunks: Mapping[Key, int]) -> None:
+        """`may_begin` is done once the slot may be overwritten; each key of `num_chunks` is written once."""
+        self.slot, self.may_begin = slot, may_begin
+        self.checksums: dict[Key, list[int]] = {key: [0] * number for key, number in num_chunks.items()}
+        """The zlib.crc32 of each chunk."""
+        self.written = Future[None]()
+        """Done once all is written, or a write has failed."""
+        self._left, self._lock = sum(num_chunks.values()), threading.Lock()
+        if not self._left:
+            self.written.set_result(None)
+
+    def add(self, writes: Sequence[Future[None]]) -> None:
+        """Count the writes of a key's chunks."""
+        for write in writes:
+            write.add_done_callback(self._count)
+
+    def _count(self, write: Future[None]) -> None:
+        with self._lock:
+            self._left -= 1
+            if self.written.done():
+                return
+            if (error := write.exception()) is not None:
+                self.written.set_exception(error)
+            elif not self._left:
+                self.written.set_result(None)
+
+
 class StateFiles:
     """One unlinked file in each of some folders, with a place for each key's bytes."""
 
-    def __init__(self, folders: Sequence[Path], num_bytes: Mapping[Key, int]) -> None:
-        """Take the space on the disks now. Raises StateFileError that names the folder."""
+    version: Version | None = None
+    """The version that the step in progress writes, if versions are kept."""
+
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        num_bytes: Mapping[Key, int],
+        *,
+        traffic: tuple[list[Traffic], list[Traffic]] | None = None,
+    ) -> None:
+        """Take the space on the disks now; `traffic` counts reads and writes. Raises StateFileError with the folder."""
         self._folders, self._places = [*folders], dict[Key, list[Place]]()
         self._threads = ThreadPoolExecutor(THREADS_PER_FOLDER * len(folders), thread_name_prefix="states")
         self._writes: dict[Key, list[Future[None]]] = {}
@@ -76,15 +117,14 @@ class StateFiles:
                 )
                 places.append(place)
                 ends[place.folder] += place.length
+        self._sizes, self._is_direct = ends, [True for _ in folders]
         self._files = list[int]()
-        self.reads, self.writes = ([Traffic() for _ in folders] for _ in range(2))
+        self.reads, self.writes = traffic or ([Traffic() for _ in folders], [Traffic() for _ in folders])
         try:
-            for folder, size in zip(self._folders, ends, strict=True):
-                self._files.append(_new_file(folder, size))
+            self._open_files()
         except BaseException:
             self.close()
             raise
-        self._is_direct = [_reads_directly(file) for file in self._files]
         if not all(self._is_direct):
             slow = ", ".join(str(each) for each, direct in zip(folders, self._is_direct, strict=True) if not direct)
             logger.warning(
@@ -93,28 +133,45 @@ class StateFiles:
                 slow,
             )
 
+    def _open_files(self) -> None:
+        for folder, size in zip(self._folders, self._sizes, strict=True):
+            self._files.append(_new_file(folder, size))
+        self._is_direct = [reads_directly(file) for file in self._files]
+
     def read(self, key: Key, buffer: Tensor) -> list[Future[None]]:
         """Start reading a key's bytes into `buffer`, after its last write has ended."""
-        before = self._writes.get(key, [])
-        return [
-            self._threads.submit(self._move, os.preadv, place, view, before)
-            for place, view in zip(self._places[key], self._views(key, buffer), strict=True)
-        ]
+        return self._start(os.preadv, key, buffer, self._files, self._writes.get(key, []))
 
-    def write(self, key: Key, buffer: Tensor) -> list[Future[None]]:
-        """Start writing a key's bytes from `buffer`, after its last write has ended."""
-        before = self._writes.get(key, [])
-        self._writes[key] = [
-            self._threads.submit(self._move, os.pwritev, place, view, before)
-            for place, view in zip(self._places[key], self._views(key, buffer), strict=True)
-        ]
+    def write(self, key: Key, buffer: Tensor, version: Version | None = None) -> list[Future[None]]:
+        """Start writing a key's bytes from `buffer`, after its last write has ended; `version`: where they are kept."""
+        self._writes[key] = self._start(os.pwritev, key, buffer, self._files, self._writes.get(key, []))
         return self._writes[key]
+
+    def wait_until_written(self, key: Key) -> None:
+        """Wait for a key's last write. Raises StateFileError."""
+        wait(self._writes.get(key, []))
 
     def close(self) -> None:
         """Give the disks' space back; waits for what is under way. Safe to call twice."""
         self._threads.shutdown()
         while self._files:
             os.close(self._files.pop())
+
+    def _start(
+        self,
+        move: Move,
+        key: Key,
+        buffer: Tensor,
+        files: Sequence[int],
+        before: Sequence[Future[None]],
+        sums: list[int] | None = None,
+    ) -> list[Future[None]]:
+        """Start moving all chunks of a key; their checksums are stored in `sums`."""
+        chunks = zip(self._places[key], self._views(key, buffer), strict=True)
+        return [
+            self._threads.submit(self._move, move, place, view, files, before, sums, number)
+            for number, (place, view) in enumerate(chunks)
+        ]
 
     def _views(self, key: Key, buffer: Tensor) -> list[memoryview]:
         whole, views, start = buffer.numpy().data, [], 0
@@ -123,7 +180,16 @@ class StateFiles:
             start += place.length
         return views
 
-    def _move(self, move: Move, place: Place, view: memoryview, before: Sequence[Future[None]]) -> None:
+    def _move(
+        self,
+        move: Move,
+        place: Place,
+        view: memoryview,
+        files: Sequence[int],
+        before: Sequence[Future[None]],
+        sums: list[int] | None,
+        number: int,
+    ) -> None:
         """Read or write one chunk. Writes were submitted earlier than what waits for them: some thread makes them."""
         for each in before:
             each.result()
@@ -131,12 +197,14 @@ class StateFiles:
         try:
             with (self.reads if move is os.preadv else self.writes)[folder].request(length):
                 while done < length:
-                    count = move(self._files[folder], [view[done:]], offset + done)
+                    count = move(files[folder], [view[done:]], offset + done)
                     if count == 0:
                         raise OSError(errno.EIO, "the file has become shorter")
                     done += count
+            if sums is not None:
+                sums[number] = zlib.crc32(view)
             if not self._is_direct[folder]:
-                os.posix_fadvise(self._files[folder], offset, length, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(files[folder], offset, length, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             doing = "read" if move is os.preadv else "written"
             raise StateFileError(
@@ -148,8 +216,9 @@ class StateFiles:
 class Visit:
     """A stage's states in host memory, from the submission of its update until they are written."""
 
-    def __init__(self, stage: int) -> None:
-        self.stage = stage
+    def __init__(self, stage: int, version: Version | None = None) -> None:
+        """`version` is the one that the states are written to."""
+        self.stage, self.version = stage, version
         self._has_begun = threading.Event()
         self.reads: list[Future[None]] = []
         self._buffer: Tensor | None = None
@@ -188,14 +257,16 @@ class StateBuffers:
         num_stages: int,
         *,
         gradient_bytes: int = 0,
+        gradient_files: StateFiles | None = None,
         waiting: Collection[int] = (),
         allocate: Callable[[int], Tensor] = lambda size: map_zeros(size, uint8),
     ) -> None:
         """`num_bytes` is the size of the largest stage; gradients follow it. `allocate` returns uint8 [size] zeros.
 
-        Gradients of the stages that are `waiting` are in the files, as `gradient_key`, until their update.
+        Gradients of the stages that are `waiting` are in `gradient_files`, as `gradient_key`, until their update.
         """
         self.files, self.waiting, self.gradient_start = files, waiting, padded(num_bytes)
+        self._gradient_files = gradient_files or files
         size = self.gradient_start + padded(gradient_bytes)
         self._free = [allocate(size) for _ in range(min(NUM_STATE_BUFFERS, num_stages))]
         self.num_bytes = sum(buffer.nbytes for buffer in self._free)
@@ -204,7 +275,7 @@ class StateBuffers:
 
     def visit(self, stage: int, *, reads: bool = True) -> Visit:
         """Begin to read a stage, if it `reads`, as soon as a buffer is free."""
-        visit = Visit(stage)
+        visit = Visit(stage, self.files.version)
         with self._lock:
             self._waiting.append((visit, reads))
         self._begin()
@@ -213,12 +284,13 @@ class StateBuffers:
     def end(self, visit: Visit) -> None:
         """Write the states of a visit, and give its buffer to another one after that."""
         buffer = visit.buffer()
-        self._free_after(self.files.write(visit.stage, buffer), buffer)
+        self._free_after(self.files.write(visit.stage, buffer, visit.version), buffer)
 
     def end_with_gradients(self, visit: Visit) -> None:
         """Write the gradients of a visit that reads nothing, and give its buffer to another one after that."""
         room = visit.room()
-        self._free_after(self.files.write(gradient_key(visit.stage), room[self.gradient_start :]), room)
+        writes = self._gradient_files.write(gradient_key(visit.stage), room[self.gradient_start :])
+        self._free_after(writes, room)
 
     def _free_after(self, writes: Sequence[Future[None]], buffer: Tensor) -> None:
         left, lock = [len(writes)], threading.Lock()
@@ -249,8 +321,13 @@ class StateBuffers:
                 (visit, reads), buffer = self._waiting.popleft(), self._free.pop()
                 found = self.files.read(visit.stage, buffer) if reads else []
                 if reads and visit.stage in self.waiting:
-                    found += self.files.read(gradient_key(visit.stage), buffer[self.gradient_start :])
+                    found += self._gradient_files.read(gradient_key(visit.stage), buffer[self.gradient_start :])
                 visit.begin(buffer, found)
+
+
+def weights_key(stage: int) -> Key:
+    """Return the key of a stage's weights, which are on disks with durable steps."""
+    return stage, "weights"
 
 
 def gradient_key(stage: int) -> Key:
@@ -271,21 +348,35 @@ def wait(moves: Sequence[Future[None]]) -> None:
 
 
 def _new_file(folder: Path, size: int) -> int:
-    """Return an unlinked file of `size` bytes in `folder`, open for direct I/O where the file system has that."""
-    try:
+    """Return an unlinked file of `size` bytes in `folder`."""
+    with explained_for(folder, size):
         folder.mkdir(parents=True, exist_ok=True)
         file, name = tempfile.mkstemp(prefix="mobius-states-", dir=folder)
         try:
-            os.posix_fallocate(file, 0, max(size, 1))
-            try:
-                direct = os.open(name, os.O_RDWR | os.O_DIRECT)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                direct = os.dup(file)
+            return open_direct(name, file, size)
         finally:
-            os.close(file)
             os.unlink(name)
+
+
+def open_direct(name: str | Path, file: int, size: int) -> int:
+    """Give `file`, which is `name`, `size` bytes and reopen it for direct I/O where its file system has that."""
+    try:
+        os.posix_fallocate(file, 0, max(size, 1))
+        try:
+            return os.open(name, os.O_RDWR | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return os.dup(file)
+    finally:
+        os.close(file)
+
+
+@contextmanager
+def explained_for(folder: Path, size: int) -> Iterator[None]:
+    """Turn OSErrors of making a file of `size` bytes in `folder` into StateFileError."""
+    try:
+        yield
     except OSError as error:
         detail = reason_of(error)
         if error.errno == errno.ENOSPC:
@@ -295,8 +386,8 @@ def _new_file(folder: Path, size: int) -> int:
             f"--offload_states_to {folder}: no file for optimizer states can be made there: {detail}. Name a folder on "
             "a disk with more space."
         ) from error
-    return direct
 
 
-def _reads_directly(file: int) -> bool:
+def reads_directly(file: int) -> bool:
+    """Whether an open file is read and written past the page cache."""
     return bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)

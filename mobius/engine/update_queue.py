@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mobius.activity import Activity
+from mobius.engine.slot_files import SlotPlace
 
 
 @dataclass
@@ -43,14 +44,15 @@ class UpdateQueue:
         has_thread: bool = True,
         state_folders: Sequence[Path] = (),
         has_gradient_files: bool = False,
+        state_slots: SlotPlace | None = None,
     ) -> None:
         """Report the updated stage to `activity`; the thread calls `prepare` first. Without it, `submit` updates.
 
         `state_folders`: where the states are between updates, if that is not host memory; and gradients that wait for
-        other stages, with `has_gradient_files`.
+        other stages, with `has_gradient_files`. `state_slots`: where versions of the states are kept, if they are.
         """
         self._activity, self.has_thread, self.state_folders = activity or Activity(), has_thread, state_folders
-        self.has_gradient_files = has_gradient_files
+        self.has_gradient_files, self.state_slots = has_gradient_files, state_slots
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="optimizer", initializer=prepare)
         self._lock = threading.Lock()
         self._updates: dict[int, _Update] = {}

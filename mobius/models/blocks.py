@@ -140,6 +140,11 @@ class ModelParts:
         named = (item for block in self.blocks for item in block.parameter_shapes().items())
         return {name: shape for name, shape in named if adapted_linear(name) is None}
 
+    @property
+    def stores_in_order(self) -> bool:
+        """Whether the elements of each stored tensor are consecutive in a parameter."""
+        return all(piece.is_contiguous for pieces in self.parameter_pieces.values() for piece in pieces)
+
     @cached_property
     def parameter_pieces(self) -> Mapping[str, tuple[ParameterPiece, ...]]:
         """Parameter -> checkpoint tensors, where it is not stored under its own name. Raises CheckpointError."""

@@ -1,24 +1,31 @@
 """Optimizer states on a machine's disks: bytes that lie there, bytes that a run writes, and what is too much of either.
 
-Each step reads and writes all of them once, and the folders take turns, so that each has an equal part. Wear is what is
-written beside what the drives are rated for (TBW in their data sheets).
+Each step reads and writes all of them once, and the folders take turns, so that each has an equal part. Durable steps
+write weights as well, and take the space twice, for two slots. Wear is what is written beside what the drives are rated
+for (TBW in their data sheets).
 """
 
 from __future__ import annotations
 
+import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
 from mobius.atomic_files import nearest_folder
-from mobius.config.config import OptimizerStates, split_names
+from mobius.config.config import Config, DurableSteps, OptimizerStates, split_names
 from mobius.config.validation import find_problems
-from mobius.errors import StateFileError
+from mobius.errors import PlanError, StateFileError
+from mobius.log import RANK_ZERO_ONLY
 from mobius.planner.memory_estimates import estimate_host_memory
+from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.solver import PlanResult
+from mobius.schedule.partition import ModelShape
 from mobius.units import format_bytes
+
+logger = logging.getLogger(__name__)
 
 TERABYTE = 10**12
 USUAL_SHARE = 0.5
@@ -27,11 +34,15 @@ USUAL_SHARE = 0.5
 
 @dataclass(frozen=True)
 class DiskUse:
-    """Optimizer states of a node's pipelines on its disks, of which each step writes every byte."""
+    """Optimizer states of a node's pipelines on its disks."""
 
     folders: tuple[str, ...]
     num_bytes: int
     """Bytes in all folders together."""
+    written_bytes: int
+    """Bytes that a step writes to all folders together."""
+    keeps_steps: bool
+    """Whether each step is durable."""
     num_steps: int | None
     """Steps of the run; None where they follow from data that are not read."""
     has_gradients: bool
@@ -47,10 +58,18 @@ class DiskUse:
             return None
         is_open = optim.num_iterations is None and optim.num_train_epochs is not None
         folders, ratings = split_names(config.pipeline.offload_states_to), config.planning.disk_ratings
-        num_bytes = result.host_estimate.disk * result.request.machine.replicas_per_node
+        pipelines, host = result.request.machine.replicas_per_node, result.host_estimate
         ratings *= len(folders) if len(ratings) == 1 else 1
         has_gradients = result.request.sizes.has_gradients_on_disks
-        return cls(folders, num_bytes, None if is_open else optim.num_steps, has_gradients, ratings)
+        return cls(
+            folders,
+            host.disk * pipelines,
+            host.disk_writes * pipelines,
+            result.request.keeps_steps,
+            None if is_open else optim.num_steps,
+            has_gradients,
+            ratings,
+        )
 
     @property
     def bytes_of_folder(self) -> int:
@@ -58,12 +77,14 @@ class DiskUse:
 
     def written(self, num_steps: int) -> float:
         """Terabytes that so many steps write to all folders together."""
-        return num_steps * self.num_bytes / TERABYTE
+        return num_steps * self.written_bytes / TERABYTE
 
     def describe(self) -> str:
         """Bytes there, and what is written in 1,000 steps and in all of the run's."""
         each = f" ({format_bytes(self.bytes_of_folder)} in each)" if len(self.folders) > 1 else ""
         what = "optimizer states and gradients" if self.has_gradients else "optimizer states"
+        if self.keeps_steps:
+            what = f"weights and {what} of two steps (--durable_steps)"
         text = f"{format_bytes(self.num_bytes)} of {what} are in {','.join(self.folders)}{each}: 1,000 steps "
         text += f"write {format_terabytes(self.written(1000))}"
         if self.num_steps is not None:
@@ -83,7 +104,8 @@ class DiskUse:
                     f"--offload_states_to {folder}: {format_bytes(need)} of optimizer states would be on its file "
                     f"system, {format_bytes(free)} is free ({format_bytes(self.num_bytes)} are shared by "
                     f"{len(self.folders)} folder(s)). Free some space, name folders on more or larger disks, or store "
-                    "fewer bytes: --optimizer_states compact, more --resident_stages."
+                    "fewer bytes: --optimizer_states compact, more --resident_stages"
+                    f"{', --durable_steps off' if self.keeps_steps else ''}."
                 )
 
 
@@ -111,15 +133,58 @@ def check_disks(result: PlanResult, *, is_here: bool) -> None:
         use.check_space()
 
 
+def with_room_for_steps(
+    machine: Machine, config: Config, shape: ModelShape, *, is_possible: bool, agree: Callable[[int], int] = int
+) -> Machine:
+    """Return `machine` with whether its disks have room for durable steps.
+
+    `agree` returns the least of all ranks' numbers. Not `is_possible` for models whose stored weights are not parts of
+    their memory. Raises PlanError if they are asked for then.
+    """
+    folders, steps = config.pipeline.state_folders, config.pipeline.durable_steps
+    is_elsewhere = config.planning.card is not None
+    if not folders or steps is DurableSteps.OFF or machine.num_replicas > 1 or is_elsewhere:
+        return machine
+    if steps is DurableSteps.ON:
+        if not is_possible:
+            raise PlanError(
+                "--durable_steps on: this model's experts are stored in another order than in memory. Use off."
+            )
+        return machine
+    sizes = replace(PlanRequest.of(config, shape, machine).sizes, has_disks=True, keeps_steps=True)
+    trained_layers = shape.layer_parameters if shape.trained is None else shape.trained.layers
+    frozen = shape.num_parameters - shape.num_trained
+    need = sizes.stored(shape.num_trained, sum(trained_layers), frozen=frozen)
+    devices = [_place(str(folder)).stat().st_dev for folder in folders]
+    fits = (
+        devices.count(device) * ceil(need / len(folders)) <= _free_for_steps(folder, config.slots_name)
+        for folder, device in zip(folders, devices, strict=True)
+    )
+    has_room = bool(agree(int(is_possible and all(fits))))
+    if not has_room and is_possible:
+        logger.info(
+            "steps are not durable: two of them take %s in %s (--durable_steps)",
+            *(format_bytes(need), config.pipeline.offload_states_to),
+            extra=RANK_ZERO_ONLY,
+        )
+    return replace(machine, may_keep_steps=has_room)
+
+
 def _fewer_writes(result: PlanResult, use: DiskUse, limit: float) -> Iterator[str]:
     """Changes with which a run writes less than now; `limit`: the terabytes that it may write."""
     request, written = result.request, use.written(use.num_steps or 0)
     config = replace(request.config, optim=replace(request.config.optim, optimizer_states=OptimizerStates.COMPACT))
-    less = estimate_host_memory(replace(request, config=config), result.plan).disk / result.host_estimate.disk
+    writes = estimate_host_memory(replace(request, config=config), result.plan).disk_writes
+    less = writes / result.host_estimate.disk_writes
     if less < 1 and not find_problems(config):
         yield f"--optimizer_states compact: {format_terabytes(less * written)}"
     if steps := int(limit / use.written(1)):
         yield f"fewer steps: --num_iterations {steps}, or for as many samples a larger --batch_size"
+    if use.keeps_steps:
+        off = replace(config.pipeline, durable_steps=DurableSteps.OFF)
+        fewer = replace(request, config=replace(request.config, pipeline=off))
+        less = estimate_host_memory(fewer, result.plan).disk_writes / result.host_estimate.disk_writes
+        yield f"--durable_steps off: {format_terabytes(less * written)}"
     if request.config.planning.max_disk_writes is None:
         drives = ceil(written / (USUAL_SHARE * min(use.ratings)))
         yield f"more drives like these: {drives} in place of {len(use.folders)}"
@@ -133,3 +198,9 @@ def format_terabytes(terabytes: float) -> str:
 
 def _place(folder: str) -> Path:
     return nearest_folder(Path(folder).expanduser())
+
+
+def _free_for_steps(folder: Path, name: str) -> int:
+    """Return the bytes that a run may take in a folder: what is free, and what its earlier start has there."""
+    own = sum(path.stat().st_size for path in (folder / name).rglob("*.raw"))
+    return own + shutil.disk_usage(nearest_folder(folder)).free

@@ -23,7 +23,7 @@ from mobius.models.blocks import ModelParts
 from mobius.models.config_rules import max_positions_warning
 from mobius.models.families import load_planned_config
 from mobius.models.weights import check_model_weights
-from mobius.planner.disk_use import check_disks
+from mobius.planner.disk_use import check_disks, with_room_for_steps
 from mobius.planner.fit import DoesNotFitError
 from mobius.planner.gpu_specs import GPU_SPECS, find_gpu_spec
 from mobius.planner.measured_disks import measured_rates
@@ -65,12 +65,13 @@ def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = Non
             check_model_weights(model.folder, parts, config.model)
         if (warning := max_positions_warning(model.config, config.data.seq_length)) is not None:
             logger.warning("%s", warning)
-    shape, name = parts.shape(), model.name or config.model.model_path
-    logger.info("plan of %s: %s, %s", name, shape.describe(), config.model.dtype)
+    shape = parts.shape()
+    logger.info("plan of %s: %s, %s", model.name or config.model.model_path, shape.describe(), config.model.dtype)
     available = None  # of another machine nothing is known but what is said
     if config.planning.card is None or config.pipeline.host_memory_limit is not None:
         available = host_bytes_per_pipeline(config, machine.replicas_per_node)
     try:
+        machine = with_room_for_steps(machine, config, shape, is_possible=parts.stores_in_order)
         found = solve(PlanRequest.of(config, shape, machine), layer=None if machine.on_cpu else estimated_layer)
     except DoesNotFitError as error:
         logger.info("the run does not fit")

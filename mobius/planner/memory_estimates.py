@@ -62,9 +62,13 @@ class HostMemoryEstimate:
     attention: int = 0
     """Part of `offloaded_activations`: attention's results."""
     state_buffers: int = 0
-    """Optimizer states of the stages that are updated, if states are on disks."""
+    """Optimizer states of the stages that are updated, if states are on disks, and copies of resident stages."""
     disk: int = 0
-    """Optimizer states on disks, which take no memory."""
+    """Optimizer states on disks, which take no memory, and what else is there."""
+    disk_reads: int = 0
+    """Bytes that a step reads from disks."""
+    disk_writes: int = 0
+    """Bytes that a step writes to disks."""
 
     @property
     def total(self) -> int:
@@ -105,7 +109,7 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
     """
     streamed = streamed_bytes = resident = resident_bytes = 0
     shape, sizes = request.shape, request.sizes
-    on_disks, in_buffers, arriving = (dict[int, int]() for _ in range(3))
+    in_buffers, arriving = (dict[int, int]() for _ in range(2))
     for cut in plan.cuts:
         trained, is_streamed = cut.num_trained(shape), cut.stage not in plan.resident
         frozen = cut.num_parameters(shape) - trained
@@ -116,7 +120,6 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
             offloads_sums = plan.offloads_gradient_sums(cut.stage % plan.num_ranks)
             own = trained * streams_trained, cut.num_trained_in_layers(shape) * streams_trained
             if sizes.has_disks:
-                on_disks[cut.stage] = sizes.on_disks(*own)
                 in_buffers[cut.stage] = sizes.optimizer(*own)
             if request.shares_gradient_memory(cut.stage) and not offloads_sums:
                 arriving[cut.stage] = sizes.gradients(own[0])
@@ -146,6 +149,7 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
         own_stages = plan.streamed_stages(rank)
         largest = (max((each.get(stage, 0) for stage in own_stages), default=0) for each in (in_buffers, arriving))
         buffers += min(NUM_STATE_BUFFERS, len(own_stages)) * sum(largest)
+    on_disks, copied = _disk_bytes(request, plan)
     return HostMemoryEstimate(
         plan.num_ranks,
         streamed,
@@ -155,9 +159,24 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
         each,
         offloaded_activations,
         attention,
-        buffers,
-        sum(on_disks.values()),
+        buffers + copied,
+        *on_disks,
     )
+
+
+def _disk_bytes(request: PlanRequest, plan: Plan) -> tuple[tuple[int, int, int], int]:
+    """Return the bytes on disks, read and written in a step, and those of copies in host memory that are written."""
+    stored = read = written = copied = 0
+    shape, sizes = request.shape, request.sizes
+    for cut in plan.cuts if sizes.has_disks or sizes.keeps_steps else ():
+        is_streamed = cut.stage not in plan.resident and not shape.keeps_trained_on_gpu
+        own = cut.num_trained(shape), cut.num_trained_in_layers(shape)
+        frozen = cut.num_parameters(shape) - own[0]
+        stored += sizes.stored(*own, frozen=frozen, is_streamed=is_streamed)
+        read += is_streamed * sizes.on_disks(*own)
+        written += sizes.written(*own, frozen=frozen, is_streamed=is_streamed)
+        copied += (not is_streamed) * sizes.written(*own, frozen=frozen, is_streamed=False)
+    return (stored, read, written), copied
 
 
 @dataclass(frozen=True)

@@ -168,11 +168,12 @@ def describe_disks(result: PlanResult) -> str:
         return "no optimizer states"
     if disks is None:
         return f"{use.describe()}; the predicted seconds leave the disks out (--disk_rate)"
-    own, source = result.host_estimate.disk, ""
+    host, source = result.host_estimate, ""
     if result.request.config.planning.disk_rate is None:
         source = " as an earlier run measured"
         source += ", in a burst that caches of drives may have taken: they may be slower" * disks.is_burst
-    seconds = f"a step reads them in {own / disks.read:.2f} s and writes them in {own / disks.write:.2f} s{source}"
+    read, written = host.disk_reads / disks.read, host.disk_writes / disks.write
+    seconds = f"a step reads them in {read:.2f} s and writes them in {written:.2f} s{source}"
     return f"{use.describe()}; {seconds}"
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from mobius.config.config import Compile, Config, Dtype, OptimizerStates, Order, Recompute, ReduceDtype
+from mobius.config.config import Compile, Config, Dtype, DurableSteps, OptimizerStates, Order, Recompute, ReduceDtype
 from mobius.limits import NUM_INCOMING_EDGES, NUM_MAILBOXES
 from mobius.planner.gpu_specs import GpuSpec, Host
 from mobius.planner.peak_memory import estimate_layer
@@ -62,6 +62,8 @@ class Machine:
     """Machines, each of which has equally many of the replicas."""
     disks: DiskRates | None = None
     """Rates that runs have measured of a node's disks with optimizer states; None where none has."""
+    may_keep_steps: bool = True
+    """Whether disks have room for durable steps, as far as that is known."""
     node_link: float = NODE_LINK
     """GB/s of a machine's link to the others, in each direction."""
 
@@ -296,10 +298,20 @@ class PlanRequest:
             states=self.config.optim.optimizer_states,
             has_disks=self.config.pipeline.offload_states_to is not None,
             has_gradients_on_disks=self.config.pipeline.gradients_on_disks and self._clips,
+            keeps_steps=self.keeps_steps,
             has_partial_sums=self.candidate.has_partial_sums,
             num_replicas=self.machine.num_replicas,
             reduced=2 if self.config.pipeline.reduce_dtype is ReduceDtype.BF16 else SUM_BYTES,
         )
+
+    @property
+    def keeps_steps(self) -> bool:
+        """Whether each step is made durable on the disks that have the optimizer states."""
+        pipeline = self.config.pipeline
+        if pipeline.durable_steps is DurableSteps.AUTO:
+            may = self.machine.may_keep_steps and self.machine.num_replicas == 1
+            return may and pipeline.offload_states_to is not None
+        return pipeline.durable_steps is DurableSteps.ON
 
     @property
     def reduced_format(self) -> str:

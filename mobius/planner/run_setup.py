@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from mobius.hardware.host_memory import available_host_bytes, own_host_bytes, to
 from mobius.models.blocks import ModelParts
 from mobius.models.family_support import checked_families, unpackable_reason, unsliceable_reason
 from mobius.models.router_loss import refuse_slices
-from mobius.planner.disk_use import check_disks
+from mobius.planner.disk_use import check_disks, with_room_for_steps
 from mobius.planner.fit import DoesNotFitError, may_keep_products
 from mobius.planner.gpu_specs import SUSTAINED_SHARE, Host, gpu_spec_of_device
 from mobius.planner.layer_bench import MicrobatchShape, measure_layer_bytes
@@ -185,6 +187,8 @@ def draft_run_setup(
     machine = replace(machine, disks=_measured_disks(config, met))
     parts = ModelParts(model_config, device, compiled=compiles(config, machine), adapters=config.adapters)
     shape = parts.shape()
+    agree: Callable[[int], int] = int if met is None else partial(smallest_of_all, met)
+    machine = with_room_for_steps(machine, config, shape, is_possible=parts.stores_in_order, agree=agree)
     if saved is not None:
         digest = ModelDigest.of(shape, config.model.dtype)
         numbers = {"num_ranks": ranks.num_pipeline_ranks, "num_replicas": ranks.num_replicas}

@@ -45,6 +45,8 @@ class ByteSizes:
     """Whether optimizer states of streamed stages are on disks."""
     has_gradients_on_disks: bool = False
     """Whether their gradients wait there, too."""
+    keeps_steps: bool = False
+    """Whether each step's states and weights are kept on disks until the next one's are: in two slots."""
     layer_state: float | None = None
     """Optimizer state per parameter of a layer; None: as `per_optimizer`, which other parameters have."""
 
@@ -93,10 +95,24 @@ class ByteSizes:
         return self.per_optimizer * share - saved
 
     def on_disks(self, trained: int, layers: int) -> int:
-        """Return the bytes that a step reads from disks and writes to them, for parameters as of `optimizer`."""
+        """Return the bytes that a step reads from disks for a streamed stage, parameters as of `optimizer`."""
         return self.has_disks * (
             self.optimizer(trained, layers) + self.has_gradients_on_disks * self.gradients(trained)
         )
+
+    def written(self, trained: int, layers: int, *, frozen: int = 0, is_streamed: bool = True) -> int:
+        """Return the bytes that a step writes to disks for a stage, for parameters as of `optimizer`."""
+        if not is_streamed:
+            return self.keeps_steps * (self.weight * (trained + frozen) + self.optimizer(trained, layers))
+        weights = self.weight * (trained + frozen) if trained else 0  # those of frozen stages are there already
+        return self.on_disks(trained, layers) + self.keeps_steps * weights
+
+    def stored(self, trained: int, layers: int, *, frozen: int = 0, is_streamed: bool = True) -> int:
+        """Return the bytes of a stage on disks, for parameters as of `optimizer`."""
+        states = self.optimizer(trained, layers) * (self.has_disks if is_streamed else self.keeps_steps)
+        gradients = is_streamed * self.has_gradients_on_disks * self.gradients(trained)
+        weights = self.keeps_steps * self.weight * (trained + frozen)
+        return (1 + self.keeps_steps) * (states + weights) + gradients
 
     def gradients(self, trained: int) -> int:
         """Return the host bytes of a streamed stage's finished gradients."""

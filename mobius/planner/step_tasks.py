@@ -417,7 +417,8 @@ class StepTasks:
 
     def _write_states(self, rank: int, stage: int) -> None:
         state = self.ranks[rank]
-        flow = self.flows.disk_write(self._state_bytes(stage))
+        cost = self.costs[stage]
+        flow = self.flows.disk_write(self.rules.sizes.written(cost.parameters, cost.trained_in_layers))
         state.written[stage] = self._task(f"states written {rank}", flow, [state.updates[stage]])
         state.buffers.append(state.written[stage])
 

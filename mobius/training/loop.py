@@ -14,16 +14,19 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from mobius.checkpoint.contents import StepMetadata
+from mobius.checkpoint.durable_steps import DurableSteps
 from mobius.checkpoint.folders import checkpoint_path
 from mobius.checkpoint.resume import LAUNCH, REPLICAS, TRACKER_RUN
 from mobius.checkpoint.run_folder import OutputFolder
-from mobius.checkpoint.saver import CheckpointSaver, StepMetadata
+from mobius.checkpoint.saver import CheckpointSaver
 from mobius.config.config import BestMetric, EvalStrategy, SaveStrategy, steps_between
 from mobius.errors import CheckpointError, NonFiniteLossError, quoted
 from mobius.log import RANK_ZERO_ONLY
@@ -32,7 +35,6 @@ from mobius.regular_files import typed_object
 from mobius.reporting.events import Evaluated, StepMetrics
 from mobius.reporting.run_log import METRICS_FILE, RunLog
 from mobius.reporting.summary import StepTotals
-from mobius.reporting.trainer_state import TrainerState
 from mobius.signal_handling import RunStatus
 from mobius.training.evaluation.evaluator import EvaluationResult, Evaluator
 from mobius.training.session import Session
@@ -137,6 +139,8 @@ class TrainingLoop:
     best: BestEvaluation
     best_saved: BestEvaluation
     """Best evaluation among those with a checkpoint."""
+    durable: DurableSteps | None = None
+    """Makes each step a checkpoint, if optimizer states are on disks."""
     steps: StepTotals = field(default_factory=StepTotals)
     evaluated_step: int | None = None
     """Step whose weights were evaluated last."""
@@ -150,6 +154,12 @@ class TrainingLoop:
         self._metrics_file = self.output.training_folder / METRICS_FILE
         self._older = "" if self.output.older_results is None else f", and {self.output.save_dir} is as it was"
         """End of what an interruption prints if no checkpoint is saved: the older results in the folder."""
+
+    @property
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint, on the first rank."""
+        durable = None if self.durable is None else self.durable.newest
+        return durable or (None if self.saver is None else self.saver.newest)
 
     def run(self) -> StopReason:
         """Train to the last step or an earlier stop; a signal or time limit saves a checkpoint first; collective.
@@ -192,6 +202,8 @@ class TrainingLoop:
         self.trainer.drain()
         if self.saver is not None:
             self.saver.finish()
+        if self.durable is not None:
+            self.durable.finish()
         return ending
 
     def local(self) -> Sequence[float]:
@@ -262,31 +274,42 @@ class TrainingLoop:
         )
         if self.saver is not None and (is_due or ending in (StopReason.SIGNAL, StopReason.TIME)):
             self._save(metrics, result, ending or (StopReason.LAST_STEP if is_last else None))
+        if self.durable is not None:
+            number = 0 if self.saver is None else self.saver.save_number
+            self.durable.after_step(self._metadata(metrics, result), save_number=number)
         self._update_run_status(step)
         return ending
 
     def _save(self, metrics: StepMetrics, result: EvaluationResult | None, ending: StopReason | None) -> None:
         assert self.saver is not None, "nothing is saved"
         is_best = result is not None and self.best_saved.update(result, metrics.step)
-        state: TrainerState | str = ""
-        if self.log is not None:
-            if self.best.step == metrics.step and self.best.value is not None and result is not None:
-                self.log.state.set_best(
-                    self.best.value, metrics.step, checkpoint_path(self.output.save_dir, metrics.step)
-                )
-            state = self.log.state.snapshot()
+        if (
+            self.log is not None
+            and self.best.step == metrics.step
+            and self.best.value is not None
+            and result is not None
+        ):
+            self.log.state.set_best(self.best.value, metrics.step, checkpoint_path(self.output.save_dir, metrics.step))
+        self.saver.save(self._metadata(metrics, result, is_best=is_best, follows=_FOLLOWS[ending]))
+
+    def _metadata(
+        self,
+        metrics: StepMetrics,
+        result: EvaluationResult | None,
+        *,
+        is_best: bool = False,
+        follows: str = _FOLLOWS[None],
+    ) -> StepMetadata:
         metric = None if result is None else result.numbers[self.best.metric.value]
-        self.saver.save(
-            StepMetadata(
-                step=metrics.step,
-                counts=self.trainer.counts,
-                epoch=metrics.epoch,
-                metric=metric if metric is not None and math.isfinite(metric) else None,
-                is_best=is_best,
-                trainer_state=state,
-                loop_state=self._loop_state(),
-                follows=_FOLLOWS[ending],
-            )
+        return StepMetadata(
+            step=metrics.step,
+            counts=self.trainer.counts,
+            epoch=metrics.epoch,
+            metric=metric if metric is not None and math.isfinite(metric) else None,
+            is_best=is_best,
+            trainer_state="" if self.log is None else self.log.state.snapshot(),
+            loop_state=self._loop_state(),
+            follows=follows,
         )
 
     def _loop_state(self) -> dict[str, Any]:
@@ -310,20 +333,22 @@ class TrainingLoop:
         total = self._config.optim.num_steps
         where = f"after step {step} of {total}" if step else f"in step 1 of {total}"
         numbers = f"every step's numbers are in {self._metrics_file}"
-        if self.saver is None:
+        if self.saver is None and self.durable is None:
             lost = f"{where}: training is lost, because only the end is saved; {numbers}{self._older}"
             self.run_status.set_status(lost)
             return
-        saver = self.saver
 
         def left() -> str:
-            saved = f"the newest checkpoint is {saver.newest}"
-            return f"{where}: {saved if saver.newest else _NOTHING_SAVED}; {numbers}"
+            newest = self.newest
+            return f"{where}: {f'the newest checkpoint is {newest}' if newest else _NOTHING_SAVED}; {numbers}"
+
+        self.run_status.set_status(left)
+        if (saver := self.saver) is None:
+            return
 
         def lost_now() -> str:
             return f"training since step {saver.newest_step} would be lost"
 
-        self.run_status.set_status(left)
         if step < total and can_save:
             self.run_status.save_on_signal(lost_now, seconds=self._seconds_to_save())
         else:

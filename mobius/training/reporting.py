@@ -142,7 +142,8 @@ def log_disk_rates(session: Session, since: float) -> None:
     folders, arena = split_names(session.run_setup.config.pipeline.offload_states_to), session.stages.arena
     if not folders:
         return
-    traffic, ranks = ((), ()) if arena is None else arena.disk_traffic, session.run_setup.rank_context.ranks
+    files, ranks = None if arena is None else arena.state_files, session.run_setup.rank_context.ranks
+    traffic = ((), ()) if files is None else (files.reads, files.writes)
     for mount, rates in keep_rates(folders, traffic, since=since, ranks=ranks, all_ranks=session.all_ranks).items():
         kind = "in a burst that its cache may have taken" if rates.is_burst else "sustained"
         text = (

@@ -17,6 +17,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from mobius.activity import Activity
+from mobius.checkpoint.contents import CheckpointContents
+from mobius.checkpoint.durable_steps import DurableSteps, remove_slots, slot_place
 from mobius.checkpoint.export import save_model
 from mobius.checkpoint.folders import checkpoint_path
 from mobius.checkpoint.merged_model import merged_folder
@@ -26,6 +28,7 @@ from mobius.checkpoint.resume import find_resume
 from mobius.checkpoint.run_folder import OutputFolder
 from mobius.checkpoint.run_settings import check_disk_space_for_run, count_saves, prepare_output, write_settings
 from mobius.checkpoint.saver import CheckpointSaver
+from mobius.checkpoint.slot_reader import SlotReader
 from mobius.checkpoint.trained_weights import check_trained_weights, has_changed
 from mobius.config.config import Config
 from mobius.config.launch import resume_command
@@ -33,6 +36,7 @@ from mobius.data.chat_templates import resolve_template
 from mobius.distributed.node_checks import check_same_data, join_replicas
 from mobius.distributed.rendezvous import open_watchdog_store
 from mobius.distributed.watchdog import Watchdog
+from mobius.engine.slot_files import SlotFiles, SlotPlace
 from mobius.errors import CheckpointError, MobiusError
 from mobius.hardware.cpu_dtype import resolve_dtype
 from mobius.models.families import load_model_config, locate_model
@@ -170,6 +174,8 @@ class TrainingRun:
         self.steps_before = 0 if resume is None else resume.num_steps_done
         self.epochs_before = 0.0 if resume is None else resume.epochs_done
         self.loop_state = {} if resume is None else resume.loop_state
+        self.slots: SlotPlace | None = None
+        """Where the steps of a run are kept that makes each of them durable."""
         self.watchdog = Watchdog(
             Activity(),
             ranks,
@@ -258,6 +264,9 @@ class TrainingRun:
 
     def _load(self, run_setup: RunSetup) -> None:
         """Meet the other ranks, settle the plan, and fill the stages."""
+        if run_setup.result.request.keeps_steps and self.config.evaluation.do_train:
+            resumed_from = None if self.resume is None else self.resume.reader.path
+            self.slots = slot_place(self.config, self.ranks, resumed_from)
         self.session = open_session(
             run_setup,
             self.model_folder,
@@ -266,6 +275,7 @@ class TrainingRun:
             on_part_done=self.startup.mark,
             checkpoint=None if self.resume is None else self.resume.reader,
             activity=self.watchdog.activity,
+            slots=self.slots,
         )
         self.config = self.session.run_setup.config
 
@@ -318,6 +328,7 @@ class TrainingRun:
         """Put together what trains, saves, evaluates and logs."""
         resume, session, config = self.resume, self.session, self.config
         self.saver = self._make_saver() if config.evaluation.do_train and config.saving.is_on else None
+        self.durable = self._make_durable()
         evaluator = None
         if config.evaluation.evaluates:
             parts = self.data.evaluation_parts()
@@ -327,11 +338,13 @@ class TrainingRun:
             self.data.batches,
             num_steps_done=self.steps_before,
             counts=None if resume is None else resume.counts,
-            before_update=None if self.saver is None else self.saver.before_update,
+            before_update=self._before_update,
         )
         state = resume.trainer_state().continued(config) if resume is not None and session.is_first else None
         if session.is_first:
             self.output.begin()
+        if self.durable is not None:
+            self.durable.begin(None if resume is None else resume.reader)
         run_id = None if resume is None else resume.tracker_run_id
         self.log = open_log(session.run_setup, self.output.training_folder, state, tracker_run_id=run_id)
         if self.log is not None:
@@ -353,17 +366,43 @@ class TrainingRun:
             epoch=self.epochs_before,
             best=best,
             best_saved=self._best(BEST_SAVED),
+            durable=self.durable,
         )
 
-    def _make_saver(self) -> CheckpointSaver:
-        saver = CheckpointSaver(
+    def _before_update(self, stage: int) -> None:
+        """Return when the state of `stage` may change: what is saved of it is copied."""
+        for saver in (self.saver, self.durable):
+            if saver is not None:
+                saver.before_update(stage)
+
+    def _contents(self) -> CheckpointContents:
+        return CheckpointContents(
             self.session,
-            self.output.save_dir,
             self.model_files,
             data_fingerprint=self.data.fingerprint(),
             origin=self.origin,
             base=self.base,
-            on_complete=self.output.remove_older_results,
+        )
+
+    def _make_durable(self) -> DurableSteps | None:
+        """Return what makes each step durable, in the folders of optimizer states; collective."""
+        if self.slots is None or not self.config.evaluation.do_train:
+            return None
+        arena = self.session.stages.arena
+        files = None if arena is None else arena.state_files
+        assert files is None or isinstance(files, SlotFiles)
+        return DurableSteps(
+            self.session,
+            self.output.save_dir,
+            self._contents(),
+            place=self.slots,
+            folders=self.config.pipeline.state_folders,
+            files=files,
+        )
+
+    def _make_saver(self) -> CheckpointSaver:
+        saver = CheckpointSaver(
+            self.session, self.output.save_dir, self._contents(), on_complete=self.output.remove_older_results
         )
         if self.resume is not None:
             saver.resume_from(self.resume.reader.path, self.steps_before, self._best(BEST_SAVED).step)
@@ -387,10 +426,13 @@ class TrainingRun:
             self.log.close()
         text = "nothing is saved (--save_strategy no)" if saver is None else "no checkpoint could be saved"
         if saver is not None and saver.newest is not None:
-            inherited = None if resume is None else resume.inherited_save_dir
             text = f"the state is saved in {saver.newest}"
             if saver.newest_step != self.loop.trainer.num_steps_done:
                 text = f"this step could not be saved; the newest checkpoint is {saver.newest}"
+        elif self.durable is not None and self.durable.newest is not None:
+            text = f"the state is saved in {self.durable.newest}"
+        if self.loop.newest is not None:
+            inherited = None if resume is None else resume.inherited_save_dir
             text += f". To go on: {resume_command(command_words(), save_dir=inherited)}"
         self.session.all_ranks.barrier()
         self.watchdog.stop()
@@ -422,6 +464,8 @@ class TrainingRun:
             loading, saving = self.loaded - self.startup.started, time.monotonic() - self.trained
             timings = {"loading": loading, "training": sum(steps.seconds), "saving": saving}
             problems += write_final_report(session.run_setup, steps, per_rank, timings)
+        if self.slots is not None and trains:
+            remove_slots(self.slots, self.config.pipeline.state_folders, self.output.save_dir)
         if problems and trains:
             problems.append(f"The model itself is complete and checked: {self.output.save_dir}.")
         if problems:
@@ -434,6 +478,8 @@ class TrainingRun:
         """
         session, resume, number = self.session, self.resume, len(self.loop.steps)
         before = session.source if resume is None else SavedWeights(resume.reader, session.run_setup.parts)
+        if resume is not None and isinstance(resume.reader, SlotReader):
+            before = None  # later steps have taken its place
         if not number or before is None:
             return True
         session.activity.start_action("the comparison with the weights before training")
@@ -490,6 +536,8 @@ class TrainingRun:
     def _disconnect(self) -> None:
         if self.saver is not None:
             self.saver.close()
+        if self.durable is not None:
+            self.durable.close()
         self.session.close()
 
     # predict

@@ -17,7 +17,7 @@ import torch
 from mobius.activity import Activity
 from mobius.checkpoint.reader import CheckpointReader
 from mobius.checkpoint.restore import restore
-from mobius.config.config import Dtype, ReduceDtype, split_names
+from mobius.config.config import Dtype, ReduceDtype
 from mobius.data.batches import Batch
 from mobius.distributed.mailboxes import Mailboxes
 from mobius.distributed.node_checks import check_same_residents
@@ -30,6 +30,7 @@ from mobius.engine.adamw import AdamWSettings, FlatAdamW
 from mobius.engine.adamw_cpu import load_adamw_cpu
 from mobius.engine.adamw_gpu import GPUAdamW
 from mobius.engine.optimizer_stepper import LossScaler, OptimizerStepper, StepCounts
+from mobius.engine.slot_files import SlotPlace
 from mobius.engine.stage import num_trained_tensors
 from mobius.engine.stage_memory import StageMemory
 from mobius.engine.tied_weights import TiedWeights
@@ -175,13 +176,14 @@ def open_session(
     on_part_done: Callable[[str], None] | None = None,
     checkpoint: CheckpointReader | None = None,
     activity: Activity | None = None,
+    slots: SlotPlace | None = None,
 ) -> Session:
     """Connect the ranks, resolve the plan, allocate the stages and load their weights; collective.
 
     `source` replaces the weights of `model_folder` (a benchmark's are random), `transport` is already connected.
     `on_plan_resolved` is called after the rehearsal with the plan that all ranks agree on; `on_part_done` with the name
     of each completed part: connections, measuring, rehearsal, weights. The state of `checkpoint` takes the place of
-    weights, but for those of an adapter's base, which it lacks.
+    weights, but for those of an adapter's base, which it lacks. `slots`: where states on disks are kept of each step.
     Each part reports its actions to `activity`, and the weights each tensor.
 
     Raises PlanError if the ranks disagree, and the errors of planning, memory and weights.
@@ -206,7 +208,7 @@ def open_session(
             "--reduce_dtype bf16 has no effect: there is one pipeline, without replicas to reduce gradients over"
         )
     activity.start_action("the memory of the stages and the rehearsal of a step")
-    updates = _update_queue(run_setup, activity)
+    updates = _update_queue(run_setup, activity, slots)
     with activity.warming_up():
         allocate = partial(_allocate_stages, updates=updates, transport=transport, spans=spans)
         run_setup, stages = allocate_stages_that_fit(run_setup, transport, allocate)
@@ -259,14 +261,14 @@ def _allocate_stages(
     )
 
 
-def _update_queue(run_setup: RunSetup, activity: Activity) -> UpdateQueue:
+def _update_queue(run_setup: RunSetup, activity: Activity, slots: SlotPlace | None) -> UpdateQueue:
     pipeline = run_setup.config.pipeline
-    folders = [Path(name).expanduser() for name in split_names(pipeline.offload_states_to)]
+    queue = partial(UpdateQueue, state_folders=pipeline.state_folders, state_slots=slots)
     if not pipeline.overlap_optimizer:
-        return UpdateQueue(has_thread=False, state_folders=folders)
+        return queue(has_thread=False)
     # The update thread enqueues the loads and all-gathers that follow an update.
     prepare = partial(use_device, run_setup.rank_context.device)
-    return UpdateQueue(activity, prepare=prepare, state_folders=folders, has_gradient_files=pipeline.gradients_on_disks)
+    return queue(activity, prepare=prepare, has_gradient_files=pipeline.gradients_on_disks)
 
 
 def _connect(run_setup: RunSetup, spans: Spans) -> Transport:

@@ -18,11 +18,12 @@ from harness.runs import make_checkpoint
 from harness.samples import dataset_of
 from torch import Tensor
 
+from mobius.checkpoint.contents import CheckpointContents, StepMetadata
 from mobius.checkpoint.folders import open_checkpoint
 from mobius.checkpoint.model_card import Origin
 from mobius.checkpoint.reader import CheckpointReader
 from mobius.checkpoint.saved_stage import SavedStage
-from mobius.checkpoint.saver import CheckpointSaver, StepMetadata
+from mobius.checkpoint.saver import CheckpointSaver
 from mobius.config.cli import given_options, parse_args
 from mobius.data.batches import TrainingBatches
 from mobius.data.mixture import WeightedSamples
@@ -261,7 +262,8 @@ def _bits(tensor: Tensor) -> Tensor:
 def _saver(session: Session, save_dir: Path) -> CheckpointSaver:
     folder = Path(session.run_setup.config.model.model_path)
     origin = Origin(str(folder), folder_has_weights(folder))
-    return CheckpointSaver(session, save_dir, read_model_files(folder), data_fingerprint="random", origin=origin)
+    contents = CheckpointContents(session, read_model_files(folder), data_fingerprint="random", origin=origin)
+    return CheckpointSaver(session, save_dir, contents)
 
 
 def make_single_trainer(folder: Path, options: str, *, is_tied: bool = False) -> tuple[Trainer, Session]:

@@ -20,6 +20,7 @@ from harness.runs import assert_equal_tensors, steps_of
 from harness.sessions import resume
 
 from mobius.checkpoint import saver, tensor_files
+from mobius.checkpoint.manifest import Manifest
 from mobius.checkpoint.run_settings import count_saves
 from mobius.config.cli import parse_args
 from mobius.errors import CheckpointError
@@ -201,7 +202,7 @@ def test_whatever_goes_wrong_at_the_end_of_a_save_is_told(
     def no_json(manifest: object) -> str:
         raise ValueError("Out of range float values are not JSON compliant")
 
-    monkeypatch.setattr(saver.Manifest, "to_json", no_json)
+    monkeypatch.setattr(Manifest, "to_json", no_json)
     run(*OPTIONS.split(), "--num_iterations", "4")
 
     (told,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]

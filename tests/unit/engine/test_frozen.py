@@ -51,7 +51,7 @@ def test_only_weights_are_taken_for_what_is_frozen(
     state = make_stage(dtype, gradient_dtype, is_resident=is_resident).state
     rest_of_master = {FP32: 0, BF16: 2, FP16: 4}[dtype]
     per_trained = gradient_dtype.itemsize + rest_of_master + 8
-    num_bytes = sum({tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in state.tensors}.values())
+    num_bytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in state.tensors}.values())
     assert num_bytes == ALL * dtype.itemsize + TRAINED * per_trained
 
 

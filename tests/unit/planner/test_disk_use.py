@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from harness.plan_requests import find_published_shape, request_of
 
-from mobius.config.config import Dtype, OptimizerStates
-from mobius.errors import StateFileError
-from mobius.planner.disk_use import DiskUse, check_disks
+from mobius.config.config import Dtype, DurableSteps, OptimizerStates
+from mobius.errors import PlanError, StateFileError
+from mobius.planner.disk_use import DiskUse, check_disks, with_room_for_steps
 from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.memory_estimates import estimated_layer
 from mobius.planner.request import Machine
@@ -27,6 +27,7 @@ BYTES = 10 * SHAPE.num_parameters
 
 def planned(machine: Machine | None = None, **options: Any) -> PlanResult:
     usual: dict[str, Any] = {"resident_stages": "0", "dtype": Dtype.BF16, "num_iterations": 6000}
+    usual["durable_steps"] = DurableSteps.OFF
     request = request_of(SHAPE, machine or Machine(4, CARD), **usual | {"offload_states_to": "/a,/b"} | options)
     return solve(request, layer=estimated_layer, is_preliminary=True)
 
@@ -49,6 +50,39 @@ def test_a_run_writes_its_steps_times_its_states() -> None:
     assert use.written(6000) == pytest.approx(6000 * BYTES / 1e12, rel=0.001)
     assert "(31.4 GiB in each): 1,000 steps write 67.4 TB, the run's 6,000 steps 404 TB" in use.describe()
     check_disks(planned(), is_here=False)
+
+
+def test_a_run_that_would_write_too_much_may_leave_durable_steps_out() -> None:
+    text = refusal(durable_steps=DurableSteps.ON, max_disk_writes=450)
+    assert "the run would write 485 TB (6,000 steps x 80.9 GB)" in text
+    assert "\n  --durable_steps off: 404 TB" in text
+
+
+def test_steps_are_durable_where_two_of_them_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    need, machine = 24 * SHAPE.num_parameters, Machine(4)
+    config = planned(durable_steps=DurableSteps.AUTO, offload_states_to=f"{tmp_path}/a,{tmp_path}/b").request.config
+
+    def may(free: float, *, is_possible: bool = True, smallest: int = 1) -> bool:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(free)))
+        agree = lambda own: min(own, smallest)  # noqa: E731
+        return with_room_for_steps(machine, config, SHAPE, is_possible=is_possible, agree=agree).may_keep_steps
+
+    assert may(1.001 * need)
+    assert not may(0.999 * need), "both folders are on one disk"
+    assert not may(2 * need, is_possible=False)
+    assert not may(2 * need, smallest=0), "another rank has no room"
+    earlier = tmp_path / "a" / config.slots_name / "slot-0"
+    earlier.mkdir(parents=True)
+    with (earlier / "states-0.raw").open("w") as file:
+        file.truncate(need)
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    assert may(0.5 * need), "what the start before has there is given back"
+
+
+def test_models_whose_experts_are_stored_in_another_order_have_no_durable_steps() -> None:
+    config = planned(durable_steps=DurableSteps.ON).request.config
+    with pytest.raises(PlanError, match="--durable_steps on: .* Use off"):
+        with_room_for_steps(Machine(4), config, SHAPE, is_possible=False)
 
 
 def test_each_node_has_the_states_of_its_own_pipelines() -> None:

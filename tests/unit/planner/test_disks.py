@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from harness.plan_requests import find_published_shape, request_of
 
-from mobius.config.config import Dtype, OptimizerStates
+from mobius.config.config import Dtype, DurableSteps, OptimizerStates
 from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.memory_estimates import estimated_layer
 from mobius.planner.plan_table import describe_disks
@@ -19,6 +19,7 @@ from mobius.planner.step_prediction import Resource, predict_step_seconds
 SHAPE = find_published_shape("7b")
 MACHINE = Machine(4, GPU_SPECS["RTX4090"])
 STREAMED: dict[str, Any] = {"resident_stages": "0", "batch_size": 64, "seq_length": 512, "dtype": Dtype.BF16}
+STREAMED["durable_steps"] = DurableSteps.OFF
 
 
 def planned(**options: Any) -> PlanResult:
@@ -52,10 +53,35 @@ def test_slow_disks_bound_a_step_and_fast_ones_take_the_hosts_memory_alone(clipp
     assert compact.step_seconds < 0.45 * slow.step_seconds
 
 
+def test_durable_steps_write_weights_and_resident_stages_too_and_take_the_space_twice() -> None:
+    options: dict[str, Any] = {"offload_states_to": "/a,/b", "disk_rate": "7,0.5"}
+    without, durable = (planned(**options, durable_steps=steps) for steps in (DurableSteps.OFF, DurableSteps.AUTO))
+    count = SHAPE.num_parameters
+    assert without.host_estimate.disk_writes == pytest.approx(10 * count, rel=0.001)
+    assert durable.host_estimate.disk_writes == pytest.approx(12 * count, rel=0.001)
+    assert durable.host_estimate.disk_reads == without.host_estimate.disk_reads
+    assert durable.host_estimate.disk == pytest.approx(24 * count, rel=0.001)
+    assert durable.step_seconds == pytest.approx(1.2 * without.step_seconds, rel=0.03)
+    assert "weights and optimizer states of two steps (--durable_steps)" in describe_disks(durable)
+
+
+def test_resident_stages_are_copied_to_host_memory_on_their_way_to_the_disks() -> None:
+    options: dict[str, Any] = {"offload_states_to": "/a", "disk_rate": "7,2", "num_stages": 32, "resident_stages": "1"}
+    without, durable = (planned(**options, durable_steps=steps) for steps in (DurableSteps.OFF, DurableSteps.ON))
+    cuts, shape = durable.plan.cuts, durable.request.shape
+    resident = sum(cuts[stage].num_parameters(shape) for stage in durable.plan.resident)
+    assert durable.plan.resident == without.plan.resident
+    assert resident > 0
+    copies = durable.host_estimate.state_buffers - without.host_estimate.state_buffers
+    assert copies == 12 * resident
+    assert durable.host_estimate.disk_writes == 12 * SHAPE.num_parameters
+
+
+@pytest.mark.parametrize("steps", [DurableSteps.ON, DurableSteps.OFF])
 @pytest.mark.parametrize("rate", ["0.5,0.5", "4,1", "7,5"])
-@pytest.mark.parametrize("rounds", [1, 4, 8])
-def test_no_step_is_shorter_than_the_bound(rate: str, rounds: int) -> None:
-    found = planned(offload_states_to="/a", disk_rate=rate, num_chunks=8, num_rounds=rounds)
+@pytest.mark.parametrize("rounds", [1, 8])
+def test_no_step_is_shorter_than_the_bound(rate: str, rounds: int, steps: DurableSteps) -> None:
+    found = planned(offload_states_to="/a", disk_rate=rate, num_chunks=8, num_rounds=rounds, durable_steps=steps)
     assert found.profile is not None
     bound = predict_min_step_seconds(found.plan, found.request, found.profile)
     assert bound <= seconds(found.request, found) * (1 + 1e-9)

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from harness.local_transport import LocalTransport, run_rank_threads
 from harness.plan_requests import find_published_shape, request_of
 
-from mobius.config.config import Dtype
+from mobius.config.config import Dtype, DurableSteps
 from mobius.distributed.transport import SingleRankTransport
 from mobius.hardware.disk_traffic import BusySpan, Traffic
 from mobius.planner import measured_disks
@@ -124,7 +125,8 @@ def test_a_broken_file_is_told_and_not_used(tmp_path: Path, caplog: pytest.LogCa
 
 def test_the_next_plan_uses_them_unless_a_rate_is_given() -> None:
     machine = Machine(4, GPU_SPECS["RTX4090"], disks=DiskRates(14e9, 4e9, is_burst=True))
-    options = {"resident_stages": "0", "dtype": Dtype.BF16, "offload_states_to": "/a,/b"}
+    options: dict[str, Any] = {"resident_stages": "0", "dtype": Dtype.BF16, "offload_states_to": "/a,/b"}
+    options["durable_steps"] = DurableSteps.OFF
     shape = find_published_shape("7b")
     found = solve(request_of(shape, machine, **options), layer=estimated_layer, is_preliminary=True)
     text = "reads them in 4.81 s and writes them in 16.85 s as an earlier run measured, in a burst"

@@ -13,7 +13,7 @@ import torch
 from harness.plan_requests import request_of
 from transformers import LlamaConfig
 
-from mobius.config.config import Dtype, OptimizerStates, Order
+from mobius.config.config import Dtype, DurableSteps, OptimizerStates, Order
 from mobius.engine.update_queue import UpdateQueue
 from mobius.limits import MIN_GRADIENT_SUMS
 from mobius.models.blocks import ModelParts
@@ -138,7 +138,8 @@ def test_planned_bytes_of_reduced_states_are_those_that_are_allocated(
 
 def test_planned_bytes_of_states_on_disks_are_those_that_are_allocated(parts: ModelParts, tmp_path: Path) -> None:
     for resident in (0, 1, 3):
-        options = {"dtype": Dtype.BF16, "offload_states_to": str(tmp_path), "num_stages": 8}
+        options: dict[str, Any] = {"dtype": Dtype.BF16, "offload_states_to": str(tmp_path), "num_stages": 8}
+        options["durable_steps"] = DurableSteps.OFF
         request = request_of(parts.shape(), Machine(2), **options)
         plan = request.plan.with_same_use(MemoryUse(resident, 0, min(2, 4 - resident)))
         host = sum(allocated_bytes(parts, request, plan, rank, [tmp_path])[1] for rank in range(plan.num_ranks))

@@ -133,7 +133,7 @@ def test_a_step_that_could_not_be_saved_is_not_told_as_saved(
 
     def local(self: saver.CheckpointSaver, run: Any = saver.CheckpointSaver.local) -> Any:
         end = time.monotonic() + 60  # the disk may be slower than the steps: what is told in step 4 was written
-        while self._save_number and not self._stage_saver.is_done and time.monotonic() < end:
+        while self.save_number and not self._stage_saver.is_done and time.monotonic() < end:
             time.sleep(0.01)
         return run(self)
 

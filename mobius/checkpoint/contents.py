@@ -1,0 +1,98 @@
+"""Everything in a checkpoint but its tensors: the model's files, options and plan, and the numbers of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mobius.checkpoint.manifest import Manifest
+from mobius.checkpoint.model_card import Origin
+from mobius.checkpoint.model_folder import write_adapter, write_model_files
+from mobius.checkpoint.resume import ORIGIN
+from mobius.checkpoint.run_folder import OPTIONS_FILE, PLAN_FILE
+from mobius.checkpoint.saved_stage import OpenRun, saved_parameters
+from mobius.checkpoint.tensor_files import TRAINED_PREFIX, FileRecord, write_text
+from mobius.config.sources import to_yaml
+from mobius.distributed.node_checks import versions
+from mobius.engine.optimizer_stepper import StepCounts
+from mobius.models.model_files import ModelFiles
+from mobius.models.peft_folder import AdapterBase
+from mobius.planner.plan_file import SavedPlan
+from mobius.reporting.trainer_state import STATE_FILE, TrainerState
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetadata:
+    """Everything but tensors that a checkpoint holds of the end of a step."""
+
+    step: int
+    counts: StepCounts
+    epoch: float
+    metric: float | None
+    is_best: bool
+    """Whether this step has the best metric of all evaluations so far."""
+    loop_state: Mapping[str, Any]
+    """Everything else that the loop needs to resume, as JSON holds it."""
+    trainer_state: TrainerState | str
+    """Contents of trainer_state.json, a snapshot whose text is made while training goes on; the first rank's."""
+    follows: str = "training goes on"
+    """Next part of the run, whether the save fails or not."""
+
+
+class CheckpointContents:
+    """Writes what all checkpoints of a run have in common, and describes each."""
+
+    def __init__(
+        self,
+        session: OpenRun,
+        model_files: ModelFiles,
+        *,
+        data_fingerprint: str,
+        origin: Origin,
+        base: AdapterBase | None = None,
+    ) -> None:
+        """`base` is the model of adapters."""
+        self._run_setup, self._model_files, self._base = session.run_setup, model_files, base
+        self._data = {"fingerprint": data_fingerprint, ORIGIN: asdict(origin)}
+        optim = self._run_setup.config.optim
+        self._options_text = to_yaml(replace(self._run_setup.requested_config, optim=optim))
+        """Options as they were asked for, `auto` as auto."""
+        self.parameters = saved_parameters(self._run_setup)
+
+    def write_common(self, folder: Path) -> None:
+        """Write what no step changes, and the files of an adapter from its tensors. Raises CheckpointError."""
+        run_setup = self._run_setup
+        write_model_files(folder, self._model_files, run_setup.parts.config, dtype=run_setup.dtype)
+        if self._base is not None:
+            files = sorted(folder.glob(f"{TRAINED_PREFIX}*.safetensors"))
+            write_adapter(folder, files, run_setup.parts, self._base)
+            (folder / "config.json").unlink()
+        write_text(folder / OPTIONS_FILE, self._options_text)
+        write_text(folder / PLAN_FILE, SavedPlan.of(run_setup.result.request, run_setup.plan).to_json())
+
+    def write_history(self, folder: Path, metadata: StepMetadata) -> None:
+        """Write the records of all steps so far. Raises CheckpointError."""
+        state = metadata.trainer_state
+        write_text(folder / STATE_FILE, state if isinstance(state, str) else state.to_json())
+
+    def manifest(
+        self, metadata: StepMetadata, files: Sequence[FileRecord], *, save_number: int, has_optimizer: bool
+    ) -> Manifest:
+        """Return a step's manifest without `others`."""
+        return Manifest(
+            step=metadata.step,
+            save_number=save_number,
+            num_parameters=sum(parameter.num_elements for parameter in self.parameters),
+            dtype=str(self._run_setup.dtype).removeprefix("torch."),
+            has_optimizer=has_optimizer,
+            files=tuple(sorted(files, key=lambda record: record.file_name)),
+            training=asdict(metadata.counts),
+            data={**metadata.loop_state, "epoch": metadata.epoch, **self._data},
+            options=yaml.safe_load(self._options_text),
+            versions=versions(),
+            metric=metadata.metric,
+        )

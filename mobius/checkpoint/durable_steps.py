@@ -1,0 +1,353 @@
+"""Makes each step of a run with states on disks a checkpoint: whatever ends the process, no more than a step is lost.
+
+    main thread       step 7 ............ | after_step(7)                    step 8 ............ | after_step(8)
+    updates           7: slot 1 ....................... written              8: wait, slot 0 ........
+    commit thread                           all written -> fdatasync, stages-RANK.json -> all ranks have
+    first rank                                -> checkpoint.json of slot 1 -> save_dir/checkpoint-7, and slot 0 is free
+
+A slot (engine/slot_files.py) has the files of a checkpoint, but its tensors are in the files of states. `checkpoint-7`
+in the run's folder is a link to it, one rename makes it the newest, and resuming takes it as any other checkpoint
+(slot_reader.py). A slot is overwritten only after that rename, so one of both is always whole. Ranks meet at the
+launcher's store: a collective would wait for updates. Stages on a GPU are copied and written after each update.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import threading
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mobius.atomic_files import atomic_write, sync_to_disk
+from mobius.checkpoint.contents import CheckpointContents, StepMetadata
+from mobius.checkpoint.folders import checkpoint_path
+from mobius.checkpoint.manifest import MANIFEST_FILE, Manifest, OtherFile
+from mobius.checkpoint.reader import CheckpointReader
+from mobius.checkpoint.saved_stage import OpenRun, SavedStage
+from mobius.checkpoint.slot_reader import STAGES_FILES, Region, stages_to_json
+from mobius.checkpoint.stage_saver import AsyncStageSaver
+from mobius.checkpoint.tensor_files import translate_file_errors
+from mobius.config.config import Config
+from mobius.distributed.rendezvous import join_run
+from mobius.engine.host_arena import whole_pages
+from mobius.engine.slot_files import SlotFiles, SlotPlace
+from mobius.engine.state_files import Key, Version, padded, wait, weights_key
+from mobius.errors import CheckpointError
+from mobius.hardware.devices import num_optimizer_threads
+from mobius.ranks import Ranks
+from mobius.regular_files import read_bytes
+
+logger = logging.getLogger(__name__)
+
+NUM_SLOTS = 2
+
+
+def slot_place(config: Config, ranks: Ranks, resumed_from: Path | None) -> SlotPlace:
+    """Return where a run keeps its steps, with the slot to begin in emptied; the first rank empties it.
+
+    `resumed_from` is a checkpoint; if it is one of the slots, that one stays for now. Raises CheckpointError.
+    """
+    place, folders = SlotPlace(config.slots_name, ranks.rank), config.pipeline.state_folders
+    slots = [place.folder(folders[0], slot).resolve() for slot in range(NUM_SLOTS)]
+    kept = [slots.index(resumed_from.resolve())] if resumed_from and resumed_from.resolve() in slots else []
+    if ranks.is_first:
+        for slot in {*range(NUM_SLOTS)} - {*kept}:
+            _empty(place, folders, slot)
+    return place._replace(first_slot=1 - kept[0] if kept else 0)
+
+
+def remove_slots(place: SlotPlace, folders: Sequence[Path], save_dir: Path) -> None:
+    """Remove the durable steps of a run whose model is saved, and their links. Raises CheckpointError."""
+    with translate_file_errors("remove", save_dir):
+        _remove_links(place, folders, save_dir, kept=None)
+    for folder in folders:
+        with translate_file_errors("remove", folder / place.name):
+            shutil.rmtree(folder / place.name, ignore_errors=True)
+
+
+class DurableSteps:
+    """Owns the slots of a run: files of states, and what makes them checkpoints."""
+
+    def __init__(
+        self,
+        session: OpenRun,
+        save_dir: Path,
+        contents: CheckpointContents,
+        *,
+        place: SlotPlace,
+        folders: Sequence[Path],
+        files: SlotFiles | None,
+    ) -> None:
+        """`files` are those of this rank's streamed stages, if it has any. Raises StateFileError."""
+        self._save_dir, self._contents, self._place, self._folders = save_dir, contents, place, folders
+        self._activity, self._ranks = session.activity, session.run_setup.rank_context.ranks
+        self._is_first, self._all_ranks = self._ranks.is_first, session.all_ranks
+        names: dict[int, set[str]] = {stage: set() for stage in session.memory}
+        for parameter in contents.parameters:
+            if parameter.stage in names:
+                names[parameter.stage].add(parameter.name)
+        pieces = session.run_setup.parts.parameter_pieces
+        saved = {stage: SavedStage(memory, names[stage], pieces=pieces) for stage, memory in session.memory.items()}
+        streamed = {stage: each for stage, each in saved.items() if each.memory.states.keeps_versions}
+        self._files, self._memory = [] if files is None else [files], session.memory
+        self._frozen = [stage for stage, each in streamed.items() if not each.memory.state.layout.num_trained]
+        self._tensors = dict[Key, Mapping[str, Tensor]]()
+        """Views of a region by the key of its bytes, of which only places, formats and shapes matter."""
+        for stage, each in streamed.items():
+            on_disk = each.memory.state.with_parts(
+                torch.empty(each.memory.state.part_bytes, dtype=torch.uint8, device="meta")
+            )
+            named = each.named_tensors(each.flat_tensors(has_optimizer=True, stored=on_disk))
+            self._tensors[stage] = {name: tensor for name, tensor in named.items() if tensor.is_meta}
+            self._tensors[weights_key(stage)] = {name: tensor for name, tensor in named.items() if not tensor.is_meta}
+        self._copied = None
+        if resident := {stage: each for stage, each in saved.items() if stage not in streamed}:
+            self._copied = _CopiedStages(resident, session, folders, place)
+            self._files.append(self._copied.files)
+        self._rendezvous = None if self._ranks.num_ranks == 1 else join_run(self._ranks)
+        self._thread: threading.Thread | None = None
+        self._committed = _done()
+        self.newest: Path | None = None
+        """The newest durable step, on the first rank."""
+
+    def begin(self, resumed: CheckpointReader | None) -> None:
+        """Get ready for the first step; collective. If the run goes on from a slot, its state moves to the other one.
+
+        Raises StateFileError and CheckpointError.
+        """
+        first = self._place.first_slot
+        is_kept = (
+            resumed is not None and resumed.path.resolve() == self._place.folder(self._folders[0], 1 - first).resolve()
+        )
+        if resumed is not None and is_kept:
+            versions = self._versions()
+            if self._copied is not None:
+                self._copied.begin(versions[-1])
+            self._commit_all(versions, lambda folder: self._copy_texts(resumed, folder), resumed.manifest)
+        elif self._is_first:
+            self._contents.write_common(self._place.folder(self._folders[0], first))
+        if self._is_first:
+            if is_kept:
+                _empty(self._place, self._folders, 1 - first)
+            self._contents.write_common(self._made(1 - first))
+        self._all_ranks.barrier()
+        for files in self._files:
+            files.open_slot(1 - first)
+        for stage in self._frozen:
+            self._files[0].write_unchanging(weights_key(stage), whole_pages(self._memory[stage].state.weights))
+        for files in self._files:
+            files.begin_version(1 - first, _done())
+
+    def before_update(self, stage: int) -> None:
+        """For the stepper: return when the state of `stage` may change."""
+        if self._copied is not None:
+            self._copied.saver.before_update(stage)
+
+    def after_step(self, metadata: StepMetadata, *, save_number: int) -> None:
+        """Let the step that has ended become durable, while the next one runs; raises what the step before failed with.
+
+        `save_number` is that of the newest save of the run, complete or not: a checkpoint of a higher one is newer.
+        """
+        self.finish()
+        versions, self._committed = self._versions(), Future()
+        if self._copied is not None:
+            self._copied.begin(versions[-1])
+        for files, version in zip(self._files, versions, strict=True):
+            files.begin_version(1 - version.slot, self._committed)
+        arguments = versions, metadata, save_number, self._committed
+        self._thread = threading.Thread(target=self._commit, args=arguments, name="durable step", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until the last step is durable. Raises what it failed with."""
+        if self._thread is not None:
+            with self._activity.waiting("the disks, until the last step is durable"):
+                self._thread.join()
+            self._thread = None
+        self._committed.result()
+
+    def close(self) -> None:
+        """Close files; what is durable stays."""
+        if self._copied is not None:
+            self._copied.close()
+
+    def _versions(self) -> list[Version]:
+        versions = [files.version for files in self._files]
+        assert all(version is not None for version in versions)
+        return versions  # type: ignore[return-value]
+
+    def _commit(
+        self, versions: Sequence[Version], metadata: StepMetadata, save_number: int, committed: Future[None]
+    ) -> None:
+        self._activity.start_task("durable", f"step {metadata.step}")
+        try:
+            manifest = self._contents.manifest(metadata, [], save_number=save_number, has_optimizer=True)
+            self._commit_all(versions, lambda folder: self._contents.write_history(folder, metadata), manifest)
+        except BaseException as error:
+            committed.set_exception(error)
+        else:
+            committed.set_result(None)
+        finally:
+            self._activity.end_task("durable")
+
+    def _commit_all(self, versions: Sequence[Version], write_texts: Callable[[Path], None], manifest: Manifest) -> None:
+        """Return when a step of all ranks is durable; they call it alike. Raises MobiusError on all of them."""
+        slot = versions[0].slot if versions else self._place.first_slot
+        folder = self._place.folder(self._folders[0], slot)
+        try:
+            for files, version in zip(self._files, versions, strict=True):
+                files.sync(version)
+            self._write_tables(folder, versions, slot)
+            own = None
+        except Exception as error:
+            own = error
+        self._meet(own)
+        own = None
+        try:
+            if self._is_first:
+                write_texts(folder)
+                self._publish(folder, manifest)
+        except Exception as error:
+            own = error
+        self._meet(own)
+
+    def _meet(self, error: Exception | None) -> None:
+        """Wait for all ranks; raises an error of this rank, or that of another one."""
+        told = None if error is None else str(error)
+        gathered = [told] if self._rendezvous is None else self._rendezvous.gather(told)
+        if error is not None:
+            raise error
+        for text in gathered:
+            if text is not None:
+                raise CheckpointError(f"another rank cannot make its step durable: {text}")
+
+    def _write_tables(self, folder: Path, versions: Sequence[Version], slot: int) -> None:
+        regions, paths = list[Region](), list[Path]()
+        tensors = self._tensors | (self._copied.tensors if self._copied else {})
+        for files, version in zip(self._files, versions, strict=True):
+            for key, chunks in files.chunks(version).items():
+                moved = [(len(paths) + number, *place) for number, *place in chunks]
+                regions.append(Region(moved, {}) if key not in tensors else Region.of(moved, tensors[key]))  # type: ignore[arg-type]
+            paths += files.paths(slot)
+        table = json.dumps(stages_to_json(paths, [path.stat().st_size for path in paths], regions))
+        with translate_file_errors("write", folder), atomic_write(folder / f"stages-{self._place.rank}.json") as path:
+            path.write_text(table, encoding="utf-8")
+
+    def _publish(self, folder: Path, manifest: Manifest) -> None:
+        """Make a slot whose files are on the disks the newest checkpoint of the run, on the first rank."""
+        with translate_file_errors("write", folder):
+            others = []
+            for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+                if path.name != MANIFEST_FILE and path.suffix not in (".raw", ".partial"):
+                    sync_to_disk(path)
+                    content = read_bytes(path)
+                    others.append(OtherFile(path.relative_to(folder).as_posix(), len(content), zlib.crc32(content)))
+            with atomic_write(folder / MANIFEST_FILE) as path:
+                path.write_text(replace(manifest, others=tuple(others)).to_json(), encoding="utf-8")
+        link = checkpoint_path(self._save_dir, manifest.step)
+        with translate_file_errors("link", link):
+            if not link.exists() or link.is_symlink():  # else it is a checkpoint of that very step
+                temporary = link.with_name(f"{link.name}.link")
+                temporary.unlink(missing_ok=True)
+                temporary.symlink_to(folder.resolve(), target_is_directory=True)
+                temporary.replace(link)
+            sync_to_disk(self._save_dir)
+            _remove_links(self._place, self._folders, self._save_dir, kept=link)
+            older = self._place.folder(self._folders[0], 1 - int(folder.name.removeprefix("slot-")))
+            (older / MANIFEST_FILE).unlink(missing_ok=True)
+            if older.is_dir():
+                sync_to_disk(older)
+        self.newest = link
+
+    def _copy_texts(self, resumed: CheckpointReader, folder: Path) -> None:
+        for other in resumed.manifest.others:
+            if not Path(other.file_name).match(STAGES_FILES):
+                target = folder / other.file_name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(resumed.path / other.file_name, target)
+
+    def _made(self, slot: int) -> Path:
+        folder = self._place.folder(self._folders[0], slot)
+        with translate_file_errors("make", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+
+class _CopiedStages:
+    """Stages whose states are not on disks: copied after each update, and written."""
+
+    def __init__(
+        self, stages: Mapping[int, SavedStage], session: OpenRun, folders: Sequence[Path], place: SlotPlace
+    ) -> None:
+        context = session.run_setup.rank_context
+        sizes: dict[Key, int] = {
+            stage: sum(each.nbytes for each in saved.flat_tensors(has_optimizer=True).values())
+            for stage, saved in stages.items()
+        }
+        self.files = SlotFiles(folders, sizes, place=place, kind="copied")
+        self.saver = AsyncStageSaver(
+            stages,
+            order=sorted(stages),
+            has_optimizer=True,
+            staging_bytes=sum(sizes.values()),
+            device=context.device,
+            num_threads=num_optimizer_threads(context.ranks.num_local),
+            activity=session.activity,
+        )
+        self.tensors = dict[Key, Mapping[str, Tensor]]()
+        self._sizes = sizes
+
+    def begin(self, version: Version) -> None:
+        """Copy and write all stages after the updates that are under way; the version before has been written."""
+        if self.saver.is_saving:
+            self.saver.wait()
+
+        def write(stage: int, tensors: Mapping[str, Tensor]) -> None:
+            self.tensors[stage] = tensors
+            try:
+                region = whole_pages(next(iter(tensors.values())))[: padded(self._sizes[stage])]
+                wait(self.files.write(stage, region, version))
+            except BaseException as error:
+                if not version.written.done():
+                    version.written.set_exception(error)
+                raise
+
+        self.saver.begin(write)
+
+    def close(self) -> None:
+        if self.saver.is_saving:
+            self.saver.wait()
+        self.saver.close()
+        self.files.close()
+
+
+def _done() -> Future[None]:
+    future = Future[None]()
+    future.set_result(None)
+    return future
+
+
+def _empty(place: SlotPlace, folders: Sequence[Path], slot: int) -> None:
+    """Remove what is in a slot, its manifest first."""
+    for folder in folders:
+        path = place.folder(folder, slot)
+        with translate_file_errors("remove", path):
+            (path / MANIFEST_FILE).unlink(missing_ok=True)
+            if path.is_dir():
+                shutil.rmtree(path)
+
+
+def _remove_links(place: SlotPlace, folders: Sequence[Path], save_dir: Path, kept: Path | None) -> None:
+    """Remove the links to a run's slots but one."""
+    slots = {place.folder(folders[0], slot).resolve() for slot in range(NUM_SLOTS)}
+    for path in save_dir.glob("checkpoint-*"):
+        if path.is_symlink() and path != kept and path.resolve() in slots:
+            path.unlink()

@@ -1,0 +1,131 @@
+"""Named files of optimizer states and weights in two slots, which steps overwrite in turn: the last step stays whole.
+
+    step     1              2              3                       writes of step 3 begin once step 2 is on the disks
+    slot 0                  states 2 ....................          of all ranks (`Version.may_begin`)
+    slot 1   states 1 ....................  states 3 ....
+
+    FOLDER/NAME/slot-0/states-RANK.raw      in each folder (`--offload_states_to`), with checksums of all chunks
+    FOLDER/NAME/slot-1/states-RANK.raw
+
+What makes a slot a checkpoint, and when, is `checkpoint/durable_steps.py`'s.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from mobius.atomic_files import sync_to_disk
+from mobius.engine.state_files import Key, StateFiles, Version, explained_for, open_direct, reads_directly, wait
+from mobius.hardware.disk_traffic import Traffic
+
+NUM_SLOTS = 2
+
+
+class SlotPlace(NamedTuple):
+    """The names of a run's slots."""
+
+    name: str
+    """Folder of the run within each of the folders."""
+    rank: int
+    first_slot: int = 0
+    """Slot of the states that the run begins with; the other one may be what it was resumed from."""
+
+    def folder(self, parent: Path, slot: int) -> Path:
+        """Return the folder of a slot."""
+        return parent / self.name / f"slot-{slot}"
+
+
+class SlotFiles(StateFiles):
+    """A file in each of some folders for each slot, with a place for each key's bytes in both."""
+
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        num_bytes: Mapping[Key, int],
+        *,
+        place: SlotPlace,
+        kind: str = "states",
+        traffic: tuple[list[Traffic], list[Traffic]] | None = None,
+    ) -> None:
+        """Make the files of the first slot; `open_slot` makes the others. Raises StateFileError with the folder."""
+        self._place, self._kind = place, kind
+        self._slots, self._slot_of = dict[int, list[int]](), dict[Key, int]()
+        self._unchanging = dict[Key, list[int]]()
+        """Checksums of what no step changes and both slots have."""
+        super().__init__(folders, num_bytes, traffic=traffic)
+        done = Future[None]()
+        done.set_result(None)
+        self.begin_version(place.first_slot, done)
+
+    def _open_files(self) -> None:
+        self.open_slot(self._place.first_slot)
+
+    def open_slot(self, slot: int) -> None:
+        """Make the files of a slot, full of zeros; older ones of their names are lost. Raises StateFileError."""
+        files = self._slots[slot] = []
+        for path, size in zip(self.paths(slot), self._sizes, strict=True):
+            with explained_for(path.parent, size):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.unlink(missing_ok=True)
+                files.append(open_direct(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), size))
+                for folder in (path.parent, path.parent.parent, path.parent.parent.parent):
+                    sync_to_disk(folder)
+        self._is_direct = [reads_directly(file) for file in files]
+
+    def paths(self, slot: int) -> list[Path]:
+        """Return the files of a slot, by folder."""
+        name = f"{self._kind}-{self._place.rank}.raw"
+        return [self._place.folder(folder, slot) / name for folder in self._folders]
+
+    def begin_version(self, slot: int, may_begin: Future[None]) -> None:
+        """Let what is submitted from now on be written to `slot`, once it `may_begin`."""
+        changing = {key: len(places) for key, places in self._places.items() if key not in self._unchanging}
+        self.version = Version(slot, may_begin, changing)
+        self.version.checksums.update(self._unchanging)
+
+    def chunks(self, version: Version) -> dict[Key, list[tuple[int, int, int, int]]]:
+        """Return folder, offset, length and checksum of the chunks of each key."""
+        return {
+            key: [(*place, checksum) for place, checksum in zip(places, version.checksums[key], strict=True)]
+            for key, places in self._places.items()
+        }
+
+    def read(self, key: Key, buffer: Tensor) -> list[Future[None]]:
+        """Start reading what was written last of a key, from its slot."""
+        files = self._slots[self._slot_of.get(key, self._place.first_slot)]
+        return self._start(os.preadv, key, buffer, files, self._writes.get(key, []))
+
+    def write(self, key: Key, buffer: Tensor, version: Version | None = None) -> list[Future[None]]:
+        """Start writing a key's bytes to the slot of `version`, the one in progress by default, once that may begin."""
+        version = version or self.version
+        assert version is not None, "one has begun"
+        before, slot = [*self._writes.get(key, []), version.may_begin], version.slot
+        writes = self._start(os.pwritev, key, buffer, self._slots[slot], before, version.checksums[key])
+        version.add(writes)
+        self._writes[key], self._slot_of[key] = writes, slot
+        return writes
+
+    def write_unchanging(self, key: Key, buffer: Tensor) -> None:
+        """Write what no step changes to both slots, which are open. Raises StateFileError."""
+        sums = self._unchanging[key] = [0] * len(self._places[key])
+        for files in self._slots.values():
+            wait(self._start(os.pwritev, key, buffer, files, [], sums))
+
+    def sync(self, version: Version) -> None:
+        """Wait until all keys of a version are written and on the disks. Raises StateFileError."""
+        version.written.result()
+        for folder, file in zip(self._folders, self._slots[version.slot], strict=True):
+            with explained_for(folder, 0):
+                os.fdatasync(file)
+
+    def close(self) -> None:
+        super().close()
+        for files in self._slots.values():
+            while files:
+                os.close(files.pop())

@@ -1,0 +1,73 @@
+"""Cuts the power of a small training at random moments; its steps are durable, and it ends as one that was left alone.
+
+PYTHONPATH=.:tests:scripts python tests/harness/power_cut_runs.py CUTS SEED FOLDER
+
+The last line says what was taken back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import signal
+import sys
+from pathlib import Path
+
+from harness.power_cuts import Journals
+from kill_and_resume import DURABLE, OPTIONS, Trial, TrialError, compare
+from started_ranks import StartedRun, end_descendants, import_everything, inherit_orphans, take_own_shared_memory
+
+
+class PowerCuts(Trial):
+    """Kills all ranks of a run at once, and takes back what was not synced."""
+
+    journals: Journals
+    was_cut = False
+
+    def _kill_at_random(self, started: StartedRun, out: Path) -> bool:
+        self.was_cut = super()._kill_at_random(started, out)
+        for process in started.processes.values() if self.was_cut else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        return self.was_cut
+
+    def _see_the_end(self, started: StartedRun) -> None:
+        super()._see_the_end(started)
+        if self.was_cut:
+            self._counts.update(self.journals.cut(self._draw))
+        self.journals.forget()
+
+    def _check_checkpoints(self, out: Path) -> None:
+        """Compare the newest one: older links may have come back."""
+        from mobius.checkpoint.folders import find_checkpoints
+
+        for path, _ in find_checkpoints(out).valid[:1]:
+            compare(str(path), self._checkpoints[path.name], self._state_of(path))
+            self._counts["checkpoints compared"] += 1
+
+
+def main() -> int:
+    cuts, seed, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    inherit_orphans()
+    take_own_shared_memory()
+    import_everything()
+    journals = Journals(folder / "journals", re.compile(r"/disk-\d/|/out/checkpoint-\d+(\.link)?$").search)
+    journals.install()
+    options = f"--device cpu {OPTIONS} {DURABLE} --save_steps 100".split()
+    trial = PowerCuts(folder, options, random.Random(seed), 0.0, is_durable=True)
+    trial.journals = journals
+    try:
+        trial.run(cuts)
+    except TrialError as failure:
+        print(failure)
+        return 1
+    finally:
+        end_descendants()
+        print(trial.table())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

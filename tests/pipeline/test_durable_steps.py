@@ -1,0 +1,132 @@
+"""A run whose steps are durable ends in the middle of one, and goes on from the last whole one to the bit."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+from harness.grids import named
+from harness.runs import assert_equal_tensors, assert_goes_on_exactly, make_checkpoint, steps_of
+from harness.sessions import resume
+from harness.small_run import Run
+
+from mobius.errors import CheckpointError
+from mobius.reporting.events import StepMetrics
+from mobius.training.loop import StopReason, TrainingLoop
+
+SIX = "--num_iterations 6 --learning_rate 1e-3 --warmup_steps 1 --save_params none --save_steps 2 --save_total_limit 0"
+DISKS = "--dtype bf16 --offload_states_to disk,other/disk"
+VARIANTS = {
+    "clipped": DISKS,
+    "compact, updates in the middle of backward": f"{DISKS} --optimizer_states compact --max_grad_norm 0",
+    "a resident stage": f"{DISKS} --resident_stages 1 --max_grad_norm 0",
+    "gradients on the disks": f"{DISKS} --gradients_on_disks --num_stages 4",
+    "no overlap": f"{DISKS} --no_overlap_optimizer",
+    "tied": f"{DISKS} --model_path tied --num_stages 4 --max_grad_norm 0",
+    "fp16, whose first steps are skipped": "--dtype fp16 --offload_states_to disk",
+    "frozen stages": f"{DISKS} --num_stages 4 --freeze embedding,layers.0-1",
+    "evaluated": f"{DISKS} --val_size 4 --eval_strategy steps --eval_steps 2",
+}
+ON_DEMAND = ["clipped", "no overlap", "evaluated"]
+
+
+class PowerFailure(BaseException):
+    """The end of a process, of which nothing in it knows."""
+
+
+def fail_after_step_5(run: Run, options: str) -> None:
+    """Train five steps, the last of which is durable, in the folder `cut`."""
+    after_step = TrainingLoop._after_step
+
+    def failing(self: TrainingLoop, metrics: StepMetrics) -> StopReason | None:
+        ending = after_step(self, metrics)
+        if metrics.step == 5:
+            assert self.durable is not None
+            assert self.saver is not None
+            self.durable.finish()
+            self.saver.finish()  # its threads end with a process, as the folder's lock does
+            self.output.close()
+            raise PowerFailure
+        return ending
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingLoop, "_after_step", failing)
+        with pytest.raises(PowerFailure):
+            run(*SIX.split(), *options.split(), "--save_dir", "cut")
+
+
+def leave_alone(run: Run, options: str) -> None:
+    words = "--save_steps 1 --durable_steps off --save_dir whole --save_results whole.txt"
+    run(*SIX.split(), *options.split(), *words.split())
+
+
+def is_empty(*folders: str) -> bool:
+    return not any(path for folder in folders for path in Path(folder).iterdir())
+
+
+@pytest.mark.parametrize("options", named(VARIANTS, on_demand=ON_DEMAND))
+def test_it_goes_on_from_the_last_step_to_the_bit(run: Run, workplace: Path, options: str) -> None:
+    make_checkpoint(workplace / "tied", is_tied=True)
+    leave_alone(run, options)
+    fail_after_step_5(run, options)
+    assert not is_empty("disk")
+    assert Path("cut/checkpoint-5").is_symlink()
+
+    resume("true", "--save_dir", "cut")
+
+    assert_goes_on_exactly(Path("whole"), Path("cut"), step=5)
+    assert is_empty("disk", *(["other/disk"] if "other" in options else []))
+    assert not Path("cut/checkpoint-5").exists()
+
+
+OTHERS = {
+    "more stages": "--num_stages 4",
+    "states in memory": "--offload_states_to None",
+    "resident": "--resident_stages 1",
+    "one folder": "--offload_states_to third",
+}
+
+
+@pytest.mark.parametrize("others", named(OTHERS, on_demand=["resident"]))
+def test_it_may_go_on_with_another_plan_and_on_other_disks(run: Run, workplace: Path, others: str) -> None:
+    leave_alone(run, DISKS)
+    fail_after_step_5(run, DISKS)
+
+    resume("cut/checkpoint-5", "--save_dir", "cut", *others.split())
+
+    assert steps_of(Path("cut")) == steps_of(Path("whole"))
+    assert_equal_tensors(Path("whole"), Path("cut"))
+
+
+def test_a_step_with_a_damaged_byte_is_passed_over(run: Run, workplace: Path, caplog: pytest.LogCaptureFixture) -> None:
+    leave_alone(run, DISKS)
+    fail_after_step_5(run, DISKS)
+    file = max((workplace / "cut/checkpoint-5").resolve().glob("*.raw"), key=lambda path: path.stat().st_size)
+    with file.open("r+b") as opened:
+        opened.seek(file.stat().st_size // 2)
+        byte = opened.read(1)
+        opened.seek(-1, os.SEEK_CUR)
+        opened.write(bytes([byte[0] ^ 1]))
+    caplog.set_level(logging.INFO, logger="mobius")
+
+    resume("true", "--save_dir", "cut")
+
+    passed_over = next(message for message in caplog.messages if "is passed over" in message)
+    assert "checkpoint-5" in passed_over
+    assert "the checksum of its bytes from" in passed_over
+    assert_goes_on_exactly(Path("whole"), Path("cut"), step=4)
+
+
+def test_a_start_that_does_not_go_on_is_refused_or_begins_anew(run: Run, workplace: Path) -> None:
+    fail_after_step_5(run, DISKS)
+    with pytest.raises(CheckpointError, match="holds the checkpoints of an earlier run. The newest is checkpoint-5"):
+        run(*SIX.split(), *DISKS.split(), "--save_dir", "cut")
+    assert Path("cut/checkpoint-5/checkpoint.json").is_file(), "nothing is lost"
+    leave_alone(run, DISKS)
+
+    run(*SIX.split(), *DISKS.split(), "--save_dir", "cut", "--overwrite_output_dir", "--save_results", "cut.txt")
+
+    assert steps_of(Path("cut")) == steps_of(Path("whole"))
+    assert is_empty("disk", "other/disk")
