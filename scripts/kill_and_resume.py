@@ -75,7 +75,9 @@ def main(argv: list[str] | None = None) -> int:
     take_own_shared_memory()
     import_everything()
     folder = Path(tempfile.mkdtemp(prefix="kills-", dir=arguments.folder))
-    own = DURABLE if arguments.durable else OF_A_DEVICE[arguments.device]
+    own = OF_A_DEVICE[arguments.device]
+    if arguments.durable:
+        own = f"{own.replace('--fp32', '')} {DURABLE}"
     options = [*f"--device {arguments.device} {OPTIONS} {own}".split(), *more]
     trial = Trial(folder, options, random.Random(arguments.seed), arguments.launched, is_durable=arguments.durable)
     try:

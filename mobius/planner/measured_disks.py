@@ -13,7 +13,7 @@ from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
 
-from mobius.atomic_files import atomic_write
+from mobius.atomic_files import atomic_write, nearest_folder
 from mobius.distributed.transport import RankGroup, all_gather_numbers
 from mobius.errors import CheckpointError, reason_of
 from mobius.hardware.disk_traffic import NO_SPAN, BusySpan, Traffic, rate_of
@@ -56,7 +56,8 @@ def keep_rates(
     found = dict[str, DiskRates]()
     for place, folder in enumerate(folders):
         reads, writes = ([rank[way + place] for rank in of_node] for way in (0, len(folders)))
-        rates = _rates(reads, writes, since, CACHE_SHARE * shutil.disk_usage(_name(folder)).free)
+        free = shutil.disk_usage(nearest_folder(Path(_name(folder)))).free  # all stages of all ranks may be resident
+        rates = _rates(reads, writes, since, CACHE_SHARE * free)
         found |= {} if rates is None else {_name(folder): rates}
     if not found or ranks.local_rank:
         return found

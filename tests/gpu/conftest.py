@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from harness.small_run import run, saved_inputs, workplace  # noqa: F401
 
 from mobius.ranks import set_cuda_max_connections
 

@@ -7,17 +7,14 @@ import os
 from pathlib import Path
 
 import pytest
+from harness.durable_runs import DISKS, SIX, fail_after_step_5, leave_alone
 from harness.grids import named
 from harness.runs import assert_equal_tensors, assert_goes_on_exactly, make_checkpoint, steps_of
 from harness.sessions import resume
 from harness.small_run import Run
 
 from mobius.errors import CheckpointError
-from mobius.reporting.events import StepMetrics
-from mobius.training.loop import StopReason, TrainingLoop
 
-SIX = "--num_iterations 6 --learning_rate 1e-3 --warmup_steps 1 --save_params none --save_steps 2 --save_total_limit 0"
-DISKS = "--dtype bf16 --offload_states_to disk,other/disk"
 VARIANTS = {
     "clipped": DISKS,
     "compact, updates in the middle of backward": f"{DISKS} --optimizer_states compact --max_grad_norm 0",
@@ -30,36 +27,6 @@ VARIANTS = {
     "evaluated": f"{DISKS} --val_size 4 --eval_strategy steps --eval_steps 2",
 }
 ON_DEMAND = ["clipped", "no overlap", "evaluated"]
-
-
-class PowerFailure(BaseException):
-    """The end of a process, of which nothing in it knows."""
-
-
-def fail_after_step_5(run: Run, options: str) -> None:
-    """Train five steps, the last of which is durable, in the folder `cut`."""
-    after_step = TrainingLoop._after_step
-
-    def failing(self: TrainingLoop, metrics: StepMetrics) -> StopReason | None:
-        ending = after_step(self, metrics)
-        if metrics.step == 5:
-            assert self.durable is not None
-            assert self.saver is not None
-            self.durable.finish()
-            self.saver.finish()  # its threads end with a process, as the folder's lock does
-            self.output.close()
-            raise PowerFailure
-        return ending
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainingLoop, "_after_step", failing)
-        with pytest.raises(PowerFailure):
-            run(*SIX.split(), *options.split(), "--save_dir", "cut")
-
-
-def leave_alone(run: Run, options: str) -> None:
-    words = "--save_steps 1 --durable_steps off --save_dir whole --save_results whole.txt"
-    run(*SIX.split(), *options.split(), *words.split())
 
 
 def is_empty(*folders: str) -> bool:

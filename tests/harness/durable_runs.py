@@ -1,0 +1,43 @@
+"""Runs of one process whose steps are durable, and one that ends behind its fifth step as if the power had failed."""
+
+from __future__ import annotations
+
+import pytest
+from harness.small_run import Run
+
+from mobius.reporting.events import StepMetrics
+from mobius.training.loop import StopReason, TrainingLoop
+
+SIX = "--num_iterations 6 --learning_rate 1e-3 --warmup_steps 1 --save_params none --save_steps 2 --save_total_limit 0"
+DISKS = "--dtype bf16 --offload_states_to disk,other/disk"
+
+
+class PowerFailure(BaseException):
+    """The end of a process, of which nothing in it knows."""
+
+
+def fail_after_step_5(run: Run, options: str) -> None:
+    """Train five steps, the last of which is durable, in the folder `cut`."""
+    after_step = TrainingLoop._after_step
+
+    def failing(self: TrainingLoop, metrics: StepMetrics) -> StopReason | None:
+        ending = after_step(self, metrics)
+        if metrics.step == 5:
+            assert self.durable is not None
+            assert self.saver is not None
+            self.durable.finish()
+            self.saver.finish()  # its threads end with a process, as the folder's lock does
+            self.output.close()
+            raise PowerFailure
+        return ending
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingLoop, "_after_step", failing)
+        with pytest.raises(PowerFailure):
+            run(*SIX.split(), *options.split(), "--save_dir", "cut")
+
+
+def leave_alone(run: Run, options: str) -> None:
+    """Train six steps in the folder `whole`, with a checkpoint of each."""
+    words = "--save_steps 1 --durable_steps off --save_dir whole --save_results whole.txt"
+    run(*SIX.split(), *options.split(), *words.split())
