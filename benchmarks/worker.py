@@ -121,9 +121,9 @@ def run(output: Path, words: Sequence[str]) -> None:
     own, options = take_own(words)
     ranks = Ranks.from_environment()
     setup_logging(ranks.rank)
-    if "--offload_states_to" in options:  # steps are durable by what saves a run's checkpoints, and here is none
-        options = [*options, "--durable_steps", "off"]
-    config = parse_args(options, num_ranks=ranks.num_ranks)
+    # Steps are durable by what saves a run's checkpoints, and here is none.
+    more = ["--durable_steps", "off"] if "--offload_states_to" in options else []
+    config = parse_args([*options, *more], num_ranks=ranks.num_ranks)
     ranks = ranks.split_into_pipelines(config.launch.pipeline_ranks)
     folder = Path(config.model.model_path)
     clock = StartClock()

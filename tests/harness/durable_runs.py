@@ -26,7 +26,11 @@ def fail_after_step_5(run: Run, options: str) -> None:
             assert self.durable is not None
             assert self.saver is not None
             self.durable.finish()
-            self.saver.finish()  # its threads end with a process, as the folder's lock does
+            # Threads, locked memory and the folder's lock end with a process.
+            self.saver.finish()
+            self.saver.close()
+            self.durable.close()
+            self.session.close()
             self.output.close()
             raise PowerFailure
         return ending
