@@ -6,8 +6,15 @@ import gc
 from itertools import groupby
 
 import pytest
-from harness import runs
+from harness.forked import library_environment
 from harness.grids import covering
+
+with library_environment():
+    import datasets  # noqa: F401
+    import transformers  # noqa: F401
+    from harness import runs
+
+pytest_plugins = ["harness.workers"]
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does not ask for

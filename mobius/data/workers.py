@@ -104,7 +104,7 @@ def _encode_in_processes(
         try:
             for block in blocks:
                 with sigint_blocked():  # submit may start a worker
-                    pending.append(pool.submit(_work, block))
+                    pending.append(_submit(pool, block))
                 if len(pending) == num_workers * _BLOCKS_PER_WORKER:
                     yield pending.popleft().result()
             while pending:
@@ -116,6 +116,16 @@ def _encode_in_processes(
             ) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _submit(pool: ProcessPoolExecutor, block: RecordBlock) -> Future[EncodedBlock]:
+    try:
+        return pool.submit(_work, block)
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        # The pool's thread has found a dead worker meanwhile, and closed the pipe that wakes it.
+        raise BrokenProcessPool(str(error)) from error
 
 
 # Per-process copy of the tokenizer, sent once at start: with every block it would be megabytes each time.

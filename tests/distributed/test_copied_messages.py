@@ -18,7 +18,7 @@ def test_two_processes_talk_over_mailboxes_in_each_other_s_memory_or_over_gloo(
     ranks = Ranks(
         "harness.mailbox_worker",
         "main",
-        ["cpu", "9", "50"],
+        ["cpu", "1.3", "50"],
         num_ranks=2,
         folder=tmp_path,
         environment=environment(tmp_path / "cache") | {"NCCL_P2P_DISABLE": str(int(not has_peer_copies))},

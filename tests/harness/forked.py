@@ -6,17 +6,20 @@ other: its own memory, environment, folder, output and end. It is not started by
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
 import os
 import signal
+import socket
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import forkserver
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import connection, forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from launch import free_port, rank_variables
 
@@ -93,22 +96,60 @@ class Ranks:
         return self.output_file.read_text(errors="replace")
 
 
+def import_all() -> None:
+    """Import IMPORTED here, before `fork_server`."""
+    with library_environment():
+        for name in IMPORTED:
+            importlib.import_module(name)
+
+
+def fork_server() -> None:
+    """Let the server be a fork of this process, which has imported IMPORTED and has no other thread."""
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    read, write = os.pipe()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address := connection.arbitrary_address("AF_UNIX"))
+        listener.listen()
+        if not (number := os.fork()):
+            _be_server(listener, read, write)
+    os.close(read)
+    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, write, number
+
+
+def _be_server(listener: socket.socket, read: int, write: int) -> NoReturn:
+    try:
+        os.close(write)
+        # What pytest has changed.
+        sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
+        forkserver.main(listener.detach(), read, [])
+    finally:
+        os._exit(0)
+
+
 def _context() -> ForkServerContext:
-    """The context whose server imports IMPORTED when the first process is asked for."""
+    """The context whose server imports IMPORTED when the first process is asked for, unless there is one already."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED))
+    with library_environment():
+        # One thread, because a fork takes no others along.
+        os.environ |= {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+        forkserver.ensure_running()
+    return context
+
+
+@contextlib.contextmanager
+def library_environment() -> Iterator[None]:
+    """What libraries read while a run imports them."""
     before = dict(os.environ)
-    # What libraries read while they are imported; and one thread, because a fork takes no others along.
     prepare_environment()
-    os.environ |= {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    os.environ["HF_HUB_OFFLINE"] = "1"
     # Whoever asks for GPUs while they are imported asks the driver's library, and starts no CUDA: forks cannot use it.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     try:
-        forkserver.ensure_running()
+        yield
     finally:
         os.environ.clear()
         os.environ.update(before)
-    return context
 
 
 def _run(

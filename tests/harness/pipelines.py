@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config
+from harness import workers
 from harness.local_transport import LocalTransport, run_rank_threads
 from harness.schedules import even_cuts, spec_of
 from torch import Tensor
@@ -242,8 +243,7 @@ class Pipeline:
 def _on_one_core() -> Iterator[None]:
     """Keep this thread and those that it starts there: they hand Python's lock over faster than between two."""
     before = os.sched_getaffinity(0)
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    os.sched_setaffinity(0, {sorted(before)[worker % len(before)]})
+    os.sched_setaffinity(0, {sorted(before)[workers.number % len(before)]})
     try:
         yield
     finally:

@@ -80,7 +80,7 @@ def command(num_ranks: int, arguments: Sequence[str]) -> list[str]:
 
 
 @functools.cache
-def _kernel_folder() -> tempfile.TemporaryDirectory[str]:
+def kernel_folder() -> tempfile.TemporaryDirectory[str]:
     """A folder with AdamW's C kernel, compiled once in this process; empty where there is no compiler."""
     folder = tempfile.TemporaryDirectory()
     load_adamw_cpu(Path(folder.name), num_threads=1)
@@ -89,7 +89,7 @@ def _kernel_folder() -> tempfile.TemporaryDirectory[str]:
 
 def with_kernel(cache: Path) -> Path:
     """`cache` with AdamW's C kernel in it, so that its run does not compile that anew."""
-    for kernel in Path(_kernel_folder().name).iterdir():
+    for kernel in Path(kernel_folder().name).iterdir():
         (cache / "mobius").mkdir(parents=True, exist_ok=True)
         shutil.copy(kernel, cache / "mobius")
     return cache

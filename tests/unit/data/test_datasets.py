@@ -2,6 +2,7 @@ import gzip
 import json
 import logging
 import multiprocessing
+import multiprocessing.resource_tracker
 import multiprocessing.spawn
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -491,6 +493,7 @@ def test_workers_that_die_before_they_take_their_work_are_told(
     prepare: Prepare, write_lines: WriteLines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a limit on memory ends them while they import: what they are sent is larger than a pipe holds."""
+    multiprocessing.resource_tracker.ensure_running()  # a program that is to live
     monkeypatch.setattr(multiprocessing.spawn, "get_executable", lambda: b"/bin/false")
     path = write_lines([{"text": f"text number {number}"} for number in range(600)])
 
@@ -505,6 +508,20 @@ def test_workers_that_die_before_they_take_their_work_are_told(
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+def test_workers_that_die_while_work_is_handed_out_are_told(
+    prepare: Prepare, write_lines: WriteLines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool's thread closes the pipe by which it is told of work."""
+
+    def submit(*_: object) -> NoReturn:
+        raise OSError("handle is closed")
+
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", submit)
+    path = write_lines([{"text": f"text number {number}"} for number in range(600)])
+    with pytest.raises(DataError, match="a tokenization worker died.*lower --preprocessing_num_workers 2"):
+        prepare(path, preprocessing_num_workers=2)
 
 
 def test_a_worker_that_dies_is_told_with_the_option_to_lower(
