@@ -139,13 +139,13 @@ class _StageAllocator:
         self, layouts: Mapping[int, StageLayout], *, num_slots: int, keeps_sums: bool = False
     ) -> tuple[HostArena, WeightSlotPool, StateBuffers | None]:
         """Return the host memory of `layouts`, slots for their weights, and buffers of states that are on disks."""
-        sharding = {stage: self._sharding(layout) for stage, layout in layouts.items()}
+        sharding, places = {stage: self._sharding(layout) for stage, layout in layouts.items()}, self.updates.places
         shards = {stage: own.shards for stage, own in sharding.items() if own is not None}
         # Stages whose gradients arrive in the buffers of states on disks; some then wait on the disks.
         arriving, waiting = set[int](), set[int]()
-        if self.updates.state_folders and self.updates.has_thread and not keeps_sums:
+        if places.folders and self.updates.has_thread and not keeps_sums:
             trained = {stage for stage, layout in layouts.items() if layout.num_trained}
-            if self.updates.has_gradient_files:
+            if places.has_gradients:
                 tied = {stage for stage, layout in layouts.items() if not layout.offsets.keys().isdisjoint(self.tied)}
                 waiting = trained & {*self.deferred_updates} - tied
             arriving = trained - {*self.deferred_updates} | waiting
@@ -156,24 +156,25 @@ class _StageAllocator:
             gradient_dtype=self.gradient_dtype,
             keeps_sums=keeps_sums,
             shards=shards,
-            has_parts=not self.updates.state_folders,
+            has_parts=not places.folders,
             without_gradients=arriving,
         )
         buffers: StateBuffers | None = None
-        if self.updates.state_folders:
+        if places.folders:
             part_bytes = {stage: state.part_bytes for stage, state in arena.states.items()}
             gradient_bytes = {stage: arena.states[stage].gradients.nbytes for stage in arriving}
             on_disks = dict[Key, int](part_bytes.items())
             waiting_bytes = {gradient_key(stage): gradient_bytes[stage] for stage in sorted(waiting)}
-            folders, slots, gradient_files = self.updates.state_folders, self.updates.state_slots, None
+            gradient_files = None
             try:
-                if slots is None:
-                    files = StateFiles(folders, on_disks | waiting_bytes)
+                if places.slots is None:
+                    files = StateFiles(places.folders, on_disks | waiting_bytes, shares=places.shares)
                 else:
                     on_disks |= {weights_key(stage): state.weights.nbytes for stage, state in arena.states.items()}
-                    files = SlotFiles(folders, on_disks, place=slots)
+                    files = SlotFiles(places.folders, on_disks, place=places.slots, shares=places.shares)
                     arena.keep(0, files.close)
-                    gradient_files = StateFiles(folders, waiting_bytes, traffic=(files.reads, files.writes))
+                    traffic = files.reads, files.writes
+                    gradient_files = StateFiles(places.folders, waiting_bytes, shares=places.shares, traffic=traffic)
                 buffers = StateBuffers(
                     files,
                     max(part_bytes.values()),

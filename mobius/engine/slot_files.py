@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +42,19 @@ class SlotPlace(NamedTuple):
         return parent / self.name / f"slot-{slot}"
 
 
+@dataclass(frozen=True)
+class StatePlaces:
+    """Where a rank's optimizer states are between updates, if that is not host memory."""
+
+    folders: Sequence[Path] = ()
+    shares: Sequence[float] = ()
+    """Each folder's part of the bytes; empty: equal ones."""
+    has_gradients: bool = False
+    """Whether gradients that wait for other stages are there, too."""
+    slots: SlotPlace | None = None
+    """Where versions of the states are kept, if they are."""
+
+
 class SlotFiles(StateFiles):
     """A file in each of some folders for each slot, with a place for each key's bytes in both."""
 
@@ -51,6 +65,7 @@ class SlotFiles(StateFiles):
         *,
         place: SlotPlace,
         kind: str = "states",
+        shares: Sequence[float] = (),
         traffic: tuple[list[Traffic], list[Traffic]] | None = None,
     ) -> None:
         """Make the files of the first slot; `open_slot` makes the others. Raises StateFileError with the folder."""
@@ -58,7 +73,7 @@ class SlotFiles(StateFiles):
         self._slots, self._slot_of = dict[int, list[int]](), dict[Key, int]()
         self._unchanging = dict[Key, list[int]]()
         """Checksums of what no step changes and both slots have."""
-        super().__init__(folders, num_bytes, traffic=traffic)
+        super().__init__(folders, num_bytes, shares=shares, traffic=traffic)
         done = Future[None]()
         done.set_result(None)
         self.begin_version(place.first_slot, done)

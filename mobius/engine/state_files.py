@@ -102,21 +102,25 @@ class StateFiles:
         folders: Sequence[Path],
         num_bytes: Mapping[Key, int],
         *,
+        shares: Sequence[float] = (),
         traffic: tuple[list[Traffic], list[Traffic]] | None = None,
     ) -> None:
-        """Take the space on the disks now; `traffic` counts reads and writes. Raises StateFileError with the folder."""
+        """Take the space on the disks now; `traffic` counts reads and writes. Raises StateFileError with the folder.
+
+        `shares`: each folder's part of the bytes, by default an equal one.
+        """
         self._folders, self._places = [*folders], dict[Key, list[Place]]()
         self._threads = ThreadPoolExecutor(THREADS_PER_FOLDER * len(folders), thread_name_prefix="states")
         self._writes: dict[Key, list[Future[None]]] = {}
         ends = [0] * len(folders)
-        for first, (key, size) in enumerate(num_bytes.items()):
+        for key, size in num_bytes.items():
             places = self._places[key] = []
-            for number, start in enumerate(range(0, size, CHUNK_BYTES), start=first):
-                place = Place(
-                    number % len(folders), ends[number % len(folders)], min(CHUNK_BYTES, padded(size) - start)
-                )
-                places.append(place)
-                ends[place.folder] += place.length
+            for start in range(0, size, CHUNK_BYTES):
+                length = min(CHUNK_BYTES, padded(size) - start)
+                filled = [(end + length) / share for end, share in zip(ends, shares or [1.0] * len(ends), strict=True)]
+                folder = filled.index(min(filled))
+                places.append(Place(folder, ends[folder], length))
+                ends[folder] += length
         self._sizes, self._is_direct = ends, [True for _ in folders]
         self._files = list[int]()
         self.reads, self.writes = traffic or ([Traffic() for _ in folders], [Traffic() for _ in folders])

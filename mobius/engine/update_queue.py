@@ -18,10 +18,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from mobius.activity import Activity
-from mobius.engine.slot_files import SlotPlace
+from mobius.engine.slot_files import StatePlaces
+
+IN_MEMORY = StatePlaces()
 
 
 @dataclass
@@ -42,17 +43,13 @@ class UpdateQueue:
         *,
         prepare: Callable[[], None] = lambda: None,
         has_thread: bool = True,
-        state_folders: Sequence[Path] = (),
-        has_gradient_files: bool = False,
-        state_slots: SlotPlace | None = None,
+        places: StatePlaces = IN_MEMORY,
     ) -> None:
         """Report the updated stage to `activity`; the thread calls `prepare` first. Without it, `submit` updates.
 
-        `state_folders`: where the states are between updates, if that is not host memory; and gradients that wait for
-        other stages, with `has_gradient_files`. `state_slots`: where versions of the states are kept, if they are.
+        `places`: where states are between updates.
         """
-        self._activity, self.has_thread, self.state_folders = activity or Activity(), has_thread, state_folders
-        self.has_gradient_files, self.state_slots = has_gradient_files, state_slots
+        self._activity, self.has_thread, self.places = activity or Activity(), has_thread, places
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="optimizer", initializer=prepare)
         self._lock = threading.Lock()
         self._updates: dict[int, _Update] = {}

@@ -49,6 +49,8 @@ class DiskUse:
     """Whether gradients that wait for their update are there, too."""
     ratings: tuple[float, ...]
     """Terabytes that the drive of each folder is rated for; empty where that is not known."""
+    shares: tuple[float, ...]
+    """Part of the bytes that each folder has."""
 
     @classmethod
     def of(cls, result: PlanResult) -> DiskUse | None:
@@ -69,11 +71,17 @@ class DiskUse:
             None if is_open else optim.num_steps,
             has_gradients,
             ratings,
+            result.request.machine.disk_shares or (1 / len(folders),) * len(folders),
         )
 
     @property
-    def bytes_of_folder(self) -> int:
-        return ceil(self.num_bytes / len(self.folders))
+    def bytes_of_folders(self) -> list[int]:
+        return [ceil(share * self.num_bytes) for share in self.shares]
+
+    @property
+    def rated(self) -> float:
+        """Terabytes that all folders together are rated for, until the first of the drives is worn."""
+        return min((rating / share for rating, share in zip(self.ratings, self.shares, strict=True)), default=0.0)
 
     def written(self, num_steps: int) -> float:
         """Terabytes that so many steps write to all folders together."""
@@ -81,7 +89,11 @@ class DiskUse:
 
     def describe(self) -> str:
         """Bytes there, and what is written in 1,000 steps and in all of the run's."""
-        each = f" ({format_bytes(self.bytes_of_folder)} in each)" if len(self.folders) > 1 else ""
+        parts = list(dict.fromkeys(map(format_bytes, self.bytes_of_folders)))
+        each = (
+            f" ({parts[0]} in each)" if len(parts) == 1 else f" ({', '.join(map(format_bytes, self.bytes_of_folders))})"
+        )
+        each *= len(self.folders) > 1
         what = "optimizer states and gradients" if self.has_gradients else "optimizer states"
         if self.keeps_steps:
             what = f"weights and {what} of two steps (--durable_steps)"
@@ -90,7 +102,7 @@ class DiskUse:
         if self.num_steps is not None:
             text += f", the run's {self.num_steps:,} steps {format_terabytes(self.written(self.num_steps))}"
         if self.num_steps is not None and self.ratings:
-            share = self.written(self.num_steps) / len(self.folders) / min(self.ratings)
+            share = self.written(self.num_steps) / self.rated
             text += f", {100 * share:.2g} % of what the first drive to wear out is rated for"
         return text
 
@@ -98,7 +110,8 @@ class DiskUse:
         """Raise StateFileError if a file system of this machine has no room for its folders' states."""
         devices = [_place(folder).stat().st_dev for folder in self.folders]
         for folder, device in zip(self.folders, devices, strict=True):
-            need, free = devices.count(device) * self.bytes_of_folder, shutil.disk_usage(_place(folder)).free
+            parts = zip(devices, self.bytes_of_folders, strict=True)
+            need, free = sum(own for each, own in parts if each == device), shutil.disk_usage(_place(folder)).free
             if need > free:
                 raise StateFileError(
                     f"--offload_states_to {folder}: {format_bytes(need)} of optimizer states would be on its file "
@@ -119,7 +132,7 @@ def check_disks(result: PlanResult, *, is_here: bool) -> None:
     limit, number = result.request.config.planning.max_disk_writes, len(use.folders)
     source = f"--max_disk_writes {limit or 0:g}"
     if limit is None and use.ratings:
-        limit = USUAL_SHARE * min(use.ratings) * number
+        limit = USUAL_SHARE * use.rated
         source = f"half of what {number} drive(s) of {min(use.ratings):g} TB are rated for"
     if use.num_steps is not None and limit is not None and (written := use.written(use.num_steps)) > limit:
         steps = f"{use.num_steps:,} steps x {format_terabytes(use.written(1))}"

@@ -26,7 +26,7 @@ from mobius.models.weights import check_model_weights
 from mobius.planner.disk_use import check_disks, with_room_for_steps
 from mobius.planner.fit import DoesNotFitError
 from mobius.planner.gpu_specs import GPU_SPECS, find_gpu_spec
-from mobius.planner.measured_disks import measured_rates
+from mobius.planner.measured_disks import measured_rates, measured_shares
 from mobius.planner.memory_estimates import estimated_layer
 from mobius.planner.plan_file import SavedPlan
 from mobius.planner.plan_table import describe_details, describe_verdict
@@ -119,7 +119,8 @@ def machine_to_plan_for(config: Config, ranks: Ranks) -> Machine:
         machine = Machine(num_ranks)
     link = config.planning.node_link or machine.node_link
     if config.planning.card is None:
-        machine = replace(machine, disks=measured_rates(split_names(config.pipeline.offload_states_to)))
+        folders = split_names(config.pipeline.offload_states_to)
+        machine = replace(machine, disks=measured_rates(folders), disk_shares=measured_shares(folders))
     return replace(machine, num_replicas=ranks.num_replicas, num_nodes=ranks.num_nodes, node_link=link)
 
 

@@ -30,13 +30,28 @@ LEAST_BYTES = 2**30
 
 
 def measured_rates(folders: Sequence[str]) -> DiskRates | None:
-    """Return what folders reach together, of which each has an equal part; None if one was never measured."""
+    """Return what folders reach together with the shares of `measured_shares`; None if one was never measured."""
+    rates = _known(folders)
+    if not rates:
+        return None
+    read = min(each.read / share for each, share in zip(rates, measured_shares(folders), strict=True))
+    return DiskRates(read, sum(each.write for each in rates), any(each.is_burst for each in rates))
+
+
+def measured_shares(folders: Sequence[str]) -> tuple[float, ...]:
+    """Return the part of the bytes that each folder gets, by what each writes per second; empty if that is not known.
+
+    Drives write more slowly than they read, so they end a step's writes together.
+    """
+    rates = _known(folders)
+    return tuple(each.write / sum(other.write for other in rates) for each in rates)
+
+
+def _known(folders: Sequence[str]) -> list[DiskRates]:
+    """Rates of all folders; none if one was never measured."""
     known = _read() if folders else {}
     rates = [known[name] for name in map(_name, folders) if name in known]
-    if not folders or len(rates) < len(folders):
-        return None
-    slowest = DiskRates(min(each.read for each in rates), min(each.write for each in rates))
-    return DiskRates(len(folders) * slowest.read, len(folders) * slowest.write, any(each.is_burst for each in rates))
+    return rates if len(rates) == len(folders) else []
 
 
 def keep_rates(

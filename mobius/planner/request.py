@@ -62,6 +62,8 @@ class Machine:
     """Machines, each of which has equally many of the replicas."""
     disks: DiskRates | None = None
     """Rates that runs have measured of a node's disks with optimizer states; None where none has."""
+    disk_shares: tuple[float, ...] = ()
+    """Part of the bytes on disks that each folder gets, by the rates measured of them; empty: equal ones."""
     may_keep_steps: bool = True
     """Whether disks have room for durable steps, as far as that is known."""
     node_link: float = NODE_LINK

@@ -30,7 +30,7 @@ from mobius.planner.fit import DoesNotFitError, may_keep_products
 from mobius.planner.gpu_specs import SUSTAINED_SHARE, Host, gpu_spec_of_device
 from mobius.planner.layer_bench import MicrobatchShape, measure_layer_bytes
 from mobius.planner.measure import measure_product_rate
-from mobius.planner.measured_disks import measured_rates
+from mobius.planner.measured_disks import measured_rates, measured_shares
 from mobius.planner.memory_estimates import estimate_host_memory, tile_tokens
 from mobius.planner.peak_memory import LayerBytes
 from mobius.planner.plan_file import ModelDigest, SavedPlan, check_saved_plan
@@ -184,7 +184,8 @@ def draft_run_setup(
         limit = pipeline.host_memory_limit
         own = machine.host_bytes if limit is None else int(limit * GIB) // pipelines_per_host
         machine = replace(machine, agreed_host_bytes=smallest_of_all(met, own))
-    machine = replace(machine, disks=_measured_disks(config, met))
+    shares = measured_shares(split_names(config.pipeline.offload_states_to))
+    machine = replace(machine, disks=_measured_disks(config, met), disk_shares=shares)
     parts = ModelParts(model_config, device, compiled=compiles(config, machine), adapters=config.adapters)
     shape = parts.shape()
     agree: Callable[[int], int] = int if met is None else partial(smallest_of_all, met)

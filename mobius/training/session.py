@@ -30,7 +30,7 @@ from mobius.engine.adamw import AdamWSettings, FlatAdamW
 from mobius.engine.adamw_cpu import load_adamw_cpu
 from mobius.engine.adamw_gpu import GPUAdamW
 from mobius.engine.optimizer_stepper import LossScaler, OptimizerStepper, StepCounts
-from mobius.engine.slot_files import SlotPlace
+from mobius.engine.slot_files import SlotPlace, StatePlaces
 from mobius.engine.stage import num_trained_tensors
 from mobius.engine.stage_memory import StageMemory
 from mobius.engine.tied_weights import TiedWeights
@@ -263,12 +263,13 @@ def _allocate_stages(
 
 def _update_queue(run_setup: RunSetup, activity: Activity, slots: SlotPlace | None) -> UpdateQueue:
     pipeline = run_setup.config.pipeline
-    queue = partial(UpdateQueue, state_folders=pipeline.state_folders, state_slots=slots)
+    shares = run_setup.result.request.machine.disk_shares
+    places = StatePlaces(pipeline.state_folders, shares, pipeline.gradients_on_disks, slots)
     if not pipeline.overlap_optimizer:
-        return queue(has_thread=False)
+        return UpdateQueue(has_thread=False, places=places)
     # The update thread enqueues the loads and all-gathers that follow an update.
     prepare = partial(use_device, run_setup.rank_context.device)
-    return queue(activity, prepare=prepare, has_gradient_files=pipeline.gradients_on_disks)
+    return UpdateQueue(activity, prepare=prepare, places=places)
 
 
 def _connect(run_setup: RunSetup, spans: Spans) -> Transport:

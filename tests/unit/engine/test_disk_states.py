@@ -13,6 +13,7 @@ import torch
 
 from mobius.engine.host_arena import HostArena
 from mobius.engine.rank_memory import allocate_memory
+from mobius.engine.slot_files import StatePlaces
 from mobius.engine.stage_memory import StageMemory
 from mobius.engine.stage_state import StageState
 from mobius.engine.update_queue import UpdateQueue
@@ -55,7 +56,7 @@ def add_gradients(state: StageState, *, pieces: Sequence[FlatRange], found_inf: 
 
 @pytest.mark.parametrize("deferred", [(), (0, 7), tuple(range(NUM_STAGES))])
 def test_gradients_arrive_in_the_buffers_of_the_stages_that_are_updated(tmp_path: Path, deferred: tuple[int]) -> None:
-    memory, arena = make(UpdateQueue(state_folders=[tmp_path]), deferred)
+    memory, arena = make(UpdateQueue(places=StatePlaces([tmp_path])), deferred)
     gradients = 2 * COUNT
     arriving = 0 if len(deferred) == NUM_STAGES else gradients
     assert arena.num_bytes == NUM_STAGES * 2 * COUNT + len(deferred) * gradients + 3 * (STATES + arriving)
@@ -71,7 +72,7 @@ def test_gradients_arrive_in_the_buffers_of_the_stages_that_are_updated(tmp_path
 
 
 def test_gradients_that_wait_for_all_stages_may_do_so_on_the_disks(tmp_path: Path) -> None:
-    memory, arena = make(UpdateQueue(state_folders=[tmp_path], has_gradient_files=True), range(NUM_STAGES))
+    memory, arena = make(UpdateQueue(places=StatePlaces([tmp_path], has_gradients=True)), range(NUM_STAGES))
     assert arena.num_bytes == NUM_STAGES * 2 * COUNT + 3 * (STATES + 2 * COUNT)
     for value, is_skipped in ((1.0, False), (50.0, True), (100.0, False)):
         step(memory, value, lambda _: None)
@@ -87,7 +88,7 @@ def test_gradients_that_wait_for_all_stages_may_do_so_on_the_disks(tmp_path: Pat
 
 @pytest.mark.parametrize("deferred", [(), range(NUM_STAGES)])
 def test_a_rehearsal_leaves_the_states_and_all_buffers(tmp_path: Path, deferred: Sequence[int]) -> None:
-    queue = UpdateQueue(state_folders=[tmp_path], has_gradient_files=True)
+    queue = UpdateQueue(places=StatePlaces([tmp_path], has_gradients=True))
     memory, arena = make(queue, deferred)
     for _ in range(3):
         step(memory, 1.0, lambda stage: memory[stage].states.discard_gradients())
@@ -100,7 +101,7 @@ def test_a_rehearsal_leaves_the_states_and_all_buffers(tmp_path: Path, deferred:
 def test_a_disk_that_cannot_be_read_ends_the_run_and_no_stage_waits_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory, arena = make(UpdateQueue(state_folders=[tmp_path]), ())
+    memory, arena = make(UpdateQueue(places=StatePlaces([tmp_path])), ())
 
     def failing(*_: Any) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mobius.distributed.shards import Segment
 from mobius.engine.rank_memory import allocate_memory
+from mobius.engine.slot_files import StatePlaces
 from mobius.engine.stage_memory import StageMemory
 from mobius.engine.stage_state import StageState
 from mobius.models.layout import FlatRange, StageLayout
@@ -64,7 +65,7 @@ class HeldUpdates:
     """Updates that end when the test says so."""
 
     has_thread = True
-    state_folders = ()
+    places = StatePlaces()
 
     def __init__(self) -> None:
         self.followers: dict[int, list[Callable[[], None]]] = {}

@@ -47,6 +47,18 @@ def test_what_is_written_is_read_again(tmp_path: Path, num_folders: int) -> None
     files.close()
 
 
+def test_a_faster_drive_gets_more_of_each_stage(tmp_path: Path) -> None:
+    sizes = dict.fromkeys(range(4), 80 * ALIGNMENT)
+    files = StateFiles([tmp_path / "fast", tmp_path / "slow"], sizes, shares=(0.8, 0.2))
+    for stage in sizes:
+        before = [each.num_bytes for each in files.writes]
+        wait(files.write(stage, map_zeros(80 * ALIGNMENT, torch.uint8)))
+        fast, slow = (each.num_bytes - old for each, old in zip(files.writes, before, strict=True))
+        assert fast + slow == 80 * ALIGNMENT
+        assert abs(fast - 64 * ALIGNMENT) <= 2 * ALIGNMENT, "within a chunk"
+    files.close()
+
+
 def test_bytes_are_counted_for_each_folder_and_direction(tmp_path: Path) -> None:
     files = StateFiles([tmp_path / "a", tmp_path / "b"], {0: 5 * ALIGNMENT})
     for _ in range(3):

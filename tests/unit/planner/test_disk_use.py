@@ -101,6 +101,22 @@ def test_no_states_on_disks_wear_none() -> None:
     assert DiskUse.of(planned(machine=Machine(4, GPU_SPECS["H200"]), resident_stages="all")) is None
 
 
+def check_space(use: DiskUse, monkeypatch: pytest.MonkeyPatch, *, free: int) -> None:
+    """With both folders on one disk."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    use.check_space()
+
+
+def test_folders_have_the_parts_that_their_drives_write_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(4, CARD, disk_shares=(0.75, 0.25))
+    use = use_of(machine=machine, disk_endurance="600", max_disk_writes=9999.0)
+    assert "(47.1 GiB, 15.7 GiB)" in use.describe()
+    assert "51 % of what the first drive to wear out" in use.describe()
+    with pytest.raises(StateFileError, match="62.8 GiB of optimizer states would be on its file system, 50.0 GiB"):
+        check_space(use, monkeypatch, free=50 * 2**30)
+    check_space(use, monkeypatch, free=63 * 2**30)
+
+
 @pytest.mark.parametrize(("ratings", "share"), [("600", "34"), ("600,600", "34"), ("1200,300", "67")])
 def test_the_first_drive_to_wear_out_counts(ratings: str, share: str) -> None:
     text = use_of(disk_endurance=ratings, max_disk_writes=9999.0).describe()

@@ -19,7 +19,7 @@ from mobius.distributed.transport import SingleRankTransport
 from mobius.hardware.disk_traffic import BusySpan, Traffic
 from mobius.planner import measured_disks
 from mobius.planner.gpu_specs import GPU_SPECS
-from mobius.planner.measured_disks import keep_rates, measured_rates
+from mobius.planner.measured_disks import keep_rates, measured_rates, measured_shares
 from mobius.planner.memory_estimates import estimated_layer
 from mobius.planner.plan_table import describe_disks
 from mobius.planner.profile import DiskRates
@@ -86,15 +86,18 @@ def test_little_tells_nothing_and_a_rank_without_streamed_stages_takes_part(tmp_
     assert measured_rates([]) is None
 
 
-def test_the_slowest_of_all_folders_counts_and_one_without_a_rate_makes_all_unknown(
+def test_drives_share_the_bytes_by_what_they_write_and_one_without_a_rate_makes_all_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fast, slow = moved((1, 2, 4 * GIB)), moved((1, 2, 2 * GIB))
     first, second = str(tmp_path / "a"), str(tmp_path / "b")
     with free_space(monkeypatch, 3 * GIB):
         kept([first, second], [fast, slow], [slow, fast])
-    assert measured_rates([first, second]) == DiskRates(4 * GIB, 4 * GIB, is_burst=True)
+    assert measured_shares([first, second]) == pytest.approx((1 / 3, 2 / 3))
+    # All is written at once; the second reads its two thirds at 2 GiB per second.
+    assert measured_rates([first, second]) == DiskRates(3 * GIB, 6 * GIB, is_burst=True)
     assert measured_rates([first, str(tmp_path / "c")]) is None
+    assert measured_shares([first, str(tmp_path / "c")]) == ()
 
 
 def test_ranks_share_a_disk_and_nodes_have_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from harness.plan_requests import request_of
 from transformers import LlamaConfig
 
 from mobius.config.config import Dtype, DurableSteps, OptimizerStates, Order
+from mobius.engine.slot_files import StatePlaces
 from mobius.engine.update_queue import UpdateQueue
 from mobius.limits import MIN_GRADIENT_SUMS
 from mobius.models.blocks import ModelParts
@@ -61,7 +62,7 @@ def allocated_bytes(
         gradient_dtype=torch.float32 if request.config.pipeline.fp32_gradients else DTYPES[request.config.model.dtype],
         loss_chunk_tokens=64,
         deferred_updates=request.deferred_updates,
-        updates=UpdateQueue(has_thread=False, state_folders=folders),
+        updates=UpdateQueue(has_thread=False, places=StatePlaces(folders)),
         reduced_format="" if request.sizes.layer_state is None else request.config.optim.optimizer_states.value,
     )
     after = device_bytes()
