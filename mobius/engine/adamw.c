@@ -179,8 +179,8 @@ void mobius_adamw_split_fp32(int64_t count, uint16_t *weight, int16_t *remainder
     UPDATE_REST(update_split, weight, remainder, exp_avg, exp_avg_sq, gradient, 1, &c)
 }
 
-/* Fewer bytes of state. Stochastic rounding takes a word of noise for each element: a hash of its index within its
-   parameter (lowbias32, by Chris Wellons) and a key, so that neither threads nor the cut into stages change a bit. */
+/* Fewer bytes of state. Stochastic rounding takes noise: a hash of an element's index within its parameter (lowbias32,
+   by Chris Wellons) and a key, so that neither threads nor the cut into stages change a bit. */
 static inline uint32_t noise_of(uint32_t key, uint32_t index) {
     uint32_t x = index ^ key;
     x = (x ^ (x >> 16)) * 0x7feb352du;
@@ -231,128 +231,283 @@ void mobius_adamw_bf16_states_fp32(int64_t count, uint16_t *weight, int16_t *rem
     UPDATE_REST(update_bf16_states, weight, remainder, exp_avg, exp_avg_sq, gradient, 1, &c, key, first)
 }
 
-/* 8-bit moments relative to a power of two for each group, and a master of 24 bits. */
+/* 8-bit moments relative to a power of two for each group, and a master of 24 bits; in explicit vectors: a compiler made
+   up to 1.8 times the instructions of loops over bytes (docs/performance.md).
+
+   A word of codes has four consecutive elements. So fp32 numbers are held in four planes, each with every fourth one of
+   them, and are widened and narrowed by shifts and masks within words. A moment's code comes from the upper half of its
+   word: it is (half - base) / 16, where the group's base is the half that code 0 would stand for. Halves are held in
+   pairs: a word has those of elements 0 and 2 of four ("even"), or of 1 and 3 ("odd"). */
 #define GROUP 32
-#define CODE_SHIFT 20 /* an fp32 word without the last 20 bits of its mantissa: three bits are left */
 #define EXP_AVG_RANGE 15
 #define EXP_AVG_SQ_RANGE 31
+#define LARGEST_EXPONENT 254
+#define LARGEST_HALF 0x7f70u /* gives the largest code, of 7 or 8 bits, in a group with the largest exponent */
+#ifdef __AVX512BW__
+#define LANES 16
+#elif defined __AVX2__
+#define LANES 8
+#else
+#define LANES 4
+#endif
+#define VECTORS (LANES < 8 ? 2 : 1)
+#define UNIT (4 * LANES * VECTORS) /* elements worked on together: one group or two */
+#ifdef __clang__
+#define AS_VECTOR
+#else
+#define AS_VECTOR _Pragma("GCC unroll 1") /* before GCC looks for vectors */
+#endif
+#define EACH_OF(count) _Pragma("GCC unroll 8") for (int k = 0; k < (count); ++k)
+#define EACH_WORD AS_VECTOR for (int i = 0; i < LANES; ++i)
+#define EACH_HALF AS_VECTOR for (int i = 0; i < 2 * LANES; ++i)
+#define PAIR(lower, upper) ((uint32_t)(upper) << 16 | (uint32_t)(lower))
+#define LOWER PAIR(0xffffu, 0)
+#define UPPER PAIR(0, 0xffffu)
+#define SIGNS PAIR(0x8000u, 0x8000u)
+#define UPPER_BYTES PAIR(0xff00u, 0xff00u)
+#define BYTE_SIGNS PAIR(0x8080u, 0x8080u)
 
-static inline int32_t between(int32_t value, int32_t least, int32_t most) {
-    return value < least ? least : value > most ? most : value;
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(4 * LANES)));
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+
+typedef struct {
+    uint16_t *weight;
+    int8_t *remainder;
+    uint8_t *exp_avg, *exp_avg_exponent, *exp_avg_sq, *exp_avg_sq_exponent;
+    const void *gradient;
+} Arrays;
+
+INLINE Words load(const void *array, int vector) {
+    Words words;
+    memcpy(&words, (const char *)array + vector * (int)sizeof words, sizeof words);
+    return words;
 }
 
-/* The word that code 0 would stand for in a group with this exponent. */
-static inline int32_t lowest_word(int32_t exponent, int32_t range) { return (exponent - range) * (1 << 23); }
-
-static inline int32_t group_exponent(uint32_t largest, int32_t range) {
-    return between((int32_t)(largest >> 23) + 1, range + 1, 254);
+INLINE void store(void *array, int vector, Words words) {
+    memcpy((char *)array + vector * (int)sizeof words, &words, sizeof words);
 }
 
-static inline float decode_exp_avg(uint8_t code, int32_t lowest) {
-    uint32_t magnitude = code & 0x7fu;
-    uint32_t bits = magnitude ? (magnitude << CODE_SHIFT) + (uint32_t)lowest : 0u;
-    return from_bits(bits | (uint32_t)(code & 0x80u) << 24);
+INLINE Words all(uint32_t word) { return (Words){0} + word; }
+
+/* Of pairs: the larger, the lesser, `value` where `compared` is not less than `least` and else 0, and a shift down. */
+INLINE Words larger(Words a, Words b) {
+    Halves x = (Halves)a, y = (Halves)b;
+    EACH_HALF x[i] = x[i] > y[i] ? x[i] : y[i];
+    return (Words)x;
 }
 
-static inline int32_t encode_exp_avg(uint32_t bits, int32_t lowest) {
-    int32_t magnitude = (int32_t)(bits & 0x7fffffffu);
-    int32_t code = between((magnitude - lowest + (1 << (CODE_SHIFT - 1))) >> CODE_SHIFT, 0, 127);
-    return code | (int32_t)(bits >> 24 & 0x80u);
+INLINE Words lesser(Words a, Words b) {
+    Halves x = (Halves)a, y = (Halves)b;
+    EACH_HALF x[i] = x[i] < y[i] ? x[i] : y[i];
+    return (Words)x;
 }
 
-static inline float decode_exp_avg_sq(uint8_t code, int32_t lowest) {
-    return from_bits(code ? ((uint32_t)code << CODE_SHIFT) + (uint32_t)lowest : 0u);
+INLINE Words where(Words compared, uint16_t least, Words value) {
+    Halves x = (Halves)compared, y = (Halves)value;
+    EACH_HALF y[i] = x[i] >= least ? y[i] : 0;
+    return (Words)y;
 }
 
-/* Only zero has code 0: the second moment of an element whose first one is not zero must not vanish. */
-static inline int32_t encode_exp_avg_sq(uint32_t bits, int32_t lowest, uint32_t noise) {
-    int32_t code = between(((int32_t)bits - lowest + (int32_t)(noise >> (32 - CODE_SHIFT))) >> CODE_SHIFT, 1, 255);
-    return bits ? code : 0;
+INLINE Words down(Words pairs, int by) { return (Words)((Halves)pairs >> by); }
+
+INLINE Floats root(Floats value) {
+    EACH_WORD value[i] = sqrtf(value[i]);
+    return value;
 }
 
-static inline float join24(uint16_t weight, int8_t remainder) {
-    return from_bits((((uint32_t)weight << 8) + (uint32_t)(int32_t)remainder) << 8);
+/* 0, 1, 2 and so on. */
+INLINE Words counted(void) {
+    Words index;
+    EACH_WORD index[i] = (uint32_t)i;
+    return index;
 }
 
-/* Round stochastically to 24 bits; the weight is that rounded to nearest, ties away from zero, so that the remainder
-   fits 8 bits. */
-static inline void split24(float value, uint32_t noise, int32_t *weight, int32_t *remainder) {
-    uint32_t bits = to_bits(value);
-    uint32_t word = (bits + (noise & 0xffu)) >> 8; /* an infinity's last bits are zeros: it stays one */
-    uint32_t rounded = (word + 0x80u) >> 8;
-    int is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    *weight = is_nan ? 0x7fc0 : (int32_t)rounded;
-    *remainder = is_nan ? 0 : (int32_t)(word - (rounded << 8));
+/* Words of two vectors by their index in both. */
+INLINE Words pick(Words a, Words b, Words index) {
+#ifdef __clang__
+    Words picked;
+    for (int i = 0; i < LANES; ++i) picked[i] = index[i] < LANES ? a[index[i]] : b[index[i] - LANES];
+    return picked;
+#else
+    return __builtin_shuffle(a, b, index);
+#endif
+}
+
+INLINE Words every_second(Words a, Words b, int first) { return pick(a, b, 2 * counted() + (uint32_t)first); }
+
+/* fp32 words from one half of pairs, and pairs from the upper halves of fp32 words. */
+INLINE Words widen(Words pairs, int is_upper) { return is_upper ? pairs & UPPER : pairs << 16; }
+INLINE Words narrow(Words a, Words b) { return a >> 16 | (b & UPPER); }
+
+/* Four planes, or of bf16 gradients two vectors of pairs: elements 0 and 1 of each four, and the others. Rounding adds
+   to words, by which an fp32 NaN with all its bits set would become a number: NaNs are replaced. */
+INLINE void load_gradients_of_fours(const void *gradient, int is_whole, Words loaded[4]) {
+    Words a = load(gradient, 0), b = load(gradient, 1);
+    loaded[0] = every_second(a, b, 0), loaded[1] = every_second(a, b, 1);
+    if (is_whole) {
+        Words c = load(gradient, 2), d = load(gradient, 3);
+        EACH_OF(2) {
+            Words lower = loaded[k], upper = every_second(c, d, k);
+            loaded[k] = every_second(lower, upper, 0), loaded[k + 2] = every_second(lower, upper, 1);
+        }
+        EACH_OF(4) {
+            Words is_nan = (Words)((Floats)loaded[k] != (Floats)loaded[k]);
+            loaded[k] = (loaded[k] & ~is_nan) | (is_nan & 0x7fc00000u);
+        }
+    }
+}
+
+/* Load halves of moments; `magnitude` and `sign` are where they have the bits of a code. */
+INLINE void load_moments(const uint8_t *codes, const uint8_t *exponents, int range, uint32_t magnitude, uint32_t sign,
+                         Words halves[2]) {
+    uint32_t own = PAIR(128, 128) * (uint32_t)(exponents[0] - range);
+    uint32_t next = PAIR(128, 128) * (uint32_t)(exponents[UNIT / GROUP - 1] - range);
+    Words words = load(codes, 0), base, even = words << 4 & magnitude, odd = words >> 4 & magnitude;
+    EACH_WORD base[i] = i < 8 ? own : next;
+    halves[0] = where(even, 1, even + base) | (words << 8 & sign);
+    halves[1] = where(odd, 1, odd + base) | (words & sign);
+}
+
+/* Update a plane, and add the noise to second moments. Return the words of new masters with noise and 0x8000, so that
+   the upper half is the rounded weight. */
+INLINE Words update_plane(Words gradient, Words master, Words *mean, Words *square, Words noise, const Constants *c) {
+    Floats scaled = (Floats)gradient * c->gradient_factor, m = (Floats)*mean, v = (Floats)*square;
+    m = m + (scaled - m) * c->one_minus_beta1;
+    v = v * c->beta2 + c->one_minus_beta2 * scaled * scaled;
+    *mean = (Words)m;
+    *square = (Words)v + noise;
+    return (Words)((Floats)master * c->decay - c->step_size * m / (root(v) + c->epsilon)) + ((noise & 0xffu) | 0x8000u);
+}
+
+INLINE void store_masters(void *weight, void *remainder, const Words plane[4]) {
+    Words a = narrow(plane[0], plane[1]), b = narrow(plane[2], plane[3]);
+    Words order = counted() / 2 + (counted() & 1) * LANES;
+    store(weight, 0, pick(a, b, order));
+    store(weight, 1, pick(a, b, order + LANES / 2));
+    Words even = (plane[0] & LOWER) | plane[2] << 16, odd = (plane[1] & LOWER) | plane[3] << 16;
+    store(remainder, 0, (down(even, 8) | (odd & UPPER_BYTES)) ^ BYTE_SIGNS);
+}
+
+INLINE Arrays arrays_from(const Arrays *a, int64_t start, int is_whole) {
+    return (Arrays){a->weight + start, a->remainder + start, a->exp_avg + start, a->exp_avg_exponent + start / GROUP,
+                    a->exp_avg_sq + start, a->exp_avg_sq_exponent + start / GROUP,
+                    (const char *)a->gradient + (is_whole ? 4 : 2) * start};
+}
+
+/* Update the elements of a vector of codes, the first of which is the parameter's element `first`; store all but the
+   moments, of which return halves. Four elements share 32 bits of noise: each takes 20, from another byte on. */
+INLINE void update_fours(const Arrays *a, int is_whole, const Constants *c, uint32_t key, uint32_t first,
+                         Words means[2], Words squares[2]) {
+    Words gradient[4], master[4], mean[4], square[4], noise;
+    load_gradients_of_fours(a->gradient, is_whole, gradient);
+    load_moments(a->exp_avg, a->exp_avg_exponent, EXP_AVG_RANGE, PAIR(0x7f0u, 0x7f0u), SIGNS, means);
+    load_moments(a->exp_avg_sq, a->exp_avg_sq_exponent, EXP_AVG_SQ_RANGE, PAIR(0xff0u, 0xff0u), 0, squares);
+    Words low = load(a->weight, 0), high = load(a->weight, 1);
+    Words weights[2] = {every_second(low, high, 0), every_second(low, high, 1)};
+    Words rest = load(a->remainder, 0) ^ BYTE_SIGNS; /* (w << 16) + (r << 8) = (w << 16 | (r ^ 0x80) << 8) - 0x8000 */
+    EACH_WORD noise[i] = noise_of(key, first / 4 + (uint32_t)i);
+    EACH_OF(4) {
+        Words bytes = (k % 2 ? rest : rest << 8) & UPPER_BYTES;
+        Words joined = (widen(weights[k / 2], k % 2) | (k / 2 ? bytes >> 16 : bytes & LOWER)) - 0x8000u;
+        Words own = is_whole ? gradient[k] : widen(gradient[k / 2], k % 2);
+        mean[k] = widen(means[k % 2], k / 2), square[k] = widen(squares[k % 2], k / 2);
+        master[k] = update_plane(own, joined, &mean[k], &square[k], noise >> 12, c);
+        noise = noise >> 8 | noise << 24;
+    }
+    EACH_OF(2)
+        means[k] = narrow(mean[k], mean[k + 2]), squares[k] = narrow(square[k], square[k + 2]);
+    store_masters(a->weight, a->remainder, master);
 }
 
 /* Update whole groups, whose elements share an exponent for each moment. */
-INLINE void update_compact(int64_t start, int64_t length, uint16_t *restrict weight, int8_t *restrict remainder,
-                           uint8_t *restrict exp_avg, uint8_t *restrict exp_avg_exponent, uint8_t *restrict exp_avg_sq,
-                           uint8_t *restrict exp_avg_sq_exponent, const void *restrict gradient, int is_whole,
-                           const Constants *c, uint32_t key, uint32_t first) {
-    float master[RUN], gradients[RUN], means[RUN], squares[RUN];
-    uint32_t noise[RUN];
-    int32_t narrow[RUN], other[RUN];
-    load_gradients(start, length, gradient, is_whole, gradients);
-    request(weight, start, sizeof *weight);
-    request(remainder, start, sizeof *remainder);
-    request(exp_avg, start, sizeof *exp_avg);
-    request(exp_avg_sq, start, sizeof *exp_avg_sq);
-    weight += start, remainder += start, exp_avg += start, exp_avg_sq += start, first += (uint32_t)start;
-    exp_avg_exponent += start / GROUP, exp_avg_sq_exponent += start / GROUP;
-    EACH master[i] = join24(weight[i], remainder[i]);
-    for (int64_t group = 0; group < length / GROUP; ++group) {
-        int32_t mean_word = lowest_word(exp_avg_exponent[group], EXP_AVG_RANGE);
-        int32_t square_word = lowest_word(exp_avg_sq_exponent[group], EXP_AVG_SQ_RANGE);
-        for (int64_t i = group * GROUP; i < (group + 1) * GROUP; ++i) means[i] = decode_exp_avg(exp_avg[i], mean_word);
-        for (int64_t i = group * GROUP; i < (group + 1) * GROUP; ++i)
-            squares[i] = decode_exp_avg_sq(exp_avg_sq[i], square_word);
+INLINE void update_unit(const Arrays *a, int is_whole, const Constants *c, uint32_t key, uint32_t first) {
+    Words means[2 * VECTORS], squares[2 * VECTORS], signs[2 * VECTORS], x, y;
+    EACH_OF(VECTORS) {
+        const Arrays own = arrays_from(a, k * 4 * LANES, is_whole);
+        update_fours(&own, is_whole, c, key, first + (uint32_t)k * 4 * LANES, &means[2 * k], &squares[2 * k]);
     }
-    EACH master[i] = update(gradients[i], master[i], &means[i], &squares[i], c, 1);
-    EACH noise[i] = noise_of(key, first + (uint32_t)i);
-    EACH split24(master[i], noise[i], &narrow[i], &other[i]);
-    EACH weight[i] = (uint16_t)narrow[i];
-    EACH remainder[i] = (int8_t)other[i];
-    for (int64_t group = 0; group < length / GROUP; ++group) {
-        uint32_t largest_mean = 0, largest_square = 0;
-        for (int64_t i = group * GROUP; i < (group + 1) * GROUP; ++i) {
-            uint32_t mean = to_bits(means[i]) & 0x7fffffffu, square = to_bits(squares[i]);
-            largest_mean = mean > largest_mean ? mean : largest_mean;
-            largest_square = square > largest_square ? square : largest_square;
-        }
-        int32_t mean_exponent = group_exponent(largest_mean, EXP_AVG_RANGE);
-        int32_t square_exponent = group_exponent(largest_square, EXP_AVG_SQ_RANGE);
-        int32_t mean_word = lowest_word(mean_exponent, EXP_AVG_RANGE);
-        int32_t square_word = lowest_word(square_exponent, EXP_AVG_SQ_RANGE);
-        for (int64_t i = group * GROUP; i < (group + 1) * GROUP; ++i) {
-            narrow[i] = encode_exp_avg(to_bits(means[i]), mean_word);
-            other[i] = encode_exp_avg_sq(to_bits(squares[i]), square_word, noise[i]);
-        }
-        exp_avg_exponent[group] = (uint8_t)mean_exponent;
-        exp_avg_sq_exponent[group] = (uint8_t)square_exponent;
+    EACH_OF(2 * VECTORS) {
+        signs[k] = means[k] & SIGNS, means[k] ^= signs[k];
+        x = k ? larger(x, means[k]) : means[k], y = k ? larger(y, squares[k]) : squares[k];
     }
-    EACH exp_avg[i] = (uint8_t)narrow[i];
-    EACH exp_avg_sq[i] = (uint8_t)other[i];
+    Words largest = larger((x & LOWER) | y << 16, narrow(x, y)); /* pairs of both moments */
+    for (uint32_t by = 1; by < 8 && by < LANES; by *= 2)
+        largest = larger(largest, pick(largest, largest, counted() ^ by));
+    largest = larger(down(largest, 7), all(PAIR(EXP_AVG_RANGE, EXP_AVG_SQ_RANGE)));
+    largest = lesser(largest, all(PAIR(LARGEST_EXPONENT - 1, LARGEST_EXPONENT - 1)));
+    uint32_t is_over = 0;
+    for (int group = 0; group < UNIT / GROUP; ++group) {
+        uint32_t exponents = largest[8 * group] + PAIR(1, 1);
+        a->exp_avg_exponent[group] = (uint8_t)exponents, a->exp_avg_sq_exponent[group] = (uint8_t)(exponents >> 16);
+        is_over |= exponents + PAIR(256 - LARGEST_EXPONENT, 256 - LARGEST_EXPONENT);
+    }
+    if (__builtin_expect((is_over & PAIR(256, 256)) != 0, 0))
+        EACH_OF(2 * VECTORS) {
+            means[k] = lesser(means[k], all(PAIR(LARGEST_HALF, LARGEST_HALF)));
+            squares[k] = lesser(squares[k], all(PAIR(LARGEST_HALF, LARGEST_HALF)));
+        }
+    /* 8 less rounds first moments to nearest; 16 more is code 1, the least of a second moment that is not zero. */
+    Words bases = (largest << 7) - PAIR((EXP_AVG_RANGE - 1) * 128 + 8, (EXP_AVG_SQ_RANGE - 1) * 128);
+    Words base = (bases & LOWER) | bases << 16, square_base = narrow(bases, bases);
+    EACH_OF(2 * VECTORS) {
+        means[k] = (larger(means[k], base) - base) << 4 | signs[k];
+        Words raised = larger(squares[k], square_base + PAIR(16, 16)) - square_base;
+        squares[k] = where(squares[k], 16, down(raised, 4));
+    }
+    EACH_OF(VECTORS) {
+        store(a->exp_avg, k, down(means[2 * k], 8) | (means[2 * k + 1] & UPPER_BYTES));
+        store(a->exp_avg_sq, k, squares[2 * k] | squares[2 * k + 1] << 8);
+    }
+}
+
+INLINE void update_compact(int64_t start, int64_t length, const Arrays *a, int is_whole, const Constants *c,
+                           uint32_t key, uint32_t first) {
+    request(a->weight, start, 2), request(a->remainder, start, 1), request(a->gradient, start, is_whole ? 4 : 2);
+    request(a->exp_avg, start, 1), request(a->exp_avg_sq, start, 1);
+    for (int64_t i = start; i < start + length; i += UNIT) {
+        const Arrays unit = arrays_from(a, i, is_whole);
+        update_unit(&unit, is_whole, c, key, first + (uint32_t)i);
+    }
+}
+
+/* Update one group, in copies as long as a unit. */
+INLINE void update_last_compact(int64_t start, int64_t length, const Arrays *a, int is_whole, const Constants *c,
+                                uint32_t key, uint32_t first) {
+    struct {
+        char weight[2 * UNIT], remainder[UNIT], exp_avg[UNIT], exponent[4], exp_avg_sq[UNIT], sq_exponent[4],
+            gradient[4 * UNIT];
+    } own = {{0}};
+    const Arrays b = arrays_from(a, start, is_whole);
+    const struct {
+        void *array, *copy;
+        int64_t size;
+    } all[] = {{b.weight, own.weight, 2 * length},         {b.remainder, own.remainder, length},
+               {b.exp_avg, own.exp_avg, length},           {b.exp_avg_exponent, own.exponent, 1},
+               {b.exp_avg_sq, own.exp_avg_sq, length},     {b.exp_avg_sq_exponent, own.sq_exponent, 1},
+               {(void *)b.gradient, own.gradient, (is_whole ? 4 : 2) * length}};
+    for (int k = 0; k < 7; ++k) memcpy(all[k].copy, all[k].array, (size_t)all[k].size);
+    const Arrays unit = {all[0].copy, all[1].copy, all[2].copy, all[3].copy, all[4].copy, all[5].copy, all[6].copy};
+    update_unit(&unit, is_whole, c, key, first + (uint32_t)start);
+    for (int k = 0; k < 6; ++k) memcpy(all[k].array, all[k].copy, (size_t)all[k].size);
 }
 
 void mobius_adamw_compact_bf16(int64_t count, uint16_t *weight, int8_t *remainder, uint8_t *exp_avg,
                                uint8_t *exp_avg_exponent, uint8_t *exp_avg_sq, uint8_t *exp_avg_sq_exponent,
                                const uint16_t *gradient, const Constants *constants, int threads, uint32_t key,
                                uint32_t first) {
+    const Arrays a = {weight, remainder, exp_avg, exp_avg_exponent, exp_avg_sq, exp_avg_sq_exponent, gradient};
     const Constants c = *constants;
-    UPDATE_RUNS(RUN, update_compact, weight, remainder, exp_avg, exp_avg_exponent, exp_avg_sq, exp_avg_sq_exponent,
-                gradient, 0, &c, key, first)
-    UPDATE_LAST_GROUP(update_compact, weight, remainder, exp_avg, exp_avg_exponent, exp_avg_sq, exp_avg_sq_exponent,
-                      gradient, 0, &c, key, first)
+    UPDATE_RUNS(RUN, update_compact, &a, 0, &c, key, first)
+    UPDATE_LAST_GROUP(update_last_compact, &a, 0, &c, key, first)
 }
 
 void mobius_adamw_compact_fp32(int64_t count, uint16_t *weight, int8_t *remainder, uint8_t *exp_avg,
                                uint8_t *exp_avg_exponent, uint8_t *exp_avg_sq, uint8_t *exp_avg_sq_exponent,
                                const float *gradient, const Constants *constants, int threads, uint32_t key,
                                uint32_t first) {
+    const Arrays a = {weight, remainder, exp_avg, exp_avg_exponent, exp_avg_sq, exp_avg_sq_exponent, gradient};
     const Constants c = *constants;
-    UPDATE_RUNS(RUN, update_compact, weight, remainder, exp_avg, exp_avg_exponent, exp_avg_sq, exp_avg_sq_exponent,
-                gradient, 1, &c, key, first)
-    UPDATE_LAST_GROUP(update_compact, weight, remainder, exp_avg, exp_avg_exponent, exp_avg_sq, exp_avg_sq_exponent,
-                      gradient, 1, &c, key, first)
+    UPDATE_RUNS(RUN, update_compact, &a, 1, &c, key, first)
+    UPDATE_LAST_GROUP(update_last_compact, &a, 1, &c, key, first)
 }

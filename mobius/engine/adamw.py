@@ -18,7 +18,7 @@ from torch.optim.adamw import adamw
 
 from mobius.engine.adamw_cpu import CPUAdamW
 from mobius.engine.adamw_gpu import GPUAdamW
-from mobius.engine.reduced_states import NoisePlace, ReducedStates, noise_key, noise_words
+from mobius.engine.reduced_states import NoisePlace, ReducedStates, noise_key
 from mobius.engine.stage_state import StageState
 from mobius.models.layout import FlatRange, StageLayout, within
 
@@ -204,6 +204,7 @@ def _update_reduced(state: StageState, chunk: slice, constants: Mapping[str, flo
     reduced format.
     """
     codec, weights, parts = state.codec, state.weights[chunk], state.codec.part_of(state.parts, chunk)
+    assert isinstance(codec, ReducedStates)
     mean, square = codec.decode_moments(parts)
     scaled = state.gradients[chunk].float() * constants["gradient_factor"]
     mean = mean + (scaled - mean) * constants["one_minus_beta1"]
@@ -211,7 +212,7 @@ def _update_reduced(state: StageState, chunk: slice, constants: Mapping[str, flo
     root = square.double().sqrt().float()  # rounded once; torch's vectorized root of fp32 is not
     rate = mean * constants["step_size"] / (root + constants["epsilon"])
     master = codec.decode_master(weights, parts) * constants["decay"] - rate
-    words = noise_words(*place, len(weights), weights.device)
+    words = codec.noise(*place, len(weights), weights.device)
     codec.encode_moments((mean, square), parts, words)
     codec.encode_master(master, weights, parts, words)
 

@@ -7,9 +7,10 @@
     all but the weight      10                   6                        3 + 2/32
 
 8-bit moments are relative to a power of two per group of 32 elements: a code is the group's fp32 words without the last
-20 bits of their mantissas, less a word that the group's exponent gives. Only a second moment of zero has code 0. Of a
-second moment rounded to nearest, 0.1 % of decay would be lost, and a master of 24 bits would lose small updates: both
-round stochastically. The weight is the 24-bit master to nearest, ties away from zero, so its remainder fits 8 bits.
+20 bits of their mantissas, less a word that the group's exponent gives. Of second moments only those below 2^-129 may
+have code 0: that of an element whose first one is not zero must not vanish. Of one rounded to nearest, 0.1 % of decay
+would be lost, and a master of 24 bits would lose small updates: both round stochastically, with as many bits of noise
+as are lost, so without bias. The weight is the 24-bit master to nearest, ties away from zero: its remainder has 8 bits.
 
 Noise is a hash of seed, step, and the element's offset in its parameter: the cut into stages, ranks, threads and
 replicas change no bit. Groups begin with a parameter, whose elements are padded to a multiple of the group.
@@ -28,7 +29,7 @@ from mobius.engine.state_codec import CODECS, GROUP, Allocate, Parts, SplitMaste
 
 NoisePlace = tuple[int, int]
 """Key of a parameter's noise, and the element within the parameter at which a range begins."""
-_WORD, _FINITE, _QUIET_NAN = 0xFFFFFFFF, 0x7F800000, 0x7FC0
+_WORD, _INFINITY, _QUIET_NAN = 0xFFFFFFFF, 0x7F800000, 0x7FC0
 _CODE_SHIFT = 20
 _EXP_AVG_RANGE, _EXP_AVG_SQ_RANGE = 15, 31
 """Powers of two between a group's largest element and its smallest: of 4 and 5 bits of exponent."""
@@ -39,10 +40,13 @@ def noise_key(seed: int, step: int, name: str) -> int:
     return _hash((_hash((zlib.crc32(name.encode()) ^ seed) & _WORD) + step) & _WORD)
 
 
-def noise_words(key: int, first: int, count: int, device: torch.device) -> Tensor:
-    """Return int64 [count] words of 32 random bits for elements `first` and on of the parameter that has `key`."""
-    words = torch.arange(first, first + count, dtype=torch.int64, device=device)
-    words.bitwise_and_(_WORD).bitwise_xor_(key)
+def noise_words(key: int, first: int, count: int, device: torch.device, *, each: int = 1) -> Tensor:
+    """Return int64 words of 32 random bits for elements `first` and on of the parameter that has `key`.
+
+    There are `count`, or one for `each` power of two of so many elements.
+    """
+    words = torch.arange(first, first + count, each, dtype=torch.int64, device=device)
+    words = words.bitwise_and_(_WORD).floor_divide_(each).bitwise_xor_(key)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         words.bitwise_xor_(words >> shift).mul_(factor).bitwise_and_(_WORD)
     return words.bitwise_xor_(words >> 16)
@@ -57,6 +61,10 @@ def _hash(word: int) -> int:
 
 class ReducedStates(SplitMaster):
     """Base of formats whose second moment is rounded stochastically."""
+
+    def noise(self, key: int, first: int, count: int, device: torch.device) -> Tensor:
+        """Return int64 [count] random words, in as many bits as the format rounds off; neighbours may share some."""
+        return noise_words(key, first, count, device)
 
 
 class Bf16States(ReducedStates):
@@ -76,7 +84,7 @@ class Bf16States(ReducedStates):
             parts["exp_avg_sq"].copy_(moments[1])
             return
         words = moments[1].view(torch.int32).long()
-        words += torch.where(words < _FINITE, noise >> 16, 0)
+        words += torch.where(words < _INFINITY, noise >> 16, 0)
         parts["exp_avg_sq"].view(torch.int16).copy_(words >> 16)
 
 
@@ -93,6 +101,12 @@ class CompactStates(ReducedStates):
     }
     per_group: ClassVar = frozenset({"exp_avg.exponents", "exp_avg_sq.exponents"})
 
+    def noise(self, key: int, first: int, count: int, device: torch.device) -> Tensor:
+        """Return 20 bits of a word for every four elements, rotated for each: no two share their upper eight."""
+        words = noise_words(key, first, count, device, each=4)
+        rotated = [words >> shift | words << 32 - shift & _WORD for shift in (0, 8, 16, 24)]
+        return torch.stack(rotated, dim=1).view(-1) >> 32 - _CODE_SHIFT
+
     def decode_moments(self, parts: Parts) -> tuple[Tensor, Tensor]:
         """Return both moments in new fp32 memory."""
         codes = parts["exp_avg.codes"].int()
@@ -106,10 +120,10 @@ class CompactStates(ReducedStates):
         half, words = 1 << (_CODE_SHIFT - 1), moments[0].view(torch.int32)
         codes = _encode(words & 0x7FFFFFFF, half, parts["exp_avg.exponents"], _EXP_AVG_RANGE).clamp_(0, 127)
         parts["exp_avg.codes"].copy_(codes.bitwise_or_(words >> 24 & 0x80))
-        added = half if noise is None else (noise >> (32 - _CODE_SHIFT)).int()
-        words = moments[1].view(torch.int32)
-        codes = _encode(words, added, parts["exp_avg_sq.exponents"], _EXP_AVG_SQ_RANGE).clamp_(1, 255)
-        parts["exp_avg_sq.codes"].copy_(codes.mul_(words != 0))
+        words = moments[1].view(torch.int32).bitwise_and(0x7FFFFFFF).clamp_max_(_INFINITY)
+        words += half if noise is None else noise.int()
+        codes = _encode(words, 0, parts["exp_avg_sq.exponents"], _EXP_AVG_SQ_RANGE).clamp_(1, 255)
+        parts["exp_avg_sq.codes"].copy_(codes.mul_(words >> _CODE_SHIFT != 0))
 
     def decode_master(self, weights: Tensor, parts: Parts, allocate: Allocate = new_fp32) -> Tensor:
         """Join weights and remainder."""
@@ -133,7 +147,7 @@ class CompactStates(ReducedStates):
             by = 0x80 if own is None else own.bitwise_and(0xFF).int()
             master24 = (words + by) >> 8  # an infinity's last bits are zeros: it stays one
             weight = (master24 + 0x80) >> 8
-            is_nan = (words & 0x7FFFFFFF) > _FINITE
+            is_nan = (words & 0x7FFFFFFF) > _INFINITY
             rest.copy_((master24 - (weight << 8)).masked_fill_(is_nan, 0))
             rounded.view(torch.int16).copy_(weight.masked_fill_(is_nan, _QUIET_NAN))
 
@@ -144,7 +158,7 @@ def _decode(codes: Tensor, exponents: Tensor, largest: int) -> Tensor:
     return words.view(-1).mul_(codes != 0)
 
 
-def _encode(words: Tensor, added: Tensor | int, exponents: Tensor, largest: int) -> Tensor:
+def _encode(words: Tensor, added: int, exponents: Tensor, largest: int) -> Tensor:
     """Store each group's exponent, and return the codes of fp32 words without sign, int32, which are not clamped."""
     groups = words.view(-1, GROUP)
     exponents.copy_(((groups.amax(1) >> 23) + 1).clamp_(largest + 1, 254))

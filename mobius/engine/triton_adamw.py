@@ -50,6 +50,14 @@ def _noise(key, index):
 
 
 @triton.jit
+def _noise_of_fours(key, index):
+    """Return 20 bits of a word for every four elements, rotated for each."""
+    index = index.to(tl.uint32, bitcast=True)
+    word, by = _noise(key, index >> 2), 8 * (index & 3)
+    return (((word >> by) | (word << ((32 - by) & 31))) >> 12).to(tl.int32)
+
+
+@triton.jit
 def _is_finite(bits):
     return (bits & 0x7F800000) != 0x7F800000
 
@@ -218,9 +226,9 @@ def adamw_compact(
             root_correction,
             epsilon,
         )
-        noise = _noise(key, first + index)
+        noise = _noise_of_fours(key, first + index)
         bits = updated.to(tl.int32, bitcast=True)
-        word = (bits + (noise & 0xFF).to(tl.int32)) >> 8  # an infinity's last bits are zeros: it stays one
+        word = (bits + (noise & 0xFF)) >> 8  # an infinity's last bits are zeros: it stays one
         rounded = (word + 0x80) >> 8
         is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
         tl.store(weights + index, tl.where(is_nan, 0x7FC0, rounded).to(tl.int16), mask=mask)
@@ -231,8 +239,8 @@ def adamw_compact(
         code = _codes(magnitude, _lowest_words(exponents, 15), 1 << 19, 0, 127) | ((bits >> 24) & 0x80)
         tl.store(exp_avg_exponents + group, exponents.to(tl.uint8), mask=group_mask)
         tl.store(exp_avg + index, code.to(tl.uint8), mask=mask)
-        bits = square.to(tl.int32, bitcast=True)
+        bits = tl.minimum(square.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7F800000) + noise
         exponents = _exponents(bits, 31)
-        code = _codes(bits, _lowest_words(exponents, 31), (noise >> 12).to(tl.int32), 1, 255)
+        code = _codes(bits, _lowest_words(exponents, 31), 0, 1, 255)
         tl.store(exp_avg_sq_exponents + group, exponents.to(tl.uint8), mask=group_mask)
-        tl.store(exp_avg_sq + index, tl.where(bits != 0, code, 0).to(tl.uint8), mask=mask)
+        tl.store(exp_avg_sq + index, tl.where((bits >> 20) != 0, code, 0).to(tl.uint8), mask=mask)
