@@ -117,6 +117,7 @@ class DurableSteps:
         self._committed = _done()
         self.newest: Path | None = None
         """The newest durable step, on the first rank."""
+        self.newest_step = 0
 
     def begin(self, resumed: CheckpointReader | None) -> None:
         """Get ready for the first step; collective. If the run goes on from a slot, its state moves to the other one.
@@ -265,7 +266,7 @@ class DurableSteps:
             (older / MANIFEST_FILE).unlink(missing_ok=True)
             if older.is_dir():
                 sync_to_disk(older)
-        self.newest = link
+        self.newest, self.newest_step = link, manifest.step
 
     def _copy_texts(self, resumed: CheckpointReader, folder: Path) -> None:
         for other in resumed.manifest.others:

@@ -272,7 +272,8 @@ class TrainingLoop:
         is_due = (saving.save_strategy is SaveStrategy.EPOCH and ends_epoch) or (
             saving.save_strategy is SaveStrategy.STEPS and self._is_due(step, saving.save_steps)
         )
-        if self.saver is not None and (is_due or ending in (StopReason.SIGNAL, StopReason.TIME)):
+        stops = ending in (StopReason.SIGNAL, StopReason.TIME) and self.durable is None
+        if self.saver is not None and (is_due or stops):
             self._save(metrics, result, ending or (StopReason.LAST_STEP if is_last else None))
         if self.durable is not None:
             number = 0 if self.saver is None else self.saver.save_number
@@ -343,11 +344,10 @@ class TrainingLoop:
             return f"{where}: {f'the newest checkpoint is {newest}' if newest else _NOTHING_SAVED}; {numbers}"
 
         self.run_status.set_status(left)
-        if (saver := self.saver) is None:
-            return
 
         def lost_now() -> str:
-            return f"training since step {saver.newest_step} would be lost"
+            steps = [saver.newest_step for saver in (self.durable, self.saver) if saver is not None]
+            return f"training since step {max(steps)} would be lost"
 
         if step < total and can_save:
             self.run_status.save_on_signal(lost_now, seconds=self._seconds_to_save())
@@ -356,6 +356,8 @@ class TrainingLoop:
 
     def _seconds_to_save(self) -> float | None:
         """Return the seconds from a request to stop to the end of the save; None if unknown."""
+        if self.durable is not None:
+            return self.steps.last.step_seconds if self.steps else None
         assert self.saver is not None, "nothing is saved"
         seconds = self.saver.seconds
         return None if seconds is None or not self.steps else seconds + self.steps.last.step_seconds

@@ -425,13 +425,10 @@ class TrainingRun:
             self.log.finish(ending.value)
             self.log.close()
         text = "nothing is saved (--save_strategy no)" if saver is None else "no checkpoint could be saved"
-        if saver is not None and saver.newest is not None:
-            text = f"the state is saved in {saver.newest}"
-            if saver.newest_step != self.loop.trainer.num_steps_done:
-                text = f"this step could not be saved; the newest checkpoint is {saver.newest}"
-        elif self.durable is not None and self.durable.newest is not None:
-            text = f"the state is saved in {self.durable.newest}"
         if self.loop.newest is not None:
+            text = f"the state is saved in {self.loop.newest}"
+            if self.durable is None and saver is not None and saver.newest_step != self.loop.trainer.num_steps_done:
+                text = f"this step could not be saved; the newest checkpoint is {saver.newest}"
             inherited = None if resume is None else resume.inherited_save_dir
             text += f". To go on: {resume_command(command_words(), save_dir=inherited)}"
         self.session.all_ranks.barrier()

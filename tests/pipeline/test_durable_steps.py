@@ -14,6 +14,9 @@ from harness.sessions import resume
 from harness.small_run import Run
 
 from mobius.errors import CheckpointError
+from mobius.reporting.events import StepMetrics
+from mobius.signal_handling import SavedAndStopped
+from mobius.training.loop import StopReason, TrainingLoop
 
 VARIANTS = {
     "clipped": DISKS,
@@ -97,3 +100,27 @@ def test_a_start_that_does_not_go_on_is_refused_or_begins_anew(run: Run, workpla
 
     assert steps_of(Path("cut")) == steps_of(Path("whole"))
     assert is_empty("disk", "other/disk")
+
+
+def test_a_run_that_is_asked_to_stop_saves_no_other_checkpoint(
+    run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its step is durable already; --save_strategy no has no say in that."""
+    leave_alone(run, DISKS)
+    after_step = TrainingLoop._after_step
+
+    def stopping(self: TrainingLoop, metrics: StepMetrics) -> StopReason | None:
+        self.requested_stop = StopReason.SIGNAL if metrics.step == 3 else None
+        return after_step(self, metrics)
+
+    words = f"{SIX} {DISKS} --save_strategy no --save_dir cut".replace("--save_steps 2 --save_total_limit 0", "")
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingLoop, "_after_step", stopping)
+        with pytest.raises(SavedAndStopped, match=r"the state is saved in .*cut/checkpoint-3\. To go on: .*"):
+            run(*words.split())
+    assert [path.name for path in Path("cut").glob("checkpoint-*")] == ["checkpoint-3"]
+
+    resume("true", "--save_dir", "cut")
+
+    assert steps_of(Path("cut")) == steps_of(Path("whole"))
+    assert_equal_tensors(Path("whole"), Path("cut"))
