@@ -18,7 +18,7 @@ import logging
 import shutil
 import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from mobius.checkpoint.folders import checkpoint_path
 from mobius.checkpoint.manifest import MANIFEST_FILE, Manifest, OtherFile
 from mobius.checkpoint.reader import CheckpointReader
 from mobius.checkpoint.saved_stage import OpenRun, SavedStage
-from mobius.checkpoint.slot_reader import STAGES_FILES, Region, stages_to_json
+from mobius.checkpoint.slot_reader import STAGES_FILES, Region, SlotReader, stages_to_json
 from mobius.checkpoint.stage_saver import AsyncStageSaver
 from mobius.checkpoint.tensor_files import translate_file_errors
 from mobius.config.config import Config
@@ -64,13 +64,21 @@ def slot_place(config: Config, ranks: Ranks, resumed_from: Path | None) -> SlotP
     return place._replace(first_slot=1 - kept[0] if kept else 0)
 
 
-def remove_slots(place: SlotPlace, folders: Sequence[Path], save_dir: Path) -> None:
-    """Remove the durable steps of a run whose model is saved, and their links. Raises CheckpointError."""
+def remove_slots(place: SlotPlace | None, config: Config, resumed: CheckpointReader | None) -> None:
+    """Remove the durable steps of a run whose model is saved, and their links. Raises CheckpointError.
+
+    Those of the start that it was `resumed` from go, too, if they were of the same run.
+    """
+    save_dir, runs = Path(config.output.save_dir), set[Path]()
+    if place is not None:
+        runs |= {folder / place.name for folder in config.pipeline.state_folders}
+    if isinstance(resumed, SlotReader) and resumed.is_in(save_dir):
+        runs |= {file.parent.parent for file in resumed.files}
     with translate_file_errors("remove", save_dir):
-        _remove_links(place, folders, save_dir, kept=None)
-    for folder in folders:
-        with translate_file_errors("remove", folder / place.name):
-            shutil.rmtree(folder / place.name, ignore_errors=True)
+        _remove_links({run.resolve() for run in runs}, save_dir, kept=None)
+    for run in runs:
+        with translate_file_errors("remove", run):
+            shutil.rmtree(run, ignore_errors=True)
 
 
 class DurableSteps:
@@ -261,7 +269,7 @@ class DurableSteps:
                 temporary.symlink_to(folder.resolve(), target_is_directory=True)
                 temporary.replace(link)
             sync_to_disk(self._save_dir)
-            _remove_links(self._place, self._folders, self._save_dir, kept=link)
+            _remove_links({folder.resolve().parent}, self._save_dir, kept=link)
             older = self._place.folder(self._folders[0], 1 - int(folder.name.removeprefix("slot-")))
             (older / MANIFEST_FILE).unlink(missing_ok=True)
             if older.is_dir():
@@ -346,9 +354,8 @@ def _empty(place: SlotPlace, folders: Sequence[Path], slot: int) -> None:
                 shutil.rmtree(path)
 
 
-def _remove_links(place: SlotPlace, folders: Sequence[Path], save_dir: Path, kept: Path | None) -> None:
-    """Remove the links to a run's slots but one."""
-    slots = {place.folder(folders[0], slot).resolve() for slot in range(NUM_SLOTS)}
+def _remove_links(runs: Collection[Path], save_dir: Path, kept: Path | None) -> None:
+    """Remove the links to the slots in the folders of `runs` but one."""
     for path in save_dir.glob("checkpoint-*"):
-        if path.is_symlink() and path != kept and path.resolve() in slots:
+        if path.is_symlink() and path != kept and path.resolve().parent in runs:
             path.unlink()

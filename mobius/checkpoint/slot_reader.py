@@ -89,6 +89,11 @@ class SlotReader(CheckpointReader):
             self._regions.append((files, region))
 
     @property
+    def files(self) -> set[Path]:
+        """Files that hold its tensors."""
+        return {file for files, _ in self._regions for file in files}
+
+    @property
     def tensors(self) -> Mapping[str, TensorLocation]:
         """Format and shape of each tensor."""
         return {name: location for name, (_, location) in self._places.items()}

@@ -461,8 +461,8 @@ class TrainingRun:
             loading, saving = self.loaded - self.startup.started, time.monotonic() - self.trained
             timings = {"loading": loading, "training": sum(steps.seconds), "saving": saving}
             problems += write_final_report(session.run_setup, steps, per_rank, timings)
-        if self.slots is not None and trains:
-            remove_slots(self.slots, self.config.pipeline.state_folders, self.output.save_dir)
+        if trains:
+            remove_slots(self.slots, self.config, None if self.resume is None else self.resume.reader)
         if problems and trains:
             problems.append(f"The model itself is complete and checked: {self.output.save_dir}.")
         if problems:

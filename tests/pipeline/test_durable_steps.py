@@ -68,6 +68,8 @@ def test_it_may_go_on_with_another_plan_and_on_other_disks(run: Run, workplace: 
 
     assert steps_of(Path("cut")) == steps_of(Path("whole"))
     assert_equal_tensors(Path("whole"), Path("cut"))
+    assert is_empty("disk", "other/disk"), "what it went on from is left behind"
+    assert not Path("cut/checkpoint-5").is_symlink()
 
 
 def test_a_step_with_a_damaged_byte_is_passed_over(run: Run, workplace: Path, caplog: pytest.LogCaptureFixture) -> None:
