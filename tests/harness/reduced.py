@@ -42,6 +42,7 @@ def fill(state: StageState, seed: int) -> None:
         else:
             limits = torch.iinfo(part.dtype)
             part.copy_(torch.randint(limits.min, limits.max, part.shape, generator=generator))
+            part[state.weights == 0] &= 0x7F  # with a negative one, which no update leaves, the master would be a NaN
 
 
 def arguments(step: int, *, decay: float = 0.1) -> UpdateArguments:
