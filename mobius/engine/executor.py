@@ -144,7 +144,7 @@ class Executor:
         self._stage_handlers: dict[ActionKind, Callable[[int], None]] = {
             ActionKind.GENERATE_DATA: self._generate_data,
             ActionKind.LOAD: lambda stage: memory[stage].weights.load(),
-            ActionKind.OFFLOAD: lambda stage: memory[stage].offload(self._step.on_gradients_ready),
+            ActionKind.OFFLOAD: self._offload,
             ActionKind.LOAD_GRADIENT_SUMS: lambda stage: memory[stage].sums.load(),
             ActionKind.OFFLOAD_GRADIENT_SUMS: lambda stage: memory[stage].sums.offload(),
         }
@@ -244,6 +244,12 @@ class Executor:
                 self._stage_handlers[action.kind](action.stage)
             else:
                 self._microbatch_handlers[action.kind](action.stage, action.microbatch)
+
+    def _offload(self, stage: int) -> None:
+        """Free the stage's slot; its gradients may have to wait for a buffer of states that are on disks."""
+        own = self._memory[stage]
+        with self._waiting(WaitCause.OPTIMIZER, stage=stage) if own.state.is_on_disk else nullcontext():
+            own.offload(self._step.on_gradients_ready)
 
     def _generate_data(self, stage: int) -> None:
         """Copy the step's tokens and labels to the device."""

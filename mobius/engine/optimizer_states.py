@@ -85,7 +85,7 @@ class OptimizerStates(Protocol):
         """Return the state with all parts in memory: itself, or a copy from disks; zeros there if it `is_blank`."""
 
     def store(self, state: StageState) -> None:
-        """Keep the parts of what `stored_state` returned and the caller has changed."""
+        """Keep the parts of what `stored_state` returned blank and the caller has changed."""
 
     def begin_update(self, update: Update) -> bool:
         """Run `update` during the rest of the step, unless the gradients are not finite; False if it cannot begin."""
@@ -254,19 +254,21 @@ class DiskStates(HostStates):
             self._buffers.drop(self._visit)
 
     def stored_state(self, *, is_blank: bool = False) -> StageState:
-        buffer = map_zeros(padded(self.state.part_bytes), torch.uint8)
-        if not is_blank:
-            wait(self._buffers.files.read(self._stage, buffer))
+        size = padded(self.state.part_bytes)
+        if is_blank:  # in a buffer, which no update has at the start of a run: more memory is in no plan
+            self._visit = self._buffers.visit(self._stage, reads=False)
+            return self.state.with_parts(self._visit.room()[:size].zero_())
+        buffer = map_zeros(size, torch.uint8)
+        wait(self._buffers.files.read(self._stage, buffer))
         return self.state.with_parts(buffer)
 
     def store(self, state: StageState) -> None:
-        buffer = map_zeros(padded(state.part_bytes), torch.uint8)
-        for kept, changed in zip(self.state.with_parts(buffer).blocks, state.blocks, strict=True):
-            for name, part in kept.parts.items():
-                part.copy_(changed.parts[name])
-        wait(self._buffers.files.write(self._stage, buffer))
+        assert self._visit is not None, "a state that is changed was blank"
+        wait(self._buffers.files.write(self._stage, self._visit.room()))
         if (version := self._buffers.files.version) is not None:
             wait(self._write_weights(version))
+        self._buffers.drop(self._visit)
+        self._visit = None
 
     def _write_weights(self, version: Version) -> list[Future[None]]:
         return self._buffers.files.write(weights_key(self._stage), whole_pages(self.state.weights), version)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from mobius.engine import optimizer_states
 from mobius.engine.host_arena import HostArena
 from mobius.engine.rank_memory import allocate_memory
 from mobius.engine.slot_files import StatePlaces
@@ -94,6 +95,21 @@ def test_a_rehearsal_leaves_the_states_and_all_buffers(tmp_path: Path, deferred:
         step(memory, 1.0, lambda stage: memory[stage].states.discard_gradients())
         assert not any(map(queue.is_under_way, memory)), "stages of another plan would meet its writes"
     assert not any(own.states.stored_state().exp_avg.any() for own in memory.values())
+    arena.close()
+
+
+def test_states_of_a_start_are_made_in_the_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, arena = make(UpdateQueue(places=StatePlaces([tmp_path])), ())
+    with monkeypatch.context() as patched:
+        patched.setattr(optimizer_states, "map_zeros", None)
+        for stage, own in memory.items():
+            state = own.states.stored_state(is_blank=True)
+            assert not state.exp_avg.any(), "a buffer has what another stage left"
+            state.exp_avg.fill_(stage + 1)
+            own.states.store(state)
+    assert [own.states.stored_state().exp_avg.unique().tolist() for own in memory.values()] == [
+        [stage + 1.0] for stage in memory
+    ]
     arena.close()
 
 

@@ -37,9 +37,9 @@ def test_the_bytes_of_a_stage_per_element(
     arena = HostArena(layouts, dtype=dtype, register=False, gradient_dtype=gradient_dtype)
 
     for stage, num_elements in {0: 384, 2: 256, 4: 256}.items():
-        storages = {tensor.data_ptr(): tensor.untyped_storage() for tensor in arena.states[stage].tensors}
-        assert len(storages) == len(arena.states[stage].tensors)
-        assert sum(storage.nbytes() for storage in storages.values()) == num_bytes * num_elements
+        sizes = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in arena.states[stage].tensors}
+        assert len(sizes) == len(arena.states[stage].tensors)
+        assert sum(sizes.values()) == num_bytes * num_elements
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])

@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from mobius.activity import Activity
+from mobius.engine.state_files import Visit
 from mobius.errors import ConfigError, PlanError
 from mobius.reporting.events import StepMetrics
 from mobius.reporting.pictures import draw_training
@@ -89,6 +91,21 @@ def test_the_metrics_have_a_line_per_step_with_every_number(run: Run, workplace:
         assert row["peak_gpu_memory_gib"] is None
         assert row["loss_scale"] is None
         assert row["skipped_steps"] == 0
+
+
+def test_waiting_for_a_buffer_of_states_on_disks_counts_for_the_optimizer(
+    run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = Visit.room
+
+    def late(visit: Visit) -> torch.Tensor:
+        time.sleep(0.2)
+        return taken(visit)
+
+    monkeypatch.setattr(Visit, "room", late)
+    run("--dtype", "bf16", "--offload_states_to", "disk", "--max_grad_norm", "0", "--resident_stages", "0")
+    # Of two stages, once for the gradients.
+    assert all(row["wait_seconds"]["optimizer"] > 0.4 for row in metrics_of(workplace))  # type: ignore[index]
 
 
 def test_the_results_tell_settings_time_with_the_optimizer_and_memory(run: Run, workplace: Path) -> None:
