@@ -182,6 +182,7 @@ class _StageAllocator:
                     gradient_bytes=max(gradient_bytes.values(), default=0),
                     gradient_files=gradient_files,
                     waiting=waiting,
+                    num_buffers=places.num_buffers,
                     allocate=arena.map_bytes,
                 )
             except BaseException:

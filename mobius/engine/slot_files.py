@@ -24,6 +24,7 @@ from torch import Tensor
 from mobius.atomic_files import sync_to_disk
 from mobius.engine.state_files import Key, StateFiles, Version, explained_for, open_direct, reads_directly, wait
 from mobius.hardware.disk_traffic import Traffic
+from mobius.limits import NUM_STATE_BUFFERS
 
 NUM_SLOTS = 2
 
@@ -51,6 +52,8 @@ class StatePlaces:
     """Each folder's part of the bytes; empty: equal ones."""
     has_gradients: bool = False
     """Whether gradients that wait for other stages are there, too."""
+    num_buffers: int = NUM_STATE_BUFFERS
+    """Stages whose states may be in host memory at once."""
     slots: SlotPlace | None = None
     """Where versions of the states are kept, if they are."""
 

@@ -5,13 +5,13 @@
     update queue    submit(s) ... waits until gradients and states of s are there | pieces of s | ...
     threads         read(s) into a free buffer                                    |             | write(s), free it
 
-A stage has one of `NUM_STATE_BUFFERS` buffers from its update's submission until its states are written; buffers are
-given in the order of submission. So one stage is read and another one written while a third is updated. If updates wait
-for no other stage (no clipping), gradients arrive in these buffers, too: a stage has one from the end of its backward,
-for which the main thread may have to wait. Gradients that wait for the norm of all stages may do so on the disks. Files
-are read and written past the page cache (O_DIRECT), whose memory states on disks are to spare; where a file system
-refuses that, its pages are given up after each request. They are unlinked at once: whatever ends the process, their
-space is free. Those of durable steps have names, and weights in them (engine/slot_files.py).
+A stage has one of some buffers (`NUM_STATE_BUFFERS`) from its update's submission until its states are written; buffers
+are given in the order of submission. So one stage is read and another one written while a third is updated. If updates
+wait for no other stage (no clipping), gradients arrive in these buffers, too: a stage has one from the end of its
+backward, for which the main thread may have to wait. Gradients that wait for the norm of all stages may do so on the
+disks. Files are read and written past the page cache (O_DIRECT), whose memory states on disks are to spare; where a
+file system refuses that, its pages are given up after each request. They are unlinked at once: whatever ends the
+process, their space is free. Those of durable steps have names, and weights in them (engine/slot_files.py).
 """
 
 from __future__ import annotations
@@ -263,6 +263,7 @@ class StateBuffers:
         gradient_bytes: int = 0,
         gradient_files: StateFiles | None = None,
         waiting: Collection[int] = (),
+        num_buffers: int = NUM_STATE_BUFFERS,
         allocate: Callable[[int], Tensor] = lambda size: map_zeros(size, uint8),
     ) -> None:
         """`num_bytes` is the size of the largest stage; gradients follow it. `allocate` returns uint8 [size] zeros.
@@ -272,7 +273,7 @@ class StateBuffers:
         self.files, self.waiting, self.gradient_start = files, waiting, padded(num_bytes)
         self._gradient_files = gradient_files or files
         size = self.gradient_start + padded(gradient_bytes)
-        self._free = [allocate(size) for _ in range(min(NUM_STATE_BUFFERS, num_stages))]
+        self._free = [allocate(size) for _ in range(min(num_buffers, num_stages))]
         self.num_bytes = sum(buffer.nbytes for buffer in self._free)
         self._waiting: deque[tuple[Visit, bool]] = deque()
         self._lock = threading.Lock()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from mobius.config.config import ActivationOffloading, Recompute
-from mobius.limits import MIN_GRADIENT_SUMS, NUM_STATE_BUFFERS, gradient_sum_elements
+from mobius.limits import MIN_GRADIENT_SUMS, gradient_sum_elements
 from mobius.planner.peak_memory import (
     LayerBytes,
     MicrobatchBytes,
@@ -148,7 +148,7 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
     for rank in range(plan.num_ranks):
         own_stages = plan.streamed_stages(rank)
         largest = (max((each.get(stage, 0) for stage in own_stages), default=0) for each in (in_buffers, arriving))
-        buffers += min(NUM_STATE_BUFFERS, len(own_stages)) * sum(largest)
+        buffers += min(sizes.num_state_buffers, len(own_stages)) * sum(largest)
     on_disks, copied = _disk_bytes(request, plan)
     return HostMemoryEstimate(
         plan.num_ranks,

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from mobius.config.config import Compile, Config, Dtype, DurableSteps, OptimizerStates, Order, Recompute, ReduceDtype
-from mobius.limits import NUM_INCOMING_EDGES, NUM_MAILBOXES
+from mobius.limits import NUM_INCOMING_EDGES, NUM_MAILBOXES, NUM_STATE_BUFFERS
 from mobius.planner.gpu_specs import GpuSpec, Host
 from mobius.planner.peak_memory import estimate_layer
 from mobius.planner.profile import DiskRates
@@ -150,6 +150,8 @@ class PlanRequest:
     """None: every row is one document of `seq_length` tokens, as in a dry run, which does not read the data."""
     measured_products: int | None = None
     """Bytes of a layer's products and a microbatch where they were measured."""
+    num_state_buffers: int = NUM_STATE_BUFFERS
+    """Stages of a rank whose states on disks may be in host memory at once."""
     reserve_bytes: int = 0
     """GPU memory to leave free: what a rehearsal took beyond the prediction, on the rank where that was most."""
 
@@ -300,6 +302,7 @@ class PlanRequest:
             states=self.config.optim.optimizer_states,
             has_disks=self.config.pipeline.offload_states_to is not None,
             has_gradients_on_disks=self.config.pipeline.gradients_on_disks and self._clips,
+            num_state_buffers=self.num_state_buffers,
             keeps_steps=self.keeps_steps,
             has_partial_sums=self.candidate.has_partial_sums,
             num_replicas=self.machine.num_replicas,

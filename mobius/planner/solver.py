@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from mobius.config.config import Recompute
 from mobius.errors import PlanError
+from mobius.limits import FEWEST_STATE_BUFFERS
 from mobius.planner.fit import check_given_plan, fit_plan
 from mobius.planner.gpu_specs import TERA
 from mobius.planner.memory_estimates import (
@@ -94,7 +96,33 @@ def solve(
     chosen by a bound and not simulated, because it is planned again after measuring. So are the stages and
     microbatches of a draft, whose numbers nobody uses. Raises PlanError or ScheduleError with what to
     change, and DoesNotFitError, which `gpu_refusal` completes.
+
+    With optimizer states on disks and too little host memory, fewer stages are in it at once, which is slower.
     """
+    attempt = partial(
+        _solve, layer=layer, profile=profile, given=given, is_preliminary=is_preliminary, is_draft=is_draft
+    )
+    found = attempt(request)
+    if found.request.sizes.has_disks and _lacks_host_memory(found):
+        fewer = attempt(replace(request, num_state_buffers=FEWEST_STATE_BUFFERS))
+        return found if _lacks_host_memory(fewer) else fewer
+    return found
+
+
+def _lacks_host_memory(found: PlanResult) -> bool:
+    limit = found.request.host_bytes
+    return limit is not None and found.host_estimate.total > limit
+
+
+def _solve(
+    request: PlanRequest,
+    *,
+    layer: LayerBytes | Callable[[PlanRequest], LayerBytes | None] | None,
+    profile: Profile | None,
+    given: Plan | None,
+    is_preliminary: bool,
+    is_draft: bool,
+) -> PlanResult:
     request = resolve_auto(request, measured=profile, is_draft=is_draft)
     if request.recompute is Recompute.LINEAR and request.plan.num_slices == 1:
         raise PlanError(

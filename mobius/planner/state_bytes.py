@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from mobius.config.config import Dtype, OptimizerStates
-from mobius.limits import REDUCE_CHUNK_ELEMENTS, largest_shard
+from mobius.limits import NUM_STATE_BUFFERS, REDUCE_CHUNK_ELEMENTS, largest_shard
 
 MOMENTS_BYTES = 8
 """The two fp32 moments of AdamW, per parameter."""
@@ -45,6 +45,8 @@ class ByteSizes:
     """Whether optimizer states of streamed stages are on disks."""
     has_gradients_on_disks: bool = False
     """Whether their gradients wait there, too."""
+    num_state_buffers: int = NUM_STATE_BUFFERS
+    """Stages of a rank whose states may be in host memory at once, if they are on disks."""
     keeps_steps: bool = False
     """Whether each step's states and weights are kept on disks until the next one's are: in two slots."""
     layer_state: float | None = None

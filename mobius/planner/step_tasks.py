@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from mobius.limits import MIN_GRADIENT_SUMS, NUM_STATE_BUFFERS, UPDATE_CHUNK_ELEMENTS, max_pending_offloads
+from mobius.limits import MIN_GRADIENT_SUMS, UPDATE_CHUNK_ELEMENTS, max_pending_offloads
 from mobius.planner.event_simulation import Flow, Task, shared_bandwidth
 from mobius.planner.profile import Profile
 from mobius.planner.stage_costs import StageCost, StepRules
@@ -110,7 +110,7 @@ class _RankTasks:
     gathered: Task | None = None
     written: dict[int, Task] = field(default_factory=dict)
     """The last write of a stage's optimizer states to disks."""
-    buffers: deque[Task] = field(default_factory=lambda: deque(maxlen=NUM_STATE_BUFFERS))
+    buffers: deque[Task] = field(default_factory=deque)
     """The writes that free the buffers of such states, in the order in which these are used."""
     updated: set[int] = field(default_factory=set)
     """Streamed stages whose next load brings the weights that other replicas have updated."""
@@ -412,8 +412,10 @@ class StepTasks:
 
     def _free_buffer(self, rank: int) -> list[Task]:
         """Return the write that frees the next buffer, if one must be waited for."""
-        buffers = self.ranks[rank].buffers
-        return [buffers[0]] if len(buffers) == NUM_STATE_BUFFERS else []
+        buffers, number = self.ranks[rank].buffers, self.rules.sizes.num_state_buffers
+        while len(buffers) > number:
+            buffers.popleft()
+        return [buffers[0]] if len(buffers) == number else []
 
     def _write_states(self, rank: int, stage: int) -> None:
         state = self.ranks[rank]

@@ -263,8 +263,14 @@ def _allocate_stages(
 
 def _update_queue(run_setup: RunSetup, activity: Activity, slots: SlotPlace | None) -> UpdateQueue:
     pipeline = run_setup.config.pipeline
-    shares = run_setup.result.request.machine.disk_shares
-    places = StatePlaces(pipeline.state_folders, shares, pipeline.gradients_on_disks, slots)
+    request = run_setup.result.request
+    places = StatePlaces(
+        pipeline.state_folders,
+        request.machine.disk_shares,
+        has_gradients=pipeline.gradients_on_disks,
+        num_buffers=request.num_state_buffers,
+        slots=slots,
+    )
     if not pipeline.overlap_optimizer:
         return UpdateQueue(has_thread=False, places=places)
     # The update thread enqueues the loads and all-gathers that follow an update.

@@ -55,12 +55,15 @@ def add_gradients(state: StageState, *, pieces: Sequence[FlatRange], found_inf: 
     state.exp_avg.add_(state.gradients.float())
 
 
+@pytest.mark.parametrize("num_buffers", [3, 2])
 @pytest.mark.parametrize("deferred", [(), (0, 7), tuple(range(NUM_STAGES))])
-def test_gradients_arrive_in_the_buffers_of_the_stages_that_are_updated(tmp_path: Path, deferred: tuple[int]) -> None:
-    memory, arena = make(UpdateQueue(places=StatePlaces([tmp_path])), deferred)
+def test_gradients_arrive_in_the_buffers_of_the_stages_that_are_updated(
+    tmp_path: Path, deferred: tuple[int], num_buffers: int
+) -> None:
+    memory, arena = make(UpdateQueue(places=StatePlaces([tmp_path], num_buffers=num_buffers)), deferred)
     gradients = 2 * COUNT
     arriving = 0 if len(deferred) == NUM_STAGES else gradients
-    assert arena.num_bytes == NUM_STAGES * 2 * COUNT + len(deferred) * gradients + 3 * (STATES + arriving)
+    assert arena.num_bytes == NUM_STAGES * 2 * COUNT + len(deferred) * gradients + num_buffers * (STATES + arriving)
     for value in (100.0, 200.0):
         step(memory, value, lambda stage: stage in deferred or memory[stage].states.begin_update(add_gradients))
         for stage in deferred:

@@ -77,6 +77,19 @@ def test_resident_stages_are_copied_to_host_memory_on_their_way_to_the_disks() -
     assert durable.host_estimate.disk_writes == 12 * SHAPE.num_parameters
 
 
+def test_fewer_stages_are_in_host_memory_at_once_where_it_is_short() -> None:
+    options: dict[str, Any] = {"offload_states_to": "/a", "disk_rate": "7,2", "num_stages": 32, "num_chunks": 4}
+    usual = planned(**options)
+    buffers = usual.host_estimate.state_buffers
+    less = usual.host_estimate.total - buffers // 4
+    short = planned(**options, host_memory_limit=less / 2**30)
+    assert short.request.num_state_buffers == 2
+    assert short.host_estimate.state_buffers == pytest.approx(2 / 3 * buffers, rel=0.01)
+    assert short.host_estimate.total <= less
+    shorter = planned(**options, host_memory_limit=0.8 * (usual.host_estimate.total - buffers // 3) / 2**30)
+    assert shorter.request.num_state_buffers == 3, "what does not fit is told as usual"
+
+
 @pytest.mark.parametrize("steps", [DurableSteps.ON, DurableSteps.OFF])
 @pytest.mark.parametrize("rate", ["0.5,0.5", "4,1", "7,5"])
 @pytest.mark.parametrize("rounds", [1, 8])
