@@ -14,8 +14,6 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
-
 from mobius.checkpoint.folders import find_checkpoints, open_checkpoint, recover_interrupted_saves
 from mobius.checkpoint.manifest import MANIFEST_FILE
 from mobius.checkpoint.model_card import Origin
@@ -24,7 +22,7 @@ from mobius.checkpoint.run_folder import OPTIONS_FILE, PLAN_FILE, lock_if_free
 from mobius.checkpoint.slot_reader import is_durable_step
 from mobius.config.config import Config, config_from, option_values, options
 from mobius.config.options import OptionValue
-from mobius.config.sources import read_yaml, to_yaml
+from mobius.config.sources import read_yaml, written_options
 from mobius.config.validation import MUTUALLY_EXCLUSIVE, infer_eval_strategy, validate
 from mobius.distributed.node_checks import check_same_facts
 from mobius.distributed.rendezvous import Rendezvous, join_run
@@ -304,7 +302,7 @@ def _refuse_changes(
 ) -> None:
     allowed = set(config.saving.changes)
     changed = {name for name, value in values.items() if value != saved[name] and _affects_training(name)}
-    own, old = (yaml.safe_load(to_yaml(config_from(each))) for each in (values, saved))
+    own, old = (written_options(config_from(each)) for each in (values, saved))
     if "dtype" in changed:
         raise ConfigError(
             f"`--dtype` is {_shown(own['dtype'])}, {path.name} has {_shown(old['dtype'])}, in which its weights "

@@ -266,13 +266,19 @@ def _parse(text: str, path: str) -> object:
 
 def to_yaml(config: Config) -> str:
     """All options of a config as a flat YAML file with a heading per section; `--config` reads it back unchanged."""
-    values, parts = option_values(config), list[str]()
-    if config.optim.num_train_epochs is not None:
-        values["num_iterations"] = None  # the run counts steps from its epochs; the user did not ask for them
+    values, parts = written_options(config), list[str]()
     for title, own in sections().items():
-        written = {option.name: _written(option, values[option.name]) for option in own}
+        written = {option.name: values[option.name] for option in own}
         parts.append(f"# {title}\n{yaml.safe_dump(written, sort_keys=False, allow_unicode=True, width=10_000)}")
     return "\n".join(parts)
+
+
+def written_options(config: Config) -> dict[str, Any]:
+    """Values of all options as YAML has them: texts, numbers, lists and mappings."""
+    values = option_values(config)
+    if config.optim.num_train_epochs is not None:
+        values["num_iterations"] = None  # the run counts steps from its epochs; the user did not ask for them
+    return {option.name: _written(option, values[option.name]) for own in sections().values() for option in own}
 
 
 def _written(option: Option, value: Any) -> object:

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Final
 
 import torch
-import yaml
 
 import mobius
 from mobius.config.config import Config
-from mobius.config.sources import to_yaml
+from mobius.config.sources import written_options
 from mobius.distributed.rendezvous import JsonValue, Rendezvous, join_run, parse_count, parse_values
 from mobius.distributed.transport import Transport
 from mobius.errors import ConfigError, PlanError
@@ -169,5 +168,5 @@ def versions() -> dict[str, str]:
 
 
 def _options(config: Config) -> dict[str, str]:
-    values: Mapping[str, JsonValue] = yaml.safe_load(to_yaml(config))
+    values: Mapping[str, JsonValue] = written_options(config)
     return {f"`--{name}`": str(value) for name, value in values.items() if name not in _OF_A_NODE}

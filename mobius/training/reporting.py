@@ -9,12 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-import yaml
-
 from mobius.atomic_files import atomic_write
 from mobius.checkpoint.model_card import CardFacts, Origin, model_card
 from mobius.config.config import OptimizerStates, split_names
-from mobius.config.sources import to_yaml
+from mobius.config.sources import to_yaml, written_options
 from mobius.data.batches import TrainingBatches
 from mobius.distributed.transport import all_gather_numbers
 from mobius.errors import CheckpointError, reason_of
@@ -191,7 +189,7 @@ def open_log(
         return None
     config = run_setup.config
     first_step = 1 if state is None else state.global_step + 1
-    tracked = TrackedRun(config.output.name, folder, yaml.safe_load(to_yaml(config)), first_step, tracker_run_id)
+    tracked = TrackedRun(config.output.name, folder, written_options(config), first_step, tracker_run_id)
     return RunLog(
         folder,
         state or TrainerState.at_start(config),

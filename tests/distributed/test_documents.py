@@ -19,6 +19,8 @@ from harness.documents import (
     run_problems,
 )
 from harness.forked import Ranks
+from harness.runs import with_kernel
+from launch import free_port
 
 COMMANDS = all_commands()
 RUN = [command for command in COMMANDS if not command.needs and "scripts/simulate.py" not in command.text]
@@ -62,8 +64,8 @@ def test_a_command_runs_as_printed(command: Command, scratch: Path, tmp_path: Pa
 
 def test_the_first_run_of_readme_ends_well_also_with_fewer_steps(scratch: Path, tmp_path: Path) -> None:
     (command,) = (each for each in RUN if each.text.startswith("bash train.sh ") and each.place.startswith("README"))
-    few_steps = replace(command, text=f"{command.text} --num_iterations 3")
-    assert run_problems(few_steps, scratch, tmp_path) == []
+    fewer = f"--num_iterations 3 --max_samples 300 --master_port {free_port()}"
+    assert run_problems(replace(command, text=f"{command.text} {fewer}"), scratch, with_kernel(tmp_path)) == []
 
 
 @pytest.mark.parametrize("command", CHECKED, ids=lambda command: command.text)

@@ -1,9 +1,10 @@
-"""Processes that prepare a dataset: two of them the same at the same time, or one that is killed before it is done."""
+"""Processes that prepare a dataset: two at the same time, one that is killed, or one that tells its memory."""
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import time
 from pathlib import Path
@@ -13,6 +14,8 @@ from transformers import AutoTokenizer
 
 from mobius.config.config import DataConfig, DatasetEntry
 from mobius.data import datasets
+from mobius.data.formats import Document
+from mobius.data.tokenization import SampleEncoder
 
 
 def main() -> None:
@@ -45,3 +48,12 @@ def prepare_by_parts(folder: str, config: DataConfig, cache: str, part_records: 
     """Prepare what `config` says in parts of so many records; whoever started this process may kill it."""
     datasets._PART_RECORDS = part_records  # type: ignore[misc]
     datasets.prepare_data(config, AutoTokenizer.from_pretrained(folder), cache_dir=Path(cache))
+
+
+def tell_peak(folder: str, num_characters: int) -> None:
+    """Print how many KiB more a document of so many characters takes at the most."""
+    encoder = SampleEncoder(AutoTokenizer.from_pretrained(folder), seq_length=8)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    line = "some words of text\n"
+    encoder.encode(Document(line * (num_characters // len(line))), "here")
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)

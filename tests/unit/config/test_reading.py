@@ -10,6 +10,7 @@ import typing
 from pathlib import Path
 
 import pytest
+import yaml
 
 from mobius.config.cli import given_options, options_page, parse_args
 from mobius.config.config import (
@@ -30,7 +31,7 @@ from mobius.config.config import (
     spellings,
 )
 from mobius.config.options import Bounds, DatasetEntry, OptionValue, dataset_options
-from mobius.config.sources import to_yaml
+from mobius.config.sources import to_yaml, written_options
 from mobius.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -530,6 +531,7 @@ def test_the_resolved_yaml_reads_back_unchanged(tmp_path: Path, words: str) -> N
     config = parse_args(words.split())
     text = to_yaml(config)
     assert read(tmp_path, text) == config
+    assert yaml.safe_load(text) == written_options(config)
     assert all(f"{name}: " in text or f"{name}:\n" in text for name in options())
     assert config_from(option_values(config)) == config
 
@@ -572,6 +574,7 @@ def test_drawn_datasets_read_back_unchanged(tmp_path: Path, seed: int) -> None:
         }
     )
     assert read(tmp_path, to_yaml(config)) == config
+    assert yaml.safe_load(to_yaml(config)) == written_options(config)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 import pickle
 import resource
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -10,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from harness.forked import Ranks
+from harness.runs import environment
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
@@ -483,24 +484,14 @@ def test_the_tokens_of_a_text_in_pieces_are_those_of_the_whole(
         assert row[1].tolist() == is_target.tolist()
 
 
-PEAK = """
-import resource, sys
-from transformers import AutoTokenizer
-from mobius.data.formats import Document
-from mobius.data.tokenization import SampleEncoder
-
-encoder = SampleEncoder(AutoTokenizer.from_pretrained(sys.argv[1]), seq_length=8)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-encoder.encode(Document("some words of text\\n" * (4 * 2**20 // 19)), "here")
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-"""
-
-
-def test_a_document_of_megabytes_takes_little_memory(assets: Path) -> None:
+def test_a_document_of_megabytes_takes_little_memory(assets: Path, tmp_path: Path) -> None:
     """In a process of its own, as only the operating system knows what the tokenizer takes: 160 bytes for each byte."""
-    given = [sys.executable, "-c", PEAK, str(assets / "tiny-llama")]
-    kibibytes = int(subprocess.run(given, check=True, capture_output=True, text=True, timeout=300).stdout)
-    assert kibibytes < 350 * 1024
+    given = [str(assets / "tiny-llama"), 4 * 2**20]
+    run = Ranks(
+        "harness.tokenizing_worker", "tell_peak", given, num_ranks=1, folder=tmp_path, environment=environment(tmp_path)
+    )
+    assert run.wait() == 0, run.output()
+    assert int(run.output()) < 350 * 1024
 
 
 MASKED = EncodingRules(mask_history=True)
