@@ -32,6 +32,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--num_rounds", type=int, default=1, help="parts of a step (default: %(default)s)")
     parser.add_argument("--depth_first", action="store_true", help="interleaved 1F1B, with a slot for each stage")
+    parser.add_argument("--spread_head", action="store_true", help="all GPUs compute the head, depth-first")
     parser.add_argument("--num_slices", type=int, default=1, help="slices of a sequence (default: %(default)s)")
     parser.add_argument("--no_prefetch", action="store_true", help="one weight slot per GPU instead of two")
     parser.add_argument("--no_offload", action="store_true", help="all weights stay on the GPU")
@@ -81,6 +82,7 @@ def make_schedule(arguments: argparse.Namespace) -> Schedule:
             accumulation_rounds=arguments.num_rounds,
             num_slices=arguments.num_slices,
             order=ComputeOrder.DEPTH_FIRST if arguments.depth_first else ComputeOrder.BREADTH_FIRST,
+            spreads_head=arguments.spread_head,
             offloaded_activation_stages=frozenset(range(min(num_offloading_activations * num_ranks, num_stages - 1))),
         )
     )
@@ -90,7 +92,7 @@ def format_actions(schedule: Schedule) -> str:
     lines = []
     for rank, actions in enumerate(schedule.actions):
         lines += ["", f"rank {rank}"]
-        lines += [f"  {action.to_text(schedule.spec.num_stages)}" for action in actions]
+        lines += [f"  {action.to_text(schedule.spec.chain_length)}" for action in actions]
     return "\n".join(lines)
 
 

@@ -59,7 +59,7 @@ REPLICAS: Final = "replicas"
 """Key in a checkpoint's position of the number of pipelines that shared it."""
 _PLAN_OPTIONS: Final = (
     *("num_stages", "num_chunks", "num_rounds", "num_slices", "use_offload", "use_prefetch", "resident_stages"),
-    *("recompute", "activation_offloading", "tile_tokens", "gpu_memory_limit", "host_memory_limit"),
+    *("recompute", "activation_offloading", "tile_tokens", "gpu_memory_limit", "host_memory_limit", "spread_head"),
 )
 """Options that make another plan."""
 

@@ -221,6 +221,13 @@ REPLICAS: Final = Need(
     "with one pipeline, which sends no gradients",
     "see --pipeline_ranks",
 )
+SEVERAL_GPUS: Final = Need(
+    "pipeline_ranks",
+    lambda o: o.pipeline_size is None or o.pipeline_size > 1,
+    "with one GPU in a pipeline, which computes everything",
+    "use --no_spread_head",
+    is_strict=True,
+)
 NODES: Final = Need(
     "nnodes",
     lambda o: o.nnodes > 1 if o.dry_run else o.pipeline_size is None or o.num_replicas > 1,
@@ -316,6 +323,10 @@ class PipelineConfig:
     """Order of a GPU's forwards and backwards. breadth_first: all microbatches of a round in a stage, then the next
     stage. depth_first: each microbatch goes backward as soon as it can (interleaved 1F1B); fewer activations wait, and
     all weights are on the GPU. Results are bit-identical. auto: the shorter predicted step."""
+    spread_head: bool = option(False, needs=(TRAINING, SEVERAL_GPUS))
+    """Let all GPUs of a pipeline compute the model's head and the loss, each those of some microbatches, not the last
+    GPU alone. Takes 6 bytes of GPU memory per parameter of the head, and a depth-first compute_order. Results differ
+    by rounding."""
     use_prefetch: bool = True
     """Load the weights of the next stage into a second GPU buffer while a stage computes. No effect with no_offload."""
     use_offload: bool = True

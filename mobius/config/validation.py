@@ -203,6 +203,16 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
         "slices of a sequence go backward in reverse; use breadth_first",
     ),
     (
+        "spread_head compute_order",
+        lambda o: o.spread_head and o.compute_order == "breadth_first",
+        "ranks share the head in a depth-first order; use --compute_order auto",
+    ),
+    (
+        "spread_head num_slices",
+        lambda o: o.spread_head and (o.num_slices or 1) > 1,
+        "ranks share the head in a depth-first order, which has no slices; remove one",
+    ),
+    (
         "recompute activation_offloading",
         lambda o: o.recompute.saves_activations and o.activation_offloading == "on",
         "only inputs of recomputed layers are offloaded; use --activation_offloading auto",

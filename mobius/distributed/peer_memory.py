@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mobius.distributed.cuda_copies import CudaCopyEngine
 from mobius.distributed.rendezvous import JsonValue, Rendezvous, parse_count, parse_values
-from mobius.distributed.transport import ring_edges
+from mobius.distributed.transport import edges_of
 from mobius.hardware.streams import Event
 
 
@@ -28,11 +28,13 @@ class PeerMemory:
     device: torch.device
     _: KW_ONLY
     make_engine: Callable[[torch.device], CudaCopyEngine] = CudaCopyEngine
+    spreads_head: bool = False
+    """Whether the ranks share the head, and the last one has edges with all."""
     timeout_seconds: float
     """Seconds to wait for each event."""
 
     def __post_init__(self) -> None:
-        edges = ring_edges(self.rendezvous.num_ranks)
+        edges = edges_of(self.rendezvous.num_ranks, spreads_head=self.spreads_head)
         self.incoming = [edge for edge in edges if edge.target == self.rendezvous.rank]
         self.outgoing = [edge for edge in edges if edge.source == self.rendezvous.rank]
         self.sources = [*dict.fromkeys(edge.source for edge in self.incoming)]

@@ -8,7 +8,7 @@ deadlock.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mobius.distributed.mailboxes import Mailboxes
 from mobius.distributed.replicas import ReplicaGroup
-from mobius.distributed.transport import Edge, RankGroup, ring_edges
+from mobius.distributed.transport import Edge, RankGroup, edges_of
 from mobius.distributed.world import MESSAGES_TIMEOUT, World, nccl_options, sum_over_group, translate_peer_errors
 from mobius.hardware.spans import NO_SPANS, Spans
 from mobius.hardware.streams import Event
@@ -49,12 +49,13 @@ class DistributedTransport:
         mailboxes: Mailboxes | None = None,
         max_pending_sends: int | None = None,
         replicas: ReplicaGroup | None = None,
+        spreads_head: bool = False,
     ) -> None:
         """Create and warm up all communicators; collective over all ranks of all replicas.
 
         Every activation and activation gradient has `shape` and `dtype`. `mailboxes` carry them instead of the
         communicators, if they can be opened. `max_pending_sends` bounds the sent tensors that are held because they may
-        still be in use (limits.py); None: no bound.
+        still be in use (limits.py); None: no bound. `spreads_head`: see `edges_of`.
         """
         self._spans, self._max_sends = spans, max_pending_sends
         self.rank, self.num_ranks = ranks.pipeline_rank, ranks.num_pipeline_ranks
@@ -70,7 +71,8 @@ class DistributedTransport:
         if ranks.num_replicas > 1:
             groups = [dist.new_group([*each], backend="gloo", timeout=MESSAGES_TIMEOUT) for each in pipelines]
             self._scalars = groups[ranks.replica]
-        self._edges = [_edges_of(each.start, self.num_ranks, world.backend) for each in pipelines][ranks.replica]
+        edges = edges_of(self.num_ranks, spreads_head=spreads_head)
+        self._edges = [_open_edges(each.start, edges, world.backend) for each in pipelines][ranks.replica]
         self._posted: defaultdict[tuple[int, Direction], deque[tuple[Tensor, _Message]]] = defaultdict(deque)
         self._sent: deque[tuple[Tensor, _Message]] = deque()
         # Use every edge once, in one order: communicators connect at their first message, and must not wait in a cycle.
@@ -166,8 +168,8 @@ class DistributedTransport:
         return translate_peer_errors(self._world.rank, None if peer is None else self._first + peer)
 
 
-def _edges_of(first: int, num_ranks: int, backend: str) -> dict[Edge, Any]:
-    """Return the communicators of the pipeline that starts at global rank `first`; all processes create them."""
+def _open_edges(first: int, edges: Sequence[Edge], backend: str) -> dict[Edge, Any]:
+    """Return communicators of `edges` in the pipeline that starts at global rank `first`; all processes create them."""
     return {
         edge: dist.new_group(
             [first + edge.source, first + edge.target],
@@ -175,5 +177,5 @@ def _edges_of(first: int, num_ranks: int, backend: str) -> dict[Edge, Any]:
             timeout=MESSAGES_TIMEOUT,
             pg_options=nccl_options(backend),
         )
-        for edge in ring_edges(num_ranks)
+        for edge in edges
     }

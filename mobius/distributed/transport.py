@@ -64,6 +64,9 @@ class ActivationTransport(Protocol):
     def finish_step(self) -> None:
         """Release sent tensors; every message of the step must have been received."""
 
+    def limit_pending_sends(self, max_pending_sends: int) -> None:
+        """From the next send on, hold at most this many tensors that may be in flight, if their number is bounded."""
+
 
 class Transport(ActivationTransport, RankGroup, Protocol):
     """Connects one rank to its pipeline and, through `all_ranks` and `replicas`, to other replicas."""
@@ -72,9 +75,6 @@ class Transport(ActivationTransport, RankGroup, Protocol):
     """All processes of the run, by global rank; with one pipeline, the pipeline's ranks."""
     replicas: ReplicaGroup | None
     """This position in all replicas; None without replicas."""
-
-    def limit_pending_sends(self, max_pending_sends: int) -> None:
-        """From the next send on, hold at most this many tensors that may be in flight, if their number is bounded."""
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
         """Send `tensor` to `peer` and return the peer's tensor of the same shape.
@@ -104,6 +104,16 @@ def ring_edges(num_ranks: int) -> list[Edge]:
     hops = [(rank, (rank + 1) % num_ranks) for rank in range(num_ranks)]
     forward = [Edge(lower, upper, Direction.FORWARD) for lower, upper in hops]
     return forward + [Edge(upper, lower, Direction.BACKWARD) for lower, upper in hops]
+
+
+def edges_of(num_ranks: int, *, spreads_head: bool) -> list[Edge]:
+    """Return every edge of a pipeline, as `ring_edges`.
+
+    With `spreads_head` also those between the last rank, which owns norm and head, and the others that share them.
+    """
+    owner = num_ranks - 1
+    pairs = [pair for rank in range(owner) for pair in ((owner, rank), (rank, owner))]
+    return ring_edges(num_ranks) + [Edge(*pair, Direction.HEAD) for pair in pairs if spreads_head]
 
 
 class SingleRankTransport:
@@ -181,3 +191,6 @@ class WarmupTransport:
 
     def finish_step(self) -> None:
         self._sent.clear()
+
+    def limit_pending_sends(self, max_pending_sends: int) -> None:
+        self._sent = deque(self._sent, maxlen=max_pending_sends)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from mobius.distributed.transport import ActivationTransport
 from mobius.engine.host_arena import PinnedActivationBuffer
 from mobius.engine.pipelined_router_loss import PipelinedRouterLoss, RouterContext
 from mobius.engine.saved_activations import SavedActivations
+from mobius.engine.spread_head import SpreadHead
 from mobius.engine.stage import StageModule
 from mobius.engine.stage_layers import (
     MicrobatchContext,
@@ -38,7 +40,7 @@ from mobius.models.attention import DocumentLayout
 from mobius.models.block_autograd import NamedTensors
 from mobius.models.blocks import LayerArguments
 from mobius.models.loss import shift_labels
-from mobius.schedule.action import Action, ActionKind, Direction, source_stage
+from mobius.schedule.action import Action, ActionKind, Direction
 from mobius.schedule.lanes import Lane, WaitCause
 from mobius.schedule.render import render_text
 from mobius.schedule.schedule import Schedule
@@ -89,6 +91,8 @@ class _Step:
     """fp32 [B, L] for each microbatch: 1 for a token, 0 for padding. Only for a router loss."""
     router_sums: dict[int, Tensor] = field(default_factory=dict)
     """Router sums received by the last stage with a microbatch, until its backward."""
+    at_head: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    """Hidden states or their gradient, and router numbers, between the last stage and a head that its rank computes."""
 
 
 class Executor:
@@ -108,13 +112,15 @@ class Executor:
         norm_deferred_names: frozenset[str] = frozenset(),
         activation_buffer: PinnedActivationBuffer | None = None,
         routers: PipelinedRouterLoss | None = None,
+        spread_head: SpreadHead | None = None,
         spans: Spans = NO_SPANS,
         activity: Activity | None = None,
     ) -> None:
         """Take this rank's `stages`, `layers` and `memory`; report each action and wait to `activity`.
 
         `norm_deferred_names`: parameters whose norm is computed later (tied weights). `activation_buffer`: host memory
-        for the stages that offload activations. `routers`: only for models with a router loss.
+        for the stages that offload activations. `routers`: only for models with a router loss. `spread_head`: norm
+        and head if the ranks share them.
         """
         self._schedule, self._spec, self._rank = schedule, schedule.spec, transport.rank
         self._actions: Sequence[Action] = schedule.actions[transport.rank]
@@ -135,11 +141,11 @@ class Executor:
             spans=spans,
         )
         self._step: _Step
-        sources = [(source_stage(action, schedule.spec.num_stages), action.kind) for action in self._actions]
-        self._receives = [
-            (self._spec.rank_of(source), kind.direction) for source, kind in sources if source is not None
-        ]
-        """Sender rank and direction of each message of a step, in the order of need."""
+        self._spread_head, self._head_owner = spread_head, self._spec.rank_of(self._spec.num_stages - 1)
+        self._needed: list[list[tuple[int, Direction]]] = []
+        """Messages that each action receives, once the first step has told their size."""
+        self._receives: list[tuple[int, Direction]] = []
+        self._num_posted = self._num_received = 0
         forward = self._forward_only if schedule.spec.is_evaluation else self._forward
         self._stage_handlers: dict[ActionKind, Callable[[int], None]] = {
             ActionKind.GENERATE_DATA: self._generate_data,
@@ -156,6 +162,7 @@ class Executor:
             ActionKind.BACKWARD_FIRST: self._backward,
             ActionKind.BACKWARD_MIDDLE: self._backward,
             ActionKind.BACKWARD_LAST: self._backward_last,
+            ActionKind.HEAD: self._head,
             ActionKind.RECOMPUTE_KV: self._recompute_kv,
             ActionKind.OFFLOAD_ACTIVATIONS: self._saved_activations.offload,
             ActionKind.PREFETCH_ACTIVATIONS: self._saved_activations.prefetch,
@@ -171,6 +178,10 @@ class Executor:
         """
         assert not self._spec.is_evaluation, "run() needs a training schedule"
         self._step = self._start(batch)
+        if self._spread_head is not None:
+            self._spread_head.begin_step()
+            parcels = sum(self._spread_head.num_messages(self._message_shape)) * self._spec.num_ranks
+            self._transport.limit_pending_sends(self._spec.max_sends_in_flight + parcels)
         self._step.loss_scale, self._step.on_gradients_ready = loss_scale, on_gradients_ready
         self._play_all()
         return self._step.sums
@@ -211,16 +222,17 @@ class Executor:
         return step
 
     def _play_all(self) -> None:
-        num_posted = num_received = 0
+        if not self._needed:
+            self._needed = [self._messages_of(action) for action in self._actions]
+            self._receives = [*chain.from_iterable(self._needed)]
+        self._num_posted = self._num_received = 0
         if self._position.is_on:
             self._activity.device_position = self._position.__str__
         self._position.begins()
         for index, action in enumerate(self._actions):
             try:
-                while num_posted < min(len(self._receives), num_received + NUM_PREPOSTED_RECEIVES):
-                    self._transport.post_receive(*self._receives[num_posted])
-                    num_posted += 1
-                num_received += source_stage(action, self._spec.num_stages) is not None
+                self._post_receives()
+                self._num_received += min(len(self._needed[index]), 1)
                 self._activity.start_action(action)
                 self._play(action)
                 self._position.enqueued(index)
@@ -232,6 +244,40 @@ class Executor:
         self._position.ends()
         self._activity.start_action("the end of the messages")
         self._transport.finish_step()
+
+    def _post_receives(self) -> None:
+        for receive in self._receives[self._num_posted : self._num_received + NUM_PREPOSTED_RECEIVES]:
+            self._transport.post_receive(*receive)
+            self._num_posted += 1
+
+    def _receive_part(self, rank: int) -> Tensor:
+        """Return a further message of an action that receives several."""
+        message = self._transport.receive(rank, Direction.HEAD)
+        self._num_received += 1
+        self._post_receives()
+        return message
+
+    def _messages_of(self, action: Action) -> list[tuple[int, Direction]]:
+        """Return sender rank and direction of each message that an action receives."""
+        source = self._spec.source_of(action)
+        found = [] if source is None else [source[1:]]
+        if self._spread_head is None:
+            return found
+        num_weights, num_sums = self._spread_head.num_messages(self._message_shape)
+        if action.kind is ActionKind.HEAD and self._takes_weights(action.microbatch):
+            return [(self._head_owner, Direction.HEAD)] * num_weights + found
+        if action.kind.is_backward and self._takes_sums(action.stage, action.microbatch):
+            return found + [(rank, Direction.HEAD) for rank in range(self._head_owner) for _ in range(num_sums)]
+        return found
+
+    def _takes_weights(self, microbatch: int | None) -> bool:
+        """Whether the head's weights come before this microbatch: the first one of a rank that does not own them."""
+        return microbatch == self._rank != self._head_owner
+
+    def _takes_sums(self, stage: int, microbatch: int | None) -> bool:
+        """Whether the head's gradients of other ranks come after this backward: the last one of its owner's stage."""
+        is_last = stage == self._spec.num_stages - 1 and microbatch == self._spec.last_backward
+        return self._spread_head is not None and is_last
 
     def _play(self, action: Action) -> None:
         """Run the action's handler under its name; loads and offloads record their own copy spans."""
@@ -286,7 +332,29 @@ class Executor:
         context = self._context(microbatch, sums, offload_saved_tensors=self._spec.offloads_all(stage, microbatch))
         output, saved_for_backward = self._layers[stage].forward(self._weights(stage), inputs, context)
         self._saved_activations.put(stage, microbatch, saved_for_backward)
-        self._send(output, context.routers, stage + 1, Direction.FORWARD)
+        if stage + 1 < self._spec.num_stages:
+            self._send(output, context.routers, stage + 1, Direction.FORWARD)
+            return
+        rank, owner = self._spec.rank_of(stage + 1, microbatch), self._head_owner
+        if microbatch == rank != owner:  # the first one that it gets
+            self._shared_head.send_weights(self._weights(stage), self._transport, rank, self._message_shape)
+        self._send(output, context.routers, stage + 1, Direction.HEAD, microbatch)
+
+    def _head(self, stage: int, microbatch: int) -> None:
+        """Compute norm, head and loss of a microbatch, and their backward, where the ranks share them."""
+        head, owner = self._shared_head, self._head_owner
+        if self._takes_weights(microbatch):
+            with self._waiting(WaitCause.WEIGHTS, stage=stage):
+                head.receive_weights(partial(self._receive_part, owner), self._message_shape)
+        weights, gradients = head.weights, head.sums
+        if self._rank == owner:
+            weights, gradients = self._weights(stage - 1), self._memory[stage - 1].sums.views()
+        hidden, sums = self._receive(stage - 1, microbatch, Direction.HEAD)
+        routers = self._router_context(microbatch, sums)
+        gradient = self._loss(head.module, weights, gradients, hidden, microbatch, routers)
+        self._send(gradient, routers, stage - 1, Direction.HEAD, microbatch)
+        if self._rank != owner and microbatch == self._spec.head_microbatches(self._rank)[-1]:
+            head.send_sums(self._transport, owner, self._message_shape)
 
     def _forward_only(self, stage: int, microbatch: int) -> None:
         self._send(self._evaluate_layers(stage, microbatch), None, stage + 1, Direction.FORWARD)
@@ -319,7 +387,8 @@ class Executor:
         self._layers[stage].recompute_kv(self._weights(stage), saved_for_backward, self._context(microbatch))
 
     def _backward(self, stage: int, microbatch: int) -> None:
-        gradient, router_gradient = self._receive(stage + 1, microbatch, Direction.BACKWARD)
+        direction = Direction.BACKWARD if stage + 1 < self._spec.num_stages else Direction.HEAD
+        gradient, router_gradient = self._receive(stage + 1, microbatch, direction)
         weights = self._weights(stage)
         self._finish_backward(
             stage, microbatch, weights, self._saved_activations.take(stage, microbatch), gradient, router_gradient
@@ -331,17 +400,34 @@ class Executor:
         hidden, saved_for_backward = self._layers[stage].finish_forward(weights, saved_for_backward, context)
         routers = context.routers
         del context  # else its arguments would stay in memory during the logits
-        loss, gradient = self._stages[stage].loss(
+        sums = self._memory[stage].sums.views()
+        gradient = self._loss(self._stages[stage], weights, sums, hidden, microbatch, routers)
+        router_gradient = None if routers is None else routers.router_sums
+        self._finish_backward(stage, microbatch, weights, saved_for_backward, gradient, router_gradient)
+
+    def _loss(
+        self,
+        module: StageModule,
+        weights: NamedTensors,
+        gradients: NamedTensors,
+        hidden: Tensor,
+        microbatch: int,
+        routers: RouterContext | None,
+    ) -> Tensor:
+        """Add the loss of a microbatch, by norm and head of `module`; return the gradient of `hidden`.
+
+        `routers` then holds that of the router sums.
+        """
+        loss, gradient = module.loss(
             weights,
-            self._memory[stage].sums.views(),
+            gradients,
             hidden,
             self._step.targets[microbatch],
             num_targets=self._step.batch.num_targets,
             loss_scale=self._step.loss_scale,
         )
         self._step.sums.loss.add_(loss if routers is None else loss + self._add_router_loss(routers))
-        router_gradient = None if routers is None else routers.router_sums
-        self._finish_backward(stage, microbatch, weights, saved_for_backward, gradient, router_gradient)
+        return gradient
 
     def _add_router_loss(self, context: RouterContext) -> Tensor:
         """Return the microbatch's weighted router loss; its context then holds the gradient of the sums."""
@@ -373,6 +459,11 @@ class Executor:
             module.embedding_backward(weights, gradients, self._step.tokens[microbatch], gradient)
         else:
             self._send(gradient, context.routers, stage - 1, Direction.BACKWARD)
+        if self._takes_sums(stage, microbatch):
+            with self._waiting(WaitCause.NEIGHBOURS, stage=stage):
+                for rank in range(self._head_owner):
+                    receive = partial(self._receive_part, rank)
+                    self._shared_head.add_sums(gradients, receive, self._message_shape)
         if microbatch == self._spec.last_backward:
             self._step.sums.squared_norms[stage] = memory.finish_gradients(
                 excluded=self._norm_deferred_names, on_gradients_ready=self._step.on_gradients_ready
@@ -387,17 +478,17 @@ class Executor:
         """
         step, group = self._step, microbatch // self._spec.num_slices
         arguments = self._layer_inputs(step.rows[group].shape[1], step.documents[group])
-        routers = (
-            None
-            if self._routers is None or not step.token_mask
-            else self._routers.context(step.token_mask[group], router_sums)
-        )
         return MicrobatchContext(
             arguments,
             step.sequence_slices[microbatch] if step.sequence_slices else None,
             offload_saved_tensors,
-            routers,
+            self._router_context(microbatch, router_sums),
         )
+
+    def _router_context(self, microbatch: int, router_sums: Tensor | None) -> RouterContext | None:
+        if self._routers is None or not self._step.token_mask:
+            return None
+        return self._routers.context(self._step.token_mask[microbatch // self._spec.num_slices], router_sums)
 
     def _stage_input(self, stage: int, microbatch: int) -> tuple[Tensor, Tensor | None]:
         """Return tokens or hidden states, and the received router sums."""
@@ -414,13 +505,38 @@ class Executor:
         with self._waiting(WaitCause.WEIGHTS, stage=stage):
             return weights.views()
 
-    def _send(self, hidden: Tensor, context: RouterContext | None, stage: int, direction: Direction) -> None:
+    @property
+    def _shared_head(self) -> SpreadHead:
+        assert self._spread_head is not None, "only ranks that share the head have such actions"
+        return self._spread_head
+
+    @property
+    def _message_shape(self) -> tuple[int, ...]:
+        """Shape of the step's messages, which norm and head are sent in, too."""
+        hidden = *self._step.rows[0].shape, self._shared_head.width
+        return hidden if self._routers is None else self._routers.sent_shape(hidden, self._shared_head.dtype)
+
+    def _send(
+        self,
+        hidden: Tensor,
+        context: RouterContext | None,
+        stage: int,
+        direction: Direction,
+        microbatch: int | None = None,
+    ) -> None:
+        """Send to `stage`; to and from a head that ranks share that of a `microbatch`, which may stay on this rank."""
+        rank = self._spec.rank_of(stage, microbatch)
+        if direction is Direction.HEAD and rank == self._rank and microbatch is not None:
+            self._step.at_head[microbatch] = hidden, None if context is None else context.router_sums
+            return
         message = hidden if self._routers is None else self._routers.pack(hidden, context)
-        self._transport.send(message, self._spec.rank_of(stage), direction)
+        self._transport.send(message, rank, direction)
 
     def _receive(self, source_stage: int, microbatch: int, direction: Direction) -> tuple[Tensor, Tensor | None]:
         """Return hidden states or their gradient, and the router numbers if there is a router loss."""
-        rank = self._spec.rank_of(source_stage)
+        if direction is Direction.HEAD and microbatch in self._step.at_head:
+            return self._step.at_head.pop(microbatch)
+        rank = self._spec.rank_of(source_stage, microbatch)
         with self._waiting(WaitCause.NEIGHBOURS, rank=rank, stage=source_stage):
             message = self._transport.receive(rank, direction)
         if self._routers is None:

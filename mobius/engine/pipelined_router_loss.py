@@ -59,6 +59,10 @@ class PipelinedRouterLoss:
     def __init__(self, loss: RouterLoss, device: torch.device) -> None:
         self._loss, self._device = loss, device
 
+    def sent_shape(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
+        """Return the shape of a message of hidden states of `shape` [B, L, H] in `dtype`."""
+        return sent_shape(shape, dtype, self._loss)
+
     def token_mask(self, shape: Sequence[int], lengths: Tensor | None = None) -> Tensor:
         """Return fp32 [batch, L]: 1 for tokens, 0 for padding. `lengths` [batch]; None: rows are full."""
         if lengths is None:

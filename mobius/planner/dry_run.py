@@ -39,6 +39,8 @@ from mobius.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
+WORTHWHILE_GAIN = 0.03
+"""Least share of a step's tokens per second for which an option that changes rounding is mentioned."""
 CPU_RANKS = 2
 """As train.sh starts where there is no GPU."""
 
@@ -90,9 +92,24 @@ def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = Non
     logger.info("")
     if not machine.on_cpu:
         _log_devices(config, machine.num_ranks)
-    for lines in describe_details(found, available):
+    for lines in (*describe_details(found, available), *describe_spread_head(found)):
         logger.info("%s", lines)
     return not refusals
+
+
+def describe_spread_head(found: PlanResult) -> list[str]:
+    """Say what `--spread_head` would bring to a depth-first plan, with the same numbers; nothing if that is little."""
+    request, plan = found.request, found.plan
+    if found.profile is None or plan.num_ranks == 1 or plan.spreads_head or not plan.is_depth_first:
+        return []
+    try:
+        other = solve(request.with_pipeline(spread_head=True), layer=found.layer, profile=found.profile)
+    except MobiusError:
+        return []
+    gain = found.step_seconds / other.step_seconds - 1
+    host = format_bytes(other.host_estimate.total)
+    text = f"with --spread_head: {other.step_seconds:.3f} s, {100 * gain:.1f} % more tokens/s, {host} of host memory"
+    return [text] if gain >= WORTHWHILE_GAIN else []
 
 
 def _refusal(check: Callable[[], None]) -> MobiusError | None:

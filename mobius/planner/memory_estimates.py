@@ -232,7 +232,7 @@ def activation_bytes(request: PlanRequest, plan: Plan, rank: int, layer: LayerBy
     """Return the bytes that depend on activations and not on resident stages, by field of `GpuMemoryEstimate`."""
     most = find_peak(plan, rank, microbatch_bytes(request, layer))
     cuts = (plan.cuts[stage] for stage in plan.local_stages(rank))
-    ends = any(cut.is_first or cut.is_last for cut in cuts)
+    ends = plan.spreads_head or any(cut.is_first or cut.is_last for cut in cuts)
     return {
         "inputs": most.inputs,
         "saved_activations": most.saved_activations,
@@ -276,8 +276,11 @@ def state_bytes(request: PlanRequest, plan: Plan, rank: int) -> dict[str, int]:
     num_sums = max(plan.num_sum_buffers(rank) if offloads_sums else 1, MIN_GRADIENT_SUMS if needs_two else 1)
     sums = gradient_sum_elements(summed, num_sums) if summed else ()
     own_sums = [count for stage, count in streamed.items() if stage in in_place]
+    copies_head = plan.spreads_head and rank != plan.rank_of(plan.num_stages - 1)
+    if copies_head:
+        own_sums.append(shape.num_trained_in_head)
     return {
-        "weights": (slots + whole + adapters) * sizes.weight,
+        "weights": (slots + whole + adapters + copies_head * shape.head_parameters) * sizes.weight,
         "gradients": SUM_BYTES * sum((*sums, *own_sums)) + resident_gradient_bytes,
         "optimizer": sum(
             sizes.optimizer(count, plan.cuts[stage].num_trained_in_layers(shape)) for stage, count in resident.items()

@@ -352,12 +352,15 @@ class _RankStep:
         plan, message = self._plan, self._size.activation
         cuts = [plan.cuts[stage] for stage in self._stages]
         offloading = plan.offloaded_activation_stages
-        saved = [(0, 0) if cut.is_last or cut.stage in offloading else self._saved(cut.stage) for cut in cuts]
+        at_once = None if plan.spreads_head else plan.num_stages - 1
+        saved = [(0, 0) if cut.stage == at_once or cut.stage in offloading else self._saved(cut.stage) for cut in cuts]
         work = max(map(self._layer_work, self._stages))
         messages, last = self._messages(self._per_round), LiveMemory()
         if cuts[0].is_first:
             work = max(work, message + self._size.embedding)
-        if cuts[-1].is_last:  # its only microbatch; output and gradient stay until the stage's backward is done
+        if plan.spreads_head:  # its gradient is made beside the hidden states
+            work = max(work, message + self._size.loss)
+        elif cuts[-1].is_last:  # its only microbatch; output and gradient stay until the stage's backward is done
             own, graph = self._saved(self._stages[-1])
             output = 0 if self._saves_graph(self._stages[-1]) else message
             last = LiveMemory(own, graph, messages, output + max(self._size.loss, message + work))

@@ -47,6 +47,7 @@ KEYS: Final = {
     "slots": "slots",
     "sum_buffers": "sum_buffers",
     "order": "order",
+    "spreads_head": "spread_head",
     "cuts": "spans",
     "resident": "resident",
     "saved_activation_stages": "kept_activations",
@@ -62,6 +63,7 @@ _ADDED_LATER: Final[Mapping[str, Any]] = {
     "products_home": 0,
     "sum_buffers": [],
     "order": ComputeOrder.BREADTH_FIRST,
+    "spread_head": False,
     "stashed_activations": [],
 }
 """Keys that older files lack, with what their plans have."""
@@ -252,6 +254,7 @@ def _options_of(saved: SavedPlan) -> dict[str, OptionValue]:
         "num_slices": plan.num_slices,
         "num_rounds": plan.accumulation_rounds,
         "compute_order": Order(plan.order.value),
+        "spread_head": plan.spreads_head,
         "use_offload": plan.num_slots is not None,
         "use_prefetch": plan.num_slots != 1 or plan.stages_per_rank == 1,
     }

@@ -160,6 +160,8 @@ class PlanRequest:
         """The question of a run, before anything is chosen."""
         asked = config.pipeline
         order = ComputeOrder(asked.compute_order.value) if asked.compute_order is not Order.AUTO else None
+        if asked.spread_head:
+            order = ComputeOrder.DEPTH_FIRST
         numbers = Candidate(asked.num_stages, asked.num_chunks, asked.num_rounds, asked.num_slices, order)
         return cls(config, shape, machine, numbers, packed)
 
@@ -226,6 +228,7 @@ class PlanRequest:
             num_saving_attention=0 if slices == 1 else saving_attention or 0,
             attention_length=self.attention_length,
             num_offloaded_microbatches=chosen.num_offloaded_microbatches,
+            spreads_head=pipeline.spread_head,
         )
 
     @cached_property
@@ -404,7 +407,10 @@ class PlanRequest:
     @property
     def mailbox_bytes(self) -> int:
         """GPU memory outside of torch's for the messages that arrive at a rank."""
-        return NUM_INCOMING_EDGES * NUM_MAILBOXES * self.message_bytes
+        edges = NUM_INCOMING_EDGES
+        if self.config.pipeline.spread_head:  # of the head's owner, which the others send to
+            edges += self.machine.num_ranks - 1
+        return edges * NUM_MAILBOXES * self.message_bytes
 
     @cached_property
     def deferred_updates(self) -> frozenset[int]:
@@ -435,8 +441,7 @@ class PlanRequest:
     @cached_property
     def rules(self) -> StepRules:
         """How the runtime goes about a step."""
-        config = self.config
-
+        config, shape = self.config, self.shape
         return StepRules(
             clips=self._clips,
             message_bytes=self.message_bytes,
@@ -445,6 +450,8 @@ class PlanRequest:
             is_tied=self.shape.is_tied and (self.shape.trained is None or self.shape.trained.embedding > 0),
             attention_bytes=self.attention_bytes,
             product_bytes=self.product_bytes,
+            head_weight_bytes=shape.head_parameters * self.sizes.weight,
+            head_sum_bytes=shape.num_trained_in_head * SUM_BYTES,
         )
 
     @property

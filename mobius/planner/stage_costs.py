@@ -92,6 +92,10 @@ class StepRules:
     """Bytes of attention's result for a layer and microbatch, if it is saved."""
     product_bytes: int = 0
     """Bytes of all that a layer's products need of a microbatch."""
+    head_weight_bytes: int = 0
+    """Bytes of norm and head, which their owner sends in each step to the ranks that share them."""
+    head_sum_bytes: int = 0
+    """Bytes of their gradients, which each of these sends back."""
 
     def offloaded_bytes(self, cost: StageCost, *, offloads_all: bool) -> int:
         """Bytes that the layers of a stage offload per microbatch: inputs to recompute from, or products."""
@@ -101,7 +105,7 @@ class StepRules:
 
 
 def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageCost, ...]:
-    """The cost of every stage: a profile's seconds added up over its layers."""
+    """The cost of every stage: a profile's seconds added up over its layers; last that of a head that ranks share."""
     costs, launch_overhead, slices = [], profile.launch_overhead, plan.num_slices > 1
     for cut in plan.cuts:
         layers = [profile.of_layer(layer) for layer in cut.layers]
@@ -119,7 +123,8 @@ def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageC
         keys, attention = _slice_parts(cut, shape, profile) if slices else (0.0, (0.0, 0.0))
         if cut.stage in plan.saved_attention_stages:  # backward is without the forward of it
             backward, attention = backward - attention[0], (attention[0], attention[1] - attention[0])
-        if cut.is_last:
+        runs_at_once = cut.is_last and not plan.spreads_head
+        if runs_at_once:
             # Slices go forward there as elsewhere, all but the last layer, which does in backward after its keys.
             last, early = forward, 0.0
             if slices and layers:
@@ -137,12 +142,12 @@ def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageC
             with_products = backward - spared + ACTION_GAP, backward_launch - spared_launch
         costs.append(
             StageCost(
-                forward + (0.0 if cut.is_last else ACTION_GAP),
+                forward + (0.0 if runs_at_once else ACTION_GAP),
                 backward + ACTION_GAP,
                 cut.num_trained(shape),
                 cut.stage in plan.resident,
-                0.0 if cut.is_last else forward_launch,
-                backward_launch + (forward_launch if cut.is_last else 0.0),
+                0.0 if runs_at_once else forward_launch,
+                backward_launch + (forward_launch if runs_at_once else 0.0),
                 len(back),
                 keys + ACTION_GAP,
                 *attention,
@@ -153,6 +158,8 @@ def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageC
                 keeps_trained_on_gpu=shape.keeps_trained_on_gpu,
             )
         )
+    if plan.spreads_head:
+        costs.append(StageCost(profile.loss + ACTION_GAP, 0.0, 0, True, forward_launch=profile.action_launch))
     return tuple(costs)
 
 

@@ -36,7 +36,7 @@ def predict_min_step_seconds(plan: Plan, request: PlanRequest, profile: Profile)
         _compute_seconds(plan, costs, rank) + max(rounds * sum(passes[:rank]), (rounds - 1) * sum(passes[:rank]) + end)
         for rank, end in enumerate(ends)
     ]
-    last = costs[-1]
+    last = costs[plan.num_stages - 1]
     through_last = (plan.num_microbatches // rounds - plan.num_slices) * (last.forward + last.backward)
     through_all = rounds * (sum(passes) + through_last)
     shared, updates = (
@@ -63,7 +63,7 @@ def _compute_seconds(plan: Plan, costs: Sequence[StageCost], rank: int) -> float
         seconds += plan.num_microbatches * (cost.forward + cost.backward)
         if cost.backward_from_saved is not None:
             seconds -= offloaded * max(0.0, cost.backward - cost.backward_from_saved[0])
-    return seconds
+    return seconds + len(plan.head_microbatches(rank)) * costs[-1].forward
 
 
 def _end_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, rules: StepRules, rank: int) -> float:
@@ -120,7 +120,7 @@ def _update_seconds(
     together = plan.num_ranks * max(profile.cpu_adamw_together, 1e-9)
     updated = [
         [0 if cost.updates_on_gpu else rules.sizes.shard_size(cost.parameters) for cost in own]
-        for own in (costs[rank :: plan.num_ranks] for rank in range(plan.num_ranks))
+        for own in (costs[rank : plan.num_stages : plan.num_ranks] for rank in range(plan.num_ranks))
     ]
     seconds = 0.0
     if not rules.clips or plan.num_slices > 1:

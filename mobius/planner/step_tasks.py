@@ -178,16 +178,16 @@ class StepTasks:
             if add is None or (kind in _COPIES_OF_STAGES and stays):
                 continue
             is_backward = kind.is_backward
-            source, target = source_stage(action, spec.num_stages), target_stage(action, spec.num_stages)
+            source, target = source_stage(action, spec.chain_length), target_stage(action, spec.chain_length)
             played = _PlayedAction(
                 action,
                 add,
                 stage,
                 kind.is_forward,
                 is_backward,
-                key=(is_backward, stage, action.microbatch),
+                key=(is_backward or kind is ActionKind.HEAD, stage, action.microbatch),
                 source=None if source is None else (is_backward, source, action.microbatch),
-                target=None if target is None else spec.rank_of(target),
+                target=None if target is None else spec.rank_of(target, action.microbatch),
             )
             if kind.runs_on_compute_lane:
                 offloads_all = spec.offloads_all(stage, action.microbatch)
@@ -259,10 +259,18 @@ class StepTasks:
 
     def _send(self, rank: int, target: int, played: _PlayedAction, sent: Task) -> None:
         if target != rank:
-            work = self.flows.message(rank, target, self.rules.message_bytes)
+            work = self.flows.message(rank, target, self.rules.message_bytes + self._head_bytes(rank, target, played))
             name = f"{played.action} to {target}" if self._is_described else ""
             sent = self._task((Lane.SEND, rank, target), work, [sent], name=name)
         self._messages[played.key] = sent
+
+    def _head_bytes(self, rank: int, target: int, played: _PlayedAction) -> int:
+        """Bytes of a head that ranks share: its weights come with the first microbatch, its gradients with the last."""
+        spec, microbatch = self.schedule.spec, played.action.microbatch
+        if spec.spreads_head and played.is_forward and played.stage == spec.num_stages - 1:
+            return self.rules.head_weight_bytes if microbatch == target else 0
+        is_last = played.stage == spec.num_stages and microbatch == spec.head_microbatches(rank)[-1]
+        return self.rules.head_sum_bytes if is_last else 0
 
     def _reduce(self, rank: int, stage: int, done: Task) -> Task:
         """Sum a stage's gradients over the replicas while the next stage computes (engine/reductions.py)."""

@@ -48,7 +48,11 @@ WAIT_COLOURS: dict[str, Colour] = {
 }
 
 _IDLE_COLOUR = (0.95, 0.95, 0.95)
-_KV_COLOUR = (0.86, 0.78, 0.92)
+_FURTHER_STYLES: Mapping[str, tuple[Colour, str]] = {
+    "K": ((0.86, 0.78, 0.92), "K s.m  keys and values of a slice"),
+    "H": ((0.98, 0.84, 0.62), "H s.m  head and loss, after s stages"),
+}
+"""Colour and legend of what else is computed, by its letter."""
 _PICTURE_SUFFIXES = (".png", ".svg")
 _LIGHTEST, _DARKEST = 0.35, 0.75
 """The part of matplotlib's colour maps in which black or white text is readable."""
@@ -130,7 +134,7 @@ class StepPicture:
                 color=_stage_colour(self.step, 0, is_backward=False), label="F s.m  forward of stage s, microbatch m"
             ),
             Patch(color=_stage_colour(self.step, 0, is_backward=True), label="B s.m  backward"),
-            *([Patch(color=_KV_COLOUR, label="K s.m  keys and values of a slice")] if self._recomputes_kv else []),
+            *(Patch(color=colour, label=label) for colour, label in _FURTHER_STYLES.values() if self._has(colour)),
             *(Patch(color=LANE_STYLES[lane][0], label=LANE_STYLES[lane][1]) for lane in lanes),
             *self.more_legend,
         ]
@@ -140,9 +144,8 @@ class StepPicture:
         with rc_context({"svg.hashsalt": "mobius", "svg.fonttype": "none"}):
             figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
 
-    @property
-    def _recomputes_kv(self) -> bool:
-        return any(bar.colour == _KV_COLOUR for band in self.bands for bar in band.get(Lane.COMPUTE, []))
+    def _has(self, colour: Colour) -> bool:
+        return any(bar.colour == colour for band in self.bands for bar in band.get(Lane.COMPUTE, []))
 
     def _draw_lane(self, axes: Axes, bars: list[Bar], top: float, thickness: float, lane: Lane) -> None:
         middle = top + thickness / 2
@@ -194,8 +197,8 @@ def lane_bars(
         colour = WAIT_COLOURS.get(span.name) if lane is Lane.WAIT else LANE_STYLES.get(lane, (None, ""))[0]
         if lane is Lane.COMPUTE and action and action.letter in "FB":
             colour = _stage_colour(step, action.stage, is_backward=action.letter == "B")
-        elif lane is Lane.COMPUTE and action and action.letter == "K":
-            colour = _KV_COLOUR
+        elif lane is Lane.COMPUTE and action and action.letter in _FURTHER_STYLES:
+            colour = _FURTHER_STYLES[action.letter][0]
         if colour is not None:
             start, length = scale * (span.start - origin), scale * (span.end - span.start)
             bars.setdefault(lane, []).append(Bar(start, length, span.name if action else "", colour))

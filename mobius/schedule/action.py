@@ -5,6 +5,7 @@
 forward_first -1 0 1 0            stage 0 computes microbatch 0 and sends its activation to stage 1
 backward_first 1 0 -1 0           stage 0 receives the activation gradient of microbatch 0 from stage 1
 evaluate_last 2 3 -1 0            stage 3 of 4 computes the loss of microbatch 0, without backward
+head 3 4 3 0                      norm, head and loss of 4 stages that all ranks compute in turn, with the backward
 load -1 3 -1 -1                   starts copying the weights of stage 3 to a GPU slot
 load_gradient_sums -1 3 -1 -1     starts copying gradients of stage 3, summed over earlier rounds, to the GPU
 recompute_kv -1 1 -1 2            stage 1 recomputes keys and values of slice 2, for the backward of its sequence
@@ -23,6 +24,8 @@ class Direction(StrEnum):
     """Activations."""
     BACKWARD = "backward"
     """Activation gradients."""
+    HEAD = "head"
+    """Between the last stage and the ranks that share the head: activations there, their gradients back."""
 
 
 class ActionKind(StrEnum):
@@ -37,6 +40,8 @@ class ActionKind(StrEnum):
     BACKWARD_FIRST = "backward_first"
     BACKWARD_MIDDLE = "backward_middle"
     BACKWARD_LAST = "backward_last"
+    HEAD = "head"
+    """Norm, head and loss with their backward, where the ranks share them: after all stages, as one more."""
     RECOMPUTE_KV = "recompute_kv"
     """Recompute a slice's keys and values in each layer of the stage, before its sequence's backward."""
     LOAD = "load"
@@ -69,8 +74,8 @@ class ActionKind(StrEnum):
 
     @cached_property
     def runs_on_compute_lane(self) -> bool:
-        """Whether it computes with loaded weights: forward, backward, or recomputed keys and values."""
-        return self.is_forward_or_backward or self is ActionKind.RECOMPUTE_KV
+        """Whether it computes with loaded weights: forward, backward, the head, or recomputed keys and values."""
+        return self.is_forward_or_backward or self in (ActionKind.RECOMPUTE_KV, ActionKind.HEAD)
 
     @property
     def has_microbatch(self) -> bool:
@@ -84,6 +89,7 @@ _BACKWARD_KINDS = (ActionKind.BACKWARD_FIRST, ActionKind.BACKWARD_MIDDLE, Action
 _LETTERS = {
     ActionKind.GENERATE_DATA: "D",
     ActionKind.RECOMPUTE_KV: "K",
+    ActionKind.HEAD: "H",
     ActionKind.LOAD: "L",
     ActionKind.OFFLOAD: "O",
     ActionKind.LOAD_GRADIENT_SUMS: "LS",
@@ -105,7 +111,7 @@ class Action:
         """Short name in the grid, the picture and the trace.
 
         `F4.1`, `B4.1`, `L4`, `O4`, `LS4` and `OS4` for gradient sums, `S4.1` and `T4.1` for offloaded and prefetched
-        activations, `K4.1` for recomputed keys and values, `D0`.
+        activations, `K4.1` for recomputed keys and values, `H8.1` for the head after 8 stages, `D0`.
         """
         letter = _LETTERS.get(self.kind, "F" if self.kind.is_forward else "B")
         return f"{letter}{self.stage}" if self.microbatch is None else f"{letter}{self.stage}.{self.microbatch}"
@@ -139,20 +145,31 @@ def target_stage(action: Action, num_stages: int) -> int | None:
 
 def _neighbour(action: Action, num_stages: int, distance: int) -> int | None:
     """Return the stage `distance` further in the direction of `action`; backward goes down the stages."""
+    if action.kind is ActionKind.HEAD:
+        return action.stage - 1
     if not action.kind.is_forward_or_backward:
         return None
     stage = action.stage + (distance if action.kind.is_forward else -distance)
     return stage if 0 <= stage < num_stages else None
 
 
-def describe_misfit(action: Action, num_stages: int, *, is_evaluation: bool = False) -> str | None:
-    """Return why `action` is invalid among `num_stages` stages, in a step or an evaluation; None if valid."""
+def describe_misfit(
+    action: Action, num_stages: int, *, is_evaluation: bool = False, spreads_head: bool = False
+) -> str | None:
+    """Return why `action` is invalid among `num_stages` stages, in a step or an evaluation; None if valid.
+
+    With `spreads_head` the last of them is the head.
+    """
     if not 0 <= action.stage < num_stages:
         return f"there is no stage {action.stage}, the stages are 0 to {num_stages - 1}"
     if not action.kind.has_microbatch:
         return None if action.microbatch is None else f"{action.kind} concerns a stage, not a microbatch"
     if action.microbatch is None:
         return f"{action.kind} needs a microbatch"
+    is_head = spreads_head and action.stage == num_stages - 1
+    if is_head or action.kind is ActionKind.HEAD:
+        fits = is_head and action.kind is ActionKind.HEAD
+        return None if fits else f"stage {action.stage} is {'' if is_head else 'not '}the head that ranks share"
     if not action.kind.is_forward_or_backward:
         turns = action.stage == num_stages - 1
         return f"stage {action.stage} is the model's last, whose backward follows its forward" if turns else None

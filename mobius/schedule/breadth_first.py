@@ -32,13 +32,13 @@ from mobius.schedule.spec import ScheduleSpec
 def data_actions(rank: int, spec: ScheduleSpec) -> list[Action]:
     """Return the actions that load the batch, on ranks that need it: tokens for the first stage, labels for the last.
 
-    A rank with both stages loads the batch once, as stage 0.
+    A rank with both stages loads the batch once, as stage 0. If the ranks share the head, all need labels.
     """
     if rank == 0:
         return [Action(ActionKind.GENERATE_DATA, 0)]
     if rank == spec.rank_of(spec.num_stages - 1):
         return [Action(ActionKind.GENERATE_DATA, spec.num_stages - 1)]
-    return []
+    return [Action(ActionKind.GENERATE_DATA, rank)] if spec.spreads_head else []
 
 
 def breadth_first_order(rank: int, spec: ScheduleSpec) -> list[Action]:

@@ -7,7 +7,7 @@ from mobius.schedule.action import Action
 from mobius.schedule.activation_offloading import add_activation_offloads
 from mobius.schedule.breadth_first import breadth_first_order, data_actions, evaluation_order
 from mobius.schedule.check import check
-from mobius.schedule.depth_first import depth_first_order
+from mobius.schedule.depth_first import add_heads, depth_first_order
 from mobius.schedule.schedule import Schedule
 from mobius.schedule.spec import ComputeOrder, ScheduleSpec
 from mobius.schedule.weight_streaming import add_transfers
@@ -43,4 +43,6 @@ def _rank_actions(rank: int, spec: ScheduleSpec) -> tuple[Action, ...]:
         actions = add_transfers(actions, spec.slots[rank], spec.num_sum_buffers(rank), spec.resident)
     if spec.offloaded_activation_stages and not spec.is_evaluation:
         actions = add_activation_offloads(actions, spec)
+    if spec.spreads_head:
+        actions = add_heads(actions, rank, spec)
     return (*data_actions(rank, spec), *actions)

@@ -26,9 +26,11 @@ class Rule(StrEnum):
     PLACEMENT = "placement"
     """A rank acts on its own stages only."""
     DATA = "data"
-    """The ranks of the first and the last stage load the batch once, as their first action; other ranks never do."""
+    """The ranks of the first and the last stage load the batch once, as their first action; other ranks only if all
+    share the head."""
     COMPLETE = "complete"
-    """Every (stage, microbatch) has one forward and one backward; in an evaluation no backward."""
+    """Every (stage, microbatch) has one forward and one backward; in an evaluation no backward. Where ranks share the
+    head, each computes that of its own microbatches, in order."""
     ORDER = "order"
     """Backward follows forward, and every edge delivers messages in the order in which they are received."""
     ROUND = "round"
@@ -88,19 +90,22 @@ def _violation(schedule: Schedule, rank: int, index: int, rule: Rule, text: str)
 
 def _check_form(spec: ScheduleSpec, rank: int, actions: Actions) -> Iterator[_Breach]:
     for index, action in enumerate(actions):
-        misfit = describe_misfit(action, spec.num_stages, is_evaluation=spec.is_evaluation)
+        misfit = describe_misfit(
+            action, spec.chain_length, is_evaluation=spec.is_evaluation, spreads_head=spec.spreads_head
+        )
         if misfit is not None:
             yield index, Rule.SHAPE, misfit
         if action.microbatch is not None and not 0 <= action.microbatch < spec.num_microbatches:
             yield index, Rule.SHAPE, f"there is no such microbatch, they are 0 to {spec.num_microbatches - 1}"
-        owner = spec.rank_of(action.stage)
+        owner = spec.rank_of(action.stage, action.microbatch)
         if owner != rank:
             yield index, Rule.PLACEMENT, f"stage {action.stage} belongs to rank {owner}"
 
 
 def _check_data(spec: ScheduleSpec, rank: int, actions: Actions) -> Iterator[_Breach]:
     last_stage = spec.num_stages - 1
-    needed_by = {spec.rank_of(last_stage): last_stage, spec.rank_of(0): 0}
+    needed_by = {each: each for each in range(spec.num_ranks)} if spec.spreads_head else {}
+    needed_by |= {spec.rank_of(last_stage): last_stage, spec.rank_of(0): 0}
     made = [i for i, action in enumerate(actions) if action.kind is ActionKind.GENERATE_DATA]
     for index in made:
         if needed_by.get(rank) != actions[index].stage:
@@ -114,6 +119,9 @@ def _check_data(spec: ScheduleSpec, rank: int, actions: Actions) -> Iterator[_Br
 
 def _check_complete(spec: ScheduleSpec, rank: int, actions: Actions) -> Iterator[_Breach]:
     seen: set[tuple[bool, int, int | None]] = set()
+    heads = [action.microbatch for action in actions if action.kind is ActionKind.HEAD]
+    if heads != [*spec.head_microbatches(rank)]:
+        yield len(actions), Rule.COMPLETE, f"of the head it has the microbatches {heads}"
     for index, action in enumerate(actions):
         key = (action.kind.is_backward, action.stage, action.microbatch)
         if action.kind.is_forward_or_backward and key in seen:
@@ -131,14 +139,18 @@ def _check_complete(spec: ScheduleSpec, rank: int, actions: Actions) -> Iterator
 def _check_order(spec: ScheduleSpec, rank: int, actions: Actions) -> Iterator[_Breach]:
     waiting: dict[int, set[int | None]] = {stage: set() for stage in spec.local_stages(rank)}
     for index, action in enumerate(actions):
-        own = waiting[action.stage]
+        own = waiting.get(action.stage, set())  # the head has none
         if action.kind.is_forward:
             own.add(action.microbatch)
         elif action.kind.is_backward and action.microbatch not in own:
             yield index, Rule.ORDER, "its forward has not run yet"
         elif action.kind.is_backward:
             own.remove(action.microbatch)
-        if not spec.is_evaluation and len(own) > (most := max_waiting(action.stage, spec)):
+        if action.kind is ActionKind.HEAD and action.microbatch not in waiting.get(
+            action.stage - 1, {action.microbatch}
+        ):
+            yield index, Rule.ORDER, "it is not between forward and backward of the last stage"
+        if own and not spec.is_evaluation and len(own) > (most := max_waiting(action.stage, spec)):
             yield index, Rule.ROUND, f"{len(own)} microbatches wait for their backward, at most {most} may"
 
 
@@ -153,7 +165,7 @@ def _check_residency(spec: ScheduleSpec, rank: int, actions: Actions) -> Iterato
                 yield index, Rule.BUDGET, "the schedule has no slots, all weights stay on the GPU"
             if stage in spec.resident:
                 yield index, Rule.RESIDENT, f"stage {stage} is resident, its weights stay on the GPU"
-        if kind in _OUTSIDE_SLOTS or stage in spec.resident:
+        if kind in _OUTSIDE_SLOTS or stage in spec.resident or kind is ActionKind.HEAD:
             continue
         is_loaded, done = stage in loaded, num_backwards[stage]
         if is_loaded == (kind is ActionKind.LOAD):

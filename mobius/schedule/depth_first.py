@@ -14,22 +14,31 @@ have sent a gradient back: the warm-up. The first round's microbatches give the 
 needed only after the forwards of the stages before it. Each stage takes its microbatches in ascending order in both
 directions, so gradients are added as breadth first, to the bit.
 
+If the ranks share the head (`ScheduleSpec.spreads_head`), the last stage's backward waits for it, and all ranks begin
+with `HEAD_TURNS` forwards more. Rank 0 of 2, one stage each, four microbatches:
+
+    F0.0 F0.1 F0.2 H2.0 F0.3 H2.2 B0.0 B0.1 B0.2 B0.3
+
 Interleaved 1F1B: Narayanan et al. 2021, https://arxiv.org/abs/2104.04473.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import chain, zip_longest
+from itertools import chain, count, zip_longest
 
-from mobius.schedule.action import Action, compute_kinds
+from mobius.schedule.action import Action, ActionKind, compute_kinds
 from mobius.schedule.spec import ScheduleSpec
+
+HEAD_TURNS = 2
+"""Turns between forward and backward of the last stage in which another rank computes head and loss: a turn of its own
+that it ends first, messages, and the head."""
 
 
 def depth_first_order(rank: int, spec: ScheduleSpec) -> list[Action]:
     """Return all forwards and backwards of `rank` in order; rounds must divide the microbatches."""
     size, stages = spec.microbatches_per_round, spec.local_stages(rank)
     rounds = [range(first, first + size) for first in range(0, spec.num_microbatches, size)]
-    kinds = {stage: compute_kinds(stage, spec.num_stages) for stage in stages}
+    kinds = {stage: compute_kinds(stage, spec.chain_length) for stage in stages}
     forwards = [Action(kinds[s][0], s, m) for own in rounds for s in stages for m in own]
     backwards = [Action(kinds[s][1], s, m) for own in rounds for s in reversed(stages) for m in own]
     warmup = warmup_forwards(rank, spec)
@@ -39,9 +48,37 @@ def depth_first_order(rank: int, spec: ScheduleSpec) -> list[Action]:
 
 def warmup_forwards(rank: int, spec: ScheduleSpec) -> int:
     """Return the number of forwards of `rank` before its first turn of a forward and a backward."""
-    ranks_after = spec.num_ranks - 1 - rank
+    return min(spec.stages_per_rank * spec.num_microbatches, _opening(rank, spec))
+
+
+def _opening(rank: int, spec: ScheduleSpec) -> int:
+    """Return the forwards before the first turn of a step that is long enough."""
     own = (spec.stages_per_rank - 1) * spec.microbatches_per_round
-    return min(spec.stages_per_rank * spec.num_microbatches, own + 2 * ranks_after)
+    return own + 2 * (spec.num_ranks - 1 - rank) + HEAD_TURNS * spec.spreads_head
+
+
+def add_heads(actions: Sequence[Action], rank: int, spec: ScheduleSpec) -> list[Action]:
+    """Add norm, head and loss of the microbatches of `rank` to `actions`, its list, if the ranks share them.
+
+    The last stage's rank computes its own just before their backward, rank r before it as many turns earlier as a
+    gradient takes from there to r, and before the backward of that turn, so that the result arrives in time.
+    """
+    size, last, own = spec.microbatches_per_round, spec.num_ranks - 1, spec.head_microbatches(rank)
+    before_backward, after_forward = dict[int, list[Action]](), dict[int, list[Action]]()
+    for microbatch in own:
+        rounds, place = divmod(microbatch, size)
+        turn = rounds * size * spec.stages_per_rank + place - (last - rank) - (rank != last)
+        forward, head = _opening(rank, spec) + turn, Action(ActionKind.HEAD, spec.num_stages, microbatch)
+        if turn >= 0 or forward >= spec.stages_per_rank * spec.num_microbatches:
+            before_backward.setdefault(max(turn, 0), []).append(head)
+        else:
+            after_forward.setdefault(forward, []).append(head)
+    result, forwards, backwards = list[Action](), count(), count()
+    for action in actions:
+        result += before_backward.get(next(backwards), ()) if action.kind.is_backward else ()
+        result.append(action)
+        result += after_forward.get(next(forwards), ()) if action.kind.is_forward else ()
+    return result
 
 
 def waiting_microbatches(rank: int, spec: ScheduleSpec) -> Sequence[Sequence[int]]:

@@ -128,6 +128,11 @@ class ModelShape:
         return self.trained.embedding + sum(self.trained.layers) + self.trained.head - shared
 
     @property
+    def num_trained_in_head(self) -> int:
+        """The trained parameters of norm and head."""
+        return self.head_parameters if self.trained is None else self.trained.head
+
+    @property
     def num_active(self) -> int:
         """Number of parameters that are active for a token, shared ones counted once: without unselected experts."""
         return self.num_parameters - sum(self.layer_parameters) + sum(self.active_parameters)
@@ -271,7 +276,7 @@ def max_stages(num_layers: int, num_ranks: int) -> int:
 
 @lru_cache(maxsize=1024)  # called for every change of a request
 def cut_model(
-    shape: ModelShape, num_stages: int, *, num_ranks: int = 1, attention_length: float = 0
+    shape: ModelShape, num_stages: int, *, num_ranks: int = 1, attention_length: float = 0, spreads_head: bool = False
 ) -> tuple[StageCut, ...]:
     """Cut a model into stages so that a step on `num_ranks` ranks takes the least time.
 
@@ -285,7 +290,8 @@ def cut_model(
 
     With more stages than layers, the head gets its own stage, then the embedding; further stages, up to a multiple of
     `num_ranks`, follow the embedding and only pass messages on. The step's first stage is then ready sooner, and its
-    first gradients leave sooner. Raises PlanError for too many stages.
+    first gradients leave sooner. A head that ranks share (`spreads_head`) is no work of the last stage, which then has
+    layers, too. Raises PlanError for too many stages.
     """
     num_layers, most = shape.num_layers, max_stages(shape.num_layers, num_ranks)
     if num_stages > most:
@@ -294,10 +300,11 @@ def cut_model(
             f"the head make {most} stages on {num_ranks} rank(s). Use --num_stages {most} or less."
         )
     if num_stages > num_layers:
-        return partition_of([*[0] * (num_stages - num_layers - 1), *[1] * num_layers, 0])
+        own_stage = [] if spreads_head else [0]
+        return partition_of([*[0] * (num_stages - num_layers - len(own_stage)), *[1] * num_layers, *own_stage])
     attention = int(attention_length * shape.attention_width)
     work = tuple(own + attention for own in shape.active_parameters)
-    head, most = shape.head_parameters, -(-num_layers // num_stages)
+    head, most = 0 if spreads_head else shape.head_parameters, -(-num_layers // num_stages)
 
     def best(head_work: int, most: int) -> tuple[float, float, float, tuple[int, ...]]:
         limit = max(sum(work[first : first + most]) for first in range(num_layers))

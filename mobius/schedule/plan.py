@@ -106,6 +106,7 @@ class Plan(ScheduleSpec):
         """The number of microbatches and, if there are several, of rounds, as text."""
         rounds = f" in {self.accumulation_rounds} rounds" if self.accumulation_rounds > 1 else ""
         rounds += ", depth-first" if self.is_depth_first else ""
+        rounds += ", the head on all ranks" if self.spreads_head else ""
         slices = f" (slices, {self.num_slices} of each sequence)" if self.num_slices > 1 else ""
         return f"{self.num_microbatches} microbatches{slices}{rounds}"
 
@@ -139,7 +140,13 @@ def make_plan(
         num_stages,
         num_microbatches,
         (0,) * num_ranks,
-        cuts=cut_model(shape, num_stages, num_ranks=num_ranks, attention_length=attention_length),
+        cuts=cut_model(
+            shape,
+            num_stages,
+            num_ranks=num_ranks,
+            attention_length=attention_length,
+            spreads_head=numbers.get("spreads_head", False),
+        ),
         saved_attention_stages=frozenset(range(num_stages - num_saving_attention * num_ranks, num_stages)),
         **numbers,
     )

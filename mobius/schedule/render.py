@@ -46,7 +46,7 @@ def place_actions(
     order, conflict = topological_order(schedule)
     assert conflict is None, "the schedule has not passed the check"
     for rank, action in order:
-        kind, source, ends = action.kind, source_stage(action, spec.num_stages), lane_ends[rank]
+        kind, source, ends = action.kind, source_stage(action, spec.chain_length), lane_ends[rank]
         lane = _COPY_LANES.get(kind, Lane.COMPUTE)
         arrival = 0 if source is None else computed[kind.is_backward, source, action.microbatch]
         start = max(ends[lane], ends[Lane.COMPUTE], arrival)
@@ -57,7 +57,8 @@ def place_actions(
             with_gradients.add(action.stage)
         elif kind in (ActionKind.OFFLOAD, ActionKind.OFFLOAD_GRADIENT_SUMS):
             with_gradients.discard(action.stage)
-        ends[lane] = computed[kind.is_backward, action.stage, action.microbatch] = start + duration
+        sends_gradient = kind.is_backward or kind is ActionKind.HEAD
+        ends[lane] = computed[sends_gradient, action.stage, action.microbatch] = start + duration
         spans[rank].append(ActionSpan(action, lane, start, start + duration))
     return tuple(map(tuple, spans))
 
@@ -89,8 +90,8 @@ def render_text(schedule: Schedule, failed: tuple[int, int] | None = None, *, li
                 lines.append(f"{line} {_ERROR_MARK}" if is_failed else line)
         lines.append("")
     if failed is not None:
-        action = schedule.actions[failed[0]][failed[1]]
-        lines.append(f"rank {failed[0]}, action {failed[1]}: {action.to_text(schedule.spec.num_stages)} {_ERROR_MARK}")
+        text = schedule.actions[failed[0]][failed[1]].to_text(schedule.spec.chain_length)
+        lines.append(f"rank {failed[0]}, action {failed[1]}: {text} {_ERROR_MARK}")
     return "\n".join(lines).rstrip()
 
 

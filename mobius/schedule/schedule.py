@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mobius.limits import NUM_PREPOSTED_RECEIVES
-from mobius.schedule.action import Action, Direction, source_stage, target_stage
+from mobius.schedule.action import Action, Direction
 from mobius.schedule.spec import ScheduleSpec
 
 
@@ -63,13 +63,8 @@ class _Player:
         self.rank, self.actions, self.position = rank, schedule.actions[rank], 0
         self.conflict: Conflict | None = None
         self._spec, self._queues, self._is_alone = spec, queues, spec.num_ranks == 1
-        sources = [source_stage(action, spec.num_stages) for action in self.actions]
-        self._sources = sources
-        self._receives = [
-            queues[spec.rank_of(source), rank, action.kind.direction]
-            for source, action in zip(sources, self.actions, strict=True)
-            if source is not None
-        ]
+        self._sources = [spec.source_of(action) for action in self.actions]
+        self._receives = [queues[each[1], rank, each[2]] for each in self._sources if each is not None]
         """Queue of each message, in the order of need."""
         self._num_posted = self._num_received = 0
         self._in_flight: deque[tuple[_Queue, int, _Message]] = deque()
@@ -101,11 +96,11 @@ class _Player:
         """Return the index of the action at which the unfinished rank waits, and what for."""
         if self.is_waiting_for_a_send():
             message = self._in_flight[0][2]
-            receiver = f"rank {self._spec.rank_of(message[1])} to receive {_describe(*message)}"
+            receiver = f"rank {self._spec.rank_of(*message[1:])} to receive {_describe(*message)}"
             return self.position - 1, f"rank {self.rank} at {self.actions[self.position - 1]} for {receiver}"
         source = self._sources[self.position]
         assert source is not None, "only an action that receives can be stuck"
-        sender = f"stage {source} on rank {self._spec.rank_of(source)}"
+        sender = f"stage {source[0]} on rank {source[1]}"
         return self.position, f"rank {self.rank} at {self.actions[self.position]} for {sender}"
 
     def _post_receives(self) -> None:
@@ -118,7 +113,7 @@ class _Player:
         action, source = self.actions[self.position], self._sources[self.position]
         if source is None:
             return True
-        arriving, wanted = self._receives[self._num_received].waiting, (source, action.stage, action.microbatch)
+        arriving, wanted = self._receives[self._num_received].waiting, (source[0], action.stage, action.microbatch)
         if not arriving:
             return False
         if arriving[0] != wanted:
@@ -131,11 +126,11 @@ class _Player:
 
     def _send(self) -> None:
         action = self.actions[self.position]
-        target = target_stage(action, self._spec.num_stages)
+        target = self._spec.target_of(action)
         if target is None:
             return
-        message = (action.stage, target, action.microbatch)
-        queue = self._queues[self.rank, self._spec.rank_of(target), action.kind.direction]
+        message = (action.stage, target[0], action.microbatch)
+        queue = self._queues[self.rank, *target[1:]]
         queue.waiting.append(message)
         if not self._is_alone:  # a message to itself stays on the rank
             self._in_flight.append((queue, queue.num_sent, message))

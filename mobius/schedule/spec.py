@@ -8,6 +8,7 @@ from typing import Self
 
 from mobius.errors import ScheduleError
 from mobius.limits import MIN_GRADIENT_SUMS, max_sends_in_flight
+from mobius.schedule.action import Action, Direction, source_stage, target_stage
 
 MAX_COPY_LOOKAHEAD = 8
 """Maximum compute actions that a copy may span; the inputs of this many microbatches stay on the GPU meanwhile."""
@@ -56,6 +57,16 @@ class ScheduleSpec:
 
     With a buffer for each, unfinished sums stay on the GPU.
     """
+    spreads_head: bool = False
+    """Whether all ranks share norm, head and loss: those of microbatch m are computed on rank m % num_ranks.
+
+    They then follow the last stage like one more, whose number is `num_stages`.
+    """
+
+    @property
+    def chain_length(self) -> int:
+        """Number of stages that a microbatch goes through, a head that ranks share counted as one."""
+        return self.num_stages + self.spreads_head
 
     @property
     def is_evaluation(self) -> bool:
@@ -129,9 +140,32 @@ class ScheduleSpec:
         place = microbatch % size
         return (place + 1) * number // size > place * number // size
 
-    def rank_of(self, stage: int) -> int:
-        """Return the rank that runs `stage`."""
-        return stage % self.num_ranks
+    def rank_of(self, stage: int, microbatch: int | None = None) -> int:
+        """Return the rank that runs `stage`, or a head that ranks share for `microbatch`."""
+        return (microbatch or 0) % self.num_ranks if stage == self.num_stages else stage % self.num_ranks
+
+    def head_microbatches(self, rank: int) -> range:
+        """Return the microbatches whose norm, head and loss `rank` computes where the ranks share them."""
+        return range(rank, self.num_microbatches, self.num_ranks) if self.spreads_head else range(0)
+
+    def source_of(self, action: Action) -> tuple[int, int, Direction] | None:
+        """Return stage and rank whose message `action` receives, and the message's queue; None if there is none.
+
+        Between the last stage and the head, where both are on one rank, there is none.
+        """
+        return self._end_of(action, source_stage(action, self.chain_length))
+
+    def target_of(self, action: Action) -> tuple[int, int, Direction] | None:
+        """Return stage and rank that get the result of `action`, and the message's queue, as `source_of`."""
+        return self._end_of(action, target_stage(action, self.chain_length))
+
+    def _end_of(self, action: Action, stage: int | None) -> tuple[int, int, Direction] | None:
+        if stage is None:
+            return None
+        rank = self.rank_of(stage, action.microbatch)
+        if max(stage, action.stage) < self.num_stages:
+            return stage, rank, action.kind.direction
+        return None if rank == self.rank_of(action.stage, action.microbatch) else (stage, rank, Direction.HEAD)
 
     def local_stages(self, rank: int) -> range:
         """Return the stages of `rank`, ascending: rank, rank + num_ranks, ..."""
@@ -198,6 +232,11 @@ class ScheduleSpec:
             if whole % part:
                 raise ScheduleError(f"{whole} {what} are no multiple of {part} {parts}")
         self._check_depth_first()
+        if self.spreads_head and not (self.is_depth_first and 1 < self.num_ranks <= self.num_microbatches):
+            raise ScheduleError(
+                f"{self.num_ranks} ranks share the head of {self.num_microbatches} microbatches in {self.order.value} "
+                "order: that needs a depth-first order, several ranks, and as many microbatches"
+            )
         most = self.microbatches_per_round if self.num_slices == 1 else 0
         if not 0 <= self.num_offloaded_microbatches <= most:
             raise ScheduleError(

@@ -291,10 +291,12 @@ def _connect(run_setup: RunSetup, spans: Spans) -> Transport:
         replicas = ReplicaGroup(ranks, device, reduce_dtype=torch.bfloat16 if is_bf16 else torch.float32)
     if ranks.num_pipeline_ranks == 1:
         return SingleRankTransport(world, replicas)
-    mailboxes = None
+    mailboxes, spreads_head = None, run_setup.config.pipeline.spread_head
     if rank_context.pipeline_rendezvous is not None and run_setup.config.pipeline.copy_messages:
         message_bytes = math.prod(run_setup.sent_shape) * run_setup.dtype.itemsize
-        mailboxes = Mailboxes(rank_context.pipeline_rendezvous, device, message_bytes=message_bytes)
+        mailboxes = Mailboxes(
+            rank_context.pipeline_rendezvous, device, message_bytes=message_bytes, spreads_head=spreads_head
+        )
     return DistributedTransport(
         world,
         ranks,
@@ -305,6 +307,7 @@ def _connect(run_setup: RunSetup, spans: Spans) -> Transport:
         mailboxes=mailboxes,
         # On a CPU the host computes, so it never runs ahead.
         max_pending_sends=run_setup.plan.max_sends_in_flight if device.type == "cuda" else None,
+        spreads_head=spreads_head,
         replicas=replicas,
     )
 

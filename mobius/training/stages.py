@@ -17,6 +17,7 @@ from mobius.engine.pipelined_router_loss import PipelinedRouterLoss
 from mobius.engine.rank_memory import allocate_memory
 from mobius.engine.saved_activations import ALIGNMENT, pinned_buffer_bytes
 from mobius.engine.sliced_layers import SequenceKVCaches, SlicedLayers
+from mobius.engine.spread_head import SpreadHead
 from mobius.engine.stage import StageModule
 from mobius.engine.stage_layers import StageLayers
 from mobius.engine.stage_memory import StageMemory
@@ -28,6 +29,7 @@ from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.router_loss import refuse_slices
 from mobius.models.weights import MAX_READERS, WeightSource, read_ahead, reads_of
 from mobius.schedule.activation_offloading import num_host_regions
+from mobius.schedule.partition import StageCut
 from mobius.schedule.plan import Plan
 from mobius.schedule.schedule import Schedule
 
@@ -59,6 +61,8 @@ class RankStages:
     """Pinned host memory of offloaded activations; None if none are offloaded."""
     routers: PipelinedRouterLoss | None = None
     """Router auxiliary loss, for models that have one."""
+    spread_head: SpreadHead | None = None
+    """Norm and head, if the ranks share them."""
 
     @classmethod
     def allocate(
@@ -160,6 +164,9 @@ class RankStages:
             sliced_layers=sliced_layers,
             activation_buffer=activation_buffer,
             routers=None if parts.router_loss is None else PipelinedRouterLoss(parts.router_loss, device),
+            spread_head=_spread_head(parts, plan, rank, device, dtype, loss_chunk_tokens)
+            if plan.spreads_head
+            else None,
         )
 
     def load_weights(
@@ -233,6 +240,7 @@ class RankStages:
             norm_deferred_names=norm_deferred_names,
             activation_buffer=self.activation_buffer,
             routers=self.routers,
+            spread_head=self.spread_head if schedule.spec.spreads_head else None,
             spans=spans,
             activity=activity,
         )
@@ -248,6 +256,20 @@ class RankStages:
             self.arena.close()
         if self.activation_buffer is not None:
             self.activation_buffer.close()
+
+
+def _spread_head(
+    parts: ModelParts, plan: Plan, rank: int, device: torch.device, dtype: torch.dtype, loss_chunk_tokens: int
+) -> SpreadHead:
+    """Return norm and head of a rank that shares them."""
+    end = len(parts.layers)
+    module = StageModule(
+        parts,
+        StageCut(plan.num_stages, end, end, is_first=False, is_last=True),
+        loss_chunk_tokens=loss_chunk_tokens,
+    )
+    is_owner = rank == plan.rank_of(plan.num_stages - 1)
+    return SpreadHead(module, width=parts.config.hidden_size, dtype=dtype, device=device, is_owner=is_owner)
 
 
 def _offloaded_bytes(

@@ -17,7 +17,7 @@ from torch.distributed import HashStore
 from mobius.distributed.rendezvous import Rendezvous
 from mobius.distributed.replicas import ReplicaGroup
 from mobius.distributed.shards import Segment, Shards
-from mobius.distributed.transport import Edge, RankGroup, ring_edges
+from mobius.distributed.transport import Edge, RankGroup, edges_of
 from mobius.errors import MobiusError, TransportError
 from mobius.schedule.action import Direction
 
@@ -31,7 +31,7 @@ class LocalHub:
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        edges = ring_edges(num_ranks) or [Edge(0, 0, direction) for direction in Direction]
+        edges = edges_of(num_ranks, spreads_head=True) or [Edge(0, 0, direction) for direction in Direction]
         self.edges: dict[Edge, queue.Queue[Tensor]] = {edge: queue.Queue() for edge in edges}
         self.exchanged: dict[tuple[int, int], queue.Queue[Tensor]] = {
             (a, b): queue.Queue() for a in range(num_ranks) for b in range(num_ranks)

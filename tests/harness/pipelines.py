@@ -131,6 +131,8 @@ class Pipeline:
     tile_tokens: int | None = None
     accumulation_rounds: int = 1
     order: ComputeOrder = ComputeOrder.BREADTH_FIRST
+    spreads_head: bool = False
+    """Whether the ranks share norm and head."""
     num_sum_buffers: int = 0
     """Of each rank; 0: as few as possible."""
     offloaded_activation_stages: frozenset[int] = frozenset()
@@ -196,6 +198,7 @@ class Pipeline:
                 self.resident,
                 accumulation_rounds=self.accumulation_rounds,
                 order=self.order,
+                spreads_head=self.spreads_head,
                 sum_buffers=(self.num_sum_buffers,) * self.num_ranks,
                 num_slices=self.num_slices,
                 offloaded_activation_stages=self.offloaded_activation_stages,
@@ -225,6 +228,7 @@ class Pipeline:
             cuts=partition_of(self.sizes) if self.sizes else even_cuts(num_layers, num_stages),
             accumulation_rounds=self.accumulation_rounds,
             order=self.order,
+            spreads_head=self.spreads_head,
             sum_buffers=(self.num_sum_buffers,) * self.num_ranks,
             num_slices=self.num_slices,
             offloaded_activation_stages=self.offloaded_activation_stages,

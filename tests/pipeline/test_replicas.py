@@ -56,6 +56,7 @@ CASES = {
     "packed": Case(2, 1, f"{CLIPPED} --packing on"),
     "rounds": Case(2, 1, f"{CLIPPED} --num_chunks 6 --num_rounds 3", more="--resident_stages 1"),
     "depth-first": Case(2, 2, f"{CLIPPED} --num_chunks 6", more="--compute_order depth_first --num_rounds 3"),
+    "head on all ranks": Case(2, 3, f"{CLIPPED} --num_chunks 6 --num_stages 6", more="--spread_head"),
     "adapters": Case(2, 2, f"--max_grad_norm 0.05 {LORA}"),
     "slices": Case(2, 2, f"{CLIPPED} --num_slices 2"),
     "inputs of layers offloaded": Case(2, 1, f"{FREE} --activation_offloading on"),

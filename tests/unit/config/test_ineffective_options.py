@@ -42,6 +42,7 @@ TABLE: dict[str, tuple[str, list[str]]] = {
     "num_slices": ("--num_slices 2", [ANSWERS]),
     "num_stages": ("--num_stages 4", []),
     "compute_order": ("--compute_order depth_first", [f"{ALONE} --do_eval"]),
+    "spread_head": ("--spread_head", [f"{ALONE} --do_eval"]),
     "use_prefetch": ("--no_prefetch", []),
     "use_offload": ("--no_offload", []),
     "resident_stages": ("--resident_stages 1", ["--no_offload", ANSWERS]),

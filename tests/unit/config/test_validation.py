@@ -43,6 +43,8 @@ REFUSED = """
 --resident_stages 2 --no_offload                             : resident_stages no_offload
 --compute_order depth_first --activation_offloading on       : compute_order activation_offloading
 --compute_order depth_first --num_slices 2                   : compute_order num_slices
+--spread_head --compute_order breadth_first                  : spread_head compute_order
+--spread_head --num_slices 2                                 : spread_head num_slices
 --num_iterations 5 --num_train_epochs 0.5                    : num_iterations num_train_epochs
 --num_train_epochs 0                                         : num_train_epochs
 --num_train_epochs -1                                        : num_train_epochs
@@ -120,6 +122,7 @@ TAKEN = """
 --recompute elementwise
 --compute_order depth_first --activation_offloading off --num_slices 1
 --compute_order breadth_first --activation_offloading on --num_slices 2
+--spread_head --compute_order depth_first --num_slices 1
 VAL --eval_strategy steps --eval_steps 25 --save_steps 50 --load_best_model_at_end
 VAL BEST --eval_steps 0.1 --save_steps 0.2
 VAL BEST --eval_steps 25 --save_steps 0.5

@@ -30,9 +30,11 @@ SIZES = [
 ]
 
 
-def plan_of(ranks: int, per_rank: int, size: int, rounds: int, layers: Sequence[int] = ()) -> Plan:
+def plan_of(
+    ranks: int, per_rank: int, size: int, rounds: int, layers: Sequence[int] = (), *, spreads_head: bool = False
+) -> Plan:
     cuts = partition_of(layers or [1] * (ranks * per_rank))
-    order = {"accumulation_rounds": rounds, "order": ComputeOrder.DEPTH_FIRST}
+    order = {"accumulation_rounds": rounds, "order": ComputeOrder.DEPTH_FIRST, "spreads_head": spreads_head}
     return Plan(ranks, len(cuts), size * rounds, (per_rank,) * ranks, cuts=cuts, **order)  # type: ignore[arg-type]
 
 
@@ -49,11 +51,12 @@ def played(plan: Plan, rank: int) -> Iterator[list[int]]:
     assert not any(waiting.values())
 
 
+@pytest.mark.parametrize("spreads_head", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_the_turns_that_are_counted_have_the_most_of_any_stages(ranks: int) -> None:
+def test_the_turns_that_are_counted_have_the_most_of_any_stages(ranks: int, spreads_head: bool) -> None:
     draw = random.Random(ranks)
     for size in (each for each in SIZES if each[0] == ranks):
-        plan = plan_of(*size)
+        plan = plan_of(*size, spreads_head=spreads_head and 1 < ranks <= size[2] * size[3])
         for rank in range(ranks):
             everything = [*played(plan, rank)]
             counted = waiting_microbatches(rank, plan)
@@ -67,13 +70,15 @@ def test_the_turns_that_are_counted_have_the_most_of_any_stages(ranks: int) -> N
 
 def test_inputs_at_the_peak_are_those_of_the_fullest_turn() -> None:
     draw, size = random.Random(3), MicrobatchBytes(1, LayerBytes(0, 0), 0, 0)
-    for numbers in draw.sample(SIZES, 80):
-        plan = plan_of(*numbers, layers=[draw.randint(1, 4) for _ in range(numbers[0] * numbers[1])])
+    for turn, numbers in enumerate(draw.sample(SIZES, 80)):
+        layers = [draw.randint(1, 4) for _ in range(numbers[0] * numbers[1])]
+        plan = plan_of(*numbers, layers, spreads_head=turn % 2 > 0 and 1 < numbers[0] <= numbers[2] * numbers[3])
         for rank in range(plan.num_ranks):
             layers = [len(plan.cuts[stage].layers) for stage in plan.local_stages(rank)]
             most, told = max(sum(map(mul, each, layers)) for each in played(plan, rank)), find_peak(plan, rank, size)
             # The model's last stage has one microbatch at a time, which may meet the others at their most.
-            assert most <= told.inputs <= most + (layers[-1] if rank == plan.num_ranks - 1 else 0), (numbers, rank)
+            more = 0 if plan.spreads_head or rank < plan.num_ranks - 1 else layers[-1]
+            assert most <= told.inputs <= most + more, (numbers, rank)
 
 
 def test_no_more_inputs_or_products_are_on_a_gpu_than_are_counted_while_copies_run() -> None:

@@ -41,7 +41,7 @@ def test_a_file_gives_the_plan_back(saved: SavedPlan, tmp_path: Path) -> None:
 
 
 def depth_first(saved: SavedPlan, *sum_buffers: int) -> SavedPlan:
-    order = {"order": ComputeOrder.DEPTH_FIRST, "sum_buffers": sum_buffers}
+    order = {"order": ComputeOrder.DEPTH_FIRST, "sum_buffers": sum_buffers, "spreads_head": len(sum_buffers) > 0}
     return replace(saved, plan=replace(saved.plan, slots=(1, 2), saved_activation_stages=frozenset(), **order))
 
 
@@ -49,9 +49,9 @@ def test_a_file_has_the_order_and_the_sum_buffers_and_one_from_before_neither(sa
     for plan in (depth_first(saved, 1, 2), depth_first(saved)):
         assert read_plan(write(tmp_path, plan.to_json())) == plan
     fields = json.loads(depth_first(saved, 1, 2).to_json())
-    assert (fields.pop("order"), fields.pop("sum_buffers")) == ("depth_first", [1, 2])
+    assert (fields.pop("order"), fields.pop("sum_buffers"), fields.pop("spread_head")) == ("depth_first", [1, 2], True)
     older = read_plan(write(tmp_path, json.dumps(fields))).plan
-    assert (older.order, older.sum_buffers) == (ComputeOrder.BREADTH_FIRST, ())
+    assert (older.order, older.sum_buffers, older.spreads_head) == (ComputeOrder.BREADTH_FIRST, (), False)
 
 
 def test_options_take_the_order_of_a_plan_and_another_one_is_refused(saved: SavedPlan, tmp_path: Path) -> None:

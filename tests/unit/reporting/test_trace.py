@@ -171,6 +171,7 @@ def test_a_missing_file_is_told_as_such(tmp_path: Path) -> None:
     [
         ("F4.1", ("F", 4, 1)),
         ("B12.30", ("B", 12, 30)),
+        ("H8.1", ("H", 8, 1)),
         ("L4", ("L", 4, None)),
         ("U0", ("U", 0, None)),
         ("from 1", None),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from itertools import product
+from dataclasses import replace
+from itertools import pairwise, product
 
 import pytest
 from harness.schedules import spec_of
@@ -12,7 +13,9 @@ from mobius.errors import ScheduleError
 from mobius.limits import gradient_sum_elements
 from mobius.schedule.action import Action, ActionKind
 from mobius.schedule.build import build_schedule
+from mobius.schedule.check import check
 from mobius.schedule.depth_first import warmup_forwards
+from mobius.schedule.render import place_actions
 from mobius.schedule.schedule import Schedule
 from mobius.schedule.spec import ComputeOrder, ScheduleSpec
 
@@ -65,6 +68,55 @@ def test_the_models_last_stage_runs_backward_right_after_each_forward() -> None:
         assert [str(compute[place + 1]) for place in forwards] == [f"B{last}.{number}" for number in range(12)]
 
 
+@pytest.mark.parametrize("size", [each for each in SIZES if 1 < each[0] <= each[2]])
+def test_ranks_share_the_head_in_turn_between_forward_and_backward_of_the_last_stage(
+    size: tuple[int, int, int, int],
+) -> None:
+    schedule = build_schedule(depth_first(*size, spreads_head=True))
+    number = schedule.spec.num_stages
+    for rank, actions in enumerate(schedule.actions):
+        heads = [action.microbatch for action in actions if action.kind is ActionKind.HEAD]
+        assert heads == [*range(rank, size[2], size[0])]
+        assert all(action.stage == number for action in actions if action.kind is ActionKind.HEAD)
+    names = [str(action) for action in schedule.actions[-1]]
+    own = [f"{microbatch}" for microbatch in range(size[0] - 1, size[2], size[0])]
+    assert all(names[names.index(f"H{number}.{each}") + 1] == f"B{number - 1}.{each}" for each in own)
+
+
+def test_another_rank_has_computed_the_head_when_the_last_stage_goes_backward() -> None:
+    """A forward takes one slot of time, a backward two, a head one: after the opening the last rank waits for none."""
+    for ranks, stages in ((2, 2), (3, 2), (4, 2), (4, 8)):
+        schedule = build_schedule(depth_first(ranks, stages, 8 * ranks, 8, spreads_head=True))
+        spans = place_actions(schedule)[-1]
+        compute = [span for span in spans if span.action.kind.runs_on_compute_lane]
+        middle = compute[len(compute) // 3 : 2 * len(compute) // 3]
+        idle = sum(later.start - earlier.end for earlier, later in pairwise(middle))
+        assert idle <= 0.1 * (middle[-1].end - middle[0].start), (ranks, stages)
+
+
+def without_one(schedule: Schedule, name: str) -> Schedule:
+    lists = [tuple(action for action in actions if str(action) != name) for actions in schedule.actions]
+    return replace(schedule, actions=tuple(lists))
+
+
+def test_a_schedule_whose_head_is_missing_or_computed_elsewhere_is_refused() -> None:
+    schedule = build_schedule(depth_first(2, 2, 4, 2, spreads_head=True))
+    with pytest.raises(ScheduleError, match=r"of the head it has the microbatches \[0\]"):
+        check(without_one(schedule, "H4.2"))
+    alone = build_schedule(depth_first(2, 2, 4, 2))
+    head = Action(ActionKind.HEAD, 4, 0)
+    for wrong in ((head, *alone.actions[0]), (replace(head, stage=3), *alone.actions[0])):
+        with pytest.raises(ScheduleError, match="shape"):
+            check(replace(alone, actions=(wrong, alone.actions[1])))
+    first, *others = schedule.actions[0]
+    late = (first, *(each for each in others if str(each) != "H4.0"), head)
+    with pytest.raises(ScheduleError, match="of the head it has"):
+        check(replace(schedule, actions=(late, schedule.actions[1])))
+    early = (first, head, *(each for each in others if str(each) != "H4.0"))
+    with pytest.raises(ScheduleError, match="deadlock"):
+        check(replace(schedule, actions=(early, schedule.actions[1])))
+
+
 def copies(schedule: Schedule, kind: ActionKind) -> Counter[int]:
     return Counter(action.stage for actions in schedule.actions for action in actions if action.kind is kind)
 
@@ -84,6 +136,9 @@ def test_weights_are_loaded_once_and_sums_travel_only_where_buffers_are_missing(
     [
         (depth_first(2, 2, 4, 1, num_slices=2), "no slices"),
         (depth_first(4, 2, 8, 4), "a round of 2 microbatches is less than one for each of 4 ranks"),
+        (spec_of(2, 2, 4, 2, spreads_head=True), "2 ranks share the head of 4 microbatches in breadth_first order"),
+        (depth_first(1, 2, 4, 1, spreads_head=True), "1 ranks share the head"),
+        (depth_first(4, 1, 3, 1, spreads_head=True), "4 ranks share the head of 3 microbatches"),
         (spec_of(2, 3, 4, 2, order=ComputeOrder.DEPTH_FIRST), "rank 0 has 2 GPU slots for 3 streamed stages"),
     ],
 )
