@@ -4,12 +4,14 @@
 
 Stage 2 keeps bf16 weights on the GPU, stage 3 in page-locked memory; both keep fp32 masters and moments there and
 update them with DeepSpeed's CPU Adam, which is built at the first use (about 40 s). Settings are those of its
-ZeRO-Offload tutorial. Layers are recomputed in backward.
+ZeRO-Offload tutorial. Layers are recomputed in backward. With `--nvme FOLDER`, stage 3 keeps masters and moments in
+files there; that needs libaio's header, and TORCH_CUDA_ARCH_LIST where torch names an architecture like 9.0a.
 """
 
 import argparse
 import importlib
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ def parse() -> argparse.Namespace:
     """Options of one run."""
     parser = make_parser(__doc__)
     parser.add_argument("--zero_stage", type=int, choices=(2, 3), default=2)
+    parser.add_argument("--nvme", type=Path, metavar="FOLDER", help="with --zero_stage 3: of the optimizer's states")
     return parser.parse_args()
 
 
@@ -44,6 +47,9 @@ def engine_settings(arguments: argparse.Namespace, num_ranks: int) -> dict[str, 
             "stage3_max_live_parameters": NO_LIMIT,
             "stage3_max_reuse_distance": NO_LIMIT,
         }
+    if arguments.nvme is not None:
+        states = {"device": "nvme", "nvme_path": str(arguments.nvme), "pin_memory": True, "buffer_count": 5}
+        zero |= {"offload_optimizer": states, "sub_group_size": 100_000_000}
     return {
         "train_micro_batch_size_per_gpu": split_batch(arguments, num_ranks),
         "gradient_accumulation_steps": arguments.accumulations,
@@ -53,6 +59,7 @@ def engine_settings(arguments: argparse.Namespace, num_ranks: int) -> dict[str, 
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "weight_decay": 0.0}},
         "steps_per_print": NO_LIMIT,
         "wall_clock_breakdown": False,
+        "aio": {"block_size": 2**20, "queue_depth": 32, "intra_op_parallelism": 8},
     }
 
 
