@@ -38,7 +38,7 @@ from mobius.checkpoint.tensor_files import translate_file_errors
 from mobius.config.config import Config
 from mobius.distributed.rendezvous import join_run
 from mobius.engine.host_arena import whole_pages
-from mobius.engine.slot_files import SlotFiles, SlotPlace
+from mobius.engine.slot_files import NUM_SLOTS, SlotFiles, SlotPlace
 from mobius.engine.state_files import Key, Version, padded, wait, weights_key
 from mobius.errors import CheckpointError
 from mobius.hardware.devices import num_optimizer_threads
@@ -46,8 +46,6 @@ from mobius.ranks import Ranks
 from mobius.regular_files import read_bytes
 
 logger = logging.getLogger(__name__)
-
-NUM_SLOTS = 2
 
 
 def slot_place(config: Config, ranks: Ranks, resumed_from: Path | None) -> SlotPlace:
@@ -213,7 +211,7 @@ class DurableSteps:
         folder = self._place.folder(self._folders[0], slot)
         try:
             for files, version in zip(self._files, versions, strict=True):
-                files.sync(version)
+                files.sync(version, lambda: self._copied.check() if self._copied else None)
             self._write_tables(folder, versions, slot)
             own = None
         except Exception as error:
@@ -321,15 +319,15 @@ class _CopiedStages:
 
         def write(stage: int, tensors: Mapping[str, Tensor]) -> None:
             self.tensors[stage] = tensors
-            try:
-                region = whole_pages(next(iter(tensors.values())))[: padded(self._sizes[stage])]
-                wait(self.files.write(stage, region, version))
-            except BaseException as error:
-                if not version.written.done():
-                    version.written.set_exception(error)
-                raise
+            region = whole_pages(next(iter(tensors.values())))[: padded(self._sizes[stage])]
+            wait(self.files.write(stage, region, version))
 
         self.saver.begin(write)
+
+    def check(self) -> None:
+        """Raise what has made copying fail, if something has."""
+        if (error := self.saver.error) is not None:
+            raise error
 
     def close(self) -> None:
         if self.saver.is_saving:

@@ -123,6 +123,11 @@ class AsyncStageSaver:
         return self._save is not None
 
     @property
+    def error(self) -> BaseException | None:
+        """What has made the save fail that is under way."""
+        return None if self._save is None else self._save.outcome.error
+
+    @property
     def is_done(self) -> bool:
         """Whether `wait` would return at once."""
         return self._save is None or not any(thread.is_alive() for thread in self._save.threads)

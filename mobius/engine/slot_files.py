@@ -13,8 +13,9 @@ What makes a slot a checkpoint, and when, is `checkpoint/durable_steps.py`'s.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_all
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +28,7 @@ from mobius.hardware.disk_traffic import Traffic
 from mobius.limits import NUM_STATE_BUFFERS
 
 NUM_SLOTS = 2
+LOOK_SECONDS = 1.0
 
 
 class SlotPlace(NamedTuple):
@@ -135,8 +137,13 @@ class SlotFiles(StateFiles):
         for files in self._slots.values():
             wait(self._start(os.pwritev, key, buffer, files, [], sums))
 
-    def sync(self, version: Version) -> None:
-        """Wait until all keys of a version are written and on the disks. Raises StateFileError."""
+    def sync(self, version: Version, check: Callable[[], None] = lambda: None) -> None:
+        """Wait until all keys of a version are written and on the disks. Raises StateFileError.
+
+        Meanwhile `check` is called each second, to raise what has become of those who write.
+        """
+        while not wait_for_all([version.written], LOOK_SECONDS).done:
+            check()
         version.written.result()
         for folder, file in zip(self._folders, self._slots[version.slot], strict=True):
             with explained_for(folder, 0):

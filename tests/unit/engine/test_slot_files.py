@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mobius.engine import state_files
+from mobius.engine import slot_files, state_files
 from mobius.engine.host_arena import map_zeros, whole_pages
 from mobius.engine.slot_files import SlotFiles, SlotPlace
 from mobius.engine.state_files import ALIGNMENT, wait
@@ -85,12 +85,19 @@ def test_nothing_is_overwritten_before_it_may_be(files: SlotFiles) -> None:
     files.close()
 
 
-def test_a_step_is_whole_only_with_all_of_its_stages(files: SlotFiles) -> None:
+def test_a_step_is_whole_only_with_all_of_its_stages(files: SlotFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     version = files.version
     assert version is not None
     for key in [*SIZES][1:]:
         wait(files.write(key, filled(key, 1)))
     assert not version.written.done()
+    monkeypatch.setattr(slot_files, "LOOK_SECONDS", 0.01)
+
+    def dead() -> None:
+        raise RuntimeError("whoever was to write it")
+
+    with pytest.raises(RuntimeError, match="whoever"):
+        files.sync(version, dead)
     wait(files.write(0, filled(0, 1)))
     assert version.written.done()
     files.close()
