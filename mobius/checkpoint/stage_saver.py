@@ -124,7 +124,7 @@ class AsyncStageSaver:
 
     @property
     def error(self) -> BaseException | None:
-        """What has made the save fail that is under way."""
+        """Error that has made the save fail that is under way."""
         return None if self._save is None else self._save.outcome.error
 
     @property
