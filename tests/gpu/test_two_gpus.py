@@ -37,6 +37,8 @@ def single_runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Pa
         ("--no_offload", True),
         ("--use_offload --resident_stages 0 --no_copy_messages", True),
         ("--no_offload --no_copy_messages", False),
+        ("--spread_head", True),
+        ("--spread_head --no_offload --no_copy_messages", False),
     ],
 )
 def test_two_gpus_train_like_one(

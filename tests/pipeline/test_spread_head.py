@@ -20,6 +20,7 @@ from harness.tiny_families import tiny_config
 from mobius.data.batches import TrainingBatches
 from mobius.schedule.plan import RecomputeLevel
 from mobius.schedule.spec import ComputeOrder
+from mobius.training.memory_check import run_warmup_step
 from mobius.training.session import Session
 
 PIPELINES = ((2, 1, 4), (2, 3, 5), (3, 1, 6), (3, 2, 7), (4, 1, 8), (4, 2, 4), (4, 3, 8))
@@ -107,7 +108,8 @@ RUNS = {
 
 
 def train(session: Session, batches: TrainingBatches) -> tuple[list[tuple[float, float]], list[float], dict[str, Any]]:
-    """Loss and norm of each step, the loss of an evaluation in the middle and at the end, and the weights."""
+    """Loss and norm of each step, after a rehearsal; the loss of two evaluations, and the weights."""
+    run_warmup_step(session.run_setup, session.stages)
     evaluator, evaluated = evaluator_of(session, random_samples(9, 24, seed=5)), list[float]()
     trainer = session.trainer(batches)
     steps = []
