@@ -186,18 +186,24 @@ def with_room_for_steps(
 def _fewer_writes(result: PlanResult, use: DiskUse, limit: float) -> Iterator[str]:
     """Changes with which a run writes less than now; `limit`: the terabytes that it may write."""
     request, written = result.request, use.written(use.num_steps or 0)
+
+    def written_by(changed: PlanRequest) -> float:
+        writes = estimate_host_memory(changed, result.plan).disk_writes
+        return written * writes / result.host_estimate.disk_writes
+
     config = replace(request.config, optim=replace(request.config.optim, optimizer_states=OptimizerStates.COMPACT))
-    writes = estimate_host_memory(replace(request, config=config), result.plan).disk_writes
-    less = writes / result.host_estimate.disk_writes
-    if less < 1 and not find_problems(config):
-        yield f"--optimizer_states compact: {format_terabytes(less * written)}"
+    less = written_by(replace(request, config=config))
+    if less < written and not find_problems(config):
+        yield f"--optimizer_states compact: {format_terabytes(less)}"
     if steps := int(limit / use.written(1)):
         yield f"fewer steps: --num_iterations {steps}, or for as many samples a larger --batch_size"
     if use.keeps_steps:
-        off = replace(config.pipeline, durable_steps=DurableSteps.OFF)
-        fewer = replace(request, config=replace(request.config, pipeline=off))
-        less = estimate_host_memory(fewer, result.plan).disk_writes / result.host_estimate.disk_writes
-        yield f"--durable_steps off: {format_terabytes(less * written)}"
+        less = written_by(request.with_pipeline(durable_steps=DurableSteps.OFF))
+        yield f"--durable_steps off: {format_terabytes(less)}"
+    if use.has_gradients:
+        less = written_by(request.with_pipeline(gradients_on_disks=False))
+        text = "--gradients_on_disks left out, with 2 bytes of host memory more per parameter"
+        yield f"{text}: {format_terabytes(less)}"
     if request.config.planning.max_disk_writes is None:
         drives = ceil(written / (USUAL_SHARE * min(use.ratings)))
         yield f"more drives like these: {drives} in place of {len(use.folders)}"

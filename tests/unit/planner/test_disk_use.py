@@ -58,6 +58,12 @@ def test_a_run_that_would_write_too_much_may_leave_durable_steps_out() -> None:
     assert "\n  --durable_steps off: 404 TB" in text
 
 
+def test_gradients_need_not_be_on_the_disks() -> None:
+    text = refusal(gradients_on_disks=True, max_grad_norm=1.0, max_disk_writes=450)
+    assert "the run would write 485 TB" in text
+    assert "\n  --gradients_on_disks left out, with 2 bytes of host memory more per parameter: 404 TB" in text
+
+
 def test_steps_are_durable_where_two_of_them_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     need, machine = 24 * SHAPE.num_parameters, Machine(4)
     config = planned(durable_steps=DurableSteps.AUTO, offload_states_to=f"{tmp_path}/a,{tmp_path}/b").request.config
