@@ -241,6 +241,10 @@ def _left_to_planner(request: PlanRequest) -> Iterator[Change]:
         yield auto("num_rounds", None, accumulation_rounds=None)
     if pipeline.compute_order is Order.DEPTH_FIRST:
         yield auto("compute_order", Order.AUTO, order=ComputeOrder.BREADTH_FIRST)
+    if pipeline.spread_head:
+        order = None if pipeline.compute_order is Order.DEPTH_FIRST else ComputeOrder.BREADTH_FIRST
+        alone = request.with_pipeline(spread_head=False).trying(order=order or request.candidate.order)
+        yield Change("--no_spread_head", lambda _: alone)
     if pipeline.use_offload and pipeline.resident_stages != "auto":
         yield auto("resident_stages")
     if pipeline.activation_offloading is not ActivationOffloading.AUTO:

@@ -234,8 +234,9 @@ class ScheduleSpec:
         self._check_depth_first()
         if self.spreads_head and not (self.is_depth_first and 1 < self.num_ranks <= self.num_microbatches):
             raise ScheduleError(
-                f"{self.num_ranks} ranks share the head of {self.num_microbatches} microbatches in {self.order.value} "
-                "order: that needs a depth-first order, several ranks, and as many microbatches"
+                f"{self.num_ranks} ranks share the head (--spread_head) of {self.num_microbatches} microbatches in "
+                f"{self.order.value} order: use several ranks, a depth-first order, and a microbatch for each rank "
+                "(--num_chunks)"
             )
         most = self.microbatches_per_round if self.num_slices == 1 else 0
         if not 0 <= self.num_offloaded_microbatches <= most:

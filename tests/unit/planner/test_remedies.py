@@ -115,6 +115,8 @@ def test_options_that_were_fixed_are_left_to_the_planner(llama_7b: ModelShape) -
     assert {"--recompute auto", "--use_offload --recompute auto"} <= changes.keys()
     deep = request_of(llama_7b, compute_order=Order.DEPTH_FIRST, gpu_memory_limit=6.5)
     assert "--compute_order auto" in listed(refusal_by(lambda: solve(deep)))
+    shared = request_of(llama_7b, spread_head=True, gpu_memory_limit=6.5)
+    assert "--no_spread_head" in listed(refusal_by(lambda: solve(shared)))
 
 
 def test_more_microbatches_are_found_in_as_many_rounds_as_a_depth_first_order_can_have(llama_7b: ModelShape) -> None:

@@ -136,9 +136,12 @@ def test_weights_are_loaded_once_and_sums_travel_only_where_buffers_are_missing(
     [
         (depth_first(2, 2, 4, 1, num_slices=2), "no slices"),
         (depth_first(4, 2, 8, 4), "a round of 2 microbatches is less than one for each of 4 ranks"),
-        (spec_of(2, 2, 4, 2, spreads_head=True), "2 ranks share the head of 4 microbatches in breadth_first order"),
+        (
+            spec_of(2, 2, 4, 2, spreads_head=True),
+            r"2 ranks share the head \(--spread_head\) of 4 microbatches in breadth_first",
+        ),
         (depth_first(1, 2, 4, 1, spreads_head=True), "1 ranks share the head"),
-        (depth_first(4, 1, 3, 1, spreads_head=True), "4 ranks share the head of 3 microbatches"),
+        (depth_first(4, 1, 3, 1, spreads_head=True), r"4 ranks share the head \(--spread_head\) of 3 microbatches"),
         (spec_of(2, 3, 4, 2, order=ComputeOrder.DEPTH_FIRST), "rank 0 has 2 GPU slots for 3 streamed stages"),
     ],
 )
