@@ -173,8 +173,9 @@ class _StageAllocator:
                     on_disks |= {weights_key(stage): state.weights.nbytes for stage, state in arena.states.items()}
                     files = SlotFiles(places.folders, on_disks, place=places.slots, shares=places.shares)
                     arena.keep(0, files.close)
-                    traffic = files.reads, files.writes
-                    gradient_files = StateFiles(places.folders, waiting_bytes, shares=places.shares, traffic=traffic)
+                    if waiting:
+                        both = files.reads, files.writes
+                        gradient_files = StateFiles(places.folders, waiting_bytes, shares=places.shares, traffic=both)
                 buffers = StateBuffers(
                     files,
                     max(part_bytes.values()),

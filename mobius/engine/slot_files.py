@@ -23,7 +23,16 @@ from typing import NamedTuple
 from torch import Tensor
 
 from mobius.atomic_files import sync_to_disk
-from mobius.engine.state_files import Key, StateFiles, Version, explained_for, open_direct, reads_directly, wait
+from mobius.engine.state_files import (
+    Key,
+    StateFiles,
+    Version,
+    explained_for,
+    reads_directly,
+    reopen_direct,
+    wait,
+    with_space,
+)
 from mobius.hardware.disk_traffic import Traffic
 from mobius.limits import NUM_STATE_BUFFERS
 
@@ -93,7 +102,8 @@ class SlotFiles(StateFiles):
             with explained_for(path.parent, size):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.unlink(missing_ok=True)
-                files.append(open_direct(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), size))
+                made = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+                files.append(with_space(reopen_direct(path, made), size))
                 for folder in (path.parent, path.parent.parent, path.parent.parent.parent):
                     sync_to_disk(folder)
         self._is_direct = [reads_directly(file) for file in files]

@@ -358,23 +358,32 @@ def _new_file(folder: Path, size: int) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         file, name = tempfile.mkstemp(prefix="mobius-states-", dir=folder)
         try:
-            return open_direct(name, file, size)
+            direct = reopen_direct(name, file)
         finally:
-            os.unlink(name)
+            os.unlink(name)  # before it takes space: a kill may come
+        return with_space(direct, size)
 
 
-def open_direct(name: str | Path, file: int, size: int) -> int:
-    """Give `file`, which is `name`, `size` bytes and reopen it for direct I/O where its file system has that."""
+def reopen_direct(name: str | Path, file: int) -> int:
+    """Reopen `file`, which is `name`, for direct I/O where its file system has that, and close it."""
     try:
-        os.posix_fallocate(file, 0, max(size, 1))
-        try:
-            return os.open(name, os.O_RDWR | os.O_DIRECT)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            return os.dup(file)
+        return os.open(name, os.O_RDWR | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.dup(file)
     finally:
         os.close(file)
+
+
+def with_space(file: int, size: int) -> int:
+    """Return an open file of `size` bytes, which are zeros; closes it on an error."""
+    try:
+        os.posix_fallocate(file, 0, max(size, 1))
+    except OSError:
+        os.close(file)
+        raise
+    return file
 
 
 @contextmanager

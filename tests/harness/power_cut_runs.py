@@ -13,11 +13,21 @@ import random
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 
 from harness.power_cuts import Journals
-from kill_and_resume import DURABLE, OPTIONS, Trial, TrialError, compare
-from started_ranks import StartedRun, end_descendants, import_everything, inherit_orphans, take_own_shared_memory
+from kill_and_resume import DURABLE, HANG_SECONDS, OPTIONS, Trial, TrialError, compare, phase_of
+from started_ranks import (
+    StartedRun,
+    end_descendants,
+    import_everything,
+    inherit_orphans,
+    take_own_shared_memory,
+    wait_until,
+)
+
+SHARE_AT_A_WRITE = 0.75
 
 
 class PowerCuts(Trial):
@@ -27,7 +37,14 @@ class PowerCuts(Trial):
     was_cut = False
 
     def _kill_at_random(self, started: StartedRun, out: Path) -> bool:
-        self.was_cut = super()._kill_at_random(started, out)
+        """At a random moment, three times of four while something is written."""
+        end = time.monotonic() + self._draw.uniform(0, self._seconds[False])
+        wait_until(lambda: started.is_over() or time.monotonic() > end, HANG_SECONDS)
+        if self._draw.random() < SHARE_AT_A_WRITE:
+            wait_until(lambda: started.is_over() or self.journals.are_dirty(), HANG_SECONDS, pause=0.001)
+        self.was_cut = not started.is_over()
+        if self.was_cut:
+            self._kills[phase_of(out, started), "rank 0"] += 1
         for process in started.processes.values() if self.was_cut else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)

@@ -10,6 +10,7 @@ Stricter than a real disk: a folder that another process syncs does not count. O
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import random
@@ -31,10 +32,11 @@ class Journals:
 
     def install(self) -> None:
         """Note changes in this process and those that are forked from it."""
+        unlink = os.unlink
         for name in ("replace", "rename", "unlink", "symlink"):
             setattr(os, name, self._noting_names(getattr(os, name)))
         for name in ("fsync", "fdatasync"):
-            setattr(os, name, self._noting_sync(getattr(os, name)))
+            setattr(os, name, self._noting_sync(getattr(os, name), unlink))
         write, open_file, write_text = os.pwritev, os.open, Path.write_text
 
         def noted_write(file: int, views: Any, offset: int, *flags: int) -> int:
@@ -43,6 +45,7 @@ class Journals:
                 with open(path, "rb") as old:
                     old.seek(offset)
                     self._note("write", path, offset, old.read(sum(view.nbytes for view in views)))
+                (self._folder / f"{os.getpid()}.dirty").touch()
             return write(file, views, offset, *flags)
 
         def noted_open(path: Any, flags: int, *more: Any, **words: Any) -> int:
@@ -58,10 +61,14 @@ class Journals:
         os.pwritev, os.open = noted_write, noted_open
         Path.write_text = noted_text  # type: ignore[method-assign,assignment]
 
+    def are_dirty(self) -> bool:
+        """Whether a process has written what it has not synced."""
+        return any(self._folder.glob("*.dirty"))
+
     def cut(self, draw: random.Random) -> dict[str, int]:
         """Take back some of what dead processes have not synced; returns how much of each kind."""
         counts = {"writes": 0, "texts": 0, "names": 0}
-        for path in sorted(self._folder.iterdir()):
+        for path in sorted(path for path in self._folder.iterdir() if not path.suffix):
             records = list(_records(path))
             for number, (kind, *facts) in reversed([*enumerate(records)]):
                 later = records[number + 1 :]
@@ -111,11 +118,14 @@ class Journals:
 
         return noted
 
-    def _noting_sync(self, call: Callable[[int], None]) -> Callable[[int], None]:
+    def _noting_sync(self, call: Callable[[int], None], unlink: Callable[[Path], None]) -> Callable[[int], None]:
         def noted(file: int) -> None:
             call(file)
             path = os.readlink(f"/proc/self/fd/{file}")
             self._note("sync", path)
+            if path.endswith(".raw"):
+                with contextlib.suppress(FileNotFoundError):
+                    unlink(self._folder / f"{os.getpid()}.dirty")
 
         return noted
 
