@@ -74,7 +74,7 @@ class DistributedTransport:
         edges = edges_of(self.num_ranks, spreads_head=spreads_head)
         self._edges = [_open_edges(each.start, edges, world.backend) for each in pipelines][ranks.replica]
         self._posted: defaultdict[tuple[int, Direction], deque[tuple[Tensor, _Message]]] = defaultdict(deque)
-        self._sent: deque[tuple[Tensor, _Message]] = deque()
+        self._sent, self._kept = (deque[tuple[Tensor, _Message]]() for _ in range(2))
         # Use every edge once, in one order: communicators connect at their first message, and must not wait in a cycle.
         token = torch.ones(8, device=device)
         for (source, target, _), group in self._edges.items():
@@ -102,14 +102,17 @@ class DistributedTransport:
         self._wait(work, source)
         return buffer
 
-    def send(self, tensor: Tensor, target: int, direction: Direction) -> None:
-        """Start sending; the tensor is held until the message has left."""
+    def send(self, tensor: Tensor, target: int, direction: Direction, *, is_kept: bool = False) -> None:
+        """Start sending; the tensor is held until the message has left, one that `is_kept` until the step's end."""
         tensor = tensor.contiguous()
         if self._mailboxes is not None:
             work: _Message = self._mailboxes.send(tensor, target, direction)
         else:
             work = self._start(dist.isend, tensor, target, self._edges[Edge(self.rank, target, direction)])
         self._spans.message(Lane.SEND, target, direction, work)
+        if is_kept:
+            self._kept.append((tensor, work))
+            return
         while self._sent and self._sent[0][1].is_completed():
             self._sent.popleft()[1].wait()
         # The host is ahead of the GPU and sees no send completed. Instead of the host, compute waits for an old
@@ -120,9 +123,10 @@ class DistributedTransport:
 
     def finish_step(self) -> None:
         assert not any(self._posted.values()), "a posted receive was not used"
-        while self._sent:
-            self._wait(self._sent[0][1])
-            self._sent.popleft()  # only now: its tensor is read until then
+        for sent in (self._sent, self._kept):
+            while sent:
+                self._wait(sent[0][1])
+                sent.popleft()  # only now: its tensor is read until then
 
     def limit_pending_sends(self, max_pending_sends: int) -> None:
         if self._max_sends is not None:

@@ -58,14 +58,14 @@ class ActivationTransport(Protocol):
     def receive(self, source: int, direction: Direction) -> Tensor:
         """Return the oldest posted message of the edge, owned by the caller; the compute stream waits for it."""
 
-    def send(self, tensor: Tensor, target: int, direction: Direction) -> None:
-        """Start sending; returns at once. The tensor must not be changed afterwards."""
+    def send(self, tensor: Tensor, target: int, direction: Direction, *, is_kept: bool = False) -> None:
+        """Start sending; returns at once. The tensor must not be changed afterwards.
+
+        `is_kept`: its memory stays the caller's through the step, so it is none of those whose number is bounded.
+        """
 
     def finish_step(self) -> None:
         """Release sent tensors; every message of the step must have been received."""
-
-    def limit_pending_sends(self, max_pending_sends: int) -> None:
-        """From the next send on, hold at most this many tensors that may be in flight, if their number is bounded."""
 
 
 class Transport(ActivationTransport, RankGroup, Protocol):
@@ -75,6 +75,9 @@ class Transport(ActivationTransport, RankGroup, Protocol):
     """All processes of the run, by global rank; with one pipeline, the pipeline's ranks."""
     replicas: ReplicaGroup | None
     """This position in all replicas; None without replicas."""
+
+    def limit_pending_sends(self, max_pending_sends: int) -> None:
+        """From the next send on, hold at most this many tensors that may be in flight, if their number is bounded."""
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
         """Send `tensor` to `peer` and return the peer's tensor of the same shape.
@@ -134,7 +137,7 @@ class SingleRankTransport:
     def receive(self, source: int, direction: Direction) -> Tensor:
         return self._sent[direction].popleft()
 
-    def send(self, tensor: Tensor, target: int, direction: Direction) -> None:
+    def send(self, tensor: Tensor, target: int, direction: Direction, *, is_kept: bool = False) -> None:
         self._sent[direction].append(tensor)
 
     def finish_step(self) -> None:
@@ -185,12 +188,10 @@ class WarmupTransport:
     def receive(self, source: int, direction: Direction) -> Tensor:
         return self._posted[source, direction].popleft()
 
-    def send(self, tensor: Tensor, target: int, direction: Direction) -> None:
+    def send(self, tensor: Tensor, target: int, direction: Direction, *, is_kept: bool = False) -> None:
         """Hold the tensor until `max_pending_sends` later ones are sent, as the real transport may."""
-        self._sent.append(tensor)
+        if not is_kept:
+            self._sent.append(tensor)
 
     def finish_step(self) -> None:
         self._sent.clear()
-
-    def limit_pending_sends(self, max_pending_sends: int) -> None:
-        self._sent = deque(self._sent, maxlen=max_pending_sends)

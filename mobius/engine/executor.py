@@ -180,8 +180,6 @@ class Executor:
         self._step = self._start(batch)
         if self._spread_head is not None:
             self._spread_head.begin_step()
-            parcels = sum(self._spread_head.num_messages(self._message_shape)) * self._spec.num_ranks
-            self._transport.limit_pending_sends(self._spec.max_sends_in_flight + parcels)
         self._step.loss_scale, self._step.on_gradients_ready = loss_scale, on_gradients_ready
         self._play_all()
         return self._step.sums

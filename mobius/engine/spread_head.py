@@ -77,7 +77,7 @@ class SpreadHead:
             missing = size - sum(part.numel() for part in parts)
             # Most messages are a part of the head's matrix, and need no copy.
             whole = torch.cat([*parts, parts[0].new_zeros(missing)]) if missing or len(parts) > 1 else parts[0]
-            transport.send(whole.view(*shape), rank, Direction.HEAD)
+            transport.send(whole.view(*shape), rank, Direction.HEAD, is_kept=True)
 
     def _received(
         self, tensors: Sequence[Tensor], receive: Callable[[], Tensor], shape: Sequence[int]

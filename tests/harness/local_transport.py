@@ -60,7 +60,7 @@ class LocalTransport:
     def receive(self, source: int, direction: Direction) -> Tensor:
         return self._take(self._hub.edges[Edge(source, self.rank, direction)])
 
-    def send(self, tensor: Tensor, target: int, direction: Direction) -> None:
+    def send(self, tensor: Tensor, target: int, direction: Direction, *, is_kept: bool = False) -> None:
         self._hub.edges[Edge(self.rank, target, direction)].put(tensor)
 
     def finish_step(self) -> None:
