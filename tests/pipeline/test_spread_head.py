@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.grids import named
 from harness.packed_rows import LENGTH, ROWS, make_packed_batch
 from harness.pipelines import Pipeline, Step, distance, make_batch, make_model, model_of, plain_step
 from harness.runs import make_checkpoint, make_dataset, run_main, steps_of
@@ -125,12 +126,12 @@ def train(session: Session, batches: TrainingBatches) -> tuple[list[tuple[float,
     return steps, evaluated, weights
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_steps_and_evaluations_of_three_ranks_are_those_without(tmp_path: Path, name: str) -> None:
-    is_tied = "resident" in name
+@pytest.mark.parametrize("options", named(RUNS, on_demand=["clipped", "all resident, fp32 gradients"]))
+def test_steps_and_evaluations_of_three_ranks_are_those_without(tmp_path: Path, options: str) -> None:
+    is_tied = options in (RUNS["not clipped, some resident"], RUNS["all resident, fp32 gradients"])
     make_checkpoint(tmp_path / "model", num_layers=6, vocab_size=VOCAB, is_tied=is_tied)
-    words, data = (f"{USUAL} {RUNS[name]} {more}" for more in ("", "--spread_head")), random_samples(90, 24, seed=1)
-    alone, shared = (in_sessions(3, tmp_path / "model", options, data, train) for options in words)
+    words, data = (f"{USUAL} {options} {more}" for more in ("", "--spread_head")), random_samples(90, 24, seed=1)
+    alone, shared = (in_sessions(3, tmp_path / "model", each, data, train) for each in words)
     weights, own = ({name: value for result in each for name, value in result[2].items()} for each in (alone, shared))
     for (steps, losses, _), (found, found_losses, _) in zip(alone, shared, strict=True):
         assert found == [pytest.approx(numbers, rel=1e-5) for numbers in steps]
