@@ -31,6 +31,7 @@ from itertools import product
 
 from mobius.config.config import ActivationOffloading, Recompute
 from mobius.errors import GpuMemoryError, PlanError
+from mobius.limits import FEWEST_STATE_BUFFERS
 from mobius.planner.memory_estimates import (
     USABLE_MEMORY_FRACTION,
     GpuMemoryEstimate,
@@ -247,6 +248,7 @@ def least_host_bytes(request: PlanRequest) -> float:
 
     Much faster than `fit_plan`, because stages save no activations unless asked to.
     """
+    request = replace(request, num_state_buffers=FEWEST_STATE_BUFFERS)
     layer = estimated_layer(request)
     if not fits_gpus(request, layer):
         return math.inf

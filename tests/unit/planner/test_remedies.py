@@ -199,7 +199,9 @@ def test_disks_are_named_with_the_bytes_there_and_what_the_prediction_leaves_out
     text = host_refusal(short_of_host(half, in_memory.total / GIB - 0.1, **streamed))[option]
     assert f"{needed.total / GIB:.1f} GiB of host memory, {needed.disk / GIB:.1f} GiB on disks" in text
     assert text.endswith("tokens/s if disks were no limit")
-    little = needed.total / GIB - 0.1
+    on_disk = {**streamed, "offload_states_to": "/a"}
+    fewest = planned(replace(request_of(half, TWO, **on_disk), num_state_buffers=2)).host_estimate
+    little = fewest.total / GIB - 0.1
     tight = host_refusal(short_of_host(half, little, **streamed))
     assert option not in tight
     assert f"{option} --optimizer_states bf16" in tight
