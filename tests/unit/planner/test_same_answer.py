@@ -85,6 +85,7 @@ class Parts:
     """A model of which only the sizes are asked for."""
 
     router_loss = None
+    stores_in_order = True
 
     def __init__(self, shape: ModelShape, *_: object, compiled: bool = False) -> None:
         self._shape, self.compiled, self.config = shape, compiled, SimpleNamespace(model_type="llama")
