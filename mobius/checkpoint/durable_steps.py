@@ -28,7 +28,7 @@ from torch import Tensor
 
 from mobius.atomic_files import atomic_write, sync_to_disk
 from mobius.checkpoint.contents import CheckpointContents, StepMetadata
-from mobius.checkpoint.folders import checkpoint_path
+from mobius.checkpoint.folders import NAMES, checkpoint_path
 from mobius.checkpoint.manifest import MANIFEST_FILE, Manifest, OtherFile
 from mobius.checkpoint.reader import CheckpointReader
 from mobius.checkpoint.saved_stage import OpenRun, SavedStage
@@ -260,7 +260,7 @@ class DurableSteps:
             with atomic_write(folder / MANIFEST_FILE) as path:
                 path.write_text(replace(manifest, others=tuple(others)).to_json(), encoding="utf-8")
         link = checkpoint_path(self._save_dir, manifest.step)
-        with translate_file_errors("link", link):
+        with translate_file_errors("link", link), NAMES:
             if not link.exists() or link.is_symlink():  # else it is a checkpoint of that very step
                 temporary = link.with_name(f"{link.name}.link")
                 temporary.unlink(missing_ok=True)

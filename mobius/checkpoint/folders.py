@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import logging
 import re
+import threading
 import zlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +36,8 @@ from mobius.models.model_files import read_json_object
 
 logger = logging.getLogger(__name__)
 
+NAMES: Final = threading.Lock()
+"""Held by threads that give or take a name which a save and a durable step may both want."""
 _PARTIAL, _REPLACED = ".partial", ".replaced"
 NAME: Final = re.compile(r"checkpoint-(?P<step>0|[1-9][0-9]*)(?P<ending>\.partial|\.replaced|\.removed)?")
 """Name of a checkpoint. With an ending it does not count; earlier versions gave the last one to what they removed."""
@@ -195,7 +198,7 @@ def _publish(partial: Path) -> Path:
     """Rename a complete `partial`; an older checkpoint of its name is removed after that."""
     final = partial.with_name(partial.stem)
     replaced = final.with_name(final.name + _REPLACED)
-    with translate_file_errors("rename", partial):
+    with translate_file_errors("rename", partial), NAMES:
         has_older = final.exists()
         if has_older:
             _remove(replaced)

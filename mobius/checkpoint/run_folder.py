@@ -246,6 +246,9 @@ class OutputFolder:
             advice = "The model is complete in there; the next start with the same --save_dir moves its files to their "
             with self._explained(advice + "places."):
                 publish_model(self.save_dir)
+                for path in self.save_dir.glob("*.partial"):  # of a start that was killed in the middle of one
+                    if path.is_file() and _LEFT_BEHIND.fullmatch(path.name):
+                        path.unlink()
         self.remove_older_results()
         if self.is_renamed_at_commit:
             self.close()

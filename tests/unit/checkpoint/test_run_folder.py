@@ -153,6 +153,17 @@ def test_the_model_is_whole_in_the_folder_only_when_it_is_committed(tmp_path: Pa
     assert (output.folder / "templates" / "tool.jinja").read_text() == "end"
 
 
+def test_half_written_records_of_a_killed_start_go_with_the_end_of_the_next(tmp_path: Path) -> None:
+    output = begun(tmp_path / "save")
+    save_checkpoint(output.folder, 10, "new")
+    for name in ("train_results.json.partial", "notes.partial"):
+        (tmp_path / "save" / name).write_text("{")
+    export(output, "new")
+    output.commit()
+    assert not (tmp_path / "save" / "train_results.json.partial").exists()
+    assert (tmp_path / "save" / "notes.partial").exists(), "somebody else's"
+
+
 def test_an_export_begins_with_nothing_of_one_before(tmp_path: Path) -> None:
     output = begun(tmp_path / "save")
     export(output, "first")
