@@ -14,10 +14,8 @@ launcher's store: a collective would wait for updates. Stages on a GPU are copie
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 import threading
-import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -28,8 +26,8 @@ from torch import Tensor
 
 from mobius.atomic_files import atomic_write, sync_to_disk
 from mobius.checkpoint.contents import CheckpointContents, StepMetadata
-from mobius.checkpoint.folders import NAMES, checkpoint_path
-from mobius.checkpoint.manifest import MANIFEST_FILE, Manifest, OtherFile
+from mobius.checkpoint.folders import NAMES, checkpoint_path, with_others
+from mobius.checkpoint.manifest import MANIFEST_FILE, Manifest
 from mobius.checkpoint.reader import CheckpointReader
 from mobius.checkpoint.saved_stage import OpenRun, SavedStage
 from mobius.checkpoint.slot_reader import STAGES_FILES, Region, SlotReader, stages_to_json
@@ -43,9 +41,6 @@ from mobius.engine.state_files import Key, Version, padded, wait, weights_key
 from mobius.errors import CheckpointError
 from mobius.hardware.devices import num_optimizer_threads
 from mobius.ranks import Ranks
-from mobius.regular_files import read_bytes
-
-logger = logging.getLogger(__name__)
 
 
 def slot_place(config: Config, ranks: Ranks, resumed_from: Path | None) -> SlotPlace:
@@ -207,7 +202,7 @@ class DurableSteps:
 
     def _commit_all(self, versions: Sequence[Version], write_texts: Callable[[Path], None], manifest: Manifest) -> None:
         """Return when a step of all ranks is durable; they call it alike. Raises MobiusError on all of them."""
-        slot = versions[0].slot if versions else self._place.first_slot
+        slot = versions[0].slot
         folder = self._place.folder(self._folders[0], slot)
         try:
             for files, version in zip(self._files, versions, strict=True):
@@ -251,14 +246,9 @@ class DurableSteps:
     def _publish(self, folder: Path, manifest: Manifest) -> None:
         """Make a slot whose files are on the disks the newest checkpoint of the run, on the first rank."""
         with translate_file_errors("write", folder):
-            others = []
-            for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-                if path.name != MANIFEST_FILE and path.suffix not in (".raw", ".partial"):
-                    sync_to_disk(path)
-                    content = read_bytes(path)
-                    others.append(OtherFile(path.relative_to(folder).as_posix(), len(content), zlib.crc32(content)))
+            whole = with_others(folder, replace(manifest, others=()), skipped=(".raw", ".partial"))
             with atomic_write(folder / MANIFEST_FILE) as path:
-                path.write_text(replace(manifest, others=tuple(others)).to_json(), encoding="utf-8")
+                path.write_text(whole.to_json(), encoding="utf-8")
         link = checkpoint_path(self._save_dir, manifest.step)
         with translate_file_errors("link", link), NAMES:
             if not link.exists() or link.is_symlink():  # else it is a checkpoint of that very step
@@ -299,7 +289,8 @@ class _CopiedStages:
             stage: sum(each.nbytes for each in saved.flat_tensors(has_optimizer=True).values())
             for stage, saved in stages.items()
         }
-        self.files = SlotFiles(folders, sizes, place=place, kind="copied")
+        shares = session.run_setup.result.request.machine.disk_shares
+        self.files = SlotFiles(folders, sizes, place=place, kind="copied", shares=shares)
         self.saver = AsyncStageSaver(
             stages,
             order=sorted(stages),

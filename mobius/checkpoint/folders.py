@@ -94,13 +94,22 @@ def commit_checkpoint(partial: Path, manifest: Manifest, planned: Sequence[Files
     write_indexes(partial, stored, num_parameters=manifest.num_parameters, dtype=dtype)
     path = partial / MANIFEST_FILE
     with translate_file_errors("write", path):
-        text = replace(manifest, others=tuple(_synced_others(partial, manifest))).to_json()
-        for folder in (*filter(Path.is_dir, partial.rglob("*")), partial):
-            sync_to_disk(folder)
+        text = with_others(partial, manifest).to_json()
         path.write_text(text, encoding="utf-8")  # torn, it is no JSON or has another checksum
         sync_to_disk(path)
         sync_to_disk(partial)
     return _publish(partial)
+
+
+def with_others(folder: Path, manifest: Manifest, *, skipped: Collection[str] = ()) -> Manifest:
+    """Return the manifest with all other files of a folder, which are synced to the disk; raises OSError.
+
+    Those whose names end in one of `skipped` are left out.
+    """
+    others = tuple(_synced_others(folder, manifest, skipped))
+    for each in (*filter(Path.is_dir, folder.rglob("*")), folder):
+        sync_to_disk(each)
+    return replace(manifest, others=others)
 
 
 def discard(partial: Path) -> None:
@@ -258,12 +267,12 @@ def _describe_others(path: Path) -> str:
     return f"There is no other good checkpoint in {path.absolute().parent}."
 
 
-def _synced_others(partial: Path, manifest: Manifest) -> Iterator[OtherFile]:
+def _synced_others(partial: Path, manifest: Manifest, skipped: Collection[str]) -> Iterator[OtherFile]:
     """Files that are not in the manifest yet, each synced to the disk."""
     recorded = {record.file_name for record in manifest.files} | {MANIFEST_FILE}
     for path in sorted(partial.rglob("*")):
         name = path.relative_to(partial).as_posix()
-        if path.is_file() and name not in recorded:
+        if path.is_file() and name not in recorded and path.suffix not in skipped:
             sync_to_disk(path)
             content = path.read_bytes()
             yield OtherFile(name, len(content), zlib.crc32(content))
