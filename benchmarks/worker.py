@@ -55,7 +55,7 @@ from mobius.models.families import load_model_config  # noqa: E402
 from mobius.planner.run_setup import RunSetup, complete_run_setup, draft_run_setup  # noqa: E402
 from mobius.training.data import packed_rows  # noqa: E402
 from mobius.training.evaluation.evaluator import Evaluator  # noqa: E402
-from mobius.training.reporting import recordings_of  # noqa: E402
+from mobius.training.reporting import log_disk_rates, recordings_of  # noqa: E402
 from mobius.training.session import Session, open_session  # noqa: E402
 from mobius.units import GIB  # noqa: E402
 
@@ -150,7 +150,7 @@ def run(output: Path, words: Sequence[str]) -> None:
     saves = TimedSaves(session, folder) if own.saves else None
     trainer = resume.trainer(session, batches, saves, has_kernel=not own.torch_adamw)
     clock.ends("trainer")
-    load_seconds = seconds_since_launch()
+    load_seconds, loaded = seconds_since_launch(), time.monotonic()
     steps = [dataclasses.asdict(metrics) for metrics in (trainer.train() if saves is None else saves.train(trainer))]
     num_samples = round(EVALUATION_BATCHES * config.pipeline.batch_size * batches.row_statistics.samples_per_row)
     evaluations = evaluate(session, samples, own.evaluations, num_samples=num_samples)
@@ -161,11 +161,12 @@ def run(output: Path, words: Sequence[str]) -> None:
         told["planned_host_gib"] = session.run_setup.result.host_estimate.total / GIB
         told["plan"] = dataclasses.asdict(facts_of(session.run_setup))
         output.write_text(json.dumps(told))
-    close(session, saves)
+    close(session, saves, loaded)
 
 
-def close(session: Session, saves: TimedSaves | None) -> None:
-    """Leave what was recorded and end the run; collective."""
+def close(session: Session, saves: TimedSaves | None, loaded: float) -> None:
+    """Leave what was recorded, rates of disks since `loaded` for later plans too, and end the run; collective."""
+    log_disk_rates(session, since=loaded)
     session.write_recordings()
     session.all_ranks.barrier()
     if saves is not None:

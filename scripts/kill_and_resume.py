@@ -79,7 +79,8 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.durable:
         own = f"{own.replace('--fp32', '')} {DURABLE}"
     options = [*f"--device {arguments.device} {OPTIONS} {own}".split(), *more]
-    trial = Trial(folder, options, random.Random(arguments.seed), arguments.launched, is_durable=arguments.durable)
+    draw, durable = random.Random(arguments.seed), arguments.durable
+    trial = Trial(folder, options, draw, arguments.launched, is_durable=durable, num_ranks=arguments.ranks)
     try:
         trial.run(arguments.kills)
     except TrialError as failure:
@@ -97,6 +98,7 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=60, help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and victims (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, default=NUM_RANKS, help="processes, one per GPU (default: %(default)s)")
     parser.add_argument("--device", choices=OF_A_DEVICE, default="cpu", help="(default: %(default)s)")
     parser.add_argument("--durable", action="store_true", help="each step is a checkpoint, in folders of states")
     parser.add_argument("--folder", type=Path, help="where to make the folder of the runs (default: the system's)")
@@ -170,10 +172,17 @@ class Trial:
     """Owns the runs of one call, in `folder`: the one that is left alone, and lives that are killed till they end."""
 
     def __init__(
-        self, folder: Path, options: list[str], draw: random.Random, launched: float, *, is_durable: bool = False
+        self,
+        folder: Path,
+        options: list[str],
+        draw: random.Random,
+        launched: float,
+        *,
+        is_durable: bool = False,
+        num_ranks: int = NUM_RANKS,
     ) -> None:
         self._folder, self._options, self._draw, self._launched = folder, options, draw, launched
-        self._is_durable = is_durable
+        self._is_durable, self._num_ranks = is_durable, num_ranks
         self._shared = {path.name for path in SHARED_MEMORY.iterdir()}
         self._seconds = {False: 0.0, True: 0.0}
         self._expected: dict[str, object] = {}
@@ -192,7 +201,7 @@ class Trial:
 
     def table(self) -> str:
         """What was killed in which phase, and what came of it."""
-        victims = [*(f"rank {rank}" for rank in range(NUM_RANKS)), *(["launcher"] if self._launched > 0 else [])]
+        victims = [*(f"rank {rank}" for rank in range(self._num_ranks)), *(["launcher"] if self._launched > 0 else [])]
         lines = ["killed while  " + "".join(f"{name:>10}" for name in [*victims, "all"])]
         for phase in (*PHASES, "all"):
             row = [
@@ -230,7 +239,7 @@ class Trial:
         words = ["--save_total_limit", "0"]
         if self._is_durable:  # the checkpoint of every step, by the usual way
             words += ["--save_steps", "1", "--durable_steps", "off"]
-        started = start(life, [*self._options, *words], is_launched=is_launched)
+        started = start(life, [*self._options, *words], is_launched=is_launched, num_ranks=self._num_ranks)
         if not wait_until(started.is_over, HANG_SECONDS) or started.code():
             raise TrialError(f"the run that was left alone failed:\n{started.output}")
         self._seconds[is_launched] = time.monotonic() - begin
@@ -253,7 +262,8 @@ class Trial:
             self._counts["resumed" if resumes else "begun anew"] += not refused
             words = [*self._options, "--save_total_limit", str(KEPT)]
             words += ["--resume_from_checkpoint", "true"] if resumes else []
-            started = start(life, words, is_launched=self._draw.random() < self._launched)
+            is_launched = self._draw.random() < self._launched
+            started = start(life, words, is_launched=is_launched, num_ranks=self._num_ranks)
             was_killed = num_kills > 0 and self._kill_at_random(started, out)
             self._see_the_end(started)
             told = self._check_lost_steps(started, told)

@@ -120,7 +120,7 @@ class StartedRun:
         return self.processes | {f"rank {rank}": child for rank, child in ranks_of(self.processes["launcher"])}
 
 
-def start(folder: Path, options: list[str], *, is_launched: bool) -> StartedRun:
+def start(folder: Path, options: list[str], *, is_launched: bool, num_ranks: int = NUM_RANKS) -> StartedRun:
     """Start a run in `folder`."""
     started = StartedRun(folder / f"output-{time.monotonic_ns()}.txt", is_launched=is_launched)
     started.output_file.touch()
@@ -128,14 +128,14 @@ def start(folder: Path, options: list[str], *, is_launched: bool) -> StartedRun:
     port = str(free_port())
     if is_launched:
         program = [str(Path(__file__).resolve())] if "cuda" in options else [str(ROOT / "main.py")]
-        launcher = [str(ROOT / "scripts" / "run_ranks.py"), "--nproc_per_node", str(NUM_RANKS), "--master_port", port]
+        launcher = [str(ROOT / "scripts" / "run_ranks.py"), "--nproc_per_node", str(num_ranks), "--master_port", port]
         words = [sys.executable, *launcher, *program, *options]
         started.processes["launcher"] = forked(
             lambda: os.execve(sys.executable, words, variables), folder, started.output_file
         )
         return started
-    for rank in range(NUM_RANKS):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS)}
+    for rank in range(num_ranks):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
         own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
         def become_rank(own: Mapping[str, str] = own) -> None:
