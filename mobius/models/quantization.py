@@ -1,0 +1,130 @@
+"""Eight-bit formats of linears' products: codes, scales, and products of codes.
+
+    codes = round(values * 2^-n)      values ~ codes * scale, scale = 2^n
+
+Each row has the smallest scale whose largest code does not overflow. Scales are powers of two, from the values at hand:
+dividing by them is exact, so a recomputed forward has the same codes, and nothing has to be kept between steps. The
+scale of a row with a value that is not finite is NaN, which all products of the row show.
+
+    forward    y  = x W^T     codes of x by token, of W by row (output)
+    backward   dx = dy W      codes of dy by token, of W by column (input)
+
+The fp8 format is e4m3 (arXiv 2209.05433); sums of int8 products are exact (arXiv 2503.08040 tells where int8 loses).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+WIDTH_MULTIPLE = 16
+"""Rows and columns of a matrix with 8-bit products are multiples of this, as tensor cores need."""
+_INFINITY = 0x7F800000
+_EXPONENT = 23
+"""Bits of fp32's infinity, and the position of its exponent."""
+
+
+@dataclass(frozen=True)
+class EightBitFormat:
+    """How values become codes."""
+
+    name: str
+    """In the words of --matmul_dtype."""
+    codes: torch.dtype
+    exponent: int
+    """Of the largest code, which is (2 - fraction) * 2^exponent."""
+    carry: int
+    """What added to the mantissa bits of a value carries into its exponent if they exceed the largest code's."""
+
+    def scales(self, largest: Tensor) -> tuple[Tensor, Tensor]:
+        """Scales of rows by their largest magnitude (fp32), and the inverse by which values are multiplied; both fp32.
+
+        A magnitude that is not finite has the scale NaN.
+        """
+        bits = largest.view(torch.int32) & 0x7FFFFFFF
+        exponent = ((bits + self.carry) >> _EXPONENT) - self.exponent
+        exponent = exponent.clamp(1, 253)
+        scales = (exponent << _EXPONENT).view(torch.float32)
+        inverse = ((254 - exponent) << _EXPONENT).view(torch.float32)
+        return torch.where(bits >= _INFINITY, torch.nan, scales), inverse
+
+    def quantize(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes of `values` [rows, width], and their scales [rows, 1] in fp32."""
+        values = values.float()
+        scales, inverse = self.scales(values.abs().amax(-1, keepdim=True))
+        scaled = values * inverse
+        return (scaled.round() if self.codes == torch.int8 else scaled).to(self.codes), scales
+
+
+FP8 = EightBitFormat("fp8", torch.float8_e4m3fn, exponent=8, carry=0x1FFFFF)
+"""Largest code 1.75 * 2^8 = 448."""
+INT8 = EightBitFormat("int8", torch.int8, exponent=6, carry=0x1FFFF)
+"""Largest code 127."""
+FORMATS = {each.name: each for each in (FP8, INT8)}
+"""By the word of --matmul_dtype."""
+_BY_CODES = {each.codes: each for each in FORMATS.values()}
+
+
+class QuantizedMatrix(NamedTuple):
+    """Codes of a weight [out, in] in both orders, each with scales of its rows."""
+
+    by_rows: Tensor
+    """[out, in], for the output."""
+    row_scales: Tensor
+    """fp32 [out]."""
+    by_columns: Tensor
+    """[in, out], for the gradient of the input."""
+    column_scales: Tensor
+    """fp32 [in]."""
+
+    def fill(self, weight: Tensor) -> None:
+        """Quantize `weight` [out, in], which must not share memory with the codes."""
+        if weight.device.type == "cuda":
+            from mobius.models.triton_products import quantize_matrix
+
+            quantize_matrix(weight, *self)
+            return
+        own = _BY_CODES[self.by_rows.dtype]
+        for values, codes, scales in ((weight, *self[:2]), (weight.t(), *self[2:])):
+            made = own.quantize(values)
+            codes.copy_(made[0])
+            scales.copy_(made[1].flatten())
+
+
+def product(inputs: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    """Product of `inputs` [..., width], quantized by row, with a matrix: `codes` [n, width], fp32 `scales` [n].
+
+    Returns [..., n] in the dtype of `inputs`, rounded once from fp32. The sums of int8 have the same bits everywhere.
+    """
+    rows = inputs.reshape(-1, inputs.shape[-1])
+    own, row_scales = _BY_CODES[codes.dtype].quantize(rows)
+    multiply = _on_gpu if inputs.device.type == "cuda" else _emulated
+    return multiply(own, row_scales, codes, scales, inputs.dtype).reshape(*inputs.shape[:-1], codes.shape[0])
+
+
+def _emulated(rows: Tensor, row_scales: Tensor, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    if codes.dtype == torch.int8:
+        sums = (rows.double() @ codes.t().double()).float()  # exact, as in int32
+        return (sums * row_scales * scales).to(dtype)
+    return ((rows.float() * row_scales) @ (codes.float() * scales[:, None]).t()).to(dtype)
+
+
+def _on_gpu(rows: Tensor, row_scales: Tensor, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    if codes.dtype == torch.int8:
+        return _int8_product(rows, row_scales, codes, scales)
+    return torch._scaled_mm(rows, codes.t(), row_scales, scales[None], out_dtype=dtype, use_fast_accum=True)
+
+
+@torch.library.custom_op("mobius::int8_product", mutates_args=())
+def _int8_product(rows: Tensor, row_scales: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    from mobius.models.triton_products import int8_product
+
+    return int8_product(rows, row_scales, codes, scales)
+
+
+@_int8_product.register_fake
+def _(rows: Tensor, row_scales: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], codes.shape[0], dtype=torch.bfloat16)
