@@ -63,6 +63,8 @@ EvalStrategy = StrEnum("EvalStrategy", ["STEPS", "EPOCH", "NO"])
 """When the model is evaluated while it is trained."""
 
 
+MatmulDtype = StrEnum("MatmulDtype", ["BF16", "FP8", "INT8"])
+"""Number format of products; the first one is the format of weights and activations."""
 OptimizerStates = StrEnum("OptimizerStates", ["FP32", "BF16", "COMPACT"])
 """Format of AdamW's moments, and of the master weights."""
 ReduceDtype = StrEnum("ReduceDtype", ["FP32", "BF16"])
@@ -255,6 +257,11 @@ class ModelConfig:
     dtype: Dtype = option(Dtype.BF16, flags={dtype.value: dtype for dtype in Dtype})
     """Format of weights and activations on the GPU; the optimizer always keeps fp32 master weights. bf16 needs no loss
     scaling, fp16 is for GPUs without bf16, fp32 for tests and CPUs: the default on a CPU without bf16 instructions."""
+    matmul_dtype: MatmulDtype = MatmulDtype.BF16
+    """Format of the matrix products of decoder layers with their weights: bf16 (that of --dtype), or fp8 or int8, which
+    are faster and less exact. Weights, activations and output gradients are quantized by row; weight gradients,
+    embedding, head, routers, experts, norms and attention are not. fp8 needs an RTX 40 or 50, L4, L40S, H100 or newer,
+    int8 an RTX 30, A100 or newer."""
 
 
 @dataclass(frozen=True)

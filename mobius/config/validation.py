@@ -264,6 +264,11 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
         "only masters of bf16 weights have another format; use --bf16, or --optimizer_states fp32",
     ),
     (
+        "matmul_dtype dtype",
+        lambda o: o.matmul_dtype != "bf16" and o.dtype != "bf16",
+        "only bf16 weights and activations are quantized; use --bf16, or omit --matmul_dtype",
+    ),
+    (
         "disk_endurance offload_states_to",
         lambda o: (
             o.disk_endurance and len(o.disk_endurance.split(",")) not in (1, len(split_names(o.offload_states_to)))

@@ -13,6 +13,7 @@ from mobius.distributed.shards import Shards
 from mobius.engine.gradient_sums import GradientAccumulator, GradientSums
 from mobius.engine.host_arena import HostArena
 from mobius.engine.optimizer_states import DeviceStates, DiskStates, HostStates
+from mobius.engine.quantized_weights import num_scales_of
 from mobius.engine.reductions import Reductions, StageSharding
 from mobius.engine.slot_files import SlotFiles
 from mobius.engine.stage_memory import StageMemory
@@ -194,7 +195,10 @@ class _StageAllocator:
         sizes = [layout.num_elements for layout in layouts.values()]
         if num_slots < len(sizes):
             sizes = [max(sizes)] * num_slots
-        pool = WeightSlotPool(sizes, dtype=self.dtype, device=self.device, is_shared=len(shards) > 0)
+        num_scales = max(map(num_scales_of, layouts.values()))
+        pool = WeightSlotPool(
+            sizes, dtype=self.dtype, device=self.device, num_scales=num_scales, is_shared=len(shards) > 0
+        )
         return arena, pool, buffers
 
     def slot(self, stage: int, arena: HostArena, pool: WeightSlotPool) -> SlotWeights:

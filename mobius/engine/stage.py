@@ -85,6 +85,8 @@ class StageModule:
             no_weight_decay=self.no_weight_decay,
             reduced=reduced_names(self._layers) if reduced_format else (),
             reduced_format=reduced_format,
+            quantized={name for layer in self._layers for name in layer.quantizable_names()},
+            eight_bit=self._parts.eight_bit,
         )
 
     def forward(

@@ -31,12 +31,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from mobius.engine.quantized_weights import StageQuantizer
 from mobius.engine.reductions import OrderedTask, StageSharding
 from mobius.engine.stage_state import StageState
 from mobius.engine.update_queue import UpdateQueue
 from mobius.errors import ScheduleError
 from mobius.hardware.spans import NO_SPANS, Spans
 from mobius.hardware.streams import DeviceBuffer, Event, Stream, new_stream, record_current
+from mobius.models.quantization import QuantizedMatrix
 from mobius.schedule.lanes import Lane
 
 
@@ -80,18 +82,34 @@ class _WeightSlot(DeviceBuffer):
     gathered_to_host: Event = field(default_factory=Event)
     """Recorded after gathered weights are copied to the host; they must not be overwritten before."""
     views: dict[str, Tensor] = field(default_factory=dict)
+    scales: Tensor = field(default_factory=partial(torch.empty, 0))
+    """Of quantized weights, fp32."""
 
 
 class WeightSlotPool:
     """Weight slots of one device, and the streams of copies to the host."""
 
     def __init__(
-        self, sizes: Sequence[int], *, dtype: torch.dtype, device: torch.device, is_shared: bool = False
+        self,
+        sizes: Sequence[int],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_scales: int = 0,
+        is_shared: bool = False,
     ) -> None:
-        """Allocate a slot for each of `sizes`, in weights; `is_shared`: replicas share stages."""
+        """Allocate a slot for each of `sizes`, in weights; `is_shared`: replicas share stages.
+
+        `num_scales`: largest number of scales of a stage whose weights are quantized in its slot.
+        """
         self.device = device
         self._slots = [
-            _WeightSlot(torch.empty(size, dtype=dtype, device=device), filling=new_stream(device)) for size in sizes
+            _WeightSlot(
+                torch.empty(size, dtype=dtype, device=device),
+                filling=new_stream(device),
+                scales=torch.empty(num_scales, device=device),
+            )
+            for size in sizes
         ]
         self._free = deque(self._slots)
         """In the order in which they become free on the device: a load waits for the first."""
@@ -139,7 +157,7 @@ class SlotWeights:
         spans: Spans = NO_SPANS,
     ) -> None:
         """A load waits for the stage's update in `updates` without blocking the caller."""
-        self.state = state
+        self.state, self._quantizer = state, StageQuantizer.of(state.layout)
         self._stage, self._pool, self._updates, self._sharding, self._spans = stage, pool, updates, sharding, spans
         self._taken: _WeightSlot | None = None
         self._has_all_shards = True
@@ -210,7 +228,16 @@ class SlotWeights:
         if slot.ready is not None:
             slot.ready.wait()
             slot.ready = None
+            if self._quantizer is not None:
+                self._quantize(slot, self._quantizer)
         return slot.views
+
+    def _quantize(self, slot: _WeightSlot, quantizer: StageQuantizer) -> None:
+        """Replace the loaded weights in `slot` by their codes."""
+        slot.gathered_to_host.wait()
+        matrices = quantizer.in_slot(slot.values, slot.scales)
+        quantizer.quantize(slot.values, matrices)
+        slot.views = quantizer.views(slot.values, matrices)
 
     def give_up(self) -> DeviceBuffer:
         """Return the slot for outgoing gradients, over weights that are no longer needed; ends their views."""
@@ -243,11 +270,17 @@ class SlotWeights:
 
 
 class ResidentWeights:
-    """StageWeights that stay on the device, where the state is."""
+    """StageWeights that stay on the device, where the state is; quantized ones have codes next to them."""
 
     def __init__(self, stage: int, state: StageState) -> None:
-        self.state = state
+        self.state, self._quantizer = state, StageQuantizer.of(state.layout)
         self._stage, self._views = stage, state.layout.views(state.weights)
+        self._matrices = dict[str, QuantizedMatrix]()
+        self._quantized_version: int | None = None
+        """Version of the weights that the codes are of; None: they are of none, or an update has changed these."""
+        if self._quantizer is not None:
+            self._matrices = self._quantizer.allocate(state.weights.device)
+            self._views = self._quantizer.views(state.weights, self._matrices)
         self._updated: Event | None = None
         """Recorded after an update on another stream; None once compute waits for it."""
 
@@ -265,13 +298,17 @@ class ResidentWeights:
 
     def views(self) -> dict[str, Tensor]:
         self.wait_until_updated()
+        # Whoever reads weights in, counts a version of the tensor up; the optimizer's kernels do not.
+        if self._quantizer is not None and self._quantized_version != (version := self.state.weights._version):
+            self._quantizer.quantize(self.state.weights, self._matrices)
+            self._quantized_version = version
         return self._views
 
     def release(self) -> Event:
         raise ScheduleError(f"stage {self._stage} is resident and cannot be offloaded")
 
     def updated(self, event: Event | None = None) -> None:
-        self._updated = event
+        self._updated, self._quantized_version = event, None
 
     def gather_updated(self) -> None:
         """Make compute wait for an update shared by replicas, which includes the gather of all weights."""

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from mobius.config.config import Config, Dtype, OptimizerStates
+from mobius.config.config import Config, Dtype, MatmulDtype, OptimizerStates
 from mobius.hardware.devices import has_gpus
 from mobius.ranks import Ranks, set_cuda_max_connections
 
@@ -57,13 +57,16 @@ def resolve_cpu_dtype(config: Config, *, given: Collection[str] | None, is_first
     """Return the config with the number format of a run on CPUs.
 
     fp32 replaces a default that the CPU has no instructions for; a format that the user gave, or that
-    `--optimizer_states` needs, stays, with a warning. `is_first`: whether this rank logs for all.
+    `--optimizer_states` or `--matmul_dtype` needs, stays, with a warning. `is_first`: whether this rank logs for all.
     """
     dtype = config.model.dtype
     if dtype is Dtype.FP32 or DTYPE_CPU_FLAGS[dtype] & cpu_flags():
         return config
     is_open = given is not None and "dtype" not in given
-    if is_open and config.optim.optimizer_states is OptimizerStates.FP32:
+    needs_bf16 = (
+        config.optim.optimizer_states is not OptimizerStates.FP32 or config.model.matmul_dtype is not MatmulDtype.BF16
+    )
+    if is_open and not needs_bf16:
         if is_first:
             logger.info("computing in fp32: this CPU has no instructions for %s (--dtype %s insists)", dtype, dtype)
         return replace(config, model=replace(config.model, dtype=Dtype.FP32))

@@ -187,7 +187,9 @@ def split_layer(
         gradient_factors = tuple(each for each in block.gradient_factors if each.weight in trained)
         # FlexAttention, which compiles itself, is outside of both halves.
         graphs = CompiledModule(half, name="halves of layers") if compiled else None
-        halves.append(replace(Block.of("", half), gradient_factors=gradient_factors, graphs=graphs))
+        whole = Block.of("", half)
+        quantizable = tuple(each for each in block.quantizable if f"{each}.weight" in whole.shapes)
+        halves.append(replace(whole, gradient_factors=gradient_factors, graphs=graphs, quantizable=quantizable))
     return SplitBlocks(halves[0], halves[1], attention)
 
 

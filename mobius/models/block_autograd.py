@@ -23,7 +23,7 @@ from mobius.models.compiled import (
     as_tuple,
     selective_checkpoint_contexts,
 )
-from mobius.models.linear import GradientFactors, make_leaves
+from mobius.models.linear import QUANTIZED_PARTS, GradientFactors, make_leaves
 from mobius.schedule.plan import RecomputeLevel
 
 _NORM = re.compile(r"Norm(?![a-z])")
@@ -52,6 +52,8 @@ class Block:
     """Parameters without weight decay: norms, biases, and tensors of at most one dimension."""
     graphs: CompiledModule | None = None
     """The module compiled to its own graphs, shared like `module`; None to use its code and autograd."""
+    quantizable: tuple[str, ...] = ()
+    """Linears within the module whose weights may be passed quantized, with `QUANTIZED_PARTS` next to them."""
 
     @classmethod
     def of(cls, prefix: str, module: nn.Module) -> Block:
@@ -77,6 +79,10 @@ class Block:
     def no_weight_decay_names(self) -> frozenset[str]:
         """Hugging Face names of parameters without weight decay."""
         return frozenset(self.prefix + name for name in self.no_weight_decay)
+
+    def quantizable_names(self) -> tuple[str, ...]:
+        """Hugging Face names of weights that may be passed quantized."""
+        return tuple(f"{self.prefix}{linear}.weight" for linear in self.quantizable)
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Hugging Face name -> shape."""
@@ -135,7 +141,12 @@ BlockGraph = AutogradGraph | CompiledGraph
 
 
 def _own_views(views: NamedTensors, block: Block) -> dict[str, Tensor]:
-    return {name: views[block.prefix + name] for name in block.shapes}
+    own = {name: views[block.prefix + name] for name in block.shapes}
+    for linear in block.quantizable:
+        for name in (f"{linear}.{part}" for part in QUANTIZED_PARTS):
+            if block.prefix + name in views:
+                own[name] = views[block.prefix + name]
+    return own
 
 
 def run_without_graph(block: Block, weights: NamedTensors, inputs: Tensor, arguments: Mapping[str, Any]) -> Tensor:

@@ -10,14 +10,14 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from mobius.config.config import AdapterConfig
+from mobius.config.config import AdapterConfig, MatmulDtype
 from mobius.errors import CheckpointError
 from mobius.models.adapters import adapt, adapted_linear
 from mobius.models.attention import (
@@ -31,17 +31,24 @@ from mobius.models.attention import (
 from mobius.models.attention_split import SplitBlocks, split_layer
 from mobius.models.block_autograd import Block
 from mobius.models.compiled import KeywordArguments
-from mobius.models.experts import count_experts, find_experts_gradient_factors, register_experts_implementation
+from mobius.models.experts import (
+    count_experts,
+    find_experts_gradient_factors,
+    fused_experts,
+    register_experts_implementation,
+)
 from mobius.models.family_support import checked_families, unsliceable_reason
 from mobius.models.linear import (
     GradientFactorLinear,
     GradientFactors,
     LinearGradientFactors,
     find_linear_gradient_factors,
+    find_quantizable_linears,
     replace_linears,
 )
 from mobius.models.loss import Objective
 from mobius.models.parameter_pieces import ParameterPiece, find_parameter_pieces
+from mobius.models.quantization import FORMATS
 from mobius.models.router_loss import install_router_loss
 from mobius.models.structure import (
     ScaledModule,
@@ -71,13 +78,16 @@ class ModelParts:
         compiled: bool = False,
         packed_dtype: torch.dtype | None = None,
         adapters: AdapterConfig = AdapterConfig(),
+        matmul_dtype: MatmulDtype = MatmulDtype.BF16,
     ) -> None:
         """Build the parts. `compiled` compiles layers, norm and loss; `packed_dtype` is the dtype of packed rows.
 
-        `adapters` selects the trained parameters. Raises CheckpointError for an unsupported model structure, and
-        ConfigError for adapters that do not fit the model.
+        `adapters` selects the trained parameters, `matmul_dtype` the format of the layers' products. Raises
+        CheckpointError for an unsupported model structure, and ConfigError for adapters that do not fit the model.
         """
         self.adapters = adapters
+        self.eight_bit = FORMATS.get(matmul_dtype)
+        """Format of the products of `Block.quantizable`; None: that of weights and activations."""
         self.attention = None if packed_dtype is None else _attention_of(config, device, packed_dtype)
         config = copy.deepcopy(config)  # its attention and experts implementations are changed below
         if self.attention is not None:
@@ -227,8 +237,10 @@ class ModelParts:
             if signature not in templates:
                 hidden, on_meta = self._on_meta(own)
                 with translate_config_errors(self.config):
-                    gradient_factors = _find_gradient_factors(layer, partial(layer, hidden, **on_meta))
-                template = replace(Block.of("", layer), gradient_factors=gradient_factors)
+                    run = partial(layer, hidden, **on_meta)
+                    gradient_factors = _find_gradient_factors(layer, run)
+                    quantizable = _find_quantizable(layer, run, gradient_factors) if self.eight_bit else ()
+                template = replace(Block.of("", layer), gradient_factors=gradient_factors, quantizable=quantizable)
                 templates[signature] = template.compile("layers") if compiled else template
             yield replace(templates[signature], prefix=f"{prefix}.{index}.")
 
@@ -263,6 +275,20 @@ def _find_gradient_factors(layer: nn.Module, run: Callable[[], object]) -> tuple
     """Gradient factors of a layer that `run` runs on the probe tokens."""
     linears = find_linear_gradient_factors(layer, run, num_tokens=_PROBE_TOKENS)
     return *linears, *find_experts_gradient_factors(layer, run, num_tokens=_PROBE_TOKENS)
+
+
+def _find_quantizable(
+    layer: nn.Module, run: Callable[[], object], gradient_factors: Sequence[GradientFactors]
+) -> tuple[str, ...]:
+    """Linears of a layer whose products may be in 8 bits: not routers, and no weight gradient by autograd."""
+    factored = {each.weight for each in gradient_factors}
+    routers = {int(cast(Any, experts).num_experts) for experts in fused_experts(layer).values()}
+    return tuple(
+        name
+        for name in find_quantizable_linears(layer, run, num_tokens=_PROBE_TOKENS, kept=routers)
+        if adapted_linear(f"{name}.weight") is None
+        and (f"{name}.weight" in factored or not layer.get_parameter(f"{name}.weight").requires_grad)
+    )
 
 
 def _signature(layer: nn.Module) -> tuple[Any, ...]:

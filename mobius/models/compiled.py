@@ -11,6 +11,7 @@ without autograd and guards. All graphs are made and called under torch.no_grad.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -206,7 +207,7 @@ class CompiledModule:
     ) -> _Call:
         tensors, kinds = (arguments if isinstance(arguments, KeywordArguments) else KeywordArguments(arguments)).flat
         given = [*weights.values(), *inputs, *self._buffers.values(), *tensors]
-        key = _kind(next(iter(weights.values()), None)), *map(_kind, inputs), kinds
+        key = len(weights), _kind(next(iter(weights.values()), None)), *map(_kind, inputs), kinds
         return _Call(self._module, tuple(weights), len(inputs), gradient_factors, arguments, given, key)
 
     def _graph(self, key: Hashable, make: Callable[[], Result]) -> Result | None:
@@ -360,7 +361,8 @@ def _keep_no_inputs(forward: Graph, backward: Graph, *, num_outputs: int) -> tup
 
 
 def _compile(module: GraphModule) -> Callable[..., Results]:
-    return cast(Callable[..., Results], torch._inductor.compile(module, _examples(module)))
+    with _rounding(_examples(module)):
+        return cast(Callable[..., Results], torch._inductor.compile(module, _examples(module)))
 
 
 def _compile_emptying(module: GraphModule) -> Callable[[list[Tensor]], Results]:
@@ -374,7 +376,17 @@ def _compile_emptying(module: GraphModule) -> Callable[[list[Tensor]], Results]:
         if node.op != "placeholder":
             copies[node] = graph.node_copy(node, copies.__getitem__)
     examples: Any = [_examples(module)]
-    return cast(Callable[..., Results], torch._inductor.compile(GraphModule(module, graph), examples))
+    with _rounding(examples[0]):
+        return cast(Callable[..., Results], torch._inductor.compile(GraphModule(module, graph), examples))
+
+
+def _rounding(examples: Sequence[Any]) -> contextlib.AbstractContextManager[object]:
+    """Make fused kernels round intermediate results as single ones do, where values are then quantized.
+
+    Otherwise a forward alone and one within a joint graph, which fuse differently, would choose other codes.
+    """
+    has_codes = any(isinstance(each, Tensor) and each.itemsize == 1 and each.dtype != torch.bool for each in examples)
+    return torch._inductor.config.patch(emulate_precision_casts=True) if has_codes else contextlib.nullcontext()
 
 
 def _examples(module: GraphModule) -> list[Any]:

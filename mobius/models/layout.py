@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from mobius.models.quantization import EightBitFormat
 
 ALIGNMENT = 128
 """In elements; 256 bytes in bf16, so that every view is aligned for vectorized kernels and compiled graphs."""
@@ -57,6 +60,10 @@ class StageLayout:
     """Length of the first part, whose optimizer state is in a reduced format."""
     reduced_format: str = ""
     """Which one, in the words of --optimizer_states."""
+    quantized: tuple[str, ...] = ()
+    """Matrices whose products are in eight bits, frozen or trained."""
+    eight_bit: EightBitFormat | None = None
+    """Format of these."""
 
     @classmethod
     def of(
@@ -67,11 +74,13 @@ class StageLayout:
         no_weight_decay: Collection[str] | None = None,
         reduced: Collection[str] = frozenset(),
         reduced_format: str = "",
+        quantized: Collection[str] = (),
+        eight_bit: EightBitFormat | None = None,
     ) -> StageLayout:
         """Lay out `shapes` (name -> shape); the parameters named in `frozen` are not trained.
 
         Those in `no_weight_decay` have no weight decay; None: all with fewer than two dimensions. The optimizer states
-        of decayed ones in `reduced` are in `reduced_format`.
+        of decayed ones in `reduced` are in `reduced_format`, products of those in `quantized` are `eight_bit`.
         """
         trained = [name for name in shapes if name not in frozen]
         without = {name for name in shapes if len(shapes[name]) < 2} if no_weight_decay is None else no_weight_decay
@@ -93,7 +102,8 @@ class StageLayout:
         own += [FlatRange(decayed_end, num_trained, has_decay=False)]
         ranges = tuple(part for part in own if part.end > part.start)
         ordered = {name: offsets[name] for name in shapes}
-        return cls(ordered, num_elements, num_trained, ranges, num_reduced, reduced_format)
+        codes = tuple(name for name in ordered if name in quantized)
+        return cls(ordered, num_elements, num_trained, ranges, num_reduced, reduced_format, codes, eight_bit)
 
     def split(self) -> tuple[StageLayout, StageLayout]:
         """Return one layout of the frozen parameters and one of the trained ones."""
@@ -102,7 +112,11 @@ class StageLayout:
         trained = {name: shape for name, shape in shapes.items() if name not in frozen}
         decayed_end = max((part.end for part in self.ranges if part.has_decay), default=0)
         no_weight_decay = {name for name in trained if self.offsets[name][0] >= decayed_end}
-        return StageLayout.of(frozen, frozen=frozen), StageLayout.of(trained, no_weight_decay=no_weight_decay)
+        codes: dict[str, Any] = {"quantized": self.quantized, "eight_bit": self.eight_bit}
+        return (
+            StageLayout.of(frozen, frozen=frozen, **codes),
+            StageLayout.of(trained, no_weight_decay=no_weight_decay, **codes),
+        )
 
     def part(self, trained: slice) -> StageLayout:
         """Return a layout of only these trained elements, without names."""

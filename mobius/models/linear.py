@@ -1,7 +1,7 @@
 """Linear layers: the number format of their products, and gradients of their weights as two factors.
 
-    forward     y  = x W^T + b      ProductFormat.output
-    backward    dx = dy W           ProductFormat.input_gradient
+    forward     y  = x W^T + b      ProductFormat.output            of codes, if the weight is quantized
+    backward    dx = dy W           ProductFormat.input_gradient    likewise
                 dW = dy^T x         ProductFormat.add_weight_gradient, from the factors dy and x
 
 Autograd would allocate dW for every microbatch, in the working dtype, and a second pass would add it to the sums. With
@@ -21,7 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mobius.models import quantization
+
 INPUT_PLACEHOLDER, OUTPUT_PLACEHOLDER = "input_placeholder", "output_placeholder"
+QUANTIZED_PARTS = quantization.QuantizedMatrix._fields[1:]
+"""Buffers of a linear that accompany its weight if that holds codes by row."""
 
 
 class GradientFactors(Protocol):
@@ -49,7 +53,9 @@ class LinearGradientFactors:
         return self._within("weight")
 
     def make_placeholders(self, weight: Tensor, *, num_tokens: int) -> dict[str, Tensor]:
-        element = torch.empty(1, dtype=weight.dtype, device=weight.device)
+        # Codes are of bf16 weights, and activations are in bf16.
+        dtype = weight.dtype if weight.is_floating_point() and weight.itemsize > 1 else torch.bfloat16
+        element = torch.empty(1, dtype=dtype, device=weight.device)
         widths = zip((INPUT_PLACEHOLDER, OUTPUT_PLACEHOLDER), reversed(weight.shape), strict=True)
         return {self._within(name): element.expand(num_tokens, width).requires_grad_() for name, width in widths}
 
@@ -62,20 +68,24 @@ class LinearGradientFactors:
 
 
 class ProductFormat:
-    """Number format of a linear's three products: the working dtype of weights and activations, the only format.
+    """Number format of a linear's three products: the working dtype of weights and activations, or 8-bit codes.
 
-    `weight` [out, in] is the view of a weight slot, `inputs` [..., in] and `gradient` [..., out] have its dtype.
+    `weight` [out, in] is the view of a weight slot, `inputs` [..., in] and `gradient` [..., out] have its dtype. With
+    `scales`, the weight is codes in the order of `quantization.QuantizedMatrix`, and the others are quantized here.
     """
 
     @staticmethod
-    def output(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """X W^T + b, [..., out]."""
-        return F.linear(inputs, weight, bias)
+    def output(inputs: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> Tensor:
+        """X W^T + b, [..., out]; `scales` [out]."""
+        if scales is None:
+            return F.linear(inputs, weight, bias)
+        output = quantization.product(inputs, weight, scales)
+        return output if bias is None else output + bias
 
     @staticmethod
-    def input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
-        """Dy W, [..., in]."""
-        return gradient @ weight
+    def input_gradient(gradient: Tensor, weight: Tensor, scales: Tensor | None = None) -> Tensor:
+        """Dy W, [..., in]; with `scales` [in], `weight` is by column, [in, out]."""
+        return gradient @ weight if scales is None else quantization.product(gradient, weight, scales)
 
     @staticmethod
     def add_weight_gradient(total: Tensor, gradient: Tensor, inputs: Tensor) -> None:
@@ -93,28 +103,35 @@ class ProductFormat:
 
 
 class GradientFactorLinear(nn.Linear):
-    """`nn.Linear`; if `functional_call` passes placeholders, backward returns factors instead of a weight gradient."""
+    """`nn.Linear`; if `functional_call` passes placeholders, backward returns factors instead of a weight gradient.
+
+    If it passes `QUANTIZED_PARTS`, the weight is codes by row.
+    """
 
     input_placeholder: Tensor | None
     """[tokens, in_features]; its gradient is the input x."""
     output_placeholder: Tensor | None
     """[tokens, out_features]; its gradient is dy, the gradient of the output."""
+    row_scales: Tensor | None
+    by_columns: Tensor | None
+    column_scales: Tensor | None
 
     def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
         super().__init__(in_features, out_features, **options)
-        for name in (INPUT_PLACEHOLDER, OUTPUT_PLACEHOLDER):
+        for name in (INPUT_PLACEHOLDER, OUTPUT_PLACEHOLDER, *QUANTIZED_PARTS):
             self.register_buffer(name, None, persistent=False)
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
-        if self.input_placeholder is None:
+        if self.input_placeholder is None and self.row_scales is None:
             return ProductFormat.output(input, self.weight, self.bias)
         tensors = input, self.weight, self.bias, self.input_placeholder, self.output_placeholder
-        return cast(Tensor, _ProductWithFactors.apply(*tensors))  # type: ignore[no-untyped-call]
+        parts = self.row_scales, self.by_columns, self.column_scales
+        return cast(Tensor, _ProductWithFactors.apply(*tensors, *parts))  # type: ignore[no-untyped-call]
 
 
 class _ProductWithFactors(torch.autograd.Function):
-    """x W^T + b, with the factors of W's gradient as gradients of the placeholders."""
+    """x W^T + b, with the factors of W's gradient as gradients of the placeholders, if these are given."""
 
     @staticmethod
     def forward(
@@ -122,21 +139,28 @@ class _ProductWithFactors(torch.autograd.Function):
         inputs: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        input_placeholder: Tensor,
-        output_placeholder: Tensor,
+        input_placeholder: Tensor | None,
+        output_placeholder: Tensor | None,
+        row_scales: Tensor | None,
+        by_columns: Tensor | None,
+        column_scales: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(inputs, weight)
-        ctx.has_bias = bias is not None
-        return ProductFormat.output(inputs, weight, bias)
+        ctx.has_factors = input_placeholder is not None
+        in_backward = weight if by_columns is None else by_columns
+        ctx.save_for_backward(in_backward, column_scales, inputs if ctx.has_factors else None)
+        return ProductFormat.output(inputs, weight, bias, row_scales)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, weight = ctx.saved_tensors
+        weight, scales, inputs = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])
-        bias_gradient = rows.sum(0) if ctx.has_bias else None
-        input_gradient = ProductFormat.input_gradient(gradient, weight)
-        # Detached: otherwise the input would keep its own graph alive.
-        return input_gradient, None, bias_gradient, inputs.detach().reshape(-1, inputs.shape[-1]), rows
+        bias_gradient = rows.sum(0) if ctx.needs_input_grad[2] else None
+        input_gradient = ProductFormat.input_gradient(gradient, weight, scales)
+        factors: tuple[Tensor | None, ...] = (None, None)
+        if ctx.has_factors:
+            # Detached: otherwise the input would keep its own graph alive.
+            factors = inputs.detach().reshape(-1, inputs.shape[-1]), rows
+        return input_gradient, None, bias_gradient, *factors, None, None, None
 
 
 def replace_linears(module: nn.Module) -> None:
@@ -171,6 +195,25 @@ def find_linear_gradient_factors(
     return tuple(found)
 
 
+def find_quantizable_linears(
+    module: nn.Module, run: Callable[[], object], *, num_tokens: int, kept: Collection[int] = ()
+) -> tuple[str, ...]:
+    """Names of linears under `module` whose products may be in eight bits, as `run` calls them: once, on all tokens.
+
+    Their sizes are multiples of `quantization.WIDTH_MULTIPLE`. Factors of adapters, and linears with as many outputs as
+    `kept` says, such as routers, keep the working dtype.
+    """
+    named = {each: name for name, each in module.named_modules() if isinstance(each, GradientFactorLinear)}
+    calls = record_calls(named, run)
+    return tuple(
+        name
+        for linear, name in named.items()
+        if [call.output.shape[:-1].numel() for call in calls[linear]] == [num_tokens]
+        and all(size % quantization.WIDTH_MULTIPLE == 0 for size in linear.weight.shape)
+        and linear.out_features not in kept
+    )
+
+
 class Call(NamedTuple):
     """A module's call."""
 
@@ -203,10 +246,13 @@ def make_leaves(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Split parameters into constants and leaves of a graph, both by name.
 
-    Constants are frozen weights and weights with `gradient_factors`; leaves are other parameters and placeholders.
+    Constants are frozen weights, weights with `gradient_factors`, and what accompanies quantized ones; leaves are other
+    parameters and placeholders.
     """
     own = dict(weights)
-    fixed = {name: own.pop(name).detach() for name in (*(each.weight for each in gradient_factors), *frozen)}
+    codes = [name for name, each in own.items() if each.itemsize == 1 or name.rpartition(".")[2] in QUANTIZED_PARTS]
+    names = dict.fromkeys((*(each.weight for each in gradient_factors), *frozen, *codes))
+    fixed = {name: own.pop(name).detach() for name in names}
     leaves = {name: weight.detach().requires_grad_() for name, weight in own.items()}
     for each in gradient_factors:
         leaves |= each.make_placeholders(fixed[each.weight], num_tokens=num_tokens)

@@ -15,7 +15,7 @@ The fp8 format is e4m3 (arXiv 2209.05433); sums of int8 products are exact (arXi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -115,7 +115,8 @@ def _emulated(rows: Tensor, row_scales: Tensor, codes: Tensor, scales: Tensor, d
 def _on_gpu(rows: Tensor, row_scales: Tensor, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     if codes.dtype == torch.int8:
         return _int8_product(rows, row_scales, codes, scales)
-    return torch._scaled_mm(rows, codes.t(), row_scales, scales[None], out_dtype=dtype, use_fast_accum=True)
+    settings: Any = {"out_dtype": dtype, "use_fast_accum": True}
+    return cast(Tensor, torch._scaled_mm(rows, codes.t(), row_scales, scales[None], **settings))
 
 
 @torch.library.custom_op("mobius::int8_product", mutates_args=())

@@ -58,7 +58,9 @@ def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = Non
     # What has no effect was refused when it was read, where it is known what was typed.
     validate(config, machine.num_ranks, machine.num_replicas, is_exempt=lambda *_: True)
     model = load_planned_config(config.model)
-    parts = ModelParts(model.config, torch.device("cpu"), adapters=config.adapters)
+    parts = ModelParts(
+        model.config, torch.device("cpu"), adapters=config.adapters, matmul_dtype=config.model.matmul_dtype
+    )
     if model.folder is not None:
         if model.undownloaded_bytes:
             text = "%s of weights are not downloaded by a dry run, which goes by their index; a run checks them"

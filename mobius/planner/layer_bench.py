@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mobius.engine.documents import typical_arguments, typical_documents
 from mobius.engine.pipelined_router_loss import PipelinedRouterLoss
+from mobius.engine.quantized_weights import StageQuantizer, num_scales_of
 from mobius.engine.sliced_layers import SequenceKVCaches, SlicedLayers
 from mobius.engine.stage import StageModule
 from mobius.engine.stage_layers import MicrobatchContext, SavedForBackward, SequenceSlice, StageLayers
@@ -109,7 +110,12 @@ def make_weights_and_sums(
     layout = stage.layout()
     weights = torch.empty(layout.num_elements, device=device, dtype=dtype)
     weights = weights.normal_(std=0.02) if is_random else weights.zero_()
-    return layout.views(weights), layout.trained_views(torch.zeros(layout.num_trained, device=device))
+    sums = layout.trained_views(torch.zeros(layout.num_trained, device=device))
+    if (quantizer := StageQuantizer.of(layout)) is None:
+        return layout.views(weights), sums
+    matrices = quantizer.in_slot(weights, torch.empty(num_scales_of(layout), device=device))
+    quantizer.quantize(weights, matrices)
+    return quantizer.views(weights, matrices), sums
 
 
 @dataclass(frozen=True)

@@ -349,7 +349,8 @@ def _frozen_parameters(request: PlanRequest, model: PretrainedConfig) -> Iterato
         if find_problems(config):
             return None
         try:
-            shape = ModelParts(model, torch.device("cpu"), adapters=config.adapters).shape()
+            products = config.model.matmul_dtype
+            shape = ModelParts(model, torch.device("cpu"), adapters=config.adapters, matmul_dtype=products).shape()
         except ConfigError:
             return None
         return replace(request, config=config, shape=shape)

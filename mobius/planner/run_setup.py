@@ -186,7 +186,13 @@ def draft_run_setup(
         machine = replace(machine, agreed_host_bytes=smallest_of_all(met, own))
     shares = measured_shares(split_names(config.pipeline.offload_states_to))
     machine = replace(machine, disks=_measured_disks(config, met), disk_shares=shares)
-    parts = ModelParts(model_config, device, compiled=compiles(config, machine), adapters=config.adapters)
+    parts = ModelParts(
+        model_config,
+        device,
+        compiled=compiles(config, machine),
+        adapters=config.adapters,
+        matmul_dtype=config.model.matmul_dtype,
+    )
     shape = parts.shape()
     agree: Callable[[int], int] = int if met is None else partial(smallest_of_all, met)
     machine = with_room_for_steps(machine, config, shape, is_possible=parts.stores_in_order, agree=agree)
@@ -242,6 +248,7 @@ def complete_run_setup(draft: RunSetup, config: Config, *, packed: PackedRows | 
             compiled=request.compiles,
             packed_dtype=dtype,
             adapters=config.adapters,
+            matmul_dtype=config.model.matmul_dtype,
         )
     asked = PlanRequest.of(config, request.shape, request.machine, packed)
     return _plan_again(replace(draft, parts=parts), asked)

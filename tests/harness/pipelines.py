@@ -27,7 +27,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from mobius.config.config import AdapterConfig
+from mobius.config.config import AdapterConfig, MatmulDtype
 from mobius.engine.executor import StepBatch
 from mobius.engine.step_sums import EvaluationSums, StepSums
 from mobius.engine.tied_weights import TiedWeights
@@ -84,13 +84,21 @@ def _parts(
     *,
     compiled: bool,
     adapters: AdapterConfig,
+    matmul_dtype: MatmulDtype,
 ) -> ModelParts:
-    key = (str(device), config.to_json_string(use_diff=False), rank, packed_dtype, compiled, adapters)
+    key = (str(device), config.to_json_string(use_diff=False), rank, packed_dtype, compiled, adapters, matmul_dtype)
     with _MAKING:  # the first packed ones register an operation, which in a run one thread does
         if key not in _PARTS:
             if len(_PARTS) >= _MOST_PARTS:
                 _PARTS.clear()
-            _PARTS[key] = ModelParts(config, device, packed_dtype=packed_dtype, compiled=compiled, adapters=adapters)
+            _PARTS[key] = ModelParts(
+                config,
+                device,
+                packed_dtype=packed_dtype,
+                compiled=compiled,
+                adapters=adapters,
+                matmul_dtype=matmul_dtype,
+            )
         return _PARTS[key]
 
 
@@ -146,6 +154,7 @@ class Pipeline:
     keeps_attention: bool = False
     """Whether layers of slices save attention's result."""
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
+    matmul_dtype: MatmulDtype = MatmulDtype.BF16
     source: WeightSource | None = None
     """Source of the parameters; None: the model."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -170,7 +179,13 @@ class Pipeline:
         groups = self.num_microbatches // self.num_slices
         rows, length = batch.input_ids.chunk(groups)[0].shape
         parts = _parts(
-            self.model.config, self.device, transport.rank, packed_dtype, compiled=self.compiled, adapters=self.adapters
+            self.model.config,
+            self.device,
+            transport.rank,
+            packed_dtype,
+            compiled=self.compiled,
+            adapters=self.adapters,
+            matmul_dtype=self.matmul_dtype,
         )
         plan = self._plan(len(parts.layers))
         stages = RankStages.allocate(

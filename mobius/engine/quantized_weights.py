@@ -1,0 +1,80 @@
+"""Codes of a stage's matrices in place of, or next to, its bf16 weights.
+
+    in a slot    a matrix of n weights, 2 n bytes: codes by row, n bytes | codes by column, n bytes
+    resident     the same in a buffer of its own, as the optimizer needs the weights
+
+Both are made on the compute stream when compute first asks for the weights after a load or an update, for all
+microbatches that follow. A slot's matrix is first copied aside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mobius.models.layout import StageLayout
+from mobius.models.linear import QUANTIZED_PARTS
+from mobius.models.quantization import QuantizedMatrix
+
+
+class StageQuantizer:
+    """Quantizes the matrices in `layout.quantized` of one stage."""
+
+    def __init__(self, layout: StageLayout) -> None:
+        assert layout.eight_bit is not None
+        self._layout, self._codes, self._names = layout, layout.eight_bit.codes, layout.quantized
+
+    @classmethod
+    def of(cls, layout: StageLayout) -> StageQuantizer | None:
+        """The quantizer of a stage; None if no weight is quantized."""
+        return cls(layout) if layout.quantized else None
+
+    def in_slot(self, values: Tensor, scales: Tensor) -> dict[str, QuantizedMatrix]:
+        """Name -> codes in the place of the weights in `values`, and `scales`: fp32 [num_scales_of(layout) or more]."""
+        return self._matrices({name: values[self._layout.slice_of(name)] for name in self._names}, scales)
+
+    def allocate(self, device: torch.device) -> dict[str, QuantizedMatrix]:
+        """Name -> codes in memory of their own."""
+        sizes = [torch.Size(self._shape(name)).numel() for name in self._names]
+        codes = torch.empty(sum(sizes), dtype=torch.bfloat16, device=device).split(sizes)
+        scales = torch.empty(num_scales_of(self._layout), device=device)
+        return self._matrices(dict(zip(self._names, codes, strict=True)), scales)
+
+    def _matrices(self, codes: Mapping[str, Tensor], scales: Tensor) -> dict[str, QuantizedMatrix]:
+        made, start = dict[str, QuantizedMatrix](), 0
+        for name, both in codes.items():
+            rows, columns = self._shape(name)
+            by_rows, by_columns = both.view(self._codes).chunk(2)
+            row_scales, column_scales = scales[start : start + rows + columns].split((rows, columns))
+            made[name] = QuantizedMatrix(
+                by_rows.view(rows, columns), row_scales, by_columns.view(columns, rows), column_scales
+            )
+            start += rows + columns
+        return made
+
+    def views(self, values: Tensor, matrices: Mapping[str, QuantizedMatrix]) -> dict[str, Tensor]:
+        """Views of the stage's weights in `values`, with quantized ones and their parts from `matrices`."""
+        views = self._layout.views(values)
+        for name, matrix in matrices.items():
+            linear = name.removesuffix("weight")
+            views[name] = matrix.by_rows
+            views |= {f"{linear}{part}": getattr(matrix, part) for part in QUANTIZED_PARTS}
+        return views
+
+    def quantize(self, weights: Tensor, matrices: Mapping[str, QuantizedMatrix]) -> None:
+        """Fill `matrices` from the stage's bf16 `weights` on the current stream; they may share memory."""
+        for name, matrix in matrices.items():
+            source = weights[self._layout.slice_of(name)]
+            if source.data_ptr() == matrix.by_rows.data_ptr():
+                source = source.clone()
+            matrix.fill(source.view(self._shape(name)))
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return self._layout.offsets[name][1]
+
+
+def num_scales_of(layout: StageLayout) -> int:
+    """Number of scales of the stage's quantized matrices: one per row and one per column."""
+    return sum(sum(layout.offsets[name][1]) for name in layout.quantized)
