@@ -83,7 +83,7 @@ class _WeightSlot(DeviceBuffer):
     """Recorded after gathered weights are copied to the host; they must not be overwritten before."""
     views: dict[str, Tensor] = field(default_factory=dict)
     scales: Tensor = field(default_factory=partial(torch.empty, 0))
-    """Of quantized weights, fp32."""
+    """Scales of quantized weights, fp32."""
 
 
 class WeightSlotPool:

@@ -48,7 +48,7 @@ from mobius.models.linear import (
 )
 from mobius.models.loss import Objective
 from mobius.models.parameter_pieces import ParameterPiece, find_parameter_pieces
-from mobius.models.quantization import FORMATS
+from mobius.models.quantization import FORMATS, WIDTH_MULTIPLE
 from mobius.models.router_loss import install_router_loss
 from mobius.models.structure import (
     ScaledModule,
@@ -122,6 +122,12 @@ class ModelParts:
         # FlexAttention compiles itself, and its masks are not tensors, so they cannot be graph inputs.
         compiled_layers = compiled and self.attention is not DocumentAttention.FLEX
         self.layers = tuple(self._layer_blocks(structure.layers, arguments, compiled=compiled_layers))
+        if self.eight_bit is not None and not any(layer.quantizable for layer in self.layers):
+            raise CheckpointError(
+                f"--matmul_dtype {matmul_dtype}: the family {config.model_type!r} has no linear layers whose products "
+                f"could be quantized: they run on all tokens, and their sizes are multiples of {WIDTH_MULTIPLE}. Use "
+                "bf16."
+            )
         self.is_tied = bool(config.tie_word_embeddings)
         self.objective = Objective(structure.logits_scaling_steps, compiled=compiled)
 

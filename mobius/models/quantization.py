@@ -15,10 +15,12 @@ The fp8 format is e4m3 (arXiv 2209.05433); sums of int8 products are exact (arXi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from mobius.errors import GpuMemoryError, first_line
 
 WIDTH_MULTIPLE = 16
 """Rows and columns of a matrix with 8-bit products are multiples of this, as tensor cores need."""
@@ -35,9 +37,9 @@ class EightBitFormat:
     """In the words of --matmul_dtype."""
     codes: torch.dtype
     exponent: int
-    """Of the largest code, which is (2 - fraction) * 2^exponent."""
+    """Power of two of the largest code, which is below twice it."""
     carry: int
-    """What added to the mantissa bits of a value carries into its exponent if they exceed the largest code's."""
+    """Added to a value's mantissa bits, it carries into the exponent if they exceed the largest code's."""
 
     def scales(self, largest: Tensor) -> tuple[Tensor, Tensor]:
         """Scales of rows by their largest magnitude (fp32), and the inverse by which values are multiplied; both fp32.
@@ -64,8 +66,30 @@ FP8 = EightBitFormat("fp8", torch.float8_e4m3fn, exponent=8, carry=0x1FFFFF)
 INT8 = EightBitFormat("int8", torch.int8, exponent=6, carry=0x1FFFF)
 """Largest code 127."""
 FORMATS = {each.name: each for each in (FP8, INT8)}
-"""By the word of --matmul_dtype."""
+"""Format by the word of --matmul_dtype."""
 _BY_CODES = {each.codes: each for each in FORMATS.values()}
+
+
+def check_products(matmul_dtype: str, device: torch.device) -> None:
+    """Multiply small matrices on a GPU, and raise GpuMemoryError if it cannot, or if a product is not exact."""
+    eight_bit = FORMATS.get(matmul_dtype)
+    if eight_bit is None or device.type != "cuda":
+        return
+    generator = torch.Generator().manual_seed(1)
+    rows, codes = (torch.randint(-7, 8, (size, 64), generator=generator).to(eight_bit.codes) for size in (48, 32))
+    row_scales, scales = (torch.exp2(torch.arange(size) % 5 - 2.0) for size in (48, 32))
+    given = rows, row_scales[:, None], codes, scales
+    try:
+        found = _on_gpu(torch.bfloat16, *(each.to(device) for each in given)).cpu()
+        reason = None if torch.equal(found, _emulated(torch.bfloat16, *given)) else "its products are wrong"
+    except RuntimeError as error:
+        reason = first_line(error)
+    if reason is not None:
+        name, other = torch.cuda.get_device_name(device), "int8 (compute capability 8.0 and newer) or "
+        raise GpuMemoryError(
+            f"--matmul_dtype {eight_bit.name}: {name} does not multiply in this format with torch {torch.__version__} "
+            f"({reason}); use {other if eight_bit is FP8 else ''}bf16"
+        )
 
 
 class QuantizedMatrix(NamedTuple):
@@ -102,21 +126,23 @@ def product(inputs: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     rows = inputs.reshape(-1, inputs.shape[-1])
     own, row_scales = _BY_CODES[codes.dtype].quantize(rows)
     multiply = _on_gpu if inputs.device.type == "cuda" else _emulated
-    return multiply(own, row_scales, codes, scales, inputs.dtype).reshape(*inputs.shape[:-1], codes.shape[0])
+    return multiply(inputs.dtype, own, row_scales, codes, scales).reshape(*inputs.shape[:-1], codes.shape[0])
 
 
-def _emulated(rows: Tensor, row_scales: Tensor, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+def _emulated(dtype: torch.dtype, rows: Tensor, row_scales: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     if codes.dtype == torch.int8:
         sums = (rows.double() @ codes.t().double()).float()  # exact, as in int32
         return (sums * row_scales * scales).to(dtype)
     return ((rows.float() * row_scales) @ (codes.float() * scales[:, None]).t()).to(dtype)
 
 
-def _on_gpu(rows: Tensor, row_scales: Tensor, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+def _on_gpu(dtype: torch.dtype, rows: Tensor, row_scales: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     if codes.dtype == torch.int8:
-        return _int8_product(rows, row_scales, codes, scales)
-    settings: Any = {"out_dtype": dtype, "use_fast_accum": True}
-    return cast(Tensor, torch._scaled_mm(rows, codes.t(), row_scales, scales[None], **settings))
+        result: Tensor = _int8_product(rows, row_scales, codes, scales)
+        return result
+    scaled = rows, codes.t(), row_scales, scales[None]
+    result = torch._scaled_mm(*scaled, out_dtype=dtype, use_fast_accum=True)
+    return result
 
 
 @torch.library.custom_op("mobius::int8_product", mutates_args=())

@@ -24,6 +24,7 @@ from mobius.hardware.devices import TORCH_DTYPES, cap_gpu_memory, check_dtype, c
 from mobius.hardware.host_memory import available_host_bytes, own_host_bytes, total_host_bytes
 from mobius.models.blocks import ModelParts
 from mobius.models.family_support import checked_families, unpackable_reason, unsliceable_reason
+from mobius.models.quantization import check_products
 from mobius.models.router_loss import refuse_slices
 from mobius.planner.disk_use import check_disks, with_room_for_steps
 from mobius.planner.fit import DoesNotFitError, may_keep_products
@@ -166,6 +167,7 @@ def draft_run_setup(
         device_order = order_devices(config, ranks.num_pipeline_ranks, rendezvous)
     device = choose_device(pipeline.device, ranks, device_order)
     check_dtype(config.model.dtype, device)
+    check_products(config.model.matmul_dtype, device)
     free_bytes = cap_gpu_memory(device, pipeline.gpu_memory_limit)
     machine, pipelines_per_host = _machine(device, ranks, free_bytes), 1
     if replica_rendezvous is not None:

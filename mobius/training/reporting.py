@@ -11,7 +11,7 @@ from typing import Final
 
 from mobius.atomic_files import atomic_write
 from mobius.checkpoint.model_card import CardFacts, Origin, model_card
-from mobius.config.config import OptimizerStates, split_names
+from mobius.config.config import MatmulDtype, OptimizerStates, split_names
 from mobius.config.sources import to_yaml, written_options
 from mobius.data.batches import TrainingBatches
 from mobius.distributed.transport import all_gather_numbers
@@ -76,6 +76,10 @@ class StartupMeter(WarningRecorder):
 def log_model(run_setup: RunSetup, folder: Path) -> None:
     """Log the model's row; each rank loads its stages' weights later."""
     family, dtype = run_setup.parts.config.model_type, run_setup.config.model.dtype.value
+    products = run_setup.config.model.matmul_dtype
+    if products is not MatmulDtype.BF16:
+        number = sum(len(layer.quantizable) for layer in run_setup.parts.layers)
+        dtype = f"{dtype}, {number} linears of its layers multiply in {products}"
     logger.info("%s", table_row("model", f"{folder} ({family}), {run_setup.shape.describe()}, {dtype}"))
     warning = max_positions_warning(run_setup.parts.config, run_setup.config.data.seq_length)
     if warning is not None:

@@ -23,6 +23,7 @@ TABLE: dict[str, tuple[str, list[str]]] = {
     "ff_dim": ("--ff_dim 64", []),
     "num_heads": ("--num_heads 4", []),
     "dtype": ("--dtype fp16", []),
+    "matmul_dtype": ("--matmul_dtype int8", []),
     "dataset": ("--dataset a.jsonl", []),
     "seq_length": ("--seq_length 64", []),
     "packing": ("--packing on", [ANSWERS]),

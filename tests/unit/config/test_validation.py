@@ -97,6 +97,9 @@ VAL --eval_steps 2.5                                         : eval_steps
 --max_disk_writes 0 --offload_states_to d                    : max_disk_writes
 --max_disk_writes 9                                          : max_disk_writes
 --optimizer_states fp8                                       : optimizer_states
+--matmul_dtype fp16                                          : matmul_dtype
+--matmul_dtype fp8 --fp32                                    : matmul_dtype dtype
+--matmul_dtype int8 --fp16                                   : matmul_dtype dtype
 --optimizer_states compact --fp32                            : optimizer_states dtype
 --optimizer_states bf16 --use_lora                           : optimizer_states
 --use_lora --no_do_train --do_eval --val_size 10             : finetuning_type no_do_train
