@@ -87,6 +87,8 @@ class Peer:
 PEERS = {
     "fsdp2": Peer("fsdp2.py"),
     "fsdp2-compile": Peer("fsdp2.py", "--compile"),
+    "fsdp2-rowwise": Peer("fsdp2.py", "--compile --float8 rowwise", package="torchao"),
+    "fsdp2-rowwise-gw-hp": Peer("fsdp2.py", "--compile --float8 rowwise_with_gw_hp", package="torchao"),
     "fsdp2-offload": Peer("fsdp2.py", "--offload"),
     "fsdp2-offload-sync": Peer("fsdp2.py", "--offload --sync"),
     "fsdp2-offload-compile": Peer("fsdp2.py", "--offload --compile"),

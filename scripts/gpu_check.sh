@@ -121,7 +121,7 @@ part_states() {
             --variant bf16="--optimizer_states bf16" --variant compact="--optimizer_states compact" \
             -- --num_stages 8 --num_chunks 4 --resident_stages 0 || failed=1
     done
-    [ -z "${SMOLLM2:-}" ] || $PYTHON benchmarks/learning_by_states.py "$WORK/learning" --at_once 3 -- --bf16 \
+    [ -z "${SMOLLM2:-}" ] || $PYTHON benchmarks/learning.py "$WORK/learning" --at_once 3 -- --bf16 \
         --model_path "$SMOLLM2" --dataset assets/docstrings/train.jsonl --val_size 200 --batch_size 8 --num_chunks 2 \
         --num_stages 4 --seq_length 512 --num_train_epochs 3 --learning_rate 1e-4 --eval_strategy steps --eval_steps 20 \
         --do_eval --compile off || failed=1

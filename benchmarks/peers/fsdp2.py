@@ -6,7 +6,8 @@ Layers are sharded one by one and recomputed in backward, weights move in bf16 a
 as the FSDP2 tutorial recommends; with --offload parameters, gradients and optimizer states are in page-locked memory.
 With several accumulations whole gradients stay on each GPU, in fp32, until the last one; with --sync they are reduced
 behind each one, and with --offload sent home and added up there. With --lengths it trains on samples of these token
-counts, packed as TRL packs them (packed.py), and tells real tokens.
+counts, packed as TRL packs them (packed.py), and tells real tokens. With --float8 torchao makes the layers' linears
+multiply in FP8, by one of its recipes.
 """
 
 import argparse
@@ -37,6 +38,7 @@ def parse() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--offload", action="store_true")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--float8", choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"), help="torchao's recipe")
     parser.add_argument("--sync", action="store_true", help="reduce gradients behind each accumulation")
     parser.add_argument("--lengths", type=Path, help="JSON list of samples' token counts; rows are then packed")
     parser.add_argument(
@@ -55,6 +57,11 @@ def build_model(arguments: argparse.Namespace, device: torch.device) -> PreTrain
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
+    if arguments.float8 is not None:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        recipe = Float8LinearConfig.from_recipe_name(arguments.float8)
+        convert_to_float8_training(model, config=recipe, module_filter_fn=lambda _, name: ".layers." in name)
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if arguments.offload else OffloadPolicy()
     for layer in model.model.layers:

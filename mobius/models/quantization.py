@@ -141,8 +141,7 @@ def _on_gpu(dtype: torch.dtype, rows: Tensor, row_scales: Tensor, codes: Tensor,
         result: Tensor = _int8_product(rows, row_scales, codes, scales)
         return result
     scaled = rows, codes.t(), row_scales, scales[None]
-    result = torch._scaled_mm(*scaled, out_dtype=dtype, use_fast_accum=True)
-    return result
+    return torch._scaled_mm(*scaled, out_dtype=dtype, use_fast_accum=True)
 
 
 @torch.library.custom_op("mobius::int8_product", mutates_args=())

@@ -1,8 +1,8 @@
-"""Fine-tunes a model with each format of optimizer states and several seeds, and compares the evaluation losses.
+"""Fine-tunes a model with each value of an option and several seeds, and compares the evaluation losses.
 
     python scripts/convert_smollm2.py output/smollm2
-    python benchmarks/learning_by_states.py output/learning --seeds 5 -- --model_path output/smollm2 --bf16 \\
-        --dataset assets/docstrings/train.jsonl --val_size 200 --batch_size 8 --num_chunks 2 --num_stages 4 \\
+    python benchmarks/learning.py output/learning --option optimizer_states --seeds 5 -- --model_path output/smollm2 \\
+        --bf16 --dataset assets/docstrings/train.jsonl --val_size 200 --batch_size 8 --num_chunks 2 --num_stages 4 \\
         --seq_length 512 --num_train_epochs 3 --learning_rate 1e-4 --eval_strategy steps --eval_steps 20 --do_eval
 
 A seed decides on the order of samples and on the noise with which states are rounded. What stands behind ` -- ` goes to
@@ -27,16 +27,17 @@ from launch import free_port, split_words
 from mobius.planner.plan_table import format_columns
 
 ROOT = Path(__file__).resolve().parents[1]
-FORMATS = ("fp32", "bf16", "compact")
+VALUES = {"optimizer_states": ("fp32", "bf16", "compact"), "matmul_dtype": ("bf16", "fp8", "int8")}
+"""Values of each option that can be compared."""
 
 
-def train(folder: Path, states: str, seed: int, options: Sequence[str]) -> Path:
+def train(folder: Path, option: str, value: str, seed: int, options: Sequence[str]) -> Path:
     """Run once, unless that is done; returns the run's folder."""
-    own = folder / f"{states}-{seed}"
+    own = folder / f"{value}-{seed}"
     if (own / "eval_results.json").is_file():
         return own
     command = ["-m", "torch.distributed.run", "--nproc_per_node", "1", "--master_port", str(free_port()), "main.py"]
-    words = ["--optimizer_states", states, "--seed", str(seed), "--save_dir", str(own), "--save_params", "none"]
+    words = [f"--{option}", value, "--seed", str(seed), "--save_dir", str(own), "--save_params", "none"]
     words += ["--save_results", str(folder / f"{own.name}.txt"), "--save_strategy", "no", "--overwrite_output_dir"]
     done = subprocess.run(
         [sys.executable, *command, *options, *words],
@@ -58,7 +59,7 @@ def losses_of(run: Path) -> dict[int, float]:
     return {event["step"]: event["numbers"]["loss"] for event in events if event["event"] == "evaluation"}
 
 
-def draw(curves: dict[str, dict[int, list[float]]], path: Path) -> None:
+def draw(curves: dict[str, dict[int, list[float]]], title: str, path: Path) -> None:
     """Draw means over the seeds, and their range."""
     import matplotlib
 
@@ -66,13 +67,13 @@ def draw(curves: dict[str, dict[int, list[float]]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 3.5))
-    for states, by_step in curves.items():
+    for value, by_step in curves.items():
         steps = sorted(by_step)
-        axes.plot(steps, [statistics.mean(by_step[step]) for step in steps], label=states)
+        axes.plot(steps, [statistics.mean(by_step[step]) for step in steps], label=value)
         lowest, highest = ([edge(by_step[step]) for step in steps] for edge in (min, max))
         axes.fill_between(steps, lowest, highest, alpha=0.2)
     axes.set(xlabel="step", ylabel="evaluation loss")
-    axes.legend(title="optimizer states")
+    axes.legend(title=title)
     figure.savefig(path, dpi=110, bbox_inches="tight")
 
 
@@ -80,30 +81,35 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--option", choices=VALUES, default="optimizer_states", help="(default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--at_once", type=int, default=1, help="runs that share the machine (default: %(default)s)")
     own, options = split_words(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(own)
     folder = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    places = [(states, seed) for seed in range(arguments.seeds) for states in arguments.formats]
+    option, values = arguments.option, VALUES[arguments.option]
+    places = [(value, seed) for seed in range(arguments.seeds) for value in values]
     with ThreadPoolExecutor(arguments.at_once) as threads:
         runs = dict(
-            zip(places, threads.map(lambda place: train(folder, place[0], place[1], options), places), strict=True)
+            zip(
+                places,
+                threads.map(lambda place: train(folder, option, place[0], place[1], options), places),
+                strict=True,
+            )
         )
-    rows, curves = [["states", "mean", "spread", "exact match", *map(str, range(arguments.seeds))]], {}
-    for states in arguments.formats:
-        own_runs = [runs[states, seed] for seed in range(arguments.seeds)]
-        curves[states] = {step: [losses_of(run)[step] for run in own_runs] for step in losses_of(own_runs[0])}
+    rows, curves = [[option, "mean", "spread", "exact match", *map(str, range(arguments.seeds))]], {}
+    for value in values:
+        own_runs = [runs[value, seed] for seed in range(arguments.seeds)]
+        curves[value] = {step: [losses_of(run)[step] for run in own_runs] for step in losses_of(own_runs[0])}
         last = [json.loads((run / "eval_results.json").read_text())["eval_loss"] for run in own_runs]
         answers = [run / "predict_results.json" for run in own_runs if (run / "predict_results.json").is_file()]
         matches = [json.loads(path.read_text())["predict_exact_match"] for path in answers]
         shown = f"{statistics.mean(matches):.1f}" if matches else "-"
         spread = statistics.stdev(last) if len(last) > 1 else 0.0
-        rows.append([states, f"{statistics.mean(last):.4f}", f"{spread:.4f}", shown, *(f"{loss:.4f}" for loss in last)])
+        rows.append([value, f"{statistics.mean(last):.4f}", f"{spread:.4f}", shown, *(f"{loss:.4f}" for loss in last)])
     print(format_columns(rows, indent=""))
-    draw(curves, folder / "learning.png")
+    draw(curves, option, folder / "learning.png")
 
 
 if __name__ == "__main__":
