@@ -34,11 +34,11 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-TILES = {
+TILES: dict[int, tuple[Tile, ...]] = {
     9: (Tile(128, 256, 128, 8, 4), Tile(128, 128, 128, 8, 4), Tile(64, 128, 128, 4, 4)),
     8: (Tile(128, 128, 64, 4, 4), Tile(64, 128, 64, 4, 4), Tile(64, 64, 64, 4, 4)),
 }
-"""Tiles by major compute capability (others have those of 8), the preferred first; in 192 KiB of shared memory or 64."""
+"""Tiles by major compute capability (others: those of 8), the preferred first; in 192 KiB of shared memory or 64."""
 
 
 def quantize_matrix(
