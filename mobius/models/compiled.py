@@ -23,6 +23,7 @@ import torch
 from functorch.compile import min_cut_rematerialization_partition
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
+from torch._functorch.compile_utils import fx_graph_cse
 from torch._inductor.decomposition import select_decomp_table
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
@@ -315,7 +316,10 @@ def _compile_function(
     function: Callable[[Sequence[Tensor]], Results], tensors: Sequence[Tensor]
 ) -> Callable[..., Results]:
     """Compile `function` into one graph for tensors of these shapes; the graph takes them as separate arguments."""
-    return _compile(make_fx(lambda *tensors: function(tensors), tracing_mode="fake")(*tensors))
+    graph = make_fx(lambda *tensors: function(tensors), tracing_mode="fake")(*tensors)
+    if _has_codes(tensors):  # linears of one input quantize it once
+        graph = GraphModule(graph, fx_graph_cse(graph.graph))
+    return _compile(graph)
 
 
 def _split(call: _Call, level: RecomputeLevel) -> _SplitGraphs:
@@ -385,8 +389,13 @@ def _rounding(examples: Sequence[Any]) -> contextlib.AbstractContextManager[obje
 
     Otherwise a forward alone and one within a joint graph, which fuse differently, would choose other codes.
     """
-    has_codes = any(isinstance(each, Tensor) and each.itemsize == 1 and each.dtype != torch.bool for each in examples)
-    return torch._inductor.config.patch(emulate_precision_casts=True) if has_codes else contextlib.nullcontext()
+    is_exact = _has_codes(examples)
+    return torch._inductor.config.patch(emulate_precision_casts=True) if is_exact else contextlib.nullcontext()
+
+
+def _has_codes(values: Sequence[Any]) -> bool:
+    """Whether there are 8-bit weights among `values`."""
+    return any(isinstance(each, Tensor) and each.itemsize == 1 and each.dtype != torch.bool for each in values)
 
 
 def _examples(module: GraphModule) -> list[Any]:

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mobius.models.quantization import FORMATS
 
@@ -21,6 +22,8 @@ BLOCK = 128
 SCALES_BLOCK = 1024
 GROUP = tl.constexpr(8)
 """Tiles of rows whose programs run together, to read the codes of a weight from the L2 cache."""
+_HAS_TMA = 9
+"""Major compute capability whose tensor memory accelerator loads tiles: 10 to 16 % faster, not tried elsewhere."""
 _FORMATS = {own.codes: own for own in FORMATS.values()}
 
 
@@ -35,7 +38,7 @@ class Tile(NamedTuple):
 
 
 TILES: dict[int, tuple[Tile, ...]] = {
-    9: (Tile(128, 256, 128, 8, 4), Tile(128, 128, 128, 8, 4), Tile(64, 128, 128, 4, 4)),
+    9: (Tile(128, 256, 128, 8, 4), Tile(128, 128, 128, 4, 3), Tile(64, 128, 128, 4, 4)),
     8: (Tile(128, 128, 64, 4, 4), Tile(64, 128, 64, 4, 4), Tile(64, 64, 64, 4, 4)),
 }
 """Tiles by major compute capability (others: those of 8), the preferred first; in 192 KiB of shared memory or 64."""
@@ -128,9 +131,14 @@ def int8_product(rows: Tensor, row_scales: Tensor, codes: Tensor, scales: Tensor
     (num_rows, num_in), num_out = rows.shape, codes.shape[0]
     output = rows.new_empty(num_rows, num_out, dtype=torch.bfloat16)
     tile, num_tiles = _tile_of(num_rows, num_out, rows.device)
+    left, right, has_tma = rows, codes, _processors(rows.device)[0] == _HAS_TMA
+    if has_tma:
+        left = TensorDescriptor.from_tensor(rows, [tile.rows_block, tile.in_block])
+        right = TensorDescriptor.from_tensor(codes, [tile.out_block, tile.in_block])
     _int8_tiles[(num_tiles,)](
-        *(rows, row_scales, codes, scales, output, num_rows, num_in, num_out),
+        *(left, row_scales, right, scales, output, num_rows, num_in, num_out),
         is_whole=num_in % tile.in_block == 0,
+        has_tma=has_tma,
         **tile._asdict(),
     )
     return output
@@ -164,32 +172,42 @@ def _int8_tiles(
     num_in,
     num_out,
     is_whole: tl.constexpr,
+    has_tma: tl.constexpr,
     rows_block: tl.constexpr,
     out_block: tl.constexpr,
     in_block: tl.constexpr,
 ):
-    """Compute one tile of the output; `is_whole` says that `in_block` divides `num_in`."""
+    """Compute one tile of the output; `is_whole` says that `in_block` divides `num_in`.
+
+    With `has_tma`, `rows` and `codes` are descriptors, which read zeros beyond the last row or column.
+    """
     num_down, num_across = tl.cdiv(num_rows, rows_block), tl.cdiv(num_out, out_block)
     place = tl.program_id(0)
     first = place // (GROUP * num_across) * GROUP
     height = tl.minimum(num_down - first, GROUP)
     place %= GROUP * num_across
-    row = (first + place % height) * rows_block + tl.arange(0, rows_block)
-    column = place // height * out_block + tl.arange(0, out_block)
-    inner = tl.arange(0, in_block)
-    # Beyond the last row or column it is read again: only the store needs a mask.
-    left = rows + tl.minimum(row, num_rows - 1).to(tl.int64)[:, None] * num_in + inner[None, :]
-    right = codes + tl.minimum(column, num_out - 1).to(tl.int64)[:, None] * num_in + inner[None, :]
+    first_row = (first + place % height) * rows_block
+    first_column = place // height * out_block
+    row, column = first_row + tl.arange(0, rows_block), first_column + tl.arange(0, out_block)
     total = tl.zeros((rows_block, out_block), dtype=tl.int32)
-    for start in range(0, num_in, in_block):
-        if is_whole:
-            own, theirs = tl.load(left), tl.load(right)
-        else:
-            mask = (inner < num_in - start)[None, :]
-            own, theirs = tl.load(left, mask=mask, other=0), tl.load(right, mask=mask, other=0)
-        total = tl.dot(own, tl.trans(theirs), total, out_dtype=tl.int32)
-        left += in_block
-        right += in_block
+    if has_tma:
+        for start in range(0, num_in, in_block):
+            own, theirs = rows.load([first_row, start]), codes.load([first_column, start])
+            total = tl.dot(own, theirs.T, total, out_dtype=tl.int32)
+    else:
+        inner = tl.arange(0, in_block)
+        # Beyond the last row or column it is read again: only the store needs a mask.
+        left = rows + tl.minimum(row, num_rows - 1).to(tl.int64)[:, None] * num_in + inner[None, :]
+        right = codes + tl.minimum(column, num_out - 1).to(tl.int64)[:, None] * num_in + inner[None, :]
+        for start in range(0, num_in, in_block):
+            if is_whole:
+                own, theirs = tl.load(left), tl.load(right)
+            else:
+                mask = (inner < num_in - start)[None, :]
+                own, theirs = tl.load(left, mask=mask, other=0), tl.load(right, mask=mask, other=0)
+            total = tl.dot(own, tl.trans(theirs), total, out_dtype=tl.int32)
+            left += in_block
+            right += in_block
     is_row, is_column = row < num_rows, column < num_out
     result = total.to(tl.float32) * tl.load(row_scales + row, mask=is_row, other=0.0)[:, None]
     result = result * tl.load(scales + column, mask=is_column, other=0.0)[None, :]
