@@ -14,6 +14,8 @@ The fp8 format is e4m3 (arXiv 2209.05433); sums of int8 products are exact (arXi
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -138,19 +140,22 @@ def _emulated(dtype: torch.dtype, rows: Tensor, row_scales: Tensor, codes: Tenso
 
 def _on_gpu(dtype: torch.dtype, rows: Tensor, row_scales: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     if codes.dtype == torch.int8:
-        result: Tensor = _int8_product(rows, row_scales, codes, scales)
-        return result
+        return _int8_product()(rows, row_scales, codes, scales)
     scaled = rows, codes.t(), row_scales, scales[None]
     return torch._scaled_mm(*scaled, out_dtype=dtype, use_fast_accum=True)
 
 
-@torch.library.custom_op("mobius::int8_product", mutates_args=())
-def _int8_product(rows: Tensor, row_scales: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    from mobius.models.triton_products import int8_product
+@functools.cache
+def _int8_product() -> Callable[..., Tensor]:
+    """The custom operation, registered at first use."""
 
-    return int8_product(rows, row_scales, codes, scales)
+    @torch.library.custom_op("mobius::int8_product", mutates_args=())
+    def multiply(rows: Tensor, row_scales: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+        from mobius.models.triton_products import int8_product
 
+        return int8_product(rows, row_scales, codes, scales)
 
-@_int8_product.register_fake
-def _(rows: Tensor, row_scales: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    return rows.new_empty(rows.shape[0], codes.shape[0], dtype=torch.bfloat16)
+    multiply.register_fake(
+        lambda rows, row_scales, codes, scales: rows.new_empty(len(rows), len(codes), dtype=torch.bfloat16)
+    )
+    return multiply
