@@ -24,7 +24,10 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._functorch.compile_utils import fx_graph_cse
+from torch._inductor.choices import InductorChoices
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.runtime.hints import ReductionHint
+from torch._inductor.virtualized import V
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
@@ -48,6 +51,8 @@ Results = Sequence[Tensor | None]
 Tensors = tuple[Tensor, ...]
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+MAX_ROW_IN_REGISTERS = 16384
+"""Elements; a program of 512 threads then has 32 of each tensor in a thread."""
 _SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 """Operations that return their input."""
 
@@ -365,7 +370,7 @@ def _keep_no_inputs(forward: Graph, backward: Graph, *, num_outputs: int) -> tup
 
 
 def _compile(module: GraphModule) -> Callable[..., Results]:
-    with _rounding(_examples(module)):
+    with _quantizing(_examples(module)):
         return cast(Callable[..., Results], torch._inductor.compile(module, _examples(module)))
 
 
@@ -380,17 +385,36 @@ def _compile_emptying(module: GraphModule) -> Callable[[list[Tensor]], Results]:
         if node.op != "placeholder":
             copies[node] = graph.node_copy(node, copies.__getitem__)
     examples: Any = [_examples(module)]
-    with _rounding(examples[0]):
+    with _quantizing(examples[0]):
         return cast(Callable[..., Results], torch._inductor.compile(GraphModule(module, graph), examples))
 
 
-def _rounding(examples: Sequence[Any]) -> contextlib.AbstractContextManager[object]:
-    """Make fused kernels round intermediate results as single ones do, where values are then quantized.
+@contextlib.contextmanager
+def _quantizing(examples: Sequence[Any]) -> Iterator[None]:
+    """Compile a graph that quantizes its values for 8-bit weights among `examples`; other graphs as usual.
 
-    Otherwise a forward alone and one within a joint graph, which fuse differently, would choose other codes.
+    Fused kernels then round intermediate results as single ones do. Otherwise a forward alone and one within a joint
+    graph, which fuse differently, would choose other codes.
     """
-    is_exact = _has_codes(examples)
-    return torch._inductor.config.patch(emulate_precision_casts=True) if is_exact else contextlib.nullcontext()
+    if not _has_codes(examples):
+        yield
+        return
+    with torch._inductor.config.patch(emulate_precision_casts=True), V.set_choices_handler(_LongRows()):
+        yield
+
+
+class _LongRows(InductorChoices):
+    """Keeps rows in registers between their reduction and what follows, which else reads them from memory again.
+
+    A layer of 7B is 3 % faster in 8 bits.
+    """
+
+    @staticmethod
+    def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
+        if InductorChoices.should_use_persistent_reduction(features, cooperative_reduction):
+            return True
+        is_inner = features.get_reduction_hint() == ReductionHint.INNER
+        return is_inner and bool(features.reduction_numel <= MAX_ROW_IN_REGISTERS)
 
 
 def _has_codes(values: Sequence[Any]) -> bool:
