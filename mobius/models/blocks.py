@@ -7,6 +7,7 @@ template.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -59,7 +60,7 @@ from mobius.models.structure import (
     freeze_persistent_buffers,
     translate_config_errors,
 )
-from mobius.schedule.partition import ModelShape, TrainedParameters
+from mobius.schedule.partition import ModelShape, QuantizedWeights, TrainedParameters
 
 LayerArguments = Sequence[KeywordArguments]
 """Keyword arguments of each layer of the model, besides its hidden states."""
@@ -192,6 +193,20 @@ class ModelParts:
             experts=count_experts(
                 self.config, [layer.shapes for layer in self.layers], [layer.frozen for layer in self.layers]
             ),
+            quantized=self._quantized_weights(),
+        )
+
+    def _quantized_weights(self) -> QuantizedWeights | None:
+        if self.eight_bit is None:
+            return None
+        layers = [[layer.shapes[f"{linear}.weight"] for linear in layer.quantizable] for layer in self.layers]
+        every = [shape for own in layers for shape in own]
+        return QuantizedWeights(
+            self.eight_bit.name,
+            layers=tuple(sum(map(math.prod, own)) for own in layers),
+            scales=tuple(sum(map(sum, own)) for own in layers),
+            largest=max(map(math.prod, every), default=0),
+            widest=max(map(max, every), default=0),
         )
 
     def _trained_parameters(self) -> TrainedParameters | None:

@@ -6,15 +6,19 @@ It reads a model's configuration, no weights, and touches no GPU but for its nam
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 import torch
+from transformers import PretrainedConfig
 
 from mobius.atomic_files import atomic_write
-from mobius.config.config import Config, Device, split_names
+from mobius.config.config import Config, Device, Dtype, MatmulDtype, split_names
 from mobius.config.validation import validate
 from mobius.distributed.device_order import device_names, order_devices
 from mobius.errors import HostMemoryError, MobiusError, PlanError, StateFileError, reason_of
@@ -25,7 +29,7 @@ from mobius.models.families import load_planned_config
 from mobius.models.weights import check_model_weights
 from mobius.planner.disk_use import check_disks, with_room_for_steps
 from mobius.planner.fit import DoesNotFitError
-from mobius.planner.gpu_specs import GPU_SPECS, find_gpu_spec
+from mobius.planner.gpu_specs import GPU_SPECS, check_matmul_dtype, find_gpu_spec
 from mobius.planner.measured_disks import measured_rates, measured_shares
 from mobius.planner.memory_estimates import estimated_layer
 from mobius.planner.plan_file import SavedPlan
@@ -34,6 +38,7 @@ from mobius.planner.remedies import check_host_memory, gpu_refusal
 from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.run_setup import host_bytes_per_pipeline, machine_of_gpu
 from mobius.planner.solver import PlanResult, solve
+from mobius.planner.step_prediction import predict_step_seconds
 from mobius.ranks import Ranks, visible_devices
 from mobius.units import format_bytes
 
@@ -94,7 +99,11 @@ def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = Non
     logger.info("")
     if not machine.on_cpu:
         _log_devices(config, machine.num_ranks)
-    for lines in (*describe_details(found, available), *describe_spread_head(found)):
+    for lines in (
+        *describe_details(found, available),
+        *describe_spread_head(found),
+        *describe_products(found, model.config),
+    ):
         logger.info("%s", lines)
     return not refusals
 
@@ -114,6 +123,32 @@ def describe_spread_head(found: PlanResult) -> list[str]:
     return [text] if gain >= WORTHWHILE_GAIN else []
 
 
+def describe_products(found: PlanResult, model: PretrainedConfig) -> list[str]:
+    """Compare a step with those of as many stages and microbatches in the card's other formats of products, if any.
+
+    No plan is searched for: theirs is this one, or the best one by a bound. A search ends within 5 % of it.
+    """
+    request, config, seconds = found.request, found.request.config, dict[MatmulDtype, float]()
+    if found.profile is None or request.gpu_spec is None or config.model.dtype is not Dtype.BF16:
+        return []
+    for each in request.gpu_spec.matmul_dtypes:
+        if each is config.model.matmul_dtype:
+            continue
+        shape = ModelParts(model, torch.device("cpu"), adapters=config.adapters, matmul_dtype=each).shape()
+        for given in (None, found.plan):
+            with suppress(MobiusError):  # with copies of resident stages it may not fit
+                asked = request.with_products(each, shape)
+                other = solve(asked, layer=estimated_layer, given=given, is_preliminary=True)
+                assert other.profile is not None
+                found_seconds = predict_step_seconds(other.plan, other.request, other.profile)
+                seconds[each] = min(found_seconds, seconds.get(each, math.inf))
+    if not seconds:
+        return []
+    (first, least), *others = sorted(seconds.items(), key=itemgetter(1))
+    rest = [f"{each} {number:.3f}" for each, number in (*others, (config.model.matmul_dtype, found.step_seconds))]
+    return [f"--matmul_dtype {first} would take {least:.3f} s per step ({', '.join(rest)})"]
+
+
 def _refusal(check: Callable[[], None]) -> MobiusError | None:
     try:
         check()
@@ -123,7 +158,10 @@ def _refusal(check: Callable[[], None]) -> MobiusError | None:
 
 
 def machine_to_plan_for(config: Config, ranks: Ranks) -> Machine:
-    """Return the machine with the named card, else this one. Raises PlanError for a card that is not known."""
+    """Return the machine with the named card, else this one.
+
+    Raises PlanError for a card that is not known, or has no products in the format that is asked for.
+    """
     num_ranks = ranks.num_pipeline_ranks
     if config.planning.card is not None:
         machine = Machine(num_ranks, find_gpu_spec(config.planning.card))
@@ -136,6 +174,8 @@ def machine_to_plan_for(config: Config, ranks: Ranks) -> Machine:
         raise PlanError("--device cuda: there is no GPU here; say with --card which one to plan for.")
     else:
         machine = Machine(num_ranks)
+    if machine.gpu_spec is not None:
+        check_matmul_dtype(config.model.matmul_dtype, machine.gpu_spec.name, machine.gpu_spec.matmul_dtypes)
     link = config.planning.node_link or machine.node_link
     if config.planning.card is None:
         folders = split_names(config.pipeline.offload_states_to)

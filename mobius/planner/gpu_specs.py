@@ -5,16 +5,20 @@ in November 2026 (docs/decisions/0022-step-time-prediction.md, tests/unit/planne
 is marked as estimated.
 
     seconds of a product = operations / (data sheet TFLOP/s x GEMM_SHARE x the part's share)
+
+Products in eight bits replace some of a layer's: forward's, those of input gradients, and recomputed ones; weight
+gradients and attention stay.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Final
 
-from mobius.config.config import OptimizerStates
+from mobius.config.config import MatmulDtype, OptimizerStates
 from mobius.errors import PlanError
 from mobius.planner.profile import CopyRates, LayerSeconds, MessageRates, Profile, Source
 from mobius.schedule.partition import ModelShape
@@ -56,6 +60,19 @@ CPU_ADAMW_PER_CORE = 0.335e9
 COPY_PENALTY = 0.70
 """Rate of CPU AdamW during copies in both directions over its rate alone: 5.0 of 7.2 Gparam/s for four ranks."""
 
+# Eight-bit products: the same layer and card, torch 2.11 (2026-11-24), fp8 with fast accumulation, weights quantized.
+FP8_SHARE = 0.684  # a layer's products over the data sheet: 1.225 ms for its 1.658 TFLOP
+INT8_SHARE = 0.6  # of our kernel's; a guess, not measured on any card
+REPLACED_SHARE = 0.89  # bf16 products of the layer's shapes over large ones: 2.342 ms
+INPUT_BYTES, EAGER_INPUT_BYTES = 3, 31
+"""Memory traffic to quantize an element of a product's input: read and codes written; eager, pass by pass, by count.
+With 3 the layer has 1.67 (measured: 1.6 to 1.7) times bf16's speed forward, 1.31 (1.29 to 1.36) with backward, 1.41
+(1.35 to 1.43) with recomputation."""
+QUANTIZING_BYTES = 10
+"""Memory traffic to quantize a weight: copied aside 4, read by row and by column 4, codes 2."""
+EIGHT_BIT_SINCE: Final = {MatmulDtype.FP8: (8, 9), MatmulDtype.INT8: (8, 0)}
+"""Compute capability of the first cards that have a format."""
+
 PCIE_BYTES = {3: 12.5e9, 4: 25.5e9, 5: 55e9}
 """One direction of x16 as copies reach it: generation 5 measured, 3 and 4 usual published values."""
 DUPLEX_SHARE = 0.90  # each direction while both run, one GPU alone; a guess
@@ -91,7 +108,7 @@ class PublicRates:
 
 @dataclass(frozen=True)
 class GpuSpec:
-    """Data sheet of a GPU: dense matrix rate, one direction of NVLink."""
+    """Data sheet of a GPU: dense matrix rates, one direction of NVLink."""
 
     name: str
     tera_flops: float
@@ -102,6 +119,9 @@ class GpuSpec:
     """GB/s."""
     pcie: int
     """Generation of its 16 lanes."""
+    fp8: float = 0.0
+    """Dense TFLOP/s with fp32 accumulation; 0: it has no such products."""
+    int8: float = 0.0
     nvlink: float = 0.0
     """GB/s in one direction to a neighbour; 0 without NVLink, and if it connects pairs only."""
     has_peer_copies: bool = True
@@ -111,6 +131,21 @@ class GpuSpec:
     attention: tuple[AttentionRates, AttentionRates] | None = None
     """Rates beyond WITHIN tokens, for whole and for packed rows; None: not measured, a layer's shares apply."""
     published: PublicRates | None = None
+
+    @property
+    def matmul_dtypes(self) -> tuple[MatmulDtype, ...]:
+        """Formats of products that the GPU has."""
+        return MatmulDtype.BF16, *(each for each in EIGHT_BIT_SINCE if getattr(self, each))
+
+    def at(self, share: float) -> GpuSpec:
+        """Return the GPU with a share of its rates of products."""
+        rates = {name: share * getattr(self, name) for name in ("tera_flops", "fp8", "int8")}
+        return replace(self, **rates)
+
+    def eight_bit_rate(self, matmul_dtype: str) -> float:
+        """Operations per second of products in eight bits within a step."""
+        rates = {MatmulDtype.FP8: self.fp8 * FP8_SHARE, MatmulDtype.INT8: self.int8 * INT8_SHARE}
+        return rates[MatmulDtype(matmul_dtype)] * TERA * SUSTAINED_SHARE
 
     @property
     def product_rate(self) -> float:
@@ -126,28 +161,30 @@ class GpuSpec:
 _MLXCEL, _TABLES = "github.com/lablup/mlxcel/issues/1654", f"{PublicRates.source}, github.com/stas00/ml-engineering"
 _40GB, _80GB = ("a100sxm440gb", "a100pcie40gb"), ("a100sxm480gb", "a100pcie80gb", "a10080gb")
 _HOPPER = (CUDNN_ATTENTION, FLASH_ATTENTION)
+_A100, _H100 = PublicRates(264.5, 271.2, _TABLES), PublicRates(783.7, 794.5, _TABLES)
+_A100, _H100 = PublicRates(264.5, 271.2, _TABLES), PublicRates(783.7, 794.5, _TABLES)
 _CARDS = (
     GpuSpec("V100", 125, 32, 900, 3, nvlink=50, published=PublicRates(95, 100, _MLXCEL)),
     GpuSpec("T4", 65, 16, 320, 3, published=PublicRates(41.9, 42.7)),
-    GpuSpec("A10", 125, 24, 600, 4),
-    GpuSpec("L4", 121, 24, 300, 4, published=PublicRates(56.9, 59.4)),  # issue 120
-    GpuSpec("L20", 119.5, 48, 864, 4, published=PublicRates(108.0, 114.1)),  # issue 107
-    GpuSpec("L40S", 362, 48, 864, 4, published=PublicRates(269.2, 269.2)),  # issue 43
-    GpuSpec("A6000", 154.8, 48, 768, 4, published=PublicRates(123.3, 123.3)),  # issue 46
-    GpuSpec("6000-Ada", 364, 48, 960, 4, device_names=("rtx6000ada",)),
+    GpuSpec("A10", 125, 24, 600, 4, 0, 250),
+    GpuSpec("L4", 121, 24, 300, 4, 242, 242, published=PublicRates(56.9, 59.4)),  # issue 120
+    GpuSpec("L20", 119.5, 48, 864, 4, 239, 239, published=PublicRates(108.0, 114.1)),  # issue 107
+    GpuSpec("L40S", 362, 48, 864, 4, 733, 733, published=PublicRates(269.2, 269.2)),  # issue 43
+    GpuSpec("A6000", 154.8, 48, 768, 4, 0, 309.7, published=PublicRates(123.3, 123.3)),  # issue 46
+    GpuSpec("6000-Ada", 364, 48, 960, 4, 728.5, 728.5, device_names=("rtx6000ada",)),
     # Issues 20 and 42; 20, 41, 50 and 78; 96, 124 and 200.
-    GpuSpec("RTX3090", 71, 24, 936, 4, has_peer_copies=False, published=PublicRates(76.3, 76.7)),
-    GpuSpec("RTX4090", 165.2, 24, 1008, 4, has_peer_copies=False, published=PublicRates(158.5, 173.3)),
-    GpuSpec("RTX5090", 209.5, 32, 1792, 5, has_peer_copies=False, published=PublicRates(174.7, 242.2)),
-    GpuSpec("A100-40", 312, 40, 1555, 4, nvlink=300, device_names=_40GB, published=PublicRates(246.3, 246.3)),
-    GpuSpec("A100-80", 312, 80, 2039, 4, nvlink=300, device_names=_80GB, published=PublicRates(264.5, 271.2, _TABLES)),
-    GpuSpec("A800", 312, 80, 2039, 4, nvlink=200, published=PublicRates(266.5, 266.5)),
-    GpuSpec("H20", 148, 96, 4000, 5, nvlink=450, published=PublicRates(138.6, 142.3)),  # issue 77
-    GpuSpec("H100", 989, 80, 3350, 5, nvlink=450, attention=_HOPPER, published=PublicRates(783.7, 794.5, _TABLES)),
-    GpuSpec("H200", 989, 141, 4800, 5, nvlink=450, attention=_HOPPER),
+    GpuSpec("RTX3090", 71, 24, 936, 4, 0, 284, has_peer_copies=False, published=PublicRates(76.3, 76.7)),
+    GpuSpec("RTX4090", 165.2, 24, 1008, 4, 330.3, 660.6, has_peer_copies=False, published=PublicRates(158.5, 173.3)),
+    GpuSpec("RTX5090", 209.5, 32, 1792, 5, 419, 838, has_peer_copies=False, published=PublicRates(174.7, 242.2)),
+    GpuSpec("A100-40", 312, 40, 1555, 4, 0, 624, nvlink=300, device_names=_40GB, published=PublicRates(246.3, 246.3)),
+    GpuSpec("A100-80", 312, 80, 2039, 4, 0, 624, nvlink=300, device_names=_80GB, published=_A100),
+    GpuSpec("A800", 312, 80, 2039, 4, 0, 624, nvlink=200, published=PublicRates(266.5, 266.5)),
+    GpuSpec("H20", 148, 96, 4000, 5, 296, 296, nvlink=450, published=PublicRates(138.6, 142.3)),  # issue 77
+    GpuSpec("H100", 989, 80, 3350, 5, 1979, 1979, nvlink=450, attention=_HOPPER, published=_H100),
+    GpuSpec("H200", 989, 141, 4800, 5, 1979, 1979, nvlink=450, attention=_HOPPER),
 )
 GPU_SPECS = {gpu_spec.name: gpu_spec for gpu_spec in _CARDS}
-"""The vendors' data sheets; for RTX cards bf16 with fp32 accumulation, which has half the fp16 rate.
+"""The vendors' data sheets; for RTX cards bf16 and fp8 with fp32 accumulation, which has half the rate of fp16's.
 
 Published rates are reports found until November 2026, in issues of the source and its table: bf16 with fp32
 accumulation (V100 and T4: fp16), dense square products of 8192 and 10,240, or of the best of several sizes where a
@@ -176,6 +213,16 @@ def gpu_spec_of_device(device_name: str) -> GpuSpec | None:
     runs = {"".join(words[start:end]) for start in range(len(words)) for end in range(start + 1, len(words) + 1)}
     found = (gpu_spec for gpu_spec in _CARDS if runs & {*(gpu_spec.device_names or (_plain(gpu_spec.name),))})
     return next(found, None)
+
+
+def check_matmul_dtype(wanted: MatmulDtype, card: str, usable: Collection[MatmulDtype]) -> None:
+    """Raise PlanError if the GPU called `card`, which has the `usable` formats of products, lacks the `wanted` one."""
+    if wanted not in usable:
+        major, minor = EIGHT_BIT_SINCE[wanted]
+        raise PlanError(
+            f"--matmul_dtype {wanted}: the card {card} has no {wanted} products (compute capability {major}.{minor} or "
+            f"newer has them). Use {' or '.join(usable)}."
+        )
 
 
 def _plain(name: str) -> str:
@@ -272,6 +319,22 @@ class LayerEstimate:
         """Return the seconds of causal attention within `layer`."""
         within, beyond = self._attention(tokens, length)
         return self._products(2 * within * tokens) + beyond
+
+    def with_eight_bit(self, profile: Profile) -> Profile:
+        """Return the profile with the products of quantized weights in eight bits, if there are any."""
+        quantized, kinds = self.shape.quantized, list[LayerSeconds]()
+        if quantized is None:
+            return profile
+        rate, tokens = self.gpu_spec.eight_bit_rate(quantized.matmul_dtype), profile.microbatch_tokens
+        spared = 1 / (self.gpu_spec.product_rate * REPLACED_SHARE) - 1 / rate
+        # Inputs are quantized forward, gradients of outputs backward; both are about half of the widths.
+        passed = (INPUT_BYTES if self.compiled else EAGER_INPUT_BYTES) / 2 / self.gpu_spec.memory_rate
+        for kind, seconds in enumerate(profile.layer_kinds):
+            layer = profile.kind_of_layer.index(kind)
+            change = tokens * (passed * quantized.scales[layer] - 2 * spared * quantized.layers[layer])
+            backward = change if seconds.backward else 0.0
+            kinds.append(seconds + LayerSeconds(change, backward, 2 * backward))
+        return replace(profile, layer_kinds=tuple(kinds))
 
     def _attention(self, tokens: int, length: float) -> tuple[float, LayerSeconds]:
         """Return attention as so many parameters that a layer's shares time, and the seconds of the rest.

@@ -17,8 +17,9 @@ from mobius.planner.peak_memory import (
     loss_bytes,
 )
 from mobius.planner.request import PlanRequest
-from mobius.planner.state_bytes import SUM_BYTES
+from mobius.planner.state_bytes import CODES_BYTES, SCALE_BYTES, SUM_BYTES
 from mobius.schedule.activation_offloading import num_host_regions
+from mobius.schedule.partition import ModelShape, StageCut
 from mobius.schedule.plan import MemoryUse, Plan
 from mobius.units import GIB, format_bytes_sum
 
@@ -132,6 +133,7 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
                 trained, cut.num_trained_in_layers(shape), keeps_gradients=cut.stage in request.deferred_updates
             )
             resident_bytes += frozen * (not is_streamed) * sizes.weight
+            resident_bytes += (not is_streamed) * _quantized_bytes(cut, shape)
     each = process_bytes(request, plan)
     if not request.machine.on_cpu:
         each = max(each, own_bytes)
@@ -195,13 +197,15 @@ class GpuMemoryEstimate:
     """Messages received ahead or in flight, and gradients in flight between replicas."""
     kv_cache: int = 0
     """Keys and values of a stage's layers for earlier slices, and their gradients."""
+    quantized_copies: int = 0
+    """Eight-bit codes of resident stages' weights, and scales of theirs and of those in slots."""
     libraries: int = 0
     """Tokens and positions of the step, workspaces of matrix products, and fragmentation."""
 
     @property
     def states(self) -> int:
         """Bytes that stay through all steps."""
-        return self.weights + self.gradients + self.optimizer + self.kv_cache
+        return self.weights + self.gradients + self.optimizer + self.kv_cache + self.quantized_copies
 
     @property
     def parts(self) -> dict[str, int]:
@@ -249,14 +253,11 @@ def state_bytes(request: PlanRequest, plan: Plan, rank: int) -> dict[str, int]:
     """Return the bytes that stay through all steps, by field of `GpuMemoryEstimate`."""
     shape, sizes, deferred_updates = request.shape, request.sizes, request.deferred_updates
     own = [plan.cuts[stage] for stage in plan.local_stages(rank)]
-    loaded = [cut.num_streamed_parameters(shape) for cut in own if cut.stage not in plan.resident]
+    own_streamed = [cut for cut in own if cut.stage not in plan.resident]
+    loaded = [cut.num_streamed_parameters(shape) for cut in own_streamed]
     slots = sum(loaded) if plan.slots[rank] == len(loaded) else plan.slots[rank] * max(loaded, default=0)
     whole = sum(cut.num_parameters(shape) for cut in own if cut.stage in plan.resident)
-    streamed = {
-        cut.stage: cut.num_trained(shape)
-        for cut in own
-        if cut.stage not in plan.resident and not shape.keeps_trained_on_gpu
-    }
+    streamed = {cut.stage: cut.num_trained(shape) for cut in own_streamed if not shape.keeps_trained_on_gpu}
     # Trained parameters on this GPU, by stage; the stage's other parameters may be streamed.
     resident = {
         cut.stage: cut.num_trained(shape) for cut in own if cut.stage in plan.resident or shape.keeps_trained_on_gpu
@@ -286,7 +287,14 @@ def state_bytes(request: PlanRequest, plan: Plan, rank: int) -> dict[str, int]:
             sizes.optimizer(count, plan.cuts[stage].num_trained_in_layers(shape)) for stage, count in resident.items()
         ),
         "kv_cache": max(len(cut.layers) for cut in own) * request.kv_cache_bytes,
+        "quantized_copies": sum(_quantized_bytes(cut, shape) for cut in own if cut.stage in plan.resident)
+        + plan.slots[rank] * SCALE_BYTES * max((each.num_scales(shape) for each in own_streamed), default=0),
     }
+
+
+def _quantized_bytes(cut: StageCut, shape: ModelShape) -> int:
+    """Return the bytes of codes and scales of a resident stage."""
+    return CODES_BYTES * cut.num_quantized(shape) + SCALE_BYTES * cut.num_scales(shape)
 
 
 def estimate_gpu_memory_of_ranks(
@@ -375,6 +383,7 @@ def microbatch_bytes(request: PlanRequest, layer: LayerBytes | None = None) -> M
         embedding=embedding_bytes(weight, shape, tokens=tokens, on_gpu=on_gpu),
         attention=request.attention_bytes,
         first_backward=shape.first_backward,
+        quantized=0 if shape.quantized is None else weight * shape.quantized.largest,
     )
 
 

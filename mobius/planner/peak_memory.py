@@ -63,6 +63,8 @@ LOGIT_BYTES_EAGER = 12
 ROWS_PER_DOCUMENT = 128
 """Rows that the backward of variable-length attention adds to its fp32 sums for each document, as FlashAttention 2 does
 (mha_varlen_bwd: total_q + 128 * batch)."""
+QUANTIZED_BYTES, QUANTIZED_BYTES_EAGER = 1, 9
+"""Bytes of each element of a product's quantized input: codes; eager also two fp32 tensors."""
 SEGMENT_TOKENS = 10
 """Tokens per partial sum in torch's backward of an embedding on a GPU (EmbeddingBackwardKernel.cu)."""
 
@@ -112,6 +114,8 @@ class MicrobatchBytes:
     """Attention's result and log-sum-exp of a layer."""
     first_backward: int = 0
     """First layer of the model that has a backward; layers before it save nothing."""
+    quantized: int = 0
+    """The copy of a slot's largest matrix that is quantized, when compute first uses a loaded stage."""
 
 
 @dataclass(frozen=True)
@@ -205,6 +209,8 @@ def _layer_bytes(
         products = attention + 3 * hidden + 2 * inner + routed
         summed = (3 if weight_bytes == 4 else 7) * widths.copies
         peak = max(graph + 3 * inner, graph + summed, attention + (6 + 2 * norms) * hidden + 3 * inner)
+    if shape.quantized is not None:
+        peak += shape.quantized.widest * (QUANTIZED_BYTES if compiled else QUANTIZED_BYTES_EAGER) // weight_bytes
     tiled = None
     if sliced or tokens > tile_tokens:
         after, within = _tiled_bytes(weight_bytes, shape, attention, compiled=compiled)
@@ -308,7 +314,8 @@ class _RankStep:
                 leaving = min(most, num_offloading * self._per_round)
                 inputs, graphs = self._held[number]
                 inputs += leaving * self._offloaded + self._product_bytes(leaving)
-                yield LiveMemory(inputs, graphs, self._messages(0, self._outputs(number + 1)), work)
+                own = max(work, self._copied(stage))
+                yield LiveMemory(inputs, graphs, self._messages(0, self._outputs(number + 1)), own)
 
     def last_stage(self) -> Iterator[LiveMemory]:
         """Forward, loss and backward of the model's last stage, for one microbatch or the slices of one sequence."""
@@ -406,7 +413,15 @@ class _RankStep:
         number = len(cut.backward_layers(self._size.first_backward))
         return max(number, 1) if cut.is_last and cut.layers else number
 
+    def _copied(self, stage: int) -> int:
+        """Bytes of the weights that are copied aside to be quantized in their slot."""
+        return 0 if stage in self._plan.resident else self._size.quantized * (len(self._plan.cuts[stage].layers) > 0)
+
     def _layer_work(self, stage: int) -> int:
+        """Bytes that the stage's quantization or its largest layer allocates in addition to saved activations."""
+        return max(self._copied(stage), self._backward_work(stage))
+
+    def _backward_work(self, stage: int) -> int:
         """Bytes that one layer's backward allocates in addition to saved ones; its forward's if it has no backward."""
         layer, cut = self._size.layer, self._plan.cuts[stage]
         if not cut.backward_layers(self._size.first_backward):

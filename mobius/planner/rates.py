@@ -6,7 +6,14 @@ from dataclasses import replace
 
 from mobius.config.config import Dtype, split_names
 from mobius.errors import PlanError
-from mobius.planner.gpu_specs import GIGA, GPU_SPECS, LayerEstimate, estimate_profile, with_attention_length
+from mobius.planner.gpu_specs import (
+    GIGA,
+    GPU_SPECS,
+    LayerEstimate,
+    check_matmul_dtype,
+    estimate_profile,
+    with_attention_length,
+)
 from mobius.planner.profile import DiskRates, Profile, ReplicaRates, with_frozen
 from mobius.planner.request import PlanRequest
 
@@ -55,7 +62,8 @@ def estimated_profile(request: PlanRequest) -> Profile | None:
     machine, gpu_spec = request.machine, request.gpu_spec
     if gpu_spec is None:
         return None
-    gpu_spec = replace(gpu_spec, tera_flops=gpu_spec.tera_flops * machine.product_share)
+    check_matmul_dtype(request.config.model.matmul_dtype, gpu_spec.name, gpu_spec.matmul_dtypes)
+    gpu_spec = gpu_spec.at(machine.product_share)
     if not machine.has_peer_copies:
         gpu_spec = replace(gpu_spec, has_peer_copies=False, nvlink=0.0)
     profile = estimate_profile(
@@ -71,6 +79,7 @@ def estimated_profile(request: PlanRequest) -> Profile | None:
         states=request.config.optim.optimizer_states,
     )
     profile = with_frozen(profile, request.shape, gpu_spec.memory_rate)
+    profile = LayerEstimate(gpu_spec, request.shape, compiled=request.compiles).with_eight_bit(profile)
     return replace(profile, replicas=_replica_rates(request, profile))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from mobius.config.config import ActivationOffloading, FinetuningType, OptimizerStates, Order, Recompute
+from mobius.config.config import ActivationOffloading, FinetuningType, MatmulDtype, OptimizerStates, Order, Recompute
 from mobius.config.validation import find_problems
 from mobius.errors import ConfigError, GpuMemoryError, HostMemoryError, PlanError, ScheduleError
 from mobius.log import progress_bar
@@ -268,6 +268,9 @@ def _less_memory(request: PlanRequest) -> Iterator[Change]:
     if not pipeline.use_offload:
         streamed = request.with_pipeline(use_offload=True, resident_stages="auto", recompute=Recompute.AUTO)
         yield Change("--use_offload --recompute auto", lambda _: streamed)
+    if request.shape.quantized is not None:  # resident stages have codes next to their weights
+        plain = request.with_products(MatmulDtype.BF16, replace(request.shape, quantized=None))
+        yield Change("--matmul_dtype bf16", lambda _: plain)
 
 
 def _other_numbers(request: PlanRequest) -> Iterator[Change]:

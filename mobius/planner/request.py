@@ -10,7 +10,17 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from mobius.config.config import Compile, Config, Dtype, DurableSteps, OptimizerStates, Order, Recompute, ReduceDtype
+from mobius.config.config import (
+    Compile,
+    Config,
+    Dtype,
+    DurableSteps,
+    MatmulDtype,
+    OptimizerStates,
+    Order,
+    Recompute,
+    ReduceDtype,
+)
 from mobius.limits import NUM_INCOMING_EDGES, NUM_MAILBOXES, NUM_STATE_BUFFERS
 from mobius.planner.gpu_specs import GpuSpec, Host
 from mobius.planner.peak_memory import estimate_layer
@@ -176,6 +186,11 @@ class PlanRequest:
     def with_seq_length(self, seq_length: int) -> PlanRequest:
         """The question for sequences of another length, in tokens."""
         return replace(self, config=replace(self.config, data=replace(self.config.data, seq_length=seq_length)))
+
+    def with_products(self, matmul_dtype: MatmulDtype, shape: ModelShape) -> PlanRequest:
+        """The question for products in another format, with which the model has `shape`."""
+        config = replace(self.config, model=replace(self.config.model, matmul_dtype=matmul_dtype))
+        return replace(self, config=config, shape=shape)
 
     @property
     def on_empty_gpu(self) -> PlanRequest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mobius.planner.gpu_specs import QUANTIZING_BYTES
 from mobius.planner.profile import Profile
 from mobius.planner.state_bytes import ByteSizes
 from mobius.schedule.action import Action, ActionKind
@@ -47,6 +48,8 @@ class StageCost:
     """Parameters among them that are in layers."""
     keeps_trained_on_gpu: bool = False
     """Whether what is trained stays on the GPU, which updates it, though the others are streamed."""
+    quantizing: float = 0.0
+    """Seconds to quantize its weights, once for each load, or for each update if it is resident."""
 
     @property
     def updates_on_gpu(self) -> bool:
@@ -156,6 +159,7 @@ def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageC
                 backward_from_saved=with_products,
                 trained_in_layers=cut.num_trained_in_layers(shape),
                 keeps_trained_on_gpu=shape.keeps_trained_on_gpu,
+                quantizing=QUANTIZING_BYTES * cut.num_quantized(shape) / profile.gpu_bandwidth,
             )
         )
     if plan.spreads_head:

@@ -23,6 +23,8 @@ REDUCED_BYTES: Final[Mapping[OptimizerStates, float]] = {
 """Optimizer state per parameter of a layer (engine/reduced_states.py)."""
 SUM_BYTES = 4
 """Gradients of a step's microbatches are added up in fp32."""
+CODES_BYTES, SCALE_BYTES = 2, 4
+"""A weight's 8-bit codes by row and by column next to a resident stage's weights, and a row's or column's scale."""
 
 
 @dataclass(frozen=True)

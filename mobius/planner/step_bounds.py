@@ -60,7 +60,7 @@ def _compute_seconds(plan: Plan, costs: Sequence[StageCost], rank: int) -> float
     seconds, offloaded = 0.0, plan.num_offloaded_microbatches * plan.accumulation_rounds
     for stage in plan.local_stages(rank):
         cost = costs[stage]
-        seconds += plan.num_microbatches * (cost.forward + cost.backward)
+        seconds += plan.num_microbatches * (cost.forward + cost.backward) + cost.quantizing
         if cost.backward_from_saved is not None:
             seconds -= offloaded * max(0.0, cost.backward - cost.backward_from_saved[0])
     return seconds + len(plan.head_microbatches(rank)) * costs[-1].forward

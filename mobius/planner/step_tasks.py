@@ -114,6 +114,8 @@ class _RankTasks:
     """The writes that free the buffers of such states, in the order in which these are used."""
     updated: set[int] = field(default_factory=set)
     """Streamed stages whose next load brings the weights that other replicas have updated."""
+    unquantized: set[int] = field(default_factory=set)
+    """Stages whose weights have been loaded or updated, and not used since."""
 
 
 class StepTasks:
@@ -200,12 +202,16 @@ class StepTasks:
         cost, is_backward = self.costs[stage], played.is_backward
         neighbours = [] if played.source is None else [self._messages[played.source]]
         optimizer, weights, activations = list[Task](), list[Task](), list[Task]()
+        seconds = played.seconds
         # The model's last stage only keeps its input in forward.
         if action.kind is not ActionKind.FORWARD_LAST or self.schedule.spec.num_slices > 1:
             if stage in state.updates:
                 optimizer.append(state.updates[stage])
             if stage in state.loads:
                 weights.append(state.loads[stage])
+            if stage in state.unquantized:
+                state.unquantized.remove(stage)
+                seconds += cost.quantizing
         if state.left is not None:
             activations.append(state.left)
             state.left = None
@@ -217,7 +223,7 @@ class StepTasks:
             state.adds_up = stage
             neighbours += state.reductions[-MIN_GRADIENT_SUMS:-1]
         waits = (neighbours, optimizer, weights, activations)
-        task = self._compute(rank, action, played.seconds, waits, launch=played.launch)
+        task = self._compute(rank, action, seconds, waits, launch=played.launch)
         if played.target is not None:
             self._send(rank, played.target, played, task)
         ends_stage = is_backward and action.microbatch == self._last_backward
@@ -307,6 +313,7 @@ class StepTasks:
         load = self._task((Lane.LOAD, rank), flow, needs, name=f"L{stage}")
         state.loads[stage] = self._gather(rank, stage, slot, load) if gathers else load
         state.updated.discard(stage)
+        state.unquantized.add(stage)
 
     def _add_offload(self, rank: int, played: _PlayedAction) -> None:
         state, stage = self.ranks[rank], played.stage
@@ -381,6 +388,8 @@ class StepTasks:
 
     def _update_on_gpu(self, rank: int, stage: int) -> None:
         state, parameters = self.ranks[rank], self.costs[stage].parameters
+        if self.costs[stage].is_resident:
+            state.unquantized.add(stage)
         seconds = self.rules.sizes.shard_size(parameters) / self.profile.gpu_adamw
         if not self._is_shared:
             self._compute(rank, f"U{stage}", seconds)

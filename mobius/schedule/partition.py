@@ -53,6 +53,22 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class QuantizedWeights:
+    """Matrices of a model's layers whose products are in eight bits."""
+
+    matmul_dtype: str
+    """Their format, in the words of --matmul_dtype."""
+    layers: tuple[int, ...]
+    """Weights of every layer's."""
+    scales: tuple[int, ...]
+    """Rows and columns of every layer's, each of which has a scale; products quantize as many elements per token."""
+    largest: int
+    """Weights of the largest one."""
+    widest: int
+    """Elements of their longest row or column."""
+
+
+@dataclass(frozen=True)
 class LayerWidths:
     """Elements per token that a layer computes, in addition to hidden states that exist once."""
 
@@ -95,6 +111,8 @@ class ModelShape:
     """None: all are trained."""
     experts: Experts | None = None
     """None: every parameter computes for every token."""
+    quantized: QuantizedWeights | None = None
+    """None: products are in the format of weights and activations."""
 
     @property
     def attention_width(self) -> int:
@@ -263,6 +281,14 @@ class StageCut:
     def num_streamed_parameters(self, shape: ModelShape) -> int:
         """The parameters among them that are loaded if the stage is streamed."""
         return self.num_parameters(shape) - (self.num_trained(shape) if shape.keeps_trained_on_gpu else 0)
+
+    def num_quantized(self, shape: ModelShape) -> int:
+        """Weights of this stage whose products are in eight bits."""
+        return 0 if shape.quantized is None else sum(shape.quantized.layers[self.first_layer : self.end_layer])
+
+    def num_scales(self, shape: ModelShape) -> int:
+        """Scales of these weights."""
+        return 0 if shape.quantized is None else sum(shape.quantized.scales[self.first_layer : self.end_layer])
 
     def _sum(self, embedding: int, layers: Sequence[int], head: int) -> int:
         own = sum(layers[self.first_layer : self.end_layer])

@@ -14,6 +14,7 @@ from harness.run_setups import make_run_setup
 from transformers import PretrainedConfig
 
 from mobius.config.cli import parse_args
+from mobius.config.config import MatmulDtype
 from mobius.errors import GpuMemoryError, PlanError
 from mobius.models.families import PlannedModel
 from mobius.planner import dry_run, run_setup
@@ -27,7 +28,7 @@ from mobius.planner.run_setup import replan
 from mobius.planner.solver import PlanResult, solve
 from mobius.ranks import Ranks
 from mobius.schedule.packed_rows import PackedRows
-from mobius.schedule.partition import ModelShape
+from mobius.schedule.partition import ModelShape, QuantizedWeights
 from mobius.units import GIB
 
 COMPARED = ("plan", "gpu_estimates", "host_estimate", "layer", "profile", "step_time_prediction", "simulated_steps")
@@ -66,6 +67,7 @@ def draw_setting(draw: random.Random) -> tuple[ModelShape, str, int, list[str]]:
     recomputes = ["auto", "full", *(["none", "elementwise"] if stays or resident == "all" else [])]
     words += ["--recompute", draw.choice(recomputes), "--compile", draw.choice(["auto", "on", "off"])]
     words += ["--max_grad_norm", draw.choice(["0", "1"]), "--dtype", draw.choice(["bf16", "bf16", "fp16", "fp32"])]
+    words += ["--matmul_dtype", draw.choice(["fp8", "int8"])] if "bf16" in words and draw.random() < 0.5 else []
     words += ["--loss_chunk_tokens", draw.choice(["256", "2048"])]
     words += (
         [] if {"none", "elementwise"} & {*words} else ["--tile_tokens", draw.choice(["auto", "auto", "off", "1024"])]
@@ -87,7 +89,14 @@ class Parts:
     router_loss = None
     stores_in_order = True
 
-    def __init__(self, shape: ModelShape, *_: object, compiled: bool = False) -> None:
+    def __init__(self, shape: ModelShape, matmul_dtype: MatmulDtype, *, compiled: bool = False) -> None:
+        hidden, inner = shape.hidden_size, shape.intermediate_size
+        if matmul_dtype is not MatmulDtype.BF16:
+            layers, scales = (
+                (each,) * shape.num_layers
+                for each in (4 * hidden * hidden + 3 * hidden * inner, 8 * hidden + 3 * (hidden + inner))
+            )
+            shape = replace(shape, quantized=QuantizedWeights(matmul_dtype, layers, scales, hidden * inner, inner))
         self._shape, self.compiled, self.config = shape, compiled, SimpleNamespace(model_type="llama")
 
     def shape(self) -> ModelShape:
@@ -126,10 +135,9 @@ def as_run(
         "order_devices": lambda *_: None,
         "choose_device": lambda *_: torch.device("cuda", ranks.rank),
         "check_dtype": lambda *_: None,
+        "check_products": lambda *_: None,
         "cap_gpu_memory": lambda *_: free if limit is None else min(free, int(limit * GIB)),
-        "ModelParts": lambda config, device, compiled, packed_dtype=None, adapters=None: Parts(
-            shape, compiled=compiled
-        ),
+        "ModelParts": lambda config, device, compiled, matmul_dtype, **_: Parts(shape, matmul_dtype, compiled=compiled),
         "unpackable_reason": lambda config: None,
         "measure_layer_bytes": measured_as_estimated,
         "measure_product_rate": lambda *_: GPU_SPECS[card].product_rate / SUSTAINED_SHARE,
@@ -171,7 +179,7 @@ def as_dry_run(
             refused.append(record.getMessage().removeprefix("does not fit: "))
 
     patch.setattr(dry_run, "load_planned_config", lambda options: PlannedModel(cast(PretrainedConfig, None)))
-    patch.setattr(dry_run, "ModelParts", lambda config, device, adapters=None: Parts(shape))
+    patch.setattr(dry_run, "ModelParts", lambda config, device, matmul_dtype, **_: Parts(shape, matmul_dtype))
     patch.setattr(dry_run, "_save", saved.append)
     patch.setattr(dry_run, "solve", lambda request, **options: solve(replace(request, packed=packed), **options))
     handler = Refusals(logging.ERROR)

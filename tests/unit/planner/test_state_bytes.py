@@ -13,7 +13,7 @@ import torch
 from harness.plan_requests import request_of
 from transformers import LlamaConfig
 
-from mobius.config.config import Dtype, DurableSteps, OptimizerStates, Order
+from mobius.config.config import AdapterConfig, Dtype, DurableSteps, FinetuningType, MatmulDtype, OptimizerStates, Order
 from mobius.engine.slot_files import StatePlaces
 from mobius.engine.update_queue import UpdateQueue
 from mobius.limits import MIN_GRADIENT_SUMS
@@ -26,15 +26,14 @@ from mobius.training.stages import RankStages
 DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16, Dtype.FP32: torch.float32}
 META = torch.device("meta")
 """Stands for a GPU: what is on the device is told apart from the host's memory, and takes none."""
+WIDE = LlamaConfig(  # of multiples of 128, so that no parameter is padded
+    hidden_size=128, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4, vocab_size=384
+)
 
 
 @pytest.fixture(scope="module")
 def parts() -> ModelParts:
-    # Of multiples of 128, so that no parameter is padded.
-    config = LlamaConfig(
-        hidden_size=128, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4, vocab_size=384
-    )
-    parts = ModelParts(config, torch.device("cpu"))
+    parts = ModelParts(WIDE, torch.device("cpu"))
     # What other tests of this process have left is looked at no more: with it this file takes a minute.
     gc.collect()
     gc.freeze()
@@ -119,6 +118,23 @@ def test_a_sum_for_each_streamed_stage_spares_the_host_two_bytes_of_each_paramet
     gpus = [state_bytes(request, plan, 1)["gradients"] for plan in (few, own)]
     sizes = [own.cuts[stage].num_parameters(request.shape) for stage in own.local_stages(1)]
     assert gpus == [4 * (max(sizes[::2]) + max(sizes[1::2])), 4 * sum(sizes)]
+
+
+@pytest.mark.parametrize("adapters", [AdapterConfig(), AdapterConfig(finetuning_type=FinetuningType.LORA)])
+def test_planned_bytes_of_codes_and_scales_are_those_that_are_allocated(adapters: AdapterConfig) -> None:
+    both = [
+        ModelParts(WIDE, torch.device("cpu"), adapters=adapters, matmul_dtype=each)
+        for each in (MatmulDtype.BF16, MatmulDtype.INT8)
+    ]
+    for resident, slots in ((0, 2), (0, 4), (1, 2), (3, 1), (4, 0)):
+        found, planned = [], []
+        for parts in both:
+            request = request_of(parts.shape(), Machine(2), num_stages=8, dtype=Dtype.BF16)
+            plan = request.plan.with_same_use(MemoryUse(resident, 0, slots))
+            found.append([allocated_bytes(parts, request, plan, rank)[0] for rank in (0, 1)])
+            planned.append([state_bytes(request, plan, rank)["quantized_copies"] for rank in (0, 1)])
+        assert [more - less for less, more in zip(*found, strict=True)] == planned[1], (resident, slots)
+        assert planned[0] == [0, 0] < planned[1]
 
 
 @pytest.mark.parametrize("states", [OptimizerStates.BF16, OptimizerStates.COMPACT])

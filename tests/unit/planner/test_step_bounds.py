@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from itertools import product
 from typing import cast
 
 import pytest
 from harness.plan_requests import find_published_shape, request_of
 
-from mobius.config.config import ActivationOffloading, Order, Recompute
+from mobius.config.config import ActivationOffloading, MatmulDtype, Order, Recompute
 from mobius.errors import GpuMemoryError
 from mobius.planner.fit import fit_plan, fitting_plans
 from mobius.planner.gpu_specs import GPU_SPECS
@@ -27,7 +28,7 @@ from mobius.planner.step_prediction import (
     simulated_seconds,
 )
 from mobius.schedule.build import build_unchecked
-from mobius.schedule.partition import ModelShape
+from mobius.schedule.partition import ModelShape, QuantizedWeights
 from mobius.schedule.plan import Plan
 
 USUAL: dict[str, object] = {"num_stages": 16, "num_chunks": 8, "batch_size": 32, "seq_length": 1024}
@@ -39,6 +40,7 @@ CHANGES: dict[str, dict[str, object]] = {
     "all streamed": {"resident_stages": "0", "recompute": Recompute.FULL},
     "activations on the host": {"recompute": Recompute.FULL, "activation_offloading": ActivationOffloading.ON},
     "slices": {"num_slices": 4, "num_chunks": 2, "batch_size": 2, "seq_length": 16384},
+    "fp8": {"matmul_dtype": MatmulDtype.FP8, "num_chunks": 32},
 }
 
 
@@ -49,6 +51,9 @@ def shape() -> ModelShape:
 
 def planned(shape: ModelShape, machine: Machine, **options: object) -> tuple[Plan, PlanRequest, Profile]:
     request = request_of(shape, machine, **(USUAL | options))
+    if request.config.model.matmul_dtype is not MatmulDtype.BF16:
+        quantized = QuantizedWeights("fp8", shape.layer_parameters, (0,) * 32, 0, 0)
+        request = replace(request, shape=replace(shape, quantized=quantized))
     profile = estimated_profile(request)
     assert profile is not None
     return fit_plan(request, layer=estimated_layer(request)), request, profile
