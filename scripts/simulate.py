@@ -23,7 +23,7 @@ if importlib.util.find_spec("mobius") is None:
 import torch
 
 from mobius.config.cli import given_options, parse_args
-from mobius.config.config import ModelConfig, Packing
+from mobius.config.config import MatmulDtype, ModelConfig, Packing
 from mobius.config.validation import validate
 from mobius.errors import MobiusError, PlanError
 from mobius.log import printable, redirect_to_devnull
@@ -55,8 +55,19 @@ DEFAULT_OPTIONS = {
 }
 """Options of main.py that have another default here."""
 HEADER = (
-    *("model", "GPUs", "PCIe", "GiB", "stages", "chunks", "slots", "resident", "kept", "s/step", "tokens/s", "MFU"),
-    *("bubble", "wait: weights", "optimizer", "neighbours", "activations", "GPU GiB", "host GiB", "limited by"),
+    *("model", "GPUs", "PCIe", "GiB", "products", "stages", "chunks", "slots", "resident", "kept", "s/step"),
+    *(
+        "tokens/s",
+        "MFU",
+        "bubble",
+        "wait: weights",
+        "optimizer",
+        "neighbours",
+        "activations",
+        "GPU GiB",
+        "host GiB",
+        "limited by",
+    ),
 )
 WIDEST = {"s/step": "1000.000", "tokens/s": "1,000,000", "MFU": "100 %"}
 """Widest values of columns that may be wider than their heads, and are not known when the head is printed."""
@@ -84,6 +95,9 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[st
         "--model_path", "--model", nargs="+",
         help=f"{', '.join(SHORT_NAMES)}, or a model as main.py takes it (default: 7b)",
     )  # fmt: skip
+    parser.add_argument(
+        "--matmul_dtype", nargs="+", help=f"one or more of {', '.join(MatmulDtype)} (default: bf16)", metavar="FORMAT"
+    )
     parser.add_argument("--gpu_memory_limit", nargs="+", help="GiB of each GPU (default: all of it)")
     parser.add_argument("--cores", type=int, default=16, help="CPU cores per GPU (default: %(default)s)")
     parser.add_argument(
@@ -120,10 +134,11 @@ def make_requests(arguments: argparse.Namespace, words: Sequence[str]) -> list[P
         arguments.pcie or [None],
         options_of("--gpu_memory_limit", arguments.gpu_memory_limit),
         options_of("--batch_size", arguments.batch_size),
+        options_of("--matmul_dtype", arguments.matmul_dtype),
         links_of(arguments.nodes, arguments.node_link),
     )
     found = []
-    for model, card, gpus, pcie, limit, rows, (nodes, link) in combinations:
+    for model, card, gpus, pcie, limit, rows, products, (nodes, link) in combinations:
         if model and Path(model[-1]).name == "config.json":  # its folder is meant
             model = [*model[:-1], str(Path(model[-1]).parent)]
         machine = Machine(
@@ -135,7 +150,7 @@ def make_requests(arguments: argparse.Namespace, words: Sequence[str]) -> list[P
             num_nodes=nodes,
             node_link=link,
         )
-        config = parse_args([*usual, *words, *model, *limit, *rows])
+        config = parse_args([*usual, *words, *model, *limit, *rows, *products])
         pipeline = replace(config.pipeline, batch_size=nodes * config.pipeline.batch_size)
         config = replace(config, pipeline=pipeline)
         validate(config, machine.num_ranks, nodes)
@@ -159,7 +174,7 @@ def options_of(name: str, values: Sequence[str] | Sequence[int] | None) -> list[
 @functools.cache
 def shape_of(model: ModelConfig) -> ModelShape:
     """The sizes of a model."""
-    return ModelParts(load_planned_config(model)[0], torch.device("cpu")).shape()
+    return ModelParts(load_planned_config(model)[0], torch.device("cpu"), matmul_dtype=model.matmul_dtype).shape()
 
 
 def begin_row(request: PlanRequest) -> list[str]:
@@ -173,6 +188,7 @@ def begin_row(request: PlanRequest) -> list[str]:
         f"{machine.num_nodes} x " * (machine.num_nodes > 1) + f"{machine.num_ranks} x {card.name}",
         str(generation),
         f"{memory:g}",
+        request.config.model.matmul_dtype,
     ]
 
 
@@ -328,16 +344,17 @@ def print_rows(cases: Sequence[PlanRequest], table: Table, progress: Progress, m
     told = TableNotes()
     for request in cases:
         asked = begin_row(request)
-        name = " ".join(asked[:2])
+        name = " ".join([*asked[:2], *(asked[-1:] if request.shape.quantized else ())])
         progress.begin(*asked[:2])
         try:
-            found = solve(request, layer=estimated_layer, profile=measured)
-            row = row_of(found)
-            told.last = found
-            told.compare(found, name)
-            told.details.append(
-                f"{name}: layers per stage: {' '.join(str(len(cut.layers)) for cut in found.plan.cuts)}"
-            )
+            row = [*asked, "the card has no such products"]
+            if request.config.model.matmul_dtype in card_of(request).matmul_dtypes:
+                found = solve(request, layer=estimated_layer, profile=measured)
+                row = row_of(found)
+                told.last = found
+                told.compare(found, name)
+                cut = " ".join(str(len(cut.layers)) for cut in found.plan.cuts)
+                told.details.append(f"{name}: layers per stage: {cut}")
         except DoesNotFitError as error:
             told.alone = told.alone if request.machine.num_nodes > 1 else None
             row = [*asked, "does not fit, see below"]

@@ -25,6 +25,13 @@ def test_the_table_has_a_row_per_combination(capsys: Captured) -> None:
     assert errors == ""
 
 
+def test_a_format_of_products_that_a_card_lacks_is_told_in_its_row(capsys: Captured) -> None:
+    assert simulate.main([*SMALL, "--card", "3090", "--matmul_dtype", "fp8", "int8"]) == 0
+    fp8, int8, *_ = capsys.readouterr().out.splitlines()[1:]
+    assert "fp8  the card has no such products" in fp8
+    assert "  int8  " in int8
+
+
 def test_the_options_of_a_run_count_and_a_wrong_one_is_told_as_there(capsys: Captured) -> None:
     def step(*arguments: str) -> float:
         assert simulate.main([*SMALL, *arguments]) == 0
