@@ -24,10 +24,7 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._functorch.compile_utils import fx_graph_cse
-from torch._inductor.choices import InductorChoices
 from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.runtime.hints import ReductionHint
-from torch._inductor.virtualized import V
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
@@ -399,22 +396,29 @@ def _quantizing(examples: Sequence[Any]) -> Iterator[None]:
     if not _has_codes(examples):
         yield
         return
-    with torch._inductor.config.patch(emulate_precision_casts=True), V.set_choices_handler(_LongRows()):
+    from torch._inductor.virtualized import V
+
+    with torch._inductor.config.patch(emulate_precision_casts=True), V.set_choices_handler(_long_rows()):
         yield
 
 
-class _LongRows(InductorChoices):
-    """Keeps rows in registers between their reduction and what follows, which else reads them from memory again.
+def _long_rows() -> Any:
+    """Inductor's choices, but rows stay in registers between their reduction and what follows.
 
-    A layer of 7B is 3 % faster in 8 bits.
+    Otherwise they are read from memory again. A layer of 7B is 3 % faster in 8 bits.
     """
+    from torch._inductor.choices import InductorChoices  # half a second, which other runs do without
+    from torch._inductor.runtime.hints import ReductionHint
 
-    @staticmethod
-    def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
-        if InductorChoices.should_use_persistent_reduction(features, cooperative_reduction):
-            return True
-        is_inner = features.get_reduction_hint() == ReductionHint.INNER
-        return is_inner and bool(features.reduction_numel <= MAX_ROW_IN_REGISTERS)
+    class LongRows(InductorChoices):
+        @staticmethod
+        def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
+            if InductorChoices.should_use_persistent_reduction(features, cooperative_reduction):
+                return True
+            is_inner = features.get_reduction_hint() == ReductionHint.INNER
+            return is_inner and bool(features.reduction_numel <= MAX_ROW_IN_REGISTERS)
+
+    return LongRows()
 
 
 def _has_codes(values: Sequence[Any]) -> bool:
