@@ -162,7 +162,6 @@ _MLXCEL, _TABLES = "github.com/lablup/mlxcel/issues/1654", f"{PublicRates.source
 _40GB, _80GB = ("a100sxm440gb", "a100pcie40gb"), ("a100sxm480gb", "a100pcie80gb", "a10080gb")
 _HOPPER = (CUDNN_ATTENTION, FLASH_ATTENTION)
 _A100, _H100 = PublicRates(264.5, 271.2, _TABLES), PublicRates(783.7, 794.5, _TABLES)
-_A100, _H100 = PublicRates(264.5, 271.2, _TABLES), PublicRates(783.7, 794.5, _TABLES)
 _CARDS = (
     GpuSpec("V100", 125, 32, 900, 3, nvlink=50, published=PublicRates(95, 100, _MLXCEL)),
     GpuSpec("T4", 65, 16, 320, 3, published=PublicRates(41.9, 42.7)),
