@@ -45,6 +45,7 @@ CHUNK_BYTES = 2**23
 """Bytes of a request. Offsets and lengths are multiples of `ALIGNMENT`, which all disks take."""
 ALIGNMENT = 4096
 THREADS_PER_FOLDER = 3
+"""Threads that read, and as many that write."""
 
 
 Key = int | tuple[int, str]
@@ -110,7 +111,11 @@ class StateFiles:
         `shares`: each folder's part of the bytes, by default an equal one.
         """
         self._folders, self._places = [*folders], dict[Key, list[Place]]()
-        self._threads = ThreadPoolExecutor(THREADS_PER_FOLDER * len(folders), thread_name_prefix="states")
+        # In one queue a stage's reads and another one's writes would take turns.
+        self._readers, self._writers = (
+            ThreadPoolExecutor(THREADS_PER_FOLDER * len(folders), thread_name_prefix=f"states {name}")
+            for name in ("read", "written")
+        )
         self._writes: dict[Key, list[Future[None]]] = {}
         ends = [0] * len(folders)
         for key, size in num_bytes.items():
@@ -157,7 +162,8 @@ class StateFiles:
 
     def close(self) -> None:
         """Give the disks' space back; waits for what is under way. Safe to call twice."""
-        self._threads.shutdown()
+        self._readers.shutdown()
+        self._writers.shutdown()
         while self._files:
             os.close(self._files.pop())
 
@@ -172,8 +178,9 @@ class StateFiles:
     ) -> list[Future[None]]:
         """Start moving all chunks of a key; their checksums are stored in `sums`."""
         chunks = zip(self._places[key], self._views(key, buffer), strict=True)
+        threads = self._readers if move is os.preadv else self._writers
         return [
-            self._threads.submit(self._move, move, place, view, files, before, sums, number)
+            threads.submit(self._move, move, place, view, files, before, sums, number)
             for number, (place, view) in enumerate(chunks)
         ]
 

@@ -6,6 +6,8 @@ import errno
 import logging
 import os
 import random
+import threading
+from concurrent.futures import wait as wait_for_all
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,25 @@ def test_bytes_are_counted_for_each_folder_and_direction(tmp_path: Path) -> None
     assert [each.num_bytes for each in files.writes] == [9 * ALIGNMENT, 6 * ALIGNMENT]  # chunks of two: 2 + 1, 2
     assert [each.num_bytes for each in files.reads] == [3 * ALIGNMENT, 2 * ALIGNMENT]
     assert sum(span.num_bytes for span in files.writes[0].spans) == 9 * ALIGNMENT
+
+
+def test_a_stage_is_read_while_another_one_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, write, may_write = StateFiles([tmp_path], SIZES), os.pwritev, threading.Event()
+
+    def waiting(*arguments: Any) -> int:
+        may_write.wait()
+        return write(*arguments)
+
+    monkeypatch.setattr(os, "pwritev", waiting)
+    writes = files.write(2, filled(2, 0))
+    assert len(writes) > state_files.THREADS_PER_FOLDER
+    reads = wait_for_all(files.read(5, map_zeros(padded(SIZES[5]), torch.uint8)), timeout=10)
+    is_writing = not any(each.done() for each in writes)
+    may_write.set()
+    wait(writes)
+    files.close()
+    assert not reads.not_done
+    assert is_writing
 
 
 def test_new_files_are_zeros(tmp_path: Path) -> None:
