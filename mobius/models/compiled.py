@@ -2,8 +2,8 @@
 
     save activations        a forward graph, and a backward graph that takes the saved activations
     save products           the same; backward recomputes cheap operations (recompute_policy.py)
-    recompute               one graph of forward and backward, without operations that only the output needs, above all
-                            the last matrix product
+    recompute               the same at once; the forward lacks operations that only the output needs, above all the
+                            last matrix product
 
 A module's own graphs save about half of the host time that torch.compile and autograd take: a call runs its graph
 without autograd and guards. All graphs are made and called under torch.no_grad.
@@ -161,10 +161,11 @@ class CompiledModule:
         """Gradients of the leaves and of `inputs`, recomputed from the inputs; `gradients` belong to the outputs."""
         with torch.no_grad():
             call = self._call(weights, gradient_factors, inputs, arguments)
-            tensors = [*call.tensors, *gradients]
-            key = "both", call.key, *map(_kind, gradients)
-            made = self._graph(key, lambda: (_compile_function(call.gradients, tensors), call.leaves))
-            return None if made is None else _named(made[1], made[0](*tensors))
+            graphs = self._graph(("recompute", call.key), lambda: _split(call, RecomputeLevel.NONE, has_outputs=False))
+            if graphs is None:
+                return None
+            _, saved = graphs.run(call)
+            return CompiledGraph((), [*saved], [*call.tensors], graphs).backward(gradients)
 
     def forward_with_saved(
         self,
@@ -273,12 +274,6 @@ class _Call:
         found = torch.autograd.grad(outputs, [*leaves.values(), *inputs], gradients, allow_unused=True)
         return *(output.detach() for output in outputs), *found
 
-    def gradients(self, tensors: Sequence[Tensor]) -> Results:
-        """Gradients of `leaves` and of the inputs; `tensors` holds the call's tensors, then the output gradients."""
-        number = len(self.tensors)
-        results = self.differentiate(tensors[:number], tensors[number:])
-        return results[len(tensors) - number :]
-
     def _sorted(self, tensors: Sequence[Tensor]) -> tuple[Weights, Tensors, Iterator[Tensor]]:
         """Weights, inputs, and an iterator over buffers and tensors of `arguments`."""
         rest = iter(tensors[len(self.weights) :])
@@ -324,8 +319,11 @@ def _compile_function(
     return _compile(graph)
 
 
-def _split(call: _Call, level: RecomputeLevel) -> _SplitGraphs:
-    """Split `call.differentiate` into forward and backward graphs with torch's min-cut partitioner."""
+def _split(call: _Call, level: RecomputeLevel, *, has_outputs: bool = True) -> _SplitGraphs:
+    """Split `call.differentiate` into forward and backward graphs with torch's min-cut partitioner.
+
+    Not one graph for both: from its gradients, a model of the width of 7B learnt nothing on H100s and H200s.
+    """
 
     # The partitioner recognizes gradients by the name `tangents`, and judges cost on small operations only.
     def joint(primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Results:
@@ -342,9 +340,10 @@ def _split(call: _Call, level: RecomputeLevel) -> _SplitGraphs:
     if level is RecomputeLevel.ELEMENTWISE:
         mark_for_recompute(graph.graph)
     forward, backward = min_cut_rematerialization_partition(graph, given, num_fwd_outputs=len(like))
-    backward_inputs = _keep_no_inputs(forward.graph, backward.graph, num_outputs=len(like))
+    backward_inputs = _keep_no_inputs(forward.graph, backward.graph, num_outputs=len(like), has_outputs=has_outputs)
     forward.recompile()
-    return _SplitGraphs(len(like), _compile(forward), _compile_emptying(backward), backward_inputs, call.leaves)
+    num_outputs = len(like) if has_outputs else 0
+    return _SplitGraphs(num_outputs, _compile(forward), _compile_emptying(backward), backward_inputs, call.leaves)
 
 
 def _outputs_like(call: _Call) -> Sequence[Tensor]:
@@ -353,13 +352,14 @@ def _outputs_like(call: _Call) -> Sequence[Tensor]:
         return cast(Tensors, call.run([mode.from_tensor(tensor) for tensor in call.tensors]))
 
 
-def _keep_no_inputs(forward: Graph, backward: Graph, *, num_outputs: int) -> tuple[int, ...]:
-    """Drop inputs from `forward`'s saved outputs; return the positions of `backward`'s inputs."""
+def _keep_no_inputs(forward: Graph, backward: Graph, *, num_outputs: int, has_outputs: bool) -> tuple[int, ...]:
+    """Drop saved inputs from `forward`, and perhaps its outputs; return the positions of `backward`'s inputs."""
     (output,) = forward.find_nodes(op="output")
     inputs = forward.find_nodes(op="placeholder")
     results, saved = output.args[0][:num_outputs], output.args[0][num_outputs:]
     made = [node for node in saved if node not in inputs]
-    output.args = ((*results, *made),)
+    output.args = ((*results, *made) if has_outputs else (*made,),)
+    forward.eliminate_dead_code()
     known = {node.name: position for position, node in enumerate((*inputs, *made))}
     # The graphs have separate nodes: equal names mean equal values. Other names are tangents_1, tangents_2, ...
     names = [node.name for node in backward.find_nodes(op="placeholder")]

@@ -6,10 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.pipelines import Pipeline, Step, assert_same_bits, make_batch, make_model
+from harness.pipelines import Pipeline, Step, assert_same_bits, distance, make_batch, make_model
 from harness.replica_ranks import exact_results
+from transformers import LlamaConfig
 
 from mobius.engine import saved_activations
+from mobius.engine.stage import StageModule
+from mobius.models.block_autograd import backward, recomputed_backward, run_with_graph
+from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
+from mobius.planner.layer_bench import make_weights_and_sums
+from mobius.schedule.partition import StageCut
 from mobius.schedule.spec import ComputeOrder
 
 pytestmark = pytest.mark.gpu
@@ -39,6 +45,32 @@ def test_ten_steps_end_in_the_same_bits_with_every_overlap_on_and_off(
     assert all(results[variant] == results[STREAMED[0]] for variant in STREAMED), results
     if compiled == "off":
         assert all(results[variant] == results[RESIDENT[0]] for variant in RESIDENT), results
+
+
+@pytest.mark.parametrize("seq_length", [512, 1000])
+def test_gradients_of_a_wide_compiled_layer_are_those_of_an_eager_one(seq_length: int) -> None:
+    """With the attention that runs take, which deterministic algorithms exclude."""
+    torch.use_deterministic_algorithms(False)
+    device = torch.device("cuda", 0)
+    config = LlamaConfig(hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_hidden_layers=1)
+    config._attn_implementation = "sdpa"
+    found = []
+    for compiled, keeps in ((False, True), (True, True), (True, False)):
+        parts = ModelParts(config, device, compiled=compiled)
+        torch.manual_seed(0)
+        cut = StageCut(1, 0, 1, is_first=False, is_last=False)
+        weights, sums = make_weights_and_sums(StageModule(parts, cut, loss_chunk_tokens=1), torch.bfloat16, device)
+        hidden, gradient = torch.randn(2, 4, seq_length, 4096, device=device, dtype=torch.bfloat16)
+        arguments = LayerArgumentsBuilder(parts, device=device, dtype=torch.bfloat16)(seq_length)[0]
+        layer = parts.layers[0]
+        if keeps:
+            graph = run_with_graph(layer, weights, hidden, arguments)
+            (back,) = backward(layer, graph, sums, gradient)
+        else:
+            (back,) = recomputed_backward(layer, weights, (hidden,), arguments, sums, gradient)
+        found.append(sums | {"inputs": back})
+    for other in found[1:]:
+        assert distance(other, found[0]) < 0.02
 
 
 LAYERS = STAGES = 4

@@ -84,7 +84,7 @@ def _parts(
     *,
     compiled: bool,
     adapters: AdapterConfig,
-    matmul_dtype: MatmulDtype,
+    matmul_dtype: MatmulDtype = MatmulDtype.BF16,
 ) -> ModelParts:
     key = (str(device), config.to_json_string(use_diff=False), rank, packed_dtype, compiled, adapters, matmul_dtype)
     with _MAKING:  # the first packed ones register an operation, which in a run one thread does

@@ -73,7 +73,7 @@ def test_graphs_of_forward_and_backward_serve_all_layers_and_give_autograds_grad
         assert_near(case.recomputed(), case.by_autograd()[1:], share=1e-4)
         assert_near(case.kept(), case.by_autograd(), share=1e-4)
         assert_near([case.forward()], case.by_autograd()[:1], share=1e-4)
-    assert len(graphs) == 1 + 2 + 1
+    assert len(graphs) == 2 + 2 + 1
 
 
 class Scaled(nn.Module):
