@@ -13,6 +13,8 @@
 #              GPU is shared by two replicas over sockets
 #   states     a quarter of 7B streamed with each format of optimizer states, with clipping and without; the C kernel's
 #              rates; with SMOLLM2 (a folder of scripts/convert_smollm2.py) also what 135M learns with each, five seeds
+#   products   large products in each format; a quarter of 7B in bf16, fp8 and int8 beside FSDP2 with torchao; with
+#              SMOLLM2 also what 135M learns with each, five seeds
 #   plans      40 drawn settings planned by auto on one GPU, 4 steps each: memory and seconds beside the plan's; takes some
 #              11 minutes, in calls of at most PLANS_SECONDS: what is in PLANS (default WORK/plans.jsonl) is not run again
 #   kills      10 kills -9 at random moments on two GPUs, each resumed, against a run that was left alone
@@ -125,6 +127,17 @@ part_states() {
         --model_path "$SMOLLM2" --dataset assets/docstrings/train.jsonl --val_size 200 --batch_size 8 --num_chunks 2 \
         --num_stages 4 --seq_length 512 --num_train_epochs 3 --learning_rate 1e-4 --eval_strategy steps --eval_steps 20 \
         --do_eval --compile off || failed=1
+}
+
+part_products() {
+    $PYTHON benchmarks/eight_bit_products.py || failed=1
+    $PYTHON benchmarks/benchmark.py 7b --layers 8 --steps 10 --same_processes --output "$WORK/products.jsonl" \
+        --variant fp8="--matmul_dtype fp8" --variant int8="--matmul_dtype int8" --peer fsdp2-compile \
+        --peer fsdp2-rowwise --peer fsdp2-rowwise-gw-hp -- --num_stages auto --num_chunks auto || failed=1
+    [ -z "${SMOLLM2:-}" ] || $PYTHON benchmarks/learning.py "$WORK/products" --option matmul_dtype --at_once 3 -- \
+        --bf16 --model_path "$SMOLLM2" --dataset assets/docstrings/train.jsonl --val_size 200 --batch_size 8 \
+        --num_chunks 2 --num_stages 4 --seq_length 512 --num_train_epochs 3 --learning_rate 1e-4 \
+        --eval_strategy steps --eval_steps 20 --do_eval || failed=1
 }
 
 part_plans() {
