@@ -342,8 +342,14 @@ def _split(call: _Call, level: RecomputeLevel, *, has_outputs: bool = True) -> _
     forward, backward = min_cut_rematerialization_partition(graph, given, num_fwd_outputs=len(like))
     backward_inputs = _keep_no_inputs(forward.graph, backward.graph, num_outputs=len(like), has_outputs=has_outputs)
     forward.recompile()
-    num_outputs = len(like) if has_outputs else 0
-    return _SplitGraphs(num_outputs, _compile(forward), _compile_emptying(backward), backward_inputs, call.leaves)
+    num_outputs, (output,) = len(like) if has_outputs else 0, forward.graph.find_nodes(op="output")
+    run_forward = _compile(forward) if output.args[0] else _save_nothing
+    return _SplitGraphs(num_outputs, run_forward, _compile_emptying(backward), backward_inputs, call.leaves)
+
+
+def _save_nothing(*tensors: Tensor) -> Results:
+    """Forward of a module whose backward needs its inputs alone."""
+    return ()
 
 
 def _outputs_like(call: _Call) -> Sequence[Tensor]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,12 +23,17 @@ from harness.pipelines import (
     model_of,
     resident_stages,
 )
+from harness.runs import make_checkpoint
+from harness.sessions import VOCAB as SAMPLE_VOCAB
+from harness.sessions import in_sessions, random_samples
 from harness.tiny_families import tiny_config
 from torch import Tensor
 
 from mobius.config.config import AdapterConfig, FinetuningType, MatmulDtype
+from mobius.data.batches import TrainingBatches
 from mobius.models.linear import ProductFormat
 from mobius.schedule.plan import RecomputeLevel
+from mobius.training.session import Session
 
 FORMATS = [MatmulDtype.FP8, MatmulDtype.INT8]
 LARGEST = {MatmulDtype.FP8: 448.0, MatmulDtype.INT8: 127.0}
@@ -112,8 +119,14 @@ CASES: dict[str, tuple[str, Sizes, dict[str, Any]]] = {
 """Family, `Sizes`, and other options of `Pipeline`."""
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        pytest.param(case, kind, marks=[] if case == "llama" or kind == kept else pytest.mark.extended)
+        for case, kept in zip(CASES, cycle(FORMATS))
+        for kind in FORMATS
+    ],
+)
 def test_a_step_has_the_bits_of_linears_that_quantize(
     case: str, kind: MatmulDtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,8 +150,33 @@ PLACES: dict[str, tuple[Sizes, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", [MatmulDtype.INT8, pytest.param(MatmulDtype.FP8, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("place", PLACES)
 def test_where_and_how_a_stage_computes_changes_no_bit(place: str, kind: MatmulDtype) -> None:
     sizes, options = PLACES[place]
     assert_same_bits(step("llama", kind, sizes, **options), step("llama", kind, (1, 1, 4, 1)), place)
+
+
+REPLICATED = """--batch_size 12 --num_chunks 2 --num_stages 4 --seq_length 24 --packing off --num_iterations 4 --bf16
+    --learning_rate 2e-3 --warmup_steps 1 --save_strategy no --matmul_dtype int8"""
+
+
+def train(session: Session, batches: TrainingBatches) -> tuple[list[float], dict[str, Tensor]]:
+    trainer = session.trainer(batches)
+    losses = [trainer.train_step().loss for _ in range(4)]
+    trainer.drain()
+    states = [memory.state for memory in session.stages.memory.values()]
+    return losses, {name: view.clone() for state in states for name, view in state.layout.views(state.weights).items()}
+
+
+def test_replicas_gather_weights_before_they_quantize_them(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, vocab_size=SAMPLE_VOCAB)
+    samples = random_samples(60, 24, seed=1)
+    (alone,), (one, other) = (
+        in_sessions(1, tmp_path, REPLICATED, samples, train, num_replicas=number) for number in (1, 2)
+    )
+    assert one[0] == pytest.approx(alone[0], rel=3e-3)
+    assert one[1].keys() == alone[1].keys()
+    for name, weight in one[1].items():
+        assert torch.equal(weight, other[1][name]), name
+        assert (weight - alone[1][name]).norm() < 0.05 * alone[1][name].norm(), name

@@ -207,7 +207,7 @@ def test_buffers_of_a_module_are_among_the_tensors(uncompiled: list[torch.fx.Gra
     assert_equal(case.kept(), case.by_autograd())
     assert_equal([case.forward()], case.by_autograd()[:1])
 
-    assert len(uncompiled) == 2 + 2 + 1
+    assert len(uncompiled) == 1 + 2 + 1, "recomputing, nothing is saved but the inputs"
 
 
 class Doubling(nn.Module):
@@ -223,7 +223,7 @@ def test_a_module_may_be_without_weights(uncompiled: list[torch.fx.GraphModule])
     assert_equal(case.kept(), case.by_autograd())
     assert_equal([case.forward(), *case.recomputed()], case.by_autograd())
 
-    assert len(uncompiled) == 2 + 1 + 2
+    assert len(uncompiled) == 2 + 1 + 1, "nothing is saved"
 
 
 class Mixing(nn.Module):
@@ -256,7 +256,7 @@ def test_a_module_may_have_several_inputs_and_outputs(uncompiled: list[torch.fx.
     assert_near(outputs, [(products * weights["layer.weight"]).sum(-1), other.transpose(0, 1) + 1], share=1e-6)
     assert_near(results, [of_product * other, of_product * one + of_turned.transpose(0, 1)], share=1e-6)
     assert_near([sums["layer.weight"]], [1 + (of_sum.unsqueeze(-1) * products).sum((0, 1))], share=1e-6)
-    assert len(uncompiled) == 3
+    assert len(uncompiled) == (3 if way == "kept" else 2)
 
 
 class Choosing(nn.Module):
