@@ -124,16 +124,15 @@ def describe_spread_head(found: PlanResult) -> list[str]:
 
 
 def describe_products(found: PlanResult, model: PretrainedConfig) -> list[str]:
-    """Compare a step with those of as many stages and microbatches in the card's other formats of products, if any.
+    """Compare a step in bf16 with those of as many stages and microbatches in the card's other formats of products.
 
     No plan is searched for: theirs is this one, or the best one by a bound. A search ends within 5 % of it.
     """
     request, config, seconds = found.request, found.request.config, dict[MatmulDtype, float]()
-    if found.profile is None or request.gpu_spec is None or config.model.dtype is not Dtype.BF16:
+    is_bf16 = (config.model.dtype, config.model.matmul_dtype) == (Dtype.BF16, MatmulDtype.BF16)
+    if found.profile is None or request.gpu_spec is None or not is_bf16:
         return []
-    for each in request.gpu_spec.matmul_dtypes:
-        if each is config.model.matmul_dtype:
-            continue
+    for each in request.gpu_spec.matmul_dtypes[1:]:
         shape = ModelParts(model, torch.device("cpu"), adapters=config.adapters, matmul_dtype=each).shape()
         for given in (None, found.plan):
             with suppress(MobiusError):  # with copies of resident stages it may not fit
