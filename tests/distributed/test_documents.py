@@ -23,13 +23,14 @@ from harness.runs import with_kernel
 from launch import free_port
 
 COMMANDS = all_commands()
-RUN = [command for command in COMMANDS if not command.needs and "scripts/simulate.py" not in command.text]
+SHORT = [command for command in COMMANDS if "scripts/simulate.py" not in command.text]
+RUN = [command for command in SHORT if not command.needs]
 """What simulate.py does has tests of its own; scripts/run_docs runs it as it is printed."""
 LONG = re.compile(
     r"bash train\.sh |python scripts/convert_checkpoint\.py |.*--model_path 70b |(?=.*--num_ranks 4).*--model_path 14b"
 )
 """Commands that take many seconds, or what those leave; scripts/run_docs runs them all."""
-CHECKED = [command for command in COMMANDS if command.needs]
+CHECKED = [command for command in SHORT if command.needs]
 
 
 @pytest.fixture(scope="module")
