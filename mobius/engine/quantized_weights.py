@@ -31,9 +31,14 @@ class StageQuantizer:
         """The quantizer of a stage; None if no weight is quantized."""
         return cls(layout) if layout.quantized else None
 
-    def in_slot(self, values: Tensor, scales: Tensor) -> dict[str, QuantizedMatrix]:
-        """Name -> codes in the place of the weights in `values`, and `scales`: fp32 [num_scales_of(layout) or more]."""
-        return self._matrices({name: values[self._layout.slice_of(name)] for name in self._names}, scales)
+    def quantize_in_place(self, values: Tensor, scales: Tensor) -> dict[str, Tensor]:
+        """Replace the weights in `values` by their codes, and return `views` of them.
+
+        `scales`: fp32 [num_scales_of(layout) or more].
+        """
+        matrices = self._matrices({name: values[self._layout.slice_of(name)] for name in self._names}, scales)
+        self.quantize(values, matrices)
+        return self.views(values, matrices)
 
     def allocate(self, device: torch.device) -> dict[str, QuantizedMatrix]:
         """Name -> codes in memory of their own."""

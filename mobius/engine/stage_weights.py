@@ -229,15 +229,9 @@ class SlotWeights:
             slot.ready.wait()
             slot.ready = None
             if self._quantizer is not None:
-                self._quantize(slot, self._quantizer)
+                slot.gathered_to_host.wait()
+                slot.views = self._quantizer.quantize_in_place(slot.values, slot.scales)
         return slot.views
-
-    def _quantize(self, slot: _WeightSlot, quantizer: StageQuantizer) -> None:
-        """Replace the loaded weights in `slot` by their codes."""
-        slot.gathered_to_host.wait()
-        matrices = quantizer.in_slot(slot.values, slot.scales)
-        quantizer.quantize(slot.values, matrices)
-        slot.views = quantizer.views(slot.values, matrices)
 
     def give_up(self) -> DeviceBuffer:
         """Return the slot for outgoing gradients, over weights that are no longer needed; ends their views."""

@@ -249,7 +249,7 @@ def recomputed_backward(
     gradients: NamedTensors,
     *output_gradients: Tensor,
 ) -> Tensors:
-    """`run_with_graph` and `backward` for floating-point inputs, as one graph if the block is compiled."""
+    """`run_with_graph` and `backward` at once, for floating-point inputs; a compiled forward lacks the output."""
     if block.graphs is not None:
         own = _own_views(weights, block)
         results = block.graphs.recomputed_backward(own, block.gradient_factors, inputs, arguments, output_gradients)

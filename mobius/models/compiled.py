@@ -93,7 +93,7 @@ class CompiledGraph:
     """A finished forward: its outputs, and what `backward` needs until it has run."""
 
     outputs: Tensors
-    """Empty if backward resumes from `SavedProducts`."""
+    """Empty if the forward was recomputed, or backward resumes from `SavedProducts`."""
     saved: list[Tensor]
     """Activations that the forward saved."""
     _given: list[Tensor]

@@ -113,9 +113,7 @@ def make_weights_and_sums(
     sums = layout.trained_views(torch.zeros(layout.num_trained, device=device))
     if (quantizer := StageQuantizer.of(layout)) is None:
         return layout.views(weights), sums
-    matrices = quantizer.in_slot(weights, torch.empty(num_scales_of(layout), device=device))
-    quantizer.quantize(weights, matrices)
-    return quantizer.views(weights, matrices), sums
+    return quantizer.quantize_in_place(weights, torch.empty(num_scales_of(layout), device=device)), sums
 
 
 @dataclass(frozen=True)
