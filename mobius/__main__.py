@@ -1,4 +1,4 @@
-"""The program: `mobius`, `python -m mobius` and main.py, alone or under torchrun; see --help."""
+"""The program: `mobius [COMMAND]`, `python -m mobius` and main.py, alone or under torchrun; see --help."""
 
 import sys
 
@@ -10,9 +10,12 @@ def main() -> None:
     if sys.version_info < _OLDEST:
         versions = "{}.{} or later, and {} is {}.{}".format(*_OLDEST, sys.executable, *sys.version_info[:2])
         sys.exit(f"error: Mobius needs Python {versions}; name another one, or use `bash train.sh`")
+    from mobius.commands import COMMANDS, run_command
     from mobius.requirements import missing_packages
 
     try:
+        if sys.argv[1:2] and sys.argv[1] in COMMANDS:
+            sys.exit(run_command(sys.argv[1], sys.argv[2:]))
         from mobius.program import run_program
     except ModuleNotFoundError as error:
         if (message := missing_packages(error)) is None:

@@ -23,8 +23,7 @@ from typing import NoReturn
 if importlib.util.find_spec("mobius") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from run_ranks import free_port
-
+from mobius.launcher import free_port
 from mobius.ranks import prepare_environment
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -128,7 +127,7 @@ def start(folder: Path, options: list[str], *, is_launched: bool, num_ranks: int
     port = str(free_port())
     if is_launched:
         program = [str(Path(__file__).resolve())] if "cuda" in options else [str(ROOT / "main.py")]
-        launcher = [str(ROOT / "scripts" / "run_ranks.py"), "--nproc_per_node", str(num_ranks), "--master_port", port]
+        launcher = ["-m", "mobius.launcher", "--nproc_per_node", str(num_ranks), "--master_port", port]
         words = [sys.executable, *launcher, *program, *options]
         started.processes["launcher"] = forked(
             lambda: os.execve(sys.executable, words, variables), folder, started.output_file

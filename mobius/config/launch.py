@@ -43,6 +43,11 @@ class Placement:
     notice: str | None = None
 
 
+def own_resources() -> Resources:
+    """Resources of this process."""
+    return Resources(count_gpus(), count_cores(), visible_devices(), omp_num_threads())
+
+
 def count_gpus(device_folder: Path = Path("/dev"), *, nvidia_smi: str = "nvidia-smi") -> int:
     """GPUs that this process may use, found without CUDA.
 
@@ -111,39 +116,54 @@ def check_port(port: int) -> None:
             ) from None
 
 
-def launch_command(arguments: Sequence[str], caller_folder: Path, resources: Resources) -> tuple[list[str], str | None]:
-    """train.sh's arguments -> the command to execute, and a line for the user if something needs saying."""
+def launch_command(
+    arguments: Sequence[str], caller_folder: Path | None, resources: Resources
+) -> tuple[list[str], str | None]:
+    """Arguments of train.sh or `mobius train` -> the command to execute, and a line for the user if one is needed.
+
+    `caller_folder`: where the user stands, for train.sh, which itself is in the project's folder and has a default
+    file; None for `mobius train`.
+    """
+    program = ["-m", "mobius"] if caller_folder is None else ["main.py"]
     options = list(arguments)
     positional = options.pop(0) if options and not options[0].startswith("-") else None
     command_line = read_command_line(options)
     if command_line.wants_help:
-        return [sys.executable, "main.py", "--help"], None
+        return [sys.executable, *program, "--help"], None
     if positional is not None and command_line.config_path is not None:
         raise ConfigError(f"two YAML files are given, {positional} and --config {command_line.config_path}; keep one")
-    path = positional or command_line.config_path or "configs/fine_tune.yaml"
-    # main.py runs in the project's folder; a path that is there and where the user stands, or nowhere, is the user's.
-    is_in_project = caller_folder == Path.cwd() or (os.path.isfile(path) and not os.path.isfile(caller_folder / path))
-    config_path = path if is_in_project else str(caller_folder / path)
-    words = [*options, "--config", config_path]
+    path = positional or command_line.config_path
+    if caller_folder is not None:
+        path = _path_from_project(path or "configs/fine_tune.yaml", caller_folder)
+    words = options if path is None else [*options, "--config", path]
     config = parse_args(words)
     if config.data.preview is not None:
-        return [sys.executable, "main.py", *words], None  # one process, wherever it is
+        return [sys.executable, *program, *words], None  # one process, wherever it is
     placement = plan_processes(config, resources, is_device_list_typed="cuda_visible_devices" in command_line.values)
     num_nodes, num_processes = config.launch.nnodes, placement.num_processes
     parse_args(words, num_ranks=num_nodes * num_processes, num_nodes=num_nodes)
     if num_nodes == 1:
         check_port(config.launch.master_port)
-    script = os.path.relpath("train.sh", caller_folder)
-    command = ["env", command_variable(["bash", script, *arguments])]
+    typed = ["mobius", "train"] if caller_folder is None else ["bash", os.path.relpath("train.sh", caller_folder)]
+    command = ["env", command_variable([*typed, *arguments])]
     if resources.omp_num_threads is None:
         command.append(f"OMP_NUM_THREADS={max(1, resources.num_cores // num_processes)}")
     if placement.cuda_visible_devices is not None:
         command.append(f"CUDA_VISIBLE_DEVICES={placement.cuda_visible_devices}")
-    command += [sys.executable, "scripts/run_ranks.py", "--nproc_per_node", str(num_processes)]
+    command += [sys.executable, "-m", "mobius.launcher", "--nproc_per_node", str(num_processes)]
     names = ["master_port"] if num_nodes == 1 else ["nnodes", "node_rank", "rdzv_endpoint"]
     for name in (*names, *(["max_restarts"] if config.launch.max_restarts else [])):
         command += [f"--{name}", str(getattr(config.launch, name))]
-    return [*command, "main.py", *words], placement.notice
+    return [*command, *program, *words], placement.notice
+
+
+def _path_from_project(path: str, caller_folder: Path) -> str:
+    """Path of a file that the user names, for a program in the project's folder.
+
+    One that is there and where the user stands, or nowhere, is the user's.
+    """
+    is_in_project = caller_folder == Path.cwd() or (os.path.isfile(path) and not os.path.isfile(caller_folder / path))
+    return path if is_in_project else str(caller_folder / path)
 
 
 def resume_command(words: Sequence[str], *, save_dir: str | None = None) -> str:
@@ -171,8 +191,7 @@ def resume_command(words: Sequence[str], *, save_dir: str | None = None) -> str:
 def main(argv: Sequence[str]) -> int:
     """Print the command, or the problem on standard error; returns the exit code."""
     try:
-        resources = Resources(count_gpus(), count_cores(), visible_devices(), omp_num_threads())
-        command, notice = launch_command(argv[1:], Path(argv[0]), resources)
+        command, notice = launch_command(argv[1:], Path(argv[0]), own_resources())
     except ConfigError as error:
         sys.stderr.write(f"{printable(str(error), sys.stderr)}\n")
         return error.exit_code

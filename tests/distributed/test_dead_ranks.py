@@ -31,10 +31,10 @@ ENDLESS = f"{OPTIONS} --num_iterations 100000".split()
 @contextmanager
 def started(words: list[str], folder: Path, *, is_forked: bool = False) -> Iterator[Process]:
     """A run in a session of its own, which prints to `output.txt`; what is left of it is killed in the end."""
-    variables = environment(folder / "cache")
+    variables = {**environment(folder / "cache"), "PYTHONPATH": str(ROOT)}
     process: Process
     if is_forked:
-        process = Launched(words[2:], folder, variables, forks_ranks=True)
+        process = Launched(words[3:], folder, variables, forks_ranks=True)
         (folder / "output.txt").symlink_to(process.output_file)
     else:
         with open(folder / "output.txt", "wb") as output:
@@ -51,7 +51,7 @@ def started(words: list[str], folder: Path, *, is_forked: bool = False) -> Itera
 
 
 def our_launcher(*arguments: str) -> list[str]:
-    launcher = [sys.executable, str(ROOT / "scripts" / "run_ranks.py"), "--nproc_per_node", "2"]
+    launcher = [sys.executable, "-m", "mobius.launcher", "--nproc_per_node", "2"]
     return [*launcher, "--master_port", str(free_port()), str(ROOT / "main.py"), *arguments]
 
 

@@ -91,7 +91,7 @@ def in_step(number: int, folder: Path, *options: str) -> Iterator[tuple[subproce
     """A run of two ranks, started as train.sh does it, that has made `number` steps; and the ranks' processes."""
     make_checkpoint(folder / "model")
     make_dataset(folder / "data.jsonl")
-    torchrun = [sys.executable, str(ROOT / "scripts" / "run_ranks.py"), "--nproc_per_node", "2"]
+    torchrun = [sys.executable, "-m", "mobius.launcher", "--nproc_per_node", "2"]
     words = [*torchrun, "--master_port", str(free_port()), str(ROOT / "main.py"), "--device", "cpu", *ENDLESS]
     with started([*words, *options], folder) as process:
         read_until(process, f"step {number:>6}/100000")

@@ -23,7 +23,7 @@ PROGRAM = str(ROOT / "tests" / "harness" / "saving_run.py")
 RANKS = ["--nproc_per_node", "2", "--master_port", "0"]
 OURS = ["forked", *RANKS]
 """Our launcher, which has imported torch when it starts."""
-LOADED = [str(ROOT / "scripts" / "run_ranks.py"), *RANKS]
+LOADED = ["-m", "mobius.launcher", *RANKS]
 """The same as a program of its own."""
 TORCHRUN = ["-m", "torch.distributed.run", *RANKS]
 ANOTHER_PRESS = 2.3
@@ -88,7 +88,8 @@ class Starter:
         self, launcher: Sequence[str], *arguments: str, ignores_hang_up: bool = False, **environment: str
     ) -> StartedRun:
         words = [*launcher[1:], PROGRAM, str(self.folder), *arguments]
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **environment}
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        variables |= {"PYTHONPATH": str(ROOT), **environment}
         process: subprocess.Popen[bytes] | Launched
         if launcher[0] == OURS[0]:
             process = Launched(words, self.folder, variables, ignores_hang_up=ignores_hang_up)

@@ -40,7 +40,7 @@ class Launched:
         forks_ranks: bool = False,
         ignores_hang_up: bool = False,
     ) -> None:
-        """Start scripts/run_ranks.py with `words` in `folder`."""
+        """Start `mobius.launcher` with `words` in `folder`."""
         self._run = Ranks(
             "harness.launched",
             "be_launcher",
@@ -86,13 +86,14 @@ def be_launcher(words: list[str], forks_ranks: bool, ignores_hang_up: bool) -> N
     # The tests may run in the background of a script, where programs ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_IGN if ignores_hang_up else signal.SIG_DFL)
-    import run_ranks
     from torch.distributed.elastic.multiprocessing import subprocess_handler
+
+    from mobius import launcher
 
     if forks_ranks:
         subprocess_handler.subprocess_handler.Popen = ForkedRank  # type: ignore[attr-defined]
-    sys.argv = [str(ROOT / "scripts" / "run_ranks.py"), *words]
-    sys.exit(run_ranks.main(words))
+    sys.argv = [str(ROOT / "mobius" / "launcher.py"), *words]
+    sys.exit(launcher.main(words))
 
 
 class ForkedRank:

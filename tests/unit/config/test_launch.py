@@ -35,7 +35,7 @@ def test_the_readme_config_starts_four_ranks_in_its_device_order(
     monkeypatch.chdir(ROOT)
     assert words_of(["--lr", "2e-5", "--master_port", free_port], BOX) == [
         "env", f"MOBIUS_COMMAND=bash train.sh --lr 2e-5 --master_port {free_port}", "OMP_NUM_THREADS=16",
-        "CUDA_VISIBLE_DEVICES=0,2,1,3", sys.executable, "scripts/run_ranks.py", "--nproc_per_node", "4",
+        "CUDA_VISIBLE_DEVICES=0,2,1,3", sys.executable, "-m", "mobius.launcher", "--nproc_per_node", "4",
         "--master_port", free_port, "main.py", "--lr", "2e-5", "--master_port", free_port,
         "--config", "configs/fine_tune.yaml",
     ]  # fmt: skip
@@ -209,7 +209,7 @@ def project_that_shows_its_arguments(folder: Path) -> Path:
     for name in ("mobius", "scripts"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "requirements.txt").touch()
-    (folder / "scripts/run_ranks.py").write_text("import sys\nprint('\\n'.join(sys.argv[1:]))\n")
+    (folder / "mobius/launcher.py").write_text("import sys\nprint('\\n'.join(sys.argv[1:]))\n")
     return folder
 
 

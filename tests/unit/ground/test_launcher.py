@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from harness.forked import HANG_SECONDS
-from run_ranks import RanksEndedError, SignalForwarder, describe_failure, patient_agent
+
+from mobius.launcher import RanksEndedError, SignalForwarder, describe_failure, patient_agent
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -19,7 +20,7 @@ def run(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
     program = folder / "program.py"
     program.write_text(f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{body}\n")
     # Port 0 lets the system choose, so that tests may run side by side.
-    command = [sys.executable, "scripts/run_ranks.py", "--nproc_per_node", "2", "--master_port", "0", str(program)]
+    command = [sys.executable, "-m", "mobius.launcher", "--nproc_per_node", "2", "--master_port", "0", str(program)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS)
 
 
@@ -43,7 +44,7 @@ def test_the_first_rank_to_end_is_named_and_the_others_stop(tmp_path: Path, body
 
 
 def test_ctrl_c_before_the_ranks_start_is_one_line() -> None:
-    command = [sys.executable, "scripts/run_ranks.py", "--nproc_per_node", "2", "--master_port", "0", "main.py"]
+    command = [sys.executable, "-m", "mobius.launcher", "--nproc_per_node", "2", "--master_port", "0", "main.py"]
     process = subprocess.Popen(
         command,
         cwd=ROOT,

@@ -13,7 +13,6 @@ The first rank says what an interruption leaves.
 """
 
 import contextlib
-import importlib.util
 import logging
 import os
 import signal
@@ -21,11 +20,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
-
-if importlib.util.find_spec("mobius") is None:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 INTERRUPTED_EXIT_CODE = 130
 """The exit code after Ctrl-C or SIGTERM, as that of the ranks."""
@@ -39,7 +34,7 @@ DUPLICATE_SIGNAL_SECONDS = 2.0
 
 
 class SignalForwarder:
-    """What signals do to the ranks of now, and how many have come."""
+    """Sends signals to the running ranks, and counts them."""
 
     def __init__(self) -> None:
         self.count = 0

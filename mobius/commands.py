@@ -1,0 +1,88 @@
+"""Subcommands of `mobius`: each a function of its words, which returns the exit code.
+
+`mobius --options` without one is main.py: one rank, or as many as torchrun starts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from mobius.errors import MobiusError
+from mobius.ranks import is_started_by_torchrun
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: where its function is, and the line about it in `--help`."""
+
+    function: str
+    """`module:name`; imported when the command is called."""
+    text: str
+
+
+COMMANDS: Final[Mapping[str, Command]] = {
+    "train": Command(
+        "mobius.commands:train", "fine-tune on all GPUs of this machine: mobius train [FILE.yaml] [options]"
+    ),
+    "plan": Command("mobius.commands:plan", "whether a run fits, and how fast it is; needs no GPU"),
+    "preview": Command("mobius.commands:preview", "samples as a run would train on them"),
+    "predict": Command(
+        "mobius.commands:predict", "answers of a model to the prompts of --eval_dataset; trains nothing"
+    ),
+}
+
+
+def run_command(name: str, words: Sequence[str]) -> int:
+    """Run a subcommand on `words`; an error that the user can mend becomes one message and its exit code."""
+    module, _, function = COMMANDS[name].function.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)(words) or 0
+    except MobiusError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+
+
+def train(words: Sequence[str]) -> int | None:
+    """Start one process for each GPU, as train.sh does; under torchrun this is one of them."""
+    if is_started_by_torchrun():
+        return _run_main(words)
+    from mobius.config.launch import launch_command, own_resources
+
+    command, notice = launch_command(words, None, own_resources())
+    if notice:
+        sys.stderr.write(f"{notice}\n")
+    sys.stderr.flush()
+    return os.execvp(command[0], command)
+
+
+def plan(words: Sequence[str]) -> int:
+    """Dry run."""
+    return _run_main(["--dry_run", *_with_file(words)])
+
+
+def preview(words: Sequence[str]) -> int:
+    """Show samples of the data."""
+    return _run_main([*_with_file(words), "--preview"])
+
+
+def predict(words: Sequence[str]) -> int | None:
+    """Generate answers, without training."""
+    return train([*_with_file(words), "--no_do_train", "--do_predict"])
+
+
+def _with_file(words: Sequence[str]) -> list[str]:
+    """Words with `--config` before a file that is the first of them."""
+    return ["--config", *words] if words and not words[0].startswith("-") else [*words]
+
+
+def _run_main(words: Sequence[str]) -> int:
+    from mobius.program import run_program
+
+    sys.argv = [sys.argv[0], *words]
+    run_program()
+    return 0

@@ -1,0 +1,64 @@
+"""Subcommands reach the same program as main.py, and bare options do as ever."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mobius import commands
+from mobius.commands import COMMANDS, run_command
+from mobius.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_each_command_has_a_function_and_is_in_the_help() -> None:
+    help_text = importlib.import_module("mobius.config.cli").help_text()
+    usage = next(line for line in help_text.splitlines() if "mobius train|" in line)
+    for name, command in COMMANDS.items():
+        module, _, function = command.function.partition(":")
+        assert callable(getattr(importlib.import_module(module), function))
+        assert name in usage
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "expected"),
+    [
+        ("plan", ["mine.yaml", "--card", "RTX4090"], ["--dry_run", "--config", "mine.yaml", "--card", "RTX4090"]),
+        ("plan", ["--card", "RTX4090"], ["--dry_run", "--card", "RTX4090"]),
+        ("preview", ["mine.yaml"], ["--config", "mine.yaml", "--preview"]),
+    ],
+)
+def test_a_command_is_options_of_the_program(
+    name: str, words: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["mobius"])
+    monkeypatch.setattr("mobius.program.run_program", lambda: None)
+    assert run_command(name, words) == 0
+    assert sys.argv == ["mobius", *expected]
+
+
+def test_predict_starts_ranks_that_do_not_train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    started: list[str] = []
+    monkeypatch.setattr(commands.os, "execvp", lambda program, words: started.extend(words))
+    commands.predict(["--eval_dataset", "a.jsonl", "--device", "cpu", "--master_port", "29533"])
+    assert started[started.index("mobius.launcher") - 1 :][:2] == ["-m", "mobius.launcher"]
+    assert started[started.index("mobius") - 1 :] == [
+        *("-m", "mobius", "--eval_dataset", "a.jsonl", "--device", "cpu", "--master_port", "29533"),
+        *("--no_do_train", "--do_predict"),
+    ]
+    assert "MOBIUS_COMMAND=mobius train --eval_dataset a.jsonl --device cpu --master_port 29533" in started[1]
+
+
+def test_a_wrong_option_of_a_command_is_one_message() -> None:
+    with pytest.raises(ConfigError, match="batch_size"):
+        commands.train(["--batchsize", "3"])
+    words = [sys.executable, "-m", "mobius", "train", "--batchsize", "3"]
+    run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 2
+    assert run.stderr.startswith("error: ")
+    assert "did you mean `--batch_size`?" in run.stderr
