@@ -5,7 +5,7 @@ save; 75 the run stalled (watchdog.py); 130 Ctrl-C or SIGTERM (signal_handling.p
 """
 
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import ClassVar, Final
 
 _SHOWN: Final = 60
@@ -36,7 +36,14 @@ class ScheduleError(MobiusError):
     """An action list breaks a rule of the schedule: completeness, residency, slot budget or freedom from deadlock."""
 
 
-class HostMemoryError(MobiusError):
+class RemediableError(MobiusError):
+    """Memory does not suffice; the message ends with `remedies`."""
+
+    remedies: Mapping[str, str] = {}
+    """Options, as typed, with which alone the run fits -> memory and speed with them."""
+
+
+class HostMemoryError(RemediableError):
     """CPU memory does not suffice; the message carries the arithmetic."""
 
 
@@ -48,7 +55,7 @@ class LimitError(MobiusError):
     """A limit that the system sets to a process does not suffice; the message names it and what raises it."""
 
 
-class GpuMemoryError(MobiusError):
+class GpuMemoryError(RemediableError):
     """GPU memory does not suffice, or there is no GPU where one was asked for."""
 
 

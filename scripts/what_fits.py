@@ -25,7 +25,7 @@ from mobius.config.cli import parse_args
 from mobius.errors import MobiusError
 from mobius.models.blocks import ModelParts
 from mobius.models.families import load_planned_config
-from mobius.planner.dry_run import machine_to_plan_for, planned_ranks
+from mobius.planner.forecast import machine_to_plan_for, planned_ranks
 from mobius.planner.memory_estimates import estimated_layer
 from mobius.planner.request import PlanRequest
 from mobius.planner.solver import PlanResult, solve

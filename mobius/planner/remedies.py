@@ -57,8 +57,10 @@ class Change:
 def gpu_refusal(error: DoesNotFitError, model: PretrainedConfig | None = None) -> GpuMemoryError:
     """Return the error with what to change; without the configuration of the model, all parameters stay trained."""
     request = error.request
-    if remedies := find_remedies(request, error.layer, model):
-        return GpuMemoryError(f"{error}\n{list_remedies(remedies, request.host_bytes)}")
+    if remedies := describe_remedies(find_remedies(request, error.layer, model), request.host_bytes):
+        refusal = GpuMemoryError(f"{error}\n{list_remedies(remedies)}")
+        refusal.remedies = remedies
+        return refusal
     is_offloading = request.config.pipeline.use_offload
     stages = "raise --num_stages (smaller stages)" if is_offloading else "use --use_offload"
     return GpuMemoryError(
@@ -75,18 +77,29 @@ def check_host_memory(planned: PlanResult, available_bytes: int, model: Pretrain
     need, is_given = planned.host_estimate, planned.request.config.planning.plan is not None
     if need.total <= available_bytes:
         return
-    remedies = {} if is_given else find_remedies(planned.request, planned.layer, model, available_bytes)
-    advice = f"\n{list_remedies(remedies, available_bytes)}" if remedies else " Use a smaller model or a larger host."
-    raise HostMemoryError(
+    found = {} if is_given else find_remedies(planned.request, planned.layer, model, available_bytes)
+    remedies = describe_remedies(found, available_bytes)
+    advice = f"\n{list_remedies(remedies)}" if remedies else " Use a smaller model or a larger host."
+    refusal = HostMemoryError(
         f"{need.num_ranks} rank(s) need {format_bytes(need.total)} of host memory ({need.describe()}), "
         f"{format_bytes(available_bytes)} is available. If this host's memory grows on demand, state how much may be "
         f"used with --host_memory_limit.{advice}"
     )
+    refusal.remedies = remedies
+    raise refusal
 
 
-def list_remedies(remedies: Mapping[str, PlanResult], available_bytes: int | None) -> str:
-    """Return one line for each change, with memory and speed; `available_bytes` of this host, if they are known."""
-    width, lines = max(map(len, remedies)), ["Each of these alone fits:"]
+def list_remedies(remedies: Mapping[str, str]) -> str:
+    """Return one line for each change, as `describe_remedies` has them."""
+    width = max(map(len, remedies))
+    return "\n".join(
+        ["Each of these alone fits:", *(f"  {each.ljust(width)}  {text}" for each, text in remedies.items())]
+    )
+
+
+def describe_remedies(remedies: Mapping[str, PlanResult], available_bytes: int | None) -> dict[str, str]:
+    """Return memory and speed with each change; `available_bytes` of this host, if they are known."""
+    found = {}
     for options, planned in remedies.items():
         request, host_bytes = planned.request, planned.host_estimate.total
         parts = [f"{format_bytes(host_bytes)} of host memory"]
@@ -104,8 +117,8 @@ def list_remedies(remedies: Mapping[str, PlanResult], available_bytes: int | Non
             )
         if host_bytes > (available_bytes or math.inf):
             parts.append("on a host that has as much")
-        lines.append(f"  {options.ljust(width)}  {', '.join(parts)}")
-    return "\n".join(lines)
+        found[options] = ", ".join(parts)
+    return found
 
 
 def find_remedies(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,8 +16,7 @@ from mobius.config.cli import parse_args
 from mobius.config.config import MatmulDtype
 from mobius.errors import GpuMemoryError, PlanError
 from mobius.models.families import PlannedModel
-from mobius.planner import dry_run, run_setup
-from mobius.planner.dry_run import run_dry
+from mobius.planner import forecast, run_setup
 from mobius.planner.gpu_specs import GPU_SPECS, SUSTAINED_SHARE
 from mobius.planner.layer_bench import MicrobatchShape
 from mobius.planner.peak_memory import LayerBytes, estimate_layer
@@ -171,26 +169,15 @@ def as_dry_run(
     packed: PackedRows | None,
 ) -> PlanResult | str:
     """The answer that `--dry_run` prints and saves."""
-    saved: list[PlanResult] = []
-    refused: list[str] = []
-
-    class Refusals(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            refused.append(record.getMessage().removeprefix("does not fit: "))
-
-    patch.setattr(dry_run, "load_planned_config", lambda options: PlannedModel(cast(PretrainedConfig, None)))
-    patch.setattr(dry_run, "ModelParts", lambda config, device, matmul_dtype, **_: Parts(shape, matmul_dtype))
-    patch.setattr(dry_run, "_save", saved.append)
-    patch.setattr(dry_run, "solve", lambda request, **options: solve(replace(request, packed=packed), **options))
-    handler = Refusals(logging.ERROR)
-    dry_run.logger.addHandler(handler)
+    patch.setattr(forecast, "load_planned_config", lambda options: PlannedModel(cast(PretrainedConfig, None)))
+    patch.setattr(forecast, "ModelParts", lambda config, device, matmul_dtype, **_: Parts(shape, matmul_dtype))
+    patch.setattr(forecast, "solve", lambda request, **options: solve(replace(request, packed=packed), **options))
+    config = parse_args(["--dry_run", "--card", card, "--num_ranks", str(num_ranks), *words])
     try:
-        run_dry(parse_args(["--dry_run", "--card", card, "--num_ranks", str(num_ranks), *words]), Ranks(0, 1, 0))
+        own = forecast.make_forecast(config, Ranks(0, 1, 0))
     except PlanError as error:
         return str(error)
-    finally:
-        dry_run.logger.removeHandler(handler)
-    return saved[0] if saved else refused[0]
+    return own.found if own.found is not None and own.fits else str(own.refusals[0])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,325 @@
+"""A run before it starts, as data: whether it fits, its memory by owner, its step, and what would make it fit.
+
+`forecast` takes options as typed. It reads a model's configuration, no weights, and touches no GPU but for its name.
+"""
+
+from __future__ import annotations
+
+import html
+import logging
+import shlex
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from mobius.atomic_files import atomic_write
+from mobius.config.cli import given_options, parse_args
+from mobius.config.config import Config, Device, sections, spellings, split_names
+from mobius.config.validation import validate
+from mobius.errors import HostMemoryError, PlanError, RemediableError, StateFileError, reason_of
+from mobius.hardware.cpu_dtype import resolve_cpu_dtype
+from mobius.models.blocks import ModelParts
+from mobius.models.config_rules import max_positions_warning
+from mobius.models.families import PlannedModel, load_planned_config
+from mobius.models.weights import check_model_weights
+from mobius.planner.disk_use import check_disks, with_room_for_steps
+from mobius.planner.fit import DoesNotFitError
+from mobius.planner.gpu_specs import GPU_SPECS, check_matmul_dtype, find_gpu_spec
+from mobius.planner.measured_disks import measured_rates, measured_shares
+from mobius.planner.memory_estimates import estimated_layer
+from mobius.planner.plan_file import SavedPlan
+from mobius.planner.plan_table import describe_details, describe_verdict
+from mobius.planner.remedies import check_host_memory, gpu_refusal
+from mobius.planner.request import Machine, PlanRequest
+from mobius.planner.run_setup import host_bytes_per_pipeline, machine_of_gpu
+from mobius.planner.solver import PlanResult, solve
+from mobius.planner.step_prediction import SimulatedSteps, predict_step_time
+from mobius.ranks import Ranks
+from mobius.schedule.lanes import WaitCause
+from mobius.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+CPU_RANKS: Final = 2
+"""As train.sh starts where there is no GPU."""
+_DRY_RUN: Final = "--dry_run"
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A run as it would be on a machine."""
+
+    config: Config
+    model: PlannedModel
+    machine: Machine
+    available: int | None
+    """Bytes of host memory for a pipeline; None if nothing is known of the machine but its GPUs."""
+    found: PlanResult | None
+    """Plan with its memory and predicted step; None if none fits the GPUs."""
+    refusals: tuple[RemediableError | StateFileError, ...]
+    """Reasons why it does not fit."""
+    options: tuple[str, ...] = ()
+    """As typed."""
+
+    @property
+    def fits(self) -> bool:
+        return not self.refusals
+
+    @property
+    def problem(self) -> str | None:
+        """Why the run does not fit, with the arithmetic."""
+        return "\n".join(map(str, self.refusals)) or None
+
+    @property
+    def remedies(self) -> dict[str, str]:
+        """Options, as typed, with which alone the run fits -> memory and speed with them."""
+        own = (each.remedies for each in self.refusals if isinstance(each, RemediableError))
+        return {options: text for remedies in own for options, text in remedies.items()}
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds of a predicted step; None for CPUs, formats of four bytes and runs that do not fit the GPUs."""
+        return None if self.found is None or self.found.simulated_steps is None else self.found.step_seconds
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens of all GPUs; None without a predicted step."""
+        return None if self.found is None or self.step_seconds is None else self.found.tokens_per_second
+
+    @property
+    def command(self) -> str:
+        """Command that trains so, on the machine itself: the options without those for planning."""
+        kept = _without_planning(self.options)
+        return shlex.join(["mobius", "train", *kept, "--nproc_per_node", str(self.machine.num_ranks)])
+
+    def describe(self) -> str:
+        """The text of a dry run."""
+        if self.found is None:
+            return f"the run does not fit\n{self.problem}"
+        fits_disks = not any(isinstance(each, StateFileError) for each in self.refusals)
+        verdict = describe_verdict(self.found, self.available, fits_disks=fits_disks)
+        return "\n".join([verdict, *map(str, self.refusals), "", *describe_details(self.found, self.available)])
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a file, by which a run trains with `--plan`.
+
+        Raises PlanError if it does not fit or cannot be written.
+        """
+        if self.found is None or not self.fits:
+            raise PlanError(f"a plan that does not fit is not saved: {self.problem}")
+        path = Path(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(path) as temporary:
+                text = SavedPlan.of(self.found.request, self.found.plan).to_json()
+                temporary.write_text(text, encoding="utf-8")
+        except OSError as error:
+            reason = reason_of(error)
+            raise PlanError(f"--plan_output {path} cannot be written: {reason}. Name another file.") from error
+
+    def to_json(self) -> dict[str, Any]:
+        """All numbers by name, in bytes and seconds; `timeline` has a list of spans for each rank.
+
+        A span is its lane, its name as in the schedule grid, start and end in seconds from the step's beginning.
+        """
+        facts: dict[str, Any] = {
+            "fits": self.fits,
+            "problem": self.problem,
+            "remedies": self.remedies,
+            "command": self.command,
+            "model": self.model.name or self.config.model.model_path,
+            "num_ranks": self.machine.num_ranks,
+            "gpu": None if self.machine.gpu_spec is None else self.machine.gpu_spec.name,
+        }
+        if self.found is None:
+            return facts
+        found, request, plan = self.found, self.found.request, self.found.plan
+        gpus = [{name: own for name, own in each.parts.items() if own} for each in found.gpu_estimates]
+        facts |= {
+            "num_parameters": request.shape.num_parameters,
+            "plan": plan.describe(),
+            "numbers": {
+                "num_stages": plan.num_stages,
+                "num_chunks": plan.num_chunks,
+                "num_rounds": plan.accumulation_rounds,
+                "compute_order": plan.order.value,
+                "resident_stages": len(plan.resident),
+            },
+            "gpu_memory": {"available": request.gpu_bytes, "ranks": [] if request.machine.on_cpu else gpus},
+            "host_memory": {
+                "available": self.available,
+                "total": found.host_estimate.total,
+                "parts": self._host_parts(),
+            },
+            "disk": {"bytes": found.host_estimate.disk, "written_per_step": found.host_estimate.disk_writes},
+            "tokens_per_step": request.all_tokens,
+            "step_seconds": self.step_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "details": self.describe(),
+        }
+        if (steps := found.simulated_steps) is not None and found.step_time_prediction is not None:
+            facts |= {
+                "mfu": found.mfu,
+                "bubble": steps.bubble,
+                "limited_by": found.step_time_prediction.bottleneck.value,
+                "gain_if_faster": found.step_time_prediction.gain,
+                "waits": {cause.value: steps.worst_wait(cause) for cause in WaitCause},
+                "timeline": [[*_spans_of_last_step(steps, rank)] for rank in range(len(steps.spans))],
+            }
+        return facts
+
+    def _host_parts(self) -> dict[str, int]:
+        assert self.found is not None
+        host = self.found.host_estimate
+        parts = {
+            "streamed stages": host.streamed,
+            "resident stages": host.resident,
+            "stages that are updated": host.state_buffers,
+            "activations": host.offloaded_activations,
+            "processes": host.num_ranks * host.process_bytes,
+        }
+        return {name: own for name, own in parts.items() if own}
+
+    def _repr_html_(self) -> str:
+        """Table for a notebook."""
+        facts = self.to_json()
+        rows = {"fits": "yes" if self.fits else f"no: {self.problem}", "model": facts["model"]}
+        if self.found is not None:
+            rows["plan"] = facts["plan"]
+            rows["host memory"] = format_bytes(facts["host_memory"]["total"])
+            if facts["gpu_memory"]["ranks"]:
+                most = max(sum(parts.values()) for parts in facts["gpu_memory"]["ranks"])
+                rows["GPU memory"] = f"{format_bytes(most)} of {format_bytes(facts['gpu_memory']['available'])}"
+        if self.step_seconds is not None:
+            rows["step"] = f"{self.step_seconds:.3f} s, {self.tokens_per_second:,.0f} tokens/s"
+        rows |= {f"fits with {options}": text for options, text in self.remedies.items()}
+        rows["command"] = self.command
+        cells = (
+            f"<tr><th>{html.escape(name)}</th><td>{html.escape(str(text))}</td></tr>" for name, text in rows.items()
+        )
+        return f"<table>{''.join(cells)}</table>"
+
+
+def forecast(words: Sequence[str], *, is_draft: bool = False) -> Forecast:
+    """Return what `mobius plan` says of options as typed.
+
+    A draft chooses numbers that are auto by bounds of their steps, which takes less than a second and may find a plan
+    that is a tenth slower. Raises MobiusError for what cannot be planned at all.
+    """
+    config = parse_args([_DRY_RUN, *words])
+    found = make_forecast(config, Ranks(0, 1, 0), given=given_options(words), is_draft=is_draft)
+    return replace(found, options=tuple(words))
+
+
+def make_forecast(
+    config: Config, ranks: Ranks, *, given: Collection[str] | None = None, is_draft: bool = False
+) -> Forecast:
+    """Return the forecast of a run; `given` are the options that the user set, None: all. Errors as in `forecast`."""
+    machine = machine_to_plan_for(config, planned_ranks(config, ranks))
+    if machine.on_cpu:
+        config = resolve_cpu_dtype(config, given=given)
+    # What has no effect was refused when it was read, where it is known what was typed.
+    validate(config, machine.num_ranks, machine.num_replicas, is_exempt=lambda *_: True)
+    model = load_planned_config(config.model)
+    parts = ModelParts(
+        model.config, torch.device("cpu"), adapters=config.adapters, matmul_dtype=config.model.matmul_dtype
+    )
+    if model.folder is not None:
+        if model.undownloaded_bytes:
+            text = "%s of weights are not downloaded by a dry run, which goes by their index; a run checks them"
+            logger.info(text, format_bytes(model.undownloaded_bytes))
+        else:
+            check_model_weights(model.folder, parts, config.model)
+        if (warning := max_positions_warning(model.config, config.data.seq_length)) is not None:
+            logger.warning("%s", warning)
+    shape = parts.shape()
+    logger.info("plan of %s: %s, %s", model.name or config.model.model_path, shape.describe(), config.model.dtype)
+    available = None  # of another machine nothing is known but what is said
+    if config.planning.card is None or config.pipeline.host_memory_limit is not None:
+        available = host_bytes_per_pipeline(config, machine.replicas_per_node)
+    found, refusals = None, list[RemediableError | StateFileError]()
+    try:
+        machine = with_room_for_steps(machine, config, shape, is_possible=parts.stores_in_order)
+        request, layer = PlanRequest.of(config, shape, machine), None if machine.on_cpu else estimated_layer
+        found = solve(request, layer=layer, is_draft=is_draft)
+        if is_draft and found.profile is not None:
+            prediction, steps = predict_step_time(found.plan, found.request, found.profile)
+            found = replace(found, step_time_prediction=prediction, simulated_steps=steps)
+    except DoesNotFitError as error:
+        refusals.append(gpu_refusal(error, model.config))
+    if found is not None:
+        checks = [partial(check_disks, found, is_here=config.planning.card is None)]
+        if available is not None:
+            checks.append(partial(check_host_memory, found, available, model.config))
+        for check in checks:
+            try:
+                check()
+            except (HostMemoryError, StateFileError) as error:
+                refusals.append(error)
+    return Forecast(config, model, machine, available, found, tuple(refusals))
+
+
+def machine_to_plan_for(config: Config, ranks: Ranks) -> Machine:
+    """Return the machine with the named card, else this one.
+
+    Raises PlanError for a card that is not known, or has no products in the format that is asked for.
+    """
+    num_ranks = ranks.num_pipeline_ranks
+    if config.planning.card is not None:
+        machine = Machine(num_ranks, find_gpu_spec(config.planning.card))
+    elif config.pipeline.device is not Device.CPU and torch.cuda.is_available():
+        name = torch.cuda.get_device_name(0)
+        machine = machine_of_gpu(name, torch.cuda.get_device_properties(0).total_memory, num_ranks)
+        if machine.gpu_spec is None:
+            raise PlanError(f"the GPU {name!r} is not known; name one like it with --card: {', '.join(GPU_SPECS)}.")
+    elif config.pipeline.device is Device.CUDA:
+        raise PlanError("--device cuda: there is no GPU here; say with --card which one to plan for.")
+    else:
+        machine = Machine(num_ranks)
+    if machine.gpu_spec is not None:
+        check_matmul_dtype(config.model.matmul_dtype, machine.gpu_spec.name, machine.gpu_spec.matmul_dtypes)
+    link = config.planning.node_link or machine.node_link
+    if config.planning.card is None:
+        folders = split_names(config.pipeline.offload_states_to)
+        machine = replace(machine, disks=measured_rates(folders), disk_shares=measured_shares(folders))
+    return replace(machine, num_replicas=ranks.num_replicas, num_nodes=ranks.num_nodes, node_link=link)
+
+
+def planned_ranks(config: Config, ranks: Ranks) -> Ranks:
+    """Return the processes to plan for. A node's number is the option's, else that of those started, else of its GPUs.
+
+    Raises ConfigError where a node's processes do not make whole pipelines.
+    """
+    listed = config.launch.cuda_visible_devices
+    started = ranks.num_local if ranks.num_ranks > 1 else None
+    visible = len(listed.split(",")) if listed else torch.cuda.device_count()
+    of_node = config.planning.num_ranks or started or config.launch.nproc_per_node or visible or CPU_RANKS
+    nodes = max(ranks.num_nodes, config.launch.nnodes)
+    return Ranks(0, nodes * of_node, 0, num_replicas=nodes, num_nodes=nodes).split_into_pipelines(
+        config.launch.pipeline_ranks
+    )
+
+
+def _without_planning(words: Sequence[str]) -> Iterator[str]:
+    """Options without those that only a dry run takes, and their values."""
+    planning = {option.name for option in sections()["Planning"]} - {"plan"} | {"nproc_per_node"}
+    is_kept = True
+    for word in words:
+        if word.startswith("--"):
+            spelling = spellings().get(word.removeprefix("--").partition("=")[0].replace("-", "_"))
+            is_kept = spelling is None or spelling.option.name not in planning
+        if is_kept:
+            yield word
+
+
+def _spans_of_last_step(steps: SimulatedSteps, rank: int) -> Iterator[tuple[str, str, float, float]]:
+    end = steps.step_ends[-1]
+    start = end - steps.step_seconds
+    for span in steps.spans[rank]:
+        if span.end > start and span.start < end:
+            since, until = max(span.start, start) - start, min(span.end, end) - start
+            yield span.lane.value, span.name, round(since, 5), round(until, 5)

@@ -1,0 +1,101 @@
+"""A forecast has the numbers that a dry run prints, and its command is one that trains."""
+
+import json
+import shlex
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from mobius.config.cli import parse_args
+from mobius.errors import ConfigError, PlanError
+from mobius.planner.dry_run import run_dry
+from mobius.planner.forecast import forecast
+from mobius.ranks import Ranks
+from mobius.schedule.lanes import Lane
+
+WORDS = shlex.split(
+    "--model_path 3b --card RTX4090 --num_ranks 2 --num_stages 8 --num_chunks 4 --batch_size 8 --seq_length 512"
+)
+
+
+def test_its_numbers_are_those_of_a_dry_run(caplog: pytest.LogCaptureFixture) -> None:
+    found = forecast([*WORDS, "--host_memory_limit", "100"])
+    facts = json.loads(json.dumps(found.to_json()))
+    caplog.set_level("INFO")
+    caplog.clear()
+    assert run_dry(parse_args(["--dry_run", *WORDS, "--host_memory_limit", "100"]), Ranks(0, 1, 0))
+    text = "\n".join(record.getMessage() for record in caplog.records)
+    assert facts["fits"] is True
+    assert f"{facts['step_seconds']:.3f} s for {facts['tokens_per_step']:,} tokens" in text
+    assert f"{facts['tokens_per_second']:,.0f} tokens/s, {100 * facts['mfu']:.0f} % MFU" in text
+    host = facts["host_memory"]
+    assert host["available"] == 100 << 30
+    assert host["total"] == sum(host["parts"].values())
+    assert f"host memory  {host['total'] / 2**30:.1f} GiB of 100.0 GiB" in text
+    fullest = max(sum(parts.values()) for parts in facts["gpu_memory"]["ranks"])
+    assert f"GPU memory   {fullest / 2**30:.1f} GiB of {facts['gpu_memory']['available'] / 2**30:.1f} GiB" in text
+    for line in facts["details"].splitlines():
+        assert line in text
+
+
+def test_its_timeline_is_one_step_of_each_rank_in_which_computes_do_not_overlap() -> None:
+    facts = forecast(WORDS).to_json()
+    assert len(facts["timeline"]) == facts["num_ranks"] == 2
+    for spans in facts["timeline"]:
+        computes = sorted((start, end) for lane, _, start, end in spans if lane == Lane.COMPUTE)
+        assert len(computes) >= 2 * 4 * 4 - 1  # forward and backward of 4 stages and 4 microbatches, the last in one
+        assert all(end <= start + 2e-5 for (_, end), (start, _) in pairwise(computes))
+        assert all(0 <= start <= end <= facts["step_seconds"] + 1e-5 for _, _, start, end in spans)
+
+
+def test_its_command_has_the_options_without_those_of_planning() -> None:
+    found = forecast([*WORDS, "--plan_output=plan.json", "--no_prefetch"])
+    expected = (
+        "mobius train --model_path 3b --num_stages 8 --num_chunks 4 --batch_size 8 --seq_length 512 --no_prefetch"
+    )
+    assert found.command == f"{expected} --nproc_per_node 2"
+
+
+def test_a_run_that_does_not_fit_says_why_and_what_fits(tmp_path: Path) -> None:
+    found = forecast([*WORDS, "--host_memory_limit", "20"])
+    facts = found.to_json()
+    assert facts["fits"] is False
+    assert "GiB of host memory" in facts["problem"]
+    assert facts["remedies"]
+    options = next(iter(facts["remedies"]))
+    assert forecast([*WORDS, "--host_memory_limit", "20", *shlex.split(options)]).fits
+    with pytest.raises(PlanError, match="does not fit"):
+        found.save(tmp_path / "plan.json")
+    assert not (tmp_path / "plan.json").exists()
+    assert options in found._repr_html_()
+
+    none = forecast([*WORDS, "--gpu_memory_limit", "1"])
+    assert none.found is None
+    assert "of GPU memory" in str(none.problem)
+    assert none.to_json()["fits"] is False
+    assert "does not fit" in none.describe()
+
+
+def test_a_draft_is_a_plan_too() -> None:
+    words = [*WORDS, "--num_chunks", "auto"]
+    draft = forecast(words, is_draft=True)
+    assert draft.fits
+    assert draft.step_seconds is not None
+    assert draft.step_seconds >= (forecast(words).step_seconds or 0) * 0.98
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="plans for the GPU that is here")
+def test_without_a_card_it_plans_for_this_machine() -> None:
+    facts = forecast([*WORDS[:2], "--num_stages", "4", "--num_ranks", "2", "--num_chunks", "4", "--batch_size", "8"])
+    assert facts.step_seconds is None
+    assert facts.to_json()["gpu"] is None
+    assert facts.available is not None
+
+
+def test_wrong_options_are_errors() -> None:
+    with pytest.raises(ConfigError, match="did you mean `--batch_size`"):
+        forecast(["--batchsize", "3"])
+    with pytest.raises(PlanError, match="RTX4090"):
+        forecast([*WORDS[:2], "--card", "RTX9999", "--num_ranks", "1"])
