@@ -34,6 +34,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
     "predict": Command(
         "mobius.commands:predict", "answers of a model to the prompts of --eval_dataset; trains nothing"
     ),
+    "board": Command("mobius.board.command:run", "a page with all runs under a folder, live: mobius board [FOLDER]"),
 }
 
 

@@ -140,6 +140,7 @@ READS_ITSELF = {
         "engine/adamw_cpu",
         "distributed/node_checks",
         "models/family_support",
+        "board/server",
     ),
     "what this very run has written": (
         *(

@@ -1,0 +1,91 @@
+"""The command `mobius board`: opens the port, says where the page is, serves until it is interrupted."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import getpass
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+import webbrowser
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from mobius.board.runs import RunStore
+from mobius.board.server import HOST, BoardServer
+from mobius.errors import ConfigError, reason_of
+
+PORT: Final = 8765
+_MORE_PORTS: Final = 20
+
+
+def run(words: Sequence[str]) -> int:
+    """Serve the page until Ctrl-C or SIGTERM. Raises ConfigError for a folder that is none and a port that is taken."""
+    parser = argparse.ArgumentParser(
+        prog="mobius board", description="A page in the browser: all runs under a folder, live, and plans for new ones."
+    )
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(), help="folder of runs (default: this one)")
+    parser.add_argument("--port", type=int, help=f"default: {PORT}, or the next one that is free")
+    parser.add_argument("--no_browser", action="store_true", help="only print the address")
+    given = parser.parse_args(words)
+    if not given.folder.is_dir():
+        raise ConfigError(f"{given.folder} is no folder. Name one that has runs in it, at any depth, or will have.")
+    server = open_server(RunStore(given.folder.resolve()), given.port)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with server, suppress(KeyboardInterrupt):
+        sys.stdout.write(
+            f"runs under {given.folder.resolve()}: {server.url}\n"
+            f"from another machine: ssh -N -L {server.port}:{HOST}:{server.port} "
+            f"{_user()}@{socket.gethostname()}, then the same address there\n"
+            "Ctrl-C ends the page, not the runs.\n"
+        )
+        sys.stdout.flush()
+        with opened_in_browser("" if given.no_browser else server.url):
+            server.serve_forever(poll_interval=3600)  # a request wakes it
+    return 0
+
+
+def open_server(store: RunStore, port: int | None) -> BoardServer:
+    """Return the server on `port`, or None: on the first free one of some. Raises ConfigError if it is taken."""
+    token = secrets.token_urlsafe(24)
+    ports = range(PORT, PORT + _MORE_PORTS) if port is None else (port,)
+    for each in ports:
+        try:
+            return BoardServer(store, token=token, port=each)
+        except (OSError, OverflowError) as error:
+            if port is not None and getattr(error, "errno", None) != errno.EADDRINUSE:
+                reason = reason_of(error)
+                raise ConfigError(f"--port {port} cannot be opened: {reason}. Name one from 1024 to 65535.") from error
+    taken = f"--port {port} is taken" if port is not None else f"the ports {PORT} to {ports[-1]} are taken"
+    raise ConfigError(f"{taken}, perhaps by another board. Name another one with --port; 0 takes any that is free.")
+
+
+@contextmanager
+def opened_in_browser(url: str) -> Iterator[None]:
+    """Open `url` in a browser with windows, if there is one; an empty `url` opens none.
+
+    The address is handed over in a file, which exists within the block: the words of a command line, and a secret in
+    them, are everybody's to read.
+    """
+    browser = None
+    with suppress(webbrowser.Error):
+        browser = webbrowser.get() if url else None
+    if browser is None or type(browser) is webbrowser.GenericBrowser:  # that one would take over the terminal
+        yield
+        return
+    with tempfile.NamedTemporaryFile("w", prefix="mobius-board-", suffix=".html") as file:  # its owner alone reads it
+        file.write(f'<!doctype html><meta http-equiv="refresh" content="0; url={url}">\n')
+        file.flush()
+        browser.open(Path(file.name).as_uri())
+        yield
+
+
+def _user() -> str:
+    with suppress(OSError, KeyError):
+        return getpass.getuser()
+    return "USER"

@@ -1,0 +1,154 @@
+// Words of the page in its two languages, [English, Chinese], and the functions that put them and numbers on it.
+
+export const WORDS = {
+  skip: ["Skip to the content", "跳到内容"],
+  views: ["Views", "视图"],
+  runs: ["Runs", "训练"],
+  plan: ["Plan", "规划"],
+  list: ["List of runs", "训练列表"],
+  language: ["Language", "语言"],
+  theme: ["Colours", "配色"],
+  theme_auto: ["as the system", "跟随系统"],
+  theme_light: ["light", "浅色"],
+  theme_dark: ["dark", "深色"],
+  filter: ["Filter by name or state", "按名称或状态筛选"],
+  none: ["No runs here yet. A run that is started with --save_dir in this folder appears by itself.",
+    "这里还没有训练。用 --save_dir 在此文件夹中启动的训练会自动出现。"],
+  pick: ["Choose a run.", "请选择一个训练。"],
+  connected: ["live", "实时"],
+  lost: ["no connection to `mobius board`; trying again", "与 mobius board 的连接已断开，正在重试"],
+  running: ["running", "运行中"],
+  done: ["done", "已完成"],
+  stopped: ["stopped, can be resumed", "已停止，可恢复"],
+  failed: ["failed", "失败"],
+  killed: ["killed: its process is gone", "已被终止：进程不存在"],
+  empty: ["no step yet", "尚无步骤"],
+  now: ["{0} is {1}", "{0}：{1}"],
+  foreign: ["This run was written by another version or program; what can be read is shown.",
+    "此训练由其他版本或程序写入，仅显示可读取的内容。"],
+  unread: ["{0} lines of its feed could not be read.", "有 {0} 行记录无法读取。"],
+  progress: ["step {0} of {1}", "第 {0} / {1} 步"],
+  step_only: ["step {0}", "第 {0} 步"],
+  left: ["about {0} left ({1} to {2})", "约剩 {0}（{1} 至 {2}）"],
+  resumed: ["resumed after step {0}", "在第 {0} 步之后恢复"],
+  loss: ["loss", "损失"],
+  eval_loss: ["evaluation loss", "评估损失"],
+  grad_norm: ["gradient norm", "梯度范数"],
+  learning_rate: ["learning rate", "学习率"],
+  tokens_per_second: ["tokens per second", "每秒 token 数"],
+  step_seconds: ["seconds per step", "每步秒数"],
+  gpu: ["GPU memory, fullest GPU, GiB", "显存（最满的 GPU），GiB"],
+  host: ["host memory, all ranks, GiB", "主机内存（所有进程），GiB"],
+  waits: ["seconds of waiting per step", "每步等待秒数"],
+  planned: ["planned", "计划"],
+  predicted: ["predicted", "预测"],
+  measured: ["measured", "实测"],
+  smoothed: ["smoothed", "平滑"],
+  compare: ["Compare with", "对比"],
+  nothing: ["nothing", "无"],
+  axis: ["Horizontal axis", "横轴"],
+  axis_step: ["step", "步"],
+  axis_time: ["hours", "小时"],
+  smoothing: ["Smoothing", "平滑"],
+  logarithmic: ["Logarithmic loss", "对数损失"],
+  whole: ["Whole run", "完整显示"],
+  numbers: ["Numbers", "数值"],
+  chart: ["{0}: {1} at step {2}, from {3} to {4}. Arrow keys move along it.",
+    "{0}：第 {2} 步为 {1}，范围 {3} 至 {4}。方向键移动光标。"],
+  where: ["Where a step's time goes", "一步的时间去向"],
+  where_text: ["Medians of the last steps, of the rank that waits longest.", "最近各步的中位数，取等待最久的进程。"],
+  compute: ["compute", "计算"],
+  wait: ["waiting for {0}", "等待{0}"],
+  weights: ["weights", "权重"],
+  optimizer: ["optimizer", "优化器"],
+  neighbours: ["neighbours", "相邻进程"],
+  activations: ["activations", "激活"],
+  timeline: ["Timeline of a measured step", "实测单步时间线"],
+  timeline_predicted: ["Predicted timeline of a step", "预测的单步时间线"],
+  no_timeline: ["Start a run with --trace to see when each rank computed, loaded and waited.",
+    "用 --trace 启动训练，可查看各进程何时计算、加载与等待。"],
+  rank: ["rank {0}", "进程 {0}"],
+  step: ["Step", "步"],
+  per_rank: ["Seconds of each rank by lane", "各进程各通道秒数"],
+  against: ["Planned and measured", "计划与实测"],
+  difference: ["difference", "差异"],
+  limited: ["limited by", "瓶颈"],
+  answers: ["Generated answers", "生成的回答"],
+  prompt: ["prompt", "提示"],
+  answer: ["answer", "回答"],
+  label: ["label", "标签"],
+  evaluations: ["Evaluations", "评估"],
+  samples: ["samples", "样本"],
+  perplexity: ["perplexity", "困惑度"],
+  token_accuracy: ["token accuracy", "token 准确率"],
+  warnings: ["Warnings", "警告"],
+  checkpoints: ["Checkpoints", "检查点"],
+  path: ["path", "路径"],
+  bytes: ["size", "大小"],
+  seconds: ["seconds", "秒"],
+  options: ["Options", "选项"],
+  plan_file: ["Plan", "计划"],
+  no_numbers: ["none", "无"],
+  model: ["parameters", "参数量"],
+  device: ["device", "设备"],
+  epochs: ["epochs", "轮数"],
+  batch: ["rows × tokens per step", "每步 行 × token"],
+  stages: ["stages", "流水线阶段"],
+  startup: ["seconds of start-up", "启动秒数"],
+};
+
+let language = "en";
+
+export function setLanguage(chosen) {
+  language = chosen === "zh" ? "zh" : "en";
+  document.documentElement.lang = language;
+  for (const element of document.querySelectorAll("[data-t]")) element.textContent = t(element.dataset.t);
+  for (const element of document.querySelectorAll("[data-t-label]")) element.setAttribute("aria-label", t(element.dataset.tLabel));
+}
+
+export function t(key, ...values) {
+  const text = key in WORDS ? WORDS[key][language === "zh" ? 1 : 0] : key;
+  return text.replace(/\{(\d)\}/g, (_, index) => values[index]);
+}
+
+// An element with attributes (functions are listeners) and children; text is never read as HTML.
+export function h(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (typeof value === "function") element.addEventListener(name, value);
+    else if (name in element && typeof value !== "string") element[name] = value;
+    else element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  return element;
+}
+
+export function table(caption, head, rows) {
+  return h("div", { class: "wide", tabindex: "0", role: "region", "aria-label": caption },
+    h("table", {}, h("caption", { class: "unseen" }, caption),
+      h("thead", {}, h("tr", {}, head.map((cell) => h("th", { scope: "col" }, cell)))),
+      h("tbody", {}, rows.map(([first, ...cells]) =>
+        h("tr", {}, h("th", { scope: "row" }, first), cells.map((cell) => h("td", {}, cell)))))));
+}
+
+export function figures(value, digits = 4) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2);
+  if (size >= 1000) return Math.round(value).toLocaleString("en");
+  return String(Number(value.toPrecision(digits)));
+}
+
+export function bytes(value) {
+  if (value === null || value === undefined) return "–";
+  const [unit, size] = value >= 2 ** 30 ? ["GiB", 2 ** 30] : value >= 2 ** 20 ? ["MiB", 2 ** 20] : ["KiB", 2 ** 10];
+  return `${(value / size).toFixed(1)} ${unit}`;
+}
+
+export function duration(seconds) {
+  const minutes = Math.floor(seconds / 60), hours = Math.floor(minutes / 60);
+  if (hours >= 100) return `${Math.floor(hours / 24)}d${String(hours % 24).padStart(2, "0")}h`;
+  if (hours) return `${hours}h${String(minutes % 60).padStart(2, "0")}m`;
+  return minutes ? `${minutes}m${String(Math.round(seconds % 60)).padStart(2, "0")}s` : `${Math.round(seconds)}s`;
+}
