@@ -35,6 +35,11 @@ COMMANDS: Final[Mapping[str, Command]] = {
         "mobius.commands:predict", "answers of a model to the prompts of --eval_dataset; trains nothing"
     ),
     "board": Command("mobius.board.command:run", "a page with all runs under a folder, live: mobius board [FOLDER]"),
+    "chat": Command("mobius.chat.command:chat", "answers in the terminal with a result, a checkpoint or an adapter"),
+    "export": Command(
+        "mobius.checkpoint.export_command:export",
+        "a result as a checked model folder: adapters merged, in one file, in another format, as GGUF",
+    ),
 }
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mobius.checkpoint.merged_model import merge_adapter, merged_folder
+from mobius.checkpoint.merged_model import merged_folder, write_model
 from mobius.checkpoint.model_folder import (
     verify_folder,
     write_adapter,
@@ -22,6 +22,7 @@ from mobius.checkpoint.model_folder import (
     write_params_file,
 )
 from mobius.checkpoint.run_folder import OutputFolder
+from mobius.checkpoint.saved_model import SavedModel
 from mobius.checkpoint.saved_stage import OpenRun, saved_parameters
 from mobius.checkpoint.tensor_files import plan_files, write_indexes, write_stage
 from mobius.errors import CheckpointError
@@ -152,14 +153,14 @@ def _merge(session: OpenRun, output: OutputFolder, base: AdapterBase, model_file
     session.activity.start_action("the merged model")
     run_setup, folder = session.run_setup, merged_folder(session.run_setup.config)
     try:
-        merge_adapter(
-            *(AdapterFolder(output.save_dir), base.folder, run_setup.parts, folder),
+        write_model(
+            *(SavedModel(base.folder, AdapterFolder(output.save_dir)), run_setup.parts, folder),
             dtype=run_setup.dtype,
             model_files=model_files,
             progress=session.activity.progress,
         )
     except CheckpointError as error:
-        command = f"python scripts/merge_adapter.py {output.save_dir} FOLDER"
+        command = f"mobius export {output.save_dir} FOLDER --merge"
         return [f"--merge: {error} The adapter is complete; to merge it later: {command}"]
     logger.info("merged model saved to %s", folder)
     return []

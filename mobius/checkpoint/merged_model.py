@@ -1,4 +1,4 @@
-"""Writes the model that an adapter makes of its base, tensor by tensor: no more than one file's weights are in memory.
+"""Writes a saved model anew, or the model that an adapter makes of its base; no more than one file is in memory.
 
 W' = W + scale * B A        in fp32, rounded once to the format that is written
 """
@@ -11,10 +11,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mobius.atomic_files import publish_folder, sync_tree
+from mobius.checkpoint.folders import open_checkpoint
+from mobius.checkpoint.manifest import MANIFEST_FILE
 from mobius.checkpoint.model_folder import verify_folder, write_model_files
+from mobius.checkpoint.restore import SavedWeights
+from mobius.checkpoint.saved_model import SavedModel
 from mobius.checkpoint.tensor_files import (
     StageParameter,
     plan_files,
@@ -26,12 +30,12 @@ from mobius.config.config import Config
 from mobius.errors import CheckpointError
 from mobius.models.adapters import LORA_A, LORA_B, adapted_linear
 from mobius.models.blocks import ModelParts
-from mobius.models.model_files import ModelFiles, read_model_files
+from mobius.models.model_files import ModelFiles
 from mobius.models.parameter_pieces import stored_shapes
 from mobius.models.peft_folder import AdapterFolder
-from mobius.models.weights import CheckpointWeights, folder_has_weights
+from mobius.models.weights import CheckpointWeights, WeightSource, folder_has_weights
 
-_FILE_BYTES = 2_000_000_000
+FILE_BYTES = 2_000_000_000
 
 
 def merged_folder(config: Config) -> Path:
@@ -40,34 +44,38 @@ def merged_folder(config: Config) -> Path:
 
 
 def check_free(folder: Path) -> None:
-    """Raise CheckpointError if `folder` is not new or empty, so that no merged model can be written to it."""
+    """Raise CheckpointError if `folder` is not new or empty, so that no model can be written to it."""
     if folder.is_symlink() or folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise CheckpointError(
-            f"{folder} is in use, and nothing is merged into it. Choose a folder that is new or empty."
+            f"{folder} is in use, and nothing is written into it. Choose a folder that is new or empty."
         )
 
 
-def merge_adapter(
-    adapter: AdapterFolder,
-    base_folder: Path,
+def write_model(
+    saved: SavedModel,
     parts: ModelParts,
     folder: Path,
     *,
     dtype: torch.dtype,
     model_files: ModelFiles | None = None,
+    max_file_bytes: int = FILE_BYTES,
     progress: Callable[[], None] = lambda: None,
+    finish: Callable[[Path], object] = lambda partial: verify_folder(partial, ()),
 ) -> None:
     """Write the model to `folder`, which appears whole; `parts` are the base's, with or without adapters.
 
-    `model_files` are written in the place of the base's own ones if they are given. `progress` is called with each
-    tensor. Raises CheckpointError.
+    `model_files` are written in the place of the model's own ones if they are given. `progress` is called with each
+    tensor, `finish` with the folder before it has its name. Raises CheckpointError.
     """
     check_free(folder)
-    if not folder_has_weights(base_folder):
-        raise CheckpointError(f"{base_folder} has no weights, so there is nothing to merge an adapter into.")
-    shapes = base_shapes(parts)
-    added = _factors(adapter, shapes)
-    base = CheckpointWeights(base_folder, parts.stored_names, parts.parameter_pieces)
+    adapter, shapes = saved.adapter, base_shapes(parts)
+    added = {} if adapter is None else _factors(adapter, shapes)
+    if adapter is None and (saved.folder / MANIFEST_FILE).is_file():
+        source: WeightSource = SavedWeights(open_checkpoint(saved.folder), parts)
+    elif folder_has_weights(saved.folder):
+        source = CheckpointWeights(saved.folder, parts.stored_names, parts.parameter_pieces)
+    else:
+        raise CheckpointError(f"{saved.folder} has no weights, so there is nothing to merge an adapter into.")
     owners = {
         piece.name: (name, piece)
         for name, parameter_pieces in parts.parameter_pieces.items()
@@ -77,48 +85,58 @@ def merge_adapter(
     def read(name: str) -> Tensor:
         progress()
         whole, piece = owners.get(name, (name, None))
-        return merged(whole) if piece is None else piece.of(merged(whole)).contiguous()
+        value = merged(whole) if piece is None else piece.of(merged(whole)).contiguous()
+        if value.numel() and not torch.stack(torch.aminmax(value)).isfinite().all():
+            raise CheckpointError(f"{name!r} has values that are too large for {dtype}. Use --dtype bf16 or fp32.")
+        return value
 
     @functools.lru_cache(maxsize=1)  # pieces of a parameter follow each other
     def merged(name: str) -> Tensor:
-        if name in adapter.stored:
+        if adapter is not None and name in adapter.stored:
             return adapter.stored[name].read().to(dtype)
-        weight = base.read(name, shapes[name])
-        if name not in added:
+        weight = source.read(name, shapes[name])
+        if adapter is None or name not in added:
             return weight.to(dtype)
-        factors = (adapter.stored[f"{added[name]}.{kind}.weight"].read().float() for kind in (LORA_B, LORA_A))
-        return weight.float().add_(torch.mm(*factors), alpha=adapter.scale).to(dtype)
+        return _merge_weight(adapter, added[name], weight).to(dtype)
 
     stored = dict(each for name, shape in shapes.items() for each in stored_shapes(name, shape, parts.parameter_pieces))
-    write_whole(folder, parts, stored, read, model_files or read_model_files(base_folder), dtype=dtype)
-
-
-def write_whole(
-    folder: Path,
-    parts: ModelParts,
-    shapes: Mapping[str, tuple[int, ...]],
-    read: Callable[[str], Tensor],
-    model_files: ModelFiles,
-    *,
-    dtype: torch.dtype,
-) -> None:
-    """Write a model of `shapes`, whose tensors `read` gives in `dtype`, to `folder`, which appears whole.
-
-    Raises CheckpointError.
-    """
-    parameters = [StageParameter(name, shape, 0) for name, shape in shapes.items()]
-    (files,) = plan_files(parameters, dtype=dtype, has_optimizer=False, max_file_bytes=_FILE_BYTES)
-    partial = folder.with_name(f"{folder.name}.partial")
+    parameters = [StageParameter(name, shape, 0) for name, shape in stored.items()]
+    (files,) = plan_files(parameters, dtype=dtype, has_optimizer=False, max_file_bytes=max_file_bytes)
+    partial = folder.with_name(f"{folder.name}.export.partial")
     with translate_file_errors("write", partial):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    write_stage(partial, files, read)
-    write_indexes(partial, files, num_parameters=sum(each.num_elements for each in parameters), dtype=dtype)
-    write_model_files(partial, model_files, parts.config, dtype=dtype)
-    verify_folder(partial, ())
-    with translate_file_errors("rename", partial):
-        sync_tree(partial)
-        publish_folder(partial, folder)
+    try:
+        write_stage(partial, files, read)
+        write_indexes(partial, files, num_parameters=sum(each.num_elements for each in parameters), dtype=dtype)
+        write_model_files(partial, model_files or saved.model_files(parts.config), parts.config, dtype=dtype)
+        finish(partial)
+        with translate_file_errors("rename", partial):
+            sync_tree(partial)
+            publish_folder(partial, folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def merge_into(model: nn.Module, adapter: AdapterFolder) -> None:
+    """Add an adapter to the weights of its base, a model of transformers in memory, each rounded once.
+
+    Raises CheckpointError for an adapter of another model.
+    """
+    parameters = dict(model.named_parameters())
+    added = _factors(adapter, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
+    with torch.no_grad():
+        for weight, linear in added.items():
+            parameters[weight].copy_(_merge_weight(adapter, linear, parameters[weight]))
+        for name in filter(parameters.__contains__, adapter.stored):
+            parameters[name].copy_(adapter.stored[name].read())
+
+
+def _merge_weight(adapter: AdapterFolder, linear: str, weight: Tensor) -> Tensor:
+    """`weight` of a linear layer with its product added, in fp32."""
+    factors = (adapter.stored[f"{linear}.{kind}.weight"].read().float() for kind in (LORA_B, LORA_A))
+    return weight.to(torch.float32, copy=True).add_(torch.mm(*factors), alpha=adapter.scale)
 
 
 def base_shapes(parts: ModelParts) -> dict[str, tuple[int, ...]]:

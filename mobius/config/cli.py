@@ -144,7 +144,7 @@ def help_text() -> str:
     lines = [
         "usage: bash train.sh [FILE.yaml] [options]",
         f"       torchrun --nproc_per_node N {program} [--config FILE.yaml] [options]",
-        "       mobius train|plan|preview|predict|board [FILE.yaml] [options]",
+        "       mobius train|plan|preview|predict|chat|export|board [FILE|FOLDER] [options]",
         "",
         *textwrap.wrap(_DESCRIPTION, width),
         "",

@@ -156,9 +156,9 @@ target_modules lora_target_linear
 freeze_trainable_layers freeze_trainable_modules unfrozen_parameters freeze_layers
     use --freeze, which names what is not trained, such as --freeze embedding,layers.0-15
 merge_adapter merge_lora merge_and_unload
-    use --merge, or scripts/merge_adapter.py for an adapter that is there
+    use --merge, or `mobius export ADAPTER FOLDER --merge` for an adapter that is there
 export_dir
-    use --save_dir, which holds the model in Hugging Face layout; --merge adds adapters to the base's weights
+    use --save_dir, which holds the model in Hugging Face layout, and `mobius export` for other forms of it
 qlora quantization_bit quantization_method load_in_4bit load_in_8bit bnb_4bit_quant_type export_quantization_bit
 quantization double_quantization bnb_4bit_compute_dtype
     not available (QLoRA): LoRA here streams plain weights from CPU memory, 2 bytes each; nothing is quantized to fit

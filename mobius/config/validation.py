@@ -299,7 +299,7 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
     (
         "finetuning_type do_train",
         lambda o: o.finetuning_type == "lora" and not o.do_train,
-        "adapters are trained; merge one first (scripts/merge_adapter.py) to evaluate it",
+        "adapters are trained; merge one first (mobius export ADAPTER FOLDER --merge) to evaluate it",
     ),
 )
 """Conflicting options: the condition, the reason and what to change. The line shows options that are not at their

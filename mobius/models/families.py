@@ -53,13 +53,13 @@ ADAPTER_FILE = "adapter_config.json"
 """File that marks an adapter's folder, in our format and in peft's."""
 
 
-def locate_model(model_path: str, *, with_weights: bool = True) -> Path:
+def locate_model(model_path: str, *, with_weights: bool = True, option: str = "--model_path") -> Path:
     """Return the local folder of `model_path`, which is a folder, or a Hugging Face id in the cache or on the hub.
 
     Without `with_weights`, weights are not downloaded, and a cached model may lack them. Raises CheckpointError that
-    lists every place searched if the model is not found.
+    lists every place searched if the model is not found, and begins with `option`.
     """
-    folder, given = Path(model_path).expanduser(), f"--model_path {model_path}"
+    folder, given = Path(model_path).expanduser(), f"{option} {model_path}".lstrip()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             if (folder / ADAPTER_FILE).is_file():
@@ -90,7 +90,7 @@ def locate_model(model_path: str, *, with_weights: bool = True) -> Path:
             f"{given}: not found. Looked for a folder {folder.absolute()}, for the model in the cache "
             f"{constants.HF_HUB_CACHE}, and on the hub ({type(error).__name__}: {first_line(error)}). Without a "
             f"network, run `hf download {model_path} --local-dir MODEL` on a machine that has one, copy the folder and "
-            "give --model_path MODEL."
+            f"give {f'{option} MODEL'.lstrip()}."
         ) from error
 
 
@@ -101,7 +101,7 @@ def _is_adapter(given: str, folder: Path) -> str:
     return (
         f"{given}: the folder holds an adapter. To continue its training, use --model_path {name} --use_lora "
         f"--adapter_path {folder} with its rank, strength and targets. To evaluate it or to train all parameters, run "
-        f"python scripts/merge_adapter.py {folder} FOLDER, and give --model_path FOLDER."
+        f"mobius export {folder} FOLDER --merge, and give --model_path FOLDER."
     )
 
 

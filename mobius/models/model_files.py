@@ -55,14 +55,22 @@ def read_model_files(folder: Path) -> ModelFiles:
                 f"{generation} is refused by transformers: {describe_error(error)}. Correct the file, or remove it: "
                 "the defaults of generation do not matter for training."
             ) from error
-    paths = [path for pattern in _COPIED_FILES for path in sorted(folder.glob(pattern)) if path.is_file()]
-    try:
-        copied = {path.relative_to(folder).as_posix(): read_bytes(path) for path in paths}
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or folder} cannot be read: {reason_of(error)}.") from error
+    copied = read_copied_files(folder)
     fields = read_json_object(folder / "config.json")
     part = supported_text_config(fields)
     return ModelFiles(fields if part is None else part.fields, copied)
+
+
+def read_copied_files(folder: Path) -> dict[str, bytes]:
+    """Path within `folder` -> contents of its generation defaults, tokenizer and chat template, as far as it has them.
+
+    Raises CheckpointError.
+    """
+    paths = [path for pattern in _COPIED_FILES for path in sorted(folder.glob(pattern)) if path.is_file()]
+    try:
+        return {path.relative_to(folder).as_posix(): read_bytes(path) for path in paths}
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or folder} cannot be read: {reason_of(error)}.") from error
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def check_base(folder: Path, base: AdapterBase) -> None:
             f"{folder} was trained on other weights than those of {base.name}: on "
             f"{format_json_value(fields.get('name'))} with the fingerprint "
             f"{format_json_value(fields.get('fingerprint'))}, and this base has {base.fingerprint}. Give the adapter's "
-            "own base with --model_path."
+            "own base."
         )
 
 

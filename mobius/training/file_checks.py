@@ -65,7 +65,7 @@ def find_adapter_base(draft: RunSetup, model_folder: Path, resume: Resume | None
         raise CheckpointError(
             f"--model_path {draft.config.model.model_path} is more than a text model ({part.full_model_type}), and "
             "peft could not load adapters of its text part. Extract that part as a separate model first, and give "
-            f"its folder:\n    python scripts/extract_text_model.py {draft.config.model.model_path} FOLDER"
+            f"its folder:\n    mobius export {draft.config.model.model_path} FOLDER"
         )
     base = AdapterBase.of(draft.config.model.model_path, model_folder)
     if base.fingerprint is None and adapters.merge:

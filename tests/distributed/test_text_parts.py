@@ -6,7 +6,6 @@ import json
 import shutil
 from pathlib import Path
 
-import extract_text_model
 import pytest
 import torch
 from harness.family_checks import tiny_whole
@@ -15,6 +14,7 @@ from harness.tiny_families import tiny_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from mobius.commands import run_command
 from mobius.models.weights import text_weight_names
 
 OPTIONS = """--model_path model --dataset data.jsonl --fp32 --num_stages 2 --num_chunks 1 --batch_size 2 --seq_length 32
@@ -64,7 +64,7 @@ def test_a_run_saves_the_text_part_as_a_text_model(tmp_path: Path, family: str, 
     assert all(torch.equal(saved.state_dict()[name], value) for name, value in expected.items())
 
 
-def test_adapters_ask_for_the_text_part_as_a_model_of_its_own_which_a_script_writes(tmp_path: Path) -> None:
+def test_adapters_ask_for_the_text_part_as_a_model_of_its_own_which_export_writes(tmp_path: Path) -> None:
     whole = make_whole(tmp_path / "model", "mistral3")
     make_dataset(tmp_path / "data.jsonl")
     lora = ["--use_lora", "--lora_rank", "2"]
@@ -73,13 +73,12 @@ def test_adapters_ask_for_the_text_part_as_a_model_of_its_own_which_a_script_wri
 
     assert refused.returncode == 1
     assert "is more than a text model (mistral3)" in refused.stdout
-    assert "python scripts/extract_text_model.py model FOLDER" in refused.stdout
-    assert extract_text_model.main([str(tmp_path / "model"), str(tmp_path / "text"), "--dtype", "fp32"]) == 0
+    assert "mobius export model FOLDER" in refused.stdout
+    assert run_command("export", [str(tmp_path / "model"), str(tmp_path / "text"), "--dtype", "fp32"]) == 0
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "text").state_dict()
     expected = text_tensors(whole)
     assert saved.keys() == expected.keys()
     assert all(torch.equal(saved[name], value) for name, value in expected.items())
-    assert extract_text_model.main([str(tmp_path / "text"), str(tmp_path / "again")]) == 1, "it is a text model already"
 
 
 def test_constants_among_the_weights_are_read_and_saved_unchanged(tmp_path: Path) -> None:

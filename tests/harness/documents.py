@@ -8,6 +8,10 @@ A command after `    $ ` is run and must print the lines shown under it; a line 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
+import io
+import itertools
 import os
 import re
 import runpy
@@ -23,6 +27,7 @@ from typing import Any
 
 from harness.forked import Ranks
 
+from mobius.commands import COMMANDS
 from mobius.config.cli import parse_args, read_command_line
 from mobius.errors import ConfigError
 from mobius.reporting.trace import Trace, TraceFacts, write_trace
@@ -211,6 +216,8 @@ def _problems(words: Sequence[str]) -> list[str]:
     match list(words):
         case [".venv/bin/python", *rest]:
             return _problems(["python", *rest])
+        case ["mobius", "chat" | "export" as name, *options]:
+            return _parser_problems(COMMANDS[name].function.partition(":")[0], options)
         case ["python", "-m", "mobius", *options] | ["python", "main.py", *options] | ["mobius", *options]:
             return _option_problems(options)
         case ["python", "-m", "mobius.config.cli", ">", file]:
@@ -262,6 +269,17 @@ def _option_problems(options: Sequence[str]) -> list[str]:
         parse_args([option for option in options if option != "--help"])
     except ConfigError as error:
         return [str(error)]
+    return []
+
+
+def _parser_problems(module: str, options: Sequence[str]) -> list[str]:
+    """What the parser of a command says to its options, up to a redirection."""
+    own, said = [*itertools.takewhile(lambda word: word not in ("<", ">"), options)], io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            importlib.import_module(module).parser().parse_args(own)
+    except SystemExit:
+        return [said.getvalue()] if own else []
     return []
 
 

@@ -1,14 +1,14 @@
 """Generation of answers to prompts with the model of a Hugging Face folder, by transformers in one process.
 
-Decoding is greedy, or as the folder's generation_config.json asks for, but never samples. In fp32 an answer does not
-depend on the other prompts of its batch.
+Decoding of batches is greedy, or as the folder's generation_config.json asks for, but never samples. In fp32 an answer
+does not depend on the other prompts of its batch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -20,12 +20,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
+from mobius.checkpoint.merged_model import merge_into
 from mobius.errors import CheckpointError, GpuMemoryError, HostMemoryError, MobiusError
 from mobius.hardware.host_memory import available_host_bytes
 from mobius.models.families import softcap_attention_implementation
 from mobius.models.model_files import describe_error, format_json_value, read_json_object
+from mobius.models.peft_folder import AdapterFolder
 from mobius.models.tokenizer import load_tokenizer, pad_token_id
 from mobius.models.weights import CheckpointWeights
 from mobius.units import format_bytes
@@ -38,8 +41,12 @@ _WORKSPACE_SHARE: Final = 0.1
 """Free memory in addition to the weights, as a share of them, that answering on a GPU requires."""
 _MAX_BEAMS: Final = 64
 """Maximum beams of a prompt; each takes the memory of a prompt."""
-_SAMPLING: Final = {"temperature": None, "top_p": None, "top_k": None, "min_p": None, "typical_p": None}
-"""Settings of generation_config.json that have no effect without sampling."""
+GREEDY: Final[Mapping[str, Any]] = {
+    "do_sample": False,
+    # Settings of generation_config.json that have no effect without sampling.
+    **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "typical_p")),
+}
+"""Settings of the likeliest token at each position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +67,28 @@ class TextGenerator:
     tokenizer: PreTrainedTokenizerBase
 
     @classmethod
-    def of_folder(cls, folder: Path, device: torch.device) -> TextGenerator:
-        """Load the model of a Hugging Face folder on `device`.
+    def of_folder(
+        cls,
+        folder: Path,
+        device: torch.device,
+        *,
+        dtype: torch.dtype | None = None,
+        adapter: AdapterFolder | None = None,
+    ) -> TextGenerator:
+        """Load the model of a Hugging Face folder on `device`, and add `adapter` to its weights.
 
-        A model that is too large for the GPU is loaded on the CPU, with a warning. On a GPU it computes in the folder's
-        number format, on the CPU in fp32 if memory suffices. Raises CheckpointError, HostMemoryError.
+        A model that is too large for the GPU is loaded on the CPU, with a warning. Without `dtype` it computes on a GPU
+        in the folder's number format, on the CPU in fp32 if memory suffices. A tokenizer of the adapter takes the place
+        of the folder's. Raises CheckpointError, HostMemoryError.
         """
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             device = _fitting_device(folder, device)
-            dtype = _fitting_dtype(folder, config, device)
+            fitting = _fitting_dtype(folder, config, device)
             with _without_bars():
                 model = AutoModelForCausalLM.from_pretrained(
                     folder,
-                    dtype=dtype,
+                    dtype=dtype or fitting,
                     attn_implementation=softcap_attention_implementation(config),
                     trust_remote_code=False,
                     use_safetensors=True,
@@ -84,7 +99,11 @@ class TextGenerator:
             raise CheckpointError(
                 f"transformers cannot load the model of {folder} to answer with it: {describe_error(error)}"
             ) from error
-        tokenizer = load_tokenizer(folder, int(config.get_text_config().vocab_size))
+        own = folder
+        if adapter is not None:
+            merge_into(model, adapter)
+            own = adapter.folder if (adapter.folder / "tokenizer_config.json").is_file() else folder
+        tokenizer = load_tokenizer(own, int(config.get_text_config().vocab_size))
         return cls(model.to(device).eval(), tokenizer)
 
     @property
@@ -142,6 +161,23 @@ class TextGenerator:
                 logger.warning("out of GPU memory: further batches have %d prompts", batch_size)
         return answers
 
+    def stream(
+        self, prompt: TokenIds, streamer: BaseStreamer, *, max_new_tokens: int, settings: Mapping[str, Any]
+    ) -> None:
+        """Pass prompt and answer to `streamer`, token by token; `settings` are arguments of transformers' `generate`.
+
+        The prompt is one that `can_generate` is true of. Raises CheckpointError, GpuMemoryError.
+        """
+        ids = torch.from_numpy(np.array(prompt, dtype=np.int64)).unsqueeze(0)
+        settings = {"num_beams": 1, **settings, "streamer": streamer}
+        try:
+            self._generated(ids, torch.ones_like(ids), self._room(prompt, max_new_tokens), settings)
+        except torch.OutOfMemoryError as error:
+            raise GpuMemoryError(
+                f"GPU memory does not suffice to answer a prompt of {len(prompt)} tokens. Shorten it, or use --device "
+                "cpu."
+            ) from error
+
     def _batch(self, prompts: Sequence[TokenIds], max_new_tokens: int) -> Iterator[Generation]:
         """Answer prompts in one batch, padded on the left."""
         pad, longest = pad_token_id(self.tokenizer), max(map(len, prompts))
@@ -157,7 +193,9 @@ class TextGenerator:
             answer = [*takewhile(lambda token: token not in stops, tokens[:room])]
             yield Generation(np.array(answer, dtype=np.int32), is_finished=len(answer) < len(tokens[:room]))
 
-    def _generated(self, ids: Tensor, mask: Tensor, max_new_tokens: int) -> Tensor:
+    def _generated(
+        self, ids: Tensor, mask: Tensor, max_new_tokens: int, settings: Mapping[str, Any] = GREEDY
+    ) -> Tensor:
         """Return prompts with their answers. Raises CheckpointError if the generation settings are invalid."""
         device, config = self.model.device, self.model.generation_config
         try:
@@ -167,13 +205,12 @@ class TextGenerator:
                     input_ids=ids.to(device),
                     attention_mask=mask.to(device),
                     max_new_tokens=max_new_tokens,
-                    do_sample=False,
                     eos_token_id=sorted(self.eos_token_ids),
                     pad_token_id=pad_token_id(self.tokenizer),
                     use_cache=True,
                     num_return_sequences=1,
                     return_dict_in_generate=False,
-                    **_SAMPLING,
+                    **settings,
                     **({"tokenizer": self.tokenizer} if config.stop_strings else {}),
                 ),
             )
@@ -182,7 +219,7 @@ class TextGenerator:
         except Exception as error:  # transformers raises any error for a wrong setting
             raise CheckpointError(
                 f"transformers cannot answer with the settings of generation_config.json: {describe_error(error)}. "
-                "Correct that file in the folder of --model_path, or remove it."
+                "Correct that file in the model's folder, or remove it."
             ) from error
 
     def _room(self, prompt: TokenIds, max_new_tokens: int) -> int:
@@ -245,7 +282,7 @@ def _fitting_device(folder: Path, device: torch.device) -> torch.device:
         return device
     logger.warning(
         "one process answers, and the model does not fit into one GPU: it needs %s, %s of %s is free. It answers on "
-        "the CPU, which is far slower; --max_predict_samples limits the samples",
+        "the CPU, which is far slower",
         format_bytes(needed),
         format_bytes(free),
         device,
@@ -260,7 +297,7 @@ def _fitting_dtype(folder: Path, config: Any, device: torch.device) -> torch.dty
     if needed > free:
         raise HostMemoryError(
             f"to answer, one process loads the model of {folder}: {format_bytes(needed)} of host memory, "
-            f"{format_bytes(free)} is free. Use a host with more memory, or omit --do_predict."
+            f"{format_bytes(free)} is free. Use a host with more memory; a run may omit --do_predict."
         )
     if device.type == "cpu" and needed * 4 // own.itemsize <= free:
         return torch.float32

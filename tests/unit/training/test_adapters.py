@@ -17,8 +17,10 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from mobius.commands import run_command
 from mobius.errors import CheckpointError, ConfigError, MobiusError
-from scripts.merge_adapter import main as merge
+from mobius.models.peft_folder import AdapterFolder
+from mobius.training.evaluation.generation import TextGenerator
 
 Run = Callable[..., None]
 SAVES = "--save_steps 3 --save_total_limit 0"
@@ -67,12 +69,16 @@ def test_peft_loads_what_is_trained_and_merges_it_to_what_merge_writes(
     for name, value in merged.state_dict().items():
         assert (value - plain[name]).abs().max() <= 1e-6 * plain[name].abs().max(), name
 
-    assert merge(["out", "bf16"]) == 0
+    chatting = TextGenerator.of_folder(Path("model"), torch.device("cpu"), adapter=AdapterFolder(Path("out")))
+    for name, value in chatting.model.state_dict().items():
+        assert torch.equal(value, merged.state_dict()[name]), name
+
+    assert run_command("export", ["out", "bf16", "--merge", "--dtype", "bf16"]) == 0
     rounded = load_file("bf16/model.safetensors")
     for name, value in rounded.items():
         assert value.dtype == torch.bfloat16
         assert (value.float() - plain[name]).abs().max() <= 2**-8 * plain[name].abs().max(), name
-    assert merge(["out", "bf16"]) == 1
+    assert run_command("export", ["out", "bf16", "--merge"]) == 1
     assert "in use" in capsys.readouterr().err
 
 
@@ -189,7 +195,7 @@ def test_an_adapter_of_another_base_is_refused(run: Run, workplace: Path) -> Non
         train(run, "--model_path", "own", "--adapter_path", "out", "--save_dir", "b", "--save_results", "b.txt")
     with pytest.raises(CheckpointError, match="trained on other weights"):
         resume("out/checkpoint-3", "--save_dir", "resumed")
-    assert merge(["out", "merged"]) == 1
+    assert run_command("export", ["out", "merged", "--merge"]) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Conversations with a trained model in the terminal."""

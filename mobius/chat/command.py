@@ -1,0 +1,140 @@
+"""The command `mobius chat`: its options, its prompts from a terminal or a pipe, and its words with a slash."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from mobius.errors import CheckpointError, ConfigError, MobiusError
+from mobius.log import printable, redirect_to_devnull
+from mobius.ranks import Ranks, prepare_environment
+
+if TYPE_CHECKING:
+    from mobius.chat.conversation import Conversation
+
+_INTERRUPTED = 130
+_HELP = "/system TEXT sets the system message, /reset forgets the conversation, /exit ends. Ctrl-C stops an answer."
+_OPTIONS = (
+    ("--base", str, None, "folder or id of an adapter's base; default: the one that the adapter names"),
+    ("--system", str, None, "system message, for a model with a chat template"),
+    ("--max_new_tokens", int, 512, "default: 512"),
+    ("--temperature", float, None, "0 takes the likeliest token; default: as generation_config.json says"),
+    ("--top_p", float, None, "draw from the likeliest tokens of this total probability"),
+    ("--seed", int, None, "of the draws; default: another one each time"),
+)
+
+
+def chat(words: Sequence[str]) -> int:
+    """Answer prompts until they end; returns 130 after Ctrl-C at a prompt. Raises MobiusError."""
+    given = parser().parse_args(words)
+    if (
+        given.max_new_tokens < 1
+        or (given.temperature or 0) < 0
+        or not 0 < (1 if given.top_p is None else given.top_p) <= 1
+    ):
+        raise ConfigError(
+            "--max_new_tokens is at least 1, --temperature at least 0, and --top_p above 0 and at most 1."
+        )
+    prepare_environment()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    is_terminal = sys.stdin.isatty()
+    if not is_terminal:
+        sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
+    try:
+        conversation = _open(given)
+        if is_terminal:
+            _say(f"{conversation.describe()}\n{_HELP}")
+        for prompt in _terminal_prompts() if is_terminal else sys.stdin:
+            if prompt.strip() == "/exit":
+                break
+            _answer(conversation, prompt.strip(), is_terminal=is_terminal)
+    except KeyboardInterrupt:
+        _say("")
+        return _INTERRUPTED
+    except BrokenPipeError:  # the reader of the answers has ended, as in `mobius chat | head`
+        redirect_to_devnull(sys.stdout)
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options of the command."""
+    text = "Answer in the terminal, token by token, with a trained model. From a pipe, each line is a prompt."
+    made = argparse.ArgumentParser(prog="mobius chat", description=text, epilog=_HELP)
+    made.add_argument("model", help="folder of a result, checkpoint or adapter, or a Hugging Face id")
+    for name, kind, default, text in _OPTIONS:
+        made.add_argument(name, type=kind, default=default, help=text)
+    made.add_argument(
+        "--device", choices=["auto", "cuda", "cpu"], default="auto", help="default: a GPU if there is one"
+    )
+    made.add_argument(
+        "--dtype", choices=["bf16", "fp16", "fp32"], help="default: the model's; fp32 on a CPU if it fits"
+    )
+    return made
+
+
+def _open(given: argparse.Namespace) -> Conversation:
+    """Load the model. Raises MobiusError."""
+    import torch
+
+    from mobius.chat.conversation import Conversation
+    from mobius.checkpoint.saved_model import find_saved_model
+    from mobius.config.config import Device, Dtype
+    from mobius.hardware.devices import TORCH_DTYPES, choose_device
+    from mobius.models.weights import folder_has_weights
+    from mobius.training.evaluation.generation import GREEDY, TextGenerator
+
+    saved = find_saved_model(given.model, base=given.base)
+    if not folder_has_weights(saved.folder):
+        raise CheckpointError(
+            f"{given.model} is a durable step: `mobius export {given.model} FOLDER` makes a model of it."
+        )
+    device = choose_device(Device(given.device), Ranks(0, 1, 0), [0])
+    dtype = None if given.dtype is None else TORCH_DTYPES[Dtype(given.dtype)]
+    generator = TextGenerator.of_folder(saved.folder, device, dtype=dtype, adapter=saved.adapter)
+    drawn = {name: value for name in ("temperature", "top_p") if (value := getattr(given, name)) is not None}
+    settings = {"do_sample": True, **drawn} if drawn else {}
+    if given.seed is not None:
+        torch.manual_seed(given.seed)
+    conversation = Conversation(
+        generator, GREEDY if given.temperature == 0 else settings, max_new_tokens=given.max_new_tokens
+    )
+    conversation.set_system(given.system)
+    return conversation
+
+
+def _terminal_prompts() -> Iterator[str]:
+    import readline  # noqa: F401  # lines can be edited, and taken again
+
+    with contextlib.suppress(EOFError):
+        while True:
+            yield input("> ")
+
+
+def _answer(conversation: Conversation, prompt: str, *, is_terminal: bool) -> None:
+    """Do what a line asks for. At a terminal neither Ctrl-C nor an error ends more than the answer."""
+    command, _, text = prompt.partition(" ")
+    try:
+        if command == "/reset":
+            conversation.reset()
+        elif command == "/system":
+            conversation.set_system(text.strip() or None)
+        elif prompt:
+            conversation.ask(prompt, _write)
+            _write("\n")
+    except (KeyboardInterrupt, MobiusError) as error:
+        if not is_terminal:
+            raise
+        _say(f"\nerror: {error}" if isinstance(error, MobiusError) else "")
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(printable(text, sys.stdout))
+    sys.stdout.flush()
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{printable(text, sys.stderr)}\n")

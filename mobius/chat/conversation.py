@@ -1,0 +1,103 @@
+"""A conversation with a model: its turns as the chat template writes them, and answers that stream."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from transformers.generation.streamers import TextStreamer
+
+from mobius.errors import CheckpointError, ConfigError, DataError
+from mobius.models.model_files import describe_error
+from mobius.training.evaluation.generation import TextGenerator, TokenIds
+
+logger = logging.getLogger(__name__)
+
+
+class Conversation:
+    """Turns of a user and a model. Without a chat template the model goes on with the text of all turns."""
+
+    def __init__(self, generator: TextGenerator, settings: Mapping[str, Any], *, max_new_tokens: int) -> None:
+        """`settings` are arguments of transformers' `generate`, `max_new_tokens` those of an answer."""
+        self._generator, self._settings, self._max_new_tokens = generator, settings, max_new_tokens
+        self._has_template = bool(generator.tokenizer.chat_template)
+        self._turns: list[tuple[str, str]] = []
+        self._system: str | None = None
+
+    def describe(self) -> str:
+        """Line about the model."""
+        model, how = (
+            self._generator.model,
+            "" if self._has_template else "; no chat template: it goes on with your text",
+        )
+        return (
+            f"{model.config.model_type}, {model.num_parameters():.3g} parameters, {model.dtype} on {model.device}{how}"
+        )
+
+    def set_system(self, text: str | None) -> None:
+        """Begin anew with a system message. Raises ConfigError for a model without a chat template."""
+        if text is not None and not self._has_template:
+            raise ConfigError("a system message has no place: the model has no chat template. Leave it out.")
+        self._system = text
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all turns."""
+        self._turns.clear()
+
+    def ask(self, prompt: str, write: Callable[[str], object]) -> str:
+        """Return the answer, whose parts are passed to `write` as they come; both are turns from then on.
+
+        The oldest turns are forgotten where the context has no room. After KeyboardInterrupt the part that was written
+        is the turn. Raises CheckpointError for a template that fails, DataError for a prompt without room, and
+        GpuMemoryError.
+        """
+        tokens, streamer = self._fitting_tokens(prompt), _Streamer(self._generator.tokenizer, write)
+        try:
+            self._generator.stream(tokens, streamer, max_new_tokens=self._max_new_tokens, settings=self._settings)
+        finally:
+            if streamer.text:
+                self._turns.append((prompt, streamer.text))
+        return streamer.text
+
+    def _fitting_tokens(self, prompt: str) -> TokenIds:
+        """Tokens of the turns and `prompt`, without the oldest turns if the answer would have no room."""
+        context, tokens = self._generator.context_length, self._tokens(prompt)
+        while self._turns and context and len(tokens) + min(self._max_new_tokens, context // 4) > context:
+            del self._turns[0]
+            logger.warning("the context of %d tokens is full: the oldest prompt and answer are forgotten", context)
+            tokens = self._tokens(prompt)
+        if not self._generator.can_generate(tokens):
+            raise DataError(
+                f"a prompt of {len(tokens)} tokens has no room in the model's context of {context}. Shorten it."
+            )
+        return tokens
+
+    def _tokens(self, prompt: str) -> TokenIds:
+        tokenizer, text = self._generator.tokenizer, "\n".join([*map("".join, self._turns), prompt])
+        if self._has_template:
+            messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+            for turn in (*self._turns, (prompt,)):
+                messages += [{"role": role, "content": said} for role, said in zip(("user", "assistant"), turn)]  # noqa: B905
+            try:
+                text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            except Exception as error:  # a template raises anything
+                raise CheckpointError(
+                    f"the chat template cannot write these turns: {describe_error(error)}."
+                ) from error
+        return np.array(tokenizer(text, add_special_tokens=not self._has_template)["input_ids"], dtype=np.int32)
+
+
+class _Streamer(TextStreamer):
+    """Passes the text of an answer on, and holds it."""
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], object]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        self._write, self.text = write, ""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Write `text`, which does not change any more."""
+        self.text += text
+        self._write(text)

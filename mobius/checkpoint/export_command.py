@@ -1,0 +1,127 @@
+"""The command `mobius export`: writes a saved model as a folder, or a GGUF file, that other programs load."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from mobius.errors import CheckpointError, ConfigError, HostMemoryError
+from mobius.log import setup_logging
+from mobius.ranks import prepare_environment
+from mobius.regular_files import open_regular
+from mobius.units import format_bytes
+
+_CONVERTER: Final = "convert_hf_to_gguf.py"
+
+
+def export(words: Sequence[str]) -> None:
+    """Write and check the model that `words` name. Raises MobiusError; the output is whole, or not there."""
+    given = parser().parse_args(words)
+    converter = _find_converter(given.llama_cpp) if given.gguf else None
+    if converter is None and (given.llama_cpp or given.gguf_type != "auto"):
+        raise ConfigError("`--llama_cpp` and `--gguf_type` have no effect without `--gguf`. Add it.")
+    prepare_environment()
+    setup_logging(0)
+    import torch
+
+    from mobius.checkpoint.folder_check import check_folder
+    from mobius.checkpoint.merged_model import FILE_BYTES, base_shapes, check_free, write_model
+    from mobius.checkpoint.saved_model import find_saved_model
+    from mobius.config.config import Dtype, ModelConfig
+    from mobius.hardware.devices import TORCH_DTYPES
+    from mobius.models.blocks import ModelParts
+    from mobius.models.families import load_model_config
+    from mobius.models.weights import check_model_weights
+
+    output = Path(given.output)
+    check_free(output)
+    saved = find_saved_model(given.folder, base=given.base)
+    if given.merge != (saved.adapter is not None):
+        what = "holds a whole model: leave --merge out" if given.merge else "holds an adapter: add --merge"
+        raise ConfigError(f"{given.folder} {what}.")
+    options = ModelConfig(model_path=str(saved.folder))
+    parts = ModelParts(load_model_config(saved.folder, options), torch.device("cpu"))
+    check_model_weights(saved.folder, parts, options)
+    dtype = TORCH_DTYPES[Dtype(given.dtype)] if given.dtype else parts.config.dtype or torch.bfloat16
+    num_bytes = sum(map(math.prod, base_shapes(parts).values())) * dtype.itemsize
+    _check_room(output, num_bytes, is_one_file=given.one_file, num_copies=2 if given.gguf else 1)
+    made = f"{output.name}.gguf"
+
+    def finish(partial: Path) -> None:
+        sys.stdout.write("".join(f"{line}\n" for line in check_folder(partial)))
+        if converter is not None:
+            _make_gguf(converter, partial, made, given.gguf_type)
+
+    max_file_bytes = sys.maxsize if given.one_file else FILE_BYTES
+    write_model(saved, parts, output, dtype=dtype, max_file_bytes=max_file_bytes, finish=finish)
+    sys.stdout.write(f"written: {output / made if given.gguf else output}\n")
+
+
+def _check_room(output: Path, num_bytes: int, *, is_one_file: bool, num_copies: int) -> None:
+    """Raise HostMemoryError or CheckpointError if memory or disk do not hold what is written."""
+    from mobius.checkpoint.tensor_files import free_disk_bytes
+    from mobius.hardware.host_memory import available_host_bytes
+
+    if is_one_file and num_bytes > (free := available_host_bytes()):
+        raise HostMemoryError(
+            f"--one_file holds the model in memory: {format_bytes(num_bytes)}, {format_bytes(free)} is free. Leave it "
+            "out; each file then takes 2 GB."
+        )
+    needed, free = num_bytes * num_copies, free_disk_bytes(output)
+    if needed > free:
+        raise CheckpointError(f"{output} needs {format_bytes(needed)}, {format_bytes(free)} is free. Free some space.")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options of the command."""
+    text = "Write a trained model anew, tensor by tensor, and check the names that vLLM and llama.cpp expect."
+    made = argparse.ArgumentParser(prog="mobius export", description=text)
+    made.add_argument("folder", help="folder of a result, checkpoint or adapter, or a Hugging Face id")
+    made.add_argument("output", help="folder to write, new or empty")
+    made.add_argument("--merge", action="store_true", help="write an adapter's base with the adapter added, in fp32")
+    made.add_argument("--base", help="folder or id of an adapter's base; default: the one that the adapter names")
+    made.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help="default: that of the model or base")
+    made.add_argument("--one_file", action="store_true", help="one safetensors file, held in memory before")
+    made.add_argument("--gguf", action="store_true", help=f"a GGUF file, by llama.cpp's {_CONVERTER}")
+    made.add_argument("--gguf_type", choices=["auto", "f32", "f16", "bf16", "q8_0"], default="auto", help="its format")
+    made.add_argument("--llama_cpp", metavar="FOLDER", help=f"llama.cpp's folder; default: {_CONVERTER} on the PATH")
+    return made
+
+
+def _find_converter(llama_cpp: str | None) -> Path:
+    """Return the path of llama.cpp's converter. Raises ConfigError."""
+    found = shutil.which(_CONVERTER) if llama_cpp is None else str(Path(llama_cpp).expanduser() / _CONVERTER)
+    if found is None or not Path(found).is_file():
+        raise ConfigError(
+            f"--gguf needs llama.cpp's {_CONVERTER}, which is not "
+            f"{'on the PATH' if llama_cpp is None else f'in {llama_cpp}'}. Get it with `git clone --depth 1 "
+            "https://github.com/ggml-org/llama.cpp` and `pip install ./llama.cpp/gguf-py`, and give --llama_cpp "
+            "llama.cpp."
+        )
+    return Path(found)
+
+
+def _make_gguf(converter: Path, folder: Path, name: str, number_format: str) -> None:
+    """Leave in `folder` the GGUF file of its model, and nothing else. Raises CheckpointError."""
+    made = folder / name
+    words = [sys.executable, str(converter), str(folder), "--outfile", str(made), "--outtype", number_format]
+    run = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    head = b""
+    if run.returncode == 0 and made.is_file():
+        with open_regular(made) as file:
+            head = file.read(16)
+    if len(head) < 16 or head[:4] != b"GGUF" or not struct.unpack("<Q", head[8:])[0]:  # its number of tensors
+        last = "\n".join(run.stdout.strip().splitlines()[-5:])
+        raise CheckpointError(f"{converter} has made no GGUF file (exit code {run.returncode}):\n{last}")
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path != made:
+            path.unlink()

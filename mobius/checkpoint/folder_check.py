@@ -1,0 +1,79 @@
+"""Checks that a model folder has what vLLM and llama.cpp read: the names of transformers' own class of the family."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from mobius.errors import CheckpointError, listed
+from mobius.models.model_files import describe_error, read_json_object
+from mobius.models.parameter_pieces import find_parameter_pieces, stored_shapes
+from mobius.models.tokenizer import load_tokenizer
+from mobius.models.weights import read_header, read_stored
+
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def check_folder(folder: Path) -> list[str]:
+    """Return a line for each check; raises CheckpointError with all of them if one has failed."""
+    try:
+        checks = list(_checks(folder))
+    except CheckpointError:
+        raise
+    except Exception as error:  # transformers raises any error for a wrong value
+        raise CheckpointError(f"transformers cannot read {folder}: {describe_error(error)}") from error
+    lines = [f"{'wrong' if flaw else 'ok':6} {what:22}  {flaw or found}" for what, found, flaw in checks]
+    if any(flaw for *_, flaw in checks):
+        raise CheckpointError("\n".join([f"{folder} would not load elsewhere:", *lines]))
+    return lines
+
+
+def _checks(folder: Path) -> Iterator[tuple[str, str, str]]:
+    """Name of each check, what was found, and what is wrong with it; empty if nothing is."""
+    fields, config = (
+        read_json_object(folder / "config.json"),
+        AutoConfig.from_pretrained(folder, trust_remote_code=False),
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    named, own, vocab_size = fields.get("architectures"), type(model).__name__, int(config.get_text_config().vocab_size)
+    yield "config.json", f"architectures {own}", "" if named == [own] else f"architectures is {named}, not [{own!r}]"
+    kinds = [name for name in ("tokenizer.json", "tokenizer.model", "tekken.json") if (folder / name).is_file()]
+    found, flaw = listed(kinds), "" if kinds else "neither tokenizer.json nor tokenizer.model"
+    try:
+        found += f": {len(load_tokenizer(folder, vocab_size))} tokens"
+    except CheckpointError as error:
+        flaw = str(error).removeprefix("--model_path: ")
+    yield "tokenizer", found, flaw
+    end = GenerationConfig.from_pretrained(folder, trust_remote_code=False).eos_token_id
+    ends = end if isinstance(end, list) else [] if end is None else [end]
+    flaw = "" if all(0 <= end < vocab_size for end in ends) else f"eos_token_id {ends} beyond {vocab_size} tokens"
+    yield "generation_config.json", f"answers end with {ends or 'none'}", flaw
+    yield from _tensor_checks(folder, model, fields)
+
+
+def _tensor_checks(folder: Path, model: Any, fields: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    every, stored = model.state_dict(keep_vars=True), read_stored(folder)
+    first = {id(tensor): name for name, tensor in reversed(every.items())}  # of tied tensors one is stored
+    shapes = {name: tuple(every[name].shape) for name in first.values()}
+    pieces = find_parameter_pieces(model, shapes)
+    expected = dict(each for name, shape in shapes.items() for each in stored_shapes(name, shape, pieces))
+    shaped = {name for name in expected.keys() & stored.keys() if stored[name].shape != expected[name]}
+    flaws = {"missing": expected.keys() - stored.keys(), "not of the family": stored.keys() - expected.keys()}
+    flaws["of another shape"] = shaped
+    flaw = "; ".join(f"{flaw}: {listed(sorted(names))}" for flaw, names in flaws.items() if names)
+    yield "tensors", f"{len(stored)} with the names and shapes of {type(model).__name__}", flaw
+    formats, said = (
+        sorted({tensor.dtype for tensor in stored.values()}),
+        fields.get("dtype") or fields.get("torch_dtype"),
+    )
+    flaw = "" if [_DTYPES.get(each) for each in formats] == [said] else f"{formats}, and config.json says {said}"
+    yield "number format", str(said), flaw
+    files = sorted(folder.glob("*.safetensors"))
+    in_files = {tensor.name for path in files for tensor in read_header(path)}
+    flaw = f"not in the index: {listed(sorted(names))}" if (names := in_files - stored.keys()) else ""
+    yield "files", f"{len(files)}, with the tensors that are listed", flaw

@@ -1,0 +1,85 @@
+"""Finds the model that is named after a run: a result, a checkpoint, an adapter with its base, or one of the Hub."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from transformers import GenerationConfig, PretrainedConfig
+
+from mobius.checkpoint.folders import open_checkpoint
+from mobius.checkpoint.manifest import MANIFEST_FILE
+from mobius.checkpoint.run_folder import OPTIONS_FILE, checkpoints_in
+from mobius.checkpoint.slot_reader import is_durable_step
+from mobius.errors import CheckpointError, ConfigError
+from mobius.models.families import locate_model
+from mobius.models.model_files import ModelFiles, read_copied_files, read_model_files
+from mobius.models.peft_folder import CONFIG_FILE, AdapterBase, AdapterFolder, check_base
+from mobius.models.weights import folder_has_weights
+from mobius.regular_files import read_bytes
+
+_CARD = ("README.md", "training_loss.png")
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A model on disk."""
+
+    folder: Path
+    """Folder with its config.json; that of the base for an adapter."""
+    adapter: AdapterFolder | None = None
+
+    def model_files(self, config: PretrainedConfig) -> ModelFiles:
+        """Files beside the weights, with the card of a result, and generation defaults of `config` if it has none.
+
+        Tokenizer and chat template of an adapter's folder come before those of its base. Raises CheckpointError.
+        """
+        files = read_model_files(self.folder)
+        own = {} if self.adapter is None else read_copied_files(self.adapter.folder)
+        if self.adapter is None and all((self.folder / name).is_file() for name in _CARD):
+            own = {name: read_bytes(self.folder / name) for name in _CARD}
+        defaults = {"generation_config.json": GenerationConfig.from_model_config(config).to_json_string().encode()}
+        return replace(files, copied={**defaults, **files.copied, **own})
+
+
+def find_saved_model(given: str, *, base: str | None = None) -> SavedModel:
+    """Find the model of a folder or Hugging Face id; `base` takes the place of the base that an adapter names.
+
+    Of a checkpoint, manifest and all files but those of tensors are verified. Raises CheckpointError that says what a
+    folder without a model is, and ConfigError for a base without an adapter.
+    """
+    path = Path(given).expanduser()
+    if path.is_file():
+        raise CheckpointError(f"{given} is a file. Give a folder in Hugging Face's layout, such as a run's --save_dir.")
+    if not path.exists() and (partial := path.with_name(f"{path.name}.partial")).is_dir():
+        raise CheckpointError(f"{given}: its run has not ended, and works in {partial}. Wait for its end.")
+    folder = path if path.is_dir() else locate_model(given, option="")
+    if (folder / MANIFEST_FILE).is_file():
+        open_checkpoint(folder)
+    if (folder / CONFIG_FILE).is_file() and not any(folder.glob("model*.safetensors")):
+        adapter = AdapterFolder(folder)
+        name = base or adapter.fields.get("base_model_name_or_path")
+        if not isinstance(name, str) or not name:
+            raise CheckpointError(f"{folder} names no base. Give it with --base.")
+        base_folder = locate_model(name, option=f"the base of {folder} (or another --base),")
+        check_base(folder, AdapterBase.of(name, base_folder))
+        return SavedModel(base_folder, adapter)
+    if base is not None:
+        raise ConfigError(f"--base {base}: {given} is no adapter, and has no base. Leave the option out.")
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{given} {_why_no_model(folder)}")
+    locate_model(str(folder), option="")  # refuses pipes and devices among its files
+    if not folder_has_weights(folder) and not is_durable_step(folder):
+        raise CheckpointError(f"{given} has a config.json, but no weights (*.safetensors). Give a trained model.")
+    return SavedModel(folder)
+
+
+def _why_no_model(folder: Path) -> str:
+    """Rest of a sentence: what `folder`, which has no config.json, is instead."""
+    if names := checkpoints_in(folder):
+        return f"has no model yet: its run has not ended. Give its newest checkpoint: {folder / names[0]}"
+    if (folder / OPTIONS_FILE).is_file():
+        return "has no model yet: its run has saved nothing. Wait for its end, or for a checkpoint (--save_steps)."
+    foreign = [path.name for path in sorted(folder.glob("*")) if path.suffix in (".gguf", ".pt", ".pth", ".bin")]
+    holds = f"holds {foreign[0]}, but " if foreign else ""
+    return f"{holds}has no config.json, so it is neither a Hugging Face model nor an adapter. Give the folder of one."
