@@ -5,6 +5,7 @@ It holds only options and numbers: of a path on this machine the last part, and 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,10 @@ from mobius.config.config import Config
 from mobius.reporting.trainer_state import TrainerState
 
 _HUB_ID: Final = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
+_PICTURE: Final = "![Loss, gradient norm, learning rate and tokens/s of every step](training_loss.png)"
 _PACKAGES: Final = ("torch", "transformers", "datasets", "safetensors")
+_MAX_EVALUATIONS: Final = 20
+"""Rows of the table of evaluations."""
 _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "model": ("num_layers", "dtype"),
     "data": ("seq_length", "packing", "max_samples", "train_on_prompt", "mask_history"),
@@ -74,6 +78,8 @@ class CardFacts:
     state: TrainerState
     evaluation: Mapping[str, object]
     """The last numbers of an evaluation by name; empty without one."""
+    has_picture: bool = True
+    """Whether training_loss.png is beside the card."""
 
 
 def model_card(facts: CardFacts) -> str:
@@ -122,8 +128,10 @@ def model_card(facts: CardFacts) -> str:
         (
             f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---",
             f"# {_plain(config.output.name)}",
-            f"{made} The curves are in `training_loss.png`, every step in `metrics.jsonl`.",
+            f"{made} Every step is in `metrics.jsonl`.",
+            *([_PICTURE] if facts.has_picture else []),
             _table("result", rows),
+            *_evaluations(state),
             _table("option", [(name, value) for name, value in options.items() if value is not None]),
             _table("version", versions.items()),
         )
@@ -136,6 +144,17 @@ def _is_on_hub(name: str) -> bool:
 
 def _table(title: str, rows: Iterable[tuple[str, object]]) -> str:
     return "\n".join((f"| {title} | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows))) + "\n"
+
+
+def _evaluations(state: TrainerState) -> Iterator[str]:
+    """Table of the evaluations during the training if there were several; of many, evenly spaced ones with the last."""
+    every = list(state.evaluations())
+    chosen = every[:: -(-len(every) // _MAX_EVALUATIONS) or 1][::-1]
+    columns = {"eval_loss": "loss", "eval_perplexity": "perplexity", "eval_token_accuracy": "token accuracy"}
+    if len(chosen) > 1:
+        rows = [[entry["step"], *(f"{float(entry.get(name, math.nan)):.4f}" for name in columns)] for entry in chosen]
+        lines = [["evaluation after step", *columns.values()], ["---"] * (1 + len(columns)), *rows]
+        yield "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"
 
 
 def _evaluation_rows(evaluation: Mapping[str, object], datasets: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -235,6 +235,8 @@ def write_records(
         advice = "Free some space, or choose another folder, and start again."
         return [] if error is None else [f"{where}: the results cannot be written ({reason_of(error)}). {advice}"]
     title = f"{run_setup.config.output.name}: {log.state.global_step} steps"
+    picture = folder / "training_loss.png"
+    _leave(picture, lambda path: draw_training(log.state.entries(), path, title=title))
     losses = [float(entry["loss"]) for entry in log.state.entries() if "loss" in entry] or [math.nan]
     facts = CardFacts(
         config=run_setup.config,
@@ -247,8 +249,8 @@ def write_records(
         last_loss=losses[-1] if log.last_loss is None else log.last_loss,
         state=log.state,
         evaluation=log.results.get("eval", {}),
+        has_picture=picture.is_file(),
     )
-    _leave(folder / "training_loss.png", lambda path: draw_training(log.state.entries(), path, title=title))
     _leave(folder / "README.md", lambda path: path.write_text(model_card(facts), encoding="utf-8"))
     return []
 

@@ -110,6 +110,21 @@ def test_datasets_that_were_evaluated_on_are_told_by_their_last_name_too(tmp_pat
     assert str(tmp_path) not in text
 
 
+@pytest.mark.parametrize(("number", "steps"), [(0, []), (1, []), (2, [1, 2]), (41, [*range(2, 42, 3)])])
+def test_the_picture_and_a_table_show_how_it_learned(number: int, steps: list[int]) -> None:
+    given = facts()
+    for step in range(1, number + 1):
+        given.state.add({"step": step, "eval_loss": 1 / step, "eval_perplexity": 2.0, "eval_a.jsonl_loss": 9.0})
+        given.state.add({"step": step, "loss": 7.0})
+    text = model_card(given)
+
+    assert text.count("](training_loss.png)") == 1
+    rows = [line.strip("| ").split(" | ") for line in text.partition("evaluation after step")[2].splitlines()[2:]]
+    shown = [row for row in rows if len(row) == 4]
+    assert shown == [[str(step), f"{1 / step:.4f}", "2.0000", "nan"] for step in steps]
+    assert "training_loss.png" not in model_card(replace(given, has_picture=False))
+
+
 def test_a_shape_without_weights_is_no_base_model() -> None:
     text = model_card(replace(facts(), origin=Origin("Qwen/Qwen3-0.6B", is_pretrained=False)))
 

@@ -208,7 +208,11 @@ def test_results_and_card_tell_the_evaluation_of_the_weights_that_are_the_result
     assert first < last
     assert json.loads(Path("out/eval_results.json").read_text())["eval_loss"] == first
     assert json.loads(Path("out/all_results.json").read_text())["eval_loss"] == first
-    assert f"| eval_loss | {first:.4f} |" in Path("out/README.md").read_text()
+    card = Path("out/README.md").read_text()
+    assert f"| eval_loss | {first:.4f} |" in card
+    table = card.partition("| evaluation after step |")[2].splitlines()[2 : 2 + len(losses)]
+    assert [row.split(" | ")[:2] for row in table] == [[f"| {step}", f"{loss:.4f}"] for step, loss in losses.items()]
+    assert "](training_loss.png)" in card
 
 
 def test_losses_on_other_data_are_not_compared_with_the_best_one(

@@ -275,6 +275,7 @@ def test_a_picture_that_cannot_be_drawn_costs_a_warning_not_the_model(
     assert (workplace / "out" / "config.json").exists()
     assert not (workplace / "out" / "training_loss.png").exists()
     assert "training_loss.png is not written" in caplog.text
+    assert "training_loss.png" not in (workplace / "out" / "README.md").read_text()
 
 
 def test_a_hang_while_the_picture_is_drawn_would_be_told_as_that(
