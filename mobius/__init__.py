@@ -1,6 +1,18 @@
 """Mobius fine-tunes all parameters of a large language model on one node with a few memory-limited GPUs.
 
-Importing this package imports none of its parts; `__main__.py` starts the program.
+Importing this package imports none of its parts: `finetune`, `plan` and what they return load at their first use
+(`__init__.pyi` has their types).
 """
 
+import importlib
+from typing import Any
+
 __version__ = "0.2.0"
+__all__ = ["Forecast", "Result", "__version__", "finetune", "plan"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = "mobius.planner.forecast" if name == "Forecast" else "mobius.api"
+    return getattr(importlib.import_module(module), name)

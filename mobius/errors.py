@@ -67,6 +67,10 @@ class CheckpointError(MobiusError):
     """Weights or results cannot be read or written."""
 
 
+class RunFailedError(MobiusError):
+    """A run that was started from Python ended without an error of its own, as one that the system killed."""
+
+
 class TransportError(MobiusError):
     """A neighbouring rank is gone or did not answer in time."""
 

@@ -98,7 +98,9 @@ def main(argv: Sequence[str]) -> int:
     interruptions.watch()
     # Only now: Ctrl-C may come into the seconds that the imports take.
     from mobius.ranks import mark_launcher_as_patient, prepare_environment
+    from mobius.signal_handling import stop_with_caller
 
+    stop_with_caller()
     prepare_environment()
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.launcher import api

@@ -60,9 +60,9 @@ def run_program() -> None:
             _exit_with_error(limit, rank, ranks)
         _post_failure(ranks, error)
         if isinstance(error, ModuleNotFoundError) and (message := missing_packages(error)) is not None:
-            _exit_with_message(rank, message, ConfigError.exit_code)
+            _exit_with_message(rank, message, ConfigError)
         logging.getLogger("mobius").exception("rank %d ends because of a bug in Mobius:", rank)
-        report_to_launcher(f"{type(error).__name__}: {error}")
+        report_to_launcher(f"{type(error).__name__}: {error}", type(error).__name__)
         _exit_now(1)
 
 
@@ -110,19 +110,19 @@ def _run_command(
 def _exit_with_error(error: MobiusError, rank: int, ranks: Ranks | None) -> NoReturn:
     """Report a user's error to other nodes and to the user, then exit."""
     _post_failure(ranks, error)
-    _exit_with_message(rank, "\n".join([str(error), *getattr(error, "__notes__", [])]), error.exit_code)
+    _exit_with_message(rank, "\n".join([str(error), *getattr(error, "__notes__", [])]), type(error))
 
 
 def _exit_on_thread_error(thread: threading.ExceptHookArgs) -> None:
     """End the run if a system limit has ended a library's thread: other threads would wait for it forever."""
     if thread.exc_value is not None and (limit := limit_error_from(thread.exc_value)) is not None:
         logging.getLogger("mobius").error("%s", limit)
-        report_to_launcher(str(limit))
+        report_to_launcher(str(limit), type(limit).__name__)
         _exit_now(limit.exit_code)
     threading.__excepthook__(thread)
 
 
-def _exit_with_message(rank: int, message: str, exit_code: int) -> NoReturn:
+def _exit_with_message(rank: int, message: str, kind: type[MobiusError]) -> NoReturn:
     """Exit with an error; if all ranks have it, the launcher stops them after rank 0 has printed it."""
     setup_logging(rank)
     if rank != 0:
@@ -130,8 +130,8 @@ def _exit_with_message(rank: int, message: str, exit_code: int) -> NoReturn:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         time.sleep(DUPLICATE_ERROR_SECONDS)
     logging.getLogger("mobius").error("%s", message)
-    report_to_launcher(message)
-    _exit_now(exit_code)
+    report_to_launcher(message, kind.__name__)
+    _exit_now(kind.exit_code)
 
 
 def _post_failure(ranks: Ranks | None, error: Exception) -> None:

@@ -289,8 +289,14 @@ def _command_of(process: int) -> list[str]:
         return []
 
 
-def report_to_launcher(message: str) -> None:
-    """Write the cause of this rank's end to torchrun's error file; torchrun prints it at the end of its report."""
+def report_to_launcher(message: str, kind: str) -> None:
+    """Write the cause of this rank's end to torchrun's error file, and to that of a Python caller.
+
+    torchrun prints it at the end of its report. `kind`: class of the error.
+    """
+    if own := os.environ.get("MOBIUS_ERROR_FILE"):
+        with contextlib.suppress(OSError):
+            Path(own).write_text(json.dumps({"type": kind, "message": message}), encoding="utf-8")
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if is_started_by_torchrun() and path:
         facts = {"py_callstack": message, "timestamp": str(int(time.time()))}
@@ -311,6 +317,12 @@ def is_started_by_train_sh() -> bool:
     return _COMMAND in os.environ
 
 
+def child_variables(error_file: Path, import_folder: Path) -> list[str]:
+    """Assignments for `env`, of a run that ends with this process and writes its error to a file."""
+    paths = os.pathsep.join([str(import_folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return [f"MOBIUS_CALLER={os.getpid()}", f"MOBIUS_ERROR_FILE={error_file}", f"PYTHONPATH={paths}"]
+
+
 def command_variable(words: Sequence[str]) -> str:
     """Assignment of `words` for `env`; `command_words` reads it in the processes that `env` starts."""
     return f"{_COMMAND}={shlex.join(words)}"
@@ -324,6 +336,11 @@ def export_parent_pid() -> None:
 def exported_parent_pid() -> int | None:
     """Number of the process that started this one and called `export_parent_pid`; None if none has."""
     return _number("MOBIUS_PARENT")
+
+
+def caller_pid() -> int | None:
+    """Number of the Python program that started this launcher by `child_variables`; None if none has."""
+    return _number("MOBIUS_CALLER")
 
 
 def visible_devices() -> str | None:

@@ -28,6 +28,7 @@ from typing import Final, NoReturn
 from tqdm import tqdm
 
 from mobius.ranks import (
+    caller_pid,
     export_parent_pid,
     exported_parent_pid,
     has_lost_rank,
@@ -255,6 +256,14 @@ def die_with_launcher() -> None:
     """
     if is_started_by_torchrun():
         _die_with(os.getppid())
+
+
+def stop_with_caller() -> None:
+    """Let Linux interrupt this launcher, whose ranks then save, when the Python program that started it has ended."""
+    if sys.platform == "linux" and (caller := caller_pid()) is not None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != caller:
+            os._exit(EXIT_CODE)
 
 
 def die_with_parent() -> None:

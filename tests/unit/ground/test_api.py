@@ -1,0 +1,208 @@
+"""`mobius.finetune` and `mobius.plan` from Python: the same run, the same errors, an end with the caller's."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.runs import ROOT, make_checkpoint
+
+import mobius
+from mobius import api
+from mobius.errors import CheckpointError, ConfigError, DataError, HostMemoryError, RunFailedError
+from mobius.ranks import cache_folder
+
+RECORDS = [{"text": f"number {number} is followed by {number + 1}"} for number in range(12)]
+SMALL: dict[str, Any] = {
+    "device": "cpu",
+    "nproc_per_node": 1,
+    "num_stages": 2,
+    "batch_size": 2,
+    "num_chunks": 2,
+    "seq_length": 32,
+    "num_iterations": 2,
+}
+
+
+def test_records_train_and_the_result_has_what_the_folder_has(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    files = {"save_params": tmp_path / "params.pt", "save_results": tmp_path / "results.txt"}
+    events: list[Mapping[str, Any]] = []
+    result = mobius.finetune(
+        tmp_path / "model", RECORDS, save_dir=tmp_path / "out", on_event=events.append, **files, **SMALL
+    )
+    assert [event["event"] for event in events] == ["start", "step", "step", "end"]
+    assert [step["loss"] for step in result.history] == [event["loss"] for event in events[1:3]]
+    assert (result.folder / "model.safetensors").is_file()
+    assert result.metrics["train_loss"] > 0
+    assert result.plan["num_ranks"] == 1
+
+
+@pytest.mark.extended
+def test_an_error_of_a_rank_is_raised(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="model"):  # the launcher does not look there
+        mobius.finetune(tmp_path / "model", RECORDS, save_dir=tmp_path / "out", **SMALL)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], list[str]]:
+    """A program in the place of the launcher; returns a function that sets it and the list of its words."""
+    words: list[str] = []
+
+    def use(program: str) -> list[str]:
+        file = tmp_path / "program.py"
+        file.write_text(f"import json, os, signal, sys, time\n{program}\n")
+
+        def command(given: list[str], *_: object) -> tuple[list[str], None]:
+            words.extend(given)
+            return ["env", sys.executable, str(file)], None
+
+        monkeypatch.setattr(api, "launch_command", command)
+        return words
+
+    return use
+
+
+def test_options_become_words(stand_in: Callable[[str], list[str]], tmp_path: Path) -> None:
+    words = stand_in("sys.exit(0)")
+    mobius.finetune(
+        "m",
+        ["a.jsonl", "b.jsonl:0.3"],
+        save_dir=tmp_path,
+        master_port=29533,
+        use_offload=False,
+        seed=None,
+        learning_rate=1e-5,
+    )
+    assert words == [
+        *("--model_path=m", "--dataset", "a.jsonl", "b.jsonl:0.3", f"--save_dir={tmp_path}", "--master_port=29533"),
+        *("--use_offload=false", "--learning_rate=1e-05"),
+    ]
+    with pytest.raises(ConfigError, match="a mapping is for YAML files"):
+        mobius.finetune("m", "a.jsonl", lr_scheduler_kwargs={"min_lr": 0})  # type: ignore[arg-type]
+
+
+def test_records_are_written_once_and_refused_where_they_cannot_be(stand_in: Callable[[str], list[str]]) -> None:
+    words = stand_in("sys.exit(0)")
+    for _ in range(2):
+        mobius.finetune("m", iter(RECORDS), progress=False)
+    files = {word.partition("=")[2] for word in words if word.startswith("--dataset=")}
+    (file,) = map(Path, files)
+    assert file.parent == cache_folder() / "records"
+    assert [json.loads(line) for line in file.read_text().splitlines()] == RECORDS
+    for data, message in (([{"text": b"x"}], "record 0"), ([7], "record 0 is int"), ([], "no records")):
+        with pytest.raises(DataError, match=message):
+            mobius.finetune("m", data)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("program", "kind", "message"),
+    [
+        (
+            "json.dump({'type': 'HostMemoryError', 'message': '3 GiB are missing'}, "
+            "open(os.environ['MOBIUS_ERROR_FILE'], 'w')); sys.exit(1)",
+            HostMemoryError,
+            "3 GiB are missing",
+        ),
+        ("print('the last words'); os.kill(os.getpid(), signal.SIGKILL)", RunFailedError, "-9\nthe last words"),
+        (
+            "json.dump({'type': 'KeyError', 'message': 'KeyError: 3'}, open(os.environ['MOBIUS_ERROR_FILE'], 'w')); "
+            "sys.exit(1)",
+            RunFailedError,
+            "KeyError: 3",
+        ),
+    ],
+)
+def test_a_run_that_fails_raises_its_error(
+    stand_in: Callable[[str], list[str]], program: str, kind: type[Exception], message: str
+) -> None:
+    stand_in(program)
+    with pytest.raises(kind, match=message):
+        mobius.finetune("m", "a.jsonl", progress=False)
+
+
+CALLER = """
+import mobius, sys
+from mobius import api
+api.launch_command = lambda *_: (["env", sys.executable, sys.argv[1]], None)
+mobius.finetune("m", "a.jsonl")
+"""
+CHILD = """
+import signal, sys, time
+from mobius.signal_handling import stop_with_caller
+def end(number, frame):
+    open(sys.argv[0] + ".end", "w").write(signal.Signals(number).name)
+    sys.exit(130)
+signal.signal(signal.SIGINT, end)
+signal.signal(signal.SIGTERM, end)
+stop_with_caller()
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("sent", "received"), [(signal.SIGINT, "SIGINT"), (signal.SIGKILL, "SIGTERM")], ids=["Ctrl-C", "killed"]
+)
+def test_a_run_saves_and_ends_with_its_caller(tmp_path: Path, sent: signal.Signals, received: str) -> None:
+    (tmp_path / "child.py").write_text(CHILD)
+    caller = subprocess.Popen(
+        [sys.executable, "-c", CALLER, str(tmp_path / "child.py")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert caller.stdout is not None
+    assert caller.stdout.readline() == "ready\n"
+    caller.send_signal(sent)
+    assert "KeyboardInterrupt" in caller.communicate()[1] or sent is signal.SIGKILL
+    deadline = time.monotonic() + 30
+    while not (end := tmp_path / "child.py.end").is_file() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert end.read_text() == received
+
+
+def test_a_plan_needs_no_gpu() -> None:
+    plan = mobius.plan("3b", card="RTX4090", num_ranks=2, num_stages=8, num_chunks=4, batch_size=8, seq_length=512)
+    assert plan.fits
+    assert plan.tokens_per_second
+    assert "RTX4090" in plan.describe()
+    assert isinstance(plan, mobius.Forecast)
+
+
+def test_a_notebook_shows_a_bar(monkeypatch: pytest.MonkeyPatch, stand_in: Callable[[str], list[str]]) -> None:
+    shown: list[str] = []
+
+    class Handle:
+        def update(self, bar: Any) -> None:
+            shown.append(bar._repr_html_())
+
+    class Display:
+        display = staticmethod(lambda bar, display_id: Handle())
+        get_ipython = staticmethod(lambda: type("Shell", (), {"kernel": None}))
+
+    monkeypatch.setitem(sys.modules, "IPython", Display)
+    monkeypatch.setitem(sys.modules, "IPython.display", Display)
+    folder = cache_folder() / "run"
+    lines = [
+        {"event": "start", "num_steps": 4, "time": time.time() + 60},
+        {"event": "step", "step": 2, "loss": 1.5, "time": time.time() + 60},
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    stand_in(f"os.makedirs({str(folder)!r}); open({str(folder / 'events.jsonl')!r}, 'w').write({text!r}); print('<b>')")
+    mobius.finetune("m", "a.jsonl", save_dir=folder)
+    assert "<progress value=2 max=4></progress> step 2 of 4, loss 1.5000" in shown[-1]
+    assert "&lt;b&gt;" in shown[-1]
