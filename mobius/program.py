@@ -1,4 +1,4 @@
-"""Main function of a process: parses options, runs what they select, handles its end; `train` is for Python callers."""
+"""Main function of a process: parses options, runs what they select, handles its end."""
 
 import logging
 import os
@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection
 from typing import TYPE_CHECKING, NoReturn
 
 from mobius.errors import ConfigError, MobiusError, TransportError
@@ -66,28 +66,11 @@ def run_program() -> None:
         _exit_now(1)
 
 
-def train(options: Sequence[str], rows: Mapping[str, Iterable[Mapping[str, object]]]) -> None:
-    """Do what `main.py` does with `options`, on records that the caller holds in memory.
-
-    `rows` has the records of each dataset that is not in a file, by its name in `--dataset` or `--eval_dataset`, in any
-    format of docs/user/data.md. With torchrun each process calls this with equal rows. Raises MobiusError for what the
-    caller can mend; the process should then end.
-    """
-    prepare_environment()
-    ranks = Ranks.from_environment()
-    setup_logging(ranks.rank)
-    from mobius.config.cli import given_options, parse_args
-
-    config = parse_args(options, num_ranks=ranks.num_ranks, num_nodes=ranks.num_nodes)
-    _run_command(config, ranks, given_options(options), RunStatus(), rows)
-
-
 def _run_command(
     config: "Config",
     ranks: Ranks,
     given: Collection[str],
     run_status: RunStatus,
-    rows: Mapping[str, Iterable[Mapping[str, object]]] | None = None,
 ) -> None:
     """Plan, preview or train, as the options say; a plan that does not fit ends the process."""
     if config.planning.dry_run:
@@ -100,11 +83,11 @@ def _run_command(
     if config.data.preview is not None:
         from mobius.training.preview_run import run_preview
 
-        run_preview(config, ranks, given=given, rows=rows)
+        run_preview(config, ranks, given=given)
         return
     from mobius.training.run import run_training
 
-    run_training(config, ranks, given=given, run_status=run_status, rows=rows)
+    run_training(config, ranks, given=given, run_status=run_status)
 
 
 def _exit_with_error(error: MobiusError, rank: int, ranks: Ranks | None) -> NoReturn:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib import metadata
 from itertools import chain, islice
@@ -19,11 +19,11 @@ from mobius.data import token_store
 from mobius.data.chat_templates import resolve_template
 from mobius.data.formats import Completion, Conversation, Document, RecordFormat, Sample, detect_format, parse_record
 from mobius.data.readers import RecordBlock
-from mobius.data.sources import DatasetSource, open_rows, open_source
+from mobius.data.sources import DatasetSource, open_source
 from mobius.data.token_store import DatasetWriter, TokenizedDataset
 from mobius.data.tokenization import EncodingNote, EncodingRules, SampleEncoder
 from mobius.data.workers import BlockEncoder, EncodedBlock, encode_blocks
-from mobius.errors import DataError, excerpt, listed
+from mobius.errors import DataError, excerpt
 from mobius.ranks import num_cpus_per_rank
 from mobius.units import format_bytes
 
@@ -108,11 +108,8 @@ def prepare_data(
     cache_dir: Path,
     show_progress: bool = False,
     show_downloads: bool = False,
-    rows: Mapping[str, Iterable[Mapping[str, object]]] | None = None,
 ) -> PreparedData:
     """Tokenize every dataset of `config`, or map the result of another run or rank from `cache_dir`.
-
-    `rows` has the records of datasets that are in memory and not in a file, by name.
 
     Every rank calls this before process groups exist: the first one tokenizes while the others wait for its file lock,
     so no collective can time out. `show_progress` may be on for all ranks: only the tokenizing rank draws a bar. Every
@@ -122,14 +119,10 @@ def prepare_data(
     preparation = _Preparation(config, tokenizer, cache_dir / "tokenized", show_progress)
     wanted = [("--dataset", entry) for entry in config.dataset]
     wanted += [("--eval_dataset", entry) for entry in config.eval_dataset or ()]
-    in_memory = {name: open_rows(name, each) for name, each in (rows or {}).items()}
-    if unused := in_memory.keys() - {entry.name for _, entry in wanted}:
-        raise DataError(f"rows are given for {listed(sorted(unused))}: name it in --dataset or --eval_dataset, too")
     # Find all datasets before tokenizing the first, which may take hours.
     hash_cache = preparation.folder / "hashes"
     sources = [
-        in_memory.get(entry.name)
-        or open_source(entry, option=option, show_progress=show_downloads, hash_cache=hash_cache)
+        open_source(entry, option=option, show_progress=show_downloads, hash_cache=hash_cache)
         for option, entry in wanted
     ]
     _refuse_ineffective_options(config, [entry for _, entry in wanted], sources)

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +19,7 @@ from mobius.data.readers import (
     SUFFIXES,
     RecordBlock,
     find_reader,
-    parse_json,
     table_blocks,
-    text_blocks,
 )
 from mobius.errors import DataError, excerpt, first_line, listed, quoted, reason_of
 from mobius.regular_files import open_regular, read_json
@@ -95,27 +93,6 @@ def open_source(
             f"({SUFFIXES}), a folder of such files, or a dataset on the Hugging Face Hub such as EdinburghNLP/xsum"
         )
     return _open_hub(entry, hub_id, f"{given}: there is no file or folder {path.absolute()}, and", show_progress)
-
-
-def open_rows(name: str, rows: Iterable[Mapping[str, object]]) -> DatasetSource:
-    """Records that a Python caller holds in memory, as the lines of JSON that a file of them has.
-
-    Raises DataError for a row that JSON cannot hold.
-    """
-    lines = list[tuple[bytes, int, str]]()
-    for index, row in enumerate(rows):
-        where = f"{name}, record {index}"
-        try:
-            line = f"{json.dumps(dict(row))}\n".encode()
-        except (TypeError, ValueError) as error:
-            raise DataError(
-                f"{where}: is no row of named columns that JSON can hold ({first_line(error)}). Give a dict of texts, "
-                "numbers, lists and dicts"
-            ) from error
-        lines.append((line, len(line), where))
-    digest = hashlib.sha256(b"".join(line for line, _, _ in lines)).hexdigest()
-    num_bytes = sum(size for _, size, _ in lines)
-    return DatasetSource(name, digest, len(lines), num_bytes, lambda: text_blocks(lines, parse_json, lambda: 0))
 
 
 def _files_of(place: Path, split: str, given: str, *, is_evaluated: bool) -> list[Path]:

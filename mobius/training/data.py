@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -29,9 +29,6 @@ from mobius.schedule.packed_rows import PackedRows
 
 logger = logging.getLogger(__name__)
 
-Rows = Mapping[str, Iterable[Mapping[str, object]]]
-"""Records in memory by the name of their dataset."""
-
 _COUNTED_TOKENS: Final = 1 << 30
 """Maximum number of tokens in which a run counts repeated samples, which takes seconds."""
 _MANY_DUPLICATES: Final = 0.05
@@ -51,9 +48,7 @@ class RunData:
     validation_indices: Sequence[npt.NDArray[np.int64]]
 
     @classmethod
-    def of(
-        cls, config: Config, tokenizer: PreTrainedTokenizerBase, *, is_first: bool, rows: Rows | None = None
-    ) -> RunData:
+    def of(cls, config: Config, tokenizer: PreTrainedTokenizerBase, *, is_first: bool) -> RunData:
         """Prepare the data that `config` names; called by every rank, `is_first` on one of them. Raises DataError."""
         prepared = prepare_data(
             config.data,
@@ -61,7 +56,6 @@ class RunData:
             cache_dir=cache_folder(),
             show_progress=True,
             show_downloads=is_first,
-            rows=rows,
         )
         sizes = [len(dataset.tokenized) for dataset in prepared.training]
         return cls(config, tokenizer, prepared, *hold_out(sizes, config.data.val_size, config.optim.seed))
@@ -132,14 +126,12 @@ def _fingerprint(parts: Iterable[tuple[PreparedDataset, npt.NDArray[np.int64]]])
     return digest.hexdigest()[:16]
 
 
-def read_data(
-    config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, rows: Rows | None = None
-) -> tuple[Config, RunData]:
+def read_data(config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBase) -> tuple[Config, RunData]:
     """Return the configuration with epochs resolved to steps, and the data of a run; logs their counts.
 
     Raises DataError, and ConfigError if other options do not fit the number of steps.
     """
-    data = RunData.of(config, tokenizer, is_first=ranks.is_first, rows=rows)
+    data = RunData.of(config, tokenizer, is_first=ranks.is_first)
     for dataset in data.prepared.training:
         text = f"{dataset.entry.name} ({dataset.format_name}): {dataset.counts}"
         logger.info("%s", table_row("data", text))

@@ -26,17 +26,17 @@ from mobius.reporting.data_report import (
     histogram_lines,
     step_table,
 )
-from mobius.training.data import Rows, RunData, repeats_in_steps, repeats_of_datasets
+from mobius.training.data import RunData, repeats_in_steps, repeats_of_datasets
 
 _FEW_ROWS_USED: Final = 0.8
 """Least share of a model's vocabulary rows that its own tokenizer uses: rows are added to make the number round."""
 
 
-def run_preview(config: Config, ranks: Ranks, *, given: Collection[str] = (), rows: Rows | None = None) -> None:
+def run_preview(config: Config, ranks: Ranks, *, given: Collection[str] = ()) -> None:
     """Print samples as they are trained on, statistics of the data, and the contents of a step.
 
     Prints on the first rank's standard output, in colours on a terminal. `given` are the options that the user set,
-    which a plan (`--plan`) may not contradict; `rows` as in `run_training`. Raises MobiusError for data that a run
+    which a plan (`--plan`) may not contradict. Raises MobiusError for data that a run
     would refuse.
     """
     if not ranks.is_first:
@@ -46,7 +46,7 @@ def run_preview(config: Config, ranks: Ranks, *, given: Collection[str] = (), ro
     folder = folder if folder.is_dir() else locate_model(config.model.model_path, with_weights=False)
     # A tokenizer with more tokens than the model has rows gets a warning below, after the samples.
     tokenizer = load_tokenizer(folder, sys.maxsize)
-    data = RunData.of(config, tokenizer, is_first=True, rows=rows)
+    data = RunData.of(config, tokenizer, is_first=True)
     blocks = [_samples(data), _datasets(data), _lengths(data, sys.stdout), _steps(data), _warnings(data, folder)]
     lines = [line for block in blocks for line in [*block, Line("")]]  # print nothing if a block raises
     _show(lines, sys.stdout)

@@ -51,7 +51,7 @@ from mobius.reporting.events import table_row
 from mobius.reporting.run_log import METRICS_FILE, RunLog
 from mobius.reporting.trackers import check_installed
 from mobius.signal_handling import RunStatus, SavedAndStopped
-from mobius.training.data import Rows, RunData, packed_rows, read_data
+from mobius.training.data import RunData, packed_rows, read_data
 from mobius.training.evaluation.evaluator import Evaluator
 from mobius.training.evaluation.generation import check_generation_config
 from mobius.training.evaluation.prediction import predict_and_report, prediction_samples
@@ -88,21 +88,19 @@ def run_training(
     *,
     given: Collection[str] | None = None,
     run_status: RunStatus | None = None,
-    rows: Rows | None = None,
 ) -> None:
     """Fine-tune as `config` says and leave the results; every rank calls it.
 
     `given` are the options that the user set, which a plan (`--plan`) may not contradict, and which neither a default
     of another kind of device nor a checkpoint replaces; None: not known, all of them are taken as they are.
-    `run_status` is updated for interruptions. `rows` has the records of datasets that are in memory, by the name that
-    `config` gives them; equal on all ranks.
+    `run_status` is updated for interruptions.
 
     Raises MobiusError for what a user can mend, and SavedAndStopped where an interruption was asked to save and has.
     After an error the process should end without further cleaning up: the device may be waiting for a neighbour for
     good.
     """
     try:
-        predict = _run(config, ranks, given, run_status or RunStatus(), rows)
+        predict = _run(config, ranks, given, run_status or RunStatus())
         if predict is not None:
             predict()  # the stages' memory is free by now
     except torch.OutOfMemoryError as error:
@@ -110,14 +108,14 @@ def run_training(
 
 
 def _run(
-    config: Config, ranks: Ranks, given: Collection[str] | None, run_status: RunStatus, rows: Rows | None
+    config: Config, ranks: Ranks, given: Collection[str] | None, run_status: RunStatus
 ) -> Callable[[], None] | None:
     """Train and evaluate as far as that is asked for; returns the prediction that is left, if any."""
     with StartupMeter() as startup:
         check_installed(config.output.trackers)
         if config.evaluation.do_predict:
             check_scores_installed()
-        run = TrainingRun(config, ranks, given=given, run_status=run_status, startup=startup, rows=rows)
+        run = TrainingRun(config, ranks, given=given, run_status=run_status, startup=startup)
         if run.only_predicts:
             return run.prepare_prediction()
         try:
@@ -159,12 +157,11 @@ class TrainingRun:
         given: Collection[str] | None,
         run_status: RunStatus,
         startup: StartupMeter,
-        rows: Rows | None,
     ) -> None:
         """Find the checkpoint to resume from, if one is asked for; arguments are those of `run_training`."""
         self.log: RunLog | None = None
         """The first rank's, from `fit` on."""
-        self.ranks, self.given, self.run_status, self.startup, self.rows = ranks, given, run_status, startup, rows
+        self.ranks, self.given, self.run_status, self.startup = ranks, given, run_status, startup
         self.only_predicts = not config.evaluation.do_train and not config.evaluation.do_eval
         """Whether `prepare_prediction` takes the place of all else."""
         self.resume = None if self.only_predicts else find_resume(config, ranks, given=given)
@@ -238,7 +235,7 @@ class TrainingRun:
 
     def _read_data(self, draft: RunSetup) -> None:
         """Tokenize; all replicas must see the same samples, and a resumed run those that it has begun with."""
-        self.config, self.data = read_data(self.config, self.ranks, self.tokenizer, self.rows)
+        self.config, self.data = read_data(self.config, self.ranks, self.tokenizer)
         if self.config.evaluation.do_predict:
             prediction_samples(self.data)  # refused now, not after the training
         check_same_data(self.data.fingerprint, self.data.evaluation_fingerprint, draft.rank_context.replica_rendezvous)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.runs import ROOT, make_checkpoint
+from harness.runs import ROOT
 
 import mobius
 from mobius import api
 from mobius.errors import CheckpointError, ConfigError, DataError, HostMemoryError, RunFailedError
 from mobius.ranks import cache_folder
 
+PAGE = (ROOT / "docs" / "user" / "python.md").read_text(encoding="utf-8")
 RECORDS = [{"text": f"number {number} is followed by {number + 1}"} for number in range(12)]
 SMALL: dict[str, Any] = {
     "device": "cpu",
@@ -30,13 +32,20 @@ SMALL: dict[str, Any] = {
 }
 
 
-def test_records_train_and_the_result_has_what_the_folder_has(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "model")
-    files = {"save_params": tmp_path / "params.pt", "save_results": tmp_path / "results.txt"}
+def test_the_example_of_the_page_trains_and_its_result_has_what_the_folder_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
     events: list[Mapping[str, Any]] = []
-    result = mobius.finetune(
-        tmp_path / "model", RECORDS, save_dir=tmp_path / "out", on_event=events.append, **files, **SMALL
+    names: dict[str, Any] = {}
+    more = "device='cpu', nproc_per_node=1, save_params='a.pt', save_results='b.txt', on_event=events.append, seq_"
+    exec(
+        example.replace("assets/tiny-llama", str(ROOT / "assets" / "tiny-llama")).replace("seq_", more, 1),
+        {"events": events},
+        names,
     )
+    result = names["result"]
     assert [event["event"] for event in events] == ["start", "step", "step", "end"]
     assert [step["loss"] for step in result.history] == [event["loss"] for event in events[1:3]]
     assert (result.folder / "model.safetensors").is_file()
@@ -175,8 +184,10 @@ def test_a_run_saves_and_ends_with_its_caller(tmp_path: Path, sent: signal.Signa
     assert end.read_text() == received
 
 
-def test_a_plan_needs_no_gpu() -> None:
-    plan = mobius.plan("3b", card="RTX4090", num_ranks=2, num_stages=8, num_chunks=4, batch_size=8, seq_length=512)
+def test_the_plan_of_the_page_needs_no_gpu() -> None:
+    names: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[1], {}, names)
+    plan = names["plan"]
     assert plan.fits
     assert plan.tokens_per_second
     assert "RTX4090" in plan.describe()
