@@ -195,6 +195,7 @@ ANSWERS: Final = Need("do_predict", lambda o: o.do_predict, "where no answers ar
 DRY_RUN: Final = Need(
     "dry_run", lambda o: o.dry_run, "without `--dry_run`; a run has the ranks that it is started with"
 )
+PUSHING: Final = Need("push_to_hub", lambda o: o.push_to_hub, "without `--push_to_hub`", "add it", is_strict=True)
 RESUMING: Final = Need(
     "resume_from_checkpoint",
     lambda o: o.resume_from_checkpoint is not None,
@@ -534,6 +535,13 @@ class OutputConfig:
     """Folder of the fine-tuned model in Hugging Face layout, with metrics and the resolved options."""
     overwrite_output_dir: bool = False
     """Replace results of an earlier run instead of refusing to start."""
+    push_to_hub: bool = option(False, needs=(TRAINING,))
+    """Upload the result to the Hugging Face Hub after the run: model, model card and numbers, without checkpoints. The
+    token is that of `hf auth login` or of HF_TOKEN, and is tried before the training."""
+    hub_model_id: str | None = option(None, needs=(PUSHING,))
+    """Repository on the Hub, such as me/model or model. Default: save_dir's name, in the account of the token."""
+    hub_private_repo: bool = option(False, needs=(PUSHING,))
+    """Make the repository on the Hub private; nothing is uploaded to one that is public."""
     logging_steps: int = option(1, COUNT, needs=(TRAINING,))
     """Steps between two lines of the log and of trackers, which have their mean loss; metrics.jsonl has every step."""
     report_to: str = option(
@@ -559,6 +567,11 @@ class OutputConfig:
     def params_file(self) -> str | None:
         """`save_params`, or None for "none"."""
         return None if self.save_params == "none" else self.save_params
+
+    @property
+    def hub_name(self) -> str:
+        """`hub_model_id`, or its default."""
+        return self.hub_model_id or PurePath(self.save_dir).name
 
     @property
     def trackers(self) -> tuple[str, ...]:

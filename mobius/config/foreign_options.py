@@ -226,8 +226,10 @@ ignore_data_skip
     not available; a resumed run continues at its position in the data without reading earlier records
 save_safetensors export_size
     not needed: --save_dir holds the model in Hugging Face layout, as safetensors of up to 5 GB
-push_to_hub hub_model_id hub_token hub_strategy hub_private_repo
-    not available; upload the result after the run: `hf upload NAME FOLDER` with the folder of --save_dir
+hub_token
+    not an option, as options are saved and logged: --push_to_hub takes the token of `hf auth login` or HF_TOKEN
+hub_strategy hub_always_push push_to_hub_model_id
+    not needed: --push_to_hub uploads the result at the end of the run, as --hub_model_id
 logging_dir log_dir tensorboard_dir
     not needed: --save_dir holds everything, its metrics.jsonl the losses, its runs/ what --report_to tensorboard
     writes

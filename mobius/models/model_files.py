@@ -17,7 +17,7 @@ from mobius.errors import CheckpointError, excerpt, reason_of
 from mobius.models.family_support import supported_text_config
 from mobius.regular_files import read_bytes, read_json
 
-_COPIED_FILES = (
+COPIED_FILES = (
     "generation_config.json",
     *("tokenizer.json", "tokenizer.*.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja", "vocab.json", "vocab.txt"),
@@ -66,7 +66,7 @@ def read_copied_files(folder: Path) -> dict[str, bytes]:
 
     Raises CheckpointError.
     """
-    paths = [path for pattern in _COPIED_FILES for path in sorted(folder.glob(pattern)) if path.is_file()]
+    paths = [path for pattern in COPIED_FILES for path in sorted(folder.glob(pattern)) if path.is_file()]
     try:
         return {path.relative_to(folder).as_posix(): read_bytes(path) for path in paths}
     except OSError as error:

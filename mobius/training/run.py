@@ -21,6 +21,7 @@ from mobius.checkpoint.contents import CheckpointContents
 from mobius.checkpoint.durable_steps import DurableSteps, remove_slots, slot_place
 from mobius.checkpoint.export import save_model
 from mobius.checkpoint.folders import checkpoint_path
+from mobius.checkpoint.hub import check_hub, push_to_hub, upload_command
 from mobius.checkpoint.merged_model import merged_folder
 from mobius.checkpoint.model_card import Origin
 from mobius.checkpoint.restore import SavedWeights, load_best_model
@@ -127,6 +128,7 @@ def _run(
                     return None
                 run.save()
                 run.close()
+            run.push()
         finally:
             run.watchdog.stop()
         return run.prediction()
@@ -188,6 +190,8 @@ class TrainingRun:
 
         The watchdog begins after the data: ranks wait for the one that tokenizes for as long as it takes.
         """
+        if self.config.output.push_to_hub and self.ranks.is_first:
+            check_hub(self.config.output)
         draft = self._read_model()
         rendezvous = wait_until_inputs_are_read(self.ranks)
         self.output = prepare_output(draft, self.run_status, self.resume, model_folder=self.model_folder)
@@ -533,6 +537,14 @@ class TrainingRun:
         if self.durable is not None:
             self.durable.close()
         self.session.close()
+
+    def push(self) -> None:
+        """Upload the result if that is asked for; the other ranks, which are done, do not wait."""
+        if self.config.output.push_to_hub and self.ranks.is_first:
+            saved = f"after the last step: the model is complete and checked in {self.output.save_dir}"
+            self.run_status.set_status(f"{saved}; it was not uploaded. To do it: {upload_command(self.config.output)}")
+            self.run_status.is_detached = True
+            push_to_hub(self.config.output)
 
     # predict
 

@@ -40,7 +40,7 @@ def test_an_answer_names_only_options_that_there_are() -> None:
         ("sequence_len", "--seq_length"),
         ("adapter", "--finetuning_type lora"),
         ("neftune_noise_alpha", "not available"),
-        ("push_to_hub", "not available"),
+        ("hub_token", "HF_TOKEN"),
         ("rlhf_type", "not available"),
         ("dataset_dir", "--dataset"),
         ("use_dora", "not available"),
@@ -87,7 +87,7 @@ def test_a_name_of_another_tool_is_answered(name: str, part: str) -> None:
         ("--stage sft", "only method"),
         ("--stage pt", "plain text"),
         ("--load_in_4bit false", "asks for nothing"),
-        ("--push_to_hub=False", "asks for nothing"),
+        ("--hub_strategy end", "at the end of the run"),
         ("--neftune_noise_alpha none", "asks for nothing"),
     ],
 )
