@@ -1,21 +1,22 @@
 # An image that trains on the GPUs it is given:
 #
 #     docker build -t mobius .
-#     docker run --rm --gpus all --ipc=host -v mobius-cache:/cache -v "$PWD/output:/mobius/output" mobius \
-#         --use_offload --use_prefetch --save_dir output/save_ckpt --save_params output/finetune_params.pt \
-#         --save_results output/test_result.txt
+#     mkdir -p output
+#     docker run --rm --gpus all --ipc=host --user "$(id -u):$(id -g)" -v mobius-cache:/cache \
+#         -v "$PWD/output:/mobius/output" mobius --use_offload --use_prefetch --save_dir output/save_ckpt \
+#         --save_params output/finetune_params.pt --save_results output/test_result.txt
 #
 # --ipc=host: GPUs without peer-to-peer copies exchange activations through shared memory, of which a container has 64 MiB.
-# /cache keeps downloaded models and tokenized data. Add `--user "$(id -u):$(id -g)"` (and own the mounted folders) to
-# have the results belong to you, and `-e HF_TOKEN` for models behind a licence.
+# /cache keeps downloaded models and tokenized data. With --user the results belong to you; without it the user is 1000,
+# who must be able to write to mounted folders. `-e HF_TOKEN` for models behind a licence.
 
-# The CUDA version of the torch wheel in requirements.txt.
-FROM nvidia/cuda:13.0.1-runtime-ubuntu24.04
+# Without CUDA: the wheel of torch brings its own, and the driver comes from the host.
+FROM ubuntu:24.04
 
 # gcc and Python's headers: kernels are compiled where they run.
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends \
-        gcc libc6-dev python3 python3-dev python3-venv \
+        ca-certificates gcc libc6-dev python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 
 COPY requirements.txt /mobius/
@@ -33,6 +34,10 @@ ENV PATH=/opt/venv/bin:$PATH \
     HOME=/cache \
     USER=mobius \
     HF_HOME=/cache/huggingface \
-    XDG_CACHE_HOME=/cache
+    XDG_CACHE_HOME=/cache \
+    NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
+USER 1000:1000
+HEALTHCHECK --interval=60s --timeout=30s CMD ["scripts/docker_health"]
 ENTRYPOINT ["scripts/docker_entry"]

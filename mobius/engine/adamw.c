@@ -27,6 +27,14 @@
 #define AHEAD 512
 #define CACHE_LINE 64
 
+/* `void mobius_adamw_NAME`, followed by the instruction set where a library has several (adamw_build.py). */
+#ifndef INSTRUCTION_SET
+#define INSTRUCTION_SET
+#endif
+#define WITH_SET(name, set) mobius_adamw_##name##set
+#define NAMED(name, set) WITH_SET(name, set)
+#define KERNEL(name) void NAMED(name, INSTRUCTION_SET)
+
 typedef struct {
     float gradient_factor; /* unscaling and clipping */
     float decay;           /* 1 - learning rate * weight decay */
@@ -116,8 +124,8 @@ INLINE void update_whole(int64_t start, int64_t length, float *restrict master, 
 }
 
 /* All arrays of a kernel have `count` elements. */
-void mobius_adamw_fp32(int64_t count, float *master, float *exp_avg, float *exp_avg_sq, const float *gradient,
-                       const Constants *constants, int threads) {
+KERNEL(fp32)(int64_t count, float *master, float *exp_avg, float *exp_avg_sq, const float *gradient,
+             const Constants *constants, int threads) {
     const Constants c = *constants;
     UPDATE_RUNS(RUN, update_whole, master, exp_avg, exp_avg_sq, gradient, &c)
     UPDATE_REST(update_whole, master, exp_avg, exp_avg_sq, gradient, &c)
@@ -165,15 +173,15 @@ INLINE void update_split(int64_t start, int64_t length, uint16_t *restrict weigh
 }
 
 /* With a split master; the name ends with the type of the gradient, here and below. */
-void mobius_adamw_split_bf16(int64_t count, uint16_t *weight, int16_t *remainder, float *exp_avg, float *exp_avg_sq,
-                             const uint16_t *gradient, const Constants *constants, int threads) {
+KERNEL(split_bf16)(int64_t count, uint16_t *weight, int16_t *remainder, float *exp_avg, float *exp_avg_sq,
+                   const uint16_t *gradient, const Constants *constants, int threads) {
     const Constants c = *constants;
     UPDATE_RUNS(RUN, update_split, weight, remainder, exp_avg, exp_avg_sq, gradient, 0, &c)
     UPDATE_REST(update_split, weight, remainder, exp_avg, exp_avg_sq, gradient, 0, &c)
 }
 
-void mobius_adamw_split_fp32(int64_t count, uint16_t *weight, int16_t *remainder, float *exp_avg, float *exp_avg_sq,
-                             const float *gradient, const Constants *constants, int threads) {
+KERNEL(split_fp32)(int64_t count, uint16_t *weight, int16_t *remainder, float *exp_avg, float *exp_avg_sq,
+                   const float *gradient, const Constants *constants, int threads) {
     const Constants c = *constants;
     UPDATE_RUNS(RUN, update_split, weight, remainder, exp_avg, exp_avg_sq, gradient, 1, &c)
     UPDATE_REST(update_split, weight, remainder, exp_avg, exp_avg_sq, gradient, 1, &c)
@@ -215,17 +223,16 @@ INLINE void update_bf16_states(int64_t start, int64_t length, uint16_t *restrict
     EACH exp_avg_sq[i] = (uint16_t)rounded[i];
 }
 
-void mobius_adamw_bf16_states_bf16(int64_t count, uint16_t *weight, int16_t *remainder, uint16_t *exp_avg,
-                                   uint16_t *exp_avg_sq, const uint16_t *gradient, const Constants *constants,
-                                   int threads, uint32_t key, uint32_t first) {
+KERNEL(bf16_states_bf16)(int64_t count, uint16_t *weight, int16_t *remainder, uint16_t *exp_avg, uint16_t *exp_avg_sq,
+                         const uint16_t *gradient, const Constants *constants, int threads, uint32_t key,
+                         uint32_t first) {
     const Constants c = *constants;
     UPDATE_RUNS(RUN, update_bf16_states, weight, remainder, exp_avg, exp_avg_sq, gradient, 0, &c, key, first)
     UPDATE_REST(update_bf16_states, weight, remainder, exp_avg, exp_avg_sq, gradient, 0, &c, key, first)
 }
 
-void mobius_adamw_bf16_states_fp32(int64_t count, uint16_t *weight, int16_t *remainder, uint16_t *exp_avg,
-                                   uint16_t *exp_avg_sq, const float *gradient, const Constants *constants,
-                                   int threads, uint32_t key, uint32_t first) {
+KERNEL(bf16_states_fp32)(int64_t count, uint16_t *weight, int16_t *remainder, uint16_t *exp_avg, uint16_t *exp_avg_sq,
+                         const float *gradient, const Constants *constants, int threads, uint32_t key, uint32_t first) {
     const Constants c = *constants;
     UPDATE_RUNS(RUN, update_bf16_states, weight, remainder, exp_avg, exp_avg_sq, gradient, 1, &c, key, first)
     UPDATE_REST(update_bf16_states, weight, remainder, exp_avg, exp_avg_sq, gradient, 1, &c, key, first)
@@ -492,20 +499,18 @@ INLINE void update_last_compact(int64_t start, int64_t length, const Arrays *a, 
     for (int k = 0; k < 6; ++k) memcpy(all[k].array, all[k].copy, (size_t)all[k].size);
 }
 
-void mobius_adamw_compact_bf16(int64_t count, uint16_t *weight, int8_t *remainder, uint8_t *exp_avg,
-                               uint8_t *exp_avg_exponent, uint8_t *exp_avg_sq, uint8_t *exp_avg_sq_exponent,
-                               const uint16_t *gradient, const Constants *constants, int threads, uint32_t key,
-                               uint32_t first) {
+KERNEL(compact_bf16)(int64_t count, uint16_t *weight, int8_t *remainder, uint8_t *exp_avg, uint8_t *exp_avg_exponent,
+                     uint8_t *exp_avg_sq, uint8_t *exp_avg_sq_exponent, const uint16_t *gradient,
+                     const Constants *constants, int threads, uint32_t key, uint32_t first) {
     const Arrays a = {weight, remainder, exp_avg, exp_avg_exponent, exp_avg_sq, exp_avg_sq_exponent, gradient};
     const Constants c = *constants;
     UPDATE_RUNS(RUN, update_compact, &a, 0, &c, key, first)
     UPDATE_LAST_GROUP(update_last_compact, &a, 0, &c, key, first)
 }
 
-void mobius_adamw_compact_fp32(int64_t count, uint16_t *weight, int8_t *remainder, uint8_t *exp_avg,
-                               uint8_t *exp_avg_exponent, uint8_t *exp_avg_sq, uint8_t *exp_avg_sq_exponent,
-                               const float *gradient, const Constants *constants, int threads, uint32_t key,
-                               uint32_t first) {
+KERNEL(compact_fp32)(int64_t count, uint16_t *weight, int8_t *remainder, uint8_t *exp_avg, uint8_t *exp_avg_exponent,
+                     uint8_t *exp_avg_sq, uint8_t *exp_avg_sq_exponent, const float *gradient,
+                     const Constants *constants, int threads, uint32_t key, uint32_t first) {
     const Arrays a = {weight, remainder, exp_avg, exp_avg_exponent, exp_avg_sq, exp_avg_sq_exponent, gradient};
     const Constants c = *constants;
     UPDATE_RUNS(RUN, update_compact, &a, 1, &c, key, first)

@@ -1,6 +1,7 @@
-"""Builds and loads the C kernel of AdamW (adamw.c); without a C compiler, torch's update is used.
+"""Loads the C kernel of AdamW (adamw.c); without the library of a wheel and a C compiler, torch's update is used.
 
-`cc` builds it once into a cache keyed by source, options and CPU. ctypes loads it and releases the GIL while it runs.
+A wheel brings it compiled for all instruction sets (adamw_build.py). Elsewhere `cc` builds it once into a cache keyed
+by source, options and CPU. ctypes loads it and releases the GIL while it runs.
 """
 
 from __future__ import annotations
@@ -18,20 +19,13 @@ import torch
 from torch import Tensor
 
 from mobius.atomic_files import atomic_write
+from mobius.engine.adamw_build import PACKAGED, SOURCE, best_instruction_set, build_native, native_options
 from mobius.engine.reduced_states import Bf16States, CompactStates, NoisePlace
 from mobius.engine.stage_state import StageState
 from mobius.engine.state_codec import GROUP, SplitMaster, StateCodec
+from mobius.hardware.cpu_dtype import cpu_flags
 
 logger = logging.getLogger(__name__)
-
-SOURCE = Path(__file__).with_name("adamw.c")
-OPTIONS = (
-    *("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"),
-    *("-fno-math-errno", "-fno-trapping-math"),  # lets sqrt be vectorized; changes no value
-    "-ffp-contract=off",  # same bits on CPUs with and without fused multiply-add
-)
-WIDE_VECTORS = "-mprefer-vector-width=512"
-"""Option where the CPU has AVX-512: compilers take half of its width by themselves."""
 
 
 class _Constants(ctypes.Structure):
@@ -49,10 +43,11 @@ class _Constants(ctypes.Structure):
 class CPUAdamW:
     """The loaded kernel: one pass over CPU tensors, shared by `num_threads` OpenMP threads."""
 
-    def __init__(self, library: Path, *, num_threads: int) -> None:
-        """Load `library`. Raises OSError if it cannot be loaded."""
+    def __init__(self, library: Path, *, num_threads: int, instruction_set: str | None = None) -> None:
+        """Load `library`; of a wheel's, the functions for `instruction_set`. Raises OSError if it cannot be loaded."""
         self._library = ctypes.CDLL(str(library))
         self._num_threads = num_threads
+        self._suffix = "" if instruction_set is None else f"_{instruction_set}"
 
     def supports(self, state: StageState) -> bool:
         """Whether a variant fits the state: on the host, all in fp32 or with a split master."""
@@ -81,7 +76,7 @@ class CPUAdamW:
         arrays = [state.weights[part], *rest, state.gradients[part]]
         assert all(array.is_contiguous() for array in arrays)
         assert count % GROUP == 0 or not state.codec.per_group, "groups are whole"
-        self._library[name](
+        self._library[name + self._suffix](
             ctypes.c_int64(count),
             *(ctypes.c_void_p(array.data_ptr()) for array in arrays),
             ctypes.byref(_Constants(**constants)),
@@ -102,8 +97,24 @@ def _function_name(state: StageState) -> str | None:
     return f"mobius_adamw_{_FUNCTIONS[kind]}_{gradient}" if kind in _FUNCTIONS else None
 
 
-def load_adamw_cpu(cache: Path, *, num_threads: int) -> CPUAdamW | None:
-    """Build the kernel into `cache`, if missing, and load it; on failure log the reason and return None."""
+def load_adamw_cpu(cache: Path, *, num_threads: int, packaged: Path = PACKAGED) -> CPUAdamW | None:
+    """Load the kernel of the installed wheel, or build it into `cache`, if missing, and load that.
+
+    On failure logs the reason and returns None.
+    """
+    instruction_set = best_instruction_set(platform.machine(), cpu_flags())
+    if packaged.is_file() and instruction_set is not None:
+        try:
+            kernel = CPUAdamW(packaged, num_threads=num_threads, instruction_set=instruction_set)
+        except OSError as error:
+            logger.info("CPU AdamW: the installed kernel cannot be loaded (%s)", error)
+        else:
+            logger.info("CPU AdamW uses the installed kernel for %s", instruction_set)
+            return kernel
+    return _load_built(cache, num_threads)
+
+
+def _load_built(cache: Path, num_threads: int) -> CPUAdamW | None:
     compiler = shutil.which("cc")
     if compiler is None:
         logger.info("CPU AdamW uses torch, which is slower: there is no C compiler (`cc`) to build the fused kernel")
@@ -124,21 +135,11 @@ def _build(compiler: str, library: Path) -> None:
     """Compile to a temporary name and rename: another rank may be building the same file."""
     library.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(library, has_many_writers=True) as temporary:
-        command = [compiler, *_options(), str(SOURCE), "-lm", "-o", str(temporary)]
-        subprocess.run(command, check=True, capture_output=True, text=True)
-
-
-def _cpu_flags() -> str:
-    """Return what the CPU can do, in words of /proc/cpuinfo."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
-
-
-def _options() -> list[str]:
-    return [*OPTIONS, *([WIDE_VECTORS] if "avx512f" in _cpu_flags().split() else [])]
+        build_native(compiler, temporary, source=SOURCE, cpu_flags=cpu_flags())
 
 
 def _key() -> str:
     """Hash of everything the binary depends on; `-march=native` ties it to this CPU."""
-    facts = [SOURCE.read_text(), *_options(), platform.machine(), _cpu_flags()]
+    flags = cpu_flags()
+    facts = [SOURCE.read_text(), *native_options(flags), platform.machine(), *sorted(flags)]
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]

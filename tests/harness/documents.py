@@ -218,6 +218,8 @@ def _problems(words: Sequence[str]) -> list[str]:
             return _problems(["python", *rest])
         case ["mobius", "chat" | "export" as name, *options]:
             return _parser_problems(COMMANDS[name].function.partition(":")[0], options)
+        case ["mobius", "train" | "plan" | "preview" | "predict", *options]:
+            return _problems(["bash", "train.sh", *options]) if options else []
         case ["python", "-m", "mobius", *options] | ["python", "main.py", *options] | ["mobius", *options]:
             return _option_problems(options)
         case ["python", "-m", "mobius.config.cli", ">", file]:
@@ -252,7 +254,7 @@ def _problems(words: Sequence[str]) -> list[str]:
             return []
         case ["tail", "-n", _, file, ">", _]:
             return _missing([file])
-        case ["pip", *_] | ["scripts/run_docs"]:
+        case ["pip" | "uv" | "pipx" | "mkdir", *_] | ["scripts/run_docs"]:
             return []
         case _:
             return [f"nobody knows how to check {' '.join(words)!r}"]

@@ -22,8 +22,13 @@ COUNT = 100_003  # a prime: no vector width divides it
 
 
 @pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> CPUAdamW:
-    loaded = load_adamw_cpu(tmp_path_factory.mktemp("kernel"), num_threads=2)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernel")
+
+
+@pytest.fixture(scope="module")
+def kernel(folder: Path) -> CPUAdamW:
+    loaded = load_adamw_cpu(folder, num_threads=2)
     assert loaded is not None
     return loaded
 
@@ -117,13 +122,13 @@ def test_every_element_is_updated_once_however_blocks_divide_the_count(
 
 @pytest.mark.parametrize(("dtype", "gradient_dtype"), FORMATS)
 def test_the_number_of_threads_changes_no_bit(
-    tmp_path: Path, dtype: torch.dtype, gradient_dtype: torch.dtype | None
+    folder: Path, dtype: torch.dtype, gradient_dtype: torch.dtype | None
 ) -> None:
     settings = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.1)
     states = []
     for num_threads in (1, 2, 5):
         states.append(state_of(dtype, step=2, gradient_dtype=gradient_dtype))
-        adamw = FlatAdamW(settings, load_adamw_cpu(tmp_path, num_threads=num_threads))
+        adamw = FlatAdamW(settings, load_adamw_cpu(folder, num_threads=num_threads))
         adamw.update(states[-1], step=2, learning_rate=1e-3, gradient_factor=0.25)
 
     for state in states[1:]:

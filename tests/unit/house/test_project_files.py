@@ -1,8 +1,13 @@
 """The files around the code: requirements that agree, scripts that are scripts, a container that starts training."""
 
+import json
 import os
+import platform
+import shutil
 import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -11,7 +16,14 @@ from packaging.requirements import Requirement
 from mobius.config.launch import Resources, launch_command
 
 ROOT = Path(__file__).parents[3]
-SCRIPTS = ["scripts/check", "scripts/test", "scripts/run_docs", "scripts/docker_entry", ".ci/run"]
+SCRIPTS = [
+    "scripts/check",
+    "scripts/test",
+    "scripts/run_docs",
+    "scripts/docker_entry",
+    "scripts/docker_health",
+    ".ci/run",
+]
 
 
 def requirements(file_name: str) -> dict[str, Requirement]:
@@ -80,3 +92,68 @@ def test_the_image_has_everything_that_it_copies() -> None:
     folders = {"mobius", "configs", "assets", "scripts", "benchmarks"}
     assert {"main.py", "train.sh", "requirements.txt", *folders} <= set(kept)
     assert [name for name in kept if not (ROOT / name).exists()] == []
+
+
+def test_the_image_runs_as_an_ordinary_user_who_may_write_and_has_a_health_check() -> None:
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    (user,) = (line.split()[1] for line in lines if line.startswith("USER "))
+    assert all(int(number) >= 1000 for number in user.split(":"))
+    assert any("chmod 1777 /cache /mobius" in line for line in lines[: lines.index(f"USER {user}")])
+    for instruction in ("HEALTHCHECK ", "ENTRYPOINT "):
+        (line,) = (line for line in lines if line.startswith(instruction))
+        (script,) = json.loads(line[line.index("[") :])
+        assert os.access(ROOT / script, os.X_OK)
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "driver", "is_healthy"),
+    [(False, "exit 9", True), (True, "echo GPU 0", True), (True, "exit 15", False), (True, None, False)],
+)
+def test_a_container_is_healthy_while_the_driver_of_its_gpus_answers(
+    tmp_path: Path, has_gpu: bool, driver: str | None, is_healthy: bool
+) -> None:
+    (tmp_path / "nvidiactl").touch()
+    if has_gpu:
+        (tmp_path / "nvidia0").touch()
+    if driver is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{driver}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    path = f"{tmp_path}:{os.defpath}"
+    finished = subprocess.run([ROOT / "scripts/docker_health", tmp_path], env={"PATH": path}, capture_output=True)
+    assert (finished.returncode == 0) == is_healthy
+
+
+def built_wheel(folder: Path, compiler: str | None) -> zipfile.ZipFile:
+    """The wheel of a copy of the project, made in `folder` where `cc` is this shell script, or where there is none."""
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / "mobius", folder / "mobius", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "bin").mkdir()
+    if compiler is not None:
+        (folder / "bin" / "cc").write_text(compiler)
+        (folder / "bin" / "cc").chmod(0o755)
+    subprocess.run(
+        [sys.executable, "setup.py", "-q", "bdist_wheel"], cwd=folder, env={"PATH": str(folder / "bin")}, check=True
+    )
+    (wheel,) = (folder / "dist").iterdir()
+    return zipfile.ZipFile(wheel)
+
+
+@pytest.mark.parametrize("compiler", [None, "#!/bin/sh\nexit 1\n"])
+def test_a_wheel_without_a_compiler_has_all_but_the_library_and_suits_every_platform(
+    tmp_path: Path, compiler: str | None
+) -> None:
+    with built_wheel(tmp_path, compiler) as wheel:
+        files = set(wheel.namelist())
+        assert Path(wheel.filename or "").name.endswith("-py3-none-any.whl")
+    listed = subprocess.run(["git", "ls-files", "mobius"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert [name for name in listed.stdout.split() if name not in files] == []
+    assert not any(name.endswith(".so") for name in files)
+
+
+def test_a_wheel_with_the_library_suits_every_python_of_its_platform(tmp_path: Path) -> None:
+    """The compiler is one that writes a name into what it is told to write."""
+    with built_wheel(tmp_path, '#!/bin/sh\nfor word; do :; done\necho library > "$word"\n') as wheel:
+        assert wheel.read("mobius/engine/libadamw.so") == b"library\n"
+        name = f"-py3-none-linux_{platform.machine()}.whl"
+        assert Path(wheel.filename or "").name.endswith(name)

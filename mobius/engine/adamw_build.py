@@ -1,0 +1,84 @@
+"""Compiles adamw.c: for the CPU of this machine, or for all instruction sets of its kind into one library of a wheel.
+
+It needs the standard library alone: setup.py calls it where torch and numpy are not installed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+SOURCE: Final = Path(__file__).with_name("adamw.c")
+PACKAGED: Final = Path(__file__).with_name("libadamw.so")
+"""Library in an installed wheel; a source checkout has none. Python would import `adamw.so` for adamw.py."""
+
+OPTIONS: Final = (
+    *("-O3", "-fopenmp", "-fPIC"),
+    *("-fno-math-errno", "-fno-trapping-math"),  # lets sqrt be vectorized; changes no value
+    "-ffp-contract=off",  # same bits on CPUs with and without fused multiply-add
+)
+WIDE_VECTORS: Final = "-mprefer-vector-width=512"
+"""Option where the CPU has AVX-512: compilers take half of its width by themselves."""
+
+
+class InstructionSet(NamedTuple):
+    """Instructions that a copy of the kernels in a wheel's library is compiled for."""
+
+    name: str
+    """Last word of the names of its functions."""
+    cpu_flags: frozenset[str]
+    """Flags of /proc/cpuinfo that a CPU must have to run it."""
+    options: tuple[str, ...]
+    """Options of the compiler."""
+
+
+def _x86(name: str, *flags: str, more: tuple[str, ...] = ()) -> InstructionSet:
+    return InstructionSet(name, frozenset(flags), (*("-m" + flag.replace("_", ".") for flag in flags), *more))
+
+
+INSTRUCTION_SETS: Final[Mapping[str, tuple[InstructionSet, ...]]] = {
+    "x86_64": (
+        _x86("avx512", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "bmi2", more=(WIDE_VECTORS,)),
+        _x86("avx2", "avx2", "bmi2"),
+        _x86("sse4", "sse4_1"),
+    ),
+    "aarch64": (InstructionSet("neon", frozenset({"asimd"}), ()),),
+}
+"""Instruction sets for which a wheel has kernels, by machine, the fastest first."""
+
+
+def best_instruction_set(machine: str, cpu_flags: Collection[str]) -> str | None:
+    """Return the fastest instruction set of a wheel's library that a CPU with these flags has, if any."""
+    return next((each.name for each in INSTRUCTION_SETS.get(machine, ()) if each.cpu_flags <= set(cpu_flags)), None)
+
+
+def native_options(cpu_flags: Collection[str]) -> list[str]:
+    """Options for the CPU of this machine."""
+    return [*OPTIONS, "-march=native", "-shared", *([WIDE_VECTORS] if "avx512f" in cpu_flags else [])]
+
+
+def build_native(compiler: str, library: Path, *, source: Path, cpu_flags: Collection[str]) -> None:
+    """Compile for the CPU of this machine. Raises OSError and subprocess.CalledProcessError."""
+    _run(compiler, *native_options(cpu_flags), str(source), "-lm", "-o", str(library))
+
+
+def build_for_all(compiler: str, library: Path, *, machine: str) -> None:
+    """Compile for every instruction set of `machine`, a key of INSTRUCTION_SETS. Raises as `build_native`.
+
+    The library names no OpenMP library: torch, which is loaded before, has one for all that the process loads, and a
+    machine without compiler may have no other.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        objects = []
+        for name, _, options in INSTRUCTION_SETS[machine]:
+            objects.append(f"{folder}/{name}.o")
+            named = f"-DINSTRUCTION_SET=_{name}"
+            _run(compiler, *OPTIONS, *options, named, "-c", str(SOURCE), "-o", objects[-1])
+        _run(compiler, "-shared", "-s", *objects, "-lm", "-o", str(library))
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
