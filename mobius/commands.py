@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -59,7 +60,11 @@ def train(words: Sequence[str]) -> int | None:
         return _run_main(words)
     from mobius.config.launch import launch_command, own_resources
 
-    command, notice = launch_command(words, None, own_resources())
+    logging.disable()  # the first rank logs notices about options
+    try:
+        command, notice = launch_command(words, None, own_resources())
+    finally:
+        logging.disable(logging.NOTSET)
     if notice:
         sys.stderr.write(f"{notice}\n")
     sys.stderr.flush()

@@ -26,7 +26,7 @@ from harness.documents import (  # noqa: E402
     run_problems,
 )
 
-from mobius.config.launch import count_gpus  # noqa: E402
+from mobius.config.gpu_count import count_gpus  # noqa: E402
 
 
 def main() -> int:

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Final
 
 from mobius.config.config import Config, config_from, options, sections, spellings
+from mobius.config.gpu_count import count_gpus
 from mobius.config.options import Option, OptionValue
+from mobius.config.recipes.recipe import Launch
 from mobius.config.sources import CommandLine, OptionSource, read_command_line, read_yaml
 from mobius.config.validation import (
     MUTUALLY_EXCLUSIVE,
@@ -24,7 +26,7 @@ from mobius.config.validation import (
 )
 from mobius.errors import ConfigError
 from mobius.log import RANK_ZERO_ONLY
-from mobius.ranks import Ranks, visible_devices
+from mobius.ranks import Ranks, device_list, visible_devices
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,8 @@ _DESCRIPTION: Final = (
     "may be shortened while they stay unambiguous."
 )
 _INDENT: Final = " " * 6
+_CPU_RANKS: Final = 2
+"""Processes of a run on a machine without a GPU."""
 
 
 def parse_args(
@@ -56,7 +60,8 @@ def parse_args(
         if Ranks.from_environment().is_first:
             sys.stdout.write(help_text())
         raise SystemExit(0)
-    file, typed = _file_of(command_line), command_line.values.keys()
+    file = _file_of(command_line, num_ranks=num_ranks, num_nodes=num_nodes)
+    typed = command_line.values.keys()
     values = _merged(file.values, command_line.values)
     name = str(values.get("model_path"))
     if name.lower() in _SHORT_MODEL_NAMES and not Path(name).is_dir():
@@ -82,7 +87,7 @@ def parse_args(
         num_replicas=num_replicas,
         invalid_options=invalid_options,
         # A typed mode leaves the file's options for another mode without effect.
-        is_exempt=lambda name, mode_options: name not in typed and not typed.isdisjoint(mode_options),
+        is_exempt=lambda name, modes: name not in typed and (file.is_translated or not typed.isdisjoint(modes)),
     )
     if is_without_train_sh and is_run:
         found, ignored = find_ineffective_launch_options(
@@ -118,8 +123,17 @@ def _merged(file: Mapping[str, OptionValue], typed: Mapping[str, OptionValue]) -
     return {**{name: value for name, value in file.items() if name not in replaced}, **typed}
 
 
-def _file_of(command_line: CommandLine) -> OptionSource:
-    return read_yaml(command_line.config_path) if command_line.config_path is not None else OptionSource()
+def _file_of(command_line: CommandLine, *, num_ranks: int | None = None, num_nodes: int = 1) -> OptionSource:
+    if command_line.config_path is None:
+        return OptionSource()
+    typed = command_line.values
+    if num_ranks is None or (num_ranks == 1 and not typed.keys().isdisjoint(("dry_run", "preview"))):
+        # This process is one for all those that a run would have.
+        numbers = (value for name in ("num_ranks", "nproc_per_node") if isinstance(value := typed.get(name), int))
+        num_ranks = next(numbers, None) or len(device_list(visible_devices())) or count_gpus() or _CPU_RANKS
+    chosen = typed.get("pipeline_ranks")
+    of_pipeline = chosen if isinstance(chosen, int) and chosen > 0 else num_ranks // num_nodes
+    return read_yaml(command_line.config_path, Launch(num_ranks, max(1, of_pipeline), typed.keys()))
 
 
 def _facts_of(option: Option) -> tuple[list[str], str, str]:

@@ -289,6 +289,8 @@ class DataConfig:
     """System message for conversations without one."""
     train_on_prompt: bool = False
     """Train on prompts too, not on answers only."""
+    train_on_all_turns: bool = False
+    """Train on all tokens of conversations, as TRL does, and on the completions only of prompts with a completion."""
     mask_history: bool = False
     """Train on the last answer of a conversation only."""
     val_size: float = option(0.0, Bounds(minimum=0, share_of="samples"))

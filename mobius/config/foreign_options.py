@@ -39,7 +39,13 @@ def foreign_option(name: str, value: str | None = None) -> str | None:
     return answer
 
 
-def _read_answers(table: str) -> Iterator[tuple[str, str]]:
+def asks_for_nothing(value: object) -> bool:
+    """Whether a value of a file switches something off."""
+    return value.strip().lower() in _NOTHING if isinstance(value, str) else not value
+
+
+def read_answers(table: str) -> Iterator[tuple[str, str]]:
+    """Names, or `name=value`, of a table like the one below, and their answers."""
     for names, answer in re.findall(r"((?:^\S.*\n)+)((?:^ .*\n)+)", table, re.MULTILINE):
         for name in names.split():
             yield name, " ".join(answer.split())
@@ -86,6 +92,11 @@ num_cycles lr_end num_decay_steps lr_decay_steps power timescale
 optim=adamw optim=adamw_torch optim=adamw_torch_fused optim=adamw_hf optim=fused_adamw optim=adamw_apex_fused
 optimizer=adamw optimizer=adamw_torch optimizer=adamw_torch_fused optimizer=adamw_hf optimizer_type=adamw
     not needed: the optimizer is AdamW
+optim=adamw_8bit optim=adamw_bnb_8bit optim=paged_adamw_8bit optim=paged_adamw_32bit optim=paged_adamw
+optim=adamw_torch_8bit optimizer=adamw_8bit optimizer=adamw_bnb_8bit optimizer=paged_adamw_8bit
+optimizer=paged_adamw_32bit optimizer=paged_adamw optimizer=adamw_torch_8bit
+    not needed: AdamW's states are fp32 and in CPU memory where the GPU has no room; --optimizer_states compact takes
+    half of it
 optim optim_args optim_target_modules optimizer optimizer_type adafactor use_galore use_badam use_apollo use_muon
 use_adam_mini
     not available; the optimizer is AdamW, whose fp32 states are on the GPU or in CPU memory
@@ -270,6 +281,6 @@ overwrite_cache
 """Names, and indented below them the answer; `name=value` has the answer to one value."""
 FOREIGN_OPTIONS: Final[Mapping[str, str]] = {
     **{name: f"use --{ours}" for ours, names in _RENAMED.items() for name in names.split()},
-    **dict(_read_answers(_ANSWERS)),
+    **dict(read_answers(_ANSWERS)),
 }
 """Answers by name, or name=value, in lower case with underscores."""

@@ -7,10 +7,8 @@ that the shell need not parse it; FOLDER is the user's working directory.
 import logging
 import os
 import shlex
-import shutil
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from pathlib import Path
 
 from mobius.config.cli import parse_args
 from mobius.config.config import Config, Device
+from mobius.config.gpu_count import count_gpus
 from mobius.config.sources import read_command_line
 from mobius.errors import ConfigError, reason_of
 from mobius.log import printable
@@ -46,19 +45,6 @@ class Placement:
 def own_resources() -> Resources:
     """Resources of this process."""
     return Resources(count_gpus(), count_cores(), visible_devices(), omp_num_threads())
-
-
-def count_gpus(device_folder: Path = Path("/dev"), *, nvidia_smi: str = "nvidia-smi") -> int:
-    """GPUs that this process may use, found without CUDA.
-
-    Device files are counted first and nvidia-smi is called only without them: a container sees only its own files, and
-    counting is faster. /proc/driver is not used: it lists the host's GPUs in containers that have none.
-    """
-    files = [path for path in device_folder.glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()]
-    if files or shutil.which(nvidia_smi) is None:
-        return len(files)
-    listing = subprocess.run([nvidia_smi, "-L"], capture_output=True, text=True, check=False)
-    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
 def count_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:

@@ -23,6 +23,8 @@ from mobius.config.config import (
 )
 from mobius.config.foreign_options import IGNORED, foreign_option
 from mobius.config.options import DatasetEntry, Option, OptionValue, Spelling, dataset_options, read_truth, shown
+from mobius.config.recipes.recipe import Launch, translate
+from mobius.config.recipes.tools import find_recipe
 from mobius.errors import ConfigError, excerpt, first_line, reason_of
 from mobius.regular_files import read_bytes
 
@@ -45,6 +47,8 @@ class OptionSource:
     """Options whose given value could not be read."""
     place: str = ""
     """Beginning of every problem."""
+    is_translated: bool = False
+    """Whether the values come from a file of another trainer, whose options without effect are no mistake here."""
     dashes: str = ""
     _spelled: dict[str, str] = field(default_factory=dict)
 
@@ -215,25 +219,48 @@ def _refusal(node: yaml.Node, problem: str) -> yaml.constructor.ConstructorError
     return yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
 
 
-def read_yaml(path: str) -> OptionSource:
-    """Read a flat mapping of option names; problems carry the file's name."""
+def read_yaml(path: str, launch: Launch | None = None) -> OptionSource:
+    """Read a flat mapping of option names, or the file of another trainer; problems carry the file's name.
+
+    `launch` has what a file of another trainer does not hold.
+    """
     shown_path = excerpt(path, _SHOWN_OF_PATH)
     result = OptionSource(place=f"{shown_path}: ")
     try:
         root = _parse(_read_text(path), shown_path)
         if not isinstance(root, Mapping | None):
             raise ConfigError(f"{shown_path}: expected lines of `option: value`")
+        keys = _translated(result, {str(key): value for key, value in (root or {}).items()}, launch or Launch())
     except ConfigError as error:
         result.problems += error.problems
         result.invalid_options.update(options())
         return result
-    for key, value in (root or {}).items():
+    for key, value in keys.items():
         if len(result.problems) >= _MOST_PROBLEMS:
             result.problems.append(f"{shown_path}: the rest was not read, for there are {_MOST_PROBLEMS} problems")
             result.invalid_options.update(options())
             break
-        result.take(str(key), value, written=f"{excerpt(str(key))}: {shown(value)}")
+        result.take(key, value, written=f"{excerpt(key)}: {shown(value)}")
     return result
+
+
+def _translated(result: OptionSource, keys: dict[str, object], launch: Launch) -> Mapping[str, object]:
+    """Take the keys of another trainer, if the file is one of its; returns the others. Raises ConfigError."""
+    try:
+        if (recipe := find_recipe(keys)) is None:
+            return keys
+    except ConfigError as error:
+        raise ConfigError(*(result.place + problem for problem in error.problems)) from None
+    file, others = translate(recipe, keys, launch)
+    result.is_translated = True
+    for option, (given, written) in file.given.items():
+        result.take(option, given, written=written)
+    told = f"read as a file of {recipe.name}; docs/user/other_trainers.md has what becomes of each key"
+    result.notices += [f"{result.place}{notice}" for notice in (told, *file.notices)]
+    result.problems += [f"{result.place}{problem}" for problem in file.problems[:_MOST_PROBLEMS]]
+    if file.problems:
+        result.invalid_options.update(options().keys() - result.values.keys())
+    return others
 
 
 def _read_text(path: str) -> str:

@@ -178,6 +178,7 @@ _EXCLUSIVE: Final[Mapping[tuple[str, str], str]] = {
     ("num_iterations", "num_train_epochs"): "each ends a run",
     ("val_size", "eval_dataset"): "the first holds samples out of training, the second names other data",
     ("train_on_prompt", "mask_history"): "the first trains on all of a conversation, the second on its last answer",
+    ("train_on_all_turns", "mask_history"): "the first trains on all of a conversation, the second on its last answer",
     ("preview", "dry_run"): "the first shows data, the second plans a run",
     ("dry_run", "plan"): "the first makes a plan, the second takes one",
     ("dry_run", "resume_from_checkpoint"): "the first plans a new run, the second takes a saved plan",
@@ -291,8 +292,8 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
         "each node needs --node_rank and --rdzv_endpoint; add them (--help)",
     ),
     (
-        "do_predict train_on_prompt",
-        lambda o: o.do_predict and o.train_on_prompt,
+        "do_predict train_on_prompt train_on_all_turns",
+        lambda o: o.do_predict and (o.train_on_prompt or o.train_on_all_turns),
         "answers cannot be told from prompts that are targets, too; omit one of them, or predict in a second run, with "
         "--no_do_train --do_predict",
     ),

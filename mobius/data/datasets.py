@@ -147,6 +147,7 @@ class _Preparation:
         self._config, self._tokenizer, self.folder, self._show_progress = config, tokenizer, folder, show_progress
         self._rules = EncodingRules(
             train_on_prompt=config.train_on_prompt,
+            train_on_all_turns=config.train_on_all_turns,
             mask_history=config.mask_history,
             default_system=config.default_system,
             chat_template=resolve_template(config.chat_template),

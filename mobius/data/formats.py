@@ -408,6 +408,7 @@ def _parse_alpaca(record: Mapping[str, object]) -> Sample:
             raise DataError(f"`history` must hold [question, answer] pairs of text, not {quoted(pair)}")
         turns += map(Turn, (Role.USER, Role.ASSISTANT), (_as_text(text, "`history`") for text in pair))
     question = "\n\n".join(part for part in (_text(record, "instruction"), _text(record, "input")) if part.strip())
+    question = "\n".join(part for part in (question, _text(record, "query")) if part)
     return Conversation((*turns, Turn(Role.USER, question), Turn(Role.ASSISTANT, _text(record, "output"))))
 
 
@@ -457,7 +458,7 @@ def _parse_text(record: Mapping[str, object]) -> Sample:
 FORMATS: tuple[RecordFormat, ...] = (
     RecordFormat("messages", ("messages",), ("system", "tools"), partial(_parse_conversation, "messages")),
     RecordFormat("sharegpt", ("conversations",), ("system", "tools"), partial(_parse_conversation, "conversations")),
-    RecordFormat("alpaca", ("instruction", "output"), ("input", "system", "history"), _parse_alpaca),
+    RecordFormat("alpaca", ("instruction", "output"), ("input", "query", "system", "history"), _parse_alpaca),
     RecordFormat("prompt-completion", ("prompt", "completion"), ("tools",), _parse_completion),
     RecordFormat("xsum", ("document", "summary"), (), _parse_xsum),
     RecordFormat("text", ("text",), (), _parse_text, is_text=True),

@@ -78,6 +78,8 @@ class EncodingRules:
 
     train_on_prompt: bool = False
     """Whether every token except a row's first is a target."""
+    train_on_all_turns: bool = False
+    """Whether that holds for conversations only, unless they begin with a prompt of their own."""
     mask_history: bool = False
     """Whether only the last answer of a conversation is a target."""
     default_system: str | None = None
@@ -86,7 +88,8 @@ class EncodingRules:
     """Jinja text that replaces the tokenizer's own template."""
 
     def __post_init__(self) -> None:
-        assert not (self.train_on_prompt and self.mask_history), "the options contradict each other"
+        is_all = self.train_on_prompt or self.train_on_all_turns
+        assert not (is_all and self.mask_history), "the options contradict each other"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,10 @@ class SampleEncoder:
         bos_id = tokenizer.bos_token_id
         adds_bos = bos_id is not None and list(tokenizer("a").input_ids[:1]) == [bos_id]
         self._start: list[int] = [int(bos_id)] if adds_bos else []
+        self._of_all_turns: SampleEncoder | None = None
+        if self._rules.train_on_all_turns:
+            whole = replace(self._rules, train_on_prompt=True, train_on_all_turns=False)
+            self._of_all_turns = SampleEncoder(tokenizer, seq_length=seq_length, rules=whole)
 
     def encode(self, sample: Sample, where: str) -> EncodedSample:
         """Rows of a sample. Raises DataError that names `where` if the chat template refuses it or is broken."""
@@ -146,6 +153,8 @@ class SampleEncoder:
             case Completion(prompt) if prompt.strip():
                 return EncodedSample((), is_unanswered=True)
             case Conversation(turns) if any(turn.has_content for turn in turns):
+                if self._of_all_turns is not None and not sample.num_prompt_turns:
+                    return self._of_all_turns._encode(sample, where)
                 return self._encode_conversation(self._with_system(sample), where)
         return EncodedSample((), is_empty=True)
 

@@ -122,14 +122,14 @@ def test_the_value_decides_on_the_answer(words: str, part: str) -> None:
     assert part in problem_of(*words.split())
 
 
-def test_keys_of_another_tools_file_are_answered_in_their_lines_or_ignored(
+def test_keys_of_another_tool_in_a_file_of_our_own_are_answered_in_their_lines_or_ignored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "sft.yaml"
     file.write_text(
         "### model\nmodel_name_or_path: m\ntrust_remote_code: true\n### method\nstage: sft\ndo_train: true\n"
         "finetuning_type: full\ndeepspeed: ds_z3_config.json\ntemplate: llama3\ncutoff_len: 2048\nmax_samples: 1000\n"
-        "preprocessing_num_workers: 16\ndataloader_num_workers: 4\noutput_dir: out\nlogging_steps: 10\n"
+        "preprocessing_num_workers: 16\ndataloader_num_workers: 4\nsave_dir: out\nlogging_steps: 10\n"
         "save_steps: 500\n"
         "plot_loss: true\noverwrite_output_dir: true\nsave_only_model: false\nreport_to: none\n"
         "per_device_train_batch_size: 1\ngradient_accumulation_steps: 2\nlearning_rate: 1.0e-5\n"

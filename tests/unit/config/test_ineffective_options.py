@@ -32,6 +32,7 @@ TABLE: dict[str, tuple[str, list[str]]] = {
     "chat_template": ("--chat_template chatml", []),
     "default_system": ("--default_system s", []),
     "train_on_prompt": ("--train_on_prompt", []),
+    "train_on_all_turns": ("--train_on_all_turns", []),
     "mask_history": ("--mask_history", []),
     "val_size": (f"{VAL} --eval_strategy epoch", []),
     "eval_dataset": ("--eval_dataset a", ["--eval_strategy no"]),

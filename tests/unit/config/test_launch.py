@@ -11,7 +11,8 @@ import pytest
 from harness import runs
 
 from mobius.config.config import Device, config_from
-from mobius.config.launch import Resources, count_cores, count_gpus, launch_command, plan_processes, resume_command
+from mobius.config.gpu_count import count_gpus
+from mobius.config.launch import Resources, count_cores, launch_command, plan_processes, resume_command
 from mobius.config.options import OptionValue
 from mobius.errors import ConfigError
 

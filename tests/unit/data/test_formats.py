@@ -47,6 +47,11 @@ def conversation(*turns: tuple[str, str]) -> Conversation:
             conversation(("user", "Add.\n\n1 2"), ("assistant", "3")),
         ),
         ({"instruction": "Hi", "output": "Ho"}, "alpaca", conversation(("user", "Hi"), ("assistant", "Ho"))),
+        (  # a column mapped to `query` is LLaMA-Factory's input
+            {"instruction": "Add.", "query": "1 2", "output": "3"},
+            "alpaca",
+            conversation(("user", "Add.\n1 2"), ("assistant", "3")),
+        ),
         (
             {"instruction": "c", "input": "", "output": "d", "system": "Be kind.", "history": [["a", "b"]]},
             "alpaca",

@@ -593,7 +593,19 @@ def test_a_given_template_that_is_broken_is_named_as_the_options(tokenizer: PreT
         encode(tokenizer, ONE_EXCHANGE, rules=EncodingRules(chat_template="{% for %}"))
 
 
+def test_all_turns_are_trained_on_but_no_prompt_that_has_a_completion(tokenizer: PreTrainedTokenizerBase) -> None:
+    rules = EncodingRules(train_on_all_turns=True)
+    asked = replace(ONE_EXCHANGE, num_prompt_turns=2)
+
+    for sample, like in ((TWO_EXCHANGES, EVERYTHING), (asked, None), (Completion("The sky is", " blue."), None)):
+        assert marked(tokenizer, encode(tokenizer, sample, rules=rules)) == marked(
+            tokenizer, encode(tokenizer, sample, rules=like)
+        )
+
+
 def test_rules_that_contradict_each_other_cannot_be_made() -> None:
+    with pytest.raises(AssertionError):
+        EncodingRules(train_on_all_turns=True, mask_history=True)
     with pytest.raises(AssertionError):
         EncodingRules(train_on_prompt=True, mask_history=True)
 

@@ -1,0 +1,18 @@
+"""Number of GPUs of this machine, found without CUDA."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+
+def count_gpus(device_folder: Path = Path("/dev"), *, nvidia_smi: str = "nvidia-smi") -> int:
+    """GPUs that this process may use, found without CUDA.
+
+    Device files are counted first and nvidia-smi is called only without them: a container sees only its own files, and
+    counting is faster. /proc/driver is not used: it lists the host's GPUs in containers that have none.
+    """
+    files = [path for path in device_folder.glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()]
+    if files or shutil.which(nvidia_smi) is None:
+        return len(files)
+    listing = subprocess.run([nvidia_smi, "-L"], capture_output=True, text=True, check=False)
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())

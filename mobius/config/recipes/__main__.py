@@ -1,0 +1,40 @@
+"""Prints docs/user/other_trainers.md: its text, and what becomes of every key."""
+
+import sys
+from pathlib import Path
+
+from mobius.config.foreign_options import IGNORED
+from mobius.config.recipes.recipe import TAKEN, Row, read_table
+from mobius.regular_files import read_text
+
+_TABLES = {
+    "llamafactory": "LLaMA-Factory",
+    "axolotl": "Axolotl",
+    "trl": "TRL",
+    "trainer": "LLaMA-Factory and TRL: keys of transformers' TrainingArguments",
+}
+
+
+def page() -> str:
+    """Markdown of docs/user/other_trainers.md."""
+    lines = [read_text(Path(__file__).with_name("page.txt")).rstrip()]
+    for table, title in _TABLES.items():
+        answers = dict[str, list[str]]()
+        for key, row in read_table(table).items():
+            answers.setdefault(_told(row), []).append(f"`{key}`")
+        lines += ["", f"## {title}", "", "| key | what becomes of it |", "|---|---|"]
+        lines += [f"| {', '.join(keys)} | {told} |" for told, keys in answers.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _told(row: Row) -> str:
+    text = row.answer.replace("|", "\\|")
+    if text.startswith(TAKEN):
+        return f"{text}{f'. Default: {row.default}' if row.default else ''}"
+    if text.startswith(IGNORED):
+        return f"ignored{text.removeprefix(IGNORED)}"
+    return f"refused: {text.removeprefix('not available').lstrip(':; ')}"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

@@ -1,0 +1,178 @@
+"""Axolotl: the YAML files of `axolotl train`, names and defaults of version 0.19."""
+
+from collections.abc import Mapping
+from typing import Final
+
+from mobius.config.recipes.recipe import Recipe, TheirFile
+from mobius.config.recipes.trainer import (
+    take_adapters,
+    take_batch,
+    take_length,
+    take_precision,
+    take_resume,
+    take_schedule_arguments,
+)
+from mobius.errors import excerpt
+
+TEMPLATES: Final = ("chatml", "llama3", "gemma", "alpaca")
+"""Axolotl's templates for which there is a built-in one of that name."""
+_OWN_TEMPLATE: Final = ("", "tokenizer_default")
+_HARMLESS_PLUGINS: Final = ("LigerPlugin", "CutCrossEntropyPlugin")
+_MESSAGE_KEYS: Final = ({"role": "role", "content": "content"}, {"role": "from", "content": "value"})
+_SAME_PLACE: Final = ("json", "csv", "parquet", "text", "arrow")
+_UNREAD: Final = {"shards", "preprocess_shards", "skip", "revision", "drop_system_message", "roles"}
+"""Keys of a dataset that would change the data, and are not read."""
+
+
+def _translate(file: TheirFile) -> None:
+    take_batch(file, "micro_batch_size", 1)
+    take_length(file, "num_epochs", "1")
+    _take_schedule(file)
+    file.put("packing", "on" if file.is_on("sample_packing") else "off", "sample_packing")
+    _take_data(file)
+    take_precision(file, is_bf16_default=True, bf16_keys=("bf16", "bfloat16"))
+    if "learning_rate" not in file.keys:
+        file.problems.append("Axolotl has no default of learning_rate; give one")
+    match file.text("adapter"):
+        case "lora":
+            names = ("lora_r", "lora_target_modules", "lora_modules_to_save", "peft_use_rslora")
+            take_adapters(file, names, rank="8", alpha="16")
+            if path := file.text("lora_model_dir"):
+                file.put("adapter_path", path, "lora_model_dir")
+        case "":
+            file.put("finetuning_type", "full")
+        case _:
+            file.refuse("adapter", "only lora is there; its frozen base is streamed from CPU memory, not quantized")
+    _take_saves(file)
+    take_resume(file)
+    if file.is_on("auto_resume_from_checkpoints"):
+        file.put("resume_from_checkpoint", "true", "auto_resume_from_checkpoints")
+    trackers = {
+        "wandb": file.text("wandb_project") or file.is_on("use_wandb"),
+        "tensorboard": file.is_on("use_tensorboard"),
+    }
+    if named := ",".join(name for name, is_asked in trackers.items() if is_asked):
+        file.put("report_to", named, "wandb_project", "use_wandb", "use_tensorboard")
+    tokens = file.keys.get("special_tokens")
+    if others := set(tokens) - {"pad_token"} if isinstance(tokens, dict) else set():
+        file.refuse("special_tokens", f"{', '.join(sorted(others))}: change the tokenizer's own files instead")
+    if others := {name for name in file.names("plugins") if name.rpartition(".")[2] not in _HARMLESS_PLUGINS}:
+        file.refuse(
+            "plugins", f"{', '.join(sorted(others))} cannot run here; only Liger and Cut Cross Entropy are not needed"
+        )
+
+
+def _take_schedule(file: TheirFile) -> None:
+    kind = file.text("lr_scheduler", "cosine")
+    if ratio := file.number("cosine_min_lr_ratio", 0):
+        file.put("lr_scheduler_type", "cosine_with_min_lr", "lr_scheduler", "cosine_min_lr_ratio")
+        file.put("lr_scheduler_kwargs", {"min_lr_rate": f"{ratio:g}"}, "cosine_min_lr_ratio")
+    else:
+        file.put("lr_scheduler_type", kind, "lr_scheduler")
+        take_schedule_arguments(file)
+    share = file.number("warmup_ratio", 0.03 if "warmup_ratio" not in file.keys else 0)
+    warmup = file.number("warmup_steps", 0) if file.text("warmup_steps") else share
+    file.put("warmup_steps", f"{0 if kind == 'constant' else warmup:g}", "warmup_steps", "warmup_ratio")
+
+
+def _take_saves(file: TheirFile) -> None:
+    """Take when checkpoints are saved and when is evaluated: every so many steps, or so often in an epoch."""
+    epochs = file.number("num_epochs", 1)
+    has_data = bool(file.number("val_set_size", 0) or file.mappings("test_datasets"))
+    file.put("save_total_limit", file.text("save_total_limit", "4"), "save_total_limit")
+    for word, per_epoch in (("save", "saves_per_epoch"), ("eval", "evals_per_epoch")):
+        every, times, asked = file.text(f"{word}_steps"), file.number(per_epoch, 0), file.text(f"{word}_strategy")
+        if word == "eval" and not has_data:
+            file.put("eval_strategy", "no", "eval_strategy")
+        elif every or (times > 1 and epochs > 0):
+            file.put(f"{word}_strategy", "steps", f"{word}_steps", per_epoch)
+            file.put(f"{word}_steps", every or f"{1 / (times * epochs):.6g}", f"{word}_steps", per_epoch)
+        else:
+            file.put(f"{word}_strategy", asked or "epoch", f"{word}_strategy", per_epoch)
+
+
+def _take_data(file: TheirFile) -> None:
+    templates = set[str]()
+    for key, option in (("datasets", "dataset"), ("test_datasets", "eval_dataset"), ("pretraining_dataset", "dataset")):
+        value = file.keys.get(key)
+        if isinstance(value, str):
+            file.put(option, [{"path": value}], key)
+        elif entries := file.mappings(key):
+            kind = "completion" if key == "pretraining_dataset" else ""
+            file.put(option, [each for entry in entries for each in _datasets(file, key, entry, kind, templates)], key)
+    if file.keys.get("pretraining_dataset"):
+        file.put("packing", "joined", "pretraining_dataset")
+    if len(templates) > 1:
+        file.refuse("datasets", f"one run has one chat template, and they ask for {', '.join(sorted(templates))}")
+    for name in sorted(templates)[:1]:
+        if name not in _OWN_TEMPLATE and "chat_template" not in file.launch.typed:
+            file.put("chat_template", name, "chat_template")
+
+
+def _datasets(
+    file: TheirFile, key: str, entry: Mapping[str, object], kind: str, templates: set[str]
+) -> list[dict[str, object]]:
+    """Datasets of one entry, one for each of its files; its chat template joins `templates`."""
+    columns, kind = dict[str, str](), kind or str(entry.get("type") or "")
+    kind, _, field = kind.partition(":")
+    if others := {name for name in entry if entry[name]} & _UNREAD:
+        file.refuse(key, f"{', '.join(sorted(others))} of a dataset cannot be taken")
+    match kind:
+        case "completion" | "pretrain":
+            field = field or str(entry.get("field") or entry.get("text_column") or "text")
+            columns = {} if field == "text" else {"text": field}
+        case "alpaca":
+            templates.add("alpaca")
+            file.notices.append("`type: alpaca`: an input stands below the instruction, without a heading of its own")
+        case "chat_template" | "sharegpt":
+            _check_messages(file, key, entry)
+            messages = str(entry.get("field_messages") or ("conversations" if kind == "sharegpt" else "messages"))
+            columns = {} if messages in ("messages", "conversations") else {"messages": messages}
+            template = str(entry.get("chat_template") or file.text("chat_template"))
+            given = entry.get("chat_template_jinja") or file.text("chat_template_jinja")
+            templates.add(_check_template(file, str(given) if template in ("", "jinja") and given else template))
+        case _:
+            file.refuse(key, f"type {excerpt(kind or 'of its own')}: known are chat_template, alpaca and completion")
+    paths = (
+        entry.get("data_files") if entry.get("data_files") and entry.get("path") in _SAME_PLACE else entry.get("path")
+    )
+    if paths is entry.get("path") and entry.get("data_files"):
+        file.refuse(key, "data_files of a dataset of the hub cannot be taken; give the files themselves as path")
+    names = (("subset", "name"), ("subset", "subset"), ("split", "split"))
+    rest: dict[str, object] = {ours: entry[theirs] for ours, theirs in names if entry.get(theirs)}
+    rest |= {"columns": columns} if columns else {}
+    return [{"path": path, **rest} for path in (paths if isinstance(paths, list) else [paths])]
+
+
+def _check_messages(file: TheirFile, key: str, entry: Mapping[str, object]) -> None:
+    """Refuse messages whose keys or roles are read differently here."""
+    mapping = entry.get("message_property_mappings")
+    given = {name: str(entry[old]) for name in ("role", "content") if entry.get(old := f"message_field_{name}")}
+    given |= {str(name): str(theirs) for name, theirs in mapping.items()} if isinstance(mapping, dict) else {}
+    if given and not any(given.items() <= known.items() for known in _MESSAGE_KEYS):
+        file.refuse(key, "messages must have role and content, or from and value")
+    trained = entry.get("roles_to_train")
+    if trained not in (None, ["assistant"], ["gpt"], ["gpt", "assistant"], ["assistant", "gpt"]):
+        file.refuse(key, "roles_to_train: only answers are trained on; --train_on_prompt trains on all")
+    if entry.get("train_on_eos") not in (None, "turn", "all"):
+        file.refuse(key, "train_on_eos: each answer ends with the end-of-sequence token, which is trained on (turn)")
+
+
+def _check_template(file: TheirFile, name: str) -> str:
+    """Name or path of a chat template; others than the built-in ones are left to the tokenizer, with a notice."""
+    if name.startswith("tokenizer_default") or name in _OWN_TEMPLATE:
+        return ""
+    if name in TEMPLATES or name.endswith((".jinja", ".jinja2", ".j2")):
+        return name
+    file.notices.append(f"`chat_template: {excerpt(name)}`: the tokenizer's own is used, whose text may differ")
+    return ""
+
+
+AXOLOTL: Final = Recipe(
+    name="Axolotl",
+    signs="base_model+datasets base_model+micro_batch_size base_model+sequence_len base_model+pretraining_dataset "
+    "base_model+adapter micro_batch_size+sequence_len",
+    tables=("axolotl",),
+    translate=_translate,
+)
+"""Axolotl."""

@@ -1,0 +1,111 @@
+"""LLaMA-Factory's dataset_info.json: names of datasets, and where and in which form their records are."""
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+from mobius.config.recipes.recipe import TheirFile
+from mobius.errors import ConfigError, excerpt, listed
+from mobius.regular_files import read_json
+
+_FILE: Final = "dataset_info.json"
+_TAGS: Final = {
+    "role_tag": ("from", "role"),
+    "content_tag": ("value", "content"),
+    "user_tag": ("human", "user"),
+    "assistant_tag": ("gpt", "assistant"),
+    "observation_tag": ("observation", "tool"),
+    "function_tag": ("function_call",),
+    "system_tag": ("system",),
+}
+"""Words in the data of each tag that are read here."""
+_ALPACA: Final = {"prompt": "instruction", "query": "query", "response": "output", "history": "history"}
+"""Columns of LLaMA-Factory, and the names of Mobius' alpaca format; `query` is joined by one line break, as there."""
+_ALPACA_DEFAULTS: Final = {"prompt": "instruction", "query": "input", "response": "output"}
+_REFUSED_COLUMNS: Final = ("chosen", "rejected", "kto_tag", "images", "videos", "audios")
+_REFUSED_PLACES: Final = ("script_url", "cloud_file_name", "ms_hub_url", "om_hub_url")
+
+
+def read_dataset_info(file: TheirFile, key: str, *, is_pretraining: bool) -> list[dict[str, object]]:
+    """Datasets as Mobius' YAML has them, one for each name that `key` of the file gives.
+
+    Reads dataset_info.json in the file's dataset_dir; what is wrong becomes a problem of the file.
+    """
+    folder, names = file.text("dataset_dir", "data"), file.names(key)
+    if folder == "ONLINE":
+        return [{"path": name} for name in names]
+    path = Path(folder).expanduser() / _FILE
+    try:
+        if folder.startswith("REMOTE:"):
+            raise ConfigError(f"`dataset_dir: {excerpt(folder)}`: download that folder, and give its path")
+        info = read_json(path, ConfigError)
+        if not isinstance(info, dict):
+            raise ConfigError(f"{path}: it must be a mapping of names to datasets")
+    except ConfigError as error:
+        where = "relative paths begin where the command runs; dataset_dir names the folder"
+        file.problems += [f"{problem} ({where})" for problem in error.problems]
+        return []
+    found = list[dict[str, object]]()
+    for name in names:
+        if not isinstance(entry := info.get(name), dict):
+            near = difflib.get_close_matches(name, list(map(str, info)), n=2)
+            hint = f"did you mean {listed(near)}?" if near else f"it has {listed(map(str, info))}"
+            file.problems.append(f"`{key}`: there is no {excerpt(name)} in {path}; {hint}")
+            continue
+        problems = list(_find_problems(entry))
+        file.problems += [f"{path}: {excerpt(name)}: {problem}" for problem in problems]
+        if not problems:
+            found.append(_dataset(entry, folder, is_pretraining=is_pretraining))
+    return found
+
+
+def _find_problems(entry: Mapping[str, object]) -> Iterator[str]:
+    columns, tags = _mapping(entry, "columns"), _mapping(entry, "tags")
+    if entry.get("ranking"):
+        yield "`ranking` is on: it holds pairs of answers for dpo or rm, and Mobius trains on answers (sft)"
+    for name in _REFUSED_COLUMNS:
+        if columns.get(name):
+            yield f"`columns` name {name}; Mobius trains on text with one answer. Leave the column out"
+    for name, words in _TAGS.items():
+        if tags.get(name) not in (None, *words):
+            yield f"`{name}` is {excerpt(str(tags[name]))}; in the data it must be {' or '.join(words)}"
+    if entry.get("formatting", "alpaca") not in ("alpaca", "sharegpt", "openai"):
+        yield f"`formatting` is {excerpt(str(entry['formatting']))}; it must be alpaca, sharegpt or openai"
+    if "hf_hub_url" not in entry and "file_name" not in entry:
+        place = next((name for name in _REFUSED_PLACES if name in entry), "neither file_name nor hf_hub_url")
+        yield f"{place}: only file_name and hf_hub_url are read; download the data and give file_name"
+    if entry.get("folder"):
+        yield "`folder` is not read; give the folder's files by file_name"
+
+
+def _mapping(entry: Mapping[str, object], key: str) -> Mapping[str, object]:
+    value = entry.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _dataset(entry: Mapping[str, object], folder: str, *, is_pretraining: bool) -> dict[str, object]:
+    """One dataset: a hub id comes before a file, as there."""
+    path = entry["hf_hub_url"] if "hf_hub_url" in entry else os.path.join(folder, str(entry["file_name"]))
+    dataset: dict[str, object] = {"path": path}
+    names = (("max_samples", "num_samples"), ("subset", "subset"), ("split", "split"))
+    dataset |= {ours: str(entry[theirs]) for ours, theirs in names if entry.get(theirs) is not None}
+    if columns := _columns(entry, is_pretraining=is_pretraining):
+        dataset["columns"] = columns
+    return dataset
+
+
+def _columns(entry: Mapping[str, object], *, is_pretraining: bool) -> dict[str, str]:
+    """Names that Mobius' formats read, and the columns of the data; a column that is not listed is not read."""
+    given = {name: str(column) for name, column in _mapping(entry, "columns").items() if column}
+    if entry.get("formatting", "alpaca") == "alpaca":
+        given = given or _ALPACA_DEFAULTS
+        if is_pretraining:
+            return {"text": given.get("prompt", "")}
+        names = {**_ALPACA, "system": "system"}
+        return {ours: given[theirs] for theirs, ours in names.items() if theirs in given}
+    messages = given.get("messages", "conversations")
+    own = "messages" if messages == "messages" else "conversations"
+    others = {name: given[name] for name in ("system", "tools") if given.get(name, name) != name}
+    return {own: messages, **others} if others or own != messages else {}

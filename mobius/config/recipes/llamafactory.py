@@ -1,0 +1,104 @@
+"""LLaMA-Factory: the YAML files of `llamafactory-cli train`, names and defaults of version 0.9.5."""
+
+import difflib
+import functools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from mobius.config.recipes.dataset_info import read_dataset_info
+from mobius.config.recipes.recipe import Recipe, TheirFile
+from mobius.config.recipes.trainer import (
+    take_adapters,
+    take_precision,
+    take_trainer,
+)
+from mobius.regular_files import read_text
+
+NEARLY: Final = ("llama2", "vicuna", "alpaca")
+"""Built-in templates whose text differs in white space from LLaMA-Factory's."""
+
+
+@functools.cache
+def templates() -> Mapping[str, tuple[str, str]]:
+    """Template of LLaMA-Factory -> the built-in one (empty: the tokenizer's own), and its system message (or none)."""
+    text = read_text(Path(__file__).with_name("templates.txt"))
+    lines = re.findall(r"^(\w*): ([^|\n]+?)(?: \| (.*))?$", text, re.MULTILINE)
+    return {name: (ours, system) for ours, names, system in lines for name in names.split()}
+
+
+def _translate(file: TheirFile) -> None:
+    take_trainer(file)
+    is_pretraining = file.text("stage", "sft") == "pt"
+    if (stage := file.text("stage", "sft")) not in ("sft", "pt"):
+        file.refuse("stage", "Mobius does supervised fine-tuning (sft) and pretraining (pt), no rm, ppo, dpo or kto")
+    for key, option in (("dataset", "dataset"), ("eval_dataset", "eval_dataset")):
+        if file.names(key) and stage in ("sft", "pt"):
+            file.put(option, read_dataset_info(file, key, is_pretraining=is_pretraining), key)
+    _take_packing(file, is_pretraining=is_pretraining)
+    if not is_pretraining:
+        _take_template(file)
+    take_precision(file, is_bf16_default=False, bf16_keys=("bf16", "pure_bf16"))
+    match file.text("finetuning_type", "lora"):
+        case "lora":
+            rank = file.number("lora_rank", 8)
+            names = ("lora_rank", "lora_target", "additional_target", "use_rslora")
+            take_adapters(file, names, rank="8", alpha=f"{2 * rank:g}")
+        case "full":
+            file.put("finetuning_type", "full", "finetuning_type")
+        case _:
+            file.refuse("finetuning_type", "it must be lora or full; --freeze names parts that are not trained")
+    if file.is_on("do_predict") or file.is_on("predict_with_generate"):
+        file.put("do_predict", "true", "do_predict", "predict_with_generate")
+        file.put("max_new_tokens", file.text("max_new_tokens", "1024"), "max_new_tokens")
+    if file.is_on("use_swanlab"):
+        trackers = [*file.names("report_to"), "swanlab"]
+        file.put("report_to", ",".join(name for name in dict.fromkeys(trackers) if name != "none"), "use_swanlab")
+    if name := file.text("swanlab_run_name"):
+        file.put("run_name", name, "swanlab_run_name")
+
+
+def _take_packing(file: TheirFile, *, is_pretraining: bool) -> None:
+    is_on = file.is_on("packing") or file.is_on("neat_packing")
+    if is_pretraining:
+        file.put("packing", "off" if file.is_off("packing") else "joined", "packing")
+        return
+    file.put("packing", "on" if is_on else "off", "packing", "neat_packing")
+    if is_on and not file.is_on("neat_packing"):
+        file.notices.append(
+            "`packing: true`: samples in a row do not see each other here, as with neat_packing: true; in "
+            "LLaMA-Factory they do"
+        )
+
+
+def _take_template(file: TheirFile) -> None:
+    name = file.text("template")
+    if not name or "chat_template" in file.launch.typed:
+        return
+    ours, system = templates().get(name, (None, ""))
+    if ours is None:
+        near = difflib.get_close_matches(name, templates(), n=2)
+        meant = f" (did you mean {' or '.join(near)}?)" if near else ""
+        file.refuse("template", f"not known here{meant}; give --chat_template with a Jinja file or a built-in name")
+        return
+    if ours:
+        file.put("chat_template", ours, "template")
+    if system and not file.text("default_system"):
+        file.put("default_system", system, "template")
+    if not ours or ours in NEARLY:
+        used = f"the built-in {ours}, which differs in white space" if ours else "the tokenizer's own, which may differ"
+        file.notices.append(f"`template: {name}`: the chat template is {used} from LLaMA-Factory's")
+
+
+LLAMAFACTORY: Final = Recipe(
+    name="LLaMA-Factory",
+    signs="stage+finetuning_type stage+model_name_or_path template+model_name_or_path dataset_dir+model_name_or_path "
+    "template+finetuning_type template+dataset_dir cutoff_len+per_device_train_batch_size",
+    tables=(
+        "trainer",
+        "llamafactory",
+    ),
+    translate=_translate,
+)
+"""LLaMA-Factory."""

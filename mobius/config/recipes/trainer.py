@@ -1,0 +1,126 @@
+"""Keys of transformers' TrainingArguments, which LLaMA-Factory and TRL share, and values that all tools write alike."""
+
+import json
+from collections.abc import Sequence
+from typing import Final
+
+from mobius.config.config import TRACKERS
+from mobius.config.options import PARTS
+from mobius.config.recipes.recipe import TheirFile
+
+PER_DEVICE: Final = "per_device_train_batch_size"
+PARTS_BY_MODULE: Final = {
+    **dict.fromkeys(("embed_tokens", "model.embed_tokens", "embedding", "wte"), "embedding"),
+    **dict.fromkeys(("lm_head", "head"), "head"),
+    **dict.fromkeys(("norm", "norms"), "norms"),
+}
+"""Modules that are trained beside adapters, and Mobius' words for them."""
+
+
+def take_trainer(file: TheirFile, *, rows: float = 8, epochs: str = "3", logging_steps: str = "500") -> None:
+    """Take the keys of TrainingArguments that belong together; the defaults are the tool's."""
+    take_batch(file, PER_DEVICE, rows)
+    take_length(file, "num_train_epochs", epochs)
+    kind = file.text("lr_scheduler_type", "linear")
+    file.put("lr_scheduler_type", kind, "lr_scheduler_type")
+    take_schedule_arguments(file)
+    warmup = file.number("warmup_steps", 0) or file.number("warmup_ratio", 0)
+    file.put("warmup_steps", f"{0 if kind == 'constant' else warmup:g}", "warmup_steps", "warmup_ratio")
+    file.put("save_total_limit", file.text("save_total_limit", "0"), "save_total_limit")
+    if file.text("eval_strategy", file.text("evaluation_strategy")) == "steps":
+        every = file.text("eval_steps") or file.text("logging_steps") or logging_steps
+        file.put("eval_steps", every, "eval_steps", "logging_steps")
+    take_resume(file)
+    take_trackers(file, "report_to")
+    if file.is_on("use_cpu") or file.is_on("no_cuda"):
+        file.put("device", "cpu", "use_cpu", "no_cuda")
+
+
+def take_batch(file: TheirFile, rows_key: str, default: float) -> None:
+    """Take the batch of one process and its accumulation as the batch of a step."""
+    launch, accumulation = file.launch, "gradient_accumulation_steps"
+    rows, steps = int(file.number(rows_key, default)), int(file.number(accumulation, 1))
+    batch, chunks = rows * steps * launch.num_processes, steps * launch.pipeline_ranks
+    file.put("batch_size", str(batch), rows_key, accumulation)
+    is_cut = "batch_size" not in launch.typed and PARTS.allow(chunks)
+    file.put("num_chunks", str(chunks) if is_cut else "auto", accumulation)
+    file.put("num_stages", "auto")
+    if "batch_size" not in launch.typed:
+        file.notices.append(
+            f"batch_size {batch} = {rows_key} {rows} x {accumulation} {steps} x {launch.num_processes} processes, one "
+            "for each GPU as the tool's launcher starts; --batch_size sets another"
+        )
+
+
+def take_length(file: TheirFile, epochs_key: str, default: str) -> None:
+    """Take steps, which come before epochs where both are given."""
+    if (steps := file.number("max_steps", -1)) > 0:
+        file.put("num_iterations", f"{steps:.0f}", "max_steps")
+    else:
+        file.put("num_train_epochs", file.text(epochs_key, default), epochs_key)
+
+
+def take_schedule_arguments(file: TheirFile) -> None:
+    """Take the arguments of the schedule: a mapping, or the text of a JSON object."""
+    given = file.keys.get("lr_scheduler_kwargs")
+    if isinstance(given, str):
+        try:
+            given = {str(name): str(value) for name, value in json.loads(given).items()}
+        except (ValueError, AttributeError, RecursionError):
+            file.refuse("lr_scheduler_kwargs", "it must be a mapping, such as min_lr: 1e-6")
+    if given:
+        file.put("lr_scheduler_kwargs", given, "lr_scheduler_kwargs")
+
+
+def take_resume(file: TheirFile) -> None:
+    """Take the checkpoint to resume from."""
+    if file.text("resume_from_checkpoint").lower() not in ("", "false"):
+        given = "true" if file.is_on("resume_from_checkpoint") else file.text("resume_from_checkpoint")
+        file.put("resume_from_checkpoint", given, "resume_from_checkpoint")
+
+
+def take_trackers(file: TheirFile, key: str) -> None:
+    """Take the trackers that there are; others are named in a notice."""
+    asked = [name for name in file.names(key) if name != "none"]
+    known = [name for name in asked if name in TRACKERS]
+    if known:
+        file.put("report_to", ",".join(known), key)
+    if others := [name for name in asked if name not in TRACKERS]:
+        file.notices.append(f"`{key}`: there is no tracker {', '.join(others)}; known are {', '.join(TRACKERS)}")
+
+
+def take_precision(file: TheirFile, *, is_bf16_default: bool, bf16_keys: Sequence[str] = ("bf16",)) -> None:
+    """Take the format of computation; where all are off it is fp32, as there."""
+    if any(file.is_on(key) or file.text(key) in ("auto", "full") for key in bf16_keys):
+        dtype = "bf16"
+    elif file.is_on("fp16") or file.is_on("float16"):
+        dtype = "fp16"
+    else:
+        dtype = "bf16" if is_bf16_default and not any(file.is_off(key) for key in bf16_keys) else "fp32"
+    file.put("dtype", dtype, *bf16_keys, "fp16")
+
+
+def take_adapters(file: TheirFile, keys: Sequence[str], *, rank: str, alpha: str) -> None:
+    """Take the keys of LoRA, which mean nothing without adapters; `rank` and `alpha` are the tool's defaults.
+
+    `keys` are its names of rank, targets, modules that are trained beside adapters, and rsLoRA.
+    """
+    rank_key, target, modules_key, rslora = keys
+    file.put("finetuning_type", "lora")
+    file.put("lora_rank", file.text(rank_key, rank), rank_key)
+    if file.is_on(rslora):
+        file.put("use_rslora", "true", rslora)
+    file.put("lora_alpha", file.text("lora_alpha") or alpha, "lora_alpha")
+    names = file.names(target)
+    file.put("lora_target", "all" if names in (["all"], ["all-linear"]) else ",".join(names) or "all", target)
+    modules = file.names(modules_key)
+    if unknown := [name for name in modules if name not in PARTS_BY_MODULE]:
+        known = "embed_tokens, lm_head and norm"
+        file.refuse(modules_key, f"{', '.join(unknown)} cannot be trained beside adapters; {known} can")
+    elif modules:
+        file.put("additional_target", ",".join(PARTS_BY_MODULE[name] for name in modules), modules_key)
+    if file.number("lora_dropout", 0):
+        file.notices.append(
+            f"`lora_dropout: {file.text('lora_dropout')}` is ignored: backward runs layers again, and dropout would "
+            "draw other numbers then; adapters train without it"
+        )

@@ -1,0 +1,89 @@
+"""TRL: YAML and JSON files of `trl sft --config`, names and defaults of SFTConfig, ModelConfig and the script, 1.16."""
+
+from collections.abc import Mapping
+from typing import Final
+
+from mobius.config.recipes.recipe import Recipe, TheirFile
+from mobius.config.recipes.trainer import (
+    take_adapters,
+    take_precision,
+    take_trainer,
+)
+
+_LOADING: Final = {"attn_implementation", "dtype", "torch_dtype", "device_map", "low_cpu_mem_usage", "use_cache"}
+"""Arguments of `from_pretrained` that change nothing here."""
+
+
+def _translate(file: TheirFile) -> None:
+    take_trainer(file, logging_steps="10")
+    take_precision(file, is_bf16_default=True)
+    _take_data(file)
+    _take_targets(file)
+    length = next((key for key in ("max_length", "max_seq_length") if key in file.keys), "max_length")
+    if length in file.keys and file.keys[length] is None and "seq_length" not in file.launch.typed:
+        file.refuse(length, "rows need a length; give the number of tokens of the longest sample")
+    else:
+        file.put("seq_length", file.text(length, "1024"), length)
+    is_cut = file.text("packing_strategy") == "wrapped"
+    file.put("packing", ("joined" if is_cut else "on") if file.is_on("packing") else "off", "packing")
+    if file.is_on("use_peft"):
+        names = ("lora_r", "lora_target_modules", "lora_modules_to_save", "use_rslora")
+        take_adapters(file, names, rank="16", alpha="32")
+        if not file.names("lora_target_modules"):
+            file.put("lora_target", "q_proj,v_proj")
+        if "lora_dropout" not in file.keys:
+            file.notices.append("TRL's lora_dropout is 0.05 by default; adapters train without dropout here")
+    loading = file.keys.get("model_init_kwargs")
+    if others := set(loading) - _LOADING if isinstance(loading, dict) else set():
+        file.refuse("model_init_kwargs", f"{', '.join(sorted(others))} cannot be given; a model's folder can have it")
+
+
+def _take_data(file: TheirFile) -> None:
+    """Take the mixture, or the one dataset and its splits."""
+    entries = [_dataset(file, entry) for entry in file.mappings("datasets")]
+    if name := file.text("dataset_name") if not entries else "":
+        subset = {"subset": file.text("dataset_config")} if file.text("dataset_config") else {}
+        entries = [{"path": name, "split": file.text("dataset_train_split", "train"), **subset}]
+        is_split = file.text("test_split_size") or file.text("val_size")
+        if not is_split and file.text("eval_strategy", file.text("evaluation_strategy", "no")) != "no":
+            held_out = {"path": name, "split": file.text("dataset_test_split", "test"), **subset}
+            file.put("eval_dataset", [held_out], "dataset_name", "dataset_test_split")
+    if entries:
+        file.put("dataset", entries, "dataset_name", "datasets")
+    if file.text("test_split_size"):
+        file.put("val_size", file.text("test_split_size"), "test_split_size")
+    if file.text("dataset_text_field", "text") != "text":
+        file.put("columns", {"text": file.text("dataset_text_field")}, "dataset_text_field")
+
+
+def _dataset(file: TheirFile, entry: Mapping[str, object]) -> dict[str, object]:
+    for key in ("fraction", "columns", "data_dir"):
+        if entry.get(key):
+            file.refuse("datasets", f"{key} of a dataset is not read; use Mobius' `dataset` with weight or columns")
+    path = entry.get("data_files") or entry.get("path")
+    names = (("subset", "name"), ("split", "split"))
+    return {"path": path, **{ours: entry[theirs] for ours, theirs in names if entry.get(theirs)}}
+
+
+def _take_targets(file: TheirFile) -> None:
+    """Take which tokens are trained on; TRL's default depends on the form of the data."""
+    answers_only = file.is_on("assistant_only_loss") or file.is_on("completion_only_loss")
+    if file.is_off("completion_only_loss") and file.text("completion_only_loss"):
+        file.put("train_on_prompt", "true", "completion_only_loss")
+    elif not answers_only:
+        file.put("train_on_all_turns", "true")
+
+
+TRL: Final = Recipe(
+    name="TRL",
+    signs="dataset_name+model_name_or_path dataset_name+per_device_train_batch_size dataset_name+max_length "
+    "max_length+per_device_train_batch_size max_seq_length+per_device_train_batch_size use_peft+model_name_or_path "
+    "assistant_only_loss+model_name_or_path completion_only_loss+model_name_or_path dataset_name+learning_rate "
+    "dataset_name+output_dir",
+    tables=(
+        "trainer",
+        "trl",
+    ),
+    translate=_translate,
+)
+"""TRL."""
