@@ -39,9 +39,9 @@ def test_the_example_of_the_page_trains_and_its_result_has_what_the_folder_has(
     monkeypatch.chdir(tmp_path)
     events: list[Mapping[str, Any]] = []
     names: dict[str, Any] = {}
-    more = "device='cpu', nproc_per_node=1, save_params='a.pt', save_results='b.txt', on_event=events.append, seq_"
+    more = "device='cpu', nproc_per_node=1, save_params='a.pt', save_results='b.txt', on_event=events.append, **options"
     exec(
-        example.replace("assets/tiny-llama", str(ROOT / "assets" / "tiny-llama")).replace("seq_", more, 1),
+        example.replace("assets/tiny-llama", str(ROOT / "assets" / "tiny-llama")).replace("**options", more),
         {"events": events},
         names,
     )
