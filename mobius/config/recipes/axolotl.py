@@ -53,6 +53,9 @@ def _translate(file: TheirFile) -> None:
     }
     if named := ",".join(name for name, is_asked in trackers.items() if is_asked):
         file.put("report_to", named, "wandb_project", "use_wandb", "use_tensorboard")
+    if name := file.text("hub_model_id"):
+        file.put("push_to_hub", "true", "hub_model_id")
+        file.put("hub_model_id", name, "hub_model_id")
     tokens = file.keys.get("special_tokens")
     if others := set(tokens) - {"pad_token"} if isinstance(tokens, dict) else set():
         file.refuse("special_tokens", f"{', '.join(sorted(others))}: change the tokenizer's own files instead")

@@ -32,6 +32,9 @@ def take_trainer(file: TheirFile, *, rows: float = 8, epochs: str = "3", logging
         file.put("eval_steps", every, "eval_steps", "logging_steps")
     take_resume(file)
     take_trackers(file, "report_to")
+    for key in ("push_to_hub", "hub_model_id", "hub_private_repo") if file.is_on("push_to_hub") else ():
+        if file.keys.get(key) is not None:
+            file.put(key, file.keys[key], key)
     if file.is_on("use_cpu") or file.is_on("no_cuda"):
         file.put("device", "cpu", "use_cpu", "no_cuda")
 

@@ -65,6 +65,9 @@ resume_from_checkpoint: true -> resume_from_checkpoint true
 resume_from_checkpoint: null -> resume_from_checkpoint auto
 report_to: [tensorboard, wandb] -> report_to tensorboard,wandb
 report_to: none -> report_to none
+push_to_hub: true; hub_model_id: me/m; hub_private_repo: true -> push_to_hub True; hub_model_id me/m
+hub_model_id: me/m -> push_to_hub False; hub_model_id auto
+hub_private_repo: true; push_to_hub: true -> hub_private_repo True
 use_cpu: true -> device cpu
 no_cuda: true -> device cpu
 """
@@ -223,6 +226,7 @@ auto_resume_from_checkpoints: true -> resume_from_checkpoint true
 wandb_project: p -> report_to wandb
 use_wandb: true -> report_to wandb
 use_tensorboard: true -> report_to tensorboard
+hub_model_id: me/m -> push_to_hub True; hub_model_id me/m
 special_tokens: {pad_token: x} -> model_path m
 plugins: [axolotl.integrations.liger.LigerPlugin] -> model_path m
 """,
@@ -234,7 +238,7 @@ eval_use_gather_object include_for_metrics enable_jit_checkpoint restore_callbac
 parallelism_config dataloader_multiprocessing_context dataloader_in_order ddp_static_graph debug liger_kernel_config
 activation_checkpointing_kwargs jit_mode_eval use_ipex past_index tpu_num_cores use_mps_device fp16_backend
 half_precision_backend trackio_space_id hub_always_push hub_revision push_to_hub_model_id push_to_hub_organization
-push_to_hub_token hub_token train_sampling_strategy=random optim=adamw_torch_fused optim=paged_adamw_8bit
+push_to_hub_token hub_token hub_strategy train_sampling_strategy=random optim=adamw_torch_fused optim=paged_adamw_8bit
 gradient_checkpointing gradient_checkpointing_kwargs bf16_full_eval fp16_full_eval tf32 deepspeed fsdp fsdp_config
 fsdp_transformer_layer_cls_to_wrap accelerator_config use_liger_kernel group_by_length length_column_name
 dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor dataloader_drop_last project
@@ -246,7 +250,7 @@ ddp_backend ddp_bucket_cap_mb ddp_broadcast_buffers ddp_timeout local_rank use_c
 """
 TRAINER_REFUSED = """
 optim_args label_smoothing_factor train_sampling_strategy=sequential optim=adafactor optim_target_modules
-neftune_noise_alpha eval_delay ignore_data_skip push_to_hub hub_model_id hub_strategy hub_private_repo
+neftune_noise_alpha eval_delay ignore_data_skip
 """
 IGNORED = {
     "LLaMA-Factory": f"""{TRAINER_IGNORED}
@@ -287,7 +291,7 @@ ddp_bucket_cap_mb ddp_broadcast_buffers ddp_find_unused_parameters greater_is_be
 gradient_checkpointing_kwargs xformers_attention sdp_attention flash_attention eager_attention attn_implementation
 deepspeed fsdp fsdp_config include_tokens_per_second is_falcon_derived_model is_llama_derived_model
 is_mistral_derived_model model_type tokenizer_type trust_remote_code save_safetensors eval_batch_size streaming
-wandb_entity wandb_watch loss_watchdog_threshold sample_packing_bin_size liger_rope
+wandb_entity wandb_watch hub_strategy loss_watchdog_threshold sample_packing_bin_size liger_rope
 """,
 }
 REFUSED = {
@@ -310,7 +314,7 @@ loftq_bits lr_groups lr_quadratic_warmup use_eaft tokens added_tokens_overrides 
 reinit_weights shrink_embeddings overrides_of_model_config overrides_of_model_kwargs revision_of_model
 model_quantization_config fix_untrained_tokens eot_tokens chat_template_kwargs trainer_cls context_parallel_size
 sequence_parallel_degree load_in_8bit load_in_4bit unfrozen_parameters tensor_parallel_size neftune_noise_alpha
-noisy_embedding_alpha hub_model_id hub_strategy rope_scaling loftq_config fp8 adapter=qlora dpo_beta relora_steps
+noisy_embedding_alpha rope_scaling loftq_config fp8 adapter=qlora dpo_beta relora_steps
 frobnicate
 """,
 }
