@@ -100,7 +100,7 @@ class Recompute(StrEnum):
         return self in (Recompute.ELEMENTWISE, Recompute.NONE)
 
 
-TRACKERS: Final = ("tensorboard", "swanlab", "wandb")
+TRACKERS: Final = ("tensorboard", "swanlab", "wandb", "mlflow", "trackio")
 """Words of `report_to`, which are the names of the packages too."""
 ALL_CHECKPOINTS: Final = 0
 """`save_total_limit` that keeps all."""
@@ -549,8 +549,8 @@ class OutputConfig:
     report_to: str = option(
         "none", needs=(LOSSES,), form=(_are_trackers, f"none, or with commas any of {', '.join(TRACKERS)}")
     )
-    """Experiment trackers: tensorboard (in save_dir/runs), swanlab, wandb, or several separated by commas. Each is a
-    package to install, and records offline where it cannot go online."""
+    """Experiment trackers: tensorboard (in save_dir/runs), swanlab, wandb, mlflow, trackio, or several separated by
+    commas. Each is a package to install; swanlab and wandb record offline where they cannot go online."""
     run_name: str | None = option(None, needs=(LOSSES,))
     """Name of the run in trackers, in the model card and on the picture of its losses. Default: save_dir's name."""
     verbose: bool = False

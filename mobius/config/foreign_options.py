@@ -247,7 +247,7 @@ logging_dir log_dir tensorboard_dir
 plot_loss
     not needed: training_loss.png in --save_dir is always drawn
 use_wandb use_swanlab use_tensorboard
-    use --report_to wandb, swanlab, tensorboard, or several of them with commas
+    use --report_to wandb, swanlab, tensorboard, mlflow, trackio, or several of them with commas
 wandb_project wandb_entity swanlab_project swanlab_workspace project
     not an option; trackers read it from the environment (WANDB_PROJECT, WANDB_ENTITY, SWANLAB_PROJECT)
 logging_strategy=steps logging_first_step

@@ -1,4 +1,4 @@
-"""Trackers (TensorBoard, SwanLab, W&B), which receive the numbers of a run and can neither end, block nor slow it.
+"""Trackers (`--report_to`), which receive the numbers of a run and can neither end, block nor slow it.
 
     the run -> queue of some lines (full: the line is dropped and counted) -> a thread for each tracker -> its package
 
@@ -33,13 +33,15 @@ _MAX_QUEUED_LINES: Final = 1000
 _CLOSE_SECONDS: Final = 20.0
 """Total time at the end of a run for all trackers to send waiting lines."""
 
-_WITH_RUN_IDS: Final = frozenset({"swanlab", "wandb"})
-"""Trackers whose server can continue a run by its id."""
+_WITH_RUN_IDS: Final = frozenset({"swanlab", "wandb", "mlflow", "trackio"})
+"""Trackers that can continue a run by its id."""
 _RUN_ID: Final = re.compile(r"[0-9a-f]{21}")
 """Form of ids that all versions of SwanLab accept."""
 
 _starting: Final = threading.Lock()
-"""Held while a package may prompt for input."""
+"""Held while a package may prompt for input, or print."""
+_MLFLOW_BATCH: Final = 100
+"""Maximum number of options in one request to MLflow."""
 
 _Line = tuple[int, Mapping[str, float]]
 
@@ -194,7 +196,36 @@ def _swanlab(run: TrackedRun) -> Tracker:
     return Tracker(lambda step, numbers: package.log(dict(numbers), step=step), package.finish)
 
 
-_CONNECT: Final = {"tensorboard": _tensorboard, "swanlab": _swanlab, "wandb": _wandb}
+def _mlflow(run: TrackedRun) -> Tracker:
+    package: Any = import_module("mlflow")
+    tag = "mobius.run_id"
+    with _quiet():
+        # Ids are the server's, so a resumed run is found by its tag.
+        found = package.search_runs(filter_string=f"tags.`{tag}` = '{run.run_id}'", output_format="list")
+        package.start_run(found[0].info.run_id if found else None, run_name=run.name, tags={tag: run.run_id})
+        if not found:  # options of a run cannot change
+            options = list(run.options.items())
+            for start in range(0, len(options), _MLFLOW_BATCH):
+                package.log_params(dict(options[start : start + _MLFLOW_BATCH]))
+    return Tracker(lambda step, numbers: package.log_metrics(dict(numbers), step=step), _quiet()(package.end_run))
+
+
+def _trackio(run: TrackedRun) -> Tracker:
+    package: Any = import_module("trackio")
+    with _quiet():
+        # It resumes by name.
+        name = f"{run.name}-{str(run.run_id)[:7]}"
+        own = package.init(project="mobius", name=name, config=dict(run.options), resume="allow", embed=False)
+    return Tracker(lambda step, numbers: own.log(dict(numbers), step=step), _quiet()(own.finish))
+
+
+_CONNECT: Final = {
+    "tensorboard": _tensorboard,
+    "swanlab": _swanlab,
+    "wandb": _wandb,
+    "mlflow": _mlflow,
+    "trackio": _trackio,
+}
 
 
 def _online_or_not(name: str, start: Callable[[], Any], start_offline: Callable[[], Any]) -> Any:
@@ -222,3 +253,10 @@ def _no_questions() -> Iterator[None]:
             yield
         finally:
             sys.stdin = before
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep packages from asking, and from printing where the run prints its lines; those go on."""
+    with _no_questions(), open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
+        yield

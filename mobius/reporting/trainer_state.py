@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-from mobius.config.config import Config
+from mobius.config.config import Config, steps_between
 from mobius.errors import CheckpointError, quoted
 from mobius.regular_files import parse_json, typed_object
 from mobius.reporting.json_lines import as_numbers, json_text
@@ -18,6 +18,8 @@ STATE_FILE: Final = "trainer_state.json"
 _HISTORY: Final = '"log_history": '
 _EVALUATION: Final = '"eval_'
 """Start of each name in an entry of an evaluation."""
+_ADDED: Final = {"eval_steps": 500, "save_steps": 500}
+"""Fields that states of version 0.2.0 lack."""
 
 
 @dataclass
@@ -32,6 +34,8 @@ class TrainerState:
     logging_steps: int
     train_batch_size: int
     """Rows of a step."""
+    eval_steps: int
+    save_steps: int
     global_step: int = 0
     epoch: float = 0.0
     num_input_tokens_seen: int = 0
@@ -54,12 +58,16 @@ class TrainerState:
             num_train_epochs=math.ceil(optim.num_train_epochs or 0),  # if not given: the finished ones, rounded up
             logging_steps=config.output.logging_steps,
             train_batch_size=config.pipeline.batch_size,
+            eval_steps=steps_between(config.evaluation.eval_steps, optim.num_steps),
+            save_steps=steps_between(config.saving.save_steps, optim.num_steps),
         )
 
     @classmethod
     def from_json(cls, text: str, *, path: Path = Path(STATE_FILE)) -> TrainerState:
         """The state that `to_json` gave as `text`; raises CheckpointError, which names `path`, for anything else."""
         found = as_numbers(parse_json(text, path))
+        if isinstance(found, dict):
+            found = {**_ADDED, **found}
         try:
             state = typed_object(cls, found, log_history=list)
         except ValueError as problem:
@@ -110,7 +118,7 @@ class TrainerState:
 
     def continued(self, config: Config) -> TrainerState:
         """Return the state with the options of the run that resumes from it."""
-        options = ("max_steps", "num_train_epochs", "logging_steps", "train_batch_size")
+        options = ("max_steps", "num_train_epochs", "logging_steps", "train_batch_size", *_ADDED)
         start = TrainerState.at_start(config)
         return replace(self.snapshot(), **{name: getattr(start, name) for name in options})
 

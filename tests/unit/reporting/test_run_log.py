@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from transformers import TrainerState as TheirState
 
-from mobius.config.config import Config, OptimConfig, OutputConfig, PipelineConfig
+from mobius.config.config import Config, OptimConfig, OutputConfig, PipelineConfig, SavingConfig
 from mobius.errors import CheckpointError
 from mobius.reporting.events import CheckpointSaved, Evaluated, StepMetrics
 from mobius.reporting.run_log import RunLog, WarningRecorder
@@ -66,6 +66,7 @@ def config(**output: int) -> Config:
         output=replace(OutputConfig(), **output),
         optim=OptimConfig(num_iterations=4),
         pipeline=PipelineConfig(batch_size=64),
+        saving=SavingConfig(save_steps=0.5),
     )
 
 
@@ -93,12 +94,20 @@ def test_transformers_reads_the_state(tmp_path: Path) -> None:
     state = TheirState.load_from_json(str(tmp_path / "trainer_state.json"))
     assert (state.global_step, state.max_steps, state.epoch, state.num_train_epochs) == (4, 4, 1.0, 1)
     assert (state.num_input_tokens_seen, state.train_batch_size, state.logging_steps) == (4000, 64, 1)
+    assert (state.eval_steps, state.save_steps) == (500, 2), "half of four steps"
     assert [entry["step"] for entry in state.log_history] == [1, 2, 2, 3, 4, 4]
     first, _, evaluation, *_, end = state.log_history
     assert {"loss": 4.0, "grad_norm": 1.5, "learning_rate": 1e-5, "epoch": 0.25}.items() <= first.items()
     assert (first["mfu"], first["wait_seconds"], first["step_seconds"]) == (0.1, {"weights": 0.5}, 40.0)
     assert evaluation == {**EVALUATION, "epoch": 0.5, "step": 2}
     assert end["train_runtime"] == 70.0
+
+
+def test_a_state_of_version_0_2_0_is_read(tmp_path: Path) -> None:
+    state = json.loads(log_of_four_steps(tmp_path).state.to_json())
+    for name in ("eval_steps", "save_steps"):
+        del state[name]
+    assert TrainerState.from_json(json.dumps(state)).global_step == 4
 
 
 def test_a_line_per_shown_step_has_the_names_of_llama_factory(tmp_path: Path) -> None:

@@ -210,3 +210,101 @@ def test_without_a_server_a_run_has_no_id(tmp_path: Path) -> None:
     trackers = start_trackers(["tensorboard"], TrackedRun("mine", tmp_path, {}, run_id="0" * 21))
     trackers.close()
     assert trackers.run_id is None
+
+
+def fake_mlflow(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """A package in the place of MLflow, whose server gives runs ids of its own and finds them by tags."""
+    calls: list[object] = []
+    runs: list[tuple[str, str]] = []
+
+    def search_runs(*, filter_string: str, output_format: str) -> list[SimpleNamespace]:
+        assert output_format == "list"
+        return [SimpleNamespace(info=SimpleNamespace(run_id=own)) for own, tag in runs if filter_string == tag]
+
+    def start_run(run_id: str | None, *, run_name: str, tags: Mapping[str, str]) -> None:
+        print("View run at")
+        ((tag, value),) = tags.items()
+        if run_id is None:
+            runs.append((f"server's {len(runs)}", f"tags.`{tag}` = '{value}'"))
+            calls.append(f"new {run_name}")
+        else:
+            calls.append(f"again {run_id}")
+
+    package = ModuleType("mlflow")
+    vars(package).update(
+        search_runs=search_runs,
+        start_run=start_run,
+        log_params=lambda options: calls.append(dict(options)),
+        log_metrics=lambda numbers, step: calls.append((step, numbers)),
+        end_run=lambda: print("View run at") or calls.append("ended"),
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", package)
+    return calls
+
+
+def test_mlflow_gets_options_once_and_goes_on_with_the_run_of_a_resumed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = fake_mlflow(monkeypatch)
+    options = {f"option_{number}": number for number in range(150)}
+    run_id = None
+    for step in (1, 2):
+        trackers = start_trackers(["mlflow"], TrackedRun("mine", tmp_path, options, run_id=run_id))
+        trackers.log(step, {"train/loss": 2.0})
+        trackers.close(seconds=100)
+        run_id = trackers.run_id
+
+    new, first, second, *rest = calls
+    assert new == "new mine"
+    assert isinstance(first, dict)
+    assert isinstance(second, dict)
+    assert len(first) == 100, "MLflow takes no more at a time"
+    assert {**first, **second} == options
+    expected = [(1, {"train/loss": 2.0}), "ended", "again server's 0", (2, {"train/loss": 2.0}), "ended"]
+    assert rest == expected
+    assert capsys.readouterr().out == ""
+
+
+def test_trackio_goes_on_with_the_run_of_a_resumed_one_and_prints_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[object] = []
+
+    def init(**given: object) -> SimpleNamespace:
+        print("* Trackio project initialized")
+        calls.append(given)
+        return SimpleNamespace(
+            log=lambda numbers, step: calls.append((step, numbers)), finish=lambda: print("* Run finished")
+        )
+
+    package = ModuleType("trackio")
+    vars(package).update(init=init)
+    monkeypatch.setitem(sys.modules, "trackio", package)
+    names = []
+    for run_id in ("a" * 21, "a" * 21, "b" * 21):
+        calls.clear()
+        trackers = start_trackers(["trackio"], TrackedRun("mine", tmp_path, {"seed": 42}, run_id=run_id))
+        trackers.log(3, {"train/loss": 2.0})
+        trackers.close(seconds=100)
+        given, logged = calls
+        assert isinstance(given, dict)
+        names.append(given.pop("name"))
+        assert given == {"project": "mobius", "config": {"seed": 42}, "resume": "allow", "embed": False}
+        assert logged == (3, {"train/loss": 2.0})
+    assert names == ["mine-aaaaaaa", "mine-aaaaaaa", "mine-bbbbbbb"]
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", ["mlflow", "trackio"])
+def test_the_package_itself_takes_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
+    monkeypatch.chdir(tmp_path)
+    pytest.importorskip(name)
+    trackers = start_trackers([name], TrackedRun("mine", tmp_path, {f"option_{number}": 1 for number in range(150)}))
+    trackers.log(1, {"train/loss": 2.0, "eval/loss": 1.0})
+    trackers.close(seconds=200)
+    assert warnings_of(caplog) == []
+    assert list(tmp_path.rglob("*.db"))
