@@ -35,6 +35,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
     "predict": Command(
         "mobius.commands:predict", "answers of a model to the prompts of --eval_dataset; trains nothing"
     ),
+    "doctor": Command("mobius.doctor.command:run", "what this machine is good for, and what hurts it"),
     "board": Command("mobius.board.command:run", "a page with all runs under a folder, live: mobius board [FOLDER]"),
     "chat": Command("mobius.chat.command:chat", "answers in the terminal with a result, a checkpoint or an adapter"),
     "export": Command(

@@ -1,11 +1,13 @@
-"""Measures the write rate of a folder's disk, including fsync."""
+"""Measures the rates of a folder's disk: writes including fsync, and reads past the page cache."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 CHUNK_BYTES = 2**26
 MOST_SECONDS = 1.0
@@ -14,13 +16,34 @@ MOST_BYTES = 2**30
 
 def measure_write_rate(folder: Path) -> float | None:
     """Return the bytes per second of a test file, which takes about two seconds; None if it cannot be written."""
-    chunk = os.urandom(2**20) * (CHUNK_BYTES // 2**20)
+    rates = measure_rates(folder, reads=False)
+    return rates[0] if rates else None
+
+
+def measure_rates(folder: Path, *, reads: bool = True) -> list[float] | None:
+    """Return the bytes per second at which a test file is written, and read; None if it cannot be written."""
+    chunk = bytearray(os.urandom(2**20) * (CHUNK_BYTES // 2**20))
     try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            start, num_bytes = time.monotonic(), 0
-            while num_bytes < MOST_BYTES and time.monotonic() - start < MOST_SECONDS:
-                num_bytes += file.write(chunk)
-                os.fsync(file.fileno())
-            return num_bytes / (time.monotonic() - start)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            rates = [_rate(lambda: _write(file, chunk))]
+            if reads:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                file.seek(0)
+                rates.append(_rate(lambda: file.readinto(chunk) or 0))
+            return rates
     except OSError:
         return None
+
+
+def _write(file: IO[bytes], chunk: bytearray) -> int:
+    written = file.write(chunk)
+    os.fsync(file.fileno())
+    return written
+
+
+def _rate(move: Callable[[], int]) -> float:
+    """Bytes per second of moves, until one moves nothing."""
+    start, num_bytes = time.monotonic(), 0
+    while num_bytes < MOST_BYTES and time.monotonic() - start < MOST_SECONDS and (moved := move()):
+        num_bytes += moved
+    return num_bytes / (time.monotonic() - start)

@@ -113,17 +113,6 @@ def common_ancestor(one: Gpu, other: Gpu) -> Ancestor | None:
     return Ancestor.PIX if is_one_switch else Ancestor.PXB
 
 
-def describe_topology(gpus: Sequence[Gpu]) -> str:
-    """A table like `nvidia-smi topo -m`."""
-    lines = ["      " + "".join(f"{f'GPU{gpu.index}':<6}" for gpu in gpus) + "node  PCI address"]
-    for gpu in gpus:
-        cells = ["X" if other is gpu else common_ancestor(gpu, other) or "?" for other in gpus]
-        node = "?" if gpu.numa_node is None else str(gpu.numa_node)
-        row = "".join(f"{cell:<6}" for cell in cells)
-        lines.append(f"{f'GPU{gpu.index}':<6}{row}{node:<6}{gpu.address or '?'}  {gpu.name}".rstrip())
-    return "\n".join(lines)
-
-
 def choose_order(
     gpus: Sequence[Gpu], *, num_microbatches: int, names: Sequence[str], is_given: bool
 ) -> tuple[tuple[int, ...], str | None]:

@@ -20,7 +20,7 @@ from mobius.atomic_files import atomic_write
 from mobius.config.cli import given_options, parse_args
 from mobius.config.config import Config, Device, sections, spellings, split_names
 from mobius.config.validation import validate
-from mobius.errors import HostMemoryError, PlanError, RemediableError, StateFileError, reason_of
+from mobius.errors import GpuMemoryError, HostMemoryError, PlanError, RemediableError, StateFileError, reason_of
 from mobius.hardware.cpu_dtype import resolve_cpu_dtype
 from mobius.models.blocks import ModelParts
 from mobius.models.config_rules import max_positions_warning
@@ -204,19 +204,24 @@ class Forecast:
         return f"<table>{''.join(cells)}</table>"
 
 
-def forecast(words: Sequence[str], *, is_draft: bool = False) -> Forecast:
+def forecast(words: Sequence[str], *, is_draft: bool = False, with_remedies: bool = True) -> Forecast:
     """Return what `mobius plan` says of options as typed.
 
     A draft chooses numbers that are auto by bounds of their steps, which takes less than a second and may find a plan
-    that is a tenth slower. Raises MobiusError for what cannot be planned at all.
+    that is a tenth slower. To look for remedies takes seconds. Raises MobiusError for what cannot be planned at all.
     """
-    config = parse_args([_DRY_RUN, *words])
-    found = make_forecast(config, Ranks(0, 1, 0), given=given_options(words), is_draft=is_draft)
+    config, given = parse_args([_DRY_RUN, *words]), given_options(words)
+    found = make_forecast(config, Ranks(0, 1, 0), given=given, is_draft=is_draft, with_remedies=with_remedies)
     return replace(found, options=tuple(words))
 
 
 def make_forecast(
-    config: Config, ranks: Ranks, *, given: Collection[str] | None = None, is_draft: bool = False
+    config: Config,
+    ranks: Ranks,
+    *,
+    given: Collection[str] | None = None,
+    is_draft: bool = False,
+    with_remedies: bool = True,
 ) -> Forecast:
     """Return the forecast of a run; `given` are the options that the user set, None: all. Errors as in `forecast`."""
     machine = machine_to_plan_for(config, planned_ranks(config, ranks))
@@ -250,11 +255,11 @@ def make_forecast(
             prediction, steps = predict_step_time(found.plan, found.request, found.profile)
             found = replace(found, step_time_prediction=prediction, simulated_steps=steps)
     except DoesNotFitError as error:
-        refusals.append(gpu_refusal(error, model.config))
+        refusals.append(gpu_refusal(error, model.config) if with_remedies else GpuMemoryError(str(error)))
     if found is not None:
         checks = [partial(check_disks, found, is_here=config.planning.card is None)]
         if available is not None:
-            checks.append(partial(check_host_memory, found, available, model.config))
+            checks.append(partial(check_host_memory, found, available, model.config, with_remedies=with_remedies))
         for check in checks:
             try:
                 check()

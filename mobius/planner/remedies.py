@@ -69,7 +69,9 @@ def gpu_refusal(error: DoesNotFitError, model: PretrainedConfig | None = None) -
     )
 
 
-def check_host_memory(planned: PlanResult, available_bytes: int, model: PretrainedConfig | None = None) -> None:
+def check_host_memory(
+    planned: PlanResult, available_bytes: int, model: PretrainedConfig | None = None, *, with_remedies: bool = True
+) -> None:
     """Raise HostMemoryError with the arithmetic and what to change if a plan exceeds `available_bytes`.
 
     `model` as in `gpu_refusal`. A plan that is given leaves nothing to change.
@@ -77,7 +79,8 @@ def check_host_memory(planned: PlanResult, available_bytes: int, model: Pretrain
     need, is_given = planned.host_estimate, planned.request.config.planning.plan is not None
     if need.total <= available_bytes:
         return
-    found = {} if is_given else find_remedies(planned.request, planned.layer, model, available_bytes)
+    is_searched = with_remedies and not is_given
+    found = find_remedies(planned.request, planned.layer, model, available_bytes) if is_searched else {}
     remedies = describe_remedies(found, available_bytes)
     advice = f"\n{list_remedies(remedies)}" if remedies else " Use a smaller model or a larger host."
     refusal = HostMemoryError(

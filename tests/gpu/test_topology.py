@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import pytest
 import torch
 from harness.runs import ROOT, environment, free_port, make_checkpoint, make_dataset
 
-from mobius.hardware.topology import best_order, describe_topology, read_topology
+from mobius.hardware.topology import best_order, read_topology
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")]
@@ -20,7 +19,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS < 2, reason="needs tw
 
 def test_the_topology_of_this_machine_is_read() -> None:
     gpus = read_topology(NUM_GPUS)
-    logging.getLogger(__name__).info("\n%s", describe_topology(gpus))
 
     assert all(gpu.name for gpu in gpus)
     assert len({gpu.address for gpu in gpus}) == NUM_GPUS or None in {gpu.address for gpu in gpus}

@@ -29,6 +29,7 @@ from harness.forked import Ranks
 
 from mobius.commands import COMMANDS
 from mobius.config.cli import parse_args, read_command_line
+from mobius.doctor.command import parser as doctor_parser
 from mobius.errors import ConfigError
 from mobius.reporting.trace import Trace, TraceFacts, write_trace
 from mobius.schedule.lanes import Lane, LaneSpan
@@ -218,6 +219,8 @@ def _problems(words: Sequence[str]) -> list[str]:
             return _problems(["python", *rest])
         case ["mobius", "chat" | "export" as name, *options]:
             return _parser_problems(COMMANDS[name].function.partition(":")[0], options)
+        case ["mobius", "doctor", *options]:
+            return _option_problems(["--dry_run", *doctor_parser().parse_known_args(options)[1]])
         case ["mobius", "train" | "plan" | "preview" | "predict", *options]:
             return _problems(["bash", "train.sh", *options]) if options else []
         case ["python", "-m", "mobius", *options] | ["python", "main.py", *options] | ["mobius", *options]:

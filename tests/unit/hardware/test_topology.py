@@ -28,7 +28,6 @@ from mobius.hardware.topology import (
     best_order,
     choose_order,
     common_ancestor,
-    describe_topology,
     read_topology,
 )
 from mobius.schedule.build import build_schedule
@@ -82,16 +81,6 @@ def test_bridges_nodes_and_names_are_read_by_torch_s_numbers(root: Path, monkeyp
     assert (first.name, first.address, first.numa_node) == ("card 0", "0001:ab:00.0", 1)
     assert first.bridges == ("pci0001:a0", "0001:a0:01.1")
     assert second.bridges == ("pci0000:16", "0000:16:01.0", "0000:17:00.0", "0000:18:10.0")
-
-
-def test_the_table_shows_what_is_known_of_each_pair(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    see_gpus(monkeypatch, *PLACES, None)
-
-    lines = [line.split() for line in describe_topology(read_topology(5, root=root)).splitlines()]
-
-    assert lines[0] == ["GPU0", "GPU1", "GPU2", "GPU3", "GPU4", "node", "PCI", "address"]
-    assert lines[1] == ["GPU0", "X", "PIX", "PHB", "SYS", "?", "0", "0000:19:00.0", "card", "0"]
-    assert lines[5] == ["GPU4", "?", "?", "?", "?", "X", "?", "?", "card", "4"]
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,7 @@ READS_ITSELF = {
             "hardware/numa",
             "hardware/topology",
             "config/launch",
+            "doctor/machine",
             "ranks",
         ),
         *("data/chat_templates", "atomic_files"),

@@ -1,0 +1,1 @@
+"""`mobius doctor`: tells what this machine is good for, and what hurts it."""

@@ -1,0 +1,78 @@
+"""Work in forked processes, so that what hangs, fails or crashes costs nothing but its own result.
+
+They start with everything that is imported here, and may use CUDA as long as this process never does.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+
+from mobius.errors import MobiusError, first_line
+
+Work = Callable[[], object]
+_FORK = multiprocessing.get_context("fork")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Reason why there is no result."""
+
+    text: str
+    is_late: bool = False
+
+
+def run_apart(
+    works: Mapping[str, Work], *, end: float, most_at_once: int, tick: Callable[[], object] = lambda: None
+) -> dict[str, object]:
+    """Return the result of each work, or its Problem; none runs beyond `end` (`time.monotonic`).
+
+    They start in their order. `tick` is called after each.
+    """
+    waiting, results = [*works], dict[str, object]()
+    running = dict[Connection, tuple[str, BaseProcess]]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < most_at_once:
+                reader, writer = _FORK.Pipe(duplex=False)
+                process: BaseProcess = _FORK.Process(target=_run, args=(works[waiting[0]], writer), daemon=True)
+                process.start()
+                writer.close()
+                running[reader] = waiting.pop(0), process
+            done = wait([*running], timeout=max(0.0, end - time.monotonic()))
+            for reader in [each for each in running if each in done or not done]:
+                name, process = running.pop(reader)
+                results[name] = _result(reader) if done else Problem("it was not done in time", is_late=True)
+                process.kill()  # a driver that hangs keeps even this waiting, so nobody waits for it
+                tick()
+    finally:
+        for _, process in running.values():
+            process.kill()
+    return results
+
+
+def _result(reader: Connection) -> object:
+    try:
+        return reader.recv()
+    except EOFError:
+        return Problem("its process crashed")
+
+
+def _run(work: Work, writer: Connection) -> None:
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        for stream in (1, 2):
+            os.dup2(nowhere.fileno(), stream)  # libraries print
+    try:
+        result = work()
+    except MobiusError as error:
+        result = Problem(first_line(error))
+    except Exception as error:
+        result = Problem(f"{type(error).__name__}: {first_line(error)}")
+    writer.send(result)
+    writer.close()
+    os._exit(0)  # none of the cleanup of the process that was forked
