@@ -23,6 +23,7 @@ from mobius.config.validation import (
     find_ineffective_launch_options,
     find_problems,
     infer_eval_strategy,
+    leave_out_ineffective_options,
 )
 from mobius.errors import ConfigError
 from mobius.log import RANK_ZERO_ONLY
@@ -74,6 +75,9 @@ def parse_args(
         notices += [] if notice is None else [notice]
     else:  # the checkpoint's options count, which are not known yet
         invalid_options |= options().keys() - values.keys()
+    if file.said is not None:
+        config, notice = leave_out_ineffective_options(config, typed, file.said)
+        notices += [] if notice is None else [notice]
     if not config.evaluation.do_train and "dataset" not in values and config.data.eval_dataset is not None:
         # Without training data, rows are planned for the evaluated data.
         config = replace(config, data=replace(config.data, dataset=config.data.eval_dataset))
@@ -87,7 +91,7 @@ def parse_args(
         num_replicas=num_replicas,
         invalid_options=invalid_options,
         # A typed mode leaves the file's options for another mode without effect.
-        is_exempt=lambda name, modes: name not in typed and (file.is_translated or not typed.isdisjoint(modes)),
+        is_exempt=lambda name, mode_options: name not in typed and not typed.isdisjoint(mode_options),
     )
     if is_without_train_sh and is_run:
         found, ignored = find_ineffective_launch_options(

@@ -47,8 +47,8 @@ class OptionSource:
     """Options whose given value could not be read."""
     place: str = ""
     """Beginning of every problem."""
-    is_translated: bool = False
-    """Whether the values come from a file of another trainer, whose options without effect are no mistake here."""
+    said: set[str] | None = None
+    """Options that a file of another trainer sets, without the tool's defaults; None for a file of Mobius' own."""
     dashes: str = ""
     _spelled: dict[str, str] = field(default_factory=dict)
 
@@ -252,7 +252,7 @@ def _translated(result: OptionSource, keys: dict[str, object], launch: Launch) -
     except ConfigError as error:
         raise ConfigError(*(result.place + problem for problem in error.problems)) from None
     file, others = translate(recipe, keys, launch)
-    result.is_translated = True
+    result.said = file.said
     for option, (given, written) in file.given.items():
         result.take(option, given, written=written)
     told = f"read as a file of {recipe.name}; docs/user/other_trainers.md has what becomes of each key"

@@ -109,6 +109,21 @@ def _find_ineffective_options(o: SimpleNamespace, doubtful: set[str], is_exempt:
                 break
 
 
+def leave_out_ineffective_options(
+    config: Config, typed: Container[str], said: Container[str]
+) -> tuple[Config, str | None]:
+    """Return the config without options that have no effect in it, and a log line about those that a file `said`.
+
+    Other trainers take them in silence. `typed` ones are left in, to be refused.
+    """
+    values = option_values(config)
+    o = SimpleNamespace(**values, pipeline_size=None, num_replicas=1)
+    out = [name for name in values if name not in typed and not all(need.is_met(o) for need in options()[name].needs)]
+    asked = [f"--{name}" for name in out if name in said and asks(name, values[name])]
+    line = f"left out, as they have no effect here: {', '.join(asked)}" if asked else None
+    return config_from({name: value for name, value in values.items() if name not in out}), line
+
+
 def asks(name: str, value: OptionValue) -> bool:
     """Whether a value enables something that the default does not; switching off a disabled feature does not count."""
     return value != options()[name].default and bool(value) and str(value) not in ("no", "off", "none")

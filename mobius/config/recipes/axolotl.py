@@ -35,10 +35,7 @@ def _translate(file: TheirFile) -> None:
         file.problems.append("Axolotl has no default of learning_rate; give one")
     match file.text("adapter"):
         case "lora":
-            names = ("lora_r", "lora_target_modules", "lora_modules_to_save", "peft_use_rslora")
-            take_adapters(file, names, rank="8", alpha="16")
-            if path := file.text("lora_model_dir"):
-                file.put("adapter_path", path, "lora_model_dir")
+            take_adapters(file, "lora_target_modules", "lora_modules_to_save")
         case "":
             file.put("finetuning_type", "full")
         case _:

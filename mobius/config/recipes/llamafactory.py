@@ -42,16 +42,14 @@ def _translate(file: TheirFile) -> None:
     take_precision(file, is_bf16_default=False, bf16_keys=("bf16", "pure_bf16"))
     match file.text("finetuning_type", "lora"):
         case "lora":
-            rank = file.number("lora_rank", 8)
-            names = ("lora_rank", "lora_target", "additional_target", "use_rslora")
-            take_adapters(file, names, rank="8", alpha=f"{2 * rank:g}")
+            take_adapters(file, "lora_target", "additional_target")
+            file.put("lora_alpha", file.text("lora_alpha") or f"{2 * file.number('lora_rank', 8):g}", "lora_alpha")
         case "full":
             file.put("finetuning_type", "full", "finetuning_type")
         case _:
             file.refuse("finetuning_type", "it must be lora or full; --freeze names parts that are not trained")
     if file.is_on("do_predict") or file.is_on("predict_with_generate"):
         file.put("do_predict", "true", "do_predict", "predict_with_generate")
-        file.put("max_new_tokens", file.text("max_new_tokens", "1024"), "max_new_tokens")
     if file.is_on("use_swanlab"):
         trackers = [*file.names("report_to"), "swanlab"]
         file.put("report_to", ",".join(name for name in dict.fromkeys(trackers) if name != "none"), "use_swanlab")

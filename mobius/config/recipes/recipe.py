@@ -98,6 +98,8 @@ class TheirFile:
     launch: Launch
     given: dict[str, tuple[object, str]] = field(default_factory=dict)
     """Option -> its value as YAML has it, and the lines of the file that say so."""
+    said: set[str] = field(default_factory=set)
+    """Options among them that the file says, not the tool's defaults."""
     notices: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -105,6 +107,7 @@ class TheirFile:
         """Set an option to what `keys` of the file say, or the tool's defaults."""
         lines = [f"{key}: {shown(self.keys[key])}" for key in keys if key in self.keys]
         self.given[option] = (value, ", ".join(lines) or f"{option}: {shown(value)}")
+        self.said |= {option} if lines else set()
 
     def refuse(self, key: str, reason: str) -> None:
         """Record why a key cannot be taken."""

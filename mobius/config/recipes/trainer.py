@@ -27,14 +27,10 @@ def take_trainer(file: TheirFile, *, rows: float = 8, epochs: str = "3", logging
     warmup = file.number("warmup_steps", 0) or file.number("warmup_ratio", 0)
     file.put("warmup_steps", f"{0 if kind == 'constant' else warmup:g}", "warmup_steps", "warmup_ratio")
     file.put("save_total_limit", file.text("save_total_limit", "0"), "save_total_limit")
-    if file.text("eval_strategy", file.text("evaluation_strategy")) == "steps":
-        every = file.text("eval_steps") or file.text("logging_steps") or logging_steps
-        file.put("eval_steps", every, "eval_steps", "logging_steps")
+    every = file.text("eval_steps") or file.text("logging_steps") or logging_steps
+    file.put("eval_steps", every, "eval_steps")
     take_resume(file)
     take_trackers(file, "report_to")
-    for key in ("push_to_hub", "hub_model_id", "hub_private_repo") if file.is_on("push_to_hub") else ():
-        if file.keys.get(key) is not None:
-            file.put(key, file.keys[key], key)
     if file.is_on("use_cpu") or file.is_on("no_cuda"):
         file.put("device", "cpu", "use_cpu", "no_cuda")
 
@@ -103,17 +99,9 @@ def take_precision(file: TheirFile, *, is_bf16_default: bool, bf16_keys: Sequenc
     file.put("dtype", dtype, *bf16_keys, "fp16")
 
 
-def take_adapters(file: TheirFile, keys: Sequence[str], *, rank: str, alpha: str) -> None:
-    """Take the keys of LoRA, which mean nothing without adapters; `rank` and `alpha` are the tool's defaults.
-
-    `keys` are its names of rank, targets, modules that are trained beside adapters, and rsLoRA.
-    """
-    rank_key, target, modules_key, rslora = keys
+def take_adapters(file: TheirFile, target: str, modules_key: str) -> None:
+    """Take which layers get adapters, and the modules that are trained beside them."""
     file.put("finetuning_type", "lora")
-    file.put("lora_rank", file.text(rank_key, rank), rank_key)
-    if file.is_on(rslora):
-        file.put("use_rslora", "true", rslora)
-    file.put("lora_alpha", file.text("lora_alpha") or alpha, "lora_alpha")
     names = file.names(target)
     file.put("lora_target", "all" if names in (["all"], ["all-linear"]) else ",".join(names) or "all", target)
     modules = file.names(modules_key)

@@ -27,8 +27,7 @@ def _translate(file: TheirFile) -> None:
     is_cut = file.text("packing_strategy") == "wrapped"
     file.put("packing", ("joined" if is_cut else "on") if file.is_on("packing") else "off", "packing")
     if file.is_on("use_peft"):
-        names = ("lora_r", "lora_target_modules", "lora_modules_to_save", "use_rslora")
-        take_adapters(file, names, rank="16", alpha="32")
+        take_adapters(file, "lora_target_modules", "lora_modules_to_save")
         if not file.names("lora_target_modules"):
             file.put("lora_target", "q_proj,v_proj")
         if "lora_dropout" not in file.keys:

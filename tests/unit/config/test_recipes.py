@@ -11,6 +11,7 @@ from mobius.config.recipes.__main__ import page
 from mobius.config.recipes.llamafactory import templates
 from mobius.config.recipes.recipe import Recipe
 from mobius.config.recipes.tools import RECIPES
+from mobius.config.sources import to_yaml
 from mobius.data.chat_templates import BUILTIN_TEMPLATES
 from mobius.errors import ConfigError
 
@@ -591,3 +592,25 @@ def test_a_name_of_dataset_info_is_its_file_and_columns(
     assert shown(values["dataset"]).startswith(expected)
     if name == "openai":
         assert "max_samples=50" in str(values["dataset"])
+
+
+def test_what_the_tool_takes_in_silence_is_left_out_with_a_line_and_the_saved_options_are_valid(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "theirs.yaml"
+    unused = "save_strategy: no\nsave_steps: 50\neval_steps: 20\nlora_rank: 4\nmax_new_tokens: 9\n"
+    path.write_text(BASE["LLaMA-Factory"] + unused, encoding="utf-8")
+    config = parse_args(["--config", str(path)], num_ranks=2)
+    (line,) = (line for line in caplog.messages if line.startswith("left out, as they have no effect here: "))
+    assert set(line.partition(": ")[2].split(", ")) == {
+        "--save_steps",
+        "--eval_steps",
+        "--lora_rank",
+        "--max_new_tokens",
+    }
+
+    saved = tmp_path / "training_args.yaml"
+    saved.write_text(to_yaml(config), encoding="utf-8")
+    assert parse_args(["--config", str(saved)], num_ranks=2) == config
+    with pytest.raises(ConfigError, match="--lora_rank` has no effect"):
+        parse_args(["--config", str(path), "--lora_rank", "4"], num_ranks=2)
