@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import getpass
 import secrets
 import signal
 import socket
@@ -12,12 +11,13 @@ import sys
 import tempfile
 import webbrowser
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+from mobius.board.planning import PlanningProcess
 from mobius.board.runs import RunStore
-from mobius.board.server import HOST, BoardServer
+from mobius.board.server import HOST, BoardServer, Planner
 from mobius.errors import ConfigError, reason_of
 
 PORT: Final = 8765
@@ -35,13 +35,14 @@ def run(words: Sequence[str]) -> int:
     given = parser.parse_args(words)
     if not given.folder.is_dir():
         raise ConfigError(f"{given.folder} is no folder. Name one that has runs in it, at any depth, or will have.")
-    server = open_server(RunStore(given.folder.resolve()), given.port)
+    planning = PlanningProcess()
+    server = open_server(RunStore(given.folder.resolve()), planning.answer, given.port)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with server, suppress(KeyboardInterrupt):
+    with closing(planning), server, suppress(KeyboardInterrupt):
         sys.stdout.write(
             f"runs under {given.folder.resolve()}: {server.url}\n"
-            f"from another machine: ssh -N -L {server.port}:{HOST}:{server.port} "
-            f"{_user()}@{socket.gethostname()}, then the same address there\n"
+            f"from another machine: ssh -N -L {server.port}:{HOST}:{server.port} {socket.gethostname()}, "
+            "then the same address there\n"
             "Ctrl-C ends the page, not the runs.\n"
         )
         sys.stdout.flush()
@@ -50,13 +51,13 @@ def run(words: Sequence[str]) -> int:
     return 0
 
 
-def open_server(store: RunStore, port: int | None) -> BoardServer:
+def open_server(store: RunStore, planner: Planner, port: int | None) -> BoardServer:
     """Return the server on `port`, or None: on the first free one of some. Raises ConfigError if it is taken."""
     token = secrets.token_urlsafe(24)
     ports = range(PORT, PORT + _MORE_PORTS) if port is None else (port,)
     for each in ports:
         try:
-            return BoardServer(store, token=token, port=each)
+            return BoardServer(store, token=token, planner=planner, port=each)
         except (OSError, OverflowError) as error:
             if port is not None and getattr(error, "errno", None) != errno.EADDRINUSE:
                 reason = reason_of(error)
@@ -83,9 +84,3 @@ def opened_in_browser(url: str) -> Iterator[None]:
         file.flush()
         browser.open(Path(file.name).as_uri())
         yield
-
-
-def _user() -> str:
-    with suppress(OSError, KeyError):
-        return getpass.getuser()
-    return "USER"

@@ -173,9 +173,13 @@ class RunStore:
             self._histories.popitem(last=False)
         return history, own
 
+    def folder(self, name: str) -> Path:
+        """Folder of a run; KeyError if there is no such run."""
+        return self._runs[name].folder
+
     def file(self, name: str, file: str) -> bytes:
         """Beginning of one of FILES of a run, empty without it. Raises KeyError for other names; OSError."""
-        path, most = self._runs[name].folder / file, FILES[file]
+        path, most = self.folder(name) / file, FILES[file]
         if not path.exists():
             return b""
         with open_regular(path) as opened:

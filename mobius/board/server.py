@@ -14,7 +14,7 @@ import re
 import select
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,15 +23,17 @@ from typing import Any, Final
 from urllib.parse import parse_qs
 
 from mobius.board.runs import RunStore
+from mobius.errors import MobiusError
 
 HOST: Final = "127.0.0.1"
 _OWN_NAME: Final = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?", re.IGNORECASE)
 """Any port: the near end of an SSH tunnel may have another one, and a page of another site has another name."""
-_TYPES: Final = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
-_PAGE: Final = (
-    *("index.html", "style.css", "app.js", "words.js", "charts.js", "runs.js"),
-    *("uplot.min.js", "uplot.min.css"),
-)
+_PAGE: Final = {
+    "": "text/html",
+    **dict.fromkeys(("style.css", "uplot.min.css"), "text/css"),
+    **dict.fromkeys(("app.js", "words.js", "charts.js", "runs.js", "plan.js", "uplot.min.js"), "text/javascript"),
+}
+"""Files of the page and their types."""
 _HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -40,9 +42,13 @@ _HEADERS: Final = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+_MAX_BODY: Final = 2**20
 _POINTS: Final = 1000
 _POLL_SECONDS: Final = 1.0
 _HEARTBEAT_POLLS: Final = 20
+
+Planner = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""Function that answers a question of the page; raises MobiusError with the message for its reader."""
 
 
 class BoardServer(ThreadingHTTPServer):
@@ -51,9 +57,9 @@ class BoardServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64  # a browser asks for all files of the page at once
 
-    def __init__(self, store: RunStore, *, token: str, port: int = 0) -> None:
+    def __init__(self, store: RunStore, *, token: str, planner: Planner, port: int = 0) -> None:
         """Bind `port` of this machine, 0: any that is free. Raises OSError if it is taken."""
-        self.store, self.token = store, token
+        self.store, self.token, self.planner = store, token, planner
         super().__init__((HOST, port), _Request)
 
     @property
@@ -80,50 +86,57 @@ class _Request(BaseHTTPRequestHandler):
         pass  # addresses hold the secret
 
     def do_GET(self) -> None:
-        path, query = self._admitted()
-        if path in _PAGE or path == "":
-            name = path or "index.html"
-            content = resources.files("mobius.board").joinpath("page", name).read_bytes()
-            self._answer(content, _TYPES[name.rpartition(".")[2]])
-        elif path == "api/events":
-            self._stream(query)
-        elif path is not None:
-            try:
-                self._answer(self._found(path, query), "application/json")
-            except (KeyError, ValueError, OSError):
-                self._refuse(HTTPStatus.NOT_FOUND, "There is no such thing.")
+        self._respond(self._found)
 
-    def _admitted(self) -> tuple[str | None, Mapping[str, list[str]]]:
-        """Path behind the secret, and the query; (None, {}) after a refusal."""
+    def do_POST(self) -> None:
+        self._respond(self._planned)
+
+    def _respond(self, find: Callable[[str, Mapping[str, list[str]]], tuple[bytes, str]]) -> None:
+        """Answer what `find` finds by the path behind the secret and the query, if the request may know it."""
         address, _, query = self.path.partition("?")
         token, _, path = address.removeprefix("/").partition("/")
         if not _OWN_NAME.fullmatch(self.headers.get("Host", "")):
             self._refuse(HTTPStatus.MISDIRECTED_REQUEST, "Open the board as 127.0.0.1 or localhost.")
         elif not hmac.compare_digest(token.encode(), self.server.token.encode()):
             self._refuse(HTTPStatus.FORBIDDEN, "Open the board by the whole address that `mobius board` has printed.")
+        elif path == "api/events":
+            self._stream(parse_qs(query).get("run", []))
         else:
-            return path, parse_qs(query)
-        return None, {}
+            try:
+                found = find(path, parse_qs(query))
+            except (KeyError, TypeError, ValueError, OSError, RecursionError):
+                self._refuse(HTTPStatus.NOT_FOUND, "There is no such thing.")
+            else:
+                self._answer(*found)
 
-    def _found(self, path: str, query: Mapping[str, list[str]]) -> bytes:
-        """Answer to a question about runs, as JSON or as the file. Raises KeyError, ValueError or OSError for none."""
-        store = self.server.store
-        if path == "api/runs":
-            return json.dumps(store.summaries()).encode()
-        name = query["run"][0]
+    def _found(self, path: str, query: Mapping[str, list[str]]) -> tuple[bytes, str]:
+        """File of the page or of a run, or some of its steps, and the type. Raises KeyError, ValueError or OSError."""
         if path == "api/section":
             first, last = (float(query[key][0]) for key in ("first", "last"))
-            return json.dumps(store.section(name, first, last, _POINTS)).encode()
+            return _json(self.server.store.section(query["run"][0], first, last, _POINTS))
         if path == "api/file":
-            return store.file(name, query["file"][0])
-        raise KeyError(path)
+            return self.server.store.file(query["run"][0], query["file"][0]), "application/json"
+        kind = _PAGE[path]
+        return resources.files("mobius.board").joinpath("page", path or "index.html").read_bytes(), kind
 
-    def _stream(self, query: Mapping[str, list[str]]) -> None:
-        """Send rows of the list that changed, and what is new of the runs that are looked at, until the page goes."""
+    def _planned(self, path: str, _: Mapping[str, list[str]]) -> tuple[bytes, str]:
+        """Forecast for a JSON object: `words`, after the options of `run`, if any. Raises errors as `_found`."""
+        length = int(self.headers["Content-Length"])
+        if path != "api/plan" or not 0 <= length <= _MAX_BODY:
+            raise KeyError(path)
+        question = json.loads(self.rfile.read(length))
+        if "run" in question:
+            options = self.server.store.folder(question["run"]) / "training_args.yaml"
+            question["words"] = ["--config", str(options), *question["words"]]
+        try:
+            return _json(self.server.planner(question))
+        except MobiusError as error:
+            return _json({"problem": str(error)})
+
+    def _stream(self, names: Sequence[str]) -> None:
+        """Send rows of the list that changed, and what is new of the runs `names`, until the page goes."""
         self._head("text/event-stream")
-        watched = dict.fromkeys(query.get("run", [])[:2], (0, 0))
-        rows: dict[str, Any] = {}
-        polls = 0
+        watched, rows, polls = dict.fromkeys(names[:2], (0, 0)), dict[str, Any](), 0
         while not _has_gone(self.connection, _POLL_SECONDS if polls else 0.0):
             now = {row["id"]: row for row in self.server.store.summaries()}
             if now != rows or not polls:
@@ -153,6 +166,10 @@ class _Request(BaseHTTPRequestHandler):
         for name, value in {"Content-Type": f"{kind}; charset=utf-8", **_HEADERS, **(more or {})}.items():
             self.send_header(name, value)
         self.end_headers()
+
+
+def _json(value: object) -> tuple[bytes, str]:
+    return json.dumps(value).encode(), "application/json"
 
 
 def _has_gone(connection: socket.socket, seconds: float) -> bool:

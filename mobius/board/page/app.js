@@ -1,8 +1,9 @@
 // The frame of the page: views, language, colours, and the connection to the board.
 import { setLanguage, t } from "./words.js";
+import * as plan from "./plan.js";
 import * as runs from "./runs.js";
 
-const VIEWS = { runs };
+const VIEWS = { runs, plan };
 const remembered = (key, fallback) => { try { return localStorage.getItem(key) ?? fallback; } catch { return fallback; } };
 const remember = (key, value) => { try { localStorage.setItem(key, value); } catch { /* a private window */ } };
 const byId = (id) => document.getElementById(id);

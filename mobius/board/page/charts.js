@@ -30,29 +30,29 @@ export class Chart {
     this.index = null;
   }
 
-  show(lines, { logarithmic = false, range = null, steps = null } = {}) {
+  show(lines, { logarithmic = false, range = null, axis = "axis_step" } = {}) {
     lines = lines.filter((line) => line.y && line.y.some((value) => value !== null && value !== undefined));
     this.root.hidden = !lines.length;
     if (!lines.length) return;
-    const shape = JSON.stringify([lines.map((line) => [line.name, line.colour, !!line.low]), logarithmic, css("--ink")]);
+    const shape = JSON.stringify([lines.map((line) => [line.name, line.colour, !!line.low]), logarithmic, axis, css("--ink")]);
     const tables = lines.map((line) => [line.x, line.y, ...(line.low ? [line.low, line.high] : [])]);
     const data = tables.length === 1 ? tables[0] : uPlot.join(tables);
-    this.range = range;
     if (shape === this.shape && this.plot) {
       this.plot.setData(data, false);
     } else {
       this.plot?.destroy();
-      this.plot = new uPlot(this.options(lines, logarithmic), data, this.box);
+      this.plot = new uPlot(this.options(lines, logarithmic, axis), data, this.box);
       this.shape = shape;
     }
     const x = this.plot.data[0];
-    this.plot.setScale("x", range ? { min: range[0], max: range[1] } : { min: x[0], max: x[x.length - 1] });
-    this.describe(lines[0], steps);
+    const [min, max] = (this.range = range ?? [x[0], x[x.length - 1]]);
+    this.plot.setScale("x", { min, max });
+    this.describe(lines[0], axis);
     if (this.details.open) this.tabulate();
   }
 
-  options(lines, logarithmic) {
-    const series = [{ label: t("axis_step"), value: (_, value) => figures(value, 6) }];
+  options(lines, logarithmic, axis) {
+    const series = [{ label: t(axis), value: (_, value) => figures(value, 6) }];
     const bands = [];
     for (const line of lines) {
       const own = { stroke: line.colour, dash: line.dash, width: line.width ?? 1.5, spanGaps: true };
@@ -64,11 +64,11 @@ export class Chart {
         series.push({ ...edge, class: "edge" }, { ...edge, class: "edge" });
       }
     }
-    const axis = { stroke: css("--quiet"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), width: 1 } };
+    const look = { stroke: css("--quiet"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), width: 1 } };
     return {
       ...this.size(), series, bands,
       scales: { x: { time: false }, y: { distr: logarithmic ? 3 : 1 } },
-      axes: [{ ...axis, size: 28 }, { ...axis, size: 62, values: (_, values) => values.map((value) => (value === null ? "" : figures(value))) }],
+      axes: [{ ...look, size: 28 }, { ...look, size: 62, values: (_, values) => values.map((value) => (value === null ? "" : figures(value))) }],
       cursor: { drag: { x: true, y: false, setScale: false } },
       hooks: { setSelect: [(plot) => this.selected(plot)] },
     };
@@ -89,13 +89,13 @@ export class Chart {
     if (this.plot && this.box.clientWidth && this.box.clientWidth !== this.plot.width) this.plot.setSize(this.size());
   }
 
-  describe(line) {
+  describe(line, axis) {
     const known = line.y.filter((value) => value !== null && value !== undefined);
     const at = line.y.lastIndexOf(known[known.length - 1]);
     const [least, most] = known.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
     const last = figures(known[known.length - 1]);
     this.latest.textContent = last;
-    this.box.setAttribute("aria-label", t("chart", this.title, last, figures(line.x[at], 6), figures(least), figures(most)));
+    this.box.setAttribute("aria-label", t("chart", this.title, last, `${t(axis)} ${figures(line.x[at], 6)}`, figures(least), figures(most)));
   }
 
   key(event) {
@@ -114,9 +114,8 @@ export class Chart {
   tabulate() {
     if (!this.details.open || !this.plot) return;
     const named = this.plot.series.map((series, index) => [series.label, index]).filter(([label]) => label);
-    const length = this.plot.data[0].length;
-    const rows = [];
-    for (let row = length - 1; row >= Math.max(0, length - 20); row -= 1) rows.push(row);
+    const [min, max] = this.range;
+    const rows = [...this.plot.data[0].keys()].filter((row) => this.plot.data[0][row] >= min && this.plot.data[0][row] <= max).slice(-20).reverse();
     this.rows.replaceChildren(h("table", {},
       h("thead", {}, h("tr", {}, named.map(([label]) => h("th", { scope: "col" }, label)))),
       h("tbody", {}, rows.map((row) => h("tr", {}, named.map(([, index]) => h("td", {}, figures(this.plot.data[index][row], 6))))))));

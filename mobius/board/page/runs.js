@@ -1,5 +1,6 @@
 // The view of runs: the list, and one run or two side by side.
 import { COLOURS, Chart, drawTimeline, smooth } from "./charts.js";
+import { ask, spansOf, waitsOf } from "./plan.js";
 import { bytes, duration, figures, h, t, table } from "./words.js";
 
 const byId = (id) => document.getElementById(id);
@@ -77,7 +78,9 @@ async function loadFiles(name) {
     ["plan.json", "predict_results.json", "training_args.yaml", "generated_predictions.jsonl", "trace.json"].map((file) => textOf(name, file)));
   files.set(name, { plan: parsed(plan), predict: parsed(predict), options, trace: parsed(trace),
     answers: answers.split("\n").slice(0, 50).map(parsed).filter(Boolean) });
-  drawFiles();
+  if (!parts) return;
+  drawFolds();
+  drawRest();
 }
 
 function drawList() {
@@ -203,7 +206,7 @@ function drawCharts() {
   });
   byId("whole").disabled = !settings.range;
   for (const [key, chart] of Object.entries(charts)) {
-    chart.show(lines[key], { logarithmic: key === "loss" && settings.logarithmic, range: settings.range });
+    chart.show(lines[key], { logarithmic: key === "loss" && settings.logarithmic, range: settings.range, axis: `axis_${settings.axis}` });
   }
 }
 
@@ -242,21 +245,19 @@ function drawWhere() {
 
 const multipleTitle = (name) => (names.length > 1 ? h("h4", {}, name) : null);
 
+// What is folded open, and a prediction, stays: only what has changed is made anew.
 function drawRest() {
-  // What is folded open stays open: only what has changed is made anew.
   const told = names.map((name) => details.get(name));
-  const shown = JSON.stringify(told.map((one) => one && [one.evaluations.length, one.warnings.length, one.checkpoints.length, one.start.time]));
-  if (parts.rest.dataset.shown === shown) return;
-  parts.rest.dataset.shown = shown;
-  drawFiles();
+  const isNew = (element, facts) => { const text = JSON.stringify(facts), before = element.dataset.shown; element.dataset.shown = text; return text !== before; };
+  if (isNew(parts.rest, told.map((one) => one && [one.evaluations.length, one.warnings.length, one.checkpoints.length, one.start.time]))) drawFolds();
+  if (isNew(parts.lines, told.map((one, index) => one && [one.start.time, !!files.get(names[index])?.trace]))) drawLines();
 }
 
-function drawFiles() {
-  if (!parts) return;
-  const opened = new Set([...parts.rest.querySelectorAll("details[open] > summary")].map((summary) => summary.textContent.replace(/\(.*/, "")));
+function drawFolds() {
+  const own = (summary) => summary.textContent.replace(/\(.*/, "");
+  const opened = new Set([...parts.rest.querySelectorAll("details[open] > summary")].map(own));
   parts.rest.replaceChildren(...names.map((name) => h("div", {}, multipleTitle(name), foldsOf(details.get(name), files.get(name) ?? {}))));
-  for (const summary of parts.rest.querySelectorAll("summary")) summary.parentElement.open = opened.has(summary.textContent.replace(/\(.*/, ""));
-  drawLines();
+  for (const summary of parts.rest.querySelectorAll("summary")) summary.parentElement.open = opened.has(own(summary));
 }
 
 function foldsOf(told, own) {
@@ -290,10 +291,31 @@ function foldsOf(told, own) {
 function drawLines() {
   parts.lines.replaceChildren(...names.map((name) => {
     const box = h("div", {}), told = timelineOf(files.get(name)?.trace);
-    box.append(...[multipleTitle(name), told ? null : h("p", { class: "quiet" }, t("no_timeline"))].filter(Boolean));
+    box.append(told ? "" : h("p", { class: "quiet" }, t("no_timeline")));
     if (told) requestAnimationFrame(() => drawTrace(box, name, told.steps[Math.min(1, told.steps.length - 1)]));
-    return box;
+    return h("div", {}, ...[multipleTitle(name)].filter(Boolean), box, predictionOf(name));
   }));
+}
+
+// The planner's step of a run with the same options on the same cards, once somebody asks for it.
+function predictionOf(name) {
+  const start = details.get(name)?.start ?? {}, box = h("div", {});
+  if (!start.device || start.device === "cpu") return box;
+  const plain = (text) => text.toLowerCase().replace(/[^a-z0-9]/g, "");
+  const button = h("button", { type: "button", class: "ask", click: async () => {
+    button.disabled = true;
+    const cards = Object.keys((await ask({})).cards ?? {}).filter((card) => plain(start.device).includes(plain(card)));
+    const card = cards.sort((one, other) => other.length - one.length)[0];
+    const found = await ask({ run: name, words: [...(card ? ["--card", card] : []), "--num_ranks", String(start.num_ranks)] });
+    button.disabled = false;
+    if (!found.timeline) return box.replaceChildren(button, h("p", { class: "note" }, found.problem ?? t("no_prediction")));
+    const canvas = h("canvas", { role: "img", "aria-label": t("timeline_predicted") }), note = h("p", { class: "note" });
+    box.replaceChildren(h("h4", {}, `${t("timeline_predicted")}: ${figures(found.step_seconds, 3)} s`), h("div", { class: "timeline" }, canvas), note, waitsOf(found),
+      h("p", {}, t("gain", found.limited_by, (100 * found.gain_if_faster).toFixed(1))), ...Object.entries(found.remedies).map(([options, text]) => h("p", {}, h("code", {}, options), ` ${text}`)));
+    return drawTimeline(canvas, spansOf(found), found.step_seconds, note);
+  } }, t("ask_planner"));
+  box.append(button);
+  return box;
 }
 
 // Spans by step of a Chrome trace; null for what is none.
@@ -323,7 +345,7 @@ function drawTrace(box, name, step) {
   const canvas = h("canvas", { role: "img", "aria-label": t("timeline") }), note = h("p", { class: "note" });
   const choice = h("select", { change: (event) => drawTrace(box, name, Number(event.target.value)) },
     steps.map((one) => h("option", { value: String(one), selected: one === step }, one)));
-  box.replaceChildren(...[multipleTitle(name), h("label", {}, h("span", {}, t("step")), choice), h("div", { class: "timeline" }, canvas), note,
+  box.replaceChildren(...[h("label", {}, h("span", {}, t("step")), choice), h("div", { class: "timeline" }, canvas), note,
     table(t("per_rank"), [t("per_rank"), ...lanes], [...ranks].sort().map(([rank, sums]) => [t("rank", rank), ...[...lanes].map((lane) => figures(sums[lane] ?? 0, 3))]))].filter(Boolean));
   drawTimeline(canvas, shown, (end - start) / 1e6, note);
 }

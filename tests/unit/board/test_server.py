@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,23 @@ from mobius.board import command
 from mobius.board.command import open_server, opened_in_browser
 from mobius.board.runs import RunStore
 from mobius.board.server import BoardServer
-from mobius.errors import ConfigError
+from mobius.errors import ConfigError, PlanError
 
 ROOT = Path(__file__).resolve().parents[3]
+
+
+def planned(question: Mapping[str, Any]) -> Mapping[str, Any]:
+    """In the place of the planner: the question."""
+    if question["words"] == ["bad"]:
+        raise PlanError("it does not fit")
+    return question
 
 
 @pytest.fixture
 def board(tmp_path: Path) -> Iterator[BoardServer]:
     write_run(tmp_path / "runs" / "first", 5)
     (tmp_path / "secret.txt").write_text("secret")
-    server = open_server(RunStore(tmp_path / "runs"), port=0)
+    server = open_server(RunStore(tmp_path / "runs"), planned, port=0)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield server
@@ -37,11 +44,14 @@ def board(tmp_path: Path) -> Iterator[BoardServer]:
     server.server_close()
 
 
-def ask(board: BoardServer, path: str, *, method: str = "GET", host: str | None = None) -> tuple[int, str, Any]:
+def ask(
+    board: BoardServer, path: str, *, method: str = "GET", host: str | None = None, body: str = ""
+) -> tuple[int, str, Any]:
     with socket.create_connection(("127.0.0.1", board.port), timeout=10) as connection:
         name = f"127.0.0.1:{board.port}" if host is None else host
         head = f"Host: {name}\r\n" if name else ""
-        connection.sendall(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode("latin-1"))
+        head += f"Content-Length: {len(body)}\r\n" if body else ""
+        connection.sendall(f"{method} {path} HTTP/1.1\r\n{head}\r\n{body}".encode("latin-1"))
         answer = http.client.HTTPResponse(connection, method=method)
         answer.begin()
         return answer.status, answer.read().decode(), answer.headers
@@ -57,7 +67,7 @@ def test_the_page_and_all_that_it_names_is_here_and_from_nowhere_else(board: Boa
         assert status == 200, name
         seen.add(name)
         waiting += [other for other in re.findall(r'from "\./(\w+\.js)"', text) if other not in seen]
-    assert {"style.css", "uplot.min.js", "app.js", "runs.js", "charts.js", "words.js"} <= seen
+    assert {"style.css", "uplot.min.js", "app.js", "runs.js", "plan.js", "charts.js", "words.js"} <= seen
     assert "default-src 'none'" in headers["Content-Security-Policy"]
     assert "unsafe" not in headers["Content-Security-Policy"]
     assert headers["Referrer-Policy"] == "no-referrer"
@@ -77,11 +87,11 @@ def test_without_the_token_there_is_nothing(board: BoardServer, path: str) -> No
 )
 def test_a_name_that_is_not_this_machine_is_refused(board: BoardServer, host: str) -> None:
     """A page of another site that points its own name at 127.0.0.1."""
-    assert ask(board, f"/{board.token}/api/runs", host=host)[0] == 421
+    assert ask(board, f"/{board.token}/app.js", host=host)[0] == 421
 
 
 def test_the_end_of_a_tunnel_may_have_another_port(board: BoardServer) -> None:
-    assert ask(board, f"/{board.token}/api/runs", host="localhost:9999")[0] == 200
+    assert ask(board, f"/{board.token}/app.js", host="localhost:9999")[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -106,8 +116,30 @@ def test_it_listens_on_this_machine_alone(board: BoardServer) -> None:
 
 @pytest.mark.parametrize("method", ["PUT", "DELETE", "PATCH", "POST"])
 def test_nothing_can_be_written(board: BoardServer, method: str) -> None:
-    status, _, _ = ask(board, f"/{board.token}/api/runs", method=method)
-    assert status in (400, 501)
+    status, _, _ = ask(board, f"/{board.token}/api/file?run=first&file=plan.json", method=method)
+    assert status in (404, 501)
+
+
+def test_questions_reach_the_planner_with_the_options_of_a_run(board: BoardServer) -> None:
+    def answer(body: str, token: str = board.token) -> tuple[int, str]:
+        return ask(board, f"/{token}/api/plan", method="POST", body=body)[:2]
+
+    board.store.summaries()
+    assert answer('{"words": ["--card", "T4"]}') == (200, '{"words": ["--card", "T4"]}')
+    of_run = json.loads(answer('{"words": ["--card", "T4"], "run": "first"}')[1])
+    assert of_run["words"] == ["--config", str(board.store.root / "first" / "training_args.yaml"), "--card", "T4"]
+    assert json.loads(answer('{"words": ["bad"]}')[1]) == {"problem": "it does not fit"}
+    for wrong in (
+        "no json",
+        "[1]",
+        "7",
+        "",
+        '{"run": "../x", "words": []}',
+        '{"run": ["first"], "words": []}',
+        "[" * 10**5,
+    ):
+        assert answer(wrong)[0] == 404
+    assert answer('{"words": []}', "guess")[0] == 403
 
 
 def test_files_of_a_run_come_as_they_are_and_absent_ones_empty(board: BoardServer) -> None:
@@ -160,7 +192,7 @@ def test_a_stream_sends_the_list_then_what_is_new(board: BoardServer, monkeypatc
 
 
 def test_two_boards_take_two_ports_and_keep_two_secrets(tmp_path: Path) -> None:
-    with open_server(RunStore(tmp_path), None) as one, open_server(RunStore(tmp_path), None) as other:
+    with open_server(RunStore(tmp_path), planned, None) as one, open_server(RunStore(tmp_path), planned, None) as other:
         assert one.port != other.port
         assert one.token != other.token
         assert len(one.token) >= 32
@@ -170,12 +202,12 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"--port {port} is taken.*--port"):
-            open_server(RunStore(tmp_path), port)
+            open_server(RunStore(tmp_path), planned, port)
         monkeypatch.setattr(command, "PORT", port)
-        with open_server(RunStore(tmp_path), None) as next_one:
+        with open_server(RunStore(tmp_path), planned, None) as next_one:
             assert port < next_one.port <= port + 20
     with pytest.raises(ConfigError, match=r"--port 99999 cannot be opened.*65535"):
-        open_server(RunStore(tmp_path), 99999)
+        open_server(RunStore(tmp_path), planned, 99999)
     with pytest.raises(ConfigError, match="no folder"):
         command.run([str(tmp_path / "nowhere")])
 
