@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Final
 
+from mobius.config.config import TRACKERS
 from mobius.config.recipes.recipe import Recipe, TheirFile
 from mobius.config.recipes.trainer import (
     take_adapters,
@@ -16,7 +17,6 @@ from mobius.errors import excerpt
 
 TEMPLATES: Final = ("chatml", "llama3", "gemma", "alpaca")
 """Axolotl's templates for which there is a built-in one of that name."""
-_OWN_TEMPLATE: Final = ("", "tokenizer_default")
 _HARMLESS_PLUGINS: Final = ("LigerPlugin", "CutCrossEntropyPlugin")
 _MESSAGE_KEYS: Final = ({"role": "role", "content": "content"}, {"role": "from", "content": "value"})
 _SAME_PLACE: Final = ("json", "csv", "parquet", "text", "arrow")
@@ -44,12 +44,11 @@ def _translate(file: TheirFile) -> None:
     take_resume(file)
     if file.is_on("auto_resume_from_checkpoints"):
         file.put("resume_from_checkpoint", "true", "auto_resume_from_checkpoints")
-    trackers = {
-        "wandb": file.text("wandb_project") or file.is_on("use_wandb"),
-        "tensorboard": file.is_on("use_tensorboard"),
-    }
-    if named := ",".join(name for name, is_asked in trackers.items() if is_asked):
-        file.put("report_to", named, "wandb_project", "use_wandb", "use_tensorboard")
+    trackers = [
+        name for name in TRACKERS if file.is_on(f"use_{name}") or (name == "wandb" and file.text("wandb_project"))
+    ]
+    if trackers:
+        file.put("report_to", ",".join(trackers), "wandb_project", *(f"use_{name}" for name in trackers))
     if name := file.text("hub_model_id"):
         file.put("push_to_hub", "true", "hub_model_id")
         file.put("hub_model_id", name, "hub_model_id")
@@ -104,9 +103,8 @@ def _take_data(file: TheirFile) -> None:
         file.put("packing", "joined", "pretraining_dataset")
     if len(templates) > 1:
         file.refuse("datasets", f"one run has one chat template, and they ask for {', '.join(sorted(templates))}")
-    for name in sorted(templates)[:1]:
-        if name not in _OWN_TEMPLATE and "chat_template" not in file.launch.typed:
-            file.put("chat_template", name, "chat_template")
+    elif (name := "".join(templates)) and "chat_template" not in file.launch.typed:
+        file.put("chat_template", name, "chat_template")
 
 
 def _datasets(
@@ -133,10 +131,10 @@ def _datasets(
             templates.add(_check_template(file, str(given) if template in ("", "jinja") and given else template))
         case _:
             file.refuse(key, f"type {excerpt(kind or 'of its own')}: known are chat_template, alpaca and completion")
-    paths = (
-        entry.get("data_files") if entry.get("data_files") and entry.get("path") in _SAME_PLACE else entry.get("path")
-    )
-    if paths is entry.get("path") and entry.get("data_files"):
+    paths = entry.get("path")
+    if entry.get("data_files") and paths in _SAME_PLACE:
+        paths = entry["data_files"]
+    elif entry.get("data_files"):
         file.refuse(key, "data_files of a dataset of the hub cannot be taken; give the files themselves as path")
     names = (("subset", "name"), ("subset", "subset"), ("split", "split"))
     rest: dict[str, object] = {ours: entry[theirs] for ours, theirs in names if entry.get(theirs)}
@@ -160,11 +158,10 @@ def _check_messages(file: TheirFile, key: str, entry: Mapping[str, object]) -> N
 
 def _check_template(file: TheirFile, name: str) -> str:
     """Name or path of a chat template; others than the built-in ones are left to the tokenizer, with a notice."""
-    if name.startswith("tokenizer_default") or name in _OWN_TEMPLATE:
-        return ""
     if name in TEMPLATES or name.endswith((".jinja", ".jinja2", ".j2")):
         return name
-    file.notices.append(f"`chat_template: {excerpt(name)}`: the tokenizer's own is used, whose text may differ")
+    if name and not name.startswith("tokenizer_default"):
+        file.notices.append(f"`chat_template: {excerpt(name)}`: the tokenizer's own is used, whose text may differ")
     return ""
 
 

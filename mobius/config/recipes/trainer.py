@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from typing import Final
 
-from mobius.config.config import TRACKERS
 from mobius.config.options import PARTS
 from mobius.config.recipes.recipe import TheirFile
 
@@ -30,7 +29,8 @@ def take_trainer(file: TheirFile, *, rows: float = 8, epochs: str = "3", logging
     every = file.text("eval_steps") or file.text("logging_steps") or logging_steps
     file.put("eval_steps", every, "eval_steps")
     take_resume(file)
-    take_trackers(file, "report_to")
+    if file.names("report_to"):
+        file.put("report_to", ",".join(file.names("report_to")), "report_to")
     if file.is_on("use_cpu") or file.is_on("no_cuda"):
         file.put("device", "cpu", "use_cpu", "no_cuda")
 
@@ -76,16 +76,6 @@ def take_resume(file: TheirFile) -> None:
     if file.text("resume_from_checkpoint").lower() not in ("", "false"):
         given = "true" if file.is_on("resume_from_checkpoint") else file.text("resume_from_checkpoint")
         file.put("resume_from_checkpoint", given, "resume_from_checkpoint")
-
-
-def take_trackers(file: TheirFile, key: str) -> None:
-    """Take the trackers that there are; others are named in a notice."""
-    asked = [name for name in file.names(key) if name != "none"]
-    known = [name for name in asked if name in TRACKERS]
-    if known:
-        file.put("report_to", ",".join(known), key)
-    if others := [name for name in asked if name not in TRACKERS]:
-        file.notices.append(f"`{key}`: there is no tracker {', '.join(others)}; known are {', '.join(TRACKERS)}")
 
 
 def take_precision(file: TheirFile, *, is_bf16_default: bool, bf16_keys: Sequence[str] = ("bf16",)) -> None:

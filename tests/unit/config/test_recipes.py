@@ -227,6 +227,8 @@ auto_resume_from_checkpoints: true -> resume_from_checkpoint true
 wandb_project: p -> report_to wandb
 use_wandb: true -> report_to wandb
 use_tensorboard: true -> report_to tensorboard
+use_mlflow: true; wandb_project: p -> report_to wandb,mlflow
+use_trackio: true -> report_to trackio
 hub_model_id: me/m -> push_to_hub True; hub_model_id me/m
 special_tokens: {pad_token: x} -> model_path m
 plugins: [axolotl.integrations.liger.LigerPlugin] -> model_path m
@@ -286,7 +288,7 @@ flex_attention flex_attn_compile_kwargs s2_attention sage_attention sdpa_varlen 
 experts_implementation lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel cut_cross_entropy
 selective_checkpointing layer_offloading activation_offloading dp_shard_size dp_replicate_size generate_samples
 use_kernels torch_compile float32 low_cpu_mem_usage max_memory merge_method llama4_linearized_experts use_otel_metrics
-use_mlflow use_comet use_trackio merge_lora dataset_prepared_path dataloader_num_workers dataloader_pin_memory
+merge_lora dataset_prepared_path dataloader_num_workers dataloader_pin_memory
 dataloader_prefetch_factor dataloader_drop_last accelerator_config remove_unused_columns local_rank ddp_timeout
 ddp_bucket_cap_mb ddp_broadcast_buffers ddp_find_unused_parameters greater_is_better tf32 gradient_checkpointing
 gradient_checkpointing_kwargs xformers_attention sdp_attention flash_attention eager_attention attn_implementation
@@ -314,8 +316,8 @@ reward_model process_reward_model simpo_gamma use_pose lora_target_parameters lo
 loftq_bits lr_groups lr_quadratic_warmup use_eaft tokens added_tokens_overrides resize_token_embeddings_to_32x
 reinit_weights shrink_embeddings overrides_of_model_config overrides_of_model_kwargs revision_of_model
 model_quantization_config fix_untrained_tokens eot_tokens chat_template_kwargs trainer_cls context_parallel_size
-sequence_parallel_degree load_in_8bit load_in_4bit unfrozen_parameters tensor_parallel_size neftune_noise_alpha
-noisy_embedding_alpha rope_scaling loftq_config fp8 adapter=qlora dpo_beta relora_steps
+use_comet sequence_parallel_degree load_in_8bit load_in_4bit unfrozen_parameters tensor_parallel_size
+neftune_noise_alpha noisy_embedding_alpha rope_scaling loftq_config fp8 adapter=qlora dpo_beta relora_steps
 frobnicate
 """,
 }
