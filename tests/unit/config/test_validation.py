@@ -63,7 +63,7 @@ REFUSED = """
 --preview 5000                                               : preview
 --preprocessing_num_workers 0                                : preprocessing_num_workers
 --master_port 70000                                          : master_port
---report_to tensorboard,mlflow                               : report_to
+--report_to tensorboard,comet                                : report_to
 --report_to none,wandb                                       : report_to
 --seq_length 1                                               : seq_length
 --adam_beta2 1                                               : adam_beta2
