@@ -53,6 +53,8 @@ def run_command(name: str, words: Sequence[str]) -> int:
     except MobiusError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
+    except KeyboardInterrupt:
+        return 130  # as of a run that is interrupted
 
 
 def train(words: Sequence[str]) -> int | None:

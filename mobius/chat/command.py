@@ -107,8 +107,8 @@ def _open(given: argparse.Namespace) -> Conversation:
 
 
 def _terminal_prompts() -> Iterator[str]:
-    import readline  # noqa: F401  # lines can be edited, and taken again
-
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # lines can be edited, and taken again
     with contextlib.suppress(EOFError):
         while True:
             yield input("> ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import shutil
 import struct
@@ -17,6 +18,8 @@ from mobius.log import setup_logging
 from mobius.ranks import prepare_environment
 from mobius.regular_files import open_regular
 from mobius.units import format_bytes
+
+logger = logging.getLogger(__name__)
 
 _CONVERTER: Final = "convert_hf_to_gguf.py"
 
@@ -55,13 +58,14 @@ def export(words: Sequence[str]) -> None:
     made = f"{output.name}.gguf"
 
     def finish(partial: Path) -> None:
-        sys.stdout.write("".join(f"{line}\n" for line in check_folder(partial)))
+        for line in check_folder(partial):
+            logger.info("%s", line)
         if converter is not None:
             _make_gguf(converter, partial, made, given.gguf_type)
 
     max_file_bytes = sys.maxsize if given.one_file else FILE_BYTES
     write_model(saved, parts, output, dtype=dtype, max_file_bytes=max_file_bytes, finish=finish)
-    sys.stdout.write(f"written: {output / made if given.gguf else output}\n")
+    logger.info("written: %s", output / made if given.gguf else output)
 
 
 def _check_room(output: Path, num_bytes: int, *, is_one_file: bool, num_copies: int) -> None:
@@ -102,8 +106,8 @@ def _find_converter(llama_cpp: str | None) -> Path:
         raise ConfigError(
             f"--gguf needs llama.cpp's {_CONVERTER}, which is not "
             f"{'on the PATH' if llama_cpp is None else f'in {llama_cpp}'}. Get it with `git clone --depth 1 "
-            "https://github.com/ggml-org/llama.cpp` and `pip install ./llama.cpp/gguf-py`, and give --llama_cpp "
-            "llama.cpp."
+            "https://github.com/ggml-org/llama.cpp` and `pip install ./llama.cpp/gguf-py sentencepiece`, and give "
+            "--llama_cpp llama.cpp."
         )
     return Path(found)
 

@@ -214,7 +214,7 @@ class TextGenerator:
                     **({"tokenizer": self.tokenizer} if config.stop_strings else {}),
                 ),
             )
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, BrokenPipeError):  # the latter of a streamer
             raise
         except Exception as error:  # transformers raises any error for a wrong setting
             raise CheckpointError(

@@ -100,12 +100,15 @@ def test_the_oldest_turns_go_where_the_context_is_full_and_a_prompt_without_room
 ) -> None:
     conversation = Conversation(generator, GREEDY, max_new_tokens=8)
     ask = asked(conversation, generator, monkeypatch)
-    generator.model.config.max_position_embeddings = 40
     ask("one")
-    assert ask("two " * 9) == f"<user>{'two ' * 9}<assistant>"
+    ask("two")
+    (_, (_, answer)) = conversation._turns
+    context = len(conversation._tokens("three")) + 8 - 1
+    generator.model.config.max_position_embeddings = context
+    assert ask("three") == f"<user>two<assistant>{answer}<user>three<assistant>"
     assert "the oldest prompt and answer are forgotten" in caplog.text
-    with pytest.raises(DataError, match="no room in the model's context of 40"):
-        ask("many " * 60)
+    with pytest.raises(DataError, match=f"no room in the model's context of {context}"):
+        ask("many " * 90)
 
 
 def test_ctrl_c_stops_an_answer_whose_beginning_is_a_turn(generator: TextGenerator) -> None:
@@ -140,6 +143,18 @@ def test_each_line_of_a_pipe_is_a_prompt_and_only_answers_are_written(
 
     drawn = [piped(monkeypatch, capsys, b"a\n", "--seed", seed, "--temperature", "2") for seed in "112"]
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_a_reader_that_has_ended_ends_the_chat_without_a_word(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\nb\n")))
+        assert chat(["model", "--device", "cpu", "--max_new_tokens", "3"]) == 0
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("options", ["--top_p 0", "--temperature -1", "--max_new_tokens 0", "--dtype int4", ""])

@@ -173,7 +173,7 @@ def test_llama_cpps_converter_makes_the_only_file(
 
     script.chmod(0o755)
     monkeypatch.setenv("PATH", "llama.cpp")
-    for wrong in ("sys.exit(3)", "pass", 'pathlib.Path(made).write_bytes(b"GGML" + bytes(40))'):
+    for wrong in ("sys.exit(3)", "pass", 'pathlib.Path(made).write_bytes(b"GGML" + bytes(range(40)))'):
         script.write_text(CONVERTER.format(wrong))
         with pytest.raises(CheckpointError, match="has made no GGUF file .*\n.*\nthe reason"):
             export(["model", "two", *words])
