@@ -313,17 +313,14 @@ def _compile_function(
     function: Callable[[Sequence[Tensor]], Results], tensors: Sequence[Tensor]
 ) -> Callable[..., Results]:
     """Compile `function` into one graph for tensors of these shapes; the graph takes them as separate arguments."""
-    graph = make_fx(lambda *tensors: function(tensors), tracing_mode="fake")(*tensors)
+    graph = make_fx(lambda *tensors: function(tensors), tracing_mode="fake")(*_apart(tensors))
     if _has_codes(tensors):  # linears of one input quantize it once
         graph = GraphModule(graph, fx_graph_cse(graph.graph))
     return _compile(graph)
 
 
 def _split(call: _Call, level: RecomputeLevel, *, has_outputs: bool = True) -> _SplitGraphs:
-    """Split `call.differentiate` into forward and backward graphs with torch's min-cut partitioner.
-
-    Not one graph for both: from its gradients, a model of the width of 7B learnt nothing on H100s and H200s.
-    """
+    """Split `call.differentiate` into forward and backward graphs with torch's min-cut partitioner."""
 
     # The partitioner recognizes gradients by the name `tangents`, and judges cost on small operations only.
     def joint(primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Results:
@@ -331,7 +328,7 @@ def _split(call: _Call, level: RecomputeLevel, *, has_outputs: bool = True) -> _
         return cast(Results, dispatch_functionalize(call.differentiate, FunctionalTensorMode())(primals, tangents))
 
     like = _outputs_like(call)
-    given = list(call.tensors), [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in like]
+    given = _apart(call.tensors), [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in like]
     graph = make_fx(joint, decomposition_table=select_decomp_table(), tracing_mode="fake")(*given)
     for node in list(graph.graph.nodes):
         if node.target in _SAME:  # otherwise the alias would be saved in place of the input
@@ -345,6 +342,11 @@ def _split(call: _Call, level: RecomputeLevel, *, has_outputs: bool = True) -> _
     num_outputs, (output,) = len(like) if has_outputs else 0, forward.graph.find_nodes(op="output")
     run_forward = _compile(forward) if output.args[0] else _save_nothing
     return _SplitGraphs(num_outputs, run_forward, _compile_emptying(backward), backward_inputs, call.leaves)
+
+
+def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Views of `tensors` to trace with: of a tensor that is given twice, a trace would make one input of the graph."""
+    return [each.detach() for each in tensors]
 
 
 def _save_nothing(*tensors: Tensor) -> Results:

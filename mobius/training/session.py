@@ -38,7 +38,6 @@ from mobius.engine.update_queue import UpdateQueue
 from mobius.engine.waits import WaitClock
 from mobius.hardware.devices import MemoryMeter, num_optimizer_threads, set_host_threads, use_device
 from mobius.hardware.spans import NO_SPANS, Spans
-from mobius.log import RANK_ZERO_ONLY
 from mobius.models.peft_folder import AdapterFolder, AdapterWeights
 from mobius.models.weights import (
     CheckpointWeights,
@@ -293,12 +292,6 @@ def _connect(run_setup: RunSetup, spans: Spans) -> Transport:
     if ranks.num_pipeline_ranks == 1:
         return SingleRankTransport(world, replicas)
     mailboxes, spreads_head = None, run_setup.config.pipeline.spread_head
-    if spreads_head and device.type == "cuda":
-        logger.warning(
-            "--spread_head: on four GPUs losses were not those of a run without it, which is not explained yet; leave "
-            "it out to train (docs/user/planning.md)",
-            extra=RANK_ZERO_ONLY,
-        )
     if rank_context.pipeline_rendezvous is not None and run_setup.config.pipeline.copy_messages:
         message_bytes = math.prod(run_setup.sent_shape) * run_setup.dtype.itemsize
         mailboxes = Mailboxes(

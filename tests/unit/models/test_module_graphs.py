@@ -259,6 +259,31 @@ def test_a_module_may_have_several_inputs_and_outputs(uncompiled: list[torch.fx.
     assert len(uncompiled) == (3 if way == "kept" else 2)
 
 
+@pytest.mark.parametrize("way", ["forward", "kept", "recomputed"])
+def test_a_graph_from_a_call_with_one_tensor_in_all_places_serves_other_calls(
+    uncompiled: list[torch.fx.GraphModule], way: str
+) -> None:
+    """The planner measures layers with one tensor as input and as gradient of the output."""
+
+    def results(block: Block, one: Tensor, other: Tensor, of_turned: Tensor) -> Sequence[Tensor]:
+        sums, gradients = {"layer.weight": torch.zeros(4)}, (torch.ones(4, 4), of_turned)
+        if way == "forward":
+            return run_many_without_graph(block, weights, (one, other), {})
+        if way == "kept":
+            graph = run_with_graph(block, weights, (one, other), {})
+            return *backward(block, graph, sums, *gradients), *sums.values()
+        return *recomputed_backward(block, weights, (one, other), {}, sums, *gradients), *sums.values()
+
+    eager, weights = Block("layer.", Mixing(), {"weight": (4,)}), {"layer.weight": torch.rand(4)}
+    block = replace(eager, graphs=CompiledModule(eager.module, name="layers"))
+    same, *others = (torch.rand(4, 4, 4) for _ in range(4))
+    results(block, same, same, same)
+    num_graphs = len(uncompiled)
+    one, other, of_turned = others
+    assert_near(results(block, one, other, of_turned), results(eager, one, other, of_turned), share=1e-6)
+    assert len(uncompiled) == num_graphs > 0
+
+
 class Choosing(nn.Module):
     """Its operations depend on the numbers."""
 
