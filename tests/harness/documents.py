@@ -221,11 +221,13 @@ def _problems(words: Sequence[str]) -> list[str]:
             return _parser_problems(COMMANDS[name].function.partition(":")[0], options)
         case ["mobius", "doctor", *options]:
             return _option_problems(["--dry_run", *doctor_parser().parse_known_args(options)[1]])
+        case ["mobius", "plan", *options] if options:
+            return _problems(["bash", "train.sh", *options, "--dry_run"])
         case ["mobius", "train" | "plan" | "preview" | "predict", *options]:
             return _problems(["bash", "train.sh", *options]) if options else []
         case ["python", "-m", "mobius", *options] | ["python", "main.py", *options] | ["mobius", *options]:
             return _option_problems(options)
-        case ["python", "-m", "mobius.config.cli", ">", file]:
+        case ["python", "-m", "mobius.config.cli" | "mobius.config.recipes", ">", file]:
             return _missing([file])
         case ["torchrun", *rest]:
             (place,) = (index for index, word in enumerate(rest) if word.removeprefix("./") == "main.py")
