@@ -26,19 +26,16 @@ _OPTIONS = (
     ("--top_p", float, None, "draw from the likeliest tokens of this total probability"),
     ("--seed", int, None, "of the draws; default: another one each time"),
 )
+_LIMITS = {"max_new_tokens": (1, 1e9), "temperature": (0, 100), "top_p": (1e-6, 1), "seed": (0, 2**63 - 1)}
 
 
 def chat(words: Sequence[str]) -> int:
     """Answer prompts until they end; returns 130 after Ctrl-C at a prompt. Raises MobiusError."""
     given = parser().parse_args(words)
-    if (
-        given.max_new_tokens < 1
-        or (given.temperature or 0) < 0
-        or not 0 < (1 if given.top_p is None else given.top_p) <= 1
-    ):
-        raise ConfigError(
-            "--max_new_tokens is at least 1, --temperature at least 0, and --top_p above 0 and at most 1."
-        )
+    for name, (least, largest) in _LIMITS.items():
+        value = getattr(given, name)
+        if value is not None and not least <= value <= largest:
+            raise ConfigError(f"--{name} {value:g}: use a number from {least:g} to {largest:g}.")
     prepare_environment()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     is_terminal = sys.stdin.isatty()

@@ -157,7 +157,10 @@ def test_a_reader_that_has_ended_ends_the_chat_without_a_word(
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize("options", ["--top_p 0", "--temperature -1", "--max_new_tokens 0", "--dtype int4", ""])
+@pytest.mark.parametrize(
+    "options",
+    ["--top_p 0", "--temperature nan", "--seed 9223372036854775808", "--max_new_tokens 0", "--dtype int4", ""],
+)
 def test_a_wrong_option_is_one_message(options: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         sys.exit(run_command("chat", [*(["model"] if options else []), *options.split()]))
