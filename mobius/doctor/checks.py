@@ -161,8 +161,8 @@ def _judge_host_speed(speed: HostSpeed) -> Judgement:
 
 
 def _judge_cores(gpus: Sequence[Gpu], host: Host) -> Judgement:
-    found = f"{host.cores}, load {host.load:.1f}"
-    if host.load > host.cores:
+    found = f"{host.cores}, {host.load:.1f} processes per core of the machine"
+    if host.load > 1:
         return SLOW, found, "other programs keep the cores busy: end them, and ask again, as measurements suffer too"
     if host.cores < CORES_PER_GPU * len(gpus):
         return SLOW, found, f"{CORES_PER_GPU} per GPU keep updates on the CPU from taking longer than copies"
@@ -237,7 +237,7 @@ def judge_all(facts: Mapping[str, object]) -> Iterator[Finding]:
     Late facts are a fault where the check says so, unless the machine is busy.
     """
     host = facts["host"]
-    is_busy = isinstance(host, Host) and host.load > host.cores
+    is_busy = isinstance(host, Host) and host.load > 1
     for name, judge in CHECKS.items():
         values = [facts[each] for each in signature(judge).parameters]
         problem = next((each for each in values if isinstance(each, Problem)), None)

@@ -57,8 +57,8 @@ def run(words: Sequence[str]) -> int:
     if taken := sorted({"model_path", "finetuning_type"} & typed.keys()):
         options = ", ".join(f"--{name}" for name in taken)
         raise ConfigError(f"{options}: the table has models and ways of its own; for one of yours use mobius plan")
-    visible = resources.visible_devices
-    num_gpus = resources.num_gpus if visible is None else len(device_list(visible))
+    listed = [name for name in device_list(resources.visible_devices) if name != "-1"]
+    num_gpus = resources.num_gpus if resources.visible_devices is None else len(listed)
     num_ranks = int(str(typed.get("num_ranks", num_gpus or CPU_RANKS)))
     if num_ranks > 0 and (num_gpus or "card" in typed):
         if "host_memory_limit" not in typed:

@@ -88,6 +88,8 @@ def plan_rows(tries: Tries) -> Row:
     for rows in tries:
         for row in rows:
             found = forecast(row.words, with_remedies=False)
+            if found.machine.on_cpu:
+                return replace(row, fits=False, reason="torch sees no GPU")
             if found.fits:
                 return replace(row, fits=True, tokens_per_second=found.tokens_per_second)
             if found.found is not None:

@@ -94,7 +94,7 @@ class Host:
 
     cores: int
     load: float
-    """Processes that wanted a core in the last minute."""
+    """Processes per core of the whole machine that wanted one in the last minute."""
     total_bytes: int
     available_bytes: int
     shared_bytes: int
@@ -204,15 +204,16 @@ def read_software() -> Software:
 
 def read_host(root: Path = Path("/")) -> Host:
     """Facts that the kernel tells of the machine and of this process's limits."""
-    shared, devices = os.statvfs(root / "dev/shm"), (root / "sys/bus/pci/devices").glob("*")
+    shared = os.statvfs(root / "dev/shm") if (root / "dev/shm").is_dir() else None
+    devices = (root / "sys/bus/pci/devices").glob("*")
     gpus = [each for each in devices if _text(each / "vendor") == "0x10de" and _text(each / "class")[:4] == "0x03"]
     nodes = sorted((root / "sys/devices/system/node").glob("node[0-9]*"))
     return Host(
         cores=count_cores(root / "sys/fs/cgroup/cpu.max"),
-        load=os.getloadavg()[0],
+        load=os.getloadavg()[0] / (os.cpu_count() or 1),
         total_bytes=total_host_bytes(root),
         available_bytes=available_host_bytes(root),
-        shared_bytes=shared.f_frsize * shared.f_blocks,
+        shared_bytes=shared.f_frsize * shared.f_blocks if shared else 0,
         open_files=_limit(resource.RLIMIT_NOFILE),
         locked_bytes=_limit(resource.RLIMIT_MEMLOCK),
         node_bytes=tuple(int(_text(node / "meminfo").split("MemTotal:")[1].split()[0]) * 1024 for node in nodes),

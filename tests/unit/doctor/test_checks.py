@@ -15,7 +15,7 @@ GIB = 2**30
 CARD = Gpu("NVIDIA GeForce RTX 4090", 24 * GIB, "8.9", "580.95.05", "0000:17:00.0", 4, 4, 16, 16)
 LINKS = Links((25e9, 25e9), (26e9, 26e9), (4, 4))
 SOFTWARE = Software("2.13.0+cu130", "13.0", True, (2, 29, 7), "x86_64")
-HOST = Host(32, 1.5, 128 * GIB, 120 * GIB, 64 * GIB, 1048576, None, (64 * GIB, 64 * GIB), "identity", ())
+HOST = Host(32, 0.1, 128 * GIB, 120 * GIB, 64 * GIB, 1048576, None, (64 * GIB, 64 * GIB), "identity", ())
 RIGHT: dict[str, Any] = {
     "gpus": [CARD, CARD],
     "links": LINKS,
@@ -74,7 +74,7 @@ def test_a_machine_that_is_right_is_ok_in_every_line() -> None:
         ("host memory", host(available_bytes=5 * GIB), "wrong", ("5.0 GiB of 128.0 GiB", "end other programs")),
         ("host memory", host(available_bytes=50 * GIB), "slow", ("other programs",)),
         ("cores", host(cores=6), "slow", ("6", "4 per GPU")),
-        ("cores", host(load=40.0), "slow", ("32, load 40.0", "other programs")),
+        ("cores", host(load=4.0), "slow", ("32, 4.0 processes per core", "other programs")),
     ],
 )
 def test_what_is_wrong_is_found_in_its_line_alone(
@@ -115,5 +115,5 @@ def test_copies_that_hang_are_wrong() -> None:
     by_name = {each.name: each for each in judge_all(RIGHT | {"links": Problem("not done", is_late=True)})}
     assert by_name["GPU copies"].status is Status.WRONG
     assert "NCCL_P2P_DISABLE=1" in by_name["GPU copies"].advice
-    busy = judge_all(RIGHT | host(load=40.0) | {"links": Problem("not done", is_late=True)})
+    busy = judge_all(RIGHT | host(load=4.0) | {"links": Problem("not done", is_late=True)})
     assert {each.name: each.status for each in busy}["GPU copies"] is Status.UNKNOWN

@@ -1,6 +1,7 @@
 """The command's report: its table has the numbers of plans, its exit code and JSON say what is wrong."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -88,6 +89,14 @@ def test_a_model_that_does_not_fit_says_what_it_needs() -> None:
     assert f"no: {row.reason}" in line
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without GPUs")
+def test_a_gpu_that_torch_does_not_see_fits_nothing() -> None:
+    words = shlex.split(
+        "--num_ranks 2 --num_stages 4 --num_chunks 4 --batch_size 4 --seq_length 512 --host_memory_limit 64"
+    )
+    assert plan_rows(rows_to_plan(words, 2)["1B", "full"]).reason == "torch sees no GPU"
+
+
 def test_a_row_that_is_late_is_no_refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(
         command, "run_apart", lambda works, **_: {name: Problem("late", is_late=True) for name in works}
@@ -141,6 +150,7 @@ def test_mistyped_words_are_one_message(words: list[str], text: str, capsys: pyt
 
 
 @pytest.mark.extended
+@pytest.mark.skipif(os.getloadavg()[0] > (os.cpu_count() or 1), reason="this machine is busy")
 def test_the_whole_command_ends_in_time() -> None:
     words = [sys.executable, "-m", "mobius", "doctor", "--json", *BOX]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)

@@ -1,6 +1,7 @@
 """Facts are read as kernel and driver write them, and bytes that arrive wrong are found."""
 
 import shlex
+import shutil
 import struct
 from pathlib import Path
 
@@ -92,6 +93,12 @@ def test_the_host_is_read_with_bridges_that_redirect(
     assert host.node_bytes == (600 * 1024, 400 * 1024)
     assert host.translation == "DMA-FQ"
     assert host.redirecting == expected
+
+
+def test_a_machine_without_shared_memory_has_none(tmp_path: Path) -> None:
+    make_root(tmp_path, access=0)
+    shutil.rmtree(tmp_path / "dev")
+    assert read_host(tmp_path).shared_bytes == 0
 
 
 def test_this_machine_can_be_read() -> None:
