@@ -88,11 +88,13 @@ function drawList() {
   const shown = [...rows.values()].filter((row) => `${row.id} ${t(row.state)} ${row.state}`.toLowerCase().includes(wanted));
   shown.sort((one, other) => other.modified - one.modified || one.id.localeCompare(other.id));
   byId("none").hidden = rows.size > 0;
+  const focused = document.activeElement?.closest("#list a")?.getAttribute("href");
   byId("list").replaceChildren(...shown.map((row) => h("li", {},
     h("a", { href: address(row.id), "aria-current": names.includes(row.id) ? "true" : null, class: row.state },
       h("span", { class: "name" }, row.id), h("span", { class: `badge ${row.state}` }, t(row.state).split(/[:,：，]/)[0]),
       h("progress", { max: row.num_steps ?? 1, value: row.num_steps ? row.step : 0, "aria-label": place(row) }),
       h("span", { class: "quiet" }, `${place(row)} · ${t("loss")} ${figures(row.loss)}${row.left ? ` · ${duration(row.left[0])}` : ""}`)))));
+  if (focused) [...byId("list").querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus();
 }
 
 const place = (row) => (row.num_steps ? t("progress", row.step, row.num_steps) : t("step_only", row.step));
