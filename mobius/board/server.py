@@ -126,7 +126,7 @@ class _Request(BaseHTTPRequestHandler):
             raise KeyError(path)
         question = json.loads(self.rfile.read(length))
         if "run" in question:
-            options = self.server.store.folder(question["run"]) / "training_args.yaml"
+            options = self.server.store.folder(question.pop("run")) / "training_args.yaml"
             question["words"] = ["--config", str(options), *question["words"]]
         try:
             return _json(self.server.planner(question))

@@ -336,6 +336,15 @@ def test_a_plan_follows_each_change(page: Page) -> None:
     page.until_text("#answer", "did you mean `--batch_size`?")
 
 
+def test_the_planner_tells_what_a_run_should_take(page: Page, root: Path) -> None:
+    write_run(root / "asked", 30)
+    (root / "asked" / "training_args.yaml").write_text("model_path: 0.5b\nseq_length: 1024\nbatch_size: 16\n")
+    page.open("#runs/asked")
+    page.one("button.ask").click()
+    page.until_text("h4", "Predicted timeline of a step")
+    page.until_text("#run", "limits the step")
+
+
 def test_without_the_secret_there_is_no_page(page: Page) -> None:
     page.driver.get(page.url.rsplit("/", 2)[0] + "/guess/")
     page.until_text("body", "whole address")
