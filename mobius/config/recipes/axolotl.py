@@ -78,7 +78,6 @@ def _take_saves(file: TheirFile) -> None:
     """Take when checkpoints are saved and when is evaluated: every so many steps, or so often in an epoch."""
     epochs = file.number("num_epochs", 1)
     has_data = bool(file.number("val_set_size", 0) or file.mappings("test_datasets"))
-    file.put("save_total_limit", file.text("save_total_limit", "4"), "save_total_limit")
     for word, per_epoch in (("save", "saves_per_epoch"), ("eval", "evals_per_epoch")):
         every, times, asked = file.text(f"{word}_steps"), file.number(per_epoch, 0), file.text(f"{word}_strategy")
         if word == "eval" and not has_data:

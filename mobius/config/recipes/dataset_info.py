@@ -35,8 +35,8 @@ def read_dataset_info(file: TheirFile, key: str, *, is_pretraining: bool) -> lis
     """
     folder, names = file.text("dataset_dir", "data"), file.names(key)
     if folder == "ONLINE":
-        return [{"path": name} for name in names]
-    path = Path(folder).expanduser() / _FILE
+        return [_dataset({"hf_hub_url": name}, folder, is_pretraining=is_pretraining) for name in names]
+    path = Path(folder) / _FILE
     try:
         if folder.startswith("REMOTE:"):
             raise ConfigError(f"`dataset_dir: {excerpt(folder)}`: download that folder, and give its path")

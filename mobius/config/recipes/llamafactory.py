@@ -48,13 +48,9 @@ def _translate(file: TheirFile) -> None:
             file.put("finetuning_type", "full", "finetuning_type")
         case _:
             file.refuse("finetuning_type", "it must be lora or full; --freeze names parts that are not trained")
-    if file.is_on("do_predict") or file.is_on("predict_with_generate"):
-        file.put("do_predict", "true", "do_predict", "predict_with_generate")
     if file.is_on("use_swanlab"):
         trackers = [*file.names("report_to"), "swanlab"]
         file.put("report_to", ",".join(name for name in dict.fromkeys(trackers) if name != "none"), "use_swanlab")
-    if name := file.text("swanlab_run_name"):
-        file.put("run_name", name, "swanlab_run_name")
 
 
 def _take_packing(file: TheirFile, *, is_pretraining: bool) -> None:

@@ -25,7 +25,6 @@ def take_trainer(file: TheirFile, *, rows: float = 8, epochs: str = "3", logging
     take_schedule_arguments(file)
     warmup = file.number("warmup_steps", 0) or file.number("warmup_ratio", 0)
     file.put("warmup_steps", f"{0 if kind == 'constant' else warmup:g}", "warmup_steps", "warmup_ratio")
-    file.put("save_total_limit", file.text("save_total_limit", "0"), "save_total_limit")
     every = file.text("eval_steps") or file.text("logging_steps") or logging_steps
     file.put("eval_steps", every, "eval_steps")
     take_resume(file)

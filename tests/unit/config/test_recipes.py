@@ -95,9 +95,9 @@ template: smollm2 -> default_system You are a helpful AI assistant named SmolLM,
 template: qwen; default_system: Be kind. -> chat_template chatml; default_system Be kind.
 template: phi -> chat_template phi3; default_system auto
 template: deepseek3 -> chat_template auto
-dataset: a, b; dataset_dir: ONLINE -> dataset a b
-dataset_dir: ONLINE; dataset: a -> dataset a
-eval_dataset: e; dataset_dir: ONLINE; eval_strategy: epoch -> eval_dataset e
+dataset: a, b; dataset_dir: ONLINE; stage: pt -> dataset a,columns=text:instruction b,columns=text:instruction
+dataset_dir: ONLINE; dataset: a -> dataset a,columns=instruction:instruction;query:input;output:output
+eval_dataset: e; dataset_dir: ONLINE; eval_strategy: epoch; stage: pt -> eval_dataset e,columns=text:instruction
 packing: true -> packing on
 neat_packing: true -> packing on
 lora_rank: 32; finetuning_type: lora -> lora_rank 32; lora_alpha 64.0
@@ -516,6 +516,7 @@ def test_a_typed_option_replaces_what_the_file_cannot_say(tmp_path: Path) -> Non
         ("additional_target: q_proj\nfinetuning_type: lora", "embed_tokens, lm_head and norm can"),
         ("dataset: d\ndataset_dir: nowhere", "dataset_info.json cannot be read"),
         ("dataset: d\ndataset_dir: REMOTE:a/b", "download that folder"),
+        ("dataset: d\ndataset_dir: ~nobody_of_that_name", "dataset_info.json cannot be read"),
     ],
 )
 def test_a_value_that_is_none_is_told(tmp_path: Path, key: str, part: str) -> None:
