@@ -88,13 +88,13 @@ def _gather(
         alone = {"speed": machine.measure_host}
         facts = run_apart(alone, end=min(end, time.monotonic() + SPEED_SECONDS), most_at_once=1, tick=bar.update)
         reads: dict[str, Work] = {
-            "gpus": machine.read_gpus,
             "links": machine.measure_links,
+            "disk": partial(machine.measure_disk, folder.absolute()),
+            "gpus": machine.read_gpus,
             "software": machine.read_software,
             "host": machine.read_host,
-            "disk": partial(machine.measure_disk, folder.absolute()),
         }
-        works, most = {**reads, **fits.works_of(tries)}, len(reads) + count_cores()
+        works, most = {**reads, **fits.works_of(tries)}, max(3, count_cores())  # the first two leave the cores idle
         facts |= run_apart(works, end=end, most_at_once=most, tick=bar.update)
     return facts, [_row(facts[" ".join(key)], own[0][0]) for key, own in tries.items()]
 

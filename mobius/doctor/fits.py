@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -100,7 +101,9 @@ def plan_rows(tries: Tries) -> Row:
 
 
 def works_of(rows: Mapping[tuple[str, str], Tries]) -> dict[str, Work]:
-    """Return the work of each model and way, by name."""
+    """Return the work of each model and way, by name; imports what would take each of them 0.4 s."""
+    for family in ("llama", "qwen2") if rows else ():
+        importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     return {" ".join(key): partial(plan_rows, tries) for key, tries in rows.items()}
 
 
