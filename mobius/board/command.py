@@ -24,21 +24,25 @@ PORT: Final = 8765
 _MORE_PORTS: Final = 20
 
 
+def parser() -> argparse.ArgumentParser:
+    """Parser of the command's words."""
+    text = "A page in the browser: all runs under a folder, live, and plans for new ones."
+    own = argparse.ArgumentParser(prog="mobius board", description=text)
+    own.add_argument("folder", nargs="?", type=Path, default=Path(), help="folder of runs (default: this one)")
+    own.add_argument("--port", type=int, help=f"default: {PORT}, or the next one that is free")
+    own.add_argument("--no_browser", action="store_true", help="only print the address")
+    return own
+
+
 def run(words: Sequence[str]) -> int:
     """Serve the page until Ctrl-C or SIGTERM. Raises ConfigError for a folder that is none and a port that is taken."""
-    parser = argparse.ArgumentParser(
-        prog="mobius board", description="A page in the browser: all runs under a folder, live, and plans for new ones."
-    )
-    parser.add_argument("folder", nargs="?", type=Path, default=Path(), help="folder of runs (default: this one)")
-    parser.add_argument("--port", type=int, help=f"default: {PORT}, or the next one that is free")
-    parser.add_argument("--no_browser", action="store_true", help="only print the address")
-    given = parser.parse_args(words)
+    given = parser().parse_args(words)
     if not given.folder.is_dir():
         raise ConfigError(f"{given.folder} is no folder. Name one that has runs in it, at any depth, or will have.")
     planning = PlanningProcess()
     server = open_server(RunStore(given.folder.resolve()), planning.answer, given.port)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with closing(planning), server, suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt), closing(planning), server:
         sys.stdout.write(
             f"runs under {given.folder.resolve()}: {server.url}\n"
             f"from another machine: ssh -N -L {server.port}:{HOST}:{server.port} {socket.gethostname()}, "

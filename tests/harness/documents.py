@@ -217,7 +217,7 @@ def _problems(words: Sequence[str]) -> list[str]:
     match list(words):
         case [".venv/bin/python", *rest]:
             return _problems(["python", *rest])
-        case ["mobius", "chat" | "export" as name, *options]:
+        case ["mobius", "chat" | "export" | "board" as name, *options]:
             return _parser_problems(COMMANDS[name].function.partition(":")[0], options)
         case ["mobius", "doctor", *options]:
             return _option_problems(["--dry_run", *doctor_parser().parse_known_args(options)[1]])
