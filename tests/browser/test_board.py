@@ -33,6 +33,9 @@ from selenium.webdriver.support.ui import Select  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_RUNS, NUM_STEPS = 50, 10_000
+SELECTED = "return getSelection().toString()"
+CONFIG = """{"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 4096, "max_position_embeddings": 4096}"""
 
 
 class Page:
@@ -309,7 +312,7 @@ def test_a_phone_shows_everything_without_scrolling_sideways(page: Page) -> None
     page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
-def test_a_plan_follows_each_change(page: Page) -> None:
+def test_a_plan_follows_each_change(page: Page, root: Path) -> None:
     page.open("#plan")
     page.until_text("#verdict", "It fits")
     page.until_text("#command", "mobius train --model_path 7b --seq_length 2048 --batch_size 32 --num_chunks auto")
@@ -332,6 +335,13 @@ def test_a_plan_follows_each_change(page: Page) -> None:
     page.until_text("#verdict", "It fits")
     page.until_text("#command", options.split()[0])
     assert len(page.all(".memory .row")) == 3
+    page.driver.execute_script("document.querySelector('.command button').click()")
+    page.until(lambda: "Copied" in page.text(".command") or page.driver.execute_script(SELECTED) != "", "copy")
+    page.driver.execute_script("document.getElementById('faster').click()")
+    page.until_text("#answer", "changes were tried")
+    (root / "config.json").write_text(CONFIG)
+    page.one("#config").send_keys(str(root / "config.json"))
+    page.until_text("#command", "--model_path FOLDER_OF_THE_MODEL")
     page.one("input[name=more]").send_keys(" --batchsize 3")
     page.until_text("#answer", "did you mean `--batch_size`?")
 
