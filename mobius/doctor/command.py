@@ -25,7 +25,7 @@ from mobius.planner.gpu_specs import find_gpu_spec
 from mobius.ranks import device_list, seconds_since_start
 from mobius.units import GIB
 
-SECONDS, LEAST_SECONDS, SPEED_SECONDS = 19.0, 8.0, 6.0
+SECONDS, LEAST_SECONDS, SPEED_SECONDS = 18.0, 8.0, 6.0
 """Time since this process began, which imports packages for 4 s; at least for checks; at most for the host's speed."""
 
 
