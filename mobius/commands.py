@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import logging
 import os
@@ -13,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from mobius.errors import MobiusError
+from mobius.errors import ConfigError, MobiusError, excerpt
 from mobius.ranks import is_started_by_torchrun
 
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: where its function is, and the line about it in `--help`."""
+    """A subcommand: where its function is, and its line in `mobius help`."""
 
     function: str
     """`module:name`; imported when the command is called."""
@@ -42,11 +43,27 @@ COMMANDS: Final[Mapping[str, Command]] = {
         "mobius.checkpoint.export_command:export",
         "a result as a checked model folder: adapters merged, in one file, in another format, as GGUF",
     ),
+    "help": Command("mobius.commands:show_help", "this list; each command has --help"),
 }
+
+
+def describe_commands() -> str:
+    """A line for each subcommand."""
+    return "\n".join(f"  {name:<8} {command.text}" for name, command in COMMANDS.items())
+
+
+def show_help(_: Sequence[str]) -> None:
+    """Print all subcommands."""
+    sys.stdout.write(f"mobius COMMAND [options]\n{describe_commands()}\n")
 
 
 def run_command(name: str, words: Sequence[str]) -> int:
     """Run a subcommand on `words`; an error that the user can mend becomes one message and its exit code."""
+    if name not in COMMANDS:
+        meant = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"; did you mean `{meant[0]}`?" if meant else "."
+        sys.stderr.write(f"error: unknown command `{excerpt(name)}`{hint} The commands are:\n{describe_commands()}\n")
+        return ConfigError.exit_code
     module, _, function = COMMANDS[name].function.partition(":")
     try:
         return getattr(importlib.import_module(module), function)(words) or 0

@@ -162,7 +162,7 @@ def help_text() -> str:
     lines = [
         "usage: bash train.sh [FILE.yaml] [options]",
         f"       torchrun --nproc_per_node N {program} [--config FILE.yaml] [options]",
-        "       mobius train|plan|preview|predict|doctor|chat|export|board [FILE|FOLDER] [options]",
+        "       mobius train|plan|preview|predict|doctor|board|chat|export|help [FILE|FOLDER] [options]",
         "",
         *textwrap.wrap(_DESCRIPTION, width),
         "",

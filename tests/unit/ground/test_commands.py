@@ -54,6 +54,17 @@ def test_predict_starts_ranks_that_do_not_train(monkeypatch: pytest.MonkeyPatch,
     assert "MOBIUS_COMMAND=mobius train --eval_dataset a.jsonl --device cpu --master_port 29533" in started[1]
 
 
+def test_an_unknown_command_is_answered_by_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command("bord", []) == 2
+    assert capsys.readouterr().err.startswith(
+        "error: unknown command `bord`; did you mean `board`? The commands are:\n"
+    )
+    assert run_command("quickstart.yaml", []) == 2
+    assert "`quickstart.yaml`. The commands are:\n  train    fine-tune on all GPUs" in capsys.readouterr().err
+    assert run_command("help", []) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == [*COMMANDS]
+
+
 def test_a_wrong_option_of_a_command_is_one_message() -> None:
     with pytest.raises(ConfigError, match="batch_size"):
         commands.train(["--batchsize", "3"])
