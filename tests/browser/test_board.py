@@ -337,7 +337,7 @@ def test_a_plan_follows_each_change(page: Page, root: Path) -> None:
     assert len(page.all(".memory .row")) == 3
     page.driver.execute_script("document.querySelector('.command button').click()")
     page.until(lambda: "Copied" in page.text(".command") or page.driver.execute_script(SELECTED) != "", "copy")
-    page.driver.execute_script("document.getElementById('faster').click()")
+    page.driver.execute_script("arguments[0].click()", page.one("#faster"))
     page.until_text("#answer", "changes were tried")
     (root / "config.json").write_text(CONFIG)
     page.one("#config").send_keys(str(root / "config.json"))

@@ -99,7 +99,11 @@ export async function plan() {
   try {
     for (const isDraft of [true, false]) {
       const found = await ask({ ...question, is_draft: isDraft }, own.signal);
-      if (own !== pending || found.is_outdated) return;
+      if (own !== pending) return;
+      if (found.is_outdated) { // another tab has asked since
+        asked = null;
+        return void (shown && draw(shown));
+      }
       shown = { ...found, is_draft: isDraft, seconds: (performance.now() - begun) / 1000 };
       draw(shown);
       if (!isDraft || (found.problem && found.fits === undefined)) break;
@@ -170,7 +174,7 @@ function draw(found) {
   if (found.timeline) parts.push(h("h3", {}, t("timeline_predicted")), h("div", { class: "timeline" }, canvas), note, waitsOf(found));
   if (found.fits) parts.push(h("h3", {}, t("command")), h("div", { class: "command" }, h("pre", { tabindex: "0", id: "command" }, found.command),
     h("button", { type: "button", click: (event) => copy(found.command, event.target) }, t("copy"))));
-  if (found.fits && speed) parts.push(h("h3", {}, t("faster")), fasterOf(found));
+  if (found.fits && speed && !found.is_draft) parts.push(h("h3", {}, t("faster")), fasterOf(found));
   if (found.details) parts.push(h("details", {}, h("summary", {}, t("details")), h("pre", { tabindex: "0" }, found.details)));
   const isOpen = place.querySelector("details")?.open;
   place.replaceChildren(...parts);
