@@ -34,7 +34,7 @@ class Task:
     Without a lane it starts as soon as everything that it needs is done. A flow needs a lane.
     """
 
-    __slots__ = ("_followers", "_num_missing", "_number", "end", "lane", "needs", "priority", "start", "work")
+    __slots__ = ("_followers", "_num_missing", "_number", "_ready", "end", "lane", "needs", "priority", "start", "work")
 
     def __init__(
         self, lane: Hashable | None, work: float | Flow, needs: Sequence[Task] = (), priority: int = 0
@@ -42,6 +42,7 @@ class Task:
         self.lane, self.work, self.needs, self.priority = lane, work, needs, priority
         self.start = self.end = math.nan
         self._num_missing = self._number = 0
+        self._ready = 0.0  # the latest end of what it needs
         self._followers: list[Task] = []
 
 
@@ -58,8 +59,8 @@ class RateTable:
         """Return the bit that stands for a lane in a set of lanes."""
         return self._bits.setdefault(lane, 1 << len(self._bits))
 
-    def set_rates(self, flowing: Sequence[_Lane]) -> None:
-        """Set the rate of every lane at work."""
+    def set_rates(self, flowing: Sequence[_Lane]) -> float:
+        """Set the rate of every lane at work; return the seconds until the first of them has moved its amount."""
         key = 0
         for lane in flowing:
             key |= lane.bit
@@ -68,8 +69,12 @@ class RateTable:
             working = [(lane.bit, lane.task.work) for lane in flowing]
             flows: dict[Hashable, Flow] = {bit: work for bit, work in working if isinstance(work, Flow)}
             rates = self._known[key] = share_rates(flows, self._capacities)
+        first = math.inf
         for lane in flowing:
             lane.rate = rates[lane.bit]
+            if (left := lane.remaining / lane.rate) < first:
+                first = left
+        return first
 
 
 def run(tasks: Sequence[Task], table: RateTable) -> None:
@@ -120,13 +125,8 @@ class _Simulation:
                 self._make_ready(task, 0.0)
 
     def play(self) -> None:
-        events, flowing = self._events, self._flowing
+        events, flowing, flow_end = self._events, self._flowing, math.inf
         while events or flowing:
-            flow_end = math.inf
-            for lane in flowing:
-                if (left := lane.remaining / lane.rate) < flow_end:
-                    flow_end = left
-            flow_end += self._counted_at
             now = events[0][0] if events and events[0][0] < flow_end else flow_end
             touched: list[_Lane] = []
             self._take_events(now, touched)
@@ -146,7 +146,7 @@ class _Simulation:
                     else:
                         heapq.heappush(events, (now + task.work, task._number, task, True))
             if has_changed:
-                self._table.set_rates(flowing)
+                flow_end = self._counted_at + self._table.set_rates(flowing)
 
     def _take_events(self, now: float, touched: list[_Lane]) -> None:
         """Process all events up to this moment, and collect the lanes that may begin something."""
@@ -172,7 +172,8 @@ class _Simulation:
             touched.append(lane)
 
     def _make_ready(self, task: Task, time: float) -> None:
-        if task.lane is None and not isinstance(task.work, Flow):
+        if task.lane is None:
+            assert not isinstance(task.work, Flow), "a flow needs a lane"
             task.start = time
             self._end(task, time + task.work)
         else:
@@ -186,12 +187,14 @@ class _Simulation:
             task.end = time
             self.num_done += 1
             for follower in task._followers:
+                if time > follower._ready:
+                    follower._ready = time
                 follower._num_missing -= 1
                 if follower._num_missing == 0:
-                    ready = max([needed.end for needed in follower.needs])
-                    if follower.lane is None and not isinstance(follower.work, Flow):
+                    ready = follower._ready
+                    if follower.lane is None:
                         follower.start = ready
-                        ended.append((follower, ready + follower.work))
+                        ended.append((follower, ready + follower.work))  # type: ignore[operator]  # no flow
                     else:
                         heapq.heappush(self._events, (ready, follower._number, follower, False))
             task._followers = []  # no circles are left for the garbage collector

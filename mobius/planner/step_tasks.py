@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import islice
 
 from mobius.limits import MIN_GRADIENT_SUMS, UPDATE_CHUNK_ELEMENTS, max_pending_offloads
@@ -140,6 +141,7 @@ class StepTasks:
         self.ranks = [_RankTasks() for _ in range(schedule.spec.num_ranks)]
         self.step_ends: list[Task] = []
         self.flows = shared_bandwidth(profile, schedule.spec.num_ranks)
+        self._message = cache(self.flows.message)
         self._is_described, self._last_backward = is_described, schedule.spec.last_backward
         self._is_shared = rules.sizes.num_replicas > 1
         self._actions = [list(self._played(actions)) for actions in schedule.actions]
@@ -171,7 +173,7 @@ class StepTasks:
 
     def _played(self, actions: Sequence[Action]) -> Iterator[_PlayedAction]:
         """The actions of a rank that have tasks."""
-        spec = self.schedule.spec
+        spec, chain_length = self.schedule.spec, self.schedule.spec.chain_length
         for action in actions:
             cost, kind, stage = self.costs[action.stage], action.kind, action.stage
             add = StepTasks._add_compute if kind.runs_on_compute_lane else _ADDED_FOR.get(kind)
@@ -180,7 +182,7 @@ class StepTasks:
             if add is None or (kind in _COPIES_OF_STAGES and stays):
                 continue
             is_backward = kind.is_backward
-            source, target = source_stage(action, spec.chain_length), target_stage(action, spec.chain_length)
+            source, target = source_stage(action, chain_length), target_stage(action, chain_length)
             played = _PlayedAction(
                 action,
                 add,
@@ -200,8 +202,10 @@ class StepTasks:
     def _add_compute(self, rank: int, played: _PlayedAction) -> None:
         state, stage, action = self.ranks[rank], played.stage, played.action
         cost, is_backward = self.costs[stage], played.is_backward
-        neighbours = [] if played.source is None else [self._messages[played.source]]
-        optimizer, weights, activations = list[Task](), list[Task](), list[Task]()
+        neighbours: list[Task] = [] if played.source is None else [self._messages[played.source]]
+        optimizer: list[Task] = []
+        weights: list[Task] = []
+        activations: list[Task] = []
         seconds = played.seconds
         # The model's last stage only keeps its input in forward.
         if action.kind is not ActionKind.FORWARD_LAST or self.schedule.spec.num_slices > 1:
@@ -265,7 +269,7 @@ class StepTasks:
 
     def _send(self, rank: int, target: int, played: _PlayedAction, sent: Task) -> None:
         if target != rank:
-            work = self.flows.message(rank, target, self.rules.message_bytes + self._head_bytes(rank, target, played))
+            work = self._message(rank, target, self.rules.message_bytes + self._head_bytes(rank, target, played))
             name = f"{played.action} to {target}" if self._is_described else ""
             sent = self._task((Lane.SEND, rank, target), work, [sent], name=name)
         self._messages[played.key] = sent
