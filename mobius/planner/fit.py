@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import product
@@ -36,11 +36,11 @@ from mobius.planner.memory_estimates import (
     USABLE_MEMORY_FRACTION,
     GpuMemoryEstimate,
     activation_bytes,
-    estimate_gpu_memory,
     estimate_gpu_memory_of_ranks,
     estimate_host_memory,
     estimated_layer,
     largest_gpu_estimate,
+    microbatch_bytes,
     state_bytes,
 )
 from mobius.planner.peak_memory import LayerBytes
@@ -79,14 +79,18 @@ class MemoryFit:
         """`layer` as in `fit_plan`; without it, or without `may_save`, stages save nothing unless asked to."""
         self.request, self.layer = request, layer
         self._usable = _usable_bytes(request)
-        self._least = _least_use(request, layer)
+        self._least, _ = _least_use(request, layer)
         # Slices are recomputed: keys and values in their activations would change with each later slice.
         is_open = may_save and layer is not None and request.recompute is Recompute.AUTO and request.num_slices == 1
         self._most_saving = request.plan.stages_per_rank if is_open else self._least.num_saving_activations
         is_known = layer is not None and layer.saved_products is not None
         self._may_save_products = is_open and is_known and may_keep_products(request)
-        self._state_bytes = cache(self._count_state_bytes)
+        saving = range(request.plan.stages_per_rank + 1)
+        self._offload_numbers = [_offload_numbers(request, number) for number in saving]
+        self._microbatch = microbatch_bytes(request, layer)
+        self._state_bytes = _state_bytes(_of_states(request))
         self._activation_bytes = cache(self._count_activation_bytes)
+        self._saving_plan = cache(request.plan.with_same_use)
 
     def plans(self, *, is_quick: bool = False) -> Iterator[Plan]:
         """Yield a plan for each pattern in which every rank fits; `is_quick`: of few patterns."""
@@ -127,59 +131,70 @@ class MemoryFit:
     def _use(self, rank: int, pattern: MemoryUse) -> MemoryUse | None:
         """Return what `rank` does in `pattern`, with fewer resident stages if these do not fit; None: nothing fits."""
         for resident in range(pattern.num_resident, self._least.num_resident - 1, -1):
-            if (found := self._fill(rank, replace(pattern, num_resident=resident))) is not None:
+            if (found := self._fill(rank, pattern, resident)) is not None:
                 return found
         return None
 
-    def _fill(self, rank: int, use: MemoryUse) -> MemoryUse | None:
-        """Return `use` with as many stages that save activations as fit, the others offloading theirs if `use` does.
+    def _fill(self, rank: int, pattern: MemoryUse, resident: int) -> MemoryUse | None:
+        """Return the use with so many resident stages, and as many that save activations as fit.
 
-        Where it does not, as few stages offload as must. None: nothing fits.
+        The others offload theirs if `pattern` does; where it does not, as few offload as must. None: nothing fits.
         """
         least, most = self._least.num_saving_activations, self._most_saving
-        if self.request.plan.num_slots == 1 and use.num_resident < self.request.plan.stages_per_rank - 1:
+        if self.request.plan.num_slots == 1 and resident < self.request.plan.stages_per_rank - 1:
             most = min(most, 1)  # without prefetch only the last streamed stage stays
         saves_products = self._may_save_products or self.request.recompute is Recompute.ELEMENTWISE
+        offloads, buffers = pattern.num_offloading_activations > 0, pattern.num_sum_buffers
 
-        def saving(number: int, products: int) -> MemoryUse:
-            numbers = _offload_numbers(self.request, number)
-            return replace(
-                use,
-                num_saving_activations=number,
-                num_saving_products=products,
-                num_slots=max(use.num_slots, number),
-                num_offloading_activations=numbers[-1 if use.num_offloading_activations else 0],
+        def offloading(number: int) -> int:
+            return self._offload_numbers[number][-1 if offloads else 0]
+
+        def fits(number: int, products: int, offloaded: int) -> bool:
+            states = self._state_bytes(rank, resident, max(pattern.num_slots, number), buffers)
+            return states + self._activation_bytes(rank, number, products, offloaded) <= self._usable
+
+        number, products, offloaded = least, least * saves_products, offloading(least)
+        if fits(number, products, offloaded):
+            number += bisect_left(
+                range(least + 1, most + 1), True, key=lambda n: not fits(n, n * saves_products, offloading(n))
             )
+            products, offloaded = number * saves_products, offloading(number)
+            if self._may_save_products:
+                products = bisect_left(range(number), True, key=lambda each: fits(number, each, offloaded))
+        else:
+            numbers = self._offload_numbers[least]
+            if offloads or not fits(number, products, numbers[-1]):
+                return None
+            offloaded = numbers[bisect_left(numbers, True, key=lambda each: fits(number, products, each))]
+        return MemoryUse(resident, number, max(pattern.num_slots, number), offloaded, buffers, products)
 
-        def saving_least(number: int) -> MemoryUse:
-            return saving(number, number if saves_products else 0)
+    def _count_activation_bytes(self, rank: int, saving: int, products: int, offloading: int) -> int:
+        plan = self._saving_plan(MemoryUse(0, saving, self.request.plan.stages_per_rank, offloading, 0, products))
+        return sum(activation_bytes(self.request, plan, rank, self._microbatch).values())
 
-        if self._fits(rank, saving_least(least)):
-            more = range(least + 1, most + 1)
-            number = least + bisect_left(more, True, key=lambda each: not self._fits(rank, saving_least(each)))
-            if not self._may_save_products:
-                return saving_least(number)
-            return saving(number, bisect_left(range(number), True, key=lambda n: self._fits(rank, saving(number, n))))
-        fewest, numbers = saving_least(least), _offload_numbers(self.request, least)
 
-        def fits(number: int) -> bool:
-            return self._fits(rank, replace(fewest, num_offloading_activations=number))
+@lru_cache(maxsize=64)
+def _state_bytes(request: PlanRequest) -> Callable[[int, int, int, int], int]:
+    """Return a function that gives the bytes of a rank's `state_bytes`, by its resident stages, slots and sum buffers.
 
-        if use.num_offloading_activations or not fits(numbers[-1]):
-            return None
-        return replace(fewest, num_offloading_activations=numbers[bisect_left(numbers, True, key=fits)])
+    They are counted once for all requests of the same stages and order.
+    """
 
-    def _fits(self, rank: int, use: MemoryUse) -> bool:
-        states = MemoryUse(use.num_resident, 0, use.num_slots, num_sum_buffers=use.num_sum_buffers)
-        activations = replace(use, num_resident=0, num_slots=self.request.plan.stages_per_rank, num_sum_buffers=0)
-        return self._state_bytes(rank, states) + self._activation_bytes(rank, activations) <= self._usable
+    @cache
+    def count(rank: int, num_resident: int, num_slots: int, num_sum_buffers: int) -> int:
+        use = MemoryUse(num_resident, 0, num_slots, num_sum_buffers=num_sum_buffers)
+        return sum(state_bytes(request, request.plan.with_same_use(use), rank).values())
 
-    def _count_state_bytes(self, rank: int, use: MemoryUse) -> int:
-        return sum(state_bytes(self.request, self.request.plan.with_same_use(use), rank).values())
+    return count
 
-    def _count_activation_bytes(self, rank: int, use: MemoryUse) -> int:
-        plan = self.request.plan.with_same_use(use)
-        return sum(activation_bytes(self.request, plan, rank, self.layer).values())
+
+def _of_states(request: PlanRequest) -> PlanRequest:
+    """Return the request without what its `state_bytes` do not depend on, if sequences are whole."""
+    if request.num_slices > 1:
+        return request
+    rounds = 2 if request.candidate.has_partial_sums else 1
+    request = request.with_pipeline(activation_offloading=ActivationOffloading.OFF)
+    return request.trying(num_chunks=1, accumulation_rounds=rounds, num_offloaded_microbatches=0)
 
 
 def fit_plan(request: PlanRequest, *, layer: LayerBytes | None = None) -> Plan:
@@ -212,10 +227,11 @@ def fitting_plans(request: PlanRequest, layer: LayerBytes | None, *, is_quick: b
         )
     plan.check_numbers()
     if request.gpu_bytes is None:
-        return [plan.with_same_use(_least_use(request, layer))]
+        return [plan.with_same_use(_least_use(request, layer)[0])]
     if not fits_gpus(request, layer):
         raise DoesNotFitError(request, layer)
-    unique = [*MemoryFit(request, layer).plans(is_quick=is_quick)] or [plan.with_same_use(_least_use(request, layer))]
+    least = plan.with_same_use(_least_use(request, layer)[0])
+    unique = [*MemoryFit(request, layer).plans(is_quick=is_quick)] or [least]
     fitting = [plan for plan in unique if fits_host(request, plan)]
     return fitting or [min(unique, key=lambda plan: estimate_host_memory(request, plan).total)]
 
@@ -252,7 +268,7 @@ def least_host_bytes(request: PlanRequest) -> float:
     layer = estimated_layer(request)
     if not fits_gpus(request, layer):
         return math.inf
-    least = request.plan.with_same_use(_least_use(request, layer))
+    least = request.plan.with_same_use(_least_use(request, layer)[0])
     plans = [] if request.gpu_bytes is None else MemoryFit(request, layer, may_save=False).plans()
     plans = [*plans] or [least]
     return min(estimate_host_memory(request, plan).total for plan in plans)
@@ -293,8 +309,9 @@ def check_given_plan(request: PlanRequest, plan: Plan, *, layer: LayerBytes | No
         )
 
 
-def _least_use(request: PlanRequest, layer: LayerBytes | None) -> MemoryUse:
-    """Return the requested use that takes the least GPU memory."""
+@lru_cache(maxsize=1024)  # asked for by every step of a search
+def _least_use(request: PlanRequest, layer: LayerBytes | None) -> tuple[MemoryUse, GpuMemoryEstimate]:
+    """Return the requested use that takes the least GPU memory, and the bytes of the fullest rank with it."""
     per_rank, num_resident = request.plan.stages_per_rank, request.num_resident or 0
     num_saving_activations = per_rank if request.recompute.saves_activations else 0
     streamed = per_rank - num_resident
@@ -302,11 +319,10 @@ def _least_use(request: PlanRequest, layer: LayerBytes | None) -> MemoryUse:
     products = num_saving_activations if request.recompute is Recompute.ELEMENTWISE else 0
     use = MemoryUse(num_resident, num_saving_activations, min(slots, streamed), num_saving_products=products)
     numbers = _offload_numbers(request, num_saving_activations)
-    if request.gpu_bytes is None or len(numbers) == 1:
-        return replace(use, num_offloading_activations=numbers[0])
     # With few microbatches, copies in flight take more than activations that stay on the GPU.
-    uses = [replace(use, num_offloading_activations=number) for number in (numbers[0], numbers[-1])]
-    return min(uses, key=lambda each: _fullest_need(request, each, layer).total)
+    fewest_and_most = dict.fromkeys(numbers[:1] if request.gpu_bytes is None else (numbers[0], numbers[-1]))
+    uses = [replace(use, num_offloading_activations=number) for number in fewest_and_most]
+    return min(((each, _fullest_need(request, each, layer)) for each in uses), key=lambda each: each[1].total)
 
 
 def _offload_numbers(request: PlanRequest, num_saving_activations: int) -> range:
@@ -319,9 +335,9 @@ def _offload_numbers(request: PlanRequest, num_saving_activations: int) -> range
 
 def _fullest_need(request: PlanRequest, use: MemoryUse, layer: LayerBytes | None) -> GpuMemoryEstimate:
     plan, ranks = request.plan.with_same_use(use), sorted({*request.first_alike})
-    return largest_gpu_estimate(estimate_gpu_memory(request, plan, rank=rank, layer=layer) for rank in ranks)
+    return largest_gpu_estimate(estimate_gpu_memory_of_ranks(request, plan, layer, ranks))
 
 
 def least_gpu_estimate(request: PlanRequest, layer: LayerBytes | None) -> GpuMemoryEstimate:
     """Return the bytes of the fullest rank with the least use of memory that is requested."""
-    return _fullest_need(request, _least_use(request, layer), layer)
+    return _least_use(request, layer)[1]

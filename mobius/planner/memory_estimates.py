@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from dataclasses import dataclass, fields
+from functools import cache, lru_cache
 
 from mobius.config.config import ActivationOffloading, Recompute
 from mobius.limits import MIN_GRADIENT_SUMS, gradient_sum_elements
@@ -111,27 +111,26 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
     streamed = streamed_bytes = resident = resident_bytes = 0
     shape, sizes = request.shape, request.sizes
     in_buffers, arriving = (dict[int, int]() for _ in range(2))
+    offloads_sums = [plan.offloads_gradient_sums(rank) for rank in range(plan.num_ranks)]
+    # Trained parameters of a frozen streamed stage, such as adapters, stay on the device.
+    streams_trained, streamed_stage = not shape.keeps_trained_on_gpu, cache(sizes.host)
     for cut in plan.cuts:
-        trained, is_streamed = cut.num_trained(shape), cut.stage not in plan.resident
-        frozen = cut.num_parameters(shape) - trained
-        # Trained parameters of a frozen streamed stage, such as adapters, stay on the device.
-        streams_trained = is_streamed and not shape.keeps_trained_on_gpu
+        stage, (parameters, trained, in_layers) = cut.stage, shape.sizes_of(cut)
+        is_streamed, frozen = stage not in plan.resident, parameters - trained
         if is_streamed:
             streamed += frozen + trained * streams_trained
-            offloads_sums = plan.offloads_gradient_sums(cut.stage % plan.num_ranks)
-            own = trained * streams_trained, cut.num_trained_in_layers(shape) * streams_trained
+            has_sums = offloads_sums[stage % plan.num_ranks]
+            own = trained * streams_trained, in_layers * streams_trained
             if sizes.has_disks:
-                in_buffers[cut.stage] = sizes.optimizer(*own)
-            if request.shares_gradient_memory(cut.stage) and not offloads_sums:
-                arriving[cut.stage] = sizes.gradients(own[0])
-            streamed_bytes += replace(sizes, has_partial_sums=offloads_sums).host(
-                *own, frozen=frozen, has_gradients=cut.stage not in arriving
+                in_buffers[stage] = sizes.optimizer(*own)
+                if request.shares_gradient_memory(stage) and not has_sums:
+                    arriving[stage] = sizes.gradients(own[0])
+            streamed_bytes += streamed_stage(
+                *own, frozen=frozen, has_gradients=stage not in arriving, has_sums=has_sums
             )
-        if request.machine.on_cpu and not streams_trained:
+        if request.machine.on_cpu and not (is_streamed and streams_trained):
             resident += trained + frozen * (not is_streamed)
-            resident_bytes += sizes.resident(
-                trained, cut.num_trained_in_layers(shape), keeps_gradients=cut.stage in request.deferred_updates
-            )
+            resident_bytes += sizes.resident(trained, in_layers, keeps_gradients=stage in request.deferred_updates)
             resident_bytes += frozen * (not is_streamed) * sizes.weight
             resident_bytes += (not is_streamed) * _quantized_bytes(cut, shape)
     each = process_bytes(request, plan)
@@ -172,8 +171,8 @@ def _disk_bytes(request: PlanRequest, plan: Plan) -> tuple[tuple[int, int, int],
     shape, sizes = request.shape, request.sizes
     for cut in plan.cuts if sizes.has_disks or sizes.keeps_steps else ():
         is_streamed = cut.stage not in plan.resident and not shape.keeps_trained_on_gpu
-        own = cut.num_trained(shape), cut.num_trained_in_layers(shape)
-        frozen = cut.num_parameters(shape) - own[0]
+        parameters, *own = shape.sizes_of(cut)
+        frozen = parameters - own[0]
         stored += sizes.stored(*own, frozen=frozen, is_streamed=is_streamed)
         read += is_streamed * sizes.on_disks(*own)
         written += sizes.written(*own, frozen=frozen, is_streamed=is_streamed)
@@ -229,12 +228,16 @@ def estimate_gpu_memory(
 
     Streamed stages share slots; resident stages hold their whole state.
     """
-    return GpuMemoryEstimate(rank, **state_bytes(request, plan, rank), **activation_bytes(request, plan, rank, layer))
+    return _gpu_memory(request, plan, rank, microbatch_bytes(request, layer))
 
 
-def activation_bytes(request: PlanRequest, plan: Plan, rank: int, layer: LayerBytes | None) -> dict[str, int]:
+def _gpu_memory(request: PlanRequest, plan: Plan, rank: int, size: MicrobatchBytes) -> GpuMemoryEstimate:
+    return GpuMemoryEstimate(rank, **state_bytes(request, plan, rank), **activation_bytes(request, plan, rank, size))
+
+
+def activation_bytes(request: PlanRequest, plan: Plan, rank: int, size: MicrobatchBytes) -> dict[str, int]:
     """Return the bytes that depend on activations and not on resident stages, by field of `GpuMemoryEstimate`."""
-    most = find_peak(plan, rank, microbatch_bytes(request, layer))
+    most = find_peak(plan, rank, size)
     cuts = (plan.cuts[stage] for stage in plan.local_stages(rank))
     ends = plan.spreads_head or any(cut.is_first or cut.is_last for cut in cuts)
     return {
@@ -298,12 +301,14 @@ def _quantized_bytes(cut: StageCut, shape: ModelShape) -> int:
 
 
 def estimate_gpu_memory_of_ranks(
-    request: PlanRequest, plan: Plan, layer: LayerBytes | None = None
+    request: PlanRequest, plan: Plan, layer: LayerBytes | None = None, ranks: Iterable[int] | None = None
 ) -> tuple[GpuMemoryEstimate, ...]:
-    """Estimate the GPU memory of all ranks; arguments as in `estimate_gpu_memory`."""
-    return tuple(estimate_gpu_memory(request, plan, rank=rank, layer=layer) for rank in range(plan.num_ranks))
+    """Estimate the GPU memory of all ranks, or of some; arguments as in `estimate_gpu_memory`."""
+    size = microbatch_bytes(request, layer)
+    return tuple(_gpu_memory(request, plan, rank, size) for rank in ranks or range(plan.num_ranks))
 
 
+@lru_cache(maxsize=1024)  # asked for by every step of a search
 def estimated_layer(request: PlanRequest) -> LayerBytes:
     """Estimate the bytes of one layer and microbatch, with the tiles that it runs in."""
     return _estimated_layer(request, tile_tokens(request))

@@ -41,10 +41,11 @@ the widths of queries and of keys,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
+from typing import NamedTuple
 
 from mobius.limits import (
     KEYS_PER_CALL,
@@ -53,7 +54,7 @@ from mobius.limits import (
     max_prefetched,
 )
 from mobius.schedule.depth_first import waiting_microbatches
-from mobius.schedule.partition import LayerWidths, ModelShape
+from mobius.schedule.partition import LayerWidths, ModelShape, StageCut
 from mobius.schedule.plan import Plan, RecomputeLevel
 
 LOGIT_BYTES_COMPILED = 2
@@ -116,10 +117,11 @@ class MicrobatchBytes:
     """First layer of the model that has a backward; layers before it save nothing."""
     quantized: int = 0
     """The copy of a slot's largest matrix that is quantized, when compute first uses a loaded stage."""
+    of_stages: dict[object, _StageBytes] = field(default_factory=dict, compare=False, repr=False)
+    """Bytes of stages that were asked for, by what they depend on."""
 
 
-@dataclass(frozen=True)
-class LiveMemory:
+class LiveMemory(NamedTuple):
     """Bytes in use at one time of a step, without weights and optimizer state."""
 
     inputs: int = 0
@@ -275,6 +277,57 @@ def find_peak(plan: Plan, rank: int, size: MicrobatchBytes) -> LiveMemory:
     return max((*step.offloading_forwards(), *step.last_stage(), *step.first_backwards()), key=lambda held: held.total)
 
 
+class _StageBytes(NamedTuple):
+    """Bytes of a microbatch in a stage; `saved` are inputs and graphs, `products` are beside the inputs."""
+
+    offloads: bool
+    inputs: int
+    saved: tuple[int, int]
+    saves_graph: bool
+    products: int
+    copied: int
+    work: int
+
+    @property
+    def stays(self) -> tuple[int, int]:
+        """Inputs and graphs that the stage saves on the GPU."""
+        return (0, 0) if self.offloads else self.saved
+
+
+def _bytes_of_stages(plan: Plan, rank: int, size: MicrobatchBytes) -> dict[int, _StageBytes]:
+    saved, found = (plan.saved_activation_stages, plan.saved_product_stages), dict[int, _StageBytes]()
+    sets = (*saved, plan.saved_attention_stages, plan.resident, plan.offloaded_activation_stages)
+    for stage in plan.local_stages(rank):
+        cut, flags = plan.cuts[stage], (plan.num_offloaded_microbatches > 0, *[stage in each for each in sets])
+        key = cut.first_layer, cut.end_layer, cut.is_last, *flags
+        if key not in size.of_stages:
+            size.of_stages[key] = _stage_bytes(size, cut, flags)
+        found[stage] = size.of_stages[key]
+    return found
+
+
+def _stage_bytes(size: MicrobatchBytes, cut: StageCut, flags: tuple[bool, ...]) -> _StageBytes:
+    offloads_products, saves, saves_products, saves_attention, is_resident, offloads = flags
+    level = (RecomputeLevel.ELEMENTWISE if saves_products else RecomputeLevel.NONE) if saves else None
+    layer, has_layers = size.layer, len(cut.layers) > 0
+    number = num_backward = len(cut.backward_layers(size.first_backward))
+    if cut.is_last and has_layers:
+        number = max(number, 1)  # the model's last stage saves its input in any case
+    inputs = number * (size.activation + size.attention * saves_attention)
+    products = max(0, number * (layer.saved_for_backward(RecomputeLevel.ELEMENTWISE) - size.activation))
+    saved, work = (inputs, 0), layer.recomputed_peak
+    if level is not None and has_layers:
+        saved = size.activation, number * layer.saved_for_backward(level)
+    if num_backward == 0:
+        work = min(layer.saved_activations, layer.recomputed_peak) if has_layers else 0
+    elif level is not None:
+        work = layer.backward_work(level)
+    elif offloads and offloads_products:
+        work = max(layer.recomputed_peak, layer.backward_work(RecomputeLevel.ELEMENTWISE))
+    copied, saves_graph = 0 if is_resident or not has_layers else size.quantized, level is not None and has_layers
+    return _StageBytes(offloads, inputs, saved, saves_graph, products, copied, max(copied, work))
+
+
 class _RankStep:
     """One rank's step: its memory at each time that may be the peak."""
 
@@ -284,17 +337,17 @@ class _RankStep:
         self._received = 0 if plan.num_ranks == 1 else NUM_PREPOSTED_RECEIVES * size.activation
         self._waiting = [stage for stage in self._stages if not plan.cuts[stage].is_last]
         """Stages that run forward on all microbatches of a round before their first backward."""
-        offloading = [stage for stage in self._stages if stage in plan.offloaded_activation_stages]
-        self._offloaded = max(map(self._inputs, offloading), default=0)
+        self._bytes = _bytes_of_stages(plan, rank, size)
+        offloading = [each for each in self._bytes.values() if each.offloads]
+        self._offloaded = max((each.inputs for each in offloading), default=0)
         """Layer inputs of one microbatch in the largest stage that offloads."""
-        products = size.layer.saved_for_backward(RecomputeLevel.ELEMENTWISE) - size.activation
-        self._products = max(0, max(map(self._num_saving, offloading), default=0) * products)
+        self._products = max((each.products for each in offloading), default=0)
         """Further bytes of a microbatch whose products are offloaded."""
         in_flight = max_prefetched(plan.copy_lookahead)
         self._in_flight = min(in_flight, len(offloading) * self._per_round) * self._offloaded
         self._in_flight += self._product_bytes(in_flight)
         """Inputs and products that are on their way to the host, or back."""
-        saved = [(0, 0) if stage in offloading else self._saved(stage) for stage in self._waiting]
+        saved = [self._bytes[stage].stays for stage in self._waiting]
         self._held = [
             (self._per_round * inputs, self._per_round * graphs)
             for inputs, graphs in accumulate(saved, lambda a, b: (a[0] + b[0], a[1] + b[1]), initial=(0, 0))
@@ -309,34 +362,34 @@ class _RankStep:
         if not self._plan.num_offloaded_microbatches:
             work = min(work, layer.recomputed_peak)
         for number, stage in enumerate(self._waiting):
-            if stage in self._plan.offloaded_activation_stages:
+            if self._bytes[stage].offloads:
                 num_offloading += 1
                 leaving = min(most, num_offloading * self._per_round)
                 inputs, graphs = self._held[number]
                 inputs += leaving * self._offloaded + self._product_bytes(leaving)
-                own = max(work, self._copied(stage))
+                own = max(work, self._bytes[stage].copied)
                 yield LiveMemory(inputs, graphs, self._messages(0, self._outputs(number + 1)), own)
 
     def last_stage(self) -> Iterator[LiveMemory]:
         """Forward, loss and backward of the model's last stage, for one microbatch or the slices of one sequence."""
         stage, number = self._stages[-1], len(self._waiting)
-        cut, message, (own, graphs) = self._plan.cuts[stage], self._size.activation, self._saved(stage)
+        cut, message, (own, graphs) = self._plan.cuts[stage], self._size.activation, self._bytes[stage].saved
         if not cut.is_last:
             return
         inputs, held = self._held[number]
         graphs += held
         in_flight = self._in_flight
-        if self._per_round == 1 and self._plan.offloaded_activation_stages.issuperset(self._waiting[-1:]):
+        if self._per_round == 1 and all(self._bytes[each].offloads for each in self._waiting[-1:]):
             # Inputs of earlier stages are on the host.
             in_flight = min(in_flight, self._offloaded + self._product_bytes(1))
-        output = 0 if self._saves_graph(stage) else message  # a graph contains its output
+        output = 0 if self._bytes[stage].saves_graph else message  # a graph contains its output
         # All slices run forward before the first backward; each then leaves a gradient in place of its inputs.
         for num_slices in {self._plan.num_slices, 1}:
             gradients = 0 if cut.is_first else self._per_round - num_slices
             messages, here = self._messages(gradients, self._outputs(number)), inputs + in_flight + num_slices * own
             yield LiveMemory(here, graphs, messages, output + self._size.loss)
             # The output and its gradient stay until the stage's backward is done.
-            yield LiveMemory(here, graphs, messages, output + message + self._layer_work(stage))
+            yield LiveMemory(here, graphs, messages, output + message + self._bytes[stage].work)
             if cut.is_first:
                 yield LiveMemory(here - own, held, messages, 3 * message + self._size.embedding)
 
@@ -348,9 +401,9 @@ class _RankStep:
             inputs += self._in_flight
             is_first = number == len(self._waiting) and not has_last_stage
             messages = self._messages(0, self._outputs(number)) if is_first else self._messages(self._per_round)
-            yield LiveMemory(inputs, graphs, messages, self._layer_work(stage))
+            yield LiveMemory(inputs, graphs, messages, self._bytes[stage].work)
             if self._plan.cuts[stage].is_first:
-                saved = (0, 0) if stage in self._plan.offloaded_activation_stages else self._saved(stage)
+                saved = self._bytes[stage].stays
                 work = self._size.activation + self._size.embedding
                 yield LiveMemory(inputs - saved[0], graphs - saved[1], messages, work)
 
@@ -358,26 +411,28 @@ class _RankStep:
         """Turns of one forward and one backward, where the largest work meets what microbatches save at the time."""
         plan, message = self._plan, self._size.activation
         cuts = [plan.cuts[stage] for stage in self._stages]
-        offloading = plan.offloaded_activation_stages
         at_once = None if plan.spreads_head else plan.num_stages - 1
-        saved = [(0, 0) if cut.stage == at_once or cut.stage in offloading else self._saved(cut.stage) for cut in cuts]
-        work = max(map(self._layer_work, self._stages))
+        own = [*self._bytes.values()]
+        saved = [(0, 0) if stage == at_once else each.stays for stage, each in self._bytes.items()]
+        work = max(each.work for each in own)
         messages, last = self._messages(self._per_round), LiveMemory()
         if cuts[0].is_first:
             work = max(work, message + self._size.embedding)
         if plan.spreads_head:  # its gradient is made beside the hidden states
             work = max(work, message + self._size.loss)
         elif cuts[-1].is_last:  # its only microbatch; output and gradient stay until the stage's backward is done
-            own, graph = self._saved(self._stages[-1])
-            output = 0 if self._saves_graph(self._stages[-1]) else message
-            last = LiveMemory(own, graph, messages, output + max(self._size.loss, message + work))
+            output = 0 if own[-1].saves_graph else message
+            last = LiveMemory(*own[-1].saved, messages, output + max(self._size.loss, message + work))
         of_inputs, of_graphs = zip(*saved, strict=True)
-        for counts in waiting_microbatches(self._rank, plan):
-            number = sum(count for count, cut in zip(counts, cuts, strict=True) if cut.stage in offloading)
-            inputs = self._alternating_copies(number) + sum(map(mul, counts, of_inputs))
-            graphs = sum(map(mul, counts, of_graphs))
-            yield LiveMemory(inputs, graphs, messages, work)
-            yield LiveMemory(inputs + last.inputs, graphs + last.saved_activations, last.messages, last.work)
+        waits = [each.offloads for each in own]
+
+        def held(counts: Sequence[int]) -> tuple[int, int]:
+            inputs = self._alternating_copies(sum(map(mul, counts, waits))) if any(waits) else 0
+            return inputs + sum(map(mul, counts, of_inputs)), sum(map(mul, counts, of_graphs))
+
+        inputs, graphs = max(map(held, waiting_microbatches(self._rank, plan)), key=sum)
+        yield LiveMemory(inputs, graphs, messages, work)
+        yield LiveMemory(inputs + last.inputs, graphs + last.saved_activations, last.messages, last.work)
 
     def _alternating_copies(self, number: int) -> int:
         """Bytes on their way to the host and back, where `number` microbatches of stages that offload wait.
@@ -392,49 +447,9 @@ class _RankStep:
         """Bytes of products in `number` consecutive microbatches; microbatches that offload them are evenly spaced."""
         return -(-number * self._plan.num_offloaded_microbatches // self._per_round) * self._products
 
-    def _saves_graph(self, stage: int) -> bool:
-        return stage in self._plan.saved_activation_stages and len(self._plan.cuts[stage].layers) > 0
-
-    def _saved(self, stage: int) -> tuple[int, int]:
-        """Inputs and graphs of one microbatch in a stage."""
-        if not self._saves_graph(stage):
-            return self._inputs(stage), 0
-        graph = self._size.layer.saved_for_backward(self._plan.level_of(stage))
-        return self._size.activation, self._num_saving(stage) * graph
-
-    def _inputs(self, stage: int) -> int:
-        """Bytes that a stage's layers save for one microbatch, to recompute from."""
-        attention = self._size.attention if stage in self._plan.saved_attention_stages else 0
-        return self._num_saving(stage) * (self._size.activation + attention)
-
-    def _num_saving(self, stage: int) -> int:
-        """Layers of a stage that save something for backward; the model's last stage saves its input in any case."""
-        cut = self._plan.cuts[stage]
-        number = len(cut.backward_layers(self._size.first_backward))
-        return max(number, 1) if cut.is_last and cut.layers else number
-
-    def _copied(self, stage: int) -> int:
-        """Bytes of the weights that are copied aside to be quantized in their slot."""
-        return 0 if stage in self._plan.resident else self._size.quantized * (len(self._plan.cuts[stage].layers) > 0)
-
-    def _layer_work(self, stage: int) -> int:
-        """Bytes that the stage's quantization or its largest layer allocates in addition to saved activations."""
-        return max(self._copied(stage), self._backward_work(stage))
-
-    def _backward_work(self, stage: int) -> int:
-        """Bytes that one layer's backward allocates in addition to saved ones; its forward's if it has no backward."""
-        layer, cut = self._size.layer, self._plan.cuts[stage]
-        if not cut.backward_layers(self._size.first_backward):
-            return min(layer.saved_activations, layer.recomputed_peak) if cut.layers else 0
-        if self._saves_graph(stage):
-            return layer.backward_work(self._plan.level_of(stage))
-        if stage in self._plan.offloaded_activation_stages and self._plan.num_offloaded_microbatches:
-            return max(layer.recomputed_peak, layer.backward_work(RecomputeLevel.ELEMENTWISE))
-        return layer.recomputed_peak
-
     def _outputs(self, num_stages: int) -> int:
         """Messages in flight that are outputs of the first n waiting stages; outputs within graphs do not count."""
-        in_graphs = self._per_round if num_stages and self._saves_graph(self._waiting[num_stages - 1]) else 0
+        in_graphs = self._per_round if num_stages and self._bytes[self._waiting[num_stages - 1]].saves_graph else 0
         return max(0, min(self._per_round * num_stages, self._max_sends) - in_graphs)
 
     def _messages(self, gradients: int, outputs: int | None = None) -> int:

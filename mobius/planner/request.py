@@ -151,10 +151,10 @@ class Candidate:
 class PlanRequest:
     """A run to be planned: its options, model and machine, and the candidate that is planned."""
 
-    config: Config
+    config: Config = field(hash=False)
     """As the user asked."""
-    shape: ModelShape
-    machine: Machine
+    shape: ModelShape = field(hash=False)
+    machine: Machine = field(hash=False)
     candidate: Candidate
     packed: PackedRows | None = None
     """None: every row is one document of `seq_length` tokens, as in a dry run, which does not read the data."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from mobius.planner.gpu_specs import QUANTIZING_BYTES
 from mobius.planner.profile import Profile
@@ -109,62 +110,77 @@ class StepRules:
 
 def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageCost, ...]:
     """The cost of every stage: a profile's seconds added up over its layers; last that of a head that ranks share."""
-    costs, launch_overhead, slices = [], profile.launch_overhead, plan.num_slices > 1
+    streams, offloads = len(plan.resident) < plan.num_stages, plan.num_offloaded_microbatches > 0
+    known = _known_costs(shape, profile, plan.num_slices > 1, plan.spreads_head, streams, offloads)
+    saved, resident = (plan.saved_activation_stages, plan.saved_product_stages), plan.resident
+    sets, costs = (*saved, resident, plan.saved_attention_stages, plan.offloaded_activation_stages), list[StageCost]()
     for cut in plan.cuts:
-        layers = [profile.of_layer(layer) for layer in cut.layers]
-        back = cut.backward_layers(shape.first_backward)
-        forward = sum(layer.forward for layer in layers)
-        keeps = cut.stage in plan.saved_activation_stages
-        backward = sum(layer.backward if keeps else layer.recomputed_backward for layer in layers)
-        elementwise = sum(profile.elementwise_seconds(layer, shape) for layer in back)
-        if keeps and cut.stage in plan.saved_product_stages:
-            backward += elementwise
-        spared = sum(layer.recomputed_backward - layer.backward for layer in layers) - elementwise
-        if cut.is_first:
-            forward += profile.embedding_forward
-            backward += profile.embedding_backward
-        keys, attention = _slice_parts(cut, shape, profile) if slices else (0.0, (0.0, 0.0))
-        if cut.stage in plan.saved_attention_stages:  # backward is without the forward of it
-            backward, attention = backward - attention[0], (attention[0], attention[1] - attention[0])
-        runs_at_once = cut.is_last and not plan.spreads_head
-        if runs_at_once:
-            # Slices go forward there as elsewhere, all but the last layer, which does in backward after its keys.
-            last, early = forward, 0.0
-            if slices and layers:
-                last, early, moved = layers[-1].forward, keys / len(layers), profile.attention.forward
-                attention = attention[0] - moved, attention[1] + moved
-            forward, backward = forward - last + early, last + profile.loss + backward
-        launch_back = launch_overhead.backward if keeps else launch_overhead.recomputed_backward
-        forward_launch = launch_overhead.forward * len(cut.layers) + profile.action_launch
-        backward_launch = launch_back * len(back) + profile.action_launch
-        if len(plan.resident) < plan.num_stages:
-            backward_launch *= LAUNCH_BESIDE_UPDATES
-        with_products = None
-        if plan.num_offloaded_microbatches and cut.stage in plan.offloaded_activation_stages:
-            spared_launch = (launch_overhead.recomputed_backward - launch_overhead.backward) * len(back)
-            with_products = backward - spared + ACTION_GAP, backward_launch - spared_launch
-        costs.append(
-            StageCost(
-                forward + (0.0 if runs_at_once else ACTION_GAP),
-                backward + ACTION_GAP,
-                cut.num_trained(shape),
-                cut.stage in plan.resident,
-                0.0 if runs_at_once else forward_launch,
-                backward_launch + (forward_launch if runs_at_once else 0.0),
-                len(back),
-                keys + ACTION_GAP,
-                *attention,
-                cut.stage in plan.saved_attention_stages,
-                loaded=cut.num_streamed_parameters(shape),
-                backward_from_saved=with_products,
-                trained_in_layers=cut.num_trained_in_layers(shape),
-                keeps_trained_on_gpu=shape.keeps_trained_on_gpu,
-                quantizing=QUANTIZING_BYTES * cut.num_quantized(shape) / profile.gpu_bandwidth,
-            )
-        )
+        key = cut.first_layer, cut.end_layer, cut.is_first, cut.is_last, *[cut.stage in each for each in sets]
+        if key not in known:
+            known[key] = _stage_cost(cut, plan, shape, profile)
+        costs.append(known[key])
     if plan.spreads_head:
         costs.append(StageCost(profile.loss + ACTION_GAP, 0.0, 0, True, forward_launch=profile.action_launch))
     return tuple(costs)
+
+
+@lru_cache(maxsize=64)
+def _known_costs(*_: object) -> dict[object, StageCost]:
+    """Costs of stages that plans have in common, by what they depend on beside the arguments; filled by the caller."""
+    return {}
+
+
+def _stage_cost(cut: StageCut, plan: Plan, shape: ModelShape, profile: Profile) -> StageCost:
+    launch_overhead, slices = profile.launch_overhead, plan.num_slices > 1
+    layers = [profile.of_layer(layer) for layer in cut.layers]
+    back = cut.backward_layers(shape.first_backward)
+    forward = sum(layer.forward for layer in layers)
+    keeps = cut.stage in plan.saved_activation_stages
+    backward = sum(layer.backward if keeps else layer.recomputed_backward for layer in layers)
+    elementwise = sum(profile.elementwise_seconds(layer, shape) for layer in back)
+    if keeps and cut.stage in plan.saved_product_stages:
+        backward += elementwise
+    spared = sum(layer.recomputed_backward - layer.backward for layer in layers) - elementwise
+    if cut.is_first:
+        forward += profile.embedding_forward
+        backward += profile.embedding_backward
+    keys, attention = _slice_parts(cut, shape, profile) if slices else (0.0, (0.0, 0.0))
+    if cut.stage in plan.saved_attention_stages:  # backward is without the forward of it
+        backward, attention = backward - attention[0], (attention[0], attention[1] - attention[0])
+    runs_at_once = cut.is_last and not plan.spreads_head
+    if runs_at_once:
+        # Slices go forward there as elsewhere, all but the last layer, which does in backward after its keys.
+        last, early = forward, 0.0
+        if slices and layers:
+            last, early, moved = layers[-1].forward, keys / len(layers), profile.attention.forward
+            attention = attention[0] - moved, attention[1] + moved
+        forward, backward = forward - last + early, last + profile.loss + backward
+    launch_back = launch_overhead.backward if keeps else launch_overhead.recomputed_backward
+    forward_launch = launch_overhead.forward * len(cut.layers) + profile.action_launch
+    backward_launch = launch_back * len(back) + profile.action_launch
+    if len(plan.resident) < plan.num_stages:
+        backward_launch *= LAUNCH_BESIDE_UPDATES
+    with_products = None
+    if plan.num_offloaded_microbatches and cut.stage in plan.offloaded_activation_stages:
+        spared_launch = (launch_overhead.recomputed_backward - launch_overhead.backward) * len(back)
+        with_products = backward - spared + ACTION_GAP, backward_launch - spared_launch
+    return StageCost(
+        forward + (0.0 if runs_at_once else ACTION_GAP),
+        backward + ACTION_GAP,
+        cut.num_trained(shape),
+        cut.stage in plan.resident,
+        0.0 if runs_at_once else forward_launch,
+        backward_launch + (forward_launch if runs_at_once else 0.0),
+        len(back),
+        keys + ACTION_GAP,
+        *attention,
+        cut.stage in plan.saved_attention_stages,
+        loaded=cut.num_streamed_parameters(shape),
+        backward_from_saved=with_products,
+        trained_in_layers=cut.num_trained_in_layers(shape),
+        keeps_trained_on_gpu=shape.keeps_trained_on_gpu,
+        quantizing=QUANTIZING_BYTES * cut.num_quantized(shape) / profile.gpu_bandwidth,
+    )
 
 
 def _slice_parts(cut: StageCut, shape: ModelShape, profile: Profile) -> tuple[float, tuple[float, float]]:

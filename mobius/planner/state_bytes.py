@@ -38,7 +38,7 @@ class ByteSizes:
     remainder: int = 2
     """Rest of the fp32 master weight: 2 with bf16, which is its upper half, 4 with fp16."""
     has_partial_sums: bool = False
-    """Whether fp32 sums are stored while unfinished: in place of gradients on the host, or in a resident stage."""
+    """Whether fp32 sums of a resident stage are stored while unfinished."""
     num_replicas: int = 1
     """Pipelines that share gradients and optimizer state."""
     reduced: int = SUM_BYTES
@@ -71,7 +71,7 @@ class ByteSizes:
 
     def shard_size(self, parameters: int) -> int:
         """Parameters of a stage that this replica updates."""
-        return largest_shard(parameters, self.num_replicas)
+        return parameters if self.num_replicas == 1 else largest_shard(parameters, self.num_replicas)
 
     def remote_size(self, parameters: int) -> int:
         """Parameters that the others update: so many gradients go out and come in, and so many weights come in."""
@@ -122,13 +122,15 @@ class ByteSizes:
         """Return the host bytes of a streamed stage's finished gradients."""
         return self.gradient * self.shard_size(trained)
 
-    def host(self, trained: int, layers: int, *, frozen: int = 0, has_gradients: bool = True) -> int:
-        """Return the host bytes of a streamed stage: weights, gradients or sums, and optimizer state.
+    def host(
+        self, trained: int, layers: int, *, frozen: int = 0, has_gradients: bool = True, has_sums: bool = False
+    ) -> int:
+        """Return the host bytes of a streamed stage: weights, gradients or unfinished sums, and optimizer state.
 
         Sums, if any, take the place of gradients, which may be in memory that stages share (not `has_gradients`);
         parameters are those of `optimizer`, whose state may be on disks.
         """
-        waiting = SUM_BYTES * trained if self.has_partial_sums else has_gradients * self.gradients(trained)
+        waiting = SUM_BYTES * trained if has_sums else has_gradients * self.gradients(trained)
         state = 0 if self.has_disks else self.optimizer(trained, layers)
         return self.weight * (trained + frozen) + waiting + state
 

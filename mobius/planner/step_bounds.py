@@ -128,13 +128,12 @@ def _update_seconds(
     # All ranks have updated their stages up to a place no sooner than all these parameters take; for the last of them
     # the forwards of a round's microbatches through the stages before that place are over.
     until = accumulate(map(sum, zip(*updated, strict=True)))
-    for place, parameters in enumerate(until):
-        before = [
-            plan.microbatches_per_round
-            * sum(cost.forward for cost in costs[rank : place * plan.num_ranks : plan.num_ranks])
-            for rank in range(plan.num_ranks)
-        ]
+    forwards = (
+        accumulate((cost.forward for cost in costs[rank : plan.num_stages : plan.num_ranks]), initial=0.0)
+        for rank in range(plan.num_ranks)
+    )
+    for parameters, before in zip(until, zip(*forwards, strict=True), strict=False):
         if parameters:
-            left = min(whole - own for whole, own in zip(compute, before, strict=True))
+            left = min(whole - plan.microbatches_per_round * own for whole, own in zip(compute, before, strict=True))
             seconds = max(seconds, parameters / together + left)
     return seconds

@@ -170,6 +170,17 @@ class ModelShape:
         routed = self.experts.layers if self.experts.trained is None else self.experts.trained
         return self._without_idle(self.experts, self.trained.layers, routed)
 
+    @cached_property
+    def _known_sizes(self) -> dict[tuple[object, ...], tuple[int, int, int]]:
+        return {}
+
+    def sizes_of(self, cut: StageCut) -> tuple[int, int, int]:
+        """Parameters of a stage, those among them that are trained, and those of the latter that are in layers."""
+        key = cut.first_layer, cut.end_layer, cut.is_first, cut.is_last
+        if key not in self._known_sizes:
+            self._known_sizes[key] = cut.num_parameters(self), cut.num_trained(self), cut.num_trained_in_layers(self)
+        return self._known_sizes[key]
+
     @staticmethod
     def _without_idle(experts: Experts, counts: Sequence[int], routed: Sequence[int]) -> tuple[int, ...]:
         return tuple(count - experts.num_idle(own) for count, own in zip(counts, routed, strict=True))

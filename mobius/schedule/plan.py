@@ -43,7 +43,7 @@ class MemoryUse:
 class Plan(ScheduleSpec):
     """Schedule parameters of a model: the layers of each stage, and the stages that save activations."""
 
-    cuts: tuple[StageCut, ...] = field(default=(), kw_only=True)
+    cuts: tuple[StageCut, ...] = field(default=(), kw_only=True, hash=False)
     """Layers of every stage."""
     saved_activation_stages: frozenset[int] = field(default=frozenset(), kw_only=True)
     """Stages that save their activations for backward; other stages recompute them."""
@@ -62,27 +62,25 @@ class Plan(ScheduleSpec):
 
     def with_memory_uses(self, uses: Sequence[MemoryUse]) -> Plan:
         """The plan in which each rank does what `uses` says; a rank has no more slots than it streams stages."""
-        own = [self.local_stages(rank) for rank in range(self.num_ranks)]
-        each = list(zip(own, uses, strict=True))
+        slots, sum_buffers = [], []
+        resident, saving, products, offloading = (list[int]() for _ in range(4))
+        for rank, use in zip(range(self.num_ranks), uses, strict=True):
+            own = self.local_stages(rank)
+            recomputing = len(own) - use.num_saving_activations
+            slots.append(min(use.num_slots, len(own) - use.num_resident))
+            sum_buffers.append(min(use.num_sum_buffers, len(own) - use.num_resident))
+            resident += own[: use.num_resident]
+            saving += own[recomputing:]
+            products += own[recomputing:][: use.num_saving_products]
+            offloading += own[: min(use.num_offloading_activations, recomputing)]
         return replace(
             self,
-            slots=tuple(min(use.num_slots, len(stages) - use.num_resident) for stages, use in each),
-            sum_buffers=tuple(min(use.num_sum_buffers, len(stages) - use.num_resident) for stages, use in each),
-            resident=frozenset(stage for stages, use in each for stage in stages[: use.num_resident]),
-            saved_activation_stages=frozenset(
-                stage for stages, use in each for stage in stages[len(stages) - use.num_saving_activations :]
-            ),
-            saved_product_stages=frozenset(
-                stage
-                for stages, use in each
-                for stage in stages[len(stages) - use.num_saving_activations :][: use.num_saving_products]
-            ),
-            offloaded_activation_stages=frozenset(
-                stage
-                for stages, use in each
-                for stage in stages[: min(use.num_offloading_activations, len(stages) - use.num_saving_activations)]
-                if stage != self.num_stages - 1
-            ),
+            slots=tuple(slots),
+            sum_buffers=tuple(sum_buffers),
+            resident=frozenset(resident),
+            saved_activation_stages=frozenset(saving),
+            saved_product_stages=frozenset(products),
+            offloaded_activation_stages=frozenset(offloading) - {self.num_stages - 1},
         )
 
     def with_same_use(self, use: MemoryUse) -> Plan:
