@@ -28,7 +28,7 @@ FILES: Final = {
 """Files of a run that the page may read, with the number of bytes that it gets."""
 _MARKS: Final = frozenset({*FEEDS, "training_args.yaml"})
 _DEPTH, _MAX_FOLDERS = 5, 4000
-_SEARCH_SECONDS: Final = 5.0
+_SEARCH_SECONDS: Final = 3.0
 _QUIET_SECONDS: Final = 60.0
 """Shortest silence after which a run that holds no lock counts as killed."""
 _NUM_HISTORIES: Final = 8

@@ -267,24 +267,17 @@ def test_a_run_is_followed_from_its_start_to_its_end(page: Page, root: Path) -> 
     page.until_text("#announcement", "live is done")
 
 
-def test_a_real_run_is_followed_to_its_end(page: Page, root: Path) -> None:
+@pytest.fixture(scope="module")
+def real_run(root: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A small run on this CPU, whose imports take as long as the test before its own waits."""
     options = ["--config", "configs/quickstart.yaml", "--num_iterations", "6", "--num_stages", "2", "--trace"]
     results = ["--save_dir", str(root / "real"), "--save_params", "none", "--save_results", str(root / "real.txt")]
-    log = (root / "real.log").open("w")
-    with (
-        log,
-        subprocess.Popen(
-            [sys.executable, "-m", "mobius", *options, *results, "--device", "cpu"], cwd=ROOT, stdout=log, stderr=log
-        ) as process,
-    ):
-        page.open("#runs/real")
-        page.until_text("#run h2", "real done")
-        assert process.wait(60) == 0
-    page.until_text(".place", "step 6 of 6")
-    page.until(lambda: bool(page.all(".timeline canvas")), "timeline of a measured step")
-    page.until_text("#run", "rank 0")
+    words = [sys.executable, "-m", "mobius", *options, *results, "--device", "cpu"]
+    with (root / "real.log").open("w") as log, subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log) as process:
+        yield process
 
 
+@pytest.mark.usefixtures("real_run")
 def test_a_killed_run_is_shown_as_one(page: Page, root: Path) -> None:
     folder = root / "victim"
     write_run(folder, 30, total=100, ends=None)
@@ -296,6 +289,15 @@ def test_a_killed_run_is_shown_as_one(page: Page, root: Path) -> None:
         victim.kill()
     page.until_text("#run h2", "victim killed")
     page.until_text("#announcement", "victim is killed")
+
+
+def test_a_real_run_is_followed_to_its_end(page: Page, real_run: subprocess.Popen[bytes]) -> None:
+    page.open("#runs/real")
+    page.until_text("#run h2", "real done")
+    assert real_run.wait(60) == 0
+    page.until_text(".place", "step 6 of 6")
+    page.until(lambda: bool(page.all(".timeline canvas")), "timeline of a measured step")
+    page.until_text("#run", "rank 0")
 
 
 def test_a_phone_shows_everything_without_scrolling_sideways(page: Page) -> None:
