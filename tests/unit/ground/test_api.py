@@ -32,6 +32,7 @@ SMALL: dict[str, Any] = {
 }
 
 
+@pytest.mark.extended
 def test_the_example_of_the_page_trains_and_its_result_has_what_the_folder_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,6 +82,26 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str],
         return words
 
     return use
+
+
+def test_a_result_has_what_the_folder_has(stand_in: Callable[[str], list[str]], tmp_path: Path) -> None:
+    files = {
+        "events.jsonl": [{"event": "step", "step": 1, "time": 0}, {"event": "end", "time": time.time() + 60}],
+        "metrics.jsonl": [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 1.5}],
+        "all_results.json": [{"train_loss": 2.0}],
+        "plan.json": [{"num_ranks": 2}],
+    }
+    program = [f"open({str(tmp_path / name)!r}, 'w').write({_lines(rows)!r})" for name, rows in files.items()]
+    stand_in("; ".join(program))
+    events: list[Mapping[str, Any]] = []
+    result = mobius.finetune("m", "a.jsonl", save_dir=tmp_path, on_event=events.append, progress=False)
+    assert [event["event"] for event in events] == ["end"]  # the other one is of an earlier run
+    assert (result.folder, result.metrics, result.plan) == (tmp_path, {"train_loss": 2.0}, {"num_ranks": 2})
+    assert [step["loss"] for step in result.history] == [2.5, 1.5]
+
+
+def _lines(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def test_options_become_words(stand_in: Callable[[str], list[str]], tmp_path: Path) -> None:
