@@ -95,7 +95,7 @@ def finetune(
     with tempfile.TemporaryDirectory(prefix="mobius-") as temporary:
         error_file = Path(temporary) / "error.json"
         variables = child_variables(error_file, Path(__file__).parent.parent)
-        code, last_lines = _run(["env", *variables, *command[1:]], show, events)
+        code, last_lines = _run(["env", *variables, *command], show, events)
         if code:
             raise _failure(error_file, code, last_lines)
     try:
@@ -141,8 +141,8 @@ def _on_disk(data: Data | None) -> Value | None:
         if not isinstance(record, Mapping):
             raise DataError(f"record {number} is {type(record).__name__}, not a mapping such as {{'text': '...'}}")
         try:
-            lines.append(json.dumps(dict(record), ensure_ascii=False))
-        except TypeError as error:
+            lines.append(json.dumps(dict(record)))
+        except (TypeError, ValueError) as error:
             raise DataError(f"record {number} holds what JSON has no words for: {error}") from None
     if not lines:
         raise DataError("there are no records; give at least one")
@@ -244,6 +244,7 @@ def _run(command: Sequence[str], show: Callable[[str], object], events: _Events)
                 process.send_signal(signal.SIGINT)
     except BaseException:  # of a handler
         process.send_signal(signal.SIGTERM)
+        process.communicate()  # it saves, and would wait for somebody who reads its output
         raise
     code = process.wait()
     events.read()

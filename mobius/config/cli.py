@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from mobius.config.config import Config, config_from, options, sections, spellings
-from mobius.config.gpu_count import count_gpus
+from mobius.config.gpu_count import CPU_RANKS, count_gpus
 from mobius.config.options import Option, OptionValue
 from mobius.config.recipes.recipe import Launch
 from mobius.config.sources import CommandLine, OptionSource, read_command_line, read_yaml
@@ -41,8 +41,6 @@ _DESCRIPTION: Final = (
     "may be shortened while they stay unambiguous."
 )
 _INDENT: Final = " " * 6
-_CPU_RANKS: Final = 2
-"""Processes of a run on a machine without a GPU."""
 
 
 def parse_args(
@@ -134,7 +132,7 @@ def _file_of(command_line: CommandLine, *, num_ranks: int | None = None, num_nod
     if num_ranks is None or (num_ranks == 1 and not typed.keys().isdisjoint(("dry_run", "preview"))):
         # This process is one for all those that a run would have.
         numbers = (value for name in ("num_ranks", "nproc_per_node") if isinstance(value := typed.get(name), int))
-        num_ranks = next(numbers, None) or len(device_list(visible_devices())) or count_gpus() or _CPU_RANKS
+        num_ranks = next(numbers, None) or len(device_list(visible_devices())) or count_gpus() or CPU_RANKS
     chosen = typed.get("pipeline_ranks")
     of_pipeline = chosen if isinstance(chosen, int) and chosen > 0 else num_ranks // num_nodes
     return read_yaml(command_line.config_path, Launch(num_ranks, max(1, of_pipeline), typed.keys()))

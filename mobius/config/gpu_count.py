@@ -3,6 +3,10 @@
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Final
+
+CPU_RANKS: Final = 2
+"""Processes of a run on a machine without a GPU."""
 
 
 def count_gpus(device_folder: Path = Path("/dev"), *, nvidia_smi: str = "nvidia-smi") -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mobius.config.cli import parse_args
 from mobius.config.config import Config, Device
-from mobius.config.gpu_count import count_gpus
+from mobius.config.gpu_count import CPU_RANKS, count_gpus
 from mobius.config.sources import read_command_line
 from mobius.errors import ConfigError, reason_of
 from mobius.log import printable
@@ -67,7 +67,7 @@ def plan_processes(config: Config, resources: Resources, *, is_device_list_typed
         if config.pipeline.device is Device.CUDA:
             reason = "CUDA_VISIBLE_DEVICES hides all GPUs" if is_hidden else "this machine has no NVIDIA GPU"
             raise ConfigError(f"`--device cuda`: {reason}; use --device cpu, or auto")
-        return Placement(config.launch.nproc_per_node or len(device_list(asked)) or 2)
+        return Placement(config.launch.nproc_per_node or len(device_list(asked)) or CPU_RANKS)
 
     if absent := [name for name in listed if name.isdecimal() and int(name) >= resources.num_gpus]:
         source = "CUDA_VISIBLE_DEVICES" if inherited is not None else "`--cuda_visible_devices`"

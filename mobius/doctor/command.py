@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from mobius.config.cli import parse_args
+from mobius.config.gpu_count import CPU_RANKS
 from mobius.config.launch import count_cores, own_resources
 from mobius.config.sources import read_command_line
 from mobius.doctor import fits, machine
@@ -20,7 +21,6 @@ from mobius.doctor.checks import Finding, Status, judge_all
 from mobius.errors import ConfigError
 from mobius.hardware.host_memory import available_host_bytes
 from mobius.log import printable, progress_bar, setup_logging
-from mobius.planner.forecast import CPU_RANKS
 from mobius.planner.gpu_specs import find_gpu_spec
 from mobius.ranks import device_list, seconds_since_start
 from mobius.units import GIB

@@ -13,11 +13,11 @@ from transformers import PretrainedConfig
 
 from mobius.config.config import Config, Dtype, MatmulDtype
 from mobius.distributed.device_order import device_names, order_devices
-from mobius.errors import MobiusError, StateFileError
+from mobius.errors import MobiusError
 from mobius.models.blocks import ModelParts
 from mobius.planner.forecast import make_forecast
 from mobius.planner.memory_estimates import estimated_layer
-from mobius.planner.plan_table import describe_details, describe_verdict
+from mobius.planner.plan_table import describe_details
 from mobius.planner.solver import PlanResult, solve
 from mobius.planner.step_prediction import predict_step_seconds
 from mobius.ranks import Ranks, visible_devices
@@ -38,11 +38,7 @@ def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = Non
         return True
     own = make_forecast(config, ranks, given=given)
     found = own.found
-    if found is None:
-        logger.info("the run does not fit")
-    else:
-        fits_disks = not any(isinstance(each, StateFileError) for each in own.refusals)
-        logger.info("%s", describe_verdict(found, own.available, fits_disks=fits_disks))
+    logger.info("%s", own.verdict)
     for each in own.refusals:
         logger.error("does not fit: %s", each)
     if found is None:

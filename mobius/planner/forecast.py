@@ -19,6 +19,7 @@ import torch
 from mobius.atomic_files import atomic_write
 from mobius.config.cli import given_options, parse_args
 from mobius.config.config import Config, Device, sections, spellings, split_names
+from mobius.config.gpu_count import CPU_RANKS
 from mobius.config.validation import validate
 from mobius.errors import GpuMemoryError, HostMemoryError, PlanError, RemediableError, StateFileError, reason_of
 from mobius.hardware.cpu_dtype import resolve_cpu_dtype
@@ -44,8 +45,6 @@ from mobius.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-CPU_RANKS: Final = 2
-"""As train.sh starts where there is no GPU."""
 _DRY_RUN: Final = "--dry_run"
 
 
@@ -96,13 +95,18 @@ class Forecast:
         kept = _without_planning(self.options)
         return shlex.join(["mobius", "train", *kept, "--nproc_per_node", str(self.machine.num_ranks)])
 
+    @property
+    def verdict(self) -> str:
+        """Whether the run fits, its step and its memory."""
+        if self.found is None:
+            return "the run does not fit"
+        fits_disks = not any(isinstance(each, StateFileError) for each in self.refusals)
+        return describe_verdict(self.found, self.available, fits_disks=fits_disks)
+
     def describe(self) -> str:
         """The text of a dry run."""
-        if self.found is None:
-            return f"the run does not fit\n{self.problem}"
-        fits_disks = not any(isinstance(each, StateFileError) for each in self.refusals)
-        verdict = describe_verdict(self.found, self.available, fits_disks=fits_disks)
-        return "\n".join([verdict, *map(str, self.refusals), "", *describe_details(self.found, self.available)])
+        details = [] if self.found is None else ["", *describe_details(self.found, self.available)]
+        return "\n".join([self.verdict, *map(str, self.refusals), *details])
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file, by which a run trains with `--plan`.
@@ -207,7 +211,7 @@ class Forecast:
 def forecast(words: Sequence[str], *, is_draft: bool = False, with_remedies: bool = True) -> Forecast:
     """Return what `mobius plan` says of options as typed.
 
-    A draft chooses numbers that are auto by bounds of their steps, which takes less than a second and may find a plan
+    A draft chooses numbers that are auto by bounds of their steps, which takes about half the time and may find a plan
     that is a tenth slower. To look for remedies takes seconds. Raises MobiusError for what cannot be planned at all.
     """
     config, given = parse_args([_DRY_RUN, *words]), given_options(words)

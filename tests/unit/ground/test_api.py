@@ -104,6 +104,18 @@ def _lines(rows: list[dict[str, Any]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
+def test_a_handler_that_fails_lets_the_run_save(stand_in: Callable[[str], list[str]], tmp_path: Path) -> None:
+    saved, feed = tmp_path / "saved", tmp_path / "events.jsonl"
+    stand_in(
+        f"signal.signal(15, lambda *_: (print('x' * 200_000), open({str(saved)!r}, 'w').close(), sys.exit(130)))\n"
+        f"open({str(feed)!r}, 'w').write(json.dumps(dict(event='step', time=time.time() + 60)) + chr(10))\n"
+        "print('a step', flush=True); time.sleep(60)"
+    )
+    with pytest.raises(ZeroDivisionError):
+        mobius.finetune("m", "a.jsonl", save_dir=tmp_path, on_event=lambda _: 1 / 0, progress=False)
+    assert saved.is_file()
+
+
 def test_options_become_words(stand_in: Callable[[str], list[str]], tmp_path: Path) -> None:
     words = stand_in("sys.exit(0)")
     mobius.finetune(
@@ -131,7 +143,14 @@ def test_records_are_written_once_and_refused_where_they_cannot_be(stand_in: Cal
     (file,) = map(Path, files)
     assert file.parent == cache_folder() / "records"
     assert [json.loads(line) for line in file.read_text().splitlines()] == RECORDS
-    for data, message in (([{"text": b"x"}], "record 0"), ([7], "record 0 is int"), ([], "no records")):
+    circle: dict[str, object] = {}
+    circle["text"] = circle
+    for data, message in (
+        ([{"text": b"x"}], "record 0"),
+        ([circle], "record 0"),
+        ([7], "record 0 is int"),
+        ([], "no records"),
+    ):
         with pytest.raises(DataError, match=message):
             mobius.finetune("m", data)  # type: ignore[arg-type]
 
