@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from itertools import groupby
 
 import pytest
@@ -29,6 +30,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for number, case in enumerate(grid):
             if number not in chosen:
                 case.add_marker("extended")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest adds its own handlers
+def pytest_runtest_setup() -> None:
+    """Forget the levels and handlers that a command which ran in this process left: they would hide records."""
+    root = logging.getLogger()
+    root.handlers = [handler for handler in root.handlers if not type(handler).__module__.startswith("mobius.")]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("mobius").setLevel(logging.NOTSET)
 
 
 @pytest.fixture
