@@ -17,6 +17,9 @@
 #              SMOLLM2 also what 135M learns with each, five seeds
 #   plans      40 drawn settings planned by auto on one GPU, 4 steps each: memory and seconds beside the plan's; takes some
 #              11 minutes, in calls of at most PLANS_SECONDS: what is in PLANS (default WORK/plans.jsonl) is not run again
+#   several    what docs/performance.md shows of several GPUs, beside the peers: the parts SEVERAL of benchmarks/gpu.sh (those
+#              that end in _lora of benchmarks/lora.sh), each of at most SEVERAL_SECONDS; a call of ten minutes takes two
+#              or three parts. One table of all rows in ROWS (default WORK/rows.jsonl), each beside its prediction, last
 #   kills      10 kills -9 at random moments on two GPUs, each resumed, against a run that was left alone
 #
 # PYTHON (default python3) must have the requirements installed; WORK (default a new folder in /tmp) takes the files.
@@ -143,6 +146,20 @@ part_products() {
 part_plans() {
     $PYTHON benchmarks/plans.py "${PLANS:-$WORK/plans.jsonl}" --settings "${PLANS_SETTINGS:-40}" \
         --seconds "${PLANS_SECONDS:-480}" --workers "${PLANS_WORKERS:-4}" || failed=1
+}
+
+part_several() {
+    local part
+    export ROWS=${ROWS:-$WORK/rows.jsonl} PYTHON HOST_GIB
+    local seconds=${SEVERAL_SECONDS:-280}
+    for part in ${SEVERAL:-main clip limits resident 13b48 two_lora depth depth_nop2p formats eight}; do
+        if [[ $part == *_lora ]]; then
+            TOTAL_SECONDS=$seconds bash benchmarks/lora.sh "${part%_lora}" || failed=1
+        else
+            BENCHMARK="--same_processes --total_seconds $seconds ${BENCHMARK:-}" bash benchmarks/gpu.sh "$part" || failed=1
+        fi
+    done
+    $PYTHON benchmarks/compare_rows.py "$ROWS" || failed=1
 }
 
 part_kills() { $PYTHON scripts/kill_and_resume.py --device cuda --kills "${KILLS:-10}" --folder "$WORK" || failed=1; }

@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import benchmark
+import compare_rows
 import pytest
 from launch import run_ranks
 from make_model import num_active, num_parameters, write_config
 from rows import (
+    Row,
     Workload,
     model_flops_utilization,
     peer_measurement,
+    record,
 )
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
@@ -99,7 +102,10 @@ def test_ranks_find_each_other_and_the_result_is_read(tmp_path: Path) -> None:
     assert (result.output, result.problem) == ([3, "hello"], None), result.log_end
 
 
-PARTS = ["main", "stale", "clip", "stages", "long", "13b", "nop2p", "resident", "ablation", "memory", "13b48", "30b"]
+PARTS = [
+    *("main", "stale", "clip", "stages", "long", "13b", "nop2p", "resident", "ablation", "memory", "13b48", "30b"),
+    *("limits", "depth", "depth_nop2p", "formats", "eight"),
+]
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -116,8 +122,30 @@ def test_every_part_of_the_gpu_benchmarks_is_a_command_that_benchmark_understand
     assert script == "benchmarks/benchmark.py"
     assert arguments.size == (part[:3] if part[0].isdecimal() else "7b")
     assert arguments.mobius_options[-2:] == ["--host_memory_limit", "400"]
-    assert arguments.env == ([("NCCL_P2P_DISABLE", "1")] if part == "nop2p" else [])
-    assert (len(arguments.peer) > 0) == (part not in ("ablation", "stages", "30b"))
+    assert arguments.env == ([("NCCL_P2P_DISABLE", "1")] if part.endswith("nop2p") else [])
+    assert (len(arguments.peer) > 0) == (part not in ("ablation", "stages", "30b", "depth_nop2p", "formats", "eight"))
+
+
+def test_rows_of_several_commands_are_one_table_beside_predictions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = (
+        "python benchmarks/benchmark.py 7b --layers 8 --max_grad_norm 0 --env NCCL_P2P_DISABLE=1 -- --num_chunks 4"
+    )
+    plan = {"step_seconds": 0.4, "gpu_gib": 3.0, "host_gib": 2.5}
+    measured = replace(peer_measurement(PEER_OUTPUT, WORKLOAD, machine_bytes=0), plan=plan)
+    row = Row(name="Mobius", options="--num_stages 8", measurement=measured, problem=None, run_seconds=9.0, ratio=1.0)
+    rows = [row, replace(row, measurement=None, problem="failed")]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(record(each, {"command": command})) + "\n" for each in rows))
+    monkeypatch.setattr(sys, "argv", ["compare_rows.py", str(path)])
+    compare_rows.main()
+    told = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
+    assert told[2] == [
+        *("8 layers of 7b, 64 × 512, no clipping, NCCL_P2P_DISABLE=1", "Mobius --num_stages 8", "0.500", "0.400"),
+        *("+25.0%", "2,000", "1.00", "4.0", "3.0", "5.0", "2.5", "7"),
+    ]
+    assert told[3][2] == "failed"
 
 
 @pytest.mark.extended
