@@ -201,7 +201,7 @@ def test_the_cut_into_stages_shards_pieces_and_threads_changes_no_bit(
         return {name: master[state.layout.slice_of(name)] for name in state.layout.offsets}
 
     expected = finished(made(together), None, 1)
-    for pieces in (4096, 3 * GROUP):
+    for pieces in (4096, (3 if has_kernel else 33) * GROUP):
         assert all(torch.equal(finished(made(together), pieces, 2)[name], expected[name]) for name in shapes), pieces
     for name, layout in alone.items():
         assert torch.equal(finished(made(layout), None, 2)[name], expected[name]), name

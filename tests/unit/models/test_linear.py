@@ -36,8 +36,8 @@ class TwoLinears(nn.Module):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_product_of_the_factors_is_the_weights_gradient(bias: bool, compiled: bool) -> None:
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.extended)])
+def test_the_product_of_the_factors_is_the_weights_gradient(bias: bool, backend: str | None) -> None:
     torch.manual_seed(3)
     linear = GradientFactorLinear(6, 5, bias=bias, dtype=torch.float64)
     inputs, gradient = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True), torch.randn(2, 3, 5).double()
@@ -49,7 +49,7 @@ def test_the_product_of_the_factors_is_the_weights_gradient(bias: bool, compiled
         output: Tensor = torch.func.functional_call(linear, placeholders, inputs)
         return output
 
-    output = (torch.compile(call) if compiled else call)(inputs, placeholders)
+    output = (torch.compile(call, backend=backend) if backend else call)(inputs, placeholders)
     factor, output_factor, *rest = torch.autograd.grad(output, [*placeholders.values(), *others], gradient)
 
     assert not factor.requires_grad

@@ -125,7 +125,7 @@ def test_the_chunked_loss_equals_the_plain_one_and_so_does_every_gradient(
         torch.testing.assert_close(case.gradients[name], expected, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("softcap", [pytest.param(None, marks=pytest.mark.extended), 2.0])
 def test_the_compiled_loss_equals_the_plain_one_and_so_does_every_gradient(softcap: float | None) -> None:
     case = Case.make()
     expected_loss, expected_hidden, expected_weights = case.expected(softcap)

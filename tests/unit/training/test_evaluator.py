@@ -170,17 +170,16 @@ def test_scores_are_those_of_the_plain_model_and_the_same_however_the_model_is_c
     total, hits, targets = plain_scores(model, *sets)
     assert 0 < hits < targets
     results = list[EvaluationResult]()
-    for num_ranks, cut in ((1, "--num_stages 1"), (1, "--num_stages 4"), (2, "--num_stages 4"), (4, "--num_stages 4")):
-        for residency in ("--resident_stages 0", "--no_offload"):
-            options = f"{SHAPE} {cut} {residency} --packing {packing}"
-            found = in_sessions(
-                num_ranks,
-                folder,
-                options,
-                random_samples(40, 16),
-                lambda session, _: evaluator_of(session, *sets).evaluate(show_progress=True),
-            )
-            results += found
+    residencies = ("--resident_stages 0", "--no_offload")
+    for number, (num_ranks, num_stages) in enumerate(((1, 1), (1, 4), (2, 4), (4, 4), (2, 2)), start=packing == "on"):
+        found = in_sessions(
+            num_ranks,
+            folder,
+            f"{SHAPE} --num_stages {num_stages} {residencies[number % 2]} --packing {packing}",
+            random_samples(40, 16),
+            lambda session, _: evaluator_of(session, *sets).evaluate(show_progress=True),
+        )
+        results += found
     for result in results:
         first = results[0]
         assert (result.loss, result.token_accuracy) == (first.loss, first.token_accuracy)
