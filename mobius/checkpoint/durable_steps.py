@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from mobius.atomic_files import atomic_write, sync_to_disk
+from mobius.checkpoint.cloned_stages import StepTensors, why_not_cloned
 from mobius.checkpoint.contents import CheckpointContents, StepMetadata
 from mobius.checkpoint.folders import NAMES, checkpoint_path, with_others
 from mobius.checkpoint.manifest import MANIFEST_FILE, Manifest
@@ -74,6 +75,10 @@ def remove_slots(place: SlotPlace | None, config: Config, resumed: CheckpointRea
             shutil.rmtree(run, ignore_errors=True)
 
 
+_Clone = tuple[Callable[[StepTensors], None], Future[None]]
+"""Call that clones a step, and its end."""
+
+
 class DurableSteps:
     """Owns the slots of a run: files of states, and what makes them checkpoints."""
 
@@ -109,6 +114,8 @@ class DurableSteps:
             named = each.named_tensors(each.flat_tensors(has_optimizer=True, stored=on_disk))
             self._tensors[stage] = {name: tensor for name, tensor in named.items() if tensor.is_meta}
             self._tensors[weights_key(stage)] = {name: tensor for name, tensor in named.items() if not tensor.is_meta}
+        for files in self._files:
+            files.cuts.update((key, Region.of([], tensors).cuts) for key, tensors in self._tensors.items())
         self._copied = None
         if resident := {stage: each for stage, each in saved.items() if stage not in streamed}:
             self._copied = _CopiedStages(resident, session, folders, place)
@@ -116,6 +123,7 @@ class DurableSteps:
         self._rendezvous = None if self._ranks.num_ranks == 1 else join_run(self._ranks)
         self._thread: threading.Thread | None = None
         self._committed = _done()
+        self._clone: _Clone | None = None
         self.newest: Path | None = None
         """The newest durable step, on the first rank."""
         self.newest_step = 0
@@ -164,9 +172,22 @@ class DurableSteps:
             self._copied.begin(versions[-1])
         for files, version in zip(self._files, versions, strict=True):
             files.begin_version(1 - version.slot, self._committed)
-        arguments = versions, metadata, save_number, self._committed
+        arguments = versions, metadata, save_number, self._committed, self._clone
+        self._clone = None
         self._thread = threading.Thread(target=self._commit, args=arguments, name="durable step", daemon=True)
         self._thread.start()
+
+    def why_not_cloned(self) -> str | None:
+        """Return why checkpoints of the run cannot share blocks with durable steps, if so."""
+        return why_not_cloned(self._folders, self._save_dir)
+
+    def clone_next(self, clone: Callable[[StepTensors], None]) -> Future[None]:
+        """Let `clone` have the step that `after_step` is called with next, in a thread, once it is durable.
+
+        The future has its exception, or that of the step.
+        """
+        self._clone = clone, Future[None]()
+        return self._clone[1]
 
     def finish(self) -> None:
         """Wait until the last step is durable. Raises what it failed with."""
@@ -187,7 +208,12 @@ class DurableSteps:
         return versions  # type: ignore[return-value]
 
     def _commit(
-        self, versions: Sequence[Version], metadata: StepMetadata, save_number: int, committed: Future[None]
+        self,
+        versions: Sequence[Version],
+        metadata: StepMetadata,
+        save_number: int,
+        committed: Future[None],
+        clone: _Clone | None,
     ) -> None:
         self._activity.start_task("durable", f"step {metadata.step}")
         try:
@@ -197,8 +223,31 @@ class DurableSteps:
             committed.set_exception(error)
         else:
             committed.set_result(None)
-        finally:
-            self._activity.end_task("durable")
+        if clone is not None:
+            self._run_clone(*clone, versions, committed)
+        self._activity.end_task("durable")
+
+    def _run_clone(
+        self,
+        clone: Callable[[StepTensors], None],
+        ended: Future[None],
+        versions: Sequence[Version],
+        committed: Future[None],
+    ) -> None:
+        try:
+            committed.result()
+            paths, regions = self._regions(versions)
+            checksums = {
+                name: files.checksum(version, key, *regions[key].span(name))
+                for files, version in zip(self._files, versions, strict=True)
+                for key in version.checksums
+                for name in regions[key].tensors
+            }
+            clone(StepTensors(paths, regions, checksums))
+        except BaseException as error:
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
 
     def _commit_all(self, versions: Sequence[Version], write_texts: Callable[[Path], None], manifest: Manifest) -> None:
         """Return when a step of all ranks is durable; they call it alike. Raises MobiusError on all of them."""
@@ -207,7 +256,7 @@ class DurableSteps:
         try:
             for files, version in zip(self._files, versions, strict=True):
                 files.sync(version, lambda: self._copied.check() if self._copied else None)
-            self._write_tables(folder, versions, slot)
+            self._write_tables(folder, versions)
             own = None
         except Exception as error:
             own = error
@@ -231,15 +280,20 @@ class DurableSteps:
             if text is not None:
                 raise CheckpointError(f"another rank cannot make its step durable: {text}")
 
-    def _write_tables(self, folder: Path, versions: Sequence[Version], slot: int) -> None:
-        regions, paths = list[Region](), list[Path]()
+    def _regions(self, versions: Sequence[Version]) -> tuple[list[Path], dict[Key, Region]]:
+        """Return this rank's files of a version, and what is in them."""
+        regions, paths = dict[Key, Region](), list[Path]()
         tensors = self._tensors | (self._copied.tensors if self._copied else {})
         for files, version in zip(self._files, versions, strict=True):
             for key, chunks in files.chunks(version).items():
                 moved = [(len(paths) + number, *place) for number, *place in chunks]
-                regions.append(Region(moved, {}) if key not in tensors else Region.of(moved, tensors[key]))  # type: ignore[arg-type]
-            paths += files.paths(slot)
-        table = json.dumps(stages_to_json(paths, [path.stat().st_size for path in paths], regions))
+                regions[key] = Region.of(moved, tensors.get(key, {}))  # type: ignore[arg-type]
+            paths += files.paths(version.slot)
+        return paths, regions
+
+    def _write_tables(self, folder: Path, versions: Sequence[Version]) -> None:
+        paths, regions = self._regions(versions)
+        table = json.dumps(stages_to_json(paths, [path.stat().st_size for path in paths], [*regions.values()]))
         with translate_file_errors("write", folder), atomic_write(folder / f"stages-{self._place.rank}.json") as path:
             path.write_text(table, encoding="utf-8")
 
@@ -309,7 +363,7 @@ class _CopiedStages:
             self.saver.wait()
 
         def write(stage: int, tensors: Mapping[str, Tensor]) -> None:
-            self.tensors[stage] = tensors
+            self.tensors[stage], self.files.cuts[stage] = tensors, Region.of([], tensors).cuts
             region = whole_pages(next(iter(tensors.values())))[: padded(self._sizes[stage])]
             wait(self.files.write(stage, region, version))
 

@@ -13,17 +13,22 @@ What makes a slot a checkpoint, and when, is `checkpoint/durable_steps.py`'s.
 from __future__ import annotations
 
 import os
+import zlib
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_all
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
 
 from mobius.atomic_files import sync_to_disk
+from mobius.engine.checksums import combined_checksum
 from mobius.engine.state_files import (
+    Checksums,
     Key,
     StateFiles,
     Version,
@@ -85,8 +90,10 @@ class SlotFiles(StateFiles):
         """Make the files of the first slot; `open_slot` makes the others. Raises StateFileError with the folder."""
         self._place, self._kind = place, kind
         self._slots, self._slot_of = dict[int, list[int]](), dict[Key, int]()
-        self._unchanging = dict[Key, list[int]]()
+        self._unchanging = dict[Key, list[Checksums]]()
         """Checksums of what no step changes and both slots have."""
+        self.cuts = dict[Key, Sequence[int]]()
+        """Bytes of a key, in order, at which a part ends that has a checksum of its own, as chunks have."""
         super().__init__(folders, num_bytes, shares=shares, traffic=traffic)
         done = Future[None]()
         done.set_result(None)
@@ -122,9 +129,33 @@ class SlotFiles(StateFiles):
     def chunks(self, version: Version) -> dict[Key, list[tuple[int, int, int, int]]]:
         """Return folder, offset, length and checksum of the chunks of each key."""
         return {
-            key: [(*place, checksum) for place, checksum in zip(places, version.checksums[key], strict=True)]
+            key: [(*place, combined_checksum(sums)) for place, sums in zip(places, version.checksums[key], strict=True)]
             for key, places in self._places.items()
         }
+
+    def checksum(self, version: Version, key: Key, start: int, stop: int) -> int:
+        """Return the zlib.crc32 of some bytes of a key, which begin and end at `cuts`."""
+        size = self._places[key][0].length  # of all chunks but the last
+        first = start // size
+        found, position = list[tuple[int, int]](), first * size
+        for sums in version.checksums[key][first : -(-stop // size)]:
+            for length, checksum in sums:
+                if start <= position < stop:
+                    found.append((length, checksum))
+                position += length
+        assert sum(length for length, _ in found) == stop - start, "no part ends there"
+        return combined_checksum(found)
+
+    def _summing(self, key: Key, sums: list[Checksums]) -> Callable[[int, memoryview], None]:
+        """Return what stores the checksums of a chunk's parts in `sums`."""
+
+        def add(number: int, chunk: memoryview) -> None:
+            first, cuts = number * self._places[key][0].length, self.cuts.get(key, ())
+            inside = cuts[bisect_right(cuts, first) : bisect_left(cuts, first + len(chunk))]
+            ends = pairwise([0, *(cut - first for cut in inside), len(chunk)])
+            sums[number] = [(stop - start, zlib.crc32(chunk[start:stop])) for start, stop in ends]
+
+        return add
 
     def read(self, key: Key, buffer: Tensor) -> list[Future[None]]:
         """Start reading what was written last of a key, from its slot."""
@@ -136,16 +167,18 @@ class SlotFiles(StateFiles):
         version = version or self.version
         assert version is not None, "one has begun"
         before, slot = [*self._writes.get(key, []), version.may_begin], version.slot
-        writes = self._start(os.pwritev, key, buffer, self._slots[slot], before, version.checksums[key])
+        writes = self._start(
+            os.pwritev, key, buffer, self._slots[slot], before, self._summing(key, version.checksums[key])
+        )
         version.add(writes)
         self._writes[key], self._slot_of[key] = writes, slot
         return writes
 
     def write_unchanging(self, key: Key, buffer: Tensor) -> None:
         """Write what no step changes to both slots, which are open. Raises StateFileError."""
-        sums = self._unchanging[key] = [0] * len(self._places[key])
+        sums = self._unchanging[key] = [()] * len(self._places[key])
         for files in self._slots.values():
-            wait(self._start(os.pwritev, key, buffer, files, [], sums))
+            wait(self._start(os.pwritev, key, buffer, files, [], self._summing(key, sums)))
 
     def sync(self, version: Version, check: Callable[[], None] = lambda: None) -> None:
         """Wait until all keys of a version are written and on the disks. Raises StateFileError.

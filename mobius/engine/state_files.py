@@ -22,12 +22,12 @@ import logging
 import os
 import tempfile
 import threading
-import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_all
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,6 +52,8 @@ Key = int | tuple[int, str]
 """A stage, whose optimizer states are meant, or a stage and what else is kept of it."""
 Move = Callable[[int, list[memoryview], int], int]
 """`os.preadv` or `os.pwritev`."""
+Checksums = Sequence[tuple[int, int]]
+"""Length and zlib.crc32 of consecutive parts."""
 
 
 class Place(NamedTuple):
@@ -68,8 +70,8 @@ class Version:
     def __init__(self, slot: int, may_begin: Future[None], num_chunks: Mapping[Key, int]) -> None:
         """`may_begin` is done once the slot may be overwritten; each key of `num_chunks` is written once."""
         self.slot, self.may_begin = slot, may_begin
-        self.checksums: dict[Key, list[int]] = {key: [0] * number for key, number in num_chunks.items()}
-        """The zlib.crc32 of each chunk."""
+        self.checksums: dict[Key, list[Checksums]] = {key: [()] * number for key, number in num_chunks.items()}
+        """Checksums of each chunk."""
         self.written = Future[None]()
         """Done once all is written, or a write has failed."""
         self._left, self._lock = sum(num_chunks.values()), threading.Lock()
@@ -174,13 +176,13 @@ class StateFiles:
         buffer: Tensor,
         files: Sequence[int],
         before: Sequence[Future[None]],
-        sums: list[int] | None = None,
+        on_moved: Callable[[int, memoryview], None] | None = None,
     ) -> list[Future[None]]:
-        """Start moving all chunks of a key; their checksums are stored in `sums`."""
+        """Start moving all chunks of a key; `on_moved` is called with the number and the bytes of each."""
         chunks = zip(self._places[key], self._views(key, buffer), strict=True)
         threads = self._readers if move is os.preadv else self._writers
         return [
-            threads.submit(self._move, move, place, view, files, before, sums, number)
+            threads.submit(self._move, move, place, view, files, before, on_moved and partial(on_moved, number))
             for number, (place, view) in enumerate(chunks)
         ]
 
@@ -198,8 +200,7 @@ class StateFiles:
         view: memoryview,
         files: Sequence[int],
         before: Sequence[Future[None]],
-        sums: list[int] | None,
-        number: int,
+        on_moved: Callable[[memoryview], None] | None,
     ) -> None:
         """Read or write one chunk. Writes were submitted earlier than what waits for them: some thread makes them."""
         for each in before:
@@ -212,8 +213,8 @@ class StateFiles:
                     if count == 0:
                         raise OSError(errno.EIO, "the file has become shorter")
                     done += count
-            if sums is not None:
-                sums[number] = zlib.crc32(view)
+            if on_moved is not None:
+                on_moved(view)
             if not self._is_direct[folder]:
                 os.posix_fadvise(files[folder], offset, length, os.POSIX_FADV_DONTNEED)
         except OSError as error:

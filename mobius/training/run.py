@@ -328,8 +328,8 @@ class TrainingRun:
     def _prepare_loop(self) -> None:
         """Put together what trains, saves, evaluates and logs."""
         resume, session, config = self.resume, self.session, self.config
-        self.saver = self._make_saver() if config.evaluation.do_train and config.saving.is_on else None
         self.durable = self._make_durable()
+        self.saver = self._make_saver() if config.evaluation.do_train and config.saving.is_on else None
         evaluator = None
         if config.evaluation.evaluates:
             parts = self.data.evaluation_parts()
@@ -403,7 +403,11 @@ class TrainingRun:
 
     def _make_saver(self) -> CheckpointSaver:
         saver = CheckpointSaver(
-            self.session, self.output.save_dir, self._contents(), on_complete=self.output.remove_older_results
+            self.session,
+            self.output.save_dir,
+            self._contents(),
+            durable=self.durable,
+            on_complete=self.output.remove_older_results,
         )
         if self.resume is not None:
             saver.resume_from(self.resume.reader.path, self.steps_before, self._best(BEST_SAVED).step)
