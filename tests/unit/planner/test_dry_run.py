@@ -45,6 +45,9 @@ NODE = [
     "64",
 ]
 
+ONE_WAY = ["--compute_order", "breadth_first", "--recompute", "full", "--activation_offloading", "off"]
+"""Leaves the planner next to nothing to search."""
+
 
 @pytest.fixture
 def large(workplace: Path) -> Path:
@@ -124,7 +127,7 @@ def test_a_model_of_the_hub_that_cannot_be_had_is_planned_for_by_its_known_shape
 
     monkeypatch.setattr(families, "_fetch", refuse)
     caplog.set_level("INFO", "mobius")
-    plan = [*NODE[2:], "--num_stages", "16", "--num_chunks", "4", "--resident_stages", "0"]
+    plan = [*NODE[2:], "--num_stages", "16", "--num_chunks", "4", "--resident_stages", "0", *ONE_WAY]
 
     assert dry("--config", str(ROOT / "configs/fine_tune.yaml"), *plan, "--plan_output", "of_hub.json")
     assert "meta-llama/Llama-2-7b-hf is not available here: planning for its known shape" in told(caplog)
@@ -192,12 +195,12 @@ def test_the_gpus_of_the_ranks_are_told_where_they_are_here(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=48 * 2**30))
     monkeypatch.setattr(device_order, "read_topology", lambda num_gpus: TWO_PER_ROOT_COMPLEX)
     caplog.set_level("INFO")
-    fixed = "--num_stages 16 --num_chunks 4 --resident_stages 0 --recompute full --compute_order breadth_first"
+    fixed = ["--num_stages", "16", "--num_chunks", "4", "--resident_stages", "0", *ONE_WAY]
     here = [argument for argument in NODE if argument not in ("--card", "H200")]
-    assert dry(*here, *fixed.split(), *options)
+    assert dry(*here, *fixed, *options)
     assert f"GPUs of ranks 0 to 3: {expected}\n" in told(caplog)
     caplog.clear()
-    assert dry(*NODE, *fixed.split(), *options)
+    assert dry(*NODE, *fixed, *options)
     assert "GPUs of ranks" not in told(caplog)
 
 
@@ -217,8 +220,8 @@ def test_what_does_not_fit_is_told_with_the_arithmetic_and_leaves_no_plan(
 
 def test_layers_that_are_not_compiled_take_what_they_need(workplace: Path, caplog: pytest.LogCaptureFixture) -> None:
     streamed = ["--model_path", "7b", *NODE[2:6], "--batch_size", "64", "--seq_length", "512"]
-    streamed += ["--num_stages", "32", "--num_chunks", "4", "--resident_stages", "0", "--recompute", "full"]
-    streamed += ["--num_rounds", "1", "--activation_offloading", "off", "--tile_tokens", "off"]
+    streamed += ["--num_stages", "32", "--num_chunks", "4", "--resident_stages", "0", *ONE_WAY]
+    streamed += ["--num_rounds", "1", "--tile_tokens", "off"]
 
     assert dry(*streamed, "--gpu_memory_limit", "7.1")
     assert not dry(*streamed, "--gpu_memory_limit", "7.1", "--compile", "off")
@@ -240,7 +243,7 @@ def test_too_little_host_memory_is_told_with_what_fits_and_leaves_no_plan(
     large: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "mobius")
-    short = ["--num_stages", "32", "--num_chunks", "8", "--host_memory_limit", "40", "--resident_stages", "0"]
+    short = ["--num_stages", "32", "--num_chunks", "8", "--host_memory_limit", "40", "--resident_stages", "0", *ONE_WAY]
     assert not dry(*NODE, *short)
     text = told(caplog)
     assert re.search(r"the run does not fit: \d+\.\d GiB of host memory are missing", text.splitlines()[1])
@@ -335,5 +338,7 @@ def test_a_plan_of_a_step_that_no_machine_holds_is_refused_before_anything_is_ma
 def test_rows_longer_than_the_model_was_made_for_are_told(
     workplace: Path, caplog: pytest.LogCaptureFixture, length: str, is_beyond: bool
 ) -> None:
-    assert dry("--model_path", "model", *NODE[2:6], "--batch_size", "8", "--num_stages", "4", "--seq_length", length)
+    assert dry(
+        "--model_path", "model", *NODE[2:6], "--batch_size", "8", "--num_stages", "4", *ONE_WAY, "--seq_length", length
+    )
     assert ("--seq_length 2112 is beyond the 2048 positions" in told(caplog)) == is_beyond
