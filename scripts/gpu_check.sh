@@ -18,7 +18,7 @@
 #   plans      40 drawn settings planned by auto on one GPU, 4 steps each: memory and seconds beside the plan's; takes some
 #              11 minutes, in calls of at most PLANS_SECONDS: what is in PLANS (default WORK/plans.jsonl) is not run again
 #   several    what docs/performance.md shows of several GPUs, beside the peers: the parts SEVERAL of benchmarks/gpu.sh (those
-#              that end in _lora of benchmarks/lora.sh), each of at most SEVERAL_SECONDS; a call of ten minutes takes two
+#              that end in _lora of benchmarks/lora.sh), each of its commands at most SEVERAL_SECONDS; ten minutes take two
 #              or three parts. One table of all rows in ROWS (default WORK/rows.jsonl), each beside its prediction, last
 #   kills      10 kills -9 at random moments on two GPUs, each resumed, against a run that was left alone
 #
