@@ -42,7 +42,7 @@ the widths of queries and of keys,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
@@ -54,7 +54,7 @@ from mobius.limits import (
     max_prefetched,
 )
 from mobius.schedule.depth_first import waiting_microbatches
-from mobius.schedule.partition import LayerWidths, ModelShape, StageCut
+from mobius.schedule.partition import LayerWidths, ModelShape
 from mobius.schedule.plan import Plan, RecomputeLevel
 
 LOGIT_BYTES_COMPILED = 2
@@ -117,8 +117,6 @@ class MicrobatchBytes:
     """First layer of the model that has a backward; layers before it save nothing."""
     quantized: int = 0
     """The copy of a slot's largest matrix that is quantized, when compute first uses a loaded stage."""
-    of_stages: dict[object, _StageBytes] = field(default_factory=dict, compare=False, repr=False)
-    """Bytes of stages that were asked for, by what they depend on."""
 
 
 class LiveMemory(NamedTuple):
@@ -294,37 +292,24 @@ class _StageBytes(NamedTuple):
         return (0, 0) if self.offloads else self.saved
 
 
-def _bytes_of_stages(plan: Plan, rank: int, size: MicrobatchBytes) -> dict[int, _StageBytes]:
-    saved, found = (plan.saved_activation_stages, plan.saved_product_stages), dict[int, _StageBytes]()
-    sets = (*saved, plan.saved_attention_stages, plan.resident, plan.offloaded_activation_stages)
-    for stage in plan.local_stages(rank):
-        cut, flags = plan.cuts[stage], (plan.num_offloaded_microbatches > 0, *[stage in each for each in sets])
-        key = cut.first_layer, cut.end_layer, cut.is_last, *flags
-        if key not in size.of_stages:
-            size.of_stages[key] = _stage_bytes(size, cut, flags)
-        found[stage] = size.of_stages[key]
-    return found
-
-
-def _stage_bytes(size: MicrobatchBytes, cut: StageCut, flags: tuple[bool, ...]) -> _StageBytes:
-    offloads_products, saves, saves_products, saves_attention, is_resident, offloads = flags
-    level = (RecomputeLevel.ELEMENTWISE if saves_products else RecomputeLevel.NONE) if saves else None
-    layer, has_layers = size.layer, len(cut.layers) > 0
+def _stage_bytes(plan: Plan, stage: int, size: MicrobatchBytes) -> _StageBytes:
+    cut, layer, offloads = plan.cuts[stage], size.layer, stage in plan.offloaded_activation_stages
+    has_layers, level = len(cut.layers) > 0, plan.level_of(stage)
+    saves_graph = has_layers and stage in plan.saved_activation_stages
     number = num_backward = len(cut.backward_layers(size.first_backward))
     if cut.is_last and has_layers:
         number = max(number, 1)  # the model's last stage saves its input in any case
-    inputs = number * (size.activation + size.attention * saves_attention)
+    inputs = number * (size.activation + size.attention * (stage in plan.saved_attention_stages))
     products = max(0, number * (layer.saved_for_backward(RecomputeLevel.ELEMENTWISE) - size.activation))
-    saved, work = (inputs, 0), layer.recomputed_peak
-    if level is not None and has_layers:
-        saved = size.activation, number * layer.saved_for_backward(level)
+    saved = (size.activation, number * layer.saved_for_backward(level)) if saves_graph else (inputs, 0)
+    work = layer.recomputed_peak
     if num_backward == 0:
         work = min(layer.saved_activations, layer.recomputed_peak) if has_layers else 0
-    elif level is not None:
+    elif saves_graph:
         work = layer.backward_work(level)
-    elif offloads and offloads_products:
+    elif offloads and plan.num_offloaded_microbatches:
         work = max(layer.recomputed_peak, layer.backward_work(RecomputeLevel.ELEMENTWISE))
-    copied, saves_graph = 0 if is_resident or not has_layers else size.quantized, level is not None and has_layers
+    copied = size.quantized if has_layers and stage not in plan.resident else 0
     return _StageBytes(offloads, inputs, saved, saves_graph, products, copied, max(copied, work))
 
 
@@ -337,7 +322,7 @@ class _RankStep:
         self._received = 0 if plan.num_ranks == 1 else NUM_PREPOSTED_RECEIVES * size.activation
         self._waiting = [stage for stage in self._stages if not plan.cuts[stage].is_last]
         """Stages that run forward on all microbatches of a round before their first backward."""
-        self._bytes = _bytes_of_stages(plan, rank, size)
+        self._bytes = {stage: _stage_bytes(plan, stage, size) for stage in self._stages}
         offloading = [each for each in self._bytes.values() if each.offloads]
         self._offloaded = max((each.inputs for each in offloading), default=0)
         """Layer inputs of one microbatch in the largest stage that offloads."""
