@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 from mobius.config.config import Recompute
 from mobius.errors import PlanError
 from mobius.limits import FEWEST_STATE_BUFFERS
-from mobius.planner.fit import check_given_plan, fit_plan
+from mobius.planner.fit import check_given_plan, fit_plan, fits_host
 from mobius.planner.gpu_specs import TERA
 from mobius.planner.memory_estimates import (
     GpuMemoryEstimate,
@@ -99,48 +98,33 @@ def solve(
 
     With optimizer states on disks and too little host memory, fewer stages are in it at once, which is slower.
     """
-    attempt = partial(
-        _solve, layer=layer, profile=profile, given=given, is_preliminary=is_preliminary, is_draft=is_draft
-    )
-    found = attempt(request)
-    if found.request.sizes.has_disks and _lacks_host_memory(found):
-        fewer = attempt(replace(request, num_state_buffers=FEWEST_STATE_BUFFERS))
-        return found if _lacks_host_memory(fewer) else fewer
-    return found
-
-
-def _lacks_host_memory(found: PlanResult) -> bool:
-    limit = found.request.host_bytes
-    return limit is not None and found.host_estimate.total > limit
-
-
-def _solve(
-    request: PlanRequest,
-    *,
-    layer: LayerBytes | Callable[[PlanRequest], LayerBytes | None] | None,
-    profile: Profile | None,
-    given: Plan | None,
-    is_preliminary: bool,
-    is_draft: bool,
-) -> PlanResult:
-    request = resolve_auto(request, measured=profile, is_draft=is_draft)
-    if request.recompute is Recompute.LINEAR and request.plan.num_slices == 1:
+    solved = resolve_auto(request, measured=profile, is_draft=is_draft)
+    if solved.recompute is Recompute.LINEAR and solved.plan.num_slices == 1:
         raise PlanError(
             "--recompute linear keeps attention's results of slices, and no sequence of this run is cut: use "
             "--recompute auto, or say how many --num_slices."
         )
-    if callable(layer):
-        layer = layer(request)
-        if layer is not None and layer != estimated_layer(request):
-            request = replace(request, measured_products=layer.saved_products)
-    profile = profile_for(request, profile)
-    simulates = profile is not None and not (is_preliminary or is_draft)
+    own_layer = layer(solved) if callable(layer) else layer
+    if callable(layer) and own_layer is not None and own_layer != estimated_layer(solved):
+        solved = replace(solved, measured_products=own_layer.saved_products)
+    rates = profile_for(solved, profile)
+    simulates = rates is not None and not (is_preliminary or is_draft)
     if given is not None:
         plan = given
-        check_given_plan(request, plan, layer=layer)
+        check_given_plan(solved, plan, layer=own_layer)
     else:
-        plan = fit_by_simulation(request, layer, profile) if profile and simulates else fit_plan(request, layer=layer)
-    prediction, steps = predict_step_time(plan, request, profile) if profile and simulates else (None, None)
-    gpus = estimate_gpu_memory_of_ranks(request, plan, layer)
-    host = estimate_host_memory(request, plan)
-    return PlanResult(request, plan, gpus, host, layer, profile, prediction, steps)
+        plan = fit_by_simulation(solved, own_layer, rates) if rates and simulates else fit_plan(solved, layer=own_layer)
+    if solved.sizes.has_disks and solved.num_state_buffers > FEWEST_STATE_BUFFERS and not fits_host(solved, plan):
+        fewer = solve(
+            replace(request, num_state_buffers=FEWEST_STATE_BUFFERS),
+            layer=layer,
+            profile=profile,
+            given=given,
+            is_preliminary=is_preliminary,
+            is_draft=is_draft,
+        )
+        if fits_host(fewer.request, fewer.plan):
+            return fewer
+    prediction, steps = predict_step_time(plan, solved, rates) if rates and simulates else (None, None)
+    gpus = estimate_gpu_memory_of_ranks(solved, plan, own_layer)
+    return PlanResult(solved, plan, gpus, estimate_host_memory(solved, plan), own_layer, rates, prediction, steps)
