@@ -74,7 +74,7 @@ def _run_command(
 ) -> None:
     """Plan, preview or train, as the options say; a plan that does not fit ends the process."""
     if config.planning.dry_run:
-        from mobius.planner.dry_run import run_dry
+        from mobius.planner.forecast import run_dry
 
         if not run_dry(config, ranks, given=given):
             sys.exit(1)

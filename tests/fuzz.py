@@ -136,7 +136,7 @@ def play(made: FuzzedInput, folder: Path) -> Outcome:
 
 def _result_of(arguments: list[str]) -> tuple[str, str]:
     """Do what the program does with arguments, without the end of the process."""
-    from mobius.planner.dry_run import run_dry
+    from mobius.planner.forecast import run_dry
     from mobius.training.preview_run import run_preview
     from mobius.training.run import run_training
 

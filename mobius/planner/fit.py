@@ -46,7 +46,7 @@ from mobius.planner.memory_estimates import (
 from mobius.planner.peak_memory import LayerBytes
 from mobius.planner.rates import reference_profile
 from mobius.planner.request import PlanRequest
-from mobius.planner.step_bounds import predict_min_step_seconds
+from mobius.planner.step_prediction import predict_min_step_seconds
 from mobius.schedule.plan import MemoryUse, Plan
 from mobius.units import format_bytes
 

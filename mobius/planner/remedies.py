@@ -26,8 +26,7 @@ from mobius.planner.fit import MIN_SLICE_TOKENS, DoesNotFitError, divisors, fits
 from mobius.planner.memory_estimates import TILE_TOKENS, estimated_layer, largest_gpu_estimate, tile_tokens
 from mobius.planner.peak_memory import LayerBytes
 from mobius.planner.request import PlanRequest
-from mobius.planner.search import round_numbers
-from mobius.planner.solver import PlanResult, solve
+from mobius.planner.solver import PlanResult, round_numbers, solve
 from mobius.planner.state_bytes import SUM_BYTES
 from mobius.planner.step_prediction import predict_step_seconds
 from mobius.schedule.partition import max_stages

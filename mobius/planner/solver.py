@@ -1,17 +1,50 @@
 """The planner's answer to a request: `solve` puts numbers in the place of auto and returns a plan that fits.
 
-The answer includes the plan's bytes on every GPU and on the host, and its predicted step.
+The answer includes the plan's bytes on every GPU and on the host, and its predicted step. What is open, order, stages,
+microbatches, slices, rounds, and what stays on the GPU, is searched for:
+
+1. `candidates` lists all numbers that fit, with few ways to use the memory, each with a lower bound of its step
+   (`predict_min_step_seconds`, a hundredth of a simulation's time).
+2. They are simulated in the order of their bounds while one may be the fastest, a plan of each.
+3. Of the fastest numbers, all ways to use the memory are bounded and simulated in the same way.
+4. `pick` chooses among what was simulated: of plans about as fast as the fastest, the one with the least host memory.
+
+Products of some microbatches may be offloaded, so that a backward runs no matrix product again:
+
+    forward      F0 F1 F2 F3 F4 ...      its products take longer to the host than it computes: on an RTX 4090 1.3
+    to host      O1       O4    ...      times as long for a layer of 7B, on an H200 2.8 times
+    backward                             prefetches them under the backward before
+
+So often only some of the microbatches are offloaded, spread over the round, and the others are recomputed. Depth first,
+copies in both directions run beside forwards and backwards, and often all fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import product
 
-from mobius.config.config import Recompute
-from mobius.errors import PlanError
+from mobius.config.config import ActivationOffloading, PipelineConfig, Recompute
+from mobius.errors import PlanError, ScheduleError
 from mobius.limits import FEWEST_STATE_BUFFERS
-from mobius.planner.fit import check_given_plan, fit_plan, fits_host
+from mobius.log import progress_bar
+from mobius.planner.fit import (
+    MIN_SLICE_TOKENS,
+    MemoryFit,
+    check_given_plan,
+    divisors,
+    fit_plan,
+    fits_gpus,
+    fits_host,
+    fitting_plans,
+    max_saving_attention,
+    may_keep_products,
+)
 from mobius.planner.gpu_specs import TERA
 from mobius.planner.memory_estimates import (
     GpuMemoryEstimate,
@@ -22,16 +55,49 @@ from mobius.planner.memory_estimates import (
 )
 from mobius.planner.peak_memory import LayerBytes
 from mobius.planner.profile import Profile
-from mobius.planner.rates import profile_for
+from mobius.planner.rates import profile_for, reference_profile
 from mobius.planner.request import PlanRequest
-from mobius.planner.search import fit_by_simulation, resolve_auto
 from mobius.planner.step_prediction import (
     SimulatedSteps,
     StepTimePrediction,
+    predict_min_step_seconds,
+    predict_step_seconds,
     predict_step_time,
     without_garbage_collection,
 )
+from mobius.schedule.partition import max_stages
 from mobius.schedule.plan import Plan
+from mobius.schedule.spec import ComputeOrder
+from mobius.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+MAX_CHUNKS_PER_RANK = 8
+"""More microbatches per rank than this fill a breadth-first pipeline no better, and each has its own costs."""
+MIN_MICROBATCH_TOKENS = 1024
+"""Fewest tokens of a depth-first microbatch that auto chooses, unless a row has fewer: smaller ones do not keep a GPU
+busy."""
+SLICES_PER_RANK = 4
+"""Microbatches per rank that slices of long sequences should give, so that fill and drain cost little."""
+MIN_SLICED_SEQ_LENGTH = 16384
+"""Shortest sequences, in tokens, that auto cuts into slices."""
+NUM_BEST_GROUPS = 4
+"""Maximum number of groups in which the search goes on: of the same numbers, then of as many resident stages."""
+NUMBERS_OF_A_SIZE = 2
+"""Numbers of stages that are tried of those whose largest stages have equally many layers."""
+PRODUCT_PARTS = 8
+"""Parts of a round: products are offloaded of a multiple of its microbatches."""
+MOST_ROUND_NUMBERS = 3
+"""Numbers of rounds that are tried for one number of microbatches."""
+MOST_SIMULATED = 40
+"""Maximum number of plans that are simulated to choose among numbers, and again among ways to use the memory."""
+ALIKE = 0.005
+"""Share of a step within which the plan that takes less host memory is chosen, by as large a share. Microbatches are
+chosen first, then the rest: together 1 %."""
+SAME = 0.001
+"""Share of a step within which of plans with about the same host memory the one with less GPU memory is chosen."""
+MOST_IF_UNKNOWN = 2
+"""Maximum host memory of a plan with offloaded products, relative to one without, if the host's memory is unknown."""
 
 
 @dataclass(frozen=True)
@@ -128,3 +194,353 @@ def solve(
     prediction, steps = predict_step_time(plan, solved, rates) if rates and simulates else (None, None)
     gpus = estimate_gpu_memory_of_ranks(solved, plan, own_layer)
     return PlanResult(solved, plan, gpus, estimate_host_memory(solved, plan), own_layer, rates, prediction, steps)
+
+
+@dataclass(frozen=True)
+class TimedPlan:
+    """A plan, and the seconds of its step; a lower bound until it is simulated."""
+
+    request: PlanRequest
+    plan: Plan
+    profile: Profile
+    seconds: float
+
+    @classmethod
+    def bounded(cls, request: PlanRequest, plan: Plan, profile: Profile) -> TimedPlan:
+        """Return the plan with a bound of its step."""
+        return cls(request, plan, profile, predict_min_step_seconds(plan, request, profile))
+
+    def simulated(self) -> TimedPlan:
+        """Return the plan with the seconds of a simulated step."""
+        return replace(self, seconds=predict_step_seconds(self.plan, self.request, self.profile))
+
+    @cached_property
+    def fits_host(self) -> bool:
+        """Whether the host has the memory, as far as is known."""
+        return self.request.host_bytes is None or self.host_bytes <= self.request.host_bytes
+
+    @cached_property
+    def host_bytes(self) -> int:
+        """Host memory of all ranks."""
+        return estimate_host_memory(self.request, self.plan).total
+
+    @cached_property
+    def gpu_bytes(self) -> int:
+        """GPU memory of all ranks."""
+        gpus = estimate_gpu_memory_of_ranks(self.request, self.plan, estimated_layer(self.request))
+        return sum(each.total for each in gpus)
+
+    @property
+    def numbers(self) -> tuple[object, ...]:
+        """Numbers that are chosen before the use of memory, and of microbatches that offload products."""
+        plan = self.plan
+        counts = plan.num_stages, plan.num_microbatches, plan.num_slices, plan.accumulation_rounds
+        return plan.order, *counts, plan.num_offloaded_microbatches
+
+
+def pick(candidates: Iterable[TimedPlan]) -> TimedPlan:
+    """Return the best of bounded candidates, simulated: of those about as fast as the fastest the one of least memory.
+
+    Candidates that fit the host come before those that do not.
+    """
+    simulated = simulate_best(best_groups(candidates, lambda each: (each.numbers, len(each.plan.resident))))
+    fastest = min(each.seconds for each in simulated)
+    alike = [each for each in simulated if each.seconds <= fastest * (1 + ALIKE)]
+    least = min(each.host_bytes for each in alike)
+    alike = [each for each in alike if each.host_bytes <= least * (1 + ALIKE)]
+    limit = min(each.seconds for each in alike) * (1 + SAME)
+    return min((each for each in alike if each.seconds <= limit), key=lambda each: (each.gpu_bytes, each.seconds))
+
+
+def best_groups(candidates: Iterable[TimedPlan], key: Callable[[TimedPlan], object]) -> list[TimedPlan]:
+    """Return bounded candidates of the best groups, which are compared by the one with the lowest bound, simulated."""
+    groups = dict[object, list[TimedPlan]]()
+    for each in sorted(candidates, key=lambda each: each.seconds):
+        groups.setdefault(key(each), []).append(each)
+    simulated = simulate_best(group[0] for group in groups.values())
+    best = sorted(simulated, key=lambda each: each.seconds)[:NUM_BEST_GROUPS]
+    return [each for one in best for each in groups[key(one)]]
+
+
+def simulate_best(candidates: Iterable[TimedPlan]) -> list[TimedPlan]:
+    """Simulate bounded candidates that may be chosen, those with the lowest bounds first.
+
+    One whose bound is above the fastest step is only simulated if it takes less host memory than all before.
+    """
+    listed = list(candidates)
+    listed = [each for each in listed if each.fits_host] or listed
+    simulated, fastest, least = list[TimedPlan](), math.inf, math.inf
+    with progress_bar("simulating", " steps") as bar:
+        for each in sorted(listed, key=lambda each: each.seconds):
+            if each.seconds > fastest * (1 + ALIKE) or len(simulated) == MOST_SIMULATED:
+                break
+            if each.seconds < fastest or each.host_bytes * (1 + ALIKE) < least:
+                simulated.append(each.simulated())
+                fastest = min(fastest, simulated[-1].seconds)
+                alike = [other.host_bytes for other in simulated if other.seconds <= fastest * (1 + ALIKE)]
+                least = min(alike)
+                bar.update()
+    return simulated
+
+
+def resolve_auto(request: PlanRequest, *, measured: Profile | None = None, is_draft: bool = False) -> PlanRequest:
+    """Put numbers in the place of auto, and log them; a request without auto comes back unchanged.
+
+    `measured` is a profile for the request's microbatches; without it, estimates are used. Without an estimate (a CPU,
+    an unknown GPU, fp32) the numbers are the defaults, or the nearest possible. The choice depends on the total memory
+    of the GPU and not on what is free, because every rank must choose the same. Raises GpuMemoryError if nothing fits.
+    """
+    is_unknown = request.machine.on_cpu or (request.gpu_spec is None and measured is None)
+    if is_unknown:
+        request = request if request.candidate.is_known else _usual_numbers(request)
+        request = request.trying(order=request.candidate.order or ComputeOrder.BREADTH_FIRST)
+    if request.candidate.is_complete:
+        return request
+    if is_unknown:
+        return _with_numbers(request, candidates(request.on_empty_gpu)[0].plan)
+    best = choose_candidate(request.on_empty_gpu, measured=measured, is_draft=is_draft)
+    plan = best.plan
+    if not request.candidate.is_known:
+        logger.log(
+            logging.DEBUG if is_draft else logging.INFO,
+            "chosen: --num_stages %d --num_chunks %d --num_rounds %d --compute_order %s, layers per stage %s; %.3g s "
+            "per step by %s",
+            plan.num_stages,
+            plan.num_chunks,
+            plan.accumulation_rounds,
+            plan.order.value,
+            " ".join(str(len(cut.layers)) for cut in plan.cuts),
+            best.seconds,
+            best.profile.describe(),
+        )
+    return _with_numbers(request, plan)
+
+
+def _with_numbers(request: PlanRequest, plan: Plan) -> PlanRequest:
+    """`request` with the numbers of `plan` that all ranks must agree on."""
+    return request.trying(
+        num_stages=plan.num_stages,
+        num_chunks=plan.num_chunks,
+        num_slices=plan.num_slices,
+        accumulation_rounds=plan.accumulation_rounds,
+        order=plan.order,
+    )
+
+
+def _usual_numbers(request: PlanRequest) -> PlanRequest:
+    """The default numbers where they are possible, else the largest below them that are."""
+    usual, num_ranks = PipelineConfig(), request.machine.num_ranks
+    asked = request.candidate
+    stages, chunks, rounds = asked.num_stages, asked.num_chunks, asked.accumulation_rounds or 1
+    if stages is None:
+        most = min(max(usual.num_stages or 0, num_ranks), request.shape.num_layers)
+        stages = max(num_ranks, most // num_ranks * num_ranks)
+    if chunks is None:
+        most = max(usual.num_microbatches, num_ranks)
+        chunks = max((n for n in divisors(request.rows) if n <= most and n % rounds == 0), default=rounds)
+    logger.info("chosen without an estimate for this device: --num_stages %d --num_chunks %d", stages, chunks)
+    return request.trying(num_stages=stages, num_chunks=chunks)
+
+
+@without_garbage_collection()
+def choose_candidate(request: PlanRequest, *, measured: Profile | None = None, is_draft: bool = False) -> TimedPlan:
+    """Return the best candidate that fits the host, for a draft by bounds; numbers that are not None stay as given.
+
+    Once microbatches are chosen, the search is repeated with these alone, as a run does that has measured them. Raises
+    GpuMemoryError if nothing fits, with the reason of the last try, and PlanError if nothing can be tried.
+    """
+    searched = None
+    while request != searched:
+        searched, found = request, candidates(request, measured)
+        if is_draft:
+            return min(found, key=lambda each: each.seconds)
+        groups = best_groups(found, lambda each: each.numbers)
+        asked = dict.fromkeys(_with_numbers(request, each.plan) for each in groups)
+        best = pick(plan for each in asked for plan in _bounded(each, measured, is_quick=False))
+        request = request.trying(num_chunks=best.plan.num_chunks, num_slices=best.plan.num_slices)
+    others = [each for each in (*groups, *found) if each.plan.order is not best.plan.order]
+    if others:
+        other = others[0].simulated()
+        order = "" if other.plan.is_depth_first else ", breadth-first"
+        plan = f"--num_stages {other.plan.num_stages}, {other.plan.describe_microbatches()}{order}"
+        more = 100 * (other.seconds / best.seconds - 1)
+        logger.info("next best: %s, %+.1f %% per step, %s of host memory", plan, more, format_bytes(other.host_bytes))
+    return best
+
+
+def candidates(request: PlanRequest, measured: Profile | None = None) -> list[TimedPlan]:
+    """Return numbers that fit GPUs and host, bounded, with few uses of memory; the least of the host if none fits it.
+
+    Unusual numbers of microbatches, whose steps take long to simulate, are tried only if no usual ones fit. Raises
+    GpuMemoryError if nothing fits the GPUs, with the reason of the last try.
+    """
+    found = list[TimedPlan]()
+    with progress_bar("planning", " plans") as bar:
+        for asked in _numbers(request):
+            if request.candidate.num_chunks is None and not _is_usual(asked) and any(each.fits_host for each in found):
+                continue
+            for slices in _slice_numbers(asked):
+                own = _in_rounds(asked.trying(num_slices=slices), measured)
+                found += own
+                bar.update()
+                if any(_is_sliced_enough(each) for each in own):
+                    break
+    if not found:  # without a margin it may fit
+        last = asked.trying(num_slices=slices, accumulation_rounds=max(round_numbers(asked), default=1))
+        return _bounded(last, measured, is_quick=True)
+    return [each for each in found if each.fits_host] or [min(found, key=lambda each: each.host_bytes)]
+
+
+def _in_rounds(asked: PlanRequest, measured: Profile | None) -> list[TimedPlan]:
+    """Return bounded plans of the first numbers of rounds that fit, and of those before that fit the GPUs alone."""
+    found, num_fitting = list[TimedPlan](), 0
+    for rounds in round_numbers(asked):
+        tried = asked.trying(accumulation_rounds=rounds)
+        with suppress(PlanError, ScheduleError):
+            if num_fitting < MOST_ROUND_NUMBERS and fits_gpus(tried, estimated_layer(tried), with_margin=True):
+                found += _bounded(tried, measured, is_quick=True)
+                num_fitting += found[-1].fits_host
+    return found
+
+
+def _numbers(request: PlanRequest) -> Iterator[PlanRequest]:
+    """Yield `request` with every number of microbatches and stages and every order, last the one of least GPU memory.
+
+    Raises PlanError if there are none.
+    """
+    stage_numbers, chunk_numbers = _stage_numbers(request), _chunk_numbers(request)
+    if not stage_numbers or not chunk_numbers:
+        raise PlanError(
+            f"no number of stages and chunks is possible: {request.shape.num_layers} layers on "
+            f"{request.machine.num_ranks} ranks, --batch_size {request.config.pipeline.batch_size}."
+        )
+    orders = [ComputeOrder.DEPTH_FIRST, ComputeOrder.BREADTH_FIRST]
+    if request.candidate.order is not None:
+        orders = [request.candidate.order]
+    for chunks, stages, order in product(chunk_numbers, stage_numbers, orders):
+        yield request.trying(num_stages=stages, num_chunks=chunks, order=order)
+
+
+def _stage_numbers(request: PlanRequest) -> Sequence[int]:
+    """Multiples of the ranks, up to a layer per stage with embedding and head apart.
+
+    Of those that leave the largest stage as large, the fewest, and the next, which makes those with embedding and head
+    smaller.
+    """
+    if request.candidate.num_stages is not None:
+        return (request.candidate.num_stages,)
+    num_ranks, num_layers = request.machine.num_ranks, request.shape.num_layers
+    by_size: dict[int, list[int]] = {}
+    for number in range(num_ranks, max_stages(num_layers, num_ranks) + 1, num_ranks):
+        by_size.setdefault(-(-num_layers // number), []).append(number)
+    return [number for numbers in by_size.values() for number in numbers[:NUMBERS_OF_A_SIZE]]
+
+
+def _chunk_numbers(request: PlanRequest) -> list[int]:
+    """Divisors of the batch, from half as many as ranks on, which leaves most of them idle."""
+    if request.candidate.num_chunks is not None:
+        return [request.candidate.num_chunks]
+    num_ranks, rounds = request.machine.num_ranks, request.candidate.accumulation_rounds or 1
+    numbers = [number for number in divisors(request.rows) if number % rounds == 0]
+    return [number for number in numbers if 2 * number >= num_ranks] or numbers[-1:]
+
+
+def _is_usual(request: PlanRequest) -> bool:
+    """Whether microbatches are as few, breadth-first, or as large, depth-first, as is usual."""
+    num_ranks, rounds = request.machine.num_ranks, request.candidate.accumulation_rounds or 1
+    if request.candidate.order is ComputeOrder.DEPTH_FIRST:
+        return request.microbatch_rows == 1 or request.microbatch_tokens >= MIN_MICROBATCH_TOKENS
+    return request.num_chunks <= rounds * MAX_CHUNKS_PER_RANK * num_ranks
+
+
+def _slice_numbers(request: PlanRequest) -> list[int]:
+    """1 for short sequences and where slices cannot be, else numbers that fill all ranks, the fewest first."""
+    if request.candidate.num_slices is not None:
+        return [request.candidate.num_slices]
+    length, is_depth_first = request.config.data.seq_length, request.candidate.order is ComputeOrder.DEPTH_FIRST
+    is_whole = is_depth_first or request.recompute.saves_activations or not request.shape.is_sliceable
+    if is_whole or length < MIN_SLICED_SEQ_LENGTH:
+        return [1]
+    numbers = [number for number in range(1, length // MIN_SLICE_TOKENS + 1) if length % number == 0]
+    in_a_round = request.num_chunks // (request.candidate.accumulation_rounds or 1)
+    wanted = SLICES_PER_RANK * request.machine.num_ranks
+    return [number for number in numbers if number * in_a_round >= wanted] or numbers[-1:]
+
+
+def _is_sliced_enough(each: TimedPlan) -> bool:
+    """Whether more slices would bring nothing: these fill all ranks, and attention's results are saved if they may."""
+    plan, may_save = each.plan, each.request.recompute is Recompute.AUTO and each.plan.num_slices > 1
+    fills = plan.microbatches_per_round >= SLICES_PER_RANK * plan.num_ranks
+    return fills and each.fits_host and (not may_save or len(plan.saved_attention_stages) == plan.num_stages)
+
+
+def round_numbers(request: PlanRequest) -> list[int]:
+    """Return the numbers of rounds that are tried, in this order, until some fit.
+
+    Breadth-first all, the fewest first: a weight is loaded twice per round. Depth-first the most first, which let the
+    fewest microbatches wait: larger rounds hide more of the updates.
+    """
+    if request.candidate.accumulation_rounds is not None:
+        return [request.candidate.accumulation_rounds]
+    chunks = request.num_chunks
+    if request.candidate.order is not ComputeOrder.DEPTH_FIRST:
+        return divisors(chunks)
+    if request.plan.stages_per_rank == 1:  # rounds change nothing
+        return [max(1, chunks // request.machine.num_ranks)]
+    return [chunks // size for size in divisors(chunks) if size >= request.machine.num_ranks]
+
+
+@lru_cache(maxsize=1024)  # numbers that were found are searched again for the microbatches that were chosen
+def _bounded(request: PlanRequest, measured: Profile | None, *, is_quick: bool) -> list[TimedPlan]:
+    """Return bounded plans of given numbers by estimated bytes, of few ways to use the memory if `is_quick`."""
+    profile = profile_for(request, measured) or reference_profile(request)
+    return bounded_plans(request, estimated_layer(request), profile, is_quick=is_quick)
+
+
+def bounded_plans(
+    request: PlanRequest, layer: LayerBytes | None, profile: Profile, *, is_quick: bool = False
+) -> list[TimedPlan]:
+    """Return a bounded plan for each way of given numbers to use the memory; arguments and errors as in `fit_plan`.
+
+    Only the plan that takes the least host memory, if the host has less than any takes.
+    """
+    found = [TimedPlan.bounded(request, plan, profile) for plan in fitting_plans(request, layer, is_quick=is_quick)]
+    most = request.host_bytes
+    if most is None:
+        most = MOST_IF_UNKNOWN * min(found, key=lambda each: each.seconds).host_bytes
+    for asked in _recomputing_less(request, layer):
+        plans = [TimedPlan.bounded(asked, plan, profile) for plan in MemoryFit(asked, layer).plans(is_quick=is_quick)]
+        plans = [each for each in plans if each.host_bytes <= most]
+        found += plans
+        if is_quick and plans:
+            break
+    return [each for each in found if each.fits_host] or found
+
+
+def _recomputing_less(request: PlanRequest, layer: LayerBytes | None) -> Iterator[PlanRequest]:
+    """Yield requests of the same numbers of which backward recomputes less, if that is left open; the least first.
+
+    Of slices, attention's results are saved, as many as fit. Of whole sequences, stages that do not save their
+    activations offload them, of all microbatches or some with their products.
+    """
+    if request.recompute is not Recompute.AUTO or request.gpu_bytes is None:
+        return
+    if request.num_slices > 1:
+        is_open = request.candidate.num_saving_attention is None
+        if is_open and (most := max_saving_attention(request, layer=layer)):
+            yield request.trying(num_saving_attention=most)
+        return
+    is_known = layer is not None and layer.saved_products is not None
+    is_off = request.config.pipeline.activation_offloading is ActivationOffloading.OFF
+    if is_off or not is_known or not may_keep_products(request) or request.candidate.num_offloaded_microbatches:
+        return
+    size = request.plan.microbatches_per_round
+    offloading = request.with_pipeline(activation_offloading=ActivationOffloading.ON)
+    for number in sorted({-(-size * part // PRODUCT_PARTS) for part in range(1, PRODUCT_PARTS + 1)}, reverse=True):
+        yield offloading.trying(num_offloaded_microbatches=number)
+
+
+@lru_cache(maxsize=8)  # what is chosen for auto is then asked for by its numbers
+def fit_by_simulation(request: PlanRequest, layer: LayerBytes | None, profile: Profile) -> Plan:
+    """Return the best plan of given numbers by simulation; `layer` and errors as in `fit_plan`."""
+    return pick(bounded_plans(request, layer, profile)).plan

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 IMPORTED = (
     "main",
     "mobius.training.run",
-    "mobius.planner.dry_run",
+    "mobius.planner.forecast",
     "transformers.models.llama.modeling_llama",
     "matplotlib.figure",  # for the picture at a run's end
     "matplotlib.backends.backend_agg",

@@ -17,7 +17,7 @@ from mobius.doctor import command, fits, machine
 from mobius.doctor.apart import Problem
 from mobius.doctor.fits import Row, plan_rows, rows_to_plan
 from mobius.doctor.machine import Disk, HostSpeed
-from mobius.planner.dry_run import run_dry
+from mobius.planner.forecast import run_dry
 from mobius.ranks import Ranks
 
 BOX = ["--card", "RTX4090", "--num_ranks", "4", "--host_memory_limit", "119"]

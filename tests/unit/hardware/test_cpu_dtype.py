@@ -14,7 +14,7 @@ from mobius.config.cli import given_options, parse_args
 from mobius.config.config import Config, Dtype
 from mobius.hardware import cpu_dtype
 from mobius.hardware.cpu_dtype import cpu_flags, resolve_cpu_dtype, resolve_dtype
-from mobius.planner.dry_run import run_dry
+from mobius.planner.forecast import run_dry
 from mobius.ranks import Ranks
 from mobius.training.run import run_training
 

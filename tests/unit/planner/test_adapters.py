@@ -20,8 +20,7 @@ from mobius.planner.memory_estimates import estimate_gpu_memory, estimate_host_m
 from mobius.planner.plan_table import describe_stages
 from mobius.planner.profile import ADAPTER_BACKWARD, ADAPTER_FORWARD
 from mobius.planner.request import Machine
-from mobius.planner.search import resolve_auto
-from mobius.planner.solver import PlanResult, solve
+from mobius.planner.solver import PlanResult, resolve_auto, solve
 from mobius.planner.stage_costs import stage_costs
 from mobius.planner.step_tasks import StepTasks
 from mobius.schedule.build import build_schedule

@@ -18,7 +18,7 @@ from mobius.errors import GpuMemoryError, PlanError
 from mobius.planner.gpu_specs import gpu_spec_of_device
 from mobius.planner.measured_plan import check_same_plan
 from mobius.planner.request import Machine, PlanRequest
-from mobius.planner.search import resolve_auto
+from mobius.planner.solver import resolve_auto
 from mobius.schedule.partition import partition_of
 from mobius.schedule.plan import Plan
 from mobius.units import GIB

@@ -13,8 +13,7 @@ from mobius.planner.memory_estimates import estimated_layer
 from mobius.planner.plan_table import describe_disks
 from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.solver import PlanResult, solve
-from mobius.planner.step_bounds import predict_min_step_seconds
-from mobius.planner.step_prediction import Resource, predict_step_seconds
+from mobius.planner.step_prediction import Resource, predict_min_step_seconds, predict_step_seconds
 
 SHAPE = find_published_shape("7b")
 MACHINE = Machine(4, GPU_SPECS["RTX4090"])

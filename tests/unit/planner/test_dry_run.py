@@ -16,7 +16,7 @@ from mobius.distributed import device_order
 from mobius.errors import CheckpointError, ConfigError, PlanError
 from mobius.models import families
 from mobius.planner import run_setup
-from mobius.planner.dry_run import run_dry
+from mobius.planner.forecast import run_dry
 from mobius.planner.plan_file import apply_saved_plan
 from mobius.ranks import Ranks
 

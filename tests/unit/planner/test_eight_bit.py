@@ -17,8 +17,8 @@ from mobius.config.config import AdapterConfig, FinetuningType, MatmulDtype, Mod
 from mobius.errors import PlanError
 from mobius.models.blocks import ModelParts
 from mobius.models.families import load_planned_config
-from mobius.planner.dry_run import run_dry
 from mobius.planner.fit import fit_plan
+from mobius.planner.forecast import run_dry
 from mobius.planner.gpu_specs import GPU_SPECS, QUANTIZING_BYTES
 from mobius.planner.layer_bench import MicrobatchShape
 from mobius.planner.measured_plan import profile_path

@@ -10,9 +10,8 @@ from mobius.planner.gpu_specs import GPU_SPECS, MEMORY_SHARE, estimate_profile
 from mobius.planner.memory_estimates import estimate_host_memory
 from mobius.planner.peak_memory import estimate_layer
 from mobius.planner.rates import reference_profile
-from mobius.planner.search import resolve_auto
-from mobius.planner.solver import solve
-from mobius.planner.step_bounds import predict_min_step_seconds
+from mobius.planner.solver import resolve_auto, solve
+from mobius.planner.step_prediction import predict_min_step_seconds
 from mobius.schedule.partition import Experts, LayerWidths, ModelShape, TrainedParameters, cut_model
 from mobius.schedule.plan import MemoryUse
 

@@ -14,7 +14,7 @@ from mobius.config.cli import parse_args
 from mobius.errors import PlanError
 from mobius.models.blocks import ModelParts
 from mobius.models.family_support import checked_families
-from mobius.planner.dry_run import run_dry
+from mobius.planner.forecast import run_dry
 from mobius.ranks import Ranks
 from mobius.schedule.packed_rows import PackedRows
 

@@ -10,8 +10,7 @@ import torch
 
 from mobius.config.cli import parse_args
 from mobius.errors import ConfigError, PlanError
-from mobius.planner.dry_run import run_dry
-from mobius.planner.forecast import forecast
+from mobius.planner.forecast import forecast, run_dry
 from mobius.ranks import Ranks
 from mobius.schedule.lanes import Lane
 

@@ -19,8 +19,7 @@ from mobius.planner.memory_estimates import (
     estimated_layer,
 )
 from mobius.planner.request import Machine, PlanRequest
-from mobius.planner.search import choose_candidate, resolve_auto
-from mobius.planner.solver import PlanResult, solve
+from mobius.planner.solver import PlanResult, choose_candidate, resolve_auto, solve
 from mobius.schedule.partition import ModelShape
 from mobius.units import GIB
 

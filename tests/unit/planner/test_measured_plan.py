@@ -24,7 +24,7 @@ from mobius.planner.profile import Profile, ReplicaRates, Source
 from mobius.planner.rates import estimated_profile
 from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.run_setup import RunSetup, machine_of_gpu, replan
-from mobius.planner.search import resolve_auto
+from mobius.planner.solver import resolve_auto
 from mobius.ranks import Ranks
 from mobius.schedule.packed_rows import PackedRows
 from mobius.units import GIB

@@ -11,15 +11,14 @@ from harness.plan_requests import H200, find_published_shape, request_of
 
 from mobius.config.config import ActivationOffloading, Compile, Recompute
 from mobius.errors import PlanError
-from mobius.planner import search
+from mobius.planner import solver
 from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.memory_estimates import estimate_gpu_memory, estimate_host_memory, estimated_layer
 from mobius.planner.plan_file import ModelDigest, SavedPlan, read_plan
 from mobius.planner.plan_table import describe_stages
 from mobius.planner.rates import estimated_profile
 from mobius.planner.request import Machine, PlanRequest
-from mobius.planner.search import fit_by_simulation
-from mobius.planner.solver import solve
+from mobius.planner.solver import fit_by_simulation, solve
 from mobius.planner.stage_costs import ACTION_GAP, stage_costs
 from mobius.planner.step_prediction import predict_step_seconds
 from mobius.schedule.plan import MemoryUse, Plan
@@ -101,7 +100,7 @@ def test_on_a_card_slow_beside_its_link_products_go_home_and_a_step_is_shorter()
     assert with_home.num_offloaded_microbatches > 4
     assert without.num_offloaded_microbatches == 0
     seconds = [predict_step_seconds(plan, request, profile) for plan in (with_home, without)]
-    assert seconds[0] < seconds[1] * (1 - search.ALIKE)
+    assert seconds[0] < seconds[1] * (1 - solver.ALIKE)
     for need in solve(request, layer=estimated_layer(request)).gpu_estimates:
         assert need.total <= 24 * 2**30
 
@@ -140,7 +139,7 @@ def test_where_nobody_says_how_much_there_is_it_takes_no_more_than_so_many_times
 ) -> None:
     request = ask(gpu_memory_limit=24.0, max_grad_norm=1.0)
     free, without = planned(), planned(activation_offloading=ActivationOffloading.OFF)
-    monkeypatch.setattr(search, "MOST_IF_UNKNOWN", 1.4)
+    monkeypatch.setattr(solver, "MOST_IF_UNKNOWN", 1.4)
     fit_by_simulation.cache_clear()
 
     bounded = planned()

@@ -12,8 +12,7 @@ from mobius.errors import ScheduleError
 from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.memory_estimates import estimated_layer
 from mobius.planner.request import Machine, PlanRequest
-from mobius.planner.search import resolve_auto, round_numbers
-from mobius.planner.solver import PlanResult, solve
+from mobius.planner.solver import PlanResult, resolve_auto, round_numbers, solve
 from mobius.schedule.spec import ComputeOrder
 
 RTX4090 = Machine(4, GPU_SPECS["RTX4090"])

@@ -15,8 +15,7 @@ from mobius.planner.peak_memory import LayerBytes, document_bytes
 from mobius.planner.profile import LayerSeconds
 from mobius.planner.rates import estimated_profile
 from mobius.planner.request import Machine
-from mobius.planner.search import choose_candidate, resolve_auto
-from mobius.planner.solver import PlanResult, solve
+from mobius.planner.solver import PlanResult, choose_candidate, resolve_auto, solve
 from mobius.schedule.packed_rows import PackedRows
 from mobius.schedule.partition import ModelShape
 

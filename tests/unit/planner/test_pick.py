@@ -10,7 +10,7 @@ from harness.plan_requests import find_published_shape, request_of
 
 from mobius.planner.rates import reference_profile
 from mobius.planner.request import PlanRequest
-from mobius.planner.search import ALIKE, SAME, TimedPlan, pick
+from mobius.planner.solver import ALIKE, SAME, TimedPlan, pick
 from mobius.schedule.plan import MemoryUse
 
 

@@ -20,8 +20,7 @@ from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.memory_estimates import estimate_host_memory, estimated_layer
 from mobius.planner.remedies import check_host_memory, find_remedies
 from mobius.planner.request import Machine, PlanRequest
-from mobius.planner.search import resolve_auto
-from mobius.planner.solver import PlanResult, solve
+from mobius.planner.solver import PlanResult, resolve_auto, solve
 from mobius.schedule.partition import ModelShape
 from mobius.units import GIB
 

@@ -17,8 +17,7 @@ from mobius.planner.gpu_specs import find_gpu_spec
 from mobius.planner.memory_estimates import estimate_gpu_memory, estimate_host_memory, estimated_layer
 from mobius.planner.plan_file import ModelDigest, SavedPlan, read_plan
 from mobius.planner.request import Machine, PlanRequest
-from mobius.planner.search import ALIKE, resolve_auto
-from mobius.planner.solver import solve
+from mobius.planner.solver import ALIKE, resolve_auto, solve
 from mobius.planner.step_prediction import predict_step_seconds
 from mobius.schedule.partition import ModelShape
 from mobius.schedule.plan import MemoryUse, Plan

@@ -24,8 +24,7 @@ from mobius.planner.memory_estimates import (
 from mobius.planner.plan_file import ModelDigest, SavedPlan, read_plan
 from mobius.planner.remedies import check_host_memory
 from mobius.planner.request import PlanRequest
-from mobius.planner.search import resolve_auto
-from mobius.planner.solver import solve
+from mobius.planner.solver import resolve_auto, solve
 from mobius.planner.stage_costs import StageCost, stage_costs
 from mobius.planner.step_prediction import simulate_steps
 from mobius.schedule.build import build_unchecked

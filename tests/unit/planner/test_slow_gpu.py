@@ -15,7 +15,7 @@ from mobius.planner.gpu_specs import GPU_SPECS, SUSTAINED_SHARE
 from mobius.planner.rates import estimated_profile
 from mobius.planner.request import Machine
 from mobius.planner.run_setup import MILLION, SLOW_SHARE, with_product_share
-from mobius.planner.search import resolve_auto
+from mobius.planner.solver import resolve_auto
 from mobius.schedule.spec import ComputeOrder
 
 H100, CUDA = Machine(2, GPU_SPECS["H100"]), torch.device("cuda", 0)

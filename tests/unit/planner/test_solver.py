@@ -8,10 +8,10 @@ import pytest
 from harness.plan_requests import request_of
 
 from mobius.errors import GpuMemoryError
-from mobius.planner import search as choosing
+from mobius.planner import solver as choosing
 from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.request import Machine, PlanRequest
-from mobius.planner.search import candidates, choose_candidate
+from mobius.planner.solver import candidates, choose_candidate
 from mobius.planner.step_prediction import predict_step_seconds
 from mobius.schedule.partition import ModelShape
 

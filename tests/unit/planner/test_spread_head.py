@@ -8,7 +8,7 @@ import pytest
 from harness.plan_requests import find_published_shape, request_of
 
 from mobius.config.config import Order
-from mobius.planner.dry_run import describe_spread_head
+from mobius.planner.forecast import describe_spread_head
 from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.memory_estimates import estimated_layer
 from mobius.planner.memory_estimates import state_bytes as bytes_that_stay

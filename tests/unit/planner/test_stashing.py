@@ -19,8 +19,7 @@ from mobius.planner.memory_estimates import (
 )
 from mobius.planner.plan_file import ModelDigest, SavedPlan, read_plan
 from mobius.planner.request import PlanRequest
-from mobius.planner.search import resolve_auto
-from mobius.planner.solver import solve
+from mobius.planner.solver import resolve_auto, solve
 from mobius.planner.step_prediction import predict_step_seconds
 from mobius.schedule.plan import MemoryUse, Plan
 from mobius.units import GIB

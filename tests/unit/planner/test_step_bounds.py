@@ -20,10 +20,10 @@ from mobius.planner.profile import Profile
 from mobius.planner.rates import estimated_profile
 from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.stage_costs import stage_costs
-from mobius.planner.step_bounds import predict_min_step_seconds
 from mobius.planner.step_prediction import (
     SIMULATED_MICROBATCHES,
     SIMULATED_ROUNDS,
+    predict_min_step_seconds,
     predict_step_seconds,
     simulated_seconds,
 )

@@ -14,7 +14,7 @@ from mobius.planner.fit import fit_plan
 from mobius.planner.memory_estimates import estimate_gpu_memory_of_ranks, estimated_layer, tile_tokens
 from mobius.planner.peak_memory import LayerBytes, LiveMemory, MicrobatchBytes, estimate_layer, find_peak
 from mobius.planner.request import Machine, PlanRequest
-from mobius.planner.search import resolve_auto
+from mobius.planner.solver import resolve_auto
 from mobius.schedule.plan import MemoryUse
 from mobius.units import GIB
 

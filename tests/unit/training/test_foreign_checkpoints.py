@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from mobius.config.cli import parse_args
 from mobius.errors import CheckpointError
-from mobius.planner.dry_run import run_dry
+from mobius.planner.forecast import run_dry
 from mobius.ranks import Ranks
 
 Run = Callable[..., None]
