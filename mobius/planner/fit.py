@@ -65,7 +65,7 @@ class DoesNotFitError(GpuMemoryError):
     def __init__(self, request: PlanRequest, layer: LayerBytes | None) -> None:
         """`layer` as in `fit_plan`."""
         self.request, self.layer = request, layer
-        need = least_gpu_estimate(request, layer)
+        _, need = _least_use(request, layer)
         super().__init__(
             f"rank {need.rank} needs {format_bytes(need.total)} of GPU memory ({need.describe()}), "
             f"{format_bytes(request.gpu_bytes or 0)} is available."
@@ -226,14 +226,20 @@ def fitting_plans(request: PlanRequest, layer: LayerBytes | None, *, is_quick: b
             "--num_stages."
         )
     plan.check_numbers()
-    if request.gpu_bytes is None:
-        return [plan.with_same_use(_least_use(request, layer)[0])]
     if not fits_gpus(request, layer):
         raise DoesNotFitError(request, layer)
-    least = plan.with_same_use(_least_use(request, layer)[0])
-    unique = [*MemoryFit(request, layer).plans(is_quick=is_quick)] or [least]
-    fitting = [plan for plan in unique if fits_host(request, plan)]
-    return fitting or [min(unique, key=lambda plan: estimate_host_memory(request, plan).total)]
+    plans = _plans_on_gpus(request, layer, is_quick=is_quick)
+    fitting = [plan for plan in plans if fits_host(request, plan)]
+    return fitting or [min(plans, key=lambda plan: estimate_host_memory(request, plan).total)]
+
+
+def _plans_on_gpus(
+    request: PlanRequest, layer: LayerBytes | None, *, is_quick: bool = False, may_save: bool = True
+) -> list[Plan]:
+    """Return a plan for each way to use GPUs that the request fits; on CPUs, and with no room to spare, the least."""
+    fit = None if request.gpu_bytes is None else MemoryFit(request, layer, may_save=may_save)
+    plans = [] if fit is None else [*fit.plans(is_quick=is_quick)]
+    return plans or [request.plan.with_same_use(_least_use(request, layer)[0])]
 
 
 def fits_host(request: PlanRequest, plan: Plan) -> bool:
@@ -249,7 +255,7 @@ def fits_gpus(request: PlanRequest, layer: LayerBytes | None, *, with_margin: bo
     if request.gpu_bytes is None:
         return True
     available = _usable_bytes(request) if with_margin else request.gpu_bytes
-    return least_gpu_estimate(request, layer).total <= available
+    return _least_use(request, layer)[1].total <= available
 
 
 def _usable_bytes(request: PlanRequest) -> int:
@@ -268,9 +274,7 @@ def least_host_bytes(request: PlanRequest) -> float:
     layer = estimated_layer(request)
     if not fits_gpus(request, layer):
         return math.inf
-    least = request.plan.with_same_use(_least_use(request, layer)[0])
-    plans = [] if request.gpu_bytes is None else MemoryFit(request, layer, may_save=False).plans()
-    plans = [*plans] or [least]
+    plans = _plans_on_gpus(request, layer, may_save=False)
     return min(estimate_host_memory(request, plan).total for plan in plans)
 
 
@@ -322,7 +326,9 @@ def _least_use(request: PlanRequest, layer: LayerBytes | None) -> tuple[MemoryUs
     # With few microbatches, copies in flight take more than activations that stay on the GPU.
     fewest_and_most = dict.fromkeys(numbers[:1] if request.gpu_bytes is None else (numbers[0], numbers[-1]))
     uses = [replace(use, num_offloading_activations=number) for number in fewest_and_most]
-    return min(((each, _fullest_need(request, each, layer)) for each in uses), key=lambda each: each[1].total)
+    plans, ranks = [request.plan.with_same_use(each) for each in uses], sorted({*request.first_alike})
+    needs = [largest_gpu_estimate(estimate_gpu_memory_of_ranks(request, plan, layer, ranks)) for plan in plans]
+    return min(zip(uses, needs, strict=True), key=lambda each: each[1].total)
 
 
 def _offload_numbers(request: PlanRequest, num_saving_activations: int) -> range:
@@ -331,13 +337,3 @@ def _offload_numbers(request: PlanRequest, num_saving_activations: int) -> range
     if asked is ActivationOffloading.AUTO:
         return range(most + 1)
     return range(most, most + 1) if asked is ActivationOffloading.ON else range(1)
-
-
-def _fullest_need(request: PlanRequest, use: MemoryUse, layer: LayerBytes | None) -> GpuMemoryEstimate:
-    plan, ranks = request.plan.with_same_use(use), sorted({*request.first_alike})
-    return largest_gpu_estimate(estimate_gpu_memory_of_ranks(request, plan, layer, ranks))
-
-
-def least_gpu_estimate(request: PlanRequest, layer: LayerBytes | None) -> GpuMemoryEstimate:
-    """Return the bytes of the fullest rank with the least use of memory that is requested."""
-    return _least_use(request, layer)[1]

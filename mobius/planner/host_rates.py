@@ -20,7 +20,6 @@ from mobius.engine.host_arena import HostArena
 from mobius.engine.stage_state import StageState
 from mobius.hardware.streams import Event, new_stream
 from mobius.models.layout import StageLayout
-from mobius.planner.gpu_specs import GIGA
 from mobius.planner.profile import CopyRates, Profile
 from mobius.planner.timer import MIN_REPEATS, CollectiveTimer, Work
 
@@ -48,15 +47,6 @@ class HostRates:
     def profile_fields(self) -> dict[str, Any]:
         """Return the fields of a profile by name."""
         return {name: value for name, value in asdict(self).items() if name != "copies_each_way"}
-
-    def describe(self) -> str:
-        """The rates as text, for the log."""
-        updates, beside_copies = self.cpu_adamw_together / GIGA, self.cpu_adamw_beside_copies / GIGA
-        return (
-            f"{updates:.2f} billion updates per second and rank, {beside_copies:.2f} during copies of "
-            f"{self.copies_beside_cpu_adamw / GIGA:.0f} GB/s each way, which reach {self.copies_each_way / GIGA:.0f} "
-            "without updates"
-        )
 
 
 def measure_host_rates(

@@ -139,12 +139,7 @@ def _with_host(profile: Profile, run_setup: RunSetup, transport: Transport) -> P
         kernel=_kernel(run_setup),
         reduced_format=shape.reduced_format,
     )
-    logger.debug(
-        "host measured in %.1f s: %s; a layer is enqueued in %s",
-        time.perf_counter() - start,
-        rates.describe(),
-        launches.describe(),
-    )
+    logger.debug("host measured in %.1f s: %s, to enqueue a layer %s", time.perf_counter() - start, rates, launches)
     return replace(with_host_rates(profile, rates), launch_overhead=launches, action_launch=action_launch(launches))
 
 
@@ -154,10 +149,11 @@ def _with_link(profile: Profile, run_setup: RunSetup, transport: Transport) -> P
     timer = CollectiveTimer(run_setup.rank_context.device, transport, part_seconds=LINK_SECONDS)
     rates = measure_replica_rates(timer, is_through_host=machine.num_nodes > 1 or not allows_peer_copies())
     timer.forget()
-    text = f"{rates.together / GIGA:.3g} GB/s each way for the ranks of a pipeline, {rates.alone / GIGA:.3g} for one"
-    if machine.num_nodes > 1:
-        text += f", equal to --node_link {rates.together / machine.replica_bytes_per_link / GIGA:.3g}"
-    logger.debug("link between replicas measured in %.1f s: %s", time.perf_counter() - start, text)
+    given = (
+        f"--node_link {rates.together / machine.replica_bytes_per_link / GIGA:.3g}" if machine.num_nodes > 1 else "none"
+    )
+    seconds = time.perf_counter() - start
+    logger.debug("link between replicas measured in %.1f s: %s; the option for it: %s", seconds, rates, given)
     return replace(profile, replicas=rates)
 
 

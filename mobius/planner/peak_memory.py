@@ -54,7 +54,7 @@ from mobius.limits import (
     max_prefetched,
 )
 from mobius.schedule.depth_first import waiting_microbatches
-from mobius.schedule.partition import LayerWidths, ModelShape
+from mobius.schedule.partition import ModelShape
 from mobius.schedule.plan import Plan, RecomputeLevel
 
 LOGIT_BYTES_COMPILED = 2
@@ -159,64 +159,39 @@ def estimate_layer(
     the dense kernel. `tile_tokens` as in `engine.stage.StageModule`. `sliced_length`: tokens are slices of `rows`
     sequences of this length, which run like tiles.
     """
-    sliced = 0
+    hidden, is_fp32 = shape.hidden_size, weight_bytes == 4
+    tile, packed_sums, sliced = min(tile_tokens or tokens, tokens), document_bytes(shape, num_documents), 0
     if sliced_length is not None:
         sliced = slice_bytes(weight_bytes, shape, tokens, rows=rows, length=sliced_length)
-    kinds = [
-        _layer_bytes(
-            weight_bytes,
-            shape,
-            shape.layer_widths(layer),
-            tokens,
-            compiled=compiled,
-            packed_sums=document_bytes(shape, num_documents),
-            tile_tokens=min(tile_tokens or tokens, tokens),
-            sliced=sliced,
-        )
-        for layer in shape.layer_kinds
-    ]
+    kinds = [LayerBytes(0, 0, saved_products=0)]
+    for widths in map(shape.layer_widths, shape.layer_kinds):
+        attention, inner, routed = widths.products, widths.feed_forward, 2 * widths.copies
+        if compiled:
+            graph = attention + 3 * hidden + 3 * inner + routed
+            products = attention + 2 * hidden + 2 * inner + routed
+            peak = graph + 4 * hidden + 3 * inner + routed
+        else:
+            norms = 3 if is_fp32 else 6
+            graph = attention + (3 + norms) * hidden + 4 * inner + routed
+            products = attention + 3 * hidden + 2 * inner + routed
+            summed = (3 if is_fp32 else 7) * widths.copies
+            peak = max(graph + 3 * inner, graph + summed, attention + (6 + 2 * norms) * hidden + 3 * inner)
+        if shape.quantized is not None:
+            peak += shape.quantized.widest * (QUANTIZED_BYTES if compiled else QUANTIZED_BYTES_EAGER) // weight_bytes
+        tiled = None
+        if sliced or tokens > tile:
+            after, within = _tiled_bytes(weight_bytes, shape, attention, compiled=compiled)
+            tiled = max(after * tokens + peak * tile * weight_bytes, within * tokens + packed_sums + sliced)
+        graph, products, peak = (each * tokens * weight_bytes for each in (graph, products, peak))
+        kinds.append(LayerBytes(graph, peak + packed_sums, tiled, products))
     # Saved graphs are counted with equal layers, so each number is the maximum over the kinds of layers.
-    tiled = [kind.recomputed for kind in kinds if kind.recomputed is not None]
+    tiled_of_kinds = [kind.recomputed for kind in kinds if kind.recomputed is not None]
     return LayerBytes(
-        max((kind.saved_activations for kind in kinds), default=0),
-        max((kind.peak for kind in kinds), default=0),
-        max(tiled) if tiled else None,
-        max((kind.saved_products or 0 for kind in kinds), default=0),
+        max(kind.saved_activations for kind in kinds),
+        max(kind.peak for kind in kinds),
+        max(tiled_of_kinds, default=None),
+        max(kind.saved_products or 0 for kind in kinds),
     )
-
-
-def _layer_bytes(
-    weight_bytes: int,
-    shape: ModelShape,
-    widths: LayerWidths,
-    tokens: int,
-    *,
-    compiled: bool,
-    packed_sums: int,
-    tile_tokens: int,
-    sliced: int,
-) -> LayerBytes:
-    """Estimate one layer; `packed_sums` are further bytes for packed rows, `sliced` those of a slice or 0."""
-    hidden, attention, inner = shape.hidden_size, widths.products, widths.feed_forward
-    routed = 2 * widths.copies
-    if compiled:
-        graph = attention + 3 * hidden + 3 * inner + routed
-        products = attention + 2 * hidden + 2 * inner + routed
-        peak = graph + 4 * hidden + 3 * inner + routed
-    else:
-        norms = 3 if weight_bytes == 4 else 6
-        graph = attention + (3 + norms) * hidden + 4 * inner + routed
-        products = attention + 3 * hidden + 2 * inner + routed
-        summed = (3 if weight_bytes == 4 else 7) * widths.copies
-        peak = max(graph + 3 * inner, graph + summed, attention + (6 + 2 * norms) * hidden + 3 * inner)
-    if shape.quantized is not None:
-        peak += shape.quantized.widest * (QUANTIZED_BYTES if compiled else QUANTIZED_BYTES_EAGER) // weight_bytes
-    tiled = None
-    if sliced or tokens > tile_tokens:
-        after, within = _tiled_bytes(weight_bytes, shape, attention, compiled=compiled)
-        tiled = max(after * tokens + peak * tile_tokens * weight_bytes, within * tokens + packed_sums + sliced)
-    graph, products, peak = (each * tokens * weight_bytes for each in (graph, products, peak))
-    return LayerBytes(graph, peak + packed_sums, tiled, products)
 
 
 def _tiled_bytes(weight_bytes: int, shape: ModelShape, attention: int, *, compiled: bool) -> tuple[int, int]:

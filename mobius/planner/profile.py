@@ -8,7 +8,7 @@ import math
 import operator
 from dataclasses import asdict, astuple, dataclass
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any, TypeVar, cast
 
 from mobius.config.options import COUNT, POSITIVE, Bounds
 from mobius.regular_files import typed_object
@@ -24,7 +24,7 @@ about equally wide, which makes (1 + 4) / 2 and (5 + 2) / 2."""
 MOST_KINDS = 4
 """Kinds of layers whose seconds are shown."""
 
-
+T = TypeVar("T")
 Seconds = Annotated[float, Bounds(minimum=0, ceiling=math.inf)]
 Rate = Annotated[float, Bounds(above=0, ceiling=math.inf)]
 """Bytes or parameters per second."""
@@ -103,10 +103,6 @@ class DiskRates:
     is_burst: bool = False
     """Whether no more was written than the drives' caches may take, after which they are slower."""
 
-    def times(self, factor: float) -> DiskRates:
-        """Disks that are so many times as fast."""
-        return dataclasses.replace(self, read=factor * self.read, write=factor * self.write)
-
 
 @dataclass(frozen=True)
 class ReplicaRates:
@@ -118,10 +114,6 @@ class ReplicaRates:
     """One rank, the others idle."""
     is_through_host: bool
     """Whether it takes the GPUs' PCIe links and the host's memory, too, as a network does."""
-
-    def times(self, factor: float) -> ReplicaRates:
-        """Links that are so many times as fast."""
-        return ReplicaRates(factor * self.together, factor * self.alone, self.is_through_host)
 
 
 @dataclass(frozen=True)
@@ -225,6 +217,12 @@ class Profile:
         except (ValueError, RecursionError) as error:
             raise ProfileError(f"not a profile: it {error}") from error
         return profile
+
+
+def times(value: T, factor: float, *names: str) -> T:
+    """Return a copy of a dataclass with the named numbers multiplied by `factor`."""
+    changed: T = dataclasses.replace(cast(Any, value), **{name: factor * getattr(value, name) for name in names})
+    return changed
 
 
 def with_frozen(profile: Profile, shape: ModelShape, byte_rate: float) -> Profile:

@@ -132,7 +132,8 @@ class RunSetup:
     @property
     def message_shape(self) -> tuple[int, int, int]:
         """Shape [B, L, H] of every activation and activation gradient between stages."""
-        return _message_shape(self.result.request)
+        request = self.result.request
+        return request.microbatch_rows, request.slice_length, request.shape.hidden_size
 
     @property
     def sent_shape(self) -> tuple[int, ...]:
@@ -401,7 +402,3 @@ def host_bytes_per_pipeline(config: Config, pipelines_per_host: int) -> int:
     """Return the host memory that a pipeline may use: its part of `--host_memory_limit`, else of what is free here."""
     limit = config.pipeline.host_memory_limit
     return (available_host_bytes() if limit is None else int(limit * GIB)) // pipelines_per_host
-
-
-def _message_shape(request: PlanRequest) -> tuple[int, int, int]:
-    return (request.microbatch_rows, request.slice_length, request.shape.hidden_size)

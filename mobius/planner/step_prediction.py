@@ -36,10 +36,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache, partial
 from itertools import accumulate
-from typing import Any, TypeVar, cast
 
 from mobius.planner.event_simulation import Flow, run, shared_bandwidth
-from mobius.planner.profile import Profile
+from mobius.planner.profile import Profile, times
 from mobius.planner.request import PlanRequest
 from mobius.planner.stage_costs import StageCost, StepRules, stage_costs
 from mobius.planner.state_bytes import SUM_BYTES
@@ -49,8 +48,6 @@ from mobius.schedule.lanes import Lane, LaneSpan, WaitCause
 from mobius.schedule.partition import ModelShape
 from mobius.schedule.plan import Plan
 from mobius.schedule.schedule import Schedule
-
-T = TypeVar("T")
 
 TRIED_FACTOR = 1.1
 NUM_STEPS = 2
@@ -226,28 +223,27 @@ def with_faster(profile: Profile, resource: Resource, factor: float) -> Profile:
             attention = profile.attention.times(1 / factor)
             return replace(profile, layer_kinds=kinds, attention=attention, loss=profile.loss / factor)
         case Resource.PCIE:
-            return replace(profile, copies=_times(copies, factor, "host_to_device", "device_to_host"))
+            return replace(profile, copies=times(copies, factor, "host_to_device", "device_to_host"))
         case Resource.HOST_MEMORY:
             together = min(profile.cpu_adamw_together * factor, profile.cpu_adamw)
             at_once = ("host_to_device_all_gpus", "device_to_host_all_gpus")
-            copies = _times(copies, factor, *at_once, "host_to_device_duplex", "device_to_host_duplex")
-            faster = _times(profile, factor, "host_bandwidth", "cpu_adamw_beside_copies", "copies_beside_cpu_adamw")
+            copies = times(copies, factor, *at_once, "host_to_device_duplex", "device_to_host_duplex")
+            faster = times(profile, factor, "host_bandwidth", "cpu_adamw_beside_copies", "copies_beside_cpu_adamw")
             return replace(faster, copies=copies, cpu_adamw_together=together)
         case Resource.CORES:
-            return _times(profile, factor, "cpu_adamw", "cpu_adamw_together")
+            return times(profile, factor, "cpu_adamw", "cpu_adamw_together")
         case Resource.REPLICAS:
-            return replace(profile, replicas=None if profile.replicas is None else profile.replicas.times(factor))
+            return replace(
+                profile,
+                replicas=None if profile.replicas is None else times(profile.replicas, factor, "together", "alone"),
+            )
         case Resource.DISKS:
-            return replace(profile, disks=None if profile.disks is None else profile.disks.times(factor))
+            return replace(
+                profile, disks=None if profile.disks is None else times(profile.disks, factor, "read", "write")
+            )
         case Resource.MESSAGES:
-            messages = _times(profile.messages, factor, "bandwidth")
+            messages = times(profile.messages, factor, "bandwidth")
             return replace(profile, messages=replace(messages, latency=messages.latency / factor))
-
-
-def _times(value: T, factor: float, *names: str) -> T:
-    """A copy of a dataclass with the named numbers multiplied by `factor`."""
-    changed: T = replace(cast(Any, value), **{name: getattr(value, name) * factor for name in names})
-    return changed
 
 
 def find_bottleneck(
@@ -282,13 +278,6 @@ class StepTimePrediction:
     """Share of a step that is saved if the bottleneck is 1.1 times as fast."""
     basis: str
     """Whether the rates are measured or estimated, and of what."""
-
-    def describe(self) -> str:
-        """One line for the log."""
-        return (
-            f"predicted: {self.step_seconds:.3f} s per step, limited by {self.bottleneck} ({self.gain:.0%} shorter "
-            f"if that were 10 % faster), {self.basis}"
-        )
 
     def compare(self, step_seconds: Sequence[float]) -> str:
         """One line: the prediction and the median of the measured steps."""

@@ -111,7 +111,7 @@ def log_stages(session: Session) -> None:
     if run_setup.tile_tokens is not None:
         logger.debug("recomputed layers run in tiles of %d tokens", run_setup.tile_tokens)
     if run_setup.result.step_time_prediction is not None:
-        logger.debug("%s", run_setup.result.step_time_prediction.describe())
+        logger.debug("predicted: %s", run_setup.result.step_time_prediction)
     if run_setup.result.host_estimate.disk:
         logger.info("%s", table_row("disks", describe_disks(run_setup.result)))
     if (short := describe_short_host(run_setup.result)) is not None:

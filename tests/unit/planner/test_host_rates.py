@@ -189,8 +189,6 @@ def test_a_run_is_planned_again_by_what_was_measured(
         == [planned.result.profile]
         == [replace(with_rates, launch_overhead=launch_overhead, action_launch=2 * ACTION_LAUNCH)]
     )
-    text = "1.00 billion updates per second and rank, 0.80 during copies of 4 GB/s each way, which reach 10 without"
-    assert text in caplog.text
-    assert "; a layer is enqueued in 0.60 ms forward, 3.00 backward, 1.86 with recompute" in caplog.text
+    assert f"{SLOW}, to enqueue a layer {launch_overhead}" in caplog.text
     assert plan_by_measurement(unknown, SingleRankTransport()) is unknown
     assert len(seen) == 1

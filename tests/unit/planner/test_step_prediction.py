@@ -313,12 +313,6 @@ def test_a_stage_costs_the_host_its_layers_and_each_action(llama_7b: ModelShape)
 FORECAST = StepTimePrediction(2.0, Resource.PCIE, 0.05, "estimated (2 x L20)")
 
 
-def test_the_line_says_how_long_what_limits_and_what_it_rests_on() -> None:
-    assert FORECAST.describe() == (
-        "predicted: 2.000 s per step, limited by PCIe (5% shorter if that were 10 % faster), estimated (2 x L20)"
-    )
-
-
 def test_the_first_two_steps_do_not_count_if_there_are_others() -> None:
     assert steady_seconds([9.0, 5.0, 2.4, 2.6]) == 2.5
     assert steady_seconds([9.0, 5.0]) == 7.0
