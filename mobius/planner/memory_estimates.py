@@ -221,20 +221,6 @@ class GpuMemoryEstimate:
         return format_bytes_sum([(name, num_bytes) for name, num_bytes in self.parts.items() if num_bytes])
 
 
-def estimate_gpu_memory(
-    request: PlanRequest, plan: Plan, *, rank: int, layer: LayerBytes | None = None
-) -> GpuMemoryEstimate:
-    """Estimate the GPU memory of `rank`; `layer` gives the measured bytes of one layer and microbatch.
-
-    Streamed stages share slots; resident stages hold their whole state.
-    """
-    return _gpu_memory(request, plan, rank, microbatch_bytes(request, layer))
-
-
-def _gpu_memory(request: PlanRequest, plan: Plan, rank: int, size: MicrobatchBytes) -> GpuMemoryEstimate:
-    return GpuMemoryEstimate(rank, **state_bytes(request, plan, rank), **activation_bytes(request, plan, rank, size))
-
-
 def activation_bytes(request: PlanRequest, plan: Plan, rank: int, size: MicrobatchBytes) -> dict[str, int]:
     """Return the bytes that depend on activations and not on resident stages, by field of `GpuMemoryEstimate`."""
     most = find_peak(plan, rank, size)
@@ -303,9 +289,15 @@ def _quantized_bytes(cut: StageCut, shape: ModelShape) -> int:
 def estimate_gpu_memory_of_ranks(
     request: PlanRequest, plan: Plan, layer: LayerBytes | None = None, ranks: Iterable[int] | None = None
 ) -> tuple[GpuMemoryEstimate, ...]:
-    """Estimate the GPU memory of all ranks, or of some; arguments as in `estimate_gpu_memory`."""
+    """Estimate the GPU memory of all ranks, or of some; `layer` gives the measured bytes of one layer and microbatch.
+
+    Streamed stages share slots; resident stages hold their whole state.
+    """
     size = microbatch_bytes(request, layer)
-    return tuple(_gpu_memory(request, plan, rank, size) for rank in ranks or range(plan.num_ranks))
+    return tuple(
+        GpuMemoryEstimate(rank, **state_bytes(request, plan, rank), **activation_bytes(request, plan, rank, size))
+        for rank in ranks or range(plan.num_ranks)
+    )
 
 
 @lru_cache(maxsize=1024)  # asked for by every step of a search

@@ -17,11 +17,14 @@ from mobius.models.blocks import ModelParts
 from mobius.models.families import load_planned_config
 from mobius.planner.fit import DoesNotFitError
 from mobius.planner.gpu_specs import GPU_SPECS
+from mobius.planner.memory_estimates import GpuMemoryEstimate, estimate_gpu_memory_of_ranks
+from mobius.planner.peak_memory import LayerBytes
 from mobius.planner.profile import CopyRates, LayerSeconds, MessageRates, Profile, Source
 from mobius.planner.remedies import gpu_refusal
 from mobius.planner.request import Machine, PlanRequest
 from mobius.schedule.packed_rows import PackedRows
 from mobius.schedule.partition import ModelShape
+from mobius.schedule.plan import Plan
 
 USUAL = {
     "batch_size": 64,
@@ -43,6 +46,14 @@ def request_of(
 ) -> PlanRequest:
     """The question of a run of 64 x 512 tokens in 32 stages and 8 chunks, or as `options` of main.py say."""
     return PlanRequest.of(config_from(USUAL | options), shape, machine, packed)
+
+
+def estimate_gpu_memory(
+    request: PlanRequest, plan: Plan, *, rank: int, layer: LayerBytes | None = None
+) -> GpuMemoryEstimate:
+    """The GPU memory of one rank."""
+    (need,) = estimate_gpu_memory_of_ranks(request, plan, layer, [rank])
+    return need
 
 
 def refusal_by(plan: Callable[[], object]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness.plan_requests import find_published_shape, num_stages_with, request_of
+from harness.plan_requests import estimate_gpu_memory, find_published_shape, num_stages_with, request_of
 from harness.schedules import spec_of
 from transformers import LlamaConfig, Qwen2Config
 
@@ -16,7 +16,7 @@ from mobius.models.blocks import ModelParts
 from mobius.models.families import load_planned_config
 from mobius.planner.checkpoint_estimates import estimate_checkpoint
 from mobius.planner.gpu_specs import GPU_SPECS
-from mobius.planner.memory_estimates import estimate_gpu_memory, estimate_host_memory
+from mobius.planner.memory_estimates import estimate_host_memory
 from mobius.planner.plan_table import describe_stages
 from mobius.planner.profile import ADAPTER_BACKWARD, ADAPTER_FORWARD
 from mobius.planner.request import Machine

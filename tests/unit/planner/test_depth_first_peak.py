@@ -10,11 +10,11 @@ from itertools import product
 from operator import mul
 
 import pytest
-from harness.plan_requests import H200, find_published_shape, request_of
+from harness.plan_requests import H200, estimate_gpu_memory, find_published_shape, request_of
 
 from mobius.config.config import Order, Recompute
 from mobius.limits import max_pending_offloads
-from mobius.planner.memory_estimates import estimate_gpu_memory, estimated_layer
+from mobius.planner.memory_estimates import estimated_layer
 from mobius.planner.peak_memory import LayerBytes, MicrobatchBytes, find_peak
 from mobius.schedule.action import ActionKind
 from mobius.schedule.build import build_unchecked

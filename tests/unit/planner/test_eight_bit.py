@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.plan_requests import refusal_by, request_of
+from harness.plan_requests import estimate_gpu_memory, refusal_by, request_of
 
 from mobius.config.cli import parse_args
 from mobius.config.config import AdapterConfig, FinetuningType, MatmulDtype, ModelConfig
@@ -22,7 +22,7 @@ from mobius.planner.forecast import run_dry
 from mobius.planner.gpu_specs import GPU_SPECS, QUANTIZING_BYTES
 from mobius.planner.layer_bench import MicrobatchShape
 from mobius.planner.measured_plan import profile_path
-from mobius.planner.memory_estimates import estimate_gpu_memory, estimated_layer
+from mobius.planner.memory_estimates import estimated_layer
 from mobius.planner.profile import LayerSeconds, Profile
 from mobius.planner.rates import estimated_profile
 from mobius.planner.request import Machine, PlanRequest

@@ -4,14 +4,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from harness.plan_requests import request_of
+from harness.plan_requests import estimate_gpu_memory, request_of
 
 from mobius.config.config import Dtype
 from mobius.planner import memory_estimates
 from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.memory_estimates import (
     GpuMemoryEstimate,
-    estimate_gpu_memory,
     estimate_gpu_memory_of_ranks,
     estimate_host_memory,
     largest_gpu_estimate,

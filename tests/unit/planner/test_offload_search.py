@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.plan_requests import H200, find_published_shape, request_of
+from harness.plan_requests import H200, estimate_gpu_memory, find_published_shape, request_of
 
 from mobius.config.config import ActivationOffloading, Compile, Recompute
 from mobius.errors import PlanError
 from mobius.planner import solver
 from mobius.planner.gpu_specs import GPU_SPECS
-from mobius.planner.memory_estimates import estimate_gpu_memory, estimate_host_memory, estimated_layer
+from mobius.planner.memory_estimates import estimate_host_memory, estimated_layer
 from mobius.planner.plan_file import ModelDigest, SavedPlan, read_plan
 from mobius.planner.plan_table import describe_stages
 from mobius.planner.rates import estimated_profile

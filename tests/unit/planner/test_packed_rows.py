@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from harness.plan_requests import request_of
+from harness.plan_requests import estimate_gpu_memory, request_of
 
 from mobius.config.config import Dtype
 from mobius.planner import gpu_specs
 from mobius.planner.gpu_specs import GPU_SPECS, estimate_profile
-from mobius.planner.memory_estimates import estimate_gpu_memory, estimated_layer
+from mobius.planner.memory_estimates import estimated_layer
 from mobius.planner.peak_memory import LayerBytes, document_bytes
 from mobius.planner.profile import LayerSeconds
 from mobius.planner.rates import estimated_profile

@@ -11,7 +11,7 @@ import pytest
 import simulate
 import torch
 from harness.live_bytes import LiveBytes
-from harness.plan_requests import find_published_shape, plain_profile, refusal_by, request_of
+from harness.plan_requests import estimate_gpu_memory, find_published_shape, plain_profile, refusal_by, request_of
 from harness.schedules import spec_of
 from transformers import LlamaConfig
 
@@ -21,7 +21,6 @@ from mobius.models.blocks import ModelParts
 from mobius.planner.fit import fit_plan
 from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.memory_estimates import (
-    estimate_gpu_memory,
     estimate_host_memory,
     estimated_layer,
 )

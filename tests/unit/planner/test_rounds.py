@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from harness.plan_requests import refusal_by
+from harness.plan_requests import estimate_gpu_memory, refusal_by
 
 from mobius.config.cli import parse_args
 from mobius.config.config import Dtype
 from mobius.errors import ConfigError
 from mobius.planner.fit import fit_plan
 from mobius.planner.gpu_specs import find_gpu_spec
-from mobius.planner.memory_estimates import estimate_gpu_memory, estimate_host_memory, estimated_layer
+from mobius.planner.memory_estimates import estimate_host_memory, estimated_layer
 from mobius.planner.plan_file import ModelDigest, SavedPlan, read_plan
 from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.solver import ALIKE, resolve_auto, solve

@@ -6,14 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from harness.plan_requests import H200, find_published_shape, refusal_by, request_of
+from harness.plan_requests import H200, estimate_gpu_memory, find_published_shape, refusal_by, request_of
 
 from mobius.config.cli import parse_args
 from mobius.config.config import ActivationOffloading, Recompute
 from mobius.errors import ConfigError, PlanError
 from mobius.planner.fit import fit_plan, fitting_plans
 from mobius.planner.memory_estimates import (
-    estimate_gpu_memory,
     estimate_host_memory,
     estimated_layer,
 )
