@@ -270,8 +270,8 @@ def facts_of(run_setup: RunSetup) -> PlanFacts:
         [use.num_slots for use in uses],
         f"{plan.order}, {plan.accumulation_rounds} rounds",
         []
-        if found.simulated_steps is None
-        else [{str(cause): value for cause, value in waits.items()} for waits in found.simulated_steps.waits],
+        if step_time_prediction is None
+        else [{str(cause): value for cause, value in waits.items()} for waits in step_time_prediction.waits],
         None if step_time_prediction is None else step_time_prediction.step_seconds,
         None if step_time_prediction is None else step_time_prediction.basis,
         max(need.total for need in found.gpu_estimates) / GIB,

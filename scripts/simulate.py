@@ -200,13 +200,13 @@ def card_of(request: PlanRequest) -> GpuSpec:
 
 def row_of(found: PlanResult) -> list[str]:
     """One line of the table."""
-    plan, simulated_steps, step_time_prediction = found.plan, found.simulated_steps, found.step_time_prediction
-    if simulated_steps is None or step_time_prediction is None:
+    plan, predicted = found.plan, found.step_time_prediction
+    if predicted is None:
         raise PlanError("no step is predicted: the cards' rates are for formats of two bytes (bf16, fp16).")
     numbers = [number for number in plan.slots if number > 0]
     fewest, most = min(numbers, default="-"), max(numbers, default="-")
     slots = str(most) if fewest == most else f"{fewest}-{most}"
-    waits = [f"{simulated_steps.worst_wait(cause):.3f}" for cause in WaitCause]
+    waits = [f"{predicted.worst_wait(cause):.3f}" for cause in WaitCause]
     return [
         *begin_row(found.request),
         str(plan.num_stages),
@@ -214,14 +214,14 @@ def row_of(found: PlanResult) -> list[str]:
         slots,
         str(len(plan.resident)),
         str(len(plan.saved_activation_stages)),
-        f"{simulated_steps.step_seconds:.3f}",
+        f"{predicted.step_seconds:.3f}",
         f"{found.tokens_per_second:,.0f}",
         f"{100 * found.mfu:.0f} %",
-        f"{100 * simulated_steps.bubble:.0f} %",
+        f"{100 * predicted.bubble:.0f} %",
         *waits,
         f"{largest_gpu_estimate(found.gpu_estimates).total / GIB:.1f}",
         f"{found.host_estimate.total / GIB:.0f}",
-        f"{step_time_prediction.bottleneck} ({100 * step_time_prediction.gain:.0f} % by 10 % more)",
+        f"{predicted.bottleneck} ({100 * predicted.gain:.0f} % by 10 % more)",
     ]
 
 
@@ -380,9 +380,8 @@ def print_worths(worths: Sequence[NodeScaling]) -> None:
 
 def draw(found: PlanResult, arguments: argparse.Namespace) -> None:
     """Write the picture and the trace file of the predicted step."""
-    simulated_steps = found.simulated_steps
-    assert simulated_steps is not None
-    trace = predicted_trace(simulated_steps, build_unchecked(found.plan), device=card_of(found.request).name)
+    assert found.step_time_prediction is not None
+    trace = predicted_trace(found.step_time_prediction, build_unchecked(found.plan), device=card_of(found.request).name)
     if arguments.trace is not None:
         write_trace(arguments.trace, trace)
         print(f"trace written to {arguments.trace}")

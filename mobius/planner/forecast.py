@@ -94,7 +94,7 @@ class Forecast:
     @property
     def step_seconds(self) -> float | None:
         """Seconds of a predicted step; None for CPUs, formats of four bytes and runs that do not fit the GPUs."""
-        return None if self.found is None or self.found.simulated_steps is None else self.found.step_seconds
+        return None if self.found is None or self.found.step_time_prediction is None else self.found.step_seconds
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -177,12 +177,12 @@ class Forecast:
             "tokens_per_second": self.tokens_per_second,
             "details": self.describe(),
         }
-        if (steps := found.simulated_steps) is not None and found.step_time_prediction is not None:
+        if (steps := found.step_time_prediction) is not None:
             facts |= {
                 "mfu": found.mfu,
                 "bubble": steps.bubble,
-                "limited_by": found.step_time_prediction.bottleneck.value,
-                "gain_if_faster": found.step_time_prediction.gain,
+                "limited_by": steps.bottleneck.value,
+                "gain_if_faster": steps.gain,
                 "waits": {cause.value: steps.worst_wait(cause) for cause in WaitCause},
                 "timeline": [[*_spans_of_last_step(steps, rank)] for rank in range(len(steps.spans))],
             }
@@ -268,8 +268,8 @@ def make_forecast(
         request, layer = PlanRequest.of(config, shape, machine), None if machine.on_cpu else estimated_layer
         found = solve(request, layer=layer, is_draft=is_draft)
         if is_draft and found.profile is not None:
-            prediction, steps = predict_step_time(found.plan, found.request, found.profile)
-            found = replace(found, step_time_prediction=prediction, simulated_steps=steps)
+            prediction = predict_step_time(found.plan, found.request, found.profile)
+            found = replace(found, step_time_prediction=prediction)
     except DoesNotFitError as error:
         refusals.append(gpu_refusal(error, model.config) if with_remedies else GpuMemoryError(str(error)))
     if found is not None:

@@ -16,7 +16,7 @@ import torch
 from mobius.distributed.transport import Transport
 from mobius.engine.adamw import AdamWSettings, FlatAdamW
 from mobius.engine.adamw_cpu import CPUAdamW
-from mobius.engine.host_arena import HostArena
+from mobius.engine.host_arena import HostArena, lock_pages, unlock_pages
 from mobius.engine.stage_state import StageState
 from mobius.hardware.streams import Event, new_stream
 from mobius.models.layout import StageLayout
@@ -98,10 +98,8 @@ class Copies:
         self._host = [torch.zeros(self.num_bytes, dtype=torch.uint8) for _ in range(2)]
         self._on_device = [torch.zeros(self.num_bytes, dtype=torch.uint8, device=self._device) for _ in range(2)]
         if self._device.type == "cuda":
-            # Not pin_memory: torch would never release the memory.
-            for tensor in self._host:
-                error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
-                assert int(error) == 0, f"cudaHostRegister: {error}"
+            for tensor in self._host:  # not pin_memory: torch would never release the memory
+                lock_pages(tensor)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -109,7 +107,7 @@ class Copies:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             for tensor in self._host:
-                torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+                unlock_pages(tensor)
         del self._host, self._on_device
 
     def host_to_device(self) -> None:

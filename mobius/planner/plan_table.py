@@ -120,7 +120,7 @@ def describe_verdict(result: PlanResult, available_bytes: int | None, *, fits_di
     if short <= 0 and not fits_disks:
         fits = "the run does not fit its disks"
     lines = [fits]
-    if result.simulated_steps is not None:
+    if result.step_time_prediction is not None:
         lines.append(
             f"  step         {result.step_seconds:.3f} s for {request.all_tokens:,} tokens: "
             f"{result.tokens_per_second:,.0f} tokens/s, {100 * result.mfu:.0f} % MFU"
@@ -193,13 +193,13 @@ def describe_short_host(result: PlanResult) -> str | None:
 
 def describe_step(result: PlanResult) -> str:
     """The part of the machine that limits the predicted step, waits, and the numbers that it rests on."""
-    if result.simulated_steps is None or result.step_time_prediction is None or result.profile is None:
+    prediction = result.step_time_prediction
+    if prediction is None or result.profile is None:
         return "no step is predicted: the cards' rates are for formats of two bytes (bf16, fp16)"
-    waits = ", ".join(f"{cause} {result.simulated_steps.worst_wait(cause):.3f}" for cause in WaitCause)
+    waits = ", ".join(f"{cause} {prediction.worst_wait(cause):.3f}" for cause in WaitCause)
     lines = [
-        f"the step is limited by {result.step_time_prediction.bottleneck} "
-        f"({100 * result.step_time_prediction.gain:.1f} % shorter if it were 1.1 "
-        f"times as fast); bubble {100 * result.simulated_steps.bubble:.0f} %; the worst rank waits, s: {waits}"
+        f"the step is limited by {prediction.bottleneck} ({100 * prediction.gain:.1f} % shorter if it were 1.1 times "
+        f"as fast); bubble {100 * prediction.bubble:.0f} %; the worst rank waits, s: {waits}"
     ]
     lines.append(result.profile.describe())
     if (public := describe_public_rates(result)) is not None:

@@ -58,7 +58,6 @@ from mobius.planner.profile import Profile
 from mobius.planner.rates import profile_for, reference_profile
 from mobius.planner.request import PlanRequest
 from mobius.planner.step_prediction import (
-    SimulatedSteps,
     StepTimePrediction,
     predict_min_step_seconds,
     predict_step_seconds,
@@ -116,14 +115,13 @@ class PlanResult:
     """Seconds and rates that the plan was made with; None if the device's speed is not known."""
     step_time_prediction: StepTimePrediction | None
     """None without a profile, and for a preliminary plan."""
-    simulated_steps: SimulatedSteps | None
 
     @property
     def step_seconds(self) -> float:
         """Seconds of the predicted step; raises PlanError if there is none."""
-        if self.simulated_steps is None:
+        if self.step_time_prediction is None:
             raise PlanError("no step is predicted: rates are known of GPUs in formats of two bytes (bf16, fp16) only.")
-        return self.simulated_steps.step_seconds
+        return self.step_time_prediction.step_seconds
 
     @property
     def tokens_per_second(self) -> float:
@@ -191,9 +189,9 @@ def solve(
         )
         if fits_host(fewer.request, fewer.plan):
             return fewer
-    prediction, steps = predict_step_time(plan, solved, rates) if rates and simulates else (None, None)
+    prediction = predict_step_time(plan, solved, rates) if rates and simulates else None
     gpus = estimate_gpu_memory_of_ranks(solved, plan, own_layer)
-    return PlanResult(solved, plan, gpus, estimate_host_memory(solved, plan), own_layer, rates, prediction, steps)
+    return PlanResult(solved, plan, gpus, estimate_host_memory(solved, plan), own_layer, rates, prediction)
 
 
 @dataclass(frozen=True)

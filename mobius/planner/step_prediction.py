@@ -269,10 +269,9 @@ def find_bottleneck(
 
 
 @dataclass(frozen=True)
-class StepTimePrediction:
-    """A predicted step, and what the prediction is based on."""
+class StepTimePrediction(SimulatedSteps):
+    """A predicted step, what limits it, and what the prediction is based on."""
 
-    step_seconds: float
     bottleneck: Resource
     gain: float
     """Share of a step that is saved if the bottleneck is 1.1 times as fast."""
@@ -291,7 +290,7 @@ def steady_seconds(step_seconds: Sequence[float]) -> float:
     return statistics.median(step_seconds[UNSTEADY_STEPS:] or step_seconds)
 
 
-def predict_step_time(plan: Plan, request: PlanRequest, profile: Profile) -> tuple[StepTimePrediction, SimulatedSteps]:
+def predict_step_time(plan: Plan, request: PlanRequest, profile: Profile) -> StepTimePrediction:
     """Predict the steps of `plan`, and find what limits them."""
     costs = stage_costs(plan, request.shape, profile)
     steps = simulate_steps(build_unchecked(plan), costs, profile, request.rules)
@@ -304,7 +303,7 @@ def predict_step_time(plan: Plan, request: PlanRequest, profile: Profile) -> tup
     basis = f"{profile.source} ({profile.basis})"
     if request.packed is not None:
         basis += f", packed rows with attention over {request.attention_length:.0f} tokens on average"
-    return StepTimePrediction(steps.step_seconds, limit, gain, basis), steps
+    return StepTimePrediction(**vars(steps), bottleneck=limit, gain=gain, basis=basis)
 
 
 def predict_min_step_seconds(plan: Plan, request: PlanRequest, profile: Profile) -> float:

@@ -110,8 +110,8 @@ def log_stages(session: Session) -> None:
     logger.debug("stages generated: %s", describe_stages(run_setup.plan, run_setup.shape))
     if run_setup.tile_tokens is not None:
         logger.debug("recomputed layers run in tiles of %d tokens", run_setup.tile_tokens)
-    if run_setup.result.step_time_prediction is not None:
-        logger.debug("predicted: %s", run_setup.result.step_time_prediction)
+    if (step := run_setup.result.step_time_prediction) is not None:
+        logger.debug("predicted: %.3f s per step, limited by %s, %s", step.step_seconds, step.bottleneck, step.basis)
     if run_setup.result.host_estimate.disk:
         logger.info("%s", table_row("disks", describe_disks(run_setup.result)))
     if (short := describe_short_host(run_setup.result)) is not None:
@@ -216,7 +216,7 @@ def _ideal_step_seconds(run_setup: RunSetup) -> float | None:
     Its share of a measured step is the MFU.
     """
     result = run_setup.result
-    if result.simulated_steps is None or result.request.machine.gpu_spec is None:
+    if result.step_time_prediction is None or result.request.machine.gpu_spec is None:
         return None
     return result.mfu * result.step_seconds
 

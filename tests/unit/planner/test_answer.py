@@ -106,7 +106,7 @@ def test_loss_scaling_waits_for_all_gradients_as_clipping_does(llama_7b: ModelSh
 
 def test_no_step_is_predicted_without_rates(llama_7b: ModelShape) -> None:
     found = ask(llama_7b, dtype=Dtype.FP32)
-    assert (found.profile, found.step_time_prediction, found.simulated_steps) == (None, None, None)
+    assert (found.profile, found.step_time_prediction) == (None, None)
     with pytest.raises(PlanError, match="no step is predicted"):
         seconds(found)
 

@@ -51,8 +51,8 @@ def predicted(
     request = request_of(shape, Machine(gpus, card), **asked)
     layer = replace(estimated_layer(request), saved_products=None)  # no row is of stages that keep products alone
     found = solve(request, layer=layer, profile=two_graphs(request) if is_older else None)
-    assert found.simulated_steps is not None
-    return found.simulated_steps
+    assert found.step_time_prediction is not None
+    return found.step_time_prediction
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from mobius.schedule.packed_rows import PackedRows
 from mobius.schedule.partition import ModelShape, QuantizedWeights
 from mobius.units import GIB
 
-COMPARED = ("plan", "gpu_estimates", "host_estimate", "layer", "profile", "step_time_prediction", "simulated_steps")
+COMPARED = ("plan", "gpu_estimates", "host_estimate", "layer", "profile", "step_time_prediction")
 
 
 def draw_shape(draw: random.Random) -> ModelShape:

@@ -64,7 +64,7 @@ def test_a_step_is_shorter_by_three_quarters_of_the_heads_seconds(found: list[Pl
 
 
 def test_all_ranks_compute_as_long(found: list[PlanResult]) -> None:
-    steps = found[1].simulated_steps
+    steps = found[1].step_time_prediction
     assert steps is not None
     assert min(steps.busy_seconds) > 0.98 * max(steps.busy_seconds)
     costs = stage_costs(found[1].plan, found[1].request.shape, found[1].profile)  # type: ignore[arg-type]

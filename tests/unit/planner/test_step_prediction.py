@@ -310,7 +310,7 @@ def test_a_stage_costs_the_host_its_layers_and_each_action(llama_7b: ModelShape)
     assert launches(3, resident=every - {7}, saved_activation_stages=every) == (2.5, 8.5 * LAUNCH_BESIDE_UPDATES)
 
 
-FORECAST = StepTimePrediction(2.0, Resource.PCIE, 0.05, "estimated (2 x L20)")
+FORECAST = StepTimePrediction(2.0, (), (), (), (), Resource.PCIE, 0.05, "estimated (2 x L20)")
 
 
 def test_the_first_two_steps_do_not_count_if_there_are_others() -> None:
@@ -325,12 +325,11 @@ def test_a_step_that_only_computes_is_limited_by_compute() -> None:
     request = request_of(shape, Machine(1, GPU_SPECS["L20"]), max_grad_norm=0.0, **options)
     profile = estimated_profile(request)
     assert profile is not None
-    found, prediction = predict_step_time(fit_plan(request), request, profile)
+    found = predict_step_time(fit_plan(request), request, profile)
     layers = 2 * 4 * (profile.layer_kinds[0].forward + profile.layer_kinds[0].backward)
     ends = 2 * (profile.embedding_forward + profile.embedding_backward + profile.loss)
     updates = shape.num_parameters * (1 / profile.gpu_adamw + 14 / profile.gpu_bandwidth)
     assert found.step_seconds == pytest.approx(layers + ends + updates + profile.step_overhead, rel=0.01)
-    assert found.step_seconds == prediction.step_seconds
     assert found.bottleneck is Resource.COMPUTE
     assert found.gain == pytest.approx(1 / 11, abs=0.02)
     assert found.basis.startswith("estimated (1 x L20")

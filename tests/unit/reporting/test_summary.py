@@ -151,7 +151,7 @@ def test_a_place_that_cannot_be_written_is_an_error_for_the_user(tmp_path: Path)
 
 def test_a_forecast_is_laid_beside_the_steady_steps(tmp_path: Path) -> None:
     path = tmp_path / "result.txt"
-    step_time_prediction = StepTimePrediction(5.4, Resource.COMPUTE, 0.09, "estimated (4 x L20)")
+    step_time_prediction = StepTimePrediction(5.4, (), (), (), (), Resource.COMPUTE, 0.09, "estimated (4 x L20)")
     write_report(
         path, "batch_size: 64\n", "stage 0", steps(10.0, 4.0, 6.0), [gpu_rank(0)], TIMINGS, step_time_prediction
     )
