@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from launch import free_port, split_words
 
-from mobius.planner.plan_table import format_columns
+from mobius.units import format_columns
 
 ROOT = Path(__file__).resolve().parents[1]
 VALUES = {"optimizer_states": ("fp32", "bf16", "compact"), "matmul_dtype": ("bf16", "fp8", "int8")}

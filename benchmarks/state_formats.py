@@ -25,8 +25,8 @@ from mobius.engine.host_arena import HostArena
 from mobius.engine.reduced_states import REDUCED
 from mobius.engine.stage_state import StageState
 from mobius.models.layout import StageLayout
-from mobius.planner.plan_table import format_columns
 from mobius.ranks import cache_folder
+from mobius.units import format_columns
 
 STEPS, COUNT = 2000, 2**15
 

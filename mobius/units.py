@@ -1,4 +1,4 @@
-"""Formatting of byte counts in the largest unit that gives at least 1, so that no positive count reads as 0."""
+"""Formatting of columns, and of byte counts in the largest unit that gives at least 1, so that none reads as 0."""
 
 from collections.abc import Sequence
 
@@ -30,3 +30,14 @@ def format_gib(num_bytes: int) -> str:
     """Table cell in GiB: two decimals, and `<0.01` for smaller positive values."""
     text = f"{num_bytes / GIB:.2f}"
     return "<0.01" if num_bytes and float(text) == 0 else text
+
+
+def format_columns(rows: Sequence[Sequence[str]], *, num_left: int = 1, indent: str = "  ") -> str:
+    """Columns as wide as their widest cell, flush right but for the first `num_left`."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        cells[:num_left] = [cell.ljust(width) for cell, width in zip(row[:num_left], widths, strict=False)]
+        lines.append(indent + "  ".join(cells).rstrip())
+    return "\n".join(lines)

@@ -49,11 +49,10 @@ from mobius.planner.gpu_specs import (  # noqa: E402
 from mobius.planner.host_rates import measure_host_rates  # noqa: E402
 from mobius.planner.layer_bench import MicrobatchShape  # noqa: E402
 from mobius.planner.measure import measure_product_rate, measure_profile  # noqa: E402
-from mobius.planner.plan_table import format_columns  # noqa: E402
 from mobius.planner.profile import Profile  # noqa: E402
 from mobius.planner.run_setup import machine_of_gpu  # noqa: E402
 from mobius.planner.timer import CollectiveTimer  # noqa: E402
-from mobius.units import GIB  # noqa: E402
+from mobius.units import GIB, format_columns  # noqa: E402
 
 SLICES = 4
 """Slices of the sequence that attention is measured in; each has the tokens of a microbatch."""

@@ -33,7 +33,7 @@ from mobius.models.published_shapes import SHORT_NAMES
 from mobius.planner.fit import DoesNotFitError
 from mobius.planner.gpu_specs import GPU_SPECS, HOST_BANDWIDTH, PCIE_BYTES, GpuSpec, Host, find_gpu_spec
 from mobius.planner.memory_estimates import estimated_layer, largest_gpu_estimate
-from mobius.planner.plan_table import ROWS_AS_PLANNED, format_columns
+from mobius.planner.plan_table import ROWS_AS_PLANNED
 from mobius.planner.profile import Profile, ProfileError
 from mobius.planner.remedies import gpu_refusal
 from mobius.planner.request import NODE_LINK, Machine, PlanRequest
@@ -44,7 +44,7 @@ from mobius.reporting.trace import predicted_trace, write_trace
 from mobius.schedule.build import build_unchecked
 from mobius.schedule.lanes import WaitCause
 from mobius.schedule.partition import ModelShape
-from mobius.units import GIB
+from mobius.units import GIB, format_columns
 
 DEFAULT_OPTIONS = {
     "model_path": "7b",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from mobius.config.config import Packing
 from mobius.planner.checkpoint_estimates import estimate_checkpoint
@@ -17,23 +17,12 @@ from mobius.planner.step_prediction import Resource, predict_step_seconds, with_
 from mobius.schedule.lanes import WaitCause
 from mobius.schedule.partition import ModelShape, StageCut
 from mobius.schedule.plan import Plan
-from mobius.units import GIB, format_bytes, format_gib
+from mobius.units import GIB, format_bytes, format_columns, format_gib
 
 ROWS_AS_PLANNED = (
     "rows are planned as full, one document each: packed data takes less attention, and a little more memory"
 )
 """Told if packing may be on: a dry run does not read the data."""
-
-
-def format_columns(rows: Sequence[Sequence[str]], *, num_left: int = 1, indent: str = "  ") -> str:
-    """Columns as wide as their widest cell, flush right but for the first `num_left`."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        cells[:num_left] = [cell.ljust(width) for cell, width in zip(row[:num_left], widths, strict=False)]
-        lines.append(indent + "  ".join(cells).rstrip())
-    return "\n".join(lines)
 
 
 def describe_stages(plan: Plan, shape: ModelShape) -> str:

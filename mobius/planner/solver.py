@@ -180,7 +180,7 @@ def solve(
         plan = fit_by_simulation(solved, own_layer, rates) if rates and simulates else fit_plan(solved, layer=own_layer)
     if solved.sizes.has_disks and solved.num_state_buffers > FEWEST_STATE_BUFFERS and not fits_host(solved, plan):
         fewer = solve(
-            replace(request, num_state_buffers=FEWEST_STATE_BUFFERS),
+            replace(request, num_state_buffers=request.num_state_buffers - 1),
             layer=layer,
             profile=profile,
             given=given,

@@ -30,7 +30,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-import statistics
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -57,8 +56,6 @@ SIMULATED_ROUNDS = 4
 yet steady where sums travel between rounds."""
 SIMULATED_MICROBATCHES = 128
 """At most per round, of a step whose seconds alone are asked for; each further one adds what the last 64 added."""
-UNSTEADY_STEPS = 2
-"""At the start of a run: memory is touched for the first time. They do not count if there are others."""
 
 
 class Resource(StrEnum):
@@ -277,17 +274,6 @@ class StepTimePrediction(SimulatedSteps):
     """Share of a step that is saved if the bottleneck is 1.1 times as fast."""
     basis: str
     """Whether the rates are measured or estimated, and of what."""
-
-    def compare(self, step_seconds: Sequence[float]) -> str:
-        """One line: the prediction and the median of the measured steps."""
-        measured = steady_seconds(step_seconds)
-        off = self.step_seconds / measured - 1
-        return f"predicted {self.step_seconds:.3f} s per step, measured {measured:.3f}: off by {off:+.1%}"
-
-
-def steady_seconds(step_seconds: Sequence[float]) -> float:
-    """Return the median step without those at the start."""
-    return statistics.median(step_seconds[UNSTEADY_STEPS:] or step_seconds)
 
 
 def predict_step_time(plan: Plan, request: PlanRequest, profile: Profile) -> StepTimePrediction:

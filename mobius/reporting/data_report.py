@@ -14,7 +14,7 @@ from mobius.data.batches import TrainingBatches
 from mobius.data.datasets import PreparedDataset
 from mobius.data.preview import escape_invisible
 from mobius.data.statistics import SampleStatistics
-from mobius.planner.plan_table import format_columns
+from mobius.units import format_columns
 
 Counts = npt.NDArray[np.int64]
 """Number of samples by length in tokens, from 0."""

@@ -10,11 +10,13 @@ from pathlib import Path
 
 from mobius.atomic_files import atomic_write
 from mobius.errors import CheckpointError
-from mobius.planner.plan_table import format_columns
-from mobius.planner.step_prediction import StepTimePrediction, steady_seconds
+from mobius.planner.step_prediction import StepTimePrediction
 from mobius.reporting.events import StepMetrics, format_clock
 from mobius.schedule.lanes import WaitCause
-from mobius.units import format_gib
+from mobius.units import format_columns, format_gib
+
+UNSTEADY_STEPS = 2
+"""At the start of a run: memory is touched for the first time. They do not count if there are others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +103,11 @@ def closing_lines(
         f"time: {', '.join(parts)}; in steps, computation waited for {', '.join(waits)}",
         f"memory: at most {', '.join(peaks)}",
     ]
+
+
+def steady_seconds(step_seconds: Sequence[float]) -> float:
+    """Return the median step without those at the start."""
+    return statistics.median(step_seconds[UNSTEADY_STEPS:] or step_seconds)
 
 
 def write_report(

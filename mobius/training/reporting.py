@@ -26,13 +26,12 @@ from mobius.planner.measured_disks import keep_rates
 from mobius.planner.memory_estimates import estimate_host_memory, largest_gpu_estimate
 from mobius.planner.plan_table import describe_disks, describe_short_host, describe_stages
 from mobius.planner.run_setup import RunSetup
-from mobius.planner.step_prediction import steady_seconds
 from mobius.ranks import seconds_since_start
 from mobius.reporting.events import RunStarted, table_row
 from mobius.reporting.pictures import draw_training
 from mobius.reporting.recordings import Recordings
 from mobius.reporting.run_log import RunLog, WarningRecorder
-from mobius.reporting.summary import RankMemory, StepTotals, Timings, closing_lines, write_report
+from mobius.reporting.summary import RankMemory, StepTotals, Timings, closing_lines, steady_seconds, write_report
 from mobius.reporting.trackers import TrackedRun, start_trackers
 from mobius.reporting.trainer_state import TrainerState
 from mobius.training.session import Session
@@ -295,7 +294,9 @@ def write_final_report(
     ideal = _ideal_step_seconds(run_setup)
     mfu = None if ideal is None else ideal / steady_seconds(steps.seconds)
     if prediction is not None:
-        logger.info("%s", prediction.compare(steps.seconds))
+        predicted, measured = prediction.step_seconds, steady_seconds(steps.seconds)
+        text = "predicted %.3f s per step, measured %.3f: off by %+.1f%%"
+        logger.info(text, predicted, measured, 100 * (predicted / measured - 1))
     for line in closing_lines(steps, per_rank, timings, mfu):
         logger.info("%s", line)
     try:

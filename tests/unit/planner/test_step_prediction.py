@@ -21,12 +21,10 @@ from mobius.planner.stage_costs import LAUNCH_BESIDE_UPDATES, StageCost, StepRul
 from mobius.planner.step_prediction import (
     Resource,
     SimulatedSteps,
-    StepTimePrediction,
     find_bottleneck,
     predict_step_time,
     simulate_steps,
     simulated_seconds,
-    steady_seconds,
     with_faster,
 )
 from mobius.planner.step_tasks import FINISH_GRADIENTS_BYTES
@@ -308,15 +306,6 @@ def test_a_stage_costs_the_host_its_layers_and_each_action(llama_7b: ModelShape)
     assert launches(15, resident=every, saved_activation_stages=every) == (0.0, 2 * 4.0 + 0.5 + 2 * 1.0 + 0.5)
     # Where any stage is updated by the host, that slows what it launches in backward.
     assert launches(3, resident=every - {7}, saved_activation_stages=every) == (2.5, 8.5 * LAUNCH_BESIDE_UPDATES)
-
-
-FORECAST = StepTimePrediction(2.0, (), (), (), (), Resource.PCIE, 0.05, "estimated (2 x L20)")
-
-
-def test_the_first_two_steps_do_not_count_if_there_are_others() -> None:
-    assert steady_seconds([9.0, 5.0, 2.4, 2.6]) == 2.5
-    assert steady_seconds([9.0, 5.0]) == 7.0
-    assert "measured 2.500: off by -20.0%" in FORECAST.compare([9.0, 5.0, 2.4, 2.6])
 
 
 def test_a_step_that_only_computes_is_limited_by_compute() -> None:

@@ -9,7 +9,7 @@ import pytest
 from mobius.errors import CheckpointError
 from mobius.planner.step_prediction import Resource, StepTimePrediction
 from mobius.reporting.events import StepMetrics
-from mobius.reporting.summary import RankMemory, StepTotals, closing_lines, write_report
+from mobius.reporting.summary import RankMemory, StepTotals, closing_lines, steady_seconds, write_report
 
 GIB = 2**30
 
@@ -211,3 +211,8 @@ def test_a_step_that_was_counted_takes_next_to_no_memory() -> None:
 
     assert len(totals) == 2000
     assert num_bytes < 2000 * 100
+
+
+def test_the_first_two_steps_do_not_count_if_there_are_others() -> None:
+    assert steady_seconds([9.0, 5.0, 2.4, 2.6]) == 2.5
+    assert steady_seconds([9.0, 5.0]) == 7.0
