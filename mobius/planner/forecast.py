@@ -407,7 +407,7 @@ def describe_products(found: PlanResult, model: PretrainedConfig) -> list[str]:
         shape = ModelParts(model, torch.device("cpu"), adapters=config.adapters, matmul_dtype=each).shape()
         for given in (None, found.plan):
             with suppress(MobiusError):  # with copies of resident stages it may not fit
-                asked = request.with_products(each, shape)
+                asked = replace(request.with_options("model", matmul_dtype=each), shape=shape)
                 other = solve(asked, layer=estimated_layer, given=given, is_preliminary=True)
                 assert other.profile is not None
                 found_seconds = predict_step_seconds(other.plan, other.request, other.profile)

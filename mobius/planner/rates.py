@@ -88,9 +88,8 @@ def reference_profile(request: PlanRequest) -> Profile:
     known = estimated_profile(request)
     if known is not None:
         return known
-    config = replace(request.config, model=replace(request.config.model, dtype=Dtype.BF16))
     machine = replace(request.machine, gpu_spec=request.machine.gpu_spec or GPU_SPECS["H200"])
-    reference = estimated_profile(replace(request, config=config, machine=machine))
+    reference = estimated_profile(replace(request.with_options("model", dtype=Dtype.BF16), machine=machine))
     assert reference is not None, "the machine has a known card"
     return reference
 

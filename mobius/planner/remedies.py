@@ -284,7 +284,8 @@ def _less_memory(request: PlanRequest) -> Iterator[Change]:
         streamed = request.with_pipeline(use_offload=True, resident_stages="auto", recompute=Recompute.AUTO)
         yield Change("--use_offload --recompute auto", lambda _: streamed)
     if request.shape.quantized is not None:  # resident stages have codes next to their weights
-        plain = request.with_products(MatmulDtype.BF16, replace(request.shape, quantized=None))
+        plain = request.with_options("model", matmul_dtype=MatmulDtype.BF16)
+        plain = replace(plain, shape=replace(request.shape, quantized=None))
         yield Change("--matmul_dtype bf16", lambda _: plain)
 
 
@@ -353,7 +354,7 @@ def _smaller_steps(request: PlanRequest) -> Iterator[Change]:
     yield Change("--batch_size {}", lambda number: request.with_pipeline(batch_size=number), fewer)
     lengths = (length * part // LENGTHS for part in range(LENGTHS - 1, 0, -1))
     shorter = [number for number in lengths if number and number % request.num_slices == 0]
-    yield Change("--seq_length {}", request.with_seq_length, shorter)
+    yield Change("--seq_length {}", lambda length: request.with_options("data", seq_length=length), shorter)
 
 
 def _frozen_parameters(request: PlanRequest, model: PretrainedConfig) -> Iterator[Change]:

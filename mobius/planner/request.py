@@ -15,7 +15,6 @@ from mobius.config.config import (
     Config,
     Dtype,
     DurableSteps,
-    MatmulDtype,
     OptimizerStates,
     Order,
     Recompute,
@@ -179,18 +178,14 @@ class PlanRequest:
         """The question with other numbers of the candidate."""
         return replace(self, candidate=replace(self.candidate, **numbers))
 
+    def with_options(self, section: str, **options: Any) -> PlanRequest:
+        """The question with other values of options, by the section of the configuration that has them."""
+        changed = replace(getattr(self.config, section), **options)
+        return replace(self, config=replace(self.config, **{section: changed}))
+
     def with_pipeline(self, **options: Any) -> PlanRequest:
         """The question with other values of options that concern pipeline and memory."""
-        return replace(self, config=replace(self.config, pipeline=replace(self.config.pipeline, **options)))
-
-    def with_seq_length(self, seq_length: int) -> PlanRequest:
-        """The question for sequences of another length, in tokens."""
-        return replace(self, config=replace(self.config, data=replace(self.config.data, seq_length=seq_length)))
-
-    def with_products(self, matmul_dtype: MatmulDtype, shape: ModelShape) -> PlanRequest:
-        """The question for products in another format, with which the model has `shape`."""
-        config = replace(self.config, model=replace(self.config.model, matmul_dtype=matmul_dtype))
-        return replace(self, config=config, shape=shape)
+        return self.with_options("pipeline", **options)
 
     @property
     def on_empty_gpu(self) -> PlanRequest:

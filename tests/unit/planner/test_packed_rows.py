@@ -74,7 +74,7 @@ def test_a_request_estimates_by_the_length_of_its_documents(llama_7b: ModelShape
     profile = estimated_profile(request)
     assert profile is not None
     assert profile.layer_kinds[0] == layer_of(llama_7b, tokens=8 * 512, seq_length=512, attention_length=60.0)
-    assert (request.attention_length, request.with_seq_length(32).attention_length) == (60.0, 32)
+    assert (request.attention_length, request.with_options("data", seq_length=32).attention_length) == (60.0, 32)
     assert request_of(llama_7b).attention_length == 512
 
 

@@ -105,7 +105,7 @@ def test_the_smallest_change_of_each_kind_is_listed_and_fits(llama_7b: ModelShap
         fit_plan(resolved)
     (length,) = (int(options.split()[1]) for options in changes if options.startswith("--seq_length"))
     with pytest.raises(DoesNotFitError):
-        fit_plan(request.with_seq_length(length + 64))
+        fit_plan(request.with_options("data", seq_length=length + 64))
 
 
 def test_options_that_were_fixed_are_left_to_the_planner(llama_7b: ModelShape) -> None:
