@@ -19,7 +19,6 @@ from pathlib import Path
 if importlib.util.find_spec("mobius") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
 
 from mobius.config.cli import parse_args
 from mobius.errors import MobiusError
@@ -50,7 +49,7 @@ def plan(words: Sequence[str]) -> PlanResult | None:
     """What a dry run of these options plans; None if it does not fit."""
     config = parse_args(["--dry_run", *words])
     machine = machine_to_plan_for(config, planned_ranks(config, Ranks(0, 1, 0)))
-    shape = ModelParts(load_planned_config(config.model).config, torch.device("cpu"), adapters=config.adapters).shape()
+    shape = ModelParts.of(config, load_planned_config(config.model).config).shape()
     try:
         found = solve(PlanRequest.of(config, shape, machine), layer=estimated_layer)
     except MobiusError:

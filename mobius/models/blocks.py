@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from mobius.config.config import AdapterConfig, MatmulDtype
+from mobius.config.config import AdapterConfig, Config, MatmulDtype
 from mobius.errors import CheckpointError
 from mobius.models.adapters import adapt, adapted_linear
 from mobius.models.attention import (
@@ -70,6 +70,12 @@ _PROBE_TOKENS = 13
 
 class ModelParts:
     """A causal language model as blocks (embedding, layers, norm, head), with the family's initialization."""
+
+    @classmethod
+    def of(cls, config: Config, model: PretrainedConfig, device: torch.device | None = None, **more: Any) -> ModelParts:
+        """Build the parts of a run, with `more` arguments of the constructor; without a device, for a plan only."""
+        device, adapters, matmul_dtype = device or torch.device("cpu"), config.adapters, config.model.matmul_dtype
+        return cls(model, device, adapters=adapters, matmul_dtype=matmul_dtype, **more)
 
     def __init__(
         self,

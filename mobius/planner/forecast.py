@@ -246,9 +246,7 @@ def make_forecast(
     # What has no effect was refused when it was read, where it is known what was typed.
     validate(config, machine.num_ranks, machine.num_replicas, is_exempt=lambda *_: True)
     model = load_planned_config(config.model)
-    parts = ModelParts(
-        model.config, torch.device("cpu"), adapters=config.adapters, matmul_dtype=config.model.matmul_dtype
-    )
+    parts = ModelParts.of(config, model.config)
     if model.folder is not None:
         if model.undownloaded_bytes:
             text = "%s of weights are not downloaded by a dry run, which goes by their index; a run checks them"
@@ -404,10 +402,10 @@ def describe_products(found: PlanResult, model: PretrainedConfig) -> list[str]:
     if found.profile is None or request.gpu_spec is None or not is_bf16:
         return []
     for each in request.gpu_spec.matmul_dtypes[1:]:
-        shape = ModelParts(model, torch.device("cpu"), adapters=config.adapters, matmul_dtype=each).shape()
+        asked = request.with_options("model", matmul_dtype=each)
+        asked = replace(asked, shape=ModelParts.of(asked.config, model).shape())
         for given in (None, found.plan):
             with suppress(MobiusError):  # with copies of resident stages it may not fit
-                asked = replace(request.with_options("model", matmul_dtype=each), shape=shape)
                 other = solve(asked, layer=estimated_layer, given=given, is_preliminary=True)
                 assert other.profile is not None
                 found_seconds = predict_step_seconds(other.plan, other.request, other.profile)

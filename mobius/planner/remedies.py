@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
-import torch
 from transformers import PretrainedConfig
 
 from mobius.config.config import ActivationOffloading, FinetuningType, MatmulDtype, OptimizerStates, Order, Recompute
@@ -368,8 +367,7 @@ def _frozen_parameters(request: PlanRequest, model: PretrainedConfig) -> Iterato
         if find_problems(config):
             return None
         try:
-            products = config.model.matmul_dtype
-            shape = ModelParts(model, torch.device("cpu"), adapters=config.adapters, matmul_dtype=products).shape()
+            shape = ModelParts.of(config, model).shape()
         except ConfigError:
             return None
         return replace(request, config=config, shape=shape)

@@ -189,13 +189,7 @@ def draft_run_setup(
         machine = replace(machine, agreed_host_bytes=smallest_of_all(met, own))
     shares = measured_shares(split_names(config.pipeline.offload_states_to))
     machine = replace(machine, disks=_measured_disks(config, met), disk_shares=shares)
-    parts = ModelParts(
-        model_config,
-        device,
-        compiled=compiles(config, machine),
-        adapters=config.adapters,
-        matmul_dtype=config.model.matmul_dtype,
-    )
+    parts = ModelParts.of(config, model_config, device, compiled=compiles(config, machine))
     shape = parts.shape()
     agree: Callable[[int], int] = int if met is None else partial(smallest_of_all, met)
     machine = with_room_for_steps(machine, config, shape, is_possible=parts.stores_in_order, agree=agree)
@@ -245,14 +239,8 @@ def complete_run_setup(draft: RunSetup, config: Config, *, packed: PackedRows | 
         raise PlanError(f"--packing {config.data.packing}: {reason}.")
     if packed is not None or request.num_slices > 1:  # no masks are made, which slices have no use for
         dtype = TORCH_DTYPES[config.model.dtype]
-        parts = ModelParts(
-            parts.config,
-            draft.rank_context.device,
-            compiled=request.compiles,
-            packed_dtype=dtype,
-            adapters=config.adapters,
-            matmul_dtype=config.model.matmul_dtype,
-        )
+        device = draft.rank_context.device
+        parts = ModelParts.of(config, parts.config, device, compiled=request.compiles, packed_dtype=dtype)
     asked = PlanRequest.of(config, request.shape, request.machine, packed)
     return _plan_again(replace(draft, parts=parts), asked)
 

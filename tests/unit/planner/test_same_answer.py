@@ -13,7 +13,7 @@ from harness.run_setups import make_run_setup
 from transformers import PretrainedConfig
 
 from mobius.config.cli import parse_args
-from mobius.config.config import MatmulDtype
+from mobius.config.config import Config, MatmulDtype
 from mobius.errors import GpuMemoryError, PlanError
 from mobius.models.families import PlannedModel
 from mobius.planner import forecast, run_setup
@@ -101,6 +101,15 @@ class Parts:
         return self._shape
 
 
+def parts_of(shape: ModelShape) -> SimpleNamespace:
+    """In the place of `ModelParts`."""
+
+    def of(config: Config, *_: object, compiled: bool = False, **more: object) -> Parts:
+        return Parts(shape, config.model.matmul_dtype, compiled=compiled)
+
+    return SimpleNamespace(of=of)
+
+
 def measured_as_estimated(
     parts: Parts,
     shape: MicrobatchShape,
@@ -135,7 +144,7 @@ def as_run(
         "check_dtype": lambda *_: None,
         "check_products": lambda *_: None,
         "cap_gpu_memory": lambda *_: free if limit is None else min(free, int(limit * GIB)),
-        "ModelParts": lambda config, device, compiled, matmul_dtype, **_: Parts(shape, matmul_dtype, compiled=compiled),
+        "ModelParts": parts_of(shape),
         "unpackable_reason": lambda config: None,
         "measure_layer_bytes": measured_as_estimated,
         "measure_product_rate": lambda *_: GPU_SPECS[card].product_rate / SUSTAINED_SHARE,
@@ -170,7 +179,7 @@ def as_dry_run(
 ) -> PlanResult | str:
     """The answer that `--dry_run` prints and saves."""
     patch.setattr(forecast, "load_planned_config", lambda options: PlannedModel(cast(PretrainedConfig, None)))
-    patch.setattr(forecast, "ModelParts", lambda config, device, matmul_dtype, **_: Parts(shape, matmul_dtype))
+    patch.setattr(forecast, "ModelParts", parts_of(shape))
     patch.setattr(forecast, "solve", lambda request, **options: solve(replace(request, packed=packed), **options))
     config = parse_args(["--dry_run", "--card", card, "--num_ranks", str(num_ranks), *words])
     try:
