@@ -146,9 +146,7 @@ class Calibration:
         parts = ModelParts(
             load_planned_config(self.model)[0], self.device, compiled=self.compiled, packed_dtype=packed_dtype
         )
-        measured = measure_profile(
-            parts, shape, device=self.device, transport=SingleRankTransport(), kernel=self.kernel
-        )
+        measured = measure_profile(CollectiveTimer(self.device, SingleRankTransport()), parts, shape, self.kernel)
         estimated = None
         if self.gpu_spec is not None:
             estimated = estimate_profile(

@@ -11,7 +11,6 @@ from functools import partial
 
 import torch
 
-from mobius.distributed.transport import Transport
 from mobius.engine.adamw import FlatAdamW
 from mobius.engine.adamw_cpu import CPUAdamW
 from mobius.engine.adamw_gpu import GPUAdamW
@@ -36,19 +35,18 @@ PRODUCT_SIZE = 8192
 
 
 def measure_profile(
+    timer: CollectiveTimer,
     parts: ModelParts,
     shape: MicrobatchShape,
-    *,
-    device: torch.device,
-    transport: Transport,
     kernel: CPUAdamW | None,
+    *,
     messages_through_host: bool = False,
 ) -> Profile:
-    """Measure everything and release all memory; collective over `transport`, made for the model's messages.
+    """Measure everything and release all memory; collective over a transport made for the model's messages.
 
     `kernel` is the CPU optimizer's; None measures torch's.
     """
-    timer = CollectiveTimer(device, transport)
+    device, transport = timer.device, timer.transport
     # Layers of one kind share a module; their masks may differ.
     modules = [id(layer.module) for layer in parts.layers]
     kinds = list(dict.fromkeys(modules))

@@ -111,14 +111,9 @@ def measured_profile(run_setup: RunSetup, transport: Transport) -> tuple[Profile
 
 def _measure(run_setup: RunSetup, transport: Transport) -> Profile:
     start = time.perf_counter()
-    profile = measure_profile(
-        run_setup.parts,
-        MicrobatchShape.of(run_setup.result.request),
-        device=run_setup.rank_context.device,
-        transport=transport,
-        kernel=_kernel(run_setup),
-        messages_through_host=not allows_peer_copies(),
-    )
+    timer, through_host = CollectiveTimer(run_setup.rank_context.device, transport), not allows_peer_copies()
+    shape = MicrobatchShape.of(run_setup.result.request)
+    profile = measure_profile(timer, run_setup.parts, shape, _kernel(run_setup), messages_through_host=through_host)
     logger.debug("profile measured in %.0f s: %s", time.perf_counter() - start, profile.describe())
     return profile
 

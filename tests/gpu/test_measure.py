@@ -12,6 +12,7 @@ from mobius.distributed.transport import SingleRankTransport
 from mobius.models.blocks import ModelParts
 from mobius.planner.layer_bench import MicrobatchShape
 from mobius.planner.measure import measure_profile
+from mobius.planner.timer import CollectiveTimer
 
 pytestmark = pytest.mark.gpu
 
@@ -26,7 +27,7 @@ def test_one_gpu_is_measured_within_thirty_seconds_and_gives_its_memory_back() -
     before = torch.cuda.memory_allocated(device)
 
     start = time.perf_counter()
-    profile = measure_profile(parts, shape, device=device, transport=SingleRankTransport(), kernel=None)
+    profile = measure_profile(CollectiveTimer(device, SingleRankTransport()), parts, shape, None)
     seconds = time.perf_counter() - start
 
     print(profile.to_json())

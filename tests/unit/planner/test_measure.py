@@ -73,7 +73,7 @@ def operations(_: CollectiveTimer, work: Callable[[], object], **__: object) -> 
 def test_one_rank_measures_every_kind_of_layer(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CollectiveTimer, "seconds", operations)
     parts = parts_of(family)
-    profile = measure_profile(parts, SHAPE, device=CPU, transport=SingleRankTransport(), kernel=None)
+    profile = measure_profile(CollectiveTimer(CPU, SingleRankTransport()), parts, SHAPE, None)
     assert profile.source is Source.MEASURED
     assert len(profile.kind_of_layer) == len(parts.layers)
     assert len(profile.layer_kinds) == len({id(layer.module) for layer in parts.layers})
@@ -97,7 +97,7 @@ def test_layers_over_packed_rows_are_measured_with_their_documents(monkeypatch: 
         assert arguments["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 0, 1]] * 2
     assert all("document_cu_seqlens" not in arguments for arguments in arguments_of(parts, SHAPE))
     monkeypatch.setattr(CollectiveTimer, "seconds", operations)
-    profile = measure_profile(parts, shape, device=CPU, transport=SingleRankTransport(), kernel=None)
+    profile = measure_profile(CollectiveTimer(CPU, SingleRankTransport()), parts, shape, None)
     assert all(layer.forward > 0 for layer in profile.layer_kinds)
 
 
@@ -112,7 +112,7 @@ def test_whole_rows_have_bounds_where_flexattention_takes_the_place_of_masks() -
 
 def test_all_ranks_get_the_same_profile() -> None:
     def measure_rank(transport: LocalTransport) -> Profile:
-        return measure_profile(parts_of("llama"), SHAPE, device=CPU, transport=transport, kernel=None)
+        return measure_profile(CollectiveTimer(CPU, transport), parts_of("llama"), SHAPE, None)
 
     first, second = run_rank_threads(2, measure_rank)
     assert first == second
@@ -136,7 +136,7 @@ def test_messages_are_measured_in_the_size_in_which_a_run_sends_them() -> None:
 
     def measure_rank(transport: LocalTransport) -> Profile:
         sized = SizedTransport(transport._hub, transport.rank)
-        return measure_profile(of_ranks[transport.rank], SHAPE, device=CPU, transport=sized, kernel=None)
+        return measure_profile(CollectiveTimer(CPU, sized), of_ranks[transport.rank], SHAPE, None)
 
     # The 12 numbers of 6 experts are in one row behind those of 16 tokens.
     for make_parts, sent in ((partial(parts_of, "llama"), (2, 8, 32)), (routed, (17, 32))):
@@ -198,7 +198,7 @@ def test_slices_are_measured_at_both_ends_of_their_sequence(monkeypatch: pytest.
 
 def test_a_profile_of_slices_knows_the_length_of_their_sequences() -> None:
     shape = replace(SHAPE, full_seq_length=32)
-    found = measure_profile(parts_of("llama"), shape, device=CPU, transport=SingleRankTransport(), kernel=None)
+    found = measure_profile(CollectiveTimer(CPU, SingleRankTransport()), parts_of("llama"), shape, None)
     assert found.attention_length == 32
     assert found.microbatch_tokens == 16
     assert found.of_layer(0).forward > 0
@@ -206,7 +206,7 @@ def test_a_profile_of_slices_knows_the_length_of_their_sequences() -> None:
 
 @pytest.fixture
 def profile() -> Profile:
-    return measure_profile(parts_of("llama"), SHAPE, device=CPU, transport=SingleRankTransport(), kernel=None)
+    return measure_profile(CollectiveTimer(CPU, SingleRankTransport()), parts_of("llama"), SHAPE, None)
 
 
 def never() -> Profile:
@@ -304,7 +304,7 @@ def test_layers_and_loss_count_as_long_as_they_take_within_a_step(monkeypatch: p
         return 2.0
 
     monkeypatch.setattr(CollectiveTimer, "seconds", of_two_seconds)
-    profile = measure_profile(parts_of("llama"), SHAPE, device=CPU, transport=SingleRankTransport(), kernel=None)
+    profile = measure_profile(CollectiveTimer(CPU, SingleRankTransport()), parts_of("llama"), SHAPE, None)
     (layer,) = profile.layer_kinds
     within = 2.0 / SUSTAINED_SHARE
     assert (layer.forward, layer.recomputed_backward, profile.loss) == (within, within, within)

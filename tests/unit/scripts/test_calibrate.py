@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import calibrate
 import pytest
@@ -41,7 +40,7 @@ def calibration(model: str) -> calibrate.Calibration:
 def estimates_made_faster(factor: float) -> Callable[..., Profile]:
     """In the place of `measure_profile`: a card whose layers are `factor` times as fast as estimated."""
 
-    def profile_of(parts: ModelParts, shape: MicrobatchShape, **_: Any) -> Profile:
+    def profile_of(_timer: object, parts: ModelParts, shape: MicrobatchShape, *_: object) -> Profile:
         length = shape.full_seq_length or shape.seq_length
         estimated = estimate_profile(
             CARD,
