@@ -30,7 +30,7 @@ from mobius.checkpoint.contents import CheckpointContents, StepMetadata
 from mobius.checkpoint.folders import NAMES, checkpoint_path, with_others
 from mobius.checkpoint.manifest import MANIFEST_FILE, Manifest
 from mobius.checkpoint.reader import CheckpointReader
-from mobius.checkpoint.saved_stage import OpenRun, SavedStage
+from mobius.checkpoint.saved_stage import WEIGHTS, OpenRun, SavedStage
 from mobius.checkpoint.slot_reader import STAGES_FILES, Region, SlotReader, stages_to_json
 from mobius.checkpoint.stage_saver import AsyncStageSaver
 from mobius.checkpoint.tensor_files import translate_file_errors
@@ -111,9 +111,9 @@ class DurableSteps:
             on_disk = each.memory.state.with_parts(
                 torch.empty(each.memory.state.part_bytes, dtype=torch.uint8, device="meta")
             )
-            named = each.named_tensors(each.flat_tensors(has_optimizer=True, stored=on_disk))
-            self._tensors[stage] = {name: tensor for name, tensor in named.items() if tensor.is_meta}
-            self._tensors[weights_key(stage)] = {name: tensor for name, tensor in named.items() if not tensor.is_meta}
+            flat = each.flat_tensors(has_optimizer=True, stored=on_disk)
+            self._tensors[weights_key(stage)] = each.named_tensors({WEIGHTS: flat.pop(WEIGHTS)})
+            self._tensors[stage] = each.named_tensors(flat)
         for files in self._files:
             files.cuts.update((key, Region.of([], tensors).cuts) for key, tensors in self._tensors.items())
         self._copied = None
@@ -152,7 +152,8 @@ class DurableSteps:
         for files in self._files:
             files.open_slot(1 - first)
         for stage in self._frozen:
-            self._files[0].write_unchanging(weights_key(stage), whole_pages(self._memory[stage].state.weights))
+            weights = self._memory[stage].states.stored_state(has_parts=False).weights
+            self._files[0].write_unchanging(weights_key(stage), whole_pages(weights))
         for files in self._files:
             files.begin_version(1 - first, _done())
 

@@ -23,8 +23,8 @@ from mobius.checkpoint.model_folder import (
 )
 from mobius.checkpoint.run_folder import OutputFolder
 from mobius.checkpoint.saved_model import SavedModel
-from mobius.checkpoint.saved_stage import OpenRun, saved_parameters
-from mobius.checkpoint.tensor_files import plan_files, write_indexes, write_stage
+from mobius.checkpoint.saved_stage import OpenRun, StageWeightsOnHost, saved_parameters
+from mobius.checkpoint.tensor_files import MAX_FILE_BYTES, plan_files, write_indexes, write_stage
 from mobius.errors import CheckpointError
 from mobius.models.model_files import ModelFiles
 from mobius.models.parameter_pieces import stored_views
@@ -32,6 +32,8 @@ from mobius.models.peft_folder import AdapterBase, AdapterFolder, peft_name_of
 from mobius.signal_handling import RunStatus
 
 logger = logging.getLogger(__name__)
+
+_SMALL_FILE_BYTES = 10**9
 
 
 def export_model(
@@ -52,15 +54,23 @@ def export_model(
     num_ranks, pieces = run_setup.plan.num_ranks, run_setup.parts.parameter_pieces
     # All replicas have all weights: the first one writes a file, or several, for each of its ranks.
     parameters = [replace(each, stage=each.stage % num_ranks) for each in saved_parameters(run_setup)]
-    files = plan_files(parameters, dtype=dtype, has_optimizer=False)
+    on_disks = run_setup.config.pipeline.weights_on_disks  # a file is held in memory while it is written
+    limit = _SMALL_FILE_BYTES if on_disks else MAX_FILE_BYTES
+    files = plan_files(parameters, dtype=dtype, has_optimizer=False, max_file_bytes=limit)
     all_files = {file_name: names for each in files for file_name, names in each.items()}
-    values: dict[str, Tensor] = {}
-    for own in session.memory.values():
-        values |= stored_views(own.state.layout.views(own.state.weights), pieces)
+    stage_of = {
+        name: stage
+        for stage, own in session.memory.items()
+        for name in stored_views(own.state.layout.views(own.state.weights), pieces)
+    }
+
+    stored = StageWeightsOnHost(session.memory)
 
     def read(name: str) -> Tensor:
         session.activity.progress()
-        return values[name].cpu().contiguous()
+        state = stored.state(stage_of[name])
+        value = stored_views(state.layout.views(state.weights), pieces)[name]
+        return value.clone() if on_disks else value.cpu().contiguous()
 
     if rank == 0:
         output.begin_export()

@@ -49,13 +49,14 @@ def restore(
     converted = set[str]()
     with ThreadPoolExecutor(_NUM_READER_THREADS, thread_name_prefix="reading") as threads:
         for own in stages.memory.values():
-            state = own.state if weights_only else own.states.stored_state(is_blank=True)
+            is_in_place = weights_only and not own.state.weights.is_meta
+            state = own.state if is_in_place else own.states.stored_state(is_blank=True)
             names = [name for name in state.layout.offsets if has_all or state.layout.is_trained(name)]
             restored = partial(_restore_parameter, state, saved=saved, weights_only=weights_only)
             for change in threads.map(restored, names):
                 converted |= {change} if change else set()
                 progress()
-            if not weights_only:
+            if not is_in_place:
                 own.states.store(state)
     for change in sorted(converted):
         logger.info("optimizer states are rounded once: %s", change)

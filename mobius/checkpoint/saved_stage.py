@@ -55,6 +55,21 @@ class OpenRun(HasMemory, Protocol):
         """Record of what this rank does."""
 
 
+class StageWeightsOnHost:
+    """Weights of one stage after the other, which may be on disks, after training."""
+
+    def __init__(self, memory: Mapping[int, StageMemory]) -> None:
+        self._memory, self._stage = memory, -1
+        self._state: StageState | None = None
+
+    def state(self, stage: int) -> StageState:
+        """Return a state that has the weights of `stage`, in memory of their own if they are on disks."""
+        if self._state is None or stage != self._stage:
+            self._state = None  # before another one takes memory
+            self._stage, self._state = stage, self._memory[stage].states.stored_state(has_parts=False)
+        return self._state
+
+
 @dataclass(frozen=True)
 class SavedStage:
     """One stage, and its parameters that are saved: a tied head is saved as the embedding."""
@@ -73,12 +88,15 @@ class SavedStage:
     ) -> dict[str, Tensor]:
         """Return the flat tensors of the state by what they hold: weights, and parts of the optimizer state.
 
-        States on disks are read, or without `has_values` have their shapes only (`device="meta"`), or are `stored`.
+        What is on disks is read, or without `has_values` has its shape only (`device="meta"`), or is `stored`.
 
         If replicas share the stage, they cover this replica's shard only, since other shards of the weights may not
         have arrived yet.
         """
         state = self.memory.state
+        if stored is None and has_values and (state.is_on_disk if has_optimizer else state.weights.is_meta):
+            stored = self.memory.states.stored_state(has_parts=has_optimizer)
+        state = stored or state
         is_first = self.replicas is None or self.replicas.index == 0
         whole = state.weights if self.has_frozen else state.weights[: state.layout.num_trained]
         weights = {WEIGHTS: whole} if is_first else {}
@@ -87,9 +105,7 @@ class SavedStage:
             weights = frozen | {_own_weights(number): whole[part] for number, part in enumerate(state.shards.own)}
         if not has_optimizer:
             return weights
-        if stored is None:
-            stored = self.memory.states.stored_state() if has_values and state.is_on_disk else state
-        return {**weights, **{key: part.values for key, part in _state_parts(stored).items()}}
+        return {**weights, **{key: part.values for key, part in _state_parts(state).items()}}
 
     def gather_from_replicas(self, flat: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Tensors of all replicas' parts on the first replica, nothing on the other ones. Call it in one thread."""

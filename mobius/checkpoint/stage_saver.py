@@ -169,6 +169,7 @@ class AsyncStageSaver:
             self._activity.start_task("copies", f"stage {stage}")
             if buffer is None:
                 save.add_copy((stage, number, source), is_copied=False)  # its update waits until it is written
+                del source  # what is read from disks takes memory of its own
                 continue
             target = _split_buffer(buffer, source)
             if self._is_on_gpu(stage):
@@ -203,7 +204,9 @@ class AsyncStageSaver:
                 write(stage, saved.named_tensors(saved.gather_from_replicas(flat)))
             finally:
                 self._activity.end_task(worker)
-            save.mark_written(stage, number, _num_bytes(flat), time.monotonic() - start)
+            num_bytes = _num_bytes(flat)
+            del copy, flat  # before the next stage is read from disks
+            save.mark_written(stage, number, num_bytes, time.monotonic() - start)
 
 
 class _Phase(Enum):

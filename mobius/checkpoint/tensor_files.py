@@ -44,7 +44,7 @@ MODEL_PREFIX: Final = "model"
 TRAINED_PREFIX: Final = "trained"
 """Prefix of files with only the trained weights: adapters."""
 
-_MAX_FILE_BYTES: Final = 5_000_000_000
+MAX_FILE_BYTES: Final = 5_000_000_000
 _HEADER_BYTES: Final = 512
 """Upper bound of the bytes of a tensor's entries in header, index and checkpoint.json."""
 _SMALL_FILE_BYTES: Final = 48 * 2**20
@@ -112,7 +112,7 @@ def plan_files(
     dtype: torch.dtype,
     has_optimizer: bool,
     weights_prefix: str = MODEL_PREFIX,
-    max_file_bytes: int = _MAX_FILE_BYTES,
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> list[Files]:
     """Divide `parameters` into files of one stage each, of at most `max_file_bytes` unless one parameter is larger.
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from mobius.checkpoint.saved_stage import OpenRun
+from mobius.checkpoint.saved_stage import OpenRun, StageWeightsOnHost
 from mobius.distributed.transport import all_gather_numbers
 from mobius.engine.stage_state import StageState
 from mobius.engine.state_codec import CHUNK_ELEMENTS
@@ -20,9 +20,11 @@ def check_trained_weights(session: OpenRun, *, num_updates: int, num_steps: int,
     `folder` has the metrics. Reads every weight once, at the speed of memory: 0.2 s for 3.5 GB on one core.
     """
     flaws = torch.zeros(session.run_setup.plan.num_stages, dtype=torch.float64)
-    for stage, own in session.memory.items():
-        views = own.state.layout.views(own.state.weights).values()
+    stored = StageWeightsOnHost(session.memory)
+    for stage in session.memory:
+        views = stored.state(stage).layout.views(stored.state(stage).weights).values()
         flaws[stage] = sum(not bool(torch.isfinite(torch.stack(torch.aminmax(view))).all()) for view in views)
+        del views
     stages = [str(stage) for stage, number in enumerate(session.transport.sum_over_ranks(flaws).tolist()) if number]
     if num_updates == 0:
         problem = (
@@ -42,14 +44,19 @@ def check_trained_weights(session: OpenRun, *, num_updates: int, num_steps: int,
 def has_changed(session: OpenRun, before: WeightSource) -> bool:
     """Whether training has changed any parameter from its value in `before`, in the format of the weights; collective.
 
-    Each rank reads its smallest parameters first and stops at a difference, so that a usual run reads next to nothing.
+    Each rank reads its smallest parameters first and stops at a difference, so that a usual run reads next to nothing,
+    or one stage where weights are on disks.
     If `before` can no longer be read, because its files are gone, the parameters count as changed.
     """
-    states = [own.state for own in session.memory.values()]
-    trained = [(state, name) for state in states for name in state.layout.offsets if state.layout.is_trained(name)]
-    trained.sort(key=lambda each: torch.Size(each[0].layout.offsets[each[1]][1]).numel())
+    trained = [
+        (own.state.weights.is_meta and stage, torch.Size(shape).numel(), stage, name)
+        for stage, own in session.memory.items()
+        for name, (_, shape) in own.state.layout.offsets.items()
+        if own.state.layout.is_trained(name)
+    ]
+    stored = StageWeightsOnHost(session.memory)
     try:
-        is_changed = any(_differs(state, name, before) for state, name in trained)
+        is_changed = any(_differs(stored.state(stage), name, before) for *_, stage, name in sorted(trained))
     except MobiusError:  # a checkpoint is removed when newer ones are saved; the result must not depend on it
         is_changed = True
     return bool(all_gather_numbers(session.all_ranks, [float(is_changed)]).any())

@@ -373,6 +373,10 @@ class PipelineConfig:
     """Keep gradients that wait for the norm of all stages (max_grad_norm) on these disks, too. Takes 2 bytes of CPU
     memory per parameter in place of 4; each step writes and reads 2 more. Results are bit-identical. No effect without
     clipping, where gradients wait for nothing."""
+    weights_on_disks: bool = option(False, needs=(DISKS,))
+    """Keep the weights of streamed stages on these disks, too, for models whose weights exceed CPU memory. A streamed
+    parameter takes none but in buffers; each load reads 2 bytes of it, each update reads and writes 2 more. Results are
+    bit-identical. Not with replicas."""
     durable_steps: DurableSteps = option(DurableSteps.AUTO, needs=(DISKS,))
     """Make each step a checkpoint on these disks, which write the states in any case: two of them in turn, so that no
     kill and no power cut loses more than a step. Twice the space on the disks, and each step also writes the weights

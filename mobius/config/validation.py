@@ -297,6 +297,11 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
         "replicas share the states of a stage, which no single file has; omit one of them",
     ),
     (
+        "weights_on_disks pipeline_ranks",
+        lambda o: o.weights_on_disks and o.num_replicas > 1,
+        "replicas send each other updated weights from CPU memory; omit one of them",
+    ),
+    (
         "node_rank nnodes",
         lambda o: o.node_rank is not None and o.node_rank >= o.nnodes,
         "nodes are numbered from 0; use one below --nnodes",

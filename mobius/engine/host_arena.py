@@ -65,12 +65,13 @@ class HostArena(PinnedMemory):
         keeps_sums: bool = False,
         shards: Mapping[int, Shards] | None = None,
         has_parts: bool = True,
+        has_weights: bool = True,
         without_gradients: Collection[int] = (),
     ) -> None:
         """Map zeroed memory for `layouts` (stage -> layout): weights in `dtype`, masters split if that is bf16.
 
-        Without `has_parts`, which are on disks, the states have only their shapes (`device="meta"`); so have the
-        gradients of the stages `without_gradients`.
+        Without `has_parts`, which are on disks, the states have only their shapes (`device="meta"`); so have weights
+        without `has_weights`, and the gradients of the stages `without_gradients`.
 
         `register` page-locks weights and gradients for asynchronous copies. `gradient_dtype` is fp32 or, by default,
         the weights' dtype. With `keeps_sums`, a stage's fp32 sums share memory with its finished gradients. For a stage
@@ -86,7 +87,7 @@ class HostArena(PinnedMemory):
         leaving = gradient_dtype or dtype
         try:
             for stage, layout in layouts.items():
-                weights = self._map(layout.num_elements, dtype)
+                weights = (self._map if has_weights else _without_memory)(layout.num_elements, dtype)
                 own = (shards or {}).get(stage)
                 count = layout.num_trained if keeps_sums else num_owned(layout, own)
                 allocate = _without_memory if stage in without_gradients else self._map

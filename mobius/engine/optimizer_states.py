@@ -21,7 +21,6 @@ and stores nothing else. If replicas share the stage, each stores the gradients 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -34,7 +33,7 @@ from mobius.engine.host_arena import map_zeros, whole_pages
 from mobius.engine.reductions import StageSharding
 from mobius.engine.stage_state import StageState
 from mobius.engine.stage_weights import StageWeights
-from mobius.engine.state_files import StateBuffers, Version, Visit, padded, wait, weights_key
+from mobius.engine.state_files import Key, StateBuffers, Visit, padded, wait, weights_key
 from mobius.engine.update_queue import UpdateQueue
 from mobius.errors import StateFileError
 from mobius.hardware.spans import NO_SPANS, Spans
@@ -81,11 +80,14 @@ class OptimizerStates(Protocol):
     def run_after_update(self, action: Callable[[], None]) -> None:
         """Call `action` after all updates begun so far: now, or in the optimizer's thread."""
 
-    def stored_state(self, *, is_blank: bool = False) -> StageState:
-        """Return the state with all parts in memory: itself, or a copy from disks; zeros there if it `is_blank`."""
+    def stored_state(self, *, is_blank: bool = False, has_parts: bool = True) -> StageState:
+        """Return the state with all in memory: itself, or a copy from disks; zeros there if it `is_blank`.
+
+        Without `has_parts`, weights alone are sure to be there. Whoever reads weights on the host asks here.
+        """
 
     def store(self, state: StageState) -> None:
-        """Keep the parts of what `stored_state` returned blank and the caller has changed."""
+        """Keep what `stored_state` returned blank and the caller has changed."""
 
     def begin_update(self, update: Update) -> bool:
         """Run `update` during the rest of the step, unless the gradients are not finite; False if it cannot begin."""
@@ -160,7 +162,7 @@ class HostStates:
     def run_after_update(self, action: Callable[[], None]) -> None:
         self._updates.run_after_update(self._stage, action)
 
-    def stored_state(self, *, is_blank: bool = False) -> StageState:
+    def stored_state(self, *, is_blank: bool = False, has_parts: bool = True) -> StageState:
         return self.state
 
     def store(self, state: StageState) -> None:
@@ -208,13 +210,13 @@ class HostStates:
 
 
 class DiskStates(HostStates):
-    """HostStates whose master and moments are on disks but during an update; weights are in memory.
+    """HostStates whose master and moments are on disks but during an update; weights are there, too, or in memory.
 
     If versions of states are kept, weights are written with them.
     """
 
     def __init__(self, stage: int, state: StageState, *arguments: Any, buffers: StateBuffers, **options: Any) -> None:
-        """`state` has the parts' shapes alone; other arguments are those of `HostStates`.
+        """`state` has the parts' shapes alone, and perhaps the weights'; other arguments are those of `HostStates`.
 
         If it has only the shape of the gradients, too, they arrive in a buffer: an update must be begun right after,
         unless the stage is one of `buffers.waiting`.
@@ -253,25 +255,33 @@ class DiskStates(HostStates):
         elif not self._has_gradients and self._visit is not None:
             self._buffers.drop(self._visit)
 
-    def stored_state(self, *, is_blank: bool = False) -> StageState:
-        size = padded(self.state.part_bytes)
+    def stored_state(self, *, is_blank: bool = False, has_parts: bool = True) -> StageState:
         if is_blank:  # in a buffer, which no update has at the start of a run: more memory is in no plan
             self._visit = self._buffers.visit(self._stage, reads=False)
-            return self.state.with_parts(self._visit.room()[:size].zero_())
-        buffer = map_zeros(size, torch.uint8)
-        wait(self._buffers.files.read(self._stage, buffer))
-        return self.state.with_parts(buffer)
+            room = self._visit.room().zero_()
+            return self._with_weights(self.state.with_parts(room), room[self._buffers.weights_start :])
+        state = self.state
+        if has_parts:
+            state = state.with_parts(self._read(self._stage, state.part_bytes))
+        if state.weights.is_meta:
+            state = self._with_weights(state, self._read(weights_key(self._stage), state.weights.nbytes))
+        return state
+
+    def _read(self, key: Key, num_bytes: int) -> Tensor:
+        buffer = map_zeros(padded(num_bytes), torch.uint8)
+        wait(self._buffers.files.read(key, buffer))
+        return buffer
+
+    def _with_weights(self, state: StageState, buffer: Tensor) -> StageState:
+        """Return the state with weights that are in `buffer`, if it has none itself."""
+        own = state.weights
+        return replace(state, weights=buffer[: own.nbytes].view(own.dtype)) if own.is_meta else state
 
     def store(self, state: StageState) -> None:
-        assert self._visit is not None, "a state that is changed was blank"
-        wait(self._buffers.files.write(self._stage, self._visit.room()))
-        if (version := self._buffers.files.version) is not None:
-            wait(self._write_weights(version))
-        self._buffers.drop(self._visit)
+        self._release()
+        for key in (self._stage, weights_key(self._stage)):
+            self._buffers.files.wait_until_written(key)
         self._visit = None
-
-    def _write_weights(self, version: Version) -> list[Future[None]]:
-        return self._buffers.files.write(weights_key(self._stage), whole_pages(self.state.weights), version)
 
     def _submit(self, update: Update, *, looks_at_norm: bool) -> None:
         if self._waits:
@@ -290,7 +300,7 @@ class DiskStates(HostStates):
             self._buffers.drop(self._visit)  # another stage may wait for its buffer
             raise
         state = self.state if self._has_gradients else replace(self.state, gradients=self._gradients_in(buffer))
-        return state.with_parts(buffer)
+        return self._with_weights(state.with_parts(buffer), buffer[self._buffers.weights_start :])
 
     def _is_here(self) -> bool:
         return self._visit is None or self._visit.is_read
@@ -298,8 +308,8 @@ class DiskStates(HostStates):
     def _release(self) -> None:
         assert self._visit is not None
         self._buffers.end(self._visit)
-        if (version := self._visit.version) is not None:
-            self._write_weights(version)
+        if (version := self._visit.version) is not None and not self.state.weights.is_meta:
+            self._buffers.files.write(weights_key(self._stage), whole_pages(self.state.weights), version)
 
 
 class DeviceStates:
@@ -356,7 +366,7 @@ class DeviceStates:
         self._weights.wait_until_updated()
         action()
 
-    def stored_state(self, *, is_blank: bool = False) -> StageState:
+    def stored_state(self, *, is_blank: bool = False, has_parts: bool = True) -> StageState:
         return self.state
 
     def store(self, state: StageState) -> None:

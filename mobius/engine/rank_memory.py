@@ -21,8 +21,9 @@ from mobius.engine.stage_state import StageState, num_owned
 from mobius.engine.stage_weights import AdapterWeights, ResidentWeights, SlotWeights, WeightSlotPool
 from mobius.engine.state_files import Key, StateBuffers, StateFiles, gradient_key, weights_key
 from mobius.engine.update_queue import UpdateQueue
+from mobius.engine.weight_loads import WeightLoads
 from mobius.hardware.spans import NO_SPANS, Spans
-from mobius.limits import MIN_GRADIENT_SUMS, gradient_sum_elements
+from mobius.limits import MIN_GRADIENT_SUMS, gradient_sum_elements, num_load_buffers
 from mobius.models.layout import StageLayout
 
 
@@ -158,48 +159,70 @@ class _StageAllocator:
             keeps_sums=keeps_sums,
             shards=shards,
             has_parts=not places.folders,
+            has_weights=not places.has_weights,
             without_gradients=arriving,
         )
-        buffers: StateBuffers | None = None
+        buffers, loads = None, None
         if places.folders:
-            part_bytes = {stage: state.part_bytes for stage, state in arena.states.items()}
-            gradient_bytes = {stage: arena.states[stage].gradients.nbytes for stage in arriving}
-            on_disks = dict[Key, int](part_bytes.items())
-            waiting_bytes = {gradient_key(stage): gradient_bytes[stage] for stage in sorted(waiting)}
-            gradient_files = None
             try:
-                if places.slots is None:
-                    files = StateFiles(places.folders, on_disks | waiting_bytes, shares=places.shares)
-                else:
-                    on_disks |= {weights_key(stage): state.weights.nbytes for stage, state in arena.states.items()}
-                    files = SlotFiles(places.folders, on_disks, place=places.slots, shares=places.shares)
-                    arena.keep(0, files.close)
-                    if waiting:
-                        both = files.reads, files.writes
-                        gradient_files = StateFiles(places.folders, waiting_bytes, shares=places.shares, traffic=both)
-                buffers = StateBuffers(
-                    files,
-                    max(part_bytes.values()),
-                    len(part_bytes),
-                    gradient_bytes=max(gradient_bytes.values(), default=0),
-                    gradient_files=gradient_files,
-                    waiting=waiting,
-                    num_buffers=places.num_buffers,
-                    allocate=arena.map_bytes,
-                )
+                buffers, loads = self._buffers_on_disks(arena, arriving, waiting)
             except BaseException:
                 arena.close()
                 raise
-            arena.keep(buffers.num_bytes, (gradient_files or files).close)
-            arena.state_files = files
         sizes = [layout.num_elements for layout in layouts.values()]
         if num_slots < len(sizes):
             sizes = [max(sizes)] * num_slots
         num_scales = max(map(num_scales_of, layouts.values()))
         pool = WeightSlotPool(
-            sizes, dtype=self.dtype, device=self.device, num_scales=num_scales, is_shared=len(shards) > 0
+            sizes, dtype=self.dtype, device=self.device, num_scales=num_scales, is_shared=len(shards) > 0, loads=loads
         )
         return arena, pool, buffers
+
+    def _buffers_on_disks(
+        self, arena: HostArena, arriving: Collection[int], waiting: Collection[int]
+    ) -> tuple[StateBuffers, WeightLoads | None]:
+        """Make the files of what `arena` has on disks, and the buffers that it passes through; the arena closes them.
+
+        Gradients of the stages that are `arriving` come in these buffers; some are `waiting` on the disks.
+        """
+        places = self.updates.places
+        part_bytes = {stage: state.part_bytes for stage, state in arena.states.items()}
+        weight_bytes = {weights_key(stage): state.weights.nbytes for stage, state in arena.states.items()}
+        gradient_bytes = {stage: arena.states[stage].gradients.nbytes for stage in arriving}
+        waiting_bytes = {gradient_key(stage): gradient_bytes[stage] for stage in sorted(waiting)}
+        on_disks = dict[Key, int](part_bytes.items())
+        if places.slots is not None or places.has_weights:
+            on_disks |= weight_bytes
+        gradient_files = None
+        if places.slots is None:
+            files = StateFiles(places.folders, on_disks | waiting_bytes, shares=places.shares)
+        else:
+            files = SlotFiles(places.folders, on_disks, place=places.slots, shares=places.shares)
+        arena.state_files = files
+        arena.keep(0, files.close)
+        if waiting and places.slots is not None:
+            both = files.reads, files.writes
+            gradient_files = StateFiles(places.folders, waiting_bytes, shares=places.shares, traffic=both)
+            arena.keep(0, gradient_files.close)
+        largest = max(weight_bytes.values()) if places.has_weights else 0
+        buffers = StateBuffers(
+            files,
+            max(part_bytes.values()),
+            len(part_bytes),
+            gradient_bytes=max(gradient_bytes.values(), default=0),
+            weight_bytes=largest,
+            gradient_files=gradient_files,
+            waiting=waiting,
+            num_buffers=places.num_buffers,
+            allocate=arena.map_bytes,
+        )
+        arena.keep(buffers.num_bytes, lambda: None)
+        if not largest:
+            return buffers, None
+        number = num_load_buffers(places.num_buffers, len(part_bytes))
+        loads = WeightLoads(files, largest, number, allocate=arena.map_bytes, prepare=self.updates.prepare)
+        arena.keep(loads.num_bytes, loads.close)
+        return buffers, loads
 
     def slot(self, stage: int, arena: HostArena, pool: WeightSlotPool) -> SlotWeights:
         """Return the weights of a stage in `arena`, to be loaded."""

@@ -68,6 +68,8 @@ class StatePlaces:
     """Each folder's part of the bytes; empty: equal ones."""
     has_gradients: bool = False
     """Whether gradients that wait for other stages are there, too."""
+    has_weights: bool = False
+    """Whether weights are there, too."""
     num_buffers: int = NUM_STATE_BUFFERS
     """Stages whose states may be in host memory at once."""
     slots: SlotPlace | None = None
@@ -157,19 +159,16 @@ class SlotFiles(StateFiles):
 
         return add
 
-    def read(self, key: Key, buffer: Tensor) -> list[Future[None]]:
-        """Start reading what was written last of a key, from its slot."""
-        files = self._slots[self._slot_of.get(key, self._place.first_slot)]
-        return self._start(os.preadv, key, buffer, files, self._writes.get(key, []))
+    def _files_of(self, key: Key) -> Sequence[int]:
+        return self._slots[self._slot_of.get(key, self._place.first_slot)]
 
     def write(self, key: Key, buffer: Tensor, version: Version | None = None) -> list[Future[None]]:
         """Start writing a key's bytes to the slot of `version`, the one in progress by default, once that may begin."""
         version = version or self.version
         assert version is not None, "one has begun"
         before, slot = [*self._writes.get(key, []), version.may_begin], version.slot
-        writes = self._start(
-            os.pwritev, key, buffer, self._slots[slot], before, self._summing(key, version.checksums[key])
-        )
+        files, summing = self._slots[slot], self._summing(key, version.checksums[key])
+        writes = self._start(self._writers, os.pwritev, key, buffer, files, before, summing)
         version.add(writes)
         self._writes[key], self._slot_of[key] = writes, slot
         return writes
@@ -178,7 +177,7 @@ class SlotFiles(StateFiles):
         """Write what no step changes to both slots, which are open. Raises StateFileError."""
         sums = self._unchanging[key] = [()] * len(self._places[key])
         for files in self._slots.values():
-            wait(self._start(os.pwritev, key, buffer, files, [], self._summing(key, sums)))
+            wait(self._start(self._writers, os.pwritev, key, buffer, files, [], self._summing(key, sums)))
 
     def sync(self, version: Version, check: Callable[[], None] = lambda: None) -> None:
         """Wait until all keys of a version are written and on the disks. Raises StateFileError.

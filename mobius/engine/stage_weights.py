@@ -18,12 +18,15 @@ host, so that later loads are ordinary:
     H2D stream     wait(free, gathered_to_host) -> copy own shard in -> gather the rest -> record(ready)
                                                                                                |
     weights to host                       wait(ready) -> copy the rest to the host -> record(gathered_to_host)
+
+Weights that are on disks are read first; a thread then starts the copy (engine/weight_loads.py).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -35,6 +38,7 @@ from mobius.engine.quantized_weights import StageQuantizer
 from mobius.engine.reductions import OrderedTask, StageSharding
 from mobius.engine.stage_state import StageState
 from mobius.engine.update_queue import UpdateQueue
+from mobius.engine.weight_loads import WeightLoads
 from mobius.errors import ScheduleError
 from mobius.hardware.spans import NO_SPANS, Spans
 from mobius.hardware.streams import DeviceBuffer, Event, Stream, new_stream, record_current
@@ -97,12 +101,14 @@ class WeightSlotPool:
         device: torch.device,
         num_scales: int = 0,
         is_shared: bool = False,
+        loads: WeightLoads | None = None,
     ) -> None:
         """Allocate a slot for each of `sizes`, in weights; `is_shared`: replicas share stages.
 
-        `num_scales`: largest number of scales of a stage whose weights are quantized in its slot.
+        `num_scales`: largest number of scales of a stage whose weights are quantized in its slot. `loads` reads
+        weights that are on disks.
         """
-        self.device = device
+        self.device, self.loads = device, loads
         self._slots = [
             _WeightSlot(
                 torch.empty(size, dtype=dtype, device=device),
@@ -144,7 +150,7 @@ class WeightSlotPool:
 
 
 class SlotWeights:
-    """StageWeights in host memory, copied into a slot for as long as they compute."""
+    """StageWeights in host memory or on disks, copied into a slot for as long as they compute."""
 
     def __init__(
         self,
@@ -166,24 +172,31 @@ class SlotWeights:
         """Recorded after a load has copied the other replicas' updates to the host."""
         self._gather_task: OrderedTask | None = None
         """Gather of the current load; None once its start was waited for."""
+        self._reading: Future[None] | None = None
+        """The current load's read from disks; None once the start of the copy after it was waited for."""
 
     def load(self) -> None:
         self._taken = slot = self._pool.take(self._stage, self.state.layout.num_elements)
         slot.views = self.state.layout.views(slot.values)
-        begin: Callable[[], None] = partial(self._fill, slot)
+        begin: Callable[[], object] = partial(self._fill, slot, self.state.weights)
+        if self._pool.loads is not None:
+            self._reading = Future()
+            begin = partial(self._pool.loads.load, self._stage, partial(self._fill, slot), self._reading)
         if self._sharding is not None and not self._has_all_shards:
             self._has_all_shards = True
             self._gather_task = self._sharding.reductions.gathers.add(partial(self._gather, slot, self._sharding))
             begin = self._gather_task.allow_start
         self._updates.run_after_update(self._stage, begin)
 
-    def _fill(self, slot: _WeightSlot) -> None:
+    def _fill(self, slot: _WeightSlot, weights: Tensor) -> Event:
+        """Start copying `weights`, perhaps as bytes and more of them, into the slot; returns the end of that."""
+        own = self.state.weights
         with slot.filling.run():
             for point in (slot.free, slot.gathered_to_host, self._all_shards_event):
                 point.wait()
             with self._spans.device_span(Lane.LOAD, f"L{self._stage}"):
-                slot.values[: self.state.layout.num_elements].copy_(self.state.weights, non_blocking=True)
-            self._filled(slot)
+                slot.values[: len(own)].copy_(weights.view(own.dtype)[: len(own)], non_blocking=True)
+            return self._filled(slot)
 
     def _gather(self, slot: _WeightSlot, sharding: StageSharding) -> None:
         """Fill the slot with the own shard from the host and other shards from replicas, and copy these to the host."""
@@ -210,7 +223,7 @@ class SlotWeights:
         return ready
 
     def is_ready(self) -> bool:
-        if self._gather_task is not None or self._updates.is_under_way(self._stage):
+        if self._gather_task is not None or self._reading is not None or self._updates.is_under_way(self._stage):
             return False
         return self._slot.ready is None
 
@@ -224,6 +237,7 @@ class SlotWeights:
     def views(self) -> dict[str, Tensor]:
         """Return views of the slot; at the first call after a load, the compute stream waits for it."""
         self.wait_until_updated()
+        self._wait_until_read()
         slot = self._slot
         if slot.ready is not None:
             slot.ready.wait()
@@ -233,6 +247,12 @@ class SlotWeights:
                 slot.views = self._quantizer.quantize_in_place(slot.values, slot.scales)
         return slot.views
 
+    def _wait_until_read(self) -> None:
+        """Make the host wait until the copy of weights from disks has started. Raises StateFileError."""
+        if self._reading is not None:
+            self._reading.result()
+            self._reading = None
+
     def give_up(self) -> DeviceBuffer:
         """Return the slot for outgoing gradients, over weights that are no longer needed; ends their views."""
         slot = self._slot
@@ -240,6 +260,7 @@ class SlotWeights:
         return slot
 
     def release(self) -> Event:
+        self._wait_until_read()  # frozen weights may not have been used
         slot = self._slot
         self._taken = None
         self._pool.give_back(slot)

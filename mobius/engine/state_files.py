@@ -9,9 +9,10 @@ A stage has one of some buffers (`NUM_STATE_BUFFERS`) from its update's submissi
 are given in the order of submission. So one stage is read and another one written while a third is updated. If updates
 wait for no other stage (no clipping), gradients arrive in these buffers, too: a stage has one from the end of its
 backward, for which the main thread may have to wait. Gradients that wait for the norm of all stages may do so on the
-disks. Files are read and written past the page cache (O_DIRECT), whose memory states on disks are to spare; where a
-file system refuses that, its pages are given up after each request. They are unlinked at once: whatever ends the
-process, their space is free. Those of durable steps have names, and weights in them (engine/slot_files.py).
+disks. Weights may be there, too: an update reads and writes them with the states, and what computes has them read by
+engine/weight_loads.py. Files are read and written past the page cache (O_DIRECT), whose memory states on disks are to
+spare; where a file system refuses that, its pages are given up after each request. They are unlinked at once: whatever
+ends the process, their space is free. Those of durable steps have names, and weights in them (engine/slot_files.py).
 """
 
 from __future__ import annotations
@@ -113,10 +114,10 @@ class StateFiles:
         `shares`: each folder's part of the bytes, by default an equal one.
         """
         self._folders, self._places = [*folders], dict[Key, list[Place]]()
-        # In one queue a stage's reads and another one's writes would take turns.
-        self._readers, self._writers = (
+        # In one queue a stage's reads and another one's writes would take turns, and compute wait for updates' reads.
+        self._readers, self._writers, self._loaders = (
             ThreadPoolExecutor(THREADS_PER_FOLDER * len(folders), thread_name_prefix=f"states {name}")
-            for name in ("read", "written")
+            for name in ("read", "written", "loaded")
         )
         self._writes: dict[Key, list[Future[None]]] = {}
         ends = [0] * len(folders)
@@ -149,13 +150,18 @@ class StateFiles:
             self._files.append(_new_file(folder, size))
         self._is_direct = [reads_directly(file) for file in self._files]
 
-    def read(self, key: Key, buffer: Tensor) -> list[Future[None]]:
-        """Start reading a key's bytes into `buffer`, after its last write has ended."""
-        return self._start(os.preadv, key, buffer, self._files, self._writes.get(key, []))
+    def read(self, key: Key, buffer: Tensor, *, is_load: bool = False) -> list[Future[None]]:
+        """Start reading a key's bytes into `buffer`, after its last write has ended.
+
+        If it `is_load`, compute waits for it: it does not queue behind what updates read.
+        """
+        threads = self._loaders if is_load else self._readers
+        return self._start(threads, os.preadv, key, buffer, self._files_of(key), self._writes.get(key, []))
 
     def write(self, key: Key, buffer: Tensor, version: Version | None = None) -> list[Future[None]]:
         """Start writing a key's bytes from `buffer`, after its last write has ended; `version`: where they are kept."""
-        self._writes[key] = self._start(os.pwritev, key, buffer, self._files, self._writes.get(key, []))
+        before = self._writes.get(key, [])
+        self._writes[key] = self._start(self._writers, os.pwritev, key, buffer, self._files, before)
         return self._writes[key]
 
     def wait_until_written(self, key: Key) -> None:
@@ -164,13 +170,18 @@ class StateFiles:
 
     def close(self) -> None:
         """Give the disks' space back; waits for what is under way. Safe to call twice."""
-        self._readers.shutdown()
-        self._writers.shutdown()
+        for threads in (self._loaders, self._readers, self._writers):
+            threads.shutdown()
         while self._files:
             os.close(self._files.pop())
 
+    def _files_of(self, key: Key) -> Sequence[int]:
+        """Return the files that have what was written last of a key."""
+        return self._files
+
     def _start(
         self,
+        threads: ThreadPoolExecutor,
         move: Move,
         key: Key,
         buffer: Tensor,
@@ -180,7 +191,6 @@ class StateFiles:
     ) -> list[Future[None]]:
         """Start moving all chunks of a key; `on_moved` is called with the number and the bytes of each."""
         chunks = zip(self._places[key], self._views(key, buffer), strict=True)
-        threads = self._readers if move is os.preadv else self._writers
         return [
             threads.submit(self._move, move, place, view, files, before, on_moved and partial(on_moved, number))
             for number, (place, view) in enumerate(chunks)
@@ -220,7 +230,7 @@ class StateFiles:
         except OSError as error:
             doing = "read" if move is os.preadv else "written"
             raise StateFileError(
-                f"optimizer states in {self._folders[folder]} (--offload_states_to) cannot be {doing}: "
+                f"what is in {self._folders[folder]} (--offload_states_to) cannot be {doing}: "
                 f"{reason_of(error)}. Resume from the last checkpoint, with another folder if the disk is damaged."
             ) from error
 
@@ -269,18 +279,21 @@ class StateBuffers:
         num_stages: int,
         *,
         gradient_bytes: int = 0,
+        weight_bytes: int = 0,
         gradient_files: StateFiles | None = None,
         waiting: Collection[int] = (),
         num_buffers: int = NUM_STATE_BUFFERS,
         allocate: Callable[[int], Tensor] = lambda size: map_zeros(size, uint8),
     ) -> None:
-        """`num_bytes` is the size of the largest stage; gradients follow it. `allocate` returns uint8 [size] zeros.
+        """`num_bytes` is the size of the largest stage; gradients follow it, and weights if they are on disks.
 
-        Gradients of the stages that are `waiting` are in `gradient_files`, as `gradient_key`, until their update.
+        `allocate` returns uint8 [size] zeros. Gradients of the stages that are `waiting` are in `gradient_files`, as
+        `gradient_key`, until their update.
         """
         self.files, self.waiting, self.gradient_start = files, waiting, padded(num_bytes)
-        self._gradient_files = gradient_files or files
-        size = self.gradient_start + padded(gradient_bytes)
+        self._gradient_files, self._has_weights = gradient_files or files, weight_bytes > 0
+        self.weights_start = self.gradient_start + padded(gradient_bytes)
+        size = self.weights_start + padded(weight_bytes)
         self._free = [allocate(size) for _ in range(min(num_buffers, num_stages))]
         self.num_bytes = sum(buffer.nbytes for buffer in self._free)
         self._waiting: deque[tuple[Visit, bool]] = deque()
@@ -295,9 +308,12 @@ class StateBuffers:
         return visit
 
     def end(self, visit: Visit) -> None:
-        """Write the states of a visit, and give its buffer to another one after that."""
+        """Write the states of a visit, and weights with them, and give its buffer to another one after that."""
         buffer = visit.buffer()
-        self._free_after(self.files.write(visit.stage, buffer, visit.version), buffer)
+        writes = self.files.write(visit.stage, buffer, visit.version)
+        if self._has_weights:
+            writes = writes + self.files.write(weights_key(visit.stage), buffer[self.weights_start :], visit.version)
+        self._free_after(writes, buffer)
 
     def end_with_gradients(self, visit: Visit) -> None:
         """Write the gradients of a visit that reads nothing, and give its buffer to another one after that."""
@@ -306,9 +322,9 @@ class StateBuffers:
         self._free_after(writes, room)
 
     def _free_after(self, writes: Sequence[Future[None]], buffer: Tensor) -> None:
-        left, lock = [len(writes)], threading.Lock()
+        left, lock = [1 + len(writes)], threading.Lock()
 
-        def written(write: Future[None]) -> None:
+        def written(_: object = None) -> None:
             with lock:
                 left[0] -= 1
                 is_last = left[0] == 0
@@ -319,6 +335,7 @@ class StateBuffers:
 
         for write in writes:
             write.add_done_callback(written)
+        written()  # a stage may have nothing to write
 
     def drop(self, visit: Visit) -> None:
         """End a visit without writing its states, once they are read, or once that has failed."""
@@ -333,13 +350,15 @@ class StateBuffers:
             while self._waiting and self._free:
                 (visit, reads), buffer = self._waiting.popleft(), self._free.pop()
                 found = self.files.read(visit.stage, buffer) if reads else []
+                if reads and self._has_weights:
+                    found += self.files.read(weights_key(visit.stage), buffer[self.weights_start :])
                 if reads and visit.stage in self.waiting:
                     found += self._gradient_files.read(gradient_key(visit.stage), buffer[self.gradient_start :])
                 visit.begin(buffer, found)
 
 
 def weights_key(stage: int) -> Key:
-    """Return the key of a stage's weights, which are on disks with durable steps."""
+    """Return the key of a stage's weights, which are on disks if asked for, and with durable steps."""
     return stage, "weights"
 
 

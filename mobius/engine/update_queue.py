@@ -29,7 +29,7 @@ IN_MEMORY = StatePlaces()
 class _Update:
     pieces: deque[Callable[[], None]]
     can_begin: Callable[[], bool]
-    followers: list[Callable[[], None]] = field(default_factory=list)
+    followers: list[Callable[[], object]] = field(default_factory=list)
     is_done: bool = False
     future: Future[None] = field(default_factory=Future)
 
@@ -45,11 +45,12 @@ class UpdateQueue:
         has_thread: bool = True,
         places: StatePlaces = IN_MEMORY,
     ) -> None:
-        """Report the updated stage to `activity`; the thread calls `prepare` first. Without it, `submit` updates.
+        """Report the updated stage to `activity`; each thread calls `prepare` first. Without one, `submit` updates.
 
         `places`: where states are between updates.
         """
         self._activity, self.has_thread, self.places = activity or Activity(), has_thread, places
+        self.prepare = prepare
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="optimizer", initializer=prepare)
         self._lock = threading.Lock()
         self._updates: dict[int, _Update] = {}
@@ -75,7 +76,7 @@ class UpdateQueue:
         for _ in pieces:
             self._thread.submit(self._run_next)
 
-    def run_after_update(self, stage: int, action: Callable[[], None]) -> None:
+    def run_after_update(self, stage: int, action: Callable[[], object]) -> None:
         """Run `action` once `stage` has no pending update: now, or later in the optimizer's thread."""
         with self._lock:
             entry = self._updates.get(stage)

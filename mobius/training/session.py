@@ -268,14 +268,13 @@ def _update_queue(run_setup: RunSetup, activity: Activity, slots: SlotPlace | No
         pipeline.state_folders,
         request.machine.disk_shares,
         has_gradients=pipeline.gradients_on_disks,
+        has_weights=pipeline.weights_on_disks,
         num_buffers=request.num_state_buffers,
         slots=slots,
     )
-    if not pipeline.overlap_optimizer:
-        return UpdateQueue(has_thread=False, places=places)
-    # The update thread enqueues the loads and all-gathers that follow an update.
-    prepare = partial(use_device, run_setup.rank_context.device)
-    return UpdateQueue(activity, prepare=prepare, places=places)
+    # The update thread enqueues the loads and all-gathers that follow an update, others loads from disks.
+    prepare, has_thread = partial(use_device, run_setup.rank_context.device), pipeline.overlap_optimizer
+    return UpdateQueue(activity, prepare=prepare, has_thread=has_thread, places=places)
 
 
 def _connect(run_setup: RunSetup, spans: Spans) -> Transport:

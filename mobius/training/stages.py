@@ -203,7 +203,8 @@ class RankStages:
                     progress()
                 own = self.memory[stage]
                 state = own.weights.state if name in self.modules[stage].frozen else own.state
-                if state.is_on_disk and value.dtype != state.weights.dtype:  # its master has more bits
+                has_more_bits = value.dtype != state.weights.dtype  # its master has
+                if state.weights.is_meta or (state.is_on_disk and has_more_bits):
                     if stage not in opened:
                         self._store(opened)
                         opened[stage] = own.states.stored_state(is_blank=True)

@@ -22,6 +22,7 @@ VARIANTS = {
     "streamed": "--resident_stages 0",
     "some resident": "--resident_stages 2 --optimizer_states compact",
     "updates in the middle of backward": "--resident_stages 1 --max_grad_norm 0",
+    "weights on the disks": "--resident_stages 0 --weights_on_disks --max_grad_norm 0",
     "all resident": "--resident_stages 4",
 }
 

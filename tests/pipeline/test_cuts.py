@@ -100,16 +100,28 @@ def test_ranks_and_cuts_change_no_bit_of_a_clipped_run(tmp_path: Path, name: str
         assert not differing({name: own[name] for name in state}, state), cut
 
 
+ON_DISKS = ["fp32", "compact states, tied", *ON_DEMAND]
+
+
 @pytest.mark.parametrize("max_grad_norm", [0.5, 0.0])
-@pytest.mark.parametrize("kind", ["fp32", "compact states, tied"])
-def test_states_on_disks_change_no_bit(tmp_path: Path, kind: str, max_grad_norm: float) -> None:
-    """Without clipping gradients arrive in the three buffers that the four stages of a rank share, or wait on disks."""
+@pytest.mark.parametrize("kind", named({name: name for name in ON_DISKS}, on_demand=ON_DEMAND))
+def test_what_is_on_disks_changes_no_bit(tmp_path: Path, kind: str, max_grad_norm: float) -> None:
+    """Without clipping gradients arrive in the three buffers that the four stages of a rank share, or wait on disks.
+
+    Weights are on disks with some of the options, with each in the kinds on demand.
+    """
     own = replace(KINDS[kind], max_grad_norm=max_grad_norm)
     make_checkpoint(tmp_path / "model", num_layers=8, vocab_size=VOCAB, **own.fields)
     expected = run(tmp_path / "model", own, Cut(2, (1,) * 8))
     folders = f"--offload_states_to {tmp_path / 'one'},{tmp_path / 'two'}"
     others = "--gradients_on_disks" if max_grad_norm else "--no_overlap_optimizer --no_prefetch"
-    for more in ("", others, "--resident_stages 1 --num_rounds 2"):
+    rounds = "--resident_stages 1 --num_rounds 2"
+    both = (
+        ("", others, rounds, "--compute_order depth_first")
+        if kind in ON_DEMAND
+        else (others if max_grad_norm else rounds,)
+    )
+    for more in ("", others, rounds, *(f"--weights_on_disks {each}" for each in both)):
         numbers, state = run(tmp_path / "model", own, Cut(2, (1,) * 8, f"{folders} {more}"))
         assert numbers == expected[0], more
         assert not differing(state, expected[1]), more

@@ -23,6 +23,8 @@ VARIANTS = {
     "compact, updates in the middle of backward": f"{DISKS} --optimizer_states compact --max_grad_norm 0",
     "a resident stage": f"{DISKS} --resident_stages 1 --max_grad_norm 0",
     "gradients on the disks": f"{DISKS} --gradients_on_disks --num_stages 4",
+    "weights on the disks": f"{DISKS} --weights_on_disks --max_grad_norm 0",
+    "all on the disks, frozen stages": f"{DISKS} --weights_on_disks --num_stages 4 --freeze embedding,layers.0-1",
     "no overlap": f"{DISKS} --no_overlap_optimizer",
     "tied": f"{DISKS} --model_path tied --num_stages 4 --max_grad_norm 0",
     "fp16, whose first steps are skipped": "--dtype fp16 --offload_states_to disk",
@@ -49,6 +51,23 @@ def test_it_goes_on_from_the_last_step_to_the_bit(run: Run, workplace: Path, opt
     assert_goes_on_exactly(Path("whole"), Path("cut"), step=5)
     assert is_empty("disk", *(["other/disk"] if "other" in options else []))
     assert not Path("cut/checkpoint-5").exists()
+
+
+@pytest.mark.parametrize("steps", named({"durable": "on", "not durable": "off"}, on_demand=["durable"]))
+def test_what_is_saved_and_evaluated_of_weights_on_disks_is_that_of_weights_in_memory(
+    run: Run, workplace: Path, steps: str
+) -> None:
+    """The checkpoint that is resumed, the best one that is taken at the end, and the model."""
+    words = f"{SIX} {DISKS} --resident_stages 1 --num_stages 4 --val_size 4 --eval_strategy steps --eval_steps 2"
+    words += f" --load_best_model_at_end --durable_steps {steps} --learning_rate 0.5"
+    for folder, more in (
+        ("memory", ""),
+        ("disks", "--weights_on_disks"),
+        ("later", "--weights_on_disks --resume_from_checkpoint disks/checkpoint-4"),
+    ):
+        run(*words.split(), *more.split(), "--save_dir", folder, "--save_results", f"{folder}.txt")
+        assert_equal_tensors(Path("memory"), Path(folder))
+    assert steps_of(Path("disks")) == steps_of(Path("memory"))
 
 
 OTHERS = {

@@ -60,6 +60,7 @@ TABLE: dict[str, tuple[str, list[str]]] = {
         "--gradients_on_disks --offload_states_to disk",
         ["--offload_states_to disk --no_overlap_optimizer"],
     ),
+    "weights_on_disks": ("--weights_on_disks --offload_states_to disk", []),
     "durable_steps": ("--durable_steps on --offload_states_to disk", []),
     "offload_states_to": ("--offload_states_to disk", [LORA, f"{ALONE} --do_eval", "--no_offload"]),
     "reduce_dtype": ("--reduce_dtype bf16 --pipeline_ranks 2", ["", f"{ALONE} --do_eval"]),

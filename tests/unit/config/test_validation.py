@@ -94,6 +94,7 @@ VAL --eval_steps 2.5                                         : eval_steps
 --disk_endurance 1200,0 --offload_states_to c,d              : disk_endurance
 --disk_endurance 1,2,3 --offload_states_to c,d               : disk_endurance offload_states_to
 --gradients_on_disks                                         : gradients_on_disks
+--weights_on_disks                                           : weights_on_disks
 --max_disk_writes 0 --offload_states_to d                    : max_disk_writes
 --max_disk_writes 9                                          : max_disk_writes
 --optimizer_states fp8                                       : optimizer_states

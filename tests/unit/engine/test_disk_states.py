@@ -26,11 +26,13 @@ STATES = 10 * COUNT
 """Bytes of a stage's moments and the rest of its master."""
 
 
-def make(updates: UpdateQueue, deferred: Sequence[int]) -> tuple[Mapping[int, StageMemory], HostArena]:
+def make(
+    updates: UpdateQueue, deferred: Sequence[int], num_slots: int = 2
+) -> tuple[Mapping[int, StageMemory], HostArena]:
     memory, arena = allocate_memory(
         {stage: StageLayout.of({"matrix": (COUNT // 64, 64)}) for stage in range(NUM_STAGES)},
         resident=(),
-        num_slots=2,
+        num_slots=num_slots,
         dtype=torch.bfloat16,
         gradient_dtype=torch.bfloat16,
         deferred_updates=deferred,
@@ -55,7 +57,7 @@ def add_gradients(state: StageState, *, pieces: Sequence[FlatRange], found_inf: 
     state.exp_avg.add_(state.gradients.float())
 
 
-@pytest.mark.parametrize("num_buffers", [3, 2])
+@pytest.mark.parametrize("num_buffers", [3, 2, 1])
 @pytest.mark.parametrize("deferred", [(), (0, 7), tuple(range(NUM_STAGES))])
 def test_gradients_arrive_in_the_buffers_of_the_stages_that_are_updated(
     tmp_path: Path, deferred: tuple[int], num_buffers: int
@@ -113,6 +115,83 @@ def test_states_of_a_start_are_made_in_the_buffers(tmp_path: Path, monkeypatch: 
     assert [own.states.stored_state().exp_avg.unique().tolist() for own in memory.values()] == [
         [stage + 1.0] for stage in memory
     ]
+    arena.close()
+
+
+def add_one(state: StageState, *, pieces: Sequence[FlatRange], found_inf: Any = None) -> None:
+    for part in pieces:
+        state.weights[part.start : part.end].add_(1)
+        state.exp_avg[part.start : part.end].add_(2)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("deferred", [(), range(NUM_STAGES)])
+@pytest.mark.parametrize("num_buffers", [1, 2])
+def test_loads_bring_the_weights_of_the_last_update_with_the_fewest_buffers(
+    tmp_path: Path, deferred: Sequence[int], num_buffers: int
+) -> None:
+    """More slots than buffers: loads are asked for while all buffers are taken."""
+    places = StatePlaces([tmp_path], num_buffers=num_buffers, has_weights=True, has_gradients=True)
+    memory, arena = make(UpdateQueue(places=places), deferred, num_slots=4)
+    assert arena.num_bytes == num_buffers * ((STATES + 2 * COUNT + 2 * COUNT) + 2 * COUNT)
+    for stage, own in memory.items():
+        state = own.states.stored_state(is_blank=True)
+        state.weights.fill_(10 * stage)
+        own.states.store(state)
+    for number in range(3):
+        for first in range(0, NUM_STAGES, 4):
+            stages = range(first, first + 4)
+            for stage in stages:
+                memory[stage].weights.load()
+            for stage in stages:
+                own = memory[stage]
+                assert own.weights.views()["matrix"].unique().tolist() == [10 * stage + number], stage
+                own.sums.views()["matrix"].add_(1)
+                own.finish_gradients(excluded=frozenset())
+                own.offload(lambda stage: stage in deferred or memory[stage].states.begin_update(add_one))
+        for stage in deferred:
+            memory[stage].states.update(add_one)
+    for stage, own in memory.items():
+        own.weights.wait_until_updated()
+        state = own.states.stored_state()
+        assert (state.weights.unique().tolist(), state.exp_avg.unique().tolist()) == ([10 * stage + 3], [6.0]), stage
+    arena.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_load_that_cannot_be_read_names_the_drive_and_later_loads_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = StatePlaces([tmp_path / "drive"], has_weights=True)
+    memory, arena = make(UpdateQueue(places=places), ())
+
+    def failing(*_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", failing)
+        memory[0].weights.load()
+        with pytest.raises(StateFileError, match=rf"{tmp_path}/drive .* cannot be read: Input/output error"):
+            memory[0].weights.views()
+    for stage in (1, 2, 3):
+        memory[stage].weights.load()
+        memory[stage].weights.views()
+        memory[stage].weights.release()
+    arena.close()
+
+
+def test_a_slot_is_given_back_only_after_a_load_that_nobody_used(tmp_path: Path) -> None:
+    """Or the late copy would overwrite the next stage's weights."""
+    memory, arena = make(UpdateQueue(places=StatePlaces([tmp_path], has_weights=True)), (), num_slots=1)
+    for stage, own in memory.items():
+        state = own.states.stored_state(is_blank=True)
+        state.weights.fill_(stage)
+        own.states.store(state)
+    for stage in (*range(NUM_STAGES - 1), 2):
+        memory[stage].weights.load()
+        memory[stage].weights.release()
+    memory[NUM_STAGES - 1].weights.load()
+    assert memory[NUM_STAGES - 1].weights.views()["matrix"].unique().tolist() == [NUM_STAGES - 1]
     arena.close()
 
 

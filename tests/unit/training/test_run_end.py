@@ -88,7 +88,9 @@ def test_all_ranks_refuse_a_weight_that_is_not_finite_on_one_of_them(value: floa
         weights = torch.zeros(layout.num_elements, dtype=torch.bfloat16)
         if transport.rank == 1:
             layout.views(weights)["b"][2] = value
-        memory = {transport.rank: SimpleNamespace(state=SimpleNamespace(layout=layout, weights=weights))}
+        state = SimpleNamespace(layout=layout, weights=weights)
+        states = SimpleNamespace(stored_state=lambda **_: state)
+        memory = {transport.rank: SimpleNamespace(states=states)}
         run_setup = SimpleNamespace(plan=SimpleNamespace(num_stages=2))
         return cast(OpenRun, SimpleNamespace(run_setup=run_setup, transport=transport, memory=memory))
 
