@@ -40,6 +40,8 @@ WAYS = {
     "fp32 on disks": DISKS,
     "compact on disks": f"{DISKS} --optimizer_states compact",
     "compact on disks, unclipped": f"{DISKS} --optimizer_states compact --max_grad_norm 0",
+    "compact, weights, too": f"{DISKS} --optimizer_states compact --gradients_on_disks --weights_on_disks",
+    "compact, weights, too, unclipped": f"{DISKS} --optimizer_states compact --max_grad_norm 0 --weights_on_disks",
     "LoRA": "--use_lora",
 }
 """Rows of a model, and their options."""

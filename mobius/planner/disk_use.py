@@ -1,7 +1,8 @@
 """Optimizer states on a machine's disks: bytes that lie there, bytes that a run writes, and what is too much of either.
 
-Each step reads and writes all of them once, and the folders take turns, so that each has an equal part. Durable steps
-write weights as well, and take the space twice, for two slots. Wear is what is written beside what the drives are rated
+Each step reads and writes all of them once, and the folders take turns, so that each has an equal part. Weights may be
+there, too, and are then read by each load as well. Durable steps write weights in any case, and take the space twice,
+for two slots. Wear is what is written beside what the drives are rated
 for (TBW in their data sheets).
 """
 
@@ -47,6 +48,8 @@ class DiskUse:
     """Steps of the run; None where they follow from data that are not read."""
     has_gradients: bool
     """Whether gradients that wait for their update are there, too."""
+    has_weights: bool
+    """Whether weights of streamed stages are there, too."""
     ratings: tuple[float, ...]
     """Terabytes that the drive of each folder is rated for; empty where that is not known."""
     shares: tuple[float, ...]
@@ -62,14 +65,15 @@ class DiskUse:
         folders, ratings = split_names(config.pipeline.offload_states_to), config.planning.disk_ratings
         pipelines, host = result.request.machine.replicas_per_node, result.host_estimate
         ratings *= len(folders) if len(ratings) == 1 else 1
-        has_gradients = result.request.sizes.has_gradients_on_disks
+        sizes = result.request.sizes
         return cls(
             folders,
             host.disk * pipelines,
             host.disk_writes * pipelines,
             result.request.keeps_steps,
             None if is_open else optim.num_steps,
-            has_gradients,
+            sizes.has_gradients_on_disks,
+            sizes.has_weights_on_disks,
             ratings,
             result.request.machine.disk_shares or (1 / len(folders),) * len(folders),
         )
@@ -95,8 +99,8 @@ class DiskUse:
         )
         each *= len(self.folders) > 1
         what = "optimizer states and gradients" if self.has_gradients else "optimizer states"
-        if self.keeps_steps:
-            what = f"weights and {what} of two steps (--durable_steps)"
+        what = f"weights and {what}" if self.has_weights or self.keeps_steps else what
+        what += " of two steps (--durable_steps)" * self.keeps_steps
         text = f"{format_bytes(self.num_bytes)} of {what} are in {','.join(self.folders)}{each}: 1,000 steps "
         text += f"write {format_terabytes(self.written(1000))}"
         if self.num_steps is not None:
@@ -200,10 +204,10 @@ def _fewer_writes(result: PlanResult, use: DiskUse, limit: float) -> Iterator[st
     if use.keeps_steps:
         less = written_by(request.with_pipeline(durable_steps=DurableSteps.OFF))
         yield f"--durable_steps off: {format_terabytes(less)}"
-    if use.has_gradients:
-        less = written_by(request.with_pipeline(gradients_on_disks=False))
-        text = "--gradients_on_disks left out, with 2 bytes of host memory more per parameter"
-        yield f"{text}: {format_terabytes(less)}"
+    for option, is_on in (("gradients_on_disks", use.has_gradients), ("weights_on_disks", use.has_weights)):
+        without = format_terabytes(written_by(request.with_pipeline(**{option: False})) if is_on else written)
+        if without != format_terabytes(written):  # durable steps write weights in any case
+            yield f"--{option} left out, with 2 bytes of host memory more per parameter: {without}"
     if request.config.planning.max_disk_writes is None:
         drives = ceil(written / (USUAL_SHARE * min(use.ratings)))
         yield f"more drives like these: {drives} in place of {len(use.folders)}"

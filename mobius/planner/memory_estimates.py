@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from functools import cache, lru_cache
 
 from mobius.config.config import ActivationOffloading, Recompute
-from mobius.limits import MIN_GRADIENT_SUMS, gradient_sum_elements
+from mobius.limits import MIN_GRADIENT_SUMS, gradient_sum_elements, num_load_buffers
 from mobius.planner.peak_memory import (
     LayerBytes,
     MicrobatchBytes,
@@ -70,10 +70,12 @@ class HostMemoryEstimate:
     """Bytes that a step reads from disks."""
     disk_writes: int = 0
     """Bytes that a step writes to disks."""
+    load_buffers: int = 0
+    """Weights on their way from disks to GPUs, and a stage of each rank that is read from disks to be saved."""
 
     @property
     def total(self) -> int:
-        stages = self.streamed + self.resident + self.state_buffers
+        stages = self.streamed + self.resident + self.state_buffers + self.load_buffers
         return stages + self.offloaded_activations + self.num_ranks * self.process_bytes
 
     def describe(self) -> str:
@@ -88,6 +90,8 @@ class HostMemoryEstimate:
         ]
         if self.state_buffers:
             parts.append(f"{self.state_buffers / GIB:.3g} GiB for stages that are updated")
+        if self.load_buffers:
+            parts.append(f"{self.load_buffers / GIB:.3g} GiB for weights that are loaded or saved")
         if self.offloaded_activations:
             parts.append(f"{self.offloaded_activations / GIB:.3g} GiB for activations")
         parts.append(f"{self.num_ranks} x {self.process_bytes / GIB:.3g} GiB for the processes")
@@ -110,7 +114,7 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
     """
     streamed = streamed_bytes = resident = resident_bytes = 0
     shape, sizes = request.shape, request.sizes
-    in_buffers, arriving = (dict[int, int]() for _ in range(2))
+    in_buffers, arriving, weights = (dict[int, int]() for _ in range(3))
     offloads_sums = [plan.offloads_gradient_sums(rank) for rank in range(plan.num_ranks)]
     # Trained parameters of a frozen streamed stage, such as adapters, stay on the device.
     streams_trained, streamed_stage = not shape.keeps_trained_on_gpu, cache(sizes.host)
@@ -123,6 +127,7 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
             own = trained * streams_trained, in_layers * streams_trained
             if sizes.has_disks:
                 in_buffers[stage] = sizes.optimizer(*own)
+                weights[stage] = sizes.has_weights_on_disks * sizes.weight * parameters
                 if request.shares_gradient_memory(stage) and not has_sums:
                     arriving[stage] = sizes.gradients(own[0])
             streamed_bytes += streamed_stage(
@@ -145,11 +150,14 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
     attention *= request.attention_bytes
     offloaded_activations = inputs * request.message_bytes + attention
     offloaded_activations += products * max(0, request.product_bytes - request.message_bytes)
-    buffers = 0
+    buffers = load_buffers = 0
     for rank in range(plan.num_ranks):
         own_stages = plan.streamed_stages(rank)
-        largest = (max((each.get(stage, 0) for stage in own_stages), default=0) for each in (in_buffers, arriving))
+        largest = [
+            max((each.get(stage, 0) for stage in own_stages), default=0) for each in (in_buffers, arriving, weights)
+        ]
         buffers += min(sizes.num_state_buffers, len(own_stages)) * sum(largest)
+        load_buffers += _load_bytes(request, largest[0], largest[-1], len(own_stages))
     on_disks, copied = _disk_bytes(request, plan)
     return HostMemoryEstimate(
         plan.num_ranks,
@@ -162,7 +170,20 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
         attention,
         buffers + copied,
         *on_disks,
+        load_buffers,
     )
+
+
+def _load_bytes(request: PlanRequest, states: int, weights: int, num_stages: int) -> int:
+    """Return the host bytes of a rank's loads from disks, and of a stage that is read from there to be saved.
+
+    `states` and `weights` are the most of its `num_stages` streamed stages; none if weights are in memory. A saved
+    stage has a checkpoint's states with it, or at the end of the run the file of the model that is written.
+    """
+    saves_states = request.config.saving.is_on and not request.config.saving.save_only_model
+    saved = weights + max(weights, states * saves_states)
+    loaded = num_load_buffers(request.sizes.num_state_buffers, num_stages) * weights
+    return loaded + saved if weights else 0
 
 
 def _disk_bytes(request: PlanRequest, plan: Plan) -> tuple[tuple[int, int, int], int]:
@@ -174,10 +195,24 @@ def _disk_bytes(request: PlanRequest, plan: Plan) -> tuple[tuple[int, int, int],
         parameters, *own = shape.sizes_of(cut)
         frozen = parameters - own[0]
         stored += sizes.stored(*own, frozen=frozen, is_streamed=is_streamed)
-        read += is_streamed * sizes.on_disks(*own)
+        if is_streamed:
+            loads = num_loads(plan, cut.stage) if sizes.has_weights_on_disks else 0
+            read += sizes.on_disks(*own, frozen=frozen) + loads * sizes.weight * parameters
         written += sizes.written(*own, frozen=frozen, is_streamed=is_streamed)
         copied += (not is_streamed) * sizes.written(*own, frozen=frozen, is_streamed=False)
     return (stored, read, written), copied
+
+
+def num_loads(plan: Plan, stage: int) -> int:
+    """Return how often a step loads a streamed stage: for each forward and backward before which it is in no slot.
+
+    In a round, the last stages stay in the slots at the turn to backward, the first ones at the turn to the next round
+    (schedule/weight_streaming.py).
+    """
+    rank = plan.rank_of(stage)
+    own, slots, rounds = plan.streamed_stages(rank), plan.slots[rank], plan.accumulation_rounds
+    place = own.index(stage)
+    return 2 * rounds - rounds * (place >= len(own) - slots) - (rounds - 1) * (place < slots)
 
 
 @dataclass(frozen=True)

@@ -308,15 +308,28 @@ def _reduced_states(request: PlanRequest) -> Iterator[Change]:
 
 
 def _states_on_disks(request: PlanRequest) -> Iterator[Change]:
-    """Optimizer states on disks, as they are, or also in fewer bytes if only that fits; then gradients, too."""
+    """Optimizer states on disks, as they are, or also in fewer bytes if only that fits; then what else may be there."""
+    has_weights = request.machine.num_replicas == 1
     if request.config.pipeline.offload_states_to is None:
         on_disks, options = request.with_pipeline(offload_states_to="FOLDER"), "--offload_states_to FOLDER"
         yield Change(options, partial(_with_states, on_disks), [request.config.optim.optimizer_states])
         both = f"{options} --optimizer_states {{}}"
         yield Change(both, partial(_with_states, on_disks), _smaller_states(request), replaces={options})
-    else:
-        waiting = request.with_pipeline(gradients_on_disks=True)
-        yield Change("--gradients_on_disks", partial(_with_states, waiting), [request.config.optim.optimizer_states])
+        if has_weights:
+            weights = partial(_with_states, on_disks.with_pipeline(weights_on_disks=True))
+            formats = [request.config.optim.optimizer_states, *_smaller_states(request)]
+            all_states = f"{options} --weights_on_disks --optimizer_states {{}}"
+            yield Change(all_states, weights, formats, replaces={options, both})
+        return
+    simpler = set[str]()
+    for options in ("gradients_on_disks", "weights_on_disks", "gradients_on_disks weights_on_disks"):
+        names = [name for name in options.split() if not getattr(request.config.pipeline, name)]
+        text = " ".join(f"--{name}" for name in names)
+        if not names or text in simpler or ("weights_on_disks" in names and not has_weights):
+            continue
+        more = partial(_with_states, request.with_pipeline(**dict.fromkeys(names, True)))
+        yield Change(text, more, [request.config.optim.optimizer_states], replaces={*simpler})
+        simpler.add(text)
 
 
 def _with_states(request: PlanRequest, states: OptimizerStates) -> PlanRequest | None:

@@ -315,6 +315,7 @@ class PlanRequest:
             states=self.config.optim.optimizer_states,
             has_disks=self.config.pipeline.offload_states_to is not None,
             has_gradients_on_disks=self.config.pipeline.gradients_on_disks and self._clips,
+            has_weights_on_disks=self.config.pipeline.weights_on_disks,
             num_state_buffers=self.num_state_buffers,
             keeps_steps=self.keeps_steps,
             has_partial_sums=self.candidate.has_partial_sums,

@@ -53,6 +53,11 @@ class StageCost:
     """Seconds to quantize its weights, once for each load, or for each update if it is resident."""
 
     @property
+    def frozen(self) -> int:
+        """Parameters that are loaded with the trained ones and not trained."""
+        return 0 if self.loaded is None or self.keeps_trained_on_gpu else self.loaded - self.parameters
+
+    @property
     def updates_on_gpu(self) -> bool:
         """Whether the GPU updates what is trained, because its state stays there."""
         return self.is_resident or self.keeps_trained_on_gpu

@@ -47,6 +47,8 @@ class ByteSizes:
     """Whether optimizer states of streamed stages are on disks."""
     has_gradients_on_disks: bool = False
     """Whether their gradients wait there, too."""
+    has_weights_on_disks: bool = False
+    """Whether their weights are there, too."""
     num_state_buffers: int = NUM_STATE_BUFFERS
     """Stages of a rank whose states may be in host memory at once, if they are on disks."""
     keeps_steps: bool = False
@@ -98,24 +100,26 @@ class ByteSizes:
         saved = 0 if self.layer_state is None else int((self.per_optimizer - self.layer_state) * own)
         return self.per_optimizer * share - saved
 
-    def on_disks(self, trained: int, layers: int) -> int:
-        """Return the bytes that a step reads from disks for a streamed stage, parameters as of `optimizer`."""
-        return self.has_disks * (
-            self.optimizer(trained, layers) + self.has_gradients_on_disks * self.gradients(trained)
-        )
+    def on_disks(self, trained: int, layers: int, *, frozen: int = 0) -> int:
+        """Return the bytes that an update reads from disks for a streamed stage, parameters as of `optimizer`."""
+        gradients = self.has_gradients_on_disks * self.gradients(trained)
+        weights = self.has_weights_on_disks * self.weight * (trained + frozen) if trained else 0
+        return self.has_disks * (self.optimizer(trained, layers) + gradients + weights)
 
     def written(self, trained: int, layers: int, *, frozen: int = 0, is_streamed: bool = True) -> int:
         """Return the bytes that a step writes to disks for a stage, for parameters as of `optimizer`."""
         if not is_streamed:
             return self.keeps_steps * (self.weight * (trained + frozen) + self.optimizer(trained, layers))
         weights = self.weight * (trained + frozen) if trained else 0  # those of frozen stages are there already
-        return self.on_disks(trained, layers) + self.keeps_steps * weights
+        adds_weights = self.keeps_steps and not self.has_weights_on_disks
+        return self.on_disks(trained, layers, frozen=frozen) + adds_weights * weights
 
     def stored(self, trained: int, layers: int, *, frozen: int = 0, is_streamed: bool = True) -> int:
         """Return the bytes of a stage on disks, for parameters as of `optimizer`."""
         states = self.optimizer(trained, layers) * (self.has_disks if is_streamed else self.keeps_steps)
         gradients = is_streamed * self.has_gradients_on_disks * self.gradients(trained)
-        weights = self.keeps_steps * self.weight * (trained + frozen)
+        has_weights = self.keeps_steps or (is_streamed and self.has_weights_on_disks)
+        weights = has_weights * self.weight * (trained + frozen)
         return (1 + self.keeps_steps) * (states + weights) + gradients
 
     def gradients(self, trained: int) -> int:
@@ -128,11 +132,11 @@ class ByteSizes:
         """Return the host bytes of a streamed stage: weights, gradients or unfinished sums, and optimizer state.
 
         Sums, if any, take the place of gradients, which may be in memory that stages share (not `has_gradients`);
-        parameters are those of `optimizer`, whose state may be on disks.
+        parameters are those of `optimizer`, whose state may be on disks, as weights may.
         """
         waiting = SUM_BYTES * trained if has_sums else has_gradients * self.gradients(trained)
         state = 0 if self.has_disks else self.optimizer(trained, layers)
-        return self.weight * (trained + frozen) + waiting + state
+        return self.weight * (trained + frozen) * (not self.has_weights_on_disks) + waiting + state
 
     def resident(self, trained: int, layers: int, *, keeps_gradients: bool) -> int:
         """Return the GPU bytes of a resident stage: weights, optimizer state, and gradients or sums it holds."""

@@ -368,11 +368,11 @@ def _shared_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, ru
         flows += [shared.load(rank, down + both), shared.offload(rank, up + both)]
         flows.append(shared.update(sum(map(rules.sizes.shard_size, trained))))
         if profile.disks is not None:
-            sizes, read, written = rules.sizes, 0, 0
+            sizes, read, written = rules.sizes, down * rules.sizes.has_weights_on_disks, 0
             for cost in costs[rank :: plan.num_ranks]:
                 own, is_streamed = (cost.parameters, cost.trained_in_layers), not cost.updates_on_gpu
-                read += is_streamed * sizes.on_disks(*own)
-                written += sizes.written(*own, is_streamed=is_streamed)
+                read += is_streamed * sizes.on_disks(*own, frozen=cost.frozen)
+                written += sizes.written(*own, frozen=cost.frozen, is_streamed=is_streamed)
                 flows.append(shared.offload(rank, 0 if is_streamed else sizes.written(*own, is_streamed=False)))
             flows += [shared.disk_read(read), shared.disk_write(written)]
     used: dict[Hashable, float] = {}

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
 
-from mobius.limits import MIN_GRADIENT_SUMS, UPDATE_CHUNK_ELEMENTS, max_pending_offloads
+from mobius.limits import MIN_GRADIENT_SUMS, UPDATE_CHUNK_ELEMENTS, max_pending_offloads, num_load_buffers
 from mobius.planner.event_simulation import Flow, Task, shared_bandwidth
 from mobius.planner.profile import Profile
 from mobius.planner.stage_costs import StageCost, StepRules
@@ -113,6 +113,8 @@ class _RankTasks:
     """The last write of a stage's optimizer states to disks."""
     buffers: deque[Task] = field(default_factory=deque)
     """The writes that free the buffers of such states, in the order in which these are used."""
+    loads_from_disks: deque[Task] = field(default_factory=deque)
+    """The loads that free the buffers of weights from disks, likewise."""
     updated: set[int] = field(default_factory=set)
     """Streamed stages whose next load brings the weights that other replicas have updated."""
     unquantized: set[int] = field(default_factory=set)
@@ -312,12 +314,27 @@ class StepTasks:
         loaded = cost.parameters if cost.loaded is None else cost.loaded
         gathers = stage in state.updated
         loaded -= self.rules.sizes.remote_size(cost.parameters) if gathers else 0
-        flow = self.flows.load(rank, loaded * self.rules.sizes.weight)
+        num_bytes = loaded * self.rules.sizes.weight
+        reads = self.rules.sizes.has_weights_on_disks and self.profile.disks is not None
+        if reads:
+            needs.append(self._read_weights(rank, stage, num_bytes))
         slot.stage = stage
-        load = self._task((Lane.LOAD, rank), flow, needs, name=f"L{stage}")
+        load = self._task((Lane.LOAD, rank), self.flows.load(rank, num_bytes), needs, name=f"L{stage}")
+        if reads:
+            state.loads_from_disks.append(load)
         state.loads[stage] = self._gather(rank, stage, slot, load) if gathers else load
         state.updated.discard(stage)
         state.unquantized.add(stage)
+
+    def _read_weights(self, rank: int, stage: int, num_bytes: int) -> Task:
+        """Read weights for a load, once an update has written them and a buffer is free (engine/weight_loads.py)."""
+        state = self.ranks[rank]
+        streamed = self.schedule.spec.streamed_stages(rank)
+        number = num_load_buffers(self.rules.sizes.num_state_buffers, len(streamed))
+        loads = state.loads_from_disks
+        points = (state.begin, state.written.get(stage), loads.popleft() if len(loads) == number else None)
+        needs = [task for task in points if task is not None]
+        return self._task(f"weights read {rank}", self.flows.disk_read(num_bytes), needs)
 
     def _add_offload(self, rank: int, played: _PlayedAction) -> None:
         state, stage = self.ranks[rank], played.stage
@@ -421,7 +438,7 @@ class StepTasks:
 
     def _state_bytes(self, stage: int) -> int:
         cost = self.costs[stage]
-        return self.rules.sizes.on_disks(cost.parameters, cost.trained_in_layers)
+        return self.rules.sizes.on_disks(cost.parameters, cost.trained_in_layers, frozen=cost.frozen)
 
     def _read_states(self, rank: int, stage: int) -> Task:
         """Read a stage's states once its update is submitted and a buffer is free (engine/state_files.py)."""
@@ -441,7 +458,8 @@ class StepTasks:
     def _write_states(self, rank: int, stage: int) -> None:
         state = self.ranks[rank]
         cost = self.costs[stage]
-        flow = self.flows.disk_write(self.rules.sizes.written(cost.parameters, cost.trained_in_layers))
+        written = self.rules.sizes.written(cost.parameters, cost.trained_in_layers, frozen=cost.frozen)
+        flow = self.flows.disk_write(written)
         state.written[stage] = self._task(f"states written {rank}", flow, [state.updates[stage]])
         state.buffers.append(state.written[stage])
 

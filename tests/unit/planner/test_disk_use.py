@@ -64,6 +64,13 @@ def test_gradients_need_not_be_on_the_disks() -> None:
     assert "\n  --gradients_on_disks left out, with 2 bytes of host memory more per parameter: 404 TB" in text
 
 
+def test_weights_need_not_be_on_the_disks_unless_steps_are_durable_there() -> None:
+    text = refusal(weights_on_disks=True, max_disk_writes=450)
+    assert "the run would write 485 TB" in text
+    assert "\n  --weights_on_disks left out, with 2 bytes of host memory more per parameter: 404 TB" in text
+    assert "left out" not in refusal(weights_on_disks=True, max_disk_writes=450, durable_steps=DurableSteps.ON)
+
+
 def test_steps_are_durable_where_two_of_them_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     need, machine = 24 * SHAPE.num_parameters, Machine(4)
     config = planned(durable_steps=DurableSteps.AUTO, offload_states_to=f"{tmp_path}/a,{tmp_path}/b").request.config

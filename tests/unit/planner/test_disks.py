@@ -85,15 +85,50 @@ def test_fewer_stages_are_in_host_memory_at_once_where_it_is_short() -> None:
     assert short.request.num_state_buffers == 2
     assert short.host_estimate.state_buffers == pytest.approx(2 / 3 * buffers, rel=0.01)
     assert short.host_estimate.total <= less
-    shorter = planned(**options, host_memory_limit=0.8 * (usual.host_estimate.total - buffers // 3) / 2**30)
+    shortest = planned(**options, host_memory_limit=(less - buffers // 3) / 2**30)
+    assert shortest.request.num_state_buffers == 1
+    shorter = planned(**options, host_memory_limit=0.8 * (less - buffers // 3) / 2**30)
     assert shorter.request.num_state_buffers == 3, "what does not fit is told as usual"
 
 
+def test_weights_on_disks_take_host_memory_for_the_buffers_alone_and_two_reads_more() -> None:
+    options: dict[str, Any] = {"offload_states_to": "/a,/b", "num_stages": 32, "max_grad_norm": 0.0}
+    options["disk_rate"] = "0.5,5"
+    memory, disks = (planned(**options, weights_on_disks=there) for there in (False, True))
+    count = SHAPE.num_parameters
+    largest = sum(max(cut.num_parameters(SHAPE) for cut in disks.plan.cuts[rank::4]) for rank in range(4))
+    assert disks.host_estimate.streamed == 0
+    saved = (2 + 10) * largest  # a stage of each rank with its states, for a checkpoint
+    assert disks.host_estimate.load_buffers == 2 * 2 * largest + saved
+    assert disks.host_estimate.state_buffers - memory.host_estimate.state_buffers == 3 * 2 * largest
+    assert memory.host_estimate.total - disks.host_estimate.total == 2 * count - 5 * 2 * largest - saved
+    assert disks.host_estimate.disk == pytest.approx(12 * count, rel=0.001)
+    assert disks.host_estimate.disk_writes == pytest.approx(12 * count, rel=0.001)
+    # Once for the update, and for forward and backward; between these a rank's last stages stay in its slots.
+    slots = disks.plan.slots[0]
+    assert disks.plan.slots == (slots,) * 4
+    staying = sum(cut.num_parameters(SHAPE) for cut in disks.plan.cuts[-4 * slots :])
+    assert disks.host_estimate.disk_reads == pytest.approx(12 * count + 2 * (2 * count - staying), rel=0.001)
+    alone = disks.host_estimate.disk_reads / 1e9
+    assert alone < disks.step_seconds < 1.25 * alone
+    assert "GiB of weights and optimizer states are in /a,/b" in describe_disks(disks)
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_durable_steps_have_the_weights_in_any_case(weights: bool) -> None:
+    options: dict[str, Any] = {"offload_states_to": "/a,/b", "durable_steps": DurableSteps.ON}
+    found = planned(**options, weights_on_disks=weights).host_estimate
+    assert found.disk == pytest.approx(24 * SHAPE.num_parameters, rel=0.001)
+    assert found.disk_writes == pytest.approx(12 * SHAPE.num_parameters, rel=0.001)
+
+
+@pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("steps", [DurableSteps.ON, DurableSteps.OFF])
 @pytest.mark.parametrize("rate", ["0.5,0.5", "4,1", "7,5"])
 @pytest.mark.parametrize("rounds", [1, 8])
-def test_no_step_is_shorter_than_the_bound(rate: str, rounds: int, steps: DurableSteps) -> None:
-    found = planned(offload_states_to="/a", disk_rate=rate, num_chunks=8, num_rounds=rounds, durable_steps=steps)
+def test_no_step_is_shorter_than_the_bound(rate: str, rounds: int, steps: DurableSteps, weights: bool) -> None:
+    options: dict[str, Any] = {"offload_states_to": "/a", "disk_rate": rate, "weights_on_disks": weights}
+    found = planned(**options, num_chunks=8, num_rounds=rounds, durable_steps=steps)
     assert found.profile is not None
     bound = predict_min_step_seconds(found.plan, found.request, found.profile)
     assert bound <= seconds(found.request, found) * (1 + 1e-9)

@@ -12,7 +12,7 @@ from harness.plan_requests import refusal_by, request_of
 from transformers import LlamaConfig
 
 from mobius.config.cli import parse_args
-from mobius.config.config import ActivationOffloading, Order, Recompute
+from mobius.config.config import ActivationOffloading, Order, Recompute, SaveStrategy
 from mobius.errors import HostMemoryError
 from mobius.models.blocks import ModelParts
 from mobius.planner.fit import DoesNotFitError, fit_plan, fits_gpus, fits_host
@@ -199,13 +199,34 @@ def test_disks_are_named_with_the_bytes_there_and_what_the_prediction_leaves_out
     assert f"{needed.total / GIB:.1f} GiB of host memory, {needed.disk / GIB:.1f} GiB on disks" in text
     assert text.endswith("tokens/s if disks were no limit")
     on_disk = {**streamed, "offload_states_to": "/a"}
-    fewest = planned(replace(request_of(half, TWO, **on_disk), num_state_buffers=2)).host_estimate
+    fewest = planned(replace(request_of(half, TWO, **on_disk), num_state_buffers=1)).host_estimate
     little = fewest.total / GIB - 0.1
     tight = host_refusal(short_of_host(half, little, **streamed))
     assert option not in tight
     assert f"{option} --optimizer_states bf16" in tight
     on_disks = host_refusal(short_of_host(half, little, **streamed, offload_states_to="/a"))
     assert not any("offload_states_to" in options for options in on_disks)
+    assert "--gradients_on_disks" in on_disks
+    assert not any("weights_on_disks" in options for options in on_disks), "gradients are moved once each"
+
+
+def test_weights_on_disks_are_named_where_nothing_simpler_fits(half: ModelShape) -> None:
+    small: dict[str, object] = {"resident_stages": "0", "num_stages": 18, "num_chunks": 16, "num_rounds": 1}
+    small["save_strategy"] = SaveStrategy.NO  # a checkpoint is made in memory that is counted
+    on_disk = small | {"offload_states_to": "/a"}
+    assert "--gradients_on_disks --weights_on_disks" in host_refusal(short_of_host(half, 14, **on_disk))
+    assert "--weights_on_disks" in host_refusal(short_of_host(half, 14, **on_disk, max_grad_norm=0.0))
+    both = "--offload_states_to FOLDER --weights_on_disks --optimizer_states"
+    assert f"{both} fp32" in host_refusal(short_of_host(half, 14, **small, max_grad_norm=0.0))
+    assert f"{both} bf16" in host_refusal(short_of_host(half, 11, **small, max_grad_norm=0.0))
+
+
+def test_replicas_are_offered_no_weights_on_disks(half: ModelShape) -> None:
+    options: dict[str, object] = {"resident_stages": "0", "num_stages": 16, "num_chunks": 8, "num_rounds": 1}
+    request = request_of(half, replace(TWO, num_replicas=2), **options, offload_states_to="/a")
+    needed = planned(replace(request, num_state_buffers=1)).host_estimate.total
+    remedies = find_remedies(request, None, None, needed - GIB // 10)
+    assert not any("weights_on_disks" in each for each in remedies)
 
 
 def host_refusal(found: PlanResult) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from mobius.engine.slot_files import StatePlaces
 from mobius.engine.update_queue import UpdateQueue
 from mobius.limits import MIN_GRADIENT_SUMS
 from mobius.models.blocks import ModelParts
-from mobius.planner.memory_estimates import estimate_host_memory, state_bytes
+from mobius.planner.memory_estimates import estimate_host_memory, num_loads, state_bytes
 from mobius.planner.request import Machine, PlanRequest
+from mobius.schedule.action import ActionKind
+from mobius.schedule.build import build_unchecked
 from mobius.schedule.plan import MemoryUse, Plan
 from mobius.training.stages import RankStages
 
@@ -61,7 +64,9 @@ def allocated_bytes(
         gradient_dtype=torch.float32 if request.config.pipeline.fp32_gradients else DTYPES[request.config.model.dtype],
         loss_chunk_tokens=64,
         deferred_updates=request.deferred_updates,
-        updates=UpdateQueue(has_thread=False, places=StatePlaces(folders)),
+        updates=UpdateQueue(
+            has_thread=False, places=StatePlaces(folders, has_weights=request.config.pipeline.weights_on_disks)
+        ),
         reduced_format="" if request.sizes.layer_state is None else request.config.optim.optimizer_states.value,
     )
     after = device_bytes()
@@ -153,13 +158,34 @@ def test_planned_bytes_of_reduced_states_are_those_that_are_allocated(
         assert device + host - estimate_host_memory(request, plan).streamed == pytest.approx(norms, abs=8)
 
 
-def test_planned_bytes_of_states_on_disks_are_those_that_are_allocated(parts: ModelParts, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_weights", [False, True])
+def test_planned_bytes_of_what_is_on_disks_are_those_that_are_allocated(
+    parts: ModelParts, tmp_path: Path, has_weights: bool
+) -> None:
     for resident in (0, 1, 3):
         options: dict[str, Any] = {"dtype": Dtype.BF16, "offload_states_to": str(tmp_path), "num_stages": 8}
-        options["durable_steps"] = DurableSteps.OFF
+        options |= {"durable_steps": DurableSteps.OFF, "overlap_optimizer": False, "weights_on_disks": has_weights}
         request = request_of(parts.shape(), Machine(2), **options)
         plan = request.plan.with_same_use(MemoryUse(resident, 0, min(2, 4 - resident)))
         host = sum(allocated_bytes(parts, request, plan, rank, [tmp_path])[1] for rank in range(plan.num_ranks))
         planned = estimate_host_memory(request, plan)
-        assert planned.streamed + planned.state_buffers == pytest.approx(host, abs=6 * 4096)  # whole pages
-        assert planned.disk == 10 * planned.streamed_parameters
+        per_stage = [cut.num_parameters(request.shape) for cut in plan.cuts if cut.stage not in plan.resident]
+        saved = (2 + 10) * sum(max(per_stage[rank::2]) for rank in range(2)) * has_weights  # during training only
+        buffers = planned.state_buffers + planned.load_buffers - saved
+        assert planned.streamed + buffers == pytest.approx(host, abs=16 * 4096)  # whole pages
+        assert planned.disk == (12 if has_weights else 10) * planned.streamed_parameters
+        assert planned.streamed == (2 if has_weights else 4) * planned.streamed_parameters
+
+
+@pytest.mark.parametrize("order", [Order.BREADTH_FIRST, Order.DEPTH_FIRST])
+def test_loads_are_counted_as_the_schedule_has_them(parts: ModelParts, order: Order) -> None:
+    for rounds, resident in ((1, 0), (1, 2), (2, 0), (4, 1)):
+        options: dict[str, Any] = {"num_stages": 10, "num_chunks": 4, "num_rounds": rounds, "compute_order": order}
+        request = request_of(parts.shape(), Machine(2), **options)
+        streamed = 5 - resident
+        for slots in (streamed,) if order is Order.DEPTH_FIRST else range(1, streamed + 1):
+            plan = request.plan.with_same_use(MemoryUse(resident, 0, slots))
+            actions = [action for rank in build_unchecked(plan).actions for action in rank]
+            loads = Counter(action.stage for action in actions if action.kind is ActionKind.LOAD)
+            assert loads == {stage: num_loads(plan, stage) for stage in loads}, (rounds, resident, slots)
+            assert len(loads) == 2 * streamed
