@@ -39,6 +39,7 @@ VARIANTS = {
     "compact, a resident stage": f"{DISKS} --optimizer_states compact --resident_stages 1 --max_grad_norm 0",
     "frozen stages": f"{DISKS} --num_stages 4 --freeze embedding,layers.0-1",
     "tied": f"{DISKS} --model_path tied --num_stages 4",
+    "weights on the disks": f"{DISKS} --weights_on_disks --num_stages 4 --freeze embedding,layers.0-1",
     "fp16, whose first steps are skipped": "--dtype fp16 --offload_states_to disk --save_steps 1",
 }
 ON_DEMAND = ["tied", "fp16, whose first steps are skipped"]
