@@ -239,6 +239,12 @@ def test_a_batch_that_replicas_cannot_share_is_refused(num_chunks: str, fitting:
     parse_args(words, num_ranks=8, num_nodes=4)
 
 
+def test_replicas_have_their_weights_in_memory() -> None:
+    words = ["--batch_size", "16", "--offload_states_to", "d", "--weights_on_disks"]
+    assert "replicas send each other updated weights from CPU memory" in problem_of(words, num_ranks=4, num_nodes=2)
+    parse_args(words, num_ranks=4)
+
+
 def test_changes_are_a_list_of_names() -> None:
     config = parse_args(["--resume_from_checkpoint", "c", "--resume_changes", "learning_rate, num_iterations"])
     assert config.saving.changes == ("learning_rate", "num_iterations")
