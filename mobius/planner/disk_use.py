@@ -2,8 +2,7 @@
 
 Each step reads and writes all of them once, and the folders take turns, so that each has an equal part. Weights may be
 there, too, and are then read by each load as well. Durable steps write weights in any case, and take the space twice,
-for two slots. Wear is what is written beside what the drives are rated
-for (TBW in their data sheets).
+for two slots. Wear is what is written beside what the drives are rated for (TBW in their data sheets).
 """
 
 from __future__ import annotations
