@@ -101,8 +101,11 @@ _PACKED_ONLY: dict[str, Callable[[], PretrainedConfig]] = {
     # Capped scores, which dense attention of transformers refuses in the fast way.
     "gemma2": lambda: Gemma2Config(**_TINY, head_dim=16, sliding_window=4, attn_logit_softcapping=2.0),
 }
-FAMILIES_OF_LAYERS = named({family: family for family in FAMILIES}, on_demand=["llama-tied", "gemma3-softcap"])
-"""The last two have the layers of llama and gemma3: a tied matrix and a cap of logits are outside of them."""
+FAMILIES_OF_LAYERS = named(
+    {family: family for family in FAMILIES}, on_demand=["llama-tied", "gemma3-softcap", "qwen3", "mistral"]
+)
+"""On demand are those whose layers have nothing that others lack: llama-tied and gemma3-softcap differ outside of them,
+gemma3 has the norms of qwen3 and the windows of mistral."""
 CUT_FAMILIES = {**FAMILIES, **_OTHERS}
 CUT_FAMILIES_PACKED = {**CUT_FAMILIES, **_PACKED_ONLY}
 

@@ -42,7 +42,7 @@ VARIANTS = {
     "weights on the disks": f"{DISKS} --weights_on_disks --num_stages 4 --freeze embedding,layers.0-1",
     "fp16, whose first steps are skipped": "--dtype fp16 --offload_states_to disk --save_steps 1",
 }
-ON_DEMAND = ["tied", "fp16, whose first steps are skipped"]
+ON_DEMAND = ["tied", "fp16, whose first steps are skipped", "compact, a resident stage", "frozen stages"]
 
 
 @pytest.fixture

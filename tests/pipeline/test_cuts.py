@@ -100,16 +100,20 @@ def test_ranks_and_cuts_change_no_bit_of_a_clipped_run(tmp_path: Path, name: str
         assert not differing({name: own[name] for name in state}, state), cut
 
 
-ON_DISKS = ["fp32", "compact states, tied", *ON_DEMAND]
+ON_DISKS = {
+    f"{kind}, {norm}": (kind, norm) for kind in ("fp32", "compact states, tied", *ON_DEMAND) for norm in (0.5, 0.0)
+}
 
 
-@pytest.mark.parametrize("max_grad_norm", [0.5, 0.0])
-@pytest.mark.parametrize("kind", named({name: name for name in ON_DISKS}, on_demand=ON_DEMAND))
-def test_what_is_on_disks_changes_no_bit(tmp_path: Path, kind: str, max_grad_norm: float) -> None:
+@pytest.mark.parametrize(
+    "case", named(ON_DISKS, on_demand=ON_DISKS.keys() - {"fp32, 0.5", "compact states, tied, 0.0"})
+)
+def test_what_is_on_disks_changes_no_bit(tmp_path: Path, case: tuple[str, float]) -> None:
     """Without clipping gradients arrive in the three buffers that the four stages of a rank share, or wait on disks.
 
     Weights are on disks with some of the options, with each in the kinds on demand.
     """
+    kind, max_grad_norm = case
     own = replace(KINDS[kind], max_grad_norm=max_grad_norm)
     make_checkpoint(tmp_path / "model", num_layers=8, vocab_size=VOCAB, **own.fields)
     expected = run(tmp_path / "model", own, Cut(2, (1,) * 8))

@@ -31,7 +31,7 @@ VARIANTS = {
     "frozen stages": f"{DISKS} --num_stages 4 --freeze embedding,layers.0-1",
     "evaluated": f"{DISKS} --val_size 4 --eval_strategy steps --eval_steps 2",
 }
-ON_DEMAND = ["clipped", "no overlap", "evaluated"]
+ON_DEMAND = ["clipped", "no overlap", "evaluated", "frozen stages"]
 
 
 def is_empty(*folders: str) -> bool:
@@ -78,7 +78,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("others", named(OTHERS, on_demand=["resident"]))
+@pytest.mark.parametrize("others", named(OTHERS, on_demand=["resident", "more stages"]))
 def test_it_may_go_on_with_another_plan_and_on_other_disks(run: Run, workplace: Path, others: str) -> None:
     leave_alone(run, DISKS)
     fail_after_step_5(run, DISKS)
