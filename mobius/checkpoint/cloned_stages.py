@@ -28,14 +28,13 @@ from torch import Tensor
 from mobius.atomic_files import nearest_folder
 from mobius.checkpoint.reader import DTYPES
 from mobius.checkpoint.slot_reader import Region
-from mobius.checkpoint.tensor_files import MODEL_PREFIX, FileRecord, translate_file_errors, write_stage
+from mobius.checkpoint.tensor_files import MAX_FILE_BYTES, MODEL_PREFIX, FileRecord, translate_file_errors, write_stage
 from mobius.engine.state_files import ALIGNMENT, Key
 from mobius.errors import CheckpointError, reason_of
 from mobius.regular_files import open_regular
 
 SMALLEST_CLONE = 2**16
 """Bytes of neighbouring tensors below which they are copied."""
-_MAX_FILE_BYTES: Final = 5_000_000_000
 _FICLONERANGE: Final = 0x4020940D
 """Linux's request of `ioctl_ficlonerange(2)`."""
 
@@ -107,7 +106,7 @@ def _neighbours(region: Region, weights: Collection[str]) -> Iterator[list[str]]
     for name in sorted(region.tensors, key=region.span):
         start, stop = region.span(name)
         is_alike = not names or (name in weights) is (names[0] in weights)
-        if names and not (is_alike and start == end and stop - first <= _MAX_FILE_BYTES):
+        if names and not (is_alike and start == end and stop - first <= MAX_FILE_BYTES):
             yield names
             names = []
         first, end = first if names else start, stop

@@ -196,18 +196,23 @@ def test_room_is_asked_for_that_the_next_steps_take(
     assert Path("out/checkpoint-3").is_dir()
 
 
-def test_a_kill_in_the_middle_leaves_the_checkpoint_before_it_whole(
-    run: Run, workplace: Path, whole: None, clones: list[str]
-) -> None:
-    arguments = f"{SMALL} {SIX} {DISKS} --save_dir cut".replace("--device cpu", "").split()
-    killed = Ranks(
+def cloning_ranks(workplace: Path, options: str, *, num_ranks: int = 1, dies_in: str = "") -> Ranks:
+    """Start processes whose clones are copies; the first file whose path has `dies_in` in it ends them."""
+    arguments = f"{SMALL} {options}".replace("--device cpu", "").split()
+    return Ranks(
         "harness.shared_blocks",
         "run_with_clones",
-        ["checkpoint-4.partial/optimizer", *arguments],
-        num_ranks=1,
+        [dies_in, *arguments],
+        num_ranks=num_ranks,
         folder=workplace,
         environment=environment(workplace / "cache"),
     )
+
+
+def test_a_kill_in_the_middle_leaves_the_checkpoint_before_it_whole(
+    run: Run, workplace: Path, whole: None, clones: list[str]
+) -> None:
+    killed = cloning_ranks(workplace, f"{SIX} {DISKS} --save_dir cut", dies_in="checkpoint-4.partial/optimizer")
     assert killed.wait() == -9, killed.output()
     assert list(Path("cut/checkpoint-4.partial").glob("optimizer*"))
     assert Path("cut/checkpoint-4").is_symlink(), "the step is durable before it is cloned"
@@ -223,15 +228,7 @@ def test_a_kill_in_the_middle_leaves_the_checkpoint_before_it_whole(
 def test_ranks_clone_their_stages_each(run: Run, workplace: Path) -> None:
     options = f"{SIX} {DISKS} --num_stages 4 --resident_stages 1"
     leave_alone(run, options)
-    arguments = f"{SMALL} {options} --save_dir cloned".replace("--device cpu", "").split()
-    ranks = Ranks(
-        "harness.shared_blocks",
-        "run_with_clones",
-        ["", *arguments],
-        num_ranks=2,
-        folder=workplace,
-        environment=environment(workplace / "cache"),
-    )
+    ranks = cloning_ranks(workplace, f"{options} --save_dir cloned", num_ranks=2)
 
     assert ranks.wait() == 0, ranks.output()
     assert ranks.output().count("in blocks of its durable step") == 3

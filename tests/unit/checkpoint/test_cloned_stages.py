@@ -107,7 +107,7 @@ def test_every_tensor_is_found_in_files_of_its_kind(step: StepTensors, tmp_path:
 def test_files_have_the_usual_size(
     step: StepTensors, tmp_path: Path, made: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cloned_stages, "_MAX_FILE_BYTES", 12000)
+    monkeypatch.setattr(cloned_stages, "MAX_FILE_BYTES", 12000)
 
     clone_tensors(tmp_path / "made", step, WEIGHTS)
 
