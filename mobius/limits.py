@@ -17,7 +17,7 @@ NUM_STATE_BUFFERS = 3
 """Stages of a rank whose optimizer states are in host memory at a time if they are on disks: one is read, one updated,
 one written."""
 FEWEST_STATE_BUFFERS = 1
-"""The same where host memory is short: a stage is read once the one before is written."""
+"""Their fewest, taken where host memory is short: a stage is read once the one before is written."""
 SHARD_ALIGNMENT = 32
 """Elements that a replica's share of a stage is a multiple of: a group of compact optimizer states, 64 bytes in bf16. A
 stage's length is a multiple of 128, so that 2 or 4 replicas have equal shares, and more nearly equal ones."""
