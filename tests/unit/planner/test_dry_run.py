@@ -205,12 +205,12 @@ def test_the_gpus_of_the_ranks_are_told_where_they_are_here(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--num_stages", "8", "--num_chunks", "1"], ["--num_stages", "32", "--gpu_memory_limit", "2"]]
+    "arguments", [["--num_stages", "4", "--num_chunks", "1"], ["--num_stages", "16", "--gpu_memory_limit", "2"]]
 )
 def test_what_does_not_fit_is_told_with_the_arithmetic_and_leaves_no_plan(
     large: Path, caplog: pytest.LogCaptureFixture, arguments: Sequence[str]
 ) -> None:
-    assert not dry(*NODE[:3], "RTX4090", *NODE[4:], "--seq_length", "2048", *arguments)
+    assert not dry(*NODE[:3], "RTX4090", *NODE[4:], "--num_layers", "16", "--seq_length", "2048", *arguments)
     text = told(caplog)
     assert "does not fit: rank" in text
     assert re.search(r" inputs \d", text)
@@ -243,7 +243,8 @@ def test_too_little_host_memory_is_told_with_what_fits_and_leaves_no_plan(
     large: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "mobius")
-    short = ["--num_stages", "32", "--num_chunks", "8", "--host_memory_limit", "40", "--resident_stages", "0", *ONE_WAY]
+    short = ["--num_layers", "8", "--num_stages", "8", "--num_chunks", "8", "--host_memory_limit", "24"]
+    short += ["--resident_stages", "0", *ONE_WAY]
     assert not dry(*NODE, *short)
     text = told(caplog)
     assert re.search(r"the run does not fit: \d+\.\d GiB of host memory are missing", text.splitlines()[1])

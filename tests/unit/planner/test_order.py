@@ -40,7 +40,7 @@ def test_an_order_that_is_given_is_taken(order: Order, machine: Machine) -> None
 
 
 def test_auto_takes_the_faster_order_and_never_leaves_it_open() -> None:
-    for options in ({}, {"seq_length": 4096, "batch_size": 64, "num_chunks": 64}, {"recompute": Recompute.FULL}):
+    for options in ({}, {"recompute": Recompute.FULL}):
         chosen, *others = (
             answered(ask(**options, compute_order=order))
             for order in (Order.AUTO, Order.BREADTH_FIRST, Order.DEPTH_FIRST)

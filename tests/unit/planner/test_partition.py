@@ -145,7 +145,10 @@ def test_a_head_larger_than_all_layers_leaves_none_to_its_stage() -> None:
     assert sizes_of(shape_of([3] * 8, 50), 8, 4) == [1, 1, 1, 1, 2, 1, 1, 0]
 
 
-@pytest.mark.parametrize("model", ["0.5b", "3b", "4b", "8b", "14b", "32b", "70b"])
+@pytest.mark.parametrize(
+    "model",
+    ["0.5b", "8b", *(pytest.param(name, marks=pytest.mark.extended) for name in ("3b", "4b", "14b", "32b", "70b"))],
+)
 def test_no_step_is_slower_than_with_an_even_cut(model: str) -> None:
     shape = find_published_shape(model)
     for num_ranks in (2, 4, 8):

@@ -139,7 +139,10 @@ def test_more_resident_stages_than_fit_are_refused_with_the_arithmetic(llama_7b:
 
 @pytest.mark.parametrize(
     ("options", "advice"),
-    [({"resident_stages": "0"}, "--resident_stages auto"), ({"num_rounds": 1}, "--num_rounds auto")],
+    [
+        ({"resident_stages": "0"}, "--resident_stages auto"),
+        pytest.param({"num_rounds": 1}, "--num_rounds auto", marks=pytest.mark.extended),
+    ],
 )
 def test_too_little_host_memory_names_the_option_without_which_it_fits(
     half: ModelShape, options: dict[str, object], advice: str

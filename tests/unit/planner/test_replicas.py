@@ -260,7 +260,7 @@ def test_what_pipelines_of_a_node_send_each_other_does_not_leave_it() -> None:
 def test_another_node_pays_with_a_fast_link_and_does_not_with_a_slow_one() -> None:
     shape, options = (
         find_published_shape("7b"),
-        {"recompute": Recompute.FULL, "resident_stages": "0", "gpu_memory_limit": 23.0},
+        {"recompute": Recompute.FULL, "resident_stages": "0", "gpu_memory_limit": 23.0, "num_stages": 16},
     )
 
     def asked(nodes: int, link: float) -> PlanResult:

@@ -49,7 +49,7 @@ def least(request: PlanRequest) -> int:
     return max(estimate_gpu_memory(request, plan, rank=rank, layer=layer).total for rank in range(2))
 
 
-@pytest.mark.parametrize("limit", [6.8, 9, 14, 30])
+@pytest.mark.parametrize("limit", [6.8, 14, *(pytest.param(limit, marks=pytest.mark.extended) for limit in (9, 30))])
 def test_auto_takes_rounds_that_fit_and_more_than_the_fewest_only_for_time_or_to_spare_the_host(limit: float) -> None:
     request = request_for("--gpu_memory_limit", str(limit))
     rounds = request.candidate.accumulation_rounds

@@ -191,7 +191,7 @@ def as_dry_run(
 
 @pytest.mark.parametrize(
     ("seed", "num_settings"),
-    [(17, 25), *(pytest.param(seed, 100, marks=pytest.mark.extended) for seed in (17, 18, 19, 20))],
+    [(17, 12), *(pytest.param(seed, 100, marks=pytest.mark.extended) for seed in (17, 18, 19, 20))],
 )
 def test_a_dry_run_answers_what_a_run_does(monkeypatch: pytest.MonkeyPatch, seed: int, num_settings: int) -> None:
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)

@@ -99,6 +99,7 @@ def test_a_large_batch_needs_no_rounds_where_the_host_has_room() -> None:
     assert seconds[1] < seconds[0]
 
 
+@pytest.mark.extended  # searches for seconds
 def test_rounds_stay_where_the_host_has_no_room() -> None:
     options = {**SMALLER, "gpu_memory_limit": 16.0, "activation_offloading": ActivationOffloading.AUTO}
     asked = resolve_auto(request_of(find_published_shape("7b"), H200, host_memory_limit=110.0, **options))
