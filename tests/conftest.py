@@ -10,6 +10,7 @@ import pytest
 from harness.forked import library_environment
 from harness.grids import covering
 
+gc.disable()  # until all tests are collected: collections of what is imported took half of that time
 with library_environment():
     import datasets  # noqa: F401
     import transformers  # noqa: F401
@@ -52,6 +53,14 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was imported out of garbage collections, each of which took a quarter of a second with it."""
+    """Leave what was imported out of garbage collections, each of which took a quarter of a second with it.
+
+    A test makes few cycles, and many objects that live for a moment: collections that are rare find as much.
+    """
+    trace = logging.getLogger("torch.__trace")  # of compilers; pytest would ask for it, as it does not propagate
+    trace.handlers.clear()
+    trace.propagate = True
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+    gc.enable()
