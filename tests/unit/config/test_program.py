@@ -63,6 +63,7 @@ def test_the_packages_are_those_that_the_project_needs() -> None:
     assert sorted(PACKAGES.values()) == sorted(re.match(r"[a-z]+", line)[0] for line in needed)  # type: ignore[index]
 
 
+@pytest.mark.extended
 def test_the_package_installs_the_command(tmp_path: Path) -> None:
     """Into a folder of its own, in which nothing but Mobius is."""
     pytest.importorskip("setuptools")
@@ -72,6 +73,7 @@ def test_the_package_installs_the_command(tmp_path: Path) -> None:
         (source / name).symlink_to(ROOT / name)
     target = tmp_path / "installed"
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+    install += ["--no-compile"]
     said([*install, "--target", str(target), str(source)], tmp_path)
 
     text = said([str(target / "bin" / "mobius"), "--help"], target, PYTHONPATH=str(target))

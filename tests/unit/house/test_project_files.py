@@ -146,6 +146,8 @@ def test_a_wheel_without_a_compiler_has_all_but_the_library_and_suits_every_plat
     with built_wheel(tmp_path, compiler) as wheel:
         files = set(wheel.namelist())
         assert Path(wheel.filename or "").name.endswith("-py3-none-any.whl")
+        (commands,) = (wheel.read(name).decode() for name in files if name.endswith("entry_points.txt"))
+    assert "mobius = mobius.__main__:main" in commands.splitlines()
     listed = subprocess.run(["git", "ls-files", "mobius"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert [name for name in listed.stdout.split() if name not in files] == []
     assert not any(name.endswith(".so") for name in files)

@@ -3,8 +3,9 @@
 import ast
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,19 @@ def syntax_tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@functools.cache
+def syntax_nodes(path: Path) -> Mapping[type[ast.AST], Sequence[Any]]:
+    """All nodes of a file by their kind; walking the tree takes longer than a rule."""
+    nodes: dict[type[ast.AST], list[Any]] = {}
+    for node in ast.walk(syntax_tree(path)):
+        nodes.setdefault(type(node), []).append(node)
+    return nodes
+
+
+def nodes_of(path: Path, *kinds: type[ast.AST]) -> list[Any]:
+    return [node for kind in kinds for node in syntax_nodes(path).get(kind, ())]
+
+
 def breaches(rule: Callable[[Path], object], paths: Sequence[Path] = MODULES) -> dict[str, object]:
     """File -> what `rule` finds in it, of those where it finds something: one test for all is soon done."""
     return {str(path.relative_to(ROOT)): found for path in paths if (found := rule(path))}
@@ -57,9 +71,8 @@ def test_a_module_is_named_for_what_it_holds() -> None:
 def test_custom_code_of_a_model_is_never_run_or_asked_for() -> None:
     def trusting_lines(path: Path) -> list[int]:
         lines = []
-        for call in ast.walk(syntax_tree(path)):
-            is_loading = isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
-            if is_loading and call.func.attr in ("from_pretrained", "from_config"):
+        for call in nodes_of(path, ast.Call):
+            if isinstance(call.func, ast.Attribute) and call.func.attr in ("from_pretrained", "from_config"):
                 trusted = [ast.unparse(word.value) for word in call.keywords if word.arg == "trust_remote_code"]
                 lines += [] if trusted == ["False"] else [call.lineno]
         return lines
@@ -84,8 +97,8 @@ def protocol_methods() -> frozenset[str]:
     return frozenset(
         name
         for path in MODULES
-        for node in ast.walk(syntax_tree(path))
-        if isinstance(node, ast.ClassDef) and any(ast.unparse(base).startswith("Protocol") for base in node.bases)
+        for node in nodes_of(path, ast.ClassDef)
+        if any(ast.unparse(base).startswith("Protocol") for base in node.bases)
         for name, method in public_definitions(node.body)
         if ast.get_docstring(method)
     )
@@ -110,7 +123,7 @@ def test_a_module_and_everything_public_in_it_is_documented() -> None:
 
 def test_a_docstring_begins_with_what_is_returned_owned_or_done() -> None:
     def lines_of_detours(path: Path) -> list[int]:
-        texts = (node.value for node in ast.walk(syntax_tree(path)) if isinstance(node, ast.Expr))
+        texts = (node.value for node in nodes_of(path, ast.Expr))
         return [text.lineno for text in texts if isinstance(text, ast.Constant) and DETOURS.match(str(text.value))]
 
     assert breaches(lines_of_detours) == {}
@@ -118,8 +131,8 @@ def test_a_docstring_begins_with_what_is_returned_owned_or_done() -> None:
 
 def test_a_module_logs_instead_of_printing() -> None:
     def printing_lines(path: Path) -> list[int]:
-        calls = [node for node in ast.walk(syntax_tree(path)) if isinstance(node, ast.Call)]
-        return [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]
+        names = (call for call in nodes_of(path, ast.Call) if isinstance(call.func, ast.Name))
+        return [call.lineno for call in names if call.func.id == "print"]
 
     assert breaches(printing_lines) == {}
 
@@ -163,20 +176,15 @@ def test_files_of_others_are_read_by_the_one_reader() -> None:
     def reading_lines(path: Path) -> list[int]:
         if path.relative_to(ROOT / "mobius").with_suffix("").as_posix() in known:
             return []
-        calls = [node for node in ast.walk(syntax_tree(path)) if isinstance(node, ast.Call)]
-        methods = [call for call in calls if isinstance(call.func, ast.Attribute)]
-        return [call.lineno for call in methods if call.func.attr in ("read_text", "read_bytes")]  # type: ignore[attr-defined]
+        methods = (call for call in nodes_of(path, ast.Call) if isinstance(call.func, ast.Attribute))
+        return [call.lineno for call in methods if call.func.attr in ("read_text", "read_bytes")]
 
     assert breaches(reading_lines) == {}, "a pipe would be waited for, and another encoding be a traceback"
 
 
 def test_only_ranks_touches_the_environment() -> None:
     def touched(path: Path) -> set[str]:
-        used = {
-            node.attr if isinstance(node, ast.Attribute) else node.name
-            for node in ast.walk(syntax_tree(path))
-            if isinstance(node, ast.Attribute | ast.alias)
-        }
+        used = {node.attr for node in nodes_of(path, ast.Attribute)} | {node.name for node in nodes_of(path, ast.alias)}
         return used & {"environ", "environb", "getenv", "putenv", "unsetenv"}
 
     assert set(breaches(touched)) == {"mobius/ranks.py"}
@@ -195,17 +203,22 @@ def test_words_of_the_system_come_by_one_function() -> None:
 
 def test_nothing_is_unpickled() -> None:
     """What comes from a file or another process is data; `multiprocessing` alone pickles, between its own processes."""
-    assert breaches(lambda path: [*unpickling(syntax_tree(path))], [*MODULES, *SCRIPTS]) == {}
+    kinds = ast.Import, ast.ImportFrom, ast.Attribute, ast.Call
+    assert breaches(lambda path: [*unpickling(nodes_of(path, *kinds))], [*MODULES, *SCRIPTS]) == {}
 
 
-def unpickling(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+def unpickling(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = {alias.name for alias in node.names} | {getattr(node, "module", None) or ""}
             yield from (name for name in names if name.partition(".")[0] in PICKLERS or name in PICKLED_COLLECTIVES)
         elif isinstance(node, ast.Attribute) and node.attr in PICKLED_COLLECTIVES:
             yield node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+        elif (
+            isinstance(node, ast.Call)
+            and getattr(node.func, "attr", "") == "load"
+            and ast.unparse(node.func) == "torch.load"
+        ):
             words = {word.arg: ast.unparse(word.value) for word in node.keywords}
             yield from [ast.unparse(node)] if words.get("weights_only") != "True" else []
 
@@ -223,17 +236,17 @@ def unpickling(tree: ast.AST) -> Iterator[str]:
     ],
 )
 def test_the_rule_against_pickles_would_find_one(source: str) -> None:
-    assert [*unpickling(ast.parse(source))]
-    assert not [*unpickling(ast.parse("import json; torch.load(path, weights_only=True)"))]
+    assert [*unpickling(ast.walk(ast.parse(source)))]
+    assert not [*unpickling(ast.walk(ast.parse("import json; torch.load(path, weights_only=True)")))]
 
 
 @pytest.mark.parametrize("rule", PERSONAL)
 def test_no_file_contains_what_belongs_to_one_person(rule: str) -> None:
     found = [
-        f"{path.relative_to(ROOT)}:{number}"
+        f"{path.relative_to(ROOT)}:{text[: match.start()].count(chr(10)) + 1}"
         for path in text_files()
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
-        if re.search(PERSONAL[rule], line)
+        for text in [path.read_text(encoding="utf-8")]
+        for match in re.finditer(PERSONAL[rule], text)
     ]
 
     assert not found, f"{rule} in {found}"
