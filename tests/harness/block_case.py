@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -106,6 +107,8 @@ FAMILIES_OF_LAYERS = named(
 )
 """On demand are those whose layers have nothing that others lack: llama-tied and gemma3-softcap differ outside of them,
 gemma3 has the norms of qwen3 and the windows of mistral."""
+GRAPHS_OF_FAMILIES = named({family: family for family in FAMILIES}, on_demand=FAMILIES.keys() - {"llama", "gemma3"})
+"""qwen2's layers, which have biases, are traced on demand: it takes a second each."""
 CUT_FAMILIES = {**FAMILIES, **_OTHERS}
 CUT_FAMILIES_PACKED = {**CUT_FAMILIES, **_PACKED_ONLY}
 
@@ -115,6 +118,12 @@ def config_of(family: str) -> PretrainedConfig:
     config = CUT_FAMILIES_PACKED[family]()
     config._attn_implementation = "sdpa" if family in CUT_FAMILIES else "eager"
     return config
+
+
+@functools.cache
+def parts_of(family: str, packed_dtype: torch.dtype | None = None) -> ModelParts:
+    """Parts of `config_of`, eager: built once, because no test changes them."""
+    return ModelParts(config_of(family), CPU, packed_dtype=packed_dtype)
 
 
 def layer_cases(

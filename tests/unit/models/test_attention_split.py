@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from harness.block_case import CUT_FAMILIES, CUT_FAMILIES_PACKED, BlockCase, assert_near, config_of, layer_cases
+from harness.block_case import (
+    CUT_FAMILIES,
+    CUT_FAMILIES_PACKED,
+    BlockCase,
+    assert_near,
+    config_of,
+    layer_cases,
+    parts_of,
+)
+from harness.grids import named
 from harness.pipelines import CPU
 from torch import Tensor, nn
 from transformers import AttentionInterface, LlamaConfig
@@ -40,7 +49,7 @@ def in_halves(case: BlockCase, halves: SplitBlocks) -> list[Tensor]:
 
 @pytest.mark.parametrize("family", CUT_FAMILIES)
 def test_halves_give_the_bits_of_the_output_and_the_gradients_of_the_whole_layer(family: str) -> None:
-    for case, halves in layer_cases(ModelParts(config_of(family), CPU), shape=SHAPE):
+    for case, halves in layer_cases(parts_of(family), shape=SHAPE):
         expected, actual = case.by_autograd(), in_halves(case, halves)
 
         assert torch.equal(actual[0], expected[0])
@@ -50,9 +59,7 @@ def test_halves_give_the_bits_of_the_output_and_the_gradients_of_the_whole_layer
 
 @pytest.mark.parametrize("family", CUT_FAMILIES_PACKED)
 def test_halves_keep_documents_apart_as_the_whole_layer_does(family: str) -> None:
-    for case, halves in layer_cases(
-        ModelParts(config_of(family), CPU, packed_dtype=torch.float32), shape=SHAPE, rows=ROWS
-    ):
+    for case, halves in layer_cases(parts_of(family, torch.float32), shape=SHAPE, rows=ROWS):
         expected, actual = case.by_autograd(), in_halves(case, halves)
 
         assert torch.equal(actual[0], expected[0])
@@ -60,10 +67,13 @@ def test_halves_keep_documents_apart_as_the_whole_layer_does(family: str) -> Non
 
 
 @pytest.mark.parametrize("compiler", ["none", pytest.param("inductor", marks=pytest.mark.extended)])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "cohere2"])
+@pytest.mark.parametrize(
+    "family", named({each: each for each in ("llama", "qwen3", "cohere2")}, on_demand=["llama", "qwen3"])
+)
 def test_compiled_halves_give_the_gradients_of_the_whole_layer(
     family: str, compiler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Llama's are traced in test_tiles.py."""
     if compiler == "none":  # graphs run as they were traced
         monkeypatch.setattr(torch._inductor, "compile", lambda graph, _: graph)
     config = config_of(family)
@@ -73,7 +83,7 @@ def test_compiled_halves_give_the_gradients_of_the_whole_layer(
 
 
 def test_a_linear_that_only_attention_reads_is_computed_once() -> None:
-    ((case, halves),) = layer_cases(ModelParts(config_of("phi3"), CPU), shape=SHAPE)
+    ((case, halves),) = layer_cases(parts_of("phi3"), shape=SHAPE)
     heads = halves.run_pre_attention(case.weights, case.hidden, case.arguments)
     attended = halves.attention(*heads, case.arguments)
     broken = case.weights | {
@@ -86,7 +96,7 @@ def test_a_linear_that_only_attention_reads_is_computed_once() -> None:
 
 
 def test_project_stops_at_attention() -> None:
-    ((case, halves),) = layer_cases(ModelParts(config_of("llama"), CPU), shape=SHAPE)
+    ((case, halves),) = layer_cases(parts_of("llama"), shape=SHAPE)
     behind = ("o_proj", "mlp", "post_attention")
     broken = {
         name: torch.full_like(value, torch.nan) if any(part in name for part in behind) else value
@@ -114,7 +124,7 @@ def test_cutting_leaves_the_layer_and_its_configuration_as_they_were() -> None:
 
 
 def test_layers_of_one_kind_share_the_code_of_their_halves() -> None:
-    parts = ModelParts(config_of("qwen3"), CPU)
+    parts = parts_of("qwen3")
 
     assert parts.split_at_attention(0).post_attention.module is parts.split_at_attention(1).post_attention.module
     assert parts.split_at_attention(0).post_attention.prefix == "model.layers.0."

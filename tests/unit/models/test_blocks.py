@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from harness.pipelines import CPU, FAMILIES, NUM_LAYERS, make_model
-from transformers import GPT2Config
+from transformers import GPT2Config, PreTrainedModel
 
 from mobius.errors import CheckpointError
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
+
+
+@cache
+def model_and_parts(family: str) -> tuple[PreTrainedModel, ModelParts]:
+    """Both, built once, because no test changes them."""
+    model = make_model(family)
+    return model, ModelParts(model.config, CPU)
+
 
 # Kinds of layers in 12 of them: sliding and full attention where a family mixes them, else one.
 NUM_TEMPLATES = {
@@ -24,8 +34,8 @@ NUM_TEMPLATES = {
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_layers_share_a_template_exactly_where_they_are_of_one_kind(family: str) -> None:
+    _, parts = model_and_parts(family)
     config = FAMILIES[family]()
-    parts = ModelParts(config, CPU)
 
     assert len({id(layer.module) for layer in parts.layers}) == NUM_TEMPLATES[family]
     kinds = getattr(config, "layer_types", None) or ["one"] * NUM_LAYERS
@@ -36,8 +46,7 @@ def test_layers_share_a_template_exactly_where_they_are_of_one_kind(family: str)
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_blocks_have_the_names_and_shapes_of_the_real_model(family: str) -> None:
-    model = make_model(family)
-    parts = ModelParts(model.config, CPU)
+    model, parts = model_and_parts(family)
     shapes: dict[str, tuple[int, ...]] = {}
     for block in (parts.embedding, *parts.layers, parts.norm, parts.head):
         shapes.update(block.parameter_shapes())
@@ -47,8 +56,8 @@ def test_blocks_have_the_names_and_shapes_of_the_real_model(family: str) -> None
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_the_shape_counts_every_parameter_of_the_real_model_once(family: str) -> None:
-    model = make_model(family)
-    shape = ModelParts(model.config, CPU).shape()
+    model, parts = model_and_parts(family)
+    shape = parts.shape()
 
     assert shape.num_parameters == sum(p.numel() for p in model.parameters())
     assert shape.num_layers == NUM_LAYERS
@@ -60,8 +69,7 @@ def test_the_shape_counts_every_parameter_of_the_real_model_once(family: str) ->
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_parameters_have_no_storage_and_buffers_have_the_values_of_the_real_model(family: str) -> None:
-    model = make_model(family)
-    parts = ModelParts(model.config, CPU)
+    model, parts = model_and_parts(family)
 
     assert all(parameter.is_meta for parameter in parts.model.parameters())
     expected = dict(model.named_buffers())
@@ -74,7 +82,7 @@ def test_parameters_have_no_storage_and_buffers_have_the_values_of_the_real_mode
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "gemma3"])
 def test_tied_names_are_those_of_the_shared_matrix(family: str) -> None:
-    parts = ModelParts(FAMILIES[family](), CPU)
+    _, parts = model_and_parts(family)
 
     assert parts.tied_names == (None if family == "llama" else ("model.embed_tokens.weight", "lm_head.weight"))
 
@@ -85,8 +93,7 @@ def test_a_family_without_a_pipeline_plan_is_named() -> None:
 
 
 def test_a_shared_template_runs_each_layer_on_its_own_weights() -> None:
-    model = make_model("llama")
-    parts = ModelParts(model.config, CPU)
+    model, parts = model_and_parts("llama")
     hidden = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0))
     arguments = LayerArgumentsBuilder(parts, device=CPU, dtype=torch.float32)(6)
     position_ids = torch.arange(6)[None]
@@ -99,7 +106,7 @@ def test_a_shared_template_runs_each_layer_on_its_own_weights() -> None:
 
 
 def test_layer_inputs_follow_the_layer_kinds_and_the_length() -> None:
-    parts = ModelParts(FAMILIES["gemma3"](), CPU)
+    _, parts = model_and_parts("gemma3")
     inputs = LayerArgumentsBuilder(parts, device=CPU, dtype=torch.float32)
     short, long = inputs(6), inputs(10)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -44,14 +45,16 @@ ROUTERS_NOT_DRAWN = ("qwen3_5_moe_text", "qwen3_next")
 APERTUS = ("apertus", "apertus1p5_text")
 
 
-@cache
-def parts_of(family: str) -> ModelParts:
-    """A tiny model's parts, which are the same for several tests and which none changes."""
-    return ModelParts(tiny_config(family), CPU)
-
-
 def load(folder: Path) -> transformers.PretrainedConfig:
     return load_model_config(folder, ModelConfig(model_path=str(folder)))
+
+
+@cache
+def parts_of(family: str) -> ModelParts:
+    """A tiny model's parts from its saved configuration: the same for several tests, none of which changes them."""
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_config(family).save_pretrained(folder)
+        return ModelParts(load(Path(folder)), CPU)
 
 
 def test_the_page_is_what_the_check_has_found() -> None:
@@ -76,14 +79,10 @@ def test_every_family_of_transformers_is_either_supported_or_refused_with_a_reas
 
 @OWN_VERSION
 @pytest.mark.parametrize("family", CHECKED.supported)
-def test_a_supported_family_is_loaded_and_taken_apart_with_all_its_parameters(tmp_path: Path, family: str) -> None:
-    own = tiny_config(family)
-    own.save_pretrained(tmp_path)
+def test_a_supported_family_is_loaded_and_taken_apart_with_all_its_parameters(family: str) -> None:
+    parts = parts_of(family)
 
-    config = load(tmp_path)
-    parts = ModelParts(config, CPU)
-
-    assert config._attn_implementation == own._attn_implementation
+    assert parts.config._attn_implementation == tiny_config(family)._attn_implementation
     assert parts.shape().num_parameters == sum(each.numel() for each in parts.model.parameters())
     blocks = (parts.embedding, *parts.layers, parts.norm, parts.head)
     shapes = {name: shape for block in blocks for name, shape in block.parameter_shapes().items()}

@@ -140,7 +140,7 @@ def test_a_sparse_layer_as_graphs_gives_what_it_gives_eagerly(compiler: str, mon
         hidden, gradient = torch.randn(2, 2, 8, config.hidden_size, generator=generator)
         arguments = LayerArgumentsBuilder(parts, device=CPU, dtype=torch.float32)(8)[1]
         own = []
-        for recomputed in (False, True):
+        for recomputed in (False,) if compiler == "none" else (False, True):
             sums = {name: torch.zeros_like(value) for name, value in weights.items()}
             if recomputed:
                 (of_input,) = recomputed_backward(layer, weights, (hidden,), arguments, sums, gradient)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from harness.block_case import parts_of
 from harness.pipelines import FAMILIES
 from torch import Tensor, nn
 
 from mobius.models.block_autograd import backward, run_with_graph
-from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
+from mobius.models.blocks import LayerArgumentsBuilder
 from mobius.models.linear import (
     GradientFactorLinear,
     LinearGradientFactors,
@@ -111,7 +112,7 @@ def test_a_linear_whose_output_is_changed_in_place_has_no_factors() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_matrices_of_a_dense_layer_have_factors_and_of_the_head(family: str) -> None:
-    parts = ModelParts(FAMILIES[family](), CPU)
+    parts = parts_of(family)
 
     for block in (*parts.layers, parts.head):
         matrices = {name for name, shape in block.shapes.items() if len(shape) == 2}
@@ -120,7 +121,7 @@ def test_all_matrices_of_a_dense_layer_have_factors_and_of_the_head(family: str)
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_with_factors_gradients_are_bit_equal_to_autograds(family: str) -> None:
-    parts = ModelParts(FAMILIES[family](), CPU)
+    parts = parts_of(family)
     block = parts.layers[0]
     torch.manual_seed(1)
     weights = {name: torch.randn(shape) * 0.1 for name, shape in block.parameter_shapes().items()}

@@ -215,8 +215,10 @@ def test_bf16_weights_accumulate_in_fp32() -> None:
 
 @pytest.mark.grid
 @pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("chunk_tokens", [4, 21, 100])
+@pytest.mark.parametrize(
+    ("chunk_tokens", "compiled"),
+    [(4, False), (21, False), (100, False), pytest.param(7, True, marks=pytest.mark.extended)],
+)
 def test_an_evaluation_sums_the_losses_and_counts_the_hits_chunk_by_chunk(
     chunk_tokens: int, compiled: bool, softcap: float | None
 ) -> None:

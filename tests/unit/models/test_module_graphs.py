@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.block_case import FAMILIES_OF_LAYERS, BlockCase, assert_near
-from harness.pipelines import FAMILIES
+from harness.block_case import GRAPHS_OF_FAMILIES, BlockCase, assert_near, parts_of
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -22,7 +21,7 @@ from mobius.models.block_autograd import (
     run_many_without_graph,
     run_with_graph,
 )
-from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
+from mobius.models.blocks import LayerArgumentsBuilder
 from mobius.models.compiled import CompiledModule, KeywordArguments
 
 CPU = torch.device("cpu")
@@ -31,7 +30,7 @@ LENGTH = 8
 
 def layer_of(family: str, index: int = 0, *, batch: int = 2) -> BlockCase:
     """A layer of `family`, run eagerly."""
-    parts = ModelParts(FAMILIES[family](), CPU)
+    parts = parts_of(family)
     block = parts.layers[index]
     torch.manual_seed(1)
     weights = {name: torch.randn(shape) * 0.1 for name, shape in block.parameter_shapes().items()}
@@ -62,37 +61,34 @@ def assert_equal(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("family", FAMILIES_OF_LAYERS)
-def test_recomputed_activations_give_the_bits_of_kept_ones(uncompiled: list[torch.fx.GraphModule], family: str) -> None:
+@pytest.mark.parametrize("family", GRAPHS_OF_FAMILIES)
+def test_graphs_of_a_layer_give_its_output_and_autograds_gradients(
+    uncompiled: list[torch.fx.GraphModule], family: str
+) -> None:
     case = with_graphs(layer_of(family))
-
-    actual = case.recomputed()
-
-    assert len(uncompiled) == 2
-    assert_equal(actual, case.kept()[1:])
-    assert_near(actual, case.by_autograd()[1:], share=1e-5)
-
-
-@pytest.mark.parametrize("family", FAMILIES_OF_LAYERS)
-def test_the_graph_of_a_forward_computes_its_bits(uncompiled: list[torch.fx.GraphModule], family: str) -> None:
-    case = with_graphs(layer_of(family))
+    expected = case.by_autograd()
 
     output = case.forward()
-
     assert len(uncompiled) == 1
-    assert torch.equal(output, case.by_autograd()[0])
+    assert torch.equal(output, expected[0])
     assert not output.requires_grad
 
+    recomputed = case.recomputed()
+    assert len(uncompiled) == 1 + 2
+    # Seven linears forward, less the last one unless a norm needs its output, and their inputs' gradients; weights'
+    # gradients are factors.
+    assert [num_products(graph) for graph in uncompiled[1:]] == [7 - ("gemma3" not in family), 7]
 
-@pytest.mark.parametrize("family", FAMILIES_OF_LAYERS)
-def test_kept_activations_give_autograds_gradients(uncompiled: list[torch.fx.GraphModule], family: str) -> None:
-    case = with_graphs(layer_of(family))
-
-    actual = case.kept()
-
-    assert len(uncompiled) == 2
+    kept = case.kept()
+    assert len(uncompiled) == 1 + 2 + 2
+    assert_equal(recomputed, kept[1:])
     # Larger operations are cut into small ones first, which round otherwise.
-    assert_near(actual, case.by_autograd(), share=1e-5)
+    assert_near(kept, expected, share=1e-5)
+
+
+def num_products(graph: torch.fx.GraphModule) -> int:
+    aten = torch.ops.aten
+    return sum(node.target in (aten.mm.default, aten.addmm.default, aten.bmm.default) for node in graph.graph.nodes)
 
 
 def test_what_is_kept_is_held_by_nothing_but_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,22 +128,42 @@ def address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+class Shifted(nn.Module):
+    """Has a buffer."""
+
+    offset: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("offset", torch.rand(4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (inputs + self.offset).square() * self.weight
+
+
+def shifted() -> BlockCase:
+    """Such a module with something to run it on."""
+    block = Block("layer.", Shifted(), {"weight": (4,)})
+    return BlockCase(block, {"layer.weight": torch.rand(4)}, torch.rand(2, 3, 4), {}, torch.rand(2, 3, 4))
+
+
 def test_every_shape_has_a_graph_and_what_is_seen_again_has_none(uncompiled: list[torch.fx.GraphModule]) -> None:
-    case = with_graphs(layer_of("llama"))
+    case = with_graphs(shifted())
     for batch in (2, 1, 2, 1):
         part = replace(case, hidden=case.hidden[:batch], gradient=case.gradient[:batch])
         assert_near(part.recomputed(), part.by_autograd()[1:], share=1e-5)
         assert_near(part.kept(), part.by_autograd(), share=1e-5)
         assert torch.equal(part.forward(), part.by_autograd()[0])
-    assert len(uncompiled) == 2 * 5
+    assert len(uncompiled) == 2 * 4, "recomputing, nothing is saved but the inputs"
 
 
 def test_a_gradient_that_is_not_contiguous_gives_the_same(uncompiled: list[torch.fx.GraphModule]) -> None:
-    case = with_graphs(layer_of("llama"))
+    case = with_graphs(shifted())
     turned = replace(case, gradient=case.gradient.transpose(0, 1).contiguous().transpose(0, 1))
     for each in (case, turned):
         assert_near(each.recomputed(), case.by_autograd()[1:], share=1e-5)
-    assert len(uncompiled) == 2
+    assert len(uncompiled) == 1
     assert_near(turned.kept(), case.by_autograd(), share=1e-5)
 
 
@@ -173,35 +189,8 @@ def test_nothing_holds_arguments_behind_their_calls(uncompiled: list[torch.fx.Gr
     assert rotary() is None
 
 
-def test_the_product_that_only_the_output_needs_is_not_computed_again(
-    uncompiled: list[torch.fx.GraphModule],
-) -> None:
-    case = with_graphs(layer_of("llama"))
-    case.recomputed()
-    is_product = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
-    products = [[node for node in graph.graph.nodes if node.target in is_product] for graph in uncompiled]
-
-    # Seven linears forward, less the last one, and their inputs' gradients; weights' gradients are factors.
-    assert [len(each) for each in products] == [7 - 1, 7]
-
-
-class Shifted(nn.Module):
-    """Has a buffer."""
-
-    offset: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-        self.register_buffer("offset", torch.rand(4))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return (inputs + self.offset).square() * self.weight
-
-
 def test_buffers_of_a_module_are_among_the_tensors(uncompiled: list[torch.fx.GraphModule]) -> None:
-    block = Block("layer.", Shifted(), {"weight": (4,)})
-    case = with_graphs(BlockCase(block, {"layer.weight": torch.rand(4)}, torch.rand(2, 4), {}, torch.rand(2, 4)))
+    case = with_graphs(shifted())
 
     assert_equal(case.recomputed(), case.by_autograd()[1:])
     assert_equal(case.kept(), case.by_autograd())

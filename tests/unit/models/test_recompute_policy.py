@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.block_case import FAMILIES_OF_LAYERS, BlockCase
+from harness.block_case import FAMILIES_OF_LAYERS, BlockCase, parts_of
 from harness.live_bytes import LiveBytes
 from harness.pipelines import FAMILIES
 from torch import Tensor, nn
@@ -78,13 +78,19 @@ def costly(targets: Sequence[object]) -> Counter[str]:
 ONLY_BACKWARD = {"mm": 7, "_scaled_dot_product_flash_attention_for_cpu_backward": 1}
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", FAMILIES_OF_LAYERS)
+_GRAPHS = [(family, dtype) for family in FAMILIES for dtype in DTYPES]
+_USUAL_GRAPHS = [("llama", torch.float32), ("gemma3", torch.bfloat16)]
+"""Tracing takes seconds; gemma3 has the norms and the windows of others."""
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [pytest.param(*each, marks=[] if each in _USUAL_GRAPHS else pytest.mark.extended) for each in _GRAPHS],
+)
 def test_the_graphs_of_each_family_give_the_bits_of_everything_kept_and_run_no_product_again(
     uncompiled: list[torch.fx.GraphModule], family: str, dtype: torch.dtype
 ) -> None:
-    case = layer_of(ModelParts(FAMILIES[family](), CPU), dtype, in_graphs=True)
+    case = layer_of(parts_of(family), dtype, in_graphs=True)
 
     assert_equal(case.kept(RecomputeLevel.ELEMENTWISE), case.kept())
 
@@ -99,7 +105,7 @@ def test_the_graphs_of_each_family_give_the_bits_of_everything_kept_and_run_no_p
 def test_an_eager_layer_gives_the_bits_of_everything_kept_and_of_a_recomputed_one(
     family: str, dtype: torch.dtype
 ) -> None:
-    case = layer_of(ModelParts(FAMILIES[family](), CPU), dtype, in_graphs=False)
+    case = layer_of(parts_of(family), dtype, in_graphs=False)
     actual = case.kept(RecomputeLevel.ELEMENTWISE)
     assert_equal(actual, case.kept())
     assert_equal(actual[1:], case.recomputed())
@@ -121,7 +127,7 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.parametrize("family", FAMILIES_OF_LAYERS)
 def test_the_backward_of_an_eager_layer_runs_no_product_again(family: str) -> None:
-    case = layer_of(ModelParts(FAMILIES[family](), CPU), torch.float32, in_graphs=False)
+    case = layer_of(parts_of(family), torch.float32, in_graphs=False)
     graph = run_with_graph(case.block, case.weights, case.hidden, case.arguments, RecomputeLevel.ELEMENTWISE)
     with Operations() as operations:
         backward(case.block, graph, case.sums(), case.gradient)
@@ -132,12 +138,13 @@ def test_the_backward_of_an_eager_layer_runs_no_product_again(family: str) -> No
 @pytest.mark.extended  # compiling them takes a minute; above graphs run as they were traced
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_compiled_layers_give_the_bits_of_everything_kept_and_of_recomputed_ones(dtype: torch.dtype) -> None:
-    case = layer_of(ModelParts(FAMILIES["llama"](), CPU), dtype, in_graphs=True)
+    case = layer_of(parts_of("llama"), dtype, in_graphs=True)
     actual = case.kept(RecomputeLevel.ELEMENTWISE)
     assert_equal(actual, case.kept())
     assert_equal(actual[1:], case.recomputed())
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("level", "widths"),
     [
