@@ -2,14 +2,17 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 from harness.pipelines import scalar_code
+from harness.runs import kernel_folder
 from torch import Tensor
 
 from mobius.distributed.transport import SingleRankTransport, Transport
 from mobius.engine.adamw import AdamWSettings, FlatAdamW
+from mobius.engine.adamw_cpu import CPUAdamW, load_adamw_cpu
 from mobius.engine.optimizer_stepper import LossScaler, OptimizerStepper, StepOutcome
 from mobius.engine.rank_memory import allocate_memory
 from mobius.engine.stage_memory import StageMemory
@@ -22,6 +25,21 @@ from mobius.models.layout import StageLayout
 __all__ = ["scalar_code"]
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="session")
+def kernels() -> Path:
+    """The folder with AdamW's C kernel, which all tests of a process share."""
+    return Path(kernel_folder().name)
+
+
+@pytest.fixture(scope="session")
+def kernel(kernels: Path) -> CPUAdamW:
+    loaded = load_adamw_cpu(kernels, num_threads=2)
+    assert loaded is not None
+    return loaded
+
+
 Gradients = Mapping[str, Tensor]
 
 

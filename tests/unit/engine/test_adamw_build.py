@@ -33,13 +33,6 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def built_here(tmp_path_factory: pytest.TempPathFactory) -> CPUAdamW:
-    loaded = load_adamw_cpu(tmp_path_factory.mktemp("kernel"), num_threads=2)
-    assert loaded is not None
-    return loaded
-
-
 def random_state(states: str, gradient_dtype: torch.dtype) -> StageState:
     if states in FORMATS:
         state = state_of(states, COUNT, gradient_dtype)
@@ -59,15 +52,15 @@ def random_state(states: str, gradient_dtype: torch.dtype) -> StageState:
 @pytest.mark.parametrize("gradient_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("states", ["whole", "split", *FORMATS])
 def test_every_instruction_set_of_this_cpu_has_the_bits_of_its_own_build(
-    library: Path, built_here: CPUAdamW, states: str, gradient_dtype: torch.dtype
+    library: Path, kernel: CPUAdamW, states: str, gradient_dtype: torch.dtype
 ) -> None:
-    def updated(kernel: CPUAdamW) -> StageState:
+    def updated(own: CPUAdamW) -> StageState:
         state = random_state(states, torch.float32 if states == "whole" else gradient_dtype)
         constants = arguments(3).constants(is_reduced=states in FORMATS)
-        kernel.update(state, PART, constants, noise=(5, 64) if states in FORMATS else None)
+        own.update(state, PART, constants, noise=(5, 64) if states in FORMATS else None)
         return state
 
-    expected, before = updated(built_here), random_state(states, gradient_dtype)
+    expected, before = updated(kernel), random_state(states, gradient_dtype)
     assert not torch.equal(expected.read_master(), before.read_master())
     for instruction_set in OWN:
         state = updated(CPUAdamW(library, num_threads=2, instruction_set=instruction_set))
@@ -107,20 +100,20 @@ def test_the_installed_library_is_used_and_nothing_is_compiled(
 @pytest.mark.parametrize("is_broken", [True, False])
 def test_a_library_that_does_not_load_or_is_not_for_this_cpu_is_left_for_what_is_compiled_here(
     library: Path,
-    built_here: CPUAdamW,
+    kernel: CPUAdamW,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     is_broken: bool,
 ) -> None:
-    monkeypatch.setattr(adamw_cpu, "_load_built", lambda cache, num_threads: built_here)
+    monkeypatch.setattr(adamw_cpu, "_load_built", lambda cache, num_threads: kernel)
     if is_broken:
         library = tmp_path / "libadamw.so"
         library.write_bytes(b"\x7fELF")
     else:
         monkeypatch.setattr(adamw_cpu, "cpu_flags", frozenset)
     with caplog.at_level("INFO"):
-        assert load_adamw_cpu(tmp_path, num_threads=1, packaged=library) is built_here
+        assert load_adamw_cpu(tmp_path, num_threads=1, packaged=library) is kernel
     assert ("the installed kernel cannot be loaded" in caplog.text) == is_broken
 
 

@@ -21,18 +21,6 @@ from mobius.models.layout import StageLayout
 COUNT = 100_003  # a prime: no vector width divides it
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernel")
-
-
-@pytest.fixture(scope="module")
-def kernel(folder: Path) -> CPUAdamW:
-    loaded = load_adamw_cpu(folder, num_threads=2)
-    assert loaded is not None
-    return loaded
-
-
 def state_of(
     dtype: torch.dtype, *, step: int, gradient_dtype: torch.dtype | None = None, count: int = COUNT
 ) -> StageState:
@@ -122,13 +110,13 @@ def test_every_element_is_updated_once_however_blocks_divide_the_count(
 
 @pytest.mark.parametrize(("dtype", "gradient_dtype"), FORMATS)
 def test_the_number_of_threads_changes_no_bit(
-    folder: Path, dtype: torch.dtype, gradient_dtype: torch.dtype | None
+    kernels: Path, dtype: torch.dtype, gradient_dtype: torch.dtype | None
 ) -> None:
     settings = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.1)
     states = []
     for num_threads in (1, 2, 5):
         states.append(state_of(dtype, step=2, gradient_dtype=gradient_dtype))
-        adamw = FlatAdamW(settings, load_adamw_cpu(folder, num_threads=num_threads))
+        adamw = FlatAdamW(settings, load_adamw_cpu(kernels, num_threads=num_threads))
         adamw.update(states[-1], step=2, learning_rate=1e-3, gradient_factor=0.25)
 
     for state in states[1:]:
@@ -230,13 +218,12 @@ def test_nothing_changes_where_something_was_found_that_is_not_finite(kernel: CP
         assert torch.equal(mine.nan_to_num(), theirs.nan_to_num())
 
 
-def test_the_kernel_is_built_once(tmp_path: Path) -> None:
-    assert load_adamw_cpu(tmp_path, num_threads=1) is not None
-    (library,) = tmp_path.iterdir()
+def test_the_kernel_is_built_once(kernels: Path) -> None:
+    (library,) = kernels.iterdir()
     built = library.stat().st_mtime_ns
-    assert load_adamw_cpu(tmp_path, num_threads=1) is not None
+    assert load_adamw_cpu(kernels, num_threads=1) is not None
     assert library.stat().st_mtime_ns == built
-    assert list(tmp_path.iterdir()) == [library]
+    assert list(kernels.iterdir()) == [library]
 
 
 def test_without_a_compiler_there_is_no_kernel_and_a_line_says_so(

@@ -83,9 +83,9 @@ def make_state(gradient_dtype: torch.dtype = torch.bfloat16, count: int = 5000) 
 
 
 @pytest.mark.parametrize("gradient_dtype", [torch.bfloat16, torch.float32])
-def test_the_kernel_is_given_what_the_c_kernel_is(fused: GPUAdamW, tmp_path: Path, gradient_dtype: torch.dtype) -> None:
+def test_the_kernel_is_given_what_the_c_kernel_is(fused: GPUAdamW, kernels: Path, gradient_dtype: torch.dtype) -> None:
     expected, state = make_state(gradient_dtype), make_state(gradient_dtype)
-    c_kernel = load_adamw_cpu(tmp_path, num_threads=1)
+    c_kernel = load_adamw_cpu(kernels, num_threads=1)
     assert c_kernel is not None
     part = slice(128, 3000)
     constants = UpdateArguments(gradient_factor=0.25, step=7, **SETTINGS).constants()

@@ -24,13 +24,6 @@ from mobius.models.layout import StageLayout
 Floats, Words = npt.NDArray[np.float32], npt.NDArray[np.uint32]
 
 
-@pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> CPUAdamW:
-    loaded = load_adamw_cpu(tmp_path_factory.mktemp("kernel"), num_threads=2)
-    assert loaded is not None
-    return loaded
-
-
 def bits(values: Floats) -> Words:
     return values.view(np.uint32)
 
@@ -176,7 +169,7 @@ def test_every_code_of_every_exponent_is_read_and_written_by_all_as_by_the_refer
 @pytest.mark.parametrize("has_kernel", [True, False])
 @pytest.mark.parametrize("reduced", FORMATS)
 def test_the_cut_into_stages_shards_pieces_and_threads_changes_no_bit(
-    kernel: CPUAdamW, reduced: str, has_kernel: bool, tmp_path: Path
+    kernels: Path, reduced: str, has_kernel: bool
 ) -> None:
     shapes = {"a": (50, 33), "b": (7,), "c": (1000, 40), "d": (3, 3)}
     together = StageLayout.of(shapes, reduced={"a", "c"}, reduced_format=reduced)
@@ -192,7 +185,7 @@ def test_the_cut_into_stages_shards_pieces_and_threads_changes_no_bit(
         return state
 
     def finished(state: StageState, pieces: int | None, threads: int) -> dict[str, Tensor]:
-        own = load_adamw_cpu(tmp_path, num_threads=threads) if has_kernel else None
+        own = load_adamw_cpu(kernels, num_threads=threads) if has_kernel else None
         adamw = FlatAdamW(AdamWSettings(0.9, 0.999, 1e-8, 0.1, SEED), own)
         for step in range(1, 4):
             for part in [None] if pieces is None else state.layout.pieces(pieces):
