@@ -38,6 +38,7 @@ def with_attention(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("family", "widths"),
@@ -58,6 +59,7 @@ def test_an_eager_layer_takes_what_its_widths_say(family: Any, widths: dict[str,
     assert 0.97 * counted.peak <= estimate.peak <= 1.1 * counted.peak
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("width", "num_experts_per_token"), [(192, 1), (192, 4), (384, 2)])
 def test_an_eager_layer_with_experts_takes_what_its_widths_say(
@@ -84,10 +86,10 @@ def test_norms_on_queries_and_keys_make_a_graph_larger_than_the_widths_say() -> 
     ("num_ranks", "per_rank", "chunks", "slots", "num_graphs", "loss_chunk"),
     [
         pytest.param(1, 1, 2, None, 0, 64, marks=pytest.mark.extended),
-        (1, 3, 2, 2, 1, 64),
+        pytest.param(1, 3, 2, 2, 1, 64, marks=pytest.mark.extended),
         pytest.param(2, 1, 2, 1, 0, 32, marks=pytest.mark.extended),
         (2, 2, 3, 2, 1, 32),
-        (2, 2, 1, 2, 0, 512),
+        pytest.param(2, 2, 1, 2, 0, 512, marks=pytest.mark.extended),
         (4, 2, 4, None, 2, 32),
     ],
 )
