@@ -1,10 +1,11 @@
-"""Processes that prepare a dataset: two at the same time, one that is killed, or one that tells its memory."""
+"""Processes that prepare a dataset: two at the same time, one that dies, or one that tells its memory."""
 
 from __future__ import annotations
 
 import json
 import os
 import resource
+import signal
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers import AutoTokenizer
 from mobius.config.config import DataConfig, DatasetEntry
 from mobius.data import datasets
 from mobius.data.formats import Document
+from mobius.data.token_store import DatasetWriter
 from mobius.data.tokenization import SampleEncoder
 
 
@@ -44,9 +46,19 @@ def main() -> None:
     sys.stdout.flush()
 
 
-def prepare_by_parts(folder: str, config: DataConfig, cache: str, part_records: int) -> None:
-    """Prepare what `config` says in parts of so many records; whoever started this process may kill it."""
-    datasets._PART_RECORDS = part_records  # type: ignore[misc]
+def prepare_until_killed(folder: str, config: DataConfig, cache: str, num_parts: int) -> None:
+    """Prepare what `config` says with a part for each block, and die with what follows so many parts written."""
+    datasets._PART_RECORDS = 1  # type: ignore[misc]
+    append, num_blocks = DatasetWriter.append, 0
+
+    def append_or_die(*given: Any) -> None:
+        nonlocal num_blocks
+        append(*given)
+        if num_blocks == num_parts:
+            os.kill(os.getpid(), signal.SIGKILL)
+        num_blocks += 1
+
+    DatasetWriter.append = append_or_die  # type: ignore[method-assign]
     datasets.prepare_data(config, AutoTokenizer.from_pretrained(folder), cache_dir=Path(cache))
 
 

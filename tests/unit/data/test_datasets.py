@@ -8,10 +8,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -209,6 +209,9 @@ def test_the_number_of_processes_is_told_and_one_does_little_work(
         assert f"tokenizing --dataset {path} in this process" in caplog.text
         monkeypatch.setattr("mobius.data.datasets._BYTES_WORTH_A_WORKER", 1000)
         monkeypatch.setattr("mobius.data.datasets.num_cpus_per_rank", lambda num_ranks: 2 // num_ranks)
+        monkeypatch.setattr(
+            "mobius.data.workers._encode_in_processes", lambda blocks, encoder, _: map(encoder.encode, blocks)
+        )
         prepare(path, preprocessing_num_workers=None, max_samples=1000)
         assert "in 2 processes (--preprocessing_num_workers)" in caplog.text
         caplog.clear()
@@ -370,13 +373,6 @@ def test_who_tokenizes_shows_a_bar_and_who_finds_it_done_shows_none(
     assert capsys.readouterr().err == ""
 
 
-def test_deep_columns_beside_the_text_are_not_sent_to_workers(prepare: Prepare, tmp_path: Path) -> None:
-    deep = "[" * 900 + "]" * 900
-    line = f'{{"prompt": "a", "completion": "b", "tree": {deep}}}\n'
-    (tmp_path / "deep.jsonl").write_text(line * 600)
-    assert prepare(tmp_path / "deep.jsonl", preprocessing_num_workers=2).counts.kept == 600
-
-
 @pytest.mark.parametrize("damaged", ["input_ids.bin", "offsets.bin", "facts.json"])
 def test_a_damaged_cache_is_made_anew(
     prepare: Prepare, write_lines: WriteLines, tmp_path: Path, damaged: str, caplog: pytest.LogCaptureFixture
@@ -407,41 +403,32 @@ def test_what_a_killed_run_has_finished_is_not_done_again(
     packing: Packing,
     num_workers: int,
 ) -> None:
-    monkeypatch.setattr("mobius.data.datasets._PART_RECORDS", 3_000)  # what goes on takes several parts, too
+    monkeypatch.setattr("mobius.data.datasets._PART_RECORDS", 300)  # what goes on takes several parts, too
     path = tmp_path / "train.jsonl"
-    path.write_text("".join(f'{{"text": "{number}{" word" * (number % 90)}"}}\n' for number in range(8_000)))
+    path.write_text("".join(f'{{"text": "{number}{" word" * (number % 90)}"}}\n' for number in range(2_000)))
     config = DataConfig(
         (DatasetEntry(str(path)),), seq_length=64, packing=packing, preprocessing_num_workers=num_workers
     )
-    given = [str(assets / "tiny-llama"), config, str(tmp_path / "cache"), 128]
+    given = [str(assets / "tiny-llama"), config, str(tmp_path / "cache"), 3]
     process = Ranks(
         "harness.tokenizing_worker",
-        "prepare_by_parts",
+        "prepare_until_killed",
         given,
         num_ranks=1,
         folder=tmp_path,
         environment=dict(os.environ),
     )
-    killed = process.processes[0]
-
-    def finished_parts() -> list[dict[str, Any]]:
-        journals = list((tmp_path / "cache" / "tokenized").glob("*.partial/journal.jsonl"))
-        return [json.loads(line) for line in journals[0].read_text().splitlines()] if journals else []
-
-    while len(finished_parts()) < 3 and killed.is_alive():
-        time.sleep(0.01)
-    killed.kill()
-    killed.join()
-    parts = finished_parts()
-    assert len(parts) >= 3, process.output()
+    assert process.wait() == -signal.SIGKILL, process.output()
+    (journal,) = (tmp_path / "cache" / "tokenized").glob("*.partial/journal.jsonl")
+    parts = [json.loads(line) for line in journal.read_text().splitlines()]
+    assert len(parts) == 3
     num_done = parts[-1]["progress"]["tally"]["read"]
-    assert num_done < 8_000, "the process was done before it was killed"
 
     counting = CountingTokenizer(tokenizer)
     with caplog.at_level(logging.INFO, logger="mobius"):
         resumed = prepare(path, packing=packing, tokenizer=counting)
     assert f"{num_done} records were tokenized by an earlier run that did not finish" in caplog.text
-    assert counting.num_calls == 1 + 8_000 - num_done
+    assert counting.num_calls == 1 + 2_000 - num_done
     expected = prepare(path, packing=packing, cache_dir=tmp_path / "other")
     assert resumed.counts == expected.counts
     for name in ("input_ids", "is_target", "offsets"):
@@ -475,13 +462,24 @@ def test_a_cache_folder_that_cannot_be_made_is_named(prepare: Prepare, write_lin
         prepare(write_lines(PAIRS), cache_dir=tmp_path / "occupied")
 
 
-def test_workers_change_nothing_but_the_time(prepare: Prepare, write_lines: WriteLines, tmp_path: Path) -> None:
-    path = write_lines([PAIRS[index % 6] | {"prompt": f"question {index}"} for index in range(600)])
+def test_workers_change_nothing_but_the_time(prepare: Prepare, tmp_path: Path) -> None:
+    """Deep columns beside the text, which cannot be sent, are not sent to them."""
+    path, deep = tmp_path / "deep.jsonl", "[" * 900 + "]" * 900
+    lines = [f'{{"prompt": "question {index}", "completion": "{index % 6}", "tree": {deep}}}' for index in range(600)]
+    path.write_text("\n".join(lines))
     alone = prepare(path)
     together = prepare(path, preprocessing_num_workers=2, cache_dir=tmp_path / "other")
     assert tokens(together) == tokens(alone)
 
 
+@pytest.fixture
+def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork workers, which have imported all then; that they can be spawned is the claim above."""
+    context = multiprocessing.get_context("fork")
+    monkeypatch.setattr("mobius.data.workers.multiprocessing", SimpleNamespace(get_context=lambda _: context))
+
+
+@pytest.mark.usefixtures("forked_workers")
 def test_an_error_in_a_worker_names_its_line(prepare: Prepare, write_lines: WriteLines) -> None:
     records: list[dict[str, object]] = [{"prompt": "a", "completion": "b"} for _ in range(600)]
     records[555] = {"prompt": "a", "completion": 7}
@@ -524,10 +522,12 @@ def test_workers_that_die_while_work_is_handed_out_are_told(
         prepare(path, preprocessing_num_workers=2)
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_worker_that_dies_is_told_with_the_option_to_lower(
     prepare: Prepare, write_lines: WriteLines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write_lines([{"text": "word " * 100} for _ in range(20_000)])
+    monkeypatch.setattr("mobius.data.readers.MAX_BLOCK_RECORDS", 8)
+    path = write_lines([{"text": "some words"} for _ in range(1_000)])  # of 125 blocks, eight are under way at a time
     append = DatasetWriter.append
 
     def append_and_kill(writer: DatasetWriter, *given: Any) -> None:
