@@ -247,14 +247,21 @@ def test_ctrl_c_while_workers_tokenize_leaves_one_line_and_nothing_else(tmp_path
     lines = make_dataset(tmp_path / "data.jsonl", num_records=300).read_text()
     (tmp_path / "data.jsonl").write_text(lines * 200)
     before = {path.name for path in tmp_path.iterdir()} | {"cache"}
-    with started(command(1, [*ENDLESS, "--preprocessing_num_workers", "2"]), tmp_path) as process:
-        assert wait_until(lambda: (tmp_path / "cache").exists() and children(process.pid), HANG_SECONDS, pause=0.02)
-        workers = children(process.pid)
-        os.killpg(process.pid, signal.SIGINT)
-        lines_seen = [line for line in lines_after(process) if not line.startswith(("model ", "tokenizing"))]
+    arguments = ["--device", "cpu", *ENDLESS, "--preprocessing_num_workers", "2"]
+    ranks = Ranks("main", "main", arguments, num_ranks=1, folder=tmp_path, environment=environment(tmp_path / "cache"))
+    (process,) = ranks.processes
+    assert process.pid is not None
+    # The press comes while the workers are being made, or are at work.
+    assert wait_until(lambda: (tmp_path / "cache" / "mobius").exists() and children(process.pid), HANG_SECONDS)
+    workers = children(process.pid)
+    for each in (process.pid, *workers):
+        os.kill(each, signal.SIGINT)
+    assert ranks.wait() == 130
+    printed = [line for line in ranks.output().splitlines() if line]
+    lines_seen = [line for line in printed if not line.startswith(("model ", "tokenizing"))]
 
     expected = "interrupted (SIGINT) before the first step: nothing was trained, and nothing is left"
-    assert lines_seen == [expected], "\n".join(lines_seen)
-    assert process.returncode == 130
+    assert lines_seen == [expected], ranks.output()
+    ranks.output_file.unlink()
     assert {path.name for path in tmp_path.iterdir()} == before
     assert wait_until(lambda: not any(is_alive(worker) for worker in workers), HANG_SECONDS)

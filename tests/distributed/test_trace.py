@@ -23,9 +23,9 @@ TRACED = [2, 3, 4]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the run left in --save_dir."""
     place = tmp_path_factory.mktemp("run")
-    make_checkpoint(place / "model", num_layers=8)
+    make_checkpoint(place / "model", num_layers=4)
     make_dataset(place / "data.jsonl")
-    arguments = f"""--model_path model --dataset data.jsonl --fp32 --num_stages 8 --num_chunks 3 --batch_size 6
+    arguments = f"""--model_path model --dataset data.jsonl --fp32 --num_stages 4 --num_chunks 3 --batch_size 6
         --seq_length 24 --num_iterations {STEPS} --save_dir out --trace --profile_steps 2-3""".split()
     result = run_main(2, place, *arguments)
     assert result.returncode == 0, result.stdout
@@ -43,7 +43,7 @@ def of_lane(spans: tuple[LaneSpan, ...], lane: Lane) -> list[LaneSpan]:
 
 
 def test_each_traced_step_has_every_action_of_the_schedule_once_in_its_order(trace: Trace) -> None:
-    schedule = build_schedule(spec_of(2, 4, 3, 2))
+    schedule = build_schedule(spec_of(2, 2, 3, 2))
     assert trace.steps == TRACED
     for rank, actions in enumerate(schedule.actions):
         expected = [str(action) for action in actions if action.kind not in ("load", "offload")]
@@ -54,7 +54,7 @@ def test_each_traced_step_has_every_action_of_the_schedule_once_in_its_order(tra
 
 def test_loads_offloads_and_updates_are_there_for_every_stage(trace: Trace) -> None:
     for rank in (0, 1):
-        own = range(rank, 8, 2)
+        own = range(rank, 4, 2)
         spans = trace.spans[rank]
         assert {s.name for s in of_lane(spans, Lane.LOAD)} == {f"L{stage}" for stage in own}
         assert {s.name for s in of_lane(spans, Lane.OFFLOAD)} == {f"O{stage}" for stage in own}
@@ -78,14 +78,14 @@ def test_the_ranks_share_a_clock_so_that_no_message_arrives_before_it_is_sent(tr
     starts = {(s.step, s.name): s.start for spans in trace.spans for s in of_lane(spans, Lane.COMPUTE)}
     for step in TRACED:
         for microbatch in range(3):
-            forward = [starts[step, f"F{stage}.{microbatch}"] for stage in range(8)]
-            backward = [starts[step, f"B{stage}.{microbatch}"] for stage in reversed(range(8))]
+            forward = [starts[step, f"F{stage}.{microbatch}"] for stage in range(4)]
+            backward = [starts[step, f"B{stage}.{microbatch}"] for stage in reversed(range(4))]
             assert forward + backward == sorted(forward + backward)
 
 
 def test_messages_are_named_after_their_actions(trace: Trace) -> None:
     sent = {s.name for s in of_lane(trace.spans[0], Lane.SEND)}
-    assert {"F0.0 to 1", "F6.2 to 1", "B2.1 to 1"} <= sent
+    assert {"F0.0 to 1", "F2.2 to 1", "B2.1 to 1"} <= sent
     assert {s.name for s in of_lane(trace.spans[1], Lane.RECEIVE)} == {"from 0"}
 
 

@@ -75,7 +75,7 @@ def plain_training(model: PreTrainedModel, dataset: Path, tokenizer_folder: Path
 def test_twenty_clipped_steps_equal_a_plain_adamw_loop(
     tmp_path: Path, start: Start, num_ranks: int, num_stages: int, is_tied: bool, options: list[str]
 ) -> None:
-    model = make_checkpoint(tmp_path / "model", num_layers=8, is_tied=is_tied)
+    model = make_checkpoint(tmp_path / "model", num_layers=num_stages, is_tied=is_tied)
     dataset = make_dataset(tmp_path / "data.jsonl")
     arguments = f"""--model_path model --dataset data.jsonl --fp32 --num_stages {num_stages} --num_chunks {CHUNKS}
         --batch_size {BATCH} --seq_length {LENGTH} --num_iterations {STEPS} --learning_rate {LEARNING_RATE}
@@ -115,7 +115,7 @@ def _assert_close(actual: Tensor, expected: Tensor, name: str) -> None:
     ],
 )
 def test_overlaps_and_recomputing_change_no_bit(tmp_path: Path, clipping: str) -> None:
-    options = f"""--device cpu --bf16 --num_stages 8 --num_chunks 2 --batch_size 4 --seq_length 16 --num_iterations 4
+    options = f"""--device cpu --bf16 --num_stages 6 --num_chunks 2 --batch_size 4 --seq_length 16 --num_iterations 3
         --learning_rate 1e-3 {clipping}"""
     streamed = [
         f"--use_offload --{overlap} --{prefetch}"
@@ -139,12 +139,12 @@ def test_overlaps_and_recomputing_change_no_bit(tmp_path: Path, clipping: str) -
 )
 def test_residency_changes_no_bit(tmp_path: Path, options: str) -> None:
     """The matrix that embedding and head share is resident on one rank and streamed on the other."""
-    shared = f"""--device cpu --num_stages 8 --num_chunks 2 --batch_size 4 --seq_length 16 --num_iterations 4
+    shared = f"""--device cpu --num_stages 6 --num_chunks 2 --batch_size 4 --seq_length 16 --num_iterations 3
         --learning_rate 1e-3 {options}"""
     variants = [
         "--resident_stages 0",
         "--resident_stages 1",
-        "--resident_stages 3 --no_overlap_optimizer",
+        "--resident_stages 2 --no_overlap_optimizer",
         "--resident_stages 2 --no_prefetch",
         "--resident_stages all --recompute none",
         "--no_offload",

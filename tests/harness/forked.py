@@ -97,10 +97,11 @@ class Ranks:
 
 
 def import_all() -> None:
-    """Import IMPORTED here, before `fork_server`."""
+    """Import IMPORTED here, and read the options' descriptions as each run does, before `fork_server`."""
     with library_environment():
         for name in IMPORTED:
             importlib.import_module(name)
+        importlib.import_module("mobius.config.cli").parse_args([])
 
 
 def fork_server() -> None:

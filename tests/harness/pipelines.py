@@ -69,7 +69,7 @@ FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
 """By name: a tiny configuration of it, with whatever else is given."""
 
 
-_MOST_PARTS = 64
+_MOST_PARTS = 256
 _MAKING = threading.Lock()
 _PARTS: dict[tuple[object, ...], ModelParts] = {}
 """By device, configuration and rank: taking a model apart costs more than a step, and ranks are threads that cannot

@@ -8,6 +8,7 @@ The last line says what was taken back.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import re
@@ -36,11 +37,18 @@ class PowerCuts(Trial):
     journals: Journals
     was_cut = False
 
+    def _make_inputs(self) -> None:
+        """Half of the layers, and as many samples as the steps take: what is written is cut, nothing that is read."""
+        super()._make_inputs()
+        config, data = self._folder / "model" / "config.json", self._folder / "data.jsonl"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 4}))
+        data.write_text("".join(data.read_text().splitlines(keepends=True)[:200]))
+
     def _kill_at_random(self, started: StartedRun, out: Path) -> bool:
-        """At a random moment, three times of four while something is written."""
+        """At a random moment, three times of four, and until a write was taken back, while something is written."""
         end = time.monotonic() + self._draw.uniform(0, self._seconds[False])
         wait_until(lambda: started.is_over() or time.monotonic() > end, HANG_SECONDS)
-        if self._draw.random() < SHARE_AT_A_WRITE:
+        if self._draw.random() < SHARE_AT_A_WRITE or not self._counts["writes"]:
             wait_until(lambda: started.is_over() or self.journals.are_dirty(), HANG_SECONDS, pause=0.001)
         self.was_cut = not started.is_over()
         if self.was_cut:

@@ -74,7 +74,7 @@ class Journals:
                 later = records[number + 1 :]
                 if kind == "write" and ("sync", facts[0]) not in later and Path(facts[0]).exists():
                     name, offset, old = facts
-                    if keep := draw.choice([0.0, 0.5, 1.0]):
+                    if keep := draw.choice([0.0, 0.5, 1.0] if counts["writes"] else [0.5, 1.0]):
                         with open(name, "r+b") as file:
                             file.seek(offset)
                             file.write(old[: int(keep * len(old))])

@@ -16,6 +16,8 @@ from harness.local_transport import LocalTransport, run_replica_threads
 from harness.run_setups import make_run_setup
 from harness.runs import make_checkpoint
 from harness.samples import dataset_of
+from harness.shared_parts import SharedParts
+from harness.shared_parts import rank as rank_thread
 from torch import Tensor
 
 from mobius.checkpoint.contents import CheckpointContents, StepMetadata
@@ -81,6 +83,7 @@ def in_sessions(
     num_all = num_replicas * num_ranks
 
     def run(rank: int, transport: LocalTransport) -> T:
+        rank_thread.number = rank
         with _MAKING:
             words = f"--device cpu --model_path {folder} {options}".split()
             config = parse_args(words, num_ranks=num_all, num_nodes=num_replicas)
@@ -105,7 +108,8 @@ def in_sessions(
 
     threads = torch.get_num_threads()  # those of this process, which runs other tests too
     try:
-        return run_replica_threads(num_replicas, num_ranks, run)
+        with patch("mobius.planner.run_setup.ModelParts", SharedParts):
+            return run_replica_threads(num_replicas, num_ranks, run)
     finally:
         torch.set_num_threads(threads)
 

@@ -54,14 +54,9 @@ def clones(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def whole(run: Run, workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The folder `whole` of a run without durable steps, which is trained once for all tests."""
-    trained = tmp_path_factory.getbasetemp() / "six written steps"
-    if not trained.exists():
-        leave_alone(run, DISKS)
-        shutil.copytree("whole", trained)
-    else:
-        shutil.copytree(trained, "whole")
+def whole(run: Run, workplace: Path) -> None:
+    """The folder `whole` of a run without durable steps."""
+    leave_alone(run, DISKS)
 
 
 def checksums_of(checkpoint: Path) -> dict[str, int]:

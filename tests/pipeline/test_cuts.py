@@ -16,7 +16,7 @@ from harness.sessions import VOCAB, State, differing, in_sessions, random_sample
 from mobius.data.batches import TrainingBatches
 from mobius.training.session import Session
 
-USUAL = """--batch_size 8 --num_chunks 4 --seq_length 24 --packing off --num_iterations 3 --learning_rate 1e-2
+USUAL = """--batch_size 8 --num_chunks 4 --seq_length 24 --packing off --num_iterations 2 --learning_rate 1e-2
     --warmup_steps 1 --weight_decay 0.1 --save_strategy no"""
 
 

@@ -31,7 +31,7 @@ VARIANTS = {
     "frozen stages": f"{DISKS} --num_stages 4 --freeze embedding,layers.0-1",
     "evaluated": f"{DISKS} --val_size 4 --eval_strategy steps --eval_steps 2",
 }
-ON_DEMAND = ["clipped", "no overlap", "evaluated", "frozen stages"]
+ON_DEMAND = ["clipped", "weights on the disks", "no overlap", "evaluated", "frozen stages"]
 
 
 def is_empty(*folders: str) -> bool:

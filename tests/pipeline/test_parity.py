@@ -11,7 +11,6 @@ import torch
 from harness.family_checks import check_text_part, parity_of
 from harness.pipelines import (
     FAMILIES,
-    NUM_LAYERS,
     Pipeline,
     Step,
     assert_same_bits,
@@ -26,7 +25,7 @@ from mobius.engine.executor import StepBatch
 from mobius.schedule.plan import RecomputeLevel
 
 STAGES_PER_RANK = (1, 2, 3)
-MICROBATCHES = (1, 2, 3, 5, 8)
+MICROBATCHES = (1, 2, 3, 5)
 WITH_ALL_CASES = {"gemma3": 2, "llama-tied": 1}
 """Families, and the number of microbatches with which they take every case: both kinds of layers, whose gradients are
 summed, and a tied matrix, which is the same to the bit with one. Beyond that each
@@ -75,6 +74,11 @@ def assert_parity(family: str, num_layers: int, *sizes: int, where: str, **optio
     assert_same_bits(found, expected, (sizes, where), reordered=reordered)
 
 
+def num_layers_of(family: str, num_stages: int) -> int:
+    """A layer or more for each stage; the families that have two kinds of layers have them from 6 on."""
+    return max(4 if family in LIKE_LAYERS else 6, num_stages)
+
+
 def cases_of(family: str, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> list[str]:
     if num_microbatches == WITH_ALL_CASES.get(family):
         return list(CASES)
@@ -97,8 +101,7 @@ def test_each_case_meets_each_number_of_microbatches_in_each_pipeline_and_in_eac
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_pipeline_equals_the_plain_model_bit_by_bit(family: str, sizes: tuple[int, int]) -> None:
     num_ranks, stages_per_rank = sizes
-    # A layer or more in each stage; the families that have two kinds of layers have them from 6 on.
-    num_layers = max(4 if family in LIKE_LAYERS else 6, num_ranks * stages_per_rank)
+    num_layers = num_layers_of(family, num_ranks * stages_per_rank)
     for number in MICROBATCHES:
         for case in cases_of(family, num_ranks, stages_per_rank, number):
             assert_parity(family, num_layers, num_ranks, stages_per_rank, number, where=case, **CASES[case])
@@ -111,7 +114,7 @@ def test_a_mixture_of_resident_and_streamed_stages_equals_the_plain_model_bit_by
     """One and two microbatches take turns over the sizes; what is one for a case or family is two for the next."""
     num_slots, saves_all, first, others = MIXED[case]
     turn = sorted(MIXED).index(case) + sorted(FAMILIES).index(family)
-    sizes = ((1, 2), (1, 4), (2, 2), (2, 3), (3, 2), (4, 3))
+    sizes = ((1, 2), (1, 4), (2, 2), (2, 3), (3, 2), (4, 2))
     for number, (num_ranks, stages_per_rank) in enumerate(sizes, start=turn):
         resident = frozenset(
             rank + position * num_ranks
@@ -119,21 +122,22 @@ def test_a_mixture_of_resident_and_streamed_stages_equals_the_plain_model_bit_by
             for position in (others if rank else first)(stages_per_rank)
         )
         options = {"num_slots": num_slots, "keeps_graphs": saves_all, "resident": resident}
-        assert_parity(family, NUM_LAYERS, num_ranks, stages_per_rank, 1 + number % 2, where=case, **options)
+        num_layers = num_layers_of(family, num_ranks * stages_per_rank)
+        assert_parity(family, num_layers, num_ranks, stages_per_rank, 1 + number % 2, where=case, **options)
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("sizes", [(0, 4, 8, 0), (0, 6, 5, 1), (1, 5, 6, 0), (3, 1, 6, 2), (0, 0, 12, 0), (0, 7, 0, 5)])
+@pytest.mark.parametrize("sizes", [(0, 2, 4, 0), (0, 3, 2, 1), (1, 2, 3, 0), (2, 1, 2, 1), (0, 0, 6, 0), (0, 4, 0, 2)])
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_stages_of_unequal_size_and_some_without_layers_compute_the_same_bits(
     sizes: tuple[int, ...], case: str
 ) -> None:
     for num_ranks in (1, 2, 4):
-        assert_parity("llama", NUM_LAYERS, num_ranks, 4 // num_ranks, 3, where=case, sizes=sizes, **CASES[case])
+        assert_parity("llama", sum(sizes), num_ranks, 4 // num_ranks, 3, where=case, sizes=sizes, **CASES[case])
 
 
 def test_two_sequences_in_a_microbatch_and_loss_chunks_change_rounding_only() -> None:
-    model = make_model("llama")
+    model = make_model("llama", 4)
     batch = make_batch(4)
     expected_loss, expected = plain_step(model, batch, 2)
     loss, gradients = Pipeline(model, 2, 2, 2, 2, loss_chunk_tokens=5).step(batch)
@@ -144,7 +148,7 @@ def test_two_sequences_in_a_microbatch_and_loss_chunks_change_rounding_only() ->
 
 def test_a_missing_microbatch_would_be_seen() -> None:
     """The comparison can fail: gradients of another split of the targets are not equal."""
-    model = make_model("llama")
+    model = make_model("llama", 4)
     _, expected = plain_step(model, make_batch(3), 3)
     _, gradients = Pipeline(model, 2, 2, 2, 2).step(make_batch(2))
     assert not torch.equal(gradients["lm_head.weight"], expected["lm_head.weight"])

@@ -49,14 +49,17 @@ VARIANTS = {
     "fp16, whose loss scale is found by steps that are not taken": "--dtype fp16",
     "packed rows of several samples": "--seq_length 64",
     "evaluated": "--val_size 4 --eval_strategy steps --eval_steps 2",
-    "a dropped tail of the schedule": "--lr_scheduler_type cosine --warmup_steps 6",
+    "a dropped tail of the schedule": "--lr_scheduler_type cosine --warmup_steps 4",
     "a tied matrix": "--model_path tied --num_stages 4",
     "a schedule with numbers": "--lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs num_decay_steps=5",
 }
 
 
+SIX = ["--num_iterations", "6", "--save_steps", "3", *EIGHT[4:]]
+"""Options of six steps with checkpoints 3 and 6."""
 TRUST = "--trust-dcp-metadata"
 ON_DEMAND = [
+    "streamed, updates in the middle of backward",
     "one slot",
     "resident",
     "one stage resident",
@@ -64,6 +67,7 @@ ON_DEMAND = [
     "bf16 states",
     "compact states on disks, not clipped",
     "evaluated",
+    "a tied matrix",
     "a schedule with numbers",
 ]
 
@@ -71,11 +75,11 @@ ON_DEMAND = [
 @pytest.mark.parametrize("options", named(VARIANTS, on_demand=ON_DEMAND))
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(run: Run, workplace: Path, options: str) -> None:
     make_checkpoint(workplace / "tied", is_tied=True)
-    run(*EIGHT, *options.split())
+    run(*SIX, *options.split())
 
-    resume("out/checkpoint-4", "--save_dir", "resumed")
+    resume("out/checkpoint-3", "--save_dir", "resumed")
 
-    assert_goes_on_exactly(Path("out"), Path("resumed"), step=4)
+    assert_goes_on_exactly(Path("out"), Path("resumed"), step=3)
     assert len({row["loss"] for row in steps_of(Path("out"))}) > 4, "the loss moves"
     assert ("lm_head.weight" in tensors_of(Path("out"))) == ("tied" not in options)
 
@@ -126,9 +130,9 @@ def test_true_passes_over_a_torn_checkpoint(eight: None, workplace: Path, caplog
     assert_goes_on_exactly(Path("whole"), Path("out"), step=4)
 
 
-OF_RANKS = """--model_path model --dataset data.jsonl --num_chunks 2 --batch_size 4 --seq_length 32 --num_iterations 12
-    --save_steps 4 --save_total_limit 0 --learning_rate 1e-3 --warmup_steps 1 --save_params none --val_size 4
-    --eval_strategy steps --eval_steps 6"""
+OF_RANKS = """--model_path model --dataset data.jsonl --num_chunks 2 --batch_size 4 --seq_length 32 --num_iterations 6
+    --save_steps 2 --save_total_limit 0 --learning_rate 1e-3 --warmup_steps 1 --save_params none --val_size 4
+    --eval_strategy steps --eval_steps 3"""
 
 
 @pytest.fixture(scope="module")
@@ -166,9 +170,9 @@ def test_two_ranks_resume_to_the_bit(place: Path, options: str) -> None:
     name = f"whole-{[*OF_TWO_RANKS.values()].index(options)}"
     train(2, place, f"{OF_RANKS} {options} --save_dir {name} --save_results {name}.txt")
 
-    found = resumed_by(2, place, f"{name}/checkpoint-4", f"{name}-resumed")
+    found = resumed_by(2, place, f"{name}/checkpoint-2", f"{name}-resumed")
 
-    assert_goes_on_exactly(place / name, found, step=4)
+    assert_goes_on_exactly(place / name, found, step=2)
     assert len(evaluations_of(found)) == 2
 
 
@@ -176,11 +180,11 @@ def test_two_ranks_resume_to_the_bit(place: Path, options: str) -> None:
 def test_other_ranks_and_stages_resume_to_the_bit(place: Path) -> None:
     train(3, place, f"{OF_RANKS} --bf16 --max_grad_norm 0.5 --num_stages 6 --save_dir most --save_results most.txt")
 
-    two = resumed_by(2, place, "most/checkpoint-4", "fewer", "--num_stages 4 --resident_stages 1")
-    one = resumed_by(1, place, "fewer/checkpoint-8", "fewest", "--num_stages 1")
+    two = resumed_by(2, place, "most/checkpoint-2", "fewer", "--num_stages 4 --resident_stages 1")
+    one = resumed_by(1, place, "fewer/checkpoint-4", "fewest", "--num_stages 1")
 
-    assert_goes_on_exactly(place / "most", two, step=4)
-    assert_goes_on_exactly(place / "most", one, step=8)
+    assert_goes_on_exactly(place / "most", two, step=2)
+    assert_goes_on_exactly(place / "most", one, step=4)
     assert all(row["grad_norm"] > 0.5 for row in steps_of(place / "most"))
 
 
@@ -206,17 +210,17 @@ def test_three_ranks_become_two_and_then_one(place: Path) -> None:
 
 def test_all_ranks_refuse_a_damaged_shard_of_one_of_them(place: Path) -> None:
     train(2, place, f"{OF_RANKS} --fp32 --num_stages 2 --save_dir hurt --save_results hurt.txt")
-    shard = sorted((place / "hurt" / "checkpoint-12").glob("optimizer*.safetensors"))[-1]
+    shard = sorted((place / "hurt" / "checkpoint-6").glob("optimizer*.safetensors"))[-1]
     content = bytearray(shard.read_bytes())
     content[-3] ^= 1
     shard.write_bytes(content)
 
-    words = "--resume_from_checkpoint hurt/checkpoint-12 --save_dir unhurt --save_params none --save_results unhurt.txt"
+    words = "--resume_from_checkpoint hurt/checkpoint-6 --save_dir unhurt --save_params none --save_results unhurt.txt"
     finished = run_main(2, place, *words.split())
 
     assert finished.returncode == 1
     assert f"{shard.name} is damaged: the checksum of" in finished.stdout
-    newest = f"The newest good checkpoint there is {place / 'hurt' / 'checkpoint-8'}: --resume_from_checkpoint"
+    newest = f"The newest good checkpoint there is {place / 'hurt' / 'checkpoint-4'}: --resume_from_checkpoint"
     assert newest in finished.stdout
     assert "Traceback" not in finished.stdout
     assert not (place / "unhurt").exists()
@@ -233,24 +237,24 @@ def test_all_ranks_refuse_a_damaged_shard_of_one_of_them(place: Path) -> None:
 def test_a_run_resumes_with_its_states_in_another_format(
     run: Run, workplace: Path, caplog: pytest.LogCaptureFixture, before: str, after: str
 ) -> None:
-    run(*EIGHT, "--dtype", "bf16", "--optimizer_states", before)
+    run(*SIX, "--dtype", "bf16", "--optimizer_states", before)
     caplog.set_level(logging.INFO, logger="mobius")
 
     with pytest.raises(ConfigError, match="optimizer_states"):
-        resume("out/checkpoint-4", "--save_dir", "refused", "--optimizer_states", after)
+        resume("out/checkpoint-3", "--save_dir", "refused", "--optimizer_states", after)
     changes = ("--optimizer_states", after, "--learning_rate", "1e-7")
-    resume("out/checkpoint-4", "--save_dir", "resumed", *changes, "--resume_changes", "optimizer_states,learning_rate")
+    resume("out/checkpoint-3", "--save_dir", "resumed", *changes, "--resume_changes", "optimizer_states,learning_rate")
 
     assert (
         f"optimizer states are rounded once: saved as {before}, taken as {after} (--optimizer_states)"
         in caplog.messages
     )
     assert any("last bit of a 24-bit master" in message for message in caplog.messages) == (after == "compact")
-    losses = [[row["loss"] for row in steps_of(Path(folder))[-4:]] for folder in ("out", "resumed")]
+    losses = [[row["loss"] for row in steps_of(Path(folder))[-3:]] for folder in ("out", "resumed")]
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
     assert losses[1] != losses[0]
-    saved = tensors_of(Path("resumed/checkpoint-8"))
+    saved = tensors_of(Path("resumed/checkpoint-6"))
     assert any(name.endswith("exp_avg.codes") for name in saved) == (after == "compact")
-    for words in (["to-dcp", "resumed/checkpoint-8", "dcp"], ["from-dcp", "dcp", "back/checkpoint-8", TRUST]):
+    for words in (["to-dcp", "resumed/checkpoint-6", "dcp"], ["from-dcp", "dcp", "back/checkpoint-6", TRUST]):
         assert convert(words) == 0
-    assert_equal_tensors(Path("resumed/checkpoint-8"), Path("back/checkpoint-8"))
+    assert_equal_tensors(Path("resumed/checkpoint-6"), Path("back/checkpoint-6"))

@@ -67,7 +67,7 @@ def test_a_checkpoint_becomes_a_plain_folder_with_its_bits_and_a_line_for_each_c
 @pytest.mark.extended
 def test_a_durable_step_becomes_a_plain_folder(run: Run, workplace: Path) -> None:
     fail_after_step_5(run, DISKS)
-    leave_alone(run, DISKS)
+    leave_alone(run, f"{DISKS} --save_steps 1")
     newest, _ = find_checkpoints(Path("cut")).valid[0]
     assert is_durable_step(newest)
     export([str(newest), "plain"])

@@ -123,7 +123,7 @@ def test_nothing_that_is_measured_changes_the_plan_of_the_checkpoint(
         return run_setup
 
     monkeypatch.setattr("mobius.training.session.plan_by_measurement", note)
-    run(*EIGHT)
+    run(*EIGHT, "--num_iterations", "5")
     resume("out/checkpoint-4", "--save_dir", "resumed")
     resume("out/checkpoint-4", "--save_dir", "other", "--num_stages", "4", "--overwrite_output_dir")
 

@@ -36,7 +36,7 @@ def full_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
     written = tensor_files.save_file
 
     def save_file(values: Any, path: Path, **more: Any) -> None:
-        if "checkpoint-8" in str(path) and path.name.startswith("optimizer"):
+        if "checkpoint-4" in str(path) and path.name.startswith("optimizer"):
             path.write_bytes(b"half")
             raise OSError(errno.ENOSPC, "No space left on device")
         written(values, path, **more)
@@ -61,7 +61,7 @@ def cannot_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     renamed = Path.rename
 
     def rename(path: Path, target: Path) -> Path:
-        if path.name == "checkpoint-8.partial":
+        if path.name == "checkpoint-4.partial":
             raise OSError(errno.EIO, "Input/output error")
         return renamed(path, target)
 
@@ -78,19 +78,20 @@ FAULTS: dict[str, tuple[Fault, str]] = {
 def test_a_save_that_fails_is_told_and_changes_nothing_else(
     run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run(*OPTIONS.split(), "--save_dir", "whole")
+    options = f"{OPTIONS} --num_iterations 6 --save_steps 2".split()
+    run(*options, "--save_dir", "whole")
     for name, (fault, told) in FAULTS.items():
         caplog.clear()
         with monkeypatch.context() as patch:
             fault(patch)
-            run(*OPTIONS.split(), "--save_dir", name, "--overwrite_output_dir")
+            run(*options, "--save_dir", name, "--overwrite_output_dir")
 
         (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-        assert re.match(f"checkpoint of step 8 is not saved, and training goes on: .*{told}", warning)
-        assert f"The last good checkpoint is {workplace / name / 'checkpoint-4'}" in warning
-        assert sorted(path.name for path in Path(name).glob("checkpoint-*")) == ["checkpoint-12", "checkpoint-4"]
+        assert re.match(f"checkpoint of step 4 is not saved, and training goes on: .*{told}", warning)
+        assert f"The last good checkpoint is {workplace / name / 'checkpoint-2'}" in warning
+        assert sorted(path.name for path in Path(name).glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-6"]
         assert steps_of(Path(name)) == steps_of(Path("whole"))
-        for folder in ("", "checkpoint-4", "checkpoint-12"):
+        for folder in ("", "checkpoint-2", "checkpoint-6"):
             assert_equal_tensors(Path("whole", folder), Path(name, folder))
 
 

@@ -108,7 +108,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("options", named(VARIANTS, on_demand=["streamed", "one slot", "resident"]))
+@pytest.mark.parametrize("options", named(VARIANTS, on_demand=["streamed", "one slot", "resident", "fp16"]))
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(run: Run, workplace: Path, options: str) -> None:
     train(run, *options.split())
     resume("out/checkpoint-3", "--save_dir", "resumed")
@@ -131,7 +131,8 @@ def test_a_run_goes_on_with_other_stages_and_residency(run: Run, workplace: Path
 
 def test_residency_changes_no_bit_of_what_is_trained(run: Run, workplace: Path) -> None:
     for number, options in enumerate(("", "--resident_stages 1", "--no_offload")):
-        train(run, "--save_dir", f"out{number}", "--save_results", f"{number}.txt", "--dtype", "bf16", *options.split())
+        own = ["--save_dir", f"out{number}", "--save_results", f"{number}.txt", *options.split()]
+        train(run, "--dtype", "bf16", "--num_iterations", "3", *own)
     first, *others = (load_file(f"out{number}/adapter_model.safetensors") for number in range(3))
     assert first["base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"].dtype == torch.bfloat16
     for other in others:
@@ -252,12 +253,12 @@ def test_room_for_the_merged_model_is_looked_for_before_training(
     with pytest.raises(CheckpointError, match="--save_dir need 1.* MiB in .*, 1.* MiB is free"):
         train(run, "--merge")
     assert not list(Path().glob("out*"))
-    train(run)  # adapters alone have room
+    train(run, "--num_iterations", "1")  # adapters alone have room
 
 
 def test_an_evaluation_is_that_of_the_merged_model(run: Run, workplace: Path) -> None:
     evaluation = ["--do_eval", "--val_size", "4"]
-    train(run, "--merge", *evaluation)
+    train(run, "--merge", "--num_iterations", "2", *evaluation)
     run("--no_do_train", *evaluation, "--model_path", "out/merged", "--save_dir", "judged", "--save_params", "none")
     losses = [json.loads(Path(folder, "eval_results.json").read_text())["eval_loss"] for folder in ("out", "judged")]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)

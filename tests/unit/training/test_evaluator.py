@@ -171,7 +171,8 @@ def test_scores_are_those_of_the_plain_model_and_the_same_however_the_model_is_c
     assert 0 < hits < targets
     results = list[EvaluationResult]()
     residencies = ("--resident_stages 0", "--no_offload")
-    for number, (num_ranks, num_stages) in enumerate(((1, 1), (1, 4), (2, 4), (4, 4), (2, 2)), start=packing == "on"):
+    cuts = ((1, 4), (2, 4), (4, 4)) if packing == "on" else ((1, 1), (2, 2), (4, 4))
+    for number, (num_ranks, num_stages) in enumerate(cuts, start=packing == "on"):
         found = in_sessions(
             num_ranks,
             folder,
