@@ -51,19 +51,6 @@ def remove_folder(folder: Path, *, last: str) -> None:
     folder.rmdir()
 
 
-def follow_umask(path: Path) -> None:
-    """Give a file the mode of the user's umask; a library has made it readable for its owner alone."""
-    path.chmod(0o666 & ~_umask())
-
-
-def _umask() -> int:
-    """This process's umask; to ask the system for it is to change it, which other threads would see."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("Umask:"):
-            return int(line.split()[1], 8)
-    return 0o077  # a kernel of before 2017
-
-
 @contextlib.contextmanager
 def atomic_write(path: Path, *, has_many_writers: bool = False) -> Iterator[Path]:
     """A temporary path next to `path` to write to; on success it is synced and renamed to `path` in one step.

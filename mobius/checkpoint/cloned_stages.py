@@ -12,7 +12,6 @@ between gaps are copied. The file system copies a block when either file changes
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import struct
 import tempfile
@@ -26,9 +25,16 @@ import torch
 from torch import Tensor
 
 from mobius.atomic_files import nearest_folder
-from mobius.checkpoint.reader import DTYPES
 from mobius.checkpoint.slot_reader import Region
-from mobius.checkpoint.tensor_files import MAX_FILE_BYTES, MODEL_PREFIX, FileRecord, translate_file_errors, write_stage
+from mobius.checkpoint.tensor_files import (
+    DTYPES,
+    MAX_FILE_BYTES,
+    MODEL_PREFIX,
+    FileRecord,
+    header_bytes,
+    translate_file_errors,
+    write_stage,
+)
 from mobius.engine.state_files import ALIGNMENT, Key
 from mobius.errors import CheckpointError, reason_of
 from mobius.regular_files import open_regular
@@ -127,13 +133,12 @@ def _parts(region: Region, start: int, stop: int) -> Iterator[tuple[int, int, in
 
 def _clone(path: Path, paths: Sequence[Path], region: Region, names: Sequence[str], start: int, stop: int) -> int:
     """Make a safetensors file of the bytes of a region, synced; returns its size. Raises OSError."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    entries = {}
     for name in names:
-        (_, word, shape), offsets = region.tensors[name], [place - start for place in region.span(name)]
-        entries[name] = {"dtype": word, "shape": shape, "data_offsets": offsets}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    data = 8 + len(text) + (start - 8 - len(text)) % ALIGNMENT
-    header = (data - 8).to_bytes(8, "little") + text.ljust(data - 8)
+        (_, word, shape), (own_start, own_stop) = region.tensors[name], region.span(name)
+        entries[name] = word, shape, own_start - start, own_stop - start
+    header = header_bytes(entries, begin=start, alignment=ALIGNMENT)
+    data = len(header)
     first, last = start // ALIGNMENT * ALIGNMENT, -(-stop // ALIGNMENT) * ALIGNMENT
     with path.open("xb") as target, ExitStack() as opened:
         sources = [opened.enter_context(open_regular(path)).fileno() for path in paths]

@@ -21,7 +21,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from mobius.atomic_files import atomic_write, sync_to_disk
@@ -37,6 +36,7 @@ from mobius.checkpoint.tensor_files import translate_file_errors
 from mobius.config.config import Config
 from mobius.distributed.rendezvous import join_run
 from mobius.engine.host_arena import whole_pages
+from mobius.engine.optimizer_states import DiskStates
 from mobius.engine.slot_files import NUM_SLOTS, SlotFiles, SlotPlace
 from mobius.engine.state_files import Key, Version, padded, wait, weights_key
 from mobius.errors import CheckpointError
@@ -108,10 +108,7 @@ class DurableSteps:
         self._tensors = dict[Key, Mapping[str, Tensor]]()
         """Views of a region by the key of its bytes, of which only places, formats and shapes matter."""
         for stage, each in streamed.items():
-            on_disk = each.memory.state.with_parts(
-                torch.empty(each.memory.state.part_bytes, dtype=torch.uint8, device="meta")
-            )
-            flat = each.flat_tensors(has_optimizer=True, stored=on_disk)
+            flat = each.flat_tensors(has_optimizer=True)
             self._tensors[weights_key(stage)] = each.named_tensors({WEIGHTS: flat.pop(WEIGHTS)})
             self._tensors[stage] = each.named_tensors(flat)
         for files in self._files:
@@ -152,8 +149,9 @@ class DurableSteps:
         for files in self._files:
             files.open_slot(1 - first)
         for stage in self._frozen:
-            weights = self._memory[stage].states.stored_state(has_parts=False).weights
-            self._files[0].write_unchanging(weights_key(stage), whole_pages(weights))
+            states = self._memory[stage].states
+            assert isinstance(states, DiskStates), "versions are kept"
+            states.write_frozen(self._files[0])
         for files in self._files:
             files.begin_version(1 - first, _done())
 

@@ -8,8 +8,8 @@ In this order, so that nothing that is complete depends on what comes later:
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -23,8 +23,9 @@ from mobius.checkpoint.model_folder import (
 )
 from mobius.checkpoint.run_folder import OutputFolder
 from mobius.checkpoint.saved_model import SavedModel
-from mobius.checkpoint.saved_stage import OpenRun, StageWeightsOnHost, saved_parameters
-from mobius.checkpoint.tensor_files import MAX_FILE_BYTES, plan_files, write_indexes, write_stage
+from mobius.checkpoint.saved_stage import OpenRun, saved_parameters
+from mobius.checkpoint.tensor_files import plan_files, write_indexes, write_stage
+from mobius.engine.stage_memory import StageMemory, parts_of
 from mobius.errors import CheckpointError
 from mobius.models.model_files import ModelFiles
 from mobius.models.parameter_pieces import stored_views
@@ -32,8 +33,6 @@ from mobius.models.peft_folder import AdapterBase, AdapterFolder, peft_name_of
 from mobius.signal_handling import RunStatus
 
 logger = logging.getLogger(__name__)
-
-_SMALL_FILE_BYTES = 10**9
 
 
 def export_model(
@@ -54,29 +53,23 @@ def export_model(
     num_ranks, pieces = run_setup.plan.num_ranks, run_setup.parts.parameter_pieces
     # All replicas have all weights: the first one writes a file, or several, for each of its ranks.
     parameters = [replace(each, stage=each.stage % num_ranks) for each in saved_parameters(run_setup)]
-    on_disks = run_setup.config.pipeline.weights_on_disks  # a file is held in memory while it is written
-    limit = _SMALL_FILE_BYTES if on_disks else MAX_FILE_BYTES
-    files = plan_files(parameters, dtype=dtype, has_optimizer=False, max_file_bytes=limit)
+    files = plan_files(parameters, dtype=dtype, has_optimizer=False)
     all_files = {file_name: names for each in files for file_name, names in each.items()}
-    stage_of = {
-        name: stage
-        for stage, own in session.memory.items()
-        for name in stored_views(own.state.layout.views(own.state.weights), pieces)
-    }
+    owners, views = dict[str, StageMemory](), dict[str, Tensor]()
+    for own in session.memory.values():
+        own_views = stored_views(own.state.layout.views(own.state.weights), pieces)
+        views |= own_views
+        owners |= dict.fromkeys(own_views, own)
 
-    stored = StageWeightsOnHost(session.memory)
-
-    def read(name: str) -> Tensor:
+    def parts(name: str, tensor: Tensor) -> Iterator[Tensor]:
         session.activity.progress()
-        state = stored.state(stage_of[name])
-        value = stored_views(state.layout.views(state.weights), pieces)[name]
-        return value.clone() if on_disks else value.cpu().contiguous()
+        return owners[name].parts(tensor) if tensor.is_meta else parts_of(tensor)  # files of adapters have other names
 
     if rank == 0:
         output.begin_export()
     all_ranks.barrier()
     if rank < len(files):
-        write_stage(folder, files[rank], read)
+        write_stage(folder, files[rank], views.__getitem__, parts=parts)
     all_ranks.barrier()  # an adapter's file is made of all ranks' files
     if rank == 0 and base is None:
         num_parameters = sum(parameter.num_elements for parameter in parameters)
@@ -89,9 +82,8 @@ def export_model(
     all_ranks.barrier()
     if run_setup.rank_context.ranks.replica == 0 and rank < len(files):  # other nodes need not see the folder
         own_names = [name for names in files[rank].values() for name in names]
-        verify_folder(
-            folder, ((name if base is None else peft_name_of(name), partial(read, name)) for name in own_names)
-        )
+        stored = {name if base is None else peft_name_of(name): views[name] for name in own_names}
+        verify_folder(folder, stored, parts=parts)
     all_ranks.barrier()
     if rank == 0:
         run_status.set_status(

@@ -60,7 +60,7 @@ def write_model(
     model_files: ModelFiles | None = None,
     max_file_bytes: int = FILE_BYTES,
     progress: Callable[[], None] = lambda: None,
-    finish: Callable[[Path], object] = lambda partial: verify_folder(partial, ()),
+    finish: Callable[[Path], object] = lambda partial: verify_folder(partial, {}),
 ) -> None:
     """Write the model to `folder`, which appears whole; `parts` are the base's, with or without adapters.
 

@@ -4,11 +4,12 @@ Weights are written by `tensor_files.write_stage`, so that no rank ever holds th
 peft loads them, from files that have the parameters by our names.
 """
 
+import functools
 import io
 import json
 import math
 import mmap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,9 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from mobius.atomic_files import atomic_write
-from mobius.checkpoint.reader import read_locations
-from mobius.checkpoint.tensor_files import translate_file_errors, write_stage, write_text
+from mobius.checkpoint.reader import TensorLocation, read_locations
+from mobius.checkpoint.tensor_files import Parts, translate_file_errors, write_stage, write_text
+from mobius.engine.stage_memory import parts_of
 from mobius.errors import CheckpointError
 from mobius.models.blocks import ModelParts
 from mobius.models.families import changed_fields
@@ -34,6 +36,7 @@ from mobius.models.peft_folder import (
     peft_name_of,
 )
 from mobius.models.weights import EMBEDDING_WEIGHT, LM_HEAD_WEIGHT, read_header, read_stored
+from mobius.regular_files import open_regular
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -95,28 +98,37 @@ def write_params_file(path: Path, folder: Path, *, progress: Callable[[], None] 
             raise file.failure or error from error
 
 
-def verify_folder(folder: Path, expected: Iterable[tuple[str, Callable[[], Tensor]]]) -> None:
-    """Reopen `folder` and compare each tensor of `expected` with what is stored, bit by bit.
+def verify_folder(
+    folder: Path, expected: Mapping[str, Tensor], *, parts: Parts = lambda name, tensor: parts_of(tensor)
+) -> None:
+    """Reopen `folder` and compare each tensor of `expected`, whose values are `parts`, with what is stored, bit by bit.
 
     A rank may pass only its own parameters; those of adapters have peft's names. All files of the index are opened.
     Raises CheckpointError that names the first tensor or file that is wrong.
     """
-    found = read_stored(folder)
-    for name, read in expected:
+    found, locations = read_stored(folder), functools.cache(read_locations)
+    for name, trained in expected.items():
         if name not in found:
             raise CheckpointError(f"{folder} has no tensor {name!r}.")
-        if problem := _describe_difference(found[name].read(), read()):
-            raise CheckpointError(f"{found[name].path}: {name!r} was not saved as it was trained: {problem}.")
+        path = found[name].path
+        with translate_file_errors("read", path):
+            problem = _describe_difference(path, locations(path)[name], trained, parts(name, trained))
+        if problem:
+            raise CheckpointError(f"{path}: {name!r} was not saved as it was trained: {problem}.")
 
 
-def _describe_difference(stored: Tensor, trained: Tensor) -> str | None:
-    """Words for how two tensors differ, bit by bit; None if they do not."""
+def _describe_difference(path: Path, stored: TensorLocation, trained: Tensor, parts: Iterable[Tensor]) -> str | None:
+    """Words for how a stored tensor differs from the `parts` of `trained`, bit by bit; None if it does not."""
     if (stored.shape, stored.dtype) != (trained.shape, trained.dtype):
         return f"{stored.dtype} {tuple(stored.shape)} instead of {trained.dtype} {tuple(trained.shape)}"
     # As integers, because a NaN equals itself only there, and 0.0 equals -0.0 only elsewhere.
-    integers = _SAME_SIZE_INTEGERS[stored.element_size()]
-    differing = int((stored.reshape(-1).view(integers) != trained.reshape(-1).view(integers)).sum())
-    return f"{differing:,} of {stored.numel():,} elements differ" if differing else None
+    integers, differing = _SAME_SIZE_INTEGERS[trained.element_size()], 0
+    with open_regular(path) as file:
+        file.seek(stored.start)
+        for part in filter(len, parts):
+            found = torch.frombuffer(bytearray(file.read(part.nbytes)), dtype=integers)
+            differing += int((found != part.cpu().view(integers)).sum())
+    return f"{differing:,} of {trained.numel():,} elements differ" if differing else None
 
 
 def _map_file(path: Path) -> tuple[mmap.mmap, dict[str, Tensor]]:

@@ -20,20 +20,10 @@ import torch
 from torch import Tensor
 
 from mobius.checkpoint.manifest import Manifest
-from mobius.checkpoint.tensor_files import chunks_of, translate_file_errors
+from mobius.checkpoint.tensor_files import DTYPES, chunks_of, translate_file_errors
 from mobius.errors import CheckpointError, quoted
 from mobius.regular_files import open_regular, read_bytes
 
-DTYPES: Final = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-}
-"""The format's words: https://huggingface.co/docs/safetensors"""
 _MAX_HEADER_BYTES: Final = 100_000_000
 """safetensors has this limit too."""
 _MAX_THREADS: Final = 8

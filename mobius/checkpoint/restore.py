@@ -50,7 +50,7 @@ def restore(
     with ThreadPoolExecutor(_NUM_READER_THREADS, thread_name_prefix="reading") as threads:
         for own in stages.memory.values():
             is_in_place = weights_only and not own.state.weights.is_meta
-            state = own.state if is_in_place else own.states.stored_state(is_blank=True)
+            state = own.state if is_in_place else own.states.state_to_fill()
             names = [name for name in state.layout.offsets if has_all or state.layout.is_trained(name)]
             restored = partial(_restore_parameter, state, saved=saved, weights_only=weights_only)
             for change in threads.map(restored, names):

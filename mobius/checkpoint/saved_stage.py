@@ -55,21 +55,6 @@ class OpenRun(HasMemory, Protocol):
         """Record of what this rank does."""
 
 
-class StageWeightsOnHost:
-    """Weights of one stage after the other, which may be on disks, after training."""
-
-    def __init__(self, memory: Mapping[int, StageMemory]) -> None:
-        self._memory, self._stage = memory, -1
-        self._state: StageState | None = None
-
-    def state(self, stage: int) -> StageState:
-        """Return a state that has the weights of `stage`, in memory of their own if they are on disks."""
-        if self._state is None or stage != self._stage:
-            self._state = None  # before another one takes memory
-            self._stage, self._state = stage, self._memory[stage].states.stored_state(has_parts=False)
-        return self._state
-
-
 @dataclass(frozen=True)
 class SavedStage:
     """One stage, and its parameters that are saved: a tied head is saved as the embedding."""
@@ -83,20 +68,13 @@ class SavedStage:
     pieces: Mapping[str, tuple[ParameterPiece, ...]] = field(default_factory=dict)
     """Parameter -> tensors that its weights are stored as, if not one of its name."""
 
-    def flat_tensors(
-        self, *, has_optimizer: bool, has_values: bool = True, stored: StageState | None = None
-    ) -> dict[str, Tensor]:
+    def flat_tensors(self, *, has_optimizer: bool) -> dict[str, Tensor]:
         """Return the flat tensors of the state by what they hold: weights, and parts of the optimizer state.
 
-        What is on disks is read, or without `has_values` has its shape only (`device="meta"`), or is `stored`.
-
-        If replicas share the stage, they cover this replica's shard only, since other shards of the weights may not
-        have arrived yet.
+        Those on disks have no values (`StageMemory.parts`). If replicas share the stage, they cover this replica's
+        shard only, since other shards of the weights may not have arrived yet.
         """
         state = self.memory.state
-        if stored is None and has_values and (state.is_on_disk if has_optimizer else state.weights.is_meta):
-            stored = self.memory.states.stored_state(has_parts=has_optimizer)
-        state = stored or state
         is_first = self.replicas is None or self.replicas.index == 0
         whole = state.weights if self.has_frozen else state.weights[: state.layout.num_trained]
         weights = {WEIGHTS: whole} if is_first else {}
@@ -112,6 +90,7 @@ class SavedStage:
         shards = self.memory.state.shards
         if self.replicas is None or shards is None:
             return flat
+        flat = {kind: self.memory.in_memory(tensor) for kind, tensor in flat.items()}
         own = [flat[_own_weights(number)] for number in range(len(shards.own))]
         states = {kind: part for kind, part in _state_parts(self.memory.state).items() if kind in flat}
         nothing = self.memory.state.weights[:0]

@@ -190,8 +190,13 @@ class CheckpointSaver:
             if problems or stage >= len(self._files) or not self._writes:
                 return
             try:
-                read, progress = tensors.__getitem__, self._activity.progress
-                self._records += write_stage(partial, self._files[stage], read, progress=progress)
+                self._records += write_stage(
+                    partial,
+                    self._files[stage],
+                    tensors.__getitem__,
+                    parts=lambda _, tensor: self._session.memory[stage].parts(tensor),
+                    progress=self._activity.progress,
+                )
             except Exception as error:
                 problems.append(error)
 

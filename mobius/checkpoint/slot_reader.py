@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from mobius.checkpoint.manifest import Manifest
-from mobius.checkpoint.reader import DTYPES, CheckpointReader, TensorLocation
-from mobius.checkpoint.tensor_files import chunks_of, translate_file_errors
+from mobius.checkpoint.reader import CheckpointReader, TensorLocation
+from mobius.checkpoint.tensor_files import DTYPES, chunks_of, translate_file_errors
 from mobius.errors import CheckpointError
 from mobius.regular_files import open_regular, read_json
 

@@ -6,7 +6,7 @@
 
 A stage's state is that of step k from its update of that step until its next update begins. With a buffer for each
 stage an update waits for a copy of memory at most. With fewer buffers it may wait for the disk, and without any a stage
-is written from where it is: a checkpoint never mixes the states of two steps.
+is written from where it is, in parts from disks: a checkpoint never mixes the states of two steps.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor
 from mobius.activity import Activity
 from mobius.checkpoint.saved_stage import SavedStage
 from mobius.engine.host_arena import lock_pages, map_zeros, unlock_pages
+from mobius.engine.stage_memory import copy_parts
 from mobius.hardware.streams import Event, new_stream, record_current
 
 COPY_CHUNK_BYTES = 2**24
@@ -36,7 +37,7 @@ MAX_WRITER_THREADS = 3
 
 Write = Callable[[int, Mapping[str, Tensor]], None]
 """Writes a stage's tensors, by the names they are saved under, to the disk; several threads call it, each for another
-stage."""
+stage. What is on disks has no values (`StageMemory.parts`)."""
 
 
 @dataclass
@@ -75,9 +76,7 @@ class AsyncStageSaver:
         `num_threads` make them.
         """
         self._stages, self._has_optimizer, self._in_order = stages, has_optimizer, in_order
-        sizes = {
-            stage: size for stage in order if (size := _num_bytes(self._flat(stage, has_values=False)))
-        }  # some only pass on
+        sizes = {stage: size for stage in order if (size := _num_bytes(self._flat(stage)))}  # some only pass on
         self.num_bytes = sum(sizes.values())
         self._device, self._activity = device, activity or Activity()
         on_gpu = [stage for stage in sizes if self._is_on_gpu(stage)]
@@ -148,8 +147,8 @@ class AsyncStageSaver:
         self._copiers.shutdown()
         self.staging_buffers.close()
 
-    def _flat(self, stage: int, *, has_values: bool = True) -> dict[str, Tensor]:
-        return self._stages[stage].flat_tensors(has_optimizer=self._has_optimizer, has_values=has_values)
+    def _flat(self, stage: int) -> dict[str, Tensor]:
+        return self._stages[stage].flat_tensors(has_optimizer=self._has_optimizer)
 
     def _is_on_gpu(self, stage: int) -> bool:
         return self._stages[stage].memory.state.weights.device.type == "cuda"
@@ -169,7 +168,6 @@ class AsyncStageSaver:
             self._activity.start_task("copies", f"stage {stage}")
             if buffer is None:
                 save.add_copy((stage, number, source), is_copied=False)  # its update waits until it is written
-                del source  # what is read from disks takes memory of its own
                 continue
             target = _split_buffer(buffer, source)
             if self._is_on_gpu(stage):
@@ -179,7 +177,10 @@ class AsyncStageSaver:
                         target[kind].copy_(tensor, non_blocking=True)
                     save.events[stage] = self._stream.record()
             else:
-                self._copy_host(source, target)
+                on_disks = {kind: tensor for kind, tensor in source.items() if tensor.is_meta}
+                for kind, tensor in on_disks.items():
+                    copy_parts(self._stages[stage].memory.parts(tensor), target[kind])
+                self._copy_host({kind: tensor for kind, tensor in source.items() if kind not in on_disks}, target)
             save.add_copy((stage, number, target))
             self._activity.end_task("copies")
 
@@ -204,9 +205,7 @@ class AsyncStageSaver:
                 write(stage, saved.named_tensors(saved.gather_from_replicas(flat)))
             finally:
                 self._activity.end_task(worker)
-            num_bytes = _num_bytes(flat)
-            del copy, flat  # before the next stage is read from disks
-            save.mark_written(stage, number, num_bytes, time.monotonic() - start)
+            save.mark_written(stage, number, _num_bytes(flat), time.monotonic() - start)
 
 
 class _Phase(Enum):

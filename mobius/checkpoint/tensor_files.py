@@ -18,9 +18,10 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,12 +30,11 @@ from typing import Final
 
 import numpy.ctypeslib  # noqa: F401  # see write_stage
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from mobius.atomic_files import follow_umask, nearest_folder, sync_to_disk
+from mobius.atomic_files import nearest_folder
 from mobius.engine.reduced_states import codec_for
+from mobius.engine.stage_memory import parts_of
 from mobius.engine.state_codec import StateCodec
 from mobius.errors import CheckpointError, reason_of
 from mobius.units import format_bytes
@@ -44,6 +44,16 @@ MODEL_PREFIX: Final = "model"
 TRAINED_PREFIX: Final = "trained"
 """Prefix of files with only the trained weights: adapters."""
 
+DTYPES: Final = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+"""The format's words (https://huggingface.co/docs/safetensors), in the order that its library writes tensors in."""
 MAX_FILE_BYTES: Final = 5_000_000_000
 _HEADER_BYTES: Final = 512
 """Upper bound of the bytes of a tensor's entries in header, index and checkpoint.json."""
@@ -171,15 +181,6 @@ def free_disk_bytes(save_dir: Path) -> int:
     return shutil.disk_usage(nearest_folder(save_dir)).free
 
 
-def checksum(values: Tensor) -> int:
-    """The zlib.crc32 of a contiguous CPU tensor's bytes; other threads run meanwhile."""
-    assert values.is_contiguous(), "its bytes in memory are not those of its values in order"
-    value = 0
-    for chunk in chunks_of(values):
-        value = zlib.crc32(chunk, value)
-    return value
-
-
 def chunks_of(values: Tensor) -> Iterator[memoryview]:
     """The bytes of a contiguous CPU tensor, in place, some MiB at a time."""
     view: memoryview = values.detach().reshape(-1).view(torch.uint8).numpy().data
@@ -187,32 +188,80 @@ def chunks_of(values: Tensor) -> Iterator[memoryview]:
         yield view[start : start + _CHUNK_BYTES]
 
 
+Parts = Callable[[str, Tensor], Iterable[Tensor]]
+"""Yields the elements of a tensor, given with its name, flat and in order, as `StageMemory.parts` does."""
+
+
 def write_stage(
-    folder: Path, files: Files, read: Callable[[str], Tensor], *, progress: Callable[[], None] = lambda: None
+    folder: Path,
+    files: Files,
+    read: Callable[[str], Tensor],
+    *,
+    parts: Parts = lambda name, tensor: parts_of(tensor),
+    progress: Callable[[], None] = lambda: None,
 ) -> list[FileRecord]:
     """Write the files of one stage into `folder`, synced to the disk. Raises CheckpointError that names the file.
 
-    `read` returns a CPU tensor by its full name, asked for once: a contiguous view is written without a copy, anything
-    else is held until its file is written. Checksums are computed while the disk writes. `progress` is called before
-    and after each file. Several threads may write stages at once; numpy.ctypeslib is imported with this module because
-    a thread that needs it while another one imports it may end in a RecursionError (python/cpython#149728).
+    `read` returns a tensor by its full name, asked for once and held until its file is written; its values are those of
+    `parts`. `progress` is called before and after each file. Several threads may write stages at once; numpy.ctypeslib
+    is imported with this module because a thread that needs it while another one imports it may end in a RecursionError
+    (python/cpython#149728).
     """
     records = []
-    with ThreadPoolExecutor(1, thread_name_prefix="saving: sums") as summing:
-        for file_name, names in files.items():
-            path = folder / file_name
-            progress()
-            values = {name: read(name).contiguous() for name in names}
-            sums = {name: summing.submit(checksum, value) for name, value in values.items()}
-            num_bytes = sum(value.nbytes for value in values.values())
-            with translate_file_errors("write", path, num_bytes):
-                save_file(values, path, metadata={"format": "pt"})
-                follow_umask(path)  # safetensors makes it readable for its owner alone
-                sync_to_disk(path)
-                size = path.stat().st_size
-            progress()
-            records.append(FileRecord(file_name, size, {name: each.result() for name, each in sums.items()}))
+    for file_name, names in files.items():
+        path = folder / file_name
+        progress()
+        tensors = {name: read(name) for name in names}
+        with translate_file_errors("write", path, sum(tensor.nbytes for tensor in tensors.values())):
+            checksums = save_file(tensors, path, parts)
+            size = path.stat().st_size
+        progress()
+        records.append(FileRecord(file_name, size, checksums))
     return records
+
+
+def save_file(tensors: Mapping[str, Tensor], path: Path, parts: Parts) -> dict[str, int]:
+    """Write a safetensors file, synced to the disk, as its library does; returns the zlib.crc32 of each tensor's bytes.
+
+    No more than a part of a tensor is copied. Checksums are computed while the disk writes. A full disk gets its space
+    back.
+    """
+    words = {dtype: word for word, dtype in DTYPES.items()}
+    order = sorted(tensors, key=lambda name: ([*words].index(tensors[name].dtype), name))
+    entries, checksums, end = dict[str, tuple[str, Sequence[int], int, int]](), dict.fromkeys(tensors, 0), 0
+    for name in order:
+        start, end = end, end + tensors[name].nbytes
+        entries[name] = words[tensors[name].dtype], tensors[name].shape, start, end
+    try:
+        with path.open("wb") as file, ThreadPoolExecutor(1, thread_name_prefix="saving: sums") as summing:
+            file.write(header_bytes(entries))
+            for name in order:
+                for part in parts(name, tensors[name]):
+                    data = part.detach().cpu().contiguous().view(torch.uint8).numpy().data
+                    summed = summing.submit(zlib.crc32, data, checksums[name])
+                    file.write(data)
+                    checksums[name] = summed.result()
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    return checksums
+
+
+def header_bytes(
+    tensors: Mapping[str, tuple[str, Sequence[int], int, int]], *, begin: int = 0, alignment: int = 8
+) -> bytes:
+    """Return the first bytes of a safetensors file, which say each tensor's format, shape, first byte and end.
+
+    They are padded with spaces, so that tensors follow `begin` bytes after a multiple of `alignment`.
+    """
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for name, (word, shape, start, end) in tensors.items():
+        entries[name] = {"dtype": word, "shape": [*shape], "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    size = len(text) + (begin - 8 - len(text)) % alignment
+    return size.to_bytes(8, "little") + text.ljust(size)
 
 
 def write_indexes(folder: Path, files: Files, *, num_parameters: int, dtype: torch.dtype) -> None:
@@ -240,17 +289,15 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def translate_file_errors(doing: str, path: Path, num_bytes: int | None = None) -> Iterator[None]:
-    """Turn errors of the file system and of safetensors into CheckpointError: `cannot write PATH: ...`.
+    """Turn errors of the file system into CheckpointError: `cannot write PATH: ...`.
 
     If the disk is full, the message gives the free bytes, and those that were to be written.
     """
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        reason = reason_of(error)
-        message = f"cannot {doing} {path}: {reason}"
-        is_full = getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC})" in str(error)
-        if is_full:
+    except OSError as error:
+        message = f"cannot {doing} {path}: {reason_of(error)}"
+        if error.errno == errno.ENOSPC:
             needed = "" if num_bytes is None else f"{format_bytes(num_bytes)} were to be written, "
             message += f"; {needed}{format_bytes(free_disk_bytes(path))} is free. Free some space there"
         raise CheckpointError(f"{message}.") from error

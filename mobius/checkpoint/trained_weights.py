@@ -6,10 +6,9 @@ from pathlib import Path
 
 import torch
 
-from mobius.checkpoint.saved_stage import OpenRun, StageWeightsOnHost
+from mobius.checkpoint.saved_stage import OpenRun
 from mobius.distributed.transport import all_gather_numbers
-from mobius.engine.stage_state import StageState
-from mobius.engine.state_codec import CHUNK_ELEMENTS
+from mobius.engine.stage_memory import StageMemory
 from mobius.errors import MobiusError, NoResultError
 from mobius.models.weights import WeightSource, reads_of
 
@@ -20,11 +19,9 @@ def check_trained_weights(session: OpenRun, *, num_updates: int, num_steps: int,
     `folder` has the metrics. Reads every weight once, at the speed of memory: 0.2 s for 3.5 GB on one core.
     """
     flaws = torch.zeros(session.run_setup.plan.num_stages, dtype=torch.float64)
-    stored = StageWeightsOnHost(session.memory)
-    for stage in session.memory:
-        views = stored.state(stage).layout.views(stored.state(stage).weights).values()
-        flaws[stage] = sum(not bool(torch.isfinite(torch.stack(torch.aminmax(view))).all()) for view in views)
-        del views
+    for stage, own in session.memory.items():
+        parts = (part for part in own.parts(own.state.weights) if len(part))
+        flaws[stage] = sum(not bool(torch.stack(torch.aminmax(part)).isfinite().all()) for part in parts)
     stages = [str(stage) for stage, number in enumerate(session.transport.sum_over_ranks(flaws).tolist()) if number]
     if num_updates == 0:
         problem = (
@@ -44,30 +41,29 @@ def check_trained_weights(session: OpenRun, *, num_updates: int, num_steps: int,
 def has_changed(session: OpenRun, before: WeightSource) -> bool:
     """Whether training has changed any parameter from its value in `before`, in the format of the weights; collective.
 
-    Each rank reads its smallest parameters first and stops at a difference, so that a usual run reads next to nothing,
-    or one stage where weights are on disks.
+    Each rank reads its smallest parameters first and stops at a difference, so that a usual run reads next to nothing.
     If `before` can no longer be read, because its files are gone, the parameters count as changed.
     """
     trained = [
-        (own.state.weights.is_meta and stage, torch.Size(shape).numel(), stage, name)
+        (torch.Size(shape).numel(), stage, name)
         for stage, own in session.memory.items()
         for name, (_, shape) in own.state.layout.offsets.items()
         if own.state.layout.is_trained(name)
     ]
-    stored = StageWeightsOnHost(session.memory)
     try:
-        is_changed = any(_differs(stored.state(stage), name, before) for *_, stage, name in sorted(trained))
+        is_changed = any(_differs(session.memory[stage], name, before) for _, stage, name in sorted(trained))
     except MobiusError:  # a checkpoint is removed when newer ones are saved; the result must not depend on it
         is_changed = True
     return bool(all_gather_numbers(session.all_ranks, [float(is_changed)]).any())
 
 
-def _differs(state: StageState, name: str, before: WeightSource) -> bool:
-    place, shape = state.layout.slice_of(name), state.layout.offsets[name][1]
-    for read in reads_of(before, name, shape):
-        first, flat = place.start + read.offset, read.read().reshape(-1)
-        weights = state.weights[first : first + len(flat)]
-        for chunk, own in zip(flat.split(CHUNK_ELEMENTS), weights.split(CHUNK_ELEMENTS), strict=True):
-            if not torch.equal(chunk.float().to(own.dtype), own.cpu()):
+def _differs(memory: StageMemory, name: str, before: WeightSource) -> bool:
+    layout, weights = memory.state.layout, memory.state.weights
+    for read in reads_of(before, name, layout.offsets[name][1]):
+        first, flat = layout.slice_of(name).start + read.offset, read.read().reshape(-1)
+        position = 0
+        for own in memory.parts(weights[first : first + len(flat)]):
+            if not torch.equal(flat[position : position + len(own)].float().to(own.dtype), own.cpu()):
                 return True
+            position += len(own)
     return False

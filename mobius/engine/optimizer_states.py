@@ -20,7 +20,7 @@ and stores nothing else. If replicas share the stage, each stores the gradients 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -29,11 +29,12 @@ import torch
 from torch import Tensor
 
 from mobius.engine.gradient_sums import GradientSums, round_gradients
-from mobius.engine.host_arena import map_zeros, whole_pages
+from mobius.engine.host_arena import whole_pages
 from mobius.engine.reductions import StageSharding
+from mobius.engine.slot_files import SlotFiles
 from mobius.engine.stage_state import StageState
 from mobius.engine.stage_weights import StageWeights
-from mobius.engine.state_files import Key, StateBuffers, Visit, padded, wait, weights_key
+from mobius.engine.state_files import StateBuffers, Visit, weights_key
 from mobius.engine.update_queue import UpdateQueue
 from mobius.errors import StateFileError
 from mobius.hardware.spans import NO_SPANS, Spans
@@ -80,14 +81,11 @@ class OptimizerStates(Protocol):
     def run_after_update(self, action: Callable[[], None]) -> None:
         """Call `action` after all updates begun so far: now, or in the optimizer's thread."""
 
-    def stored_state(self, *, is_blank: bool = False, has_parts: bool = True) -> StageState:
-        """Return the state with all in memory: itself, or a copy from disks; zeros there if it `is_blank`.
-
-        Without `has_parts`, weights alone are sure to be there. Whoever reads weights on the host asks here.
-        """
+    def state_to_fill(self) -> StageState:
+        """Return the state with all in memory, for the caller to set: itself, or zeros in place of what is on disks."""
 
     def store(self, state: StageState) -> None:
-        """Keep what `stored_state` returned blank and the caller has changed."""
+        """Keep what `state_to_fill` returned and the caller has changed."""
 
     def begin_update(self, update: Update) -> bool:
         """Run `update` during the rest of the step, unless the gradients are not finite; False if it cannot begin."""
@@ -162,7 +160,7 @@ class HostStates:
     def run_after_update(self, action: Callable[[], None]) -> None:
         self._updates.run_after_update(self._stage, action)
 
-    def stored_state(self, *, is_blank: bool = False, has_parts: bool = True) -> StageState:
+    def state_to_fill(self) -> StageState:
         return self.state
 
     def store(self, state: StageState) -> None:
@@ -255,22 +253,36 @@ class DiskStates(HostStates):
         elif not self._has_gradients and self._visit is not None:
             self._buffers.drop(self._visit)
 
-    def stored_state(self, *, is_blank: bool = False, has_parts: bool = True) -> StageState:
-        if is_blank:  # in a buffer, which no update has at the start of a run: more memory is in no plan
-            self._visit = self._buffers.visit(self._stage, reads=False)
-            room = self._visit.room().zero_()
-            return self._with_weights(self.state.with_parts(room), room[self._buffers.weights_start :])
-        state = self.state
-        if has_parts:
-            state = state.with_parts(self._read(self._stage, state.part_bytes))
-        if state.weights.is_meta:
-            state = self._with_weights(state, self._read(weights_key(self._stage), state.weights.nbytes))
-        return state
+    def state_to_fill(self) -> StageState:
+        # In a buffer, which no update has at the start of a run: more memory is in no plan.
+        self._visit = self._buffers.visit(self._stage, reads=False)
+        room = self._visit.room().zero_()
+        return self._with_weights(self.state.with_parts(room), room[self._buffers.weights_start :])
 
-    def _read(self, key: Key, num_bytes: int) -> Tensor:
-        buffer = map_zeros(padded(num_bytes), torch.uint8)
-        wait(self._buffers.files.read(key, buffer))
-        return buffer
+    def parts(self, view: Tensor) -> Iterator[Tensor]:
+        """Yield the elements of a view of `state` that is on disks, as `StageMemory.parts` does."""
+        if not view.is_contiguous():  # a stored piece of experts in another order, by all between its first and last
+            strides, last = (
+                view.stride(),
+                sum((n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True)),
+            )
+            between = torch.cat([part.clone() for part in self.parts(view.as_strided((last + 1,), (1,)))])
+            yield between.as_strided(view.shape, strides).flatten()
+            return
+        is_weight = view.untyped_storage()._cdata == self.state.weights.untyped_storage()._cdata
+        start = int(view.storage_offset()) * view.element_size()
+        key = weights_key(self._stage) if is_weight else self._stage
+        for part in self._buffers.files.parts(key, start, start + view.nbytes):
+            yield part.view(view.dtype)
+
+    def write_frozen(self, files: SlotFiles) -> None:
+        """Write the weights of a stage without trained ones to both slots."""
+        visit = self._buffers.visit(self._stage)  # reads weights that are on disks
+        room, own = visit.buffer(), self.state.weights
+        files.write_unchanging(
+            weights_key(self._stage), room[self._buffers.weights_start :] if own.is_meta else whole_pages(own)
+        )
+        self._buffers.drop(visit)
 
     def _with_weights(self, state: StageState, buffer: Tensor) -> StageState:
         """Return the state with weights that are in `buffer`, if it has none itself."""
@@ -366,7 +378,7 @@ class DeviceStates:
         self._weights.wait_until_updated()
         action()
 
-    def stored_state(self, *, is_blank: bool = False, has_parts: bool = True) -> StageState:
+    def state_to_fill(self) -> StageState:
         return self.state
 
     def store(self, state: StageState) -> None:

@@ -17,16 +17,18 @@ Resident stages are neither loaded nor offloaded. Before the last accumulation r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from mobius.engine.gradient_sums import GradientSums
-from mobius.engine.optimizer_states import OptimizerStates
+from mobius.engine.optimizer_states import DiskStates, OptimizerStates
 from mobius.engine.stage_state import StageState
 from mobius.engine.stage_weights import StageWeights
 
+PART_BYTES = 2**24
 GradientsReadyCallback = Callable[[int], None]
 """Called with a stage, during the step, once its gradients are finished and their copy, if any, has started."""
 
@@ -48,6 +50,25 @@ class StageMemory:
         """Training state, on the host or the device; `finish_gradients` may replace its gradient buffer."""
         return self.states.state
 
+    def parts(self, view: Tensor) -> Iterator[Tensor]:
+        """Yield the elements of a view of `state`, flat and in order, some MiB at a time, from wherever they are.
+
+        What is on disks is read, without holding more of it: a part is valid until the next one is asked for. Raises
+        StateFileError.
+        """
+        if not view.is_meta:
+            return parts_of(view)
+        assert isinstance(self.states, DiskStates), "the others have memory"
+        return self.states.parts(view)
+
+    def in_memory(self, view: Tensor) -> Tensor:
+        """Return a view of `state`, or a copy of it if it is on disks. Raises StateFileError."""
+        if not view.is_meta:
+            return view
+        copy = torch.empty(view.shape, dtype=view.dtype)
+        copy_parts(self.parts(view), copy.view(-1))
+        return copy
+
     def finish_gradients(
         self, *, excluded: frozenset[str], on_gradients_ready: GradientsReadyCallback | None = None
     ) -> Tensor:
@@ -68,3 +89,16 @@ class StageMemory:
         done = self.weights.release()
         if self.states.collect_gradients(self.sums, done) and on_gradients_ready is not None:
             on_gradients_ready(self.stage)
+
+
+def parts_of(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the elements of a tensor, flat and in order, some MiB at a time."""
+    return iter(tensor.reshape(-1).split(PART_BYTES // tensor.element_size()))
+
+
+def copy_parts(parts: Iterable[Tensor], target: Tensor) -> None:
+    """Copy parts, one after the other, to a flat tensor of as many elements."""
+    position = 0
+    for part in parts:
+        target[position : position + len(part)] = part
+        position += len(part)

@@ -47,6 +47,8 @@ CHUNK_BYTES = 2**23
 ALIGNMENT = 4096
 THREADS_PER_FOLDER = 3
 """Threads that read, and as many that write."""
+READ_AHEAD = 4
+"""Chunks that are read before they are asked for."""
 
 
 Key = int | tuple[int, str]
@@ -163,6 +165,33 @@ class StateFiles:
         before = self._writes.get(key, [])
         self._writes[key] = self._start(self._writers, os.pwritev, key, buffer, self._files, before)
         return self._writes[key]
+
+    def parts(self, key: Key, start: int, stop: int) -> Iterator[Tensor]:
+        """Yield a key's bytes from `start` to `stop`, uint8, in chunks, each valid until the next one is asked for.
+
+        Some are read ahead. Raises StateFileError.
+        """
+        parts, position = list[tuple[Place, slice]](), 0
+        for folder, offset, length in self._places[key]:
+            first, last = max(start - position, 0), min(stop - position, length)
+            if first < last:
+                begin = first // ALIGNMENT * ALIGNMENT
+                place = Place(folder, offset + begin, padded(last) - begin)
+                parts.append((place, slice(first - begin, last - begin)))
+            position += length
+        before, files = self._writes.get(key, []), self._files_of(key)
+        buffers = [map_zeros(max(place.length for place, _ in parts), uint8) for _ in parts[:READ_AHEAD]]
+
+        def start_reading(number: int) -> Future[None]:
+            place, view = parts[number][0], buffers[number % READ_AHEAD].numpy().data
+            return self._readers.submit(self._move, os.preadv, place, view[: place.length], files, before, None)
+
+        reads = deque(map(start_reading, range(len(buffers))))
+        for number, (_, inner) in enumerate(parts):
+            reads.popleft().result()
+            yield buffers[number % READ_AHEAD][inner]
+            if number + READ_AHEAD < len(parts):
+                reads.append(start_reading(number + READ_AHEAD))
 
     def wait_until_written(self, key: Key) -> None:
         """Wait for a key's last write. Raises StateFileError."""

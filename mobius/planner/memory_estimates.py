@@ -71,7 +71,7 @@ class HostMemoryEstimate:
     disk_writes: int = 0
     """Bytes that a step writes to disks."""
     load_buffers: int = 0
-    """Weights on their way from disks to GPUs, and a stage of each rank that is read from disks to be saved."""
+    """Weights on their way from disks to GPUs."""
 
     @property
     def total(self) -> int:
@@ -91,7 +91,7 @@ class HostMemoryEstimate:
         if self.state_buffers:
             parts.append(f"{self.state_buffers / GIB:.3g} GiB for stages that are updated")
         if self.load_buffers:
-            parts.append(f"{self.load_buffers / GIB:.3g} GiB for weights that are loaded or saved")
+            parts.append(f"{self.load_buffers / GIB:.3g} GiB for weights that are loaded")
         if self.offloaded_activations:
             parts.append(f"{self.offloaded_activations / GIB:.3g} GiB for activations")
         parts.append(f"{self.num_ranks} x {self.process_bytes / GIB:.3g} GiB for the processes")
@@ -157,7 +157,7 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
             max((each.get(stage, 0) for stage in own_stages), default=0) for each in (in_buffers, arriving, weights)
         ]
         buffers += min(sizes.num_state_buffers, len(own_stages)) * sum(largest)
-        load_buffers += _load_bytes(request, largest[0], largest[-1], len(own_stages))
+        load_buffers += num_load_buffers(sizes.num_state_buffers, len(own_stages)) * largest[-1]
     on_disks, copied = _disk_bytes(request, plan)
     return HostMemoryEstimate(
         plan.num_ranks,
@@ -172,18 +172,6 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
         *on_disks,
         load_buffers,
     )
-
-
-def _load_bytes(request: PlanRequest, states: int, weights: int, num_stages: int) -> int:
-    """Return the host bytes of a rank's loads from disks, and of a stage that is read from there to be saved.
-
-    `states` and `weights` are the most of its `num_stages` streamed stages; none if weights are in memory. A saved
-    stage has a checkpoint's states with it, or at the end of the run the file of the model that is written.
-    """
-    saves_states = request.config.saving.is_on and not request.config.saving.save_only_model
-    saved = weights + max(weights, states * saves_states)
-    loaded = num_load_buffers(request.sizes.num_state_buffers, num_stages) * weights
-    return loaded + saved if weights else 0
 
 
 def _disk_bytes(request: PlanRequest, plan: Plan) -> tuple[tuple[int, int, int], int]:

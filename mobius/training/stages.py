@@ -207,7 +207,7 @@ class RankStages:
                 if state.weights.is_meta or (state.is_on_disk and has_more_bits):
                     if stage not in opened:
                         self._store(opened)
-                        opened[stage] = own.states.stored_state(is_blank=True)
+                        opened[stage] = own.states.state_to_fill()
                     state = opened[stage]
                 state.set_parameter(name, value, offset=read.offset)
         self._store(opened)

@@ -58,14 +58,14 @@ def _die_at(at: int, counts_writes: bool) -> None:
                 file.write(half)
                 file.flush()
 
-    def save_in_parts(values: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+    def save_in_parts(tensors: dict[str, torch.Tensor], path: Path, parts: tensor_files.Parts) -> dict[str, int]:
         step()
-        save_file(values, path, metadata=metadata)
+        save_file(tensors, path, parts)
         whole = path.stat().st_size
         for size in (0, whole // 2, whole):
             os.truncate(path, size)
             step()
-        save_file(values, path, metadata=metadata)
+        return save_file(tensors, path, parts)
 
     save_file = tensor_files.save_file
     for name in CHANGES:

@@ -243,7 +243,8 @@ def state_of(session: Session) -> State:
     found: State = {}
     for memory in session.stages.memory.values():
         stage = SavedStage(memory, memory.state.layout.offsets.keys())
-        found |= stage.named_tensors(stage.flat_tensors(has_optimizer=True))
+        flat = stage.flat_tensors(has_optimizer=True)
+        found |= stage.named_tensors({kind: memory.in_memory(tensor) for kind, tensor in flat.items()})
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in found.items()}
 
 

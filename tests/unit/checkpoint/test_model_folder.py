@@ -4,7 +4,6 @@ import json
 import re
 import resource
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -164,7 +163,7 @@ def test_saving_checking_and_the_single_file_need_no_second_copy_of_the_weights(
     before = peak_memory_bytes()
 
     save_values(views, tmp_path)
-    verify_folder(tmp_path, [(name, partial(views.__getitem__, name)) for name in views])
+    verify_folder(tmp_path, views)
     write_params_file(tmp_path / "params.pt", tmp_path)
 
     assert (tmp_path / "params.pt").stat().st_size > num_tensors * tensor_bytes
@@ -175,7 +174,7 @@ def test_verification_accepts_what_was_saved_even_not_a_number(tmp_path: Path) -
     values = {"p": torch.tensor([1.0, float("nan"), -0.0])}
     save_values(values, tmp_path)
 
-    verify_folder(tmp_path, [("p", lambda: values["p"])])
+    verify_folder(tmp_path, values)
 
 
 def test_verification_names_the_first_tensor_that_differs_in_one_bit(model: torch.nn.Module, tmp_path: Path) -> None:
@@ -185,7 +184,7 @@ def test_verification_names_the_first_tensor_that_differs_in_one_bit(model: torc
     changed[3, 5] ^= 1
 
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight.*1 of 384 elements differ"):
-        verify_folder(tmp_path, [(name, partial(trained.__getitem__, name)) for name in trained])
+        verify_folder(tmp_path, trained)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +199,7 @@ def test_verification_tells_shape_dtype_and_sign_of_zero(tmp_path: Path, trained
     save_values({"p": torch.zeros(2, 3)}, tmp_path)
 
     with pytest.raises(CheckpointError, match=complaint):
-        verify_folder(tmp_path, [("p", lambda: trained)])
+        verify_folder(tmp_path, {"p": trained})
 
 
 def test_verification_finds_a_missing_tensor_a_missing_file_and_an_index_that_lies(
@@ -208,18 +207,18 @@ def test_verification_finds_a_missing_tensor_a_missing_file_and_an_index_that_li
 ) -> None:
     save(model, tmp_path, num_ranks=2)
     with pytest.raises(CheckpointError, match="no tensor 'model.layers.9.x'"):
-        verify_folder(tmp_path, [("model.layers.9.x", lambda: torch.zeros(1))])
+        verify_folder(tmp_path, {"model.layers.9.x": torch.zeros(1)})
 
     index_path = tmp_path / "model.safetensors.index.json"
     index = json.loads(index_path.read_text())
     index["weight_map"]["lm_head.bias"] = "model-00001-of-00002.safetensors"
     index_path.write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="says that 'lm_head.bias' is in model-00001-of-00002"):
-        verify_folder(tmp_path, [])
+        verify_folder(tmp_path, {})
 
     (tmp_path / "model-00001-of-00002.safetensors").unlink()
     with pytest.raises(CheckpointError, match="incomplete.*00001-of-00002"):
-        verify_folder(tmp_path, [])
+        verify_folder(tmp_path, {})
 
 
 def test_a_full_disk_leaves_no_part_of_the_single_file(model: torch.nn.Module, tmp_path: Path) -> None:

@@ -44,7 +44,8 @@ def made(reduced: str, replica: int = 0, num_replicas: int = 1, *, num_updates: 
 
 def saved(state: StageState, transport: LocalTransport | None = None) -> dict[str, Tensor]:
     replicas = None if transport is None else transport.replicas
-    stage = SavedStage(SimpleNamespace(state=state), SHAPES, replicas=replicas)  # type: ignore[arg-type]
+    memory = SimpleNamespace(state=state, in_memory=lambda tensor: tensor)
+    stage = SavedStage(memory, SHAPES, replicas=replicas)  # type: ignore[arg-type]
     return stage.named_tensors(stage.gather_from_replicas(stage.flat_tensors(has_optimizer=True)))
 
 
@@ -90,7 +91,7 @@ def test_a_stage_is_restored_from_any_format(before: str, after: str, num_replic
     master = torch.cat([own.state.read_master() for own in source.owned])
     for replica in range(num_replicas):
         state, same = (made(after, replica, num_replicas, num_updates=number) for number in (0, 3))
-        states = SimpleNamespace(stored_state=lambda state=state, **_: state, store=lambda _: None)
+        states = SimpleNamespace(state_to_fill=lambda state=state: state, store=lambda _: None)
         memory = {0: SimpleNamespace(state=state, states=states)}
         restore(SimpleNamespace(memory=memory), parts, reader)  # type: ignore[arg-type]
         if before == after:

@@ -35,11 +35,11 @@ Fault = Callable[[pytest.MonkeyPatch], None]
 def full_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
     written = tensor_files.save_file
 
-    def save_file(values: Any, path: Path, **more: Any) -> None:
+    def save_file(tensors: Any, path: Path, parts: Any) -> Any:
         if "checkpoint-4" in str(path) and path.name.startswith("optimizer"):
             path.write_bytes(b"half")
             raise OSError(errno.ENOSPC, "No space left on device")
-        written(values, path, **more)
+        return written(tensors, path, parts)
 
     monkeypatch.setattr(tensor_files, "save_file", save_file)
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import filecmp
 import subprocess
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from harness.checkpoints import PARAMETERS, same_bits, save, values_of
-from safetensors.torch import load_file
-from torch import Tensor
+from safetensors.torch import load_file, save_file
 
 from mobius.checkpoint import tensor_files
 from mobius.checkpoint.tensor_files import (
@@ -21,10 +22,10 @@ from mobius.checkpoint.tensor_files import (
     StageParameter,
     check_disk_space,
     checkpoint_disk_bytes,
-    checksum,
     plan_files,
     write_stage,
 )
+from mobius.engine import stage_memory
 from mobius.errors import CheckpointError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -87,30 +88,41 @@ def test_written_files_hold_every_bit_in_the_parameters_shapes(dtype: torch.dtyp
             assert found == zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
-def test_a_checksum_is_that_of_all_bytes_however_many_there_are() -> None:
-    values = torch.arange(9_000_002, dtype=torch.int64).to(torch.int16)[1:]  # two chunks of 16 MiB, the second not full
+def test_a_file_is_that_of_the_library_to_the_byte_in_however_many_parts_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage_memory, "PART_BYTES", 64)
+    tensors = {
+        f"{letter}.{number}": torch.arange(9, 50).to(dtype)
+        for letter in "ba"
+        for number, dtype in enumerate(tensor_files.DTYPES.values())
+    }
+    tensors |= {"none": torch.zeros(0, 3), "one": torch.ones(()), "turned": torch.arange(6.0).view(2, 3).t()}
 
-    assert checksum(values) == zlib.crc32(values.numpy().tobytes())
+    (record,) = write_stage(tmp_path, {"own.safetensors": [*tensors]}, tensors.__getitem__)
+
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, tmp_path / "library.safetensors", metadata={"format": "pt"})
+    assert filecmp.cmp(tmp_path / "own.safetensors", tmp_path / "library.safetensors", shallow=False)
+    sums = {name: zlib.crc32(each.reshape(-1).view(torch.uint8).numpy()) for name, each in contiguous.items()}
+    assert record.checksums == sums
 
 
 def test_sums_are_made_while_the_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where training waits for the disk, the disk should not wait for them."""
-    is_writing, is_summed, written, summed = Event(), Event(), tensor_files.save_file, tensor_files.checksum
+    path, summed, sizes = tmp_path / "model.safetensors", zlib.crc32, list[int]()
 
-    def save_file(*arguments: Any, **words: Any) -> None:
-        is_writing.set()
-        assert is_summed.wait(20)
-        written(*arguments, **words)
+    def crc32(data: Any, value: int) -> int:
+        end = time.monotonic() + 20
+        while path.stat().st_size < 2**23 and time.monotonic() < end:
+            time.sleep(0.01)
+        sizes.append(path.stat().st_size)
+        return summed(data, value)
 
-    def checksum(values: Tensor) -> int:
-        assert is_writing.wait(20), "the disk has nothing to do"
-        is_summed.set()
-        return summed(values)
-
-    monkeypatch.setattr(tensor_files, "save_file", save_file)
-    monkeypatch.setattr(tensor_files, "checksum", checksum)
-    (record,) = write_stage(tmp_path, {"model.safetensors": ["a"]}, lambda _: torch.ones(2))
-    assert record.checksums == {"a": zlib.crc32(b"\0\0\x80\x3f" * 2)}
+    monkeypatch.setattr(tensor_files, "zlib", SimpleNamespace(crc32=crc32))
+    (record,) = write_stage(tmp_path, {path.name: ["a"]}, lambda _: torch.ones(2**21))
+    assert sizes[0] >= 2**23, "the disk has nothing to do"
+    assert record.checksums == {"a": summed(torch.ones(2**21).numpy())}
 
 
 @pytest.fixture

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from mobius.engine import optimizer_states
+from mobius.checkpoint.saved_stage import SavedStage
+from mobius.checkpoint.stage_saver import AsyncStageSaver
+from mobius.engine import host_arena, state_files
 from mobius.engine.host_arena import HostArena
 from mobius.engine.rank_memory import allocate_memory
 from mobius.engine.slot_files import StatePlaces
@@ -73,7 +75,7 @@ def test_gradients_arrive_in_the_buffers_of_the_stages_that_are_updated(
     for stage, own in memory.items():
         own.weights.wait_until_updated()
         expected = sum(float(torch.tensor(value + stage).bfloat16()) for value in (100.0, 200.0))
-        assert own.states.stored_state().exp_avg.unique().tolist() == [expected], stage
+        assert own.in_memory(own.state.exp_avg).unique().tolist() == [expected], stage
     arena.close()
 
 
@@ -88,7 +90,7 @@ def test_gradients_that_wait_for_all_stages_may_do_so_on_the_disks(tmp_path: Pat
                 own.states.update(add_gradients)
     for stage, own in memory.items():
         own.weights.wait_until_updated()
-        assert own.states.stored_state().exp_avg.unique().tolist() == [101.0 + 2 * stage], stage
+        assert own.in_memory(own.state.exp_avg).unique().tolist() == [101.0 + 2 * stage], stage
     arena.close()
 
 
@@ -99,22 +101,64 @@ def test_a_rehearsal_leaves_the_states_and_all_buffers(tmp_path: Path, deferred:
     for _ in range(3):
         step(memory, 1.0, lambda stage: memory[stage].states.discard_gradients())
         assert not any(map(queue.is_under_way, memory)), "stages of another plan would meet its writes"
-    assert not any(own.states.stored_state().exp_avg.any() for own in memory.values())
+    assert not any(own.in_memory(own.state.exp_avg).any() for own in memory.values())
     arena.close()
 
 
 def test_states_of_a_start_are_made_in_the_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory, arena = make(UpdateQueue(places=StatePlaces([tmp_path])), ())
     with monkeypatch.context() as patched:
-        patched.setattr(optimizer_states, "map_zeros", None)
+        patched.setattr(host_arena, "map_zeros", None)
         for stage, own in memory.items():
-            state = own.states.stored_state(is_blank=True)
+            state = own.states.state_to_fill()
             assert not state.exp_avg.any(), "a buffer has what another stage left"
             state.exp_avg.fill_(stage + 1)
             own.states.store(state)
-    assert [own.states.stored_state().exp_avg.unique().tolist() for own in memory.values()] == [
+    assert [own.in_memory(own.state.exp_avg).unique().tolist() for own in memory.values()] == [
         [stage + 1.0] for stage in memory
     ]
+    arena.close()
+
+
+@pytest.mark.parametrize("num_buffers", [0, 1, NUM_STAGES])
+def test_a_save_reads_what_is_on_disks_in_parts_and_holds_no_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_buffers: int
+) -> None:
+    monkeypatch.setattr(state_files, "CHUNK_BYTES", state_files.ALIGNMENT)
+    memory, arena = make(UpdateQueue(places=StatePlaces([tmp_path], has_weights=True)), ())
+    generator, expected = torch.Generator().manual_seed(0), dict[int, dict[str, torch.Tensor]]()
+    for stage, own in memory.items():
+        state = own.states.state_to_fill()
+        for part in (state.weights, *state.parts.values()):
+            part.copy_(torch.randint(0, 30000, (COUNT,), generator=generator))
+        expected[stage] = {"": state.weights.clone()} | {f".{k}": each.clone() for k, each in state.parts.items()}
+        own.states.store(state)
+    stages = {stage: SavedStage(own, ["matrix"]) for stage, own in memory.items()}
+    size, found, taken = STATES + 2 * COUNT, dict[int, dict[str, torch.Tensor]](), list[int]()
+    saver = AsyncStageSaver(
+        stages,
+        order=[*stages],
+        has_optimizer=True,
+        staging_bytes=num_buffers * size,
+        device=torch.device("cpu"),
+        num_threads=1,
+    )
+    assert saver.staging_buffers.num_bytes == num_buffers * size
+    map_pages = state_files.map_zeros
+    monkeypatch.setattr(state_files, "map_zeros", lambda size, kind: taken.append(size) or map_pages(size, kind))
+
+    def write(stage: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        assert all(tensor.is_meta for tensor in tensors.values()) == (num_buffers == 0)
+        parts = memory[stage].parts
+        found[stage] = {name: torch.cat([part.clone() for part in parts(each)]) for name, each in tensors.items()}
+
+    saver.begin(write)
+    assert saver.wait().error is None
+    assert {*taken} == {state_files.ALIGNMENT}
+    for stage, tensors in expected.items():
+        for part, tensor in tensors.items():
+            assert torch.equal(found[stage][f"matrix{part}"], tensor), (stage, part)
+    saver.close()
     arena.close()
 
 
@@ -135,7 +179,7 @@ def test_loads_bring_the_weights_of_the_last_update_with_the_fewest_buffers(
     memory, arena = make(UpdateQueue(places=places), deferred, num_slots=4)
     assert arena.num_bytes == num_buffers * ((STATES + 2 * COUNT + 2 * COUNT) + 2 * COUNT)
     for stage, own in memory.items():
-        state = own.states.stored_state(is_blank=True)
+        state = own.states.state_to_fill()
         state.weights.fill_(10 * stage)
         own.states.store(state)
     for number in range(3):
@@ -153,8 +197,8 @@ def test_loads_bring_the_weights_of_the_last_update_with_the_fewest_buffers(
             memory[stage].states.update(add_one)
     for stage, own in memory.items():
         own.weights.wait_until_updated()
-        state = own.states.stored_state()
-        assert (state.weights.unique().tolist(), state.exp_avg.unique().tolist()) == ([10 * stage + 3], [6.0]), stage
+        found = [own.in_memory(part).unique().tolist() for part in (own.state.weights, own.state.exp_avg)]
+        assert found == [[10 * stage + 3], [6.0]], stage
     arena.close()
 
 
@@ -184,7 +228,7 @@ def test_a_slot_is_given_back_only_after_a_load_that_nobody_used(tmp_path: Path)
     """Or the late copy would overwrite the next stage's weights."""
     memory, arena = make(UpdateQueue(places=StatePlaces([tmp_path], has_weights=True)), (), num_slots=1)
     for stage, own in memory.items():
-        state = own.states.stored_state(is_blank=True)
+        state = own.states.state_to_fill()
         state.weights.fill_(stage)
         own.states.store(state)
     for stage in (*range(NUM_STAGES - 1), 2):

@@ -49,6 +49,26 @@ def test_what_is_written_is_read_again(tmp_path: Path, num_folders: int) -> None
     files.close()
 
 
+@pytest.mark.parametrize("num_folders", [1, 3])
+def test_any_part_is_read_in_order_with_few_chunks_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_folders: int
+) -> None:
+    files = StateFiles([tmp_path / str(number) for number in range(num_folders)], {2: SIZES[2]}, shares=())
+    content, taken, map_pages = filled(2, 1), list[int](), state_files.map_zeros
+    files.write(2, content)  # which is waited for
+    monkeypatch.setattr(state_files, "map_zeros", lambda size, kind: taken.append(size) or map_pages(size, kind))
+    cuts = [0, 7, 64, ALIGNMENT, 2 * ALIGNMENT, 3 * ALIGNMENT - 1, 9 * ALIGNMENT, SIZES[2]]
+    for start in cuts:
+        for stop in (stop for stop in cuts if stop >= start):
+            found = torch.cat(
+                [torch.empty(0, dtype=torch.uint8), *(part.clone() for part in files.parts(2, start, stop))]
+            )
+            assert torch.equal(found, content[start:stop]), (start, stop)
+            assert sum(taken) <= min(state_files.READ_AHEAD * 2 * ALIGNMENT, stop - start + 2 * ALIGNMENT)
+            taken.clear()
+    files.close()
+
+
 def test_a_faster_drive_gets_more_of_each_stage(tmp_path: Path) -> None:
     sizes = dict.fromkeys(range(4), 80 * ALIGNMENT)
     files = StateFiles([tmp_path / "fast", tmp_path / "slow"], sizes, shares=(0.8, 0.2))

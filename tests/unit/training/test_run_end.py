@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from mobius.checkpoint.model_folder import write_params_file
 from mobius.checkpoint.saved_stage import OpenRun
 from mobius.checkpoint.trained_weights import check_trained_weights
+from mobius.engine.stage_memory import parts_of
 from mobius.errors import CheckpointError, MobiusError, NonFiniteLossError, NoResultError
 from mobius.models.layout import StageLayout
 from mobius.reporting.events import StepMetrics
@@ -89,8 +90,7 @@ def test_all_ranks_refuse_a_weight_that_is_not_finite_on_one_of_them(value: floa
         if transport.rank == 1:
             layout.views(weights)["b"][2] = value
         state = SimpleNamespace(layout=layout, weights=weights)
-        states = SimpleNamespace(stored_state=lambda **_: state)
-        memory = {transport.rank: SimpleNamespace(states=states)}
+        memory = {transport.rank: SimpleNamespace(state=state, parts=parts_of)}
         run_setup = SimpleNamespace(plan=SimpleNamespace(num_stages=2))
         return cast(OpenRun, SimpleNamespace(run_setup=run_setup, transport=transport, memory=memory))
 
@@ -250,7 +250,7 @@ def test_a_report_and_a_single_file_that_cannot_be_written_are_told_together_bes
 def test_config_json_is_the_last_file_to_come(run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that has it is complete; what is torn has none, and the next run may remove it."""
 
-    def find_a_wrong_tensor(folder: Path, _: object) -> None:
+    def find_a_wrong_tensor(folder: Path, *_: object, **__: object) -> None:
         assert list(folder.glob("*.safetensors"))
         assert not (folder / "config.json").exists()
         raise CheckpointError("a wrong tensor")
