@@ -27,7 +27,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import chain, product
+from typing import Any
 
 from mobius.config.config import ActivationOffloading, PipelineConfig, Recompute
 from mobius.errors import PlanError, ScheduleError
@@ -40,7 +41,6 @@ from mobius.planner.fit import (
     divisors,
     fit_plan,
     fits_gpus,
-    fits_host,
     fitting_plans,
     max_saving_attention,
     may_keep_products,
@@ -71,6 +71,8 @@ from mobius.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
+Log = Callable[..., None]
+"""Takes a level, a text and its values, as `logger.log` does."""
 MAX_CHUNKS_PER_RANK = 8
 """More microbatches per rank than this fill a breadth-first pipeline no better, and each has its own costs."""
 MIN_MICROBATCH_TOKENS = 1024
@@ -113,8 +115,13 @@ class PlanResult:
     """Bytes of a layer for one microbatch that the plan was made with; None: nothing is saved unless asked for."""
     profile: Profile | None
     """Seconds and rates that the plan was made with; None if the device's speed is not known."""
-    step_time_prediction: StepTimePrediction | None
+    step_time_prediction: StepTimePrediction | None = None
     """None without a profile, and for a preliminary plan."""
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether the host has the memory, as far as is known."""
+        return self.request.host_bytes is None or self.host_estimate.total <= self.request.host_bytes
 
     @property
     def step_seconds(self) -> float:
@@ -162,7 +169,36 @@ def solve(
 
     With optimizer states on disks and too little host memory, fewer stages are in it at once, which is slower.
     """
-    solved = resolve_auto(request, measured=profile, is_draft=is_draft)
+    simulates = not (is_preliminary or is_draft)
+
+    def planned(number: int) -> tuple[PlanResult, list[tuple[Any, ...]]]:
+        asked, lines = replace(request, num_state_buffers=number), list[tuple[Any, ...]]()
+        found = _solve(asked, layer, profile, given, simulates, is_draft, log=lambda *line: lines.append(line))
+        return found, lines
+
+    fewest = FEWEST_STATE_BUFFERS if request.sizes.has_disks else request.num_state_buffers
+    tries = map(planned, range(request.num_state_buffers, fewest - 1, -1))
+    first = next(tries)
+    result, lines = next((each for each in chain([first], tries) if each[0].fits_host), first)
+    for line in lines:
+        logger.log(*line)
+    if not simulates or result.profile is None:
+        return result
+    prediction = predict_step_time(result.plan, result.request, result.profile)
+    return replace(result, step_time_prediction=prediction)
+
+
+def _solve(
+    request: PlanRequest,
+    layer: LayerBytes | Callable[[PlanRequest], LayerBytes | None] | None,
+    profile: Profile | None,
+    given: Plan | None,
+    simulates: bool,
+    is_draft: bool,
+    log: Log,
+) -> PlanResult:
+    """Plan with as many buffers of states as `request` has, without a prediction; other arguments as in `solve`."""
+    solved = resolve_auto(request, measured=profile, is_draft=is_draft, log=log)
     if solved.recompute is Recompute.LINEAR and solved.plan.num_slices == 1:
         raise PlanError(
             "--recompute linear keeps attention's results of slices, and no sequence of this run is cut: use "
@@ -172,26 +208,13 @@ def solve(
     if callable(layer) and own_layer is not None and own_layer != estimated_layer(solved):
         solved = replace(solved, measured_products=own_layer.saved_products)
     rates = profile_for(solved, profile)
-    simulates = rates is not None and not (is_preliminary or is_draft)
     if given is not None:
         plan = given
         check_given_plan(solved, plan, layer=own_layer)
     else:
         plan = fit_by_simulation(solved, own_layer, rates) if rates and simulates else fit_plan(solved, layer=own_layer)
-    if solved.sizes.has_disks and solved.num_state_buffers > FEWEST_STATE_BUFFERS and not fits_host(solved, plan):
-        fewer = solve(
-            replace(request, num_state_buffers=request.num_state_buffers - 1),
-            layer=layer,
-            profile=profile,
-            given=given,
-            is_preliminary=is_preliminary,
-            is_draft=is_draft,
-        )
-        if fits_host(fewer.request, fewer.plan):
-            return fewer
-    prediction = predict_step_time(plan, solved, rates) if rates and simulates else None
     gpus = estimate_gpu_memory_of_ranks(solved, plan, own_layer)
-    return PlanResult(solved, plan, gpus, estimate_host_memory(solved, plan), own_layer, rates, prediction)
+    return PlanResult(solved, plan, gpus, estimate_host_memory(solved, plan), own_layer, rates)
 
 
 @dataclass(frozen=True)
@@ -281,8 +304,10 @@ def simulate_best(candidates: Iterable[TimedPlan]) -> list[TimedPlan]:
     return simulated
 
 
-def resolve_auto(request: PlanRequest, *, measured: Profile | None = None, is_draft: bool = False) -> PlanRequest:
-    """Put numbers in the place of auto, and log them; a request without auto comes back unchanged.
+def resolve_auto(
+    request: PlanRequest, *, measured: Profile | None = None, is_draft: bool = False, log: Log = logger.log
+) -> PlanRequest:
+    """Put numbers in the place of auto, and `log` them; a request without auto comes back unchanged.
 
     `measured` is a profile for the request's microbatches; without it, estimates are used. Without an estimate (a CPU,
     an unknown GPU, fp32) the numbers are the defaults, or the nearest possible. The choice depends on the total memory
@@ -290,16 +315,16 @@ def resolve_auto(request: PlanRequest, *, measured: Profile | None = None, is_dr
     """
     is_unknown = request.machine.on_cpu or (request.gpu_spec is None and measured is None)
     if is_unknown:
-        request = request if request.candidate.is_known else _usual_numbers(request)
+        request = request if request.candidate.is_known else _usual_numbers(request, log)
         request = request.trying(order=request.candidate.order or ComputeOrder.BREADTH_FIRST)
     if request.candidate.is_complete:
         return request
     if is_unknown:
         return _with_numbers(request, candidates(request.on_empty_gpu)[0].plan)
-    best = choose_candidate(request.on_empty_gpu, measured=measured, is_draft=is_draft)
+    best = choose_candidate(request.on_empty_gpu, measured=measured, is_draft=is_draft, log=log)
     plan = best.plan
     if not request.candidate.is_known:
-        logger.log(
+        log(
             logging.DEBUG if is_draft else logging.INFO,
             "chosen: --num_stages %d --num_chunks %d --num_rounds %d --compute_order %s, layers per stage %s; %.3g s "
             "per step by %s",
@@ -325,7 +350,7 @@ def _with_numbers(request: PlanRequest, plan: Plan) -> PlanRequest:
     )
 
 
-def _usual_numbers(request: PlanRequest) -> PlanRequest:
+def _usual_numbers(request: PlanRequest, log: Log) -> PlanRequest:
     """The default numbers where they are possible, else the largest below them that are."""
     usual, num_ranks = PipelineConfig(), request.machine.num_ranks
     asked = request.candidate
@@ -336,12 +361,15 @@ def _usual_numbers(request: PlanRequest) -> PlanRequest:
     if chunks is None:
         most = max(usual.num_microbatches, num_ranks)
         chunks = max((n for n in divisors(request.rows) if n <= most and n % rounds == 0), default=rounds)
-    logger.info("chosen without an estimate for this device: --num_stages %d --num_chunks %d", stages, chunks)
+    text = "chosen without an estimate for this device: --num_stages %d --num_chunks %d"
+    log(logging.INFO, text, stages, chunks)
     return request.trying(num_stages=stages, num_chunks=chunks)
 
 
 @without_garbage_collection()
-def choose_candidate(request: PlanRequest, *, measured: Profile | None = None, is_draft: bool = False) -> TimedPlan:
+def choose_candidate(
+    request: PlanRequest, *, measured: Profile | None = None, is_draft: bool = False, log: Log = logger.log
+) -> TimedPlan:
     """Return the best candidate that fits the host, for a draft by bounds; numbers that are not None stay as given.
 
     Once microbatches are chosen, the search is repeated with these alone, as a run does that has measured them. Raises
@@ -362,7 +390,8 @@ def choose_candidate(request: PlanRequest, *, measured: Profile | None = None, i
         order = "" if other.plan.is_depth_first else ", breadth-first"
         plan = f"--num_stages {other.plan.num_stages}, {other.plan.describe_microbatches()}{order}"
         more = 100 * (other.seconds / best.seconds - 1)
-        logger.info("next best: %s, %+.1f %% per step, %s of host memory", plan, more, format_bytes(other.host_bytes))
+        text = "next best: %s, %+.1f %% per step, %s of host memory"
+        log(logging.INFO, text, plan, more, format_bytes(other.host_bytes))
     return best
 
 

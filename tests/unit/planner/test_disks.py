@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -76,7 +77,7 @@ def test_resident_stages_are_copied_to_host_memory_on_their_way_to_the_disks() -
     assert durable.host_estimate.disk_writes == 12 * SHAPE.num_parameters
 
 
-def test_fewer_stages_are_in_host_memory_at_once_where_it_is_short() -> None:
+def test_fewer_stages_are_in_host_memory_at_once_where_it_is_short(caplog: pytest.LogCaptureFixture) -> None:
     options: dict[str, Any] = {"offload_states_to": "/a", "disk_rate": "7,2", "num_stages": 32, "num_chunks": 4}
     usual = planned(**options)
     buffers = usual.host_estimate.state_buffers
@@ -85,9 +86,13 @@ def test_fewer_stages_are_in_host_memory_at_once_where_it_is_short() -> None:
     assert short.request.num_state_buffers == 2
     assert short.host_estimate.state_buffers == pytest.approx(2 / 3 * buffers, rel=0.01)
     assert short.host_estimate.total <= less
-    shortest = planned(**options, host_memory_limit=(less - buffers // 3) / 2**30)
+    options["host_memory_limit"] = (less - buffers // 3) / 2**30
+    shortest = planned(**options)
     assert shortest.request.num_state_buffers == 1
-    shorter = planned(**options, host_memory_limit=0.8 * (less - buffers // 3) / 2**30)
+    with caplog.at_level(logging.INFO):
+        assert planned(**options | {"num_chunks": None}).request.num_state_buffers < 3
+    assert [text.startswith("chosen: ") for text in caplog.messages].count(True) == 1, "other tries are told, too"
+    shorter = planned(**options | {"host_memory_limit": 0.8 * options["host_memory_limit"]})
     assert shorter.request.num_state_buffers == 3, "what does not fit is told as usual"
 
 
