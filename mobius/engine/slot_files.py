@@ -33,10 +33,9 @@ from mobius.engine.state_files import (
     StateFiles,
     Version,
     explained_for,
+    new_file,
     reads_directly,
-    reopen_direct,
     wait,
-    with_space,
 )
 from mobius.hardware.disk_traffic import Traffic
 from mobius.limits import NUM_STATE_BUFFERS
@@ -108,14 +107,11 @@ class SlotFiles(StateFiles):
         """Make the files of a slot, full of zeros; older ones of their names are lost. Raises StateFileError."""
         files = self._slots[slot] = []
         for path, size in zip(self.paths(slot), self._sizes, strict=True):
+            files.append(new_file(path.parent, size, path.name))
             with explained_for(path.parent, size):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.unlink(missing_ok=True)
-                made = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-                files.append(with_space(reopen_direct(path, made), size))
-                for folder in (path.parent, path.parent.parent, path.parent.parent.parent):
+                for folder in path.parents[:3]:
                     sync_to_disk(folder)
-        self._is_direct = [reads_directly(file) for file in files]
+        self._is_direct = [*map(reads_directly, files)]
 
     def paths(self, slot: int) -> list[Path]:
         """Return the files of a slot, by folder."""
@@ -131,7 +127,10 @@ class SlotFiles(StateFiles):
     def chunks(self, version: Version) -> dict[Key, list[tuple[int, int, int, int]]]:
         """Return folder, offset, length and checksum of the chunks of each key."""
         return {
-            key: [(*place, combined_checksum(sums)) for place, sums in zip(places, version.checksums[key], strict=True)]
+            key: [
+                (place.folder, place.offset, place.length, combined_checksum(sums))
+                for place, sums in zip(places, version.checksums[key], strict=True)
+            ]
             for key, places in self._places.items()
         }
 

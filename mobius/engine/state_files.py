@@ -5,14 +5,14 @@
     update queue    submit(s) ... waits until gradients and states of s are there | pieces of s | ...
     threads         read(s) into a free buffer                                    |             | write(s), free it
 
-A stage has one of some buffers (`NUM_STATE_BUFFERS`) from its update's submission until its states are written; buffers
-are given in the order of submission. So one stage is read and another one written while a third is updated. If updates
-wait for no other stage (no clipping), gradients arrive in these buffers, too: a stage has one from the end of its
-backward, for which the main thread may have to wait. Gradients that wait for the norm of all stages may do so on the
-disks. Weights may be there, too: an update reads and writes them with the states, and what computes has them read by
-engine/weight_loads.py. Files are read and written past the page cache (O_DIRECT), whose memory states on disks are to
-spare; where a file system refuses that, its pages are given up after each request. They are unlinked at once: whatever
-ends the process, their space is free. Those of durable steps have names, and weights in them (engine/slot_files.py).
+A stage has one of some buffers (`NUM_STATE_BUFFERS`) from its update's submission until its states are written, in the
+order of submission: one stage is read and another one written while a third is updated. If updates wait for no other
+stage (no clipping), gradients arrive in these buffers, too: a stage has one from the end of its backward, for which the
+main thread may have to wait. Gradients that wait for the norm of all stages may do so on the disks. Weights may be
+there, too: an update reads and writes them with the states, compute reads them through engine/weight_loads.py. Files
+are read and written past the page cache (O_DIRECT), whose memory states on disks are to spare; where a file system
+refuses that, its pages are given up after each request. They are unlinked at once: whatever ends the process, their
+space is free. Those of durable steps have names, and weights in them (engine/slot_files.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_all
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -65,6 +65,8 @@ class Place(NamedTuple):
     folder: int
     offset: int
     length: int
+    start: int
+    """Number of the key's bytes before it."""
 
 
 class Version:
@@ -129,28 +131,27 @@ class StateFiles:
                 length = min(CHUNK_BYTES, padded(size) - start)
                 filled = [(end + length) / share for end, share in zip(ends, shares or [1.0] * len(ends), strict=True)]
                 folder = filled.index(min(filled))
-                places.append(Place(folder, ends[folder], length))
+                places.append(Place(folder, ends[folder], length, start))
                 ends[folder] += length
-        self._sizes, self._is_direct = ends, [True for _ in folders]
-        self._files = list[int]()
+        self._sizes, self._files, self._is_direct = ends, list[int](), list[bool]()
         self.reads, self.writes = traffic or ([Traffic() for _ in folders], [Traffic() for _ in folders])
         try:
             self._open_files()
         except BaseException:
             self.close()
             raise
-        if not all(self._is_direct):
-            slow = ", ".join(str(each) for each, direct in zip(folders, self._is_direct, strict=True) if not direct)
+        slow = [str(folder) for folder, direct in zip(folders, self._is_direct, strict=True) if not direct]
+        if slow:
             logger.warning(
                 "--offload_states_to %s: this file system has no direct I/O, so states go through the page cache, "
                 "which takes memory and time; use a folder on a local disk with ext4 or xfs",
-                slow,
+                ", ".join(slow),
             )
 
     def _open_files(self) -> None:
         for folder, size in zip(self._folders, self._sizes, strict=True):
-            self._files.append(_new_file(folder, size))
-        self._is_direct = [reads_directly(file) for file in self._files]
+            self._files.append(new_file(folder, size))
+        self._is_direct = [*map(reads_directly, self._files)]
 
     def read(self, key: Key, buffer: Tensor, *, is_load: bool = False) -> list[Future[None]]:
         """Start reading a key's bytes into `buffer`, after its last write has ended.
@@ -171,14 +172,13 @@ class StateFiles:
 
         Some are read ahead. Raises StateFileError.
         """
-        parts, position = list[tuple[Place, slice]](), 0
-        for folder, offset, length in self._places[key]:
-            first, last = max(start - position, 0), min(stop - position, length)
+        parts = list[tuple[Place, slice]]()
+        for folder, offset, length, before_it in self._places[key]:
+            first, last = max(start - before_it, 0), min(stop - before_it, length)
             if first < last:
                 begin = first // ALIGNMENT * ALIGNMENT
-                place = Place(folder, offset + begin, padded(last) - begin)
+                place = Place(folder, offset + begin, padded(last) - begin, before_it + begin)
                 parts.append((place, slice(first - begin, last - begin)))
-            position += length
         before, files = self._writes.get(key, []), self._files_of(key)
         buffers = [map_zeros(max(place.length for place, _ in parts), uint8) for _ in parts[:READ_AHEAD]]
 
@@ -219,18 +219,19 @@ class StateFiles:
         on_moved: Callable[[int, memoryview], None] | None = None,
     ) -> list[Future[None]]:
         """Start moving all chunks of a key; `on_moved` is called with the number and the bytes of each."""
-        chunks = zip(self._places[key], self._views(key, buffer), strict=True)
+        whole = buffer.numpy().data
         return [
-            threads.submit(self._move, move, place, view, files, before, on_moved and partial(on_moved, number))
-            for number, (place, view) in enumerate(chunks)
+            threads.submit(
+                self._move,
+                move,
+                place,
+                whole[place.start : place.start + place.length],
+                files,
+                before,
+                on_moved and partial(on_moved, number),
+            )
+            for number, place in enumerate(self._places[key])
         ]
-
-    def _views(self, key: Key, buffer: Tensor) -> list[memoryview]:
-        whole, views, start = buffer.numpy().data, [], 0
-        for place in self._places[key]:
-            views.append(whole[start : start + place.length])
-            start += place.length
-        return views
 
     def _move(
         self,
@@ -244,7 +245,7 @@ class StateFiles:
         """Read or write one chunk. Writes were submitted earlier than what waits for them: some thread makes them."""
         for each in before:
             each.result()
-        (folder, offset, length), done = place, 0
+        (folder, offset, length, _), done = place, 0
         try:
             with (self.reads if move is os.preadv else self.writes)[folder].request(length):
                 while done < length:
@@ -270,20 +271,17 @@ class Visit:
     def __init__(self, stage: int, version: Version | None = None) -> None:
         """`version` is the one that the states are written to."""
         self.stage, self.version = stage, version
-        self._has_begun = threading.Event()
         self.reads: list[Future[None]] = []
-        self._buffer: Tensor | None = None
+        self._room = Future[Tensor]()
 
     @property
     def is_read(self) -> bool:
         """Whether `buffer` would return at once."""
-        return self._has_begun.is_set() and all(read.done() for read in self.reads)
+        return self._room.done() and all(read.done() for read in self.reads)
 
     def room(self) -> Tensor:
         """Wait for the memory into which the states are read, uint8, and return all of it."""
-        self._has_begun.wait()
-        assert self._buffer is not None
-        return self._buffer
+        return self._room.result()
 
     def buffer(self) -> Tensor:
         """Wait for the states and return the memory that holds them. Raises StateFileError."""
@@ -294,8 +292,8 @@ class Visit:
 
     def begin(self, buffer: Tensor, reads: list[Future[None]]) -> None:
         """Take `buffer`, which `reads` fill."""
-        self._buffer, self.reads = buffer, reads
-        self._has_begun.set()
+        self.reads = reads
+        self._room.set_result(buffer)
 
 
 class StateBuffers:
@@ -369,10 +367,7 @@ class StateBuffers:
     def drop(self, visit: Visit) -> None:
         """End a visit without writing its states, once they are read, or once that has failed."""
         room = visit.room()
-        wait_for_all(visit.reads)
-        with self._lock:
-            self._free.append(room)
-        self._begin()
+        self._free_after(visit.reads, room)
 
     def _begin(self) -> None:
         with self._lock:
@@ -408,38 +403,27 @@ def wait(moves: Sequence[Future[None]]) -> None:
         move.result()
 
 
-def _new_file(folder: Path, size: int) -> int:
-    """Return an unlinked file of `size` bytes in `folder`."""
+def new_file(folder: Path, size: int, name: str | None = None) -> int:
+    """Return a new file of `size` bytes, zeros, in `folder`, past the page cache where its file system has that.
+
+    Without a `name` it is unlinked; an older file of the name is lost. Raises StateFileError.
+    """
     with explained_for(folder, size):
         folder.mkdir(parents=True, exist_ok=True)
-        file, name = tempfile.mkstemp(prefix="mobius-states-", dir=folder)
+        if name is None:
+            file, path = tempfile.mkstemp(prefix="mobius-states-", dir=folder)
+            os.unlink(path)  # before it takes space: a kill may come
+        else:
+            (folder / name).unlink(missing_ok=True)
+            file = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            direct = reopen_direct(name, file)
-        finally:
-            os.unlink(name)  # before it takes space: a kill may come
-        return with_space(direct, size)
-
-
-def reopen_direct(name: str | Path, file: int) -> int:
-    """Reopen `file`, which is `name`, for direct I/O where its file system has that, and close it."""
-    try:
-        return os.open(name, os.O_RDWR | os.O_DIRECT)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
+            with suppress(OSError):
+                fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
+            os.posix_fallocate(file, 0, max(size, 1))
+        except OSError:
+            os.close(file)
             raise
-        return os.dup(file)
-    finally:
-        os.close(file)
-
-
-def with_space(file: int, size: int) -> int:
-    """Return an open file of `size` bytes, which are zeros; closes it on an error."""
-    try:
-        os.posix_fallocate(file, 0, max(size, 1))
-    except OSError:
-        os.close(file)
-        raise
-    return file
+        return file
 
 
 @contextmanager

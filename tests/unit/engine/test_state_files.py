@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import random
@@ -179,14 +180,14 @@ def test_a_disk_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_without_direct_io_states_go_through_the_page_cache_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    usual = os.open
+    usual = fcntl.fcntl
 
-    def without_direct(path: str, flags: int, *mode: int) -> int:
-        if flags & os.O_DIRECT:
+    def without_direct(file: int, command: int, *flags: int) -> int:
+        if command == fcntl.F_SETFL:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return usual(path, flags, *mode)
+        return usual(file, command, *flags)
 
-    monkeypatch.setattr(os, "open", without_direct)
+    monkeypatch.setattr(fcntl, "fcntl", without_direct)
     with caplog.at_level(logging.WARNING):
         files = StateFiles([tmp_path], SIZES)
     assert "has no direct I/O, so states go through the page cache" in caplog.text
