@@ -24,7 +24,7 @@ from pathlib import Path
 from torch import Tensor
 
 from mobius.atomic_files import atomic_write, sync_to_disk
-from mobius.checkpoint.cloned_stages import StepTensors, why_not_cloned
+from mobius.checkpoint.cloned_stages import StepTensors
 from mobius.checkpoint.contents import CheckpointContents, StepMetadata
 from mobius.checkpoint.folders import NAMES, checkpoint_path, with_others
 from mobius.checkpoint.manifest import MANIFEST_FILE, Manifest
@@ -37,7 +37,7 @@ from mobius.config.config import Config
 from mobius.distributed.rendezvous import join_run
 from mobius.engine.host_arena import whole_pages
 from mobius.engine.optimizer_states import DiskStates
-from mobius.engine.slot_files import NUM_SLOTS, SlotFiles, SlotPlace
+from mobius.engine.slot_files import NUM_SLOTS, SlotFiles, SlotPlace, done
 from mobius.engine.state_files import Key, Version, padded, wait, weights_key
 from mobius.errors import CheckpointError
 from mobius.hardware.devices import num_optimizer_threads
@@ -49,23 +49,20 @@ def slot_place(config: Config, ranks: Ranks, resumed_from: Path | None) -> SlotP
 
     `resumed_from` is a checkpoint; if it is one of the slots, that one stays for now. Raises CheckpointError.
     """
-    place, folders = SlotPlace(config.slots_name, ranks.rank), config.pipeline.state_folders
-    slots = [place.folder(folders[0], slot).resolve() for slot in range(NUM_SLOTS)]
-    kept = [slots.index(resumed_from.resolve())] if resumed_from and resumed_from.resolve() in slots else []
+    place = SlotPlace(config.pipeline.state_folders, config.slots_name, ranks.rank)
+    kept = None if resumed_from is None else place.slot_of(resumed_from)
     if ranks.is_first:
-        for slot in {*range(NUM_SLOTS)} - {*kept}:
-            _empty(place, folders, slot)
-    return place._replace(first_slot=1 - kept[0] if kept else 0)
+        for slot in {*range(NUM_SLOTS)} - {kept}:
+            _empty(place, slot)
+    return place if kept is None else place._replace(first_slot=1 - kept)
 
 
-def remove_slots(place: SlotPlace | None, config: Config, resumed: CheckpointReader | None) -> None:
+def remove_slots(place: SlotPlace | None, save_dir: Path, resumed: CheckpointReader | None) -> None:
     """Remove the durable steps of a run whose model is saved, and their links. Raises CheckpointError.
 
     Those of the start that it was `resumed` from go, too, if they were of the same run.
     """
-    save_dir, runs = Path(config.output.save_dir), set[Path]()
-    if place is not None:
-        runs |= {folder / place.name for folder in config.pipeline.state_folders}
+    runs = set[Path]() if place is None else {folder.parent for folder in place.folders(0)}
     if isinstance(resumed, SlotReader) and resumed.is_in(save_dir):
         runs |= {file.parent.parent for file in resumed.files}
     with translate_file_errors("remove", save_dir):
@@ -89,19 +86,16 @@ class DurableSteps:
         contents: CheckpointContents,
         *,
         place: SlotPlace,
-        folders: Sequence[Path],
         files: SlotFiles | None,
     ) -> None:
         """`files` are those of this rank's streamed stages, if it has any. Raises StateFileError."""
-        self._save_dir, self._contents, self._place, self._folders = save_dir, contents, place, folders
+        self._save_dir, self._contents, self.place = save_dir, contents, place
         self._activity, self._ranks = session.activity, session.run_setup.rank_context.ranks
         self._is_first, self._all_ranks = self._ranks.is_first, session.all_ranks
-        names: dict[int, set[str]] = {stage: set() for stage in session.memory}
-        for parameter in contents.parameters:
-            if parameter.stage in names:
-                names[parameter.stage].add(parameter.name)
-        pieces = session.run_setup.parts.parameter_pieces
-        saved = {stage: SavedStage(memory, names[stage], pieces=pieces) for stage, memory in session.memory.items()}
+        pieces, saved = session.run_setup.parts.parameter_pieces, dict[int, SavedStage]()
+        for stage, memory in session.memory.items():
+            names = {parameter.name for parameter in contents.parameters if parameter.stage == stage}
+            saved[stage] = SavedStage(memory, names, pieces=pieces)
         streamed = {stage: each for stage, each in saved.items() if each.memory.states.keeps_versions}
         self._files, self._memory = [] if files is None else [files], session.memory
         self._frozen = [stage for stage, each in streamed.items() if not each.memory.state.layout.num_trained]
@@ -115,11 +109,11 @@ class DurableSteps:
             files.cuts.update((key, Region.of([], tensors).cuts) for key, tensors in self._tensors.items())
         self._copied = None
         if resident := {stage: each for stage, each in saved.items() if stage not in streamed}:
-            self._copied = _CopiedStages(resident, session, folders, place)
+            self._copied = _CopiedStages(resident, session, place)
             self._files.append(self._copied.files)
         self._rendezvous = None if self._ranks.num_ranks == 1 else join_run(self._ranks)
         self._thread: threading.Thread | None = None
-        self._committed = _done()
+        self._committed = done()
         self._clone: _Clone | None = None
         self.newest: Path | None = None
         """The newest durable step, on the first rank."""
@@ -130,30 +124,30 @@ class DurableSteps:
 
         Raises StateFileError and CheckpointError.
         """
-        first = self._place.first_slot
-        is_kept = (
-            resumed is not None and resumed.path.resolve() == self._place.folder(self._folders[0], 1 - first).resolve()
-        )
+        first, other = self.place.first_slot, 1 - self.place.first_slot
+        is_kept = resumed is not None and self.place.slot_of(resumed.path) == other
         if resumed is not None and is_kept:
             versions = self._versions()
             if self._copied is not None:
                 self._copied.begin(versions[-1])
             self._commit_all(versions, lambda folder: self._copy_texts(resumed, folder), resumed.manifest)
-        elif self._is_first:
-            self._contents.write_common(self._place.folder(self._folders[0], first))
         if self._is_first:
             if is_kept:
-                _empty(self._place, self._folders, 1 - first)
-            self._contents.write_common(self._made(1 - first))
+                _empty(self.place, other)
+            for slot in [other] if is_kept else [first, other]:
+                folder = self.place.folders(slot)[0]
+                with translate_file_errors("make", folder):
+                    folder.mkdir(parents=True, exist_ok=True)
+                self._contents.write_common(folder)
         self._all_ranks.barrier()
         for files in self._files:
-            files.open_slot(1 - first)
+            files.open_slot(other)
         for stage in self._frozen:
             states = self._memory[stage].states
             assert isinstance(states, DiskStates), "versions are kept"
             states.write_frozen(self._files[0])
         for files in self._files:
-            files.begin_version(1 - first, _done())
+            files.begin_version(other, done())
 
     def before_update(self, stage: int) -> None:
         """For the stepper: return when the state of `stage` may change."""
@@ -175,10 +169,6 @@ class DurableSteps:
         self._clone = None
         self._thread = threading.Thread(target=self._commit, args=arguments, name="durable step", daemon=True)
         self._thread.start()
-
-    def why_not_cloned(self) -> str | None:
-        """Return why checkpoints of the run cannot share blocks with durable steps, if so."""
-        return why_not_cloned(self._folders, self._save_dir)
 
     def clone_next(self, clone: Callable[[StepTensors], None]) -> Future[None]:
         """Let `clone` have the step that `after_step` is called with next, in a thread, once it is durable.
@@ -202,9 +192,7 @@ class DurableSteps:
             self._copied.close()
 
     def _versions(self) -> list[Version]:
-        versions = [files.version for files in self._files]
-        assert all(version is not None for version in versions)
-        return versions  # type: ignore[return-value]
+        return [files.version for files in self._files if files.version is not None]  # each has one
 
     def _commit(
         self,
@@ -214,47 +202,34 @@ class DurableSteps:
         committed: Future[None],
         clone: _Clone | None,
     ) -> None:
-        self._activity.start_task("durable", f"step {metadata.step}")
-        try:
+        def commit() -> None:
             manifest = self._contents.manifest(metadata, [], save_number=save_number, has_optimizer=True)
             self._commit_all(versions, lambda folder: self._contents.write_history(folder, metadata), manifest)
-        except BaseException as error:
-            committed.set_exception(error)
-        else:
-            committed.set_result(None)
+
+        self._activity.start_task("durable", f"step {metadata.step}")
+        _settle(committed, commit)
         if clone is not None:
-            self._run_clone(*clone, versions, committed)
+            _settle(clone[1], lambda: clone[0](self._step_tensors(versions, committed)))
         self._activity.end_task("durable")
 
-    def _run_clone(
-        self,
-        clone: Callable[[StepTensors], None],
-        ended: Future[None],
-        versions: Sequence[Version],
-        committed: Future[None],
-    ) -> None:
-        try:
-            committed.result()
-            paths, regions = self._regions(versions)
-            checksums = {
-                name: files.checksum(version, key, *regions[key].span(name))
-                for files, version in zip(self._files, versions, strict=True)
-                for key in version.checksums
-                for name in regions[key].tensors
-            }
-            clone(StepTensors(paths, regions, checksums))
-        except BaseException as error:
-            ended.set_exception(error)
-        else:
-            ended.set_result(None)
+    def _step_tensors(self, versions: Sequence[Version], committed: Future[None]) -> StepTensors:
+        """Return this rank's part of a step, once it is `committed`; raises what that failed with."""
+        committed.result()
+        paths, regions = self._regions(versions)
+        checksums = {
+            name: files.checksum(version, key, *regions[key].span(name))
+            for files, version in zip(self._files, versions, strict=True)
+            for key in version.checksums
+            for name in regions[key].tensors
+        }
+        return StepTensors(paths, regions, checksums)
 
     def _commit_all(self, versions: Sequence[Version], write_texts: Callable[[Path], None], manifest: Manifest) -> None:
         """Return when a step of all ranks is durable; they call it alike. Raises MobiusError on all of them."""
-        slot = versions[0].slot
-        folder = self._place.folder(self._folders[0], slot)
+        folder = self.place.folders(versions[0].slot)[0]
         try:
             for files, version in zip(self._files, versions, strict=True):
-                files.sync(version, lambda: self._copied.check() if self._copied else None)
+                files.sync(version, self._check_copies)
             self._write_tables(folder, versions)
             own = None
         except Exception as error:
@@ -264,7 +239,7 @@ class DurableSteps:
         try:
             if self._is_first:
                 write_texts(folder)
-                self._publish(folder, manifest)
+                self._publish(versions[0].slot, manifest)
         except Exception as error:
             own = error
         self._meet(own)
@@ -293,11 +268,12 @@ class DurableSteps:
     def _write_tables(self, folder: Path, versions: Sequence[Version]) -> None:
         paths, regions = self._regions(versions)
         table = json.dumps(stages_to_json(paths, [path.stat().st_size for path in paths], [*regions.values()]))
-        with translate_file_errors("write", folder), atomic_write(folder / f"stages-{self._place.rank}.json") as path:
+        with translate_file_errors("write", folder), atomic_write(folder / f"stages-{self.place.rank}.json") as path:
             path.write_text(table, encoding="utf-8")
 
-    def _publish(self, folder: Path, manifest: Manifest) -> None:
+    def _publish(self, slot: int, manifest: Manifest) -> None:
         """Make a slot whose files are on the disks the newest checkpoint of the run, on the first rank."""
+        folder = self.place.folders(slot)[0]
         with translate_file_errors("write", folder):
             whole = with_others(folder, replace(manifest, others=()), skipped=(".raw", ".partial"))
             with atomic_write(folder / MANIFEST_FILE) as path:
@@ -311,7 +287,7 @@ class DurableSteps:
                 temporary.replace(link)
             sync_to_disk(self._save_dir)
             _remove_links({folder.resolve().parent}, self._save_dir, kept=link)
-            older = self._place.folder(self._folders[0], 1 - int(folder.name.removeprefix("slot-")))
+            older = self.place.folders(1 - slot)[0]
             (older / MANIFEST_FILE).unlink(missing_ok=True)
             if older.is_dir():
                 sync_to_disk(older)
@@ -324,26 +300,23 @@ class DurableSteps:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(resumed.path / other.file_name, target)
 
-    def _made(self, slot: int) -> Path:
-        folder = self._place.folder(self._folders[0], slot)
-        with translate_file_errors("make", folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        return folder
+    def _check_copies(self) -> None:
+        """Raise what has made copying fail, if something has."""
+        if self._copied is not None and (error := self._copied.saver.error) is not None:
+            raise error
 
 
 class _CopiedStages:
     """Stages whose states are not on disks: copied after each update, and written."""
 
-    def __init__(
-        self, stages: Mapping[int, SavedStage], session: OpenRun, folders: Sequence[Path], place: SlotPlace
-    ) -> None:
+    def __init__(self, stages: Mapping[int, SavedStage], session: OpenRun, place: SlotPlace) -> None:
         context = session.run_setup.rank_context
         sizes: dict[Key, int] = {
             stage: sum(each.nbytes for each in saved.flat_tensors(has_optimizer=True).values())
             for stage, saved in stages.items()
         }
         shares = session.run_setup.result.request.machine.disk_shares
-        self.files = SlotFiles(folders, sizes, place=place, kind="copied", shares=shares)
+        self.files = SlotFiles(sizes, place=place, kind="copied", shares=shares)
         self.saver = AsyncStageSaver(
             stages,
             order=sorted(stages),
@@ -368,11 +341,6 @@ class _CopiedStages:
 
         self.saver.begin(write)
 
-    def check(self) -> None:
-        """Raise what has made copying fail, if something has."""
-        if (error := self.saver.error) is not None:
-            raise error
-
     def close(self) -> None:
         if self.saver.is_saving:
             self.saver.wait()
@@ -380,16 +348,19 @@ class _CopiedStages:
         self.files.close()
 
 
-def _done() -> Future[None]:
-    future = Future[None]()
-    future.set_result(None)
-    return future
+def _settle(future: Future[None], action: Callable[[], None]) -> None:
+    """End a future as `action` ends."""
+    try:
+        action()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(None)
 
 
-def _empty(place: SlotPlace, folders: Sequence[Path], slot: int) -> None:
+def _empty(place: SlotPlace, slot: int) -> None:
     """Remove what is in a slot, its manifest first."""
-    for folder in folders:
-        path = place.folder(folder, slot)
+    for path in place.folders(slot):
         with translate_file_errors("remove", path):
             (path / MANIFEST_FILE).unlink(missing_ok=True)
             if path.is_dir():

@@ -23,7 +23,7 @@ from pathlib import Path
 from torch import Tensor
 
 from mobius.atomic_files import nearest_folder
-from mobius.checkpoint.cloned_stages import StepTensors, clone_tensors
+from mobius.checkpoint.cloned_stages import StepTensors, clone_tensors, why_not_cloned
 from mobius.checkpoint.contents import CheckpointContents, StepMetadata
 from mobius.checkpoint.durable_steps import DurableSteps
 from mobius.checkpoint.folders import (
@@ -353,7 +353,7 @@ class CheckpointSaver:
         """Whether checkpoints can be clones of durable steps; collective, the first rank says why not."""
         if durable is None or not self._has_optimizer:
             return False
-        reason = durable.why_not_cloned() if self._is_first else None
+        reason = why_not_cloned(durable.place.parents, self.save_dir) if self._is_first else None
         if reason is not None:
             logger.info("checkpoints are written, not cloned from durable steps (xfs and btrfs can): %s", reason)
         return not self._from_first(float(reason is not None))

@@ -197,7 +197,7 @@ class _StageAllocator:
         if places.slots is None:
             files = StateFiles(places.folders, on_disks | waiting_bytes, shares=places.shares)
         else:
-            files = SlotFiles(places.folders, on_disks, place=places.slots, shares=places.shares)
+            files = SlotFiles(on_disks, place=places.slots, shares=places.shares)
         arena.state_files = files
         arena.keep(0, files.close)
         if waiting and places.slots is not None:

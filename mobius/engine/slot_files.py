@@ -37,7 +37,6 @@ from mobius.engine.state_files import (
     reads_directly,
     wait,
 )
-from mobius.hardware.disk_traffic import Traffic
 from mobius.limits import NUM_STATE_BUFFERS
 
 NUM_SLOTS = 2
@@ -45,17 +44,23 @@ LOOK_SECONDS = 1.0
 
 
 class SlotPlace(NamedTuple):
-    """The names of a run's slots."""
+    """Where the slots of a run are."""
 
+    parents: Sequence[Path]
     name: str
-    """Folder of the run within each of the folders."""
+    """Folder of the run within each of the parents."""
     rank: int
     first_slot: int = 0
     """Slot of the states that the run begins with; the other one may be what it was resumed from."""
 
-    def folder(self, parent: Path, slot: int) -> Path:
-        """Return the folder of a slot."""
-        return parent / self.name / f"slot-{slot}"
+    def folders(self, slot: int) -> list[Path]:
+        """Return the folders of a slot; the first one has what makes it a checkpoint."""
+        return [parent / self.name / f"slot-{slot}" for parent in self.parents]
+
+    def slot_of(self, checkpoint: Path) -> int | None:
+        """Return the slot that a checkpoint is; None if it is none of the run's."""
+        found = (slot for slot in range(NUM_SLOTS) if self.folders(slot)[0].resolve() == checkpoint.resolve())
+        return next(found, None)
 
 
 @dataclass(frozen=True)
@@ -80,13 +85,11 @@ class SlotFiles(StateFiles):
 
     def __init__(
         self,
-        folders: Sequence[Path],
         num_bytes: Mapping[Key, int],
         *,
         place: SlotPlace,
         kind: str = "states",
         shares: Sequence[float] = (),
-        traffic: tuple[list[Traffic], list[Traffic]] | None = None,
     ) -> None:
         """Make the files of the first slot; `open_slot` makes the others. Raises StateFileError with the folder."""
         self._place, self._kind = place, kind
@@ -95,10 +98,8 @@ class SlotFiles(StateFiles):
         """Checksums of what no step changes and both slots have."""
         self.cuts = dict[Key, Sequence[int]]()
         """Bytes of a key, in order, at which a part ends that has a checksum of its own, as chunks have."""
-        super().__init__(folders, num_bytes, shares=shares, traffic=traffic)
-        done = Future[None]()
-        done.set_result(None)
-        self.begin_version(place.first_slot, done)
+        super().__init__(place.parents, num_bytes, shares=shares)
+        self.begin_version(place.first_slot, done())
 
     def _open_files(self) -> None:
         self.open_slot(self._place.first_slot)
@@ -115,8 +116,7 @@ class SlotFiles(StateFiles):
 
     def paths(self, slot: int) -> list[Path]:
         """Return the files of a slot, by folder."""
-        name = f"{self._kind}-{self._place.rank}.raw"
-        return [self._place.folder(folder, slot) / name for folder in self._folders]
+        return [folder / f"{self._kind}-{self._place.rank}.raw" for folder in self._place.folders(slot)]
 
     def begin_version(self, slot: int, may_begin: Future[None]) -> None:
         """Let what is submitted from now on be written to `slot`, once it `may_begin`."""
@@ -195,3 +195,10 @@ class SlotFiles(StateFiles):
         for files in self._slots.values():
             while files:
                 os.close(files.pop())
+
+
+def done() -> Future[None]:
+    """Return a future that has ended."""
+    future = Future[None]()
+    future.set_result(None)
+    return future

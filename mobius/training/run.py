@@ -397,7 +397,6 @@ class TrainingRun:
             self.output.save_dir,
             self._contents(),
             place=self.slots,
-            folders=self.config.pipeline.state_folders,
             files=files,
         )
 
@@ -467,7 +466,7 @@ class TrainingRun:
             timings = {"loading": loading, "training": sum(steps.seconds), "saving": saving}
             problems += write_final_report(session.run_setup, steps, per_rank, timings)
         if trains:
-            remove_slots(self.slots, self.config, None if self.resume is None else self.resume.reader)
+            remove_slots(self.slots, self.output.save_dir, None if self.resume is None else self.resume.reader)
         if problems and trains:
             problems.append(f"The model itself is complete and checked: {self.output.save_dir}.")
         if problems:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mobius.engine import slot_files, state_files
 from mobius.engine.host_arena import map_zeros, whole_pages
-from mobius.engine.slot_files import SlotFiles, SlotPlace
+from mobius.engine.slot_files import SlotFiles, SlotPlace, done
 from mobius.engine.state_files import ALIGNMENT, wait
 from mobius.errors import StateFileError
 
@@ -30,7 +30,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def files(tmp_path: Path) -> SlotFiles:
-    return SlotFiles([tmp_path / "a", tmp_path / "b"], SIZES, place=SlotPlace("run", 3, first_slot=1))
+    return SlotFiles(SIZES, place=SlotPlace([tmp_path / "a", tmp_path / "b"], "run", 3, first_slot=1))
 
 
 def filled(key: Any, value: int) -> Tensor:
@@ -133,9 +133,3 @@ def test_a_drive_that_fails_is_named_and_the_step_never_counts(
     with pytest.raises(StateFileError, match=rf"{tmp_path}/[ab] .* cannot be written: Input/output error"):
         files.sync(version)
     files.close()
-
-
-def done() -> Future[None]:
-    future = Future[None]()
-    future.set_result(None)
-    return future
