@@ -227,32 +227,30 @@ class DurableSteps:
     def _commit_all(self, versions: Sequence[Version], write_texts: Callable[[Path], None], manifest: Manifest) -> None:
         """Return when a step of all ranks is durable; they call it alike. Raises MobiusError on all of them."""
         folder = self.place.folders(versions[0].slot)[0]
-        try:
+
+        def sync() -> None:
             for files, version in zip(self._files, versions, strict=True):
                 files.sync(version, self._check_copies)
-            self._write_tables(folder, versions)
-            own = None
-        except Exception as error:
-            own = error
-        self._meet(own)
-        own = None
-        try:
+            self._write_table(folder, versions)
+
+        def publish() -> None:
             if self._is_first:
                 write_texts(folder)
                 self._publish(versions[0].slot, manifest)
-        except Exception as error:
-            own = error
-        self._meet(own)
 
-    def _meet(self, error: Exception | None) -> None:
-        """Wait for all ranks; raises an error of this rank, or that of another one."""
-        told = None if error is None else str(error)
-        gathered = [told] if self._rendezvous is None else self._rendezvous.gather(told)
-        if error is not None:
-            raise error
-        for text in gathered:
-            if text is not None:
-                raise CheckpointError(f"another rank cannot make its step durable: {text}")
+        for part in (sync, publish):
+            own: Exception | None = None
+            try:
+                part()
+            except Exception as error:
+                own = error
+            told = None if own is None else str(own)
+            gathered = [told] if self._rendezvous is None else self._rendezvous.gather(told)
+            if own is not None:
+                raise own
+            for text in gathered:
+                if text is not None:
+                    raise CheckpointError(f"another rank cannot make its step durable: {text}")
 
     def _regions(self, versions: Sequence[Version]) -> tuple[list[Path], dict[Key, Region]]:
         """Return this rank's files of a version, and what is in them."""
@@ -265,7 +263,7 @@ class DurableSteps:
             paths += files.paths(version.slot)
         return paths, regions
 
-    def _write_tables(self, folder: Path, versions: Sequence[Version]) -> None:
+    def _write_table(self, folder: Path, versions: Sequence[Version]) -> None:
         paths, regions = self._regions(versions)
         table = json.dumps(stages_to_json(paths, [path.stat().st_size for path in paths], [*regions.values()]))
         with translate_file_errors("write", folder), atomic_write(folder / f"stages-{self.place.rank}.json") as path:
@@ -331,8 +329,7 @@ class _CopiedStages:
 
     def begin(self, version: Version) -> None:
         """Copy and write all stages after the updates that are under way; the version before has been written."""
-        if self.saver.is_saving:
-            self.saver.wait()
+        self.saver.wait()
 
         def write(stage: int, tensors: Mapping[str, Tensor]) -> None:
             self.tensors[stage], self.files.cuts[stage] = tensors, Region.of([], tensors).cuts
@@ -342,8 +339,7 @@ class _CopiedStages:
         self.saver.begin(write)
 
     def close(self) -> None:
-        if self.saver.is_saving:
-            self.saver.wait()
+        self.saver.wait()
         self.saver.close()
         self.files.close()
 

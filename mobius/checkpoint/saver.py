@@ -53,7 +53,7 @@ from mobius.distributed.transport import all_gather_numbers
 from mobius.engine.slot_files import NUM_SLOTS
 from mobius.errors import CheckpointError, MobiusError, first_line
 from mobius.hardware.devices import num_optimizer_threads
-from mobius.hardware.disk_rate import measure_write_rate
+from mobius.hardware.disk_rate import measure_rates
 from mobius.hardware.host_memory import available_host_bytes
 from mobius.planner.checkpoint_estimates import estimate_checkpoint
 from mobius.regular_files import read_json
@@ -271,7 +271,7 @@ class CheckpointSaver:
     def _wait_for_stages(self) -> SaveOutcome | None:
         """Return how this rank's part of a save has ended; None if none has begun since the last call."""
         if self._stage_saver is not None:
-            return self._stage_saver.wait() if self._stage_saver.is_saving else None
+            return self._stage_saver.wait()
         clone, self._clone = self._clone, None
         return None if clone is None else SaveOutcome(error=clone.exception())
 
@@ -346,8 +346,8 @@ class CheckpointSaver:
     def _measure_disk(self) -> float | None:
         if self.estimate.disk_bytes < _WORTH_MEASURING or self._durable is not None:
             return None
-        own = measure_write_rate(nearest_folder(self.save_dir)) if self._is_first else None
-        return self._from_first(own or 0.0) or None
+        own = measure_rates(nearest_folder(self.save_dir), reads=False) if self._is_first else None
+        return self._from_first(own[0] if own else 0.0) or None
 
     def _may_clone(self, durable: DurableSteps | None) -> bool:
         """Whether checkpoints can be clones of durable steps; collective, the first rank says why not."""

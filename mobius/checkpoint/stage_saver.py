@@ -117,11 +117,6 @@ class AsyncStageSaver:
         self._activity.end_task("updates")
 
     @property
-    def is_saving(self) -> bool:
-        """Whether a save has begun and `wait` was not called since."""
-        return self._save is not None
-
-    @property
     def error(self) -> BaseException | None:
         """Error that has made the save fail that is under way."""
         return None if self._save is None else self._save.outcome.error
@@ -131,10 +126,10 @@ class AsyncStageSaver:
         """Whether `wait` would return at once."""
         return self._save is None or not any(thread.is_alive() for thread in self._save.threads)
 
-    def wait(self) -> SaveOutcome:
-        """Return when all is written, or saving has failed."""
-        save = self._save
-        assert save is not None, "no save has begun"
+    def wait(self) -> SaveOutcome | None:
+        """Return when all is written, or saving has failed; None if no save has begun since the last call."""
+        if (save := self._save) is None:
+            return None
         for thread in save.threads:
             thread.join()
         if save.has_failed:  # some copies may be on their way to buffers that are used again, or given back

@@ -59,7 +59,6 @@ _HEADER_BYTES: Final = 512
 """Upper bound of the bytes of a tensor's entries in header, index and checkpoint.json."""
 _SMALL_FILE_BYTES: Final = 48 * 2**20
 """Tokenizer, configuration and the run's own texts; the largest vocabularies take 40 MB."""
-_CHUNK_BYTES: Final = 2**24
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +182,8 @@ def free_disk_bytes(save_dir: Path) -> int:
 
 def chunks_of(values: Tensor) -> Iterator[memoryview]:
     """The bytes of a contiguous CPU tensor, in place, some MiB at a time."""
-    view: memoryview = values.detach().reshape(-1).view(torch.uint8).numpy().data
-    for start in range(0, len(view), _CHUNK_BYTES):
-        yield view[start : start + _CHUNK_BYTES]
+    for part in parts_of(values.detach()):
+        yield part.view(torch.uint8).numpy().data
 
 
 Parts = Callable[[str, Tensor], Iterable[Tensor]]

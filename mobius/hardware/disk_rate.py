@@ -14,14 +14,11 @@ MOST_SECONDS = 1.0
 MOST_BYTES = 2**30
 
 
-def measure_write_rate(folder: Path) -> float | None:
-    """Return the bytes per second of a test file, which takes about two seconds; None if it cannot be written."""
-    rates = measure_rates(folder, reads=False)
-    return rates[0] if rates else None
-
-
 def measure_rates(folder: Path, *, reads: bool = True) -> list[float] | None:
-    """Return the bytes per second at which a test file is written, and read; None if it cannot be written."""
+    """Return the bytes per second at which a test file is written, and read; None if it cannot be written.
+
+    Each takes about two seconds.
+    """
     chunk = bytearray(os.urandom(2**20) * (CHUNK_BYTES // 2**20))
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:

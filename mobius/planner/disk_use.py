@@ -36,46 +36,38 @@ USUAL_SHARE = 0.5
 class DiskUse:
     """Optimizer states of a node's pipelines on its disks."""
 
-    folders: tuple[str, ...]
+    request: PlanRequest
     num_bytes: int
     """Bytes in all folders together."""
     written_bytes: int
     """Bytes that a step writes to all folders together."""
-    keeps_steps: bool
-    """Whether each step is durable."""
-    num_steps: int | None
-    """Steps of the run; None where they follow from data that are not read."""
-    has_gradients: bool
-    """Whether gradients that wait for their update are there, too."""
-    has_weights: bool
-    """Whether weights of streamed stages are there, too."""
-    ratings: tuple[float, ...]
-    """Terabytes that the drive of each folder is rated for; empty where that is not known."""
-    shares: tuple[float, ...]
-    """Part of the bytes that each folder has."""
 
     @classmethod
     def of(cls, result: PlanResult) -> DiskUse | None:
         """Return what a planned run takes of each node's disks; None where it keeps no states on disks."""
-        config, optim = result.request.config, result.request.config.optim
-        if not result.host_estimate.disk:
-            return None
-        is_open = optim.num_iterations is None and optim.num_train_epochs is not None
-        folders, ratings = split_names(config.pipeline.offload_states_to), config.planning.disk_ratings
         pipelines, host = result.request.machine.replicas_per_node, result.host_estimate
-        ratings *= len(folders) if len(ratings) == 1 else 1
-        sizes = result.request.sizes
-        return cls(
-            folders,
-            host.disk * pipelines,
-            host.disk_writes * pipelines,
-            result.request.keeps_steps,
-            None if is_open else optim.num_steps,
-            sizes.has_gradients_on_disks,
-            sizes.has_weights_on_disks,
-            ratings,
-            result.request.machine.disk_shares or (1 / len(folders),) * len(folders),
-        )
+        return cls(result.request, host.disk * pipelines, host.disk_writes * pipelines) if host.disk else None
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        return split_names(self.request.config.pipeline.offload_states_to)
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps of the run; None where they follow from data that are not read."""
+        optim = self.request.config.optim
+        return None if optim.num_iterations is None and optim.num_train_epochs is not None else optim.num_steps
+
+    @property
+    def ratings(self) -> tuple[float, ...]:
+        """Terabytes that the drive of each folder is rated for; empty where that is not known."""
+        ratings = self.request.config.planning.disk_ratings
+        return ratings * len(self.folders) if len(ratings) == 1 else ratings
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Part of the bytes that each folder has."""
+        return self.request.machine.disk_shares or (1 / len(self.folders),) * len(self.folders)
 
     @property
     def bytes_of_folders(self) -> list[int]:
@@ -92,14 +84,11 @@ class DiskUse:
 
     def describe(self) -> str:
         """Bytes there, and what is written in 1,000 steps and in all of the run's."""
-        parts = list(dict.fromkeys(map(format_bytes, self.bytes_of_folders)))
-        each = (
-            f" ({parts[0]} in each)" if len(parts) == 1 else f" ({', '.join(map(format_bytes, self.bytes_of_folders))})"
-        )
-        each *= len(self.folders) > 1
-        what = "optimizer states and gradients" if self.has_gradients else "optimizer states"
-        what = f"weights and {what}" if self.has_weights or self.keeps_steps else what
-        what += " of two steps (--durable_steps)" * self.keeps_steps
+        sizes, parts = self.request.sizes, [*map(format_bytes, self.bytes_of_folders)]
+        each = f" ({parts[0]} in each)" if len({*parts}) == 1 else f" ({', '.join(parts)})"
+        each *= len(parts) > 1
+        what = "weights and " * (sizes.has_weights_on_disks or sizes.keeps_steps) + "optimizer states"
+        what += " and gradients" * sizes.has_gradients_on_disks + " of two steps (--durable_steps)" * sizes.keeps_steps
         text = f"{format_bytes(self.num_bytes)} of {what} are in {','.join(self.folders)}{each}: 1,000 steps "
         text += f"write {format_terabytes(self.written(1000))}"
         if self.num_steps is not None:
@@ -121,7 +110,7 @@ class DiskUse:
                     f"system, {format_bytes(free)} is free ({format_bytes(self.num_bytes)} are shared by "
                     f"{len(self.folders)} folder(s)). Free some space, name folders on more or larger disks, or store "
                     "fewer bytes: --optimizer_states compact, more --resident_stages"
-                    f"{', --durable_steps off' if self.keeps_steps else ''}."
+                    f"{', --durable_steps off' if self.request.keeps_steps else ''}."
                 )
 
 
@@ -200,11 +189,11 @@ def _fewer_writes(result: PlanResult, use: DiskUse, limit: float) -> Iterator[st
         yield f"--optimizer_states compact: {format_terabytes(less)}"
     if steps := int(limit / use.written(1)):
         yield f"fewer steps: --num_iterations {steps}, or for as many samples a larger --batch_size"
-    if use.keeps_steps:
+    if request.keeps_steps:
         less = written_by(request.with_pipeline(durable_steps=DurableSteps.OFF))
         yield f"--durable_steps off: {format_terabytes(less)}"
-    for option, is_on in (("gradients_on_disks", use.has_gradients), ("weights_on_disks", use.has_weights)):
-        without = format_terabytes(written_by(request.with_pipeline(**{option: False})) if is_on else written)
+    for option in ("gradients_on_disks", "weights_on_disks"):
+        without = format_terabytes(written_by(request.with_pipeline(**{option: False})))
         if without != format_terabytes(written):  # durable steps write weights in any case
             yield f"--{option} left out, with 2 bytes of host memory more per parameter: {without}"
     if request.config.planning.max_disk_writes is None:

@@ -44,7 +44,7 @@ from mobius.models.weights import check_model_weights
 from mobius.planner.disk_use import check_disks, with_room_for_steps
 from mobius.planner.fit import DoesNotFitError
 from mobius.planner.gpu_specs import GPU_SPECS, check_matmul_dtype, find_gpu_spec
-from mobius.planner.measured_disks import measured_rates, measured_shares
+from mobius.planner.measured_disks import known_disks
 from mobius.planner.memory_estimates import estimated_layer
 from mobius.planner.plan_file import SavedPlan
 from mobius.planner.plan_table import describe_details, describe_verdict
@@ -303,8 +303,8 @@ def machine_to_plan_for(config: Config, ranks: Ranks) -> Machine:
         check_matmul_dtype(config.model.matmul_dtype, machine.gpu_spec.name, machine.gpu_spec.matmul_dtypes)
     link = config.planning.node_link or machine.node_link
     if config.planning.card is None:
-        folders = split_names(config.pipeline.offload_states_to)
-        machine = replace(machine, disks=measured_rates(folders), disk_shares=measured_shares(folders))
+        disks, shares = known_disks(split_names(config.pipeline.offload_states_to))
+        machine = replace(machine, disks=disks, disk_shares=shares)
     return replace(machine, num_replicas=ranks.num_replicas, num_nodes=ranks.num_nodes, node_link=link)
 
 

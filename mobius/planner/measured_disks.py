@@ -29,29 +29,19 @@ LEAST_BYTES = 2**30
 """Fewer tell nothing of a disk."""
 
 
-def measured_rates(folders: Sequence[str]) -> DiskRates | None:
-    """Return what folders reach together with the shares of `measured_shares`; None if one was never measured."""
-    rates = _known(folders)
-    if not rates:
-        return None
-    read = min(each.read / share for each, share in zip(rates, measured_shares(folders), strict=True))
-    return DiskRates(read, sum(each.write for each in rates), any(each.is_burst for each in rates))
+def known_disks(folders: Sequence[str]) -> tuple[DiskRates | None, tuple[float, ...]]:
+    """Return what folders reach together, and the part of the bytes that each gets; None, () if one was never measured.
 
-
-def measured_shares(folders: Sequence[str]) -> tuple[float, ...]:
-    """Return the part of the bytes that each folder gets, by what each writes per second; empty if that is not known.
-
-    Drives write more slowly than they read, so they end a step's writes together.
+    Shares are by what each writes per second: drives write more slowly than they read, so they end a step together.
     """
-    rates = _known(folders)
-    return tuple(each.write / sum(other.write for other in rates) for each in rates)
-
-
-def _known(folders: Sequence[str]) -> list[DiskRates]:
-    """Rates of all folders; none if one was never measured."""
     known = _read() if folders else {}
     rates = [known[name] for name in map(_name, folders) if name in known]
-    return rates if len(rates) == len(folders) else []
+    if not rates or len(rates) < len(folders):
+        return None, ()
+    write = sum(each.write for each in rates)
+    shares = tuple(each.write / write for each in rates)
+    read = min(each.read / share for each, share in zip(rates, shares, strict=True))
+    return DiskRates(read, write, any(each.is_burst for each in rates)), shares
 
 
 def keep_rates(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +31,7 @@ from mobius.planner.fit import DoesNotFitError, may_keep_products
 from mobius.planner.gpu_specs import SUSTAINED_SHARE, Host, gpu_spec_of_device
 from mobius.planner.layer_bench import MicrobatchShape, measure_layer_bytes
 from mobius.planner.measure import measure_product_rate
-from mobius.planner.measured_disks import measured_rates, measured_shares
+from mobius.planner.measured_disks import known_disks
 from mobius.planner.memory_estimates import estimate_host_memory, tile_tokens
 from mobius.planner.peak_memory import LayerBytes
 from mobius.planner.plan_file import ModelDigest, SavedPlan, check_saved_plan
@@ -187,8 +187,7 @@ def draft_run_setup(
         limit = pipeline.host_memory_limit
         own = machine.host_bytes if limit is None else int(limit * GIB) // pipelines_per_host
         machine = replace(machine, agreed_host_bytes=smallest_of_all(met, own))
-    shares = measured_shares(split_names(config.pipeline.offload_states_to))
-    machine = replace(machine, disks=_measured_disks(config, met), disk_shares=shares)
+    machine = _with_disks(machine, split_names(config.pipeline.offload_states_to), met)
     parts = ModelParts.of(config, model_config, device, compiled=compiles(config, machine))
     shape = parts.shape()
     agree: Callable[[int], int] = int if met is None else partial(smallest_of_all, met)
@@ -319,14 +318,18 @@ def _machine(device: torch.device, ranks: Ranks, free_bytes: int | None) -> Mach
     return replace(own, num_replicas=ranks.num_replicas, num_nodes=ranks.num_nodes, host=host)
 
 
-def _measured_disks(config: Config, met: Rendezvous | None) -> DiskRates | None:
-    """Rates of the slowest node's disks, if runs on all nodes have measured them; collective if ranks `met`."""
-    folders = split_names(config.pipeline.offload_states_to)
-    own = measured_rates(folders) or DiskRates(0, 0, is_burst=True)
+def _with_disks(machine: Machine, folders: Sequence[str], met: Rendezvous | None) -> Machine:
+    """Return `machine` with rates and shares of its disks: those of the slowest node, if runs on all measured them.
+
+    Collective if ranks `met`.
+    """
+    disks, shares = known_disks(folders)
+    own = disks or DiskRates(0, 0, is_burst=True)
     read, write, sustained = int(own.read), int(own.write), int(not own.is_burst)
     if folders and met is not None:
         read, write, sustained = (smallest_of_all(met, number) for number in (read, write, sustained))
-    return DiskRates(read, write, is_burst=not sustained) if read and write else None
+    disks = DiskRates(read, write, is_burst=not sustained) if read and write else None
+    return replace(machine, disks=disks, disk_shares=shares)
 
 
 def _plan_again(

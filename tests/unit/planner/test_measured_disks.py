@@ -19,7 +19,7 @@ from mobius.distributed.transport import SingleRankTransport
 from mobius.hardware.disk_traffic import BusySpan, Traffic
 from mobius.planner import measured_disks
 from mobius.planner.gpu_specs import GPU_SPECS
-from mobius.planner.measured_disks import keep_rates, measured_rates, measured_shares
+from mobius.planner.measured_disks import keep_rates, known_disks
 from mobius.planner.memory_estimates import estimated_layer
 from mobius.planner.plan_table import describe_disks
 from mobius.planner.profile import DiskRates
@@ -65,11 +65,11 @@ def test_writes_count_from_the_moment_in_which_the_cache_is_full(
     writes = moved((1, 2, 4 * GIB), (3, 4, 4 * GIB), (20, 22, 2 * GIB), (24, 26, 2 * GIB))
     with free_space(monkeypatch, 27 * GIB):
         assert kept([folder], reads, [writes]) == [DiskRates(2 * GIB, 1 * GIB)]
-    assert measured_rates([folder]) == DiskRates(2 * GIB, 1 * GIB)
+    assert known_disks([folder])[0] == DiskRates(2 * GIB, 1 * GIB)
     with free_space(monkeypatch, 300 * GIB):
         (burst,) = kept([folder], reads, [writes])
     assert burst == DiskRates(12 * GIB / 5, 2 * GIB, is_burst=True)
-    assert measured_rates([folder]) == DiskRates(2 * GIB, 1 * GIB), "a burst does not replace what is sustained"
+    assert known_disks([folder])[0] == DiskRates(2 * GIB, 1 * GIB), "a burst does not replace what is sustained"
 
 
 def test_what_was_moved_before_the_first_step_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,8 +82,8 @@ def test_little_tells_nothing_and_a_rank_without_streamed_stages_takes_part(tmp_
     little = moved((1, 2, GIB // 2))
     assert kept([str(tmp_path)], [little], [little]) == []
     assert kept([str(tmp_path)], [], []) == []
-    assert measured_rates([str(tmp_path)]) is None
-    assert measured_rates([]) is None
+    assert known_disks([str(tmp_path)]) == (None, ())
+    assert known_disks([]) == (None, ())
 
 
 def test_drives_share_the_bytes_by_what_they_write_and_one_without_a_rate_makes_all_unknown(
@@ -93,11 +93,10 @@ def test_drives_share_the_bytes_by_what_they_write_and_one_without_a_rate_makes_
     first, second = str(tmp_path / "a"), str(tmp_path / "b")
     with free_space(monkeypatch, 3 * GIB):
         kept([first, second], [fast, slow], [slow, fast])
-    assert measured_shares([first, second]) == pytest.approx((1 / 3, 2 / 3))
+    assert known_disks([first, second])[1] == pytest.approx((1 / 3, 2 / 3))
     # All is written at once; the second reads its two thirds at 2 GiB per second.
-    assert measured_rates([first, second]) == DiskRates(3 * GIB, 6 * GIB, is_burst=True)
-    assert measured_rates([first, str(tmp_path / "c")]) is None
-    assert measured_shares([first, str(tmp_path / "c")]) == ()
+    assert known_disks([first, second])[0] == DiskRates(3 * GIB, 6 * GIB, is_burst=True)
+    assert known_disks([first, str(tmp_path / "c")]) == (None, ())
 
 
 def test_ranks_share_a_disk_and_nodes_have_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +121,7 @@ def test_a_broken_file_is_told_and_not_used(tmp_path: Path, caplog: pytest.LogCa
     path = measured_disks._file()
     path.parent.mkdir(parents=True)
     path.write_text('{"/a": {"read": 1, "write": 0, "is_burst": false}}')
-    assert measured_rates(["/a"]) is None
+    assert known_disks(["/a"]) == (None, ())
     assert "rates of disks cannot be read" in caplog.text
 
 
