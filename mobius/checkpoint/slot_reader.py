@@ -125,8 +125,8 @@ class SlotReader(CheckpointReader):
         for target in chunks_of(values):
             filled = 0
             while filled < len(target):
-                index, start = self._chunk_at(number, position)
-                part = self._chunk(number, index)[position - start :][: len(target) - filled]
+                length = self._regions[number][1].chunks[0][2]  # of all chunks but the last
+                part = self._chunk(number, position // length)[position % length :][: len(target) - filled]
                 target[filled : filled + len(part)] = part
                 filled, position = filled + len(part), position + len(part)
         return out if is_in_place else out.copy_(values)
@@ -140,12 +140,6 @@ class SlotReader(CheckpointReader):
             for _ in threads.map(lambda chunk: self._read_chunk(*chunk) and None, chunks):
                 pass
         self.verify_texts()
-
-    def _chunk_at(self, number: int, position: int) -> tuple[int, int]:
-        """Return the chunk of a region that has the byte `position`, and its first byte; all but the last are alike."""
-        chunks = self._regions[number][1].chunks
-        length = chunks[0][2]
-        return position // length, position // length * length
 
     def _read_chunk(self, number: int, index: int) -> memoryview:
         files, region = self._regions[number]

@@ -172,18 +172,18 @@ class AsyncStageSaver:
                         target[kind].copy_(tensor, non_blocking=True)
                     save.events[stage] = self._stream.record()
             else:
-                on_disks = {kind: tensor for kind, tensor in source.items() if tensor.is_meta}
-                for kind, tensor in on_disks.items():
-                    copy_parts(self._stages[stage].memory.parts(tensor), target[kind])
-                self._copy_host({kind: tensor for kind, tensor in source.items() if kind not in on_disks}, target)
+                self._copy_host(stage, source, target)
             save.add_copy((stage, number, target))
             self._activity.end_task("copies")
 
-    def _copy_host(self, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
-        """Copy by several threads, none of which holds Python's lock meanwhile."""
+    def _copy_host(self, stage: int, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+        """Read what is on disks, and copy the rest by several threads, none of which holds Python's lock meanwhile."""
+        for kind, tensor in source.items():
+            if tensor.is_meta:
+                copy_parts(self._stages[stage].memory.parts(tensor), target[kind])
         parts = [
             (to.data_ptr() + start, tensor.data_ptr() + start, min(COPY_CHUNK_BYTES, tensor.nbytes - start))
-            for tensor, to in ((tensor, target[kind]) for kind, tensor in source.items())
+            for tensor, to in ((tensor, target[kind]) for kind, tensor in source.items() if not tensor.is_meta)
             for start in range(0, tensor.nbytes, COPY_CHUNK_BYTES)
         ]
         for _ in self._copiers.map(lambda part: ctypes.memmove(*part), parts):

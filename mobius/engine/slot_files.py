@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_all
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -136,14 +136,11 @@ class SlotFiles(StateFiles):
 
     def checksum(self, version: Version, key: Key, start: int, stop: int) -> int:
         """Return the zlib.crc32 of some bytes of a key, which begin and end at `cuts`."""
-        size = self._places[key][0].length  # of all chunks but the last
-        first = start // size
-        found, position = list[tuple[int, int]](), first * size
-        for sums in version.checksums[key][first : -(-stop // size)]:
-            for length, checksum in sums:
-                if start <= position < stop:
-                    found.append((length, checksum))
-                position += length
+        found, position = list[tuple[int, int]](), 0
+        for length, checksum in chain.from_iterable(version.checksums[key]):
+            if start <= position < stop:
+                found.append((length, checksum))
+            position += length
         assert sum(length for length, _ in found) == stop - start, "no part ends there"
         return combined_checksum(found)
 
@@ -151,7 +148,7 @@ class SlotFiles(StateFiles):
         """Return what stores the checksums of a chunk's parts in `sums`."""
 
         def add(number: int, chunk: memoryview) -> None:
-            first, cuts = number * self._places[key][0].length, self.cuts.get(key, ())
+            first, cuts = self._places[key][number].start, self.cuts.get(key, ())
             inside = cuts[bisect_right(cuts, first) : bisect_left(cuts, first + len(chunk))]
             ends = pairwise([0, *(cut - first for cut in inside), len(chunk)])
             sums[number] = [(stop - start, zlib.crc32(chunk[start:stop])) for start, stop in ends]
