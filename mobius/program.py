@@ -1,5 +1,6 @@
 """Main function of a process: parses options, runs what they select, handles its end."""
 
+import gc
 import logging
 import os
 import signal
@@ -25,6 +26,7 @@ DUPLICATE_ERROR_SECONDS = 3.0
 
 def run_program() -> None:
     """Parse, train, and turn an error that the user can fix into one message and an exit code."""
+    gc.disable()  # until all is imported
     prepare_environment()
     rank, ranks = 0, None
     run_status = RunStatus()
@@ -76,6 +78,7 @@ def _run_command(
     if config.planning.dry_run:
         from mobius.planner.forecast import run_dry
 
+        _collect_garbage()
         if not run_dry(config, ranks, given=given):
             sys.exit(1)
         return
@@ -83,11 +86,19 @@ def _run_command(
     if config.data.preview is not None:
         from mobius.training.preview_run import run_preview
 
+        _collect_garbage()
         run_preview(config, ranks, given=given)
         return
     from mobius.training.run import run_training
 
+    _collect_garbage()
     run_training(config, ranks, given=given, run_status=run_status)
+
+
+def _collect_garbage() -> None:
+    """Begin to collect garbage, but not in what was imported and stays: collections took a fifth of all imports."""
+    gc.freeze()
+    gc.enable()
 
 
 def _exit_with_error(error: MobiusError, rank: int, ranks: Ranks | None) -> NoReturn:

@@ -42,14 +42,14 @@ def output_of(run: Callable[[list[str]], int], *words: str, folder: Path) -> str
     return file.read_text()
 
 
-@pytest.mark.parametrize("cuts", [2, pytest.param(10, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("cuts", [1, pytest.param(10, marks=pytest.mark.extended)])
 def test_no_power_cut_loses_more_than_the_step_in_progress(tmp_path: Path, cuts: int) -> None:
     output = output_of(cut_power, str(cuts), "1", str(tmp_path), folder=tmp_path)
     assert re.search(rf"^all( +\d+)+ +{cuts}$", output, re.MULTILINE), output
     taken_back = re.search(r"(\d+) writes", output)
     assert taken_back, output
-    # Of two cuts neither may meet a write that has not been synced.
-    assert int(taken_back[1]) > 0 or cuts == 2, "nothing was cut"
+    # A single cut may not meet a write that has not been synced.
+    assert int(taken_back[1]) > 0 or cuts == 1, "nothing was cut"
 
 
 @pytest.mark.extended

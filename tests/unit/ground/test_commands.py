@@ -1,5 +1,6 @@
 """Subcommands reach the same program as main.py, and bare options do as ever."""
 
+import gc
 import importlib
 import subprocess
 import sys
@@ -7,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from mobius import commands
+from mobius import commands, program
 from mobius.commands import COMMANDS, run_command
+from mobius.config.cli import parse_args
 from mobius.errors import ConfigError
+from mobius.ranks import Ranks
+from mobius.signal_handling import RunStatus
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -73,3 +77,14 @@ def test_a_wrong_option_of_a_command_is_one_message() -> None:
     assert run.returncode == 2
     assert run.stderr.startswith("error: ")
     assert "did you mean `--batch_size`?" in run.stderr
+
+
+def test_garbage_is_collected_once_all_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[bool]()
+    monkeypatch.setattr("mobius.planner.forecast.run_dry", lambda *_, **__: seen.append(gc.isenabled()) or True)
+    gc.disable()
+    try:
+        program._run_command(parse_args(["--dry_run"]), Ranks(0, 1, 0), (), RunStatus())
+    finally:
+        gc.enable()
+    assert seen == [True]
