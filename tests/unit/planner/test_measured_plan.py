@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import shared_parts
 from harness.local_transport import LocalTransport, run_rank_threads
 from harness.plan_requests import find_published_shape
 from harness.run_setups import make_run_setup
@@ -74,7 +75,11 @@ def test_the_measured_profile_is_kept_and_all_ranks_get_the_same(
     monkeypatch.setattr(host_rates, "COPY_BYTES", 2**16)
     monkeypatch.setattr(host_rates, "CPU_PARAMETERS", 2**12)
     monkeypatch.setattr(measure, "GPU_PARAMETERS", 2**12)
-    blueprints = [blueprint_of("--num_chunks", "2", "--num_stages", "2", num_ranks=2) for _ in range(2)]
+    blueprints = list[RunSetup]()
+    for number in range(2):  # rank-threads cannot share modules
+        monkeypatch.setattr(shared_parts.rank, "number", number, raising=False)
+        blueprints.append(blueprint_of("--num_chunks", "2", "--num_stages", "2", num_ranks=2))
+    assert blueprints[0].parts is not blueprints[1].parts
 
     def work(transport: LocalTransport) -> tuple[Profile, bool]:
         return measured_profile(blueprints[transport.rank], transport)
