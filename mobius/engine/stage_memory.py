@@ -29,6 +29,7 @@ from mobius.engine.stage_state import StageState
 from mobius.engine.stage_weights import StageWeights
 
 PART_BYTES = 2**24
+"""Bytes of a tensor that is in memory that are copied or written at a time."""
 GradientsReadyCallback = Callable[[int], None]
 """Called with a stage, during the step, once its gradients are finished and their copy, if any, has started."""
 
