@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # The measurements of docs/performance.md on the GPUs of this machine:  bash benchmarks/gpu.sh PART...
 #
-#   main       Llama-2-7B's shape, batch 64 x 512, all stages streamed under 12 GiB, without clipping, beside peers
+#   main       Llama-2-7B's shape, batch 64 x 512, all stages streamed under 12 GiB, without clipping, with each format of
+#              optimizer states, beside peers
 #   stale      the same beside RoundPipe, whose start takes minutes
-#   clip       the same with clipping 1.0, peers too
+#   clip       the same with clipping 1.0, peers too; before it all by auto without a limit, under 12 and 24 GiB, and in fp8
 #   stages     the same with a stage per layer, and with embedding and head in stages of their own
 #   long       7B, 64 x 2048
 #   13b        Llama-2-13B's shape, 64 x 128
@@ -13,11 +14,8 @@
 #   memory     7B, 64 x 512, what fits stays: limits of 12 to 80 GiB and none, beside peers (draw_memory_curve.py draws it)
 #   13b48      13B, 64 x 128, what fits stays under 48 GiB
 #   30b        Llama-30B's shape, 64 x 512, under 24 GiB per GPU; needs 403 GiB of host memory
-#   limits     7B, 64 x 512, with clipping under 12 and 24 GiB and without a limit, all else by auto, beside FSDP2
 #   depth      7B, 512 x 1024 under 24 GiB with clipping, depth-first by auto and with a spread head, beside peers
 #   depth_nop2p  the same without direct access between GPUs
-#   formats    main and clip with each format of optimizer states
-#   eight      7B, 64 x 512 with clipping, under 24 GiB and without a limit, in bf16 and fp8
 #
 # PYTHON (default python3) must have the requirements installed. ROWS (default rows.jsonl) is appended to, row by
 # row. Each part takes minutes; RUN_SECONDS ends a run that hangs. Whatever is set below can be set in the environment.
@@ -38,7 +36,7 @@ SMALL_GPU="--gpu_memory_limit 12"
 MAIN_MOBIUS=${MAIN_MOBIUS:---num_stages 36 --num_chunks 8 $STREAMED $SMALL_GPU} # also of stale, clip, nop2p and ablation
 MAIN_PEERS=${MAIN_PEERS-fsdp2-offload deepspeed-zero2}
 STALE_PEERS=${STALE_PEERS-roundpipe}
-CLIP_PEERS=${CLIP_PEERS-fsdp2-offload deepspeed-zero2}
+CLIP_PEERS=${CLIP_PEERS-fsdp2-offload fsdp2-compile}
 STAGES_VARIANT=${STAGES_VARIANT:---num_stages 32}
 LONG_MOBIUS=${LONG_MOBIUS:---num_stages 32 --num_chunks 16 $STREAMED}
 LONG_VARIANT=${LONG_VARIANT:---no_offload --resident_stages all --recompute full}
@@ -56,7 +54,6 @@ MEMORY_PEERS=${MEMORY_PEERS-fsdp2-offload deepspeed-zero2}
 MOBIUS_13B48=${MOBIUS_13B48:---num_stages 44 --num_chunks 4 --gpu_memory_limit 48}
 SIZE_30B=${SIZE_30B:-30b}
 AUTO="--num_stages auto --num_chunks auto"
-LIMITS_PEERS=${LIMITS_PEERS-fsdp2-offload fsdp2-compile}
 DEPTH_MOBIUS=${DEPTH_MOBIUS:-$AUTO --gpu_memory_limit 24}
 DEPTH_VARIANT=${DEPTH_VARIANT:-$DEPTH_MOBIUS --spread_head}
 DEPTH_PEERS=${DEPTH_PEERS-fsdp2-offload deepspeed-zero2}
@@ -78,10 +75,18 @@ benchmark() {
 
 # shellcheck disable=SC2046 # so are the words of peers
 part_main() {
-    benchmark "$SIZE" "$MAIN_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 0 $(peers "$MAIN_PEERS")
+    benchmark "$SIZE" "$MAIN_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 0 \
+        --variant "bf16 states=--optimizer_states bf16" --variant "compact states=--optimizer_states compact" \
+        $(peers "$MAIN_PEERS")
 }
 part_stale() { benchmark "$SIZE" "$MAIN_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 0 $(peers "$STALE_PEERS"); }
-part_clip() { benchmark "$SIZE" "$MAIN_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 1 $(peers "$CLIP_PEERS"); }
+part_clip() {
+    benchmark "$SIZE" "$AUTO" --batch_size 64 --seq_length 512 --max_grad_norm 1 --variant "24 GiB=--gpu_memory_limit 24" \
+        --variant "12 GiB=--gpu_memory_limit 12" --variant "fp8=--matmul_dtype fp8" \
+        --variant "24 GiB, fp8=--gpu_memory_limit 24 --matmul_dtype fp8" --variant "streamed=$MAIN_MOBIUS" \
+        --variant "bf16 states=$MAIN_MOBIUS --optimizer_states bf16" \
+        --variant "compact states=$MAIN_MOBIUS --optimizer_states compact" $(peers "$CLIP_PEERS")
+}
 part_stages() {
     benchmark "$SIZE" "$MAIN_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 0 \
         --variant "a stage per layer=$STAGES_VARIANT" --variant "the same, clipping 1.0=$STAGES_VARIANT --max_grad_norm 1"
@@ -109,26 +114,11 @@ part_13b48() {
         $(peers "$PEERS_13B")
 }
 part_30b() { benchmark "$SIZE_30B" "$MOBIUS_30B" --batch_size 64 --seq_length 512 --max_grad_norm 1; }
-part_limits() {
-    benchmark "$SIZE" "$AUTO" --batch_size 64 --seq_length 512 --max_grad_norm 1 $(peers "$LIMITS_PEERS") \
-        --variant "12 GiB=--gpu_memory_limit 12" --variant "24 GiB=--gpu_memory_limit 24"
-}
 part_depth() {
     benchmark "$SIZE" "$DEPTH_MOBIUS" --batch_size 512 --seq_length 1024 --max_grad_norm 1 --steps 4 --warmup 1 \
         --variant "spread head=$DEPTH_VARIANT" --peer_accumulations "$DEPTH_ACCUMULATIONS" $(peers "$DEPTH_PEERS") "$@"
 }
 part_depth_nop2p() { DEPTH_PEERS="" part_depth --env NCCL_P2P_DISABLE=1; }
-part_formats() {
-    local norm
-    for norm in 0 1; do
-        benchmark "$SIZE" "$MAIN_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm "$norm" \
-            --variant "bf16 states=--optimizer_states bf16" --variant "compact states=--optimizer_states compact"
-    done
-}
-part_eight() {
-    benchmark "$SIZE" "$AUTO" --batch_size 64 --seq_length 512 --max_grad_norm 1 --variant "fp8=--matmul_dtype fp8" \
-        --variant "24 GiB=--gpu_memory_limit 24" --variant "24 GiB, fp8=--gpu_memory_limit 24 --matmul_dtype fp8"
-}
 part_ablation() { benchmark "$SIZE" "$MAIN_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 1 --ablation; }
 
 failed=0

@@ -1,10 +1,11 @@
 """Owns the processes of one benchmark run: starts its ranks, waits, and ends every one of them at the time limit.
 
 Ranks are started as torchrun does, without its own seconds of start-up, each in a process group of its own so that
-nothing it started outlives the run.
+nothing it started outlives the run, and die with this process.
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import secrets
@@ -12,7 +13,6 @@ import signal
 import socket
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,10 +23,7 @@ from typing import IO, Any
 POLL_SECONDS = 0.2
 PORTS = range(20000, 32000)
 """Ports to listen on; Linux gives those from 32768 on to connections."""
-PARENT_PID_VARIABLE = "BENCHMARK_STARTER"
-"""Variable with the number of the process that started a rank."""
-PARENT_SECONDS = 1.0
-"""Time between two looks at whether the parent is there."""
+_PR_SET_PDEATHSIG = 1
 GRACE_SECONDS = 5.0
 """Time for the other ranks to tell their part once one has failed."""
 
@@ -105,7 +102,6 @@ def start_ranks(
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
-        PARENT_PID_VARIABLE: str(os.getpid()),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",  # a process that crashes tells where
         "PYTHONWARNINGS": "ignore",  # they would fill the end of the log
@@ -135,19 +131,9 @@ def end_ranks(ranks: Sequence[subprocess.Popen[str]]) -> None:
         process.wait()
 
 
-def die_with_parent(parent: int) -> None:
-    """End this process, whatever it does by then, once its parent has gone.
-
-    A process that is to end with whoever started it names that one's number, STARTER: a rank imports for seconds first,
-    and after them its parent may be another one already.
-    """
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(PARENT_SECONDS)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+def die_with_parent() -> None:
+    """End this process when the one that started it ends, however that is; a hung rank would go on using its GPU."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def free_port() -> int:
@@ -189,4 +175,5 @@ def _start(command: Sequence[str], environment: Mapping[str, str], log: IO[str])
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=die_with_parent,
     )

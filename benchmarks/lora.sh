@@ -31,8 +31,7 @@ ONE_MOBIUS=${ONE_MOBIUS:---num_stages 10 --num_chunks 8 --host_memory_limit 31.5
 ONE_PEERS=${ONE_PEERS-lora-fsdp2-offload lora-zero3}
 CHUNKED_PEERS=${CHUNKED_PEERS-lora-fsdp2-offload-chunked lora-zero3-chunked}
 TWO_MOBIUS=${TWO_MOBIUS:---num_stages 10 --num_chunks 8 --host_memory_limit 64} # all of the base stays on the GPUs
-TWO_VARIANT=${TWO_VARIANT:---num_stages 26}                # half of it streamed, activations kept in its place
-TWO_PEERS=${TWO_PEERS-lora-fsdp2 lora-fsdp2-chunked lora-fsdp2-compile-chunked}
+TWO_PEERS=${TWO_PEERS-lora-fsdp2-chunked}                   # the fastest of those that fit
 SEVENTY_MOBIUS=${SEVENTY_MOBIUS:---num_stages 80 --num_chunks 8 --host_memory_limit 180}
 
 # peers NAME...: the words that ask benchmark.py for them
@@ -53,7 +52,7 @@ benchmark() {
 # shellcheck disable=SC2046 # so are the words of peers
 part_one() { benchmark "$SIZE" 1 "$ONE_MOBIUS" $(peers "$ONE_PEERS"); }
 part_chunked() { benchmark "$SIZE" 1 "$ONE_MOBIUS" $(peers "$CHUNKED_PEERS"); }
-part_two() { benchmark "$SIZE" 2 "$TWO_MOBIUS" --variant "26 stages=$TWO_VARIANT" $(peers "$TWO_PEERS"); }
+part_two() { benchmark "$SIZE" 2 "$TWO_MOBIUS" $(peers "$TWO_PEERS"); }
 part_seventy() { benchmark "$SIZE_70B" 2 "$SEVENTY_MOBIUS" --timeout "$TOTAL_SECONDS"; }
 
 [ $# -gt 0 ] || { sed -n '2,9s/^# \{0,1\}//p' "$0" >&2; exit 2; }

@@ -36,7 +36,6 @@ prepare_environment()  # before torch is imported
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from checkpointing import ResumePoint, TimedSaves  # noqa: E402
-from launch import PARENT_PID_VARIABLE, die_with_parent  # noqa: E402
 from paced_sockets import pace_sockets  # noqa: E402
 from shared_gpu import share_first_gpu  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -89,7 +88,6 @@ def serve(folder: Path) -> None:
 
 def run_requests(folder: Path) -> Iterator[tuple[Path, list[str]]]:
     """Where each run's output goes, and its options: 0.json, 1.json, ... when they appear, while the parent lives."""
-    die_with_parent(int(os.environ[PARENT_PID_VARIABLE]))
     for number in itertools.count():
         order = folder / f"{number}.json"
         while not order.exists():

@@ -18,8 +18,10 @@
 #   plans      40 drawn settings planned by auto on one GPU, 4 steps each: memory and seconds beside the plan's; takes some
 #              11 minutes, in calls of at most PLANS_SECONDS: what is in PLANS (default WORK/plans.jsonl) is not run again
 #   several    what docs/performance.md shows of several GPUs, beside the peers: the parts SEVERAL of benchmarks/gpu.sh (those
-#              that end in _lora of benchmarks/lora.sh), each of its commands at most SEVERAL_SECONDS; ten minutes take two
-#              or three parts. One table of all rows in ROWS (default WORK/rows.jsonl), each beside its prediction, last
+#              that end in _lora of benchmarks/lora.sh), each at most SEVERAL_SECONDS. On four H100s main took 310 s, a
+#              row of clip 30 s, the first of each part 50 to 95, a peer 40 to 110. One table of all rows in ROWS (default
+#              WORK/rows.jsonl), each beside its prediction, last
+#   start      7B's shape on all GPUs by the user's command: seconds to the first step and to the first checkpoint
 #   kills      10 kills -9 at random moments on two GPUs, each resumed, against a run that was left alone
 #
 # PYTHON (default python3) must have the requirements installed; WORK (default a new folder in /tmp) takes the files.
@@ -43,9 +45,9 @@ run() {
     [ "$HOST_GIB" != 0 ] && host=(--host_memory_limit "$HOST_GIB")
     folders+=("$WORK/$name")
     local start=$SECONDS
-    if $PYTHON -m torch.distributed.run --nproc_per_node "$ranks" --master_port 29502 ./main.py "$@" "${host[@]}" \
+    if $PYTHON -m torch.distributed.run --nproc_per_node "$ranks" --master_port 29502 ./main.py "${host[@]}" \
         --dataset assets/docstrings/train.jsonl --save_dir "$WORK/$name" --save_params "$WORK/params.pt" \
-        --save_strategy no --save_results "$WORK/$name.txt" --overwrite_output_dir >"$WORK/$name.log" 2>&1; then
+        --save_strategy no --save_results "$WORK/$name.txt" --overwrite_output_dir "$@" >"$WORK/$name.log" 2>&1; then
         echo "== $name: ended well after $((SECONDS - start)) s"
     else
         echo "== $name: FAILED after $((SECONDS - start)) s"
@@ -151,8 +153,8 @@ part_plans() {
 part_several() {
     local part
     export ROWS=${ROWS:-$WORK/rows.jsonl} PYTHON HOST_GIB
-    local seconds=${SEVERAL_SECONDS:-280}
-    for part in ${SEVERAL:-main clip limits resident 13b48 two_lora depth depth_nop2p formats eight}; do
+    local seconds=${SEVERAL_SECONDS:-400}
+    for part in ${SEVERAL:-main clip 13b48 two_lora depth depth_nop2p}; do
         if [[ $part == *_lora ]]; then
             TOTAL_SECONDS=$seconds bash benchmarks/lora.sh "${part%_lora}" || failed=1
         else
@@ -160,6 +162,22 @@ part_several() {
         fi
     done
     $PYTHON benchmarks/compare_rows.py "$ROWS" || failed=1
+}
+
+part_start() {
+    $PYTHON scripts/make_model.py "${START_SIZE:-7b}" "$WORK/start-model" --config_only
+    local begin
+    begin=$(date +%s.%N)
+    run start "$GPUS" --model_path "$WORK/start-model" --num_iterations 2 --batch_size 64 --seq_length 512 \
+        --num_stages auto --num_chunks auto ${START_MOBIUS:---gpu_memory_limit 24} --save_strategy steps --save_steps 1
+    $PYTHON - "$WORK/start/events.jsonl" "$begin" <<'END' || failed=1
+import json, sys
+
+for line in open(sys.argv[1]):
+    event = json.loads(line)
+    if event["event"] in ("step", "checkpoint", "end"):
+        print(f"{event['event']} {event['step']}: {event['time'] - float(sys.argv[2]):.1f} s after the start")
+END
 }
 
 part_kills() { $PYTHON scripts/kill_and_resume.py --device cuda --kills "${KILLS:-10}" --folder "$WORK" || failed=1; }

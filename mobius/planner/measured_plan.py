@@ -105,6 +105,7 @@ def measured_profile(run_setup: RunSetup, transport: Transport) -> tuple[Profile
         num_ranks=transport.num_ranks,
         is_compiled=request.compiles,
         has_peer_copies=allows_peer_copies(),
+        product_share=request.machine.product_share,
     )
     return cached_profile(path, partial(_measure, run_setup, transport), transport)
 
@@ -192,8 +193,13 @@ def profile_path(
     num_ranks: int,
     is_compiled: bool,
     has_peer_copies: bool = True,
+    product_share: float = 1.0,
 ) -> Path:
-    """Return the file in `folder` for hardware, model, microbatch, format, ranks and versions."""
+    """Return the file in `folder` for hardware, its present speed, model, microbatch, format, ranks and versions.
+
+    What was measured while another program used a GPU, whose products then have a share of their usual speed, must not
+    plan later runs.
+    """
     is_cuda, packed = device.type == "cuda", shape.packed
     # Documents of a measured row, and their maximum number.
     documents = [] if packed is None else [len(packed.typical_row(shape.seq_length)), packed.max_documents]
@@ -201,6 +207,7 @@ def profile_path(
     key = {
         "devices": names or [platform.processor() or platform.machine()],
         "device_bytes": torch.cuda.get_device_properties(device).total_memory if is_cuda else 0,
+        "product_share": round(product_share, 1),
         "host": platform.node(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),

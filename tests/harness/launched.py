@@ -23,7 +23,7 @@ from subprocess import TimeoutExpired
 from typing import IO, Any, NoReturn
 
 from harness.forked import ROOT, Ranks
-from launch import PARENT_PID_VARIABLE, free_port, rank_variables
+from launch import die_with_parent, free_port, rank_variables
 
 _PR_SET_NAME = 15
 
@@ -201,7 +201,7 @@ def start_forked(
 def be_program(script: str, *words: str) -> None:
     """Be the program, in a new process."""
     os.setsid()
-    os.environ[PARENT_PID_VARIABLE] = str(os.getppid())  # the server that forks
+    die_with_parent()  # the server that forks
     sys.argv = [script, *words]
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")

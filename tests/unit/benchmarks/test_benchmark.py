@@ -109,7 +109,7 @@ def test_ranks_find_each_other_and_the_result_is_read(tmp_path: Path) -> None:
 
 PARTS = [
     *("main", "stale", "clip", "stages", "long", "13b", "nop2p", "resident", "ablation", "memory", "13b48", "30b"),
-    *("limits", "depth", "depth_nop2p", "formats", "eight"),
+    *("depth", "depth_nop2p"),
 ]
 
 
@@ -128,7 +128,7 @@ def test_every_part_of_the_gpu_benchmarks_is_a_command_that_benchmark_understand
     assert arguments.size == (part[:3] if part[0].isdecimal() else "7b")
     assert arguments.mobius_options[-2:] == ["--host_memory_limit", "400"]
     assert arguments.env == ([("NCCL_P2P_DISABLE", "1")] if part.endswith("nop2p") else [])
-    assert (len(arguments.peer) > 0) == (part not in ("ablation", "stages", "30b", "depth_nop2p", "formats", "eight"))
+    assert (len(arguments.peer) > 0) == (part not in ("ablation", "stages", "30b", "depth_nop2p"))
 
 
 def test_rows_of_several_commands_are_one_table_beside_predictions(
