@@ -146,7 +146,8 @@ def _train(folder: Path, options: list[str], ranks: Ranks, transport: Transport 
     for _, memory in sorted(session.stages.memory.items()):
         state = memory.state
         weights |= {name: view.float().cpu() for name, view in state.layout.views(state.weights).items()}
-        for tensor in (state.read_master(), state.exp_avg, state.exp_avg_sq, state.weights.float()):
+        owned = [each for own in state.owned for each in (own.state.read_master(), *own.state.parts.values())]
+        for tensor in (*owned, state.weights.float()):
             digest.update(tensor.cpu().numpy().tobytes())
     arena = session.stages.arena
     streamed = 0 if arena is None else sum(len(state.weights) for state in arena.states.values())
