@@ -139,7 +139,7 @@ def test_where_nobody_says_how_much_there_is_it_takes_no_more_than_so_many_times
 ) -> None:
     request = ask(gpu_memory_limit=24.0, max_grad_norm=1.0)
     free, without = planned(), planned(activation_offloading=ActivationOffloading.OFF)
-    monkeypatch.setattr(solver, "MOST_IF_UNKNOWN", 1.4)
+    monkeypatch.setattr(solver, "MOST_IF_UNKNOWN", 1.2)
     fit_by_simulation.cache_clear()
 
     bounded = planned()

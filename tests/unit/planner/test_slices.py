@@ -106,7 +106,7 @@ def test_auto_takes_as_many_slices_as_fit_and_as_fill_a_round(
 
 @pytest.mark.parametrize(
     ("host", "slices", "keeping"),
-    [pytest.param(240.0, 24, 12, marks=pytest.mark.extended), pytest.param(400.0, 24, 32, marks=pytest.mark.extended)],
+    [pytest.param(240.0, 64, 16, marks=pytest.mark.extended), pytest.param(400.0, 24, 32, marks=pytest.mark.extended)],
 )
 def test_more_slices_leave_room_for_attentions_results_of_some_stages(host: float, slices: int, keeping: int) -> None:
     found = solve(ask_of_all(gpu_memory_limit=24.0, seq_length=393216, host_memory_limit=host))
