@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mobius.checkpoint.manifest import Manifest
 from mobius.checkpoint.model_card import Origin
 from mobius.checkpoint.model_folder import write_adapter, write_model_files
@@ -16,7 +14,7 @@ from mobius.checkpoint.resume import ORIGIN
 from mobius.checkpoint.run_folder import OPTIONS_FILE, PLAN_FILE
 from mobius.checkpoint.saved_stage import OpenRun, saved_parameters
 from mobius.checkpoint.tensor_files import TRAINED_PREFIX, FileRecord, write_text
-from mobius.config.sources import to_yaml
+from mobius.config.sources import to_yaml, written_options
 from mobius.distributed.node_checks import versions
 from mobius.engine.optimizer_stepper import StepCounts
 from mobius.models.model_files import ModelFiles
@@ -59,7 +57,8 @@ class CheckpointContents:
         self._run_setup, self._model_files, self._base = session.run_setup, model_files, base
         self._data = {"fingerprint": data_fingerprint, ORIGIN: asdict(origin)}
         optim = self._run_setup.config.optim
-        self._options_text = to_yaml(replace(self._run_setup.requested_config, optim=optim))
+        requested = replace(self._run_setup.requested_config, optim=optim)
+        self._options, self._options_text = written_options(requested), to_yaml(requested)
         """Options as they were asked for, `auto` as auto."""
         self.parameters = saved_parameters(self._run_setup)
 
@@ -92,7 +91,7 @@ class CheckpointContents:
             files=tuple(sorted(files, key=lambda record: record.file_name)),
             training=asdict(metadata.counts),
             data={**metadata.loop_state, "epoch": metadata.epoch, **self._data},
-            options=yaml.safe_load(self._options_text),
+            options=self._options,
             versions=versions(),
             metric=metadata.metric,
         )

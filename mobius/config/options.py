@@ -14,6 +14,7 @@ import itertools
 import math
 import os
 import re
+import sys
 import typing
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -362,11 +363,16 @@ def _read_pairs(given: str | Mapping[object, object], example: str) -> Columns:
     return tuple(pairs)
 
 
+@functools.cache
+def _definitions(module: str) -> dict[str, ast.ClassDef]:
+    """Classes of a module by their names, from its source, which is parsed once for all of them."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
 def _field_texts(section: type) -> dict[str, str]:
     """Field name -> the string literal under it, on one line; Python itself drops these literals."""
-    (definition,) = ast.parse(inspect.getsource(section)).body
-    assert isinstance(definition, ast.ClassDef)
-    texts = {}
+    definition, texts = _definitions(section.__module__)[section.__name__], {}
     for statement, following in itertools.pairwise(definition.body):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             assert isinstance(following, ast.Expr), f"{section.__name__}.{statement.target.id} has no text under it"

@@ -20,11 +20,8 @@ from functools import cached_property
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
-from functorch.compile import min_cut_rematerialization_partition
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
-from torch._functorch.compile_utils import fx_graph_cse
-from torch._inductor.decomposition import select_decomp_table
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
@@ -315,12 +312,16 @@ def _compile_function(
     """Compile `function` into one graph for tensors of these shapes; the graph takes them as separate arguments."""
     graph = make_fx(lambda *tensors: function(tensors), tracing_mode="fake")(*_apart(tensors))
     if _has_codes(tensors):  # linears of one input quantize it once
+        from torch._functorch.compile_utils import fx_graph_cse
+
         graph = GraphModule(graph, fx_graph_cse(graph.graph))
     return _compile(graph)
 
 
 def _split(call: _Call, level: RecomputeLevel, *, has_outputs: bool = True) -> _SplitGraphs:
     """Split `call.differentiate` into forward and backward graphs with torch's min-cut partitioner."""
+    from functorch.compile import min_cut_rematerialization_partition  # half a second, which other runs do without
+    from torch._inductor.decomposition import select_decomp_table
 
     # The partitioner recognizes gradients by the name `tangents`, and judges cost on small operations only.
     def joint(primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Results:
