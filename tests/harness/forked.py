@@ -153,6 +153,11 @@ def library_environment() -> Iterator[None]:
         os.environ.update(before)
 
 
+def leave_pictures_empty() -> None:
+    """Let runs of this process end without drawing."""
+    importlib.import_module("mobius.training.reporting").draw_training = lambda _, path, **__: path.touch()
+
+
 def _run(
     module: str,
     function: str,
@@ -178,6 +183,6 @@ def _run(
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
     sys.argv = [program, *map(str, arguments)]
     if not draws:
-        importlib.import_module("mobius.training.reporting").draw_training = lambda _, path, **__: path.touch()
+        leave_pictures_empty()
     call: Callable[..., object] = getattr(importlib.import_module(module), function)
     call() if function == "main" else call(*arguments)

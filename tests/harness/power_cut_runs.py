@@ -17,7 +17,10 @@ import sys
 import time
 from pathlib import Path
 
+import kill_and_resume
+from harness.forked import leave_pictures_empty
 from harness.power_cuts import Journals
+from harness.runs import with_kernel
 from kill_and_resume import DURABLE, HANG_SECONDS, OPTIONS, Trial, TrialError, compare, phase_of
 from started_ranks import (
     StartedRun,
@@ -29,6 +32,8 @@ from started_ranks import (
 )
 
 SHARE_AT_A_WRITE = 0.75
+NUM_STEPS = 6
+"""Half of what runs that are killed take."""
 
 
 class PowerCuts(Trial):
@@ -43,6 +48,11 @@ class PowerCuts(Trial):
         config, data = self._folder / "model" / "config.json", self._folder / "data.jsonl"
         config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 4}))
         data.write_text("".join(data.read_text().splitlines(keepends=True)[:200]))
+
+    def _new_life(self, name: str) -> Path:
+        """With the compiled kernel, which no power cut is about."""
+        with_kernel((life := super()._new_life(name)) / "cache")
+        return life
 
     def _kill_at_random(self, started: StartedRun, out: Path) -> bool:
         """At a random moment, three times of four, and until a write was taken back, while something is written."""
@@ -79,10 +89,12 @@ def main(words: list[str]) -> int:
     inherit_orphans()
     take_own_shared_memory()
     import_everything()
+    leave_pictures_empty()
     journals = Journals(folder / "journals", re.compile(r"/disk-\d/|/out/checkpoint-\d+(\.link)?$").search)
     journals.install()
     in_fp32 = DURABLE.replace("--bf16", "--fp32").replace("--optimizer_states compact", "")  # CPUs compute it faster
-    options = f"--device cpu {OPTIONS} {in_fp32} --save_steps 100".split()
+    options = f"--device cpu {OPTIONS} {in_fp32} --save_steps 100 --num_iterations {NUM_STEPS}".split()
+    kill_and_resume.STEPS = NUM_STEPS
     trial = PowerCuts(folder, options, random.Random(seed), 0.0, is_durable=True)
     trial.journals = journals
     try:

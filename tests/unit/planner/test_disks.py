@@ -126,6 +126,7 @@ def test_durable_steps_have_the_weights_in_any_case(weights: bool) -> None:
     assert found.disk_writes == pytest.approx(12 * SHAPE.num_parameters, rel=0.001)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("steps", [DurableSteps.ON, DurableSteps.OFF])
 @pytest.mark.parametrize("rate", ["0.5,0.5", "4,1", "7,5"])

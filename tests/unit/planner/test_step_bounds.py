@@ -59,6 +59,7 @@ def planned(shape: ModelShape, machine: Machine, **options: object) -> tuple[Pla
     return fit_plan(request, layer=estimated_layer(request)), request, profile
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_no_plan_is_simulated_faster_than_its_bound(shape: ModelShape, num_ranks: int, change: str) -> None:
@@ -107,6 +108,7 @@ def depth_first(shape: ModelShape, machine: Machine, **options: object) -> Itera
                 yield plan, request, profile
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("change", DEPTH_FIRST)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_no_depth_first_plan_is_simulated_faster_than_its_bound(shape: ModelShape, num_ranks: int, change: str) -> None:
@@ -119,6 +121,7 @@ def test_no_depth_first_plan_is_simulated_faster_than_its_bound(shape: ModelShap
             assert 0.2 * seconds < bound <= seconds * (1 + 1e-9), plan[0]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("change", ["a microbatch per rank", "clipping", "two per rank", "all streamed"])
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_many_depth_first_rounds_are_predicted_from_the_first(shape: ModelShape, num_ranks: int, change: str) -> None:

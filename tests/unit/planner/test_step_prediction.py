@@ -214,7 +214,7 @@ def test_all_at_once_ranks_update_and_copy_as_fast_as_was_measured(llama_7b: Mod
     assert sum(together[name] for name in copies) / 4 == pytest.approx(47e9, rel=0.01)
 
 
-@pytest.mark.grid(strength=2)
+@pytest.mark.grid
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("microbatches", [2, 4, 16])
 @pytest.mark.parametrize("resource", list(Resource))
