@@ -57,7 +57,7 @@ def our_launcher(*arguments: str) -> list[str]:
 
 def wait_for(moment: Moment, process: Process, folder: Path) -> None:
     """Return when the run has come to the moment; one that ends before fails the test."""
-    come = wait_until(lambda: process.poll() is not None or moment(folder, process.pid), seconds=300)
+    come = wait_until(lambda: process.poll() is not None or moment(folder, process.pid), seconds=300, pause=0.02)
     assert come, (folder / "output.txt").read_text()
     assert process.poll() is None, (folder / "output.txt").read_text()
 
@@ -94,7 +94,9 @@ def kill_and_look(process: Process, folder: Path, victim: int, shared: set[str])
     members = {process.pid, *family(process.pid)}
     os.kill(ranks_of(process.pid)[victim], signal.SIGKILL)
     begin = time.monotonic()
-    gone = wait_until(lambda: process.poll() is not None and not any(map(is_alive, members)), seconds=MINUTE)
+    gone = wait_until(
+        lambda: process.poll() is not None and not any(map(is_alive, members)), seconds=MINUTE, pause=0.02
+    )
     output, living = (folder / "output.txt").read_text(), [*filter(is_alive, members)]
     for member in living:
         os.kill(member, signal.SIGKILL)
@@ -107,7 +109,10 @@ def kill_and_look(process: Process, folder: Path, victim: int, shared: set[str])
     return output
 
 
-@pytest.mark.parametrize("phase", named({name: name for name in PHASES}, on_demand=["tokenizing, the one that waits"]))
+ON_DEMAND = ["tokenizing, the one that waits", "connecting and loading"]
+
+
+@pytest.mark.parametrize("phase", named({name: name for name in PHASES}, on_demand=ON_DEMAND))
 def test_a_killed_rank_ends_all_within_a_minute_and_is_named(tmp_path: Path, phase: str) -> None:
     moment, victim = PHASES[phase]
     make_checkpoint(tmp_path / "model")

@@ -112,12 +112,12 @@ def launchers(folder: Path, *options: str, max_restarts: int) -> list[Launched]:
 def test_all_nodes_end_with_a_rank_and_a_restart_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model")
     make_dataset(tmp_path / "data.jsonl", 40)
-    once = ["--save_steps", "20", "--eval_steps", "20"]
-    train(tmp_path, "undisturbed", 2, "--num_iterations", "20", *once, num_nodes=2)
-    save = ["--num_iterations", "20", "--save_dir", "out", "--save_results", "out.txt"]
+    once = ["--save_steps", "10", "--eval_steps", "10"]
+    train(tmp_path, "undisturbed", 2, "--num_iterations", "10", *once, num_nodes=2)
+    save = ["--num_iterations", "10", "--save_dir", "out", "--save_results", "out.txt"]
     nodes = launchers(tmp_path, *save, max_restarts=1)
     try:
-        first = tmp_path / "out" / "checkpoint-4"
+        first = tmp_path / "out" / "checkpoint-2"
         assert wait_until(lambda: first.exists() or any(node.poll() is not None for node in nodes), seconds=300)
         os.kill(ranks_of(nodes[1].pid)[1], signal.SIGKILL)
         codes = [node.wait(300) for node in nodes]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from harness.forked import HANG_SECONDS, Ranks
 from harness.runs import ROOT, environment, free_port
 
@@ -14,6 +15,7 @@ WORKER = str(ROOT / "tests/harness/store_worker.py")
 HEARD = [[["first", 0], ["first", 1]], [["second", 0], ["second", 1]], [2.0, 2.0]]
 
 
+@pytest.mark.extended  # ranks of each launcher in other tests do
 def test_ranks_of_torchrun_meet_before_and_beside_their_process_groups(tmp_path: Path) -> None:
     launcher = f"-m torch.distributed.run --nproc_per_node 2 --master_port {free_port()}".split()
 

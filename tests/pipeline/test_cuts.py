@@ -88,12 +88,12 @@ ON_DEMAND = ["bf16", "fp16", "bf16, frozen parts", "bf16 states", "compact state
 
 @pytest.mark.parametrize("name", named({name: name for name in KINDS}, on_demand=ON_DEMAND))
 def test_ranks_and_cuts_change_no_bit_of_a_clipped_run(tmp_path: Path, name: str) -> None:
-    """All cuts in fp32, every other one of each other kind."""
+    """All cuts in fp32, every third one of each other kind."""
     kind, place = KINDS[name], [*KINDS].index(name)
     make_checkpoint(tmp_path / "model", num_layers=8, vocab_size=VOCAB, **kind.fields)
     numbers, state = run(tmp_path / "model", kind, ONE_STAGE)
     assert sum(norm > kind.max_grad_norm for _, norm in numbers) > 1, "nothing was clipped"
-    for cut in CUTS if place == 0 else CUTS[place % 2 :: 2]:
+    for cut in CUTS if place == 0 else CUTS[place % 3 :: 3]:
         found, own = run(tmp_path / "model", kind, cut)
         assert found == numbers, cut
         # A resident stage's state has the frozen parameters of adapters, too.

@@ -32,6 +32,7 @@ VARIANTS = {
     "evaluated": f"{DISKS} --val_size 4 --eval_strategy steps --eval_steps 2",
 }
 ON_DEMAND = ["clipped", "weights on the disks", "no overlap", "evaluated", "frozen stages"]
+ON_DEMAND += ["a resident stage", "fp16, whose first steps are skipped"]
 
 
 def is_empty(*folders: str) -> bool:

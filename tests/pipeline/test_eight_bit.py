@@ -117,12 +117,13 @@ CASES: dict[str, tuple[str, Sizes, dict[str, Any]]] = {
     "experts": ("mixtral", (2, 1, 4, 1), {}),
 }
 """Family, `Sizes`, and other options of `Pipeline`."""
+ON_DEMAND = ("biases", "resident adapters")
 
 
 @pytest.mark.parametrize(
     ("case", "kind"),
     [
-        pytest.param(case, kind, marks=[] if case == "llama" or kind == kept else pytest.mark.extended)
+        pytest.param(case, kind, marks=[] if kind == kept and case not in ON_DEMAND else pytest.mark.extended)
         for case, kept in zip(CASES, cycle(FORMATS))
         for kind in FORMATS
     ],

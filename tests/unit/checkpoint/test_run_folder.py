@@ -761,7 +761,7 @@ def old_checkpoints(place: Path) -> None:
     ("run", "older", "overwrite", "resumes"),
     [
         pytest.param(whole_run, old_nothing, False, False, id="fresh"),
-        pytest.param(whole_run, old_model, True, False, id="over a model"),
+        pytest.param(whole_run, old_model, True, False, id="over a model", marks=pytest.mark.extended),
         pytest.param(whole_run, old_run, True, False, id="over a run", marks=pytest.mark.extended),
         pytest.param(whole_run, old_checkpoints, True, False, id="over checkpoints"),
         pytest.param(whole_run, old_run, False, True, id="resuming a run that had ended"),

@@ -28,10 +28,11 @@ def run(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
     ("body", "code", "line"),
     [
         ("sys.exit(7 if rank == 1 else time.sleep(10_000))", 7, "rank 1 ended first, with exit code 7"),
-        (
+        pytest.param(  # tests/distributed/test_dead_ranks.py kills ranks of main.py
             "os.kill(os.getpid(), signal.SIGKILL) if rank == 0 else time.sleep(10_000)",
             137,
             "rank 0 ended first, by SIGKILL",
+            marks=pytest.mark.extended,
         ),
     ],
 )

@@ -41,9 +41,9 @@ def test_an_example_trains(path: Path, run: Run, workplace: Path, caplog: pytest
     caplog.set_level(logging.INFO)
     options = OPTIONS.get(path.name, "").split()
 
-    run("--dataset", str(path), "--seq_length", "192", "--num_iterations", "2", "--learning_rate", "1e-2", *options)
+    run("--dataset", str(path), "--seq_length", "192", "--num_iterations", "1", *options)
 
-    assert len(losses(workplace)) == 2
+    assert len(losses(workplace)) == 1
     # 4096 tokens are guessed by chance before the first update: ln 4096 = 8.3.
     assert losses(workplace)[0] == pytest.approx(8.3, abs=0.2)
     num_records = num_records_of(path)
