@@ -153,7 +153,7 @@ def traced(graphs: dict[Hashable, Any], monkeypatch: pytest.MonkeyPatch) -> None
     All are of whole operations: the compiler takes them apart alike, but here only one of two kinds would be.
     """
     monkeypatch.setattr(torch._inductor, "compile", lambda graph, _: graph)
-    monkeypatch.setattr(compiled, "select_decomp_table", dict)
+    monkeypatch.setattr("torch._inductor.decomposition.select_decomp_table", dict)
     # Ranks are threads: none may trace while another does, or calls what torch.compile made.
     tracing, graph = threading.Lock(), CompiledModule._graph
 
