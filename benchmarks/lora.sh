@@ -31,7 +31,7 @@ ONE_MOBIUS=${ONE_MOBIUS:---num_stages 10 --num_chunks 8 --host_memory_limit 31.5
 ONE_PEERS=${ONE_PEERS-lora-fsdp2-offload lora-zero3}
 CHUNKED_PEERS=${CHUNKED_PEERS-lora-fsdp2-offload-chunked lora-zero3-chunked}
 TWO_MOBIUS=${TWO_MOBIUS:---num_stages 10 --num_chunks 8 --host_memory_limit 64} # all of the base stays on the GPUs
-TWO_PEERS=${TWO_PEERS-lora-fsdp2-chunked}                   # the fastest of those that fit
+TWO_PEERS=${TWO_PEERS-lora-fsdp2-chunked}                   # the one in docs/performance.md
 SEVENTY_MOBIUS=${SEVENTY_MOBIUS:---num_stages 80 --num_chunks 8 --host_memory_limit 180}
 
 # peers NAME...: the words that ask benchmark.py for them

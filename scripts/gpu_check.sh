@@ -18,8 +18,8 @@
 #   plans      40 drawn settings planned by auto on one GPU, 4 steps each: memory and seconds beside the plan's; takes some
 #              11 minutes, in calls of at most PLANS_SECONDS: what is in PLANS (default WORK/plans.jsonl) is not run again
 #   several    what docs/performance.md shows of several GPUs, beside the peers: the parts SEVERAL of benchmarks/gpu.sh (those
-#              that end in _lora of benchmarks/lora.sh), each at most SEVERAL_SECONDS. On four H100s main took 310 s, a
-#              row of clip 30 s, the first of each part 50 to 95, a peer 40 to 110. One table of all rows in ROWS (default
+#              that end in _lora of benchmarks/lora.sh), each at most SEVERAL_SECONDS. On four H100s the first row of a
+#              part took 50 to 95 s, later ones 25 to 35, FSDP2 40 to 55, DeepSpeed 90. One table of all rows in ROWS (default
 #              WORK/rows.jsonl), each beside its prediction, last
 #   start      7B's shape on all GPUs by the user's command: seconds to the first step and to the first checkpoint
 #   kills      10 kills -9 at random moments on two GPUs, each resumed, against a run that was left alone
