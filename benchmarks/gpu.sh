@@ -4,12 +4,13 @@
 #   main       Llama-2-7B's shape, batch 64 x 512, all stages streamed under 12 GiB, without clipping, with each format of
 #              optimizer states, beside peers
 #   stale      the same beside RoundPipe, whose start takes minutes
-#   clip       the same with clipping 1.0, peers too; before it all by auto without a limit, under 12 and 24 GiB, and in fp8
-#   stages     the same with a stage per layer, and with embedding and head in stages of their own
+#   clip       main with clipping 1.0, peers too
+#   stages     main with a stage per layer, and with embedding and head in stages of their own
 #   long       7B, 64 x 2048
 #   13b        Llama-2-13B's shape, 64 x 128
 #   nop2p      7B, 64 x 512, GPUs without direct access to each other, as consumer cards are
 #   resident   7B, 64 x 512, everything in GPU memory
+#   fits       7B, 64 x 512, clipping, all by auto: without a limit, under 24 and 12 GiB, and in fp8
 #   ablation   main with clipping, one part of Mobius switched off at a time
 #   memory     7B, 64 x 512, what fits stays: limits of 12 to 80 GiB and none, beside peers (draw_memory_curve.py draws it)
 #   13b48      13B, 64 x 128, what fits stays under 48 GiB
@@ -36,7 +37,8 @@ SMALL_GPU="--gpu_memory_limit 12"
 MAIN_MOBIUS=${MAIN_MOBIUS:---num_stages 36 --num_chunks 8 $STREAMED $SMALL_GPU} # also of stale, clip, nop2p and ablation
 MAIN_PEERS=${MAIN_PEERS-fsdp2-offload deepspeed-zero2}
 STALE_PEERS=${STALE_PEERS-roundpipe}
-CLIP_PEERS=${CLIP_PEERS-fsdp2-offload fsdp2-compile}
+CLIP_PEERS=${CLIP_PEERS-fsdp2-offload}
+FITS_PEERS=${FITS_PEERS-fsdp2-compile}
 STAGES_VARIANT=${STAGES_VARIANT:---num_stages 32}
 LONG_MOBIUS=${LONG_MOBIUS:---num_stages 32 --num_chunks 16 $STREAMED}
 LONG_VARIANT=${LONG_VARIANT:---no_offload --resident_stages all --recompute full}
@@ -81,11 +83,14 @@ part_main() {
 }
 part_stale() { benchmark "$SIZE" "$MAIN_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 0 $(peers "$STALE_PEERS"); }
 part_clip() {
+    benchmark "$SIZE" "$MAIN_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 1 \
+        --variant "bf16 states=--optimizer_states bf16" --variant "compact states=--optimizer_states compact" \
+        $(peers "$CLIP_PEERS")
+}
+part_fits() {
     benchmark "$SIZE" "$AUTO" --batch_size 64 --seq_length 512 --max_grad_norm 1 --variant "24 GiB=--gpu_memory_limit 24" \
         --variant "12 GiB=--gpu_memory_limit 12" --variant "fp8=--matmul_dtype fp8" \
-        --variant "24 GiB, fp8=--gpu_memory_limit 24 --matmul_dtype fp8" --variant "streamed=$MAIN_MOBIUS" \
-        --variant "bf16 states=$MAIN_MOBIUS --optimizer_states bf16" \
-        --variant "compact states=$MAIN_MOBIUS --optimizer_states compact" $(peers "$CLIP_PEERS")
+        --variant "24 GiB, fp8=--gpu_memory_limit 24 --matmul_dtype fp8" $(peers "$FITS_PEERS")
 }
 part_stages() {
     benchmark "$SIZE" "$MAIN_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 0 \

@@ -154,7 +154,7 @@ part_several() {
     local part
     export ROWS=${ROWS:-$WORK/rows.jsonl} PYTHON HOST_GIB
     local seconds=${SEVERAL_SECONDS:-400}
-    for part in ${SEVERAL:-main clip 13b48 two_lora depth depth_nop2p}; do
+    for part in ${SEVERAL:-main clip fits 13b48 two_lora depth depth_nop2p}; do
         if [[ $part == *_lora ]]; then
             TOTAL_SECONDS=$seconds bash benchmarks/lora.sh "${part%_lora}" || failed=1
         else

@@ -105,6 +105,7 @@ def measured_profile(run_setup: RunSetup, transport: Transport) -> tuple[Profile
         num_ranks=transport.num_ranks,
         is_compiled=request.compiles,
         has_peer_copies=allows_peer_copies(),
+        copies_messages=request.config.pipeline.copy_messages,
         product_share=request.machine.product_share,
     )
     return cached_profile(path, partial(_measure, run_setup, transport), transport)
@@ -112,9 +113,9 @@ def measured_profile(run_setup: RunSetup, transport: Transport) -> tuple[Profile
 
 def _measure(run_setup: RunSetup, transport: Transport) -> Profile:
     start = time.perf_counter()
-    timer, through_host = CollectiveTimer(run_setup.rank_context.device, transport), not allows_peer_copies()
-    shape = MicrobatchShape.of(run_setup.result.request)
-    profile = measure_profile(timer, run_setup.parts, shape, _kernel(run_setup), messages_through_host=through_host)
+    timer, request = CollectiveTimer(run_setup.rank_context.device, transport), run_setup.result.request
+    shape, over_host = MicrobatchShape.of(request), request.sends_over_host
+    profile = measure_profile(timer, run_setup.parts, shape, _kernel(run_setup), messages_through_host=over_host)
     logger.debug("profile measured in %.0f s: %s", time.perf_counter() - start, profile.describe())
     return profile
 
@@ -193,6 +194,7 @@ def profile_path(
     num_ranks: int,
     is_compiled: bool,
     has_peer_copies: bool = True,
+    copies_messages: bool = True,
     product_share: float = 1.0,
 ) -> Path:
     """Return the file in `folder` for hardware, its present speed, model, microbatch, format, ranks and versions.
@@ -216,7 +218,7 @@ def profile_path(
         "documents": documents,
         "num_ranks": num_ranks,
         "is_compiled": is_compiled,
-        "has_peer_copies": has_peer_copies,
+        "messages": [has_peer_copies, copies_messages],
         "versions": [__version__, torch.__version__, FORMAT],
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]

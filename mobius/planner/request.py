@@ -423,6 +423,12 @@ class PlanRequest:
             edges += self.machine.num_ranks - 1
         return edges * NUM_MAILBOXES * self.message_bytes
 
+    @property
+    def sends_over_host(self) -> bool:
+        """Whether a GPU cannot write to another's memory, so that messages go through host memory."""
+        card = self.machine.gpu_spec
+        return not (self.machine.has_peer_copies and (card is None or card.has_peer_copies))
+
     @cached_property
     def deferred_updates(self) -> frozenset[int]:
         """Stages whose gradients are retained until all of the step's are known.

@@ -108,7 +108,21 @@ def test_ranks_find_each_other_and_the_result_is_read(tmp_path: Path) -> None:
 
 
 PARTS = [
-    *("main", "stale", "clip", "stages", "long", "13b", "nop2p", "resident", "ablation", "memory", "13b48", "30b"),
+    *(
+        "main",
+        "stale",
+        "clip",
+        "fits",
+        "stages",
+        "long",
+        "13b",
+        "nop2p",
+        "resident",
+        "ablation",
+        "memory",
+        "13b48",
+        "30b",
+    ),
     *("depth", "depth_nop2p"),
 ]
 

@@ -269,6 +269,7 @@ def test_another_shape_model_or_number_of_ranks_is_another_file(tmp_path: Path) 
     for packed in (PackedRows(1.1, 8), PackedRows(4.0, 8), PackedRows(4.0, 9), PackedRows(8.0, 1)):
         paths.append(path(model, replace(SHAPE, packed=packed), num_ranks=1))
     paths.append(path(replace(model, vocab_size=7), SHAPE, num_ranks=1))
+    paths += [path(model, SHAPE, num_ranks=1, **{name: False}) for name in ("has_peer_copies", "copies_messages")]
     paths.append(path(model, SHAPE, num_ranks=1, product_share=0.5))  # another program used the GPU meanwhile
     assert len(set(paths)) == len(paths)
     assert path(model, SHAPE, num_ranks=1) == paths[0] == path(model, SHAPE, num_ranks=1, product_share=0.97)

@@ -125,6 +125,17 @@ def test_narrow_layers_on_two_gpus(
     assert found.step_seconds == pytest.approx(measured, rel=0.12)
 
 
+@pytest.mark.parametrize(
+    ("card", "has_peer_copies", "expected"),
+    [("H200", True, False), ("H200", False, True), ("RTX4090", True, True), (None, True, False), (None, False, True)],
+)
+def test_messages_go_over_the_host_where_they_may_not_or_cannot_go_to_the_gpu(
+    card: str | None, has_peer_copies: bool, expected: bool
+) -> None:
+    machine = Machine(4, card and GPU_SPECS[card], has_peer_copies=has_peer_copies)
+    assert request_of(SHAPE_7B, machine, num_stages=8).sends_over_host == expected
+
+
 def test_messages_through_the_host() -> None:
     card = replace(H200, nvlink=0, has_peer_copies=False)
     assert predicted(STREAMED, card=card).step_seconds == pytest.approx(1.260, rel=0.08)
