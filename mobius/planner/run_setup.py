@@ -266,9 +266,10 @@ def replan_with_reserve(run_setup: RunSetup, reserve_bytes: int) -> RunSetup:
 
 
 def _open_again(run_setup: RunSetup) -> PlanRequest:
-    """The request with stages and rounds as the user asked, and with the microbatches that were chosen."""
+    """The request with stages, rounds and buffers as the user asked, and with the microbatches that were chosen."""
     request = run_setup.result.request
-    asked = PlanRequest.of(run_setup.requested_config, request.shape, request.machine).candidate
+    whole = PlanRequest.of(run_setup.requested_config, request.shape, request.machine)
+    asked, request = whole.candidate, replace(request, num_state_buffers=whole.num_state_buffers)
     return request.trying(num_stages=asked.num_stages, accumulation_rounds=asked.accumulation_rounds, order=asked.order)
 
 

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import chain, product
+from itertools import product
 from typing import Any
 
 from mobius.config.config import ActivationOffloading, PipelineConfig, Recompute
@@ -167,7 +167,8 @@ def solve(
     microbatches of a draft, whose numbers nobody uses. Raises PlanError or ScheduleError with what to
     change, and DoesNotFitError, which `gpu_refusal` completes.
 
-    With optimizer states on disks and too little host memory, fewer stages are in it at once, which is slower.
+    With optimizer states on disks and little host memory, fewer stages are in it at once where that fits or is faster:
+    updates then overlap less, and larger microbatches may use the memory.
     """
     simulates = not (is_preliminary or is_draft)
 
@@ -177,15 +178,30 @@ def solve(
         return found, lines
 
     fewest = FEWEST_STATE_BUFFERS if request.sizes.has_disks else request.num_state_buffers
-    tries = map(planned, range(request.num_state_buffers, fewest - 1, -1))
-    first = next(tries)
-    result, lines = next((each for each in chain([first], tries) if each[0].fits_host), first)
+    tries = [planned(request.num_state_buffers)]
+    for number in range(request.num_state_buffers - 1, fewest - 1, -1):
+        if tries[-1][0].fits_host and (is_draft or _has_room_for_more(tries[-1][0])):
+            break
+        tries.append(planned(number))
+    result, lines = min((each for each in tries if each[0].fits_host), key=_seconds, default=tries[0])
     for line in lines:
         logger.log(*line)
     if not simulates or result.profile is None:
         return result
     prediction = predict_step_time(result.plan, result.request, result.profile)
     return replace(result, step_time_prediction=prediction)
+
+
+def _has_room_for_more(result: PlanResult) -> bool:
+    """Whether as much host memory is free as the buffers of states on disks take; fewer of them would bring nothing."""
+    most, need = result.request.host_bytes, result.host_estimate
+    return most is None or most - need.total >= need.state_buffers + need.load_buffers
+
+
+def _seconds(tried: tuple[PlanResult, object]) -> float:
+    """Seconds of a simulated step; 0 if the device's speed is not known."""
+    result, _ = tried
+    return predict_step_seconds(result.plan, result.request, result.profile) if result.profile else 0.0
 
 
 def _solve(

@@ -284,11 +284,6 @@ class StageCut:
         """The parameters of this stage that compute for a token."""
         return self._sum(shape.embedding_parameters, shape.active_parameters, shape.head_parameters)
 
-    def num_active_trained(self, shape: ModelShape) -> int:
-        """The parameters among them that are trained."""
-        own = shape.trained
-        return self.num_active(shape) if own is None else self._sum(own.embedding, shape.active_trained, own.head)
-
     def num_streamed_parameters(self, shape: ModelShape) -> int:
         """The parameters among them that are loaded if the stage is streamed."""
         return self.num_parameters(shape) - (self.num_trained(shape) if shape.keeps_trained_on_gpu else 0)

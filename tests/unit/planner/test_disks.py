@@ -9,6 +9,7 @@ import pytest
 from harness.plan_requests import find_published_shape, request_of
 
 from mobius.config.config import Dtype, DurableSteps, OptimizerStates
+from mobius.planner import solver
 from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.memory_estimates import estimated_layer
 from mobius.planner.plan_table import describe_disks
@@ -94,6 +95,21 @@ def test_fewer_stages_are_in_host_memory_at_once_where_it_is_short(caplog: pytes
     assert [text.startswith("chosen: ") for text in caplog.messages].count(True) == 1, "other tries are told, too"
     shorter = planned(**options | {"host_memory_limit": 0.8 * options["host_memory_limit"]})
     assert shorter.request.num_state_buffers == 3, "what does not fit is told as usual"
+
+
+def test_fewer_stages_are_in_host_memory_at_once_where_other_things_use_it_better(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options: dict[str, Any] = {"batch_size": 16, "seq_length": 2048, "num_stages": 32, "num_chunks": None}
+    options |= {"resident_stages": "auto", "max_grad_norm": 0.0, "optimizer_states": OptimizerStates.COMPACT}
+    options |= {"offload_states_to": "/a,/b,/c,/d", "disk_rate": "7,2", "host_memory_limit": 32.0}
+    fewer = planned(**options)
+    monkeypatch.setattr(solver, "FEWEST_STATE_BUFFERS", 3)
+    usual = planned(**options)
+
+    assert usual.fits_host
+    assert (usual.request.num_state_buffers, fewer.request.num_state_buffers) == (3, 2)
+    assert fewer.step_seconds < 0.99 * usual.step_seconds
 
 
 def test_weights_on_disks_take_host_memory_for_the_buffers_alone_and_two_reads_more() -> None:
