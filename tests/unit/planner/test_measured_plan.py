@@ -53,6 +53,11 @@ def measured_like(card: str, tokens: int) -> Profile:
     return replace(profile, source=Source.MEASURED, basis="2 x Some Future GPU")
 
 
+def of_one_rank(run_setup: RunSetup) -> Profile:
+    kinds = (0,) * run_setup.shape.num_layers
+    return replace(measured_like("H200", 16), num_ranks=1, kind_of_layer=kinds, microbatch_tokens=16)
+
+
 @pytest.mark.usefixtures("workplace")
 def test_on_a_cpu_nothing_is_measured_and_the_plan_stays() -> None:
     for arguments in (AUTO, ("--num_stages", "4")):
@@ -119,15 +124,20 @@ def test_the_host_is_looked_at_once(monkeypatch: pytest.MonkeyPatch, is_new: boo
 @pytest.mark.usefixtures("workplace")
 def test_a_plan_drawn_again_keeps_the_microbatches() -> None:
     run_setup = blueprint_of(*AUTO)
-    profile = replace(
-        measured_like("H200", 16), num_ranks=1, kind_of_layer=(0,) * run_setup.shape.num_layers, microbatch_tokens=16
-    )
-    again = replan(run_setup, profile)
+    again = replan(run_setup, of_one_rank(run_setup))
     assert again.plan.num_microbatches == run_setup.plan.num_microbatches
     assert again.requested_config.pipeline.num_stages is None
     assert again.message_shape == run_setup.message_shape
     assert again.result.step_time_prediction is not None
     assert again.result.step_time_prediction.basis == "measured (2 x Some Future GPU)"
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_plan_drawn_again_may_have_more_stages_in_host_memory_at_once() -> None:
+    run_setup = blueprint_of(*AUTO, "--offload_states_to", ".")
+    estimated = replace(run_setup.result, request=replace(run_setup.result.request, num_state_buffers=1))
+    again = replan(replace(run_setup, result=estimated), of_one_rank(run_setup))
+    assert again.result.request.num_state_buffers == 3
 
 
 @pytest.mark.usefixtures("workplace")
