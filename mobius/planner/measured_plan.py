@@ -114,7 +114,8 @@ def measured_profile(run_setup: RunSetup, transport: Transport) -> tuple[Profile
 def _measure(run_setup: RunSetup, transport: Transport) -> Profile:
     start = time.perf_counter()
     timer, request = CollectiveTimer(run_setup.rank_context.device, transport), run_setup.result.request
-    shape, over_host = MicrobatchShape.of(request), request.sends_over_host
+    shape = MicrobatchShape.of(request)
+    over_host = request.sends_over_host or not allows_peer_copies()  # forbidden since the plan was drawn, too
     profile = measure_profile(timer, run_setup.parts, shape, _kernel(run_setup), messages_through_host=over_host)
     logger.debug("profile measured in %.0f s: %s", time.perf_counter() - start, profile.describe())
     return profile

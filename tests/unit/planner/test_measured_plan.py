@@ -141,6 +141,28 @@ def test_a_plan_drawn_again_may_have_more_stages_in_host_memory_at_once() -> Non
 
 
 @pytest.mark.usefixtures("workplace")
+@pytest.mark.parametrize(
+    ("card", "forbids", "expected"), [("H200", "0", False), ("H200", "1", True), ("RTX4090", "0", True)]
+)
+def test_messages_are_measured_as_they_go(
+    monkeypatch: pytest.MonkeyPatch, card: str, forbids: str, expected: bool
+) -> None:
+    run_setup, told = blueprint_of(*AUTO), list[bool]()
+    request = run_setup.result.request
+    request = replace(request, machine=replace(request.machine, gpu_spec=GPU_SPECS[card]))
+    run_setup = replace(run_setup, result=replace(run_setup.result, request=request))
+
+    def measure_nothing(*_: object, messages_through_host: bool) -> Profile:
+        told.append(messages_through_host)
+        return of_one_rank(run_setup)
+
+    monkeypatch.setattr(measured_plan, "measure_profile", measure_nothing)
+    monkeypatch.setenv("NCCL_P2P_DISABLE", forbids)
+    measured_profile(run_setup, SingleRankTransport())
+    assert told == [expected]
+
+
+@pytest.mark.usefixtures("workplace")
 def test_slices_are_measured_as_they_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
