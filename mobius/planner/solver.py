@@ -183,7 +183,8 @@ def solve(
         if tries[-1][0].fits_host and (is_draft or _has_room_for_more(tries[-1][0])):
             break
         tries.append(planned(number))
-    result, lines = min((each for each in tries if each[0].fits_host), key=_seconds, default=tries[0])
+    fitting = [each for each in tries if each[0].fits_host] or tries[:1]
+    result, lines = fitting[0] if len(fitting) == 1 else min(fitting, key=_seconds)  # usually there is one
     for line in lines:
         logger.log(*line)
     if not simulates or result.profile is None:
