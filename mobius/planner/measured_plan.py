@@ -113,12 +113,19 @@ def measured_profile(run_setup: RunSetup, transport: Transport) -> tuple[Profile
 
 def _measure(run_setup: RunSetup, transport: Transport) -> Profile:
     start = time.perf_counter()
-    timer, request = CollectiveTimer(run_setup.rank_context.device, transport), run_setup.result.request
-    shape = MicrobatchShape.of(request)
-    over_host = request.sends_over_host or not allows_peer_copies()  # forbidden since the plan was drawn, too
+    timer, shape = (
+        CollectiveTimer(run_setup.rank_context.device, transport),
+        MicrobatchShape.of(run_setup.result.request),
+    )
+    over_host = _sends_over_host(run_setup)
     profile = measure_profile(timer, run_setup.parts, shape, _kernel(run_setup), messages_through_host=over_host)
     logger.debug("profile measured in %.0f s: %s", time.perf_counter() - start, profile.describe())
     return profile
+
+
+def _sends_over_host(run_setup: RunSetup) -> bool:
+    """Whether messages go through host memory: also where peer copies were forbidden since the plan was drawn."""
+    return run_setup.result.request.sends_over_host or not allows_peer_copies()
 
 
 def _kernel(run_setup: RunSetup) -> CPUAdamW | None:
@@ -145,7 +152,7 @@ def _with_link(profile: Profile, run_setup: RunSetup, transport: Transport) -> P
     """Return `profile` with the measured link between replicas."""
     start, machine = time.perf_counter(), run_setup.result.request.machine
     timer = CollectiveTimer(run_setup.rank_context.device, transport, part_seconds=LINK_SECONDS)
-    rates = measure_replica_rates(timer, is_through_host=machine.num_nodes > 1 or not allows_peer_copies())
+    rates = measure_replica_rates(timer, is_through_host=machine.num_nodes > 1 or _sends_over_host(run_setup))
     timer.forget()
     given = (
         f"--node_link {rates.together / machine.replica_bytes_per_link / GIGA:.3g}" if machine.num_nodes > 1 else "none"
