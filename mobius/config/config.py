@@ -683,7 +683,8 @@ class PlanningConfig:
     disk_rate: str | None = option(None, needs=(DISKS,), form=(_are_rates, "two numbers above 0, such as 7,2"))
     """Sustained GB/s that each drive of offload_states_to reads and writes, such as 7,2, for the predicted seconds.
     Consumer drives write far slower once their cache is full than their data sheets say. Default: what runs with
-    these folders reached, and the prediction leaves the disks out where none has."""
+    these folders reached; a first run on GPUs tries them with some GiB. Where nothing is known, as in a dry run, the
+    prediction leaves the disks out."""
     disk_endurance: str | None = option(
         None, needs=(DISKS,), form=(_are_ratings, "numbers above 0 with commas between them, such as 1200 or 1200,600")
     )

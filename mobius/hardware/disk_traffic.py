@@ -9,6 +9,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+Moved = npt.NDArray[np.float64]
+"""As `moved_by_kind` returns it."""
 LONGEST_SPAN = 1.0
 """Seconds after which a span ends although requests are under way."""
 MOST_SPANS = 1024
@@ -60,11 +65,24 @@ class Traffic:
             return [NO_SPAN._replace(num_bytes=left), *self.spans]
 
 
-def rate_of(spans: Iterable[BusySpan], since: float) -> float:
-    """Bytes per second of the spans that begin from `since` on, while at least one of them lasts."""
-    num_bytes, seconds, until = 0, 0.0, since
-    for span in sorted(span for span in spans if span.begin >= since):
-        num_bytes += span.num_bytes
-        seconds += max(0.0, span.end - max(until, span.begin))
-        until = max(until, span.end)
-    return num_bytes / max(seconds, 1e-9)
+def moved_by_kind(reads: Iterable[BusySpan], writes: Iterable[BusySpan], since: float) -> Moved:
+    """Return what was read and written in the spans that begin from `since` on, and in how many seconds.
+
+    [3, 3]: read bytes, written bytes and seconds (columns) while there were only reads, only writes, or both (rows).
+    The bytes of a span are spread evenly over it.
+    """
+    changes = list[tuple[float, int, int, float]]()
+    for way, spans in enumerate((reads, writes)):
+        for begin, end, num_bytes in spans:
+            if begin >= since and end > begin:
+                rate = num_bytes / (end - begin)
+                changes += [(begin, way, 1, rate), (end, way, -1, -rate)]
+    moved, running, rates, before = np.zeros((3, 3)), [0, 0], np.zeros(2), 0.0
+    for now, way, number, rate in sorted(changes):
+        if any(running):
+            row = 2 if all(running) else running.index(max(running))
+            moved[row] += (now - before) * np.array([*rates, 1.0])
+        running[way] += number
+        rates[way] += rate
+        before = now
+    return moved

@@ -248,7 +248,7 @@ class SharedBandwidth:
 
     HOST, BOTH_WAYS, HOST_TO_DEVICE, DEVICE_TO_HOST = "host memory", "copies both ways", "copies down", "copies up"
     UPDATES, REPLICAS = "CPU optimizers", "link between replicas"
-    DISK_READS, DISK_WRITES = "reads of disks", "writes to disks"
+    DISK_READS, DISK_WRITES, DISKS = "reads of disks", "writes to disks", "disks both ways"
 
     def __init__(self, profile: Profile, num_ranks: int) -> None:
         copies = profile.copies
@@ -264,6 +264,7 @@ class SharedBandwidth:
             self.capacities[self.REPLICAS] = profile.replicas.together
         if profile.disks is not None:
             self.capacities |= {self.DISK_READS: profile.disks.read, self.DISK_WRITES: profile.disks.write}
+            self.capacities[self.DISKS] = profile.disks.total
         for rank in range(num_ranks):
             self.capacities[self.HOST_TO_DEVICE, rank] = copies.host_to_device
             self.capacities[self.DEVICE_TO_HOST, rank] = copies.device_to_host
@@ -297,12 +298,12 @@ class SharedBandwidth:
     def disk_read(self, num_bytes: float) -> Flow:
         """Optimizer states from disks to host memory."""
         assert self._profile.disks is not None, "there are disks"
-        return Flow(num_bytes, self._profile.disks.read, {self.DISK_READS: 1.0, self.HOST: 1.0})
+        return Flow(num_bytes, self._profile.disks.read, {self.DISK_READS: 1.0, self.DISKS: 1.0, self.HOST: 1.0})
 
     def disk_write(self, num_bytes: float) -> Flow:
         """Optimizer states from host memory to disks."""
         assert self._profile.disks is not None, "there are disks"
-        return Flow(num_bytes, self._profile.disks.write, {self.DISK_WRITES: 1.0, self.HOST: 1.0})
+        return Flow(num_bytes, self._profile.disks.write, {self.DISK_WRITES: 1.0, self.DISKS: 1.0, self.HOST: 1.0})
 
     def between_replicas(self, rank: int, num_bytes: float) -> Flow:
         """Bytes that a rank gives to its counterparts while as many come."""

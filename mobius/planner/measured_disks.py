@@ -1,22 +1,28 @@
-"""Rates that folders with optimizer states reached in runs on this machine, kept for the plans of later ones."""
+"""Rates that folders with optimizer states reach on this machine, kept for plans: in runs, or in a trial before any."""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
+import os
 import platform
 import shutil
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
 
+from torch import frombuffer, uint8
+
 from mobius.atomic_files import atomic_write, nearest_folder
 from mobius.distributed.transport import RankGroup, all_gather_numbers
-from mobius.errors import CheckpointError, reason_of
-from mobius.hardware.disk_traffic import NO_SPAN, BusySpan, Traffic, rate_of
+from mobius.engine.host_arena import map_zeros
+from mobius.engine.state_files import CHUNK_BYTES, StateFiles, wait
+from mobius.errors import CheckpointError, StateFileError, reason_of
+from mobius.hardware.disk_traffic import NO_SPAN, BusySpan, Moved, Traffic, moved_by_kind
 from mobius.planner.profile import DiskRates
 from mobius.ranks import Ranks, cache_folder
 from mobius.regular_files import read_json, typed_value
@@ -27,6 +33,8 @@ CACHE_SHARE = 1 / 3
 """Share of free space that a consumer drive may take as a cache of writes: cells of three bits hold one."""
 LEAST_BYTES = 2**30
 """Fewer tell nothing of a disk."""
+TRIAL_BYTES = LEAST_BYTES * 5 // 4
+"""Bytes of a trial that are written in each folder, read, and written and read at once."""
 
 
 def known_disks(folders: Sequence[str]) -> tuple[DiskRates | None, tuple[float, ...]]:
@@ -40,8 +48,35 @@ def known_disks(folders: Sequence[str]) -> tuple[DiskRates | None, tuple[float, 
         return None, ()
     write = sum(each.write for each in rates)
     shares = tuple(each.write / write for each in rates)
-    read = min(each.read / share for each, share in zip(rates, shares, strict=True))
-    return DiskRates(read, write, any(each.is_burst for each in rates)), shares
+    read, at_once = (
+        min(rate / share for rate, share in zip(own, shares, strict=True))
+        for own in ([each.read for each in rates], [each.total for each in rates])
+    )
+    return DiskRates(read, write, any(each.is_burst for each in rates), at_once), shares
+
+
+def try_disks(folders: Sequence[str]) -> None:
+    """Keep what folders reach in a short trial, if one of them was never measured: a burst, which runs replace.
+
+    Bytes move as those of states do. Folders that cannot be used stay unknown.
+    """
+    if not folders or known_disks(folders)[0] is not None:
+        return
+    size = TRIAL_BYTES * len(folders)
+    buffer, paths = map_zeros(size, uint8), [nearest_folder(Path(_name(each))) for each in folders]
+    buffer.view(-1, CHUNK_BYTES).copy_(frombuffer(bytearray(os.urandom(CHUNK_BYTES)), dtype=uint8))  # not compressible
+    try:
+        with closing(StateFiles(paths, {0: size, 1: size})) as files:
+            wait(files.write(0, buffer))
+            wait(files.read(0, buffer))
+            wait([*files.write(1, buffer), *files.read(0, buffer)])
+    except StateFileError:
+        return  # its folder is refused later, with the arithmetic
+    found = dict[str, DiskRates]()
+    for folder, reads, writes in zip(folders, files.reads, files.writes, strict=True):
+        rates = _rates([reads.history()], [writes.history()], 0.0, math.inf)
+        found |= {} if rates is None else {_name(folder): rates}
+    _keep(found)
 
 
 def keep_rates(
@@ -64,8 +99,12 @@ def keep_rates(
         free = shutil.disk_usage(nearest_folder(Path(_name(folder)))).free  # all stages of all ranks may be resident
         rates = _rates(reads, writes, since, CACHE_SHARE * free)
         found |= {} if rates is None else {_name(folder): rates}
-    if not found or ranks.local_rank:
-        return found
+    if found and not ranks.local_rank:
+        _keep(found)
+    return found
+
+
+def _keep(found: Mapping[str, DiskRates]) -> None:
     kept, path = _read(), _file()
     kept |= {name: rates for name, rates in found.items() if not rates.is_burst or kept.get(name, rates).is_burst}
     try:
@@ -74,7 +113,6 @@ def keep_rates(
             temporary.write_text(json.dumps({name: asdict(rates) for name, rates in kept.items()}))
     except OSError as error:
         logger.warning("the rates of disks cannot be saved in %s: %s", path, reason_of(error))
-    return found
 
 
 def _rates(
@@ -87,9 +125,18 @@ def _rates(
     place = bisect_right(passed, cache_bytes)
     full = math.inf if place == len(passed) else max(since, written[place].end)
     for start, is_burst in ((full, False), (since, True)):
-        if min(sum(span.num_bytes for span in each if span.begin >= start) for each in (read, written)) >= LEAST_BYTES:
-            return DiskRates(rate_of(read, start), rate_of(written, start), is_burst)
+        moved = moved_by_kind(read, written, start)
+        if min(moved.sum(axis=0)[:2]) >= LEAST_BYTES:
+            read_rate, write_rate = (_rate(moved, way) for way in (0, 1))
+            at_once = float(moved[2, :2].sum() / moved[2, 2]) if moved[2, :2].sum() >= LEAST_BYTES else None
+            return DiskRates(read_rate, write_rate, is_burst, at_once)
     return None
+
+
+def _rate(moved: Moved, way: int) -> float:
+    """Bytes per second of reads (0) or writes (1) alone, or, where these are too few, of all."""
+    own = moved[way] if moved[way, way] >= LEAST_BYTES else moved[way] + moved[2]
+    return float(own[way] / own[2])
 
 
 def _gather(own: Sequence[Sequence[BusySpan]], all_ranks: RankGroup) -> list[list[list[BusySpan]]]:

@@ -159,10 +159,13 @@ def describe_disks(result: PlanResult) -> str:
         return f"{use.describe()}; the predicted seconds leave the disks out (--disk_rate)"
     host, source = result.host_estimate, ""
     if result.request.config.planning.disk_rate is None:
-        source = " as an earlier run measured"
+        source = " as measured here"
         source += ", in a burst that caches of drives may have taken: they may be slower" * disks.is_burst
     read, written = host.disk_reads / disks.read, host.disk_writes / disks.write
-    seconds = f"a step reads them in {read:.2f} s and writes them in {written:.2f} s{source}"
+    seconds = f"a step reads them in {read:.2f} s and writes them in {written:.2f} s"
+    if disks.at_once is not None:
+        seconds += f", both in at least {(host.disk_reads + host.disk_writes) / disks.at_once:.2f} s"
+    seconds += source
     return f"{use.describe()}; {seconds}"
 
 

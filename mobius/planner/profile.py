@@ -102,6 +102,18 @@ class DiskRates:
     write: Rate
     is_burst: bool = False
     """Whether no more was written than the drives' caches may take, after which they are slower."""
+    at_once: Rate | None = None
+    """Read and written, together, while they do both; None where that is not known."""
+
+    @property
+    def total(self) -> float:
+        """Bytes per second that reads and writes together cannot exceed."""
+        return self.read + self.write if self.at_once is None else self.at_once
+
+    def times(self, factor: float) -> DiskRates:
+        """Return all of them multiplied by `factor`."""
+        at_once = None if self.at_once is None else factor * self.at_once
+        return DiskRates(factor * self.read, factor * self.write, self.is_burst, at_once)
 
 
 @dataclass(frozen=True)

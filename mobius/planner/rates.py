@@ -14,7 +14,7 @@ from mobius.planner.gpu_specs import (
     estimate_profile,
     with_attention_length,
 )
-from mobius.planner.profile import DiskRates, Profile, ReplicaRates, times, with_frozen
+from mobius.planner.profile import DiskRates, Profile, ReplicaRates, with_frozen
 from mobius.planner.request import PlanRequest
 
 
@@ -23,10 +23,10 @@ def profile_for(request: PlanRequest, measured: Profile | None) -> Profile | Non
     profile, disks, given = _profile_for(request, measured), request.machine.disks, request.config.planning.disk_rates
     if given is not None:
         number = len(split_names(request.config.pipeline.offload_states_to))
-        disks = times(DiskRates(*given), number * GIGA, "read", "write")
+        disks = DiskRates(*given).times(number * GIGA)
     if profile is None or disks is None:
         return profile
-    return replace(profile, disks=times(disks, 1 / request.machine.replicas_per_node, "read", "write"))
+    return replace(profile, disks=disks.times(1 / request.machine.replicas_per_node))
 
 
 def _profile_for(request: PlanRequest, measured: Profile | None) -> Profile | None:

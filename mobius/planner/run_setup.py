@@ -31,7 +31,7 @@ from mobius.planner.fit import DoesNotFitError, may_keep_products
 from mobius.planner.gpu_specs import SUSTAINED_SHARE, Host, gpu_spec_of_device
 from mobius.planner.layer_bench import MicrobatchShape, measure_layer_bytes
 from mobius.planner.measure import measure_product_rate
-from mobius.planner.measured_disks import known_disks
+from mobius.planner.measured_disks import known_disks, try_disks
 from mobius.planner.memory_estimates import estimate_host_memory, tile_tokens
 from mobius.planner.peak_memory import LayerBytes
 from mobius.planner.plan_file import ModelDigest, SavedPlan, check_saved_plan
@@ -187,7 +187,10 @@ def draft_run_setup(
         limit = pipeline.host_memory_limit
         own = machine.host_bytes if limit is None else int(limit * GIB) // pipelines_per_host
         machine = replace(machine, agreed_host_bytes=smallest_of_all(met, own))
-    machine = _with_disks(machine, split_names(config.pipeline.offload_states_to), met)
+    folders = split_names(config.pipeline.offload_states_to)
+    if device.type == "cuda" and not ranks.local_rank:  # a CPU's steps are not predicted
+        try_disks(folders)
+    machine = _with_disks(machine, folders, met)
     parts = ModelParts.of(config, model_config, device, compiled=compiles(config, machine))
     shape = parts.shape()
     agree: Callable[[int], int] = int if met is None else partial(smallest_of_all, met)
@@ -320,16 +323,19 @@ def _machine(device: torch.device, ranks: Ranks, free_bytes: int | None) -> Mach
 
 
 def _with_disks(machine: Machine, folders: Sequence[str], met: Rendezvous | None) -> Machine:
-    """Return `machine` with rates and shares of its disks: those of the slowest node, if runs on all measured them.
+    """Return `machine` with rates and shares of its disks: those of the slowest node, if they are known on all.
 
     Collective if ranks `met`.
     """
+    if folders and met is not None:
+        smallest_of_all(met, 0)  # a node's first rank has tried its disks
     disks, shares = known_disks(folders)
     own = disks or DiskRates(0, 0, is_burst=True)
-    read, write, sustained = int(own.read), int(own.write), int(not own.is_burst)
+    numbers = [int(own.read), int(own.write), int(own.total), int(not own.is_burst)]
     if folders and met is not None:
-        read, write, sustained = (smallest_of_all(met, number) for number in (read, write, sustained))
-    disks = DiskRates(read, write, is_burst=not sustained) if read and write else None
+        numbers = [smallest_of_all(met, number) for number in numbers]
+    read, write, at_once, sustained = numbers
+    disks = DiskRates(read, write, is_burst=not sustained, at_once=at_once) if read and write else None
     return replace(machine, disks=disks, disk_shares=shares)
 
 

@@ -235,9 +235,7 @@ def with_faster(profile: Profile, resource: Resource, factor: float) -> Profile:
                 replicas=None if profile.replicas is None else times(profile.replicas, factor, "together", "alone"),
             )
         case Resource.DISKS:
-            return replace(
-                profile, disks=None if profile.disks is None else times(profile.disks, factor, "read", "write")
-            )
+            return replace(profile, disks=None if profile.disks is None else profile.disks.times(factor))
         case Resource.MESSAGES:
             messages = times(profile.messages, factor, "bandwidth")
             return replace(profile, messages=replace(messages, latency=messages.latency / factor))

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from mobius.hardware import disk_traffic
-from mobius.hardware.disk_traffic import BusySpan, Traffic, rate_of
+from mobius.hardware.disk_traffic import BusySpan, Traffic, moved_by_kind
 
 
 class Clock:
@@ -77,6 +77,15 @@ def test_what_is_forgotten_still_counts(clock: Clock, monkeypatch: pytest.Monkey
 def test_processes_that_share_a_disk_count_each_second_once() -> None:
     first = [BusySpan(10, 12, 300), BusySpan(20, 21, 100)]
     second = [BusySpan(11, 13, 300), BusySpan(20.25, 20.5, 100)]
-    assert rate_of([*first, *second], since=0) == pytest.approx(800 / 4)
-    assert rate_of([*first, *second], since=11) == pytest.approx(500 / 3)
-    assert rate_of(first, since=30) == 0
+    assert moved_by_kind([*first, *second], [], since=0).ravel() == pytest.approx([800, 0, 4, *[0] * 6])
+    assert moved_by_kind([], [*first, *second], since=11).ravel() == pytest.approx([0, 0, 0, 0, 500, 3, 0, 0, 0])
+    assert not moved_by_kind(first, first, since=30).any()
+
+
+def test_bytes_and_seconds_are_told_apart_by_whether_both_ways_were_under_way() -> None:
+    reads = [BusySpan(10, 14, 400), BusySpan(20, 21, 70)]
+    writes = [BusySpan(12, 16, 200), BusySpan(13, 14, 80), BusySpan(30, 30, 0)]
+    alone, written, both = moved_by_kind(reads, writes, since=0).tolist()
+    assert alone == pytest.approx([270, 0, 3])
+    assert written == pytest.approx([0, 100, 2])
+    assert both == pytest.approx([200, 180, 2])

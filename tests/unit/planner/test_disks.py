@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from mobius.planner import solver
 from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.memory_estimates import estimated_layer
 from mobius.planner.plan_table import describe_disks
+from mobius.planner.profile import DiskRates
 from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.solver import PlanResult, solve
 from mobius.planner.step_prediction import Resource, predict_min_step_seconds, predict_step_seconds
@@ -52,6 +54,19 @@ def test_slow_disks_bound_a_step_and_fast_ones_take_the_hosts_memory_alone(clipp
         optimizer_states=OptimizerStates.COMPACT,
     )
     assert compact.step_seconds < 0.45 * slow.step_seconds
+
+
+def test_what_disks_move_both_ways_at_once_bounds_a_step_too() -> None:
+    options: dict[str, Any] = {"offload_states_to": "/a", "weights_on_disks": True}
+    own = DiskRates(2e9, 2e9), DiskRates(2e9, 2e9, at_once=2.5e9)
+    apart, shared = (
+        solve(request_of(SHAPE, replace(MACHINE, disks=disks), **STREAMED, **options), layer=estimated_layer)
+        for disks in own
+    )
+    host = shared.host_estimate
+    both = (host.disk_reads + host.disk_writes) / 2.5e9
+    assert apart.step_seconds < both < shared.step_seconds < 1.2 * both
+    assert f"both in at least {both:.2f} s" in describe_disks(shared)
 
 
 def test_durable_steps_write_weights_and_resident_stages_too_and_take_the_space_twice() -> None:

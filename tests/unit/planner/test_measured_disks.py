@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ from mobius.distributed.transport import SingleRankTransport
 from mobius.hardware.disk_traffic import BusySpan, Traffic
 from mobius.planner import measured_disks
 from mobius.planner.gpu_specs import GPU_SPECS
-from mobius.planner.measured_disks import keep_rates, known_disks
+from mobius.planner.measured_disks import keep_rates, known_disks, try_disks
 from mobius.planner.memory_estimates import estimated_layer
 from mobius.planner.plan_table import describe_disks
 from mobius.planner.profile import DiskRates
@@ -65,17 +65,20 @@ def test_writes_count_from_the_moment_in_which_the_cache_is_full(
     writes = moved((1, 2, 4 * GIB), (3, 4, 4 * GIB), (20, 22, 2 * GIB), (24, 26, 2 * GIB))
     with free_space(monkeypatch, 27 * GIB):
         assert kept([folder], reads, [writes]) == [DiskRates(2 * GIB, 1 * GIB)]
-    assert known_disks([folder])[0] == DiskRates(2 * GIB, 1 * GIB)
+    assert known_disks([folder])[0] == DiskRates(2 * GIB, 1 * GIB, at_once=3 * GIB)
     with free_space(monkeypatch, 300 * GIB):
         (burst,) = kept([folder], reads, [writes])
-    assert burst == DiskRates(12 * GIB / 5, 2 * GIB, is_burst=True)
-    assert known_disks([folder])[0] == DiskRates(2 * GIB, 1 * GIB), "a burst does not replace what is sustained"
+    assert burst == DiskRates(2 * GIB, 8 * GIB / 5, is_burst=True, at_once=8 * GIB)
+    assert known_disks([folder])[0] == DiskRates(2 * GIB, 1 * GIB, at_once=3 * GIB), (
+        "a burst does not replace what is sustained"
+    )
 
 
 def test_what_was_moved_before_the_first_step_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spans = (1.0, 2.0, 8 * GIB), (10.0, 12.0, 2 * GIB)
     with free_space(monkeypatch, 3000 * GIB):
-        assert kept([str(tmp_path)], [moved(*spans)], [moved(*spans)], since=5) == [DiskRates(GIB, GIB, is_burst=True)]
+        (rates,) = kept([str(tmp_path)], [moved(*spans)], [moved(*spans)], since=5)
+    assert rates == DiskRates(GIB, GIB, is_burst=True, at_once=2 * GIB)
 
 
 def test_little_tells_nothing_and_a_rank_without_streamed_stages_takes_part(tmp_path: Path) -> None:
@@ -94,8 +97,8 @@ def test_drives_share_the_bytes_by_what_they_write_and_one_without_a_rate_makes_
     with free_space(monkeypatch, 3 * GIB):
         kept([first, second], [fast, slow], [slow, fast])
     assert known_disks([first, second])[1] == pytest.approx((1 / 3, 2 / 3))
-    # All is written at once; the second reads its two thirds at 2 GiB per second.
-    assert known_disks([first, second])[0] == DiskRates(3 * GIB, 6 * GIB, is_burst=True)
+    # All is written at once; the second reads its two thirds at 2 GiB per second, and moves 6 both ways.
+    assert known_disks([first, second])[0] == DiskRates(3 * GIB, 6 * GIB, is_burst=True, at_once=9 * GIB)
     assert known_disks([first, str(tmp_path / "c")]) == (None, ())
 
 
@@ -117,6 +120,36 @@ def test_ranks_share_a_disk_and_nodes_have_their_own(tmp_path: Path, monkeypatch
     assert third.write == pytest.approx(2 * GIB), "its other rank streams nothing"
 
 
+def test_reads_beside_writes_are_told_apart_from_reads_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads at 2 GiB/s alone and 1 beside writes, which come to 1.5 alone and 0.5 then."""
+    reads, writes = moved((1, 2, 2 * GIB), (2, 6, 4 * GIB)), moved((2, 6, 2 * GIB), (6, 8, 3 * GIB))
+    with free_space(monkeypatch, 300 * GIB):
+        (rates,) = kept([str(tmp_path)], [reads], [writes])
+    assert astuple(rates) == pytest.approx((2 * GIB, 1.5 * GIB, True, 1.5 * GIB))
+
+
+def test_a_folder_that_no_run_has_used_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured_disks, "LEAST_BYTES", 2**25)
+    monkeypatch.setattr(measured_disks, "TRIAL_BYTES", 5 * 2**23)
+    folders = [str(tmp_path / "a" / "deep"), str(tmp_path)]
+    try_disks(folders)
+    found, shares = known_disks(folders)
+    assert found is not None
+    assert found.is_burst
+    assert sum(shares) == pytest.approx(1)
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+    monkeypatch.setattr(measured_disks, "StateFiles", None)
+    try_disks(folders)
+    try_disks([])
+    assert known_disks(folders) == (found, shares)
+
+
+def test_a_folder_that_cannot_be_used_stays_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured_disks, "TRIAL_BYTES", 2**23)
+    try_disks(["/proc/none"])
+    assert known_disks(["/proc/none"]) == (None, ())
+
+
 def test_a_broken_file_is_told_and_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = measured_disks._file()
     path.parent.mkdir(parents=True)
@@ -131,7 +164,7 @@ def test_the_next_plan_uses_them_unless_a_rate_is_given() -> None:
     options["durable_steps"] = DurableSteps.OFF
     shape = find_published_shape("7b")
     found = solve(request_of(shape, machine, **options), layer=estimated_layer, is_preliminary=True)
-    text = "reads them in 4.81 s and writes them in 16.85 s as an earlier run measured, in a burst"
+    text = "reads them in 4.81 s and writes them in 16.85 s as measured here, in a burst"
     assert text in describe_disks(found)
     given = profile_for(request_of(shape, machine, **options, disk_rate="1,0.5"), None)
     assert given is not None
