@@ -11,13 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from harness.local_transport import LocalTransport, run_rank_threads
+from harness.local_transport import LocalTransport, run_rank_threads, together
 from harness.plan_requests import find_published_shape, request_of
 
 from mobius.config.config import Dtype, DurableSteps
+from mobius.distributed.rendezvous import Rendezvous
 from mobius.distributed.transport import SingleRankTransport
 from mobius.hardware.disk_traffic import BusySpan, Traffic
-from mobius.planner import measured_disks
+from mobius.planner import measured_disks, run_setup
 from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.measured_disks import keep_rates, known_disks, try_disks
 from mobius.planner.memory_estimates import estimated_layer
@@ -172,3 +173,22 @@ def test_the_next_plan_uses_them_unless_a_rate_is_given() -> None:
     shared = profile_for(request_of(shape, replace(machine, num_replicas=2), **options), None)
     assert shared is not None
     assert shared.disks == DiskRates(7e9, 2e9, is_burst=True)
+
+
+def test_ranks_plan_with_what_the_slowest_nodes_disks_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second node's were never tried to the end: nothing is known of the run's disks then."""
+    known = {1: DiskRates(2e9, 1e9, at_once=2.5e9), 2: DiskRates(3e9, 0.5e9, is_burst=True), 3: None}
+
+    def machine_of(rank: int, met: Rendezvous) -> Machine:
+        return run_setup._with_disks(Machine(1), ["/a"], met)
+
+    for node, expected in (
+        (2, DiskRates(2e9, 0.5e9, is_burst=True, at_once=2.5e9)),
+        (3, None),
+    ):
+        both = iter([(known[1], (1.0,)), (known[node], (1.0,))])
+        monkeypatch.setattr(run_setup, "known_disks", lambda _, both=both: next(both))
+        for machine in together(machine_of, num_ranks=2):
+            assert isinstance(machine, Machine)
+            assert machine.disks == expected
+            assert machine.disk_shares == (1.0,)
