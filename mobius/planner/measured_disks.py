@@ -26,6 +26,7 @@ from mobius.hardware.disk_traffic import NO_SPAN, BusySpan, Moved, Traffic, move
 from mobius.planner.profile import DiskRates
 from mobius.ranks import Ranks, cache_folder
 from mobius.regular_files import read_json, typed_value
+from mobius.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,9 @@ def try_disks(folders: Sequence[str]) -> None:
     if not folders or known_disks(folders)[0] is not None:
         return
     size = TRIAL_BYTES * len(folders)
+    logger.info(
+        "the rates of %s are not known: %s are written and read there", ", ".join(folders), format_bytes(2 * size)
+    )
     buffer, paths = map_zeros(size, uint8), [nearest_folder(Path(_name(each))) for each in folders]
     buffer.view(-1, CHUNK_BYTES).copy_(frombuffer(bytearray(os.urandom(CHUNK_BYTES)), dtype=uint8))  # not compressible
     try:

@@ -188,7 +188,7 @@ def draft_run_setup(
         own = machine.host_bytes if limit is None else int(limit * GIB) // pipelines_per_host
         machine = replace(machine, agreed_host_bytes=smallest_of_all(met, own))
     folders = split_names(config.pipeline.offload_states_to)
-    if device.type == "cuda" and not ranks.local_rank:  # a CPU's steps are not predicted
+    if device.type == "cuda" and not ranks.local_rank and config.planning.disk_rate is None:
         try_disks(folders)
     machine = _with_disks(machine, folders, met)
     parts = ModelParts.of(config, model_config, device, compiled=compiles(config, machine))
