@@ -218,8 +218,8 @@ def test_a_run_saves_and_ends_with_its_caller(tmp_path: Path, sent: signal.Signa
     assert caller.stdout.readline() == "ready\n"
     caller.send_signal(sent)
     assert "KeyboardInterrupt" in caller.communicate()[1] or sent is signal.SIGKILL
-    deadline = time.monotonic() + 30
-    while not (end := tmp_path / "child.py.end").is_file() and time.monotonic() < deadline:
+    end, deadline = tmp_path / "child.py.end", time.monotonic() + 30
+    while not (end.is_file() and end.read_text()) and time.monotonic() < deadline:  # it is empty when it is made
         time.sleep(0.01)
     assert end.read_text() == received
 
