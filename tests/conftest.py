@@ -21,10 +21,13 @@ pytest_plugins = ["harness.workers"]
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does not ask for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as `extended` the cases of each grid beyond those that cover it; these are the same in every run."""
+    """Mark as `extended` the cases of each grid beyond those that cover it; these are the same in every run.
+
+    Cases that run on demand in any case do not count.
+    """
     cases = [item for item in items if isinstance(item, pytest.Function) and item.get_closest_marker("grid")]
     for _, same in groupby(cases, key=lambda case: (case.parent, case.originalname)):
-        grid = list(same)
+        grid = [case for case in same if case.get_closest_marker("extended") is None]
         marker = grid[0].get_closest_marker("grid")
         strength = 1 if marker is None else marker.kwargs.get("strength", 1)
         chosen = covering([case.callspec.params for case in grid], strength=strength)

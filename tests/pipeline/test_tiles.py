@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from harness.block_case import FAMILIES_OF_LAYERS
 from harness.packed_rows import LENGTH, ROWS, assert_no_leaks, documents_alone, make_packed_batch
-from harness.pipelines import FAMILIES, Pipeline, assert_near, make_batch, make_model, plain_step
+from harness.pipelines import Pipeline, assert_near, make_batch, make_model, plain_step
 
 TILES = (5, 8)
 """Tokens of a tile. Microbatches of one and two rows of 12 are cut within rows and across them."""
@@ -13,7 +14,7 @@ NEAR = {"loss": 1e-6, "gradients": 1e-6}
 
 @pytest.mark.grid
 @pytest.mark.parametrize(("num_ranks", "num_slots"), [(1, None), (2, 1)])
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", FAMILIES_OF_LAYERS)
 def test_a_step_in_tiles_gives_the_loss_and_gradients_of_the_plain_model(
     family: str, num_ranks: int, num_slots: int | None
 ) -> None:
@@ -31,7 +32,7 @@ def test_stages_that_save_everything_next_to_tiled_ones_give_the_plain_models_gr
 
 @pytest.mark.grid
 @pytest.mark.parametrize("tile_tokens", TILES)
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", FAMILIES_OF_LAYERS)
 def test_packed_rows_in_tiles_give_what_each_document_gives_alone(family: str, tile_tokens: int) -> None:
     model, batch = make_model(family, 6), make_packed_batch(ROWS, LENGTH, 2)
     pipeline = Pipeline(model, 2, 1, 2, 2, tile_tokens=tile_tokens)
