@@ -27,8 +27,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     cases = [item for item in items if isinstance(item, pytest.Function) and item.get_closest_marker("grid")]
     for _, same in groupby(cases, key=lambda case: (case.parent, case.originalname)):
-        grid = [case for case in same if case.get_closest_marker("extended") is None]
-        marker = grid[0].get_closest_marker("grid")
+        whole = list(same)
+        grid = [case for case in whole if case.get_closest_marker("extended") is None]
+        marker = whole[0].get_closest_marker("grid")
         strength = 1 if marker is None else marker.kwargs.get("strength", 1)
         chosen = covering([case.callspec.params for case in grid], strength=strength)
         for number, case in enumerate(grid):

@@ -80,7 +80,7 @@ def moved_by_kind(reads: Iterable[BusySpan], writes: Iterable[BusySpan], since: 
     moved, running, rates, before = np.zeros((3, 3)), [0, 0], np.zeros(2), 0.0
     for now, way, number, rate in sorted(changes):
         if any(running):
-            row = 2 if all(running) else running.index(max(running))
+            row = 2 if all(running) else 0 if running[0] else 1
             moved[row] += (now - before) * np.array([*rates, 1.0])
         running[way] += number
         rates[way] += rate

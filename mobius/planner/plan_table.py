@@ -163,8 +163,8 @@ def describe_disks(result: PlanResult) -> str:
         source += ", in a burst that caches of drives may have taken: they may be slower" * disks.is_burst
     read, written = host.disk_reads / disks.read, host.disk_writes / disks.write
     seconds = f"a step reads them in {read:.2f} s and writes them in {written:.2f} s"
-    if disks.at_once is not None:
-        seconds += f", both in at least {(host.disk_reads + host.disk_writes) / disks.at_once:.2f} s"
+    if disks.total < disks.read + disks.write:
+        seconds += f", both in at least {(host.disk_reads + host.disk_writes) / disks.total:.2f} s"
     seconds += source
     return f"{use.describe()}; {seconds}"
 

@@ -147,8 +147,9 @@ def log_disk_rates(session: Session, since: float) -> None:
     traffic = ((), ()) if files is None else (files.reads, files.writes)
     for mount, rates in keep_rates(folders, traffic, since=since, ranks=ranks, all_ranks=session.all_ranks).items():
         kind = "in a burst that its cache may have taken" if rates.is_burst else "sustained"
-        numbers = [f"{rate / GIGA:.3g}" for rate in (rates.read, rates.write, rates.total)]
-        text = "{}: {} GB/s read, {} written, {} at once, {}; later plans use it".format(mount, *numbers, kind)
+        both = "" if rates.at_once is None else f", {rates.at_once / GIGA:.3g} both at once"
+        text = f"{mount}: {rates.read / GIGA:.3g} GB/s read, {rates.write / GIGA:.3g} written{both}, {kind}"
+        text += "; later plans use it"
         logger.info("%s", table_row("disks", text))
 
 
