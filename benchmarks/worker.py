@@ -282,7 +282,9 @@ def facts_of(run_setup: RunSetup) -> PlanFacts:
             "copies_beside_updates": profile.copies_beside_cpu_adamw,
             "copies_each_way": profile.copies.host_to_device_duplex,
         },
-        None if profile is None else dataclasses.asdict(profile.launch_overhead),
+        None
+        if profile is None
+        else {**dataclasses.asdict(profile.launch_overhead), "times_beside_updates": profile.launch_beside_updates},
     )
 
 

@@ -47,6 +47,9 @@ LAUNCH = LayerSeconds(0.30e-3, 0.74e-3, 0.93e-3)
 """Seconds of Python and launches for a compiled layer on an idle host; up to twice that a minute later."""
 ACTION_LAUNCH = 0.35e-3
 """Seconds of the host for messages, slots and events of an action: 0.2 ms (forward) to 0.4 (backward) in runs."""
+LAUNCH_BESIDE_UPDATES = 1.25
+"""Seconds of both while other cores update streamed stages, over those on an idle host: 2.2 to 2.6 ms in runs on H200s
+for 2.0 alone; two to three times as long was measured on hosts of four H100s."""
 STEP_OVERHEAD = 0.003
 """Seconds between two steps, in which the host waits for the last backward and reads norms and memory. A guess."""
 
@@ -292,6 +295,7 @@ def estimate_profile(
         step_overhead=STEP_OVERHEAD,
         launch_overhead=LAUNCH,
         action_launch=ACTION_LAUNCH,
+        launch_beside_updates=LAUNCH_BESIDE_UPDATES,
         attention_length=length,
         attention=layers.attention(microbatch_tokens, length),
     )

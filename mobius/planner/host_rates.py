@@ -6,7 +6,11 @@ parameters per second and rank (docs/decisions/0013-host-memory.md), so a run me
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -150,12 +154,8 @@ def measure_cpu_optimizer(
 
     `each_way` is the rate of `copies` in both directions without updates; on a CPU updates do not change it.
     """
-    reduced = {"weight"} if reduced_format else ()
-    layout = StageLayout.of({"weight": (CPU_PARAMETERS, 1)}, reduced=reduced, reduced_format=reduced_format)
-    state = HostArena({0: layout}, dtype=dtype, register=False).states[0]
-    state.gradients.fill_(1e-3)
-    adamw = FlatAdamW(SETTINGS, kernel)
-    update = partial(update_once, adamw, state)
+    state = _make_state(dtype, reduced_format)
+    update = partial(update_once, FlatAdamW(SETTINGS, kernel), state)
     alone, together = timer.seconds_alone(update), timer.seconds(update)
     during_copies, copy_rate = together, each_way
     if timer.device.type == "cuda":
@@ -164,9 +164,9 @@ def measure_cpu_optimizer(
         during_copies, copy_rate = measure_during_copies(
             timer, update, copies, int(long * each_way / copies.num_bytes) + 1
         )
-    moved = round((2 * sum(tensor.nbytes for tensor in state.tensors) - state.gradients.nbytes) / layout.num_elements)
+    moved = round((2 * sum(tensor.nbytes for tensor in state.tensors) - state.gradients.nbytes) / CPU_PARAMETERS)
     rate_alone, rate_together, rate_beside_copies = (
-        UPDATES_WITHIN_STEP * (layout.num_elements / seconds) for seconds in (alone, together, during_copies)
+        UPDATES_WITHIN_STEP * (CPU_PARAMETERS / seconds) for seconds in (alone, together, during_copies)
     )
     return rate_alone, HostRates(
         copies_each_way=each_way,
@@ -194,6 +194,35 @@ def measure_during_copies(timer: CollectiveTimer, update: Work, copies: Copies, 
     num_done = sum(end.is_completed() for end in ends) - num_before
     timer.synchronize()
     return timer.mean(seconds / repeats), timer.mean(copies.num_bytes * max(num_done, 1) / 2 / seconds)
+
+
+@contextlib.contextmanager
+def updates_meanwhile(dtype: torch.dtype, kernel: CPUAdamW | None, *, reduced_format: str = "") -> Iterator[None]:
+    """Update in another thread until the block ends, as a run's optimizer does."""
+    update = partial(update_once, FlatAdamW(SETTINGS, kernel), _make_state(dtype, reduced_format))
+    update()  # its memory is there
+    ends = threading.Event()
+
+    def repeat() -> None:
+        while not ends.is_set():
+            update()
+
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="optimizer") as thread:
+        repeated = thread.submit(repeat)
+        try:
+            yield
+        finally:
+            ends.set()
+            repeated.result()
+
+
+def _make_state(dtype: torch.dtype, reduced_format: str) -> StageState:
+    """Return a stage's state on the host, with gradients."""
+    reduced = {"weight"} if reduced_format else ()
+    layout = StageLayout.of({"weight": (CPU_PARAMETERS, 1)}, reduced=reduced, reduced_format=reduced_format)
+    state = HostArena({0: layout}, dtype=dtype, register=False).states[0]
+    state.gradients.fill_(1e-3)
+    return state
 
 
 def update_once(adamw: FlatAdamW, state: StageState) -> None:

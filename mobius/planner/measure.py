@@ -6,8 +6,9 @@ profile. The run reuses the layers that were compiled here.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -21,7 +22,14 @@ from mobius.engine.stage_state import StageState
 from mobius.models.blocks import ModelParts
 from mobius.models.layout import StageLayout
 from mobius.planner.gpu_specs import STEP_OVERHEAD, SUSTAINED_SHARE, action_launch
-from mobius.planner.host_rates import SETTINGS, Copies, measure_copies, measure_cpu_optimizer, update_once
+from mobius.planner.host_rates import (
+    SETTINGS,
+    Copies,
+    measure_copies,
+    measure_cpu_optimizer,
+    update_once,
+    updates_meanwhile,
+)
 from mobius.planner.layer_bench import LayerBench, MicrobatchShape, layer_seconds, make_weights_and_sums, slice_seconds
 from mobius.planner.profile import LayerSeconds, MessageRates, Profile, Source
 from mobius.planner.timer import CollectiveTimer, Work
@@ -57,7 +65,7 @@ def measure_profile(
         layers, (attention, *_) = [layer for layer, _ in both], [own for _, own in both]
     else:
         layers = [layer_seconds(bench, timer.seconds) for bench in benches]
-    launch_overhead = measure_launches(timer, parts, shape)
+    launches = measure_launches(timer, parts, shape, kernel)
     embedding_forward, embedding_backward, loss = _measure_ends(timer, parts, shape)
     with Copies(device) as memory:
         copies = measure_copies(timer, memory)
@@ -85,8 +93,7 @@ def measure_profile(
         gpu_adamw=_measure_gpu_optimizer(timer, shape.dtype),
         gpu_bandwidth=_measure_gpu_memory(timer, memory.num_bytes),
         step_overhead=STEP_OVERHEAD + 2 * timer.seconds(transport.barrier),
-        launch_overhead=launch_overhead,
-        action_launch=action_launch(launch_overhead),
+        **launches.profile_fields(),
         **rates.profile_fields(),
     )
     timer.forget()
@@ -96,8 +103,29 @@ def measure_profile(
     return profile
 
 
-def measure_launches(timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShape) -> LayerSeconds:
-    """Measure the host's seconds to enqueue the first layer; 0 on a CPU. Collective.
+@dataclass(frozen=True)
+class Launches:
+    """What the host takes to enqueue work."""
+
+    layer: LayerSeconds
+    """Seconds for a layer, the other cores idle."""
+    beside_updates: float = 1.0
+    """So many times as long while they update, on the rank where that slows most."""
+
+    def profile_fields(self) -> dict[str, Any]:
+        """Return the fields of a profile by name."""
+        layer = self.layer
+        return {
+            "launch_overhead": layer,
+            "action_launch": action_launch(layer),
+            "launch_beside_updates": self.beside_updates,
+        }
+
+
+def measure_launches(
+    timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShape, kernel: CPUAdamW | None
+) -> Launches:
+    """Measure how long the host takes to enqueue the first layer, alone and beside updates; 0 on a CPU. Collective.
 
     Compiles the layer if that is not done yet.
     """
@@ -106,7 +134,14 @@ def measure_launches(timer: CollectiveTimer, parts: ModelParts, shape: Microbatc
         work()  # compiles its kernels
         return timer.launch_seconds(work)
 
-    return layer_seconds(LayerBench(parts, 0, shape, timer.device), seconds)
+    bench = LayerBench(parts, 0, shape, timer.device)
+    alone = layer_seconds(bench, seconds)
+    if timer.device.type != "cuda":
+        return Launches(alone)
+    run = bench.on_rows()
+    with updates_meanwhile(shape.dtype, kernel, reduced_format=shape.reduced_format):
+        beside = timer.slowest_launch(run.backward)
+    return Launches(alone, max(1.0, beside / alone.recomputed_backward))
 
 
 def measure_product_rate(timer: CollectiveTimer, dtype: torch.dtype) -> float:

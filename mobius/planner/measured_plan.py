@@ -28,7 +28,7 @@ from mobius.distributed.transport import Transport, all_have_same
 from mobius.engine.adamw_cpu import CPUAdamW, load_adamw_cpu
 from mobius.errors import CheckpointError, PlanError, reason_of
 from mobius.hardware.devices import num_optimizer_threads
-from mobius.planner.gpu_specs import GIGA, action_launch
+from mobius.planner.gpu_specs import GIGA
 from mobius.planner.host_rates import measure_host_rates, with_host_rates
 from mobius.planner.layer_bench import MicrobatchShape
 from mobius.planner.measure import measure_launches, measure_profile
@@ -133,19 +133,20 @@ def _kernel(run_setup: RunSetup) -> CPUAdamW | None:
 
 
 def _with_host(profile: Profile, run_setup: RunSetup, transport: Transport) -> Profile:
-    """Return `profile` with the host's present rates: copies, updates, and seconds to enqueue a layer."""
+    """Return `profile` with the host's present rates: copies, updates, and launches alone and beside updates."""
     start, device = time.perf_counter(), run_setup.rank_context.device
     shape = MicrobatchShape.of(run_setup.result.request)
-    launches = measure_launches(CollectiveTimer(device, transport), run_setup.parts, shape)
+    kernel = _kernel(run_setup)
+    launches = measure_launches(CollectiveTimer(device, transport), run_setup.parts, shape, kernel)
     rates = measure_host_rates(
         shape.dtype,
         device=device,
         transport=transport,
-        kernel=_kernel(run_setup),
+        kernel=kernel,
         reduced_format=shape.reduced_format,
     )
     logger.debug("host measured in %.1f s: %s, to enqueue a layer %s", time.perf_counter() - start, rates, launches)
-    return replace(with_host_rates(profile, rates), launch_overhead=launches, action_launch=action_launch(launches))
+    return replace(with_host_rates(profile, rates), **launches.profile_fields())
 
 
 def _with_link(profile: Profile, run_setup: RunSetup, transport: Transport) -> Profile:

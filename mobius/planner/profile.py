@@ -14,7 +14,7 @@ from mobius.config.options import COUNT, POSITIVE, Bounds
 from mobius.regular_files import typed_object
 from mobius.schedule.partition import ModelShape
 
-FORMAT = 8
+FORMAT = 9
 """Incremented when a field changes its meaning, so that older files are not used."""
 ADAPTER_FORWARD, ADAPTER_BACKWARD = 2.5, 3.5
 """Passes of adapters over the inputs and outputs of their linear layers. Forward reads inputs, writes its result,
@@ -169,6 +169,8 @@ class Profile:
     """Seconds of the host to enqueue a layer: small microbatches are computed faster than that."""
     action_launch: Seconds = 0.0
     """Seconds of the host for everything else that an action needs: events, messages, slots."""
+    launch_beside_updates: Annotated[float, Bounds(minimum=1, ceiling=math.inf)] = 1.0
+    """Both take so many times as long while the host's other cores update streamed stages."""
     attention_length: Annotated[float, POSITIVE] | None = None
     """Tokens of the sequence that layers attended in; for packed rows the mean over tokens. None: as in rows."""
     attention: LayerSeconds = LayerSeconds(0.0, 0.0, 0.0)

@@ -14,9 +14,6 @@ from mobius.schedule.plan import Plan
 
 ACTION_GAP = 40e-6
 """Seconds of a GPU between two actions: events and other streams are waited for (0.02 to 0.08 ms in traces)."""
-LAUNCH_BESIDE_UPDATES = 1.25
-"""The host's seconds for a backward while its other cores update streamed stages, over those on an idle host: 2.2 to
-2.6 ms in runs for 2.0 alone."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +112,7 @@ class StepRules:
 
 def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageCost, ...]:
     """The cost of every stage: a profile's seconds added up over its layers; last that of a head that ranks share."""
-    streams, offloads = len(plan.resident) < plan.num_stages, plan.num_offloaded_microbatches > 0
-    known = _known_costs(shape, profile, plan.num_slices > 1, plan.spreads_head, streams, offloads)
+    known = _known_costs(shape, profile, plan.num_slices > 1, plan.spreads_head, plan.num_offloaded_microbatches > 0)
     saved, resident = (plan.saved_activation_stages, plan.saved_product_stages), plan.resident
     sets, costs = (*saved, resident, plan.saved_attention_stages, plan.offloaded_activation_stages), list[StageCost]()
     for cut in plan.cuts:
@@ -163,8 +159,6 @@ def _stage_cost(cut: StageCut, plan: Plan, shape: ModelShape, profile: Profile) 
     launch_back = launch_overhead.backward if keeps else launch_overhead.recomputed_backward
     forward_launch = launch_overhead.forward * len(cut.layers) + profile.action_launch
     backward_launch = launch_back * len(back) + profile.action_launch
-    if len(plan.resident) < plan.num_stages:
-        backward_launch *= LAUNCH_BESIDE_UPDATES
     with_products = None
     if plan.num_offloaded_microbatches and cut.stage in plan.offloaded_activation_stages:
         spared_launch = (launch_overhead.recomputed_backward - launch_overhead.backward) * len(back)

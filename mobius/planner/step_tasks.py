@@ -99,6 +99,8 @@ class _RankTasks:
     """The copy that compute waits for before it goes on."""
     enqueued: float = 0.0
     """Seconds of the host since the step began."""
+    updating: float = 0.0
+    """Seconds that the host's other cores take for the updates asked for, less what it has enqueued since."""
     computed: float = 0.0
     """The least seconds of the GPU since then."""
     last_of_stage: dict[int, Task] = field(default_factory=dict)
@@ -257,6 +259,9 @@ class StepTasks:
             needs.append(state.begin)
         for tasks in waits:
             needs += tasks
+        if state.updating > 0:
+            launch *= self.profile.launch_beside_updates
+            state.updating -= launch
         state.enqueued += launch
         # Where the GPU has had more to do than the host so far, it does not wait for it.
         if state.enqueued > state.computed:
@@ -397,6 +402,7 @@ class StepTasks:
     def _finish(self, end: Task) -> None:
         """Update what is left once the step has ended, in forward order; then the next step may begin."""
         for rank, state in enumerate(self.ranks):
+            state.updating = max(0.0, state.updating - max(0.0, state.computed - state.enqueued))
             state.begin, state.enqueued, state.computed = end, 0.0, 0.0
             for stage in self.schedule.spec.local_stages(rank):
                 if self.costs[stage].updates_on_gpu:
@@ -427,6 +433,8 @@ class StepTasks:
             needs = [*needs, self._read_states(rank, stage)]
         if self._is_shared and left:
             self.ranks[rank].updated.add(stage)
+        if self.rules.overlaps_optimizer:
+            self.ranks[rank].updating += left / self.profile.cpu_adamw_together
         while left > 0:
             piece = min(left, UPDATE_CHUNK_ELEMENTS)
             flow = self.flows.update(piece)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from mobius.distributed.transport import Transport
+from mobius.distributed.transport import Transport, all_gather_numbers
 
 Work = Callable[[], object]
 PART_SECONDS = 0.4
@@ -57,6 +57,17 @@ class CollectiveTimer:
             times.append((time.perf_counter() - start) / MIN_REPEATS)
         self.synchronize()
         return self.mean(min(times))
+
+    def slowest_launch(self, work: Work) -> float:
+        """Return the host's mean seconds to enqueue `work` on an idle device, on the rank where that takes longest."""
+        repeats, own = self.warm_up(work), 0.0
+        for _ in range(repeats):
+            self.synchronize()
+            start = time.perf_counter()
+            work()
+            own += time.perf_counter() - start
+        self.synchronize()
+        return float(all_gather_numbers(self.transport.all_ranks, [own / repeats]).max())
 
     def seconds_alone(self, work: Work) -> float:
         """Return the seconds of `work` while the other ranks wait, averaged over the ranks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from dataclasses import replace
@@ -25,8 +26,10 @@ from mobius.planner.host_rates import (
     measure_cpu_optimizer,
     measure_during_copies,
     measure_host_rates,
+    updates_meanwhile,
     with_host_rates,
 )
+from mobius.planner.measure import Launches
 from mobius.planner.measured_plan import Measurements, plan_by_measurement
 from mobius.planner.profile import LayerSeconds, Profile, Source
 from mobius.planner.run_setup import RunSetup
@@ -140,6 +143,37 @@ def test_copies_count_from_the_start_of_the_updates_to_their_end() -> None:
     assert num_updates >= MIN_REPEATS
 
 
+def test_updates_end_with_the_block_and_fail_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_rates, "CPU_PARAMETERS", 2**10)
+    number = itertools.count()
+    monkeypatch.setattr(host_rates, "update_once", lambda *_: next(number))
+    with updates_meanwhile(torch.bfloat16, None):
+        before = next(number)
+        while next(number) < before + 5:
+            time.sleep(1e-4)
+    after = next(number)
+    time.sleep(0.01)
+    assert next(number) == after + 1
+
+    def fail(*_: object) -> None:
+        if next(number) > after + 3:
+            raise MemoryError
+
+    monkeypatch.setattr(host_rates, "update_once", fail)
+    with pytest.raises(MemoryError), updates_meanwhile(torch.bfloat16, None):
+        pass
+
+
+def test_the_slowest_rank_tells_what_launches_take() -> None:
+    def measure_rank(transport: LocalTransport) -> float:
+        timer = CollectiveTimer(torch.device("cpu"), transport, part_seconds=0.01)
+        return timer.slowest_launch(lambda: time.sleep(0.02 if transport.rank else 0.0))
+
+    first, second = run_rank_threads(2, measure_rank)
+    assert first == second
+    assert first >= 0.02
+
+
 def blueprint_of(*arguments: str) -> RunSetup:
     words = ["--model_path", "model", "--device", "cpu", "--fp32", "--batch_size", "4", "--seq_length", "16"]
     config = parse_args([*words, "--num_stages", "4", *arguments], num_ranks=1)
@@ -179,16 +213,23 @@ def test_a_run_is_planned_again_by_what_was_measured(
 
     monkeypatch.setattr(measured_plan, "replan", replan)
     monkeypatch.setattr(measured_plan, "measure_host_rates", lambda *_, **__: SLOW)
-    launch_overhead = LayerSeconds(2 * LAUNCH.forward, 3e-3, 2 * LAUNCH.recomputed_backward)
-    monkeypatch.setattr(measured_plan, "measure_launches", lambda *_: launch_overhead)
+    launches = Launches(LayerSeconds(2 * LAUNCH.forward, 3e-3, 2 * LAUNCH.recomputed_backward), 2.5)
+    monkeypatch.setattr(measured_plan, "measure_launches", lambda *_: launches)
     with caplog.at_level(logging.DEBUG):
         planned = plan_by_measurement(known, SingleRankTransport())
     with_rates = with_host_rates(estimate(1), SLOW)
     assert (
         seen
         == [planned.result.profile]
-        == [replace(with_rates, launch_overhead=launch_overhead, action_launch=2 * ACTION_LAUNCH)]
+        == [
+            replace(
+                with_rates,
+                launch_overhead=launches.layer,
+                action_launch=2 * ACTION_LAUNCH,
+                launch_beside_updates=2.5,
+            )
+        ]
     )
-    assert f"{SLOW}, to enqueue a layer {launch_overhead}" in caplog.text
+    assert f"{SLOW}, to enqueue a layer {launches}" in caplog.text
     assert plan_by_measurement(unknown, SingleRankTransport()) is unknown
     assert len(seen) == 1

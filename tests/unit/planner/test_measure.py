@@ -25,7 +25,7 @@ from mobius.models import router_loss
 from mobius.models.attention import DocumentAttention
 from mobius.models.blocks import LayerArguments, ModelParts
 from mobius.planner import host_rates, measure, timer
-from mobius.planner.gpu_specs import ACTION_LAUNCH, SUSTAINED_SHARE, action_launch
+from mobius.planner.gpu_specs import ACTION_LAUNCH, SUSTAINED_SHARE
 from mobius.planner.layer_bench import LayerBench, MicrobatchShape, layer_seconds, measure_layer_bytes, slice_seconds
 from mobius.planner.measure import measure_launches, measure_profile
 from mobius.planner.measured_plan import cached_profile, profile_path
@@ -296,9 +296,9 @@ def test_layers_in_tiles_are_never_kept_whole(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_host_that_waits_for_its_work_tells_nothing_of_launches() -> None:
-    launch = measure_launches(CollectiveTimer(CPU, SingleRankTransport()), parts_of("llama"), SHAPE)
-    assert launch == LayerSeconds(0.0, 0.0, 0.0)
-    assert action_launch(launch) == ACTION_LAUNCH
+    launches = measure_launches(CollectiveTimer(CPU, SingleRankTransport()), parts_of("llama"), SHAPE, None)
+    assert launches.layer == LayerSeconds(0.0, 0.0, 0.0)
+    assert launches.profile_fields()["action_launch"] == ACTION_LAUNCH
 
 
 def test_layers_and_loss_count_as_long_as_they_take_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

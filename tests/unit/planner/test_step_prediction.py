@@ -17,7 +17,7 @@ from mobius.planner.gpu_specs import GPU_SPECS, estimate_profile
 from mobius.planner.profile import LayerSeconds, MessageRates, Profile
 from mobius.planner.rates import estimated_profile
 from mobius.planner.request import Machine
-from mobius.planner.stage_costs import LAUNCH_BESIDE_UPDATES, StageCost, StepRules, stage_costs
+from mobius.planner.stage_costs import StageCost, StepRules, stage_costs
 from mobius.planner.step_prediction import (
     Resource,
     SimulatedSteps,
@@ -304,8 +304,21 @@ def test_a_stage_costs_the_host_its_layers_and_each_action(llama_7b: ModelShape)
     assert launches(3, resident=every, saved_activation_stages=frozenset()) == (2 * 1.0 + 0.5, 2 * 6.0 + 0.5)
     # The last stage's forward is in its backward.
     assert launches(15, resident=every, saved_activation_stages=every) == (0.0, 2 * 4.0 + 0.5 + 2 * 1.0 + 0.5)
-    # Where any stage is updated by the host, that slows what it launches in backward.
-    assert launches(3, resident=every - {7}, saved_activation_stages=every) == (2.5, 8.5 * LAUNCH_BESIDE_UPDATES)
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_updates_slow_what_the_host_enqueues_meanwhile(clips: bool) -> None:
+    """With clipping the next forward, without it the next backward."""
+    # The host takes 2 s for each of 16 microbatches, forward and backward; stage 1 is updated for 10 s.
+    costs = [StageCost(1, 1, 0, is_resident=True, forward_launch=2, backward_launch=2), StageCost(0, 1, 50)]
+
+    def seconds(slowdown: float) -> float:
+        profile = replace(plain_profile(1), launch_beside_updates=slowdown)
+        return predict(costs, microbatches=16, slots=1, clips=clips, profile=profile).step_seconds
+
+    assert seconds(1.0) == pytest.approx(16 * 2 * 2 + 1)
+    # Two begin within 10 s and take 6 s each in place of 2.
+    assert seconds(3.0) - seconds(1.0) == pytest.approx(2 * 4)
 
 
 def test_a_step_that_only_computes_is_limited_by_compute() -> None:
