@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,10 @@ class Command:
 
 
 def all_commands() -> list[Command]:
-    """Every command of every document, each text once; one that shows its output goes before one that does not."""
+    """Every command of every document, each text once, with the output that all of them show.
+
+    One that shows its output goes before one that does not.
+    """
     found: dict[str, Command] = {}
     for path in DOCUMENTS:
         for command in commands_of(path.read_text(encoding="utf-8"), str(path.relative_to(ROOT))):
@@ -71,6 +74,8 @@ def all_commands() -> list[Command]:
             known = found.get(words)
             if known is None or (command.shown and not known.shown) or (known.needs and not command.needs):
                 found[words] = command
+            elif command.shown:
+                found[words] = replace(known, shown=known.shown + command.shown)
     return list(found.values())
 
 
