@@ -105,7 +105,7 @@ def measure_profile(
 
 @dataclass(frozen=True)
 class Launches:
-    """What the host takes to enqueue work."""
+    """Seconds of the host to enqueue work."""
 
     layer: LayerSeconds
     """Seconds for a layer, the other cores idle."""
