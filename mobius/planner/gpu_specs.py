@@ -43,13 +43,14 @@ PACKED_COST = 1.016
 """Seconds of a layer over packed rows (variable-length attention) over those with as many operations in whole rows."""
 WITHIN = 4096
 """Tokens up to which a layer's shares give attention's seconds; attention's own rates give those of further tokens."""
-LAUNCH = LayerSeconds(0.30e-3, 0.74e-3, 0.93e-3)
-"""Seconds of Python and launches for a compiled layer on an idle host; up to twice that a minute later."""
-ACTION_LAUNCH = 0.35e-3
-"""Seconds of the host for messages, slots and events of an action: 0.2 ms (forward) to 0.4 (backward) in runs."""
-LAUNCH_BESIDE_UPDATES = 1.25
-"""Seconds of both while other cores update streamed stages, over those on an idle host: 2.2 to 2.6 ms in runs on H200s
-for 2.0 alone; two to three times as long was measured on hosts of four H100s."""
+LAUNCH = LayerSeconds(0.60e-3, 1.30e-3, 1.85e-3)
+"""Seconds of Python and launches for a compiled layer on an idle host of H100s (2026-11-27: 0.44 to 0.85, 0.95 to 1.85,
+1.29 to 2.56 ms, in bf16 and fp8 alike); on hosts of H200s half as long."""
+ACTION_LAUNCH = 0.70e-3
+"""Seconds of the host for messages, slots and events of an action; 0.2 ms (forward) to 0.4 (backward) on H200s."""
+LAUNCH_BESIDE_UPDATES = 2.0
+"""Seconds of both while other cores update streamed stages, over those on an idle host: 2 to 3 times as long on four
+H100s, 1.1 to 1.3 on H200s."""
 STEP_OVERHEAD = 0.003
 """Seconds between two steps, in which the host waits for the last backward and reads norms and memory. A guess."""
 

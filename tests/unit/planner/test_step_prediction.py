@@ -331,7 +331,8 @@ def test_a_step_that_only_computes_is_limited_by_compute() -> None:
     layers = 2 * 4 * (profile.layer_kinds[0].forward + profile.layer_kinds[0].backward)
     ends = 2 * (profile.embedding_forward + profile.embedding_backward + profile.loss)
     updates = shape.num_parameters * (1 / profile.gpu_adamw + 14 / profile.gpu_bandwidth)
-    assert found.step_seconds == pytest.approx(layers + ends + updates + profile.step_overhead, rel=0.01)
+    between = profile.step_overhead + profile.launch_overhead.forward + profile.action_launch
+    assert found.step_seconds == pytest.approx(layers + ends + updates + between, rel=0.01)
     assert found.bottleneck is Resource.COMPUTE
     assert found.gain == pytest.approx(1 / 11, abs=0.02)
     assert found.basis.startswith("estimated (1 x L20")
