@@ -109,7 +109,7 @@ ALL_CHECKPOINTS: Final = 0
 _NUMBER: Final = re.compile(r"\d{1,9}", re.ASCII)
 _STEPS: Final = re.compile(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", re.ASCII)
 _DEVICE: Final = re.compile(r"\d{1,4}|(GPU|MIG)-[\w/-]{1,80}", re.ASCII)
-_RATES: Final = re.compile(r"\d{1,4}(\.\d{1,4})?,\d{1,4}(\.\d{1,4})?", re.ASCII)
+_RATES: Final = re.compile(r"\d{1,4}(\.\d{1,4})?(,\d{1,4}(\.\d{1,4})?){1,2}", re.ASCII)
 _RATING: Final = re.compile(r"\d{1,9}(\.\d{1,4})?", re.ASCII)
 _SURELY_ALIKE: Final = 0.85
 """Minimum similarity of a misspelling: letters left out, doubled or swapped are above it, min and max below it."""
@@ -680,11 +680,11 @@ class PlanningConfig:
     node_link: float | None = option(None, POSITIVE, needs=(NODES,))
     """Bandwidth between nodes in GB/s per direction, for the plan of replicas; 100 Gbit/s are 12.5. Default: measured
     by a run on GPUs, 12.5 in estimates. No effect on one node."""
-    disk_rate: str | None = option(None, needs=(DISKS,), form=(_are_rates, "two numbers above 0, such as 7,2"))
-    """Sustained GB/s that each drive of offload_states_to reads and writes, such as 7,2, for the predicted seconds.
-    Consumer drives write far slower once their cache is full than their data sheets say. Default: what runs with
-    these folders reached; a first run on GPUs tries them with some GiB. Where nothing is known, as in a dry run, the
-    prediction leaves the disks out."""
+    disk_rate: str | None = option(None, needs=(DISKS,), form=(_are_rates, "two or three numbers above 0, such as 7,2"))
+    """Sustained GB/s that each drive of offload_states_to reads and writes, such as 7,2, and moves of both at once, if
+    that is less than their sum: 7,2,7.5. Consumer drives write far slower than data sheets say once their cache is
+    full. Default: what runs with these folders reached; a first run on GPUs tries them. Where nothing is known, as in a
+    dry run, predicted seconds leave the disks out."""
     disk_endurance: str | None = option(
         None, needs=(DISKS,), form=(_are_ratings, "numbers above 0 with commas between them, such as 1200 or 1200,600")
     )
@@ -700,12 +700,9 @@ class PlanningConfig:
     recomputation."""
 
     @property
-    def disk_rates(self) -> tuple[float, float] | None:
-        """`disk_rate` as GB/s read and written."""
-        if self.disk_rate is None:
-            return None
-        read, write = map(float, self.disk_rate.split(","))
-        return read, write
+    def disk_rates(self) -> tuple[float, ...]:
+        """`disk_rate` as GB/s read, written and, if it is given, of both at once; empty if it is not given."""
+        return tuple(map(float, self.disk_rate.split(","))) if self.disk_rate else ()
 
     @property
     def disk_ratings(self) -> tuple[float, ...]:

@@ -21,9 +21,9 @@ from mobius.planner.request import PlanRequest
 def profile_for(request: PlanRequest, measured: Profile | None) -> Profile | None:
     """Return the profile that a request is planned with, with the rates of its disks, if they are known."""
     profile, disks, given = _profile_for(request, measured), request.machine.disks, request.config.planning.disk_rates
-    if given is not None:
+    if given:
         number = len(split_names(request.config.pipeline.offload_states_to))
-        disks = DiskRates(*given).times(number * GIGA)
+        disks = DiskRates(given[0], given[1], at_once=next(iter(given[2:]), None)).times(number * GIGA)
     if profile is None or disks is None:
         return profile
     return replace(profile, disks=disks.times(1 / request.machine.replicas_per_node))

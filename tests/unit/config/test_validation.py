@@ -89,6 +89,8 @@ VAL --eval_steps 2.5                                         : eval_steps
 --val_size 10 --no_do_train --do_eval --resume_from_checkpoint c : no_do_train resume_from_checkpoint model_path
 --disk_rate 7 --offload_states_to d                          : disk_rate
 --disk_rate 7,0 --offload_states_to d                        : disk_rate
+--disk_rate 7,2,0 --offload_states_to d                      : disk_rate
+--disk_rate 7,2,7,7 --offload_states_to d                    : disk_rate
 --disk_rate 7,2                                              : disk_rate
 --disk_endurance 1200                                        : disk_endurance
 --disk_endurance 1200,0 --offload_states_to c,d              : disk_endurance

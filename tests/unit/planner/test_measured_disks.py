@@ -170,6 +170,9 @@ def test_the_next_plan_uses_them_unless_a_rate_is_given() -> None:
     given = profile_for(request_of(shape, machine, **options, disk_rate="1,0.5"), None)
     assert given is not None
     assert given.disks == DiskRates(2e9, 1e9)
+    given = profile_for(request_of(shape, machine, **options, disk_rate="1,0.5,1.25"), None)
+    assert given is not None
+    assert given.disks == DiskRates(2e9, 1e9, at_once=2.5e9)
     shared = profile_for(request_of(shape, replace(machine, num_replicas=2), **options), None)
     assert shared is not None
     assert shared.disks == DiskRates(7e9, 2e9, is_burst=True)
