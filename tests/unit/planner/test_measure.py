@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -27,7 +28,7 @@ from mobius.models.blocks import LayerArguments, ModelParts
 from mobius.planner import host_rates, measure, timer
 from mobius.planner.gpu_specs import ACTION_LAUNCH, SUSTAINED_SHARE
 from mobius.planner.layer_bench import LayerBench, MicrobatchShape, layer_seconds, measure_layer_bytes, slice_seconds
-from mobius.planner.measure import measure_launches, measure_profile
+from mobius.planner.measure import Launches, measure_launches, measure_profile
 from mobius.planner.measured_plan import cached_profile, profile_path
 from mobius.planner.profile import LayerSeconds, Profile, Source
 from mobius.planner.timer import CollectiveTimer
@@ -299,6 +300,28 @@ def test_a_host_that_waits_for_its_work_tells_nothing_of_launches() -> None:
     launches = measure_launches(CollectiveTimer(CPU, SingleRankTransport()), parts_of("llama"), SHAPE, None)
     assert launches.layer == LayerSeconds(0.0, 0.0, 0.0)
     assert launches.profile_fields()["action_launch"] == ACTION_LAUNCH
+
+
+def test_launches_are_measured_alone_and_beside_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {*threading.enumerate()}
+
+    def optimizers() -> list[threading.Thread]:
+        return [each for each in threading.enumerate() if each not in before and each.name.startswith("optimizer")]
+
+    def launch_seconds(*_: object) -> float:
+        assert not optimizers()
+        return 2.0
+
+    def slowest_launch(_: CollectiveTimer, work: Callable[[], object]) -> float:
+        assert len(optimizers()) == 1
+        work()
+        return 5.0
+
+    monkeypatch.setattr(CollectiveTimer, "launch_seconds", launch_seconds)
+    monkeypatch.setattr(CollectiveTimer, "slowest_launch", slowest_launch)
+    launches = measure_launches(CollectiveTimer(CPU, SingleRankTransport()), parts_of("llama"), SHAPE, None)
+    assert launches == Launches(LayerSeconds(2.0, 0.0, 2.0), 2.5)
+    assert not optimizers()
 
 
 def test_layers_and_loss_count_as_long_as_they_take_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
