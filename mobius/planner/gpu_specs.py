@@ -47,7 +47,8 @@ LAUNCH = LayerSeconds(0.60e-3, 1.30e-3, 1.85e-3)
 """Seconds of Python and launches for a compiled layer on an idle host of H100s (2026-11-27: 0.44 to 0.85, 0.95 to 1.85,
 1.29 to 2.56 ms, in bf16 and fp8 alike); on hosts of H200s half as long."""
 ACTION_LAUNCH = 0.70e-3
-"""Seconds of the host for messages, slots and events of an action; 0.2 ms (forward) to 0.4 (backward) on H200s."""
+"""Seconds of the host for messages, slots and events of an action: 0.35 ms on H200s (0.2 forward, 0.4 backward), taken
+for as much longer on hosts of H100s as a layer is; not measured there."""
 LAUNCH_BESIDE_UPDATES = 2.0
 """Seconds of both while other cores update streamed stages, over those on an idle host: 2 to 3 times as long on four
 H100s, 1.1 to 1.3 on H200s."""

@@ -114,10 +114,9 @@ class Launches:
 
     def profile_fields(self) -> dict[str, Any]:
         """Return the fields of a profile by name."""
-        layer = self.layer
         return {
-            "launch_overhead": layer,
-            "action_launch": action_launch(layer),
+            "launch_overhead": self.layer,
+            "action_launch": action_launch(self.layer),
             "launch_beside_updates": self.beside_updates,
         }
 

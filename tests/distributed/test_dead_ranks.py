@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -18,7 +17,6 @@ import pytest
 from harness.grids import named
 from harness.launched import Launched, family, is_alive, ranks_of
 from harness.runs import ROOT, command, environment, free_port, make_checkpoint, make_dataset
-from safetensors import safe_open
 from started_ranks import wait_until
 
 MINUTE = 60.0
@@ -133,21 +131,27 @@ def test_a_killed_rank_ends_all_within_a_minute_and_is_named(tmp_path: Path, pha
     assert not list(tmp_path.glob("out/*.safetensors"))
 
 
-def test_a_rank_that_is_killed_while_it_saves_leaves_no_part_of_a_model(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "model", num_layers=64)
-    make_dataset(tmp_path / "data.jsonl")
+def test_a_rank_that_is_killed_while_it_saves_leaves_no_model(tmp_path: Path) -> None:
     shared = shared_files()
-    with started(our_launcher(*f"{OPTIONS} --num_iterations 2".split()), tmp_path, is_forked=True) as process:
-        wait_for(is_saving, process, tmp_path)
-        output = kill_and_look(process, tmp_path, 1, shared)
+    for number in range(5):  # on a busy machine all may be saved before the rank is stopped
+        folder = tmp_path / str(number)
+        index = folder / "out" / "model.safetensors.index.json"
+        make_checkpoint(folder / "model", num_layers=64)
+        make_dataset(folder / "data.jsonl")
+        with started(our_launcher(*f"{OPTIONS} --num_iterations 2".split()), folder, is_forked=True) as process:
+            wait_for(is_saving, process, folder)
+            os.kill(ranks_of(process.pid)[1], signal.SIGSTOP)
+            time.sleep(0.2)  # the other rank ends what it can without this one
+            if index.exists():
+                continue
+            output = kill_and_look(process, folder, 1, shared)
+        break
+    else:
+        pytest.fail("a model was there each time")
 
     assert "rank 1 ended first, by SIGKILL" in output
-    assert not (tmp_path / "out" / "model.safetensors").exists()
-    index = tmp_path / "out" / "model.safetensors.index.json"
-    files = json.loads(index.read_text())["weight_map"] if index.exists() else {}  # on a busy machine all is saved
-    for name, file in files.items():
-        with safe_open(tmp_path / "out" / file, framework="pt") as saved:
-            assert name in {*saved.keys()}
+    assert not (folder / "out" / "model.safetensors").exists()
+    assert not index.exists()
 
 
 @pytest.mark.extended
