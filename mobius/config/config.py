@@ -368,7 +368,8 @@ class PipelineConfig:
     offload_states_to: str | None = option(None, needs=(TRAINING, NO_ADAPTERS, OFFLOADING))
     """Folders on local disks (NVMe), with commas between them, for the master weights and AdamW moments of streamed
     stages: they are read before a stage's update and written after it. Takes 4 bytes of CPU memory per parameter in
-    place of 14, and three stages. Results are bit-identical."""
+    place of 14, and three stages. Without durable_steps, those that fit host_memory_limit stay in memory. Results are
+    bit-identical."""
     gradients_on_disks: bool = option(False, needs=(DISKS, OVERLAPPING))
     """Keep gradients that wait for the norm of all stages (max_grad_norm) on these disks, too. Takes 2 bytes of CPU
     memory per parameter in place of 4; each step writes and reads 2 more. Results are bit-identical. No effect without

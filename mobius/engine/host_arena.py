@@ -64,14 +64,14 @@ class HostArena(PinnedMemory):
         gradient_dtype: torch.dtype | None = None,
         keeps_sums: bool = False,
         shards: Mapping[int, Shards] | None = None,
-        has_parts: bool = True,
         has_weights: bool = True,
         without_gradients: Collection[int] = (),
+        without_parts: Collection[int] = (),
     ) -> None:
         """Map zeroed memory for `layouts` (stage -> layout): weights in `dtype`, masters split if that is bf16.
 
-        Without `has_parts`, which are on disks, the states have only their shapes and places (`device="meta"`); so have
-        weights without `has_weights`, and the gradients of the stages `without_gradients`.
+        Stages `without_parts`, which are on disks, have only their shapes and places (`device="meta"`); so have weights
+        without `has_weights`, and the gradients of the stages `without_gradients`.
 
         `register` page-locks weights and gradients for asynchronous copies. `gradient_dtype` is fp32 or, by default,
         the weights' dtype. With `keeps_sums`, a stage's fp32 sums share memory with its finished gradients. For a stage
@@ -95,12 +95,11 @@ class HostArena(PinnedMemory):
                 if keeps_sums:
                     self.sums[stage] = gradients
                     gradients = gradients.view(leaving)[: num_owned(layout, own)]
-                state = StageState.with_buffers(
-                    layout, weights, gradients, map_zeros if has_parts else _without_memory, own
-                )
-                self.states[stage] = (
-                    state if has_parts else state.with_parts(_without_memory(state.part_bytes, torch.uint8))
-                )
+                zeros = _without_memory if stage in without_parts else map_zeros
+                state = StageState.with_buffers(layout, weights, gradients, zeros, own)
+                if stage in without_parts:
+                    state = state.with_parts(_without_memory(state.part_bytes, torch.uint8))
+                self.states[stage] = state
         except BaseException:
             self.close()
             raise

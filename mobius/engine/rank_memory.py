@@ -143,10 +143,11 @@ class _StageAllocator:
         """Return the host memory of `layouts`, slots for their weights, and buffers of states that are on disks."""
         sharding, places = {stage: self._sharding(layout) for stage, layout in layouts.items()}, self.updates.places
         shards = {stage: own.shards for stage, own in sharding.items() if own is not None}
+        on_disks = layouts.keys() - places.in_memory if places.folders else set[int]()
         # Stages whose gradients arrive in the buffers of states on disks; some then wait on the disks.
         arriving, waiting = set[int](), set[int]()
-        if places.folders and self.updates.has_thread and not keeps_sums:
-            trained = {stage for stage, layout in layouts.items() if layout.num_trained}
+        if self.updates.has_thread and not keeps_sums:
+            trained = {stage for stage in on_disks if layouts[stage].num_trained}
             if places.has_gradients:
                 tied = {stage for stage, layout in layouts.items() if not layout.offsets.keys().isdisjoint(self.tied)}
                 waiting = trained & {*self.deferred_updates} - tied
@@ -158,14 +159,14 @@ class _StageAllocator:
             gradient_dtype=self.gradient_dtype,
             keeps_sums=keeps_sums,
             shards=shards,
-            has_parts=not places.folders,
             has_weights=not places.has_weights,
             without_gradients=arriving,
+            without_parts=on_disks,
         )
         buffers, loads = None, None
-        if places.folders:
+        if on_disks:
             try:
-                buffers, loads = self._buffers_on_disks(arena, arriving, waiting)
+                buffers, loads = self._buffers_on_disks(arena, on_disks, arriving, waiting)
             except BaseException:
                 arena.close()
                 raise
@@ -179,15 +180,15 @@ class _StageAllocator:
         return arena, pool, buffers
 
     def _buffers_on_disks(
-        self, arena: HostArena, arriving: Collection[int], waiting: Collection[int]
+        self, arena: HostArena, stages: Collection[int], arriving: Collection[int], waiting: Collection[int]
     ) -> tuple[StateBuffers, WeightLoads | None]:
-        """Make the files of what `arena` has on disks, and the buffers that it passes through; the arena closes them.
+        """Make the files of `stages`, and the buffers that their states pass through; the arena closes them.
 
         Gradients of the stages that are `arriving` come in these buffers; some are `waiting` on the disks.
         """
-        places = self.updates.places
-        part_bytes = {stage: state.part_bytes for stage, state in arena.states.items()}
-        weight_bytes = {weights_key(stage): state.weights.nbytes for stage, state in arena.states.items()}
+        places, states = self.updates.places, {stage: arena.states[stage] for stage in sorted(stages)}
+        part_bytes = {stage: state.part_bytes for stage, state in states.items()}
+        weight_bytes = {weights_key(stage): state.weights.nbytes for stage, state in states.items()}
         gradient_bytes = {stage: arena.states[stage].gradients.nbytes for stage in arriving}
         waiting_bytes = {gradient_key(stage): gradient_bytes[stage] for stage in sorted(waiting)}
         on_disks = dict[Key, int](part_bytes.items())
@@ -245,7 +246,8 @@ class _StageAllocator:
             to_device=pool.sums_to_device,
             spans=self.spans,
         )
-        kind = HostStates if buffers is None else partial(DiskStates, buffers=buffers)
+        in_memory = self.updates.places.in_memory
+        kind = HostStates if buffers is None or stage in in_memory else partial(DiskStates, buffers=buffers)
         states = kind(
             stage,
             state,

@@ -76,6 +76,8 @@ class StatePlaces:
     """Whether weights are there, too."""
     num_buffers: int = NUM_STATE_BUFFERS
     """Stages whose states may be in host memory at once."""
+    in_memory: frozenset[int] = frozenset()
+    """Stages whose states are always in host memory."""
     slots: SlotPlace | None = None
     """Where versions of the states are kept, if they are."""
 

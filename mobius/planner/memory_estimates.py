@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache, lru_cache
 
@@ -125,7 +125,9 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
             streamed += frozen + trained * streams_trained
             has_sums = offloads_sums[stage % plan.num_ranks]
             own = trained * streams_trained, in_layers * streams_trained
-            if sizes.has_disks:
+            if stage in plan.states_in_memory:
+                streamed_bytes += sizes.optimizer(*own)
+            elif sizes.has_disks:
                 in_buffers[stage] = sizes.optimizer(*own)
                 weights[stage] = sizes.has_weights_on_disks * sizes.weight * parameters
                 if request.shares_gradient_memory(stage) and not has_sums:
@@ -150,14 +152,7 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
     attention *= request.attention_bytes
     offloaded_activations = inputs * request.message_bytes + attention
     offloaded_activations += products * max(0, request.product_bytes - request.message_bytes)
-    buffers = load_buffers = 0
-    for rank in range(plan.num_ranks):
-        own_stages = plan.streamed_stages(rank)
-        largest = [
-            max((each.get(stage, 0) for stage in own_stages), default=0) for each in (in_buffers, arriving, weights)
-        ]
-        buffers += min(sizes.num_state_buffers, len(own_stages)) * sum(largest)
-        load_buffers += num_load_buffers(sizes.num_state_buffers, len(own_stages)) * largest[-1]
+    buffers, load_buffers = _buffer_bytes(plan, in_buffers, arriving, weights, most=sizes.num_state_buffers)
     on_disks, copied = _disk_bytes(request, plan)
     return HostMemoryEstimate(
         plan.num_ranks,
@@ -174,12 +169,27 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
     )
 
 
+def _buffer_bytes(plan: Plan, *parts: Mapping[int, int], most: int) -> tuple[int, int]:
+    """Return the bytes of all ranks' buffers for states on disks, and for loads of the last of their `parts`, weights.
+
+    `parts` have the bytes of each stage; a rank has `most` buffers of its states, and no more than stages.
+    """
+    buffers = load_buffers = 0
+    for rank in range(plan.num_ranks):
+        own = [stage for stage in plan.streamed_stages(rank) if stage not in plan.states_in_memory]
+        largest = [max((each.get(stage, 0) for stage in own), default=0) for each in parts]
+        buffers += min(most, len(own)) * sum(largest)
+        load_buffers += num_load_buffers(most, len(own)) * largest[-1]
+    return buffers, load_buffers
+
+
 def _disk_bytes(request: PlanRequest, plan: Plan) -> tuple[tuple[int, int, int], int]:
     """Return the bytes on disks, read and written in a step, and those of copies in host memory that are written."""
     stored = read = written = copied = 0
     shape, sizes = request.shape, request.sizes
     for cut in plan.cuts if sizes.has_disks or sizes.keeps_steps else ():
-        is_streamed = cut.stage not in plan.resident and not shape.keeps_trained_on_gpu
+        is_elsewhere = shape.keeps_trained_on_gpu or cut.stage in plan.states_in_memory
+        is_streamed = cut.stage not in plan.resident and not is_elsewhere
         parameters, *own = shape.sizes_of(cut)
         frozen = parameters - own[0]
         stored += sizes.stored(*own, frozen=frozen, is_streamed=is_streamed)

@@ -149,6 +149,7 @@ def _saved_plan(fields: Mapping[str, Any]) -> SavedPlan:
     spans = fields.get("spans")
     own = {key: fields[key] for key in KEYS.values() if key in fields}
     own["num_stages"] = len(spans) if isinstance(spans, list) else 0
+    own["states_in_memory"] = []  # chosen anew, by the memory that the run may take
     step = {"plan": typed_object(Plan, own, names=KEYS)}
     step |= {name: fields[name] for name in ("model", "batch_size", "seq_length", "num_replicas") if name in fields}
     return typed_object(SavedPlan, step)

@@ -141,7 +141,7 @@ def describe_details(result: PlanResult, available_bytes: int | None) -> Iterato
     if (pipelines := request.machine.replicas_per_node) > 1:
         together = format_bytes(pipelines * host_bytes)
         yield f"  {pipelines} pipelines on each node: {together} of each node's host memory together"
-    if result.host_estimate.disk:
+    if config.pipeline.offload_states_to is not None:
         yield f"disks: {describe_disks(result)}"
     if available_bytes is not None and (short := describe_short_host(result)) is not None:
         yield f"  {short}"
@@ -153,10 +153,12 @@ def describe_details(result: PlanResult, available_bytes: int | None) -> Iterato
 def describe_disks(result: PlanResult) -> str:
     """A line about the optimizer states on disks, if there are any: bytes, wear and seconds."""
     use, disks = DiskUse.of(result), None if result.profile is None else result.profile.disks
+    number = len(result.plan.states_in_memory)
+    in_memory = f"; those of {number} stages stay in memory" * (number > 0)
     if use is None:
-        return "no optimizer states"
+        return f"no optimizer states{in_memory}"
     if disks is None:
-        return f"{use.describe()}; the predicted seconds leave the disks out (--disk_rate)"
+        return f"{use.describe()}{in_memory}; the predicted seconds leave the disks out (--disk_rate)"
     host, source = result.host_estimate, ""
     if result.request.config.planning.disk_rate is None:
         source = " as measured here"
@@ -166,7 +168,7 @@ def describe_disks(result: PlanResult) -> str:
     if disks.total < disks.read + disks.write:
         seconds += f", both in at least {(host.disk_reads + host.disk_writes) / disks.total:.2f} s"
     seconds += source
-    return f"{use.describe()}; {seconds}"
+    return f"{use.describe()}; {seconds}{in_memory}"
 
 
 def describe_short_host(result: PlanResult) -> str | None:

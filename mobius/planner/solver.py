@@ -57,6 +57,7 @@ from mobius.planner.peak_memory import LayerBytes
 from mobius.planner.profile import Profile
 from mobius.planner.rates import profile_for, reference_profile
 from mobius.planner.request import PlanRequest
+from mobius.planner.states_in_memory import with_states_in_memory
 from mobius.planner.step_prediction import (
     StepTimePrediction,
     predict_min_step_seconds,
@@ -194,8 +195,12 @@ def solve(
 
 
 def _has_room_for_more(result: PlanResult) -> bool:
-    """Whether as much host memory is free as the buffers of states on disks take; fewer of them would bring nothing."""
-    most, need = result.request.host_bytes, result.host_estimate
+    """Whether as much host memory would be free as the buffers of states on disks take, if all states were there.
+
+    Fewer of them would bring next to nothing.
+    """
+    most = result.request.host_bytes
+    need = estimate_host_memory(result.request, replace(result.plan, states_in_memory=frozenset()))
     return most is None or most - need.total >= need.state_buffers + need.load_buffers
 
 
@@ -230,6 +235,7 @@ def _solve(
         check_given_plan(solved, plan, layer=own_layer)
     else:
         plan = fit_by_simulation(solved, own_layer, rates) if rates and simulates else fit_plan(solved, layer=own_layer)
+    plan = with_states_in_memory(solved, plan)
     gpus = estimate_gpu_memory_of_ranks(solved, plan, own_layer)
     return PlanResult(solved, plan, gpus, estimate_host_memory(solved, plan), own_layer, rates)
 

@@ -48,6 +48,8 @@ class StageCost:
     """Whether what is trained stays on the GPU, which updates it, though the others are streamed."""
     quantizing: float = 0.0
     """Seconds to quantize its weights, once for each load, or for each update if it is resident."""
+    has_states_in_memory: bool = False
+    """Whether its optimizer state stays in host memory where those of other streamed stages are on disks."""
 
     @property
     def frozen(self) -> int:
@@ -114,7 +116,8 @@ def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageC
     """The cost of every stage: a profile's seconds added up over its layers; last that of a head that ranks share."""
     known = _known_costs(shape, profile, plan.num_slices > 1, plan.spreads_head, plan.num_offloaded_microbatches > 0)
     saved, resident = (plan.saved_activation_stages, plan.saved_product_stages), plan.resident
-    sets, costs = (*saved, resident, plan.saved_attention_stages, plan.offloaded_activation_stages), list[StageCost]()
+    sets = *saved, resident, plan.saved_attention_stages, plan.offloaded_activation_stages, plan.states_in_memory
+    costs = list[StageCost]()
     for cut in plan.cuts:
         key = cut.first_layer, cut.end_layer, cut.is_first, cut.is_last, *[cut.stage in each for each in sets]
         if key not in known:
@@ -179,6 +182,7 @@ def _stage_cost(cut: StageCut, plan: Plan, shape: ModelShape, profile: Profile) 
         trained_in_layers=cut.num_trained_in_layers(shape),
         keeps_trained_on_gpu=shape.keeps_trained_on_gpu,
         quantizing=QUANTIZING_BYTES * cut.num_quantized(shape) / profile.gpu_bandwidth,
+        has_states_in_memory=cut.stage in plan.states_in_memory,
     )
 
 

@@ -287,6 +287,7 @@ def predict_step_time(plan: Plan, request: PlanRequest, profile: Profile) -> Ste
     basis = f"{profile.source} ({profile.basis})"
     if request.packed is not None:
         basis += f", packed rows with attention over {request.attention_length:.0f} tokens on average"
+    steps = replace(steps, step_seconds=max(steps.step_seconds, predict_step_seconds(plan, request, profile)))
     return StepTimePrediction(**vars(steps), bottleneck=limit, gain=gain, basis=basis)
 
 
@@ -368,10 +369,11 @@ def _shared_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, ru
         if profile.disks is not None:
             sizes, read, written = rules.sizes, down * rules.sizes.has_weights_on_disks, 0
             for cost in costs[rank :: plan.num_ranks]:
-                own, is_streamed = (cost.parameters, cost.trained_in_layers), not cost.updates_on_gpu
+                own, is_copied = (cost.parameters, cost.trained_in_layers), cost.updates_on_gpu
+                is_streamed = not (is_copied or cost.has_states_in_memory)
                 read += is_streamed * sizes.on_disks(*own, frozen=cost.frozen)
                 written += sizes.written(*own, frozen=cost.frozen, is_streamed=is_streamed)
-                flows.append(shared.offload(rank, 0 if is_streamed else sizes.written(*own, is_streamed=False)))
+                flows.append(shared.offload(rank, is_copied * sizes.written(*own, is_streamed=False)))
             flows += [shared.disk_read(read), shared.disk_write(written)]
     used: dict[Hashable, float] = {}
     for flow in flows:

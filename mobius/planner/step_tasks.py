@@ -351,7 +351,7 @@ class StepTasks:
         owned = self.rules.sizes.shard_size(self.costs[stage].parameters)
         flow = self.flows.offload(rank, owned * self.rules.sizes.gradient)
         begins = self._updates_at_once(stage) and self.rules.overlaps_optimizer
-        arrives_in_buffer = begins and self.profile.disks is not None
+        arrives_in_buffer = begins and self._has_states_on_disks(stage)
         needs = [last, *(self._free_buffer(rank) if arrives_in_buffer else ())]
         copied = slot.free = self._task((Lane.OFFLOAD, rank), flow, needs, name=f"O{stage}")
         self._gradient_offloads[stage] = copied
@@ -428,8 +428,8 @@ class StepTasks:
             state.updates[stage] = self._task((Lane.REDUCE, rank), flow, [update], name=f"G{stage}")
 
     def _update_on_host(self, rank: int, stage: int, needs: Sequence[Task]) -> None:
-        left, has_disks = self.rules.sizes.shard_size(self.costs[stage].parameters), self.profile.disks is not None
-        if has_disks and left:
+        left, is_on_disks = self.rules.sizes.shard_size(self.costs[stage].parameters), self._has_states_on_disks(stage)
+        if is_on_disks and left:
             needs = [*needs, self._read_states(rank, stage)]
         if self._is_shared and left:
             self.ranks[rank].updated.add(stage)
@@ -441,8 +441,11 @@ class StepTasks:
             task = self._task((Lane.OPTIMIZER, rank), flow, needs, name=f"U{stage}", priority=stage)
             left, needs = left - piece, [task]
             self.ranks[rank].updates[stage] = task
-        if has_disks and stage in self.ranks[rank].updates:
+        if is_on_disks and stage in self.ranks[rank].updates:
             self._write_states(rank, stage)
+
+    def _has_states_on_disks(self, stage: int) -> bool:
+        return self.profile.disks is not None and not self.costs[stage].has_states_in_memory
 
     def _state_bytes(self, stage: int) -> int:
         cost = self.costs[stage]

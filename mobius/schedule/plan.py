@@ -52,6 +52,8 @@ class Plan(ScheduleSpec):
     saved_attention_stages: frozenset[int] = field(default=frozenset(), kw_only=True)
     """Stages whose layers save attention's result of a slice with their input: backward does not recompute
     attention."""
+    states_in_memory: frozenset[int] = field(default=frozenset(), kw_only=True)
+    """Streamed stages whose optimizer states stay in host memory where those of the others are on disks."""
 
     def __post_init__(self) -> None:
         assert len(self.cuts) == self.num_stages, "a plan has the layers of every stage"

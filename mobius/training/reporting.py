@@ -111,7 +111,7 @@ def log_stages(session: Session) -> None:
         logger.debug("recomputed layers run in tiles of %d tokens", run_setup.tile_tokens)
     if (step := run_setup.result.step_time_prediction) is not None:
         logger.debug("predicted: %.3f s per step, limited by %s, %s", step.step_seconds, step.bottleneck, step.basis)
-    if run_setup.result.host_estimate.disk:
+    if run_setup.config.pipeline.offload_states_to is not None:
         logger.info("%s", table_row("disks", describe_disks(run_setup.result)))
     if (short := describe_short_host(run_setup.result)) is not None:
         logger.info("%s", table_row("host", short))

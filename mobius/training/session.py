@@ -270,6 +270,7 @@ def _update_queue(run_setup: RunSetup, activity: Activity, slots: SlotPlace | No
         has_gradients=pipeline.gradients_on_disks,
         has_weights=pipeline.weights_on_disks,
         num_buffers=request.num_state_buffers,
+        in_memory=run_setup.plan.states_in_memory,
         slots=slots,
     )
     # The update thread enqueues the loads and all-gathers that follow an update, others loads from disks.

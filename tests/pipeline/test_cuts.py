@@ -103,6 +103,8 @@ def test_ranks_and_cuts_change_no_bit_of_a_clipped_run(tmp_path: Path, name: str
 ON_DISKS = {
     f"{kind}, {norm}": (kind, norm) for kind in ("fp32", "compact states, tied", *ON_DEMAND) for norm in (0.5, 0.0)
 }
+SOME = frozenset({0, 2, 5, 7, 1, 3})
+"""Stages whose states stay in memory: some of one rank's, and all but one of the other's."""
 
 
 @pytest.mark.parametrize(
@@ -130,3 +132,8 @@ def test_what_is_on_disks_changes_no_bit(tmp_path: Path, case: tuple[str, float]
         assert numbers == expected[0], more
         assert not differing(state, expected[1]), more
     assert not any((tmp_path / "one").iterdir()), "a file is left"
+    mixed = Cut(2, (1,) * 8, f"{folders} {others} --durable_steps off")
+    with patch("mobius.planner.solver.with_states_in_memory", lambda _, plan: replace(plan, states_in_memory=SOME)):
+        numbers, state = run(tmp_path / "model", own, mixed)
+    assert numbers == expected[0]
+    assert not differing(state, expected[1]), "some in memory"

@@ -27,7 +27,7 @@ BYTES = 10 * SHAPE.num_parameters
 
 def planned(machine: Machine | None = None, **options: Any) -> PlanResult:
     usual: dict[str, Any] = {"resident_stages": "0", "dtype": Dtype.BF16, "num_iterations": 6000}
-    usual["durable_steps"] = DurableSteps.OFF
+    usual |= {"durable_steps": DurableSteps.OFF, "num_stages": 12}  # no more stages of a GPU than buffers
     request = request_of(SHAPE, machine or Machine(4, CARD), **usual | {"offload_states_to": "/a,/b"} | options)
     return solve(request, layer=estimated_layer, is_preliminary=True)
 

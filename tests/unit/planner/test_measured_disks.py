@@ -162,7 +162,7 @@ def test_a_broken_file_is_told_and_not_used(tmp_path: Path, caplog: pytest.LogCa
 def test_the_next_plan_uses_them_unless_a_rate_is_given() -> None:
     machine = Machine(4, GPU_SPECS["RTX4090"], disks=DiskRates(14e9, 4e9, is_burst=True))
     options: dict[str, Any] = {"resident_stages": "0", "dtype": Dtype.BF16, "offload_states_to": "/a,/b"}
-    options["durable_steps"] = DurableSteps.OFF
+    options |= {"durable_steps": DurableSteps.OFF, "num_stages": 12}
     shape = find_published_shape("7b")
     found = solve(request_of(shape, machine, **options), layer=estimated_layer, is_preliminary=True)
     text = "reads them in 4.81 s and writes them in 16.85 s as measured here, in a burst"

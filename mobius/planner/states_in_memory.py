@@ -1,0 +1,61 @@
+"""Chooses the streamed stages whose optimizer states stay in host memory where those of the others are on disks.
+
+A rank's buffers of states are as large as its largest stage, so with an embedding of many words these take more memory
+than its states would. And what stays in memory is neither read nor written in a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from mobius.planner.memory_estimates import estimate_host_memory
+from mobius.planner.request import PlanRequest
+from mobius.schedule.plan import Plan
+
+FILLED_SHARE = 0.97
+"""Share of `--host_memory_limit` that states may fill; the rest covers errors of the estimate."""
+
+
+def with_states_in_memory(request: PlanRequest, plan: Plan) -> Plan:
+    """Return the plan with the stages whose states stay in memory; the plan itself where no states are on disks.
+
+    Of each rank these are its largest: those without which it takes the least memory, as long as there is a stage for
+    each of its buffers, and, if the user gave a limit of memory, as many as it has room for, on the ranks with most
+    states on disks first. With durable steps there are none, because all states are written then, and those in memory
+    are copied for it; nor with weights on disks, where memory is shortest.
+    """
+    sizes, shape, limit = request.sizes, request.shape, request.config.pipeline.host_memory_limit
+    if not sizes.has_disks or sizes.has_weights_on_disks or sizes.keeps_steps or shape.keeps_trained_on_gpu:
+        return plan
+    states = {cut.stage: sizes.optimizer(*shape.sizes_of(cut)[1:]) for cut in plan.cuts}
+    ranks = [
+        sorted((stage for stage in plan.streamed_stages(rank) if states[stage]), key=lambda stage: -states[stage])
+        for rank in range(plan.num_ranks)
+    ]
+    numbers = [0] * plan.num_ranks
+
+    def with_numbers() -> Plan:
+        kept = frozenset(stage for own, number in zip(ranks, numbers, strict=True) for stage in own[:number])
+        return replace(plan, states_in_memory=kept)
+
+    def host_bytes(rank: int, number: int) -> int:
+        before, numbers[rank] = numbers[rank], number
+        found = estimate_host_memory(request, with_numbers()).total
+        numbers[rank] = before
+        return found
+
+    for rank, own in enumerate(ranks):
+        most = max(0, len(own) - sizes.num_state_buffers)
+        numbers[rank] = min(range(most + 1), key=partial(host_bytes, rank))
+    most_bytes = 0 if limit is None or request.host_bytes is None else FILLED_SHARE * request.host_bytes
+    growing = [rank for rank, own in enumerate(ranks) if numbers[rank] < len(own)]
+    while most_bytes and growing:
+        rank = max(growing, key=lambda rank: sum(states[stage] for stage in ranks[rank][numbers[rank] :]))
+        if host_bytes(rank, numbers[rank] + 1) > most_bytes:
+            growing.remove(rank)
+            continue
+        numbers[rank] += 1
+        if numbers[rank] == len(ranks[rank]):
+            growing.remove(rank)
+    return with_numbers()
