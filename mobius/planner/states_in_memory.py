@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from mobius.planner.memory_estimates import estimate_host_memory
+from mobius.planner.memory_estimates import MEASURING_BYTES, estimate_host_memory
 from mobius.planner.request import PlanRequest
 from mobius.schedule.plan import Plan
 
@@ -48,9 +48,11 @@ def with_states_in_memory(request: PlanRequest, plan: Plan) -> Plan:
     for rank, own in enumerate(ranks):
         most = max(0, len(own) - sizes.num_state_buffers)
         numbers[rank] = min(range(most + 1), key=partial(host_bytes, rank))
-    most_bytes = 0 if limit is None or request.host_bytes is None else FILLED_SHARE * request.host_bytes
+    most_bytes = 0.0
+    if limit is not None and request.host_bytes is not None:
+        most_bytes = FILLED_SHARE * request.host_bytes - plan.num_ranks * MEASURING_BYTES  # which is taken at the start
     growing = [rank for rank, own in enumerate(ranks) if numbers[rank] < len(own)]
-    while most_bytes and growing:
+    while growing and most_bytes > 0:
         rank = max(growing, key=lambda rank: sum(states[stage] for stage in ranks[rank][numbers[rank] :]))
         if host_bytes(rank, numbers[rank] + 1) > most_bytes:
             growing.remove(rank)

@@ -95,6 +95,7 @@ def test_resident_stages_are_copied_to_host_memory_on_their_way_to_the_disks() -
 
 def test_fewer_stages_are_in_host_memory_at_once_where_it_is_short(caplog: pytest.LogCaptureFixture) -> None:
     options: dict[str, Any] = {"offload_states_to": "/a", "disk_rate": "7,2", "num_stages": 32, "num_chunks": 4}
+    options["durable_steps"] = DurableSteps.ON  # with which no stage's states stay in memory
     usual = planned(**options)
     buffers = usual.host_estimate.state_buffers
     less = usual.host_estimate.total - buffers // 4

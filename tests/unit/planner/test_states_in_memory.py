@@ -47,10 +47,10 @@ def test_the_largest_stages_stay_where_buffers_of_their_size_would_take_more() -
 
 def test_as_many_as_fit_the_memory_that_a_run_may_take_stay() -> None:
     usual = planned()
-    limit = usual.host_estimate.total / GIB + 8
+    limit = usual.host_estimate.total / GIB + 10
     more = planned(host_memory_limit=limit)
     assert more.plan.states_in_memory > usual.plan.states_in_memory
-    assert 0.9 * limit < more.host_estimate.total / GIB <= limit
+    assert 0.85 * limit < more.host_estimate.total / GIB <= limit
     left = [states_of(more, frozenset(own) - more.plan.states_in_memory) for own in stages_of_ranks(more.plan)]
     assert max(left) - min(left) < 1.2e9, "no rank has more than a layer's states on disks than another"
     assert more.step_seconds < 0.85 * usual.step_seconds
