@@ -278,6 +278,9 @@ def predict_step_time(plan: Plan, request: PlanRequest, profile: Profile) -> Ste
     """Predict the steps of `plan`, and find what limits them."""
     costs = stage_costs(plan, request.shape, profile)
     steps = simulate_steps(build_unchecked(plan), costs, profile, request.rules)
+    if profile.disks is not None:  # a few steps may still fill the buffers faster than disks empty them
+        least = predict_min_step_seconds(plan, request, profile)
+        steps = replace(steps, step_seconds=max(steps.step_seconds, least))
     limit, gain = find_bottleneck(
         profile,
         partial(predict_step_seconds, plan, request),
@@ -287,7 +290,6 @@ def predict_step_time(plan: Plan, request: PlanRequest, profile: Profile) -> Ste
     basis = f"{profile.source} ({profile.basis})"
     if request.packed is not None:
         basis += f", packed rows with attention over {request.attention_length:.0f} tokens on average"
-    steps = replace(steps, step_seconds=max(steps.step_seconds, predict_step_seconds(plan, request, profile)))
     return StepTimePrediction(**vars(steps), bottleneck=limit, gain=gain, basis=basis)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from harness.small_run import EIGHT, Run
 
 from mobius.config.cli import given_options, parse_args
 from mobius.errors import ConfigError
+from mobius.planner import solver
 from mobius.ranks import Ranks
 from mobius.training.run import run_training
 
@@ -82,6 +84,20 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(run: Run, workplace: 
     assert_goes_on_exactly(Path("out"), Path("resumed"), step=3)
     assert len({row["loss"] for row in steps_of(Path("out"))}) > 4, "the loss moves"
     assert ("lm_head.weight" in tensors_of(Path("out"))) == ("tied" not in options)
+
+
+def test_a_run_with_states_both_in_memory_and_on_disks_resumes_exactly(
+    run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        solver, "with_states_in_memory", lambda _, plan: replace(plan, states_in_memory=frozenset((0,)))
+    )
+    run(*SIX, *["--dtype", "bf16", "--offload_states_to", "disk", "--durable_steps", "off"])
+
+    resume("out/checkpoint-3", "--save_dir", "resumed")
+
+    assert_goes_on_exactly(Path("out"), Path("resumed"), step=3)
+    assert [*Path("disk").iterdir()] == [], "unlinked, and made"
 
 
 def test_epochs_are_resumed_in_their_middle(workplace: Path) -> None:
