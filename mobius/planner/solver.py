@@ -57,7 +57,7 @@ from mobius.planner.peak_memory import LayerBytes
 from mobius.planner.profile import Profile
 from mobius.planner.rates import profile_for, reference_profile
 from mobius.planner.request import PlanRequest
-from mobius.planner.states_in_memory import with_states_in_memory
+from mobius.planner.states_in_memory import most_host_bytes, with_states_in_memory, without_disks
 from mobius.planner.step_prediction import (
     StepTimePrediction,
     predict_min_step_seconds,
@@ -169,21 +169,26 @@ def solve(
     change, and DoesNotFitError, which `gpu_refusal` completes.
 
     With optimizer states on disks and little host memory, fewer stages are in it at once where that fits or is faster:
-    updates then overlap less, and larger microbatches may use the memory.
+    updates then overlap less, and larger microbatches may use the memory. Where all states fit the memory that the user
+    gave, the plan is that of a run without disks.
     """
     simulates = not (is_preliminary or is_draft)
 
-    def planned(number: int) -> tuple[PlanResult, list[tuple[Any, ...]]]:
-        asked, lines = replace(request, num_state_buffers=number), list[tuple[Any, ...]]()
+    def planned(asked: PlanRequest) -> tuple[PlanResult, list[tuple[Any, ...]]]:
+        lines = list[tuple[Any, ...]]()
         found = _solve(asked, layer, profile, given, simulates, is_draft, log=lambda *line: lines.append(line))
         return found, lines
 
-    fewest = FEWEST_STATE_BUFFERS if request.sizes.has_disks else request.num_state_buffers
-    tries = [planned(request.num_state_buffers)]
-    for number in range(request.num_state_buffers - 1, fewest - 1, -1):
-        if tries[-1][0].fits_host and (is_draft or _has_room_for_more(tries[-1][0])):
-            break
-        tries.append(planned(number))
+    tries = list[tuple[PlanResult, list[tuple[Any, ...]]]]()
+    if given is None and (most_bytes := most_host_bytes(request)) > 0:
+        found, lines = planned(without_disks(request))
+        tries = [(_with_disks(found, request), lines)] if found.host_estimate.total <= most_bytes else []
+    if not tries:
+        most = request.num_state_buffers
+        for number in range(most, (FEWEST_STATE_BUFFERS if request.sizes.has_disks else most) - 1, -1):
+            tries.append(planned(replace(request, num_state_buffers=number)))
+            if tries[-1][0].fits_host and (is_draft or _has_room_for_more(tries[-1][0])):
+                break
     fitting = [each for each in tries if each[0].fits_host] or tries[:1]
     result, lines = fitting[0] if len(fitting) == 1 else min(fitting, key=_seconds)  # usually there is one
     for line in lines:
@@ -192,6 +197,16 @@ def solve(
         return result
     prediction = predict_step_time(result.plan, result.request, result.profile)
     return replace(result, step_time_prediction=prediction)
+
+
+def _with_disks(found: PlanResult, request: PlanRequest) -> PlanResult:
+    """Return a plan made without disks for the run that has them: all optimizer states stay in memory."""
+    pipeline = request.config.pipeline
+    own = found.request.with_pipeline(
+        offload_states_to=pipeline.offload_states_to, gradients_on_disks=pipeline.gradients_on_disks
+    )
+    plan = replace(found.plan, states_in_memory=frozenset(range(found.plan.num_stages)) - found.plan.resident)
+    return replace(found, request=own, plan=plan, host_estimate=estimate_host_memory(own, plan))
 
 
 def _has_room_for_more(result: PlanResult) -> bool:

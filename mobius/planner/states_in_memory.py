@@ -25,8 +25,8 @@ def with_states_in_memory(request: PlanRequest, plan: Plan) -> Plan:
     states on disks first. With durable steps there are none, because all states are written then, and those in memory
     are copied for it; nor with weights on disks, where memory is shortest.
     """
-    sizes, shape, limit = request.sizes, request.shape, request.config.pipeline.host_memory_limit
-    if not sizes.has_disks or sizes.has_weights_on_disks or sizes.keeps_steps or shape.keeps_trained_on_gpu:
+    sizes, shape = request.sizes, request.shape
+    if not _may_have_some(request):
         return plan
     states = {cut.stage: sizes.optimizer(*shape.sizes_of(cut)[1:]) for cut in plan.cuts}
     ranks = [
@@ -48,11 +48,9 @@ def with_states_in_memory(request: PlanRequest, plan: Plan) -> Plan:
     for rank, own in enumerate(ranks):
         most = max(0, len(own) - sizes.num_state_buffers)
         numbers[rank] = min(range(most + 1), key=partial(host_bytes, rank))
-    most_bytes = 0.0
-    if limit is not None and request.host_bytes is not None:
-        most_bytes = FILLED_SHARE * request.host_bytes - plan.num_ranks * MEASURING_BYTES  # which is taken at the start
+    most_bytes = most_host_bytes(request)
     growing = [rank for rank, own in enumerate(ranks) if numbers[rank] < len(own)]
-    while growing and most_bytes > 0:
+    while growing:
         rank = max(growing, key=lambda rank: sum(states[stage] for stage in ranks[rank][numbers[rank] :]))
         if host_bytes(rank, numbers[rank] + 1) > most_bytes:
             growing.remove(rank)
@@ -61,3 +59,21 @@ def with_states_in_memory(request: PlanRequest, plan: Plan) -> Plan:
         if numbers[rank] == len(ranks[rank]):
             growing.remove(rank)
     return with_numbers()
+
+
+def most_host_bytes(request: PlanRequest) -> float:
+    """Return the host memory that a plan may take with states that could be on disks; 0 if the user gave no limit."""
+    if not _may_have_some(request) or request.config.pipeline.host_memory_limit is None or request.host_bytes is None:
+        return 0.0
+    return FILLED_SHARE * request.host_bytes - request.machine.num_ranks * MEASURING_BYTES  # taken at the start
+
+
+def without_disks(request: PlanRequest) -> PlanRequest:
+    """Return the request with all optimizer states and gradients in memory."""
+    return request.with_pipeline(offload_states_to=None, gradients_on_disks=False)
+
+
+def _may_have_some(request: PlanRequest) -> bool:
+    sizes = request.sizes
+    is_possible = sizes.has_disks and not sizes.has_weights_on_disks and not sizes.keeps_steps
+    return is_possible and not request.shape.keeps_trained_on_gpu
