@@ -156,7 +156,7 @@ def describe_disks(result: PlanResult) -> str:
     number = len(result.plan.states_in_memory)
     in_memory = f"; those of {number} stages stay in memory" * (number > 0)
     if use is None:
-        return f"no optimizer states{in_memory}"
+        return f"optimizer states of all {number} streamed stages stay in memory" if number else "no optimizer states"
     if disks is None:
         return f"{use.describe()}{in_memory}; the predicted seconds leave the disks out (--disk_rate)"
     host, source = result.host_estimate, ""

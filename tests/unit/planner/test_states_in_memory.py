@@ -12,6 +12,7 @@ from mobius.config.config import ActivationOffloading, Dtype, DurableSteps, Opti
 from mobius.planner.disk_use import DiskUse
 from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.memory_estimates import estimate_host_memory, estimated_layer
+from mobius.planner.plan_table import describe_disks
 from mobius.planner.request import Machine
 from mobius.planner.solver import PlanResult, solve
 from mobius.schedule.plan import Plan
@@ -50,6 +51,7 @@ def test_as_many_as_fit_the_memory_that_a_run_may_take_stay() -> None:
     limit = usual.host_estimate.total / GIB + 10
     more = planned(host_memory_limit=limit)
     assert more.plan.states_in_memory > usual.plan.states_in_memory
+    assert f"; those of {len(more.plan.states_in_memory)} stages stay in memory" in describe_disks(more)
     assert 0.85 * limit < more.host_estimate.total / GIB <= limit
     left = [states_of(more, frozenset(own) - more.plan.states_in_memory) for own in stages_of_ranks(more.plan)]
     assert max(left) - min(left) < 1.2e9, "no rank has more than a layer's states on disks than another"
@@ -62,6 +64,7 @@ def test_nothing_is_on_disks_where_all_fits() -> None:
     assert found.plan.states_in_memory == frozenset(range(32))
     assert found.host_estimate.disk == found.host_estimate.disk_writes == found.host_estimate.state_buffers == 0
     assert DiskUse.of(found) is None
+    assert describe_disks(found) == "optimizer states of all 32 streamed stages stay in memory"
     in_memory = planned(offload_states_to=None, disk_rate=None, host_memory_limit=200.0)
     assert found.host_estimate.total == in_memory.host_estimate.total
     assert found.step_seconds == pytest.approx(in_memory.step_seconds, rel=0.001)
