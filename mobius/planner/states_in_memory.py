@@ -14,7 +14,7 @@ from mobius.planner.request import PlanRequest
 from mobius.schedule.plan import Plan
 
 FILLED_SHARE = 0.97
-"""Share of `--host_memory_limit` that states may fill; the rest covers errors of the estimate."""
+"""Share of the memory that states of some stages may fill; the rest covers errors of the estimate."""
 
 
 def with_states_in_memory(request: PlanRequest, plan: Plan) -> Plan:
@@ -48,7 +48,7 @@ def with_states_in_memory(request: PlanRequest, plan: Plan) -> Plan:
     for rank, own in enumerate(ranks):
         most = max(0, len(own) - sizes.num_state_buffers)
         numbers[rank] = min(range(most + 1), key=partial(host_bytes, rank))
-    most_bytes = most_host_bytes(request)
+    most_bytes = FILLED_SHARE * most_host_bytes(request)
     growing = [rank for rank, own in enumerate(ranks) if numbers[rank] < len(own)]
     while growing:
         rank = max(growing, key=lambda rank: sum(states[stage] for stage in ranks[rank][numbers[rank] :]))
@@ -65,7 +65,7 @@ def most_host_bytes(request: PlanRequest) -> float:
     """Return the host memory that a plan may take with states that could be on disks; 0 if the user gave no limit."""
     if not _may_have_some(request) or request.config.pipeline.host_memory_limit is None or request.host_bytes is None:
         return 0.0
-    return FILLED_SHARE * request.host_bytes - request.machine.num_ranks * MEASURING_BYTES  # taken at the start
+    return request.host_bytes - request.machine.num_ranks * MEASURING_BYTES  # which are taken at the start
 
 
 def without_disks(request: PlanRequest) -> PlanRequest:
