@@ -57,7 +57,7 @@ from mobius.planner.peak_memory import LayerBytes
 from mobius.planner.profile import Profile
 from mobius.planner.rates import profile_for, reference_profile
 from mobius.planner.request import PlanRequest
-from mobius.planner.states_in_memory import most_host_bytes, with_states_in_memory, without_disks
+from mobius.planner.states_in_memory import most_host_bytes, with_states_in_memory
 from mobius.planner.step_prediction import (
     StepTimePrediction,
     predict_min_step_seconds,
@@ -181,7 +181,7 @@ def solve(
 
     tries = list[tuple[PlanResult, list[tuple[Any, ...]]]]()
     if given is None and (most_bytes := most_host_bytes(request)) > 0:
-        found, lines = planned(without_disks(request))
+        found, lines = planned(request.with_pipeline(offload_states_to=None, gradients_on_disks=False))
         tries = [(_with_disks(found, request), lines)] if found.host_estimate.total <= most_bytes else []
     if not tries:
         most = request.num_state_buffers
@@ -200,12 +200,12 @@ def solve(
 
 
 def _with_disks(found: PlanResult, request: PlanRequest) -> PlanResult:
-    """Return a plan made without disks for the run that has them: all optimizer states stay in memory."""
+    """Return a plan made without disks for the run that has them: its optimizer states stay in memory, which fits."""
     pipeline = request.config.pipeline
     own = found.request.with_pipeline(
         offload_states_to=pipeline.offload_states_to, gradients_on_disks=pipeline.gradients_on_disks
     )
-    plan = replace(found.plan, states_in_memory=frozenset(range(found.plan.num_stages)) - found.plan.resident)
+    plan = with_states_in_memory(own, found.plan)
     return replace(found, request=own, plan=plan, host_estimate=estimate_host_memory(own, plan))
 
 

@@ -6,6 +6,7 @@ than its states would. And what stays in memory is neither read nor written in a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -20,45 +21,43 @@ FILLED_SHARE = 0.97
 def with_states_in_memory(request: PlanRequest, plan: Plan) -> Plan:
     """Return the plan with the stages whose states stay in memory; the plan itself where no states are on disks.
 
-    Of each rank these are its largest: those without which it takes the least memory, as long as there is a stage for
-    each of its buffers, and, if the user gave a limit of memory, as many as it has room for, on the ranks with most
-    states on disks first. With durable steps there are none, because all states are written then, and those in memory
-    are copied for it; nor with weights on disks, where memory is shortest.
+    If the user gave a limit of memory that has room for all states, all stay. Else these are the largest of each rank:
+    those without which it takes the least memory, as long as there is a stage for each of its buffers, and as many as
+    the limit has room for, on the ranks with most states on disks first. With durable steps there are none, because all
+    states are written then, and those in memory are copied for it; nor with weights on disks, where memory is shortest.
     """
-    sizes, shape = request.sizes, request.shape
+    sizes, shape, most_bytes = request.sizes, request.shape, most_host_bytes(request)
     if not _may_have_some(request):
         return plan
+    everything = replace(plan, states_in_memory=frozenset(range(plan.num_stages)) - plan.resident)
+    if estimate_host_memory(request, everything).total <= most_bytes:
+        return everything
     states = {cut.stage: sizes.optimizer(*shape.sizes_of(cut)[1:]) for cut in plan.cuts}
     ranks = [
-        sorted((stage for stage in plan.streamed_stages(rank) if states[stage]), key=lambda stage: -states[stage])
+        sorted(filter(states.get, plan.streamed_stages(rank)), key=lambda stage: -states[stage])
         for rank in range(plan.num_ranks)
     ]
-    numbers = [0] * plan.num_ranks
 
-    def with_numbers() -> Plan:
+    def keeping(numbers: Sequence[int]) -> Plan:
         kept = frozenset(stage for own, number in zip(ranks, numbers, strict=True) for stage in own[:number])
         return replace(plan, states_in_memory=kept)
 
-    def host_bytes(rank: int, number: int) -> int:
-        before, numbers[rank] = numbers[rank], number
-        found = estimate_host_memory(request, with_numbers()).total
-        numbers[rank] = before
-        return found
+    def host_bytes(numbers: Sequence[int], rank: int, number: int) -> int:
+        return estimate_host_memory(request, keeping([*numbers[:rank], number, *numbers[rank + 1 :]])).total
 
+    numbers = [0] * plan.num_ranks
     for rank, own in enumerate(ranks):
         most = max(0, len(own) - sizes.num_state_buffers)
-        numbers[rank] = min(range(most + 1), key=partial(host_bytes, rank))
-    most_bytes = FILLED_SHARE * most_host_bytes(request)
-    growing = [rank for rank, own in enumerate(ranks) if numbers[rank] < len(own)]
+        numbers[rank] = min(range(most + 1), key=partial(host_bytes, numbers, rank))
+    growing = {*range(plan.num_ranks)}
     while growing:
         rank = max(growing, key=lambda rank: sum(states[stage] for stage in ranks[rank][numbers[rank] :]))
-        if host_bytes(rank, numbers[rank] + 1) > most_bytes:
+        has_more = numbers[rank] < len(ranks[rank])
+        if has_more and host_bytes(numbers, rank, numbers[rank] + 1) <= FILLED_SHARE * most_bytes:
+            numbers[rank] += 1
+        else:
             growing.remove(rank)
-            continue
-        numbers[rank] += 1
-        if numbers[rank] == len(ranks[rank]):
-            growing.remove(rank)
-    return with_numbers()
+    return keeping(numbers)
 
 
 def most_host_bytes(request: PlanRequest) -> float:
@@ -66,11 +65,6 @@ def most_host_bytes(request: PlanRequest) -> float:
     if not _may_have_some(request) or request.config.pipeline.host_memory_limit is None or request.host_bytes is None:
         return 0.0
     return request.host_bytes - request.machine.num_ranks * MEASURING_BYTES  # which are taken at the start
-
-
-def without_disks(request: PlanRequest) -> PlanRequest:
-    """Return the request with all optimizer states and gradients in memory."""
-    return request.with_pipeline(offload_states_to=None, gradients_on_disks=False)
 
 
 def _may_have_some(request: PlanRequest) -> bool:

@@ -65,6 +65,8 @@ def test_nothing_is_on_disks_where_all_fits() -> None:
     assert found.host_estimate.disk == found.host_estimate.disk_writes == found.host_estimate.state_buffers == 0
     assert DiskUse.of(found) is None
     assert describe_disks(found) == "optimizer states of all 32 streamed stages stay in memory"
+    again = solve(found.request, layer=estimated_layer, given=replace(found.plan, states_in_memory=frozenset()))
+    assert again.plan == found.plan, "read from a file, which does not say it"
     in_memory = planned(offload_states_to=None, disk_rate=None, host_memory_limit=200.0)
     assert found.host_estimate.total == in_memory.host_estimate.total
     assert found.step_seconds == pytest.approx(in_memory.step_seconds, rel=0.001)
