@@ -1,6 +1,6 @@
 """Cuts the power of a small training at random moments; its steps are durable, and it ends as one that was left alone.
 
-PYTHONPATH=.:tests:scripts python tests/harness/power_cut_runs.py CUTS SEED FOLDER
+PYTHONPATH=.:tests:scripts:benchmarks python tests/harness/power_cut_runs.py CUTS SEED FOLDER
 
 The last line says what was taken back.
 """
