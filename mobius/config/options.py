@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from mobius.config.foreign_options import foreign_dataset_key
+from mobius.config.recipes.answers import foreign_dataset_key
 from mobius.errors import ConfigError, excerpt, quoted
 
 Columns = tuple[tuple[str, str], ...]

@@ -21,8 +21,8 @@ from mobius.config.config import (
     sections,
     spellings,
 )
-from mobius.config.foreign_options import IGNORED, foreign_option
 from mobius.config.options import DatasetEntry, Option, OptionValue, Spelling, dataset_options, read_truth, shown
+from mobius.config.recipes.answers import IGNORED, foreign_option
 from mobius.config.recipes.recipe import Launch, translate
 from mobius.config.recipes.tools import find_recipe
 from mobius.errors import ConfigError, excerpt, first_line, reason_of
@@ -182,7 +182,8 @@ def _meant_names(typed: str) -> list[str]:
         # `--model_` begins two spellings of one option, which is not ambiguous; the first one is meant.
         known = spellings().get(match)
         meanings.setdefault((known.option.name, known.flag_value) if known else match, match)
-    answer, begun = foreign_option(name), {spellings()[known].option.name for known in matches if known in spellings()}
+    answer = None if name in names else foreign_option(name)
+    begun = {spellings()[known].option.name for known in matches if known in spellings()}
     return list(meanings.values()) if answer is None or begun <= _options_in(answer) else []
 
 

@@ -27,7 +27,7 @@ from harness.fuzzed_inputs import (
 from transformers import GenerationConfig
 
 from mobius.config.config import options
-from mobius.config.foreign_options import FOREIGN_OPTIONS
+from mobius.config.recipes.answers import TOOLS, read_table
 
 CHAT = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]
 SPECIAL = ("pipe", "socket", "/dev/zero", "/dev/null", "/dev/full", "/dev/tty", "/proc/self/mem", "folder", "loop")
@@ -127,7 +127,7 @@ def _foreign_keys(made: FuzzedInput, rng: random.Random, model: Path) -> None:
     lines = [f"{name.removeprefix('--')}: {value}" for name, value in zip(SMALL[::2], SMALL[1::2], strict=True)]
     values = ("true", "false", "1", "4", "0.1", "auto", "eval_loss", "lora", "sft", "dpo", "[a, b]", "null", *NODES)
     for _ in range(rng.randint(1, 5)):
-        name = rng.choice([*FOREIGN_OPTIONS, *options()])
+        name = rng.choice([*(key for table in TOOLS for key in read_table(table)), *options()])
         if name not in ("save_dir", "save_params", "save_results", "plan_output", "trace", "compile"):
             lines.insert(rng.randrange(len(lines) + 1), f"{name}: {rng.choice(values)}")
     made.files["fuzzed.yaml"] = "\n".join(lines).encode(errors="surrogatepass")

@@ -3,22 +3,14 @@
 import sys
 from pathlib import Path
 
-from mobius.config.foreign_options import IGNORED
-from mobius.config.recipes.recipe import TAKEN, Row, read_table
+from mobius.config.recipes.answers import IGNORED, TAKEN, TOOLS, Row, read_table
 from mobius.regular_files import read_text
-
-_TABLES = {
-    "llamafactory": "LLaMA-Factory",
-    "axolotl": "Axolotl",
-    "trl": "TRL",
-    "trainer": "LLaMA-Factory and TRL: keys of transformers' TrainingArguments",
-}
 
 
 def page() -> str:
     """Markdown of docs/user/other_trainers.md."""
     lines = [read_text(Path(__file__).with_name("page.txt")).rstrip()]
-    for table, title in _TABLES.items():
+    for table, title in TOOLS.items():
         answers = dict[str, list[str]]()
         for key, row in read_table(table).items():
             answers.setdefault(_told(row), []).append(f"`{key}`")

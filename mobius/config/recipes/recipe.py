@@ -1,38 +1,14 @@
-"""A tool whose files are read: the answer to each of its keys, and a file on its way to Mobius' options.
-
-The answers are in text files beside this module: a line `key -> option = default`, or lines of keys and below them,
-indented, the answer, which begins with `taken as` (a function of the tool does it), `not needed` (ignored) or anything
-else (refused); `as elsewhere` stands for that of `foreign_options.py`. `key=value` is one value, `*` any letters.
-"""
+"""A tool whose files are read: the answer to each of its keys, and a file on its way to Mobius' options."""
 
 import fnmatch
 import math
-import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import Final
 
-from mobius.config.foreign_options import IGNORED, asks_for_nothing, foreign_option, read_answers
 from mobius.config.options import shown
+from mobius.config.recipes.answers import IGNORED, SHARED, TAKEN, Row, asks_for_nothing, find_row, read_table
 from mobius.errors import excerpt
-from mobius.regular_files import read_text
-
-TAKEN: Final = "taken"
-"""Beginning of the answer for a key that is read."""
-_ELSEWHERE: Final = "as elsewhere"
-
-
-@dataclass(frozen=True)
-class Row:
-    """Answer to one key, or to one value of it."""
-
-    answer: str
-    option: str | None = None
-    """Option that takes the value as it is."""
-    default: str | None = None
-    """Value that the tool has where the file says nothing."""
 
 
 @dataclass(frozen=True)
@@ -62,32 +38,14 @@ class Recipe:
         return {name: row for table in self.tables for name, row in read_table(table).items()}
 
     def row(self, key: str, value: object = None) -> Row | None:
-        """Row of a key with this value; None for an unknown key."""
-        text = value.strip().lower() if isinstance(value, str) else None
-        found = self.rows.get(f"{key}={text}") or self.rows.get(key)
-        if found is None:
-            patterns = (row for name, row in self.rows.items() if "*" in name and fnmatch.fnmatch(key, name))
-            found = next(patterns, None)
-        if found is None or found.answer == foreign_option(key):
-            # The value may have an answer of its own.
-            return Row(answer) if (answer := foreign_option(key, text or None)) else found
-        return found
+        """Row of a key with this value: the tool's own before the shared one; None for an unknown key."""
+        patterns = (row for name, row in self.rows.items() if "*" in name and fnmatch.fnmatch(key, name))
+        return find_row(self.rows, key, value) or next(patterns, None) or find_row(read_table(SHARED), key, value)
 
     def sign(self, keys: Collection[str]) -> list[str]:
         """Keys of the first of its signs that a file has; empty if the file is not its own."""
         signs = (sign.split("+") for sign in self.signs.split())
         return next((sign for sign in signs if set(sign) <= set(keys)), [])
-
-
-def read_table(name: str) -> dict[str, Row]:
-    """Rows of one table by key, `key=value` or pattern."""
-    rows = dict[str, Row]()
-    text = re.sub("^#.*\n", "", read_text(Path(__file__).with_name(f"{name}.txt")), flags=re.MULTILINE)
-    for key, option, default in re.findall(r"^(\S+) -> (\w+)(?: = (\S+))?$", text, re.MULTILINE):
-        rows[key] = Row(TAKEN if key == option else f"{TAKEN} as --{option}", option, default or None)
-    for key, answer in read_answers(re.sub(r"^\S+ -> .*\n", "", text, flags=re.MULTILINE)):
-        rows[key] = Row((foreign_option(key) or "") if answer == _ELSEWHERE else answer)
-    return rows
 
 
 @dataclass

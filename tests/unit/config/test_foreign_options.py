@@ -6,7 +6,7 @@ import pytest
 
 from mobius.config.cli import parse_args
 from mobius.config.config import nearest_name, spellings
-from mobius.config.foreign_options import FOREIGN_OPTIONS
+from mobius.config.recipes.answers import SHARED, read_table
 from mobius.errors import ConfigError
 
 
@@ -18,13 +18,7 @@ def problem_of(*argv: str) -> str:
 
 
 def test_no_name_is_both_ours_and_foreign() -> None:
-    assert not set(FOREIGN_OPTIONS) & set(spellings())
-
-
-def test_an_answer_names_only_options_that_there_are() -> None:
-    for name, answer in FOREIGN_OPTIONS.items():
-        words = [word.strip("`,.;:()") for word in answer.split()]
-        assert {word.removeprefix("--") for word in words if word.startswith("--")} <= set(spellings()), name
+    assert not set(read_table(SHARED)) & set(spellings())
 
 
 @pytest.mark.parametrize(
